@@ -1,0 +1,82 @@
+# baton. `make demo` shows the whole road on this machine, `make test` runs lint, types and the CPU test suite.
+#
+#   PYTHON=python3.12    the interpreter that makes .venv; default: the first >= 3.10 found
+#   TORCH_INDEX=URL      where torch comes from besides pip's own index; default: PyTorch's CPU wheels, unless there is
+#                        an NVIDIA driver; TORCH_INDEX= (empty): pip's own index only
+#   ARGS=...             arguments of `baton demo`, such as --once
+#   TESTS=...            what `make test` runs; default: all
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+
+VENV := .venv
+BIN := $(VENV)/bin
+TORCH := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
+TORCH_INDEX ?= $(if $(shell command -v nvidia-smi),,https://download.pytorch.org/whl/cpu)
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+FOLDERS := cluster decode deploy engine kernels kvtransfer prefill router
+ARGS ?=
+TESTS ?= tests
+
+.PHONY: help venv install model demo lint test test-full clean
+
+help:
+	@printf '%s\n' 'make demo       a cluster on this machine answers one request (ARGS=--once: then stops)' \
+	  'make test       lint, types, CPU tests (TESTS=tests/unit: some of them)' \
+	  'make test-full  the slow tests too' \
+	  'make lint       ruff and mypy --strict' \
+	  'make install    .venv with baton and all it needs' \
+	  'make model      download and convert the demo model' \
+	  'make clean      remove .venv and what tools left'
+
+venv: $(BIN)/python
+
+$(BIN)/python:
+	@for python in "$${PYTHON:-}" python3 python3.13 python3.12 python3.11 python3.10; do \
+	  if [ -n "$$python" ] && "$$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then \
+	    echo "making $(VENV) with $$("$$python" --version)"; \
+	    "$$python" -m venv $(VENV) || { rm -rf $(VENV); echo "no venv: install the package python3-venv" >&2; exit 1; }; \
+	    exit 0; \
+	  fi; \
+	  if [ -n "$${PYTHON:-}" ]; then echo "PYTHON=$$PYTHON is not Python >= 3.10" >&2; exit 1; fi; \
+	done; \
+	echo "baton needs Python >= 3.10; found $$(python3 --version 2>&1 || true). Install one, or name it: make PYTHON=/path/to/python3.11" >&2; exit 1
+
+install: $(VENV)/.installed
+
+# torch first, pinned and without its dependencies: a looser requirement would pull a CUDA build over a CPU one, and only
+# torch itself shall come from the other index. An index that does not answer is left out (pip would retry for minutes).
+$(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
+	@index='$(TORCH_INDEX)'; \
+	if [ -n "$$index" ] && ! $(BIN)/python -c "import urllib.request as r; r.urlopen('$$index/', timeout=10)" 2>/dev/null; then \
+	  echo "$$index does not answer; torch comes from pip's own index"; index=; \
+	fi; \
+	echo "installing $(TORCH)"; \
+	$(PIP) install --no-deps $${index:+--extra-index-url "$$index"} '$(TORCH)'
+	@echo 'installing baton and its dependencies (about a minute)'
+	@$(PIP) install -qq -e '.[test,demo]' -c constraints.txt
+	@touch $@
+
+model: install
+	@$(BIN)/baton model
+
+demo: install
+	@$(BIN)/baton demo $(ARGS)
+
+# mypy must see the repository under its package name
+lint: install
+	$(BIN)/ruff check .
+	@mkdir -p .lint && ln -sfn .. .lint/baton
+	cd .lint && ../$(BIN)/mypy --config-file ../pyproject.toml --cache-dir ../.mypy_cache \
+	  $(addprefix baton/,__init__.py __main__.py $(FOLDERS))
+
+test: lint model
+	$(BIN)/pytest -m 'not slow and not gpu' --durations=15 $(TESTS)
+
+test-full: lint model
+	$(BIN)/pytest --durations=30 $(TESTS)
+
+clean:
+	rm -rf $(VENV) .lint build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,66 @@
+"""The `baton` command: one subcommand per role and tool, each imported only when it is chosen."""
+
+import difflib
+import importlib
+import importlib.metadata
+import platform
+import sys
+from collections.abc import Sequence
+
+PACKAGE = "baton"
+COMMANDS = {
+    "up": (".deploy.launcher", "start router, prefill and decode workers on this host and supervise them"),
+    "router": (".router.__main__", "run the router: one OpenAI-compatible endpoint in front of the workers"),
+    "prefill": (".prefill.__main__", "run a prefill worker"),
+    "decode": (".decode.__main__", "run a decode worker"),
+    "chat": (".deploy.chat", "chat with a running cluster in the terminal"),
+    "demo": (".deploy.demo", "start a small cluster on this host and ask it one question"),
+    "model": (".deploy.demo_model", "fetch the demo model and print its directory"),
+    "version": ("", "print versions"),
+}
+REPORTED = ("torch", "transformers", "pyzmq", "msgspec")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the subcommand that `argv` (default: the process's arguments) names; returns the exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    command = words[0] if words else "--help"
+    if command in ("-h", "--help", "help"):
+        print(usage())
+        return 0
+    if command in ("version", "--version"):
+        print(versions())
+        return 0
+    if command not in COMMANDS:
+        close = difflib.get_close_matches(command, COMMANDS, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"commands: {', '.join(COMMANDS)}"
+        print(f"baton: unknown command {command!r}; {hint}", file=sys.stderr)
+        return 2
+    module = importlib.import_module(COMMANDS[command][0], PACKAGE)
+    code = module.main(words[1:])
+    assert isinstance(code, int)
+    return code
+
+
+def usage() -> str:
+    """The text of `baton --help`."""
+    lines = ["usage: baton COMMAND [options]", "", "Disaggregated serving of large language models.", "", "commands:"]
+    lines += [f"  {name:<9} {text}" for name, (_, text) in COMMANDS.items()]
+    return "\n".join([*lines, "", "`baton COMMAND --help` shows a command's options."])
+
+
+def versions() -> str:
+    """One line per component; nothing heavy is imported to find out."""
+    lines = [f"baton {_version(PACKAGE)}", f"python {platform.python_version()}"]
+    return "\n".join(lines + [f"{name} {_version(name)}" for name in REPORTED])
+
+
+def _version(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

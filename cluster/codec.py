@@ -1,0 +1,84 @@
+"""Messages to frames and back: MessagePack, decoded straight into the typed structs of `messages`.
+
+A frame from a peer is hostile until it is decoded. `Decoder.decode` raises `RemoteProtocolError` and nothing else, with
+one line that names the fault and never repeats the peer's bytes.
+"""
+
+from typing import Generic, TypeVar
+
+import msgspec
+import zmq
+
+from .errors import RemoteProtocolError
+from .messages import ControlDown, ControlUp, KVDown, KVUp, Message
+
+T = TypeVar("T")
+
+CONTROL_MAX_BYTES = 1 << 20
+KV_MAX_BYTES = 16 << 10  # every KV-plane message but the payload of a block
+LONGEST_REASON = 200
+
+
+def encode(message: Message) -> bytes:
+    """The frame of a message."""
+    return msgspec.msgpack.encode(message)
+
+
+class Decoder(Generic[T]):
+    """Decodes frames of one tagged union, at most `max_bytes` each."""
+
+    def __init__(self, union_type: object, max_bytes: int) -> None:
+        self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(union_type)
+        self._max_bytes = max_bytes
+
+    def __repr__(self) -> str:
+        return f"Decoder(max_bytes={self._max_bytes})"
+
+    def decode(self, frame: bytes | memoryview | zmq.Frame) -> T:
+        """The message in `frame`. Raises RemoteProtocolError for whatever is not exactly one message of the union."""
+        data = frame.buffer if isinstance(frame, zmq.Frame) else frame
+        size = len(data)
+        if size > self._max_bytes:
+            raise RemoteProtocolError(f"a frame of {size} bytes, at most {self._max_bytes} are allowed")
+        try:
+            return self._decoder.decode(data)
+        except Exception as error:  # whatever the decoder raises, the peer's bytes caused it
+            raise RemoteProtocolError(f"a frame of {size} bytes is not a message: {_reason(error)}") from None
+
+
+def decoder(union_type: object, max_bytes: int) -> Decoder[T]:
+    """A decoder of any tagged union; annotate the result, as in `d: Decoder[KVUp] = decoder(KVUp, 4096)`."""
+    return Decoder(union_type, max_bytes)
+
+
+def control_up_decoder(max_bytes: int = CONTROL_MAX_BYTES) -> Decoder[ControlUp]:
+    """For the router: what workers send."""
+    return Decoder(ControlUp, max_bytes)
+
+
+def control_down_decoder(max_bytes: int = CONTROL_MAX_BYTES) -> Decoder[ControlDown]:
+    """For a worker: what the router sends."""
+    return Decoder(ControlDown, max_bytes)
+
+
+def kv_up_decoder(max_bytes: int = KV_MAX_BYTES) -> Decoder[KVUp]:
+    """For prefill: what decode sends."""
+    return Decoder(KVUp, max_bytes)
+
+
+def kv_down_decoder(max_bytes: int = KV_MAX_BYTES) -> Decoder[KVDown]:
+    """For decode: what prefill sends."""
+    return Decoder(KVDown, max_bytes)
+
+
+def _reason(error: Exception) -> str:
+    """One printable line about `error` that holds none of the peer's bytes."""
+    if isinstance(error, msgspec.ValidationError):
+        text = str(error)
+        if text.startswith("Invalid value"):  # msgspec would quote the unknown tag
+            return "unknown message type"
+        line = "".join(c if c.isprintable() and c.isascii() else "?" for c in text)
+        return line[:LONGEST_REASON]
+    if isinstance(error, RecursionError):
+        return "nested too deeply"
+    return "malformed MessagePack"

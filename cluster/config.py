@@ -1,0 +1,305 @@
+"""The settings of every role, one frozen dataclass each; `config_fields` derives command line, TOML and environment.
+
+A group of settings that several roles share is a class of its own; the first line of its docstring is the group's title
+in `--help`. `load_config` builds a role's config, `to_argv` turns one into the flags that build it again.
+"""
+
+import difflib
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar, TypeVar
+
+from .config_fields import (
+    Setting,
+    Value,
+    about,
+    as_text,
+    check_fields,
+    check_keys,
+    check_range,
+    describe,
+    flag_of,
+    read_command_line,
+    read_environment,
+    read_table,
+    read_toml,
+    setting,
+    settings_of,
+)
+from .errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_CONTROL = "tcp://127.0.0.1:7100"
+LOG_LEVELS = ("debug", "info", "warning", "error")
+INTERNAL_VARIABLES = ("BATON_PARENT_PID",)  # see life.PARENT_VARIABLE
+COMMAND_LINE, ENVIRONMENT, FILE = "command line", "environment", "file"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoleConfig:
+    """Configuration file.
+
+    `explicit` says for each setting that was given where it came from: "command line", "environment" or "file".
+    """
+
+    role: ClassVar[str] = ""
+    summary: ClassVar[str] = ""
+
+    config: str = setting("", Setting(help="TOML file with a table per role, such as [prefill]", metavar="FILE"))
+    explicit: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogSettings(RoleConfig):
+    """Logs."""
+
+    log_level: str = setting(
+        "info", Setting(help="least important line to log; debug also shows tracebacks", choices=LOG_LEVELS)
+    )
+    log_format: str = setting(
+        "text", Setting(help="one line of text, or one JSON object, per record", choices=("text", "json"))
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSettings(RoleConfig):
+    """Model."""
+
+    model: str = field(
+        metadata=about(Setting(help="checkpoint directory in Hugging Face format, or a hub id", metavar="DIR"))
+    )
+    served_model: str = setting("", Setting(help="name that clients use; empty: the last part of --model"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class NetworkSettings(RoleConfig):
+    """Network and process life."""
+
+    trusted_network: bool = setting(
+        False, Setting(help="allow binding other addresses than loopback; links are not authenticated")
+    )
+    drain_timeout_s: float = setting(
+        30.0, Setting(help="longest wait for running requests after SIGTERM", unit="s", minimum=0, maximum=3600)
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSettings(RoleConfig):
+    """Engine."""
+
+    draft: str = setting("", Setting(help="directory of an EAGLE3 head; prefill reads its config only", metavar="DIR"))
+    no_draft: bool = setting(False, Setting(help="serve without speculation, even when --draft names a head"))
+    device: str = setting("auto", Setting(help="where the model runs", choices=("auto", "cpu", "cuda")))
+    dtype: str = setting("auto", Setting(help="type of weights and KV cache", choices=("auto", "float32", "bfloat16")))
+    graphs: bool = setting(False, Setting(help="replay captured graphs instead of launching operations one by one"))
+    page_size: int = setting(16, Setting(help="tokens per KV page", unit="tokens", minimum=1, maximum=4096))
+    pages: int = setting(
+        0, Setting(help="KV pages in the pool; 0: as many as --kv-memory-mb holds", minimum=0, maximum=2**31 - 1)
+    )
+    kv_memory_mb: int = setting(1024, Setting(help="memory of the KV pool", unit="MiB", minimum=1, maximum=2**24))
+    max_context: int = setting(
+        0,
+        Setting(help="longest prompt plus output; 0: as the model allows", unit="tokens", minimum=0, maximum=2**31 - 1),
+    )
+    prefix_cache: bool = setting(True, Setting(help="keep the KV of finished prompts for requests that share a prefix"))
+    threads: int = setting(
+        0, Setting(help="CPU threads for torch; 0: all cores, which 'up' divides", minimum=0, maximum=1024)
+    )
+    lease_s: float = setting(
+        5.0, Setting(help="a hand-off without progress for this long is given up", unit="s", minimum=0.1, maximum=600)
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillSettings(RoleConfig):
+    """Prompt processing."""
+
+    chunk_size: int = setting(
+        256, Setting(help="prompt tokens per forward; 0: the whole prompt", unit="tokens", minimum=0, maximum=2**20)
+    )
+    max_batch: int = setting(8, Setting(help="most requests in one forward", minimum=1, maximum=4096))
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeSettings(RoleConfig):
+    """Decoding and drafting."""
+
+    max_running: int = setting(16, Setting(help="most requests decoded at once", minimum=1, maximum=4096))
+    spec_steps: int = setting(3, Setting(help="tokens drafted before each verify", minimum=1, maximum=16))
+    pull_window: int = setting(
+        6, Setting(help="blocks of a hand-off asked for and not yet received", minimum=1, maximum=64)
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class HttpSettings(RoleConfig):
+    """HTTP endpoint."""
+
+    host: str = setting("127.0.0.1", Setting(help="address that clients reach"))
+    port: int = setting(8000, Setting(help="port that clients reach; 0: any free one", minimum=0, maximum=65535))
+    queue_timeout_s: float = setting(
+        30.0, Setting(help="a request that waits longer for a free worker gets 429", unit="s", minimum=0, maximum=3600)
+    )
+    max_body_mb: int = setting(4, Setting(help="largest request body", unit="MiB", minimum=1, maximum=1024))
+    worker_timeout_s: float = setting(
+        3.0, Setting(help="a worker silent for this long counts as lost", unit="s", minimum=0.2, maximum=600)
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerLink(RoleConfig):
+    """Router."""
+
+    router: str = setting(DEFAULT_CONTROL, Setting(help="control endpoint of the router", is_endpoint=True))
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerConfig(WorkerLink, ModelSettings, EngineSettings, NetworkSettings, LogSettings):
+    """What both kinds of worker share."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillConfig(PrefillSettings, WorkerConfig):
+    """Prefill worker."""
+
+    role: ClassVar[str] = "prefill"
+    summary: ClassVar[str] = "Run a prefill worker: prompts in, KV caches and first tokens out."
+
+    kv_bind: str = setting(
+        "tcp://127.0.0.1:0", Setting(help="where decode workers pull KV blocks; port 0: any free one", is_endpoint=True)
+    )
+    max_queue: int = setting(256, Setting(help="most requests waiting for a forward", minimum=1, maximum=65536))
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeConfig(DecodeSettings, WorkerConfig):
+    """Decode worker."""
+
+    role: ClassVar[str] = "decode"
+    summary: ClassVar[str] = "Run a decode worker: KV caches in, tokens out, drafting with EAGLE3."
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterConfig(HttpSettings, ModelSettings, NetworkSettings, LogSettings):
+    """Router."""
+
+    role: ClassVar[str] = "router"
+    summary: ClassVar[str] = "Run the router: one OpenAI-compatible endpoint in front of the workers."
+
+    control_bind: str = setting(DEFAULT_CONTROL, Setting(help="where workers register", is_endpoint=True))
+    max_queue: int = setting(256, Setting(help="most requests waiting for a free worker", minimum=1, maximum=65536))
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpConfig(
+    ModelSettings, HttpSettings, EngineSettings, PrefillSettings, DecodeSettings, NetworkSettings, LogSettings
+):
+    """Cluster on this host."""
+
+    role: ClassVar[str] = "up"
+    summary: ClassVar[str] = "Start a router, prefill workers and decode workers on this host and supervise them."
+
+    prefill: int = setting(1, Setting(help="number of prefill workers", minimum=1, maximum=64))
+    decode: int = setting(1, Setting(help="number of decode workers", minimum=1, maximum=64))
+    transport: str = setting("ipc", Setting(help="how the processes reach each other", choices=("ipc", "tcp")))
+
+
+ROLES: tuple[type[RoleConfig], ...] = (UpConfig, RouterConfig, PrefillConfig, DecodeConfig)
+C = TypeVar("C", bound=RoleConfig)
+
+
+def load_config(
+    cls: type[C],
+    argv: Sequence[str],
+    env: Mapping[str, str],
+    *,
+    prog: str = "",
+    defaults: Mapping[str, Value] | None = None,
+) -> C:
+    """The config of one role from `argv` (without the program name), `env` and the file that `--config` names.
+
+    `defaults` stand in for the defaults of the fields. A BATON_* variable that no role knows is warned of. Raises
+    ConfigError; exits the process with 0 on --help.
+    """
+    warn_unknown_variables(env)
+    given = {
+        COMMAND_LINE: read_command_line(cls, argv, prog or f"baton {cls.role}", cls.summary),
+        ENVIRONMENT: read_environment(cls, _env_prefix(cls), env),
+    }
+    path = str(given[COMMAND_LINE].get("config", given[ENVIRONMENT].get("config", "")))
+    given[FILE] = _read_file(cls, path) if path else {}
+    values: dict[str, Value] = dict(defaults or {})
+    explicit: dict[str, str] = {}
+    for source in (FILE, ENVIRONMENT, COMMAND_LINE):  # later ones override
+        for name, value in given[source].items():
+            check_range(value, describe(settings_of(cls)[name]), _label(cls, name, source, path))
+            values[name] = value
+            explicit[name] = source
+    _check_required(cls, values)
+    return cls(**values, explicit=explicit)  # type: ignore[arg-type]
+
+
+def to_argv(config: RoleConfig) -> list[str]:
+    """The flags that make `load_config` build `config` again, in any environment and without its file.
+
+    Settings that were given or that differ from the default are named; the others follow from the defaults.
+    """
+    argv = []
+    for name, described in settings_of(type(config)).items():
+        value = getattr(config, name)
+        if name == "config" or (value == described.default and name not in config.explicit):
+            continue
+        argv.append(f"{flag_of(name)}={as_text(value)}")
+    return argv
+
+
+def known_variables() -> list[str]:
+    """The environment variables of all roles."""
+    return [_env_prefix(cls) + name.upper() for cls in ROLES for name in settings_of(cls)]
+
+
+def warn_unknown_variables(env: Mapping[str, str]) -> None:
+    """Log one warning per BATON_* variable that is no setting of any role: it would be ignored."""
+    known = known_variables()
+    for variable in sorted(env):
+        if variable.startswith("BATON_") and variable not in known and variable not in INTERNAL_VARIABLES:
+            close = difflib.get_close_matches(variable, known, n=1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            logger.warning("environment variable %s is no setting of baton and is ignored%s", variable, hint)
+
+
+def _env_prefix(cls: type[RoleConfig]) -> str:
+    return f"BATON_{cls.role.upper()}_"
+
+
+def _label(cls: type[RoleConfig], name: str, source: str, path: str) -> str:
+    """Where a value came from, for an error's first words."""
+    if source == COMMAND_LINE:
+        return flag_of(name)
+    if source == ENVIRONMENT:
+        return f"environment variable {_env_prefix(cls)}{name.upper()}"
+    return f"{path}, table [{cls.role}], key {name!r}"
+
+
+def _read_file(cls: type[RoleConfig], path: str) -> dict[str, Value]:
+    """This role's values; the tables of other roles are checked for unknown keys only."""
+    tables = read_toml(path)
+    roles = {known.role: known for known in ROLES}
+    for name, table in tables.items():
+        if name not in roles:
+            close = difflib.get_close_matches(name, roles, n=1)
+            hint = f"; did you mean [{close[0]}]?" if close else f"; known tables: {', '.join(f'[{r}]' for r in roles)}"
+            raise ConfigError(f"{path}: unknown table [{name}]{hint}")
+        check_keys(roles[name], table, f"{path}, table [{name}]")
+    return read_table(cls, tables.get(cls.role, {}), f"{path}, table [{cls.role}]")
+
+
+def _check_required(cls: type[RoleConfig], values: Mapping[str, Value]) -> None:
+    if "model" in settings_of(cls) and not values.get("model"):
+        variable = f"{_env_prefix(cls)}MODEL"
+        raise ConfigError(f'no model given; write --model DIR, set {variable}, or put model = "DIR" under [{cls.role}]')

@@ -1,0 +1,257 @@
+"""The worker's end of the control plane: who the router is, whether it is there, and what waits to be sent.
+
+`LinkMachine` decides and knows no socket; `ControlLink` is the DEALER around it, owned by one thread that calls, in its
+loop, `receive()` and then `tick(now)`.
+
+    greeting   Hello goes out with backoff until a Welcome comes; nothing else is sent
+    connected  messages flow; after a second without a word from the router a Hello asks whether it still knows us
+    doubted    connected, but a message could not be sent: the next peer may be another router, so nothing but Hello is
+               sent until a Welcome says who it is
+
+A router that answers no Hello for `LOST_AFTER_S` is lost, and so is one whose place another took (a Welcome of another
+router id). `tick` reports either once, before `receive` hands over anything from the new router: the worker then drops
+all rooms, since nobody reads their tokens. The router must take a repeated Hello of a known instance as a question and
+answer it with Welcome, without touching the worker's rooms.
+"""
+
+import logging
+from collections import deque
+from dataclasses import dataclass
+
+import zmq
+
+from .codec import control_down_decoder, encode
+from .errors import RemoteProtocolError
+from .log import fields
+from .messages import ControlDown, ControlUp, Heartbeat, Hello, Rejected, Welcome
+from .sockets import CONTROL_MAX_FRAME, Socket, connect, make_socket, recv_parts, try_send
+
+logger = logging.getLogger(__name__)
+
+FIRST_BACKOFF_S = 0.1
+LONGEST_BACKOFF_S = 2.0
+REJECTED_BACKOFF_S = 5.0
+QUIET_S = 1.0  # of silence before a connected worker asks
+LOST_AFTER_S = 5.0  # of unanswered Hellos; longer than the router's patience with workers, so both have given up
+OUTBOX_LIMIT = 4096  # messages
+MAX_FRAMES_PER_RECEIVE = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkCounters:
+    """What a control link dropped, in messages since it was opened."""
+
+    stale: int  # meant for another instance of this worker
+    malformed: int  # not of the protocol
+    overflowed: int  # waited behind a full outbox
+    hellos: int  # Hellos sent
+
+
+class LinkMachine:
+    """The state of a control link. Times are seconds on one monotonic clock."""
+
+    def __init__(self, hello: Hello, now: float) -> None:
+        self.hello = hello
+        self.router = ""  # id of the router that welcomed us last
+        self.connected = False
+        self.heartbeat_s = 0.5
+        self.num_stale = 0
+        self.num_hellos = 0
+        self._backoff_s = FIRST_BACKOFF_S
+        self._next_hello = now
+        self._asking_since: float | None = None  # first Hello that is unanswered
+        self._was_heard = False
+        self._is_doubted = False
+        self._rejected = ""
+        self._lost = ""
+
+    def __repr__(self) -> str:
+        state = "greeting" if not self.connected else "doubted" if self._is_doubted else "connected"
+        return f"LinkMachine({state}, router={self.router[:8] or 'none'})"
+
+    @property
+    def can_send(self) -> bool:
+        """Whether messages other than Hello may leave."""
+        return self.connected and not self._is_doubted and not self._lost
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether a loss waits to be reported by `advance`."""
+        return bool(self._lost)
+
+    def hear(self, message: ControlDown) -> bool:
+        """Take a message from the router in; True if the worker should see it (a Welcome only of a new router)."""
+        if message.instance != self.hello.instance:
+            self.num_stale += 1
+            return False
+        self._was_heard = True
+        if isinstance(message, Welcome):
+            return self._welcome(message)
+        if isinstance(message, Rejected):
+            self._reject(message)
+            return False
+        return True
+
+    def advance(self, now: float) -> tuple[bool, str]:
+        """(whether to send a Hello now, why the router is lost or "")."""
+        if self._was_heard:
+            self._was_heard = False
+            self._asking_since = None
+            self._backoff_s = FIRST_BACKOFF_S
+            if not self._is_doubted:
+                self._next_hello = now + (REJECTED_BACKOFF_S if self._rejected else QUIET_S)
+        if self._asking_since is not None and self.connected and now - self._asking_since >= LOST_AFTER_S:
+            self.connected = False
+            self._lost = f"the router did not answer for {now - self._asking_since:.1f} s"
+        lost, self._lost = self._lost, ""
+        return now >= self._next_hello, lost
+
+    def asked(self, now: float, *, was_sent: bool) -> None:
+        """The due Hello was sent, or could not be because nobody is connected."""
+        self._asking_since = now if self._asking_since is None else self._asking_since
+        if was_sent:
+            self.num_hellos += 1
+            self._next_hello = now + self._backoff_s
+            self._backoff_s = min(self._backoff_s * 2, LONGEST_BACKOFF_S)
+        else:
+            self._next_hello = now + FIRST_BACKOFF_S
+
+    def doubt(self) -> None:
+        """A message could not be sent: ask who is there before the next one."""
+        if not self._is_doubted:
+            self._is_doubted = True
+            self._next_hello = float("-inf")
+
+    def _welcome(self, message: Welcome) -> bool:
+        is_known = self.connected and message.router == self.router
+        if self.connected and not is_known:
+            self._lost = f"router {self.router[:8]} was replaced by {message.router[:8]}"
+        self.connected = True
+        self._is_doubted = False
+        self.router = message.router
+        self.heartbeat_s = message.heartbeat_ms / 1000
+        self._rejected = ""
+        return not is_known
+
+    def _reject(self, message: Rejected) -> None:
+        if self.connected:
+            self._lost = f"the router rejected this worker: {message.reason}"
+        if message.reason != self._rejected:
+            logger.warning("the router rejected this worker", extra=fields(reason=message.reason))
+        self._rejected = message.reason
+        self.connected = False
+
+
+class ControlLink:
+    """A DEALER to the router; used by the thread that made it. `now` is on the monotonic clock, like `tick`'s."""
+
+    def __init__(self, context: zmq.Context[Socket], endpoint: str, hello: Hello, now: float) -> None:
+        self.socket = make_socket(context, zmq.DEALER)
+        try:
+            connect(self.socket, endpoint)
+        except Exception:
+            self.socket.close()
+            raise
+        self.endpoint = endpoint
+        self._machine = LinkMachine(hello, now)
+        self._decoder = control_down_decoder()
+        self._outbox: deque[bytes] = deque()
+        self._heartbeat: Heartbeat | None = None  # only the newest is worth sending
+        self._held: list[ControlDown] = []  # from a new router; handed over after the old one's loss was reported
+        self._num_malformed = 0
+        self._num_overflowed = 0
+
+    def __repr__(self) -> str:
+        return f"ControlLink({self.endpoint}, {self._machine}, {len(self._outbox)} waiting)"
+
+    @property
+    def connected(self) -> bool:
+        """Whether a router has welcomed this worker and still answers."""
+        return self._machine.connected
+
+    @property
+    def router(self) -> str:
+        """The id of the router that welcomed this worker last; "" before the first."""
+        return self._machine.router
+
+    @property
+    def heartbeat_s(self) -> float:
+        """How often the router wants a Heartbeat."""
+        return self._machine.heartbeat_s
+
+    @property
+    def counters(self) -> LinkCounters:
+        """What was dropped so far."""
+        return LinkCounters(
+            stale=self._machine.num_stale,
+            malformed=self._num_malformed,
+            overflowed=self._num_overflowed,
+            hellos=self._machine.num_hellos,
+        )
+
+    def send(self, message: ControlUp) -> None:
+        """Queue a message and send what can be sent; never blocks. A full outbox drops its oldest message."""
+        if isinstance(message, Heartbeat):
+            self._heartbeat = message
+        else:
+            if len(self._outbox) >= OUTBOX_LIMIT:
+                self._outbox.popleft()
+                self._num_overflowed += 1
+            self._outbox.append(encode(message))
+        self._flush()
+
+    def receive(self) -> list[ControlDown]:
+        """What the router sent, without waiting. A Welcome among it means: joined to this router just now."""
+        messages: list[ControlDown] = []
+        if not self._machine.is_lost:
+            messages, self._held = self._held, []
+        for _ in range(MAX_FRAMES_PER_RECEIVE):
+            if self._machine.is_lost:  # the rest waits in the socket until `tick` has reported it
+                break
+            parts = recv_parts(self.socket, 1, CONTROL_MAX_FRAME)
+            if parts is None:
+                break
+            message = self._decode(parts)
+            if message is not None and self._machine.hear(message):
+                (self._held if self._machine.is_lost else messages).append(message)
+        return messages
+
+    def tick(self, now: float) -> str:
+        """Send the Hello or the messages that are due; why the router is lost when it just was, else ""."""
+        is_hello_due, lost = self._machine.advance(now)
+        if lost:
+            self._outbox.clear()  # about rooms that end with that router
+            self._heartbeat = None
+            logger.warning("router lost", extra=fields(reason=lost))
+        if is_hello_due:
+            self._machine.asked(now, was_sent=try_send(self.socket, [encode(self._machine.hello)]))
+        self._flush()
+        return lost
+
+    def close(self) -> None:
+        """Close the socket, giving what was sent a moment to leave. Idempotent."""
+        if not self.socket.closed:
+            self._flush()
+            self.socket.close()
+
+    def _flush(self) -> None:
+        while self._machine.can_send and self._outbox:
+            if try_send(self.socket, [self._outbox[0]]):
+                self._outbox.popleft()
+            else:
+                self._machine.doubt()
+        if self._machine.can_send and self._heartbeat is not None:
+            if try_send(self.socket, [encode(self._heartbeat)]):
+                self._heartbeat = None
+            else:
+                self._machine.doubt()
+
+    def _decode(self, parts: list[zmq.Frame]) -> ControlDown | None:
+        try:
+            if len(parts) != 1:
+                raise RemoteProtocolError("a control message is one frame")
+            return self._decoder.decode(parts[0])
+        except RemoteProtocolError as error:
+            self._num_malformed += 1
+            logger.warning("message from the router dropped", extra=fields(reason=str(error)))
+            return None

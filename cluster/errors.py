@@ -1,0 +1,63 @@
+"""The tree of errors that cross a process or floor boundary.
+
+    BatonError
+    ├── ConfigError            a setting, file or command line is wrong; the message names the value and the remedy
+    ├── StartupError           the process cannot start (port in use, model does not load)
+    ├── ProtocolError          a message is not of the protocol
+    │   ├── LocalProtocolError     our own fault
+    │   └── RemoteProtocolError    the peer's fault
+    ├── HandshakeRefused       two layouts do not agree; shows both
+    ├── PeerLost               the peer went away, or is another instance now
+    ├── TransferError          a hand-off failed
+    │   ├── TransferTimeout        no progress within the lease
+    │   └── DigestMismatch         a block's bytes were wrong more often than allowed
+    └── OutOfPages             a pool cannot hold what was asked
+"""
+
+
+class BatonError(Exception):
+    """Base of baton's errors; `str()` is one line for the user."""
+
+
+class ConfigError(BatonError, ValueError):
+    """A setting is wrong."""
+
+
+class StartupError(BatonError):
+    """The process cannot start."""
+
+
+class ProtocolError(BatonError):
+    """A message is not of the protocol."""
+
+
+class LocalProtocolError(ProtocolError):
+    """We would have broken the protocol."""
+
+
+class RemoteProtocolError(ProtocolError):
+    """The peer broke the protocol."""
+
+
+class HandshakeRefused(BatonError):
+    """Two layouts do not agree."""
+
+
+class PeerLost(BatonError):
+    """The peer went away or restarted."""
+
+
+class TransferError(BatonError):
+    """A hand-off failed."""
+
+
+class TransferTimeout(TransferError):
+    """No progress within the lease."""
+
+
+class DigestMismatch(TransferError):
+    """A block's digest did not match, more often than allowed."""
+
+
+class OutOfPages(BatonError):
+    """A pool cannot hold what was asked."""

@@ -1,0 +1,378 @@
+"""Every message that baton's processes send each other, as frozen typed structs.
+
+Two planes, one tagged union per direction and plane. `ControlUp` goes from a worker to the router, `ControlDown` from the
+router to a worker, `KVUp` from decode to prefill, `KVDown` from prefill to decode. Each message of a room carries
+(room, epoch, instance): the room is attempt-independent, the epoch counts attempts, and the instance is the random id of
+one process start. Upwards and on the KV plane the instance is the sender's; downwards it is the worker that the router
+means, so that a restarted worker drops what was meant for its predecessor. Receivers drop what is stale and count it.
+
+Unknown fields are ignored and unknown tags refused, so version N talks to N+1. Numbers are bounded here, once: a decoded
+message needs no second check of its ranges.
+"""
+
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+PROTOCOL_MAJOR = 1
+
+Id = Annotated[str, Meta(min_length=32, max_length=32, pattern="^[0-9a-f]*$")]  # 128 random bits in hex
+Count = Annotated[int, Meta(ge=0, le=2**48)]
+Small = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+TokenIds = Annotated[list[TokenId], Meta(max_length=1 << 20)]
+Text = Annotated[str, Meta(max_length=4096)]
+Unit = Annotated[float, Meta(ge=0.0, le=1.0)]
+
+
+class Message(Struct, frozen=True, kw_only=True, tag=True):
+    """Base of every message; the tag is the class name."""
+
+
+# --- what messages are made of ---------------------------------------------------------------------------------------
+
+
+class Sampling(Struct, frozen=True, kw_only=True):
+    """How to choose tokens; the same fields and meanings as `engine.sampling_params.SamplingParams`."""
+
+    temperature: Annotated[float, Meta(ge=0.0, le=100.0)] = 1.0
+    top_k: Small = 0  # 0: off
+    top_p: Unit = 1.0
+    min_p: Unit = 0.0
+    frequency_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] = 0.0
+    presence_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] = 0.0
+    repetition_penalty: Annotated[float, Meta(gt=0.0, le=100.0)] = 1.0
+    logit_bias: dict[TokenId, Annotated[float, Meta(ge=-100.0, le=100.0)]] = {}
+    seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
+    max_new_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] = 16
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=1024)] = []
+    ignore_eos: bool = False
+    logprobs: Annotated[int, Meta(ge=-1, le=20)] = -1  # -1: none; 0: the chosen token's; k: also the top k
+
+
+class TokenLogprob(Struct, frozen=True, kw_only=True):
+    """The chosen token's log probability under the raw target distribution, and the top ones as (token, logprob)."""
+
+    logprob: float
+    top: list[tuple[TokenId, float]] = []
+
+
+class PrefillTimeline(Struct, frozen=True, kw_only=True):
+    """What prefill spent on a room, in milliseconds."""
+
+    queue_ms: float = 0.0
+    prefill_ms: float = 0.0
+    prompt_tokens: Count = 0
+    cached_tokens: Count = 0
+    chunks: Count = 0
+
+
+class DecodeTimeline(Struct, frozen=True, kw_only=True):
+    """What decode spent on a room: times in milliseconds, bytes on the wire, and the drafter's luck."""
+
+    handoff_ms: float = 0.0  # first announcement to last block landed
+    handoff_bytes: Count = 0
+    handoff_blocks: Count = 0
+    have_tokens: Count = 0  # prefix that decode already held and did not pull
+    draft_prefill_ms: float = 0.0
+    queue_ms: float = 0.0  # landed to first decode step
+    decode_ms: float = 0.0  # first decode step to last token
+    verify_steps: Count = 0
+    drafted_tokens: Count = 0
+    accepted_tokens: Count = 0
+
+
+class GraphCounts(Struct, frozen=True, kw_only=True):
+    """Captured graphs by kind."""
+
+    prefill: Count = 0
+    draft_prefill: Count = 0
+    decode: Count = 0
+    verify: Count = 0
+    draft: Count = 0
+    draft_extend: Count = 0
+
+
+class WorkerStats(Struct, frozen=True, kw_only=True):
+    """One worker's condition, made by its scheduler loop."""
+
+    state: Text = "serving"  # starting, serving, draining
+    pages_total: Count = 0
+    pages_free: Count = 0  # free now or evictable from the prefix cache
+    pages_cached: Count = 0  # of the free ones, those that hold a reusable prefix
+    running: Count = 0
+    queued: Count = 0
+    transferring: Count = 0
+    graphs: GraphCounts = GraphCounts()
+    accept_length: float | None = None  # tokens committed per verify, recent average; None without a drafter or history
+    counters: dict[Text, float] = {}  # monotonic; name -> total
+
+
+# --- control plane: worker -> router ----------------------------------------------------------------------------------
+
+
+class Hello(Message, frozen=True, kw_only=True):
+    """A worker registers; sent again after every reconnect until a Welcome comes."""
+
+    role: Annotated[str, Meta(pattern="^(prefill|decode)$")]
+    instance: Id
+    protocol: Small
+    fingerprint: Text
+    model: Text  # served model directory or name, for people
+    kv_endpoint: Text = ""  # where a prefill worker answers pulls
+    pages_total: Count
+    page_size: Annotated[int, Meta(ge=1, le=4096)]
+    max_context: Annotated[int, Meta(ge=1, le=2**31 - 1)]
+    max_running: Count
+    spec_tokens: Count = 0  # extra slots that a running request needs for unverified tokens
+    vocab_size: Count = 0
+    pid: Small = 0
+    host: Text = ""
+    device: Text = "cpu"
+    transport: Text = ""
+
+
+class Heartbeat(Message, frozen=True, kw_only=True):
+    """From the scheduler loop, not from an I/O thread: a hung loop is seen as hung."""
+
+    instance: Id
+    stats: WorkerStats
+
+
+class Reserved(Message, frozen=True, kw_only=True):
+    """Decode holds pages and a slot; `have` prompt tokens need not be pulled."""
+
+    room: Id
+    epoch: Count
+    instance: Id
+    have: Count = 0
+
+
+class Refused(Message, frozen=True, kw_only=True):
+    """The worker will not take this room now (retry_after_ms > 0) or ever (0)."""
+
+    room: Id
+    epoch: Count
+    instance: Id
+    reason: Text
+    retry_after_ms: Count = 0
+
+
+class FirstToken(Message, frozen=True, kw_only=True):
+    """Token 1, sampled by prefill, before the hand-off ends. With `finish` the request ends here, without decode."""
+
+    room: Id
+    epoch: Count
+    instance: Id
+    token: TokenId
+    logprob: TokenLogprob | None = None
+    finish: Text = ""  # "", "stop" or "length"
+    timeline: PrefillTimeline = PrefillTimeline()
+
+
+class TokenItem(Struct, frozen=True, kw_only=True):
+    """Tokens seq .. seq+len(ids)-1 of a room's output; prefill's token is seq 0, decode continues at 1."""
+
+    room: Id
+    epoch: Count
+    seq: Count
+    ids: Annotated[list[TokenId], Meta(min_length=1, max_length=1024)]
+    logprobs: list[TokenLogprob] = []
+
+
+class Tokens(Message, frozen=True, kw_only=True):
+    """All tokens of one decode step for this router."""
+
+    instance: Id
+    items: Annotated[list[TokenItem], Meta(max_length=65536)]
+
+
+class Finished(Message, frozen=True, kw_only=True):
+    """Terminal: decode ended the room by itself; all its Tokens were sent before."""
+
+    room: Id
+    epoch: Count
+    instance: Id
+    reason: Annotated[str, Meta(pattern="^(stop|length)$")]
+    output_tokens: Count  # prefill's token included
+    timeline: DecodeTimeline = DecodeTimeline()
+
+
+class Failed(Message, frozen=True, kw_only=True):
+    """Terminal for this attempt."""
+
+    room: Id
+    epoch: Count
+    instance: Id
+    kind: Text  # an errors.py class name, e.g. TransferTimeout
+    message: Text
+    retryable: bool
+
+
+class Gone(Message, frozen=True, kw_only=True):
+    """The answer to Cancel, also for unknown rooms: nothing of the room is held here any more."""
+
+    room: Id
+    instance: Id
+
+
+class Goodbye(Message, frozen=True, kw_only=True):
+    """The worker drains: no new rooms, the running ones end."""
+
+    instance: Id
+
+
+ControlUp = Hello | Heartbeat | Reserved | Refused | FirstToken | Tokens | Finished | Failed | Gone | Goodbye
+
+
+# --- control plane: router -> worker ----------------------------------------------------------------------------------
+
+
+class Welcome(Message, frozen=True, kw_only=True):
+    """Registration accepted."""
+
+    instance: Id  # the worker's, echoed
+    router: Id
+    heartbeat_ms: Annotated[int, Meta(ge=50, le=60000)] = 500
+
+
+class Rejected(Message, frozen=True, kw_only=True):
+    """Registration refused; the worker logs the reason and tries again later."""
+
+    instance: Id
+    reason: Text
+
+
+class Reserve(Message, frozen=True, kw_only=True):
+    """To decode: hold pages and a slot, then attach to the room at `prefill_endpoint` and pull."""
+
+    room: Id
+    epoch: Count
+    instance: Id
+    prompt_ids: TokenIds
+    sampling: Sampling
+    deadline_ms: Count  # remaining; 0: none
+    prefill_endpoint: Text
+    prefill_instance: Id
+
+
+class Prefill(Message, frozen=True, kw_only=True):
+    """To prefill: run the prompt, sample token 1, offer the KV."""
+
+    room: Id
+    epoch: Count
+    instance: Id
+    prompt_ids: TokenIds
+    sampling: Sampling
+    deadline_ms: Count
+
+
+class Cancel(Message, frozen=True, kw_only=True):
+    """To either: legal in every state, idempotent, answered with Gone."""
+
+    room: Id
+    instance: Id
+
+
+ControlDown = Welcome | Rejected | Reserve | Prefill | Cancel
+
+
+# --- KV plane ---------------------------------------------------------------------------------------------------------
+
+
+class Layout(Struct, frozen=True, kw_only=True):
+    """How the KV of a token looks in a pool, as both sides must agree; see `kvtransfer.layout`."""
+
+    fingerprint: Text
+    dtype: Text  # "float32", "bfloat16", "float16"
+    page_size: Annotated[int, Meta(ge=1, le=4096)]
+    num_layers: Annotated[int, Meta(ge=1, le=4096)]
+    num_kv_heads: Annotated[int, Meta(ge=1, le=4096)]
+    head_dim: Annotated[int, Meta(ge=1, le=4096)]
+    feature_ids: Annotated[list[Small], Meta(max_length=64)] = []  # layer outputs, in config order; empty: no feature plane
+    feature_width: Small = 0  # K*H per token
+    block_bytes: Annotated[int, Meta(ge=4096, le=64 << 20)] = 1 << 20
+    digest: Text = "crc32c"
+
+
+class KVHello(Message, frozen=True, kw_only=True):
+    """Decode opens the pair; sent again until answered."""
+
+    instance: Id
+    protocol: Small
+    layout: Layout
+
+
+class KVWelcome(Message, frozen=True, kw_only=True):
+    """Prefill agrees; `layout` is the common one."""
+
+    instance: Id
+    layout: Layout
+
+
+class KVRefused(Message, frozen=True, kw_only=True):
+    """Prefill does not agree; the reason shows both layouts."""
+
+    instance: Id
+    reason: Text
+
+
+class Attach(Message, frozen=True, kw_only=True):
+    """Decode says where a room's announcements go; `have` prompt tokens need not be offered. Idempotent."""
+
+    room: Id
+    epoch: Count
+    instance: Id
+    have: Count
+
+
+class Announce(Message, frozen=True, kw_only=True):
+    """Prompt tokens [0, tokens_ready) have KV (and features); with `final` the prompt is complete and token 1 is known."""
+
+    room: Id
+    epoch: Count
+    instance: Id
+    tokens_ready: Count
+    final: bool = False
+    first_token: TokenId = 0  # meaningful with final
+
+
+class Pull(Message, frozen=True, kw_only=True):
+    """Decode asks for block `block` of the room's byte stream, counted from `have`."""
+
+    room: Id
+    epoch: Count
+    instance: Id
+    block: Count
+
+
+class Block(Message, frozen=True, kw_only=True):
+    """The header of one block; its bytes follow as the next frame."""
+
+    room: Id
+    epoch: Count
+    instance: Id
+    block: Count
+    size: Count
+    digest: Annotated[int, Meta(ge=0, le=2**32 - 1)]
+
+
+class Release(Message, frozen=True, kw_only=True):
+    """Decode holds every block and its digest matched; prefill frees the room at once."""
+
+    room: Id
+    epoch: Count
+    instance: Id
+
+
+class Abort(Message, frozen=True, kw_only=True):
+    """Either side gives the room up; idempotent."""
+
+    room: Id
+    epoch: Count
+    instance: Id
+    reason: Text = ""
+
+
+KVUp = KVHello | Attach | Pull | Release | Abort
+KVDown = KVWelcome | KVRefused | Announce | Block | Abort

@@ -1,0 +1,262 @@
+"""Every ZeroMQ socket of baton is made, bound, connected, read and written here.
+
+The settings bound memory (frame size, queued messages), time (linger, handshake, sends) and detection of dead peers
+(heartbeats), on every socket alike. A socket belongs to one thread. Nothing is authenticated on this plane yet, so
+binding beyond this host needs the operator's word that the network is trusted.
+"""
+
+import asyncio
+import errno
+import ipaddress
+import os
+import socket as stdlib_socket
+from collections.abc import Callable, Sequence
+
+import zmq
+
+from .errors import ConfigError, PeerLost, StartupError
+
+CONTROL_MAX_FRAME = 1 << 20
+CONTROL_HIGH_WATER = 64
+BULK_HIGH_WATER = 8
+BULK_FRAME_SLACK = 4096  # a bulk socket's frames are one block or a small message
+LINGER_MS = 200
+IPC_PATH_LIMIT = 107
+BAD_PORT = "a port is a number from 0 to 65535"
+MESSAGES_PER_WAKE = 256  # an AsyncReceiver lets the event loop run after so many
+
+Part = bytes | memoryview | zmq.Frame
+Socket = zmq.Socket[bytes]
+
+
+def make_socket(
+    context: zmq.Context[Socket],
+    kind: int,
+    *,
+    max_frame: int = CONTROL_MAX_FRAME,
+    high_water: int = CONTROL_HIGH_WATER,
+    receive_high_water: int | None = None,
+    linger_ms: int = LINGER_MS,
+) -> Socket:
+    """A socket of type `kind` (zmq.ROUTER, zmq.DEALER, ...) with baton's settings.
+
+    A peer's frame of more than `max_frame` bytes closes its connection. At most `high_water` messages are queued per
+    peer and direction; `receive_high_water`, when given, is the bound of the incoming ones. A DEALER queues nothing for
+    a peer that is not connected: `try_send` returns False until it is.
+    """
+    socket: Socket = context.socket(kind)
+    socket.setsockopt(zmq.MAXMSGSIZE, max_frame)
+    socket.setsockopt(zmq.SNDHWM, high_water)
+    socket.setsockopt(zmq.RCVHWM, high_water if receive_high_water is None else receive_high_water)
+    socket.setsockopt(zmq.LINGER, linger_ms)
+    socket.setsockopt(zmq.SNDTIMEO, 1000)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, 2000)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, 500)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 1500)
+    socket.setsockopt(zmq.HEARTBEAT_TTL, 1500)
+    socket.setsockopt(zmq.RECONNECT_IVL, 100)
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
+    if kind == zmq.ROUTER:
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        socket.setsockopt(zmq.ROUTER_HANDOVER, 0)
+    if kind == zmq.DEALER:
+        socket.setsockopt(zmq.IMMEDIATE, 1)
+    return socket
+
+
+def bind(socket: Socket, endpoint: str) -> str:
+    """Binds and returns the real endpoint (a port 0 resolved). Raises StartupError naming endpoint and remedy."""
+    _check_ipc_path(endpoint)
+    if not _has_valid_port(endpoint):
+        raise StartupError(f"cannot listen on {endpoint}: {BAD_PORT}")
+    if "[" in endpoint:
+        socket.setsockopt(zmq.IPV6, 1)
+    try:
+        socket.bind(endpoint)
+    except zmq.ZMQError as error:
+        raise StartupError(f"cannot listen on {endpoint}: {_bind_remedy(error)}") from None
+    return socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+
+def connect(socket: Socket, endpoint: str) -> None:
+    """Connects in the background, again and again. Raises ConfigError when the endpoint itself is wrong."""
+    if not _has_valid_port(endpoint):
+        raise ConfigError(f"cannot connect to {endpoint!r}: {BAD_PORT}")
+    if "[" in endpoint:
+        socket.setsockopt(zmq.IPV6, 1)
+    try:
+        socket.connect(endpoint)
+    except zmq.ZMQError as error:
+        raise ConfigError(
+            f"cannot connect to {endpoint!r} ({error.strerror}): give tcp://HOST:PORT or ipc:///PATH"
+        ) from None
+
+
+def is_loopback(endpoint: str) -> bool:
+    """Whether only this host can reach `endpoint`. Host names other than localhost count as reachable from outside."""
+    scheme, _, address = endpoint.partition("://")
+    if scheme in ("ipc", "inproc"):
+        return True
+    host = address.rpartition(":")[0].strip("[]").partition("%")[0]
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def check_bind_address(endpoint: str, trusted_network: bool) -> None:
+    """Raises ConfigError for an endpoint that is malformed, or open to other hosts without `trusted_network`."""
+    scheme, _, address = endpoint.partition("://")
+    if scheme not in ("tcp", "ipc") or not address or (scheme == "tcp" and ":" not in address):
+        raise ConfigError(f"{endpoint!r} is not an endpoint: give tcp://HOST:PORT or ipc:///PATH")
+    if not _has_valid_port(endpoint):
+        raise ConfigError(f"cannot listen on {endpoint}: {BAD_PORT}")
+    if not trusted_network and not is_loopback(endpoint):
+        raise ConfigError(
+            f"{endpoint} is reachable from other hosts and this link is not authenticated: "
+            "bind 127.0.0.1 or ipc, or set trusted_network if only trusted hosts can reach it"
+        )
+
+
+def recv_parts(socket: Socket, max_parts: int, max_bytes: int) -> list[zmq.Frame] | None:
+    """The next message without waiting: None when there is none, [] when one was dropped as too long.
+
+    Reads part by part and keeps at most `max_parts` parts and `max_bytes` bytes, since MAXMSGSIZE bounds frames only.
+    """
+    try:
+        frame = socket.recv(zmq.NOBLOCK, copy=False)
+    except zmq.Again:
+        return None
+    parts = [frame]
+    size = len(frame)
+    is_short = size <= max_bytes
+    while frame.more:
+        frame = socket.recv(zmq.NOBLOCK, copy=False)  # a message arrives whole, so its parts are all here
+        size += len(frame)
+        is_short = is_short and len(parts) < max_parts and size <= max_bytes
+        if is_short:
+            parts.append(frame)
+    return parts if is_short else []
+
+
+def try_send(socket: Socket, parts: Sequence[Part]) -> bool:
+    """Sends a message without waiting; False when the peer's queue is full or it is not connected (nothing was sent).
+
+    Raises PeerLost when a ROUTER has no such peer.
+    """
+    last = len(parts) - 1
+    try:
+        for i, part in enumerate(parts):
+            socket.send(part, zmq.NOBLOCK | (zmq.SNDMORE if i < last else 0))
+    except zmq.Again:
+        return False
+    except zmq.ZMQError as error:
+        if error.errno == errno.EHOSTUNREACH:
+            raise PeerLost("the peer is not connected") from None
+        raise
+    return True
+
+
+class AsyncReceiver:
+    """Feeds a socket's messages to `on_message` on an asyncio or uvloop event loop.
+
+    The socket's descriptor is edge-triggered and covers sending too: it is drained on every wake and after every send.
+    Messages longer than `max_parts` or `max_bytes` are dropped and counted in `num_dropped`.
+    """
+
+    def __init__(
+        self,
+        socket: Socket,
+        on_message: Callable[[list[zmq.Frame]], None],
+        *,
+        max_parts: int = 4,
+        max_bytes: int = CONTROL_MAX_FRAME,
+        loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        self.num_dropped = 0
+        self._socket = socket
+        self._on_message = on_message
+        self._max_parts = max_parts
+        self._max_bytes = max_bytes
+        self._loop = loop or asyncio.get_running_loop()
+        self._fd = int(socket.getsockopt(zmq.FD))
+        self._is_open = True
+        self._drain_is_due = False
+        self._loop.add_reader(self._fd, self._drain)
+        self._drain_soon()  # what arrived before the reader was added raises no edge
+
+    def __repr__(self) -> str:
+        return f"AsyncReceiver({'open' if self._is_open else 'closed'}, dropped={self.num_dropped})"
+
+    def send(self, parts: Sequence[Part]) -> bool:
+        """`try_send` on the socket, from the loop's thread."""
+        try:
+            return try_send(self._socket, parts)
+        finally:
+            self._drain_soon()
+
+    def close(self) -> None:
+        """Stops reading; the socket stays open for its owner to close. Idempotent."""
+        if self._is_open:
+            self._is_open = False
+            self._loop.remove_reader(self._fd)
+
+    def _drain_soon(self) -> None:
+        if self._is_open and not self._drain_is_due:
+            self._drain_is_due = True
+            self._loop.call_soon(self._drain)
+
+    def _drain(self) -> None:
+        self._drain_is_due = False
+        for _ in range(MESSAGES_PER_WAKE):
+            if not self._is_open:
+                return
+            parts = recv_parts(self._socket, self._max_parts, self._max_bytes)
+            if parts is None:
+                return
+            if not parts:
+                self.num_dropped += 1
+                continue
+            try:
+                self._on_message(parts)
+            except BaseException:
+                self._drain_soon()  # no new edge comes for what is already queued
+                raise
+        self._drain_soon()
+
+
+def _has_valid_port(endpoint: str) -> bool:
+    """libzmq takes any number and wraps it round."""
+    scheme, _, address = endpoint.partition("://")
+    port = address.rpartition(":")[2]
+    return scheme != "tcp" or port == "*" or (port.isascii() and port.isdigit() and int(port) <= 65535)
+
+
+def _check_ipc_path(endpoint: str) -> None:
+    """libzmq unlinks whatever is at an ipc path, also a living server's socket, and truncates nothing: ask first."""
+    scheme, _, path = endpoint.partition("://")
+    if scheme != "ipc" or path in ("", "*") or path.startswith("@"):
+        return
+    if len(os.fsencode(path)) > IPC_PATH_LIMIT:
+        raise StartupError(f"cannot listen on {endpoint}: an ipc path has at most {IPC_PATH_LIMIT} bytes, shorten it")
+    if not os.path.isdir(os.path.dirname(path) or "."):
+        raise StartupError(f"cannot listen on {endpoint}: its directory does not exist, create it")
+    with stdlib_socket.socket(stdlib_socket.AF_UNIX, stdlib_socket.SOCK_STREAM) as probe:
+        probe.settimeout(0.5)
+        try:
+            probe.connect(path)
+        except OSError:
+            return
+    raise StartupError(f"cannot listen on {endpoint}: address in use, stop the process that has it or choose another")
+
+
+def _bind_remedy(error: zmq.ZMQError) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return "address in use, stop the process that has it or choose another"
+    if error.errno in (errno.EADDRNOTAVAIL, errno.ENODEV):
+        return "no interface of this host has that address, use 127.0.0.1 or one of its own"
+    if error.errno == errno.EACCES:
+        return "permission denied, use a port above 1023 or a path that this user can write"
+    return f"{error.strerror}, give tcp://HOST:PORT or ipc:///PATH"

@@ -1,0 +1,91 @@
+"""The rooms of a decode server: whose KV is on its way, who waits for the drafter, who is decoding."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+
+from ..engine.request import Request
+
+
+class RoomState(Enum):
+    """Where a room stands; it leaves by exactly one road, `DecodeQueues.remove`."""
+
+    PULLING = "pulling"  # pages are reserved and blocks land in them; owner: the transport and its lease
+    WARMING = "warming"  # everything landed, the draft prefill is not done; owner: the scheduler
+    RUNNING = "running"  # in the decode batch; owner: the scheduler
+    CLOSING = "closing"  # given up while pulling; the pages wait until the transport says that nothing writes them
+
+
+@dataclass(kw_only=True)
+class Room:
+    """One room on decode. Times are monotonic seconds, row counts are prompt tokens.
+
+    `features` `[pages pulled, page_size, K*H]`: where the aux features of the pulled pages land; dropped once the draft
+    prefill has consumed them.
+    """
+
+    request: Request
+    arrived: float
+    deadline: float | None
+    have: int
+    features: torch.Tensor | None
+    state: RoomState = RoomState.PULLING
+    landed: int = 0  # prompt tokens whose KV and features are in place
+    warmed: int = 0  # draft rows that are in the draft pool
+    sent: int = 1  # output tokens that the router knows, prefill's included
+    landed_at: float = 0.0
+    started_at: float = 0.0
+    handoff_s: float = 0.0
+    handoff_bytes: int = 0
+    handoff_blocks: int = 0
+    draft_prefill_s: float = 0.0
+    verify_steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return self.request.room, self.request.epoch
+
+
+class DecodeQueues:
+    """All rooms by id, in order of arrival."""
+
+    def __init__(self, max_running: int) -> None:
+        self.max_running = max_running
+        self._rooms: dict[str, Room] = {}
+
+    def __repr__(self) -> str:
+        counts = ", ".join(f"{state.value} {self.count(state)}" for state in RoomState)
+        return f"<DecodeQueues {counts}>"
+
+    def __iter__(self) -> Iterator[Room]:
+        return iter(list(self._rooms.values()))
+
+    def __len__(self) -> int:
+        return len(self._rooms)
+
+    @property
+    def is_full(self) -> bool:
+        """A room holds its slot from Reserve to its end, so that a landed one never waits for a place in the batch."""
+        return len(self._rooms) >= self.max_running
+
+    def count(self, state: RoomState) -> int:
+        return sum(room.state is state for room in self._rooms.values())
+
+    def of(self, state: RoomState) -> list[Room]:
+        return [room for room in self._rooms.values() if room.state is state]
+
+    def get(self, room: str, epoch: int | None = None) -> Room | None:
+        """The room, unless it is unknown or another attempt."""
+        found = self._rooms.get(room)
+        return found if found is not None and epoch in (None, found.request.epoch) else None
+
+    def add(self, room: Room) -> None:
+        assert room.request.room not in self._rooms, f"{room.request.room} is here already"
+        self._rooms[room.request.room] = room
+
+    def remove(self, room: Room) -> None:
+        del self._rooms[room.request.room]

@@ -1,0 +1,372 @@
+"""A decode server: KV caches in, tokens out, drafted with EAGLE3.
+
+    1. Reserve arrives            pages for prompt + output and a place in the batch are held, or the room is refused at once
+    2. pull                       blocks land in the room's own pages; a prefix that is cached here is not pulled
+    3. draft prefill              runs over the aux features as they land, within a budget of rows per step
+    4. the batch                  a warm room joins: draft -> verify -> accept -> extend, tokens to the router in one frame
+    5. end                        one road for every end: `_close` gives the pages back, to the prefix cache first
+"""
+
+import logging
+import time
+from collections import deque
+
+import msgspec
+import torch
+
+from ..cluster.log import fields
+from ..cluster.messages import (
+    Cancel,
+    ControlUp,
+    DecodeTimeline,
+    Failed,
+    Finished,
+    Gone,
+    GraphCounts,
+    Refused,
+    Reserve,
+    Reserved,
+    TokenItem,
+    TokenLogprob,
+    Tokens,
+    WorkerStats,
+)
+from ..engine.loader import Engine
+from ..engine.request import Request
+from ..engine.sampling_params import SamplingParams
+from ..engine.speculative.spec_decoder import SpecDecoder, StepResult
+from ..kvtransfer.link import Command, Drop, Ended, LinkEvent, WorkerLink
+from ..kvtransfer.transport import Complete, Landed, Lost, PullRequest
+from .admission import Admission, Refusal
+from .queues import DecodeQueues, Room, RoomState
+
+logger = logging.getLogger(__name__)
+
+WARM_ROWS_PER_STEP = 512  # draft prefill rows between two decode steps
+RECENT_VERIFIES = 256  # window of the accept length that heartbeats report
+
+
+class DecodeWorker:
+    """The scheduler thread's side of a decode server; `step` is one decode step of the batch."""
+
+    def __init__(
+        self, engine: Engine, link: WorkerLink, *, instance: str, max_running: int, spec_steps: int
+    ) -> None:
+        self.engine = engine
+        self.link = link
+        self.instance = instance
+        self.spec_steps = spec_steps if engine.drafter is not None else 0
+        self.queues = DecodeQueues(max_running)
+        self.admission = Admission(engine, self.queues, spare_tokens=self.spec_steps + 1)
+        self.decoder = SpecDecoder(
+            engine.runner,
+            engine.sampler,
+            drafter=engine.drafter,
+            steps=self.spec_steps,
+            eos_token_ids=engine.model_config.eos_token_ids,
+            max_context=engine.max_context,
+        )
+        self._recent: deque[int] = deque(maxlen=RECENT_VERIFIES)
+        self._counters: dict[str, float] = dict.fromkeys(
+            (
+                "requests", "finished", "failed", "cancelled", "refused", "tokens", "steps", "verify_steps",
+                "drafted_tokens", "accepted_tokens", "handoff_bytes", "handoff_blocks", "have_tokens",
+            ),
+            0,
+        )  # fmt: skip
+
+    def __repr__(self) -> str:
+        return f"<DecodeWorker {self.queues!r}, {self.engine.cache!r}>"
+
+    @property
+    def num_rooms(self) -> int:
+        return len(self.queues)
+
+    def step(self) -> bool:
+        """Warm what landed, run one step of the batch, publish its tokens."""
+        did_warm = self._warm_landed()
+        batch = self.queues.of(RoomState.RUNNING)
+        if not batch:
+            return did_warm
+        result = self.decoder.step([room.request for room in batch])
+        self._account(batch, result)
+        self._publish(batch, result)
+        return True
+
+    def handle(self, event: LinkEvent, now: float) -> None:
+        match event:
+            case Reserve():
+                self._reserve(event, now)
+            case Cancel(room=room):
+                self._cancel(room)
+            case Landed(room=room, epoch=epoch, tokens=tokens):
+                self._on_landed(room, epoch, tokens)
+            case Complete():
+                self._on_complete(event, now)
+            case Lost(room=room, epoch=epoch, kind=kind, reason=reason):
+                self._on_lost(room, epoch, kind, reason)
+            case Ended(room=room, epoch=epoch):
+                found = self.queues.get(room, epoch)
+                if found is not None and found.state is RoomState.CLOSING:
+                    self._close(found)
+            case _:
+                pass
+
+    def drop_all(self, reason: str) -> None:
+        for room in self.queues:
+            self._give_up(room, reason)
+
+    def expire(self, now: float) -> None:
+        for room in self.queues:
+            if room.deadline is not None and now >= room.deadline and room.state is not RoomState.CLOSING:
+                self._fail(room, "DeadlineExceeded", "the deadline passed before the last token", retryable=False)
+
+    def start_draining(self) -> None:
+        self.admission.is_draining = True
+
+    def stats(self) -> WorkerStats:
+        cache = self.engine.cache
+        return WorkerStats(
+            state="draining" if self.admission.is_draining else "serving",
+            pages_total=self.engine.num_pages,
+            pages_free=cache.num_available,
+            pages_cached=cache.num_cached,
+            running=self.queues.count(RoomState.RUNNING),
+            queued=self.queues.count(RoomState.WARMING),
+            transferring=self.queues.count(RoomState.PULLING),
+            graphs=GraphCounts(),
+            accept_length=sum(self._recent) / len(self._recent) if self._recent else None,
+            counters=dict(self._counters),
+        )
+
+    # --- the ways in and out ------------------------------------------------------------------------------------------
+
+    def _reserve(self, message: Reserve, now: float) -> None:
+        old = self.queues.get(message.room)
+        if old is not None:
+            if old.request.epoch >= message.epoch:
+                return  # a repeated or late message of an attempt that is known
+            self._give_up(old, "a newer attempt began")
+        sampling = SamplingParams(**msgspec.structs.asdict(message.sampling))
+        request = Request(room=message.room, epoch=message.epoch, prompt_ids=message.prompt_ids, sampling=sampling)
+        admitted = self.admission.admit(request, now, message.deadline_ms)
+        if isinstance(admitted, Refusal):
+            self._counters["refused"] += 1
+            self._send(
+                Refused(
+                    room=message.room,
+                    epoch=message.epoch,
+                    instance=self.instance,
+                    reason=admitted.reason,
+                    retry_after_ms=admitted.retry_after_ms,
+                )
+            )
+            return
+        self.queues.add(admitted)
+        self._counters["requests"] += 1
+        self._counters["have_tokens"] += admitted.have
+        self._send(Reserved(room=message.room, epoch=message.epoch, instance=self.instance, have=admitted.have))
+        self._send(self._pull_request(admitted, message))
+
+    def _pull_request(self, room: Room, message: Reserve) -> PullRequest:
+        request = room.request
+        features = room.features
+        return PullRequest(
+            room=request.room,
+            epoch=request.epoch,
+            num_tokens=request.num_prompt,
+            have=room.have,
+            pages=tuple(self.admission.pulled_pages(request, room.have)),
+            features=None if features is None else features.flatten(1).view(torch.uint8),
+            endpoint=message.prefill_endpoint,
+            peer_instance=message.prefill_instance,
+        )
+
+    def _cancel(self, room_id: str) -> None:
+        room = self.queues.get(room_id)
+        if room is not None:
+            self._counters["cancelled"] += 1
+            self._give_up(room, "cancelled")
+        self._send(Gone(room=room_id, instance=self.instance))
+
+    def _on_landed(self, room_id: str, epoch: int, tokens: int) -> None:
+        room = self.queues.get(room_id, epoch)
+        if room is not None and room.state is RoomState.PULLING:
+            room.landed = max(room.landed, tokens)
+
+    def _on_complete(self, event: Complete, now: float) -> None:
+        room = self.queues.get(event.room, event.epoch)
+        if room is None or room.state is not RoomState.PULLING:
+            return
+        request = room.request
+        room.landed = request.num_computed = request.num_prompt
+        room.landed_at = now
+        room.handoff_s, room.handoff_bytes, room.handoff_blocks = event.seconds, event.num_bytes, event.num_blocks
+        self._counters["handoff_bytes"] += event.num_bytes
+        self._counters["handoff_blocks"] += event.num_blocks
+        if event.first_token >= self.engine.model_config.vocab_size:
+            reason = f"first token {event.first_token} is not in the vocabulary"
+            self._fail(room, "RemoteProtocolError", reason, retryable=False)
+            return
+        request.append([event.first_token], self.engine.model_config.eos_token_ids)
+        room.state = RoomState.WARMING
+        if request.is_finished:  # prefill ends such a request by itself; nothing is left to do
+            self._finish(room)
+
+    def _on_lost(self, room_id: str, epoch: int, kind: str, reason: str) -> None:
+        room = self.queues.get(room_id, epoch)
+        if room is None:
+            return
+        if room.state is RoomState.PULLING:
+            logger.info("hand-off lost", extra=fields(room=room_id, kind=kind, reason=reason))
+            self._counters["failed"] += 1
+            self._send_failed(room, kind, reason, retryable=True)
+        self._close(room)
+
+    def _fail(self, room: Room, kind: str, message: str, *, retryable: bool) -> None:
+        self._counters["failed"] += 1
+        self._send_failed(room, kind, message, retryable=retryable)
+        self._give_up(room, message)
+
+    def _send_failed(self, room: Room, kind: str, message: str, *, retryable: bool) -> None:
+        self._send(
+            Failed(
+                room=room.request.room,
+                epoch=room.request.epoch,
+                instance=self.instance,
+                kind=kind,
+                message=message,
+                retryable=retryable,
+            )
+        )
+
+    def _give_up(self, room: Room, reason: str) -> None:
+        """End a room from this side: at once if no block can land any more, else when the transport lets go of it."""
+        if room.state is RoomState.PULLING:
+            room.state = RoomState.CLOSING
+            self._send(Drop(room=room.request.room, epoch=room.request.epoch, reason=reason))
+        elif room.state is not RoomState.CLOSING:
+            self._close(room)
+
+    def _finish(self, room: Room) -> None:
+        """The request ended by itself: say so behind its last tokens, with what it cost."""
+        request = room.request
+        self._counters["finished"] += 1
+        self._send(
+            Finished(
+                room=request.room,
+                epoch=request.epoch,
+                instance=self.instance,
+                reason=request.finish_reason or "length",
+                output_tokens=request.num_output,
+                timeline=_timeline(room, time.monotonic()),
+            )
+        )
+        logger.info(
+            "decode completed",
+            extra=fields(room=request.room, tokens=request.num_output, verifies=room.verify_steps, accepted=room.accepted),
+        )
+        self._close(room)
+
+    def _close(self, room: Room) -> None:
+        """The one exit of a room: pages whose KV and draft KV are whole go to the prefix cache, all are given back."""
+        request, cache = room.request, self.engine.cache
+        if room.state in (RoomState.WARMING, RoomState.RUNNING):
+            covered = request.num_computed
+            if self.engine.drafter is not None:
+                covered = min(covered, self.decoder.num_covered(request))
+            cache.insert(request.all_ids[: covered + cache.lookahead], request.pages)
+        self.decoder.forget(request)
+        cache.allocator.release(request.pages)
+        request.pages = []
+        room.features = None
+        self.queues.remove(room)
+
+    # --- one step -----------------------------------------------------------------------------------------------------
+
+    def _warm_landed(self) -> bool:
+        """Run the draft prefill over features that landed; rooms that are warm join the batch. False: nothing to do."""
+        items, budget = [], WARM_ROWS_PER_STEP
+        started = time.monotonic()
+        for room in self.queues.of(RoomState.WARMING) + self.queues.of(RoomState.PULLING):
+            # The last row needs the first output token, which comes with the end of the hand-off.
+            ready = min(room.landed, room.request.num_tokens - 1)
+            count = min(ready - room.warmed, budget)
+            if room.features is not None and count > 0:
+                first = room.warmed - room.have
+                rows = room.features.flatten(0, 1)[first : first + count]
+                items.append((room, rows, room.warmed))
+                budget -= count
+        if items:
+            self.decoder.draft_prefill_batch([(room.request, rows, start) for room, rows, start in items])
+        for room, rows, _ in items:
+            room.warmed += rows.shape[0]
+            room.draft_prefill_s += (time.monotonic() - started) / len(items)
+        return self._admit_warm() or bool(items)
+
+    def _admit_warm(self) -> bool:
+        admitted = False
+        for room in self.queues.of(RoomState.WARMING):
+            if room.features is None or room.warmed == room.request.num_prompt:
+                room.features = None
+                room.state = RoomState.RUNNING
+                room.started_at = time.monotonic()
+                admitted = True
+        return admitted
+
+    def _account(self, batch: list[Room], result: StepResult) -> None:
+        self._counters["steps"] += 1
+        for room, tokens, accept_len, drafted in zip(
+            batch, result.tokens, result.accept_lens, result.drafted, strict=True
+        ):
+            self._counters["tokens"] += len(tokens)
+            if drafted:
+                room.verify_steps += 1
+                room.drafted += drafted
+                room.accepted += min(accept_len, len(tokens)) - 1 if tokens else 0
+                self._recent.append(accept_len)
+                self._counters["verify_steps"] += 1
+                self._counters["drafted_tokens"] += drafted
+                self._counters["accepted_tokens"] += max(0, accept_len - 1)
+
+    def _publish(self, batch: list[Room], result: StepResult) -> None:
+        """One frame with every room's tokens, then the ends that they brought."""
+        items = []
+        for room, tokens, logprobs in zip(batch, result.tokens, result.logprobs, strict=True):
+            if tokens:
+                request = room.request
+                items.append(
+                    TokenItem(
+                        room=request.room,
+                        epoch=request.epoch,
+                        seq=room.sent,
+                        ids=tokens,
+                        logprobs=[TokenLogprob(logprob=p.logprob, top=p.top) for p in logprobs],
+                    )
+                )
+                room.sent += len(tokens)
+        if items:
+            self._send(Tokens(instance=self.instance, items=items))
+        for room, is_bad in zip(batch, result.is_bad, strict=True):
+            if room.request.is_finished:
+                self._finish(room)
+            elif is_bad:
+                self._fail(room, "BadLogits", "the model's logits are not finite", retryable=False)
+
+    def _send(self, item: Command | ControlUp) -> None:
+        self.link.post(item)
+
+
+def _timeline(room: Room, now: float) -> DecodeTimeline:
+    return DecodeTimeline(
+        handoff_ms=room.handoff_s * 1000,
+        handoff_bytes=room.handoff_bytes,
+        handoff_blocks=room.handoff_blocks,
+        have_tokens=room.have,
+        draft_prefill_ms=room.draft_prefill_s * 1000,
+        queue_ms=max(0.0, room.started_at - room.landed_at) * 1000,
+        decode_ms=max(0.0, now - room.started_at) * 1000 if room.started_at else 0.0,
+        verify_steps=room.verify_steps,
+        drafted_tokens=room.drafted,
+        accepted_tokens=room.accepted,
+    )

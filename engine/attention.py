@@ -1,0 +1,162 @@
+"""Where the rows of a forward are stored and what they attend to: planned once per forward, bound to a pool, then
+called by every layer. Legend: T rows, B requests, Q rows per request, S context rows, N/K/D heads as in `layers`.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from ..kernels.kv_store import kv_rows, store_kv
+from ..kernels.paged_attention import QUERY_BLOCK, batched_attention, causal_band, extend_attention, gather_kv
+from .errors import LifecycleError
+from .forward_batch import ForwardBatch
+from .kv_pool import KVPool
+from .layers import Attend
+
+# Requests of equally many rows, up to this many, are attended as one padded batch; longer ones one by one.
+MAX_UNIFORM_ROWS = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionMetadata:
+    """The plan of one version of one batch.
+
+    `context_slots` `[B, S]` int64: the slot of each context row, 0 (the sink, which reads as zeros) beyond a request's
+    own length. `uniform_rows`: Q when every request has that many rows and no row is padding, else 0.
+    """
+
+    batch: ForwardBatch
+    version: int
+    num_rows: int
+    uniform_rows: int
+    context_slots: torch.Tensor
+
+    def check(self, num_rows: int) -> None:
+        """LifecycleError unless the batch is still the one planned and has `num_rows` rows."""
+        if self.version != self.batch.version:
+            raise LifecycleError(
+                f"attention was planned for version {self.version} of the batch, which is now at version "
+                f"{self.batch.version}; plan after the last change"
+            )
+        if self.num_rows != num_rows:
+            raise LifecycleError(f"attention was planned for {self.num_rows} rows and got {num_rows}")
+
+
+def plan(batch: ForwardBatch, page_size: int) -> AttentionMetadata:
+    """Plan `batch` as it is now. Rows behind sum(q_lens) are padding: stored in the sink, attending to nothing."""
+    real_rows, longest = sum(batch.q_lens), max(batch.kv_lens, default=0)
+    pages, device = batch.page_table, batch.page_table.device
+    assert real_rows <= batch.num_tokens, (real_rows, batch.num_tokens)
+    assert pages.shape[0] == len(batch.kv_lens) == batch.num_requests, (pages.shape, batch.kv_lens, batch.q_lens)
+    assert longest <= pages.shape[1] * page_size, (longest, pages.shape, page_size)
+    assert all(0 < q <= kv for q, kv in zip(batch.q_lens, batch.kv_lens, strict=True)), (batch.q_lens, batch.kv_lens)
+    columns = torch.arange(longest, device=device)
+    lengths = torch.tensor(batch.kv_lens, dtype=torch.int64, device=device)
+    used = pages[:, : -(-longest // page_size)]
+    slots = (used[:, :, None] * page_size + torch.arange(page_size, device=device)).flatten(1)[:, :longest]
+    first = batch.q_lens[0] if batch.q_lens else 0
+    is_uniform = all(q == first for q in batch.q_lens) and first <= MAX_UNIFORM_ROWS and real_rows == batch.num_tokens
+    return AttentionMetadata(
+        batch=batch,
+        version=batch.version,
+        num_rows=batch.num_tokens,
+        uniform_rows=first if is_uniform else 0,
+        context_slots=slots.masked_fill(columns >= lengths[:, None], 0),
+    )
+
+
+class PagedAttention:
+    """Attention over a pool; `scale` of the scores defaults to head_dim ** -0.5."""
+
+    def __init__(self, pool: KVPool, scale: float | None = None) -> None:
+        self.pool = pool
+        self.scale = pool.head_dim**-0.5 if scale is None else scale
+
+    def bind(self, metadata: AttentionMetadata) -> Attend:
+        """The function that each layer of this forward calls: it stores k and v, then attends.
+
+        Row numbers and masks are the same for every layer and are made here, once. Raises LifecycleError when the
+        batch changed after it was planned, here and at each call.
+        """
+        metadata.check(metadata.batch.num_tokens)
+        store_rows = kv_rows(metadata.batch.slots, self.pool.kv)
+        key_rows = kv_rows(metadata.context_slots, self.pool.kv)
+        if metadata.num_rows == 0:
+            return partial(self._attend_nothing, metadata)
+        if metadata.uniform_rows:
+            rows = torch.cat((key_rows.flatten(), key_rows.flatten() + self.pool.page_size))
+            return partial(self._attend_uniform, metadata, store_rows, rows, self._uniform_mask(metadata))
+        return partial(self._attend_ragged, metadata, store_rows, key_rows, self._band(metadata))
+
+    def attend(
+        self, metadata: AttentionMetadata, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
+        """One layer alone: `q` `[T, N, D]`, `k`, `v` `[T, K, D]` -> `[T, N, D]`."""
+        return self.bind(metadata)(layer, q, k, v)
+
+    def _uniform_mask(self, metadata: AttentionMetadata) -> torch.Tensor:
+        """`[B, 1, Q, S]`, added to the scores: row i of a request sees its first kv_len - Q + i + 1 context rows."""
+        slots, num_rows = metadata.context_slots, metadata.uniform_rows
+        lengths = torch.tensor(metadata.batch.kv_lens, dtype=torch.int64, device=slots.device)
+        ends = lengths[:, None] + torch.arange(1 - num_rows, 1, device=slots.device)
+        hidden = torch.arange(slots.shape[1], device=slots.device) >= ends[:, :, None]
+        mask = torch.zeros(hidden.shape, dtype=self.pool.dtype, device=slots.device)
+        return mask.masked_fill_(hidden, float("-inf")).unsqueeze(1)
+
+    def _band(self, metadata: AttentionMetadata) -> torch.Tensor:
+        batch = metadata.batch
+        block = min(max(batch.q_lens, default=0), QUERY_BLOCK)
+        return causal_band(max(batch.kv_lens, default=0), block, self.pool.dtype, metadata.context_slots.device)
+
+    def _attend_nothing(
+        self, metadata: AttentionMetadata, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
+        metadata.check(q.shape[0])
+        return torch.empty_like(q)
+
+    def _attend_uniform(
+        self,
+        metadata: AttentionMetadata,
+        store_rows: torch.Tensor,
+        rows: torch.Tensor,
+        mask: torch.Tensor,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+    ) -> torch.Tensor:
+        metadata.check(q.shape[0])
+        store_kv(self.pool.kv, layer, store_rows, k, v)
+        keys, values = gather_kv(self.pool.kv, layer, rows)
+        shape = (metadata.batch.num_requests, -1)
+        out = batched_attention(
+            q.reshape(*shape, *q.shape[1:]),
+            keys.view(*shape, *k.shape[1:]),
+            values.view(*shape, *v.shape[1:]),
+            mask,
+            self.scale,
+        )
+        return out.reshape(q.shape)
+
+    def _attend_ragged(
+        self,
+        metadata: AttentionMetadata,
+        store_rows: torch.Tensor,
+        key_rows: torch.Tensor,
+        band: torch.Tensor,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+    ) -> torch.Tensor:
+        metadata.check(q.shape[0])
+        store_kv(self.pool.kv, layer, store_rows, k, v)
+        out = torch.zeros_like(q)
+        start = 0
+        for request, (q_len, kv_len) in enumerate(zip(metadata.batch.q_lens, metadata.batch.kv_lens, strict=True)):
+            mine = key_rows[request, :kv_len]
+            keys, values = gather_kv(self.pool.kv, layer, torch.cat((mine, mine + self.pool.page_size)))
+            out[start : start + q_len] = extend_attention(q[start : start + q_len], keys, values, band, self.scale)
+            start += q_len
+        return out

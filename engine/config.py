@@ -1,0 +1,70 @@
+"""What an engine is built from; a role's config holds the same names, so `EngineConfig.of(role_config)` copies them."""
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import torch
+from huggingface_hub import snapshot_download
+
+from .errors import CheckpointError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Settings of one engine. `pages` 0: as many as `kv_memory_mb` (MiB) holds. `max_context` 0: the model's own."""
+
+    model: str
+    draft: str = ""
+    no_draft: bool = False
+    device: str = "auto"
+    dtype: str = "auto"
+    graphs: bool = False
+    page_size: int = 16
+    pages: int = 0
+    kv_memory_mb: int = 1024
+    max_context: int = 0
+    threads: int = 0
+    prefix_cache: bool = True
+
+    @classmethod
+    def of(cls, settings: object) -> "EngineConfig":
+        """The engine's part of a role's config, by field name."""
+        return cls(**{f.name: getattr(settings, f.name) for f in fields(cls)})
+
+    @property
+    def has_draft(self) -> bool:
+        return bool(self.draft) and not self.no_draft
+
+
+def resolve_device(device: str) -> torch.device:
+    """"auto" takes CUDA when there is one; "cuda" without a CUDA device is a CheckpointError naming the remedy."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise CheckpointError("device cuda: this machine has no usable CUDA device; start with --device cpu or auto")
+    return torch.device(device)
+
+
+def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
+    """"auto" is bfloat16 on CUDA and float32 on CPU, where it is exact and not slower at small batches."""
+    if dtype == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    if dtype not in DTYPES:
+        raise CheckpointError(f"dtype {dtype!r} is not known; use one of auto, {', '.join(DTYPES)}")
+    return DTYPES[dtype]
+
+
+def resolve_checkpoint(model: str) -> Path:
+    """A directory as it is; anything else is taken for a hub id and downloaded (or found in the hub's cache)."""
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path
+    if path.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1:
+        raise CheckpointError(f"model {model!r} is neither a directory nor a hub id (owner/name)")
+    try:
+        return Path(snapshot_download(model, allow_patterns=["*.json", "*.safetensors", "*.model", "*.jinja"]))
+    except Exception as error:
+        reason = str(error).strip().splitlines()[0][:200]
+        raise CheckpointError(f"model {model!r} could not be fetched from the hub ({reason}); name a directory") from error

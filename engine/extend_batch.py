@@ -1,0 +1,34 @@
+"""Builds the batch of a prefill forward: ranges of several prompts behind what is already computed of each."""
+
+from collections.abc import Sequence
+
+import torch
+
+from .forward_batch import CaptureHidden, ForwardBatch, ForwardMode
+from .page_table import build_page_table, pages_for, slots_for
+from .request import Request
+
+
+def extend_batch(
+    ranges: Sequence[tuple[Request, int, int]],
+    *,
+    page_size: int,
+    device: torch.device,
+    capture: CaptureHidden = CaptureHidden.NULL,
+) -> ForwardBatch:
+    """Rows of tokens [start, end) of each request, in order; logits of the last row of each range that ends its prompt."""
+    rows = [end - start for _, start, end in ranges]
+    ends = torch.tensor(rows, dtype=torch.int64).cumsum(0) - 1
+    final = [i for i, (request, _, end) in enumerate(ranges) if end == request.num_prompt]
+    ids = [token for request, start, end in ranges for token in request.prompt_ids[start:end]]
+    return ForwardBatch(
+        mode=ForwardMode.EXTEND,
+        input_ids=torch.tensor(ids, dtype=torch.int64, device=device),
+        positions=torch.cat([torch.arange(start, end) for _, start, end in ranges]).to(device),
+        slots=torch.cat([slots_for(r.pages, start, end, page_size) for r, start, end in ranges]).to(device),
+        page_table=build_page_table([r.pages[: pages_for(end, page_size)] for r, _, end in ranges], device),
+        q_lens=rows,
+        kv_lens=[end for _, _, end in ranges],
+        capture_hidden=capture,
+        logit_rows=ends[final].to(device),
+    )

@@ -1,0 +1,198 @@
+"""Paged memory of an engine: the KV pool, the feature plane beside it, and who owns which page.
+
+A pool is page-major: one page is one contiguous byte range over all layers, so that a transport moves it as a unit.
+Slot = page * page_size + offset. Page 0 belongs to nobody: its slot 0 is where padding rows are written.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+
+import numpy as np
+import torch
+
+
+class PoolExhausted(RuntimeError):
+    """A pool has fewer pages to give than were asked for; the message has both numbers."""
+
+
+class KVPool:
+    """The KV of all layers: `kv` `[num_pages, num_layers, 2, page_size, num_kv_heads, head_dim]`, 2 = K, V.
+
+    Zero-initialised, because attention over padded pages weighs what lies there by 0, and 0 * NaN is NaN.
+    Raises ValueError for a size that no pool can have.
+    """
+
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        _check_sizes(num_pages=num_pages, page_size=page_size)
+        if min(num_layers, num_kv_heads, head_dim) < 1:
+            raise ValueError(
+                f"KV pool of {num_layers} layers x {num_kv_heads} KV heads x {head_dim}: each must be at least 1"
+            )
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self.num_layers = num_layers
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
+        self.dtype = dtype
+        self.device = torch.device(device)
+        self.kv = _zeros((num_pages, num_layers, 2, page_size, num_kv_heads, head_dim), dtype, self.device)
+        self._layers = [(self.kv[:, i, 0], self.kv[:, i, 1]) for i in range(num_layers)]
+
+    def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of one layer, strided views `[num_pages, page_size, num_kv_heads, head_dim]`."""
+        return self._layers[layer]
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page over all layers, K and V."""
+        return self.num_layers * 2 * self.page_size * self.num_kv_heads * self.head_dim * self.kv.element_size()
+
+    @property
+    def num_slots(self) -> int:
+        return self.num_pages * self.page_size
+
+    def byte_view(self) -> torch.Tensor:
+        """The pool's own memory as uint8 `[num_pages, page_bytes]`."""
+        return self.kv.view(self.num_pages, -1).view(torch.uint8)
+
+    def __repr__(self) -> str:
+        return f"<KVPool {self.num_pages} pages x {self.page_bytes} B, {self.num_layers} layers, {self.device}>"
+
+
+class FeaturePlane:
+    """Aux hidden features beside a KV pool, under its page ids: `[num_pages, page_size, width]`, zero-initialised."""
+
+    def __init__(
+        self, num_pages: int, page_size: int, width: int, dtype: torch.dtype, device: torch.device | str = "cpu"
+    ) -> None:
+        _check_sizes(num_pages=num_pages, page_size=page_size)
+        if width < 1:
+            raise ValueError(f"feature plane of width {width}: the width must be at least 1")
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self.width = width
+        self.dtype = dtype
+        self.device = torch.device(device)
+        self.features = _zeros((num_pages, page_size, width), dtype, self.device)
+        self.rows = self.features.view(num_pages * page_size, width)
+
+    @property
+    def page_bytes(self) -> int:
+        return self.page_size * self.width * self.features.element_size()
+
+    def store(self, slots: torch.Tensor, features: torch.Tensor) -> None:
+        """Write `features` `[T, width]` into `slots` `[T]` int64; rows of slot 0 are padding and may collide."""
+        assert features.shape == (slots.shape[0], self.width), (features.shape, slots.shape, self.width)
+        self.rows.index_copy_(0, slots, features.to(self.dtype))
+
+    def byte_view(self) -> torch.Tensor:
+        """The plane's own memory as uint8 `[num_pages, page_bytes]`."""
+        return self.features.view(self.num_pages, -1).view(torch.uint8)
+
+    def __repr__(self) -> str:
+        return f"<FeaturePlane {self.num_pages} pages x {self.page_bytes} B, width {self.width}, {self.device}>"
+
+
+class PageAllocator:
+    """Counts the owners of every page. A page of one owner may be written by it; a shared page is read only.
+
+    Misuse (a page released once too often, page 0 handed in) is a programmer's error and asserts.
+    """
+
+    def __init__(self, num_pages: int) -> None:
+        _check_sizes(num_pages=num_pages, page_size=1)
+        self.num_pages = num_pages
+        self._refs = [0] * num_pages
+        # A stack: the page given last is given again first, while it is still warm.
+        self._free = list(range(num_pages - 1, 0, -1))
+        self._observer: Callable[[int, int, int], None] | None = None
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_total(self) -> int:
+        """Pages that can be handed out: all but page 0."""
+        return self.num_pages - 1
+
+    @property
+    def num_used(self) -> int:
+        return self.num_total - self.num_free
+
+    def refs(self, page: int) -> int:
+        """How many owners `page` has."""
+        return self._refs[page]
+
+    def watch(self, observer: Callable[[int, int, int], None]) -> None:
+        """Call `observer(page, refs, change)` after every `retain` (+1) and `release` (-1) of a page; one observer."""
+        assert self._observer is None, "an allocator has one prefix cache"
+        self._observer = observer
+
+    def alloc(self, n: int) -> list[int]:
+        """`n` pages with one owner each; all or none. Raises PoolExhausted."""
+        assert n >= 0, n
+        if n > len(self._free):
+            raise PoolExhausted(f"{n} pages asked for, {len(self._free)} of {self.num_total} free")
+        pages = [self._free.pop() for _ in range(n)]
+        for page in pages:
+            self._refs[page] = 1
+        return pages
+
+    def retain(self, pages: Iterable[int]) -> None:
+        """One more owner for each of `pages`, which must have one already."""
+        for page in pages:
+            assert self._refs[page] > 0, f"page {page} is free and cannot be shared"
+            self._refs[page] += 1
+            self._notify(page, 1)
+
+    def release(self, pages: Iterable[int]) -> None:
+        """One owner less for each of `pages`; a page without owners is free again."""
+        for page in pages:
+            assert self._refs[page] > 0, f"page {page} released more often than owned"
+            self._refs[page] -= 1
+            if self._refs[page] == 0:
+                self._free.append(page)
+            self._notify(page, -1)
+
+    def check_integrity(self) -> None:
+        """Assert conservation: each page but 0 is either free once with no owner, or owned."""
+        free = set(self._free)
+        assert len(free) == len(self._free), "a page is free twice"
+        assert self._refs[0] == 0, "page 0 was handed out"
+        assert 0 not in free, "page 0 was freed"
+        for page in range(1, self.num_pages):
+            assert self._refs[page] >= 0, f"page {page} has {self._refs[page]} owners"
+            is_free = page in free
+            assert is_free == (self._refs[page] == 0), f"page {page}: {self._refs[page]} owners, free {is_free}"
+
+    def _notify(self, page: int, change: int) -> None:
+        if self._observer is not None:
+            self._observer(page, self._refs[page], change)
+
+    def __repr__(self) -> str:
+        return f"<PageAllocator {self.num_free} free of {self.num_total}>"
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros that cost no memory on CPU until they are written: the kernel maps fresh pages, torch.zeros would fill them."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    raw = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
+    return torch.from_numpy(raw).view(dtype).view(shape)
+
+
+def _check_sizes(*, num_pages: int, page_size: int) -> None:
+    if num_pages < 2:
+        raise ValueError(f"a pool of {num_pages} pages has none to give: page 0 is the padding sink, use at least 2")
+    if page_size < 1:
+        raise ValueError(f"page_size {page_size}: a page holds at least 1 token")

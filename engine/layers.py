@@ -1,0 +1,151 @@
+"""The building blocks of a decoder layer, and how each names its tensors in a Hugging Face checkpoint.
+
+Projections that read the same input are merged into one matrix; `tensors(prefix)` yields the checkpoint's names with
+views of the merged parameters, so that loading is copying. Legend: T tokens, H hidden size, N query heads,
+K key/value heads, D head dimension, I intermediate size.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import TypeAlias
+
+import torch
+import torch.nn.functional as F
+
+from ..kernels.rms_norm import rms_norm
+from ..kernels.rope import apply_rope
+from ..kernels.silu_mul import silu_mul
+
+# (layer index, q [T, N, D], k [T, K, D], v [T, K, D]) -> [T, N, D]; stores k and v, then attends.
+Attend: TypeAlias = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+NamedTensors: TypeAlias = Iterator[tuple[str, torch.Tensor]]
+
+
+class Linear:
+    """y = x W^T + b with `weight` `[out, in]`, its rows split into named `parts` of the checkpoint."""
+
+    def __init__(
+        self, in_size: int, parts: dict[str, int], *, bias: bool, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        self.parts = parts
+        out_size = sum(parts.values())
+        self.weight = torch.empty(out_size, in_size, dtype=dtype, device=device)
+        self.bias = torch.empty(out_size, dtype=dtype, device=device) if bias else None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+    def tensors(self, prefix: str) -> NamedTensors:
+        start = 0
+        for name, size in self.parts.items():
+            yield f"{prefix}{name}.weight", self.weight[start : start + size]
+            if self.bias is not None:
+                yield f"{prefix}{name}.bias", self.bias[start : start + size]
+            start += size
+
+
+class RMSNorm:
+    """Root-mean-square normalisation with a learned `weight` `[size]`."""
+
+    def __init__(self, size: int, eps: float, *, dtype: torch.dtype, device: torch.device | str) -> None:
+        self.eps = eps
+        self.weight = torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+    def tensors(self, name: str) -> NamedTensors:
+        yield f"{name}.weight", self.weight
+
+
+class GatedMLP:
+    """down(silu(gate(x)) * up(x)), `[T, H]` -> `[T, H]`."""
+
+    def __init__(
+        self, hidden_size: int, intermediate_size: int, *, bias: bool, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        halves = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
+        self.gate_up = Linear(hidden_size, halves, bias=bias, dtype=dtype, device=device)
+        self.down = Linear(intermediate_size, {"down_proj": hidden_size}, bias=bias, dtype=dtype, device=device)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(silu_mul(self.gate_up(x)))
+
+    def tensors(self, prefix: str) -> NamedTensors:
+        yield from self.gate_up.tensors(prefix)
+        yield from self.down.tensors(prefix)
+
+
+class SelfAttention:
+    """Projections, rotation and output of one attention layer; the attention itself is the caller's `attend`.
+
+    `input_size` may differ from `hidden_size` (a draft layer reads two streams at once).
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        qkv_bias: bool = False,
+        output_bias: bool = False,
+        qk_norm_eps: float | None = None,
+    ) -> None:
+        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
+        parts = {"q_proj": num_heads * head_dim, "k_proj": num_kv_heads * head_dim, "v_proj": num_kv_heads * head_dim}
+        self.qkv = Linear(input_size, parts, bias=qkv_bias, dtype=dtype, device=device)
+        self.output = Linear(
+            num_heads * head_dim, {"o_proj": hidden_size}, bias=output_bias, dtype=dtype, device=device
+        )
+        self.q_norm: RMSNorm | None = None
+        self.k_norm: RMSNorm | None = None
+        if qk_norm_eps is not None:
+            self.q_norm = RMSNorm(head_dim, qk_norm_eps, dtype=dtype, device=device)
+            self.k_norm = RMSNorm(head_dim, qk_norm_eps, dtype=dtype, device=device)
+
+    def __call__(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, layer: int, attend: Attend
+    ) -> torch.Tensor:
+        """`x` `[T, input_size]`, rotary tables `[T, D]` -> `[T, H]`."""
+        split = self.num_heads + self.num_kv_heads
+        heads = self.qkv(x).view(x.shape[0], split + self.num_kv_heads, self.head_dim)
+        qk, v = heads[:, :split], heads[:, split:]
+        if self.q_norm is not None and self.k_norm is not None:
+            qk = torch.cat((self.q_norm(qk[:, : self.num_heads]), self.k_norm(qk[:, self.num_heads :])), dim=1)
+        qk = apply_rope(qk, cos, sin)
+        q, k = qk[:, : self.num_heads], qk[:, self.num_heads :]
+        return self.output(attend(layer, q, k, v).flatten(1))
+
+    def tensors(self, prefix: str) -> NamedTensors:
+        yield from self.qkv.tensors(prefix)
+        yield from self.output.tensors(prefix)
+        for name, norm in (("q_norm", self.q_norm), ("k_norm", self.k_norm)):
+            if norm is not None:
+                yield from norm.tensors(prefix + name)
+
+
+class DecoderLayer:
+    """Pre-norm attention and MLP on a residual stream."""
+
+    def __init__(self, attention: SelfAttention, mlp: GatedMLP, input_norm: RMSNorm, post_norm: RMSNorm) -> None:
+        self.attention = attention
+        self.mlp = mlp
+        self.input_norm = input_norm
+        self.post_norm = post_norm
+
+    def __call__(
+        self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, layer: int, attend: Attend
+    ) -> torch.Tensor:
+        """The residual stream `[T, H]` after this layer."""
+        hidden = hidden + self.attention(self.input_norm(hidden), cos, sin, layer, attend)
+        return hidden + self.mlp(self.post_norm(hidden))
+
+    def tensors(self, prefix: str) -> NamedTensors:
+        yield from self.attention.tensors(f"{prefix}self_attn.")
+        yield from self.mlp.tensors(f"{prefix}mlp.")
+        yield from self.input_norm.tensors(f"{prefix}input_layernorm")
+        yield from self.post_norm.tensors(f"{prefix}post_attention_layernorm")

@@ -1,0 +1,207 @@
+"""Brings one engine up, in the one order that is right; `EngineLoader.phases` is that order.
+
+A prefill engine reads the draft's config only (which layer outputs to capture) and keeps the captured features in a plane
+beside its KV. A decode engine loads the head, lends it the target's embedding and lm_head, and keeps draft KV instead.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from .config import EngineConfig, resolve_checkpoint, resolve_device, resolve_dtype
+from .errors import CheckpointError
+from .kv_pool import FeaturePlane, KVPool, PageAllocator
+from .lifecycle import Lifecycle, Phase
+from .model_config import ModelConfig
+from .model_runner import ModelRunner, configure_aux_capture
+from .models.llama import LlamaForCausalLM
+from .page_table import pages_for
+from .prefix_cache import PrefixCache
+from .sampler import Sampler
+from .speculative.draft_worker import DraftWorker
+from .speculative.eagle3 import Eagle3Head
+from .speculative.eagle3_weights import load_eagle3
+from .speculative.spec_config import Eagle3Config, load_draft_config
+from .weights import load_model, model_fingerprint
+
+logger = logging.getLogger(__name__)
+
+CUDA_MEMORY_SHARE = 0.85  # of what is free after the weights, when no KV memory was asked for
+CPU_MEMORY_MB = 1024
+CACHE_LOOKAHEAD = 1  # draft KV of a page's last row depends on the token behind the page
+
+
+@dataclass(kw_only=True)
+class Engine:
+    """A ready engine: one target over one page pool, with what drafting needs on this side.
+
+    `features` is prefill's plane, `drafter` decode's head; both None without a draft. `max_context` in tokens.
+    """
+
+    path: Path
+    fingerprint: str
+    model_config: ModelConfig
+    model: LlamaForCausalLM
+    draft_config: Eagle3Config | None
+    runner: ModelRunner
+    sampler: Sampler
+    pool: KVPool
+    features: FeaturePlane | None
+    drafter: DraftWorker | None
+    cache: PrefixCache
+    max_context: int
+    lifecycle: Lifecycle
+
+    def __repr__(self) -> str:
+        return f"<Engine {self.model!r}, {self.pool!r}, {self.lifecycle.phase.name}>"
+
+    @property
+    def page_size(self) -> int:
+        return self.pool.page_size
+
+    @property
+    def num_pages(self) -> int:
+        """Pages that requests can hold."""
+        return self.cache.allocator.num_total
+
+    @property
+    def feature_ids(self) -> tuple[int, ...]:
+        return () if self.draft_config is None else self.draft_config.aux.ids
+
+    @property
+    def feature_width(self) -> int:
+        return 0 if self.draft_config is None else self.draft_config.dims.target_feature_width
+
+
+class EngineLoader:
+    """Builds an Engine phase by phase. `has_drafter` is decode's: it drafts; without it features are captured only."""
+
+    def __init__(self, config: EngineConfig, *, has_drafter: bool) -> None:
+        self.config = config
+        self.has_drafter = has_drafter
+        self.lifecycle = Lifecycle()
+        self._engine: Engine | None = None
+        self._draft_config: Eagle3Config | None = None
+        self._head: Eagle3Head | None = None
+
+    def phases(self) -> list[tuple[str, Callable[[], None]]]:
+        """(name, action) in the order in which they must run."""
+        return [
+            ("load weights", self._load),
+            ("configure aux capture", self._configure_aux),
+            ("load and share draft weights" if self.has_drafter else "skip draft weights", self._share),
+            ("allocate pools", self._allocate),
+            ("capture graphs", self._capture),
+        ]
+
+    def engine(self) -> Engine:
+        """The engine, once all phases ran; it is SERVING from here on."""
+        assert self._engine is not None
+        self.lifecycle.advance(Phase.SERVING)
+        return self._engine
+
+    def _load(self) -> None:
+        config = self.config
+        if config.graphs:
+            raise CheckpointError("graphs on: this engine has no graph runner yet; start with --graphs off")
+        if config.threads:
+            torch.set_num_threads(config.threads)
+        self._device = resolve_device(config.device)
+        self._dtype = resolve_dtype(config.dtype, self._device)
+        self._path = resolve_checkpoint(config.model)
+        self._model, self._model_config = load_model(self._path, dtype=self._dtype, device=self._device)
+        self._fingerprint = model_fingerprint(self._path)
+        limit = self._model_config.max_position_embeddings
+        if config.max_context > limit:
+            raise CheckpointError(
+                f"max_context {config.max_context}: the model at {self._path} allows at most {limit} tokens; lower it"
+            )
+        self._max_context = config.max_context or limit
+        self.lifecycle.advance(Phase.LOADED)
+
+    def _configure_aux(self) -> None:
+        if self.config.has_draft:
+            draft_path = resolve_checkpoint(self.config.draft)
+            self._draft_config = load_draft_config(draft_path, self._model_config, target_path=self._path)
+            configure_aux_capture(self._model, self._draft_config.aux.ids)
+            logger.info("draft config: %r", self._draft_config)
+        self.lifecycle.advance(Phase.AUX_CONFIGURED)
+
+    def _share(self) -> None:
+        if self.has_drafter and self._draft_config is not None:
+            head = load_eagle3(self._draft_config, dtype=self._dtype, device=self._device)
+            head.share(self._model.embed_tokens, self._model.lm_head, self._max_context)
+            self._head = head
+        self.lifecycle.advance(Phase.WEIGHTS_SHARED)
+
+    def _allocate(self) -> None:
+        config, model = self.config, self._model_config
+        num_pages = config.pages + 1 if config.pages else self._affordable_pages()  # page 0 is the sink
+        pool = KVPool(
+            num_pages, config.page_size, model.num_layers, model.num_kv_heads, model.head_dim, self._dtype, self._device
+        )
+        features, drafter = None, None
+        if self._draft_config is not None and not self.has_drafter:
+            width = self._draft_config.dims.target_feature_width
+            features = FeaturePlane(num_pages, config.page_size, width, self._dtype, self._device)
+        if self._head is not None:
+            drafter = DraftWorker(
+                self._head, num_pages=num_pages, page_size=config.page_size, dtype=self._dtype, device=self._device
+            )
+        cache = PrefixCache(
+            PageAllocator(num_pages),
+            config.page_size,
+            enabled=config.prefix_cache,
+            lookahead=CACHE_LOOKAHEAD if drafter is not None else 0,
+        )
+        runner = ModelRunner(self._model, pool)
+        self._engine = Engine(
+            path=self._path,
+            fingerprint=self._fingerprint,
+            model_config=model,
+            model=self._model,
+            draft_config=self._draft_config,
+            runner=runner,
+            sampler=Sampler(model.vocab_size, self._device),
+            pool=pool,
+            features=features,
+            drafter=drafter,
+            cache=cache,
+            max_context=self._max_context,
+            lifecycle=self.lifecycle,
+        )
+        self.lifecycle.advance(Phase.POOLS_ALLOCATED)
+
+    def _capture(self) -> None:
+        self.lifecycle.advance(Phase.CAPTURED)
+
+    def _affordable_pages(self) -> int:
+        """As many pages as the KV memory holds, the planes beside the KV included; never more than could be used."""
+        need = pages_for(self._max_context, self.config.page_size)
+        count = self._kv_memory() // self._page_cost()
+        if count < 2:
+            raise CheckpointError(
+                f"kv_memory_mb {self._kv_memory() >> 20}: one page costs {self._page_cost()} bytes; give at least "
+                f"{need * self._page_cost() >> 20} for one request of the full context"
+            )
+        return count
+
+    def _kv_memory(self) -> int:
+        """Bytes for pages."""
+        if self.config.kv_memory_mb:
+            return self.config.kv_memory_mb << 20
+        if self._device.type == "cuda":
+            free, _ = torch.cuda.mem_get_info(self._device)
+            return int(free * CUDA_MEMORY_SHARE)
+        return CPU_MEMORY_MB << 20
+
+    def _page_cost(self) -> int:
+        model, draft = self._model_config, self._draft_config
+        per_token = model.num_layers * 2 * model.num_kv_heads * model.head_dim
+        if draft is not None:
+            own = 2 * draft.num_kv_heads * draft.head_dim
+            per_token += own if self.has_drafter else draft.dims.target_feature_width
+        return per_token * self.config.page_size * self._dtype.itemsize

@@ -1,0 +1,183 @@
+"""What a checkpoint's config.json says about a model that we serve."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from .errors import CheckpointError
+from .rope import RopeConfig, read_rope_config
+
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Shape and switches of a dense Llama-family decoder. `dtype` is the checkpoint's own ("bfloat16", ...).
+
+    `attention_bias` is that of q, k, v; `attention_output_bias` that of the output projection.
+    """
+
+    architecture: str
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    attention_bias: bool
+    attention_output_bias: bool = False
+    mlp_bias: bool
+    qk_norm: bool
+    eos_token_ids: tuple[int, ...]
+    dtype: str
+
+
+class ConfigReader:
+    """Typed access to a parsed config.json; every error names the file, the key, the value and the remedy."""
+
+    def __init__(self, raw: Mapping[str, object], source: Path) -> None:
+        self.raw = raw
+        self.source = source
+
+    def error(self, key: str, remedy: str) -> CheckpointError:
+        return CheckpointError(f"{self.source}: {key} = {self.raw.get(key)!r}: {remedy}")
+
+    def count(self, key: str, default: int | None = None) -> int:
+        """A positive integer; `default` where the key is absent or null (None: the key is required)."""
+        value = self.raw.get(key)
+        if value is None:
+            value = default
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise self.error(key, "a positive integer is required here; check that the file is complete")
+        return value
+
+    def number(self, key: str, default: float) -> float:
+        value = self.raw.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self.error(key, "a number is required here")
+        return float(value)
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self.raw.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise self.error(key, "true or false is required here")
+        return value
+
+
+def read_json(path: Path) -> dict[str, object]:
+    """A JSON object from `path`; CheckpointError names the file when it is missing, broken or no object."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: no such file; give the directory of a Hugging Face checkpoint") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: cannot be read as JSON ({error}); fetch the file again") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: holds a {type(value).__name__}, not a JSON object; fetch the file again")
+    return value
+
+
+def load_model_config(path: Path) -> ModelConfig:
+    """Read `path`/config.json and, for the EOS ids, generation_config.json.
+
+    Raises CheckpointError naming the file, key, value and remedy for whatever is missing, malformed or not supported.
+    """
+    source = Path(path) / "config.json"
+    raw = read_json(source)
+    reader = ConfigReader(raw, source)
+    family = _family(reader)
+    _refuse_unsupported(reader)
+    hidden, heads = reader.count("hidden_size"), reader.count("num_attention_heads")
+    kv_heads, head_dim = _head_shape(reader, family, hidden, heads)
+    bias = reader.flag("attention_bias", False)
+    return ModelConfig(
+        architecture=ARCHITECTURES[family],
+        hidden_size=hidden,
+        intermediate_size=reader.count("intermediate_size"),
+        num_layers=reader.count("num_hidden_layers"),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        vocab_size=reader.count("vocab_size"),
+        rms_norm_eps=reader.number("rms_norm_eps", 1e-6),
+        rope=read_rope_config(raw, source),
+        max_position_embeddings=reader.count("max_position_embeddings", 2048 if family == "llama" else 32768),
+        tie_word_embeddings=reader.flag("tie_word_embeddings", False),
+        attention_bias=True if family == "qwen2" else bias,
+        attention_output_bias=False if family == "qwen2" else bias,
+        mlp_bias=reader.flag("mlp_bias", False) if family == "llama" else False,
+        qk_norm=family == "qwen3",
+        eos_token_ids=_eos_token_ids(reader, Path(path) / "generation_config.json"),
+        dtype=_dtype(reader),
+    )
+
+
+def _family(reader: ConfigReader) -> str:
+    names = reader.raw.get("architectures")
+    if not names:
+        names = [ARCHITECTURES.get(str(reader.raw.get("model_type")), str(reader.raw.get("model_type")))]
+    for family, architecture in ARCHITECTURES.items():
+        if isinstance(names, list) and names[0] == architecture:
+            return family
+    raise reader.error("architectures", f"supported are {', '.join(ARCHITECTURES.values())} (dense models)")
+
+
+def _refuse_unsupported(reader: ConfigReader) -> None:
+    if reader.raw.get("hidden_act", "silu") not in ("silu", "swish"):
+        raise reader.error("hidden_act", "only silu is supported")
+    if reader.raw.get("quantization_config"):
+        raise reader.error("quantization_config", "quantised weights are not supported; use the original checkpoint")
+    for key in ("num_experts", "num_local_experts"):
+        if reader.raw.get(key):
+            raise reader.error(key, "mixture-of-experts models are not supported; use a dense one")
+    layer_types = reader.raw.get("layer_types") or []
+    if not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types):
+        raise reader.error("layer_types", "only full_attention is supported")
+    has_window = reader.flag("use_sliding_window", False) and bool(reader.raw.get("sliding_window"))
+    # Layers below max_window_layers attend fully, so a window that starts behind the last layer is not in use.
+    if has_window and not layer_types and reader.count("max_window_layers", 28) < reader.count("num_hidden_layers"):
+        raise reader.error("use_sliding_window", "sliding-window attention is not supported; set it to false")
+
+
+def _head_shape(reader: ConfigReader, family: str, hidden: int, heads: int) -> tuple[int, int]:
+    """(KV heads, head dimension), with each family's own defaults."""
+    kv_heads = reader.count("num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise reader.error("num_key_value_heads", f"it must divide num_attention_heads = {heads}")
+    head_dim = reader.count("head_dim", 128 if family == "qwen3" else max(hidden // heads, 1))
+    if reader.raw.get("head_dim") is None and family != "qwen3" and hidden % heads:
+        raise reader.error("num_attention_heads", f"it must divide hidden_size = {hidden}, or head_dim must be given")
+    if head_dim % 2:
+        raise reader.error("head_dim", f"head dimension {head_dim} is odd; rotary embedding needs an even one")
+    return kv_heads, head_dim
+
+
+def _eos_token_ids(reader: ConfigReader, generation_path: Path) -> tuple[int, ...]:
+    """The ids of both files, those of generation_config.json first, each once."""
+    readers = [reader]
+    if generation_path.exists():
+        readers.insert(0, ConfigReader(read_json(generation_path), generation_path))
+    found: dict[int, None] = {}
+    for each in readers:
+        value = each.raw.get("eos_token_id")
+        for token in value if isinstance(value, list) else [] if value is None else [value]:
+            if not isinstance(token, int) or isinstance(token, bool) or token < 0:
+                raise each.error("eos_token_id", "a token id or a list of token ids is required here")
+            found[token] = None
+    return tuple(found)
+
+
+def _dtype(reader: ConfigReader) -> str:
+    key = "dtype" if reader.raw.get("dtype") else "torch_dtype"
+    name = str(reader.raw.get(key) or "float32").removeprefix("torch.")
+    if name not in ("float32", "float16", "bfloat16"):
+        raise reader.error(key, "supported are float32, float16 and bfloat16")
+    return name

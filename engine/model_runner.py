@@ -1,0 +1,83 @@
+"""Runs a target model over batches of rows."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from .attention import AttentionMetadata, PagedAttention, plan
+from .errors import CheckpointError, LifecycleError
+from .forward_batch import CaptureHidden, ForwardBatch, ForwardOutput, StepCounters
+from .kv_pool import KVPool
+from .layers import Attend
+from .models.interface import AuxCapture, CausalLM
+
+
+class ModelRunner:
+    """A target model over its KV pool. Every result is a ForwardOutput that owns its tensors.
+
+    `on_layer` is called before each attention: a long forward can say that it moves.
+    """
+
+    def __init__(self, model: CausalLM, pool: KVPool, on_layer: Callable[[], None] | None = None) -> None:
+        self.model = model
+        self.pool = pool
+        self.attention = PagedAttention(pool)
+        self.counters = StepCounters()
+        self.on_layer = on_layer
+
+    def set_aux_layer_ids(self, ids: Sequence[int]) -> None:
+        """Configure the model's capture of layer outputs; CheckpointError names a model class without that hook."""
+        configure_aux_capture(self.model, ids)
+
+    @torch.no_grad()
+    def forward(self, batch: ForwardBatch, metadata: AttentionMetadata | None = None) -> ForwardOutput:
+        """Store the batch's KV and return the logits of `batch.logit_rows` (None: of every row).
+
+        When `batch.capture_hidden` is not NULL, `hidden` holds the captured layer outputs of every row `[T, K*H]`.
+        `metadata` is planned here unless given. Raises LifecycleError for metadata of another version of the batch, or
+        when hidden rows are asked for and no layers were chosen.
+        """
+        metadata = plan(batch, self.pool.page_size) if metadata is None else metadata
+        hidden, features = self.model.body(
+            self.model.embed(batch.input_ids),
+            batch.positions,
+            self._bind(metadata),
+            self._aux_ids(batch.capture_hidden),
+        )
+        rows = hidden if batch.logit_rows is None else hidden.index_select(0, batch.logit_rows)
+        self.counters.count("eager")
+        return ForwardOutput(path="eager", logits=self.model.compute_logits(rows), hidden=features)
+
+    def _bind(self, metadata: AttentionMetadata) -> Attend:
+        attend, on_layer = self.attention.bind(metadata), self.on_layer
+        if on_layer is None:
+            return attend
+
+        def attend_and_tell(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            on_layer()
+            return attend(layer, q, k, v)
+
+        return attend_and_tell
+
+    def _aux_ids(self, capture: CaptureHidden) -> tuple[int, ...]:
+        if capture == CaptureHidden.NULL:
+            return ()
+        if not isinstance(self.model, AuxCapture) or not self.model.aux_layer_ids:
+            raise LifecycleError(
+                f"{type(self.model).__name__}: hidden rows are asked for, but no aux layer ids are configured; "
+                "call set_aux_layer_ids first"
+            )
+        return self.model.aux_layer_ids
+
+    def __repr__(self) -> str:
+        return f"<ModelRunner {self.model!r}, {self.pool!r}, forwards {self.counters.forwards}>"
+
+
+def configure_aux_capture(model: CausalLM, ids: Sequence[int]) -> None:
+    """Choose which layer outputs `model` captures; CheckpointError names the class when it cannot capture any."""
+    if not isinstance(model, AuxCapture):
+        raise CheckpointError(
+            f"{type(model).__name__} cannot capture layer outputs (it has no set_aux_layer_ids), so aux layer ids "
+            f"{list(ids)} cannot be served; start without a draft"
+        )
+    model.set_aux_layer_ids(ids)

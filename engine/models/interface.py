@@ -1,0 +1,38 @@
+"""What the runner asks of a target model."""
+
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+import torch
+
+from ..layers import Attend
+from ..model_config import ModelConfig
+
+
+class CausalLM(Protocol):
+    """A decoder in three parts; shapes as in `models.llama`."""
+
+    config: ModelConfig
+    dtype: torch.dtype
+    device: torch.device
+
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Token ids to the residual stream."""
+
+    def body(
+        self, hidden: torch.Tensor, positions: torch.Tensor, attend: Attend, aux_ids: Sequence[int] = ()
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """All layers; the residual stream and the captured layer outputs."""
+
+    def compute_logits(self, hidden_rows: torch.Tensor) -> torch.Tensor:
+        """Residual stream to float32 logits."""
+
+
+@runtime_checkable
+class AuxCapture(Protocol):
+    """The hook that a model needs to feed a drafter."""
+
+    aux_layer_ids: tuple[int, ...] | None
+
+    def set_aux_layer_ids(self, ids: Sequence[int]) -> None:
+        """Choose the captured layers, once."""

@@ -1,0 +1,106 @@
+"""The dense Llama family: Llama, SmolLM2, Qwen2 (biased q, k, v) and Qwen3 (normed q, k), by switches of the config.
+
+Legend: T tokens, R selected rows, V vocabulary, H hidden size, K captured layers.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+
+from ..errors import CheckpointError, LifecycleError
+from ..layers import Attend, DecoderLayer, GatedMLP, NamedTensors, RMSNorm, SelfAttention
+from ..model_config import ModelConfig
+from ..rope import RotaryEmbedding
+
+
+class LlamaForCausalLM:
+    """A decoder whose weights are allocated but not filled; `tensors()` names what to fill.
+
+    `embed_tokens` and `lm_head` are the weights `[V, H]`, one and the same tensor when tied.
+    """
+
+    def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
+        self.config = config
+        self.dtype = dtype
+        self.device = torch.device(device)
+        self.aux_layer_ids: tuple[int, ...] | None = None
+        self.embed_tokens = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
+        self.lm_head = self.embed_tokens if config.tie_word_embeddings else torch.empty_like(self.embed_tokens)
+        self.layers = [_decoder_layer(config, dtype, self.device) for _ in range(config.num_layers)]
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device)
+        self.rotary = RotaryEmbedding(config.rope, config.head_dim, config.max_position_embeddings, device)
+
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """`[T]` int64 -> `[T, H]`."""
+        return F.embedding(input_ids, self.embed_tokens)
+
+    def body(
+        self, hidden: torch.Tensor, positions: torch.Tensor, attend: Attend, aux_ids: Sequence[int] = ()
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Run all layers over `hidden` `[T, H]` at `positions` `[T]`.
+
+        Returns the residual stream `[T, H]` before the final norm, and the outputs of layers `aux_ids` side by side in
+        that order, `[T, K*H]` (None without ids).
+        """
+        cos, sin = self.rotary.lookup(positions, self.dtype)
+        width = self.config.hidden_size
+        columns = {layer: slice(j * width, (j + 1) * width) for j, layer in enumerate(aux_ids)}
+        aux = hidden.new_empty(hidden.shape[0], len(columns) * width) if columns else None
+        for index, layer in enumerate(self.layers):
+            hidden = layer(hidden, cos, sin, index, attend)
+            if aux is not None and index in columns:
+                aux[:, columns[index]] = hidden
+        return hidden, aux
+
+    def compute_logits(self, hidden_rows: torch.Tensor) -> torch.Tensor:
+        """Un-normed `[R, H]` -> float32 `[R, V]`."""
+        return F.linear(self.norm(hidden_rows), self.lm_head).to(torch.float32)
+
+    def set_aux_layer_ids(self, ids: Sequence[int]) -> None:
+        """Choose, once, the layer outputs that a capturing forward returns, in the order given.
+
+        Raises CheckpointError for a duplicate or a layer that does not exist, LifecycleError for a second, different
+        choice.
+        """
+        chosen = tuple(ids)
+        where = f"aux layer ids {list(chosen)} for {type(self).__name__} with {len(self.layers)} layers"
+        for layer in chosen:
+            if not 0 <= layer < len(self.layers):
+                raise CheckpointError(f"{where}: {layer} is not a layer; ids run from 0 to {len(self.layers) - 1}")
+            if chosen.count(layer) > 1:
+                raise CheckpointError(f"{where}: {layer} is listed twice; correct the draft's config")
+        if self.aux_layer_ids not in (None, chosen):
+            raise LifecycleError(f"{where}: already configured as {list(self.aux_layer_ids or ())}")
+        self.aux_layer_ids = chosen
+
+    def tensors(self) -> NamedTensors:
+        """Every tensor that a checkpoint must hold: its name and the memory to copy it to."""
+        yield "model.embed_tokens.weight", self.embed_tokens
+        for index, layer in enumerate(self.layers):
+            yield from layer.tensors(f"model.layers.{index}.")
+        yield from self.norm.tensors("model.norm")
+        if not self.config.tie_word_embeddings:
+            yield "lm_head.weight", self.lm_head
+
+    def __repr__(self) -> str:
+        config = self.config
+        return f"<{config.architecture} {config.num_layers} x {config.hidden_size}, {self.dtype}, {self.device}>"
+
+
+def _decoder_layer(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> DecoderLayer:
+    attention = SelfAttention(
+        config.hidden_size,
+        config.hidden_size,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        dtype=dtype,
+        device=device,
+        qkv_bias=config.attention_bias,
+        output_bias=config.attention_output_bias,
+        qk_norm_eps=config.rms_norm_eps if config.qk_norm else None,
+    )
+    mlp = GatedMLP(config.hidden_size, config.intermediate_size, bias=config.mlp_bias, dtype=dtype, device=device)
+    norms = [RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device) for _ in range(2)]
+    return DecoderLayer(attention, mlp, *norms)

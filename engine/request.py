@@ -1,0 +1,87 @@
+"""One request inside an engine: its tokens, its pages, how far it is computed and how it ended."""
+
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, field
+
+from .sampling_params import SamplingParams
+
+
+@dataclass(kw_only=True, eq=False)
+class Request:
+    """Owns every length and status of one request; callers read the properties and never subtract.
+
+    `pages[i]` holds the KV of tokens [i*page_size, (i+1)*page_size); `num_computed` tokens have their KV in them.
+    `finish_reason` is None while it runs, then "stop", "length", or what the worker sets ("cancelled", "failed").
+    """
+
+    room: str
+    epoch: int
+    prompt_ids: Sequence[int]
+    sampling: SamplingParams
+    output_ids: list[int] = field(default_factory=list)
+    pages: list[int] = field(default_factory=list)
+    num_computed: int = 0
+    finish_reason: str | None = None
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.prompt_ids)
+
+    @property
+    def num_output(self) -> int:
+        return len(self.output_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output; also the absolute position of the token that is chosen next."""
+        return len(self.prompt_ids) + len(self.output_ids)
+
+    @property
+    def num_remaining(self) -> int:
+        """Output tokens that `max_new_tokens` still allows."""
+        return max(0, self.sampling.max_new_tokens - len(self.output_ids))
+
+    @property
+    def remaining_prompt(self) -> int:
+        """Prompt tokens whose KV is not in the pages yet."""
+        return max(0, len(self.prompt_ids) - self.num_computed)
+
+    @property
+    def all_ids(self) -> list[int]:
+        return [*self.prompt_ids, *self.output_ids]
+
+    @property
+    def bonus_token(self) -> int:
+        """The newest token, which has no KV yet."""
+        assert self.output_ids, f"room {self.room} has no output token"
+        return self.output_ids[-1]
+
+    @property
+    def is_finished(self) -> bool:
+        return self.finish_reason is not None
+
+    def append(self, ids: Sequence[int], eos_ids: Container[int]) -> int:
+        """Commit `ids` up to and including the first that ends the request; returns how many were committed.
+
+        Sets `finish_reason`: "stop" at a stop token id, or at one of `eos_ids` unless `ignore_eos`; "length" at
+        `max_new_tokens`. A stop token in the last allowed place is a "stop".
+        """
+        assert self.finish_reason is None, f"room {self.room} ended already: {self.finish_reason}"
+        for count, token in enumerate(ids, start=1):
+            self.output_ids.append(token)
+            if self._stops_at(token, eos_ids):
+                self.finish_reason = "stop"
+            elif self.num_remaining == 0:
+                self.finish_reason = "length"
+            if self.finish_reason is not None:
+                return count
+        return len(ids)
+
+    def _stops_at(self, token: int, eos_ids: Container[int]) -> bool:
+        return token in self.sampling.stop_token_ids or (not self.sampling.ignore_eos and token in eos_ids)
+
+    def __repr__(self) -> str:
+        return (
+            f"<Request {self.room[:8]}/{self.epoch} {self.num_computed}/{self.num_tokens} computed, "
+            f"{self.num_output} output, {len(self.pages)} pages, {self.finish_reason or 'running'}>"
+        )

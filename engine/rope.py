@@ -1,0 +1,204 @@
+"""Rotary position tables of the Llama family: default, linear, llama3 and yarn, in both spellings of config.json.
+
+Legend: T tokens, N heads, D head dimension.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ..kernels.rope import apply_rope
+from .errors import CheckpointError
+
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+DEFAULT_THETA = 10000.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeConfig:
+    """Resolved rotary settings. `attention_factor` scales cos and sin (yarn; 1.0 otherwise)."""
+
+    theta: float = DEFAULT_THETA
+    rope_type: str = "default"
+    factor: float = 1.0
+    original_max_position: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float = 1.0
+
+
+class _RopeReader:
+    """Reads the rotary keys of one config.json; every error names the file and the key."""
+
+    def __init__(self, raw: Mapping[str, object], source: Path) -> None:
+        self.raw = raw
+        self.source = source
+        # The old spelling wins where both stand, as in transformers.
+        self.key = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
+        settings = raw.get(self.key) or {}
+        if not isinstance(settings, Mapping):
+            raise self.error(self.key, settings, "it must be an object with rope_type and its parameters")
+        self.settings = settings
+
+    def error(self, key: str, value: object, remedy: str) -> CheckpointError:
+        return CheckpointError(f"{self.source}: {key} = {value!r}: {remedy}")
+
+    def number(self, name: str, default: float | None = None) -> float:
+        value = self.settings.get(name)
+        if value is None:
+            value = default
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+            raise self.error(f"{self.key}.{name}", value, f"rope_type {self.rope_type!r} needs a positive number here")
+        return float(value)
+
+    @property
+    def rope_type(self) -> str:
+        named = self.settings.get("rope_type") or self.settings.get("type") or "default"
+        if any(isinstance(value, Mapping) for value in self.settings.values()):
+            raise self.error(self.key, self.settings, "rotary settings per layer type are not supported")
+        if named not in ROPE_TYPES:
+            raise self.error(f"{self.key}.rope_type", named, f"supported are {', '.join(ROPE_TYPES)}")
+        return str(named)
+
+    def theta(self) -> float:
+        top = self.raw.get("rope_theta", DEFAULT_THETA)
+        if isinstance(top, bool) or not isinstance(top, int | float):
+            raise self.error("rope_theta", top, "it must be a number")
+        return self.number("rope_theta", float(top))
+
+    def original_max_position(self) -> int:
+        fallback = self.raw.get("max_position_embeddings")
+        top = self.raw.get("original_max_position_embeddings")
+        if isinstance(top, int):
+            return top
+        return int(self.number("original_max_position_embeddings", fallback if isinstance(fallback, int) else None))
+
+    def check_partial(self) -> None:
+        partial = self.settings.get("partial_rotary_factor") or self.raw.get("partial_rotary_factor") or 1.0
+        if partial != 1.0:
+            raise self.error("partial_rotary_factor", partial, "only full rotary embedding (1.0) is supported")
+
+    def yarn_attention_factor(self, factor: float) -> float:
+        if self.settings.get("attention_factor") is not None:
+            return self.number("attention_factor")
+        if self.settings.get("mscale") and self.settings.get("mscale_all_dim"):
+            return _mscale(factor, self.number("mscale")) / _mscale(factor, self.number("mscale_all_dim"))
+        return _mscale(factor, 1.0)
+
+
+def _mscale(factor: float, mscale: float) -> float:
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def read_rope_config(raw: Mapping[str, object], source: Path) -> RopeConfig:
+    """The rotary settings in a parsed config.json (`source` is named in errors).
+
+    Understands `rope_theta` + `rope_scaling` and `rope_parameters`. Raises CheckpointError for an unknown type, a
+    missing or malformed parameter, partial rotary embedding, or settings per layer type.
+    """
+    reader = _RopeReader(raw, source)
+    reader.check_partial()
+    rope_type, theta = reader.rope_type, reader.theta()
+    if rope_type == "default":
+        return RopeConfig(theta=theta)
+    if rope_type == "linear":
+        return RopeConfig(theta=theta, rope_type=rope_type, factor=reader.number("factor"))
+    original = reader.original_max_position()
+    if rope_type == "llama3":
+        return RopeConfig(
+            theta=theta,
+            rope_type=rope_type,
+            factor=reader.number("factor"),
+            original_max_position=original,
+            low_freq_factor=reader.number("low_freq_factor"),
+            high_freq_factor=reader.number("high_freq_factor"),
+        )
+    length = raw.get("max_position_embeddings")
+    factor = reader.number("factor", length / original if isinstance(length, int) else None)
+    return RopeConfig(
+        theta=theta,
+        rope_type=rope_type,
+        factor=factor,
+        original_max_position=original,
+        beta_fast=reader.number("beta_fast", 32.0),
+        beta_slow=reader.number("beta_slow", 1.0),
+        truncate=bool(reader.settings.get("truncate", True)),
+        attention_factor=reader.yarn_attention_factor(factor),
+    )
+
+
+def inverse_frequencies(config: RopeConfig, head_dim: int) -> torch.Tensor:
+    """Radians per position `[D/2]`, float32 on CPU."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    periods = config.theta**exponents
+    plain = 1.0 / periods
+    if config.rope_type == "linear":
+        return plain / config.factor
+    if config.rope_type == "llama3":
+        return _llama3(plain, config)
+    if config.rope_type == "yarn":
+        return _yarn(periods, config, head_dim)
+    return plain
+
+
+def _llama3(plain: torch.Tensor, config: RopeConfig) -> torch.Tensor:
+    """Long waves are slowed by `factor`, short ones stay, those between are interpolated."""
+    wavelengths = 2 * math.pi / plain
+    longest = config.original_max_position / config.low_freq_factor
+    shortest = config.original_max_position / config.high_freq_factor
+    smooth = (config.original_max_position / wavelengths - config.low_freq_factor) / (
+        config.high_freq_factor - config.low_freq_factor
+    )
+    between = (1 - smooth) * plain / config.factor + smooth * plain
+    slowed = torch.where(wavelengths > longest, plain / config.factor, between)
+    return torch.where(wavelengths < shortest, plain, slowed)
+
+
+def _yarn(periods: torch.Tensor, config: RopeConfig, head_dim: int) -> torch.Tensor:
+    """Dimensions that turn often keep their frequency, those that turn rarely are slowed, with a ramp between."""
+
+    def dimension_of(rotations: float) -> float:
+        turns = config.original_max_position / (rotations * 2 * math.pi)
+        return head_dim * math.log(turns) / (2 * math.log(config.theta))
+
+    low, high = dimension_of(config.beta_fast), dimension_of(config.beta_slow)
+    if config.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001  # a ramp needs a length
+    ramp = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    kept = 1 - ramp
+    return 1.0 / (config.factor * periods) * (1 - kept) + 1.0 / periods * kept
+
+
+class RotaryEmbedding:
+    """Cos and sin of positions [0, max_position), float32, computed on CPU so that every device has the same table."""
+
+    def __init__(
+        self, config: RopeConfig, head_dim: int, max_position: int, device: torch.device | str = "cpu"
+    ) -> None:
+        if head_dim % 2:
+            raise ValueError(f"head_dim {head_dim} is odd; rotary embedding pairs dimensions, use an even one")
+        self.max_position = max_position
+        angles = torch.arange(max_position, dtype=torch.float32)[:, None] * inverse_frequencies(config, head_dim)
+        cos, sin = angles.cos() * config.attention_factor, angles.sin() * config.attention_factor
+        self._table = torch.cat((cos, sin), dim=-1).to(device)
+
+    def lookup(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """`positions` `[T]` int64 -> cos and sin, each `[T, D]` in `dtype`; sin with its first half negated."""
+        cos, sin = self._table.index_select(0, positions).to(dtype).chunk(2, dim=-1)
+        return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+
+    def apply(
+        self, q_TND: torch.Tensor, k_TKD: torch.Tensor, positions_T: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rotate queries and keys, each `[T, heads, D]`, to `positions_T`."""
+        cos, sin = self.lookup(positions_T, q_TND.dtype)
+        return apply_rope(q_TND, cos, sin), apply_rope(k_TKD, cos, sin)

@@ -1,0 +1,387 @@
+"""Choosing tokens. Shape legend: R rows, V vocabulary, E edited logits, C candidates of a row, K top logprobs.
+
+A row is one choice: decode has one per request, verify one per draft and one more, each behind its drafts. In order:
+
+    1. repetition penalty     l > 0: l / r, else l * r, for every token of prompt or output
+    2. frequency, presence    l - f * count - p * [count > 0], counts over the output and the drafts in front of the row
+    3. logit bias             l + bias; greedy ends here: the highest logit, of equals the lowest id
+    4. temperature            l / T
+    5. top-k                  exactly k tokens; of equal logits the lowest ids
+    6. top-p                  of what is left, renormalised: the fewest likeliest tokens that hold at least p, and one
+    7. min-p                  tokens with at least min_p times the probability of the likeliest
+    8. Gumbel-max             argmax of l / T + gumbel(seed, position, token id)
+
+A row's choice depends on that row alone. Masses are compared as integers, whose sum does not depend on its order.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from .noise import gumbel, seed_tensor
+from .request import Request
+from .sampling_params import SamplingParams
+
+_Ids = npt.NDArray[np.int64]
+
+# Probabilities relative to the likeliest token, in units of 2**-40: the sum over 2**20 tokens stays below 2**60.
+_MASS_ONE = float(1 << 40)
+# Rows are sampled in chunks of at most this many logits, which bounds the float64 temporaries to 32 MiB each.
+_CHUNK_LOGITS = 1 << 22
+# Nucleus rows look at this many candidates first; only flatter distributions pay for more.
+_NUCLEUS_WIDTH = 1024
+
+
+def validate_params(params: SamplingParams, vocab_size: int) -> None:
+    """Raise ValueError, naming the value, for parameters that no sampler can serve."""
+    bad_bias = [token for token, bias in params.logit_bias.items() if not math.isfinite(bias)]
+    foreign = [token for token in params.logit_bias if not 0 <= token < vocab_size]
+    for is_wrong, text in (
+        (not 0 <= params.temperature < math.inf, f"temperature {params.temperature}: finite, >= 0"),
+        (params.top_k < 0, f"top_k {params.top_k}: 0 (off) or more"),
+        (not 0 <= params.top_p <= 1, f"top_p {params.top_p}: in [0, 1]"),
+        (not 0 <= params.min_p <= 1, f"min_p {params.min_p}: in [0, 1]"),
+        (not math.isfinite(params.frequency_penalty), f"frequency_penalty {params.frequency_penalty}: finite"),
+        (not math.isfinite(params.presence_penalty), f"presence_penalty {params.presence_penalty}: finite"),
+        (not 0 < params.repetition_penalty < math.inf, f"repetition_penalty {params.repetition_penalty}: > 0, finite"),
+        (bool(bad_bias), f"logit_bias of tokens {bad_bias}: finite"),
+        (bool(foreign), f"logit_bias of tokens {foreign}: ids in [0, {vocab_size})"),
+    ):
+        if is_wrong:
+            raise ValueError(f"{text} is what the sampler takes")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingRow:
+    """One choice: the token at absolute `position`, behind `prompt_ids`, `output_ids` and `drafts`."""
+
+    params: SamplingParams
+    position: int
+    prompt_ids: Sequence[int] = ()
+    output_ids: Sequence[int] = ()
+    drafts: Sequence[int] = ()
+
+
+def sampling_rows(request: Request, drafts: Sequence[int] = ()) -> list[SamplingRow]:
+    """The rows of one forward over the newest token and `drafts`: row j sees the output and drafts[:j]."""
+    return [
+        SamplingRow(
+            params=request.sampling,
+            position=request.num_tokens + j,
+            prompt_ids=request.prompt_ids,
+            output_ids=request.output_ids,
+            drafts=drafts[:j],
+        )
+        for j in range(len(drafts) + 1)
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Edits:
+    """Logits that penalties change: `logits[rows[e], tokens[e]]`, each pair once. All `[E]`."""
+
+    rows: torch.Tensor
+    tokens: torch.Tensor
+    counts: torch.Tensor  # occurrences in the output and the drafts
+    repetition: torch.Tensor
+    frequency: torch.Tensor
+    presence: torch.Tensor
+
+    def apply_(self, logits: torch.Tensor) -> None:
+        old = logits[self.rows, self.tokens]
+        new = torch.where(old > 0, old / self.repetition, old * self.repetition)
+        new = new - self.frequency * self.counts - self.presence * (self.counts > 0)
+        logits[self.rows, self.tokens] = new
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Draw:
+    """Rows that are drawn together, and what each needs; all tensors are `[rows of the draw]`.
+
+    `width` candidates are ranked; 0: none, as no row has top-k or top-p. With `top_k` None the rows have top-p only.
+    """
+
+    rows: torch.Tensor
+    temperature: torch.Tensor  # float64
+    seeds: torch.Tensor
+    positions: torch.Tensor
+    top_k: torch.Tensor | None
+    top_p: torch.Tensor  # float64
+    min_p: torch.Tensor  # float64
+    width: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingBatch:
+    """What a `sample` call needs besides the logits, on the device; `build` makes it while the forward runs.
+
+    Greedy rows without penalties, bias or logprobs leave nothing in it.
+    """
+
+    num_rows: int
+    penalties: _Edits | None
+    bias: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None  # rows, tokens, values, each [E]
+    draws: tuple[_Draw, ...]
+    logprob_rows: torch.Tensor | None  # rows that ask for logprobs
+    num_top: int  # the most top logprobs that a row asks for
+
+    @classmethod
+    def build(
+        cls, rows: Sequence[SamplingRow], vocab_size: int, device: torch.device | str = "cpu"
+    ) -> "SamplingBatch":
+        """Tensors for `rows`, whose parameters passed `validate_params`."""
+        wants = [i for i, row in enumerate(rows) if row.params.logprobs >= 0]
+        return cls(
+            num_rows=len(rows),
+            penalties=_plan_penalties(rows, vocab_size, device),
+            bias=_plan_bias(rows, vocab_size, device),
+            draws=_plan_draws(rows, vocab_size, device),
+            logprob_rows=torch.tensor(wants, device=device) if wants else None,
+            num_top=min(vocab_size, max((rows[i].params.logprobs for i in wants), default=0)),
+        )
+
+    def adjust(self, logits: torch.Tensor) -> torch.Tensor:
+        """`logits` after penalties and bias; the caller's tensor is never written."""
+        if self.penalties is None and self.bias is None:
+            return logits
+        logits = logits.clone()
+        if self.penalties is not None:
+            self.penalties.apply_(logits)
+        if self.bias is not None:
+            rows, tokens, values = self.bias
+            logits[rows, tokens] += values
+        return logits
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleOutput:
+    """`tokens` `[R]` int64. `bad_rows` `[R]` bool: rows with a NaN, with +inf or with nothing above -inf; their token
+    is 0 and means nothing. The rest is None when no row asks for logprobs; other rows hold NaN and -1.
+
+    `logprobs` `[R]` float32 of the chosen tokens, `top_ids` `[R, K]` int64 and `top_logprobs` `[R, K]` float32,
+    likeliest first, of the model's own distribution before any transform. A row that asks for fewer takes its first.
+    """
+
+    tokens: torch.Tensor
+    bad_rows: torch.Tensor
+    logprobs: torch.Tensor | None = None
+    top_ids: torch.Tensor | None = None
+    top_logprobs: torch.Tensor | None = None
+
+
+class Sampler:
+    """Chooses a token per row of logits; holds no state between calls."""
+
+    def __init__(self, vocab_size: int, device: torch.device | str = "cpu") -> None:
+        self.vocab_size = vocab_size
+        self.device = torch.device(device)
+        self._vocabulary = torch.arange(vocab_size, device=self.device)
+
+    def build(self, rows: Sequence[SamplingRow]) -> SamplingBatch:
+        return SamplingBatch.build(rows, self.vocab_size, self.device)
+
+    @torch.no_grad()
+    def sample(self, logits: torch.Tensor, batch: SamplingBatch) -> SampleOutput:
+        """Choose from `logits` `[R, V]` float32, one row per row of `batch`; `logits` is left as it is."""
+        assert logits.shape == (batch.num_rows, self.vocab_size), (logits.shape, batch.num_rows, self.vocab_size)
+        adjusted = batch.adjust(logits)
+        highest, tokens = adjusted.max(dim=1)  # a NaN in the row comes out as the highest
+        bad_rows = ~torch.isfinite(highest)
+        for draw in batch.draws:
+            rows = adjusted[draw.rows]
+            tokens[draw.rows] = _draw_ranked(rows, draw) if draw.width else _draw_free(rows, draw, self._vocabulary)
+        tokens.masked_fill_(bad_rows, 0)
+        if batch.logprob_rows is None:
+            return SampleOutput(tokens=tokens, bad_rows=bad_rows)
+        return _with_logprobs(logits, tokens, bad_rows, batch.logprob_rows, batch.num_top)
+
+    def __repr__(self) -> str:
+        return f"<Sampler vocabulary {self.vocab_size}, {self.device}>"
+
+
+def propose(
+    logits: torch.Tensor, params: Sequence[SamplingParams], positions: torch.Tensor, target_ids: torch.Tensor
+) -> torch.Tensor:
+    """A drafter's choices `[R]` int64, as indices into its vocabulary: what the target would choose with these logits.
+
+    `logits` `[R, Vd]`; `positions` `[R]` int64 of the tokens proposed; `target_ids` `[Vd]` int64, the target token of
+    each draft token: the noise is the target's, so a good draft makes the target's choice. Filters and penalties are
+    left to the target.
+    """
+    drawn = [i for i, p in enumerate(params) if not _is_argmax(p)]
+    tokens = logits.argmax(dim=1)
+    if drawn:
+        rows = torch.tensor(drawn, device=logits.device)
+        temperature = torch.tensor([params[i].temperature for i in drawn], dtype=torch.float64, device=logits.device)
+        noise = gumbel(seed_tensor([params[i].seed for i in drawn], logits.device), positions[rows], target_ids)
+        logits = logits[rows].double()
+        tokens[rows] = (noise + _scale(logits, logits.amax(dim=1), temperature)).argmax(dim=1)
+    return tokens
+
+
+def _is_argmax(params: SamplingParams) -> bool:
+    return params.is_greedy or params.top_k == 1
+
+
+def _draw_free(logits: torch.Tensor, draw: _Draw, vocabulary: torch.Tensor) -> torch.Tensor:
+    """Tokens `[R]` of rows without top-k and top-p."""
+    scaled = _scale(logits, logits.amax(dim=1), draw.temperature)
+    scores = gumbel(draw.seeds, draw.positions, vocabulary) + scaled
+    # log 0 is -inf: a row without min_p loses nothing.
+    scores.masked_fill_(scaled < draw.min_p.log()[:, None], -math.inf)
+    return scores.argmax(dim=1)
+
+
+def _draw_ranked(logits: torch.Tensor, draw: _Draw) -> torch.Tensor:
+    """Tokens `[R]` of rows with top-k or top-p, from as few candidates as hold each row's support."""
+    ids, scaled, kept = _support(logits, draw, draw.width)
+    scores = (gumbel(draw.seeds, draw.positions, ids) + scaled).masked_fill_(~kept, -math.inf)
+    return ids.gather(1, scores.argmax(dim=1, keepdim=True)).squeeze(1)
+
+
+def _support(logits: torch.Tensor, draw: _Draw, width: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Candidate ids, likeliest first, their scaled logits, and which of them are kept; each `[R, C]`.
+
+    C is `width`, or as much wider as it takes to hold every row's nucleus.
+    """
+    ids = _ranked(logits, width)
+    values = logits.gather(1, ids)
+    scaled = _scale(values, values[:, 0], draw.temperature)
+    mass = _mass(scaled)
+    rank = torch.arange(width, device=logits.device)
+    kept = rank < (draw.top_k[:, None] if draw.top_k is not None else width)
+    mass = mass * kept
+    upto = mass.cumsum(dim=1)
+    total = upto[:, -1]
+    if draw.top_k is None and width < logits.shape[1]:  # what is not among the candidates counts too
+        total = _mass(_scale(logits, values[:, 0], draw.temperature)).sum(dim=1)
+    wanted = draw.top_p * total.double()
+    if draw.top_k is None and width < logits.shape[1] and bool((upto[:, -1].double() < wanted).any()):
+        return _support(logits, draw, min(8 * width, logits.shape[1]))
+    is_nucleus = (upto - mass).double() < wanted[:, None]
+    kept = kept & (is_nucleus | (draw.top_p[:, None] >= 1) | (rank == 0))
+    return ids, scaled, kept & (scaled >= draw.min_p.log()[:, None])
+
+
+def _scale(logits: torch.Tensor, highest: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+    """(l - highest) / T, float64, at most 0; subtracted first, so that the smallest T overflows downwards only."""
+    return (logits.double() - highest.double()[:, None]) / temperature[:, None]
+
+
+def _mass(scaled: torch.Tensor) -> torch.Tensor:
+    """Probabilities relative to the likeliest token as int64 in units of 2**-40."""
+    return (scaled.exp() * _MASS_ONE).to(torch.int64)
+
+
+def _ranked(logits: torch.Tensor, width: int) -> torch.Tensor:
+    """Ids `[R, width]` of the highest logits, descending, equal logits by ascending id.
+
+    A top-k of floats leaves the order of equals open, so it is taken of integers in which the id decides: the float's
+    bits as an ordered int32 above, the reversed id below.
+    """
+    bits = (logits.float() + 0.0).view(torch.int32).to(torch.int64)  # + 0.0 turns -0.0, which equals 0.0, into it
+    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    ids = torch.arange(logits.shape[1], device=logits.device)
+    return ((ordered << 32) + (0xFFFFFFFF - ids)).topk(width, dim=1).indices
+
+
+def _with_logprobs(
+    logits: torch.Tensor, tokens: torch.Tensor, bad_rows: torch.Tensor, rows: torch.Tensor, num_top: int
+) -> SampleOutput:
+    raw = torch.log_softmax(logits[rows].float(), dim=1)
+    top = _ranked(raw, num_top)
+    num_rows = tokens.shape[0]
+    logprobs = torch.full((num_rows,), math.nan, device=logits.device)
+    top_ids = torch.full((num_rows, num_top), -1, dtype=torch.int64, device=logits.device)
+    top_logprobs = torch.full((num_rows, num_top), math.nan, device=logits.device)
+    logprobs[rows] = raw.gather(1, tokens[rows, None]).squeeze(1)
+    top_ids[rows] = top
+    top_logprobs[rows] = raw.gather(1, top)
+    return SampleOutput(
+        tokens=tokens, bad_rows=bad_rows, logprobs=logprobs, top_ids=top_ids, top_logprobs=top_logprobs
+    )
+
+
+def _plan_draws(rows: Sequence[SamplingRow], vocab_size: int, device: torch.device | str) -> tuple[_Draw, ...]:
+    """The drawn rows by what must be ranked for them: nothing, their top-k, a nucleus; in chunks of bounded size."""
+    free: list[int] = []
+    limited: list[int] = []
+    nucleus: list[int] = []
+    for i, row in enumerate(rows):
+        if not _is_argmax(row.params):
+            is_limited = 0 < row.params.top_k < vocab_size
+            (limited if is_limited else nucleus if row.params.top_p < 1 else free).append(i)
+    widest = max((rows[i].params.top_k for i in limited), default=0)
+    step = max(1, _CHUNK_LOGITS // vocab_size)
+    return tuple(
+        _plan_draw(rows, group[start : start + step], width, group is limited, device)
+        for group, width in ((free, 0), (limited, widest), (nucleus, min(vocab_size, _NUCLEUS_WIDTH)))
+        for start in range(0, len(group), step)
+    )
+
+
+def _plan_draw(
+    rows: Sequence[SamplingRow], group: list[int], width: int, is_limited: bool, device: torch.device | str
+) -> _Draw:
+    params = [rows[i].params for i in group]
+    reals = torch.tensor([[p.temperature, p.top_p, p.min_p] for p in params], dtype=torch.float64, device=device)
+    return _Draw(
+        rows=torch.tensor(group, device=device),
+        temperature=reals[:, 0],
+        seeds=seed_tensor([p.seed for p in params], device),
+        positions=torch.tensor([rows[i].position for i in group], device=device),
+        top_k=torch.tensor([p.top_k for p in params], device=device) if is_limited else None,
+        top_p=reals[:, 1],
+        min_p=reals[:, 2],
+        width=width,
+    )
+
+
+def _plan_bias(
+    rows: Sequence[SamplingRow], vocab_size: int, device: torch.device | str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+    entries = [(i, token, bias) for i, row in enumerate(rows) for token, bias in row.params.logit_bias.items()]
+    if not entries:
+        return None
+    index, tokens, values = zip(*entries, strict=True)
+    assert all(0 <= token < vocab_size for token in tokens), "validate_params was not called"
+    return (
+        torch.tensor(index, device=device),
+        torch.tensor(tokens, device=device),
+        torch.tensor(values, dtype=torch.float32, device=device),
+    )
+
+
+def _plan_penalties(rows: Sequence[SamplingRow], vocab_size: int, device: torch.device | str) -> _Edits | None:
+    arrays: dict[int, _Ids] = {}  # rows of one request share their lists: converted once each, keyed by identity
+    index, tokens, counts, knobs = [], [], [], []
+    for i, row in enumerate(rows):
+        if not row.params.needs_penalties:
+            continue
+        for ids in (row.prompt_ids, row.output_ids):
+            if id(ids) not in arrays:
+                arrays[id(ids)] = np.asarray(ids, dtype=np.int64)
+        output = np.concatenate([arrays[id(row.output_ids)], np.asarray(row.drafts, dtype=np.int64)])
+        prompt = arrays[id(row.prompt_ids)] if row.params.repetition_penalty != 1.0 else output[:0]
+        seen, inverse = np.unique(np.concatenate([output, prompt]), return_inverse=True)
+        assert len(seen) == 0 or 0 <= seen[0] <= seen[-1] < vocab_size, "a token id is not in the vocabulary"
+        index.append(np.full(len(seen), i))
+        tokens.append(seen)
+        counts.append(np.bincount(inverse[: len(output)], minlength=len(seen)))
+        knob = (row.params.repetition_penalty, row.params.frequency_penalty, row.params.presence_penalty)
+        knobs.append(np.tile(np.array(knob, dtype=np.float32), (len(seen), 1)))
+    if not index:
+        return None
+    repetition, frequency, presence = torch.from_numpy(np.concatenate(knobs)).to(device).unbind(1)
+    return _Edits(
+        rows=torch.from_numpy(np.concatenate(index)).to(device),
+        tokens=torch.from_numpy(np.concatenate(tokens)).to(device),
+        counts=torch.from_numpy(np.concatenate(counts).astype(np.float32)).to(device),
+        repetition=repetition,
+        frequency=frequency,
+        presence=presence,
+    )

@@ -1,0 +1,181 @@
+"""The drafter of a decode engine: its own KV pool under the target's page ids, batched draft, prefill and extend.
+
+Draft row i is written from the target's features of position i and the token at i+1. Chain rows are guesses and are
+overwritten by `extend` with rows made from true features before anything can depend on them.
+Shape legend: B requests, N rows each, T rows, H draft hidden, Ht target hidden, K features, Vd draft vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..attention import PagedAttention, plan
+from ..forward_batch import CaptureHidden, ForwardBatch, ForwardMode
+from ..kv_pool import KVPool
+from ..page_table import build_page_table, pages_for, slots_for
+from ..sampler import propose
+from ..sampling_params import SamplingParams
+from .chain import ChainPlan, chain_batch
+from .draft_state import DraftStates
+from .eagle3 import DraftPhase, Eagle3Head
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftPrefill:
+    """Rows [start, start + len(next_ids)) of one request.
+
+    `next_ids[k]` is the token at start+k+1, `features` `[len(next_ids), K*Ht]`. `state_row` is written when `is_final`,
+    that is when the last row is the newest one and so predicts the first draft token.
+    """
+
+    pages: Sequence[int]
+    start: int
+    next_ids: Sequence[int]
+    features: torch.Tensor
+    state_row: int
+    is_final: bool
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.next_ids)
+
+
+class DraftWorker:
+    """Runs an EAGLE3 head whose embedding and lm_head have been shared; owns draft KV and per-request draft states.
+
+    Draft row i depends on the token at i+1: whoever shares pages between requests shares a page only where the token
+    behind it is the same, too.
+    """
+
+    def __init__(
+        self,
+        head: Eagle3Head,
+        *,
+        num_pages: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        capacity: int = 64,
+    ) -> None:
+        assert head.is_shared, "share the target's embedding and lm_head with the head first"
+        config = head.config
+        self.head = head
+        self.page_size = page_size
+        self.device = torch.device(device)
+        self.pool = KVPool(num_pages, page_size, 1, config.num_kv_heads, config.head_dim, dtype, device)
+        self.states = DraftStates(capacity, config.hidden_size, config.draft_vocab_size, dtype, device)
+        self._attention = PagedAttention(self.pool)
+
+    @property
+    def feature_width(self) -> int:
+        """K*Ht, the width of every feature row handed in."""
+        return self.head.config.dims.target_feature_width
+
+    @torch.no_grad()
+    def prefill(self, items: Sequence[DraftPrefill]) -> None:
+        """Write the draft KV of all rows of `items`, and the states of the final ones. Rows of 0 items are fine."""
+        items = [item for item in items if item.next_ids]
+        if not items:
+            return
+        batch = self._prefill_batch(items)
+        out = self._forward(batch, DraftPhase.FROM_TARGET_FEATURES)
+        ends = torch.tensor([len(item.next_ids) for item in items]).cumsum(0) - 1
+        final = [i for i, item in enumerate(items) if item.is_final]
+        if final:
+            rows = torch.tensor([items[i].state_row for i in final], device=self.device)
+            self._remember(rows, out[ends[final].to(self.device)])
+
+    def _prefill_batch(self, items: Sequence[DraftPrefill]) -> ForwardBatch:
+        for item in items:
+            self._check_features(item.features, len(item.next_ids))
+        tables = [item.pages[: pages_for(item.end, self.page_size)] for item in items]
+        ids = [token for item in items for token in item.next_ids]
+        return ForwardBatch(
+            mode=ForwardMode.EXTEND,
+            input_ids=torch.tensor(ids, dtype=torch.int64, device=self.device),
+            positions=torch.cat([torch.arange(item.start, item.end) for item in items]).to(self.device),
+            slots=torch.cat([slots_for(i.pages, i.start, i.end, self.page_size) for i in items]).to(self.device),
+            page_table=build_page_table(tables, self.device),
+            q_lens=[len(item.next_ids) for item in items],
+            kv_lens=[item.end for item in items],
+            capture_hidden=CaptureHidden.LAST,
+            features=torch.cat([item.features.to(self.device) for item in items]),
+        )
+
+    @torch.no_grad()
+    def propose(
+        self, chain: ChainPlan, state_rows: torch.Tensor, slots: torch.Tensor, params: Sequence[SamplingParams]
+    ) -> torch.Tensor:
+        """Draft N-1 tokens per request, target ids `[B, N-1]`; N-2 forwards, for the first proposal is remembered.
+
+        `state_rows` `[B]` int64; `slots` `[B, N]` where draft KV may be written (slot 0: nowhere).
+        """
+        hidden, logits = self.states.hidden[state_rows], self.states.logits[state_rows]
+        drafts = [self._choose(logits, params, chain.positions[:, 0] + 1)]
+        for step in range(1, chain.num_rows - 1):
+            batch = chain_batch(
+                chain,
+                drafts[-1][:, None],
+                mode=ForwardMode.DECODE,
+                first=step - 1,
+                slots=slots[:, step - 1 : step],
+                capture=CaptureHidden.LAST,
+                features=hidden,
+            )
+            out = self._forward(batch, DraftPhase.SELF_CHAIN)
+            hidden = self.head.feedback(out)
+            drafts.append(self._choose(self.head.compute_logits(out), params, chain.positions[:, step] + 1))
+        return torch.stack(drafts, dim=1)
+
+    def _choose(
+        self, logits: torch.Tensor, params: Sequence[SamplingParams], positions: torch.Tensor
+    ) -> torch.Tensor:
+        """Target ids `[B]`, chosen with the noise that the target's sampler will use for `positions` `[B]`."""
+        return self.head.target_ids[propose(logits, params, positions, self.head.target_ids)]
+
+    @torch.no_grad()
+    def extend(
+        self,
+        chain: ChainPlan,
+        state_rows: torch.Tensor,
+        slots: torch.Tensor,
+        next_ids: torch.Tensor,
+        features: torch.Tensor,
+        accept_len: torch.Tensor,
+    ) -> None:
+        """Rewrite all N rows per request from true `features` `[B*N, K*Ht]` and the target's tokens `next_ids` `[B,
+        N]`.
+
+        The state of each request becomes that of its row `accept_len - 1`; rows behind it are junk until overwritten.
+        """
+        self._check_features(features, next_ids.numel())
+        batch = chain_batch(
+            chain,
+            next_ids,
+            mode=ForwardMode.DRAFT_EXTEND,
+            slots=slots,
+            capture=CaptureHidden.LAST,
+            features=features,
+        )
+        out = self._forward(batch, DraftPhase.FROM_TARGET_FEATURES)
+        offsets = torch.arange(chain.num_requests, device=self.device) * chain.num_rows
+        self._remember(state_rows, out[offsets + accept_len - 1])
+
+    def _forward(self, batch: ForwardBatch, phase: DraftPhase) -> torch.Tensor:
+        assert batch.features is not None
+        attend = self._attention.bind(plan(batch, self.page_size))
+        return self.head.forward(batch.features, batch.input_ids, batch.positions, attend, phase)
+
+    def _remember(self, state_rows: torch.Tensor, out_rows: torch.Tensor) -> None:
+        self.states.write(state_rows, self.head.feedback(out_rows), self.head.compute_logits(out_rows))
+
+    def _check_features(self, features: torch.Tensor, rows: int) -> None:
+        if tuple(features.shape) != (rows, self.feature_width):
+            raise ValueError(
+                f"features of shape {list(features.shape)} for {rows} rows: the head at {self.head.config.path} takes "
+                f"[{rows}, {self.feature_width}]"
+            )
+
+    def __repr__(self) -> str:
+        return f"<DraftWorker {self.states.num_open} requests, {self.pool!r}>"

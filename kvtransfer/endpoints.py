@@ -1,0 +1,338 @@
+"""Sessions joined to memory and to the wire format; a transport adds only the moving of frames.
+
+`SenderEndpoint` is prefill's `KVTransport` and `ReceiverEndpoint` decode's. A transport implements `_transmit`, feeds
+`_receive_frames`, and calls `_work` whenever something may have happened. One thread uses an endpoint.
+"""
+
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Generic, Protocol, TypeVar
+
+import torch
+
+from ..cluster.codec import Decoder, encode, kv_down_decoder, kv_up_decoder
+from ..cluster.errors import LocalProtocolError, PeerLost, RemoteProtocolError
+from ..cluster.messages import Block, KVDown, KVUp, Layout
+from .layout import KVLayout, block_digest
+from .memory import BlockReader, BlockWriter, Payload
+from .receiver import ReceiverSession
+from .sender import SenderSession
+from .session import LEASE_S, WINDOW, CloseLink, Effect, Notify, Peer, Send, SendBlock
+from .transport import Dropped, Offer, Planes, PullRequest, Released, TransportEvent
+
+MAX_OUTBOX = 4096  # messages per peer that wait for room in its queue; what is beyond gets lost, as on a network
+RETRY_S = 0.001
+MAX_RETRY_S = 0.05
+
+Clock = Callable[[], float]
+Parts = Sequence[bytes | memoryview]
+Queued = TypeVar("Queued", Send, "Send | SendBlock")
+
+
+class Delivery(Protocol):
+    """What a transport knows about a payload on its way."""
+
+    @property
+    def done(self) -> bool:
+        """Whether nobody reads the payload's memory any more."""
+
+
+class Delivered:
+    """The payload was copied before `_transmit` returned."""
+
+    done = True
+
+
+class Endpoint(ABC, Generic[Queued]):
+    """Outgoing messages that wait for their peer, and the events for the owner."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._events: list[TransportEvent] = []
+        self._outbox: dict[Peer, deque[Queued]] = {}
+        self._blocked: set[Peer] = set()  # took nothing at the last attempt
+        self._retry_s = RETRY_S
+        self._retry_at = 0.0
+
+    @abstractmethod
+    def _transmit(self, peer: Peer, header: bytes, payload: Payload | None) -> Delivery | None:
+        """Sends a message now; None when the peer cannot take it now. Raises PeerLost when there is no such peer."""
+
+    @abstractmethod
+    def _send_now(self, item: Queued) -> bool:
+        """Puts one message on the wire; False when the peer cannot take it now."""
+
+    @abstractmethod
+    def _peer_lost(self, peer: Peer) -> None:
+        """The connection is gone, and what waits for it with it."""
+
+    def _post(self, item: Queued) -> None:
+        waiting = self._outbox.setdefault(item.peer, deque())
+        if len(waiting) < MAX_OUTBOX:
+            waiting.append(item)
+
+    def _flush(self, now: float) -> None:
+        """Sends what waits, in order per peer; backs off while peers take nothing."""
+        is_retry = now >= self._retry_at
+        has_sent = False
+        for peer in [p for p in self._outbox if is_retry or p not in self._blocked]:
+            has_sent = self._flush_peer(peer) or has_sent
+        if has_sent:
+            self._retry_s = RETRY_S
+        elif is_retry and self._blocked:
+            self._retry_s = min(2 * self._retry_s, MAX_RETRY_S)
+        if has_sent or is_retry:
+            self._retry_at = now + self._retry_s
+
+    def _flush_peer(self, peer: Peer) -> bool:
+        """Sends what waits for one peer; returns whether anything went."""
+        waiting = self._outbox[peer]
+        size = len(waiting)
+        try:
+            while waiting and self._send_now(waiting[0]):
+                waiting.popleft()
+        except PeerLost:
+            waiting.clear()
+            self._peer_lost(peer)
+        if waiting:
+            self._blocked.add(peer)
+        else:
+            self._blocked.discard(peer)
+            del self._outbox[peer]
+        return len(waiting) < size
+
+    def _forget_events(self, room: str, epoch: int) -> None:
+        """After a cancel no event of the attempt follows, not even one that was on its way to the owner."""
+        self._events = [e for e in self._events if e.room != room or e.epoch > epoch]
+
+    def _take_events(self) -> list[TransportEvent]:
+        events, self._events = self._events, []
+        return events
+
+
+class SenderEndpoint(Endpoint["Send | SendBlock"]):
+    """Prefill's end of a transport, without the moving of frames."""
+
+    def __init__(
+        self,
+        instance: str,
+        layout: Layout,
+        planes: Planes,
+        *,
+        lease_s: float = LEASE_S,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        super().__init__(clock)
+        self.session = SenderSession(instance, layout, lease_s=lease_s)
+        if self.session.layout.has_features != (planes.features is not None):
+            raise LocalProtocolError("a layout has features exactly when the planes have them")
+        self._lease_s = lease_s
+        self._reader = BlockReader(self.session.layout, planes)
+        self._decoder: Decoder[KVUp] = kv_up_decoder()
+        self._in_flight: dict[tuple[str, int], list[Delivery]] = {}  # reads of a room's own pages
+        self._held: list[tuple[Released | Dropped, float]] = []  # waits until those are done, or the time has come
+        self._staging: list[tuple[Delivery, torch.Tensor]] = []
+
+    def offer(self, offer: Offer) -> None:
+        self._perform(self.session.offer(offer, self._clock()))
+
+    def advance(self, room: str, epoch: int, tokens_ready: int, first_token: int | None = None) -> None:
+        self._perform(self.session.advance(room, epoch, tokens_ready, first_token, self._clock()))
+
+    def release(self, room: str, epoch: int, reason: str) -> None:
+        self._perform(self.session.release(room, epoch, reason, self._clock()))
+        self._held = [(e, until) for e, until in self._held if e.room != room or e.epoch > epoch]
+        self._forget_events(room, epoch)
+
+    def pull(self, request: PullRequest) -> None:
+        raise LocalProtocolError(f"prefill does not pull (room {request.room})")
+
+    @property
+    def counters(self) -> dict[str, float]:
+        """Name to total, for heartbeats."""
+        return self.session.counters.snapshot()
+
+    def next_deadline(self, now: float) -> float | None:
+        """When `poll` must be called at the latest; None when only a message can bring news."""
+        times = [self.session.next_deadline(), self._retry_at if self._outbox else None]
+        if self._held or self._staging:
+            times.append(now + RETRY_S)
+        return min((t for t in times if t is not None), default=None)
+
+    def _receive_frames(self, peer: Peer, frames: Sequence[memoryview]) -> None:
+        """One message of `peer`: a single frame."""
+        try:
+            if len(frames) != 1:
+                raise RemoteProtocolError(f"{len(frames)} frames where one is expected")
+            message = self._decoder.decode(frames[0])
+        except RemoteProtocolError:
+            self.session.counters.malformed += 1
+            return
+        self._perform(self.session.receive(peer, message, self._clock()))
+
+    def _work(self) -> None:
+        now = self._clock()
+        self._perform(self.session.tick(now))
+        self._flush(now)
+        self._settle(now)
+
+    def _perform(self, effects: Sequence[Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, Send | SendBlock):
+                self._post(effect)
+            elif isinstance(effect, Notify):
+                assert isinstance(effect.event, Released | Dropped)
+                # reads that a hung peer never ends do not hold pages for ever; its digests would not match
+                self._held.append((effect.event, self._clock() + self._lease_s))
+        self._flush(self._clock())
+        self._settle(self._clock())
+
+    def _send_now(self, item: "Send | SendBlock") -> bool:
+        if isinstance(item, Send):
+            return self._transmit(item.peer, encode(item.message), None) is not None
+        if not self.session.is_open(item.room, item.epoch):
+            return True  # its pages may belong to another room by now
+        payload = self._reader.read(item.segments, item.pages, item.size)
+        header = Block(
+            room=item.room,
+            epoch=item.epoch,
+            instance=self.session.instance,
+            block=item.block,
+            size=item.size,
+            digest=block_digest(item.room, item.epoch, item.block, payload.data),
+        )
+        delivery = self._transmit(item.peer, encode(header), payload)
+        if delivery is None:
+            if payload.staging is not None:
+                self._reader.recycle(payload.staging)
+            return False
+        self.session.counters.blocks += 1
+        self.session.counters.bytes += item.size
+        if payload.staging is not None:
+            self._staging.append((delivery, payload.staging))
+        elif not delivery.done:
+            self._in_flight.setdefault((item.room, item.epoch), []).append(delivery)
+        return True
+
+    def _peer_lost(self, peer: Peer) -> None:
+        self.session.peer_gone(peer)
+
+    def _settle(self, now: float) -> None:
+        """Gives back the memory that nobody reads any more, and reports the rooms that waited for it."""
+        busy: list[tuple[Delivery, torch.Tensor]] = []
+        for delivery, staging in self._staging:
+            if delivery.done:
+                self._reader.recycle(staging)
+            else:
+                busy.append((delivery, staging))
+        self._staging = busy
+        for key, deliveries in list(self._in_flight.items()):
+            deliveries[:] = [delivery for delivery in deliveries if not delivery.done]
+            if not deliveries:
+                del self._in_flight[key]
+        held: list[tuple[Released | Dropped, float]] = []
+        for event, until in self._held:
+            key = (event.room, event.epoch)
+            if key in self._in_flight and now < until:
+                held.append((event, until))
+            else:
+                self._in_flight.pop(key, None)
+                self._events.append(event)
+        self._held = held
+
+
+class ReceiverEndpoint(Endpoint[Send]):
+    """Decode's end of a transport, without the moving of frames."""
+
+    def __init__(
+        self,
+        instance: str,
+        layout: Layout,
+        planes: Planes,
+        *,
+        window: int = WINDOW,
+        lease_s: float = LEASE_S,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        super().__init__(clock)
+        self.session = ReceiverSession(instance, layout, window=window, lease_s=lease_s)
+        self._writer = BlockWriter(KVLayout(layout), planes)
+        self._decoder: Decoder[KVDown] = kv_down_decoder()
+
+    def offer(self, offer: Offer) -> None:
+        raise LocalProtocolError(f"decode does not offer (room {offer.room})")
+
+    def advance(self, room: str, epoch: int, tokens_ready: int, first_token: int | None = None) -> None:
+        raise LocalProtocolError(f"decode does not advance (room {room})")
+
+    def pull(self, request: PullRequest) -> None:
+        self._perform(self.session.pull(request, self._clock()))
+
+    def release(self, room: str, epoch: int, reason: str) -> None:
+        self._perform(self.session.release(room, epoch, reason, self._clock()))
+        self._forget_events(room, epoch)
+
+    @property
+    def counters(self) -> dict[str, float]:
+        """Name to total, for heartbeats."""
+        return self.session.counters.snapshot()
+
+    def next_deadline(self, now: float) -> float | None:
+        """When `poll` must be called at the latest; None when only a message can bring news."""
+        times = [self.session.next_deadline(), self._retry_at if self._outbox else None]
+        return min((t for t in times if t is not None), default=None)
+
+    def _close_link(self, peer: Peer) -> None:
+        """Forgets a peer that is not needed any more."""
+        self._outbox.pop(peer, None)
+
+    def _receive_frames(self, peer: Peer, frames: Sequence[memoryview]) -> None:
+        """One message of `peer`: a frame, and for a block its bytes."""
+        now = self._clock()
+        try:
+            if not 1 <= len(frames) <= 2:
+                raise RemoteProtocolError(f"{len(frames)} frames where one or two are expected")
+            message = self._decoder.decode(frames[0])
+            if isinstance(message, Block) != (len(frames) == 2):
+                raise RemoteProtocolError("a payload goes with a block, and with nothing else")
+        except RemoteProtocolError:
+            self.session.counters.malformed += 1
+            return
+        if isinstance(message, Block):
+            self._perform(self._receive_block(peer, message, frames[1], now))
+        else:
+            self._perform(self.session.receive(peer, message, now))
+
+    def _receive_block(self, peer: Peer, block: Block, payload: memoryview, now: float) -> list[Effect]:
+        segments = self.session.expect(peer, block, payload.nbytes)
+        if segments is None:
+            return []
+        if block_digest(block.room, block.epoch, block.block, payload) != block.digest:
+            return self.session.corrupt(peer, block, now)
+        request = self.session.request_of(block.room)
+        assert request is not None
+        self._writer.write(payload, segments, request.pages, request.features)
+        return self.session.landed(peer, block, now)
+
+    def _work(self) -> None:
+        now = self._clock()
+        self._perform(self.session.tick(now))
+        self._flush(now)
+
+    def _perform(self, effects: Sequence[Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, Send):
+                self._post(effect)
+            elif isinstance(effect, Notify):
+                self._events.append(effect.event)
+            elif isinstance(effect, CloseLink):
+                self._close_link(effect.peer)
+        self._flush(self._clock())
+
+    def _send_now(self, item: Send) -> bool:
+        return self._transmit(item.peer, encode(item.message), None) is not None
+
+    def _peer_lost(self, peer: Peer) -> None:
+        """A DEALER has one peer and keeps connecting to it."""

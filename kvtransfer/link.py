@@ -1,0 +1,209 @@
+"""The I/O thread of a worker: control plane, KV plane and a wake-up in one loop.
+
+The scheduler thread computes; this thread alone touches sockets, so a hand-off goes on while a forward runs (torch
+releases the GIL). The two speak through queues of frozen values. What the scheduler sends is performed in order; what
+comes back is a decoded control message, a transport event, or one of the events below. A page that was given to the
+transport belongs to it until the room's terminal event comes back, also after `Drop`.
+"""
+
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import zmq
+
+from ..cluster.control_link import ControlLink
+from ..cluster.errors import BatonError, StartupError
+from ..cluster.messages import ControlDown, ControlUp
+from .transport import KVTransport, Offer, PullRequest, TransportEvent
+
+IDLE_WAIT_S = 0.2
+
+
+class PollableTransport(KVTransport, Protocol):
+    """A transport that a poller can wait for."""
+
+    def pollables(self) -> list[zmq.Socket[bytes]]:
+        """The sockets whose readability means that `poll` has work."""
+
+    def next_deadline(self, now: float) -> float | None:
+        """When `poll` must be called at the latest, on the monotonic clock."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advance:
+    """Command: tokens [0, tokens_ready) of an offer are final; `first_token` closes it."""
+
+    room: str
+    epoch: int
+    tokens_ready: int
+    first_token: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drop:
+    """Command: give a room up. `Ended` answers it."""
+
+    room: str
+    epoch: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """Event: after a Drop nothing is written to the room's pages any more, and a read in flight is void by its digest."""
+
+    room: str
+    epoch: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterLost:
+    """Event: the router of these rooms is gone or another one; nobody reads their tokens."""
+
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkFailed:
+    """Event: the thread died of `error`; the worker cannot go on."""
+
+    error: Exception
+
+
+Command = Offer | PullRequest | Advance | Drop
+LinkEvent = ControlDown | TransportEvent | Ended | RouterLost | LinkFailed
+OpenPlanes = Callable[["zmq.Context[zmq.Socket[bytes]]"], tuple[ControlLink, PollableTransport]]
+
+
+class WorkerLink:
+    """The scheduler's handle on its I/O thread. `open_planes` runs in that thread, which owns the sockets."""
+
+    def __init__(self, open_planes: OpenPlanes) -> None:
+        self._open_planes = open_planes
+        self._commands: queue.SimpleQueue[Command | ControlUp] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[LinkEvent] = queue.SimpleQueue()
+        self._wake_r, self._wake_w = socket.socketpair()
+        self._wake_r.setblocking(False)
+        self._wake_w.setblocking(False)
+        self._started: queue.SimpleQueue[BatonError | None] = queue.SimpleQueue()
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="link", daemon=True)
+        self.connected = False
+
+    def __repr__(self) -> str:
+        return f"<WorkerLink {'connected' if self.connected else 'not connected'}, {self._commands.qsize()} commands>"
+
+    def start(self) -> None:
+        """Open the sockets; raises what kept them from opening (StartupError for an address in use)."""
+        self._thread.start()
+        error = self._started.get()
+        if error is not None:
+            raise error
+
+    def post(self, command: Command | ControlUp) -> None:
+        """Hand a command or a message for the router to the thread; never blocks."""
+        self._commands.put(command)
+        self._wake()
+
+    def receive(self, timeout: float) -> list[LinkEvent]:
+        """All events so far; waits up to `timeout` seconds for the first."""
+        events: list[LinkEvent] = []
+        try:
+            events.append(self._inbox.get(timeout=timeout) if timeout > 0 else self._inbox.get_nowait())
+            while True:
+                events.append(self._inbox.get_nowait())
+        except queue.Empty:
+            return events
+
+    def close(self) -> None:
+        """Perform what was posted, tell the peers, close the sockets, end the thread. Idempotent."""
+        self._stopping.set()
+        self._wake()
+        if self._thread.is_alive():
+            self._thread.join(timeout=5.0)
+        self._wake_r.close()
+        self._wake_w.close()
+
+    def _wake(self) -> None:
+        try:
+            self._wake_w.send(b"\0")
+        except (BlockingIOError, OSError):
+            return  # a full pipe wakes as well; a closed one has nobody to wake
+
+    def _run(self) -> None:
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        try:
+            control, transport = self._open_planes(context)
+        except BatonError as error:
+            self._started.put(error)
+            context.term()
+            return
+        except Exception as error:
+            self._started.put(StartupError(f"the worker's sockets could not be opened: {error}"))
+            context.term()
+            return
+        self._started.put(None)
+        try:
+            while not self._stopping.is_set():
+                self._turn(control, transport)
+            self._perform_all(control, transport)
+        except Exception as error:
+            self._inbox.put(LinkFailed(error=error))
+        finally:
+            transport.close()
+            control.close()
+            context.term()
+
+    def _turn(self, control: ControlLink, transport: PollableTransport) -> None:
+        """Wait for the earliest of: a message, a block, a command, a deadline. Then do what is due."""
+        now = time.monotonic()
+        deadline = transport.next_deadline(now)
+        wait = IDLE_WAIT_S if deadline is None else min(IDLE_WAIT_S, max(0.0, deadline - now))
+        poller = zmq.Poller()
+        poller.register(self._wake_r.fileno(), zmq.POLLIN)
+        for ready in (control.socket, *transport.pollables()):
+            poller.register(ready, zmq.POLLIN)
+        poller.poll(int(wait * 1000) + (wait > 0))
+        self._drain_wake()
+        self._perform_all(control, transport)
+        for message in control.receive():
+            self._inbox.put(message)
+        lost = control.tick(time.monotonic())
+        if lost:
+            self._inbox.put(RouterLost(reason=lost))
+        self.connected = control.connected
+        for event in transport.poll(0.0):
+            self._inbox.put(event)
+
+    def _drain_wake(self) -> None:
+        try:
+            while self._wake_r.recv(4096):
+                pass
+        except BlockingIOError:
+            return
+
+    def _perform_all(self, control: ControlLink, transport: PollableTransport) -> None:
+        try:
+            while True:
+                self._perform(self._commands.get_nowait(), control, transport)
+        except queue.Empty:
+            return
+
+    def _perform(self, command: Command | ControlUp, control: ControlLink, transport: PollableTransport) -> None:
+        match command:
+            case Offer():
+                transport.offer(command)
+            case PullRequest():
+                transport.pull(command)
+            case Advance(room=room, epoch=epoch, tokens_ready=tokens_ready, first_token=first_token):
+                transport.advance(room, epoch, tokens_ready, first_token)
+            case Drop(room=room, epoch=epoch, reason=reason):
+                transport.release(room, epoch, reason)
+                self._inbox.put(Ended(room=room, epoch=epoch))
+            case _:
+                control.send(command)

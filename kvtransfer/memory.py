@@ -1,0 +1,144 @@
+"""Blocks out of pages and into pages. Everything else in this folder deals in numbers; here bytes move.
+
+Pages on the CPU are read and written through numpy, whose copies release the interpreter lock. Pages on a GPU go
+through pinned staging memory; the caller has synchronised the compute that wrote them before it announced them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ..cluster.errors import LocalProtocolError
+from .layout import KVLayout, Plane, Segment
+from .transport import Planes
+
+Bytes = npt.NDArray[np.uint8]
+
+MAX_SPARE_STAGING = 16
+
+
+def check_planes(layout: KVLayout, planes: Planes) -> None:
+    """Raises LocalProtocolError unless the planes are contiguous uint8 tensors of the layout's page sizes."""
+    _check_plane("kv", planes.kv, layout.kv_page_bytes)
+    if planes.features is not None:
+        _check_plane("feature", planes.features, layout.feature_page_bytes)
+
+
+def _check_plane(name: str, plane: torch.Tensor, page_bytes: int) -> None:
+    if plane.dtype != torch.uint8 or plane.dim() != 2 or plane.shape[1] != page_bytes or not plane.is_contiguous():
+        given = f"{plane.dtype} {list(plane.shape)}"
+        raise LocalProtocolError(f"the {name} plane must be contiguous uint8 [num_pages, {page_bytes}], not {given}")
+
+
+class StagingPool:
+    """Reusable buffers of one block each; pinned when they feed a GPU."""
+
+    def __init__(self, block_bytes: int, *, is_pinned: bool) -> None:
+        self._block_bytes = block_bytes
+        self._is_pinned = is_pinned
+        self._spare: list[torch.Tensor] = []
+
+    def __repr__(self) -> str:
+        return f"StagingPool(spare={len(self._spare)})"
+
+    def take(self) -> torch.Tensor:
+        """A uint8 buffer `[block_bytes]` with unspecified content."""
+        if self._spare:
+            return self._spare.pop()
+        return torch.empty(self._block_bytes, dtype=torch.uint8, pin_memory=self._is_pinned)
+
+    def give(self, buffer: torch.Tensor) -> None:
+        if len(self._spare) < MAX_SPARE_STAGING:
+            self._spare.append(buffer)
+
+
+@dataclass(frozen=True)
+class Payload:
+    """A block's bytes: in the pages themselves, or in a staging buffer that goes back to its pool after the send."""
+
+    data: memoryview
+    staging: torch.Tensor | None
+
+
+class BlockReader:
+    """Reads blocks from prefill's planes."""
+
+    def __init__(self, layout: KVLayout, planes: Planes) -> None:
+        check_planes(layout, planes)
+        self._planes: dict[Plane, torch.Tensor] = {"kv": planes.kv}
+        if planes.features is not None:
+            self._planes["features"] = planes.features
+        self._device = planes.kv.device
+        self._is_cuda = planes.kv.is_cuda
+        self._arrays: dict[Plane, Bytes] = {} if self._is_cuda else {k: t.numpy() for k, t in self._planes.items()}
+        self._pool = StagingPool(layout.wire.block_bytes, is_pinned=self._is_cuda)
+
+    def read(self, segments: Sequence[Segment], pages: Sequence[int], size: int) -> Payload:
+        """The `size` bytes of a block; zero-copy when it is one run of CPU memory."""
+        if len(segments) == 1 and not self._is_cuda:
+            return Payload(self._run(segments[0], pages).data, None)
+        staging = self._pool.take()
+        target = staging.numpy()
+        if self._is_cuda:
+            self._gather_cuda(staging, segments, pages)
+        else:
+            for segment in segments:
+                np.copyto(_cut(target, segment), self._run(segment, pages))
+        return Payload(target[:size].data, staging)
+
+    def recycle(self, staging: torch.Tensor) -> None:
+        """Takes a payload's staging buffer back once nobody reads it."""
+        self._pool.give(staging)
+
+    def _run(self, segment: Segment, pages: Sequence[int]) -> Bytes:
+        return self._arrays[segment.plane][pages[segment.page_index], segment.lo : segment.hi]
+
+    def _gather_cuda(self, staging: torch.Tensor, segments: Sequence[Segment], pages: Sequence[int]) -> None:
+        for segment in segments:
+            source = self._planes[segment.plane][pages[segment.page_index], segment.lo : segment.hi]
+            staging[segment.at : segment.at + source.numel()].copy_(source, non_blocking=True)
+        torch.cuda.current_stream(self._device).synchronize()
+
+
+class BlockWriter:
+    """Writes checked blocks into decode's pages and a room's own feature rows."""
+
+    def __init__(self, layout: KVLayout, planes: Planes) -> None:
+        check_planes(layout, Planes(kv=planes.kv, features=None))
+        self._kv = planes.kv
+        self._pool = StagingPool(layout.wire.block_bytes, is_pinned=planes.kv.is_cuda)
+
+    def write(
+        self, payload: memoryview, segments: Sequence[Segment], pages: Sequence[int], features: torch.Tensor | None
+    ) -> None:
+        """Copies a block to where it belongs; returns when the bytes are there."""
+        data: Bytes = np.frombuffer(payload, dtype=np.uint8)
+        if self._kv.is_cuda:
+            self._scatter_cuda(data, segments, pages, features)
+            return
+        for segment in segments:
+            np.copyto(self._target(segment, pages, features).numpy(), _cut(data, segment))
+
+    def _target(self, segment: Segment, pages: Sequence[int], features: torch.Tensor | None) -> torch.Tensor:
+        if segment.plane == "kv":
+            return self._kv[pages[segment.page_index], segment.lo : segment.hi]
+        assert features is not None, "the room brought its feature rows"
+        return features[segment.page_index, segment.lo : segment.hi]
+
+    def _scatter_cuda(
+        self, data: Bytes, segments: Sequence[Segment], pages: Sequence[int], features: torch.Tensor | None
+    ) -> None:
+        staging = self._pool.take()
+        np.copyto(staging.numpy()[: data.size], data)
+        for segment in segments:
+            source = staging[segment.at : segment.at + segment.hi - segment.lo]
+            self._target(segment, pages, features).copy_(source, non_blocking=True)
+        torch.cuda.current_stream(self._kv.device).synchronize()
+        self._pool.give(staging)
+
+
+def _cut(data: Bytes, segment: Segment) -> Bytes:
+    return data[segment.at : segment.at + segment.hi - segment.lo]

@@ -1,0 +1,90 @@
+"""One prefill endpoint as decode sees it: the handshake, the rooms pulled from it, and what is asked next.
+
+At most `window` blocks are in flight per endpoint, the rooms taking turns. Silence about a room is answered by asking
+again: the handshake (is it still the same process?), the attachment (was an announcement lost?), and at most
+MAX_REPULLS times each block that is overdue.
+"""
+
+from ..cluster.messages import Attach, KVHello, Pull
+from .layout import KVLayout
+from .session import MAX_REPULLS, InFlight, Peer, ReceiverRoom, ReceiverState, Send
+
+
+class Pair:
+    """The link between this decode worker and one prefill endpoint."""
+
+    def __init__(self, endpoint: Peer, hello: KVHello, *, window: int, silence_s: float, now: float) -> None:
+        self.endpoint = endpoint
+        self.instance = ""  # "" until the peer agreed
+        self.layout: KVLayout | None = None
+        self.rooms: dict[str, ReceiverRoom] = {}  # in the order of their turns
+        self.idle_since = now
+        self._hello = hello
+        self._window = window
+        self._silence_s = silence_s
+        self._greeted_at = now
+
+    def __repr__(self) -> str:
+        state = "greeted" if self.layout else "greeting"
+        return f"Pair({self.endpoint} {state} rooms={len(self.rooms)} in_flight={self.num_in_flight})"
+
+    @property
+    def num_in_flight(self) -> int:
+        return sum(len(room.in_flight) for room in self.rooms.values())
+
+    def hello(self, now: float) -> Send:
+        """The handshake's first message."""
+        self._greeted_at = now
+        return Send(self.endpoint, self._hello)
+
+    def attach(self, room: ReceiverRoom, now: float) -> Send:
+        """Asks for a room's announcements."""
+        room.heard_at = now
+        request = room.request
+        attach = Attach(room=request.room, epoch=request.epoch, instance=self._hello.instance, have=request.have)
+        return Send(self.endpoint, attach)
+
+    def fill(self, now: float) -> list[Send]:
+        """Pulls blocks until the window is full."""
+        pulls: list[Send] = []
+        for _ in range(self._window - self.num_in_flight):
+            room = next((r for r in self.rooms.values() if r.has_block_to_pull), None)
+            if room is None:
+                break
+            name = room.request.room
+            self.rooms[name] = self.rooms.pop(name)  # its turn is over
+            if not room.in_flight:
+                room.heard_at = now
+                room.lease.renew(now)
+            room.in_flight[room.next_block] = InFlight(now)
+            pulls.append(self._pull(room, room.next_block))
+            room.next_block += 1
+        return pulls
+
+    def repull(self, room: ReceiverRoom, block: int, now: float) -> Send:
+        """Asks for a block once more."""
+        in_flight = room.in_flight[block]
+        in_flight.num_repulls += 1
+        in_flight.sent_at = now
+        return self._pull(room, block)
+
+    def ask_at(self, room: ReceiverRoom) -> float:
+        """When silence about the room has lasted long enough to ask again."""
+        if room.state is ReceiverState.GREETING:
+            return self._greeted_at + self._silence_s
+        return room.heard_at + self._silence_s
+
+    def ask_again(self, room: ReceiverRoom, now: float) -> list[Send]:
+        """Repeats what may have been lost of one room; the handshake is repeated for all of them together."""
+        if room.state is ReceiverState.GREETING:
+            return []
+        questions = [self.attach(room, now)]
+        for block, in_flight in room.in_flight.items():
+            if in_flight.num_repulls < MAX_REPULLS and now >= in_flight.sent_at + self._silence_s:
+                questions.append(self.repull(room, block, now))
+        return questions
+
+    def _pull(self, room: ReceiverRoom, block: int) -> Send:
+        request = room.request
+        pull = Pull(room=request.room, epoch=request.epoch, instance=self._hello.instance, block=block)
+        return Send(self.endpoint, pull)

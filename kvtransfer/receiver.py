@@ -1,0 +1,387 @@
+"""Decode's side of the hand-off, without I/O: commands and messages in, effects out.
+
+1. `pull` opens a room; the first one to an endpoint greets it and settles the layout. 2. Attach asks for announcements.
+3. Announced blocks are pulled; see `pair`. 4. The shell checks each block: `expect` says where it goes, then `landed`
+or `corrupt` tells what came of it. 5. With every block in place and the first token known, Release ends the room. A
+lease ends a room in which nothing moves.
+"""
+
+from ..cluster.errors import HandshakeRefused, LocalProtocolError
+from ..cluster.messages import (
+    PROTOCOL_MAJOR,
+    Abort,
+    Announce,
+    Block,
+    KVDown,
+    KVHello,
+    KVRefused,
+    KVWelcome,
+    Layout,
+    Pull,
+    Release,
+)
+from .layout import KVLayout, Segment, agree
+from .pair import Pair
+from .session import (
+    LEASE_S,
+    MAX_REPULLS,
+    SILENCE_S,
+    WINDOW,
+    CloseLink,
+    Effect,
+    Lease,
+    Notify,
+    Peer,
+    ReceiverRoom,
+    ReceiverState,
+    Send,
+    Tombstones,
+    TransferCounters,
+)
+from .transport import Complete, Landed, Lost, PullRequest
+
+IDLE_LINK_S = 30.0
+MAX_REASON = 1024
+
+
+class ReceiverSession:
+    """All rooms and peers of one decode worker."""
+
+    def __init__(
+        self,
+        instance: str,
+        layout: Layout,
+        *,
+        window: int = WINDOW,
+        lease_s: float = LEASE_S,
+        silence_s: float = SILENCE_S,
+        idle_link_s: float = IDLE_LINK_S,
+    ) -> None:
+        self.instance = instance
+        self.layout = KVLayout(layout)
+        self.counters = TransferCounters()
+        self._window = window
+        self._lease_s = lease_s
+        self._silence_s = silence_s
+        self._idle_link_s = idle_link_s
+        self._pairs: dict[Peer, Pair] = {}
+        self._endpoints: dict[str, Peer] = {}  # open room -> its pair
+        self._tombstones = Tombstones()
+        self._hello = KVHello(instance=instance, protocol=PROTOCOL_MAJOR, layout=layout)
+
+    def __repr__(self) -> str:
+        return f"ReceiverSession(rooms={len(self._endpoints)}, peers={len(self._pairs)})"
+
+    @property
+    def num_rooms(self) -> int:
+        return len(self._endpoints)
+
+    def request_of(self, room: str) -> PullRequest | None:
+        """The request of an open room."""
+        known = self._find(room)
+        return known.request if known is not None else None
+
+    # --- commands -----------------------------------------------------------------------------------------------------
+
+    def pull(self, request: PullRequest, now: float) -> list[Effect]:
+        """Opens a room; a newer attempt replaces an older one, which is Lost.
+
+        Raises LocalProtocolError when pages or features do not fit the tokens, or the attempt was pulled before.
+        """
+        self._check(request)
+        effects: list[Effect] = []
+        old = self._find(request.room)
+        if old is not None:
+            if old.request.epoch >= request.epoch:
+                raise LocalProtocolError(f"room {request.room} is open at epoch {old.request.epoch}")
+            effects += self._lose(old, "TransferError", "a newer attempt was asked for", now)
+        pair = self._pairs.get(request.endpoint)
+        if pair is None:
+            pair = Pair(request.endpoint, self._hello, window=self._window, silence_s=self._silence_s, now=now)
+            self._pairs[request.endpoint] = pair
+            effects.append(pair.hello(now))
+        room = ReceiverRoom(request, Lease(self._lease_s, now), heard_at=now)
+        pair.rooms[request.room] = room
+        self._endpoints[request.room] = request.endpoint
+        if pair.layout is not None:
+            if pair.instance == request.peer_instance:
+                effects += self._start(pair, room, now)
+            else:
+                effects.append(pair.hello(now))  # the endpoint may have a new owner: ask
+        return effects
+
+    def release(self, room: str, epoch: int, reason: str, now: float) -> list[Effect]:
+        """Gives an attempt up without an event."""
+        known = self._find(room)
+        if known is None or known.request.epoch > epoch:
+            return []
+        effects = self._abort(known, reason)
+        self._close(known, ReceiverState.LOST, reason, now)
+        return [*effects, *self._pairs[known.request.endpoint].fill(now)]
+
+    def close(self, now: float) -> list[Effect]:
+        """Gives every room and link up; the Aborts are the effects."""
+        effects: list[Effect] = []
+        for room in list(self._endpoints):
+            known = self._find(room)
+            assert known is not None
+            effects += self._abort(known, "decode stops")
+            self._close(known, ReceiverState.LOST, "decode stops", now)
+        self._pairs.clear()
+        return effects
+
+    # --- what the network and the clock do ----------------------------------------------------------------------------
+
+    def receive(self, peer: Peer, message: KVDown, now: float) -> list[Effect]:
+        """Handles one message of `peer`, but for Block: see `expect`."""
+        pair = self._pairs.get(peer)
+        if pair is None:
+            self.counters.unexpected += 1
+            return []
+        if isinstance(message, KVWelcome):
+            return self._welcome(pair, message, now)
+        if isinstance(message, KVRefused):
+            self.counters.refused_peers += 1
+            pair.instance, pair.layout = "", None
+            return self._lose_all(pair, "HandshakeRefused", message.reason, now)
+        assert not isinstance(message, Block), "blocks go through expect()"
+        room = pair.rooms.get(message.room)
+        if room is None or room.request.epoch != message.epoch:
+            return self._answer_stranger(pair, message, room)
+        if room.request.peer_instance != message.instance:
+            self.counters.stale_instance += 1
+            return self._lose(room, "PeerLost", "prefill restarted", now)
+        if isinstance(message, Abort):
+            reason = message.reason[:MAX_REASON] or "aborted by prefill"
+            return self._lose(room, "TransferError", reason, now, is_told=True)
+        return self._announced(pair, room, message, now)
+
+    def expect(self, peer: Peer, block: Block, size: int) -> tuple[Segment, ...] | None:
+        """Where a block of `size` payload bytes goes, or None when it must be dropped."""
+        pair = self._pairs.get(peer)
+        room = pair.rooms.get(block.room) if pair is not None else None
+        if room is None or room.stream is None:
+            self.counters.unknown_room += 1
+        elif room.request.epoch != block.epoch:
+            self.counters.stale_epoch += 1
+        elif room.request.peer_instance != block.instance:
+            self.counters.stale_instance += 1
+        elif room.is_landed(block.block):
+            self.counters.duplicate_blocks += 1
+        elif block.block not in room.in_flight or not size == block.size == room.stream.block_size(block.block):
+            self.counters.unexpected += 1
+        else:
+            return room.stream.segments(block.block)
+        return None
+
+    def landed(self, peer: Peer, block: Block, now: float) -> list[Effect]:
+        """A block that `expect` let in was checked and is in its pages."""
+        pair = self._pairs[peer]
+        room = pair.rooms[block.room]
+        stream = room.stream
+        assert stream is not None
+        before = stream.landed_tokens(room.num_leading)
+        room.land(block.block)
+        room.heard_at = now
+        for other in pair.rooms.values():
+            if other is room or not other.in_flight:
+                other.lease.renew(now)  # the rooms that wait for their turn are not stuck
+        self.counters.blocks += 1
+        self.counters.bytes += block.size
+        effects: list[Effect] = []
+        tokens = stream.landed_tokens(room.num_leading)
+        if tokens > before:
+            effects.append(Notify(Landed(room=block.room, epoch=block.epoch, tokens=tokens)))
+        return [*effects, *self._finish_if_complete(room, now), *pair.fill(now)]
+
+    def corrupt(self, peer: Peer, block: Block, now: float) -> list[Effect]:
+        """A block that `expect` let in has not the digest of its header: it is pulled again, or the room ends."""
+        self.counters.digest_mismatches += 1
+        pair = self._pairs[peer]
+        room = pair.rooms[block.room]
+        if room.in_flight[block.block].num_repulls < MAX_REPULLS:
+            self.counters.repulls += 1
+            return [pair.repull(room, block.block, now)]
+        times = MAX_REPULLS + 1
+        reason = f"block {block.block} was pulled {times} times and its last digest is wrong"
+        return self._lose(room, "DigestMismatch", reason, now)
+
+    def link_lost(self, peer: Peer, now: float) -> list[Effect]:
+        """The connection broke; whoever answers there next must greet again."""
+        pair = self._pairs.get(peer)
+        if pair is None or not pair.rooms:
+            return []
+        rooms = [room for room in pair.rooms.values() if room.state is not ReceiverState.GREETING]
+        return [pair.hello(now), *(pair.attach(room, now) for room in rooms)]
+
+    def tick(self, now: float) -> list[Effect]:
+        """Ends what is overdue and asks again where nothing was heard."""
+        effects: list[Effect] = []
+        for pair in list(self._pairs.values()):
+            effects += self._tick_pair(pair, now)
+        self._tombstones.sweep(now)
+        return effects
+
+    def next_deadline(self) -> float | None:
+        """When `tick` has something to do, unless something happens before."""
+        times: list[float] = []
+        for pair in self._pairs.values():
+            for room in pair.rooms.values():
+                times += (room.lease.ends_at, pair.ask_at(room))
+            if not pair.rooms:
+                times.append(pair.idle_since + self._idle_link_s)
+        return min(times, default=None)
+
+    # --- parts --------------------------------------------------------------------------------------------------------
+
+    def _find(self, room: str) -> ReceiverRoom | None:
+        endpoint = self._endpoints.get(room)
+        return None if endpoint is None else self._pairs[endpoint].rooms[room]
+
+    def _check(self, request: PullRequest) -> None:
+        pages = self.layout.stream(request.num_tokens, request.have).num_pages
+        if len(request.pages) != pages:
+            raise LocalProtocolError(
+                f"tokens [{request.have}, {request.num_tokens}) lie in {pages} pages, {len(request.pages)} were given"
+            )
+        if self.layout.has_features:
+            shape = (pages, self.layout.feature_page_bytes)
+            given = None if request.features is None else tuple(request.features.shape)
+            if given != shape:
+                raise LocalProtocolError(f"the features of {pages} pages need a uint8 tensor {shape}, not {given}")
+
+    def _welcome(self, pair: Pair, welcome: KVWelcome, now: float) -> list[Effect]:
+        try:
+            common = agree(self.layout.wire, welcome.layout)
+            if common != welcome.layout:
+                raise HandshakeRefused("prefill's common KV layout is not the common one")
+            if self.layout.has_features and not common.feature_width:
+                raise HandshakeRefused("prefill captures no features and this decode worker drafts from them")
+        except HandshakeRefused as refusal:
+            self.counters.refused_peers += 1
+            return self._lose_all(pair, "HandshakeRefused", str(refusal), now)
+        pair.instance, pair.layout = welcome.instance, KVLayout(common)
+        effects: list[Effect] = []
+        for room in list(pair.rooms.values()):
+            if room.request.peer_instance != welcome.instance:
+                self.counters.stale_instance += 1
+                effects += self._lose(room, "PeerLost", "another prefill process answers", now, is_told=True)
+            elif room.state is ReceiverState.GREETING:
+                effects += self._start(pair, room, now)
+        return effects
+
+    def _start(self, pair: Pair, room: ReceiverRoom, now: float) -> list[Effect]:
+        assert pair.layout is not None
+        room.stream = pair.layout.stream(room.request.num_tokens, room.request.have)
+        room.move(ReceiverState.ATTACHING)
+        return [pair.attach(room, now)]
+
+    def _announced(self, pair: Pair, room: ReceiverRoom, announce: Announce, now: float) -> list[Effect]:
+        total = room.request.num_tokens
+        if announce.tokens_ready > total or (announce.final and announce.tokens_ready != total):
+            reason = f"prefill announced {announce.tokens_ready} of {total} tokens, final={announce.final}"
+            return self._lose(room, "RemoteProtocolError", reason, now)
+        if room.state is ReceiverState.GREETING:
+            self.counters.unexpected += 1
+            return []
+        if room.state is ReceiverState.ATTACHING:
+            room.move(ReceiverState.PULLING)
+        is_news = announce.tokens_ready > room.tokens_ready or (announce.final and room.first_token is None)
+        if is_news and room.announced_at is None:
+            room.announced_at = now
+        room.tokens_ready = max(room.tokens_ready, announce.tokens_ready)
+        if announce.final:
+            room.first_token = announce.first_token
+        if is_news or not room.in_flight:
+            room.lease.renew(now)  # with nothing to pull, a peer that knows the room is progress enough
+        room.heard_at = now
+        return [*self._finish_if_complete(room, now), *pair.fill(now)]
+
+    def _answer_stranger(self, pair: Pair, message: Announce | Abort, room: ReceiverRoom | None) -> list[Effect]:
+        """A message about an attempt that is not open here: prefill need not keep it."""
+        if room is not None:
+            self.counters.stale_epoch += 1
+        else:
+            self.counters.unknown_room += 1
+        if isinstance(message, Abort):
+            return []
+        stone = self._tombstones.find(message.room, message.epoch)
+        if stone is not None and stone.is_success and stone.epoch == message.epoch:
+            release = Release(room=message.room, epoch=message.epoch, instance=self.instance)
+            return [Send(pair.endpoint, release)]  # the first one got lost
+        reason = "the room is not open here"
+        return [
+            Send(
+                pair.endpoint,
+                Abort(room=message.room, epoch=message.epoch, instance=self.instance, reason=reason),
+            )
+        ]
+
+    def _finish_if_complete(self, room: ReceiverRoom, now: float) -> list[Effect]:
+        if not room.has_all or room.first_token is None or room.announced_at is None:
+            return []
+        request, stream = room.request, room.stream
+        assert stream is not None
+        self._close(room, ReceiverState.COMPLETE, "complete", now)
+        done = Complete(
+            room=request.room,
+            epoch=request.epoch,
+            first_token=room.first_token,
+            num_bytes=stream.total_bytes,
+            num_blocks=stream.num_blocks,
+            seconds=now - room.announced_at,
+        )
+        release = Release(room=request.room, epoch=request.epoch, instance=self.instance)
+        return [Send(request.endpoint, release), Notify(done)]
+
+    def _tick_pair(self, pair: Pair, now: float) -> list[Effect]:
+        effects: list[Effect] = []
+        is_silent = False
+        for room in list(pair.rooms.values()):
+            if room.lease.is_over(now):
+                reason = f"no progress for {self._lease_s:g} s in state {room.state.value}"
+                effects += self._lose(room, "TransferTimeout", reason, now)
+            elif now >= pair.ask_at(room):
+                is_silent = True
+                questions = pair.ask_again(room, now)
+                self.counters.repulls += sum(isinstance(q.message, Pull) for q in questions)
+                effects += questions
+        if is_silent:
+            effects.insert(0, pair.hello(now))  # also to learn whether the process there is still the same
+        if pair.rooms:
+            effects += pair.fill(now)
+        elif now >= pair.idle_since + self._idle_link_s:
+            del self._pairs[pair.endpoint]
+            effects.append(CloseLink(pair.endpoint))
+        return effects
+
+    def _lose_all(self, pair: Pair, kind: str, reason: str, now: float) -> list[Effect]:
+        effects: list[Effect] = []
+        for room in list(pair.rooms.values()):
+            effects += self._lose(room, kind, reason[:MAX_REASON], now, is_told=True)
+        return effects
+
+    def _lose(
+        self, room: ReceiverRoom, kind: str, reason: str, now: float, *, is_told: bool = False
+    ) -> list[Effect]:
+        """Ends a room as Lost; `is_told` when the peer needs no Abort."""
+        request = room.request
+        effects = [] if is_told else self._abort(room, reason)
+        self._close(room, ReceiverState.LOST, reason, now)
+        return [*effects, Notify(Lost(room=request.room, epoch=request.epoch, kind=kind, reason=reason))]
+
+    def _abort(self, room: ReceiverRoom, reason: str) -> list[Effect]:
+        if room.state is ReceiverState.GREETING:
+            return []
+        request = room.request
+        abort = Abort(room=request.room, epoch=request.epoch, instance=self.instance, reason=reason[:MAX_REASON])
+        return [Send(request.endpoint, abort)]
+
+    def _close(self, room: ReceiverRoom, state: ReceiverState, reason: str, now: float) -> None:
+        room.move(state)
+        request = room.request
+        pair = self._pairs[request.endpoint]
+        del pair.rooms[request.room], self._endpoints[request.room]
+        pair.idle_since = now
+        is_success = state is ReceiverState.COMPLETE
+        self._tombstones.bury(request.room, request.epoch, is_success=is_success, reason=reason, now=now)

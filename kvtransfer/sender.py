@@ -1,0 +1,353 @@
+"""Prefill's side of the hand-off, without I/O: commands and messages in, effects out.
+
+1. `offer` opens a room over pages whose KV is yet to come. 2. Decode's Attach says which leading tokens it has; it may
+come before the offer and is then kept for a while. 3. `advance` announces finished tokens. 4. Each Pull is answered by
+its block. 5. Release, Abort, `release` or the end of the lease closes the room, and its pages are free.
+"""
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from ..cluster.errors import HandshakeRefused, LocalProtocolError
+from ..cluster.messages import (
+    PROTOCOL_MAJOR,
+    Abort,
+    Announce,
+    Attach,
+    KVHello,
+    KVRefused,
+    KVUp,
+    KVWelcome,
+    Layout,
+    Pull,
+    Release,
+)
+from .layout import KVLayout, agree
+from .session import (
+    LEASE_S,
+    Effect,
+    Lease,
+    Notify,
+    Peer,
+    Send,
+    SendBlock,
+    SenderRoom,
+    SenderState,
+    Tombstones,
+    TransferCounters,
+)
+from .transport import Dropped, Offer, Released
+
+EARLY_S = 120.0
+MAX_EARLY = 4096
+MAX_PEERS = 1024
+MAX_REASON = 1024
+
+
+@dataclass(frozen=True)
+class _Greeted:
+    """A connection whose handshake is done."""
+
+    instance: str
+    layout: KVLayout
+
+
+@dataclass(frozen=True)
+class _Early:
+    """An Attach without an offer."""
+
+    peer: Peer
+    attach: Attach
+    expires_at: float
+
+
+class SenderSession:
+    """All rooms and peers of one prefill worker."""
+
+    def __init__(
+        self,
+        instance: str,
+        layout: Layout,
+        *,
+        lease_s: float = LEASE_S,
+        early_s: float = EARLY_S,
+        max_early: int = MAX_EARLY,
+        max_peers: int = MAX_PEERS,
+    ) -> None:
+        self.instance = instance
+        self.layout = KVLayout(layout)
+        self.counters = TransferCounters()
+        self._lease_s = lease_s
+        self._early_s = early_s
+        self._max_early = max_early
+        self._max_peers = max_peers
+        self._rooms: dict[str, SenderRoom] = {}
+        self._peers: OrderedDict[Peer, _Greeted] = OrderedDict()
+        self._early: OrderedDict[str, _Early] = OrderedDict()
+        self._tombstones = Tombstones()
+
+    def __repr__(self) -> str:
+        return f"SenderSession(rooms={len(self._rooms)}, early={len(self._early)}, peers={len(self._peers)})"
+
+    @property
+    def num_rooms(self) -> int:
+        return len(self._rooms)
+
+    def is_open(self, room: str, epoch: int) -> bool:
+        """Whether the attempt still owns its pages."""
+        known = self._rooms.get(room)
+        return known is not None and known.offer.epoch == epoch
+
+    # --- commands -----------------------------------------------------------------------------------------------------
+
+    def offer(self, offer: Offer, now: float) -> list[Effect]:
+        """Opens a room; a newer attempt replaces an older one, which is Dropped.
+
+        Raises LocalProtocolError when the pages do not fit the tokens, or the attempt was offered before.
+        """
+        expected = self.layout.stream(offer.num_tokens, 0).num_pages
+        if offer.num_tokens < 1 or len(offer.pages) != expected:
+            raise LocalProtocolError(f"{offer.num_tokens} tokens lie in {expected} pages, not in {len(offer.pages)}")
+        effects: list[Effect] = []
+        old = self._rooms.get(offer.room)
+        if old is not None:
+            if old.offer.epoch >= offer.epoch:
+                raise LocalProtocolError(f"room {offer.room} is open at epoch {old.offer.epoch}")
+            effects += self._drop(old, "a newer attempt was offered", now)
+        room = SenderRoom(offer, Lease(self._lease_s, now))
+        self._rooms[offer.room] = room
+        early = self._early.get(offer.room)
+        if early is not None and early.attach.epoch <= offer.epoch:
+            del self._early[offer.room]
+            if early.peer in self._peers:
+                effects += self._attach(early.peer, self._peers[early.peer], early.attach, now)
+        return effects
+
+    def advance(self, room: str, epoch: int, tokens_ready: int, first_token: int | None, now: float) -> list[Effect]:
+        """Announces progress; nothing happens when the room has ended meanwhile."""
+        known = self._rooms.get(room)
+        if known is None or known.offer.epoch != epoch:
+            return []
+        if not known.tokens_ready <= tokens_ready <= known.offer.num_tokens or known.is_final:
+            raise LocalProtocolError(f"{tokens_ready} tokens ready do not follow {known}")
+        if first_token is not None and tokens_ready != known.offer.num_tokens:
+            raise LocalProtocolError(f"the first token is known with {tokens_ready} tokens ready in {known}")
+        known.tokens_ready = tokens_ready
+        known.first_token = first_token
+        known.lease.renew(now)
+        return [self._announce(known)] if known.state is SenderState.ATTACHED else []
+
+    def release(self, room: str, epoch: int, reason: str, now: float) -> list[Effect]:
+        """Gives an attempt up without an event, also one that was not offered yet."""
+        effects: list[Effect] = []
+        known = self._rooms.get(room)
+        if known is not None and known.offer.epoch <= epoch:
+            effects += self._abort_peer(known, reason)
+            self._close(known, SenderState.DROPPED, reason, now)
+        elif known is None and self._tombstones.find(room, epoch) is None:
+            self._tombstones.bury(room, epoch, is_success=False, reason=reason, now=now)
+        early = self._early.get(room)
+        if early is not None and early.attach.epoch <= epoch:
+            del self._early[room]
+            effects.append(self._abort(early.peer, room, early.attach.epoch, reason))
+        return effects
+
+    def close(self, now: float) -> list[Effect]:
+        """Gives every room up; their Aborts are the effects."""
+        effects: list[Effect] = []
+        for room, known in list(self._rooms.items()):
+            effects += self.release(room, known.offer.epoch, "prefill stops", now)
+        for room, early in list(self._early.items()):
+            effects += self.release(room, early.attach.epoch, "prefill stops", now)
+        self._peers.clear()
+        return effects
+
+    # --- what the network and the clock do ----------------------------------------------------------------------------
+
+    def receive(self, peer: Peer, message: KVUp, now: float) -> list[Effect]:
+        """Handles one message of `peer`."""
+        if isinstance(message, KVHello):
+            return self._greet(peer, message)
+        greeted = self._peers.get(peer)
+        if greeted is None or greeted.instance != message.instance:
+            # a peer of our predecessor, or one that reconnected: it greets again when it hears nothing
+            self.counters.stale_instance += 1
+            return []
+        self._peers.move_to_end(peer)
+        if isinstance(message, Attach):
+            return self._attach(peer, greeted, message, now)
+        known = self._rooms.get(message.room)
+        if known is None or known.offer.epoch != message.epoch or not _may_speak(known, message):
+            return self._answer_stranger(peer, message, known)
+        known.peer = peer  # the same process may have reconnected
+        if isinstance(message, Pull):
+            return self._pull(known, message, now)
+        if isinstance(message, Release):
+            if not known.is_final:
+                self.counters.unexpected += 1
+                return []
+            self._close(known, SenderState.RELEASED, "released", now)
+            return [Notify(Released(room=message.room, epoch=message.epoch))]
+        reason = message.reason[:MAX_REASON] or "aborted by decode"
+        self._close(known, SenderState.DROPPED, reason, now)
+        return [Notify(Dropped(room=message.room, epoch=message.epoch, reason=reason))]
+
+    def peer_gone(self, peer: Peer) -> None:
+        """The connection is no more. Its rooms wait for the same process to attach again, until their lease ends."""
+        self._peers.pop(peer, None)
+
+    def tick(self, now: float) -> list[Effect]:
+        """Ends what is overdue."""
+        effects: list[Effect] = []
+        for known in list(self._rooms.values()):
+            if known.waits_for_decode and known.lease.is_over(now):
+                effects += self._drop(known, f"no progress for {self._lease_s:g} s", now)
+        while self._early:
+            room, early = next(iter(self._early.items()))
+            if early.expires_at > now:
+                break
+            effects.append(self._evict_early(room))
+        self._tombstones.sweep(now)
+        return effects
+
+    def next_deadline(self) -> float | None:
+        """When `tick` has something to do, unless something happens before."""
+        times = [room.lease.ends_at for room in self._rooms.values() if room.waits_for_decode]
+        if self._early:
+            times.append(next(iter(self._early.values())).expires_at)
+        return min(times, default=None)
+
+    # --- parts --------------------------------------------------------------------------------------------------------
+
+    def _greet(self, peer: Peer, hello: KVHello) -> list[Effect]:
+        try:
+            if hello.protocol != PROTOCOL_MAJOR:
+                raise HandshakeRefused(f"KV protocols differ: ours {PROTOCOL_MAJOR}, theirs {hello.protocol}")
+            common = agree(self.layout.wire, hello.layout)
+        except HandshakeRefused as refusal:
+            self.counters.refused_peers += 1
+            return [Send(peer, KVRefused(instance=self.instance, reason=str(refusal)))]
+        self._peers[peer] = _Greeted(hello.instance, KVLayout(common))
+        self._peers.move_to_end(peer)
+        while len(self._peers) > self._max_peers:
+            self._peers.popitem(last=False)
+        return [Send(peer, KVWelcome(instance=self.instance, layout=common))]
+
+    def _attach(self, peer: Peer, greeted: _Greeted, attach: Attach, now: float) -> list[Effect]:
+        known = self._rooms.get(attach.room)
+        if known is None or known.offer.epoch < attach.epoch:
+            return self._keep_early(peer, attach, now)
+        if known.offer.epoch > attach.epoch:
+            self.counters.stale_epoch += 1
+            return [self._abort(peer, attach.room, attach.epoch, "a newer attempt is open")]
+        if known.peer_instance not in ("", attach.instance):
+            self.counters.stale_instance += 1
+            return [self._abort(peer, attach.room, attach.epoch, "another decode worker is attached")]
+        try:
+            stream = greeted.layout.stream(known.offer.num_tokens, attach.have)
+        except LocalProtocolError as error:
+            self.counters.unexpected += 1
+            return [self._abort(peer, attach.room, attach.epoch, str(error))]
+        if known.stream is None or known.stream != stream:
+            known.num_pulled = 0
+            known.lease.renew(now)
+        known.peer, known.peer_instance, known.stream = peer, attach.instance, stream
+        known.move(SenderState.ATTACHED)
+        return [self._announce(known)]
+
+    def _keep_early(self, peer: Peer, attach: Attach, now: float) -> list[Effect]:
+        stone = self._tombstones.find(attach.room, attach.epoch)
+        if stone is not None:
+            return [self._abort(peer, attach.room, attach.epoch, f"the room is closed: {stone.reason}")]
+        old = self._early.get(attach.room)
+        if old is not None and old.attach.epoch > attach.epoch:
+            self.counters.stale_epoch += 1
+            return [self._abort(peer, attach.room, attach.epoch, "a newer attempt is attached")]
+        is_same = old is not None and old.attach.epoch == attach.epoch
+        expires_at = old.expires_at if old is not None and is_same else now + self._early_s
+        if not is_same:
+            self._early.pop(attach.room, None)
+        self._early[attach.room] = _Early(peer, attach, expires_at)
+        alive = Announce(room=attach.room, epoch=attach.epoch, instance=self.instance, tokens_ready=0)
+        effects: list[Effect] = [Send(peer, alive)]
+        if len(self._early) > self._max_early:
+            effects.append(self._evict_early(next(iter(self._early))))
+        return effects
+
+    def _evict_early(self, room: str) -> Effect:
+        early = self._early.pop(room)
+        return self._abort(early.peer, room, early.attach.epoch, "prefill got no such request")
+
+    def _answer_stranger(self, peer: Peer, message: Pull | Release | Abort, known: SenderRoom | None) -> list[Effect]:
+        """A message about a room that this peer does not hold open here."""
+        early = self._early.get(message.room)
+        if isinstance(message, Abort) and early is not None and early.attach.epoch <= message.epoch:
+            del self._early[message.room]
+            return []
+        if known is None:
+            self.counters.unknown_room += 1
+        elif known.offer.epoch != message.epoch:
+            self.counters.stale_epoch += 1
+        else:
+            self.counters.stale_instance += 1
+        if not isinstance(message, Pull):
+            return []
+        if known is not None and known.offer.epoch == message.epoch and known.state is SenderState.OFFERED:
+            return []  # its Attach got lost and will come again
+        return [self._abort(peer, message.room, message.epoch, "the room is not open here")]
+
+    def _pull(self, known: SenderRoom, pull: Pull, now: float) -> list[Effect]:
+        stream = known.stream
+        assert stream is not None, "an attached room has a stream"
+        if pull.block >= stream.ready_blocks(known.tokens_ready):
+            self.counters.unexpected += 1
+            return []
+        known.lease.renew(now)
+        known.num_pulled = max(known.num_pulled, pull.block + 1)
+        skipped = stream.have // self.layout.wire.page_size
+        block = SendBlock(
+            peer=known.peer,
+            room=pull.room,
+            epoch=pull.epoch,
+            block=pull.block,
+            size=stream.block_size(pull.block),
+            segments=stream.segments(pull.block),
+            pages=known.offer.pages[skipped:],
+        )
+        return [block]
+
+    def _announce(self, known: SenderRoom) -> Send:
+        return Send(
+            known.peer,
+            Announce(
+                room=known.offer.room,
+                epoch=known.offer.epoch,
+                instance=self.instance,
+                tokens_ready=known.tokens_ready,
+                final=known.is_final,
+                first_token=known.first_token or 0,
+            ),
+        )
+
+    def _drop(self, known: SenderRoom, reason: str, now: float) -> list[Effect]:
+        effects = self._abort_peer(known, reason)
+        self._close(known, SenderState.DROPPED, reason, now)
+        return [*effects, Notify(Dropped(room=known.offer.room, epoch=known.offer.epoch, reason=reason))]
+
+    def _abort_peer(self, known: SenderRoom, reason: str) -> list[Effect]:
+        return [self._abort(known.peer, known.offer.room, known.offer.epoch, reason)] if known.peer else []
+
+    def _abort(self, peer: Peer, room: str, epoch: int, reason: str) -> Send:
+        return Send(peer, Abort(room=room, epoch=epoch, instance=self.instance, reason=reason[:MAX_REASON]))
+
+    def _close(self, known: SenderRoom, state: SenderState, reason: str, now: float) -> None:
+        known.move(state)
+        offer = known.offer
+        del self._rooms[offer.room]
+        is_success = state is SenderState.RELEASED
+        self._tombstones.bury(offer.room, offer.epoch, is_success=is_success, reason=reason, now=now)
+
+
+def _may_speak(known: SenderRoom, message: Pull | Release | Abort) -> bool:
+    """Only the attached process speaks for a room; before anybody attached, an Abort is believed."""
+    return known.peer_instance == message.instance or (known.peer_instance == "" and isinstance(message, Abort))

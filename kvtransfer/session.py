@@ -1,0 +1,271 @@
+"""The states of a room on either side, as data. Nothing here knows a socket, a clock or a page's bytes.
+
+Prefill:   OFFERED -> ATTACHED -> RELEASED | DROPPED          (OFFERED -> DROPPED)
+Decode:    GREETING -> ATTACHING -> PULLING -> COMPLETE | LOST  (every state -> LOST)
+
+`now` is a monotonic time in seconds and is always handed in. Every state ends by itself: a lease ends a room that makes
+no progress. Closed rooms leave a tombstone, bounded in number and time, so that late messages get the right answer.
+"""
+
+from collections import OrderedDict
+from dataclasses import dataclass, field, fields
+from enum import Enum
+
+from ..cluster.messages import KVDown, KVUp
+from .layout import RoomStream, Segment
+from .transport import Offer, PullRequest, TransportEvent
+
+LEASE_S = 5.0
+SILENCE_S = 1.0
+WINDOW = 6
+MAX_REPULLS = 2
+TOMBSTONE_S = 60.0
+MAX_TOMBSTONES = 4096
+
+Peer = str  # prefill: the connection's routing id in hex; decode: prefill's endpoint
+
+
+# --- what a session tells its shell to do -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Send:
+    """Send a message that has no payload. It may get lost; the session tries again by itself."""
+
+    peer: Peer
+    message: KVUp | KVDown
+
+
+@dataclass(frozen=True)
+class SendBlock:
+    """Send block `block` of a room, if the room is still open when its turn comes."""
+
+    peer: Peer
+    room: str
+    epoch: int
+    block: int
+    size: int
+    segments: tuple[Segment, ...]
+    pages: tuple[int, ...]  # page ids, indexed by Segment.page_index
+
+
+@dataclass(frozen=True)
+class Notify:
+    """Tell the owner."""
+
+    event: TransportEvent
+
+
+@dataclass(frozen=True)
+class CloseLink:
+    """Nothing is left to say to this peer."""
+
+    peer: Peer
+
+
+Effect = Send | SendBlock | Notify | CloseLink
+
+
+# --- rooms ------------------------------------------------------------------------------------------------------------
+
+
+class SenderState(Enum):
+    OFFERED = "offered"  # no decode worker has attached yet
+    ATTACHED = "attached"
+    RELEASED = "released"  # decode holds everything
+    DROPPED = "dropped"
+
+
+class ReceiverState(Enum):
+    GREETING = "greeting"  # the handshake with the peer is not done
+    ATTACHING = "attaching"  # no announcement yet
+    PULLING = "pulling"
+    COMPLETE = "complete"
+    LOST = "lost"
+
+
+SENDER_TRANSITIONS: dict[SenderState, frozenset[SenderState]] = {
+    SenderState.OFFERED: frozenset({SenderState.ATTACHED, SenderState.DROPPED}),
+    SenderState.ATTACHED: frozenset({SenderState.ATTACHED, SenderState.RELEASED, SenderState.DROPPED}),
+    SenderState.RELEASED: frozenset(),
+    SenderState.DROPPED: frozenset(),
+}
+RECEIVER_TRANSITIONS: dict[ReceiverState, frozenset[ReceiverState]] = {
+    ReceiverState.GREETING: frozenset({ReceiverState.ATTACHING, ReceiverState.LOST}),
+    ReceiverState.ATTACHING: frozenset({ReceiverState.PULLING, ReceiverState.LOST}),
+    ReceiverState.PULLING: frozenset({ReceiverState.COMPLETE, ReceiverState.LOST}),
+    ReceiverState.COMPLETE: frozenset(),
+    ReceiverState.LOST: frozenset(),
+}
+
+
+class Lease:
+    """A time limit on no progress."""
+
+    def __init__(self, seconds: float, now: float) -> None:
+        self._seconds = seconds
+        self.ends_at = now + seconds
+
+    def __repr__(self) -> str:
+        return f"Lease(ends_at={self.ends_at:.3f})"
+
+    def renew(self, now: float) -> None:
+        self.ends_at = now + self._seconds
+
+    def is_over(self, now: float) -> bool:
+        return now >= self.ends_at
+
+
+@dataclass
+class SenderRoom:
+    """Prefill's side of a room."""
+
+    offer: Offer
+    lease: Lease
+    state: SenderState = SenderState.OFFERED
+    peer: Peer = ""
+    peer_instance: str = ""
+    stream: RoomStream | None = None  # set by the Attach, which says `have`
+    tokens_ready: int = 0
+    first_token: int | None = None
+    num_pulled: int = 0  # 1 + the highest block that was pulled
+
+    def __repr__(self) -> str:
+        ready = f"{self.tokens_ready}/{self.offer.num_tokens}"
+        return f"SenderRoom({self.offer.room[:8]}.{self.offer.epoch} {self.state.value} ready={ready})"
+
+    @property
+    def is_final(self) -> bool:
+        return self.first_token is not None
+
+    @property
+    def waits_for_decode(self) -> bool:
+        """Whether the lease runs: decode has something to do. While prefill computes, the owner has the room."""
+        if self.is_final:
+            return True
+        if self.stream is None:
+            return self.tokens_ready > 0
+        return self.stream.ready_blocks(self.tokens_ready) > self.num_pulled
+
+    def move(self, state: SenderState) -> None:
+        assert state in SENDER_TRANSITIONS[self.state], f"{self.state} -> {state}"
+        self.state = state
+
+
+@dataclass
+class InFlight:
+    """One pull that was not answered yet."""
+
+    sent_at: float
+    num_repulls: int = 0
+
+
+@dataclass
+class ReceiverRoom:
+    """Decode's side of a room."""
+
+    request: PullRequest
+    lease: Lease
+    state: ReceiverState = ReceiverState.GREETING
+    stream: RoomStream | None = None  # set by the handshake, which settles the layout
+    tokens_ready: int = 0
+    first_token: int | None = None
+    announced_at: float | None = None
+    heard_at: float = 0.0  # last message of the peer about this room, or our last question
+    next_block: int = 0
+    num_leading: int = 0  # blocks [0, num_leading) are in place
+    in_flight: dict[int, InFlight] = field(default_factory=dict)
+    landed_ahead: set[int] = field(default_factory=set)  # in place, but behind a gap
+
+    def __repr__(self) -> str:
+        total = "?" if self.stream is None else str(self.stream.num_blocks)
+        name = f"{self.request.room[:8]}.{self.request.epoch}"
+        return f"ReceiverRoom({name} {self.state.value} {self.num_leading}/{total})"
+
+    @property
+    def has_all(self) -> bool:
+        return self.stream is not None and self.num_leading == self.stream.num_blocks
+
+    @property
+    def has_block_to_pull(self) -> bool:
+        return self.stream is not None and self.next_block < self.stream.ready_blocks(self.tokens_ready)
+
+    def is_landed(self, block: int) -> bool:
+        return block < self.num_leading or block in self.landed_ahead
+
+    def land(self, block: int) -> None:
+        """Marks a block as in place."""
+        del self.in_flight[block]
+        self.landed_ahead.add(block)
+        while self.num_leading in self.landed_ahead:
+            self.landed_ahead.remove(self.num_leading)
+            self.num_leading += 1
+
+    def move(self, state: ReceiverState) -> None:
+        assert state in RECEIVER_TRANSITIONS[self.state], f"{self.state} -> {state}"
+        self.state = state
+
+
+# --- what is left of closed rooms -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Tombstone:
+    """How a room ended."""
+
+    epoch: int
+    is_success: bool
+    reason: str
+    expires_at: float
+
+
+class Tombstones:
+    """The last closed rooms, at most `limit`, each for `seconds`."""
+
+    def __init__(self, limit: int = MAX_TOMBSTONES, seconds: float = TOMBSTONE_S) -> None:
+        self._limit = limit
+        self._seconds = seconds
+        self._stones: OrderedDict[str, Tombstone] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._stones)
+
+    def bury(self, room: str, epoch: int, *, is_success: bool, reason: str, now: float) -> None:
+        """Remembers the end of a room; the latest epoch wins."""
+        old = self._stones.pop(room, None)
+        if old is not None and old.epoch > epoch:
+            self._stones[room] = old
+            return
+        self._stones[room] = Tombstone(epoch, is_success, reason, now + self._seconds)
+        while len(self._stones) > self._limit:
+            self._stones.popitem(last=False)
+
+    def find(self, room: str, epoch: int) -> Tombstone | None:
+        """The end of this attempt, or of a later one of the same room."""
+        stone = self._stones.get(room)
+        return stone if stone is not None and stone.epoch >= epoch else None
+
+    def sweep(self, now: float) -> None:
+        while self._stones and next(iter(self._stones.values())).expires_at <= now:
+            self._stones.popitem(last=False)
+
+
+@dataclass
+class TransferCounters:
+    """Monotonic totals of one endpoint."""
+
+    stale_epoch: int = 0  # messages of another attempt than the open one
+    stale_instance: int = 0  # messages of another process than the expected one
+    unknown_room: int = 0
+    unexpected: int = 0  # legal messages that make no sense now: a pull of what is not ready, a block not asked for
+    duplicate_blocks: int = 0
+    repulls: int = 0
+    digest_mismatches: int = 0
+    malformed: int = 0  # frames that did not decode, or had too many parts
+    refused_peers: int = 0
+    blocks: int = 0  # sent by prefill, landed on decode
+    bytes: int = 0
+
+    def snapshot(self) -> dict[str, float]:
+        """Name to total, for heartbeats."""
+        return {f.name: float(getattr(self, f.name)) for f in fields(self)}

@@ -1,0 +1,107 @@
+"""The loop of a worker process: receive, expire, step, beat, until it is drained.
+
+The heartbeat is made by the thread that computes: between two steps, and by `beat` between the layers of a long forward.
+A forward that hangs is thus seen by the router as a worker that hangs, and one that is merely long is not.
+"""
+
+import logging
+import time
+from typing import Protocol
+
+from ..cluster.life import EXIT_CRASHED, EXIT_OK, Shutdown
+from ..cluster.log import fields
+from ..cluster.messages import Goodbye, Heartbeat, WorkerStats
+from .link import LinkEvent, LinkFailed, RouterLost, WorkerLink
+
+logger = logging.getLogger(__name__)
+
+HEARTBEAT_S = 0.25
+IDLE_WAIT_S = 0.05  # how long an idle loop may sleep before it looks at the shutdown events
+
+
+class Worker(Protocol):
+    """What a role does; the loop owns no room."""
+
+    instance: str
+
+    def handle(self, event: LinkEvent, now: float) -> None:
+        """Take one message or transport event in."""
+
+    def drop_all(self, reason: str) -> None:
+        """The router is gone: cancel every room."""
+
+    def expire(self, now: float) -> None:
+        """End what is past its deadline."""
+
+    def step(self) -> bool:
+        """One forward's worth of work; False when there was none."""
+
+    def start_draining(self) -> None:
+        """Take no new room from here on."""
+
+    @property
+    def num_rooms(self) -> int:
+        """Rooms that hold anything here."""
+
+    def stats(self) -> WorkerStats:
+        """The worker's condition."""
+
+
+class WorkerLoop:
+    """Runs a worker until its shutdown is complete; `run` returns the exit code."""
+
+    def __init__(self, worker: Worker, link: WorkerLink, shutdown: Shutdown, *, drain_timeout_s: float) -> None:
+        self.worker = worker
+        self.link = link
+        self.shutdown = shutdown
+        self.drain_timeout_s = drain_timeout_s
+        self._drain_until: float | None = None
+        self._next_beat = 0.0
+
+    def run(self) -> int:
+        """Serve, then drain: stay until every room ended, the drain time is over, or a second signal came."""
+        code, is_busy = EXIT_OK, False
+        while code == EXIT_OK and not self._is_over(time.monotonic()):
+            for event in self.link.receive(0.0 if is_busy else IDLE_WAIT_S):
+                code = max(code, self._handle(event))
+            now = time.monotonic()
+            self.worker.expire(now)
+            is_busy = self.worker.step()
+            self.beat()
+        self.link.close()
+        return code
+
+    def _handle(self, event: LinkEvent) -> int:
+        match event:
+            case LinkFailed(error=error):
+                logger.error("the link thread failed", exc_info=error)
+                return EXIT_CRASHED
+            case RouterLost(reason=reason):
+                logger.warning("every room is dropped", extra=fields(reason=reason, rooms=self.worker.num_rooms))
+                self.worker.drop_all(reason)
+            case _:
+                self.worker.handle(event, time.monotonic())
+        return EXIT_OK
+
+    def _is_over(self, now: float) -> bool:
+        if self.shutdown.stop.is_set():
+            return True
+        if not self.shutdown.drain.is_set():
+            return False
+        if self._drain_until is None:
+            self._drain_until = now + self.drain_timeout_s
+            self.worker.start_draining()
+            self.link.post(Goodbye(instance=self.worker.instance))
+            self._next_beat = 0.0
+            logger.info("draining", extra=fields(rooms=self.worker.num_rooms))
+        if now >= self._drain_until:
+            logger.warning("drain time is over", extra=fields(rooms=self.worker.num_rooms))
+            return True
+        return self.worker.num_rooms == 0
+
+    def beat(self) -> None:
+        """Send a heartbeat if one is due."""
+        now = time.monotonic()
+        if now >= self._next_beat:
+            self._next_beat = now + HEARTBEAT_S
+            self.link.post(Heartbeat(instance=self.worker.instance, stats=self.worker.stats()))

@@ -1,0 +1,66 @@
+"""`python -m baton.router`: the router process."""
+
+import asyncio
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+import uvloop
+
+from ..cluster.config import RouterConfig, load_config
+from ..cluster.life import EXIT_OK, Shutdown, run_phases, run_role
+from ..cluster.log import configure
+from .app import Router
+from .tokenizer import Tokenizer, load_tokenizer
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a router until it is told to end; the process's exit code."""
+    arguments = sys.argv[1:] if argv is None else argv
+    return run_role("baton router", lambda: _start(arguments))
+
+
+def _start(argv: Sequence[str]) -> Callable[[], int]:
+    config = load_config(RouterConfig, argv, os.environ)
+    configure("router", level=config.log_level, log_format=config.log_format)
+    made: list[Tokenizer | Router] = []
+
+    def load() -> None:
+        made.append(load_tokenizer(config.model))
+
+    def listen() -> None:
+        tokenizer = made[0]
+        assert isinstance(tokenizer, Tokenizer)
+        made.append(Router(config, tokenizer))
+
+    run_phases([("loading the tokenizer", load), ("binding sockets", listen)])
+    router = made[1]
+    assert isinstance(router, Router)
+    return lambda: _serve(router)
+
+
+def _serve(router: Router) -> int:
+    uvloop.run(_run(router))
+    return EXIT_OK
+
+
+async def _run(router: Router) -> None:
+    loop = asyncio.get_running_loop()
+    drain, stop = asyncio.Event(), asyncio.Event()
+
+    def pass_on() -> None:
+        if shutdown.drain.is_set():
+            drain.set()
+        if shutdown.stop.is_set():
+            stop.set()
+
+    def wake() -> None:
+        loop.call_soon_threadsafe(pass_on)
+
+    shutdown = Shutdown(on_change=wake)
+    shutdown.install()
+    await router.run(drain, stop)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

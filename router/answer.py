@@ -1,0 +1,215 @@
+"""The answer to one generation request, as an ASGI response: whole, or as server-sent events.
+
+One task serves a request. It waits on its inbox, turns all that is there into one write, and ends when every choice has
+ended, when the request failed, or when the client left, which a second task waits for.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from starlette.types import Receive, Scope, Send
+
+from .dispatch import Dispatcher, Entry
+from .errors import ApiError, bad_request, overloaded, unavailable, upstream
+from .generation import Choice, Piece
+from .inbox import Disconnected, Inbox, InboxEvent
+from .replies import (
+    DONE,
+    AnyTimeline,
+    Builder,
+    ChoiceTimelines,
+    CompletionDetails,
+    PromptDetails,
+    Usage,
+    sse_error,
+)
+from .room_effects import Broken, Deliver
+
+SSE_HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-store"}
+JSON_HEADERS = {"content-type": "application/json"}
+
+
+class ClientLeft(Exception):
+    """Nobody waits for the answer any more."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wish:
+    """How a client wants its answer."""
+
+    is_stream: bool
+    wants_usage: bool
+    wants_timeline: bool
+    choices_per_prompt: int
+
+
+class Answer:
+    """A response for Starlette; `entries` are the rooms of its choices, in order."""
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        clock: Callable[[], float],
+        entries: Sequence[Entry],
+        inbox: Inbox,
+        choices: Sequence[Choice],
+        builder: Builder,
+        wish: Wish,
+    ) -> None:
+        self._dispatcher = dispatcher
+        self._clock = clock
+        self._entries = entries
+        self._inbox = inbox
+        self._choices = choices
+        self._builder = builder
+        self._wish = wish
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serves the answer to the end, and leaves no room behind however it ends."""
+        self._inbox.own()
+        watcher = asyncio.create_task(_watch(receive, self._inbox))
+        try:
+            await (self._stream(send) if self._wish.is_stream else self._collect(send))
+        except ClientLeft:
+            pass
+        except asyncio.CancelledError:
+            if not self._inbox.is_cut:
+                raise
+        finally:
+            watcher.cancel()
+            for entry in self._entries:
+                self._dispatcher.client_left(entry)
+
+    # --- the two forms ------------------------------------------------------------------------------------------------
+
+    async def _collect(self, send: Send) -> None:
+        pieces: list[list[Piece]] = [[] for _ in self._choices]
+        try:
+            while not self._is_done:
+                for index, piece in self._absorb(await self._inbox.take()):
+                    pieces[index].append(piece)
+        except ApiError as error:
+            return await _send_error(send, error)
+        whole = [Piece.joined(parts) for parts in pieces]
+        timeline = self._timeline() if self._wish.wants_timeline else None
+        await _send_start(send, 200, JSON_HEADERS)
+        await _send_body(send, self._builder.whole(whole, self._usage(), timeline), is_last=True)
+
+    async def _stream(self, send: Send) -> None:
+        """Headers go out with the first tokens, so that an early failure has a status of its own."""
+        is_open = [False] * len(self._choices)
+        is_started = False
+        try:
+            while not self._is_done:
+                data = b""
+                for index, piece in self._absorb(await self._inbox.take()):
+                    if not is_open[index]:
+                        is_open[index] = True
+                        data += self._builder.opening(index)
+                    data += self._builder.chunk(index, piece)
+                if not is_started:
+                    is_started = True
+                    await _send_start(send, 200, SSE_HEADERS)
+                if self._is_done:
+                    data += self._closing() + DONE
+                if data:
+                    await _send_body(send, data, is_last=self._is_done)
+        except ApiError as error:
+            if not is_started:
+                return await _send_error(send, error)
+            await _send_body(send, sse_error(error), is_last=True)
+
+    def _closing(self) -> bytes:
+        usage = self._usage() if self._wish.wants_usage else None
+        return self._builder.closing(usage, self._timeline() if self._wish.wants_timeline else None)
+
+    # --- events -------------------------------------------------------------------------------------------------------
+
+    @property
+    def _is_done(self) -> bool:
+        return all(choice.finish for choice in self._choices)
+
+    def _absorb(self, events: Sequence[tuple[int, InboxEvent]]) -> list[tuple[int, Piece]]:
+        """The pieces of a batch of events. Raises ApiError for a failure and ClientLeft."""
+        pieces = []
+        for index, event in events:
+            if isinstance(event, Disconnected):
+                raise ClientLeft
+            if isinstance(event, Broken):
+                if not self._choices[index].finish:
+                    raise error_of(event)
+            elif isinstance(event, Deliver):
+                pieces.append((index, self._add(index, event)))
+            else:
+                pieces.append((index, self._choices[index].end(event.reason)))
+        return pieces
+
+    def _add(self, index: int, event: Deliver) -> Piece:
+        choice = self._choices[index]
+        piece = choice.add(event)
+        if piece.finish:
+            self._dispatcher.stopped(self._entries[index])
+        return piece
+
+    # --- accounts -----------------------------------------------------------------------------------------------------
+
+    def _usage(self) -> Usage:
+        rooms = [entry.room for entry in self._entries]
+        firsts = rooms[:: self._wish.choices_per_prompt]  # the choices of a prompt share it
+        num_prompt = sum(room.num_prompt for room in firsts)
+        num_output = sum(choice.num_tokens for choice in self._choices)
+        drafted = sum(room.decode_timeline.drafted_tokens for room in rooms if room.decode_timeline)
+        accepted = sum(room.decode_timeline.accepted_tokens for room in rooms if room.decode_timeline)
+        cached = sum(room.prefill_timeline.cached_tokens for room in firsts if room.prefill_timeline)
+        return Usage(
+            prompt_tokens=num_prompt,
+            completion_tokens=num_output,
+            total_tokens=num_prompt + num_output,
+            prompt_tokens_details=PromptDetails(cached_tokens=cached),
+            completion_tokens_details=CompletionDetails(
+                accepted_prediction_tokens=accepted, rejected_prediction_tokens=max(0, drafted - accepted)
+            ),
+        )
+
+    def _timeline(self) -> AnyTimeline:
+        now = self._clock()
+        timelines = [entry.timeline(now) for entry in self._entries]
+        return timelines[0] if len(timelines) == 1 else ChoiceTimelines(timelines)
+
+
+def error_of(event: Broken) -> ApiError:
+    """What the client hears of a failure: a fixed sentence per kind, since a worker's words may name its host."""
+    if event.kind == "NoWorkers" or event.kind == "Shutdown":
+        return unavailable(event.message)
+    if event.kind == "QueueTimeout":
+        return overloaded(event.message)
+    if event.kind == "Refused":
+        return bad_request("No worker takes this request: " + event.message[:200])
+    if event.kind == "PeerLost":
+        return upstream("A worker was lost while it served this request. Try again.", "worker_lost")
+    if event.kind == "Timeout":
+        return upstream("A worker made no progress with this request. Try again.", "worker_timeout")
+    return upstream("A worker failed to serve this request. Try again.", "worker_failed")
+
+
+async def _watch(receive: Receive, inbox: Inbox) -> None:
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            inbox.put(0, Disconnected())
+            return
+
+
+async def _send_error(send: Send, error: ApiError) -> None:
+    await _send_start(send, error.status, JSON_HEADERS | error.headers)
+    await _send_body(send, error.encode(), is_last=True)
+
+
+async def _send_start(send: Send, status: int, headers: dict[str, str]) -> None:
+    raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+    await send({"type": "http.response.start", "status": status, "headers": raw})
+
+
+async def _send_body(send: Send, data: bytes, *, is_last: bool) -> None:
+    await send({"type": "http.response.body", "body": data, "more_body": not is_last})

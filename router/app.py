@@ -1,0 +1,152 @@
+"""The router process: what it is made of, how it serves, how it ends.
+
+    serving    new requests are taken
+    draining   /ready is 503 and new requests get 503; running ones end, for at most drain_timeout_s
+    stopping   what still runs gets an error; the listener closes
+"""
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import uvicorn
+
+from ..cluster.config import RouterConfig
+from ..cluster.errors import StartupError
+from ..cluster.log import fields
+from ..cluster.metrics import RouterMetrics
+from ..cluster.sockets import check_bind_address
+from .control import ControlSocket
+from .dispatch import Dispatcher
+from .http import Routes
+from .registry import Registry
+from .room_effects import Timeouts
+from .service import Service
+from .tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+TICK_S = 0.1
+LAST_WRITES_S = 2  # for error frames, after the drain
+
+
+class Server(uvicorn.Server):
+    """uvicorn without its own signal handling: the process decides when to end."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class Router:
+    """Everything of one router. Sockets are bound when it is made, so that a port in use is known at once."""
+
+    def __init__(self, config: RouterConfig, tokenizer: Tokenizer, timeouts: Timeouts | None = None) -> None:
+        self._config = config
+        self.instance = secrets.token_hex(16)
+        self._listener = _listen(config.host, config.port, trusted_network=config.trusted_network)
+        try:
+            self.control = ControlSocket(config.control_bind, trusted_network=config.trusted_network)
+        except Exception:
+            self._listener.close()
+            raise
+        self.dispatcher = Dispatcher(
+            Registry(self.instance, config.worker_timeout_s),
+            self.control.transmit,
+            time.monotonic,
+            RouterMetrics(),
+            max_queue=config.max_queue,
+            queue_timeout_s=config.queue_timeout_s,
+            timeouts=timeouts,
+        )
+        served = config.served_model or Path(config.model).name
+        self._service = Service(self.dispatcher, tokenizer, served, time.monotonic)
+        self._server = Server(self._uvicorn_config())
+        self.served_model = served
+
+    def __repr__(self) -> str:
+        return f"Router({self.url}, {self.dispatcher})"
+
+    @property
+    def port(self) -> int:
+        return int(self._listener.getsockname()[1])
+
+    @property
+    def url(self) -> str:
+        host = f"[{self._config.host}]" if ":" in self._config.host else self._config.host
+        return f"http://{host}:{self.port}"
+
+    async def run(self, drain: asyncio.Event, stop: asyncio.Event) -> None:
+        """Serves until `drain` is set and the running requests have ended, or until `stop` is set."""
+        url = self.url
+        self.control.open(self.dispatcher.on_message)
+        serving = asyncio.create_task(self._server.serve(sockets=[self._listener]))
+        ticking = asyncio.create_task(self._tick())
+        ending = asyncio.create_task(self._end(drain, stop))
+        logger.info("router serves", extra=fields(url=url, control=self.control.endpoint, model=self.served_model))
+        try:
+            done, _ = await asyncio.wait({serving, ticking, ending}, return_when=asyncio.FIRST_COMPLETED)
+            self._server.should_exit = True
+            await serving
+            for task in done:
+                task.result()  # a crash of the timers is a crash of the router
+        finally:
+            for task in (ticking, ending):
+                task.cancel()
+            await asyncio.gather(ticking, ending, return_exceptions=True)
+            self.close()
+
+    def close(self) -> None:
+        """Gives the sockets back. Idempotent."""
+        self._service.close()
+        self._listener.close()
+        self.control.close()
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            self.dispatcher.tick()
+
+    async def _end(self, drain: asyncio.Event, stop: asyncio.Event) -> None:
+        await drain.wait()
+        logger.info("router drains", extra=fields(running=self.dispatcher.num_running))
+        self.dispatcher.is_draining = True
+        deadline = time.monotonic() + self._config.drain_timeout_s
+        while self.dispatcher.num_live and time.monotonic() < deadline and not stop.is_set():
+            await _wait(stop, TICK_S)
+        self.dispatcher.fail_all("Shutdown", "The server is shutting down.")
+
+    def _uvicorn_config(self) -> uvicorn.Config:
+        return uvicorn.Config(
+            Routes(self._service, self._config.max_body_mb << 20).app(),
+            loop="none",
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=30,
+            timeout_graceful_shutdown=LAST_WRITES_S,
+        )
+
+
+async def _wait(event: asyncio.Event, seconds: float) -> None:
+    with contextlib.suppress(asyncio.TimeoutError):
+        await asyncio.wait_for(event.wait(), seconds)
+
+
+def _listen(host: str, port: int, *, trusted_network: bool) -> socket.socket:
+    """A listening socket. Raises ConfigError for an address open to others, StartupError for one that is taken."""
+    check_bind_address(f"tcp://{f'[{host}]' if ':' in host else host}:{port}", trusted_network)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=1024)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise StartupError(f"cannot listen on {host} port {port}: {reason}; choose another --port") from None

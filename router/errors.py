@@ -1,0 +1,88 @@
+"""What a client gets instead of an answer: one catalogue of OpenAI error objects."""
+
+import msgspec
+
+RETRY_AFTER_S = 1
+
+
+class ErrorBody(msgspec.Struct, frozen=True):
+    """The inner object of an OpenAI error."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorEnvelope(msgspec.Struct, frozen=True):
+    """An OpenAI error as sent."""
+
+    error: ErrorBody
+
+
+class ApiError(Exception):
+    """Ends a request with an HTTP status and an error object."""
+
+    def __init__(self, status: int, body: ErrorBody, retry_after_s: int = 0) -> None:
+        super().__init__(body.message)
+        self.status = status
+        self.body = body
+        self.retry_after_s = retry_after_s
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"retry-after": str(self.retry_after_s)} if self.retry_after_s else {}
+
+    def encode(self) -> bytes:
+        return msgspec.json.encode(ErrorEnvelope(self.body))
+
+
+def bad_request(message: str, *, param: str | None = None, code: str | None = None) -> ApiError:
+    return ApiError(400, ErrorBody(message, "invalid_request_error", param, code))
+
+
+def context_too_long(message: str, *, param: str) -> ApiError:
+    return bad_request(message, param=param, code="context_length_exceeded")
+
+
+def unknown_model(model: str, served: str) -> ApiError:
+    message = f"The model {printable(model)} does not exist; this server serves {served!r}."
+    return ApiError(404, ErrorBody(message, "invalid_request_error", "model", "model_not_found"))
+
+
+def not_found(path: str) -> ApiError:
+    return ApiError(404, ErrorBody(f"No such address: {printable(path)}", "invalid_request_error", None, "not_found"))
+
+
+def method_not_allowed(allowed: str) -> ApiError:
+    return ApiError(405, ErrorBody(f"This address takes {allowed} only.", "invalid_request_error"))
+
+
+def body_too_large(limit: int) -> ApiError:
+    return ApiError(413, ErrorBody(f"The request body is larger than {limit} bytes.", "invalid_request_error"))
+
+
+def body_too_slow() -> ApiError:
+    return ApiError(408, ErrorBody("The request body did not arrive in time.", "invalid_request_error"))
+
+
+def overloaded(message: str) -> ApiError:
+    return ApiError(429, ErrorBody(message, "rate_limit_error", None, "overloaded"), RETRY_AFTER_S)
+
+
+def unavailable(message: str) -> ApiError:
+    return ApiError(503, ErrorBody(message, "service_unavailable", None, "no_workers"), RETRY_AFTER_S)
+
+
+def upstream(message: str, code: str) -> ApiError:
+    return ApiError(502, ErrorBody(message, "server_error", None, code))
+
+
+def internal() -> ApiError:
+    return ApiError(500, ErrorBody("The server failed to handle the request.", "server_error", None, "internal"))
+
+
+def printable(text: str, limit: int = 80) -> str:
+    """A user's text inside an error message: quoted, escaped and cut."""
+    cut = text[:limit] + "..." if len(text) > limit else text
+    return ascii(cut)

@@ -1,0 +1,162 @@
+"""The HTTP surface: routes, the cap on bodies, and errors as OpenAI error objects."""
+
+import asyncio
+from collections.abc import Callable
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from ..cluster.metrics import CONTENT_TYPE
+from .answer import Answer
+from .errors import (
+    ApiError,
+    bad_request,
+    body_too_large,
+    body_too_slow,
+    internal,
+    method_not_allowed,
+    not_found,
+    unknown_model,
+)
+from .openai import ChatBody, CompletionBody, parse_body
+from .service import Service
+from .status import ModelCard, ModelList, metrics_of, status_of, why_not_ready
+
+BODY_TIMEOUT_S = 10.0
+TIMELINE_HEADER = "x-baton-timeline"
+
+
+class Routes:
+    """The endpoints over one service."""
+
+    def __init__(self, service: Service, max_body: int) -> None:
+        self._service = service
+        self._max_body = max_body  # bytes
+        self._started = service.clock()
+
+    def app(self) -> Starlette:
+        """The ASGI application."""
+        routes = [
+            Route("/v1/chat/completions", self.chat, methods=["POST"]),
+            Route("/v1/completions", self.complete, methods=["POST"]),
+            Route("/v1/models", self.models, methods=["GET"]),
+            Route("/v1/models/{model:path}", self.model, methods=["GET"]),
+            Route("/health", self.health, methods=["GET"]),
+            Route("/ready", self.ready, methods=["GET"]),
+            Route("/status", self.status, methods=["GET"]),
+            Route("/metrics", self.metrics, methods=["GET"]),
+        ]
+        handlers: dict[object, Callable[[Request, Exception], Response]] = {
+            ApiError: _on_api_error,
+            HTTPException: _on_http_exception,
+            ClientDisconnect: _on_disconnect,
+            Exception: _on_exception,
+        }
+        app = Starlette(routes=routes, exception_handlers=handlers)
+        app.router.redirect_slashes = False
+        return app
+
+    async def chat(self, request: Request) -> Answer:
+        arrived = self._service.clock()
+        body = parse_body(await self._read(request), ChatBody)
+        return await self._service.chat(body, arrived, wants_timeline=_wants_timeline(request))
+
+    async def complete(self, request: Request) -> Answer:
+        arrived = self._service.clock()
+        body = parse_body(await self._read(request), CompletionBody)
+        return await self._service.complete(body, arrived, wants_timeline=_wants_timeline(request))
+
+    async def models(self, request: Request) -> Response:
+        return _json(ModelList([self._card()]))
+
+    async def model(self, request: Request) -> Response:
+        name = request.path_params["model"]
+        if name != self._service.served_model:
+            raise unknown_model(name, self._service.served_model)
+        return _json(self._card())
+
+    async def health(self, request: Request) -> Response:
+        return _json({"status": "ok"})
+
+    async def ready(self, request: Request) -> Response:
+        reason = why_not_ready(self._service.dispatcher)
+        if reason:
+            return _json({"status": "not ready", "reason": reason}, status=503, headers={"retry-after": "1"})
+        return _json({"status": "ready"})
+
+    async def status(self, request: Request) -> Response:
+        service, now = self._service, self._service.clock()
+        return _json(status_of(service.dispatcher, service.served_model, now - self._started, now))
+
+    async def metrics(self, request: Request) -> Response:
+        return Response(metrics_of(self._service.dispatcher), headers={"content-type": CONTENT_TYPE})
+
+    def _card(self) -> ModelCard:
+        live = self._service.dispatcher.limits()
+        return ModelCard(
+            id=self._service.served_model,
+            created=self._service.started,
+            max_model_len=live.context if live is not None else None,
+        )
+
+    async def _read(self, request: Request) -> bytes:
+        """The body. Raises ApiError when it is too large, too slow or announced wrongly."""
+        announced = request.headers.get("content-length", "0")
+        if not announced.isdigit():
+            raise bad_request("Content-Length is not a number")
+        if int(announced[:20]) > self._max_body:
+            raise body_too_large(self._max_body)
+        try:
+            return await asyncio.wait_for(self._read_stream(request), BODY_TIMEOUT_S)
+        except asyncio.TimeoutError:
+            raise body_too_slow() from None
+
+    async def _read_stream(self, request: Request) -> bytes:
+        parts = bytearray()
+        async for part in request.stream():
+            parts += part
+            if len(parts) > self._max_body:
+                raise body_too_large(self._max_body)
+        return bytes(parts)
+
+
+def _wants_timeline(request: Request) -> bool:
+    return request.headers.get(TIMELINE_HEADER) == "1"
+
+
+def _json(value: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(value), status, {"content-type": "application/json"} | (headers or {}))
+
+
+def _error_response(error: ApiError, headers: dict[str, str] | None = None) -> Response:
+    all_headers = {"content-type": "application/json"} | error.headers | (headers or {})
+    return Response(error.encode(), error.status, all_headers)
+
+
+def _on_api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    # The rest of a refused body would be read as the next request.
+    headers = {"connection": "close"} if error.status in (408, 413) else None
+    return _error_response(error, headers)
+
+
+def _on_http_exception(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    if error.status_code == 405:
+        allowed = (error.headers or {}).get("Allow", "another method")
+        return _error_response(method_not_allowed(allowed), dict(error.headers or {}))
+    if error.status_code == 404:
+        return _error_response(not_found(request.url.path))
+    return _error_response(internal())
+
+
+def _on_disconnect(request: Request, error: Exception) -> Response:
+    return Response(status_code=400)  # nobody reads it
+
+
+def _on_exception(request: Request, error: Exception) -> Response:
+    return _error_response(internal())

@@ -1,0 +1,59 @@
+"""What waits for the one task that answers a client: events of all its rooms, read in batches."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from .room_effects import Broken, Deliver, Ended
+
+
+@dataclass(frozen=True)
+class Disconnected:
+    """The client closed its connection."""
+
+
+InboxEvent = Deliver | Ended | Broken | Disconnected
+
+
+class Inbox:
+    """Filled by the dispatcher, drained by one task of the same event loop."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._events: list[tuple[int, InboxEvent]] = []
+        self._wake = asyncio.Event()
+        self._unread_since: float | None = None
+        self._owner: asyncio.Task[object] | None = None
+        self.is_cut = False
+
+    def __repr__(self) -> str:
+        return f"Inbox({len(self._events)} unread{', cut' if self.is_cut else ''})"
+
+    def put(self, index: int, event: InboxEvent) -> None:
+        """Adds an event of choice `index`."""
+        self._events.append((index, event))
+        if self._unread_since is None:
+            self._unread_since = self._clock()
+            self._wake.set()
+
+    async def take(self) -> list[tuple[int, InboxEvent]]:
+        """Waits for events; all that there are, in order."""
+        await self._wake.wait()
+        self._wake.clear()
+        events, self._events = self._events, []
+        self._unread_since = None
+        return events
+
+    def own(self) -> None:
+        """Says that the current task is the reader, which `cut` may stop."""
+        self._owner = asyncio.current_task()
+
+    def unread_for(self, now: float) -> float:
+        """Seconds for which the reader has left events lying: it waits for a client that does not read."""
+        return 0.0 if self._unread_since is None else now - self._unread_since
+
+    def cut(self) -> None:
+        """Stops a reader that is stuck in a write."""
+        if self._owner is not None and not self.is_cut:
+            self.is_cut = True
+            self._owner.cancel()

@@ -1,0 +1,99 @@
+"""Which workers serve a request: pure functions over the registry's workers."""
+
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+
+from .registry import Worker
+from .room_effects import Pair
+
+
+@dataclass(frozen=True)
+class Need:
+    """What a request asks of its workers, in tokens."""
+
+    prompt: int
+    max_new: int
+
+    @property
+    def total(self) -> int:
+        return self.prompt + self.max_new
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the live pairs can serve at most: the largest values over all pairs."""
+
+    context: int  # tokens of prompt and output together
+    decode_tokens: int  # tokens of prompt and output that fit the pages of the roomiest decode worker
+    prefill_tokens: int  # prompt tokens that fit the pages of the roomiest prefill worker
+    vocab_size: int  # 0: not known
+
+
+def pairs(workers: Iterable[Worker]) -> Iterator[tuple[Worker, Worker]]:
+    """Every (prefill, decode) that serves and has equal fingerprints."""
+    serving = [worker for worker in workers if worker.is_serving]
+    decoders = [worker for worker in serving if worker.role == "decode"]
+    for prefill in serving:
+        if prefill.role == "prefill":
+            for decode in decoders:
+                if decode.hello.fingerprint == prefill.hello.fingerprint:
+                    yield prefill, decode
+
+
+def is_ready(workers: Iterable[Worker]) -> bool:
+    """Whether some pair can serve."""
+    return next(pairs(workers), None) is not None
+
+
+def limits(workers: Iterable[Worker]) -> Limits | None:
+    """The limits over all live pairs; None without any."""
+    live = list(pairs(workers))
+    if not live:
+        return None
+    return Limits(
+        context=max(min(p.hello.max_context, d.hello.max_context) for p, d in live),
+        decode_tokens=max(d.hello.pages_total * d.hello.page_size - d.hello.spec_tokens for _, d in live),
+        prefill_tokens=max(p.hello.pages_total * p.hello.page_size for p, _ in live),
+        vocab_size=max(d.hello.vocab_size for _, d in live),
+    )
+
+
+def can_ever(workers: Iterable[Worker], need: Need) -> bool:
+    """Whether some live pair could hold the request if it were idle."""
+    return any(
+        _can_prefill(p, need)
+        and need.total <= d.hello.max_context
+        and d.pages_for(need.total) <= d.hello.pages_total
+        for p, d in pairs(workers)
+    )
+
+
+def choose(workers: Iterable[Worker], need: Need, avoid: Collection[str] = ()) -> Pair | None:
+    """The least loaded pair that can hold the request now; None when all are full.
+
+    Workers in `avoid` (an earlier attempt failed on them) are taken only when no other pair can.
+    """
+    able = [(p, d) for p, d in pairs(workers) if _can_prefill(p, need) and _can_decode(d, need)]
+    if not able:
+        return None
+    prefill, decode = min(able, key=lambda pair: _cost(pair[0], pair[1], avoid))
+    return Pair(prefill=prefill.instance, decode=decode.instance, prefill_endpoint=prefill.hello.kv_endpoint)
+
+
+def _can_prefill(worker: Worker, need: Need) -> bool:
+    hello = worker.hello
+    return need.total <= hello.max_context and need.prompt <= hello.pages_total * hello.page_size
+
+
+def _can_decode(worker: Worker, need: Need) -> bool:
+    hello = worker.hello
+    has_slot = hello.max_running == 0 or worker.num_rooms < hello.max_running
+    return has_slot and need.total <= hello.max_context and worker.pages_for(need.total) <= worker.free_pages
+
+
+def _cost(prefill: Worker, decode: Worker, avoid: Collection[str]) -> tuple[int, int, float, float, str]:
+    """Lower is better: no failed workers, short prefill queue, empty decode batch, free pages; then any fixed order."""
+    num_avoided = (prefill.instance in avoid) + (decode.instance in avoid)
+    decode_load = decode.num_rooms / max(1, decode.hello.max_running)
+    pages_used = 1.0 - decode.free_pages / decode.hello.pages_total
+    return num_avoided, prefill.num_tokens, decode_load, pages_used, prefill.instance + decode.instance

@@ -1,0 +1,160 @@
+"""The workers that the router knows, and the ledger of what it has placed on them. Pure: no clock, no socket.
+
+A worker is its instance, one process start. It registers with Hello and serves from its first heartbeat on: the
+scheduler loop makes heartbeats, the link thread says Hello, and a worker whose loop hangs must not be trusted because
+its link lives. It is forgotten when no heartbeat came for `worker_timeout_s`, or when it could not be reached for a
+second.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from ..cluster.messages import PROTOCOL_MAJOR, Hello, Rejected, Welcome, WorkerStats
+
+HEARTBEAT_MS = 500
+UNREACHABLE_S = 1.0  # a worker that reconnects says Hello within this time
+
+
+@dataclass(frozen=True)
+class Load:
+    """What one attempt occupies on a worker."""
+
+    pages: int
+    tokens: int
+
+
+@dataclass(eq=False)
+class Worker:
+    """One registered worker with its ledger: attempts (room, epoch) that the router has placed there."""
+
+    hello: Hello
+    identity: bytes
+    last_seen: float
+    stats: WorkerStats | None = None
+    is_draining: bool = False
+    ledger: dict[tuple[str, int], Load] = field(default_factory=dict)
+    unreachable_since: float | None = None
+    outbox: deque[bytes] = field(default_factory=deque)  # frames that its connection did not take yet
+    foreign_pages: int = 0  # used by what the ledger does not know, as of the last heartbeat
+
+    def __repr__(self) -> str:
+        pages = f"{self.free_pages}/{self.hello.pages_total}"
+        return f"Worker({self.hello.role} {self.instance[:8]} {self.state} rooms={self.num_rooms} pages={pages})"
+
+    @property
+    def instance(self) -> str:
+        return self.hello.instance
+
+    @property
+    def role(self) -> str:
+        return self.hello.role
+
+    @property
+    def state(self) -> str:
+        if self.is_draining:
+            return "draining"
+        return self.stats.state if self.stats is not None else "starting"
+
+    @property
+    def is_serving(self) -> bool:
+        return self.state == "serving"
+
+    @property
+    def num_rooms(self) -> int:
+        return len(self.ledger)
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt tokens of the placed attempts: the queue of a prefill worker."""
+        return sum(load.tokens for load in self.ledger.values())
+
+    @property
+    def placed_pages(self) -> int:
+        return sum(load.pages for load in self.ledger.values())
+
+    @property
+    def free_pages(self) -> int:
+        return max(0, self.hello.pages_total - self.placed_pages - self.foreign_pages)
+
+    def pages_for(self, num_tokens: int) -> int:
+        """Pages that a request of `num_tokens` needs here, room for unverified tokens included."""
+        return -(-(num_tokens + self.hello.spec_tokens) // self.hello.page_size)
+
+    def take_heartbeat(self, stats: WorkerStats, now: float) -> None:
+        self.stats = stats
+        self.last_seen = now
+        self.foreign_pages = max(0, stats.pages_total - stats.pages_free - self.placed_pages)
+
+
+class Registry:
+    """All registered workers by instance."""
+
+    def __init__(self, router: str, worker_timeout_s: float) -> None:
+        self.router = router
+        self._timeout_s = worker_timeout_s
+        self._workers: dict[str, Worker] = {}
+
+    def __repr__(self) -> str:
+        num_prefill = sum(worker.role == "prefill" for worker in self)
+        return f"Registry(prefill={num_prefill}, decode={len(self._workers) - num_prefill})"
+
+    def __iter__(self) -> Iterator[Worker]:
+        return iter(self._workers.values())
+
+    def __len__(self) -> int:
+        return len(self._workers)
+
+    def get(self, instance: str) -> Worker | None:
+        return self._workers.get(instance)
+
+    def hello(self, identity: bytes, message: Hello, now: float) -> Welcome | Rejected:
+        """Registers a worker, or notes its new connection."""
+        reason = _reason_to_reject(message)
+        if reason:
+            return Rejected(instance=message.instance, reason=reason)
+        known = self._workers.get(message.instance)
+        if known is None:
+            self._workers[message.instance] = Worker(message, identity, now)
+        else:  # a question whether it is still known, or a new connection
+            known.hello, known.identity, known.unreachable_since = message, identity, None
+        return Welcome(instance=message.instance, router=self.router, heartbeat_ms=HEARTBEAT_MS)
+
+    def heartbeat(self, identity: bytes, instance: str, stats: WorkerStats, now: float) -> bool:
+        """Notes a heartbeat; False for a worker that is not registered."""
+        worker = self._workers.get(instance)
+        if worker is None:
+            return False
+        worker.identity, worker.unreachable_since = identity, None
+        worker.take_heartbeat(stats, now)
+        return True
+
+    def overdue(self, now: float) -> list[Worker]:
+        """Workers that count as lost."""
+        return [worker for worker in self if self._is_overdue(worker, now)]
+
+    def _is_overdue(self, worker: Worker, now: float) -> bool:
+        since = worker.unreachable_since
+        return now - worker.last_seen > self._timeout_s or (since is not None and now - since > UNREACHABLE_S)
+
+    def remove(self, instance: str) -> None:
+        self._workers.pop(instance, None)
+
+    def reserve(self, instance: str, room: str, epoch: int, load: Load) -> None:
+        self._workers[instance].ledger[room, epoch] = load
+
+    def release(self, instance: str, room: str, epoch: int) -> None:
+        """Idempotent; the worker may be gone."""
+        worker = self._workers.get(instance)
+        if worker is not None:
+            worker.ledger.pop((room, epoch), None)
+
+
+def _reason_to_reject(message: Hello) -> str:
+    if message.protocol != PROTOCOL_MAJOR:
+        return f"protocol {message.protocol} is not {PROTOCOL_MAJOR}: run the same release on every host"
+    if message.role == "prefill" and not message.kv_endpoint:
+        return "a prefill worker must name its KV endpoint"
+    if message.pages_total == 0:
+        return "the worker has no pages: give it more KV memory"
+    return ""

@@ -1,0 +1,78 @@
+"""What a room asks of its surroundings, and the small records that it is made with."""
+
+from dataclasses import dataclass
+
+from ..cluster.messages import Cancel, Prefill, Reserve, TokenLogprob
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeouts:
+    """Longest time without progress per state, in seconds."""
+
+    reserve_s: float = 30.0  # decode's answer to Reserve
+    first_token_s: float = 300.0  # a prompt may wait behind others on prefill, whose liveness the heartbeat shows
+    token_s: float = 60.0
+    gone_s: float = 3.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """The workers of one attempt."""
+
+    prefill: str  # instance
+    decode: str  # instance
+    prefill_endpoint: str
+
+
+@dataclass(frozen=True)
+class Send:
+    """A message for a worker."""
+
+    instance: str
+    message: Reserve | Prefill | Cancel
+
+
+@dataclass(frozen=True)
+class Deliver:
+    """New output tokens for the client, in order."""
+
+    ids: list[int]
+    logprobs: list[TokenLogprob]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The request is complete; "stop" or "length"."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Broken:
+    """The request failed for good."""
+
+    kind: str
+    message: str
+
+
+@dataclass(frozen=True)
+class Freed:
+    """A worker holds nothing of an attempt any more."""
+
+    instance: str
+    epoch: int
+
+
+@dataclass(frozen=True)
+class Requeued:
+    """The room wants another pair, not before `not_before` (monotonic seconds)."""
+
+    not_before: float
+
+
+@dataclass(frozen=True)
+class Closed:
+    """Forget the room."""
+
+
+Effect = Send | Deliver | Ended | Broken | Freed | Requeued | Closed

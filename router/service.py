@@ -1,0 +1,142 @@
+"""From a checked body to an answer: tokenise, measure against the workers' limits, submit."""
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from .admission import max_new_tokens, no_workers
+from .answer import Answer, Wish
+from .dispatch import Dispatcher, Job
+from .errors import context_too_long, unknown_model
+from .generation import Choice
+from .inbox import Inbox
+from .openai import ChatBody, CompletionBody, check_token_ids, logprobs_of, max_new_of, prompts_of, sampling_of
+from .policy import Limits
+from .replies import Builder
+from .tokenizer import Tokenizer
+
+INLINE_CHARS = 2000  # about a millisecond of tokenising, less than a trip to a thread costs under load
+T = TypeVar("T")
+
+
+class Service:
+    """Everything a generation request needs; one per router."""
+
+    def __init__(
+        self, dispatcher: Dispatcher, tokenizer: Tokenizer, served_model: str, clock: Callable[[], float]
+    ) -> None:
+        self.dispatcher = dispatcher
+        self.tokenizer = tokenizer
+        self.served_model = served_model
+        self.started = int(time.time())
+        self.clock = clock
+        self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def chat(self, body: ChatBody, arrived: float, *, wants_timeline: bool) -> Answer:
+        """POST /v1/chat/completions. Raises ApiError."""
+        self._check_model(body.model)
+        messages = [message.as_template_input() for message in body.messages]
+        num_chars = sum(len(message.text) for message in body.messages)
+        self._check_chars(num_chars, "messages")
+        started = self.clock()
+        ids = await self._in_thread(num_chars, lambda: self.tokenizer.encode_chat(messages))
+        return self._answer(body, [ids], arrived, self.clock() - started, wants_timeline)
+
+    async def complete(self, body: CompletionBody, arrived: float, *, wants_timeline: bool) -> Answer:
+        """POST /v1/completions. Raises ApiError."""
+        self._check_model(body.model)
+        prompts = prompts_of(body)
+        num_chars = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
+        self._check_chars(max((len(p) for p in prompts if isinstance(p, str)), default=0), "prompt")
+        started = self.clock()
+        ids = await self._in_thread(num_chars, lambda: [self._ids(prompt) for prompt in prompts])
+        return self._answer(body, ids, arrived, self.clock() - started, wants_timeline)
+
+    def _ids(self, prompt: str | list[int]) -> list[int]:
+        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+
+    async def _in_thread(self, num_chars: int, work: Callable[[], T]) -> T:
+        if num_chars <= INLINE_CHARS:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    def _check_model(self, model: str) -> None:
+        if model != self.served_model:
+            raise unknown_model(model, self.served_model)
+
+    def _check_chars(self, num_chars: int, param: str) -> None:
+        """Refuses a text that cannot fit, before the work of tokenising it."""
+        live = self.dispatcher.limits()
+        longest = live.context * self.tokenizer.longest_token if live is not None else None
+        if longest is not None and num_chars > longest:
+            raise context_too_long(
+                f"The prompt has {num_chars} characters, but no more than {longest} can fit this model's context.",
+                param=param,
+            )
+
+    def _answer(
+        self,
+        body: ChatBody | CompletionBody,
+        prompts: Sequence[list[int]],
+        arrived: float,
+        tokenize_s: float,
+        wants_timeline: bool,
+    ) -> Answer:
+        live = self.dispatcher.limits()
+        for ids in prompts:
+            check_token_ids(body, ids, self._vocab_size(live))
+        if live is None:
+            raise no_workers()
+        jobs = [job for ids in prompts for job in self._jobs(body, ids, live, arrived, tokenize_s)]
+        choices = [self._choice(body) for _ in jobs]
+        inbox = Inbox(self.clock)
+        entries = self.dispatcher.submit(jobs, inbox)
+        wish = Wish(
+            is_stream=bool(body.stream),
+            wants_usage=body.wants_usage,
+            wants_timeline=wants_timeline,
+            choices_per_prompt=body.num_choices,
+        )
+        return Answer(self.dispatcher, self.clock, entries, inbox, choices, self._builder(body), wish)
+
+    def _jobs(
+        self, body: ChatBody | CompletionBody, ids: list[int], live: Limits, arrived: float, tokenize_s: float
+    ) -> list[Job]:
+        is_chat = isinstance(body, ChatBody)
+        max_new = max_new_tokens(len(ids), max_new_of(body), is_chat=is_chat, live=live)
+        logprobs = logprobs_of(body)
+        return [
+            Job(
+                prompt_ids=ids,
+                sampling=sampling_of(body, max_new=max_new, logprobs=logprobs, choice=choice),
+                arrived=arrived,
+                tokenize_s=tokenize_s,
+            )
+            for choice in range(body.num_choices)
+        ]
+
+    def _choice(self, body: ChatBody | CompletionBody) -> Choice:
+        skip_special = True if body.skip_special_tokens is None else body.skip_special_tokens
+        wants_logprobs = logprobs_of(body) >= 0
+        return Choice(self.tokenizer, body.stops, skip_special=skip_special, wants_logprobs=wants_logprobs)
+
+    def _builder(self, body: ChatBody | CompletionBody) -> Builder:
+        is_chat = isinstance(body, ChatBody)
+        return Builder(
+            is_chat=is_chat,
+            reply_id=("chatcmpl-" if is_chat else "cmpl-") + secrets.token_hex(12),
+            created=int(time.time()),
+            model=self.served_model,
+            num_top=logprobs_of(body),
+            wants_ids=bool(body.return_token_ids),
+        )
+
+    def _vocab_size(self, live: Limits | None) -> int:
+        """The workers' word counts: a model's embedding may be larger than its tokenizer."""
+        return live.vocab_size if live is not None and live.vocab_size else len(self.tokenizer)

@@ -1,0 +1,44 @@
+"""Stop strings in a stream of text that arrives in pieces."""
+
+from collections.abc import Sequence
+
+
+class StopStrings:
+    """Finds the first of `stops` in streamed text and withholds no more than what could begin one."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        assert all(stops), "empty stop string"
+        self._stops = tuple(stops)
+        self._held = ""
+        self.is_hit = False
+
+    def __repr__(self) -> str:
+        return f"StopStrings({len(self._stops)} stops, held={len(self._held)}, hit={self.is_hit})"
+
+    def feed(self, text: str) -> str:
+        """The text that may go out now. After a hit it ends before the stop string and nothing follows."""
+        if self.is_hit or not self._stops:
+            return "" if self.is_hit else text
+        text = self._held + text
+        # The one that is complete first wins, so that the result does not depend on how the text is cut.
+        found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if found:
+            self.is_hit = True
+            self._held = ""
+            return text[: min(found)[1]]
+        held = max(_overlap(text, stop) for stop in self._stops)
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held]
+
+    def flush(self) -> str:
+        """What is still withheld, when no more text comes."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that begins `stop`."""
+    for length in range(min(len(text), len(stop) - 1), 0, -1):
+        if text.endswith(stop[:length]):
+            return length
+    return 0

@@ -1,0 +1,115 @@
+"""The model's tokenizer: prompts and chats to token ids. Importing it imports no torch.
+
+The text of a chat message stays text: where it spells a control token, that spelling is encoded letter by letter, so
+that no message can end its own turn or open another's. A raw completion prompt is the user's own and may use control
+tokens.
+"""
+
+import re
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+
+from jinja2 import TemplateError
+from tokenizers import Tokenizer as Backend
+from transformers import PreTrainedTokenizerFast
+
+from ..cluster.errors import ConfigError, StartupError
+from .detokenizer import Detokenizer, TokenBytes
+from .errors import bad_request
+
+ChatMessage = dict[str, str]
+
+
+class Tokenizer:
+    """Loaded once; its methods may run in threads."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        self._hf = tokenizer
+        self._backend: Backend = tokenizer.backend_tokenizer
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self._plain: Backend = Backend.from_str(self._backend.to_str())
+        self._plain.encode_special_tokens = True
+        self.token_bytes = TokenBytes(self._backend)
+        self.longest_token = max(1, self.token_bytes.longest)
+        added = self._backend.get_added_tokens_decoder()
+        spellings = sorted((token.content for token in added.values() if token.special), key=len, reverse=True)
+        self._special = re.compile("|".join(map(re.escape, spellings))) if spellings else None
+
+    def __repr__(self) -> str:
+        return f"Tokenizer({len(self)} tokens, chat={self.has_chat_template})"
+
+    def __len__(self) -> int:
+        return len(self.token_bytes)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._hf.chat_template is not None
+
+    def encode(self, text: str) -> list[int]:
+        """A raw prompt, with what the tokenizer puts around any text (such as a begin token)."""
+        return self._encode(self._backend, text, add_special_tokens=True)
+
+    def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
+        """A chat, rendered by the model's template up to where the assistant begins to speak.
+
+        Raises ApiError (400) when there is no template, or when it refuses the messages.
+        """
+        spelled: list[str] = []
+        mark = secrets.token_hex(16)
+        guarded = [{key: self._guard(value, mark, spelled) for key, value in message.items()} for message in messages]
+        ids: list[int] = []
+        for i, part in enumerate(re.split(f"{mark}([0-9]+)x", self._render(guarded))):
+            if i % 2:
+                ids += self._encode(self._plain, spelled[int(part)], add_special_tokens=False)
+            elif part:
+                ids += self._encode(self._backend, part, add_special_tokens=False)
+        return ids
+
+    def detokenizer(self, *, skip_special: bool = True) -> Detokenizer:
+        return Detokenizer(self.token_bytes, skip_special=skip_special)
+
+    def _guard(self, text: str, mark: str, spelled: list[str]) -> str:
+        """Puts an unguessable mark in place of every spelled control token and notes what stood there."""
+        if self._special is None:
+            return text
+
+        def note(match: re.Match[str]) -> str:
+            spelled.append(match.group())
+            return f"{mark}{len(spelled) - 1}x"
+
+        return self._special.sub(note, text)
+
+    def _render(self, messages: list[ChatMessage]) -> str:
+        if not self.has_chat_template:
+            raise bad_request("this model has no chat template: use /v1/completions", param="messages")
+        try:
+            text = self._hf.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except TemplateError as error:
+            reason = str(error).splitlines()[0][:200] if str(error) else "template error"
+            raise bad_request(f"the model's chat template refuses these messages: {reason}", param="messages") from None
+        assert isinstance(text, str)
+        return text
+
+    @staticmethod
+    def _encode(backend: Backend, text: str, *, add_special_tokens: bool) -> list[int]:
+        encoding = backend.encode(text, add_special_tokens=add_special_tokens)
+        ids: list[int] = encoding.ids
+        return ids
+
+
+def load_tokenizer(model: str) -> Tokenizer:
+    """The tokenizer of a model directory or hub id. Raises ConfigError or StartupError in one line."""
+    path = Path(model)
+    if path.is_dir() and not (path / "tokenizer.json").is_file():
+        raise ConfigError(f"{model} has no tokenizer.json: give a Hugging Face directory with a fast tokenizer")
+    if not path.is_dir() and (path.is_absolute() or model.startswith(".") or model.count("/") != 1):
+        raise ConfigError(f"model {model!r} is neither a directory nor a hub id: give one of them with --model")
+    try:
+        return Tokenizer(PreTrainedTokenizerFast.from_pretrained(model))
+    except (OSError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        reason = str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__
+        raise StartupError(f"cannot load the tokenizer of {model}: {reason}") from None

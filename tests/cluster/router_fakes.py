@@ -1,0 +1,290 @@
+"""A tiny tokenizer, scripted workers that speak the real control plane, and a router that runs in a thread."""
+
+import asyncio
+import secrets
+import threading
+import time
+from pathlib import Path
+
+import uvloop
+import zmq
+from baton.cluster.codec import control_down_decoder, encode
+from baton.cluster.config import RouterConfig
+from baton.cluster.messages import (
+    PROTOCOL_MAJOR,
+    Cancel,
+    DecodeTimeline,
+    Finished,
+    FirstToken,
+    Gone,
+    Heartbeat,
+    Hello,
+    Prefill,
+    PrefillTimeline,
+    Reserve,
+    Reserved,
+    TokenItem,
+    TokenLogprob,
+    Tokens,
+    Welcome,
+    WorkerStats,
+)
+from baton.cluster.sockets import connect, make_socket, recv_parts, try_send
+from baton.router.app import Router
+from baton.router.tokenizer import load_tokenizer
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+TEMPLATE = (
+    "{% for m in messages %}{% if m['content'] == 'refuse me' %}{{ raise_exception('roles must alternate') }}{% endif %}"
+    "<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+ANSWER = "Hello wörld 😀! This is the answer; it goes on for a while, and then it ends."
+MODEL = "tiny"
+
+
+def save_tokenizer(directory: Path, *, template: bool = True) -> Path:
+    """A byte-level BPE tokenizer with special tokens 0..2."""
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=330,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(["hello world, this is the answer and it ends there"] * 4, trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>")
+    if template:
+        tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+class FakeWorker:
+    """Speaks the control plane from a thread of its own; `script(worker, message)` answers, `received` remembers."""
+
+    def __init__(self, endpoint, role, script, **hello):
+        self.instance = secrets.token_hex(16)
+        self.role = role
+        self.received = []
+        self.stats = WorkerStats(pages_total=64, pages_free=64)
+        self.beats = True
+        fields = {
+            "fingerprint": "f" * 8,
+            "model": MODEL,
+            "kv_endpoint": "ipc:///nowhere" if role == "prefill" else "",
+            "pages_total": 64,
+            "page_size": 16,
+            "max_context": 512,
+            "max_running": 32,
+            "vocab_size": 400,
+            "protocol": PROTOCOL_MAJOR,
+        }
+        self.hello = Hello(role=role, instance=self.instance, **(fields | hello))
+        self._endpoint = endpoint
+        self._script = script
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._outbox = []
+        self._lock = threading.Lock()
+        self.welcomed = threading.Event()
+        self._thread.start()
+
+    def send(self, *messages):
+        with self._lock:
+            self._outbox += messages
+
+    def of(self, kind):
+        return [message for message in list(self.received) if isinstance(message, kind)]
+
+    def close(self):
+        """Vanishes without a word."""
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self):
+        context = zmq.Context()
+        socket = make_socket(context, zmq.DEALER)
+        connect(socket, self._endpoint)
+        decoder = control_down_decoder()
+        next_beat = 0.0
+        while not self._stop.is_set():
+            socket.poll(5)
+            while parts := recv_parts(socket, 1, 1 << 20):
+                message = decoder.decode(parts[0])
+                self.received.append(message)
+                if isinstance(message, Welcome):
+                    self.welcomed.set()
+                    next_beat = 0.0
+                else:
+                    self._script(self, message)
+            with self._lock:
+                while self._outbox and try_send(socket, [encode(self._outbox[0])]):
+                    self._outbox.pop(0)
+            if time.monotonic() >= next_beat:
+                next_beat = time.monotonic() + 0.1
+                beat = Heartbeat(instance=self.instance, stats=self.stats)
+                if not self.welcomed.is_set() or self.beats:
+                    try_send(socket, [encode(beat if self.welcomed.is_set() else self.hello)])
+        socket.close(linger=0)
+        context.term()
+
+
+class Script:
+    """Well-behaved workers that answer with `output` tokens, `step` per message."""
+
+    def __init__(self, output, step=3):
+        self.output = output
+        self.step = step
+        self.finish = "stop"
+        self.holds = threading.Event()  # while set, decode sends nothing after Reserved
+
+    def outputs(self, sampling):
+        return self.output[: sampling.max_new_tokens]
+
+    def prefill(self, worker, message):
+        if isinstance(message, Prefill):
+            ids = self.outputs(message.sampling)
+            timeline = PrefillTimeline(prefill_ms=2.0, prompt_tokens=len(message.prompt_ids), cached_tokens=16)
+            worker.send(
+                FirstToken(
+                    room=message.room,
+                    epoch=message.epoch,
+                    instance=worker.instance,
+                    token=ids[0],
+                    logprob=self.logprobs(ids[:1], message.sampling)[0] if message.sampling.logprobs >= 0 else None,
+                    finish="length" if len(ids) == 1 else "",
+                    timeline=timeline,
+                )
+            )
+        elif isinstance(message, Cancel):
+            worker.send(Gone(room=message.room, instance=worker.instance))
+
+    def decode(self, worker, message):
+        if isinstance(message, Reserve):
+            worker.send(Reserved(room=message.room, epoch=message.epoch, instance=worker.instance))
+            if not self.holds.is_set():
+                self.stream(worker, message)
+        elif isinstance(message, Cancel):
+            worker.send(Gone(room=message.room, instance=worker.instance))
+
+    def stream(self, worker, reserve):
+        """All tokens after the first, and the end."""
+        ids = self.outputs(reserve.sampling)
+        if len(ids) < 2:
+            return
+        for seq in range(1, len(ids), self.step):
+            part = ids[seq : seq + self.step]
+            logprobs = self.logprobs(part, reserve.sampling)
+            item = TokenItem(room=reserve.room, epoch=reserve.epoch, seq=seq, ids=part, logprobs=logprobs)
+            worker.send(Tokens(instance=worker.instance, items=[item]))
+        worker.send(
+            Finished(
+                room=reserve.room,
+                epoch=reserve.epoch,
+                instance=worker.instance,
+                reason="length" if len(ids) == reserve.sampling.max_new_tokens else self.finish,
+                output_tokens=len(ids),
+                timeline=DecodeTimeline(verify_steps=10, drafted_tokens=30, accepted_tokens=12, handoff_bytes=4096),
+            )
+        )
+
+    def logprobs(self, ids, sampling):
+        if sampling.logprobs < 0:
+            return []
+        top = [(4 + k, -1.0 - k) for k in range(sampling.logprobs)]
+        return [TokenLogprob(logprob=-0.5, top=top) for _ in ids]
+
+
+class RunningRouter:
+    """A router on an event loop in a thread."""
+
+    def __init__(self, directory, timeouts=None, **settings):
+        model = str(settings.pop("model_dir"))
+        control = f"ipc://{directory}/control-{secrets.token_hex(4)}"
+        config = RouterConfig(
+            model=model, served_model=MODEL, port=0, control_bind=control, **({"drain_timeout_s": 5.0} | settings)
+        )
+        self.tokenizer = load_tokenizer(model)
+        self._timeouts = timeouts
+        self._config = config
+        self._ready = threading.Event()
+        self.error = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+        assert self._ready.wait(10)
+        self.url = self.router.url
+        self.control = control
+        self.workers = []
+
+    def _run(self):
+        loop = uvloop.new_event_loop()
+        asyncio.set_event_loop(loop)
+        try:
+            loop.run_until_complete(self._serve())
+        except Exception as error:
+            self.error = error
+        finally:
+            loop.close()
+            self._ready.set()
+
+    async def _serve(self):
+        self.loop = asyncio.get_running_loop()
+        self.drain, self.stop = asyncio.Event(), asyncio.Event()
+        self.router = Router(self._config, self.tokenizer, self._timeouts)
+        self._ready.set()
+        await self.router.run(self.drain, self.stop)
+
+    def call(self, function):
+        """`function()` on the router's loop."""
+        done = threading.Event()
+        result = []
+
+        def work():
+            result.append(function())
+            done.set()
+
+        self.loop.call_soon_threadsafe(work)
+        assert done.wait(5)
+        return result[0]
+
+    def add(self, role, script, **hello):
+        worker = FakeWorker(self.control, role, script, **hello)
+        self.workers.append(worker)
+        return worker
+
+    def pair(self, script, **hello):
+        """A prefill and a decode worker, once they serve."""
+        pair = self.add("prefill", script.prefill, **hello), self.add("decode", script.decode, **hello)
+        until(lambda: self.call(lambda: self.router.dispatcher.is_ready), "a pair is ready")
+        return pair
+
+    def begin_drain(self):
+        self.loop.call_soon_threadsafe(self.drain.set)
+
+    def join(self, timeout=10):
+        self._thread.join(timeout)
+        assert not self._thread.is_alive(), "the router did not end"
+        assert self.error is None, self.error
+
+    def close(self):
+        if self._thread.is_alive():
+            self.loop.call_soon_threadsafe(self.stop.set)
+            self.loop.call_soon_threadsafe(self.drain.set)
+        self.join()
+        for worker in self.workers:
+            worker.close()
+
+
+def until(condition, what, timeout=5.0):
+    """Polls until `condition()` holds; its value."""
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        if value := condition():
+            return value
+        time.sleep(0.005)
+    raise AssertionError(f"not within {timeout} s: {what}")

@@ -1,0 +1,393 @@
+"""The router when something goes wrong: clients leave, workers refuse, fail, vanish; nothing hangs, nothing leaks."""
+
+import http.client
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import httpx
+import openai
+import pytest
+from baton.cluster.messages import Cancel, Failed, FirstToken, Goodbye, Prefill, Refused, Reserve, TokenItem, Tokens
+from baton.router.room_effects import Timeouts
+from baton.tests.cluster.router_fakes import ANSWER, MODEL, RunningRouter, Script, save_tokenizer, until
+
+PATIENCE = Timeouts(reserve_s=1.0, first_token_s=1.5, token_s=1.0, gone_s=0.5)
+BODY = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 40}
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    return save_tokenizer(tmp_path_factory.mktemp("tok"))
+
+
+@pytest.fixture
+def start(tmp_path, model_dir):
+    """start(**settings) -> (router, script)"""
+    started = []
+
+    def make(**settings):
+        running = RunningRouter(tmp_path, PATIENCE, model_dir=model_dir, **({"worker_timeout_s": 1.0} | settings))
+        started.append(running)
+        return running, Script(running.tokenizer.encode(ANSWER))
+
+    yield make
+    for running in started:
+        running.close()
+
+
+def post(running, **more):
+    return httpx.post(running.url + "/v1/chat/completions", json=BODY | more, timeout=10)
+
+
+def in_thread(function):
+    results = []
+    thread = threading.Thread(target=lambda: results.append(function()), daemon=True)
+    thread.start()
+    return thread, results
+
+
+def open_request(running, **more):
+    """A connection with a request on it and no answer read."""
+    connection = http.client.HTTPConnection("127.0.0.1", running.router.port)
+    connection.request("POST", "/v1/chat/completions", json.dumps(BODY | more), {"content-type": "application/json"})
+    return connection
+
+
+def assert_nothing_left(running):
+    dispatcher = running.router.dispatcher
+    until(lambda: running.call(lambda: dispatcher.num_open + dispatcher.num_queued) == 0, "every room is closed")
+    assert running.call(lambda: sum(worker.num_rooms for worker in dispatcher.registry)) == 0
+
+
+def test_without_workers_it_is_alive_not_ready_and_answers_503(start):
+    running, script = start()
+    assert httpx.get(running.url + "/health").status_code == 200
+    assert httpx.get(running.url + "/ready").status_code == 503
+    reply = post(running)
+    assert reply.status_code == 503
+    assert int(reply.headers["retry-after"]) > 0
+    assert post(running, n=0).status_code == 400
+    running.add("prefill", script.prefill)
+    running.add("decode", script.decode, fingerprint="another")
+    until(lambda: len(httpx.get(running.url + "/status").json()["workers"]) == 2, "both workers are known")
+    assert "equal fingerprints" in until(lambda: _reason(running, "fingerprints"), "the reason is shown")
+    assert post(running).status_code == 503
+
+
+def _reason(running, word):
+    reason = httpx.get(running.url + "/ready").json().get("reason", "")
+    return reason if word in reason else ""
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_client_that_leaves_is_cancelled_on_both_workers(start, is_stream):
+    running, script = start()
+    script.holds.set()
+    prefill, decode = running.pair(script)
+    connection = open_request(running, stream=is_stream)
+    if is_stream:
+        assert connection.getresponse().status == 200  # the first token
+    until(lambda: decode.of(Reserve) and prefill.of(Prefill), "the room is placed")
+    connection.close()
+    room = decode.of(Reserve)[0].room
+    until(lambda: [c.room for c in decode.of(Cancel)] == [room], "decode was told", 1.0)
+    until(lambda: [c.room for c in prefill.of(Cancel)] == [room], "prefill was told", 1.0)
+    assert_nothing_left(running)
+
+
+def test_client_that_leaves_the_queue_is_forgotten(start):
+    running, script = start()
+    script.holds.set()
+    _, decode = running.pair(script, max_running=1)
+    first = open_request(running)
+    until(lambda: decode.of(Reserve), "the slot is taken")
+    second = open_request(running)
+    until(lambda: running.call(lambda: running.router.dispatcher.num_queued) == 1, "the second waits")
+    second.close()
+    until(lambda: running.call(lambda: running.router.dispatcher.num_queued) == 0, "the second is forgotten", 1.0)
+    assert len(decode.of(Reserve)) == 1
+    first.close()
+    assert_nothing_left(running)
+
+
+def test_stop_string_cancels_a_running_room_on_both_workers(start):
+    running, script = start()
+    prefill, decode = running.pair(script)
+
+    def endless(worker, message):
+        if isinstance(message, Reserve):
+            script.holds.set()
+            script.decode(worker, message)
+            item = TokenItem(room=message.room, epoch=0, seq=1, ids=script.output[1:20])
+            worker.send(Tokens(instance=worker.instance, items=[item]))
+        else:
+            script.decode(worker, message)
+
+    decode._script = endless
+    reply = post(running, stop="wörld").json()
+    assert reply["choices"][0]["message"]["content"] == "Hello "
+    assert reply["choices"][0]["finish_reason"] == "stop"
+    assert_nothing_left(running)
+    assert [c.room for c in decode.of(Cancel)] == [c.room for c in prefill.of(Cancel)] != []
+
+
+def test_full_queue_is_429_and_a_freed_slot_serves_the_waiting(start):
+    running, script = start(max_queue=1)
+    script.holds.set()
+    _, decode = running.pair(script, max_running=1)
+    first, _ = in_thread(lambda: post(running))
+    until(lambda: decode.of(Reserve), "the slot is taken")
+    second, results = in_thread(lambda: post(running))
+    until(lambda: running.call(lambda: running.router.dispatcher.num_queued) == 1, "the second waits")
+    reply = post(running)
+    assert reply.status_code == 429
+    assert int(reply.headers["retry-after"]) > 0
+    script.holds.clear()
+    script.stream(decode, decode.of(Reserve)[0])
+    first.join(5)
+    second.join(5)
+    assert results[0].status_code == 200
+    assert_nothing_left(running)
+
+
+def test_wait_that_takes_too_long_is_429(start):
+    running, script = start(queue_timeout_s=0.3)
+    running.pair(script, pages_total=4)
+    script.holds.set()
+    holder = open_request(running)
+    until(lambda: running.call(lambda: running.router.dispatcher.num_running) == 1, "the pages are taken")
+    started = time.monotonic()
+    assert post(running).status_code == 429
+    assert time.monotonic() - started < 2
+    holder.close()
+    assert_nothing_left(running)
+
+
+def test_request_that_no_decode_worker_could_ever_hold_is_400_with_the_numbers(start):
+    running, script = start()
+    running.add("prefill", script.prefill)
+    running.add("decode", script.decode, pages_total=4)
+    until(lambda: running.call(lambda: running.router.dispatcher.is_ready), "ready")
+    reply = post(running, max_tokens=100)
+    assert reply.status_code == 400
+    assert "64" in reply.json()["error"]["message"]
+    assert "100" in reply.json()["error"]["message"]
+
+
+def test_refusal_puts_the_request_back_and_cancels_prefill(start):
+    running, script = start()
+    prefill, decode = running.pair(script)
+
+    def refuse_once(worker, message):
+        if isinstance(message, Reserve) and message.epoch == 0:
+            worker.send(
+                Refused(room=message.room, epoch=0, instance=worker.instance, reason="full", retry_after_ms=50)
+            )
+        else:
+            script.decode(worker, message)
+
+    decode._script = refuse_once
+    reply = post(running, max_tokens=200)
+    assert reply.json()["choices"][0]["message"]["content"] == ANSWER
+    assert [reserve.epoch for reserve in decode.of(Reserve)] == [0, 1]
+    assert len(prefill.of(Cancel)) == 1
+    assert_nothing_left(running)
+
+
+def fail_with(worker, message, retryable):
+    told = {"kind": "TransferTimeout", "message": "no progress at 10.0.0.7", "retryable": retryable}
+    worker.send(Failed(room=message.room, epoch=message.epoch, instance=worker.instance, **told))
+
+
+def test_failure_before_the_first_token_is_tried_once_more_on_another_pair(start):
+    running, script = start()
+    running.pair(script)
+    other = running.add("decode", script.decode)
+    until(lambda: len(running.call(lambda: list(running.router.dispatcher.registry))) == 3, "three workers")
+    until(lambda: running.call(lambda: all(w.is_serving for w in running.router.dispatcher.registry)), "all serve")
+
+    def fail_first(worker, message):
+        if isinstance(message, Reserve) and message.epoch == 0:
+            fail_with(worker, message, retryable=True)
+        else:
+            script.decode(worker, message)
+
+    for worker in running.workers[1:]:
+        worker._script = fail_first
+    assert post(running, max_tokens=200).json()["choices"][0]["message"]["content"] == ANSWER
+    reserves = [worker.of(Reserve) for worker in (running.workers[1], other)]
+    assert sorted(len(found) for found in reserves) == [1, 1]
+    assert_nothing_left(running)
+
+
+@pytest.mark.parametrize("retryable", [True, False])
+def test_failure_that_lasts_is_an_error_object_without_the_workers_words(start, retryable):
+    running, script = start()
+    _, decode = running.pair(script)
+
+    def fail_always(worker, message):
+        if isinstance(message, Reserve):
+            fail_with(worker, message, retryable)
+        else:
+            script.decode(worker, message)
+
+    decode._script = fail_always
+    reply = post(running)
+    assert reply.status_code == 502
+    assert "10.0.0.7" not in reply.text
+    assert len(decode.of(Reserve)) == (2 if retryable else 1)
+    assert_nothing_left(running)
+
+
+def test_failure_after_the_first_token_is_an_error_frame_and_not_a_bare_end(start):
+    running, script = start()
+    script.holds.set()
+    _, decode = running.pair(script)
+    with openai.OpenAI(base_url=running.url + "/v1", api_key="none", max_retries=0) as client:
+        stream = client.chat.completions.create(stream=True, **BODY)
+        first = next(iter(stream))
+        assert first.choices[0].delta.role == "assistant"
+        fail_with(decode, decode.of(Reserve)[0], True)
+        with pytest.raises(openai.APIError, match="failed"):
+            list(stream)
+    assert len(decode.of(Reserve)) == 1
+    assert_nothing_left(running)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_worker_that_vanishes_before_any_token_hangs_nobody(start, role):
+    running, script = start()
+    prefill, decode = running.pair(script)
+    mute = prefill if role == "prefill" else decode
+    mute._script = lambda worker, message: None
+    _, results = in_thread(lambda: post(running))
+    until(lambda: mute.of(Prefill if role == "prefill" else Reserve), "the room is placed")
+    mute.close()
+    reply = until(lambda: results, "an answer", 4.0)[0]
+    assert reply.status_code in (502, 503)
+    assert reply.json()["error"]["message"]
+    assert_nothing_left(running)
+    assert httpx.get(running.url + "/ready").status_code == 503
+
+
+def test_decode_that_vanishes_mid_stream_ends_it_with_an_error_frame(start):
+    running, script = start()
+    script.holds.set()
+    _, decode = running.pair(script)
+    with httpx.stream("POST", running.url + "/v1/chat/completions", json=BODY | {"stream": True}, timeout=10) as reply:
+        lines = reply.iter_lines()
+        assert next(lines).startswith("data: {")
+        decode.close()
+        events = [line for line in lines if line]
+    assert "error" in json.loads(events[-1].removeprefix("data: "))
+    assert_nothing_left(running)
+
+
+def test_worker_whose_loop_hangs_is_lost_though_its_connection_lives(start):
+    running, script = start()
+    _, decode = running.pair(script)
+    decode.beats = False
+    until(lambda: httpx.get(running.url + "/ready").status_code == 503, "not ready", 4.0)
+    assert post(running).status_code == 503
+    decode.beats = True
+    decode.send(decode.hello)
+    until(lambda: httpx.get(running.url + "/ready").status_code == 200, "ready again")
+    assert post(running).status_code == 200
+
+
+def test_silent_worker_that_beats_is_given_up_per_room(start):
+    running, script = start()
+    _, decode = running.pair(script)
+    decode._script = lambda worker, message: None
+    started = time.monotonic()
+    reply = post(running)
+    assert reply.status_code == 502
+    assert time.monotonic() - started < 2 * PATIENCE.reserve_s + 2
+    assert_nothing_left(running)
+
+
+def test_tokens_of_a_room_that_is_over_are_answered_with_cancel(start):
+    running, script = start()
+    prefill, decode = running.pair(script)
+    for _ in range(3):
+        decode.send(Tokens(instance=decode.instance, items=[TokenItem(room="ab" * 16, epoch=0, seq=1, ids=[5])]))
+    prefill.send(FirstToken(room="cd" * 16, epoch=0, instance=prefill.instance, token=5))
+    until(lambda: decode.of(Cancel), "decode is told")
+    until(lambda: prefill.of(Cancel), "prefill is told")
+    assert post(running).status_code == 200
+    assert len(decode.of(Cancel)) == 1
+
+
+def test_draining_worker_gets_nothing_new(start):
+    running, script = start()
+    _, decode = running.pair(script)
+    decode.send(Goodbye(instance=decode.instance))
+    until(lambda: httpx.get(running.url + "/ready").status_code == 503, "not ready")
+    assert post(running).status_code == 503
+    assert decode.of(Reserve) == []
+
+
+def test_drain_ends_running_streams_whole_and_takes_nothing_new(start):
+    running, script = start()
+    script.holds.set()
+    _, decode = running.pair(script)
+    with httpx.stream("POST", running.url + "/v1/chat/completions", json=BODY | {"stream": True}, timeout=10) as reply:
+        lines = reply.iter_lines()
+        next(lines)
+        running.begin_drain()
+        until(lambda: httpx.get(running.url + "/ready").status_code == 503, "not ready")
+        assert post(running).status_code == 503
+        script.stream(decode, decode.of(Reserve)[0])
+        assert [line for line in lines if line][-1] == "data: [DONE]"
+    running.join()
+
+
+def test_drain_that_takes_too_long_ends_with_error_frames(start):
+    running, script = start(drain_timeout_s=0.3)
+    script.holds.set()
+    _, decode = running.pair(script)
+    with httpx.stream("POST", running.url + "/v1/chat/completions", json=BODY | {"stream": True}, timeout=10) as reply:
+        lines = reply.iter_lines()
+        next(lines)
+        running.begin_drain()
+        events = [line for line in lines if line]
+    assert "shutting down" in events[-1]
+    running.join()
+    until(lambda: decode.of(Cancel), "decode was told")
+
+
+def test_forty_requests_at_once_are_all_answered(start):
+    running, script = start()
+    running.pair(script, max_running=8)
+    asked = [in_thread(lambda: post(running, max_tokens=200)) for _ in range(40)]
+    for thread, _ in asked:
+        thread.join(20)
+    texts = [results[0].json()["choices"][0]["message"]["content"] for _, results in asked]
+    assert texts == [ANSWER] * 40
+    assert_nothing_left(running)
+
+
+def test_process_imports_no_torch_and_ends_with_0_on_sigterm(tmp_path, model_dir):
+    probe = "import sys, baton.router.__main__; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", probe], cwd=tmp_path, timeout=60).returncode == 0
+    command = [sys.executable, "-m", "baton.router", "--model", str(model_dir), "--port", "0"]
+    command += ["--control-bind", f"ipc://{tmp_path}/c"]
+    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
+        assert any("router serves" in line for line in process.stderr)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == 0
+
+
+def test_port_in_use_is_one_line_and_exit_code_1(tmp_path, model_dir, start):
+    running, _ = start()
+    command = [sys.executable, "-m", "baton.router", "--model", str(model_dir)]
+    command += ["--port", str(running.router.port), "--control-bind", f"ipc://{tmp_path}/c"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, env=os.environ)
+    assert done.returncode == 1
+    assert str(running.router.port) in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,102 @@
+"""The demo model and what transformers makes of it: greedy outputs in float32, computed once per machine and kept."""
+
+import hashlib
+import json
+import os
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from baton.deploy.demo_model import cache_dir, ensure_demo_model, model_digest
+from baton.tests.parity.prompts import PROMPTS
+
+NUM_TOKENS = 64
+
+
+@dataclass(frozen=True)
+class Reference:
+    """transformers' greedy continuation of one prompt, end-of-sequence ignored.
+
+    `gaps[i]` is the difference between the two largest logits that chose `output_ids[i]`: where another engine differs
+    first, a gap within float32 noise proves a tie.
+    """
+
+    name: str
+    prompt_ids: list[int]
+    output_ids: list[int]
+    gaps: list[float]
+    runners_up: list[int]  # the second-best token of each step
+
+
+@pytest.fixture(scope="session")
+def smollm2_dir() -> Path:
+    """The demo model's directory; made if it is missing, never skipped."""
+    return ensure_demo_model(progress=False)
+
+
+@pytest.fixture(scope="session")
+def eagle3_dir() -> Path:
+    """The EAGLE3 head that the repository ships for the demo model."""
+    return Path(__file__).resolve().parents[2] / "assets" / "smollm2-135m-eagle3"
+
+
+@pytest.fixture(scope="session")
+def smollm2_tokenizer(smollm2_dir: Path) -> transformers.PreTrainedTokenizerBase:
+    return transformers.AutoTokenizer.from_pretrained(smollm2_dir)
+
+
+@pytest.fixture(scope="session")
+def reference_greedy(
+    smollm2_dir: Path, smollm2_tokenizer: transformers.PreTrainedTokenizerBase
+) -> dict[str, Reference]:
+    """References of all PROMPTS by name, from the cache where model, prompt and versions are the same."""
+    prompts = {prompt.name: prompt.token_ids(smollm2_tokenizer) for prompt in PROMPTS}
+    paths = {name: _path(smollm2_dir, ids) for name, ids in prompts.items()}
+    missing = [name for name, path in paths.items() if not path.is_file()]
+    model = _load(smollm2_dir) if missing else None
+    for name in missing:  # each is kept at once: an interrupted run is not lost
+        _write(paths[name], json.dumps(asdict(_greedy(model, name, prompts[name]))))
+    found = [Reference(**json.loads(path.read_text(encoding="utf-8"))) for path in paths.values()]
+    return {reference.name: reference for reference in found}
+
+
+def _path(model_dir: Path, prompt_ids: list[int]) -> Path:
+    parts = [model_digest(model_dir), transformers.__version__, torch.__version__, NUM_TOKENS, prompt_ids]
+    key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
+    return cache_dir() / "parity" / f"greedy-{key}.json"
+
+
+def _load(model_dir: Path) -> transformers.PreTrainedModel:
+    transformers.utils.logging.disable_progress_bar()
+    model = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    model.generation_config.eos_token_id = None  # ignore end-of-sequence
+    return model.eval()
+
+
+def _greedy(model: transformers.PreTrainedModel, name: str, prompt_ids: list[int]) -> Reference:
+    ids = torch.tensor([prompt_ids])
+    with torch.no_grad():
+        made = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=NUM_TOKENS,
+            return_dict_in_generate=True,
+            output_logits=True,
+        )
+    top = torch.topk(torch.cat(made.logits), 2)
+    output_ids = made.sequences[0, len(prompt_ids) :].tolist()
+    assert output_ids == top.indices[:, 0].tolist(), f"{name}: generate did not take the largest logit"
+    assert len(output_ids) == NUM_TOKENS
+    gaps = (top.values[:, 0] - top.values[:, 1]).tolist()
+    return Reference(name, prompt_ids, output_ids, gaps, top.indices[:, 1].tolist())
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, delete=False) as file:
+        file.write(text)
+    os.replace(file.name, path)

@@ -1,0 +1,206 @@
+"""One target with or without a drafter, driven request by request, and the drafts that formulas alone would give."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from baton.engine.forward_batch import CaptureHidden, ForwardBatch, ForwardMode
+from baton.engine.kv_pool import KVPool
+from baton.engine.model_runner import ModelRunner
+from baton.engine.page_table import build_page_table, pages_for, slots_for
+from baton.engine.request import Request
+from baton.engine.sampler import Sampler, sampling_rows
+from baton.engine.sampling_params import SamplingParams
+from baton.engine.speculative.draft_worker import DraftWorker
+from baton.engine.speculative.eagle3_weights import load_eagle3
+from baton.engine.speculative.spec_config import load_draft_config
+from baton.engine.speculative.spec_decoder import SpecDecoder, StepResult
+from baton.engine.weights import load_model
+from baton.tests.parity.eagle3_toys import DEFAULT_IDS, SHAPE
+from baton.tests.parity.toy_models import reference_model
+
+PAGE_SIZE, NUM_PAGES, STEPS = 4, 400, 3
+
+
+@dataclass
+class Engine:
+    """One target, optionally with a drafter, driven request by request."""
+
+    target: Path
+    head: Path | None = None
+    aux_ids: Sequence[int] | None = None  # instead of those of the head's config
+    steps: int = STEPS
+    max_context: int = 256
+    next_page: int = 1
+    results: list[StepResult] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        model, config = load_model(self.target, dtype=torch.float32)
+        self.vocab_size = config.vocab_size
+        shape = (config.num_layers, config.num_kv_heads, config.head_dim)
+        self.runner = ModelRunner(model, KVPool(NUM_PAGES, PAGE_SIZE, *shape, torch.float32))
+        self.drafter = None
+        if self.head is not None:
+            draft = load_draft_config(self.head, config, dtype="float32")
+            self.runner.set_aux_layer_ids(self.aux_ids or draft.aux.ids)
+            eagle3 = load_eagle3(draft, dtype=torch.float32)
+            eagle3.share(model.embed_tokens, model.lm_head, config.max_position_embeddings)
+            sizes = {"num_pages": NUM_PAGES, "page_size": PAGE_SIZE, "capacity": 2}
+            self.drafter = DraftWorker(eagle3, dtype=torch.float32, **sizes)
+        self.decoder = SpecDecoder(
+            self.runner,
+            Sampler(self.vocab_size),
+            drafter=self.drafter,
+            steps=self.steps,
+            max_context=self.max_context,
+        )
+
+    def prefill(
+        self, prompt: Sequence[int], params: SamplingParams, *, chunk: int = 1000, pages: int | None = None
+    ) -> Request:
+        """A request with its prompt computed, its first token sampled and its draft KV written in chunks."""
+        request = Request(room=f"{self.next_page:032x}", epoch=0, prompt_ids=list(prompt), sampling=params)
+        wanted = pages or pages_for(len(prompt) + params.max_new_tokens + self.steps + 1, PAGE_SIZE)
+        request.pages = list(range(self.next_page, self.next_page + wanted))[::-1]
+        self.next_page += wanted
+        n = len(prompt)
+        batch = ForwardBatch(
+            mode=ForwardMode.EXTEND,
+            input_ids=torch.tensor(request.prompt_ids),
+            positions=torch.arange(n),
+            slots=slots_for(request.pages, 0, n, PAGE_SIZE),
+            page_table=build_page_table([request.pages]),
+            q_lens=[n],
+            kv_lens=[n],
+            capture_hidden=CaptureHidden.NULL if self.drafter is None else CaptureHidden.FULL,
+        )
+        output = self.runner.forward(batch)
+        sampler = self.decoder.sampler
+        request.append(sampler.sample(output.logits[-1:], sampler.build(sampling_rows(request))).tokens.tolist(), ())
+        request.num_computed = n
+        if output.hidden is not None:
+            for start in range(0, n, chunk):
+                self.decoder.draft_prefill(request, output.hidden[start : start + chunk], start)
+        return request
+
+    def run(self, requests: Sequence[Request]) -> list[list[int]]:
+        """Step all of `requests` to their end, checking after each step that draft rows cover the committed rows."""
+        live = [request for request in requests if not request.is_finished]
+        while live:
+            self.results.append(self.decoder.step(live))
+            for request in live:
+                assert request.num_computed == request.num_tokens - 1
+                if self.drafter is not None:
+                    assert self.decoder.num_covered(request) == request.num_tokens - 1
+            live = [request for request in live if not request.is_finished]
+        for request in requests:
+            self.decoder.forget(request)
+        if self.drafter is not None:
+            assert self.drafter.states.num_open == 0
+        return [request.output_ids for request in requests]
+
+    def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[list[int]]:
+        return self.run([self.prefill(prompt, params) for prompt in prompts])
+
+    @property
+    def accept_lens(self) -> list[int]:
+        """Of the steps that offered all drafts."""
+        return [
+            n for r in self.results for n, drafted in zip(r.accept_lens, r.drafted, strict=True) if drafted == self.steps
+        ]
+
+
+def rows_of(engine: Engine, request: Request) -> list[torch.Tensor]:
+    """Draft K and V of a request in order of its tokens, each `[slots, heads, D]`."""
+    return [plane[request.pages].flatten(0, 1) for plane in engine.drafter.pool.layer(0)]
+
+
+def features_of(engine: Engine, ids: list[int]) -> torch.Tensor:
+    """Features of a prompt, computed aside in the last pages of the pool."""
+    count = pages_for(len(ids), PAGE_SIZE)
+    pages = list(range(NUM_PAGES - count, NUM_PAGES))
+    batch = ForwardBatch(
+        mode=ForwardMode.EXTEND,
+        input_ids=torch.tensor(ids),
+        positions=torch.arange(len(ids)),
+        slots=slots_for(pages, 0, len(ids), PAGE_SIZE),
+        page_table=build_page_table([pages]),
+        q_lens=[len(ids)],
+        kv_lens=[len(ids)],
+        capture_hidden=CaptureHidden.FULL,
+    )
+    hidden = engine.runner.forward(batch).hidden
+    assert hidden is not None
+    return hidden
+
+
+def record_drafts(engine: Engine, request: Request) -> list[int]:
+    """One step; returns the drafts that were verified in it."""
+    seen: list[int] = []
+    forward = engine.runner.forward
+
+    def spy(batch: ForwardBatch, *args: object) -> object:
+        seen.extend(batch.input_ids.tolist()[1:])
+        return forward(batch, *args)
+
+    engine.runner.forward = spy
+    engine.decoder.step([request])
+    engine.runner.forward = forward
+    return seen
+
+
+def recomputed_drafts(
+    target: Path, w: dict[str, torch.Tensor], ids: list[int], switches: dict[str, bool]
+) -> list[int]:
+    """Greedy drafts behind `ids`, from transformers' hidden states and the head's formulas over all rows each time."""
+    model = reference_model(target)
+    with torch.no_grad():
+        states = model(torch.tensor([ids[:-1]]), output_hidden_states=True).hidden_states
+    features = torch.cat([states[i + 1][0] for i in DEFAULT_IDS], dim=-1)
+    if "fc_norm" in switches:
+        parts = features.chunk(3, -1)
+        features = torch.cat([rms(part, w[f"fc_norm.{i}.weight"]) for i, part in enumerate(parts)], -1)
+    rows, tokens, drafts = features @ w["fc.weight"].T, ids[1:], []
+    for _ in range(STEPS):
+        out = head_layer(w, rows, model.get_input_embeddings().weight.detach()[tokens], switches)
+        normed = rms(out[-1:], w["norm.weight"])
+        index = int((normed @ w["lm_head.weight"].T).argmax())
+        drafts.append(index + int(w["d2t"][index]))
+        tokens = [*tokens, drafts[-1]]
+        rows = torch.cat((rows, normed if switches.get("norm_output") else out[-1:]))
+    return drafts
+
+
+def head_layer(
+    w: dict[str, torch.Tensor], hidden: torch.Tensor, embeds: torch.Tensor, switches: dict[str, bool]
+) -> torch.Tensor:
+    """The draft layer over all rows `[T, H]`, position i in row i."""
+    p, count = "midlayer.", hidden.shape[0]
+    normed = rms(hidden, w[p + "hidden_norm.weight"])
+    pair = torch.cat((rms(embeds, w[p + "input_layernorm.weight"]), normed), -1)
+    q, k, v = (
+        (pair @ w[f"{p}self_attn.{n}_proj.weight"].T).view(count, -1, SHAPE["head_dim"]).transpose(0, 1) for n in "qkv"
+    )
+    q, k, v = rotate(q), rotate(k).repeat_interleave(2, 0), v.repeat_interleave(2, 0)
+    scores = q @ k.transpose(1, 2) / SHAPE["head_dim"] ** 0.5
+    mask = torch.ones(count, count, dtype=torch.bool).triu(1)
+    mixed = scores.masked_fill(mask, float("-inf")).softmax(-1) @ v
+    residual = normed if switches.get("norm_before_residual") else hidden
+    residual = residual + mixed.transpose(0, 1).reshape(count, -1) @ w[p + "self_attn.o_proj.weight"].T
+    x = rms(residual, w[p + "post_attention_layernorm.weight"])
+    gated = torch.nn.functional.silu(x @ w[p + "mlp.gate_proj.weight"].T) * (x @ w[p + "mlp.up_proj.weight"].T)
+    return residual + gated @ w[p + "mlp.down_proj.weight"].T
+
+
+def rms(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * weight
+
+
+def rotate(x: torch.Tensor) -> torch.Tensor:
+    """Neox-style rotation of `[heads, T, D]`, base 10000."""
+    half = x.shape[-1] // 2
+    angles = torch.arange(x.shape[1])[:, None] * 10000.0 ** (-torch.arange(half) / half)
+    first, second = x[..., :half], x[..., half:]
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)

@@ -1,0 +1,101 @@
+"""Our models are transformers' models: equal logits and equal greedy tokens, family by family, switch by switch."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from baton.tests.parity.toy_engine import ToyEngine, random_ids
+from baton.tests.parity.toy_models import reference_greedy, reference_logits, reference_model
+
+# Measured 1e-5 at most, on logits of standard deviation 10; one position too far gives more than 1.
+TOLERANCE = 1e-4
+ROPES = {
+    "default": {"rope_type": "default", "rope_theta": 5000.0},
+    "linear": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 2.5},
+    "llama3": {
+        "rope_type": "llama3",
+        "rope_theta": 500.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+    "yarn": {"rope_type": "yarn", "rope_theta": 5000.0, "factor": 4.0, "original_max_position_embeddings": 128},
+    "yarn-mscale": {
+        "rope_type": "yarn",
+        "rope_theta": 5000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 128,
+        "beta_fast": 16.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.5,
+    },
+}
+
+
+def assert_same_model(path: Path) -> None:
+    torch.set_num_threads(1)
+    theirs, prompt = reference_model(path), random_ids(150, seed=3)
+    ours = ToyEngine(path)
+    torch.testing.assert_close(
+        ours.run(("all", prompt)).logits, reference_logits(theirs, prompt), atol=TOLERANCE, rtol=0
+    )
+    for length in (1, 16, 61):
+        start = prompt[:length]
+        assert ours.greedy(start, 12, f"greedy {length}") == reference_greedy(theirs, start, 12)
+
+
+@pytest.mark.parametrize("is_tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_each_family_equals_transformers(toy_checkpoint: Callable[..., Path], family: str, is_tied: bool):
+    assert_same_model(toy_checkpoint(family, tie_word_embeddings=is_tied))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_many_shards_equal_one(toy_checkpoint: Callable[..., Path], family: str):
+    path = toy_checkpoint(family, shard_size="100KB")
+    assert len(list(path.glob("*.safetensors"))) > 2
+    assert_same_model(path)
+
+
+@pytest.mark.parametrize(
+    ("family", "switches"),
+    [
+        ("llama", {"attention_bias": True, "mlp_bias": True}),
+        ("qwen3", {"attention_bias": True}),
+        ("llama", {"num_key_value_heads": 4}),
+        ("llama", {"num_key_value_heads": 1, "head_dim": 24}),
+        ("llama", {"rms_norm_eps": 0.1}),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 3, "layer_types": None}),
+    ],
+    ids=["llama-bias", "qwen3-bias", "no-gqa", "mqa-head-dim", "eps", "window-behind-the-last-layer"],
+)
+def test_each_switch_of_the_config_acts(toy_checkpoint: Callable[..., Path], family: str, switches: dict):
+    assert_same_model(toy_checkpoint(family, **switches))
+
+
+@pytest.mark.parametrize("rope", ROPES)
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_each_rope_in_the_new_spelling_equals_transformers(
+    toy_checkpoint: Callable[..., Path], family: str, rope: str
+):
+    path = toy_checkpoint(family, rope_parameters=ROPES[rope])
+    assert "rope_parameters" in json.loads((path / "config.json").read_text())
+    assert_same_model(path)
+
+
+@pytest.mark.parametrize("type_key", ["rope_type", "type"])
+@pytest.mark.parametrize("rope", ROPES)
+def test_each_rope_in_the_old_spelling_equals_transformers(
+    toy_copy: Callable[..., Path], rope: str, type_key: str
+):
+    path = toy_copy("llama", rope_parameters=ROPES[rope])
+    config = json.loads((path / "config.json").read_text())
+    settings = config.pop("rope_parameters")
+    config["rope_theta"] = settings.pop("rope_theta")
+    settings[type_key] = settings.pop("rope_type")
+    config["rope_scaling"] = None if rope == "default" else settings
+    (path / "config.json").write_text(json.dumps(config))
+    assert_same_model(path)

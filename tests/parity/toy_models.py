@@ -1,0 +1,73 @@
+"""Tiny random checkpoints of each family, written by transformers itself."""
+
+from pathlib import Path
+
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+FAMILIES = {
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+}
+SHAPE = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 256,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def write_toy_checkpoint(
+    path: Path, family: str, *, seed: int = 0, shard_size: str | int | None = None, **config: object
+) -> None:
+    """Write a float32 checkpoint; `shard_size` (max_shard_size of transformers) splits it, `config` overrides SHAPE."""
+    config_class, model_class = FAMILIES[family]
+    shape = SHAPE | ({"head_dim": 32} if family == "qwen3" else {}) | config
+    model = model_class(config_class(**shape))
+    _randomise(model, seed)
+    model.save_pretrained(path, max_shard_size=shard_size or "5GB")
+
+
+def reference_model(path: Path) -> PreTrainedModel:
+    """The checkpoint as transformers loads it, in float32."""
+    family = next(name for name in FAMILIES if f'"{FAMILIES[name][1].__name__}"' in (path / "config.json").read_text())
+    return FAMILIES[family][1].from_pretrained(path, dtype=torch.float32).eval()
+
+
+def reference_logits(model: PreTrainedModel, ids: list[int]) -> torch.Tensor:
+    """`[T, V]` of one prompt."""
+    with torch.no_grad():
+        return model(torch.tensor([ids])).logits[0]
+
+
+def reference_greedy(model: PreTrainedModel, ids: list[int], count: int) -> list[int]:
+    """The `count` tokens that argmax chooses, end-of-sequence ignored, each from a fresh whole forward."""
+    out = list(ids)
+    for _ in range(count):
+        out.append(int(reference_logits(model, out)[-1].argmax()))
+    return out[len(ids) :]
+
+
+def _randomise(model: PreTrainedModel, seed: int) -> None:
+    """Weights that spread the logits and leave no parameter at a value (0, 1) that would hide its absence."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            is_norm = "norm" in name
+            parameter.copy_(1 + 0.2 * noise if is_norm else 0.15 * noise)

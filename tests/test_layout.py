@@ -1,0 +1,399 @@
+"""The house rules: floors, nevers and sizes, checked on the syntax trees of the whole package."""
+
+import ast
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).resolve().parents[1]
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 60
+
+# What each folder may import of ours. An entry with a dot admits these modules only.
+FLOORS: dict[str, tuple[str, ...]] = {
+    "cluster": (),
+    "kernels": (),
+    "engine": ("kernels",),
+    "router": ("cluster",),
+    "deploy": ("cluster",),
+    "kvtransfer": ("engine.kv_pool", "engine.page_table", "kernels", "cluster"),
+    "prefill": ("kvtransfer", "engine", "cluster"),
+    "decode": ("kvtransfer", "engine", "cluster"),
+}
+# What the lowest floors may import of others; every other folder may import any dependency but the forbidden ones.
+ALLOWED_FOREIGN = {
+    "cluster": {"zmq", "msgspec", "psutil", "prometheus_client", "tomli"},
+    "kernels": {"torch", "triton"},
+}
+FORBIDDEN_FOREIGN = {"router": {"torch", "triton"}, "deploy": {"torch", "triton"}}
+
+UNSAFE_MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
+UNSAFE_CALLS = {"eval", "exec", "compile", "__import__"}
+UNSAFE_ATTRIBUTES = {("torch", "load"), ("np", "load"), ("numpy", "load"), ("yaml", "load")}
+UNSAFE_METHODS = {"send_pyobj", "recv_pyobj"}
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported module: `baton.cluster.messages`, `torch.nn` or, of ours, what is named after `from . import`."""
+
+    module: str
+    names: tuple[str, ...]
+    level: int
+    line: int
+
+
+class Source:
+    """One file of the package with its place in the house."""
+
+    def __init__(self, relative: str, text: str) -> None:
+        self.relative, self.text = relative, text
+        self.tree = ast.parse(text, relative)
+        parts = Path(relative).with_suffix("").parts
+        self.is_package = parts[-1] == "__init__"
+        self.module = ".".join(("baton", *(parts[:-1] if self.is_package else parts)))
+        self.folder = parts[0] if len(parts) > 1 else ""  # empty: the root
+
+    def imports(self) -> Iterator[Import]:
+        """Every import, wherever it stands (TYPE_CHECKING is no excuse); relative ones resolved."""
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Import):
+                for alias in node.names:
+                    yield Import(alias.name, (), 0, node.lineno)
+            elif isinstance(node, ast.ImportFrom):
+                names = tuple(alias.name for alias in node.names)
+                yield Import(self._resolve(node), names, node.level, node.lineno)
+
+    def _resolve(self, node: ast.ImportFrom) -> str:
+        if not node.level:
+            return node.module or ""
+        base = self.module.split(".") if self.is_package else self.module.split(".")[:-1]
+        base = base[: len(base) - (node.level - 1)]
+        return ".".join([*base, *((node.module,) if node.module else ())])
+
+    def own_targets(self, known: set[str]) -> Iterator[tuple[str, int]]:
+        """The modules of ours that this file imports, with the line; `from . import x` means x where x is a module."""
+        for found in self.imports():
+            if found.module == "baton" or found.module.startswith("baton."):
+                submodules = [f"{found.module}.{name}" for name in found.names]
+                for target in [name for name in submodules if name in known] or [found.module]:
+                    yield target, found.line
+
+
+def package_files() -> list[Source]:
+    """All code files: the root's own and those of every folder that is not the tests, hidden, or a build's."""
+    skipped = {"tests", "build", "dist"}
+    paths = [*ROOT.glob("*.py")]
+    for folder in ROOT.iterdir():
+        if folder.is_dir() and folder.name not in skipped and not folder.name.startswith((".", "__")):
+            paths += folder.rglob("*.py")
+    return [Source(str(path.relative_to(ROOT)), path.read_text(encoding="utf-8")) for path in sorted(paths)]
+
+
+def test_files() -> list[Source]:
+    paths = sorted((ROOT / "tests").rglob("*.py"))
+    return [Source(str(path.relative_to(ROOT)), path.read_text(encoding="utf-8")) for path in paths]
+
+
+# --- the laws: each returns the violations of one file ----------------------------------------------------------------
+
+
+def floor_violations(source: Source, known: set[str]) -> list[str]:
+    """Imports of ours that the source's floor does not allow. The root's files may import anything."""
+    if not source.folder:
+        return []
+    if source.folder not in FLOORS:
+        return [f"{source.relative}: folder {source.folder!r} has no floor"]
+    allowed = (source.folder, *FLOORS[source.folder])
+    found = []
+    for target, line in source.own_targets(known):
+        inner = target.removeprefix("baton").removeprefix(".")
+        if not any(inner == name or inner.startswith(name + ".") for name in allowed):
+            found.append(f"{source.relative}:{line}: {source.folder} may not import {target}")
+    return found
+
+
+def foreign_violations(source: Source) -> list[str]:
+    """Imports of other packages that the folder must not know."""
+    found = []
+    for imported in source.imports():
+        top = imported.module.partition(".")[0]
+        if imported.level or top in ("baton", "__future__") or top in sys.stdlib_module_names:
+            continue
+        allowed = ALLOWED_FOREIGN.get(source.folder)
+        if (allowed is not None and top not in allowed) or top in FORBIDDEN_FOREIGN.get(source.folder, ()):
+            found.append(f"{source.relative}:{imported.line}: {source.folder} may not import {top}")
+    return found
+
+
+def style_violations(source: Source) -> list[str]:
+    """Code imports ours relatively and at the top of the file; `__main__` chooses its role late."""
+    found = []
+    folders = set(FLOORS)
+    for imported in source.imports():
+        top = imported.module.partition(".")[0]
+        if imported.level == 0 and top in {"baton", "tests", *folders}:
+            found.append(f"{source.relative}:{imported.line}: import {imported.module} relatively")
+        if any(name == "*" for name in imported.names):
+            found.append(f"{source.relative}:{imported.line}: star import")
+    if Path(source.relative).name != "__main__.py":
+        found += [f"{source.relative}:{line}: import inside a function" for line in inner_imports(source.tree)]
+    return found
+
+
+def inner_imports(tree: ast.AST) -> list[int]:
+    """Lines of imports inside functions."""
+    functions = [n for n in ast.walk(tree) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))]
+    nodes = {node for function in functions for node in ast.walk(function)}
+    return sorted(node.lineno for node in nodes if isinstance(node, (ast.Import, ast.ImportFrom)))
+
+
+def unsafe_violations(source: Source) -> list[str]:
+    """Ways for data to become code, and `global`, which is module-level mutable state."""
+    found = []
+    for imported in source.imports():
+        if imported.module.partition(".")[0] in UNSAFE_MODULES:
+            found.append(f"{source.relative}:{imported.line}: {imported.module} is unsafe")
+        if any((imported.module, name) in UNSAFE_ATTRIBUTES for name in imported.names):
+            found.append(f"{source.relative}:{imported.line}: from {imported.module} import load is unsafe")
+    for node in ast.walk(source.tree):
+        name = _unsafe_name(node)
+        if name:
+            found.append(f"{source.relative}:{node.lineno}: {name} is not allowed")  # type: ignore[attr-defined]
+    return found
+
+
+def _unsafe_name(node: ast.AST) -> str:
+    if isinstance(node, ast.Global):
+        return "global"
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in UNSAFE_CALLS:
+        return node.func.id
+    if isinstance(node, ast.Attribute):
+        owner = node.value.id if isinstance(node.value, ast.Name) else ""
+        if (owner, node.attr) in UNSAFE_ATTRIBUTES:
+            return f"{owner}.{node.attr}"
+        if node.attr in UNSAFE_METHODS:
+            return node.attr
+    if isinstance(node, ast.keyword) and node.arg == "allow_pickle":
+        return "allow_pickle"
+    return ""
+
+
+def size_violations(source: Source) -> list[str]:
+    """Files and functions that do not fit in a head."""
+    found = []
+    lines = source.text.count("\n")
+    if lines > MAX_FILE_LINES:
+        found.append(f"{source.relative}: {lines} lines, at most {MAX_FILE_LINES}")
+    for node in ast.walk(source.tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            length = (node.end_lineno or node.lineno) - node.lineno + 1
+            if length > MAX_FUNCTION_LINES:
+                where = f"{source.relative}:{node.lineno}: {node.name}"
+                found.append(f"{where} has {length} lines, at most {MAX_FUNCTION_LINES}")
+    return found
+
+
+def test_import_violations(source: Source) -> list[str]:
+    """Tests import ours absolutely, under the name `baton`."""
+    found = []
+    for imported in source.imports():
+        top = imported.module.partition(".")[0]
+        if imported.level or top in FLOORS or top == "tests":
+            found.append(f"{source.relative}:{imported.line}: import ours as baton...")
+    return found
+
+
+def find_circles(sources: list[Source]) -> list[list[str]]:
+    """Groups of modules that import each other (strongly connected components of more than one, and self-imports)."""
+    known = {source.module for source in sources}
+    edges = {s.module: {target for target, _ in s.own_targets(known) if target in known} for s in sources}
+    reach: dict[str, set[str]] = {}
+    for start in edges:
+        seen: set[str] = set()
+        todo = list(edges[start])
+        while todo:
+            module = todo.pop()
+            if module not in seen:
+                seen.add(module)
+                todo += edges[module]
+        reach[start] = seen
+    circles = {frozenset(m for m in reach[start] if start in reach[m]) for start in edges if start in reach[start]}
+    return sorted(sorted(circle) for circle in circles)
+
+
+test_files.__test__ = False  # type: ignore[attr-defined]
+test_import_violations.__test__ = False  # type: ignore[attr-defined]
+
+
+# --- the package keeps them -------------------------------------------------------------------------------------------
+
+
+def test_arrows_point_to_lower_floors_only():
+    sources = package_files()
+    known = {source.module for source in sources}
+    assert [violation for source in sources for violation in floor_violations(source, known)] == []
+
+
+def test_low_floors_know_few_packages():
+    assert [violation for source in package_files() for violation in foreign_violations(source)] == []
+
+
+def test_imports_are_relative_and_at_the_top():
+    assert [violation for source in package_files() for violation in style_violations(source)] == []
+
+
+def test_tests_import_absolutely():
+    assert [violation for source in test_files() for violation in test_import_violations(source)] == []
+
+
+def test_there_are_no_circles():
+    assert find_circles(package_files()) == []
+
+
+def test_nothing_turns_data_into_code():
+    assert [violation for source in package_files() for violation in unsafe_violations(source)] == []
+
+
+def test_files_and_functions_are_small():
+    assert [violation for source in package_files() + test_files() for violation in size_violations(source)] == []
+
+
+def test_folders_are_listed_as_packages_and_have_no_init():
+    files = [source for source in package_files() if source.folder]
+    assert [source.relative for source in files if source.is_package] == []
+    folders = {"baton"} | {source.module.rpartition(".")[0] for source in files}
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]["packages"]
+    assert sorted(folders) == sorted(listed)
+
+
+def test_root_module_holds_docstring_and_version_only():
+    body = Source("__init__.py", (ROOT / "__init__.py").read_text(encoding="utf-8")).tree.body
+    assert [type(node) for node in body] == [ast.Expr, ast.Assign]
+
+
+def test_router_and_cluster_load_no_torch():
+    modules = [source.module for source in package_files() if source.folder in ("router", "cluster")]
+    assert "baton.router.app" in modules
+    program = (
+        "import importlib, sys\n"
+        "for name in sys.argv[1:]: importlib.import_module(name)\n"
+        "heavy = {'torch', 'triton'} & set(sys.modules)\n"
+        "sys.exit(f'{heavy} loaded' if heavy else 0)\n"
+    )
+    names = [name for name in modules if not name.endswith("__main__")]
+    done = subprocess.run([sys.executable, "-c", program, *names], capture_output=True, text=True, cwd="/", timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+# --- the laws can fail ------------------------------------------------------------------------------------------------
+
+KNOWN = {
+    "baton.cluster.messages", "baton.cluster.codec", "baton.engine.kv_pool", "baton.engine.sampler", "baton.router.app",
+    "baton.prefill.worker", "baton.decode.worker", "baton.kvtransfer.link", "baton.kernels.rope", "baton.__init__",
+}  # fmt: skip
+
+
+def snippet(relative: str, text: str) -> Source:
+    return Source(relative, textwrap.dedent(text))
+
+
+@pytest.mark.parametrize(
+    ("relative", "text"),
+    [
+        ("prefill/a.py", "from ..decode.worker import x"),
+        ("decode/a.py", "from ..prefill import worker"),
+        ("router/a.py", "from ..engine.kv_pool import KVPool"),
+        ("router/a.py", "from .. import kvtransfer"),
+        ("engine/a.py", "from ..cluster.messages import Hello"),
+        ("engine/models/a.py", "from ...kvtransfer.link import Link"),
+        ("kernels/a.py", "from ..engine.kv_pool import KVPool"),
+        ("cluster/a.py", "from .. import __version__"),
+        ("kvtransfer/a.py", "from ..engine.sampler import Sampler"),
+        ("kvtransfer/a.py", "from ..engine import sampler"),
+        ("deploy/a.py", "from ..router.app import app"),
+        ("cluster/a.py", "import typing\nif typing.TYPE_CHECKING:\n    from ..router.app import App"),
+        ("attic/a.py", "import os"),
+    ],
+)
+def test_an_arrow_up_is_seen(relative, text):
+    assert len(floor_violations(snippet(relative, text), KNOWN)) == 1
+
+
+@pytest.mark.parametrize(
+    ("relative", "text"),
+    [
+        ("prefill/a.py", "from ..kvtransfer.link import Link\nfrom ..cluster import messages\nfrom . import worker"),
+        ("engine/models/a.py", "from ..sampler import Sampler\nfrom ...kernels.rope import rope"),
+        ("kvtransfer/transports/a.py", "from ...engine.kv_pool import KVPool\nfrom ..link import Link"),
+        ("__main__.py", "from .prefill.worker import main"),
+    ],
+)
+def test_an_arrow_down_is_allowed(relative, text):
+    assert floor_violations(snippet(relative, text), KNOWN) == []
+
+
+def test_foreign_packages_are_seen():
+    assert len(foreign_violations(snippet("cluster/a.py", "import torch.nn\nimport zmq\nimport os"))) == 1
+    assert len(foreign_violations(snippet("kernels/a.py", "import torch\nfrom transformers import x"))) == 1
+    assert len(foreign_violations(snippet("router/a.py", "from torch import nn\nimport starlette"))) == 1
+    assert foreign_violations(snippet("engine/a.py", "import torch\nimport safetensors")) == []
+
+
+def test_late_and_absolute_imports_are_seen():
+    late = "def f():\n    if x:\n        import os\n\nasync def g():\n    from a import b\n"
+    assert len(style_violations(snippet("engine/a.py", late))) == 2
+    assert style_violations(snippet("engine/__main__.py", late)) == []
+    assert len(style_violations(snippet("engine/a.py", "import baton.cluster\nimport kernels\nfrom os import *"))) == 3
+    assert len(test_import_violations(snippet("tests/unit/a.py", "from ..x import y\nimport cluster.codec"))) == 2
+
+
+def test_circles_are_seen():
+    chain = [
+        snippet("engine/a.py", "from .b import x"),
+        snippet("engine/b.py", "from . import c"),
+        snippet("engine/c.py", "from os import path"),
+    ]
+    assert find_circles(chain) == []
+    closed = [*chain[:2], snippet("engine/c.py", "from ..engine.a import y")]
+    assert find_circles(closed) == [["baton.engine.a", "baton.engine.b", "baton.engine.c"]]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import pickle",
+        "from marshal import loads",
+        "eval('1')",
+        "exec(x)",
+        "import torch\ntorch.load('f')",
+        "from torch import load",
+        "import numpy as np\nnp.load('f')",
+        "socket.recv_pyobj()",
+        "f(allow_pickle=True)",
+        "def f():\n    global x\n    x = 1",
+    ],
+)
+def test_unsafe_code_is_seen(text):
+    assert len(unsafe_violations(snippet("engine/a.py", text))) == 1
+
+
+def test_module_eval_and_regex_compile_are_safe():
+    assert unsafe_violations(snippet("engine/a.py", "import re\nmodel.eval()\nre.compile('x')\nload('f')")) == []
+
+
+def test_long_files_and_functions_are_seen():
+    function = "def f():\n" + "    pass\n" * MAX_FUNCTION_LINES
+    assert len(size_violations(snippet("engine/a.py", function))) == 1
+    assert len(size_violations(snippet("engine/a.py", "x = 1\n" * (MAX_FILE_LINES + 1)))) == 1
+    assert size_violations(snippet("engine/a.py", "x = 1\n" * MAX_FILE_LINES)) == []

@@ -1,0 +1,221 @@
+"""Settings: where values come from, which one wins, and what is said about a wrong one."""
+
+import dataclasses
+import logging
+import subprocess
+import sys
+
+import pytest
+from baton.cluster.config import (
+    COMMAND_LINE,
+    ENVIRONMENT,
+    FILE,
+    ROLES,
+    DecodeConfig,
+    PrefillConfig,
+    RouterConfig,
+    UpConfig,
+    load_config,
+    to_argv,
+)
+from baton.cluster.config_fields import describe, settings_of, types_of
+from baton.cluster.errors import ConfigError
+from hypothesis import given
+from hypothesis import strategies as st
+
+
+def load(cls, *argv, env=None, **kwargs):
+    return load_config(cls, ["--model", "m", *argv], env or {}, **kwargs)
+
+
+def failure(cls, *argv, env=None):
+    with pytest.raises(ConfigError) as caught:
+        load(cls, *argv, env=env)
+    text = str(caught.value)
+    assert "\n" not in text
+    return text
+
+
+@pytest.fixture
+def toml(tmp_path):
+    def write(text):
+        path = tmp_path / "baton.toml"
+        path.write_text(text)
+        return str(path)
+
+    return write
+
+
+@pytest.mark.parametrize("cls", ROLES)
+def test_defaults_are_legal_and_every_setting_has_help(cls):
+    config = load(cls)
+    assert config.model == "m"
+    assert not [name for name, field in settings_of(cls).items() if not describe(field).help]
+
+
+def test_command_line_beats_environment_beats_file_beats_default(toml):
+    path = toml("[prefill]\nchunk_size = 1\nmax_batch = 2\nmax_queue = 3\n")
+    env = {"BATON_PREFILL_CHUNK_SIZE": "10", "BATON_PREFILL_MAX_BATCH": "20"}
+    config = load(PrefillConfig, "--config", path, "--chunk-size", "100", env=env)
+    assert (config.chunk_size, config.max_batch, config.max_queue, config.page_size) == (100, 20, 3, 16)
+    wanted = {"chunk_size": COMMAND_LINE, "max_batch": ENVIRONMENT, "max_queue": FILE}
+    assert {name: config.explicit.get(name) for name in wanted} == wanted
+    assert "page_size" not in config.explicit
+
+
+def test_given_defaults_lose_against_everything_but_the_fields_own(toml):
+    path = toml("[decode]\nspec_steps = 2\n")
+    config = load(DecodeConfig, "--config", path, defaults={"spec_steps": 5, "max_running": 7})
+    assert (config.spec_steps, config.max_running) == (2, 7)
+
+
+def test_environment_of_another_role_is_not_read():
+    assert load(PrefillConfig, env={"BATON_DECODE_PAGES": "9"}).pages == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "wanted"),
+    [(["--no-draft"], True), (["--no-draft", "off"], False), (["--no-draft=on"], True), ([], False)],
+)
+def test_a_boolean_that_is_off_by_default_reads_with_and_without_a_word(flags, wanted):
+    assert load(DecodeConfig, *flags).no_draft is wanted
+
+
+@pytest.mark.parametrize(
+    ("flags", "wanted"), [(["--no-prefix-cache"], False), (["--prefix-cache=off"], False), ([], True)]
+)
+def test_a_boolean_that_is_on_by_default_also_reads_its_negation(flags, wanted):
+    assert load(DecodeConfig, *flags).prefix_cache is wanted
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--chunk-sise", "3"], ["--chunk-sise", "did you mean '--chunk-size'"]),
+        (["--chunk-size", "x"], ["--chunk-size", "'x'", "whole number"]),
+        (["--chunk-size", "-1"], ["--chunk-size", "-1", "0 tokens"]),
+        (["--lease-s", "nan"], ["--lease-s", "nan", "finite"]),
+        (["--lease-s", "1e9"], ["--lease-s", "600"]),
+        (["--device", "gpu"], ["--device", "'gpu'", "auto, cpu, cuda"]),
+        (["--graphs", "maybe"], ["--graphs", "'maybe'", "'on' or 'off'"]),
+        (["--kv-bind", "127.0.0.1:1"], ["--kv-bind", "tcp://HOST:PORT"]),
+        (["--kv-bind", "tcp://127.0.0.1"], ["--kv-bind", "tcp://HOST:PORT"]),
+        (["--config", "/nowhere.toml"], ["/nowhere.toml", "cannot be read"]),
+        (["stray"], ["'stray'"]),
+        (["--chunk-size"], ["--chunk-size", "expected"]),
+    ],
+)
+def test_a_wrong_command_line_names_value_place_and_remedy(argv, words):
+    text = failure(PrefillConfig, *argv)
+    assert all(word in text for word in words), text
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[prefil]\n", ["[prefil]", "did you mean [prefill]"]),
+        ("[prefill]\nchunk_sise = 1\n", ["[prefill]", "'chunk_sise'", "did you mean 'chunk_size'"]),
+        ("[router]\nprot = 1\n", ["[router]", "'prot'"]),
+        ("[prefill]\nchunk_size = '1'\n", ["[prefill]", "chunk_size", "str", "whole number"]),
+        ("[prefill]\nchunk_size = true\n", ["chunk_size", "bool", "whole number"]),
+        ("[prefill]\nchunk_size = -4\n", ["baton.toml", "chunk_size", "-4"]),
+        ("[prefill]\nconfig = 'x'\n", ["'config'"]),
+        ("chunk_size = 1\n", ["chunk_size", "outside of a table"]),
+        ("[prefill\n", ["not valid TOML"]),
+    ],
+)
+def test_a_wrong_file_names_table_key_and_remedy(toml, text, words):
+    message = failure(PrefillConfig, "--config", toml(text))
+    assert all(word in message for word in words), message
+
+
+def test_a_wrong_variable_names_itself():
+    text = failure(PrefillConfig, env={"BATON_PREFILL_LEASE_S": "soon"})
+    assert "BATON_PREFILL_LEASE_S" in text
+    assert "'soon'" in text
+
+
+def test_an_unknown_variable_is_warned_of_once_and_others_are_not(caplog):
+    with caplog.at_level(logging.WARNING):
+        load(PrefillConfig, env={"BATON_PREFILL_CHUNKSIZE": "1", "BATON_DECODE_PAGES": "1", "HOME": "/"})
+    assert [r.getMessage() for r in caplog.records] == [
+        "environment variable BATON_PREFILL_CHUNKSIZE is no setting of baton and is ignored; "
+        "did you mean BATON_PREFILL_CHUNK_SIZE?"
+    ]
+
+
+def test_a_missing_model_says_the_three_places_to_write_it():
+    with pytest.raises(ConfigError, match=r"--model DIR, set BATON_ROUTER_MODEL, or put model = .* under \[router\]"):
+        load_config(RouterConfig, [], {})
+
+
+def test_a_model_from_the_file_is_enough(toml):
+    assert load_config(UpConfig, ["--config", toml("[up]\nmodel = 'x'\nlease_s = 2\n")], {}).lease_s == 2.0
+
+
+def test_a_config_built_by_hand_is_checked_too():
+    with pytest.raises(ConfigError, match="page_size: 0 is below"):
+        PrefillConfig(model="m", page_size=0)
+    with pytest.raises(ConfigError, match="chunk_size"):
+        PrefillConfig(model="m", chunk_size=1.5)
+
+
+def test_a_config_is_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        load(PrefillConfig).chunk_size = 3
+
+
+def _values(cls):
+    strategies = {}
+    for name, field in settings_of(cls).items():
+        described, kind = describe(field), types_of(cls)[name]
+        low, high = described.minimum, described.maximum
+        if described.choices:
+            strategies[name] = st.sampled_from(described.choices)
+        elif described.is_endpoint:
+            strategies[name] = st.sampled_from(["tcp://10.0.0.1:1", "ipc:///tmp/x"])
+        elif kind is bool:
+            strategies[name] = st.booleans()
+        elif kind is int:
+            strategies[name] = st.integers(int(low), int(high))
+        elif kind is float:
+            strategies[name] = st.floats(low, high)
+        else:
+            strategies[name] = st.text(min_size=1).map(lambda text: "m" + text)
+    strategies.pop("config")
+    return st.fixed_dictionaries({"model": strategies.pop("model")}, optional=strategies)
+
+
+@given(st.data())
+def test_the_flags_of_a_config_build_the_same_config(data):
+    cls = data.draw(st.sampled_from(ROLES))
+    config = cls(**data.draw(_values(cls)))
+    assert load_config(cls, to_argv(config), {}) == config
+
+
+def test_flags_name_what_was_given_even_when_it_equals_the_default():
+    config = load(PrefillConfig, "--chunk-size", "256")
+    assert "--chunk-size=256" in to_argv(config)
+    assert "--chunk-size=256" not in to_argv(load(PrefillConfig))
+
+
+@pytest.mark.parametrize("cls", ROLES)
+def test_help_shows_each_flag_once_with_its_default_and_exits_with_0(cls, capsys):
+    with pytest.raises(SystemExit) as caught:
+        load_config(cls, ["--help"], {})
+    assert caught.value.code == 0
+    printed = capsys.readouterr().out
+    text = " ".join(printed.split())
+    flags = [line.split()[0] for line in printed.splitlines() if line.startswith("  --")]
+    assert sorted(flags) == sorted(f"--{name.replace('_', '-')}" for name in settings_of(cls))
+    for field in settings_of(cls).values():
+        if isinstance(field.default, int) and not isinstance(field.default, bool):
+            assert f"(default {field.default}" in text
+
+
+def test_cluster_modules_import_no_torch():
+    code = (
+        "import sys, baton.cluster.config, baton.cluster.log, baton.cluster.metrics, baton.cluster.life, "
+        "baton.cluster.control_link, baton.deploy.launcher, baton.__main__; sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd="/", check=False).returncode == 0

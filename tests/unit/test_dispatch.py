@@ -1,0 +1,203 @@
+"""The dispatcher on a fake clock and a fake wire: order, bounds, and frames that wait for a connection."""
+
+import asyncio
+
+import pytest
+from baton.cluster.codec import control_down_decoder
+from baton.cluster.errors import PeerLost
+from baton.cluster.messages import (
+    Cancel,
+    Failed,
+    Finished,
+    FirstToken,
+    Gone,
+    Heartbeat,
+    Prefill,
+    Reserve,
+    Reserved,
+    Sampling,
+    TokenItem,
+    Tokens,
+    WorkerStats,
+)
+from baton.cluster.metrics import RouterMetrics
+from baton.router.dispatch import CLIENT_STALL_S, Dispatcher, Job
+from baton.router.errors import ApiError
+from baton.router.inbox import Inbox
+from baton.router.registry import UNREACHABLE_S, Registry
+from baton.router.room_effects import Broken, Deliver, Ended
+from baton.router.status import metrics_of
+from baton.tests.unit.test_registry import hello
+
+P, D = "1" * 32, "2" * 32
+
+
+class World:
+    """A dispatcher, the frames that its workers got, and a clock that only tests move."""
+
+    def __init__(self, **settings):
+        self.now = 0.0
+        self.sent = {b"p": [], b"d": []}
+        self.refusing = set()  # identities whose queue is full
+        self.lost = set()  # identities that are not connected
+        self._decoder = control_down_decoder()
+        registry = Registry("a" * 32, 1000.0)
+        settings = {"max_queue": 8, "queue_timeout_s": 30.0} | settings
+        self.dispatcher = Dispatcher(registry, self._transmit, lambda: self.now, RouterMetrics(), **settings)
+
+    def join(self, **decode):
+        for identity, instance, role, more in ((b"p", P, "prefill", {}), (b"d", D, "decode", decode)):
+            message = hello(instance=instance, role=role, **more)
+            stats = WorkerStats(pages_total=message.pages_total, pages_free=message.pages_total)
+            self.dispatcher.on_message(identity, message)
+            self.dispatcher.on_message(identity, Heartbeat(instance=instance, stats=stats))
+        return self
+
+    def _transmit(self, identity, frame):
+        if identity in self.lost:
+            raise PeerLost("gone")
+        if identity in self.refusing:
+            return False
+        self.sent[identity].append(self._decoder.decode(frame))
+        return True
+
+    def submit(self, *max_new):
+        inbox = Inbox(lambda: self.now)
+        jobs = [Job(prompt_ids=[5] * 16, sampling=Sampling(max_new_tokens=n), arrived=0.0, tokenize_s=0.0) for n in max_new]
+        return self.dispatcher.submit(jobs, inbox), inbox
+
+    def of(self, identity, kind):
+        return [message for message in self.sent[identity] if isinstance(message, kind)]
+
+    def finish(self, room):
+        one = {"room": room, "epoch": 0}
+        self.dispatcher.on_message(b"d", Reserved(instance=D, **one))
+        self.dispatcher.on_message(b"p", FirstToken(instance=P, token=9, **one))
+        self.dispatcher.on_message(b"d", Tokens(instance=D, items=[TokenItem(seq=1, ids=[8], **one)]))
+        self.dispatcher.on_message(b"d", Finished(instance=D, reason="stop", output_tokens=2, **one))
+
+
+def events(inbox):
+    return [event for _, event in asyncio.run(inbox.take())]
+
+
+def test_a_room_runs_from_submit_to_nothing_left():
+    world = World().join()
+    (entry,), inbox = world.submit(16)
+    world.finish(entry.room.room)
+    assert events(inbox) == [Deliver([9], []), Deliver([8], []), Ended("stop")]
+    assert world.dispatcher.num_open == 0
+    assert [worker.num_rooms for worker in world.dispatcher.registry] == [0, 0]
+    assert 'baton_requests_total{outcome="ok"} 1.0' in _metrics(world)
+
+
+def _metrics(world):
+    return metrics_of(world.dispatcher).decode()
+
+
+def test_waiting_rooms_are_placed_in_order_and_a_small_one_does_not_overtake():
+    world = World().join(pages_total=10)
+    (first,), _ = world.submit(16 * 7)  # 8 pages
+    (big,), _ = world.submit(16 * 4)  # 5 pages: waits
+    (small,), _ = world.submit(16)  # 2 pages: would fit now
+    assert [r.room for r in world.of(b"d", Reserve)] == [first.room.room]
+    world.finish(first.room.room)
+    assert [r.room for r in world.of(b"d", Reserve)] == [first.room.room, big.room.room, small.room.room]
+
+
+def test_room_whose_attempt_failed_keeps_its_place_before_younger_ones():
+    world = World().join(max_running=1)
+    (old,), _ = world.submit(16)
+    (young,), _ = world.submit(16)
+    room = old.room.room
+    world.dispatcher.on_message(
+        b"d", Failed(room=room, epoch=0, instance=D, kind="TransferTimeout", message="", retryable=True)
+    )
+    assert [(r.room, r.epoch) for r in world.of(b"d", Reserve)] == [(room, 0), (room, 1)]
+    assert world.dispatcher.num_queued == 1
+    assert young.room.epoch == -1
+
+
+def test_request_with_several_choices_is_taken_whole_or_not_at_all():
+    world = World(max_queue=2).join(max_running=1)
+    with pytest.raises(ApiError) as caught:
+        world.submit(16, 16, 16, 16)
+    assert caught.value.status == 429
+    assert world.dispatcher.num_queued == 0
+    assert len(world.of(b"d", Cancel)) == 1
+    world.dispatcher.on_message(b"d", Gone(room=world.of(b"d", Reserve)[0].room, instance=D))
+    world.dispatcher.on_message(b"p", Gone(room=world.of(b"p", Prefill)[0].room, instance=P))
+    assert world.dispatcher.num_open == 0
+
+
+def test_frames_wait_in_order_for_a_worker_that_takes_none():
+    world = World().join()
+    world.refusing = {b"d"}
+    rooms = [world.submit(16)[0][0].room.room for _ in range(3)]
+    world.dispatcher.tick()
+    assert world.of(b"d", Reserve) == []
+    world.refusing = set()
+    world.dispatcher.tick()
+    assert [r.room for r in world.of(b"d", Reserve)] == rooms
+
+
+def test_worker_that_reconnects_in_time_gets_what_waited_and_one_that_does_not_is_lost():
+    world = World().join()
+    world.lost = {b"d"}
+    _, inbox = world.submit(16)
+    world.now += UNREACHABLE_S / 2
+    world.dispatcher.tick()
+    world.sent[b"d2"] = []
+    world.dispatcher.on_message(b"d2", hello(instance=D, role="decode"))
+    assert [type(message).__name__ for message in world.sent[b"d2"]] == ["Reserve", "Welcome"]
+    world.lost = {b"d2"}
+    world.submit(16)
+    world.now += UNREACHABLE_S + 0.1
+    world.dispatcher.tick()
+    assert world.dispatcher.registry.get(D) is None
+    assert [type(event) for event in events(inbox)] == [Broken]
+
+
+def test_reader_that_leaves_its_tokens_lying_is_cut_and_cancelled():
+    world = World().join()
+    (entry,), inbox = world.submit(100)
+    world.dispatcher.on_message(b"d", Reserved(room=entry.room.room, epoch=0, instance=D))
+    world.dispatcher.on_message(b"p", FirstToken(room=entry.room.room, epoch=0, instance=P, token=9))
+    world.now += CLIENT_STALL_S - 1
+    world.dispatcher.on_message(
+        b"d", Tokens(instance=D, items=[TokenItem(room=entry.room.room, epoch=0, seq=1, ids=[8])])
+    )
+    world.dispatcher.tick()
+    assert world.of(b"d", Cancel) == []
+    world.now += 2
+    world.dispatcher.tick()
+    assert inbox.unread_for(world.now) > CLIENT_STALL_S
+    assert [message.room for message in world.of(b"d", Cancel)] == [entry.room.room]
+    assert 'outcome="cancelled"} 1.0' in _metrics(world)
+
+
+def test_wait_is_bounded_also_behind_refusals():
+    world = World(queue_timeout_s=5.0).join(max_running=1)
+    world.submit(16)
+    _, inbox = world.submit(16)
+    world.now = 4.9
+    world.dispatcher.tick()
+    assert world.dispatcher.num_queued == 1
+    world.now = 5.1
+    world.dispatcher.tick()
+    assert [event.kind for event in events(inbox)] == ["QueueTimeout"]
+
+
+def test_without_a_pair_nothing_is_taken():
+    world = World()
+    with pytest.raises(ApiError) as caught:
+        world.submit(16)
+    assert (caught.value.status, caught.value.retry_after_s) == (503, 1)
+    assert repr(world.dispatcher) == "Dispatcher(open, queued=0, running=0, Registry(prefill=0, decode=0))"
+
+
+def test_messages_of_unknown_workers_are_counted_and_change_nothing():
+    world = World().join()
+    (entry,), _ = world.submit(16)
+    world.dispatcher.on_message(b"x", Reserved(room=entry.room.room, epoch=0, instance="9" * 32))
+    assert world.dispatcher.events["unknown_worker"] == 1

@@ -1,0 +1,151 @@
+"""How a room is cut into blocks, and when two layouts agree."""
+
+import msgspec
+import pytest
+from baton.cluster.errors import HandshakeRefused, LocalProtocolError
+from baton.cluster.messages import Layout
+from baton.kvtransfer.layout import KVLayout, RoomStream, agree, block_digest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+
+def make_layout(**changes: object) -> Layout:
+    base = Layout(
+        fingerprint="f" * 64,
+        dtype="bfloat16",
+        page_size=4,
+        num_layers=2,
+        num_kv_heads=1,
+        head_dim=8,
+        feature_ids=[0, 1],
+        feature_width=16,
+        block_bytes=4096,
+    )
+    return msgspec.structs.replace(base, **changes)
+
+
+@st.composite
+def streams(draw: st.DrawFn) -> RoomStream:
+    feature_ids = draw(st.lists(st.integers(0, 9), max_size=3, unique=True))
+    layout = make_layout(
+        dtype=draw(st.sampled_from(["float32", "bfloat16", "float16"])),
+        page_size=draw(st.integers(1, 5)),
+        num_layers=draw(st.integers(1, 3)),
+        num_kv_heads=draw(st.integers(1, 2)),
+        head_dim=draw(st.integers(1, 5)),
+        feature_ids=feature_ids,
+        feature_width=len(feature_ids) * draw(st.integers(1, 7)),
+        block_bytes=draw(st.integers(24, 900)),
+    )
+    num_tokens = draw(st.integers(0, 20))
+    have = draw(st.integers(0, num_tokens // layout.page_size)) * layout.page_size
+    return KVLayout(layout).stream(num_tokens, have)
+
+
+@settings(deadline=None, max_examples=60)
+@given(streams())
+def test_the_blocks_of_a_room_hold_every_byte_of_its_pages_once_and_in_order(stream: RoomStream) -> None:
+    layout = stream.layout
+    expected = []
+    for page in range(stream.num_pages):
+        expected += [("kv", page, i) for i in range(layout.kv_page_bytes)]
+        expected += [("features", page, i) for i in range(layout.feature_page_bytes)]
+    got = []
+    for block in range(stream.num_blocks):
+        size = 0
+        for segment in stream.segments(block):
+            assert segment.at == size
+            got += [(segment.plane, segment.page_index, i) for i in range(segment.lo, segment.hi)]
+            size += segment.hi - segment.lo
+        assert 0 < size == stream.block_size(block) <= layout.wire.block_bytes
+    assert got == expected
+    assert stream.num_pages * layout.wire.page_size >= stream.num_tokens - stream.have
+
+
+@settings(deadline=None, max_examples=60)
+@given(streams(), st.integers(0, 40))
+def test_a_block_is_ready_exactly_when_all_its_pages_are(stream: RoomStream, tokens_ready: int) -> None:
+    size = stream.layout.wire.page_size
+
+    def is_page_ready(page: int) -> bool:
+        return min(stream.have + (page + 1) * size, stream.num_tokens) <= tokens_ready
+
+    ready = 0
+    while ready < stream.num_blocks and all(is_page_ready(s.page_index) for s in stream.segments(ready)):
+        ready += 1
+    assert stream.ready_blocks(tokens_ready) == ready
+
+
+@settings(deadline=None, max_examples=60)
+@given(streams())
+def test_landed_tokens_are_those_whose_pages_lie_wholly_in_the_landed_blocks(stream: RoomStream) -> None:
+    for landed in range(stream.num_blocks + 1):
+        missing = [s.page_index for block in range(landed, stream.num_blocks) for s in stream.segments(block)]
+        whole_pages = min(missing, default=stream.num_pages)
+        tokens = min(stream.num_tokens, stream.have + whole_pages * stream.layout.wire.page_size)
+        assert stream.landed_tokens(landed) == tokens
+
+
+def test_a_page_holds_keys_and_values_of_all_layers_and_the_features_of_its_tokens() -> None:
+    layout = KVLayout(make_layout())
+    assert layout.kv_page_bytes == 2 * 2 * 4 * 1 * 8 * 2
+    assert layout.feature_page_bytes == 4 * 16 * 2
+
+
+@pytest.mark.parametrize(("num_tokens", "have"), [(8, 2), (8, 12), (8, -4), (-1, 0)])
+def test_a_room_that_does_not_start_at_a_page_of_its_prompt_is_refused(num_tokens: int, have: int) -> None:
+    with pytest.raises(LocalProtocolError):
+        KVLayout(make_layout()).stream(num_tokens, have)
+
+
+def test_layouts_agree_on_the_smaller_block() -> None:
+    ours, theirs = make_layout(block_bytes=8192), make_layout(block_bytes=4096)
+    assert agree(ours, theirs) == agree(theirs, ours) == theirs
+
+
+def test_a_feature_plane_that_one_side_lacks_is_left_out() -> None:
+    without = make_layout(feature_ids=[], feature_width=0)
+    assert agree(make_layout(), without) == agree(without, make_layout()) == without
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"fingerprint": "e" * 64},
+        {"dtype": "float32"},
+        {"page_size": 8},
+        {"num_layers": 3},
+        {"num_kv_heads": 2},
+        {"head_dim": 16},
+        {"feature_ids": [1, 0]},
+        {"feature_width": 32},
+        {"digest": "xxh3"},
+    ],
+)
+def test_layouts_that_differ_are_refused_with_both_in_one_line(change: dict[str, object]) -> None:
+    for ours, theirs in ((make_layout(), make_layout(**change)), (make_layout(**change), make_layout())):
+        with pytest.raises(HandshakeRefused) as refusal:
+            agree(ours, theirs)
+        text = str(refusal.value)
+        assert "\n" not in text
+        for value in change.values():
+            assert str(value)[:16] in text
+
+
+def test_equal_layouts_of_an_unknown_kind_are_refused() -> None:
+    for change in ({"dtype": "int3"}, {"digest": "none"}):
+        with pytest.raises(HandshakeRefused):
+            agree(make_layout(**change), make_layout(**change))
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.binary(min_size=1, max_size=64), st.data())
+def test_a_digest_names_its_block_and_sees_every_flipped_bit(payload: bytes, data: st.DataObject) -> None:
+    digest = block_digest("a" * 32, 1, 2, memoryview(payload))
+    bit = data.draw(st.integers(0, 8 * len(payload) - 1))
+    flipped = bytearray(payload)
+    flipped[bit // 8] ^= 1 << bit % 8
+    assert digest != block_digest("a" * 32, 1, 2, memoryview(bytes(flipped)))
+    assert digest != block_digest("b" * 32, 1, 2, memoryview(payload))
+    assert digest != block_digest("a" * 32, 2, 2, memoryview(payload))
+    assert digest != block_digest("a" * 32, 1, 3, memoryview(payload))

@@ -1,0 +1,134 @@
+"""config.json: what it means, and one clear line for what we do not serve."""
+
+import json
+from pathlib import Path
+
+import pytest
+from baton.engine.errors import CheckpointError
+from baton.engine.model_config import ModelConfig, load_model_config
+from baton.engine.rope import RopeConfig
+
+SMOLLM2 = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "vocab_size": 49152,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 100000,
+    "rope_scaling": None,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+    "eos_token_id": 2,
+    "torch_dtype": "bfloat16",
+}
+
+
+def write(path: Path, changes: dict, generation: dict | None = None) -> Path:
+    config = {key: value for key, value in (SMOLLM2 | changes).items() if value != "absent"}
+    (path / "config.json").write_text(json.dumps(config))
+    if generation is not None:
+        (path / "generation_config.json").write_text(json.dumps(generation))
+    return path
+
+
+def test_every_field_of_a_llama_is_read(tmp_path: Path):
+    assert load_model_config(write(tmp_path, {})) == ModelConfig(
+        architecture="LlamaForCausalLM",
+        hidden_size=576,
+        intermediate_size=1536,
+        num_layers=30,
+        num_heads=9,
+        num_kv_heads=3,
+        head_dim=64,
+        vocab_size=49152,
+        rms_norm_eps=1e-5,
+        rope=RopeConfig(theta=100000.0),
+        max_position_embeddings=8192,
+        tie_word_embeddings=True,
+        attention_bias=False,
+        attention_output_bias=False,
+        mlp_bias=False,
+        qk_norm=False,
+        eos_token_ids=(2,),
+        dtype="bfloat16",
+    )
+
+
+@pytest.mark.parametrize(
+    ("architecture", "bias", "output_bias", "qk_norm", "head_dim"),
+    [
+        ("LlamaForCausalLM", False, False, False, 64),
+        ("Qwen2ForCausalLM", True, False, False, 64),
+        ("Qwen3ForCausalLM", False, False, True, 128),
+    ],
+)
+def test_families_differ_by_switches(
+    tmp_path: Path, architecture: str, bias: bool, output_bias: bool, qk_norm: bool, head_dim: int
+):
+    config = load_model_config(write(tmp_path, {"architectures": [architecture], "head_dim": None}))
+    assert (config.attention_bias, config.attention_output_bias) == (bias, output_bias)
+    assert (config.qk_norm, config.head_dim) == (qk_norm, head_dim)
+
+
+def test_absent_keys_take_the_defaults_of_the_format(tmp_path: Path):
+    absent = dict.fromkeys(("num_key_value_heads", "tie_word_embeddings", "eos_token_id", "torch_dtype"), "absent")
+    config = load_model_config(write(tmp_path, absent | {"architectures": "absent", "model_type": "llama"}))
+    assert config.num_kv_heads == 9
+    assert not config.tie_word_embeddings
+    assert config.eos_token_ids == ()
+    assert config.dtype == "float32"
+
+
+def test_eos_ids_of_both_files_are_merged_generation_config_first(tmp_path: Path):
+    path = write(tmp_path, {"eos_token_id": [5, 2]}, {"eos_token_id": [7, 5]})
+    assert load_model_config(path).eos_token_ids == (7, 5, 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"architectures": ["MixtralForCausalLM"]}, ["architectures", "Mixtral", "Qwen3ForCausalLM"]),
+        ({"architectures": "absent", "model_type": "gpt2"}, ["architectures"]),
+        ({"num_experts": 8}, ["num_experts", "8", "mixture-of-experts"]),
+        ({"hidden_act": "gelu"}, ["hidden_act", "'gelu'", "silu"]),
+        ({"quantization_config": {"bits": 4}}, ["quantization_config", "original checkpoint"]),
+        (
+            {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 21},
+            ["use_sliding_window", "True", "not supported"],
+        ),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, ["layer_types", "sliding_attention"]),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, ["rope_type", "'dynamic'"]),
+        ({"hidden_size": "absent"}, ["hidden_size", "None", "positive integer"]),
+        ({"num_hidden_layers": "30"}, ["num_hidden_layers", "'30'"]),
+        ({"vocab_size": 0}, ["vocab_size", "0"]),
+        ({"vocab_size": True}, ["vocab_size", "True"]),
+        ({"num_key_value_heads": 4}, ["num_key_value_heads", "4", "9"]),
+        ({"num_attention_heads": 10, "num_key_value_heads": 5}, ["num_attention_heads", "576"]),
+        ({"head_dim": 63}, ["head_dim", "63"]),
+        ({"tie_word_embeddings": "yes"}, ["tie_word_embeddings", "'yes'"]),
+        ({"rms_norm_eps": "1e-5"}, ["rms_norm_eps", "'1e-5'"]),
+        ({"eos_token_id": "</s>"}, ["eos_token_id", "'</s>'"]),
+        ({"torch_dtype": "float8_e4m3fn"}, ["torch_dtype", "float8_e4m3fn", "bfloat16"]),
+    ],
+)
+def test_each_unsupported_or_malformed_value_is_one_clear_line(tmp_path: Path, changes: dict, words: list[str]):
+    with pytest.raises(CheckpointError) as caught:
+        load_model_config(write(tmp_path, changes))
+    message = str(caught.value)
+    assert "\n" not in message
+    assert all(word in message for word in [str(tmp_path / "config.json"), *words]), message
+
+
+@pytest.mark.parametrize("content", ["{", "[1, 2]", "\xff"])
+def test_a_broken_file_is_named(tmp_path: Path, content: str):
+    (tmp_path / "config.json").write_text(content, encoding="latin-1")
+    with pytest.raises(CheckpointError, match=r"config\.json.*fetch the file again"):
+        load_model_config(tmp_path)
+
+
+def test_a_missing_file_is_named(tmp_path: Path):
+    with pytest.raises(CheckpointError, match=r"config\.json: no such file"):
+        load_model_config(tmp_path)

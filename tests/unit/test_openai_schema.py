@@ -1,0 +1,168 @@
+"""Request bodies: every field lands where it belongs, every wrong one is named; replies are the API's objects."""
+
+import json
+
+import pytest
+from baton.cluster.messages import TokenLogprob
+from baton.router.errors import ApiError
+from baton.router.generation import Choice, Piece, TokenText
+from baton.router.openai import (
+    ChatBody,
+    CompletionBody,
+    check_token_ids,
+    logprobs_of,
+    max_new_of,
+    parse_body,
+    prompts_of,
+    sampling_of,
+)
+from baton.router.replies import Builder, sse
+from baton.router.room_effects import Deliver
+from baton.router.tokenizer import load_tokenizer
+from baton.tests.cluster.router_fakes import save_tokenizer
+
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+TEXT = {"model": "m", "prompt": "hi"}
+
+
+def chat(**more):
+    return parse_body(json.dumps(CHAT | more).encode(), ChatBody)
+
+
+def text(**more):
+    return parse_body(json.dumps(TEXT | more).encode(), CompletionBody)
+
+
+def test_defaults_are_the_apis():
+    sampling = sampling_of(chat(), max_new=5, logprobs=-1, choice=0)
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_new_tokens) == (1.0, 1.0, 0, 5)
+    assert (sampling.logit_bias, sampling.stop_token_ids, sampling.ignore_eos) == ({}, [], False)
+
+
+@pytest.mark.parametrize("field", ["n", "stop", "seed", "temperature", "top_p", "logit_bias", "stream", "tools", "user"])
+def test_null_is_the_same_as_absent(field):
+    body = chat(**{field: None})
+    assert sampling_of(body, max_new=5, logprobs=-1, choice=0).temperature == 1.0
+    assert body.num_choices == 1
+    assert body.stops == ()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("response_format", {"type": "text"}), ("tools", []), ("tool_choice", "none"), ("store", False), ("user", "me")],
+)
+def test_values_that_ask_for_nothing_are_let_through(field, value):
+    assert chat(**{field: value}).model == "m"
+
+
+def test_seeds_differ_per_choice_and_stay_in_range():
+    body = chat(seed=2**63 - 1)
+    seeds = [sampling_of(body, max_new=1, logprobs=-1, choice=choice).seed for choice in range(3)]
+    assert seeds == [2**63 - 1, 0, 1]
+    assert sampling_of(chat(seed=-1), max_new=1, logprobs=-1, choice=0).seed == 2**63 - 1
+
+
+def test_top_k_minus_one_is_off():
+    assert sampling_of(chat(top_k=-1), max_new=1, logprobs=-1, choice=0).top_k == 0
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [("a", ["a"]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), ([[1], [2, 3]], [[1], [2, 3]])],
+)
+def test_prompt_forms(prompt, expected):
+    assert prompts_of(text(prompt=prompt)) == expected
+
+
+@pytest.mark.parametrize("prompt", ["", [], [[]], ["", "a"], ["a", 1], [1, [2]]])
+def test_empty_or_mixed_prompts_are_refused(prompt):
+    with pytest.raises(ApiError) as caught:
+        prompts_of(text(prompt=prompt))
+    assert caught.value.body.param == "prompt"
+
+
+def test_content_parts_are_joined_and_developer_is_system():
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    message = chat(messages=[{"role": "developer", "content": parts}]).messages[0]
+    assert message.as_template_input() == {"role": "system", "content": "ab"}
+
+
+def test_length_and_logprob_fields_of_both_apis():
+    assert max_new_of(chat()) is None
+    assert max_new_of(chat(max_completion_tokens=7)) == 7
+    assert max_new_of(chat(max_tokens=7, max_completion_tokens=7)) == 7
+    assert [logprobs_of(body) for body in (chat(), chat(logprobs=True), chat(logprobs=True, top_logprobs=4))] == [-1, 0, 4]
+    assert [logprobs_of(body) for body in (text(), text(logprobs=0), text(logprobs=5))] == [-1, 0, 5]
+
+
+def test_token_ids_are_checked_wherever_they_stand():
+    check_token_ids(chat(logit_bias={"9": 1}, stop_token_ids=[9]), [9], 10)
+    for body, ids, param in [
+        (chat(), [10], "prompt"),
+        (chat(), [-1], "prompt"),
+        (chat(logit_bias={"10": 1}), [], "logit_bias"),
+        (chat(stop_token_ids=[10]), [], "stop_token_ids"),
+    ]:
+        with pytest.raises(ApiError, match="vocabulary of 10") as caught:
+            check_token_ids(body, ids, 10)
+        assert caught.value.body.param == param
+
+
+@pytest.mark.parametrize("raw", [b"", b"{", b"nul", b'{"a": NaN}', b"\xff", b'{"model": "\\ud800"}', b"[" * 10**5])
+def test_what_is_not_json_is_one_clear_error(raw):
+    with pytest.raises(ApiError) as caught:
+        parse_body(raw, ChatBody)
+    assert caught.value.status == 400
+
+
+def test_errors_echo_nothing_unprintable():
+    with pytest.raises(ApiError) as caught:
+        chat(**{"evil\x1b[31m\n\u202e": 1})
+    assert all(char.isascii() and char.isprintable() for char in caught.value.body.message)
+
+
+def test_event_has_one_line_for_every_reader():
+    for odd in ("\u2028", "\u2029", "\x85", "\n", "\r"):
+        event = sse(json.dumps(odd, ensure_ascii=False).encode())
+        assert len(event.decode().splitlines()) == 2
+        assert json.loads(event.removeprefix(b"data: ")) == odd
+
+
+def test_infinite_logprobs_become_the_apis_number():
+    builder = Builder(is_chat=True, reply_id="x", created=0, model="m", num_top=1)
+    tokens = [TokenText("a", b"a", value, [("b", b"b", value)], 0) for value in (float("-inf"), float("nan"), -2.0)]
+    chunk = json.loads(builder.chunk(0, Piece("a", tokens)).removeprefix(b"data: "))
+    content = chunk["choices"][0]["logprobs"]["content"]
+    assert [token["logprob"] for token in content] == [-9999.0, -9999.0, -2.0]
+    assert [token["top_logprobs"][0]["logprob"] for token in content] == [-9999.0, -9999.0, -2.0]
+
+
+def test_nothing_to_say_is_no_chunk():
+    builder = Builder(is_chat=True, reply_id="x", created=0, model="m", num_top=-1)
+    assert builder.chunk(0, Piece("")) == b""
+    assert builder.closing(None, None) == b""
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return load_tokenizer(str(save_tokenizer(tmp_path_factory.mktemp("tok"))))
+
+
+def test_end_gives_back_what_was_withheld_in_order(tokenizer):
+    choice = Choice(tokenizer, ["yz"], skip_special=True, wants_logprobs=False)
+    piece = choice.add(Deliver([*tokenizer.encode("xy"), tokenizer.encode("😀")[0]], []))
+    assert (piece.text, choice.end("length")) == ("x", Piece("y�", finish="length"))
+
+
+@pytest.mark.parametrize("step", [1, 2, 5, 100])
+def test_stop_string_counts_the_same_tokens_however_they_come(tokenizer, step):
+    ids = tokenizer.encode("one two END three")
+    choice = Choice(tokenizer, ["END"], skip_special=True, wants_logprobs=True)
+    pieces = []
+    for at in range(0, len(ids), step):
+        part = ids[at : at + step]
+        pieces.append(choice.add(Deliver(part, [TokenLogprob(logprob=-1.0) for _ in part])))
+    assert "".join(piece.text for piece in pieces) == "one two "
+    assert (choice.finish, choice.num_tokens) == ("stop", len(tokenizer.encode("one two END")))
+    assert sum(len(piece.logprobs) for piece in pieces) == choice.num_tokens
+    assert choice.end("length") == Piece("")

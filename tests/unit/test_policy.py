@@ -1,0 +1,85 @@
+"""Which pair serves a request."""
+
+from baton.cluster.messages import WorkerStats
+from baton.router.policy import Need, can_ever, choose, is_ready, limits
+from baton.router.registry import Load, Worker
+from baton.tests.unit.test_registry import hello
+
+
+def worker(name, role, load=(), *, is_serving=True, **more):
+    made = Worker(hello(instance=name * 32, role=role, **more), name.encode(), 0.0)
+    if is_serving:
+        stats = WorkerStats(pages_total=made.hello.pages_total, pages_free=made.hello.pages_total)
+        made.take_heartbeat(stats, 0.0)
+    for i, (pages, tokens) in enumerate(load):
+        made.ledger[str(i), 0] = Load(pages, tokens)
+    return made
+
+
+NEED = Need(100, 28)  # 8 pages of 16
+
+
+def chosen(workers, need=NEED, avoid=()):
+    pair = choose(workers, need, avoid)
+    return None if pair is None else (pair.prefill[0], pair.decode[0])
+
+
+def test_only_equal_fingerprints_are_paired():
+    p, d = worker("a", "prefill", fingerprint="x"), worker("b", "decode", fingerprint="y")
+    assert not is_ready([p, d])
+    assert chosen([p, d]) is None
+    assert chosen([p, d, worker("c", "decode", fingerprint="x")]) == ("a", "c")
+
+
+def test_a_role_alone_or_a_worker_that_does_not_serve_is_no_pair():
+    p, d = worker("a", "prefill"), worker("b", "decode")
+    assert not is_ready([p])
+    assert not is_ready([d])
+    assert not is_ready([p, worker("b", "decode", is_serving=False)])
+    d.is_draining = True
+    assert not is_ready([p, d])
+
+
+def test_least_loaded_wins_on_both_sides():
+    busy_p, idle_p = worker("a", "prefill", [(0, 500)]), worker("b", "prefill")
+    busy_d, idle_d = worker("c", "decode", [(1, 1), (1, 1)]), worker("d", "decode", [(50, 1)])
+    assert chosen([busy_p, idle_p, busy_d, idle_d]) == ("b", "d")
+
+
+def test_full_decode_is_passed_over_and_all_full_is_none():
+    p = worker("a", "prefill")
+    no_pages, no_slot = worker("b", "decode", [(93, 1)]), worker("c", "decode", [(0, 1)] * 8)
+    assert chosen([p, no_pages, no_slot]) is None
+    assert chosen([p, worker("b", "decode", [(92, 1)]), no_slot]) == ("a", "b")
+
+
+def test_decode_without_a_limit_on_running_rooms_takes_many():
+    assert chosen([worker("a", "prefill"), worker("b", "decode", [(0, 1)] * 50, max_running=0)]) == ("a", "b")
+
+
+def test_failed_workers_are_the_last_choice_but_a_choice():
+    p, used, fresh = worker("a", "prefill"), worker("b", "decode"), worker("c", "decode", [(1, 1)])
+    assert chosen([p, used, fresh]) == ("a", "b")
+    assert chosen([p, used, fresh], avoid={"b" * 32}) == ("a", "c")
+    assert chosen([p, used], avoid={"b" * 32}) == ("a", "b")
+
+
+def test_context_of_either_side_binds():
+    assert chosen([worker("a", "prefill", max_context=127), worker("b", "decode")]) is None
+    assert chosen([worker("a", "prefill"), worker("b", "decode", max_context=127)]) is None
+    assert chosen([worker("a", "prefill", max_context=128), worker("b", "decode", max_context=128)]) == ("a", "b")
+
+
+def test_limits_are_the_largest_over_pairs_and_none_without():
+    p, small, big = worker("a", "prefill"), worker("b", "decode"), worker("c", "decode", pages_total=200, spec_tokens=4)
+    assert limits([p]) is None
+    found = limits([p, small, big])
+    assert (found.context, found.decode_tokens, found.prefill_tokens) == (1024, 3196, 1600)
+
+
+def test_can_ever_ignores_load_but_not_size():
+    p, d = worker("a", "prefill", [(0, 9999)]), worker("b", "decode", [(100, 1)] * 8)
+    assert can_ever([p, d], NEED)
+    assert can_ever([p, d], Need(1000, 24))
+    assert not can_ever([p, d], Need(1000, 25))
+    assert not can_ever([p, worker("b", "decode", pages_total=7)], NEED)

@@ -1,0 +1,106 @@
+"""Laws of the prefill scheduler: every prompt token is computed exactly once, in order, within the budget."""
+
+import pytest
+from baton.engine.kv_pool import PageAllocator
+from baton.engine.prefix_cache import PrefixCache
+from baton.engine.request import Request
+from baton.engine.sampling_params import SamplingParams
+from baton.prefill.queues import PrefillQueues, Room, RoomState
+from baton.prefill.scheduler import PrefillScheduler
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+PAGE = 4
+
+
+def make(num_pages=64, chunk_size=8, max_batch=4):
+    cache = PrefixCache(PageAllocator(num_pages + 1), PAGE)
+    queues = PrefillQueues(max_queue=64)
+    return PrefillScheduler(queues, cache, page_size=PAGE, chunk_size=chunk_size, max_batch=max_batch)
+
+
+def add(scheduler, name, tokens):
+    request = Request(room=f"{name:032x}", epoch=0, prompt_ids=list(tokens), sampling=SamplingParams())
+    room = Room(request=request, arrived=0.0, deadline=None)
+    scheduler.queues.add(room)
+    return room
+
+
+def run(scheduler, chunks):
+    """What the worker does with chunks: compute them, hand over the prompts that end."""
+    for chunk in chunks:
+        chunk.room.request.num_computed = chunk.end
+        if chunk.is_last:
+            request = chunk.room.request
+            scheduler.cache.insert(request.prompt_ids, request.pages)
+            scheduler.cache.allocator.release(request.pages)
+            scheduler.queues.remove(chunk.room)
+
+
+@given(
+    prompts=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=40), min_size=1, max_size=8),
+    chunk_size=st.sampled_from([0, 1, 5, 8, 64]),
+    max_batch=st.integers(1, 4),
+)
+@settings(max_examples=60, deadline=None)
+def test_each_prompt_token_behind_the_cached_prefix_is_computed_once_in_order(prompts, chunk_size, max_batch):
+    scheduler = make(chunk_size=chunk_size, max_batch=max_batch)
+    rooms = [add(scheduler, i, prompt) for i, prompt in enumerate(prompts)]
+    reached: dict[str, int] = {}
+    for _ in range(1000):
+        chunks, admitted = scheduler.next_chunks()
+        if not chunks:
+            break
+        for room in admitted:
+            reached[room.request.room] = room.cached_tokens
+        assert len(chunks) <= max_batch
+        if chunk_size:
+            assert sum(chunk.num_tokens for chunk in chunks) <= chunk_size
+        else:
+            assert all(chunk.is_last for chunk in chunks)
+        for chunk in chunks:
+            assert chunk.start == reached[chunk.room.request.room] < chunk.end
+            reached[chunk.room.request.room] = chunk.end
+        run(scheduler, chunks)
+        scheduler.cache.check_integrity()
+    assert [reached[room.request.room] for room in rooms] == [len(prompt) for prompt in prompts]
+    assert scheduler.cache.num_available == 64
+
+
+def test_a_prompt_without_pages_waits_and_the_ones_behind_it_wait_too():
+    scheduler = make(num_pages=3, chunk_size=64)
+    first, second, third = add(scheduler, 1, range(8)), add(scheduler, 2, range(10, 20)), add(scheduler, 3, [99])
+    chunks, admitted = scheduler.next_chunks()
+    assert admitted == [first]
+    assert [second.state, third.state] == [RoomState.QUEUED, RoomState.QUEUED]
+    run(scheduler, chunks)
+    _, admitted = scheduler.next_chunks()
+    assert admitted == [second], "first come, first served, once the pages are back"
+
+
+def test_a_running_prompt_goes_before_a_new_one():
+    scheduler = make(chunk_size=8)
+    first = add(scheduler, 1, range(20))
+    chunks, _ = scheduler.next_chunks()
+    run(scheduler, chunks)
+    second = add(scheduler, 2, range(50, 55))
+    chunks, _ = scheduler.next_chunks()
+    assert [(chunk.room, chunk.start, chunk.end) for chunk in chunks] == [(first, 8, 16)]
+    run(scheduler, chunks)
+    chunks, _ = scheduler.next_chunks()
+    assert [(chunk.room, chunk.start, chunk.end) for chunk in chunks] == [(first, 16, 20), (second, 0, 4)]
+
+
+def test_a_repeated_prompt_leaves_only_what_is_not_in_whole_cached_pages():
+    scheduler = make(chunk_size=64)
+    add(scheduler, 1, range(12))
+    run(scheduler, scheduler.next_chunks()[0])
+    again = add(scheduler, 2, range(12))
+    chunks, _ = scheduler.next_chunks()
+    assert again.cached_tokens == 8, "the last token must be computed, so the last page is too"
+    assert [(chunk.start, chunk.end) for chunk in chunks] == [(8, 12)]
+
+
+@pytest.mark.parametrize("chunk_size", [0, 4])
+def test_nothing_to_do_is_an_empty_batch(chunk_size):
+    assert make(chunk_size=chunk_size).next_chunks() == ([], [])

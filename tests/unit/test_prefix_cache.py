@@ -1,0 +1,285 @@
+import itertools
+
+import pytest
+from baton.engine.kv_pool import PageAllocator, PoolExhausted
+from baton.engine.prefix_cache import PrefixCache
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+PAGE = 2
+
+
+def make_cache(num_pages=9, **kwargs):
+    allocator = PageAllocator(num_pages)
+    return allocator, PrefixCache(allocator, PAGE, **kwargs)
+
+
+def run_prompt(cache, tokens):
+    """What prefill does with a prompt: match, compute the rest, insert, release. Returns the pages it used."""
+    pages = cache.match(tokens, len(tokens) - 1)
+    pages += cache.alloc(-(-len(tokens) // PAGE) - len(pages))
+    cache.insert(tokens, pages)
+    cache.check_integrity()
+    cache.allocator.release(pages)
+    cache.check_integrity()
+    return pages
+
+
+def test_a_second_prompt_starts_behind_the_common_whole_pages():
+    allocator, cache = make_cache()
+    first = run_prompt(cache, [1, 2, 3, 4, 5])
+    assert cache.num_cached == 2  # the last, half page is not cached
+    matched = cache.match([1, 2, 3, 4, 9, 9], 6)
+    assert matched == first[:2]
+    assert [allocator.refs(page) for page in matched] == [2, 2]
+
+
+def test_match_stays_within_the_limit():
+    _, cache = make_cache()
+    pages = run_prompt(cache, [1, 2, 3, 4])
+    assert cache.match([1, 2, 3, 4], 3) == pages[:1]
+    assert cache.match([1, 2, 3, 4], 1) == []
+    assert cache.match([1, 2, 3, 4], 99) == pages
+
+
+def test_the_same_page_of_tokens_behind_another_prefix_is_another_page():
+    _, cache = make_cache()
+    run_prompt(cache, [1, 2, 7, 7])
+    assert cache.match([3, 4, 7, 7], 4) == []
+
+
+def test_a_prefix_that_is_present_keeps_the_caches_page():
+    allocator, cache = make_cache()
+    first = run_prompt(cache, [1, 2])
+    mine = cache.alloc(2)  # computed side by side, without a match
+    assert cache.insert([1, 2, 3, 4], mine) == 1
+    allocator.release(mine)
+    cache.check_integrity()
+    assert cache.match([1, 2, 3, 4], 4) == [first[0], mine[1]]
+    assert allocator.refs(mine[0]) == 0
+
+
+def test_eviction_takes_the_longest_unused_leaf_first():
+    _, cache = make_cache(num_pages=6)  # 5 to give
+    old = run_prompt(cache, [1, 2, 3, 4])
+    new = run_prompt(cache, [5, 6, 7, 8])
+    cache.allocator.release(cache.match([1, 2, 3, 4], 4))  # used again
+    assert cache.num_available == 5
+    assert set(cache.alloc(2)) & set(old) == set()
+    assert cache.match([5, 6, 7, 8], 4) == new[:1]  # of the two, the leaf went
+    assert cache.match([1, 2, 3, 4], 4) == old
+
+
+def test_insert_of_a_known_prefix_counts_as_a_use():
+    _, cache = make_cache(num_pages=8)
+    old = run_prompt(cache, [1, 2, 3, 4])
+    run_prompt(cache, [5, 6])
+    mine = cache.alloc(2)
+    assert cache.insert([1, 2, 3, 4], mine) == 0
+    cache.check_integrity()
+    cache.allocator.release(mine)
+    cache.alloc(cache.allocator.num_free + 1)
+    assert cache.match([5, 6], 2) == []
+    assert cache.match([1, 2, 3, 4], 4) == old
+
+
+def test_eviction_never_takes_what_somebody_holds_nor_a_prefix_of_it():
+    allocator, cache = make_cache(num_pages=5)
+    run_prompt(cache, [1, 2])
+    mine = cache.alloc(2)
+    cache.insert([1, 2, 3, 4], mine)
+    allocator.release(mine[:1])  # holds the second page only; the first node's page is the cache's
+    cache.check_integrity()
+    assert cache.num_available == 2
+    with pytest.raises(PoolExhausted, match=r"3 pages asked for, 2 free and 0 evictable of 4"):
+        cache.alloc(3)
+    cache.alloc(2)
+    assert len(cache.match([1, 2, 3, 4], 4)) == 2
+
+
+def test_a_failed_alloc_evicts_nothing():
+    _, cache = make_cache(num_pages=5)
+    run_prompt(cache, [1, 2, 3, 4])
+    with pytest.raises(PoolExhausted):
+        cache.alloc(5)
+    assert cache.num_cached == 2
+
+
+def test_with_lookahead_a_page_is_shared_only_if_the_token_behind_it_is_the_same():
+    allocator, cache = make_cache(lookahead=1)
+    pages = cache.alloc(2)
+    assert cache.insert([1, 2, 3, 4], pages) == 1  # what follows [3, 4] is not known
+    allocator.release(pages)
+    cache.check_integrity()
+    assert cache.match([1, 2, 3, 9], 3) == pages[:1]
+    assert cache.match([1, 2, 8, 4], 3) == []
+    assert cache.match([1, 2, 3], 2) == pages[:1]  # behind the limit, but known
+    assert cache.match([1, 2], 2) == []
+
+
+def test_a_disabled_cache_keeps_nothing():
+    allocator, cache = make_cache(enabled=False)
+    run_prompt(cache, [1, 2, 3, 4])
+    assert (cache.num_cached, cache.num_available, allocator.num_free) == (0, 8, 8)
+    assert cache.match([1, 2, 3, 4], 4) == []
+    assert "off" in repr(cache)
+
+
+def test_clear_leaves_pages_to_their_other_owners():
+    allocator, cache = make_cache()
+    run_prompt(cache, [1, 2, 3, 4])
+    held = cache.match([1, 2], 2)
+    cache.clear()
+    cache.check_integrity()
+    assert (cache.num_cached, allocator.num_used) == (0, 1)
+    allocator.release(held)
+    assert allocator.num_free == 8
+    run_prompt(cache, [1, 2])
+    assert cache.num_cached == 1
+
+
+def test_a_page_cannot_be_inserted_under_two_prefixes():
+    _, cache = make_cache()
+    pages = cache.alloc(1)
+    cache.insert([1, 2], pages)
+    with pytest.raises(AssertionError, match="another prefix"):
+        cache.insert([3, 4], pages)
+
+
+def test_a_long_prompt_is_matched_evicted_and_checked_without_recursion():
+    _, cache = make_cache(num_pages=4001)
+    tokens = [i % 91 for i in range(8000)]
+    pages = cache.alloc(4000)
+    cache.insert(tokens, pages)
+    cache.allocator.release(pages)
+    cache.check_integrity()
+    assert cache.match(tokens, 8000) == pages
+    cache.allocator.release(pages)
+    cache.alloc(4000)
+    assert cache.num_cached == 0
+
+
+def test_repr_states_the_condition():
+    _, cache = make_cache()
+    run_prompt(cache, [1, 2, 3, 4])
+    assert repr(cache) == "<PrefixCache 2 pages cached, 2 evictable, 6 free of 8>"
+
+
+# Few kinds of pages, so that prompts meet; the tail does not fill its page.
+prompts = st.builds(
+    lambda kinds, tail: [token for kind in kinds for token in (kind, kind)] + tail,
+    st.lists(st.integers(0, 1), min_size=1, max_size=4),
+    st.sampled_from([[], [7]]),
+)
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """Requests come, compute page by page, share, and go in any order, over a pool too small for them.
+
+    `written` is the memory: what each page holds, as the whole prefix up to its end. A write checks that it has the
+    page for itself; a match checks that it got what it asked for.
+    """
+
+    @initialize(num_pages=st.integers(3, 14))
+    def start(self, num_pages):
+        self.allocator, self.cache = make_cache(num_pages)
+        self.running = {}
+        self.written = {}
+        self.ids = itertools.count()
+
+    def write(self, page, prefix):
+        assert self.allocator.refs(page) == 1, "a shared page was written"
+        assert page not in self.cache._nodes, "a cached page was written"
+        self.written[page] = tuple(prefix)
+
+    @rule(tokens=prompts, skip_match=st.booleans())
+    def admit(self, tokens, skip_match):
+        self.try_admit(tokens, skip_match)
+
+    @rule(tokens=prompts, skip_match=st.booleans())
+    def serve(self, tokens, skip_match):
+        key = self.try_admit(tokens, skip_match)
+        if key is not None:
+            self.compute(key, len(self.running[key][1]))
+            self.cache.check_integrity()
+            self.allocator.release(self.running.pop(key)[1])
+
+    def try_admit(self, tokens, skip_match):
+        pages = [] if skip_match else self.cache.match(tokens, len(tokens) - 1)
+        for i, page in enumerate(pages):
+            assert self.written[page] == tuple(tokens[: (i + 1) * PAGE])
+        held = {page for other in self.running.values() for page in other[1]}
+        needed = -(-len(tokens) // PAGE) - len(pages)
+        before = self.cache.num_available
+        try:
+            new = self.cache.alloc(needed)
+        except PoolExhausted:
+            assert needed > before
+            self.allocator.release(pages)
+            return None
+        assert len(set(new)) == needed <= before
+        assert not set(new) & (held | set(pages)), "a page in use was given away"
+        key = next(self.ids)
+        self.running[key] = (tokens, pages + new, len(pages))
+        return key
+
+    def compute(self, key, upto):
+        tokens, pages, done = self.running[key]
+        for i in range(done, upto):
+            self.write(pages[i], tokens[: (i + 1) * PAGE])
+        self.running[key] = (tokens, pages, upto)
+        whole = min(upto, len(tokens) // PAGE)
+        self.cache.insert(tokens[: whole * PAGE], pages)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def compute_and_insert(self, data):
+        key = data.draw(st.sampled_from(sorted(self.running)))
+        _, pages, done = self.running[key]
+        self.compute(key, data.draw(st.integers(done, len(pages))))
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def leave(self, data):
+        key = data.draw(st.sampled_from(sorted(self.running)))
+        self.allocator.release(self.running.pop(key)[1])
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def leave_in_pieces(self, data):
+        key = data.draw(st.sampled_from(sorted(self.running)))
+        for page in data.draw(st.permutations(self.running.pop(key)[1])):
+            self.allocator.release([page])
+            self.cache.check_integrity()
+
+    @rule()
+    def clear(self):
+        self.cache.clear()
+
+    @invariant()
+    def pages_are_conserved(self):
+        if not hasattr(self, "cache"):
+            return
+        self.cache.check_integrity()
+        owners = {}
+        for _, pages, _ in self.running.values():
+            for page in pages:
+                owners[page] = owners.get(page, 0) + 1
+        for page in self.cache._nodes:
+            owners[page] = owners.get(page, 0) + 1
+        assert self.allocator.num_free + len(owners) == self.allocator.num_total
+        assert all(self.allocator.refs(page) == n for page, n in owners.items())
+
+    def teardown(self):
+        if not hasattr(self, "cache"):
+            return
+        for _, pages, _ in self.running.values():
+            self.allocator.release(pages)
+        self.cache.check_integrity()
+        assert self.cache.num_available == self.allocator.num_total
+        self.cache.alloc(self.allocator.num_total)
+
+
+TestCacheMachine = CacheMachine.TestCase
+TestCacheMachine.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)

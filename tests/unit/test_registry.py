@@ -1,0 +1,124 @@
+"""The registry and its ledger of pages."""
+
+import hypothesis.strategies as st
+from baton.cluster.messages import PROTOCOL_MAJOR, Hello, Rejected, Welcome, WorkerStats
+from baton.router.registry import UNREACHABLE_S, Load, Registry
+from hypothesis import given
+
+ROUTER = "a" * 32
+
+
+def hello(instance="1" * 32, role="decode", **more):
+    fields = {
+        "protocol": PROTOCOL_MAJOR,
+        "fingerprint": "f",
+        "model": "m",
+        "kv_endpoint": "ipc:///x" if role == "prefill" else "",
+        "pages_total": 100,
+        "page_size": 16,
+        "max_context": 1024,
+        "max_running": 8,
+    }
+    return Hello(role=role, instance=instance, **(fields | more))
+
+
+def beat(registry, worker, now=0.0, **stats):
+    fields = {"pages_total": worker.hello.pages_total, "pages_free": worker.hello.pages_total}
+    assert registry.heartbeat(worker.identity, worker.instance, WorkerStats(**(fields | stats)), now)
+
+
+def registered(**more):
+    registry = Registry(ROUTER, 3.0)
+    message = hello(**more)
+    assert isinstance(registry.hello(b"id", message, 0.0), Welcome)
+    return registry, registry.get(message.instance)
+
+
+def test_welcome_names_router_and_instance():
+    answer = Registry(ROUTER, 3.0).hello(b"id", hello(), 0.0)
+    assert (answer.router, answer.instance) == (ROUTER, "1" * 32)
+
+
+def test_wrong_hello_is_rejected_with_a_reason_and_not_kept():
+    registry = Registry(ROUTER, 3.0)
+    for message in (
+        hello(protocol=PROTOCOL_MAJOR + 1),
+        hello(role="prefill", kv_endpoint=""),
+        hello(pages_total=0),
+    ):
+        answer = registry.hello(b"id", message, 0.0)
+        assert isinstance(answer, Rejected)
+        assert answer.reason
+    assert len(registry) == 0
+
+
+def test_worker_serves_from_its_first_heartbeat_on():
+    registry, worker = registered()
+    assert (worker.state, worker.is_serving) == ("starting", False)
+    beat(registry, worker)
+    assert worker.is_serving
+    beat(registry, worker, state="draining")
+    assert not worker.is_serving
+
+
+def test_repeated_hello_keeps_rooms_and_takes_the_new_connection():
+    registry, worker = registered()
+    registry.reserve(worker.instance, "room", 0, Load(5, 80))
+    worker.unreachable_since = 1.0
+    registry.hello(b"new", hello(), 2.0)
+    assert registry.get(worker.instance) is worker
+    assert (worker.identity, worker.num_rooms, worker.unreachable_since) == (b"new", 1, None)
+
+
+def test_hello_does_not_stand_in_for_heartbeats():
+    registry, worker = registered()
+    beat(registry, worker, now=1.0)
+    registry.hello(b"id", hello(), 3.9)
+    assert registry.overdue(4.0) == []
+    assert registry.overdue(4.1) == [worker]
+
+
+def test_unreachable_worker_is_overdue_sooner_and_a_heartbeat_clears_it():
+    registry, worker = registered()
+    beat(registry, worker, now=1.0)
+    worker.unreachable_since = 1.0
+    assert registry.overdue(1.0 + UNREACHABLE_S + 0.1) == [worker]
+    beat(registry, worker, now=1.5)
+    assert registry.overdue(1.0 + UNREACHABLE_S + 0.1) == []
+
+
+def test_heartbeat_of_an_unknown_worker_is_told_apart():
+    assert not Registry(ROUTER, 3.0).heartbeat(b"id", "2" * 32, WorkerStats(), 0.0)
+
+
+def test_pages_for_counts_unverified_tokens_and_rounds_up():
+    _, worker = registered(spec_tokens=4)
+    assert [worker.pages_for(n) for n in (1, 12, 13, 28, 29)] == [1, 1, 2, 2, 3]
+
+
+def test_pages_of_unknown_users_are_not_offered():
+    registry, worker = registered()
+    registry.reserve(worker.instance, "room", 0, Load(10, 160))
+    beat(registry, worker, pages_free=60)  # 40 used, 10 of them ours
+    assert worker.free_pages == 60
+    registry.release(worker.instance, "room", 0)
+    assert worker.free_pages == 70
+    beat(registry, worker, pages_free=100)
+    assert worker.free_pages == 100
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 1), st.integers(0, 40)), max_size=40))
+def test_ledger_is_what_was_reserved_and_not_released(steps):
+    registry, worker = registered()
+    model = {}
+    for room, epoch, pages in steps:
+        if pages < 10:
+            registry.release(worker.instance, str(room), epoch)
+            model.pop((str(room), epoch), None)
+        else:
+            registry.reserve(worker.instance, str(room), epoch, Load(pages, pages))
+            model[str(room), epoch] = pages
+        assert worker.placed_pages == sum(model.values())
+        assert worker.num_rooms == len(model)
+        assert worker.free_pages == max(0, 100 - sum(model.values()))
+    assert "Worker(decode 11111111 starting" in repr(worker)

@@ -1,0 +1,278 @@
+"""The life of a request: every event in every order ends in exactly one terminal event and leaves nothing held."""
+
+import hypothesis.strategies as st
+import pytest
+from baton.cluster.messages import (
+    Cancel,
+    DecodeTimeline,
+    Failed,
+    Finished,
+    FirstToken,
+    Gone,
+    Prefill,
+    Refused,
+    Reserve,
+    Reserved,
+    Sampling,
+    TokenItem,
+)
+from baton.router.room_effects import Broken, Closed, Deliver, Ended, Freed, Pair, Requeued, Send, Timeouts
+from baton.router.rooms import Phase, Room
+from hypothesis import given, settings
+
+ROOM, P, D, OTHER = "a" * 32, "1" * 32, "2" * 32, "3" * 32
+PAIR = Pair(prefill=P, decode=D, prefill_endpoint="ipc:///p")
+TIMEOUTS = Timeouts(reserve_s=1.0, first_token_s=5.0, token_s=2.0, gone_s=0.5)
+
+
+def new_room(**more):
+    return Room(ROOM, [5, 6, 7], Sampling(), 0.0, TIMEOUTS, **more)
+
+
+def placed(**more):
+    room = new_room(**more)
+    room.place(PAIR, 0.0)
+    return room
+
+
+def reserved(epoch=0, instance=D):
+    return Reserved(room=ROOM, epoch=epoch, instance=instance)
+
+
+def first(epoch=0, token=100, finish=""):
+    return FirstToken(room=ROOM, epoch=epoch, instance=P, token=token, finish=finish)
+
+
+def tokens(seq, ids, epoch=0):
+    return TokenItem(room=ROOM, epoch=epoch, seq=seq, ids=ids)
+
+
+def finished(total, epoch=0):
+    return Finished(room=ROOM, epoch=epoch, instance=D, reason="stop", output_tokens=total, timeline=DecodeTimeline())
+
+
+def refused(retry_after_ms, instance=D, epoch=0):
+    return Refused(room=ROOM, epoch=epoch, instance=instance, reason="full", retry_after_ms=retry_after_ms)
+
+
+def failed(instance=D, epoch=0, retryable=True):
+    return Failed(room=ROOM, epoch=epoch, instance=instance, kind="TransferTimeout", message="x", retryable=retryable)
+
+
+def gone(instance):
+    return Gone(room=ROOM, instance=instance)
+
+
+CANCEL_P, CANCEL_D = Send(P, Cancel(room=ROOM, instance=P)), Send(D, Cancel(room=ROOM, instance=D))
+
+
+def streaming():
+    room = placed()
+    room.on(reserved(), D, 0.1)
+    room.on(first(), P, 0.2)
+    assert room.phase is Phase.STREAMING
+    return room
+
+
+def test_place_sends_reserve_and_prefill_together():
+    reserve, prefill = new_room().place(PAIR, 0.0)
+    assert (reserve.instance, type(reserve.message)) == (D, Reserve)
+    assert (prefill.instance, type(prefill.message)) == (P, Prefill)
+    assert reserve.message.prefill_instance == P
+    assert reserve.message.prefill_endpoint == "ipc:///p"
+    assert reserve.message.epoch == prefill.message.epoch == 0
+
+
+def test_first_token_waits_for_reserved_and_then_goes_out():
+    room = placed()
+    assert room.on(first(), P, 0.1) == []
+    assert room.on(reserved(), D, 0.2) == [Deliver([100], []), Freed(P, 0)]
+
+
+def test_whole_life_in_order():
+    room = streaming()
+    assert room.on(tokens(1, [101, 102]), D, 0.3) == [Deliver([101, 102], [])]
+    effects = room.on(finished(3), D, 0.4)
+    assert effects == [Ended("stop"), Freed(P, 0), Freed(D, 0), Closed()]
+    assert (room.phase, room.instances) == (Phase.CLOSED, set())
+
+
+@given(st.permutations(range(5)))
+def test_tokens_are_contiguous_in_whatever_order_the_workers_are_heard(order):
+    events = [(reserved(), D), (first(), P), (tokens(1, [101]), D), (tokens(2, [102, 103]), D), (finished(4), D)]
+    room = placed()
+    effects = [effect for i in order for effect in room.on(*events[i], 0.1)]
+    ids = [token for effect in effects if isinstance(effect, Deliver) for token in effect.ids]
+    assert ids == [100, 101, 102, 103]
+    assert [effect for effect in effects if isinstance(effect, (Ended, Broken))] == [Ended("stop")]
+    assert room.phase is Phase.CLOSED
+
+
+def test_repeated_and_overlapping_tokens_are_delivered_once():
+    room = streaming()
+    room.on(tokens(1, [101, 102]), D, 0.3)
+    assert room.on(tokens(1, [101, 102]), D, 0.3) == []
+    assert room.on(tokens(2, [102, 103]), D, 0.3) == [Deliver([103], [])]
+    assert room.num_stale == 1
+
+
+def test_first_token_with_finish_ends_and_cancels_both():
+    room = placed()
+    room.on(reserved(), D, 0.1)
+    effects = room.on(first(finish="length"), P, 0.2)
+    assert effects == [Deliver([100], []), Freed(P, 0), Ended("length"), CANCEL_P, CANCEL_D]
+    assert room.on(gone(P), P, 0.3) == [Freed(P, 0)]
+    assert room.on(gone(D), D, 0.3) == [Freed(D, 0), Closed()]
+
+
+def test_refusal_with_retry_goes_back_to_the_queue_and_cancels_prefill():
+    room = placed()
+    assert room.on(refused(250), D, 1.0) == [Freed(D, 0), CANCEL_P, Requeued(1.25)]
+    assert room.phase is Phase.QUEUED
+    assert room.place(PAIR, 2.0)[0].message.epoch == 1
+
+
+def test_refusals_do_not_use_up_the_retry():
+    room = placed()
+    for epoch in range(5):
+        assert Requeued(1.01) in room.on(refused(10, epoch=epoch), D, 1.0)
+        room.place(PAIR, 1.0)
+    assert Requeued(1.0) in room.on(failed(epoch=5), D, 1.0)
+
+
+def test_refusal_for_ever_ends_the_request():
+    effects = placed().on(refused(0), D, 1.0)
+    assert effects == [Freed(D, 0), Broken("Refused", "full"), CANCEL_P]
+
+
+def test_failure_before_a_token_is_tried_once_more_with_the_next_epoch():
+    room = placed()
+    assert room.on(failed(P), P, 0.5) == [Freed(P, 0), CANCEL_D, Requeued(0.5)]
+    assert room.failed_on == {P}
+    room.place(PAIR, 0.6)
+    assert room.on(failed(D, epoch=1), D, 0.7) == [Freed(D, 1), Broken("TransferTimeout", "x"), CANCEL_P]
+
+
+def test_failure_that_is_not_retryable_or_after_a_token_is_final():
+    assert Broken("TransferTimeout", "x") in placed().on(failed(retryable=False), D, 0.5)
+    assert Broken("TransferTimeout", "x") in streaming().on(failed(), D, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("message", "sender"),
+    [
+        (reserved(epoch=1), D),
+        (reserved(), P),
+        (first(epoch=1), P),
+        (first(), D),
+        (tokens(1, [1]), P),
+        (tokens(1, [1], epoch=3), D),
+        (finished(1), OTHER),
+        (failed(epoch=4), D),
+        (refused(1, instance=OTHER), OTHER),
+    ],
+)
+def test_stale_epoch_or_wrong_worker_is_dropped_and_counted(message, sender):
+    room = placed()
+    assert room.on(message, sender, 0.1) == []
+    assert (room.num_stale, room.phase) == (1, Phase.PREFILLING)
+
+
+def test_messages_of_an_old_attempt_do_not_touch_the_new_one():
+    room = placed()
+    room.on(failed(P), P, 0.5)
+    room.place(PAIR, 0.6)
+    assert room.on(tokens(0, [1], epoch=0), D, 0.7) == []
+    assert room.on(gone(D), D, 0.7) == [Freed(D, 0)]
+    assert room.instances == {P, D}
+    assert room.phase is Phase.PREFILLING
+
+
+def test_cancel_is_idempotent_and_waits_for_both_gone():
+    room = streaming()
+    assert room.cancel(1.0) == [CANCEL_P, CANCEL_D]
+    assert room.cancel(1.0) == []
+    assert room.on(tokens(1, [101]), D, 1.0) == []
+    room.on(gone(D), D, 1.1)
+    assert room.on(gone(D), D, 1.1) == []
+    assert room.on(gone(P), P, 1.1) == [Freed(P, 0), Closed()]
+
+
+def test_gone_that_never_comes_is_bounded():
+    room = streaming()
+    room.cancel(1.0)
+    assert room.tick(1.4) == []
+    assert room.tick(1.6) == [Freed(P, 0), Freed(D, 0), Closed()]
+
+
+def test_loss_of_prefill_matters_only_until_its_token():
+    assert Requeued(1.0) in placed().worker_lost(P, 1.0)
+    room = streaming()
+    assert room.worker_lost(P, 1.0) == [Freed(P, 0)]
+    assert room.on(tokens(1, [101]), D, 1.1) == [Deliver([101], [])]
+
+
+def test_loss_of_decode_mid_stream_is_final():
+    assert streaming().worker_lost(D, 1.0) == [Freed(D, 0), Broken("PeerLost", "a worker was lost"), CANCEL_P]
+
+
+@pytest.mark.parametrize(("prepare", "limit"), [(placed, 1.0), (streaming, 2.2)])
+def test_no_progress_is_bounded_in_every_state(prepare, limit):
+    room = prepare()
+    assert room.tick(limit - 0.01) == []
+    assert room.tick(limit + 0.01)
+    assert room.phase in (Phase.QUEUED, Phase.CLOSING)
+
+
+def test_progress_renews_the_patience():
+    room = placed()
+    room.on(reserved(), D, 0.9)
+    assert room.tick(5.8) == []
+    assert Requeued(6.0) in room.tick(6.0)
+
+
+events = st.one_of(
+    st.builds(lambda e: (reserved(e), D), st.integers(0, 2)),
+    st.builds(lambda e, f: (first(e, finish=f), P), st.integers(0, 2), st.sampled_from(["", "stop"])),
+    st.builds(lambda e, s, n: (tokens(s, [7] * n, e), D), st.integers(0, 2), st.integers(0, 9), st.integers(1, 3)),
+    st.builds(lambda e, n: (finished(n, e), D), st.integers(0, 2), st.integers(1, 9)),
+    st.builds(lambda e, i, r: (failed(i, e, r), i), st.integers(0, 2), st.sampled_from([P, D]), st.booleans()),
+    st.builds(lambda e, i, r: (refused(r, i, e), i), st.integers(0, 2), st.sampled_from([P, D]), st.sampled_from([0, 9])),
+    st.sampled_from([(gone(P), P), (gone(D), D), "cancel", "lose P", "lose D", "tick", "place"]),
+)
+
+
+def step(room, event, now):
+    if event == "cancel":
+        return room.cancel(now)
+    if event == "tick":
+        return room.tick(now)
+    if event == "place":
+        return room.place(PAIR, now) if room.phase is Phase.QUEUED else []
+    if isinstance(event, str):
+        return room.worker_lost(P if event[-1] == "P" else D, now)
+    return room.on(*event, now)
+
+
+@settings(max_examples=400)
+@given(st.lists(events, max_size=30))
+def test_any_history_delivers_contiguously_ends_once_and_frees_what_it_held(history):
+    room = new_room()
+    now, effects = 0.0, []
+    for event in ["place", *history, "cancel"]:
+        now += 0.2
+        effects += step(room, event, now)
+        room.check_integrity()
+    for _ in range(3):
+        now += 1.0
+        effects += room.tick(now)
+    assert sum(len(effect.ids) for effect in effects if isinstance(effect, Deliver)) == room.num_output
+    ends = [effect for effect in effects if isinstance(effect, (Ended, Broken))]
+    assert len(ends) <= 1
+    if ends:  # nothing is delivered after the end
+        after = effects[effects.index(ends[0]) + 1 :]
+        assert not any(isinstance(effect, (Deliver, Requeued)) for effect in after)
+    assert effects.count(Closed()) == 1
+    assert room.phase is Phase.CLOSED
+    placed_on = {(s.instance, s.message.epoch) for s in effects if isinstance(s, Send) and not isinstance(s.message, Cancel)}
+    assert placed_on == {(freed.instance, freed.epoch) for freed in effects if isinstance(freed, Freed)}

@@ -1,0 +1,155 @@
+"""Checkpoints are loaded completely or refused in one clear line."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from baton.engine.errors import CheckpointError
+from baton.engine.weights import iter_safetensors, load_model, model_fingerprint
+from safetensors.torch import load_file, save_file
+
+Copy = Callable[..., Path]
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        load_model(path, dtype=torch.float32)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def rewrite(path: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    tensors = load_file(path / "model.safetensors")
+    change(tensors)
+    save_file(tensors, path / "model.safetensors")
+
+
+def test_every_tensor_lands_in_the_place_of_its_name(toy_checkpoint: Copy):
+    path = toy_checkpoint("qwen2", shard_size="100KB")
+    model, _ = load_model(path, dtype=torch.float32)
+    ours, theirs = dict(model.tensors()), dict(iter_safetensors(path))
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert torch.equal(ours[name], tensor), name
+
+
+def test_weights_are_converted_to_the_asked_dtype(toy_checkpoint: Copy):
+    model, config = load_model(toy_checkpoint("llama"), dtype=torch.bfloat16)
+    assert config.dtype == "float32"
+    assert {tensor.dtype for _, tensor in model.tensors()} == {torch.bfloat16}
+
+
+def test_a_tied_model_has_one_matrix_and_an_untied_two(toy_checkpoint: Copy):
+    tied, _ = load_model(toy_checkpoint("llama", tie_word_embeddings=True), dtype=torch.float32)
+    untied, _ = load_model(toy_checkpoint("llama"), dtype=torch.float32)
+    assert tied.lm_head is tied.embed_tokens
+    assert not torch.equal(untied.lm_head, untied.embed_tokens)
+
+
+def test_derived_and_tied_tensors_of_old_checkpoints_are_passed_over(toy_copy: Copy):
+    path = toy_copy("llama", tie_word_embeddings=True)
+    extra = {"lm_head.weight": torch.zeros(256, 64), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)}
+    rewrite(path, lambda tensors: tensors.update(extra))
+    model, _ = load_model(path, dtype=torch.float32)
+    assert model.lm_head.abs().sum() > 0
+
+
+def test_a_missing_shard_is_named_before_anything_is_loaded(toy_copy: Copy):
+    path = toy_copy("llama", shard_size="100KB")
+    shard = sorted(path.glob("*.safetensors"))[1]
+    shard.unlink()
+    message = refusal(path)
+    assert str(shard) in message
+    assert "fetch it again" in message
+
+
+def test_a_missing_tensor_is_named(toy_copy: Copy):
+    path = toy_copy("llama")
+    rewrite(path, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
+    assert "tensor model.layers.1.mlp.up_proj.weight is missing" in refusal(path)
+
+
+def test_an_untied_model_without_a_head_is_refused(toy_copy: Copy):
+    path = toy_copy("llama", tie_word_embeddings=True)
+    config = json.loads((path / "config.json").read_text()) | {"tie_word_embeddings": False}
+    (path / "config.json").write_text(json.dumps(config))
+    assert "lm_head.weight is missing" in refusal(path)
+
+
+def test_an_unknown_tensor_is_named(toy_copy: Copy):
+    path = toy_copy("llama")
+    rewrite(path, lambda tensors: tensors.update({"model.layers.0.self_attn.q_norm.weight": torch.ones(16)}))
+    assert "tensor model.layers.0.self_attn.q_norm.weight is unknown" in refusal(path)
+
+
+def test_a_wrong_shape_is_named_with_both_shapes(toy_copy: Copy):
+    path = toy_copy("llama")
+    rewrite(path, lambda tensors: tensors.update({"model.norm.weight": torch.ones(65)}))
+    message = refusal(path)
+    assert all(part in message for part in ("model.norm.weight", "[65]", "[64]"))
+
+
+def test_quantised_tensors_are_refused(toy_copy: Copy):
+    path = toy_copy("llama")
+    rewrite(path, lambda tensors: tensors.update({"model.norm.weight": torch.ones(64, dtype=torch.int8)}))
+    assert "torch.int8" in refusal(path)
+
+
+def test_a_truncated_file_is_named(toy_copy: Copy):
+    path = toy_copy("llama")
+    file = path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    assert f"{file}: not a complete safetensors file" in refusal(path)
+
+
+def test_a_directory_without_weights_is_named(toy_copy: Copy):
+    path = toy_copy("llama")
+    (path / "model.safetensors").unlink()
+    assert "neither model.safetensors nor model.safetensors.index.json" in refusal(path)
+
+
+@pytest.mark.parametrize("index", ["{}", '{"weight_map": {"a": 3}}', "not json"])
+def test_a_malformed_index_is_named(toy_copy: Copy, index: str):
+    path = toy_copy("llama", shard_size="100KB")
+    (path / "model.safetensors.index.json").write_text(index)
+    assert "model.safetensors.index.json" in refusal(path)
+
+
+def test_an_index_cannot_point_outside_the_checkpoint(toy_copy: Copy):
+    path = toy_copy("llama", shard_size="100KB")
+    (path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../../etc/passwd"}}')
+    assert "points outside" in refusal(path)
+
+
+def test_equal_checkpoints_have_equal_fingerprints(toy_checkpoint: Copy, toy_copy: Copy):
+    original, copy = toy_checkpoint("llama", shard_size="100KB"), toy_copy("llama", shard_size="100KB")
+    assert model_fingerprint(original) == model_fingerprint(copy)
+    assert len(model_fingerprint(copy)) == 64
+
+
+@pytest.mark.parametrize("offset", [9, -1, -60000])
+def test_a_changed_byte_of_header_or_data_edge_changes_the_fingerprint(toy_copy: Copy, offset: int):
+    path = toy_copy("llama")
+    before = model_fingerprint(path)
+    file = path / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[offset] ^= 1
+    file.write_bytes(content)
+    assert model_fingerprint(path) != before
+
+
+def test_a_changed_config_changes_the_fingerprint(toy_copy: Copy):
+    path = toy_copy("llama")
+    before = model_fingerprint(path)
+    (path / "config.json").write_text((path / "config.json").read_text() + "\n")
+    assert model_fingerprint(path) != before
+
+
+def test_a_header_longer_than_the_file_has_no_fingerprint(toy_copy: Copy):
+    path = toy_copy("llama")
+    (path / "model.safetensors").write_bytes((1 << 40).to_bytes(8, "little"))
+    with pytest.raises(CheckpointError, match="not a complete safetensors file"):
+        model_fingerprint(path)
