@@ -95,13 +95,23 @@ class EngineSettings(RoleConfig):
     draft: str = setting("", Setting(help="directory of an EAGLE3 head; prefill reads its config only", metavar="DIR"))
     no_draft: bool = setting(False, Setting(help="serve without speculation, even when --draft names a head"))
     device: str = setting("auto", Setting(help="where the model runs", choices=("auto", "cpu", "cuda")))
-    dtype: str = setting("auto", Setting(help="type of weights and KV cache", choices=("auto", "float32", "bfloat16")))
-    graphs: bool = setting(False, Setting(help="replay captured graphs instead of launching operations one by one"))
+    dtype: str = setting(
+        "auto",
+        Setting(
+            help="type of weights and KV cache; auto: bfloat16 where the device has it", choices=("auto", "float32", "bfloat16")
+        ),
+    )
+    graphs: bool = setting(False, Setting(help="replay captured graphs; not available yet: on is refused at start"))
     page_size: int = setting(16, Setting(help="tokens per KV page", unit="tokens", minimum=1, maximum=4096))
     pages: int = setting(
         0, Setting(help="KV pages in the pool; 0: as many as --kv-memory-mb holds", minimum=0, maximum=2**31 - 1)
     )
-    kv_memory_mb: int = setting(1024, Setting(help="memory of the KV pool", unit="MiB", minimum=1, maximum=2**24))
+    kv_memory_mb: int = setting(
+        0,
+        Setting(
+            help="memory of the KV pool; 0: 1024 on CPU, most of what is free on a GPU", unit="MiB", minimum=0, maximum=2**24
+        ),
+    )
     max_context: int = setting(
         0,
         Setting(help="longest prompt plus output; 0: as the model allows", unit="tokens", minimum=0, maximum=2**31 - 1),

@@ -3,79 +3,27 @@
 import os
 import secrets
 import sys
-import time
 from collections.abc import Sequence
 
-import zmq
-
 from ..cluster.config import DecodeConfig, load_config
-from ..cluster.control_link import ControlLink
-from ..cluster.life import Serve, Shutdown, run_phases, run_role
+from ..cluster.life import Serve, run_role
 from ..cluster.log import configure
-from ..cluster.sockets import Socket
-from ..engine.config import EngineConfig
-from ..engine.loader import EngineLoader
-from ..kvtransfer.identity import hello_of, layout_of, planes_of
-from ..kvtransfer.link import WorkerLink
-from ..kvtransfer.transports.zmq_blocks import ZmqBlocksReceiver
-from ..kvtransfer.worker_loop import WorkerLoop
-from .worker import DecodeWorker
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run until drained; returns the exit code."""
     arguments = sys.argv[1:] if argv is None else argv
-    return run_role("baton decode", lambda: start(arguments))
+    return run_role("baton decode", lambda: configured(arguments))
 
 
-def start(argv: Sequence[str]) -> Serve:
-    """Everything up to the first heartbeat, in order."""
+def configured(argv: Sequence[str]) -> Serve:
+    """Read the settings, then load what is slow to load: a wrong flag or --help need not wait for torch."""
     config = load_config(DecodeConfig, argv, os.environ)
     instance = secrets.token_hex(16)
     configure("decode", instance, level=config.log_level, log_format=config.log_format)
-    shutdown = Shutdown()
-    shutdown.install()
-    loader = EngineLoader(EngineConfig.of(config), has_drafter=True)
-    run_phases(loader.phases())
-    engine = loader.engine()
-    layout = layout_of(
-        engine.pool,
-        model_fingerprint=engine.fingerprint,
-        feature_ids=engine.feature_ids,
-        feature_width=engine.feature_width,
-    )
-    spec_steps = config.spec_steps if engine.drafter is not None else 0
+    from .startup import start
 
-    def open_planes(context: zmq.Context[Socket]) -> tuple[ControlLink, ZmqBlocksReceiver]:
-        transport = ZmqBlocksReceiver(
-            instance,
-            layout,
-            planes_of(engine.pool, engine.features),
-            context=context,
-            window=config.pull_window,
-            lease_s=config.lease_s,
-        )
-        hello = hello_of(
-            layout,
-            engine.pool,
-            role="decode",
-            instance=instance,
-            model=config.served_model or config.model,
-            max_context=engine.max_context,
-            vocab_size=engine.model_config.vocab_size,
-            max_running=config.max_running,
-            spec_tokens=spec_steps + 1,
-        )
-        return ControlLink(context, config.router, hello, time.monotonic()), transport
-
-    link = WorkerLink(open_planes)
-    run_phases([("open sockets", link.start)])
-    worker = DecodeWorker(
-        engine, link, instance=instance, max_running=config.max_running, spec_steps=config.spec_steps
-    )
-    loop = WorkerLoop(worker, link, shutdown, drain_timeout_s=config.drain_timeout_s)
-    engine.runner.on_layer = loop.beat
-    return loop.run
+    return start(config, instance)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,64 @@
+"""From a config to a serving decode worker, in order."""
+
+import time
+
+import zmq
+
+from ..cluster.config import DecodeConfig
+from ..cluster.control_link import ControlLink
+from ..cluster.life import Serve, Shutdown, run_phases
+from ..cluster.sockets import Socket
+from ..engine.config import EngineConfig
+from ..engine.loader import EngineLoader
+from ..kvtransfer.identity import hello_of, layout_of, planes_of
+from ..kvtransfer.link import WorkerLink
+from ..kvtransfer.transports.zmq_blocks import ZmqBlocksReceiver
+from ..kvtransfer.worker_loop import WorkerLoop
+from .worker import DecodeWorker
+
+
+def start(config: DecodeConfig, instance: str) -> Serve:
+    """Everything up to the first heartbeat, in order."""
+    shutdown = Shutdown()
+    shutdown.install()
+    loader = EngineLoader(EngineConfig.of(config), has_drafter=True)
+    run_phases(loader.phases())
+    engine = loader.engine()
+    layout = layout_of(
+        engine.pool,
+        model_fingerprint=engine.fingerprint,
+        feature_ids=engine.feature_ids,
+        feature_width=engine.feature_width,
+    )
+    spec_steps = config.spec_steps if engine.drafter is not None else 0
+
+    def open_planes(context: zmq.Context[Socket]) -> tuple[ControlLink, ZmqBlocksReceiver]:
+        transport = ZmqBlocksReceiver(
+            instance,
+            layout,
+            planes_of(engine.pool, engine.features),
+            context=context,
+            window=config.pull_window,
+            lease_s=config.lease_s,
+        )
+        hello = hello_of(
+            layout,
+            engine.pool,
+            role="decode",
+            instance=instance,
+            model=config.served_model or config.model,
+            max_context=engine.max_context,
+            vocab_size=engine.model_config.vocab_size,
+            max_running=config.max_running,
+            spec_tokens=spec_steps + 1,
+        )
+        return ControlLink(context, config.router, hello, time.monotonic()), transport
+
+    link = WorkerLink(open_planes)
+    run_phases([("open sockets", link.start)])
+    worker = DecodeWorker(
+        engine, link, instance=instance, max_running=config.max_running, spec_steps=config.spec_steps
+    )
+    loop = WorkerLoop(worker, link, shutdown, drain_timeout_s=config.drain_timeout_s)
+    engine.runner.on_layer = loop.beat
+    return loop.run

@@ -1,0 +1,69 @@
+"""From a config to a serving prefill worker, in order."""
+
+import time
+
+import zmq
+
+from ..cluster.config import PrefillConfig
+from ..cluster.control_link import ControlLink
+from ..cluster.life import Serve, Shutdown, run_phases
+from ..cluster.sockets import Socket
+from ..engine.config import EngineConfig
+from ..engine.loader import EngineLoader
+from ..kvtransfer.identity import hello_of, layout_of, planes_of
+from ..kvtransfer.link import WorkerLink
+from ..kvtransfer.transports.zmq_blocks import ZmqBlocksSender
+from ..kvtransfer.worker_loop import WorkerLoop
+from .worker import PrefillWorker
+
+
+def start(config: PrefillConfig, instance: str) -> Serve:
+    """Everything up to the first heartbeat, in order."""
+    shutdown = Shutdown()
+    shutdown.install()
+    loader = EngineLoader(EngineConfig.of(config), has_drafter=False)
+    run_phases(loader.phases())
+    engine = loader.engine()
+    layout = layout_of(
+        engine.pool,
+        model_fingerprint=engine.fingerprint,
+        feature_ids=engine.feature_ids,
+        feature_width=engine.feature_width,
+    )
+
+    def open_planes(context: zmq.Context[Socket]) -> tuple[ControlLink, ZmqBlocksSender]:
+        transport = ZmqBlocksSender(
+            config.kv_bind,
+            instance,
+            layout,
+            planes_of(engine.pool, engine.features),
+            context=context,
+            trusted_network=config.trusted_network,
+            lease_s=config.lease_s,
+        )
+        hello = hello_of(
+            layout,
+            engine.pool,
+            role="prefill",
+            instance=instance,
+            model=config.served_model or config.model,
+            max_context=engine.max_context,
+            vocab_size=engine.model_config.vocab_size,
+            max_running=config.max_batch,
+            kv_endpoint=transport.endpoint,
+        )
+        return ControlLink(context, config.router, hello, time.monotonic()), transport
+
+    link = WorkerLink(open_planes)
+    run_phases([("open sockets", link.start)])
+    worker = PrefillWorker(
+        engine,
+        link,
+        instance=instance,
+        chunk_size=config.chunk_size,
+        max_batch=config.max_batch,
+        max_queue=config.max_queue,
+    )
+    loop = WorkerLoop(worker, link, shutdown, drain_timeout_s=config.drain_timeout_s)
+    engine.runner.on_layer = loop.beat
+    return loop.run

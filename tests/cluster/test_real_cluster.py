@@ -1,0 +1,249 @@
+"""What clients see of a real cluster: one prefill and one decode process with SmolLM2, with and without a drafter."""
+
+import asyncio
+import random
+import threading
+from functools import partial
+
+import httpx
+import openai
+import pytest
+from baton.tests.cluster.serving import at_once, complete, pages_held, serving, sse_events, status, wait_until
+
+pytestmark = pytest.mark.smollm2
+
+NO_DRAFT, DRAFT = "no draft", "draft"
+QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+
+
+@pytest.fixture(scope="module")
+def clusters(smollm2_dir, eagle3_dir):
+    with serving(smollm2_dir, chunk_size=64) as plain, serving(smollm2_dir, eagle3_dir, chunk_size=64) as drafting:
+        yield {NO_DRAFT: plain, DRAFT: drafting}
+
+
+@pytest.fixture
+def prompts(reference_greedy):
+    return [r.prompt_ids for r in reference_greedy.values() if len(r.prompt_ids) < 200][:6]
+
+
+def sampled(cluster, ids, seed, **body):
+    body = {"temperature": 0.9, "top_p": 0.95, "seed": seed, "max_tokens": 24, **body}
+    return complete(cluster, ids, **body)[0]
+
+
+def test_a_fixed_seed_gives_the_same_tokens_alone_in_a_batch_cold_cached_and_drafted(clusters, prompts):
+    plain, drafting = clusters[NO_DRAFT], clusters[DRAFT]
+    alone = [sampled(plain, ids, seed) for seed, ids in enumerate(prompts)]
+    jobs = [partial(sampled, plain, ids, seed) for seed, ids in enumerate(prompts)]
+    assert at_once(jobs, 6) == alone, "in a batch, after a prefix-cache hit"
+    assert [sampled(drafting, ids, seed) for seed, ids in enumerate(prompts)] == alone, "drafts never change a token"
+    others = [sampled(plain, ids, seed + 1000) for seed, ids in enumerate(prompts)]
+    assert all(a != b for a, b in zip(alone, others, strict=True)), "another seed says something else"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"frequency_penalty": 1.5, "presence_penalty": 0.5, "temperature": 0},
+        {"repetition_penalty": 1.3, "temperature": 0.7},
+        {"top_k": 5, "min_p": 0.05},
+        {"logit_bias": {"28": -100, "30": 20}, "temperature": 0.5},
+    ],
+    ids=["penalties", "repetition", "top-k and min-p", "bias"],
+)
+def test_every_sampling_knob_gives_the_same_tokens_with_and_without_drafts(clusters, prompts, body):
+    plain, drafting = (sampled(clusters[kind], prompts[0], 5, **body) for kind in (NO_DRAFT, DRAFT))
+    assert plain == drafting
+    assert plain != sampled(clusters[NO_DRAFT], prompts[0], 5, temperature=body.get("temperature", 0.9))
+
+
+@pytest.mark.parametrize("kind", [NO_DRAFT, DRAFT])
+def test_the_openai_client_chats_and_completes_streaming_and_not(clusters, kind):
+    cluster = clusters[kind]
+    with openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="none") as client:
+        model = client.models.list().data[0].id
+        whole = client.chat.completions.create(model=model, messages=QUESTION, temperature=0, max_tokens=32)
+        assert whole.choices[0].message.content.startswith("The capital of France is Paris")
+        assert whole.choices[0].finish_reason == "stop"
+        details = whole.usage.completion_tokens_details
+        is_drafted = details.accepted_prediction_tokens + details.rejected_prediction_tokens > 0
+        assert is_drafted is (kind == DRAFT)
+        stream = client.chat.completions.create(
+            model=model,
+            messages=QUESTION,
+            temperature=0,
+            max_tokens=32,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+        chunks = list(stream)
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+        assert text == whole.choices[0].message.content
+        assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+        common = {"model": model, "prompt": "Once upon a time", "temperature": 0, "max_tokens": 16}
+        text = client.completions.create(**common, logprobs=2, n=2)
+        assert text.choices[0].text == text.choices[1].text
+        assert len(text.choices[0].logprobs.token_logprobs) == 16
+        streamed = "".join(chunk.choices[0].text for chunk in client.completions.create(**common, stream=True))
+        assert streamed == text.choices[0].text
+        with pytest.raises(openai.NotFoundError):
+            client.chat.completions.create(model="another", messages=QUESTION)
+
+
+def test_logprobs_are_those_of_the_model_and_the_same_with_drafts(clusters, prompts):
+    body = {"logprobs": 3, "max_tokens": 12}
+    plain, drafting = (complete(clusters[kind], prompts[1], **body)[1] for kind in (NO_DRAFT, DRAFT))
+    a, b = plain["choices"][0]["logprobs"], drafting["choices"][0]["logprobs"]
+    assert a["tokens"] == b["tokens"]
+    assert a["token_logprobs"] == pytest.approx(b["token_logprobs"], abs=1e-3)
+    for chosen, top in zip(a["token_logprobs"], a["top_logprobs"], strict=True):
+        assert chosen == pytest.approx(max(top.values())), "greedy takes the likeliest"
+
+
+def test_the_first_token_comes_before_the_rest_and_the_timeline_adds_up(clusters, prompts):
+    cluster = clusters[DRAFT]
+    ids, document = complete(cluster, prompts[2], max_tokens=32)
+    timeline = document["timeline"]
+    assert len(ids) == 32
+    assert 0 < timeline["ttft_ms"] < timeline["e2e_ms"]
+    assert timeline["handoff_bytes"] > 0
+    # A verify commits what it accepted and one token more; a last single token is decoded without drafts.
+    assert timeline["verify_steps"] + timeline["accepted"] in (30, 31)
+    assert timeline["accept_length"] >= 1.0
+
+
+def test_a_repeated_prompt_is_cached_on_both_sides(clusters, prompts):
+    cluster, ids = clusters[DRAFT], prompts[3] * 2
+    first = complete(cluster, ids, max_tokens=4)[1]
+    again = complete(cluster, ids, max_tokens=4)[1]
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] >= len(ids) - 32
+    assert again["timeline"]["have_tokens"] >= len(ids) - 48
+    assert again["timeline"]["handoff_bytes"] < first["timeline"]["handoff_bytes"]
+
+
+def test_a_multi_turn_chat_pulls_only_what_is_new(clusters, prompts):
+    cluster = clusters[DRAFT]
+    turn = list(prompts[4])
+    answer, _ = complete(cluster, turn, max_tokens=40)
+    follow = turn + answer + list(prompts[5])
+    timeline = complete(cluster, follow, max_tokens=4)[1]["timeline"]
+    assert timeline["have_tokens"] >= len(turn) + 40 - 32, "decode keeps the answer that it wrote"
+
+
+async def storm(url, model, prompts, count, width, rng):
+    """Start `count` requests and cut each off at a random moment; returns how many got to their end."""
+    finished = 0
+    gate = asyncio.Semaphore(width)
+
+    async def one(client, i):
+        nonlocal finished
+        body = {"model": model, "prompt": rng.choice(prompts), "max_tokens": 64, "ignore_eos": True, "stream": i % 2 == 0}
+        async with gate:
+            try:
+                await asyncio.wait_for(client.post(f"{url}/v1/completions", json=body), rng.expovariate(1 / 0.7))
+                finished += 1
+            except (TimeoutError, asyncio.TimeoutError):
+                return
+
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(timeout=120, limits=limits) as client:
+        await asyncio.gather(*(one(client, i) for i in range(count)))
+    return finished
+
+
+@pytest.mark.parametrize("kind", [NO_DRAFT, DRAFT])
+def test_200_requests_cancelled_at_random_moments_leave_every_page_free_within_1_s(clusters, kind, prompts):
+    cluster = clusters[kind]
+    rng = random.Random(7)
+    model = httpx.get(f"{cluster.url}/v1/models").json()["data"][0]["id"]
+    finished = asyncio.run(storm(cluster.url, model, [list(ids) for ids in prompts], 200, 24, rng))
+    assert finished < 150, "most were cut off"
+    # One status is up to a heartbeat (0.25 s) old; every page must be free within 1 s of the last cancel.
+    wait_until(lambda: pages_held(cluster) == ({k: 0 for k in pages_held(cluster)[0]}, 0), 1.25, "every page free")
+    workers = {worker["role"]: worker for worker in status(cluster)["workers"]}
+    assert workers["decode"]["counters"]["cancelled"] > 0
+    assert complete(cluster, prompts[0], max_tokens=4)[0], "and the cluster serves on"
+
+
+def test_bad_input_is_one_error_object_and_everybody_lives(clusters):
+    cluster = clusters[DRAFT]
+    model = httpx.get(f"{cluster.url}/v1/models").json()["data"][0]["id"]
+    before = {worker["pid"] for worker in status(cluster)["workers"]}
+    good = {"model": model, "prompt": [1, 2, 3], "max_tokens": 4}
+    cases = [
+        (b"{not json", 400),
+        (b'{"model": "%s", "prompt": [1], "temperature": NaN}' % model.encode(), 400),
+        ({**good, "temperature": "hot"}, 400),
+        ({**good, "prompt": ""}, 400),
+        ({**good, "prompt": []}, 400),
+        ({**good, "prompt": [1] * 9000}, 400),
+        ({**good, "prompt": [49152]}, 400),
+        ({**good, "prompt": [-1]}, 400),
+        ({**good, "n": 0}, 400),
+        ({**good, "max_tokens": 8191}, 400),
+        ({**good, "model": "gpt-5"}, 404),
+    ]
+    for body, code in cases:
+        content = body if isinstance(body, bytes) else None
+        answer = httpx.post(f"{cluster.url}/v1/completions", content=content, json=None if content else body, timeout=20)
+        assert answer.status_code == code, (body if content else str(body)[:100], answer.text)
+        assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+    too_long = httpx.post(f"{cluster.url}/v1/completions", json={**good, "prompt": [1] * 9000}).json()["error"]["message"]
+    assert "9000" in too_long
+    assert "8192" in too_long
+    assert {worker["pid"] for worker in status(cluster)["workers"]} == before
+
+
+def test_a_request_that_no_pool_can_hold_is_a_400_naming_the_numbers(smollm2_dir):
+    with serving(smollm2_dir, pages=20) as cluster:
+        model = httpx.get(f"{cluster.url}/v1/models").json()["data"][0]["id"]
+        body = {"model": model, "prompt": [5] * 300, "max_tokens": 100}
+        answer = httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=20)
+        assert answer.status_code == 400, answer.text
+        message = answer.json()["error"]["message"]
+        assert "400 tokens" in message
+        assert "319" in message, "20 pages of 16, less the slot behind the last token"
+        ids, _ = complete(cluster, [5] * 100, max_tokens=8)
+        assert len(ids) == 8
+
+
+def test_more_requests_than_places_queue_and_all_are_answered(smollm2_dir, prompts):
+    with serving(smollm2_dir, max_running=2, pages=40) as cluster:
+        answers = at_once([partial(complete, cluster, ids, max_tokens=6) for ids in prompts[:4] * 3], 12)
+        assert [len(ids) for ids, _ in answers] == [6] * 12
+        first = {tuple(ids) for ids, _ in answers}
+        assert len(first) <= 4, "equal prompts, equal answers"
+
+
+def test_status_and_metrics_say_what_the_workers_are(clusters):
+    cluster = clusters[DRAFT]
+    document = status(cluster)
+    roles = {worker["role"]: worker for worker in document["workers"]}
+    assert set(roles) == {"prefill", "decode"}
+    graphs = {"prefill", "draft_prefill", "decode", "verify", "draft", "draft_extend"}
+    for worker in roles.values():
+        assert set(worker["graphs"]) == graphs
+        assert worker["state"] == "serving"
+        assert worker["device"] == "cpu"
+        assert worker["transport"]
+    assert roles["prefill"]["graphs"]["decode"] == 0
+    metrics = httpx.get(f"{cluster.url}/metrics").text
+    assert "baton_" in metrics
+    assert httpx.get(f"{cluster.url}/health").status_code == httpx.get(f"{cluster.url}/ready").status_code == 200
+
+
+def test_a_stream_shows_its_first_token_while_the_others_are_still_to_come(clusters, prompts):
+    cluster = clusters[DRAFT]
+    model = httpx.get(f"{cluster.url}/v1/models").json()["data"][0]["id"]
+    body = {
+        "model": model, "prompt": list(prompts[0]), "max_tokens": 48, "ignore_eos": True, "stream": True,
+        "return_token_ids": True, "temperature": 0,
+    }  # fmt: skip
+    counts = []
+    with httpx.stream("POST", f"{cluster.url}/v1/completions", json=body, timeout=60) as response:
+        for event in sse_events(response):
+            counts += [len(choice.get("token_ids", [])) for choice in event["choices"]]
+    assert counts[0] == 1, "prefill's token comes alone, before decode has anything"
+    assert sum(counts) == 48
+    assert threading.active_count() < 50

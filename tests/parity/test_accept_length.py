@@ -1,0 +1,79 @@
+"""How much the shipped head is worth: accept length over the chats, float32, greedy, answers as long as they are."""
+
+import pytest
+import torch
+from baton.engine.config import EngineConfig
+from baton.engine.extend_batch import extend_batch
+from baton.engine.forward_batch import CaptureHidden
+from baton.engine.loader import EngineLoader
+from baton.engine.request import Request
+from baton.engine.sampling_params import SamplingParams
+from baton.engine.speculative.spec_decoder import SpecDecoder
+from baton.tests.parity.prompts import CHATS
+
+pytestmark = pytest.mark.smollm2
+
+STEPS, NUM_TOKENS = 3, 128
+
+
+def load(model, draft):
+    config = EngineConfig(model=str(model), draft=str(draft), device="cpu", dtype="float32", kv_memory_mb=512)
+    loader = EngineLoader(config, has_drafter=True)
+    for _, run in loader.phases():
+        run()
+    return loader.engine()
+
+
+def answer(engine, prompts, shift=0):
+    """(committed tokens, verify steps, outputs) of all prompts in one batch; `shift` moves the captured layers."""
+    engine.model.aux_layer_ids = tuple(layer + shift for layer in engine.feature_ids)
+    decoder = SpecDecoder(
+        engine.runner,
+        engine.sampler,
+        drafter=engine.drafter,
+        steps=STEPS,
+        eos_token_ids=engine.model_config.eos_token_ids,
+        max_context=engine.max_context,
+    )
+    requests = [prefill(engine, decoder, ids) for ids in prompts]
+    committed = verifies = 0
+    while running := [request for request in requests if not request.is_finished]:
+        result = decoder.step(running)
+        committed += sum(map(len, result.tokens))
+        verifies += len(running)
+    for request in requests:
+        decoder.forget(request)
+        engine.cache.allocator.release(request.pages)
+    return committed, verifies, [request.output_ids for request in requests]
+
+
+def prefill(engine, decoder, ids):
+    params = SamplingParams(temperature=0.0, max_new_tokens=NUM_TOKENS)
+    request = Request(room="0" * 32, epoch=0, prompt_ids=ids, sampling=params)
+    request.pages = engine.cache.alloc(-(-(len(ids) + NUM_TOKENS + STEPS + 1) // engine.page_size))
+    batch = extend_batch(
+        [(request, 0, len(ids))], page_size=engine.page_size, device=torch.device("cpu"), capture=CaptureHidden.FULL
+    )
+    output = engine.runner.forward(batch)
+    request.num_computed = len(ids)
+    request.append([int(output.logits.argmax())], engine.model_config.eos_token_ids)
+    if not request.is_finished:
+        decoder.draft_prefill(request, output.hidden, 0)
+    return request
+
+
+def test_the_head_is_worth_more_than_1_8_and_shifted_layers_cost_visibly(
+    smollm2_dir, eagle3_dir, smollm2_tokenizer, record_property
+):
+    engine = load(smollm2_dir, eagle3_dir)
+    prompts = [prompt.token_ids(smollm2_tokenizer) for prompt in CHATS]
+    assert len(prompts) == 20
+    length, outputs = {}, {}
+    for shift in (0, 1):
+        committed, verifies, outputs[shift] = answer(engine, prompts, shift)
+        length[shift] = committed / verifies
+        record_property(f"accept_length_shift_{shift}", round(length[shift], 3))
+    print(f"accept length over 20 chats: {length[0]:.3f}; layers shifted by one: {length[1]:.3f}")
+    assert outputs[0] == outputs[1], "a worse draft never changes an answer"
+    assert length[0] > 1.8
+    assert length[1] < length[0] - 0.05, "features of the wrong layers are worth visibly less"
