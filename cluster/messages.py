@@ -41,7 +41,7 @@ class Sampling(Struct, frozen=True, kw_only=True):
     min_p: Unit = 0.0
     frequency_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] = 0.0
     presence_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] = 0.0
-    repetition_penalty: Annotated[float, Meta(gt=0.0, le=100.0)] = 1.0
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100.0)] = 1.0
     logit_bias: dict[TokenId, Annotated[float, Meta(ge=-100.0, le=100.0)]] = {}
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
     max_new_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] = 16
@@ -112,8 +112,13 @@ class WorkerStats(Struct, frozen=True, kw_only=True):
 
 
 class Hello(Message, frozen=True, kw_only=True):
-    """A worker registers; sent again after every reconnect until a Welcome comes."""
+    """A worker registers; sent again after every reconnect until a Welcome comes.
 
+    `generation` grows each time this worker gave the router up and dropped all its rooms: a router that sees it grow
+    must not wait for those rooms.
+    """
+
+    generation: Count = 0
     role: Annotated[str, Meta(pattern="^(prefill|decode)$")]
     instance: Id
     protocol: Small
@@ -210,10 +215,14 @@ class Failed(Message, frozen=True, kw_only=True):
 
 
 class Gone(Message, frozen=True, kw_only=True):
-    """The answer to Cancel, also for unknown rooms: nothing of the room is held here any more."""
+    """The answer to Cancel, also for unknown rooms: nothing of the room will be computed here any more.
+
+    `timeline` is what decode spent on the room until then, None where it held no room.
+    """
 
     room: Id
     instance: Id
+    timeline: DecodeTimeline | None = None
 
 
 class Goodbye(Message, frozen=True, kw_only=True):

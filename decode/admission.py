@@ -8,14 +8,13 @@ from dataclasses import dataclass
 import torch
 
 from ..engine.kv_pool import PoolExhausted
-from ..engine.loader import Engine
+from ..engine.loader import STAGING_SHARE, Engine
 from ..engine.page_table import pages_for
 from ..engine.request import Request
 from ..engine.sampler import validate_params
 from .queues import DecodeQueues, Room
 
 RETRY_AFTER_MS = 250
-STAGING_SHARE = 4  # features in flight may take one part in so many of the KV pool's bytes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -52,7 +52,11 @@ def start(config: DecodeConfig, instance: str) -> Serve:
             max_running=config.max_running,
             spec_tokens=spec_steps + 1,
         )
-        return ControlLink(context, config.router, hello, time.monotonic()), transport
+        try:
+            return ControlLink(context, config.router, hello, time.monotonic()), transport
+        except Exception:
+            transport.close()
+            raise
 
     link = WorkerLink(open_planes)
     run_phases([("open sockets", link.start)])

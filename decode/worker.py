@@ -136,16 +136,16 @@ class DecodeWorker:
             transferring=self.queues.count(RoomState.PULLING),
             graphs=GraphCounts(),
             accept_length=sum(self._recent) / len(self._recent) if self._recent else None,
-            counters=dict(self._counters),
+            counters=self._counters | self.link.transport_counters,
         )
 
     # --- the ways in and out ------------------------------------------------------------------------------------------
 
     def _reserve(self, message: Reserve, now: float) -> None:
-        old = self.queues.get(message.room)
-        if old is not None:
-            if old.request.epoch >= message.epoch:
-                return  # a repeated or late message of an attempt that is known
+        attempts = self.queues.attempts(message.room)
+        if any(old.request.epoch >= message.epoch for old in attempts):
+            return  # a repeated or late message of an attempt that is known
+        for old in attempts:
             self._give_up(old, "a newer attempt began")
         sampling = SamplingParams(**msgspec.structs.asdict(message.sampling))
         request = Request(room=message.room, epoch=message.epoch, prompt_ids=message.prompt_ids, sampling=sampling)
@@ -183,11 +183,14 @@ class DecodeWorker:
         )
 
     def _cancel(self, room_id: str) -> None:
-        room = self.queues.get(room_id)
-        if room is not None:
-            self._counters["cancelled"] += 1
+        """Gone answers when the pages of every attempt are free; at once when nothing of the room is here."""
+        attempts = self.queues.attempts(room_id)
+        for room in attempts:
+            self._counters["cancelled"] += room.state is not RoomState.CLOSING
+            room.owes_gone = room is attempts[-1]
             self._give_up(room, "cancelled")
-        self._send(Gone(room=room_id, instance=self.instance))
+        if not attempts:
+            self._send(Gone(room=room_id, instance=self.instance))
 
     def _on_landed(self, room_id: str, epoch: int, tokens: int) -> None:
         room = self.queues.get(room_id, epoch)
@@ -271,7 +274,7 @@ class DecodeWorker:
     def _close(self, room: Room) -> None:
         """The one exit of a room: pages whose KV and draft KV are whole go to the prefix cache, all are given back."""
         request, cache = room.request, self.engine.cache
-        if room.state in (RoomState.WARMING, RoomState.RUNNING):
+        if room.state in (RoomState.WARMING, RoomState.RUNNING) and not room.is_tainted:
             covered = request.num_computed
             if self.engine.drafter is not None:
                 covered = min(covered, self.decoder.num_covered(request))
@@ -281,6 +284,9 @@ class DecodeWorker:
         request.pages = []
         room.features = None
         self.queues.remove(room)
+        if room.owes_gone:
+            timeline = _timeline(room, time.monotonic())
+            self._send(Gone(room=request.room, instance=self.instance, timeline=timeline))
 
     # --- one step -----------------------------------------------------------------------------------------------------
 
@@ -316,18 +322,16 @@ class DecodeWorker:
 
     def _account(self, batch: list[Room], result: StepResult) -> None:
         self._counters["steps"] += 1
-        for room, tokens, accept_len, drafted in zip(
-            batch, result.tokens, result.accept_lens, result.drafted, strict=True
-        ):
+        for room, tokens, drafted in zip(batch, result.tokens, result.drafted, strict=True):
             self._counters["tokens"] += len(tokens)
-            if drafted:
+            if drafted and tokens:
                 room.verify_steps += 1
                 room.drafted += drafted
-                room.accepted += min(accept_len, len(tokens)) - 1 if tokens else 0
-                self._recent.append(accept_len)
+                room.accepted += len(tokens) - 1
+                self._recent.append(len(tokens))
                 self._counters["verify_steps"] += 1
                 self._counters["drafted_tokens"] += drafted
-                self._counters["accepted_tokens"] += max(0, accept_len - 1)
+                self._counters["accepted_tokens"] += len(tokens) - 1
 
     def _publish(self, batch: list[Room], result: StepResult) -> None:
         """One frame with every room's tokens, then the ends that they brought."""
@@ -351,6 +355,7 @@ class DecodeWorker:
             if room.request.is_finished:
                 self._finish(room)
             elif is_bad:
+                room.is_tainted = True
                 self._fail(room, "BadLogits", "the model's logits are not finite", retryable=False)
 
     def _send(self, item: Command | ControlUp) -> None:

@@ -14,7 +14,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """Settings of one engine. `pages` 0: as many as `kv_memory_mb` (MiB) holds; that 0: by device. `max_context` 0: the model's own."""
+    """Settings of one engine.
+
+    `pages` 0: as many as `kv_memory_mb` (MiB) holds; that 0: by device. `max_context` 0: the model's own.
+    """
 
     model: str
     draft: str = ""

@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 CUDA_MEMORY_SHARE = 0.85  # of what is free after the weights, when no KV memory was asked for
 CPU_MEMORY_MB = 1024
+STAGING_SHARE = 4  # features in flight to a decode engine take at most one part in so many of its KV pool
 CACHE_LOOKAHEAD = 1  # draft KV of a page's last row depends on the token behind the page
 
 
@@ -184,19 +185,21 @@ class EngineLoader:
         count = self._kv_memory() // self._page_cost()
         if count < 2:
             raise CheckpointError(
-                f"kv_memory_mb {self._kv_memory() >> 20}: one page costs {self._page_cost()} bytes; give at least "
+                f"kv_memory_mb {self.config.kv_memory_mb}: one page costs {self._page_cost()} bytes; give at least "
                 f"{need * self._page_cost() >> 20} for one request of the full context"
             )
         return count
 
     def _kv_memory(self) -> int:
-        """Bytes for pages."""
+        """Bytes for pages: what was asked for, or a share of the device; less what features in flight may take."""
         if self.config.kv_memory_mb:
-            return self.config.kv_memory_mb << 20
-        if self._device.type == "cuda":
+            budget = self.config.kv_memory_mb << 20
+        elif self._device.type == "cuda":
             free, _ = torch.cuda.mem_get_info(self._device)
-            return int(free * CUDA_MEMORY_SHARE)
-        return CPU_MEMORY_MB << 20
+            budget = int(free * CUDA_MEMORY_SHARE)
+        else:
+            budget = CPU_MEMORY_MB << 20
+        return budget * STAGING_SHARE // (STAGING_SHARE + 1) if self._head is not None else budget
 
     def _page_cost(self) -> int:
         model, draft = self._model_config, self._draft_config

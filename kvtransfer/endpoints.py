@@ -68,10 +68,13 @@ class Endpoint(ABC, Generic[Queued]):
     def _peer_lost(self, peer: Peer) -> None:
         """The connection is gone, and what waits for it with it."""
 
-    def _post(self, item: Queued) -> None:
+    def _post(self, item: Queued) -> bool:
+        """Queue a message for its peer; False when it is lost to a full queue."""
         waiting = self._outbox.setdefault(item.peer, deque())
-        if len(waiting) < MAX_OUTBOX:
-            waiting.append(item)
+        if len(waiting) >= MAX_OUTBOX:
+            return False
+        waiting.append(item)
+        return True
 
     def _flush(self, now: float) -> None:
         """Sends what waits, in order per peer; backs off while peers take nothing."""
@@ -134,6 +137,7 @@ class SenderEndpoint(Endpoint["Send | SendBlock"]):
         self._in_flight: dict[tuple[str, int], list[Delivery]] = {}  # reads of a room's own pages
         self._held: list[tuple[Released | Dropped, float]] = []  # waits until those are done, or the time has come
         self._staging: list[tuple[Delivery, torch.Tensor]] = []
+        self._waiting: set[tuple[Peer, str, int, int]] = set()  # (peer, room, epoch, block) of the blocks in the outbox
 
     def offer(self, offer: Offer) -> None:
         self._perform(self.session.offer(offer, self._clock()))
@@ -192,9 +196,11 @@ class SenderEndpoint(Endpoint["Send | SendBlock"]):
     def _send_now(self, item: "Send | SendBlock") -> bool:
         if isinstance(item, Send):
             return self._transmit(item.peer, encode(item.message), None) is not None
+        key = (item.peer, item.room, item.epoch, item.block)
         if not self.session.is_open(item.room, item.epoch):
+            self._waiting.discard(key)
             return True  # its pages may belong to another room by now
-        payload = self._reader.read(item.segments, item.pages, item.size)
+        payload = self._reader.read(item.segments, item.pages[item.first_page :], item.size)
         header = Block(
             room=item.room,
             epoch=item.epoch,
@@ -208,6 +214,7 @@ class SenderEndpoint(Endpoint["Send | SendBlock"]):
             if payload.staging is not None:
                 self._reader.recycle(payload.staging)
             return False
+        self._waiting.discard(key)
         self.session.counters.blocks += 1
         self.session.counters.bytes += item.size
         if payload.staging is not None:
@@ -216,7 +223,20 @@ class SenderEndpoint(Endpoint["Send | SendBlock"]):
             self._in_flight.setdefault((item.room, item.epoch), []).append(delivery)
         return True
 
+    def _post(self, item: "Send | SendBlock") -> bool:
+        """As for every endpoint, but a block waits only once: whoever asks again for it gets the one that waits."""
+        if not isinstance(item, SendBlock):
+            return super()._post(item)
+        key = (item.peer, item.room, item.epoch, item.block)
+        if key in self._waiting:
+            return True
+        is_queued = super()._post(item)
+        if is_queued:
+            self._waiting.add(key)
+        return is_queued
+
     def _peer_lost(self, peer: Peer) -> None:
+        self._waiting = {key for key in self._waiting if key[0] != peer}
         self.session.peer_gone(peer)
 
     def _settle(self, now: float) -> None:

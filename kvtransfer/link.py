@@ -12,16 +12,18 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import zmq
 
 from ..cluster.control_link import ControlLink
-from ..cluster.errors import BatonError, StartupError
+from ..cluster.errors import BatonError, LocalProtocolError, StartupError
 from ..cluster.messages import ControlDown, ControlUp
-from .transport import KVTransport, Offer, PullRequest, TransportEvent
+from .transport import Dropped, KVTransport, Lost, Offer, PullRequest, TransportEvent
 
 IDLE_WAIT_S = 0.2
+INBOX_LIMIT = 4096  # events that the scheduler has not taken yet
+Opening = TypeVar("Opening", Offer, PullRequest)
 
 
 class PollableTransport(KVTransport, Protocol):
@@ -32,6 +34,10 @@ class PollableTransport(KVTransport, Protocol):
 
     def next_deadline(self, now: float) -> float | None:
         """When `poll` must be called at the latest, on the monotonic clock."""
+
+    @property
+    def counters(self) -> dict[str, float]:
+        """What the transport did and dropped so far."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,8 +98,12 @@ class WorkerLink:
         self._wake_w.setblocking(False)
         self._started: queue.SimpleQueue[BatonError | None] = queue.SimpleQueue()
         self._stopping = threading.Event()
+        self._polled: list[zmq.Socket[bytes]] = []
+        self._poller = zmq.Poller()
         self._thread = threading.Thread(target=self._run, name="link", daemon=True)
         self.connected = False
+        self.transport_counters: dict[str, float] = {}
+        self.heartbeat_s = 0.25  # as the router wants it
 
     def __repr__(self) -> str:
         return f"<WorkerLink {'connected' if self.connected else 'not connected'}, {self._commands.qsize()} commands>"
@@ -164,21 +174,30 @@ class WorkerLink:
         now = time.monotonic()
         deadline = transport.next_deadline(now)
         wait = IDLE_WAIT_S if deadline is None else min(IDLE_WAIT_S, max(0.0, deadline - now))
-        poller = zmq.Poller()
-        poller.register(self._wake_r.fileno(), zmq.POLLIN)
-        for ready in (control.socket, *transport.pollables()):
-            poller.register(ready, zmq.POLLIN)
-        poller.poll(int(wait * 1000) + (wait > 0))
+        is_behind = self._inbox.qsize() >= INBOX_LIMIT  # then the router's messages wait in its own bounded queue
+        self._poller_for([*transport.pollables(), *([] if is_behind else [control.socket])]).poll(
+            int(wait * 1000) + (wait > 0)
+        )
         self._drain_wake()
         self._perform_all(control, transport)
-        for message in control.receive():
+        for message in [] if is_behind else control.receive():
             self._inbox.put(message)
         lost = control.tick(time.monotonic())
         if lost:
             self._inbox.put(RouterLost(reason=lost))
-        self.connected = control.connected
+        self.connected, self.heartbeat_s = control.connected, control.heartbeat_s
+        self.transport_counters = transport.counters
         for event in transport.poll(0.0):
             self._inbox.put(event)
+
+    def _poller_for(self, sockets: list["zmq.Socket[bytes]"]) -> zmq.Poller:
+        """A poller for `sockets` and the wake-up; the last one again while the sockets are the same."""
+        if sockets != self._polled:
+            self._polled, self._poller = sockets, zmq.Poller()
+            self._poller.register(self._wake_r.fileno(), zmq.POLLIN)
+            for ready in sockets:
+                self._poller.register(ready, zmq.POLLIN)
+        return self._poller
 
     def _drain_wake(self) -> None:
         try:
@@ -197,9 +216,9 @@ class WorkerLink:
     def _perform(self, command: Command | ControlUp, control: ControlLink, transport: PollableTransport) -> None:
         match command:
             case Offer():
-                transport.offer(command)
+                self._open(command, transport.offer)
             case PullRequest():
-                transport.pull(command)
+                self._open(command, transport.pull)
             case Advance(room=room, epoch=epoch, tokens_ready=tokens_ready, first_token=first_token):
                 transport.advance(room, epoch, tokens_ready, first_token)
             case Drop(room=room, epoch=epoch, reason=reason):
@@ -207,3 +226,14 @@ class WorkerLink:
                 self._inbox.put(Ended(room=room, epoch=epoch))
             case _:
                 control.send(command)
+
+    def _open(self, command: Opening, opening: Callable[[Opening], None]) -> None:
+        """A room that the transport will not open is lost, alone: a repeated Reserve of a closed attempt ends here."""
+        try:
+            opening(command)
+        except LocalProtocolError as error:
+            kind, reason = type(error).__name__, str(error)
+            if isinstance(command, Offer):
+                self._inbox.put(Dropped(room=command.room, epoch=command.epoch, reason=reason))
+            else:
+                self._inbox.put(Lost(room=command.room, epoch=command.epoch, kind=kind, reason=reason))

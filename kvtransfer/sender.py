@@ -38,7 +38,7 @@ from .session import (
 )
 from .transport import Dropped, Offer, Released
 
-EARLY_S = 120.0
+EARLY_S = 330.0  # longer than a router waits for a first token, so that no prompt is failed while it is queued
 MAX_EARLY = 4096
 MAX_PEERS = 1024
 MAX_REASON = 1024
@@ -312,7 +312,8 @@ class SenderSession:
             block=pull.block,
             size=stream.block_size(pull.block),
             segments=stream.segments(pull.block),
-            pages=known.offer.pages[skipped:],
+            pages=known.offer.pages,
+            first_page=skipped,
         )
         return [block]
 

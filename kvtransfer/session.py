@@ -46,7 +46,8 @@ class SendBlock:
     block: int
     size: int
     segments: tuple[Segment, ...]
-    pages: tuple[int, ...]  # page ids, indexed by Segment.page_index
+    pages: tuple[int, ...]  # the room's page ids, shared by all its blocks
+    first_page: int  # where Segment.page_index counts from
 
 
 @dataclass(frozen=True)

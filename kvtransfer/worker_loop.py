@@ -10,12 +10,11 @@ from typing import Protocol
 
 from ..cluster.life import EXIT_CRASHED, EXIT_OK, Shutdown
 from ..cluster.log import fields
-from ..cluster.messages import Goodbye, Heartbeat, WorkerStats
+from ..cluster.messages import Goodbye, Heartbeat, Welcome, WorkerStats
 from .link import LinkEvent, LinkFailed, RouterLost, WorkerLink
 
 logger = logging.getLogger(__name__)
 
-HEARTBEAT_S = 0.25
 IDLE_WAIT_S = 0.05  # how long an idle loop may sleep before it looks at the shutdown events
 
 
@@ -79,6 +78,8 @@ class WorkerLoop:
             case RouterLost(reason=reason):
                 logger.warning("every room is dropped", extra=fields(reason=reason, rooms=self.worker.num_rooms))
                 self.worker.drop_all(reason)
+            case Welcome():
+                self._next_beat = 0.0  # the router lets nobody serve before its first heartbeat
             case _:
                 self.worker.handle(event, time.monotonic())
         return EXIT_OK
@@ -103,5 +104,5 @@ class WorkerLoop:
         """Send a heartbeat if one is due."""
         now = time.monotonic()
         if now >= self._next_beat:
-            self._next_beat = now + HEARTBEAT_S
+            self._next_beat = now + self.link.heartbeat_s
             self.link.post(Heartbeat(instance=self.worker.instance, stats=self.worker.stats()))

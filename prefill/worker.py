@@ -122,21 +122,19 @@ class PrefillWorker:
             queued=self.queues.count(RoomState.QUEUED),
             transferring=self.queues.count(RoomState.HANDED),
             graphs=GraphCounts(),  # decode graphs are never captured here; prefill graphs when there is a graph runner
-            counters=dict(self._counters),
+            counters=self._counters | self.link.transport_counters,
         )
 
     # --- the ways in and out ------------------------------------------------------------------------------------------
 
     def _accept(self, message: Prefill, now: float) -> None:
-        old = self.queues.get(message.room)
-        if old is not None:
-            if old.request.epoch >= message.epoch:
-                return  # a repeated or late message of an attempt that is known
+        attempts = self.queues.attempts(message.room)
+        if any(old.request.epoch >= message.epoch for old in attempts):
+            return  # a repeated or late message of an attempt that is known
+        for old in attempts:
             self._give_up(old, "a newer attempt began")
         sampling = SamplingParams(**msgspec.structs.asdict(message.sampling))
         reason, retry_after_ms = self._why_not(message.prompt_ids, sampling)
-        if not reason and self.queues.get(message.room) is not None:
-            reason, retry_after_ms = "the pages of an earlier attempt are still being read", RETRY_AFTER_MS
         if reason:
             self._counters["refused"] += 1
             self._send(
@@ -176,11 +174,14 @@ class PrefillWorker:
         return "", 0
 
     def _cancel(self, room_id: str) -> None:
-        room = self.queues.get(room_id)
-        if room is not None:
-            self._counters["cancelled"] += 1
+        """Gone answers when the pages of every attempt are free; at once when nothing of the room is here."""
+        attempts = self.queues.attempts(room_id)
+        for room in attempts:
+            self._counters["cancelled"] += room.state is not RoomState.CLOSING
+            room.owes_gone = room is attempts[-1]
             self._give_up(room, "cancelled")
-        self._send(Gone(room=room_id, instance=self.instance))
+        if not attempts:
+            self._send(Gone(room=room_id, instance=self.instance))
 
     def _fail(self, room: Room, kind: str, message: str, *, retryable: bool) -> None:
         request = room.request
@@ -197,12 +198,16 @@ class PrefillWorker:
         self._give_up(room, message)
 
     def _give_up(self, room: Room, reason: str) -> None:
-        """End a room from this side: at once if the transport never saw it, else when the transport lets go of it."""
-        if room.state is RoomState.QUEUED:
+        """End a room from this side. Its pages are free when the transport lets go of them; a queued one has none, but
+        decode may wait at the transport for it already.
+        """
+        if room.state is RoomState.CLOSING:
+            return
+        is_queued = room.state is RoomState.QUEUED
+        room.state = RoomState.CLOSING
+        self._send(Drop(room=room.request.room, epoch=room.request.epoch, reason=reason))
+        if is_queued:
             self._close(room)
-        elif room.state is not RoomState.CLOSING:
-            room.state = RoomState.CLOSING
-            self._send(Drop(room=room.request.room, epoch=room.request.epoch, reason=reason))
 
     def _on_end(self, room_id: str, epoch: int, counter: str) -> None:
         """The transport is done with a room's pages."""
@@ -227,12 +232,13 @@ class PrefillWorker:
     def _close(self, room: Room) -> None:
         """The one exit of a room: its pages go back, to the prefix cache those that are computed."""
         request = room.request
-        done = request.prompt_ids[: request.num_computed]
-        if request.pages:
-            self.engine.cache.insert(done, request.pages)
+        if request.pages and not room.is_tainted:
+            self.engine.cache.insert(request.prompt_ids[: request.num_computed], request.pages)
         self.engine.cache.allocator.release(request.pages)
         request.pages = []
         self.queues.remove(room)
+        if room.owes_gone:
+            self._send(Gone(room=request.room, instance=self.instance))
 
     # --- one step -----------------------------------------------------------------------------------------------------
 
@@ -285,6 +291,7 @@ class PrefillWorker:
             if not chunk.is_last:
                 self._send(Advance(room=request.room, epoch=request.epoch, tokens_ready=chunk.end))
             elif bad[row]:
+                chunk.room.is_tainted = True
                 self._fail(chunk.room, "BadLogits", "the model's logits are not finite", retryable=False)
             else:
                 self._finish(chunk.room, tokens[row], _logprob(firsts, row, request.sampling.logprobs))

@@ -104,7 +104,7 @@ def load_draft_config(
     hidden = fields.integer("hidden_size")
     num_heads = fields.integer("num_attention_heads")
     running = target.dtype if dtype is None else dtype
-    aux = _resolve_aux(fields, target.num_layers, running, convention)
+    aux = _resolve_aux(fields, target, running, convention)
     target_hidden = _target_hidden(fields, hidden, target, target_path)
     vocab, draft_vocab = _vocabulary(fields, target)
     max_position = fields.integer("max_position_embeddings", default=2048)
@@ -149,7 +149,8 @@ def _resolve_rope(fields: Fields, max_position: int) -> RopeConfig:
     return read_rope_config(raw | {"max_position_embeddings": max_position}, fields.file)
 
 
-def _resolve_aux(fields: Fields, num_layers: int, dtype: str, convention: IdConvention) -> AuxSpec:
+def _resolve_aux(fields: Fields, target: ModelConfig, dtype: str, convention: IdConvention) -> AuxSpec:
+    num_layers = target.num_layers
     if not fields.flag("use_aux_hidden_state", default=True):
         problem = "is false (one post-norm feature), which is not supported; use a head with aux features"
         raise fields.error("use_aux_hidden_state", problem)
@@ -163,7 +164,7 @@ def _resolve_aux(fields: Fields, num_layers: int, dtype: str, convention: IdConv
     if count is not None and count != len(ids):
         problem = f"is {count}, but there are {len(ids)} layer ids {list(raw or ids)}"
         raise fields.error("num_aux_hidden_states", problem)
-    _check_ids(fields, raw or ids, ids, num_layers, used)
+    _check_ids(fields, raw or ids, ids, target, used)
     return AuxSpec(ids=ids, convention=cast(Literal["output", "input", "default"], used), dtype=dtype)
 
 
@@ -181,16 +182,16 @@ def _convention_of(raw: tuple[int, ...], num_layers: int, dialect: int) -> str:
     return "output"
 
 
-def _check_ids(fields: Fields, raw: tuple[int, ...], ids: tuple[int, ...], num_layers: int, used: str) -> None:
-    key = "eagle_aux_hidden_state_layer_ids"
+def _check_ids(fields: Fields, raw: tuple[int, ...], ids: tuple[int, ...], target: ModelConfig, used: str) -> None:
+    key, num_layers, model = "eagle_aux_hidden_state_layer_ids", target.num_layers, target.architecture
     if len(set(raw)) != len(raw):
-        raise fields.error(key, f"{list(raw)} names a layer twice; each feature must come from a layer of its own")
+        raise fields.error(key, f"{list(raw)} names a layer of the {model} target twice; each feature needs its own layer")
     low = 1 if used == "input" else 0
     for value, layer in zip(raw, ids, strict=True):
         if not 0 <= layer < num_layers:
             raise fields.error(
                 key,
-                f"{list(raw)}: {value} is out of range; a target of {num_layers} layers has ids {low} to "
+                f"{list(raw)}: {value} is out of range; a {model} target of {num_layers} layers has ids {low} to "
                 f"{num_layers - 1 + low} ({used} convention); use the target that the head was trained for",
             )
 

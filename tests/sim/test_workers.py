@@ -1,177 +1,20 @@
 """Both workers, their schedulers and the KV plane in one process: random arrivals, random cancels, one seeded order.
 
-The engines, schedulers, sessions, codec and digests are the real ones; the network, the router and the clock are the
-test's. After every turn the pools must balance, and at the end nothing may be held.
+The engines, schedulers, sessions, codec and digests are the real ones; the network, the router, the link thread and the
+clock are the test's. After every turn the pools must balance and free pages be untouched; at the end nothing may be held.
 """
 
 import random
 
-import msgspec
 import pytest
 import torch
-from baton.cluster.messages import Cancel, Failed, Finished, FirstToken, Gone, Heartbeat, Prefill, Reserve, Sampling, Tokens
-from baton.decode.worker import DecodeWorker
-from baton.engine.config import EngineConfig
-from baton.engine.loader import EngineLoader
-from baton.kvtransfer.identity import layout_of, planes_of
-from baton.kvtransfer.link import Advance, Drop, Ended
-from baton.kvtransfer.transport import Offer, PullRequest
-from baton.kvtransfer.transports.fake import FakeNetwork, FakeReceiver, FakeSender
-from baton.prefill.worker import PrefillWorker
+from baton.cluster.messages import Failed, Finished
+from baton.decode import worker
+from baton.decode.queues import RoomState
+from baton.kvtransfer.transport import Complete
+from baton.tests.parity.eagle3_toys import successor, write_oracle
 from baton.tests.parity.toy_engine import ToyEngine
-
-P, D, ENDPOINT = "a" * 32, "b" * 32, "fake://p"
-
-
-class Clock:
-    def __init__(self):
-        self.now = 100.0
-
-    def __call__(self):
-        return self.now
-
-
-class DirectLink:
-    """What WorkerLink does, without a thread: commands go to the transport, the rest to the test's router."""
-
-    def __init__(self):
-        self.transport = None
-        self.to_router = []
-        self.events = []
-
-    def post(self, item):
-        match item:
-            case Offer():
-                self.transport.offer(item)
-            case PullRequest():
-                self.transport.pull(item)
-            case Advance():
-                self.transport.advance(item.room, item.epoch, item.tokens_ready, item.first_token)
-            case Drop():
-                self.transport.release(item.room, item.epoch, item.reason)
-                self.events.append(Ended(room=item.room, epoch=item.epoch))
-            case Heartbeat():
-                pass
-            case _:
-                msgspec.msgpack.decode(msgspec.msgpack.encode(item), type=type(item))  # it fits the wire
-                self.to_router.append(item)
-
-    def take(self):
-        events, self.events = self.events + list(self.transport.turn()), []
-        return events
-
-
-def layout(engine):
-    return layout_of(
-        engine.pool,
-        model_fingerprint=engine.fingerprint,
-        feature_ids=engine.feature_ids,
-        feature_width=engine.feature_width,
-    )
-
-
-class Pair:
-    """One prefill and one decode worker, and a router that only keeps books."""
-
-    def __init__(self, model, draft="", *, pages=24, chunk_size=8, max_running=4, fault=None, **settings):
-        self.clock = Clock()
-        self.network = FakeNetwork(fault)
-        self.links = {P: DirectLink(), D: DirectLink()}
-        engines = {}
-        for name, has_drafter in ((P, False), (D, True)):
-            config = EngineConfig(
-                model=str(model), draft=str(draft), device="cpu", page_size=4, pages=pages, max_context=96, **settings
-            )
-            loader = EngineLoader(config, has_drafter=has_drafter)
-            for _, run in loader.phases():
-                run()
-            engines[name] = loader.engine()
-        p, d = engines[P], engines[D]
-        planes = planes_of(p.pool, p.features)
-        self.links[P].transport = FakeSender(self.network, ENDPOINT, P, layout(p), planes, clock=self.clock)
-        planes = planes_of(d.pool, d.features)
-        self.links[D].transport = FakeReceiver(self.network, D, layout(d), planes, clock=self.clock)
-        self.prefill = PrefillWorker(p, self.links[P], instance=P, chunk_size=chunk_size, max_batch=4, max_queue=64)
-        self.decode = DecodeWorker(d, self.links[D], instance=D, max_running=max_running, spec_steps=3)
-        self.tokens, self.ends, self.gone = {}, {}, {}
-
-    def send(self, room, prompt_ids, epoch=0, **sampling):
-        common = {
-            "room": room,
-            "epoch": epoch,
-            "prompt_ids": list(prompt_ids),
-            "sampling": Sampling(**{"temperature": 0.0, "ignore_eos": True, "max_new_tokens": 12, **sampling}),
-            "deadline_ms": 0,
-        }
-        reserve = Reserve(instance=D, prefill_endpoint=ENDPOINT, prefill_instance=P, **common)
-        self.decode.handle(reserve, self.clock.now)
-        self.prefill.handle(Prefill(instance=P, **common), self.clock.now)
-
-    def cancel(self, room):
-        self.prefill.handle(Cancel(room=room, instance=P), self.clock.now)
-        self.decode.handle(Cancel(room=room, instance=D), self.clock.now)
-
-    def turn(self, rng=None):
-        """One turn of each loop, in any order, with any part of the network's messages delivered."""
-        workers = [(self.prefill, self.links[P]), (self.decode, self.links[D])]
-        if rng is not None:
-            rng.shuffle(workers)
-        for worker, link in workers:
-            for _ in range(len(self.network.packets) if rng is None else rng.randrange(len(self.network.packets) + 1)):
-                if self.network.packets:
-                    self.network.deliver()
-            for event in link.take():
-                worker.handle(event, self.clock.now)
-            worker.expire(self.clock.now)
-            worker.step()
-            worker.engine.cache.check_integrity()
-        self.clock.now += 0.01
-        self._read()
-
-    def _read(self):
-        for link in self.links.values():
-            for message in link.to_router:
-                match message:
-                    case FirstToken():
-                        assert message.room not in self.tokens
-                        self.tokens[message.room] = [message.token]
-                        if message.finish:
-                            self.ends[message.room] = message.finish
-                            self.decode.handle(Cancel(room=message.room, instance=D), self.clock.now)
-                    case Tokens():
-                        for item in message.items:
-                            assert item.seq == len(self.tokens[item.room]), "tokens are contiguous"
-                            self.tokens[item.room] += item.ids
-                    case Finished() | Failed():
-                        # Decode may report the hand-off of a request that ended with its first token as lost.
-                        assert message.room not in self.ends or isinstance(message, Failed)
-                        self.ends.setdefault(message.room, message)
-                    case Gone():
-                        self.gone[message.room] = self.gone.get(message.room, 0) + 1
-            link.to_router.clear()
-
-    def run(self, rng=None, turns=400, until=None):
-        for _ in range(turns):
-            self.turn(rng)
-            if (until or (lambda: self.is_idle))():
-                return
-        raise AssertionError(f"not idle after {turns} turns: {self.prefill!r}, {self.decode!r}")
-
-    @property
-    def is_idle(self):
-        return not self.prefill.num_rooms and not self.decode.num_rooms
-
-    def assert_nothing_is_held(self):
-        for worker in (self.prefill, self.decode):
-            stats = worker.stats()
-            assert stats.pages_free == stats.pages_total, worker
-            worker.engine.cache.clear()
-            assert worker.engine.cache.allocator.num_used == 0, worker
-        assert not self.decode.decoder._warm
-
-
-def name(i):
-    return f"{i:032x}"
+from baton.tests.sim.worker_pair import Pair, name
 
 
 @pytest.fixture(scope="module")
@@ -275,16 +118,176 @@ def test_losing_the_router_drops_every_room(model):
     pair.assert_nothing_is_held()
 
 
-def test_a_newer_epoch_replaces_the_older_attempt(model, reference):
+@pytest.mark.parametrize("turns", range(8))
+@pytest.mark.parametrize("is_cancelled", [True, False])
+def test_a_newer_attempt_replaces_the_older_one_wherever_that_stands(model, reference, turns, is_cancelled):
+    pair = Pair(model, pages=96, chunk_size=8)
+    prompt = list(range(10, 40))
+    pair.send(name(1), prompt)
+    for _ in range(turns):
+        pair.turn()
+    if is_cancelled:
+        pair.cancel(name(1))
+    pair.tokens.clear()
+    pair.epochs[name(1)] = 1
+    pair.send(name(1), prompt, epoch=1)
+    pair.send(name(1), prompt, epoch=1)  # a repeated message
+    pair.send(name(1), prompt, epoch=0)  # a late one
+    pair.run()
+    assert pair.tokens[name(1)] == reference(prompt)
+    pair.assert_nothing_is_held()
+
+
+def test_a_repeated_message_of_a_closed_attempt_ends_alone(model, reference):
     pair = Pair(model, pages=96)
     prompt = list(range(10, 40))
     pair.send(name(1), prompt)
-    pair.turn()
-    pair.cancel(name(1))
-    for _ in range(3):
-        pair.turn()
+    pair.run()
     pair.tokens.clear()
-    pair.send(name(1), prompt, epoch=1)
+    pair.send(name(1), prompt)
+    pair.send(name(2), prompt)
+    pair.run(until=lambda: name(2) in pair.ends)
+    pair.clock.now += 10  # nobody reads what prefill computed again: its lease ends
+    pair.run()
+    assert pair.tokens[name(2)] == reference(prompt)
+    pair.assert_nothing_is_held()
+
+
+def test_the_first_token_is_out_before_the_hand_off_ends(model):
+    pair = Pair(model, pages=96, chunk_size=0)
+    pair.send(name(1), list(range(10, 70)))
+    while not pair.tokens:
+        pair.turn()
+    assert pair.decode.stats().transferring == 1, "decode is still pulling"
+    assert len(pair.tokens[name(1)]) == 1
+    pair.run()
+    pair.assert_nothing_is_held()
+
+
+@pytest.fixture(scope="module")
+def oracle(tmp_path_factory):
+    """A target whose next token is a function of the newest, and a head that is right whenever its features are."""
+    return write_oracle(tmp_path_factory.mktemp("oracle"))
+
+
+def successors(token, count):
+    out = []
+    for _ in range(count):
+        token = successor(token)
+        out.append(token)
+    return out
+
+
+def test_every_full_step_accepts_every_draft_of_an_oracle_cold_cached_and_continued(oracle):
+    pair = Pair(*oracle, pages=96, max_running=4)
+    prompt = [successor(5)] * 3 + [7, 9, 11, 13] * 5
+    for i in range(3):  # cold; then found in both caches; then as the beginning of a longer text
+        pair.send(name(i), prompt, max_new_tokens=13)
+        pair.run()
+        assert pair.tokens[name(i)] == successors(prompt[-1], 13)
+        timeline = pair.ends[name(i)].timeline
+        assert (timeline.verify_steps, timeline.accepted_tokens) == (3, 9), f"round {i}"
+        assert (timeline.have_tokens > 0) is (i > 0)
+        prompt = prompt + pair.tokens[name(i)] if i == 1 else prompt
+    pair.assert_nothing_is_held()
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_random_cancels_with_a_drafter_leave_nothing_and_cost_no_acceptance(oracle, seed):
+    rng = random.Random(seed)
+    pair = Pair(*oracle, chunk_size=rng.choice([4, 8, 0]), pages=rng.choice([24, 40]), max_running=3)
+    sent, cancelled = {}, set()
+    for i, prompt in enumerate(prompts(rng, 10)):
+        sent[name(i)] = prompt = [token % 60 for token in prompt]
+        pair.send(name(i), prompt, max_new_tokens=9)
+        for _ in range(rng.randrange(6)):
+            pair.turn(rng)
+        if rng.random() < 0.4:
+            room = rng.choice(list(sent))
+            cancelled.add(room)
+            pair.cancel(room)
+    for _ in range(300):
+        pair.turn(rng)
+    pair.clock.now += 10  # leases of rooms that one side refused
+    pair.run(rng)
+    whole = [room for room, end in pair.ends.items() if isinstance(end, Finished)]
+    assert len(whole) > 1
+    for room in whole:
+        assert pair.tokens[room] == successors(sent[room][-1], 9)
+        assert pair.ends[room].timeline.accepted_tokens == 6, "8 tokens in two full verifies"
+    pair.assert_nothing_is_held()
+
+
+@pytest.mark.parametrize(("is_drafted", "have"), [(True, 4), (False, 8)])
+def test_decode_shares_a_page_only_where_its_draft_kv_is_right_too(oracle, is_drafted, have):
+    pair = Pair(oracle[0], oracle[1] if is_drafted else "", pages=96)
+    for i, behind in enumerate((20, 30)):  # draft KV of the second page's last row depends on the token behind it
+        pair.send(name(i), [1, 2, 3, 4, 5, 6, 7, 8, behind])
+        pair.run()
+    assert pair.ends[name(1)].timeline.have_tokens == have
+
+
+def test_the_newest_token_has_no_kv_and_no_page_with_it_is_cached(model, reference):
+    pair = Pair(model, pages=96)
+    prompt = [11, 12, 13, 14, 15]
+    pair.send(name(0), prompt, max_new_tokens=3)
+    pair.run()
+    text = prompt + pair.tokens[name(0)] + [99]
+    assert len(text) == 9, "the newest token filled the second page"
+    pair.send(name(1), text)
+    pair.run()
+    assert pair.ends[name(1)].timeline.have_tokens == 4
+    assert pair.tokens[name(1)] == reference(text)
+
+
+def test_a_room_cancelled_while_it_warms_leaves_only_warm_pages(oracle, monkeypatch):
+    monkeypatch.setattr(worker, "WARM_ROWS_PER_STEP", 4)
+    pair = Pair(*oracle, pages=96, chunk_size=0)
+    prompt = [token % 60 for token in range(40)]
+    pair.send(name(0), prompt)
+    while not (warming := pair.decode.queues.of(RoomState.WARMING)):
+        pair.turn()
+    warmed = warming[0].warmed
+    assert warmed < 36
+    pair.cancel(name(0))
+    pair.run()
+    pair.ends.clear()
+    pair.send(name(1), prompt)
+    pair.run()
+    assert pair.ends[name(1)].timeline.have_tokens <= warmed
+    assert pair.ends[name(1)].timeline.accepted_tokens == 8, "11 tokens in three verifies, the last of two drafts"
+    pair.assert_nothing_is_held()
+
+
+def test_a_first_token_that_is_no_token_fails_its_room_alone(model):
+    pair = Pair(model, pages=96)
+    pair.send(name(0), [1, 2, 3])
+    done = {"num_bytes": 0, "num_blocks": 0, "seconds": 0.0}
+    pair.decode.handle(Complete(room=name(0), epoch=0, first_token=10**6, **done), pair.clock.now)
+    pair.cancel(name(0))
+    pair.send(name(1), [1, 2, 3])
+    pair.run()
+    assert pair.ends[name(0)].kind == "RemoteProtocolError"
+    assert len(pair.tokens[name(1)]) == 12
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_kv_of_a_request_with_bad_logits_is_never_reused(model, reference, side):
+    pair = Pair(model, pages=96)
+    prompt = list(range(10, 40))
+    target = getattr(pair, side).engine.model
+    good = target.norm.weight.clone()
+    pair.send(name(0), prompt)
+    if side == "decode":
+        while not pair.decode.queues.of(RoomState.RUNNING):
+            pair.turn()
+    target.norm.weight.fill_(float("nan"))
+    pair.run()
+    assert pair.ends[name(0)].kind == "BadLogits"
+    assert not pair.ends[name(0)].retryable
+    target.norm.weight.copy_(good)
+    assert getattr(pair, side).engine.cache.num_cached == 0
+    pair.send(name(1), prompt)
     pair.run()
     assert pair.tokens[name(1)] == reference(prompt)
     pair.assert_nothing_is_held()

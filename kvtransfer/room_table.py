@@ -1,0 +1,61 @@
+"""The rooms that a worker holds: one table for both roles, so that attempts are told apart in one place."""
+
+from collections.abc import Iterator
+from typing import Generic, Protocol, TypeVar
+
+
+class Attempt(Protocol):
+    """What the table must know of a role's room."""
+
+    @property
+    def state(self) -> object:
+        """A member of the role's own enumeration."""
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """(room, epoch)"""
+
+
+R = TypeVar("R", bound=Attempt)
+
+
+class RoomTable(Generic[R]):
+    """All attempts in order of arrival. An attempt that is given up stays until its pages are free; a newer one of the
+    same room may be here beside it.
+    """
+
+    def __init__(self) -> None:
+        self._rooms: dict[tuple[str, int], R] = {}
+
+    def __repr__(self) -> str:
+        counts: dict[object, int] = {}
+        for room in self._rooms.values():
+            counts[room.state] = counts.get(room.state, 0) + 1
+        return f"<{type(self).__name__} {', '.join(f'{state} {n}' for state, n in counts.items()) or 'empty'}>"
+
+    def __iter__(self) -> Iterator[R]:
+        return iter(list(self._rooms.values()))
+
+    def __len__(self) -> int:
+        return len(self._rooms)
+
+    def count(self, state: object) -> int:
+        return sum(room.state is state for room in self._rooms.values())
+
+    def of(self, state: object) -> list[R]:
+        return [room for room in self._rooms.values() if room.state is state]
+
+    def get(self, room: str, epoch: int) -> R | None:
+        """This attempt of the room, if it is here."""
+        return self._rooms.get((room, epoch))
+
+    def attempts(self, room: str) -> list[R]:
+        """Every attempt of the room that is here, oldest first."""
+        return [found for (name, _), found in self._rooms.items() if name == room]
+
+    def add(self, room: R) -> None:
+        assert room.key not in self._rooms, f"{room.key} is here already"
+        self._rooms[room.key] = room
+
+    def remove(self, room: R) -> None:
+        del self._rooms[room.key]

@@ -1,0 +1,211 @@
+"""Both workers of a hand-off in one process, with a network, a link thread, a router and a clock that a test plays."""
+
+import msgspec
+from baton.cluster.errors import LocalProtocolError
+from baton.cluster.messages import Cancel, Failed, Finished, FirstToken, Gone, Heartbeat, Prefill, Reserve, Sampling, Tokens
+from baton.decode.worker import DecodeWorker
+from baton.engine.config import EngineConfig
+from baton.engine.loader import EngineLoader
+from baton.kvtransfer.identity import layout_of, planes_of
+from baton.kvtransfer.link import Advance, Drop, Ended
+from baton.kvtransfer.transport import Dropped, Lost, Offer, PullRequest
+from baton.kvtransfer.transports.fake import FakeNetwork, FakeReceiver, FakeSender
+from baton.prefill.worker import PrefillWorker
+
+P, D, ENDPOINT = "a" * 32, "b" * 32, "fake://p"
+
+
+class Clock:
+    def __init__(self):
+        self.now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+class DirectLink:
+    """What WorkerLink does, without a thread: commands wait for the transport, the rest goes to the test's router."""
+
+    def __init__(self):
+        self.transport = None
+        self.transport_counters = {}
+        self.to_router = []
+        self.events = []
+        self.commands = []
+
+    def post(self, item):
+        if isinstance(item, Offer | PullRequest | Advance | Drop):
+            self.commands.append(item)
+        elif not isinstance(item, Heartbeat):
+            msgspec.msgpack.decode(msgspec.msgpack.encode(item), type=type(item))  # it fits the wire
+            self.to_router.append(item)
+
+    def perform(self, rng=None):
+        """The link thread runs: all commands, or as many as it gets to before the scheduler thread runs again."""
+        count = len(self.commands) if rng is None else rng.randrange(len(self.commands) + 1)
+        due, self.commands = self.commands[:count], self.commands[count:]
+        for command in due:
+            self.do(command)
+
+    def do(self, item):
+        match item:
+            case Offer():
+                self.open(item, self.transport.offer, Dropped)
+            case PullRequest():
+                self.open(item, self.transport.pull, Lost)
+            case Advance():
+                self.transport.advance(item.room, item.epoch, item.tokens_ready, item.first_token)
+            case Drop():
+                self.transport.release(item.room, item.epoch, item.reason)
+                self.events.append(Ended(room=item.room, epoch=item.epoch))
+
+    def open(self, item, opening, event):
+        try:
+            opening(item)
+        except LocalProtocolError as error:
+            kind = {"kind": "LocalProtocolError"} if event is Lost else {}
+            self.events.append(event(room=item.room, epoch=item.epoch, reason=str(error), **kind))
+
+    def take(self):
+        events, self.events = self.events + list(self.transport.turn()), []
+        return events
+
+
+def layout(engine):
+    return layout_of(
+        engine.pool,
+        model_fingerprint=engine.fingerprint,
+        feature_ids=engine.feature_ids,
+        feature_width=engine.feature_width,
+    )
+
+
+class Pair:
+    """One prefill and one decode worker, and a router that only keeps books."""
+
+    def __init__(self, model, draft="", *, pages=24, chunk_size=8, max_running=4, fault=None, **settings):
+        self.clock = Clock()
+        self.network = FakeNetwork(fault)
+        self.links = {P: DirectLink(), D: DirectLink()}
+        engines = {}
+        for name, has_drafter in ((P, False), (D, True)):
+            config = EngineConfig(
+                model=str(model),
+                draft=str(draft),
+                device="cpu",
+                dtype="float32",
+                page_size=4,
+                pages=pages,
+                max_context=96,
+                **settings,
+            )
+            loader = EngineLoader(config, has_drafter=has_drafter)
+            for _, run in loader.phases():
+                run()
+            engines[name] = loader.engine()
+        p, d = engines[P], engines[D]
+        planes = planes_of(p.pool, p.features)
+        self.links[P].transport = FakeSender(self.network, ENDPOINT, P, layout(p), planes, clock=self.clock)
+        planes = planes_of(d.pool, d.features)
+        self.links[D].transport = FakeReceiver(self.network, D, layout(d), planes, clock=self.clock)
+        self.prefill = PrefillWorker(p, self.links[P], instance=P, chunk_size=chunk_size, max_batch=4, max_queue=64)
+        self.decode = DecodeWorker(d, self.links[D], instance=D, max_running=max_running, spec_steps=3)
+        self.tokens, self.ends, self.gone, self.epochs, self._free = {}, {}, {}, {}, {}
+
+    def send(self, room, prompt_ids, epoch=0, **sampling):
+        common = {
+            "room": room,
+            "epoch": epoch,
+            "prompt_ids": list(prompt_ids),
+            "sampling": Sampling(**{"temperature": 0.0, "ignore_eos": True, "max_new_tokens": 12, **sampling}),
+            "deadline_ms": 0,
+        }
+        reserve = Reserve(instance=D, prefill_endpoint=ENDPOINT, prefill_instance=P, **common)
+        self.decode.handle(reserve, self.clock.now)
+        self.prefill.handle(Prefill(instance=P, **common), self.clock.now)
+
+    def cancel(self, room):
+        self.prefill.handle(Cancel(room=room, instance=P), self.clock.now)
+        self.decode.handle(Cancel(room=room, instance=D), self.clock.now)
+
+    def turn(self, rng=None):
+        """One turn of each loop, in any order, with any part of the network's messages delivered."""
+        workers = [(self.prefill, self.links[P]), (self.decode, self.links[D])]
+        if rng is not None:
+            rng.shuffle(workers)
+        for worker, link in workers:
+            for _ in range(len(self.network.packets) if rng is None else rng.randrange(len(self.network.packets) + 1)):
+                if self.network.packets:
+                    self.network.deliver()
+            link.perform(rng)
+            for event in link.take():
+                worker.handle(event, self.clock.now)
+            worker.expire(self.clock.now)
+            worker.step()
+            worker.engine.cache.check_integrity()
+            self._poison(worker.engine)
+        self.clock.now += 0.01
+        self._read()
+
+    def _poison(self, engine):
+        """Free pages hold NaN: who reads one gets it, and who writes one is seen by the next turn."""
+        allocator = engine.cache.allocator
+        free = {page for page in range(1, allocator.num_pages) if allocator.refs(page) == 0}
+        planes = [engine.pool.kv] + ([] if engine.features is None else [engine.features.features])
+        known = self._free.setdefault(id(engine), set())
+        for page in free:
+            for plane in planes:
+                assert page not in known or bool(plane[page].isnan().all()), f"page {page} was written while it was free"
+                plane[page] = float("nan")
+        self._free[id(engine)] = free
+
+    def _read(self):
+        for link in self.links.values():
+            for message in link.to_router:
+                if getattr(message, "epoch", 0) < self.epochs.get(getattr(message, "room", ""), 0):
+                    continue  # of an attempt that the router has replaced
+                match message:
+                    case FirstToken():
+                        assert message.room not in self.tokens
+                        self.tokens[message.room] = [message.token]
+                        if message.finish:
+                            self.ends[message.room] = message.finish
+                            self.decode.handle(Cancel(room=message.room, instance=D), self.clock.now)
+                    case Tokens():
+                        for item in message.items:
+                            if item.epoch < self.epochs.get(item.room, 0):
+                                continue
+                            assert item.seq == len(self.tokens[item.room]), "tokens are contiguous"
+                            self.tokens[item.room] += item.ids
+                    case Finished() | Failed():
+                        # Decode may report the hand-off of a request that ended with its first token as lost.
+                        assert message.room not in self.ends or isinstance(message, Failed)
+                        self.ends.setdefault(message.room, message)
+                    case Gone():
+                        self.gone[message.room] = self.gone.get(message.room, 0) + 1
+            link.to_router.clear()
+
+    def run(self, rng=None, turns=400, until=None):
+        for _ in range(turns):
+            self.turn(rng)
+            if (until or (lambda: self.is_idle))():
+                return
+        raise AssertionError(f"not idle after {turns} turns: {self.prefill!r}, {self.decode!r}")
+
+    @property
+    def is_idle(self):
+        return not self.prefill.num_rooms and not self.decode.num_rooms
+
+    def assert_nothing_is_held(self):
+        for worker in (self.prefill, self.decode):
+            stats = worker.stats()
+            assert stats.pages_free == stats.pages_total, worker
+            worker.engine.cache.clear()
+            assert worker.engine.cache.allocator.num_used == 0, worker
+        assert not self.decode.decoder._warm
+        drafter = self.decode.engine.drafter
+        assert drafter is None or drafter.states.num_open == 0
+
+
+def name(i):
+    return f"{i:032x}"
