@@ -1,11 +1,12 @@
 """The `baton` command: one subcommand per role and tool, each imported only when it is chosen."""
 
-import difflib
 import importlib
 import importlib.metadata
 import platform
 import sys
 from collections.abc import Sequence
+
+from .cluster.config_fields import did_you_mean
 
 PACKAGE = "baton"
 COMMANDS = {
@@ -32,9 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(versions())
         return 0
     if command not in COMMANDS:
-        close = difflib.get_close_matches(command, COMMANDS, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"commands: {', '.join(COMMANDS)}"
-        print(f"baton: unknown command {command!r}; {hint}", file=sys.stderr)
+        hint = did_you_mean(command, COMMANDS) or f"; commands: {', '.join(COMMANDS)}"
+        print(f"baton: unknown command {command!r}{hint}", file=sys.stderr)
         return 2
     module = importlib.import_module(COMMANDS[command][0], PACKAGE)
     code = module.main(words[1:])

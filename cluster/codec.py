@@ -11,10 +11,10 @@ import zmq
 
 from .errors import RemoteProtocolError
 from .messages import ControlDown, ControlUp, KVDown, KVUp, Message
+from .sockets import CONTROL_MAX_FRAME
 
 T = TypeVar("T")
 
-CONTROL_MAX_BYTES = 1 << 20
 KV_MAX_BYTES = 16 << 10  # every KV-plane message but the payload of a block
 LONGEST_REASON = 200
 
@@ -51,12 +51,12 @@ def decoder(union_type: object, max_bytes: int) -> Decoder[T]:
     return Decoder(union_type, max_bytes)
 
 
-def control_up_decoder(max_bytes: int = CONTROL_MAX_BYTES) -> Decoder[ControlUp]:
+def control_up_decoder(max_bytes: int = CONTROL_MAX_FRAME) -> Decoder[ControlUp]:
     """For the router: what workers send."""
     return Decoder(ControlUp, max_bytes)
 
 
-def control_down_decoder(max_bytes: int = CONTROL_MAX_BYTES) -> Decoder[ControlDown]:
+def control_down_decoder(max_bytes: int = CONTROL_MAX_FRAME) -> Decoder[ControlDown]:
     """For a worker: what the router sends."""
     return Decoder(ControlDown, max_bytes)
 

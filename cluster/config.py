@@ -4,7 +4,6 @@ A group of settings that several roles share is a class of its own; the first li
 in `--help`. `load_config` builds a role's config, `to_argv` turns one into the flags that build it again.
 """
 
-import difflib
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from .config_fields import (
     check_keys,
     check_range,
     describe,
+    did_you_mean,
     flag_of,
     read_command_line,
     read_environment,
@@ -98,7 +98,8 @@ class EngineSettings(RoleConfig):
     dtype: str = setting(
         "auto",
         Setting(
-            help="type of weights and KV cache; auto: bfloat16 where the device has it", choices=("auto", "float32", "bfloat16")
+            help="type of weights and KV cache; auto: bfloat16 where the device has it",
+            choices=("auto", "float32", "bfloat16"),
         ),
     )
     graphs: bool = setting(False, Setting(help="replay captured graphs; not available yet: on is refused at start"))
@@ -155,9 +156,13 @@ class HttpSettings(RoleConfig):
     queue_timeout_s: float = setting(
         30.0, Setting(help="a request that waits longer for a free worker gets 429", unit="s", minimum=0, maximum=3600)
     )
+    request_timeout_s: float = setting(
+        600.0,
+        Setting(help="a request that takes longer ends with an error; 0: no limit", unit="s", minimum=0, maximum=86400),
+    )
     max_body_mb: int = setting(4, Setting(help="largest request body", unit="MiB", minimum=1, maximum=1024))
     worker_timeout_s: float = setting(
-        3.0, Setting(help="a worker silent for this long counts as lost", unit="s", minimum=0.2, maximum=600)
+        3.0, Setting(help="a worker silent for this long counts as lost", unit="s", minimum=1.0, maximum=600)
     )
 
 
@@ -230,13 +235,16 @@ def load_config(
     *,
     prog: str = "",
     defaults: Mapping[str, Value] | None = None,
+    warns: bool = True,
 ) -> C:
     """The config of one role from `argv` (without the program name), `env` and the file that `--config` names.
 
-    `defaults` stand in for the defaults of the fields. A BATON_* variable that no role knows is warned of. Raises
-    ConfigError; exits the process with 0 on --help.
+    `defaults` stand in for the defaults of the fields. With `warns`, a BATON_* variable that no role knows and a setting
+    that others make idle are warned of (not in a child of `up`, which did). Raises ConfigError; exits the process with 0
+    on --help.
     """
-    warn_unknown_variables(env)
+    if warns:
+        warn_unknown_variables(env)
     given = {
         COMMAND_LINE: read_command_line(cls, argv, prog or f"baton {cls.role}", cls.summary),
         ENVIRONMENT: read_environment(cls, _env_prefix(cls), env),
@@ -251,7 +259,30 @@ def load_config(
             values[name] = value
             explicit[name] = source
     _check_required(cls, values)
-    return cls(**values, explicit=explicit)  # type: ignore[arg-type]
+    config = cls(**values, explicit=explicit)  # type: ignore[arg-type]
+    if warns and cls is not UpConfig and not any(variable in env for variable in INTERNAL_VARIABLES):
+        for warning in ignored_settings(config):
+            logger.warning("%s", warning)
+    return config
+
+
+def ignored_settings(config: RoleConfig) -> list[str]:
+    """One line per setting that was given and has no effect beside the others; `up` asks this of its children."""
+    lines = []
+    if isinstance(config, DecodeSettings) and isinstance(config, EngineSettings) and _is_given(config, "spec_steps"):
+        if config.no_draft:
+            lines.append("--spec-steps is ignored: --no-draft serves without speculation")
+        elif not config.draft:
+            lines.append("--spec-steps is ignored: nothing drafts without a head, name one with --draft")
+    if isinstance(config, EngineSettings) and config.pages and _is_given(config, "kv_memory_mb"):
+        lines.append("--kv-memory-mb is ignored: --pages sets the size of the KV pool")
+    if isinstance(config, RouterConfig) and config.request_timeout_s and config.queue_timeout_s > config.request_timeout_s:
+        lines.append("--queue-timeout-s is ignored: --request-timeout-s ends a request before")
+    return lines
+
+
+def _is_given(config: RoleConfig, name: str) -> bool:
+    return name in config.explicit or getattr(config, name) != settings_of(type(config))[name].default
 
 
 def to_argv(config: RoleConfig) -> list[str]:
@@ -278,8 +309,7 @@ def warn_unknown_variables(env: Mapping[str, str]) -> None:
     known = known_variables()
     for variable in sorted(env):
         if variable.startswith("BATON_") and variable not in known and variable not in INTERNAL_VARIABLES:
-            close = difflib.get_close_matches(variable, known, n=1)
-            hint = f"; did you mean {close[0]}?" if close else ""
+            hint = did_you_mean(variable, known, "{}")
             logger.warning("environment variable %s is no setting of baton and is ignored%s", variable, hint)
 
 
@@ -302,8 +332,7 @@ def _read_file(cls: type[RoleConfig], path: str) -> dict[str, Value]:
     roles = {known.role: known for known in ROLES}
     for name, table in tables.items():
         if name not in roles:
-            close = difflib.get_close_matches(name, roles, n=1)
-            hint = f"; did you mean [{close[0]}]?" if close else f"; known tables: {', '.join(f'[{r}]' for r in roles)}"
+            hint = did_you_mean(name, roles, "[{}]") or f"; known tables: {', '.join(f'[{role}]' for role in roles)}"
             raise ConfigError(f"{path}: unknown table [{name}]{hint}")
         check_keys(roles[name], table, f"{path}, table [{name}]")
     return read_table(cls, tables.get(cls.role, {}), f"{path}, table [{cls.role}]")

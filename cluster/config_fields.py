@@ -23,6 +23,7 @@ from dataclasses import MISSING, Field
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, get_type_hints
 
+from .endpoints import endpoint_fault
 from .errors import ConfigError
 
 if sys.version_info >= (3, 11):
@@ -36,7 +37,6 @@ Value = str | int | float | bool
 METADATA_KEY = "baton"
 TRUE_WORDS = ("on", "true", "yes", "1")
 FALSE_WORDS = ("off", "false", "no", "0")
-ENDPOINT_SCHEMES = ("tcp://", "ipc://")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,10 +91,10 @@ def as_text(value: Value) -> str:
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """A hint such as `; did you mean 'chunk_size'?`, or nothing."""
+def did_you_mean(name: str, known: Iterable[str], spelling: str = "'{}'") -> str:
+    """A hint such as `; did you mean 'chunk_size'?`, or nothing; `spelling` is how a name is written there."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
-    return f"; did you mean {close[0]!r}?" if close else ""
+    return f"; did you mean {spelling.format(close[0])}?" if close else ""
 
 
 # --- values -----------------------------------------------------------------------------------------------------------
@@ -142,17 +142,8 @@ def check_range(value: Value, description: Setting, source: str) -> None:
             raise ConfigError(f"{source}: {value!r} is below the smallest allowed, {low:g}{unit}")
         if high is not None and value > high:
             raise ConfigError(f"{source}: {value!r} is above the largest allowed, {high:g}{unit}")
-    if description.is_endpoint:
-        check_endpoint(str(value), source)
-
-
-def check_endpoint(value: str, source: str) -> None:
-    """Raise ConfigError unless `value` looks like tcp://host:port or ipc:///path."""
-    scheme = next((known for known in ENDPOINT_SCHEMES if value.startswith(known)), "")
-    rest = value.removeprefix(scheme)
-    has_port = scheme == "tcp://" and rest.rpartition(":")[0] != "" and rest.rpartition(":")[2].isdigit()
-    if not scheme or not rest or (scheme == "tcp://" and not has_port):
-        raise ConfigError(f"{source}: {value!r} is not an endpoint; write tcp://HOST:PORT or ipc:///PATH")
+    if description.is_endpoint and (fault := endpoint_fault(str(value))):
+        raise ConfigError(f"{source}: {value!r} {fault}")
 
 
 def check_fields(config: object) -> None:

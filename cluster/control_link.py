@@ -10,14 +10,16 @@ loop, `receive()` and then `tick(now)`.
 
 A router that answers no Hello for `LOST_AFTER_S` is lost, and so is one whose place another took (a Welcome of another
 router id). `tick` reports either once, before `receive` hands over anything from the new router: the worker then drops
-all rooms, since nobody reads their tokens. The router must take a repeated Hello of a known instance as a question and
-answer it with Welcome, without touching the worker's rooms.
+all rooms, since nobody reads their tokens, and says so: a Hello of the next generation goes out before any other message,
+so that a router that was only slow does not wait for these rooms. A router takes a repeated Hello of a known instance and
+generation as a question, which it answers with Welcome without touching the worker's rooms.
 """
 
 import logging
 from collections import deque
 from dataclasses import dataclass
 
+import msgspec
 import zmq
 
 from .codec import control_down_decoder, encode
@@ -62,6 +64,7 @@ class LinkMachine:
         self._asking_since: float | None = None  # first Hello that is unanswered
         self._was_heard = False
         self._is_doubted = False
+        self._is_introduced = True  # False: a new generation that no Hello has told yet
         self._rejected = ""
         self._lost = ""
 
@@ -72,7 +75,7 @@ class LinkMachine:
     @property
     def can_send(self) -> bool:
         """Whether messages other than Hello may leave."""
-        return self.connected and not self._is_doubted and not self._lost
+        return self.connected and self._is_introduced and not self._is_doubted and not self._lost
 
     @property
     def is_lost(self) -> bool:
@@ -98,12 +101,16 @@ class LinkMachine:
             self._was_heard = False
             self._asking_since = None
             self._backoff_s = FIRST_BACKOFF_S
-            if not self._is_doubted:
+            if self._is_introduced and not self._is_doubted:
                 self._next_hello = now + (REJECTED_BACKOFF_S if self._rejected else QUIET_S)
         if self._asking_since is not None and self.connected and now - self._asking_since >= LOST_AFTER_S:
             self.connected = False
             self._lost = f"the router did not answer for {now - self._asking_since:.1f} s"
         lost, self._lost = self._lost, ""
+        if lost:
+            self.hello = msgspec.structs.replace(self.hello, generation=self.hello.generation + 1)
+            self._is_introduced = False
+            self._next_hello = now
         return now >= self._next_hello, lost
 
     def asked(self, now: float, *, was_sent: bool) -> None:
@@ -111,6 +118,7 @@ class LinkMachine:
         self._asking_since = now if self._asking_since is None else self._asking_since
         if was_sent:
             self.num_hellos += 1
+            self._is_introduced = True
             self._next_hello = now + self._backoff_s
             self._backoff_s = min(self._backoff_s * 2, LONGEST_BACKOFF_S)
         else:

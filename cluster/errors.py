@@ -11,7 +11,8 @@
     ├── TransferError          a hand-off failed
     │   ├── TransferTimeout        no progress within the lease
     │   └── DigestMismatch         a block's bytes were wrong more often than allowed
-    └── OutOfPages             a pool cannot hold what was asked
+    ├── OutOfPages             a pool cannot hold what was asked
+    └── DeadlineExceeded       a request took longer than it may
 """
 
 
@@ -61,3 +62,7 @@ class DigestMismatch(TransferError):
 
 class OutOfPages(BatonError):
     """A pool cannot hold what was asked."""
+
+
+class DeadlineExceeded(BatonError):
+    """A request took longer than it may."""

@@ -57,6 +57,7 @@ class Shutdown:
     def __init__(self, on_change: Callable[[], None] | None = None) -> None:
         self.drain = threading.Event()
         self.stop = threading.Event()
+        self.first_signal = 0  # the one that set `drain`
         self._on_change = on_change
 
     def __repr__(self) -> str:
@@ -72,6 +73,7 @@ class Shutdown:
         """One more signal; no logging here, since a handler may interrupt a log call that holds the lock."""
         if self.stop.is_set():
             os._exit(128 + signum)
+        self.first_signal = self.first_signal or signum
         (self.stop if self.drain.is_set() else self.drain).set()
         if self._on_change is not None:
             self._on_change()

@@ -1,8 +1,8 @@
 """What the router counts, and how /metrics shows it and its workers' heartbeats, in Prometheus text format.
 
     name                                   type       labels                   meaning
-    baton_requests_total                   counter    outcome                  requests that ended
-    baton_prompt_tokens_total              counter                             prompt tokens of ended requests
+    baton_requests_total                   counter    outcome                  requests that ended, with all their choices
+    baton_prompt_tokens_total              counter                             prompt tokens, once for every choice
     baton_cached_prompt_tokens_total       counter                             of these, found in a prefix cache
     baton_output_tokens_total              counter                             tokens sent to clients
     baton_drafted_tokens_total             counter                             tokens proposed by the drafter
@@ -20,6 +20,9 @@
     baton_worker_graphs                    gauge      role instance kind       captured graphs
     baton_worker_accept_length             gauge      role instance            tokens committed per verify
     baton_worker_events_total              counter    role instance event      the worker's own counters
+
+A request is what a client sent: one with n = 8 choices counts once, when the last choice has ended, with the outcome of the
+first choice that did not end well. Tokens and bytes are summed over its choices, each of which runs through the workers.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -51,7 +54,7 @@ class RequestRecord:
     ttft_s: float | None = None
     """Seconds to the first token; None when there was none."""
     prompt_tokens: int = 0
-    """Tokens of the prompt."""
+    """Tokens of the prompt, once for every choice."""
     cached_tokens: int = 0
     """Prompt tokens that prefill found in its prefix cache."""
     output_tokens: int = 0
@@ -94,7 +97,7 @@ class RouterMetrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self._requests = self._counter("requests", "Requests that ended.", ("outcome",))
-        self._prompt = self._counter("prompt_tokens", "Prompt tokens of ended requests.")
+        self._prompt = self._counter("prompt_tokens", "Prompt tokens, once for every choice.")
         self._cached = self._counter("cached_prompt_tokens", "Prompt tokens found in a prefix cache.")
         self._output = self._counter("output_tokens", "Tokens sent to clients.")
         self._drafted = self._counter("drafted_tokens", "Tokens proposed by the drafter.")

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 
 import zmq
 
+from .endpoints import endpoint_fault, port_fault
 from .errors import ConfigError, PeerLost, StartupError
 
 CONTROL_MAX_FRAME = 1 << 20
@@ -22,7 +23,6 @@ BULK_HIGH_WATER = 8
 BULK_FRAME_SLACK = 4096  # a bulk socket's frames are one block or a small message
 LINGER_MS = 200
 IPC_PATH_LIMIT = 107
-BAD_PORT = "a port is a number from 0 to 65535"
 MESSAGES_PER_WAKE = 256  # an AsyncReceiver lets the event loop run after so many
 
 Part = bytes | memoryview | zmq.Frame
@@ -67,8 +67,8 @@ def make_socket(
 def bind(socket: Socket, endpoint: str) -> str:
     """Binds and returns the real endpoint (a port 0 resolved). Raises StartupError naming endpoint and remedy."""
     _check_ipc_path(endpoint)
-    if not _has_valid_port(endpoint):
-        raise StartupError(f"cannot listen on {endpoint}: {BAD_PORT}")
+    if fault := port_fault(endpoint):
+        raise StartupError(f"cannot listen: {endpoint} {fault}")
     if "[" in endpoint:
         socket.setsockopt(zmq.IPV6, 1)
     try:
@@ -80,8 +80,8 @@ def bind(socket: Socket, endpoint: str) -> str:
 
 def connect(socket: Socket, endpoint: str) -> None:
     """Connects in the background, again and again. Raises ConfigError when the endpoint itself is wrong."""
-    if not _has_valid_port(endpoint):
-        raise ConfigError(f"cannot connect to {endpoint!r}: {BAD_PORT}")
+    if fault := port_fault(endpoint):
+        raise ConfigError(f"cannot connect: {endpoint!r} {fault}")
     if "[" in endpoint:
         socket.setsockopt(zmq.IPV6, 1)
     try:
@@ -108,11 +108,8 @@ def is_loopback(endpoint: str) -> bool:
 
 def check_bind_address(endpoint: str, trusted_network: bool) -> None:
     """Raises ConfigError for an endpoint that is malformed, or open to other hosts without `trusted_network`."""
-    scheme, _, address = endpoint.partition("://")
-    if scheme not in ("tcp", "ipc") or not address or (scheme == "tcp" and ":" not in address):
-        raise ConfigError(f"{endpoint!r} is not an endpoint: give tcp://HOST:PORT or ipc:///PATH")
-    if not _has_valid_port(endpoint):
-        raise ConfigError(f"cannot listen on {endpoint}: {BAD_PORT}")
+    if fault := endpoint_fault(endpoint):
+        raise ConfigError(f"{endpoint!r} {fault}")
     if not trusted_network and not is_loopback(endpoint):
         raise ConfigError(
             f"{endpoint} is reachable from other hosts and this link is not authenticated: "
@@ -225,13 +222,6 @@ class AsyncReceiver:
                 self._drain_soon()  # no new edge comes for what is already queued
                 raise
         self._drain_soon()
-
-
-def _has_valid_port(endpoint: str) -> bool:
-    """libzmq takes any number and wraps it round."""
-    scheme, _, address = endpoint.partition("://")
-    port = address.rpartition(":")[2]
-    return scheme != "tcp" or port == "*" or (port.isascii() and port.isdigit() and int(port) <= 65535)
 
 
 def _check_ipc_path(endpoint: str) -> None:

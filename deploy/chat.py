@@ -9,13 +9,12 @@ from dataclasses import dataclass
 from typing import Any, TextIO
 
 from ..cluster.config_fields import Setting, check_fields, read_command_line, setting
-from ..cluster.errors import BatonError, ConfigError
-from ..cluster.life import EXIT_CANNOT_START, EXIT_INTERRUPTED, EXIT_OK
+from ..cluster.life import EXIT_OK
 from .client import Answer, ChatClient, RequestFailed
+from .command import run_command
 
+PROG = "baton chat"
 SUMMARY = "Chat with a running cluster. Ctrl-C interrupts an answer, Ctrl-D quits."
-
-EXIT_USAGE = 2  # as argparse has it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,22 +117,17 @@ def _ask_once(conversation: Conversation, prompt: str) -> None:
 
 def main(argv: list[str]) -> int:
     """`baton chat`: 0 at the end of the conversation, 1 when there is none, 2 for a bad command line."""
-    try:
-        config = ChatConfig(**read_command_line(ChatConfig, argv, "baton chat", SUMMARY))  # type: ignore[arg-type]
-        client = ChatClient(config.url)
-        conversation = Conversation(client, config, client.model())
-        if config.once:
-            _ask_once(conversation, config.once)
-        else:
-            sys.stdout.write(f"{config.url} serves {client.model()}; {SUMMARY.partition('. ')[2]}\n")
-            converse(conversation, _prompts(), sys.stdout)
-    except ConfigError as error:
-        sys.stderr.write(f"baton chat: {error}\n")
-        return EXIT_USAGE
-    except BatonError as error:
-        sys.stderr.write(f"baton chat: {error}\n")
-        return EXIT_CANNOT_START
-    except KeyboardInterrupt:
-        sys.stderr.write("\n")
-        return EXIT_INTERRUPTED
+    return run_command(PROG, lambda: _chat(argv))
+
+
+def _chat(argv: list[str]) -> int:
+    config = ChatConfig(**read_command_line(ChatConfig, argv, PROG, SUMMARY))  # type: ignore[arg-type]
+    client = ChatClient(config.url)
+    model = client.model()
+    conversation = Conversation(client, config, model)
+    if config.once:
+        _ask_once(conversation, config.once)
+    else:
+        sys.stdout.write(f"{config.url} serves {model}; {SUMMARY.partition('. ')[2]}\n")
+        converse(conversation, _prompts(), sys.stdout)
     return EXIT_OK

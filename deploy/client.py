@@ -3,7 +3,8 @@
 import http.client
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -51,14 +52,16 @@ class ChatClient:
     """Talks to the router at `url`; one connection per request. Raises ConfigError for a bad URL."""
 
     def __init__(self, url: str) -> None:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(f"--url {url!r} is not a URL; write http://HOST:PORT")
         try:
-            self._port = parts.port
-        except ValueError:
-            raise ConfigError(f"--url {url!r} has no valid port; write http://HOST:PORT") from None
-        self._is_tls, self._host, self._path = parts.scheme == "https", parts.hostname, parts.path.rstrip("/")
+            parts = urlsplit(url)
+            port, host = parts.port, parts.hostname or ""
+            host.encode("idna")
+        except ValueError as error:  # such as brackets without their other half, or a port that is no number
+            raise ConfigError(f"--url {url!r} is not a URL ({error}); write http://HOST:PORT") from None
+        if parts.scheme not in ("http", "https") or not host or not url.isascii() or not url.isprintable() or " " in url:
+            raise ConfigError(f"--url {url!r} is not a URL; write http://HOST:PORT")
+        self._is_tls, self._host, self._port = parts.scheme == "https", host, port
+        self._path = parts.path.rstrip("/")
         self.url = url.rstrip("/")
 
     def __repr__(self) -> str:
@@ -80,26 +83,31 @@ class ChatClient:
     def stream(self, body: dict[str, Any], on_text: Callable[[str], None]) -> Answer:
         """POST the chat completion `body`, call `on_text` with each piece of the answer, return the whole.
 
-        Raises RequestFailed. Closing early (an exception from `on_text`, Ctrl-C) closes the connection, which cancels
-        the request on the server.
+        Raises RequestFailed, and as it is what `on_text` raises: a broken pipe of our own is not the server's fault.
+        Closing early (an exception from `on_text`, Ctrl-C) closes the connection, which cancels the request on the server.
         """
-        connection = self._connect()
         answer, start = Answer(), time.monotonic()
         payload = {**body, "stream": True, "stream_options": {"include_usage": True}}
+        with closing(self._chunks(payload)) as chunks:
+            for chunk in chunks:
+                text = take_chunk(answer, chunk)
+                if text:
+                    answer.last_text_s = time.monotonic() - start
+                    answer.first_text_s = answer.first_text_s or answer.last_text_s
+                    on_text(text)
+        return answer
+
+    def _chunks(self, payload: dict[str, Any]) -> Generator[dict[str, Any], None, None]:
+        """The events of one streamed answer; raises RequestFailed."""
+        connection = self._connect()
         try:
             # a reply that ends with its connection owns the socket: it is closed too
             with self._request(connection, "POST", "/v1/chat/completions", payload) as reply:
-                for chunk in read_events(reply):
-                    text = take_chunk(answer, chunk)
-                    if text:
-                        answer.last_text_s = time.monotonic() - start
-                        answer.first_text_s = answer.first_text_s or answer.last_text_s
-                        on_text(text)
+                yield from read_events(reply)
         except (OSError, http.client.HTTPException) as error:
             raise self._lost(error) from error
         finally:
             connection.close()
-        return answer
 
     def _connect(self) -> http.client.HTTPConnection:
         kind = http.client.HTTPSConnection if self._is_tls else http.client.HTTPConnection

@@ -4,15 +4,12 @@
 2. Start router, prefill and decode; wait until a pair can serve.
 3. Stream the answer to one chat request.
 4. Show the request's timeline, a curl line and the addresses to look at.
-5. Stay up until Ctrl-C; `--once` stops here. Everything that was started stops.
+5. Stay up until Ctrl-C; `--once` stops here. Everything that was started stops; another Ctrl-C makes it stop at once.
 """
 
 import json
 import shlex
-import signal
-import sys
 import time
-import types
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,13 +19,14 @@ from rich.table import Table
 
 from ..cluster.config import UpConfig
 from ..cluster.config_fields import Setting, check_fields, read_command_line, setting
-from ..cluster.errors import BatonError, ConfigError, StartupError
-from ..cluster.life import EXIT_CANNOT_START, EXIT_INTERRUPTED, EXIT_OK
-from .chat import EXIT_USAGE
+from ..cluster.errors import ConfigError, StartupError
+from ..cluster.life import EXIT_INTERRUPTED, EXIT_OK, Shutdown
 from .client import Answer, ChatClient
+from .command import run_command
 from .demo_model import ensure_demo_model
 from .launcher import Cluster
 
+PROG = "baton demo"
 SUMMARY = "Start a cluster with the demo model, stream one answer and show where the time went."
 READY_TIMEOUT_S = 180.0
 POLL_S = 0.2
@@ -58,12 +56,39 @@ def draft_dir() -> Path:
     return DRAFT_DIR
 
 
-def run(config: DemoConfig, console: Console) -> None:
+class Interruption:
+    """Signals: the first interrupts whatever the demo waits for, those that come while it stops hurry it."""
+
+    def __init__(self) -> None:
+        self.shutdown = Shutdown(self._on_signal)
+        self._may_interrupt = True
+
+    def __repr__(self) -> str:
+        return f"Interruption({self.shutdown})"
+
+    def disarm(self) -> None:
+        """From here on no signal raises."""
+        self._may_interrupt = False
+
+    def _on_signal(self) -> None:
+        if self._may_interrupt:
+            self._may_interrupt = False
+            raise KeyboardInterrupt
+
+
+def run(config: DemoConfig, console: Console, interruption: Interruption) -> None:
     """The steps of the module's docstring; raises BatonError, and stops the cluster in every case."""
     model = ensure_demo_model()
     draft = "" if config.no_draft else str(draft_dir())
     cluster = Cluster(
-        UpConfig(model=str(model), draft=draft, no_draft=config.no_draft, port=config.port, log_level="warning")
+        UpConfig(
+            model=str(model),
+            draft=draft,
+            no_draft=config.no_draft,
+            device="cpu",
+            port=config.port,
+            log_level="warning",
+        )
     )
     try:
         with console.status("starting router, prefill and decode"):
@@ -79,8 +104,9 @@ def run(config: DemoConfig, console: Console) -> None:
             console.print("running until Ctrl-C")
             stay(cluster)
     finally:
+        interruption.disarm()
         with console.status("stopping"):
-            cluster.stop()
+            cluster.stop(interruption.shutdown.stop)
 
 
 def stay(cluster: Cluster) -> None:
@@ -169,24 +195,18 @@ def show_addresses(url: str, body: dict[str, Any], console: Console) -> None:
     console.print(f"\nstatus   {url}/status\nmetrics  {url}/metrics", highlight=False)
 
 
-def _interrupt(signum: int, frame: types.FrameType | None) -> None:
-    raise KeyboardInterrupt
-
-
 def main(argv: list[str]) -> int:
     """`baton demo`: 0 after the answer (`--once`, or Ctrl-C while it waits), 1 for a failure, 2 for bad usage."""
+    return run_command(PROG, lambda: _demo(argv))
+
+
+def _demo(argv: list[str]) -> int:
+    config = DemoConfig(**read_command_line(DemoConfig, argv, PROG, SUMMARY))  # type: ignore[arg-type]
     console = Console(highlight=False)
+    interruption = Interruption()
+    interruption.shutdown.install()
     try:
-        config = DemoConfig(**read_command_line(DemoConfig, argv, "baton demo", SUMMARY))  # type: ignore[arg-type]
-    except ConfigError as error:
-        sys.stderr.write(f"baton demo: {error}\n")
-        return EXIT_USAGE
-    signal.signal(signal.SIGTERM, _interrupt)  # the same road as Ctrl-C: the cluster is stopped
-    try:
-        run(config, console)
-    except BatonError as error:
-        sys.stderr.write(f"baton demo: {error}\n")
-        return EXIT_CANNOT_START
+        run(config, console, interruption)
     except KeyboardInterrupt:
         console.print("stopped")
         return EXIT_INTERRUPTED if config.once else EXIT_OK

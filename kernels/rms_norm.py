@@ -1,7 +1,14 @@
-"""Root-mean-square normalisation: y = x / sqrt(mean(x^2) + eps) * weight."""
+"""Root-mean-square normalisation: y = x / sqrt(mean(x^2) + eps) * weight, alone or behind a residual addition."""
+
+from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+
+from .triton_jit import cdiv, jit_varying, next_power_of_2, rows_of, tl
+
+# Elements of one program's tile: narrow rows (a head) are taken several at once, wide ones alone.
+TILE = 4096
 
 
 def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -11,14 +18,117 @@ def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tor
     return weight * normed.to(x.dtype)
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Normalise `x` `[..., D]` over its last dimension; `weight` `[D]` of the same dtype.
+def add_rms_norm_reference(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The definition of the fused form: the sum is rounded to the dtype before it is normalised."""
+    total = x + residual
+    return rms_norm_reference(total, weight, eps), total
 
-    Raises ValueError when the widths or dtypes differ.
+
+@jit_varying("num_rows")
+def _rms_norm_kernel(
+    p_x: tl.tensor,
+    p_residual: tl.tensor,
+    p_weight: tl.tensor,
+    p_sum: tl.tensor,
+    p_y: tl.tensor,
+    num_rows: tl.tensor,
+    width: tl.tensor,
+    inner: tl.tensor,
+    outer_stride: tl.tensor,
+    inner_stride: tl.tensor,
+    eps: tl.tensor,
+    HAS_RESIDUAL: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
+) -> None:
+    i_row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    i_column = tl.arange(0, BLOCK_WIDTH)
+    m_column = i_column < width
+    m_tile = (i_row < num_rows)[:, None] & m_column[None, :]
+    o_x = (i_row // inner) * outer_stride + (i_row % inner) * inner_stride
+    o_y = i_row[:, None] * width + i_column[None, :]
+    b_x = tl.load(p_x + o_x[:, None] + i_column[None, :], mask=m_tile, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        b_residual = tl.load(p_residual + o_y, mask=m_tile, other=0.0).to(tl.float32)
+        b_rounded = (b_x + b_residual).to(p_sum.dtype.element_ty)
+        tl.store(p_sum + o_y, b_rounded, mask=m_tile)
+        b_x = b_rounded.to(tl.float32)
+    b_scale = tl.rsqrt(tl.sum(b_x * b_x, axis=1) / width + eps)
+    b_weight = tl.load(p_weight + i_column, mask=m_column, other=0.0).to(tl.float32)
+    b_normed = (b_x * b_scale[:, None]).to(p_y.dtype.element_ty).to(tl.float32)
+    tl.store(p_y + o_y, (b_normed * b_weight[None, :]).to(p_y.dtype.element_ty), mask=m_tile)
+
+
+def rms_norm_triton(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Launch on `x` `[..., D]`, `weight` `[D]`, `residual` None or `[..., D]` -> (normed, sum), each `[..., D]`.
+
+    Without a residual the second is `x` itself. Rows may be strided (heads of a wider projection); D up to 65536.
+    Raises ValueError when shapes or dtypes differ.
     """
+    _check(x, weight, residual)
+    rows, width = rows_of(x), x.shape[-1]
+    normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    total = x if residual is None else torch.empty_like(normed)
+    if x.numel() == 0:
+        return normed, total
+    block_width = next_power_of_2(width)
+    block_rows = max(1, min(TILE // block_width, next_power_of_2(rows.num_rows), 32))
+    _rms_norm_kernel[(cdiv(rows.num_rows, block_rows),)](
+        rows.x,
+        x if residual is None else residual.contiguous(),
+        weight.contiguous(),
+        total,
+        normed,
+        rows.num_rows,
+        width,
+        rows.inner,
+        rows.outer_stride,
+        rows.inner_stride,
+        eps,
+        HAS_RESIDUAL=residual is not None,
+        BLOCK_ROWS=block_rows,
+        BLOCK_WIDTH=block_width,
+        num_warps=8 if block_width >= 4096 else 4,
+    )
+    return normed, total
+
+
+def _check(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None) -> None:
     if weight.shape != x.shape[-1:] or weight.dtype != x.dtype:
         raise ValueError(
             f"rms_norm: weight {tuple(weight.shape)} {weight.dtype} does not fit x {tuple(x.shape)} {x.dtype}; "
             "both need the same last dimension and dtype"
         )
+    if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
+        raise ValueError(
+            f"add_rms_norm: residual {tuple(residual.shape)} {residual.dtype} does not fit x {tuple(x.shape)} {x.dtype}"
+        )
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Normalise `x` `[..., D]` over its last dimension; `weight` `[D]` of the same dtype.
+
+    Raises ValueError when the widths or dtypes differ.
+    """
+    if x.is_cuda:
+        return rms_norm_triton(x, weight, eps)[0]
+    _check(x, weight, None)
     return F.rms_norm(x, weight.shape, weight, eps)
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(rms_norm(x + residual), x + residual) of `x`, `residual` `[..., D]` in one pass over memory.
+
+    Raises ValueError when shapes or dtypes differ.
+    """
+    if x.is_cuda:
+        return rms_norm_triton(x, weight, eps, residual)
+    _check(x, weight, residual)
+    total = x + residual
+    return F.rms_norm(total, weight.shape, weight, eps), total

@@ -1,12 +1,64 @@
 """The gate of a SwiGLU MLP: y = silu(gate) * up, both halves of one projection."""
 
+from __future__ import annotations
+
 import torch
 import torch.nn.functional as F
+
+from .triton_jit import cdiv, jit, rows_of, tl
+
+BLOCK = 1024
+
+
+def silu_mul_reference(gate_up: torch.Tensor) -> torch.Tensor:
+    """The definition, and the CPU path: silu is rounded to the dtype before the product."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+@jit
+def _silu_mul_kernel(
+    p_x: tl.tensor,
+    p_y: tl.tensor,
+    width: tl.tensor,
+    inner: tl.tensor,
+    outer_stride: tl.tensor,
+    inner_stride: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
+    i_row = tl.program_id(0).to(tl.int64)
+    i_column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    m_column = i_column < width
+    o_x = (i_row // inner) * outer_stride + (i_row % inner) * inner_stride
+    b_gate = tl.load(p_x + o_x + i_column, mask=m_column, other=0.0).to(tl.float32)
+    b_up = tl.load(p_x + o_x + width + i_column, mask=m_column, other=0.0).to(tl.float32)
+    # exp of a positive gate overflows to inf, and x / inf is the right 0
+    b_silu = (b_gate / (1.0 + tl.exp(-b_gate))).to(p_y.dtype.element_ty).to(tl.float32)
+    tl.store(p_y + i_row * width + i_column, (b_silu * b_up).to(p_y.dtype.element_ty), mask=m_column)
+
+
+def silu_mul_triton(gate_up: torch.Tensor) -> torch.Tensor:
+    """Launch on `gate_up` `[..., 2*I]` (gate first) -> `[..., I]`. Raises ValueError when the last dimension is odd."""
+    _check(gate_up)
+    width = gate_up.shape[-1] // 2
+    y = torch.empty((*gate_up.shape[:-1], width), dtype=gate_up.dtype, device=gate_up.device)
+    if y.numel() == 0:
+        return y
+    rows = rows_of(gate_up)
+    _silu_mul_kernel[(rows.num_rows, cdiv(width, BLOCK))](
+        rows.x, y, width, rows.inner, rows.outer_stride, rows.inner_stride, BLOCK=BLOCK, num_warps=4
+    )
+    return y
+
+
+def _check(gate_up: torch.Tensor) -> None:
+    if gate_up.shape[-1] % 2:
+        raise ValueError(f"silu_mul: the last dimension {gate_up.shape[-1]} is odd; gate and up must be equally wide")
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """`gate_up` `[..., 2*I]` (gate first) -> `[..., I]`. Raises ValueError when the last dimension is odd."""
-    if gate_up.shape[-1] % 2:
-        raise ValueError(f"silu_mul: the last dimension {gate_up.shape[-1]} is odd; gate and up must be equally wide")
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
+    if gate_up.is_cuda:
+        return silu_mul_triton(gate_up)
+    _check(gate_up)
+    return silu_mul_reference(gate_up)

@@ -1,13 +1,13 @@
 """What a request may ask of the workers that are there, and how long its output is when it does not say."""
 
-from ..cluster.codec import CONTROL_MAX_BYTES
+from ..cluster.sockets import CONTROL_MAX_FRAME
 from .errors import ApiError, bad_request, context_too_long, unavailable
 from .openai import COMPLETION_MAX_TOKENS
 from .policy import Limits, Need, can_ever
 from .registry import Registry
 
 # A prompt travels in one control frame: 5 bytes per id at most, and room for the sampling fields.
-MAX_PROMPT_TOKENS = (CONTROL_MAX_BYTES - (64 << 10)) // 5
+MAX_PROMPT_TOKENS = (CONTROL_MAX_FRAME - (64 << 10)) // 5
 CHAT_MAX_TOKENS = 1024
 
 

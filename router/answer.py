@@ -1,7 +1,8 @@
 """The answer to one generation request, as an ASGI response: whole, or as server-sent events.
 
 One task serves a request. It waits on its inbox, turns all that is there into one write, and ends when every choice has
-ended, when the request failed, or when the client left, which a second task waits for.
+ended, when the request failed, or when the client left, which a second task waits for. Where a stop string ended a choice,
+the figures that close the answer wait a moment for decode's account of it; its text never does.
 """
 
 import asyncio
@@ -10,8 +11,9 @@ from dataclasses import dataclass
 
 from starlette.types import Receive, Scope, Send
 
-from .dispatch import Dispatcher, Entry
-from .errors import ApiError, bad_request, overloaded, unavailable, upstream
+from .dispatch import Dispatcher
+from .entries import Entry
+from .errors import ApiError, bad_request, deadline_exceeded, overloaded, unavailable, upstream
 from .generation import Choice, Piece
 from .inbox import Disconnected, Inbox, InboxEvent
 from .replies import (
@@ -24,7 +26,8 @@ from .replies import (
     Usage,
     sse_error,
 )
-from .room_effects import Broken, Deliver
+from .room_effects import Broken, Deliver, Settled
+from .rooms import DEADLINE_EXCEEDED
 
 SSE_HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-store"}
 JSON_HEADERS = {"content-type": "application/json"}
@@ -89,6 +92,7 @@ class Answer:
             while not self._is_done:
                 for index, piece in self._absorb(await self._inbox.take()):
                     pieces[index].append(piece)
+            await self._settle()
         except ApiError as error:
             return await _send_error(send, error)
         whole = [Piece.joined(parts) for parts in pieces]
@@ -99,7 +103,7 @@ class Answer:
     async def _stream(self, send: Send) -> None:
         """Headers go out with the first tokens, so that an early failure has a status of its own."""
         is_open = [False] * len(self._choices)
-        is_started = False
+        is_started = is_last = False
         try:
             while not self._is_done:
                 data = b""
@@ -111,10 +115,14 @@ class Answer:
                 if not is_started:
                     is_started = True
                     await _send_start(send, 200, SSE_HEADERS)
-                if self._is_done:
+                is_last = self._is_done and not (self._wants_accounts and self._is_settling)
+                if is_last:
                     data += self._closing() + DONE
                 if data:
-                    await _send_body(send, data, is_last=self._is_done)
+                    await _send_body(send, data, is_last=is_last)
+            if not is_last:
+                await self._settle()
+                await _send_body(send, self._closing() + DONE, is_last=True)
         except ApiError as error:
             if not is_started:
                 return await _send_error(send, error)
@@ -130,6 +138,19 @@ class Answer:
     def _is_done(self) -> bool:
         return all(choice.finish for choice in self._choices)
 
+    @property
+    def _wants_accounts(self) -> bool:
+        return self._wish.wants_usage or self._wish.wants_timeline
+
+    @property
+    def _is_settling(self) -> bool:
+        return any(entry.room.is_settling for entry in self._entries)
+
+    async def _settle(self) -> None:
+        """Waits for what the choices that a stop string ended have cost; the rooms themselves bound the wait."""
+        while self._is_settling:
+            self._absorb(await self._inbox.take())
+
     def _absorb(self, events: Sequence[tuple[int, InboxEvent]]) -> list[tuple[int, Piece]]:
         """The pieces of a batch of events. Raises ApiError for a failure and ClientLeft."""
         pieces = []
@@ -141,7 +162,7 @@ class Answer:
                     raise error_of(event)
             elif isinstance(event, Deliver):
                 pieces.append((index, self._add(index, event)))
-            else:
+            elif not isinstance(event, Settled):
                 pieces.append((index, self._choices[index].end(event.reason)))
         return pieces
 
@@ -188,6 +209,8 @@ def error_of(event: Broken) -> ApiError:
         return bad_request("No worker takes this request: " + event.message[:200])
     if event.kind == "PeerLost":
         return upstream("A worker was lost while it served this request. Try again.", "worker_lost")
+    if event.kind == DEADLINE_EXCEEDED:
+        return deadline_exceeded()
     if event.kind == "Timeout":
         return upstream("A worker made no progress with this request. Try again.", "worker_timeout")
     return upstream("A worker failed to serve this request. Try again.", "worker_failed")

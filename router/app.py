@@ -28,6 +28,7 @@ from .registry import Registry
 from .room_effects import Timeouts
 from .service import Service
 from .tokenizer import Tokenizer
+from .wire import GuardedProtocol
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +63,8 @@ class Router:
             RouterMetrics(),
             max_queue=config.max_queue,
             queue_timeout_s=config.queue_timeout_s,
+            request_timeout_s=config.request_timeout_s,
+            drops=lambda: self.control.drops,
             timeouts=timeouts,
         )
         served = config.served_model or Path(config.model).name
@@ -125,7 +128,7 @@ class Router:
         return uvicorn.Config(
             Routes(self._service, self._config.max_body_mb << 20).app(),
             loop="none",
-            http="httptools",
+            http=GuardedProtocol,
             ws="none",
             lifespan="off",
             log_config=None,

@@ -5,11 +5,11 @@ from collections.abc import Callable
 
 import zmq
 
-from ..cluster.codec import CONTROL_MAX_BYTES, control_up_decoder
+from ..cluster.codec import control_up_decoder
 from ..cluster.errors import RemoteProtocolError
 from ..cluster.log import fields
 from ..cluster.messages import ControlUp
-from ..cluster.sockets import AsyncReceiver, Socket, bind, check_bind_address, make_socket
+from ..cluster.sockets import CONTROL_MAX_FRAME, AsyncReceiver, Socket, bind, check_bind_address, make_socket
 
 logger = logging.getLogger(__name__)
 
@@ -36,10 +36,16 @@ class ControlSocket:
     def __repr__(self) -> str:
         return f"ControlSocket({self.endpoint}, malformed={self.num_malformed})"
 
+    @property
+    def drops(self) -> dict[str, int]:
+        """Messages that never became an event: no message of the protocol, or longer than one may be."""
+        num_oversized = self._receiver.num_dropped if self._receiver is not None else 0
+        return {"control_malformed": self.num_malformed, "control_oversized": num_oversized}
+
     def open(self, on_message: Callable[[bytes, ControlUp], None]) -> None:
         """Hands every message to `on_message(identity, message)`."""
         self._on_message = on_message
-        max_bytes = CONTROL_MAX_BYTES + MAX_IDENTITY
+        max_bytes = CONTROL_MAX_FRAME + MAX_IDENTITY
         self._receiver = AsyncReceiver(self._socket, self._on_parts, max_parts=2, max_bytes=max_bytes)
 
     def transmit(self, identity: bytes, frame: bytes) -> bool:

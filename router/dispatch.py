@@ -7,8 +7,7 @@ and `tick` is called several times a second.
 import logging
 import secrets
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 
 from ..cluster.log import fields
 from ..cluster.messages import (
@@ -19,63 +18,26 @@ from ..cluster.messages import (
     Heartbeat,
     Hello,
     Reserved,
-    Sampling,
     TokenItem,
     Tokens,
 )
-from ..cluster.metrics import RequestRecord, RouterMetrics
+from ..cluster.metrics import RouterMetrics
 from .admission import check_fits, no_workers
+from .entries import OUTCOMES, Entry, Job, Request, new_request
 from .errors import overloaded, unavailable
 from .inbox import Inbox
+from .leftovers import Leftovers
 from .policy import Limits, Need, choose, is_ready, limits
 from .postbox import Postbox, Transmit
 from .registry import Load, Registry, Worker
-from .room_effects import Broken, Closed, Deliver, Effect, Ended, Freed, Requeued, Send, Timeouts
-from .rooms import Phase, Room, RoomEvent
-from .timeline import Timeline, timeline_of
+from .room_effects import Broken, Closed, Deliver, Effect, Ended, Freed, Requeued, Send, Settled, Timeouts
+from .room_parts import Phase, RoomEvent
+from .rooms import Room
 
 logger = logging.getLogger(__name__)
 
 CLIENT_STALL_S = 30.0  # a client that does not read for so long is cut off
 NUM_ORPHANS = 1024  # rooms remembered as cancelled on a worker that still talks about them
-
-
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """One choice that a client wants."""
-
-    prompt_ids: list[int]
-    sampling: Sampling
-    arrived: float  # monotonic seconds
-    tokenize_s: float
-
-    @property
-    def need(self) -> Need:
-        return Need(len(self.prompt_ids), self.sampling.max_new_tokens)
-
-
-@dataclass(eq=False)
-class Entry:
-    """A room with what the router keeps beside it."""
-
-    room: Room
-    job: Job
-    inbox: Inbox
-    index: int  # of the choice within the client's request
-    queued_at: float
-    queued_s: float = 0.0  # over all waits
-    not_before: float = 0.0
-    last_arrival: float = 0.0
-
-    def timeline(self, now: float) -> Timeline:
-        waiting = now - self.queued_at if self.room.phase is Phase.QUEUED else 0.0
-        return timeline_of(
-            self.room,
-            arrived=self.job.arrived,
-            tokenize_s=self.job.tokenize_s,
-            queued_s=self.queued_s + waiting,
-            now=now,
-        )
 
 
 class Dispatcher:
@@ -90,6 +52,8 @@ class Dispatcher:
         *,
         max_queue: int,
         queue_timeout_s: float,
+        request_timeout_s: float = 0.0,
+        drops: Callable[[], Mapping[str, int]] = dict,
         timeouts: Timeouts | None = None,
     ) -> None:
         self.registry = registry
@@ -100,10 +64,13 @@ class Dispatcher:
         self._clock = clock
         self._max_queue = max_queue
         self._queue_timeout_s = queue_timeout_s
+        self._request_timeout_s = request_timeout_s  # 0: none
+        self._drops = drops
         self._timeouts = timeouts or Timeouts()
         self._entries: dict[str, Entry] = {}
         self._queue: deque[Entry] = deque()
         self._orphans: deque[tuple[str, str]] = deque(maxlen=NUM_ORPHANS)
+        self._leftovers = Leftovers()
 
     def __repr__(self) -> str:
         state = "draining" if self.is_draining else "open"
@@ -115,7 +82,7 @@ class Dispatcher:
 
     @property
     def num_running(self) -> int:
-        return sum(entry.room.phase in (Phase.PREFILLING, Phase.STREAMING) for entry in self._entries.values())
+        return sum(entry.room.is_at_workers for entry in self._entries.values())
 
     @property
     def num_live(self) -> int:
@@ -131,6 +98,11 @@ class Dispatcher:
     def is_ready(self) -> bool:
         return not self.is_draining and is_ready(self.registry)
 
+    @property
+    def event_totals(self) -> dict[str, int]:
+        """Rarer things by name, with what the control socket dropped."""
+        return {**self._drops(), **self.events}
+
     def limits(self) -> Limits | None:
         """What the live pairs can serve at most; None without any."""
         return limits(self.registry)
@@ -144,12 +116,14 @@ class Dispatcher:
         for job in jobs:
             self._check_fits(job.need)
         now = self._clock()
-        entries = [self._enqueue(job, inbox, index, now) for index, job in enumerate(jobs)]
+        request = new_request(jobs, now)
+        request.entries = [self._enqueue(job, request, inbox, index, now) for index, job in enumerate(jobs)]
+        entries = request.entries
         self._admit(now)
         if self.num_queued > self._max_queue and any(entry.room.phase is Phase.QUEUED for entry in entries):
             for entry in entries:
+                self._count(entry, "rejected", now)
                 self.cancel(entry)
-            self._count(entries[0], "rejected", now)
             raise overloaded(f"The queue is full: {self._max_queue} requests wait for a worker. Try again later.")
         return entries
 
@@ -165,10 +139,9 @@ class Dispatcher:
         self.cancel(entry)
 
     def stopped(self, entry: Entry) -> None:
-        """The router itself found the end, in a stop string."""
-        if entry.room.is_live:
-            self._count(entry, "ok", self._clock())
-        self.cancel(entry)
+        """The router itself found the end, in a stop string. `Settled` follows in the inbox, unless it is settled now."""
+        now = self._clock()
+        self._perform(entry, entry.room.stop(now), now)
 
     def fail_all(self, kind: str, message: str) -> None:
         """Ends every request that still runs."""
@@ -182,9 +155,10 @@ class Dispatcher:
             raise no_workers()
         check_fits(need, self.registry, live)
 
-    def _enqueue(self, job: Job, inbox: Inbox, index: int, now: float) -> Entry:
-        room = Room(secrets.token_hex(16), job.prompt_ids, job.sampling, now, self._timeouts)
-        entry = Entry(room, job, inbox, index, queued_at=now)
+    def _enqueue(self, job: Job, request: Request, inbox: Inbox, index: int, now: float) -> Entry:
+        deadline = job.arrived + self._request_timeout_s if self._request_timeout_s else None
+        room = Room(secrets.token_hex(16), job.prompt_ids, job.sampling, now, self._timeouts, deadline=deadline)
+        entry = Entry(room, job, request, inbox, index, queued_at=now)
         self._entries[room.room] = entry
         self._queue.append(entry)
         return entry
@@ -212,7 +186,11 @@ class Dispatcher:
             self._on_room_event(worker, message.room, message, now)
 
     def _on_hello(self, identity: bytes, message: Hello, now: float) -> None:
-        is_new = self.registry.get(message.instance) is None
+        known = self.registry.get(message.instance)
+        if known is not None and message.generation < known.hello.generation:  # was under way on an older connection
+            self.events["stale_hello"] += 1
+            return
+        has_dropped_all = known is not None and message.generation > known.hello.generation
         answer = self.registry.hello(identity, message, now)
         worker = self.registry.get(message.instance)
         if worker is None:
@@ -220,9 +198,17 @@ class Dispatcher:
             logger.warning("worker rejected", extra=fields(role=message.role, instance=message.instance, reason=reason))
             self._postbox.answer(identity, answer)
             return
-        if is_new:
+        if known is None:
             logger.info("worker registered", extra=fields(role=worker.role, instance=worker.instance, pid=message.pid))
+        if has_dropped_all:
+            worker.forget_rooms()
         self._postbox.post(worker, answer, now)
+        for room in self._leftovers.take(message.instance, message.generation):
+            self._postbox.post(worker, Cancel(room=room, instance=worker.instance), now)
+        if has_dropped_all:
+            logger.warning("worker dropped its rooms", extra=fields(role=worker.role, instance=worker.instance))
+            self.events["worker_dropped_rooms"] += 1
+            self._settle_rooms_of(worker, now)
         self._postbox.flush(worker, now)
 
     def _on_heartbeat(self, identity: bytes, worker: Worker, message: Heartbeat, now: float) -> None:
@@ -254,13 +240,20 @@ class Dispatcher:
         now = self._clock()
         logger.warning("worker lost", extra=fields(role=worker.role, instance=worker.instance, reason=reason))
         self.events["worker_lost"] += 1
-        entries = [entry for entry in self._entries.values() if worker.instance in entry.room.instances]
-        for entry in entries:  # if it is only slow, it shall not go on working for nobody
-            self._postbox.post(worker, Cancel(room=entry.room.room, instance=worker.instance), now)
+        rooms = [entry.room.room for entry in self._rooms_of(worker)]
+        for room in rooms:  # if it is only slow, it shall not go on working for nobody
+            self._postbox.post(worker, Cancel(room=room, instance=worker.instance), now)
+        self._leftovers.keep(worker.instance, worker.hello.generation, rooms)  # it may not have heard
         self.registry.remove(worker.instance)
-        for entry in entries:
-            self._perform(entry, entry.room.worker_lost(worker.instance, now), now)
+        self._settle_rooms_of(worker, now)
         self._fail_queue_without_workers(now)
+
+    def _rooms_of(self, worker: Worker) -> list[Entry]:
+        return [entry for entry in self._entries.values() if worker.instance in entry.room.instances]
+
+    def _settle_rooms_of(self, worker: Worker, now: float) -> None:
+        for entry in self._rooms_of(worker):
+            self._perform(entry, entry.room.worker_lost(worker.instance, now), now)
 
     # --- time ---------------------------------------------------------------------------------------------------------
 
@@ -276,8 +269,7 @@ class Dispatcher:
         self._admit(now)
 
     def _tick_entry(self, entry: Entry, now: float) -> None:
-        waited = entry.queued_s + now - entry.queued_at
-        if entry.room.phase is Phase.QUEUED and waited > self._queue_timeout_s:
+        if entry.room.phase is Phase.QUEUED and entry.request.waited(now) > self._queue_timeout_s:
             message = f"No worker had room within {self._queue_timeout_s:g} s. Try again later."
             self._perform(entry, entry.room.give_up("QueueTimeout", message, now), now)
             return
@@ -326,6 +318,7 @@ class Dispatcher:
 
     def _perform(self, entry: Entry, effects: Sequence[Effect], now: float) -> None:
         is_admission_due = False
+        entry.request.note_phase(entry, now)
         for effect in effects:
             if isinstance(effect, Deliver):
                 self._deliver(entry, effect, now)
@@ -341,14 +334,16 @@ class Dispatcher:
         if is_admission_due:
             self._admit(now)
 
-    def _perform_rare(self, entry: Entry, effect: Ended | Broken | Requeued | Closed, now: float) -> bool:
+    def _perform_rare(self, entry: Entry, effect: Ended | Settled | Broken | Requeued | Closed, now: float) -> bool:
         room = entry.room
-        if isinstance(effect, Ended):
+        if isinstance(effect, (Ended, Settled)):
             self._count(entry, "ok", now)
             entry.inbox.put(entry.index, effect)
         elif isinstance(effect, Broken):
-            logger.warning("failed", extra=fields(room=room.room, kind=effect.kind, reason=effect.message))
-            self._count(entry, _OUTCOMES.get(effect.kind, "failed"), now)
+            level = logging.DEBUG if entry.request.is_warned else logging.WARNING
+            entry.request.is_warned = True
+            logger.log(level, "failed", extra=fields(room=room.room, kind=effect.kind, reason=effect.message))
+            self._count(entry, OUTCOMES.get(effect.kind, "failed"), now)
             entry.inbox.put(entry.index, effect)
         elif isinstance(effect, Requeued):
             entry.queued_at, entry.not_before = now, effect.not_before
@@ -368,21 +363,5 @@ class Dispatcher:
         entry.inbox.put(entry.index, effect)
 
     def _count(self, entry: Entry, outcome: str, now: float) -> None:
-        room, arrived = entry.room, entry.job.arrived
-        decode, prefill, first = room.decode_timeline, room.prefill_timeline, room.stamps.first_token
-        self.metrics.request_ended(
-            RequestRecord(
-                outcome=outcome,
-                e2e_s=now - arrived,
-                ttft_s=None if first is None else first - arrived,
-                prompt_tokens=room.num_prompt,
-                cached_tokens=prefill.cached_tokens if prefill else 0,
-                output_tokens=room.num_output,
-                drafted_tokens=decode.drafted_tokens if decode else 0,
-                accepted_tokens=decode.accepted_tokens if decode else 0,
-                handoff_bytes=decode.handoff_bytes if decode else 0,
-            )
-        )
-
-
-_OUTCOMES = {"QueueTimeout": "rejected", "NoWorkers": "rejected", "Refused": "rejected", "Timeout": "timeout"}
+        if entry.request.end(entry.index, outcome):
+            self.metrics.request_ended(entry.request.record(now))

@@ -66,6 +66,24 @@ def body_too_slow() -> ApiError:
     return ApiError(408, ErrorBody("The request body did not arrive in time.", "invalid_request_error"))
 
 
+def malformed() -> ApiError:
+    return bad_request("This is not an HTTP request that can be read.")
+
+
+def head_too_large(max_bytes: int, max_headers: int) -> ApiError:
+    message = f"The request line and headers exceed {max_bytes} bytes or {max_headers} headers."
+    return ApiError(431, ErrorBody(message, "invalid_request_error"))
+
+
+def head_too_slow() -> ApiError:
+    return ApiError(408, ErrorBody("The request's headers did not arrive in time.", "invalid_request_error"))
+
+
+def too_many_connections() -> ApiError:
+    message = "Too many connections are open. Try again soon."
+    return ApiError(503, ErrorBody(message, "service_unavailable", None, "too_many_connections"), RETRY_AFTER_S)
+
+
 def overloaded(message: str) -> ApiError:
     return ApiError(429, ErrorBody(message, "rate_limit_error", None, "overloaded"), RETRY_AFTER_S)
 
@@ -76,6 +94,11 @@ def unavailable(message: str) -> ApiError:
 
 def upstream(message: str, code: str) -> ApiError:
     return ApiError(502, ErrorBody(message, "server_error", None, code))
+
+
+def deadline_exceeded() -> ApiError:
+    message = "The request did not end within this server's time limit. Ask for fewer tokens, or try again."
+    return ApiError(504, ErrorBody(message, "server_error", None, "deadline_exceeded"))
 
 
 def internal() -> ApiError:

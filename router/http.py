@@ -62,13 +62,15 @@ class Routes:
 
     async def chat(self, request: Request) -> Answer:
         arrived = self._service.clock()
-        body = parse_body(await self._read(request), ChatBody)
-        return await self._service.chat(body, arrived, wants_timeline=_wants_timeline(request))
+        raw = await self._read(request)
+        body = parse_body(raw, ChatBody)
+        return await self._service.chat(body, arrived, len(raw), wants_timeline=_wants_timeline(request))
 
     async def complete(self, request: Request) -> Answer:
         arrived = self._service.clock()
-        body = parse_body(await self._read(request), CompletionBody)
-        return await self._service.complete(body, arrived, wants_timeline=_wants_timeline(request))
+        raw = await self._read(request)
+        body = parse_body(raw, CompletionBody)
+        return await self._service.complete(body, arrived, len(raw), wants_timeline=_wants_timeline(request))
 
     async def models(self, request: Request) -> Response:
         return _json(ModelList([self._card()]))

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from .room_effects import Broken, Deliver, Ended
+from .room_effects import Broken, Deliver, Ended, Settled
 
 
 @dataclass(frozen=True)
@@ -12,7 +12,7 @@ class Disconnected:
     """The client closed its connection."""
 
 
-InboxEvent = Deliver | Ended | Broken | Disconnected
+InboxEvent = Deliver | Ended | Settled | Broken | Disconnected
 
 
 class Inbox:

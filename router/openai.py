@@ -15,10 +15,13 @@ from ..cluster.messages import Sampling
 from .errors import ApiError, bad_request, printable
 
 MAX_CHOICES = 128  # n times the number of prompts
+MAX_MESSAGES = 4096
 MAX_STOPS = 4
 MAX_STOP_CHARS = 256
 MAX_BIASES = 1024
 SEED_MASK = 2**63 - 1
+COLDEST = 1e-3  # the lowest temperature above 0 that is served: logits divided by less leave the range of float32
+LOWEST_REPETITION_PENALTY = 0.01  # for the same reason
 COMPLETION_MAX_TOKENS = 16
 
 NotNegative = Annotated[int, Meta(ge=0, le=2**31 - 1)]
@@ -48,7 +51,12 @@ class Message(Struct, forbid_unknown_fields=True):
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[TextPart] | None = None
     name: str | None = None
-    refusal: None = None
+    # what an answer's `message.model_dump()` holds beside; served only when it says nothing
+    refusal: Unserved = msgspec.UNSET
+    annotations: Unserved = msgspec.UNSET
+    audio: Unserved = msgspec.UNSET
+    function_call: Unserved = msgspec.UNSET
+    tool_calls: Unserved = msgspec.UNSET
 
     @property
     def text(self) -> str:
@@ -78,7 +86,7 @@ class CommonBody(Struct, kw_only=True, forbid_unknown_fields=True):
     min_p: Fraction | None = None
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0.0, le=100.0)] | None = None
+    repetition_penalty: Annotated[float, Meta(ge=LOWEST_REPETITION_PENALTY, le=100.0)] | None = None
     logit_bias: dict[str, Bias] | None = None
     max_tokens: Positive | None = None
     ignore_eos: bool | None = None
@@ -149,6 +157,8 @@ HARMLESS = {
     "echo": (b"false",),
     "store": (b"false",),
     "service_tier": (b'"auto"', b'"default"'),
+    "annotations": (b"[]",),
+    "tool_calls": (b"[]",),
 }
 
 
@@ -171,10 +181,14 @@ def parse_body(raw: bytes, kind: type[B]) -> B:
 
 
 def sampling_of(body: CommonBody, *, max_new: int, logprobs: int, choice: int) -> Sampling:
-    """How choice number `choice` of a request samples; a given seed makes every choice repeatable and different."""
+    """How choice number `choice` of a request samples; a given seed makes every choice repeatable and different.
+
+    A temperature between 0 and `COLDEST` is served as `COLDEST`, at which the likeliest token wins all but ties.
+    """
+    temperature = _or(body.temperature, 1.0)
     seed = secrets.randbits(63) if body.seed is None else (body.seed + choice) & SEED_MASK
     return Sampling(
-        temperature=_or(body.temperature, 1.0),
+        temperature=max(temperature, COLDEST) if temperature > 0 else 0.0,
         top_k=max(0, _or(body.top_k, 0)),
         top_p=_or(body.top_p, 1.0),
         min_p=_or(body.min_p, 0.0),
@@ -240,13 +254,13 @@ def _or(value: T | None, default: T) -> T:
     return default if value is None else value
 
 
-def _check_unserved(body: ChatBody | CompletionBody) -> None:
+def _check_unserved(body: Struct, where: str = "", param: str | None = None) -> None:
     for name in body.__struct_fields__:
         value = getattr(body, name)
         if isinstance(value, msgspec.Raw):
             compact = bytes(value).translate(None, b" \t\r\n")
             if compact != b"null" and compact not in HARMLESS.get(name, ()):
-                raise bad_request(f"{name} is not supported", param=name)
+                raise bad_request(f"{where}{name} is not supported", param=param or name)
 
 
 def _check_common(body: CommonBody) -> None:
@@ -267,6 +281,11 @@ def _check_common(body: CommonBody) -> None:
 def _check_chat(body: ChatBody) -> None:
     if not body.messages:
         raise bad_request("messages is empty: give at least one message", param="messages")
+    if len(body.messages) > MAX_MESSAGES:
+        text = f"messages has {len(body.messages)} messages, at most {MAX_MESSAGES} are allowed"
+        raise bad_request(text, param="messages")
+    for number, message in enumerate(body.messages):
+        _check_unserved(message, f"messages[{number}].", "messages")
     if not any(message.text for message in body.messages):
         raise bad_request("all messages are empty: give at least one character", param="messages")
     if body.top_logprobs is not None and not body.logprobs:

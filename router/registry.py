@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 
 from ..cluster.messages import PROTOCOL_MAJOR, Hello, Rejected, Welcome, WorkerStats
 
-HEARTBEAT_MS = 500
+HEARTBEATS_PER_TIMEOUT = 6  # some may be late before a worker counts as lost
+HEARTBEAT_RANGE_MS = (100, 1000)
 UNREACHABLE_S = 1.0  # a worker that reconnects says Hello within this time
 
 
@@ -81,6 +82,12 @@ class Worker:
         """Pages that a request of `num_tokens` needs here, room for unverified tokens included."""
         return -(-(num_tokens + self.hello.spec_tokens) // self.hello.page_size)
 
+    def forget_rooms(self) -> None:
+        """The worker itself dropped everything that was placed there."""
+        self.ledger.clear()
+        self.outbox.clear()
+        self.foreign_pages = 0
+
     def take_heartbeat(self, stats: WorkerStats, now: float) -> None:
         self.stats = stats
         self.last_seen = now
@@ -105,6 +112,12 @@ class Registry:
     def __len__(self) -> int:
         return len(self._workers)
 
+    @property
+    def heartbeat_ms(self) -> int:
+        """How often workers shall send a heartbeat."""
+        low, high = HEARTBEAT_RANGE_MS
+        return min(high, max(low, round(self._timeout_s * 1000 / HEARTBEATS_PER_TIMEOUT)))
+
     def get(self, instance: str) -> Worker | None:
         return self._workers.get(instance)
 
@@ -118,7 +131,7 @@ class Registry:
             self._workers[message.instance] = Worker(message, identity, now)
         else:  # a question whether it is still known, or a new connection
             known.hello, known.identity, known.unreachable_since = message, identity, None
-        return Welcome(instance=message.instance, router=self.router, heartbeat_ms=HEARTBEAT_MS)
+        return Welcome(instance=message.instance, router=self.router, heartbeat_ms=self.heartbeat_ms)
 
     def heartbeat(self, identity: bytes, instance: str, stats: WorkerStats, now: float) -> bool:
         """Notes a heartbeat; False for a worker that is not registered."""

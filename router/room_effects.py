@@ -13,6 +13,7 @@ class Timeouts:
     first_token_s: float = 300.0  # a prompt may wait behind others on prefill, whose liveness the heartbeat shows
     token_s: float = 60.0
     gone_s: float = 3.0
+    accounts_s: float = 0.3  # decode's last word on what a stopped room cost
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +49,11 @@ class Ended:
 
 
 @dataclass(frozen=True)
+class Settled:
+    """What a stopped request cost is known now, or will never be."""
+
+
+@dataclass(frozen=True)
 class Broken:
     """The request failed for good."""
 
@@ -75,4 +81,4 @@ class Closed:
     """Forget the room."""
 
 
-Effect = Send | Deliver | Ended | Broken | Freed | Requeued | Closed
+Effect = Send | Deliver | Ended | Settled | Broken | Freed | Requeued | Closed

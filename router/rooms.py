@@ -9,13 +9,14 @@ A room is one request; an attempt is one try of it on a (prefill, decode) pair a
     CLOSED      nothing of the room is left anywhere
 
 Token 1 is withheld until decode has said Reserved, so that a refusal never comes after a token reached the client. An
-attempt that fails before that is repeated once. Whatever comes from another attempt or another worker than the
+attempt that fails before that is repeated once. A room with a deadline ends with an error when it is over, in every state.
+A stop string ends a room here, while decode still works: what decode spent on it comes with its Gone, which is awaited for
+`accounts_s` at most before the room counts as settled. Whatever comes from another attempt or another worker than the
 attempt's own is dropped and counted.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from enum import Enum
 
 from ..cluster.messages import (
     Cancel,
@@ -32,42 +33,11 @@ from ..cluster.messages import (
     Sampling,
     TokenItem,
 )
-from .room_effects import Broken, Closed, Deliver, Effect, Ended, Freed, Pair, Requeued, Send, Timeouts
+from .room_effects import Broken, Closed, Deliver, Effect, Ended, Freed, Pair, Requeued, Send, Settled, Timeouts
+from .room_parts import Hold, Phase, RoomEvent, Stamps
 
 MAX_EARLY_ITEMS = 256  # decode's items that wait for prefill's token 1
-
-
-class Phase(Enum):
-    """Where a room stands; see the module's table."""
-
-    QUEUED = "queued"
-    PREFILLING = "prefilling"
-    STREAMING = "streaming"
-    CLOSING = "closing"
-    CLOSED = "closed"
-
-
-RoomEvent = Reserved | Refused | FirstToken | TokenItem | Finished | Failed | Gone
-
-
-@dataclass
-class Hold:
-    """A worker that may hold something of an attempt."""
-
-    instance: str
-    epoch: int
-    cancelled_at: float | None = None
-
-
-@dataclass
-class Stamps:
-    """When things happened to a room, in monotonic seconds; None: not yet."""
-
-    created: float
-    placed: float | None = None
-    first_token: float | None = None
-    last_token: float | None = None
-    ended: float | None = None
+DEADLINE_EXCEEDED = "DeadlineExceeded"  # also the kind of a worker's Failed
 
 
 @dataclass(eq=False)
@@ -80,6 +50,7 @@ class Room:
     created: float
     timeouts: Timeouts = field(default_factory=Timeouts)
     max_retries: int = 1
+    deadline: float | None = None  # monotonic seconds
 
     phase: Phase = Phase.QUEUED
     epoch: int = -1
@@ -95,6 +66,7 @@ class Room:
         self._retries = 0
         self._progress_at = self.created
         self._holds: list[Hold] = []
+        self._settle_by: float | None = None  # until then decode's account of a stopped room is awaited
         self._reset_attempt()
 
     def __repr__(self) -> str:
@@ -111,6 +83,16 @@ class Room:
     def is_live(self) -> bool:
         """Whether the client still waits for something."""
         return self.phase in (Phase.QUEUED, Phase.PREFILLING, Phase.STREAMING)
+
+    @property
+    def is_at_workers(self) -> bool:
+        """Whether an attempt runs for a client that waits."""
+        return self.phase in (Phase.PREFILLING, Phase.STREAMING)
+
+    @property
+    def is_settling(self) -> bool:
+        """Whether decode's account of a stopped room is still awaited."""
+        return self._settle_by is not None
 
     @property
     def num_prompt(self) -> int:
@@ -130,8 +112,8 @@ class Room:
         self.epoch += 1
         self.pair = pair
         self.phase = Phase.PREFILLING
-        self.stamps.placed = self.stamps.placed or now
         self._progress_at = now
+        deadline_ms = 0 if self.deadline is None else max(1, int((self.deadline - now) * 1000))
         self._holds += [Hold(pair.prefill, self.epoch), Hold(pair.decode, self.epoch)]
         reserve = Reserve(
             room=self.room,
@@ -139,7 +121,7 @@ class Room:
             instance=pair.decode,
             prompt_ids=self.prompt_ids,
             sampling=self.sampling,
-            deadline_ms=0,
+            deadline_ms=deadline_ms,
             prefill_endpoint=pair.prefill_endpoint,
             prefill_instance=pair.prefill,
         )
@@ -149,13 +131,24 @@ class Room:
             instance=pair.prefill,
             prompt_ids=self.prompt_ids,
             sampling=self.sampling,
-            deadline_ms=0,
+            deadline_ms=deadline_ms,
         )
         return [Send(pair.decode, reserve), Send(pair.prefill, prefill)]
 
     def cancel(self, now: float) -> list[Effect]:
         """The client left, or has all it wants. Legal in every state, idempotent."""
         return self._close(now) if self.is_live else []
+
+    def stop(self, now: float) -> list[Effect]:
+        """The router found the end itself, in a stop string. `Settled` follows, now or later."""
+        if not self.is_live:
+            return []
+        pair = self.pair
+        if pair is not None and any(h.instance == pair.decode and h.epoch == self.epoch for h in self._holds):
+            self._settle_by = now + self.timeouts.accounts_s
+            return self._close(now)
+        closing = self._close(now)
+        return [Settled(), *closing]
 
     def give_up(self, kind: str, message: str, now: float) -> list[Effect]:
         """Ends the request with an error."""
@@ -168,7 +161,8 @@ class Room:
         self._holds = [hold for hold in self._holds if hold.instance != instance]
         pair = self.pair
         if self.phase is Phase.CLOSING:
-            return effects + self._maybe_closed()
+            settled = self._settle() if pair is not None and instance == pair.decode else []
+            return effects + settled + self._maybe_closed()
         if pair is None or self.phase is Phase.QUEUED or not any(hold.epoch == self.epoch for hold in lost):
             return effects
         # With token 1 here, prefill has done its part as far as the router can see; decode tells if the hand-off fails.
@@ -185,8 +179,11 @@ class Room:
                 self._holds.remove(hold)
                 effects.append(Freed(hold.instance, hold.epoch))
         if self.phase is Phase.CLOSING:
-            return effects + self._maybe_closed()
-        if self.phase in (Phase.PREFILLING, Phase.STREAMING) and now - self._progress_at > self._patience:
+            is_late = self._settle_by is not None and now >= self._settle_by
+            return effects + (self._settle() if is_late else []) + self._maybe_closed()
+        if self.is_live and self.deadline is not None and now >= self.deadline:
+            return effects + self.give_up(DEADLINE_EXCEEDED, "the deadline passed", now)
+        if self.is_at_workers and now - self._progress_at > self._patience:
             assert self.pair is not None
             waited_on = self.pair.prefill if self._is_reserved and self._first is None else self.pair.decode
             self.failed_on.add(waited_on)
@@ -204,7 +201,7 @@ class Room:
     def on(self, message: RoomEvent, instance: str, now: float) -> list[Effect]:
         """One message of worker `instance` about this room."""
         if isinstance(message, Gone):
-            return self._on_gone(instance)
+            return self._on_gone(message, instance)
         if not self._is_current(message, instance):
             self.num_stale += 1
             return []
@@ -212,7 +209,7 @@ class Room:
         return handler(self, message, now)
 
     def _is_current(self, message: RoomEvent, instance: str) -> bool:
-        if self.pair is None or self.phase not in (Phase.PREFILLING, Phase.STREAMING):
+        if self.pair is None or not self.is_at_workers:
             return False
         if isinstance(message, (Reserved, TokenItem, Finished)):
             allowed = instance == self.pair.decode
@@ -266,12 +263,16 @@ class Room:
     def _on_failed(self, message: Failed, now: float) -> list[Effect]:
         self.failed_on.add(message.instance)
         effects = self._drop_hold(message.instance)
-        return effects + self._attempt_failed(message.kind, message.message, message.retryable, now)
+        is_retryable = message.retryable and message.kind != DEADLINE_EXCEEDED
+        return effects + self._attempt_failed(message.kind, message.message, is_retryable, now)
 
-    def _on_gone(self, instance: str) -> list[Effect]:
+    def _on_gone(self, message: Gone, instance: str) -> list[Effect]:
         gone = [hold for hold in self._holds if hold.instance == instance and hold.cancelled_at is not None]
         self._holds = [hold for hold in self._holds if hold not in gone]
         effects: list[Effect] = [Freed(hold.instance, hold.epoch) for hold in gone]
+        if gone and self.pair is not None and instance == self.pair.decode:
+            self.decode_timeline = self.decode_timeline or message.timeline
+            effects += self._settle()
         return effects + (self._maybe_closed() if self.phase is Phase.CLOSING else [])
 
     # --- tokens to the client -----------------------------------------------------------------------------------------
@@ -334,6 +335,13 @@ class Room:
         self._reset_attempt()
         return [*effects, Requeued(not_before)]
 
+    def _settle(self) -> list[Effect]:
+        """Nothing more will be known of what the room cost."""
+        if self._settle_by is None:
+            return []
+        self._settle_by = None
+        return [Settled()]
+
     def _close(self, now: float) -> list[Effect]:
         self.stamps.ended = now
         self.phase = Phase.CLOSING
@@ -356,13 +364,14 @@ class Room:
         if self._holds:
             return []
         self.phase = Phase.CLOSED
-        return [Closed()]
+        return [*self._settle(), Closed()]
 
     def check_integrity(self) -> None:
         """Raises AssertionError when an invariant of the table above does not hold."""
         assert (self.phase is Phase.CLOSED) <= (not self._holds), self
-        assert (self.phase in (Phase.PREFILLING, Phase.STREAMING)) <= (self.pair is not None), self
+        assert self.is_at_workers <= (self.pair is not None), self
         assert (self.phase is Phase.STREAMING) == (self.num_output > 0) or not self.is_live, self
+        assert self.is_settling <= (self.phase is Phase.CLOSING), self
         assert (self.phase is Phase.CLOSING) <= all(hold.cancelled_at is not None for hold in self._holds), self
 
 

@@ -9,7 +9,8 @@ from typing import TypeVar
 
 from .admission import max_new_tokens, no_workers
 from .answer import Answer, Wish
-from .dispatch import Dispatcher, Job
+from .dispatch import Dispatcher
+from .entries import Job
 from .errors import context_too_long, unknown_model
 from .generation import Choice
 from .inbox import Inbox
@@ -18,7 +19,7 @@ from .policy import Limits
 from .replies import Builder
 from .tokenizer import Tokenizer
 
-INLINE_CHARS = 2000  # about a millisecond of tokenising, less than a trip to a thread costs under load
+INLINE_BYTES = 2000  # of a body: about a millisecond of work, less than a trip to a thread costs under load
 T = TypeVar("T")
 
 
@@ -38,31 +39,29 @@ class Service:
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def chat(self, body: ChatBody, arrived: float, *, wants_timeline: bool) -> Answer:
-        """POST /v1/chat/completions. Raises ApiError."""
+    async def chat(self, body: ChatBody, arrived: float, size: int, *, wants_timeline: bool) -> Answer:
+        """POST /v1/chat/completions with a body of `size` bytes. Raises ApiError."""
         self._check_model(body.model)
         messages = [message.as_template_input() for message in body.messages]
-        num_chars = sum(len(message.text) for message in body.messages)
-        self._check_chars(num_chars, "messages")
+        self._check_chars(sum(len(text) for message in messages for text in message.values()), "messages")
         started = self.clock()
-        ids = await self._in_thread(num_chars, lambda: self.tokenizer.encode_chat(messages))
+        ids = await self._in_thread(size, lambda: self.tokenizer.encode_chat(messages))
         return self._answer(body, [ids], arrived, self.clock() - started, wants_timeline)
 
-    async def complete(self, body: CompletionBody, arrived: float, *, wants_timeline: bool) -> Answer:
-        """POST /v1/completions. Raises ApiError."""
+    async def complete(self, body: CompletionBody, arrived: float, size: int, *, wants_timeline: bool) -> Answer:
+        """POST /v1/completions with a body of `size` bytes. Raises ApiError."""
         self._check_model(body.model)
         prompts = prompts_of(body)
-        num_chars = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
         self._check_chars(max((len(p) for p in prompts if isinstance(p, str)), default=0), "prompt")
         started = self.clock()
-        ids = await self._in_thread(num_chars, lambda: [self._ids(prompt) for prompt in prompts])
+        ids = await self._in_thread(size, lambda: [self._ids(prompt) for prompt in prompts])
         return self._answer(body, ids, arrived, self.clock() - started, wants_timeline)
 
     def _ids(self, prompt: str | list[int]) -> list[int]:
         return self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
 
-    async def _in_thread(self, num_chars: int, work: Callable[[], T]) -> T:
-        if num_chars <= INLINE_CHARS:
+    async def _in_thread(self, size: int, work: Callable[[], T]) -> T:
+        if size <= INLINE_BYTES:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 

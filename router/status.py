@@ -91,7 +91,7 @@ def status_of(dispatcher: Dispatcher, model: str, uptime_s: float, now: float) -
         running=dispatcher.num_running,
         open_rooms=dispatcher.num_open,
         uptime_s=round(uptime_s, 1),
-        events=dict(dispatcher.events),
+        events=dispatcher.event_totals,
     )
     return Status(router, [_worker_status(worker, now) for worker in registry])
 
@@ -112,7 +112,7 @@ def why_not_ready(dispatcher: Dispatcher) -> str:
 
 def metrics_of(dispatcher: Dispatcher) -> bytes:
     """The body of /metrics."""
-    router = RouterRecord(queued=dispatcher.num_queued, running=dispatcher.num_running, events=dispatcher.events)
+    router = RouterRecord(queued=dispatcher.num_queued, running=dispatcher.num_running, events=dispatcher.event_totals)
     workers = [
         WorkerRecord(role=worker.role, instance=worker.instance, stats=worker.stats)
         for worker in dispatcher.registry

@@ -75,6 +75,9 @@ def _tpot_ms(room: Room) -> float | None:
 
 
 def _accept_length(room: Room) -> float | None:
-    """Tokens committed per verify; the first token is prefill's."""
-    steps = room.decode_timeline.verify_steps if room.decode_timeline else 0
-    return round((room.num_output - 1) / steps, 4) if steps else None
+    """Tokens committed per verify: the accepted drafts and the target's own.
+
+    Not the output over the steps: the last verify of a request may commit more than the client gets.
+    """
+    decode = room.decode_timeline
+    return round(1 + decode.accepted_tokens / decode.verify_steps, 4) if decode and decode.verify_steps else None

@@ -1,11 +1,15 @@
 """A tiny tokenizer, scripted workers that speak the real control plane, and a router that runs in a thread."""
 
 import asyncio
+import contextlib
+import http.client
+import json
 import secrets
 import threading
 import time
 from pathlib import Path
 
+import httpx
 import uvloop
 import zmq
 from baton.cluster.codec import control_down_decoder, encode
@@ -31,6 +35,7 @@ from baton.cluster.messages import (
 )
 from baton.cluster.sockets import connect, make_socket, recv_parts, try_send
 from baton.router.app import Router
+from baton.router.room_effects import Timeouts
 from baton.router.tokenizer import load_tokenizer
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -43,6 +48,8 @@ TEMPLATE = (
 )
 ANSWER = "Hello wörld 😀! This is the answer; it goes on for a while, and then it ends."
 MODEL = "tiny"
+PATIENCE = Timeouts(reserve_s=1.0, first_token_s=1.5, token_s=1.0, gone_s=0.5)
+BODY = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 40}
 
 
 def save_tokenizer(directory: Path, *, template: bool = True) -> Path:
@@ -288,3 +295,44 @@ def until(condition, what, timeout=5.0):
             return value
         time.sleep(0.005)
     raise AssertionError(f"not within {timeout} s: {what}")
+
+
+@contextlib.contextmanager
+def routers(directory, model_dir):
+    """make(**settings) -> (router, script); all routers that were made are closed."""
+    started = []
+
+    def make(**settings):
+        running = RunningRouter(directory, PATIENCE, model_dir=model_dir, **({"worker_timeout_s": 1.0} | settings))
+        started.append(running)
+        return running, Script(running.tokenizer.encode(ANSWER))
+
+    try:
+        yield make
+    finally:
+        for running in started:
+            running.close()
+
+
+def post(running, **more):
+    return httpx.post(running.url + "/v1/chat/completions", json=BODY | more, timeout=10)
+
+
+def in_thread(function):
+    results = []
+    thread = threading.Thread(target=lambda: results.append(function()), daemon=True)
+    thread.start()
+    return thread, results
+
+
+def open_request(running, **more):
+    """A connection with a request on it and no answer read."""
+    connection = http.client.HTTPConnection("127.0.0.1", running.router.port)
+    connection.request("POST", "/v1/chat/completions", json.dumps(BODY | more), {"content-type": "application/json"})
+    return connection
+
+
+def assert_nothing_left(running):
+    dispatcher = running.router.dispatcher
+    until(lambda: running.call(lambda: dispatcher.num_open + dispatcher.num_queued) == 0, "every room is closed")
+    assert running.call(lambda: sum(worker.num_rooms for worker in dispatcher.registry)) == 0

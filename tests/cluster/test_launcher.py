@@ -1,8 +1,9 @@
-"""`baton up` with children that are tiny scripts: supervision, endings, and what children are told."""
+"""`baton up` with children that are tiny scripts: supervision, readiness, draining and endings."""
 
 import io
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -12,90 +13,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from baton.cluster.config import COMMAND_LINE, FILE, DecodeConfig, PrefillConfig, RouterConfig, UpConfig, load_config
-from baton.cluster.errors import ConfigError, StartupError
-from baton.deploy.launcher import Cluster, child_environment, child_specs, remove_stale_directories
-
-# --- what children are told -------------------------------------------------------------------------------------------
-
-
-def told(config, env=None):
-    """The config that each child ends up with, by name."""
-    specs = child_specs(config, env or {}, Path("/run/x"), lambda role, flags: [role, *flags])
-    classes = {"router": RouterConfig, "prefill": PrefillConfig, "decode": DecodeConfig}
-    return {spec.name: load_config(classes[spec.role], spec.argv[1:], {}) for spec in specs}
-
-
-def test_endpoints_agree_between_the_children():
-    for transport in ("ipc", "tcp"):
-        children = told(UpConfig(model="m", prefill=2, decode=2, transport=transport))
-        assert list(children) == ["router", "prefill-0", "prefill-1", "decode-0", "decode-1"]
-        control = children["router"].control_bind
-        assert {child.router for name, child in children.items() if name != "router"} == {control}
-        assert control.startswith(f"{transport}://")
-        binds = [children["prefill-0"].kv_bind, children["prefill-1"].kv_bind]
-        assert transport == "tcp" or len(set(binds)) == 2
-
-
-def test_settings_of_up_reach_the_children_that_know_them():
-    children = told(UpConfig(model="m", chunk_size=64, spec_steps=2, no_draft=True, lease_s=2.5, prefix_cache=False))
-    assert children["prefill-0"].chunk_size == 64
-    assert children["decode-0"].spec_steps == 2
-    assert children["decode-0"].no_draft
-    assert (children["prefill-0"].lease_s, children["prefill-0"].prefix_cache) == (2.5, False)
-
-
-def test_a_roles_own_table_beats_ups_table_and_ups_command_line_beats_both(tmp_path):
-    path = tmp_path / "c.toml"
-    path.write_text(
-        "[up]\nkv_memory_mb = 100\nlease_s = 9\n"
-        "[decode]\nkv_memory_mb = 200\nmax_running = 3\n"
-        "[router]\nmax_queue = 5\n"
-    )
-    base = ["--model", "m", "--config", str(path)]
-    config = load_config(UpConfig, base, {})
-    assert config.explicit["kv_memory_mb"] == FILE
-    children = told(config)
-    assert (children["prefill-0"].kv_memory_mb, children["decode-0"].kv_memory_mb) == (100, 200)
-    assert (children["decode-0"].max_running, children["decode-0"].lease_s, children["router"].max_queue) == (3, 9, 5)
-    config = load_config(UpConfig, [*base, "--kv-memory-mb", "1024"], {})  # the default, and still the user's word
-    assert config.explicit["kv_memory_mb"] == COMMAND_LINE
-    assert told(config)["decode-0"].kv_memory_mb == 1024
-
-
-def test_a_roles_own_variable_reaches_it_through_flags_alone():
-    env = {"BATON_DECODE_MAX_RUNNING": "2", "PATH": "/bin"}
-    assert told(UpConfig(model="m"), env)["decode-0"].max_running == 2
-    child = child_environment(env, 3)
-    assert [name for name in child if name.startswith("BATON_")] == ["BATON_PARENT_PID"]
-    assert (child["OMP_NUM_THREADS"], child["OMP_WAIT_POLICY"], child["PATH"]) == ("3", "passive", "/bin")
-
-
-def test_threads_are_divided_among_the_workers_of_a_role():
-    cores = len(os.sched_getaffinity(0))
-    assert told(UpConfig(model="m"))["decode-0"].threads == cores
-    assert told(UpConfig(model="m", prefill=cores, decode=1))["decode-0"].threads == 1
-    assert told(UpConfig(model="m", threads=7))["prefill-0"].threads == 7
-    assert told(UpConfig(model="m"), {"OMP_NUM_THREADS": "5"})["prefill-0"].threads == 5
-
-
-def test_paths_are_absolute_for_children_and_hub_ids_stay(tmp_path, monkeypatch):
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path)
-    assert told(UpConfig(model="here"))["router"].model == str(tmp_path / "here")
-    assert told(UpConfig(model="org/name"))["router"].model == "org/name"
-
-
-def test_a_wrong_value_for_a_child_shows_before_anything_runs(tmp_path):
-    path = tmp_path / "c.toml"
-    path.write_text("[decode]\nmax_running = 0\n")
-    cluster = Cluster(UpConfig(model="m", config=str(path)), env={"XDG_RUNTIME_DIR": str(tmp_path)})
-    with pytest.raises(ConfigError, match=r"\[decode\], key 'max_running'"):
-        cluster.start()
-    assert [entry.name for entry in tmp_path.iterdir()] == ["c.toml"]
-
-
-# --- real processes ---------------------------------------------------------------------------------------------------
+from baton.cluster.config import UpConfig
+from baton.cluster.errors import StartupError
+from baton.deploy.launcher import Cluster, remove_stale_directories
 
 ROUTER = """
     import http.server, json, os, signal, sys
@@ -165,10 +85,11 @@ def runtime():
 def launch(runtime):
     clusters = []
 
-    def start(port=0, **scripts):
+    def start(port=0, config="", env=None, **scripts):
         output = io.StringIO()
-        env = {**os.environ, "XDG_RUNTIME_DIR": str(runtime)}
-        cluster = Cluster(UpConfig(model="m", port=port), env=env, output=output, command_of=commands(**scripts))
+        env = {**os.environ, "XDG_RUNTIME_DIR": str(runtime), **(env or {})}
+        settings = UpConfig(model="m", config=config, **({} if port is None else {"port": port}))
+        cluster = Cluster(settings, env=env, output=output, command_of=commands(**scripts))
         clusters.append(cluster)
         cluster.start()
         return cluster, output
@@ -194,6 +115,20 @@ def test_a_cluster_gets_ready_and_stops_leaving_no_process_and_no_file(launch, r
     assert all(is_gone(child.pid) for child in children)
     assert list(runtime.iterdir()) == []
     assert cluster.wait_ready(1) is False
+
+
+@pytest.mark.parametrize("source", ["table", "variable"])
+def test_host_and_port_are_those_that_the_router_is_told(launch, tmp_path, source):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    path = tmp_path / "c.toml"
+    path.write_text(f"[router]\nport = {port}\n" if source == "table" else "")
+    env = {} if source == "table" else {"BATON_ROUTER_PORT": str(port)}
+    cluster, _ = launch(port=None, config=str(path), env=env)
+    assert cluster.wait_ready(30)
+    assert cluster.url == f"http://127.0.0.1:{port}"
+    assert cluster.config.port == port
 
 
 def test_a_killed_child_comes_back_with_another_pid(launch):
@@ -278,6 +213,52 @@ def test_up_says_ready_and_a_signal_ends_everything_within_5_s(runtime, signum):
         assert time.monotonic() - began < 5.0
     assert all(is_gone(pid) for pid in tree)
     assert list(runtime.iterdir()) == []
+
+
+DRAINING = ROUTER.replace("lambda *_: os._exit(0)", "drain").replace(
+    "    open(os.path", '''    def drain(*_):
+        def end():
+            time.sleep(float(os.environ["DRAIN_S"]))
+            print("drained", flush=True)
+            os._exit(0)
+        threading.Thread(target=end).start()
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+    open(os.path'''
+).replace("import http.server,", "import http.server, threading, time,")
+
+
+@pytest.mark.parametrize(
+    ("signals", "drain_s", "shortest", "longest", "drains"),
+    [
+        ([signal.SIGTERM], 1.5, 1.5, 6.0, True),
+        ([signal.SIGINT], 60, 0.0, 5.0, False),
+        ([signal.SIGTERM, signal.SIGTERM], 60, 0.0, 5.0, False),
+        ([signal.SIGTERM, signal.SIGINT], 60, 0.0, 5.0, False),
+    ],
+)
+def test_sigterm_drains_and_ctrl_c_or_a_second_signal_does_not_wait(
+    runtime, monkeypatch, signals, drain_s, shortest, longest, drains
+):
+    monkeypatch.setenv("DRAIN_S", str(drain_s))
+    with start_main(runtime, "--drain-timeout-s", "30", router=DRAINING) as process:
+        assert process.stdout.readline().startswith("ready")
+        began = time.monotonic()
+        for signum in signals:
+            process.send_signal(signum)
+            time.sleep(0.5)
+        err = process.communicate(timeout=20)[1]
+        assert process.returncode == 0
+        assert shortest <= time.monotonic() - began < longest
+    assert ("drained" in err) is drains
+    assert list(runtime.iterdir()) == []
+
+
+def test_a_drain_time_of_zero_does_not_drain(runtime, monkeypatch):
+    monkeypatch.setenv("DRAIN_S", "60")
+    with start_main(runtime, "--drain-timeout-s", "0", router=DRAINING) as process:
+        assert process.stdout.readline().startswith("ready")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(6) == 0
 
 
 def test_up_with_a_child_that_cannot_start_exits_with_1_and_that_line(runtime):

@@ -1,23 +1,29 @@
 """The router when something goes wrong: clients leave, workers refuse, fail, vanish; nothing hangs, nothing leaks."""
 
-import http.client
 import json
 import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 
 import httpx
+import msgspec
 import openai
 import pytest
 from baton.cluster.messages import Cancel, Failed, FirstToken, Goodbye, Prefill, Refused, Reserve, TokenItem, Tokens
-from baton.router.room_effects import Timeouts
-from baton.tests.cluster.router_fakes import ANSWER, MODEL, RunningRouter, Script, save_tokenizer, until
-
-PATIENCE = Timeouts(reserve_s=1.0, first_token_s=1.5, token_s=1.0, gone_s=0.5)
-BODY = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 40}
+from baton.tests.cluster.router_fakes import (
+    ANSWER,
+    BODY,
+    PATIENCE,
+    assert_nothing_left,
+    in_thread,
+    open_request,
+    post,
+    routers,
+    save_tokenizer,
+    until,
+)
 
 
 @pytest.fixture(scope="module")
@@ -28,40 +34,8 @@ def model_dir(tmp_path_factory):
 @pytest.fixture
 def start(tmp_path, model_dir):
     """start(**settings) -> (router, script)"""
-    started = []
-
-    def make(**settings):
-        running = RunningRouter(tmp_path, PATIENCE, model_dir=model_dir, **({"worker_timeout_s": 1.0} | settings))
-        started.append(running)
-        return running, Script(running.tokenizer.encode(ANSWER))
-
-    yield make
-    for running in started:
-        running.close()
-
-
-def post(running, **more):
-    return httpx.post(running.url + "/v1/chat/completions", json=BODY | more, timeout=10)
-
-
-def in_thread(function):
-    results = []
-    thread = threading.Thread(target=lambda: results.append(function()), daemon=True)
-    thread.start()
-    return thread, results
-
-
-def open_request(running, **more):
-    """A connection with a request on it and no answer read."""
-    connection = http.client.HTTPConnection("127.0.0.1", running.router.port)
-    connection.request("POST", "/v1/chat/completions", json.dumps(BODY | more), {"content-type": "application/json"})
-    return connection
-
-
-def assert_nothing_left(running):
-    dispatcher = running.router.dispatcher
-    until(lambda: running.call(lambda: dispatcher.num_open + dispatcher.num_queued) == 0, "every room is closed")
-    assert running.call(lambda: sum(worker.num_rooms for worker in dispatcher.registry)) == 0
+    with routers(tmp_path, model_dir) as make:
+        yield make
 
 
 def test_without_workers_it_is_alive_not_ready_and_answers_503(start):
@@ -288,6 +262,23 @@ def test_decode_that_vanishes_mid_stream_ends_it_with_an_error_frame(start):
     assert_nothing_left(running)
 
 
+def test_worker_that_dropped_its_rooms_and_says_so_is_not_waited_for(start):
+    running, script = start()
+    script.holds.set()
+    _, decode = running.pair(script)
+    with httpx.stream("POST", running.url + "/v1/chat/completions", json=BODY | {"stream": True}, timeout=10) as reply:
+        lines = reply.iter_lines()
+        next(lines)
+        began = time.monotonic()
+        decode.send(msgspec.structs.replace(decode.hello, generation=1))
+        events = [line for line in lines if line]
+    assert json.loads(events[-1].removeprefix("data: "))["error"]["code"] == "worker_lost"
+    assert time.monotonic() - began < PATIENCE.token_s / 2
+    assert_nothing_left(running)
+    script.holds.clear()
+    assert post(running).status_code == 200
+
+
 def test_worker_whose_loop_hangs_is_lost_though_its_connection_lives(start):
     running, script = start()
     _, decode = running.pair(script)
@@ -391,3 +382,4 @@ def test_port_in_use_is_one_line_and_exit_code_1(tmp_path, model_dir, start):
     assert done.returncode == 1
     assert str(running.router.port) in done.stderr.splitlines()[-1]
     assert "Traceback" not in done.stderr
+

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from baton.cluster.messages import Layout
 from baton.kvtransfer.layout import KVLayout
+from baton.kvtransfer.sender import EARLY_S
 from baton.kvtransfer.transport import Complete, Dropped, Landed, Lost, Offer, Planes, PullRequest, Released
 from baton.kvtransfer.transports.fake import FakeNetwork, FakeReceiver, FakeSender, Packet
 
@@ -332,7 +333,7 @@ class World:
             self.network.deliver_all()
             self.turn()
             self.now += 0.5
-        self.now += 120.0  # an Attach whose offer a restart took
+        self.now += EARLY_S  # an Attach whose offer a restart took
         for _ in range(4):
             self.turn()
             self.network.deliver_all()

@@ -1,8 +1,11 @@
 """The terminal client says what the server says, keeps only whole turns, and a failure costs one turn."""
 
 import json
+import os
 import shlex
 import signal
+import subprocess
+import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -258,6 +261,7 @@ class FakeCluster:
 
     def __init__(self, url, ready=None, failure=""):
         self.url, self.failure, self.calls, self._ready = url, failure, [], ready
+        self.on_stop = lambda: None
         self.children = [ChildInfo(name="router", role="router", pid=7, num_starts=1)]
 
     def start(self):
@@ -268,14 +272,16 @@ class FakeCluster:
         if self._ready is not None:
             raise self._ready
 
-    def stop(self):
+    def stop(self, hurry):
         self.calls.append("stop")
+        self.on_stop()
+        self.was_hurried = hurry.is_set()
 
 
 @pytest.fixture
 def run_demo(monkeypatch, tmp_path):
-    """`baton demo` with a fake cluster; SIGTERM is handled as before afterwards."""
-    before = signal.getsignal(signal.SIGTERM)
+    """`baton demo` with a fake cluster; signals are handled as before afterwards."""
+    before = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
 
     def run(cluster, *argv):
         monkeypatch.setattr(demo, "ensure_demo_model", lambda: tmp_path)
@@ -283,7 +289,8 @@ def run_demo(monkeypatch, tmp_path):
         return demo.main(list(argv))
 
     yield run
-    signal.signal(signal.SIGTERM, before)
+    for signum, handler in before.items():
+        signal.signal(signum, handler)
 
 
 def test_the_demo_shows_answer_timeline_and_addresses_and_stops(serve, run_demo, capsys, tmp_path):
@@ -322,3 +329,50 @@ def test_sigterm_while_it_stays_up_stops_everything(serve, run_demo, monkeypatch
     monkeypatch.setattr(demo.time, "sleep", lambda _: signal.raise_signal(signal.SIGTERM))
     assert run_demo(cluster) == 0
     assert cluster.calls == ["start", "wait_ready", "stop"]
+
+
+@pytest.mark.parametrize("is_once", [False, True])
+def test_signals_while_the_demo_stops_hurry_it_and_interrupt_nothing(serve, run_demo, monkeypatch, is_once):
+    cluster = FakeCluster(serve(WHOLE).url)
+    finished = []
+    monkeypatch.setattr(demo.time, "sleep", lambda _: signal.raise_signal(signal.SIGINT))
+
+    def more_signals():
+        for _ in range(2 if is_once else 1):  # without --once the first one ended the stay
+            signal.raise_signal(signal.SIGINT)
+        finished.append(True)
+
+    cluster.on_stop = more_signals
+    assert run_demo(cluster, *(["--once"] if is_once else [])) == 0
+    assert finished == [True]
+    assert cluster.was_hurried
+
+
+def test_the_demo_runs_on_the_cpu_whatever_the_machine_has(serve, run_demo):
+    cluster = FakeCluster(serve(WHOLE).url)
+    run_demo(cluster, "--once")
+    assert cluster.config.device == "cpu"
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        *("http://[::1", "http://h:port", "http://h:99999", "http://a b", "http://h/ü", "http://h\n:1", "h:1", "http://"),
+        "http://" + "a" * 70,
+    ],
+)
+def test_a_malformed_url_is_one_line(capsys, url):
+    assert main(["--url", url, "--once", "hi"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("baton chat: --url ")
+    assert err.count("\n") == 1
+
+
+def test_a_closed_output_is_one_line_and_not_the_servers_fault(serve):
+    command = [sys.executable, "-m", "baton", "chat", "--url", serve(WHOLE).url, "--once", "hi"]
+    read, write = os.pipe()
+    os.close(read)
+    with open(write, "wb") as closed:
+        done = subprocess.run(command, cwd="/", stdout=closed, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert done.stderr == "baton chat: the output was closed before its end\n"

@@ -219,3 +219,41 @@ def test_cluster_modules_import_no_torch():
         "baton.cluster.control_link, baton.deploy.launcher, baton.__main__; sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd="/", check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("cls", "flags", "words"),
+    [
+        (DecodeConfig, ["--spec-steps", "3"], ["--spec-steps", "--draft"]),
+        (DecodeConfig, ["--spec-steps", "5", "--draft", "d", "--no-draft"], ["--spec-steps", "--no-draft"]),
+        (DecodeConfig, ["--kv-memory-mb", "64", "--pages", "8"], ["--kv-memory-mb", "--pages"]),
+        (PrefillConfig, ["--kv-memory-mb", "64", "--pages", "8"], ["--kv-memory-mb", "--pages"]),
+        (RouterConfig, ["--queue-timeout-s", "60", "--request-timeout-s", "30"], ["--queue-timeout-s", "--request-"]),
+    ],
+)
+def test_a_setting_that_has_no_effect_beside_others_is_warned_of(cls, flags, words, caplog):
+    with caplog.at_level(logging.WARNING):
+        load_config(cls, ["--model", "m", *flags], {})
+        load_config(cls, ["--model", "m", *flags], {"BATON_PARENT_PID": "1"})  # its launcher has said so
+    assert len(caplog.records) == 1
+    assert all(word in caplog.records[0].getMessage() for word in words)
+
+
+@pytest.mark.parametrize(
+    ("cls", "flags"),
+    [
+        (DecodeConfig, ["--draft", "d", "--spec-steps", "5"]),
+        (DecodeConfig, ["--no-draft", "--draft", "d"]),
+        (PrefillConfig, ["--pages", "8"]),
+        (RouterConfig, ["--queue-timeout-s", "60", "--request-timeout-s", "0"]),
+    ],
+)
+def test_settings_that_have_their_effect_are_not_warned_of(cls, flags, caplog):
+    with caplog.at_level(logging.WARNING):
+        load_config(cls, ["--model", "m", *flags], {})
+    assert caplog.records == []
+
+
+def test_a_worker_is_not_given_up_within_a_second():
+    assert "1 s" in failure(RouterConfig, "--worker-timeout-s", "0.9")
+    assert load_config(RouterConfig, ["--model", "m", "--worker-timeout-s", "1"], {}).worker_timeout_s == 1.0

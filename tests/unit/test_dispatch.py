@@ -1,12 +1,14 @@
 """The dispatcher on a fake clock and a fake wire: order, bounds, and frames that wait for a connection."""
 
 import asyncio
+import logging
 
 import pytest
 from baton.cluster.codec import control_down_decoder
 from baton.cluster.errors import PeerLost
 from baton.cluster.messages import (
     Cancel,
+    DecodeTimeline,
     Failed,
     Finished,
     FirstToken,
@@ -18,15 +20,17 @@ from baton.cluster.messages import (
     Sampling,
     TokenItem,
     Tokens,
+    Welcome,
     WorkerStats,
 )
 from baton.cluster.metrics import RouterMetrics
-from baton.router.dispatch import CLIENT_STALL_S, Dispatcher, Job
+from baton.router.dispatch import CLIENT_STALL_S, Dispatcher
+from baton.router.entries import Job
 from baton.router.errors import ApiError
 from baton.router.inbox import Inbox
 from baton.router.registry import UNREACHABLE_S, Registry
-from baton.router.room_effects import Broken, Deliver, Ended
-from baton.router.status import metrics_of
+from baton.router.room_effects import Broken, Deliver, Ended, Settled
+from baton.router.status import metrics_of, status_of
 from baton.tests.unit.test_registry import hello
 
 P, D = "1" * 32, "2" * 32
@@ -201,3 +205,159 @@ def test_messages_of_unknown_workers_are_counted_and_change_nothing():
     (entry,), _ = world.submit(16)
     world.dispatcher.on_message(b"x", Reserved(room=entry.room.room, epoch=0, instance="9" * 32))
     assert world.dispatcher.events["unknown_worker"] == 1
+
+
+# --- workers that gave the router up, or that it gave up --------------------------------------------------------------
+
+
+def begin(world, entry, epoch=0):
+    """Reserved and token 1: the client's answer has begun."""
+    one = {"room": entry.room.room, "epoch": epoch}
+    world.dispatcher.on_message(b"d", Reserved(instance=D, **one))
+    world.dispatcher.on_message(b"p", FirstToken(instance=P, token=9, **one))
+
+
+def test_a_worker_that_dropped_its_rooms_loses_them_at_once_and_its_pages_are_free():
+    world = World().join()
+    (begun,), begun_inbox = world.submit(16)
+    begin(world, begun)
+    (fresh,), _ = world.submit(16)
+    world.dispatcher.on_message(b"d", hello(instance=D, role="decode", generation=1))
+    assert [type(event) for event in events(begun_inbox)] == [Deliver, Broken]
+    assert [(r.room, r.epoch) for r in world.of(b"d", Reserve)][2:] == [(fresh.room.room, 1)]  # tried once more
+    worker = world.dispatcher.registry.get(D)
+    assert list(worker.ledger) == [(fresh.room.room, 1)]
+    kinds = [type(message) for message in world.sent[b"d"]]
+    assert kinds.index(Welcome, 1) < len(kinds) - 1  # before the new Reserve
+    assert world.dispatcher.events["worker_dropped_rooms"] == 1
+
+
+def test_the_same_generation_asks_and_an_older_one_is_a_straggler():
+    world = World().join()
+    world.dispatcher.on_message(b"d", hello(instance=D, role="decode", generation=2))
+    (entry,), _ = world.submit(16)
+    world.dispatcher.on_message(b"d", hello(instance=D, role="decode", generation=2))
+    world.dispatcher.on_message(b"x", hello(instance=D, role="decode", generation=1))
+    assert entry.room.is_at_workers
+    assert world.dispatcher.registry.get(D).identity == b"d"
+    assert world.dispatcher.events["stale_hello"] == 1
+
+
+def test_frames_that_waited_for_a_worker_that_dropped_its_rooms_are_not_sent():
+    world = World().join()
+    world.refusing = {b"d"}
+    (entry,), _ = world.submit(16)
+    world.refusing = set()
+    world.dispatcher.on_message(b"d", hello(instance=D, role="decode", generation=1))
+    assert [r.epoch for r in world.of(b"d", Reserve)] == [1]
+    assert entry.room.epoch == 1
+
+
+@pytest.mark.parametrize("generation", [0, 1])
+def test_a_worker_that_comes_back_is_told_which_rooms_are_over(generation):
+    world = World().join()
+    (entry,), _ = world.submit(16)
+    world.lost = {b"d"}
+    world.dispatcher.lose_worker(world.dispatcher.registry.get(D), "silent")
+    world.lost = set()
+    assert world.of(b"d", Cancel) == []
+    for _ in range(2):
+        world.dispatcher.on_message(b"d", hello(instance=D, role="decode", generation=generation))
+    told = [message.room for message in world.of(b"d", Cancel)]
+    assert told == ([entry.room.room] if generation == 0 else [])  # the next generation has dropped them itself
+
+
+# --- requests of several choices --------------------------------------------------------------------------------------
+
+
+def test_choices_that_wait_behind_their_own_siblings_are_not_a_queue():
+    world = World(queue_timeout_s=5.0).join(max_running=1)
+    entries, inbox = world.submit(16, 16, 16)
+    for entry in entries:
+        world.now += 4.0  # 12 s in all, and the request is at the workers all the time
+        world.dispatcher.tick()
+        world.finish(entry.room.room)
+    assert [event for event in events(inbox) if isinstance(event, (Ended, Broken))] == [Ended("stop")] * 3
+
+
+def test_choices_that_wait_behind_others_when_their_siblings_are_done_time_out_with_one_warning(caplog):
+    world = World(queue_timeout_s=5.0).join(max_running=1)
+    (first, *_), inbox = world.submit(16, 16, 16)
+    world.now = 9.0
+    world.dispatcher.registry.get(D).is_draining = True
+    world.finish(first.room.room)
+    world.now = 13.0
+    world.dispatcher.tick()
+    assert world.dispatcher.num_queued == 2
+    world.now = 14.1
+    with caplog.at_level(logging.WARNING):
+        world.dispatcher.tick()
+    assert [event.kind for event in events(inbox) if isinstance(event, Broken)] == ["QueueTimeout"] * 2
+    assert len(caplog.records) == 1
+
+
+def test_a_request_counts_once_whatever_its_choices_and_with_their_tokens():
+    world = World().join()
+    entries, _ = world.submit(16, 16, 16)
+    for entry in entries[:2]:
+        world.finish(entry.room.room)
+    assert 'baton_requests_total{outcome="ok"} 0.0' in _metrics(world)
+    world.finish(entries[2].room.room)
+    text = _metrics(world)
+    assert 'baton_requests_total{outcome="ok"} 1.0' in text
+    assert "baton_output_tokens_total 6.0" in text
+    assert "baton_request_seconds_count 1.0" in text
+
+
+def test_a_request_of_which_one_choice_failed_has_failed():
+    world = World().join()
+    entries, _ = world.submit(16, 16)
+    world.finish(entries[0].room.room)
+    failed = {"epoch": 0, "instance": D, "kind": "TransferTimeout", "message": "", "retryable": False}
+    world.dispatcher.on_message(b"d", Failed(room=entries[1].room.room, **failed))
+    assert 'outcome="failed"} 1.0' in _metrics(world)
+    assert 'outcome="ok"} 0.0' in _metrics(world)
+
+
+def test_a_full_queue_counts_one_rejected_request():
+    world = World(max_queue=1).join(max_running=1)
+    with pytest.raises(ApiError):
+        world.submit(16, 16, 16)
+    assert 'outcome="rejected"} 1.0' in _metrics(world)
+    assert 'outcome="cancelled"} 0.0' in _metrics(world)
+
+
+def test_a_stopped_choice_counts_with_what_decode_says_it_cost():
+    world = World().join()
+    (entry,), inbox = world.submit(16)
+    begin(world, entry)
+    world.dispatcher.stopped(entry)
+    assert 'outcome="ok"} 0.0' in _metrics(world)
+    account = DecodeTimeline(drafted_tokens=6, accepted_tokens=4, verify_steps=2)
+    world.dispatcher.on_message(b"d", Gone(room=entry.room.room, instance=D, timeline=account))
+    assert events(inbox)[-1] == Settled()
+    text = _metrics(world)
+    assert 'outcome="ok"} 1.0' in text
+    assert "baton_accepted_tokens_total 4.0" in text
+
+
+def test_a_request_that_takes_too_long_ends_with_that_error_and_its_workers_know():
+    world = World(request_timeout_s=20.0).join()
+    (entry,), inbox = world.submit(16)
+    assert world.of(b"d", Reserve)[0].deadline_ms == world.of(b"p", Prefill)[0].deadline_ms == 20_000
+    begin(world, entry)
+    world.now = 19.9
+    world.dispatcher.tick()
+    assert world.of(b"d", Cancel) == []
+    world.now = 20.1
+    world.dispatcher.tick()
+    assert events(inbox)[-1].kind == "DeadlineExceeded"
+    assert len(world.of(b"d", Cancel)) == len(world.of(b"p", Cancel)) == 1
+    assert 'outcome="timeout"} 1.0' in _metrics(world)
+
+
+def test_what_the_control_socket_drops_is_in_the_metrics():
+    world = World(drops=lambda: {"control_malformed": 3, "control_oversized": 0})
+    assert 'baton_router_events_total{event="control_malformed"} 3.0' in _metrics(world)
+    assert 'event="control_oversized"} 0.0' in _metrics(world)
+    assert status_of(world.dispatcher, "m", 0.0, 0.0).router.events["control_malformed"] == 3

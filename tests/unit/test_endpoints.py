@@ -121,3 +121,19 @@ def test_a_block_without_a_feature_plane_is_sent_from_its_page_and_its_digest_fi
     header = slow.headers[-1]
     page = page_bytes()[6].numpy()
     assert header.digest == block_digest(ROOM, 0, 1, memoryview(page))
+
+
+def test_a_block_that_is_asked_for_thousands_of_times_waits_once_and_goes_again_when_asked_again(
+    slow: SlowSender, now: list[float]
+) -> None:
+    slow.is_open = False
+    for _ in range(3000):
+        slow.say(m.Pull(**NAME, block=1))
+    assert len(slow._outbox["d"]) == 1
+    slow.headers.clear()
+    slow.is_open = True
+    now[0] += 1.0
+    slow.turn()
+    slow.say(m.Pull(**NAME, block=1))
+    slow.turn()
+    assert [header.block for header in slow.headers if isinstance(header, m.Block)] == [1, 1]

@@ -166,3 +166,42 @@ def test_stop_string_counts_the_same_tokens_however_they_come(tokenizer, step):
     assert (choice.finish, choice.num_tokens) == ("stop", len(tokenizer.encode("one two END")))
     assert sum(len(piece.logprobs) for piece in pieces) == choice.num_tokens
     assert choice.end("length") == Piece("")
+
+
+def test_history_from_an_answers_own_message_is_taken():
+    said = {"role": "assistant", "content": "Hello", "refusal": None, "annotations": None, "audio": None}
+    said |= {"function_call": None, "tool_calls": None, "name": None}
+    parsed = chat(messages=[said, said | {"tool_calls": [], "annotations": []}])
+    assert [message.as_template_input() for message in parsed.messages] == [{"role": "assistant", "content": "Hello"}] * 2
+
+
+@pytest.mark.parametrize("name", ["tool_calls", "function_call", "audio", "refusal", "annotations"])
+def test_what_a_message_says_and_is_not_served_is_named_with_its_place(name):
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "x", name: [{"id": "1"}]}]
+    with pytest.raises(ApiError) as caught:
+        parse_body(json.dumps(CHAT | {"messages": messages}).encode(), ChatBody)
+    assert caught.value.body.message == f"messages[1].{name} is not supported"
+    assert caught.value.body.param == "messages"
+
+
+def test_more_messages_than_any_chat_has_are_refused_with_the_number():
+    messages = [{"role": "user", "content": "x"}] * 4097
+    with pytest.raises(ApiError) as caught:
+        parse_body(json.dumps(CHAT | {"messages": messages}).encode(), ChatBody)
+    assert "4097" in str(caught.value)
+    assert "4096" in str(caught.value)
+    assert len(parse_body(json.dumps(CHAT | {"messages": messages[1:]}).encode(), ChatBody).messages) == 4096
+
+
+@pytest.mark.parametrize("penalty", [0.0, 1e-30, 0.0099])
+def test_a_repetition_penalty_that_float32_cannot_divide_by_is_refused(penalty):
+    with pytest.raises(ApiError) as caught:
+        parse_body(json.dumps(CHAT | {"repetition_penalty": penalty}).encode(), ChatBody)
+    assert (caught.value.status, caught.value.body.param) == (400, "repetition_penalty")
+    assert "0.01" in str(caught.value)
+
+
+@pytest.mark.parametrize(("asked", "served"), [(0, 0.0), (1e-40, 1e-3), (9e-4, 1e-3), (1e-3, 1e-3), (0.5, 0.5)])
+def test_a_temperature_next_to_zero_is_served_as_the_coldest(asked, served):
+    parsed = parse_body(json.dumps(CHAT | {"temperature": asked}).encode(), ChatBody)
+    assert sampling_of(parsed, max_new=1, logprobs=-1, choice=0).temperature == served

@@ -16,13 +16,14 @@ from baton.cluster.messages import (
     Sampling,
     TokenItem,
 )
-from baton.router.room_effects import Broken, Closed, Deliver, Ended, Freed, Pair, Requeued, Send, Timeouts
-from baton.router.rooms import Phase, Room
+from baton.router.room_effects import Broken, Closed, Deliver, Ended, Freed, Pair, Requeued, Send, Settled, Timeouts
+from baton.router.room_parts import Phase
+from baton.router.rooms import Room
 from hypothesis import given, settings
 
 ROOM, P, D, OTHER = "a" * 32, "1" * 32, "2" * 32, "3" * 32
 PAIR = Pair(prefill=P, decode=D, prefill_endpoint="ipc:///p")
-TIMEOUTS = Timeouts(reserve_s=1.0, first_token_s=5.0, token_s=2.0, gone_s=0.5)
+TIMEOUTS = Timeouts(reserve_s=1.0, first_token_s=5.0, token_s=2.0, gone_s=0.5, accounts_s=0.3)
 
 
 def new_room(**more):
@@ -198,6 +199,59 @@ def test_cancel_is_idempotent_and_waits_for_both_gone():
     assert room.on(gone(P), P, 1.1) == [Freed(P, 0), Closed()]
 
 
+def test_a_stopped_room_takes_decodes_account_from_its_gone():
+    room = streaming()
+    assert room.stop(1.0) == [CANCEL_P, CANCEL_D]
+    assert room.is_settling
+    account = DecodeTimeline(verify_steps=4, accepted_tokens=6)
+    assert room.on(gone(P), P, 1.1) == [Freed(P, 0)]
+    assert room.on(Gone(room=ROOM, instance=D, timeline=account), D, 1.1) == [Freed(D, 0), Settled(), Closed()]
+    assert room.decode_timeline == account
+    assert not room.is_settling
+
+
+def test_the_account_of_a_stopped_room_is_awaited_for_a_moment_only():
+    room = streaming()
+    room.stop(1.0)
+    assert room.tick(1.29) == []
+    assert room.tick(1.31) == [Settled()]
+    assert room.on(Gone(room=ROOM, instance=D, timeline=DecodeTimeline()), D, 1.4) == [Freed(D, 0)]
+
+
+def test_a_stopped_room_whose_decode_is_lost_or_has_finished_awaits_nothing():
+    room = streaming()
+    room.stop(1.0)
+    assert room.worker_lost(D, 1.1) == [Freed(D, 0), Settled()]
+    room = streaming()
+    room.on(finished(1), D, 0.4)
+    assert room.stop(1.0) == []
+    assert not room.is_settling
+
+
+def with_deadline(deadline):
+    room = new_room(deadline=deadline)
+    return room, room.place(PAIR, 1.0)
+
+
+def test_the_remaining_time_travels_to_both_workers():
+    assert [send.message.deadline_ms for send in with_deadline(3.5)[1]] == [2500, 2500]
+    assert [send.message.deadline_ms for send in with_deadline(None)[1]] == [0, 0]
+    assert [send.message.deadline_ms for send in with_deadline(0.9)[1]] == [1, 1]  # 0 would mean none
+
+
+def test_a_deadline_ends_a_room_in_every_state():
+    waiting, (running, _) = new_room(deadline=1.5), with_deadline(1.5)
+    for room in (waiting, running):
+        assert not any(isinstance(effect, Broken) for effect in room.tick(1.4))
+        assert Broken("DeadlineExceeded", "the deadline passed") in room.tick(1.6)
+
+
+def test_a_workers_word_that_the_deadline_passed_is_not_tried_again():
+    room, _ = with_deadline(9.0)
+    message = Failed(room=ROOM, epoch=0, instance=D, kind="DeadlineExceeded", message="late", retryable=True)
+    assert Broken("DeadlineExceeded", "late") in room.on(message, D, 1.1)
+
+
 def test_gone_that_never_comes_is_bounded():
     room = streaming()
     room.cancel(1.0)
@@ -238,13 +292,15 @@ events = st.one_of(
     st.builds(lambda e, n: (finished(n, e), D), st.integers(0, 2), st.integers(1, 9)),
     st.builds(lambda e, i, r: (failed(i, e, r), i), st.integers(0, 2), st.sampled_from([P, D]), st.booleans()),
     st.builds(lambda e, i, r: (refused(r, i, e), i), st.integers(0, 2), st.sampled_from([P, D]), st.sampled_from([0, 9])),
-    st.sampled_from([(gone(P), P), (gone(D), D), "cancel", "lose P", "lose D", "tick", "place"]),
+    st.sampled_from([(gone(P), P), (gone(D), D), "cancel", "stop", "lose P", "lose D", "tick", "place"]),
 )
 
 
 def step(room, event, now):
     if event == "cancel":
         return room.cancel(now)
+    if event == "stop":
+        return room.stop(now)
     if event == "tick":
         return room.tick(now)
     if event == "place":
@@ -267,12 +323,13 @@ def test_any_history_delivers_contiguously_ends_once_and_frees_what_it_held(hist
         now += 1.0
         effects += room.tick(now)
     assert sum(len(effect.ids) for effect in effects if isinstance(effect, Deliver)) == room.num_output
-    ends = [effect for effect in effects if isinstance(effect, (Ended, Broken))]
+    ends = [effect for effect in effects if isinstance(effect, (Ended, Broken, Settled))]
     assert len(ends) <= 1
     if ends:  # nothing is delivered after the end
         after = effects[effects.index(ends[0]) + 1 :]
         assert not any(isinstance(effect, (Deliver, Requeued)) for effect in after)
     assert effects.count(Closed()) == 1
+    assert effects[-1] == Closed()
     assert room.phase is Phase.CLOSED
     placed_on = {(s.instance, s.message.epoch) for s in effects if isinstance(s, Send) and not isinstance(s.message, Cancel)}
     assert placed_on == {(freed.instance, freed.epoch) for freed in effects if isinstance(freed, Freed)}

@@ -67,6 +67,31 @@ class World:
         return self.spawned[-1][2]
 
 
+def test_a_drain_ends_the_first_child_alone_and_waits_for_it():
+    world = World(("router", "prefill-0"))
+    world.run(0.1)
+    router, prefill = (process for _, _, process in world.spawned)
+    router.terminate = lambda: router.received.append("drain")
+    ends_at = world.now + 7.0
+    router.poll = lambda: 0 if world.now >= ends_at else None
+    world.supervisor.drain("router", 30.0)
+    assert ends_at <= world.now < ends_at + 0.1
+    assert (router.received, prefill.received) == (["drain"], [])
+    world.supervisor.stop()
+    assert prefill.received == ["term"]
+
+
+def test_a_drain_that_takes_too_long_or_is_hurried_is_left():
+    for hurried in (False, True):
+        world = World(("router",), patience=99)
+        world.run(0.1)
+        began, hurry = world.now, threading.Event()
+        if hurried:
+            world.last.terminate = hurry.set
+        world.supervisor.drain("router", 9.0, hurry)
+        assert world.now - began == pytest.approx(0.0 if hurried else 9.0, abs=0.1)
+
+
 def test_children_start_at_once_and_are_left_alone_while_they_run():
     world = World(("router", "prefill-0", "decode-0"))
     world.run(5.0)

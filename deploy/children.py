@@ -1,0 +1,149 @@
+"""What the children of `baton up` are told: the finished config of each, its command line and its environment."""
+
+import dataclasses
+import logging
+import os
+import socket
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from ..cluster.config import (
+    COMMAND_LINE,
+    DecodeConfig,
+    PrefillConfig,
+    RoleConfig,
+    RouterConfig,
+    UpConfig,
+    ignored_settings,
+    known_variables,
+    load_config,
+    to_argv,
+)
+from ..cluster.config_fields import Value, as_text, flag_of, settings_of
+from ..cluster.errors import StartupError
+from ..cluster.life import PARENT_VARIABLE
+from ..cluster.log import PACKAGE
+from .supervise import ChildSpec
+
+logger = logging.getLogger(__name__)
+
+PROG = "baton up"
+ROUTER = "router"  # the name of that child
+
+Command = Callable[[str, Sequence[str]], list[str]]
+
+
+def role_command(role: str, flags: Sequence[str]) -> list[str]:
+    """The command line of a role; -P keeps the current directory, whose folders may shadow packages, off sys.path."""
+    safe = ["-P"] if sys.version_info >= (3, 11) else []
+    return [sys.executable, *safe, "-m", f"{PACKAGE}.{role}", *flags]
+
+
+def child_configs(
+    config: UpConfig, env: Mapping[str, str], directory: Path
+) -> list[tuple[str, RoleConfig]]:
+    """The finished config of every child by name, its endpoints in `directory` or on free ports, the router first."""
+    is_ipc = config.transport == "ipc"
+    control = f"ipc://{directory}/control" if is_ipc else f"tcp://127.0.0.1:{free_port('127.0.0.1')}"
+    threads = _threads(config, env)
+    plan: list[tuple[str, type[RoleConfig], dict[str, Value]]] = [(ROUTER, RouterConfig, {"control_bind": control})]
+    for i in range(config.prefill):
+        kv = f"ipc://{directory}/kv-{i}" if is_ipc else "tcp://127.0.0.1:0"
+        plan.append((f"prefill-{i}", PrefillConfig, {"router": control, "kv_bind": kv}))
+    plan += [(f"decode-{i}", DecodeConfig, {"router": control}) for i in range(config.decode)]
+    children = [(name, child_config(cls, config, env, wiring, threads)) for name, cls, wiring in plan]
+    for warning in dict.fromkeys(text for _, child in children for text in ignored_settings(child)):
+        logger.warning("%s", warning)
+    return children
+
+
+def child_specs(
+    children: Sequence[tuple[str, RoleConfig]],
+    config: UpConfig,
+    env: Mapping[str, str],
+    directory: Path,
+    command_of: Command,
+) -> list[ChildSpec]:
+    """How to run each child."""
+    threads = _threads(config, env)
+    return [
+        ChildSpec(
+            name=name,
+            role=child.role,
+            argv=tuple(command_of(child.role, to_argv(child))),
+            env=child_environment(env, getattr(child, "threads", 1) or threads),
+            cwd=str(directory),
+        )
+        for name, child in children
+    ]
+
+
+def child_config(
+    cls: type[RoleConfig], config: UpConfig, env: Mapping[str, str], wiring: Mapping[str, Value], threads: int
+) -> RoleConfig:
+    """What one child is told, see step 2 above. `wiring` are the endpoints, which nobody else may choose."""
+    flags = [f"{flag_of(name)}={value}" for name, value in wiring.items()]
+    flags += [f"--config={config.config}"] if config.config else []
+    defaults: dict[str, Value] = {}
+    own = settings_of(cls)
+    for name, described in settings_of(UpConfig).items():
+        value = getattr(config, name)
+        if name not in own or name == "config":
+            continue
+        source = config.explicit.get(name, "" if value == described.default else COMMAND_LINE)
+        if source == COMMAND_LINE:  # also what a program set on UpConfig itself
+            flags.append(f"{flag_of(name)}={as_text(value)}")
+        else:
+            defaults[name] = value
+    if "threads" in own and not config.threads:
+        defaults["threads"] = threads
+    known = set(known_variables())
+    told = {k: v for k, v in env.items() if k in known}
+    child = load_config(cls, flags, told, prog=PROG, defaults=defaults, warns=False)
+    fixed: dict[str, Value] = {name: _absolute(getattr(child, name)) for name in ("model", "draft") if name in own}
+    if isinstance(child, RouterConfig):
+        fixed["port"] = child.port or free_port(child.host)
+    return dataclasses.replace(child, **fixed)  # type: ignore[arg-type]
+
+
+def child_environment(env: Mapping[str, str], threads: int) -> dict[str, str]:
+    """The environment of a child: no settings of ours (flags say all), threads that sleep while they wait."""
+    child = {name: value for name, value in env.items() if not name.startswith("BATON_")}
+    child["OMP_NUM_THREADS"] = str(threads)
+    child["OMP_WAIT_POLICY"] = "passive"  # idle threads of one worker would steal the cores of another
+    child["PYTHONUNBUFFERED"] = "1"
+    child[PARENT_VARIABLE] = str(os.getpid())
+    return child
+
+
+def _threads(config: UpConfig, env: Mapping[str, str]) -> int:
+    """Of each worker. Prefill and decode seldom compute at the same moment, so each role may use all cores."""
+    if config.threads:
+        return config.threads
+    asked = env.get("OMP_NUM_THREADS", "")
+    if asked.isdigit() and int(asked) > 0:
+        return int(asked)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // max(config.prefill, config.decode))
+
+
+def _absolute(path: str) -> str:
+    """An existing path made absolute, since children run elsewhere; a hub id stays.
+
+    Links stay links: in a cache the target of one has a digest for a name.
+    """
+    expanded = os.path.expanduser(path)
+    return os.path.abspath(expanded) if path and os.path.exists(expanded) else path
+
+
+def free_port(host: str) -> int:
+    """A TCP port of `host` that nobody listens on now."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        try:
+            probe.bind((host, 0))
+        except OSError as error:
+            raise StartupError(f"cannot listen on {host!r}: {error.strerror or error}; choose another --host") from None
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,0 +1,176 @@
+"""What both paged attention kernels do per tile: fetch keys and values through the page table, and fold one tile of
+scores into a running softmax.
+
+Legend: M rows of a tile, which are (new row, head of the group) pairs; C context columns of a tile; D head dimension.
+Scores are kept in base 2: `scale` holds the softmax scale times log2(e).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from .triton_jit import jit, next_power_of_2, tl
+
+LOG2_E = math.log2(math.e)
+# The smallest side that a matrix instruction takes.
+MIN_DOT = 16
+
+
+@jit
+def load_kv_tile(
+    p_kv: tl.tensor,
+    p_pages: tl.tensor,
+    i_column: tl.tensor,
+    m_column: tl.tensor,
+    page_stride: tl.tensor,
+    slot_stride: tl.tensor,
+    o_value: tl.tensor,
+    PAGE_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+) -> tl.tensor:
+    """Keys `[BLOCK_DIM, C]` and values `[C, BLOCK_DIM]` of context rows `i_column`, zeros where masked.
+
+    `p_kv` points at the layer's keys of one head in page 0, `o_value` further on lie the values.
+    """
+    i_dim = tl.arange(0, BLOCK_DIM)
+    m_dim = i_dim < HEAD_DIM
+    # a pool may hold more than 2^31 values: page offsets are 64-bit
+    i_page = tl.load(p_pages + i_column // PAGE_SIZE, mask=m_column, other=0).to(tl.int64)
+    o_row = i_page * page_stride + (i_column % PAGE_SIZE) * slot_stride
+    b_k = tl.load(p_kv + o_row[None, :] + i_dim[:, None], mask=m_dim[:, None] & m_column[None, :], other=0.0)
+    b_v = tl.load(p_kv + o_value + o_row[:, None] + i_dim[None, :], mask=m_column[:, None] & m_dim[None, :], other=0.0)
+    return b_k, b_v
+
+
+@jit
+def fold_tile(
+    b_q: tl.tensor,
+    b_k: tl.tensor,
+    b_v: tl.tensor,
+    m_visible: tl.tensor,
+    b_max: tl.tensor,
+    b_sum: tl.tensor,
+    b_out: tl.tensor,
+    scale: tl.tensor,
+) -> tl.tensor:
+    """A step of the running softmax: `b_q` `[M, D]`, `m_visible` `[M, C]` -> new (max `[M]`, sum `[M]`, out `[M, D]`).
+
+    A row that has seen nothing yet keeps max = -inf, sum = 0, out = 0.
+    """
+    # ieee concerns float32 alone, which would be cut to tf32 otherwise
+    b_scores = tl.dot(b_q, b_k, input_precision="ieee") * scale
+    b_scores = tl.where(m_visible, b_scores, float("-inf"))
+    b_new_max = tl.maximum(b_max, tl.max(b_scores, axis=1))
+    b_shift = tl.where(b_new_max == float("-inf"), 0.0, b_new_max)  # -inf - -inf would be NaN
+    b_weights = tl.exp2(b_scores - b_shift[:, None])
+    b_rescale = tl.exp2(b_max - b_shift)
+    b_sum = b_sum * b_rescale + tl.sum(b_weights, axis=1)
+    b_out = tl.dot(b_weights.to(b_v.dtype), b_v, b_out * b_rescale[:, None], input_precision="ieee")
+    return b_new_max, b_sum, b_out
+
+
+@jit
+def attend_columns(
+    b_q: tl.tensor,
+    i_query: tl.tensor,
+    p_kv: tl.tensor,
+    p_pages: tl.tensor,
+    p_tree_mask: tl.tensor,
+    start: tl.tensor,
+    full_end: tl.tensor,
+    end: tl.tensor,
+    context: tl.tensor,
+    num_rows: tl.tensor,
+    page_stride: tl.tensor,
+    slot_stride: tl.tensor,
+    o_value: tl.tensor,
+    scale: tl.tensor,
+    HAS_TREE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+) -> tl.tensor:
+    """Rows `b_q` over columns [start, end) of their request -> running (max, sum, out), see `fold_tile`.
+
+    Columns before `full_end` are seen by every row. New row j stands in column context + j; a tile's row sees it when
+    j <= its own `i_query`, or when the request's `p_tree_mask` `[num_rows, num_rows]` says so.
+    """
+    b_max = tl.full((BLOCK_ROWS,), float("-inf"), dtype=tl.float32)
+    b_sum = tl.zeros((BLOCK_ROWS,), dtype=tl.float32)
+    b_out = tl.zeros((BLOCK_ROWS, BLOCK_DIM), dtype=tl.float32)
+    i_offset = tl.arange(0, BLOCK_COLUMNS)
+    for first in range(start, full_end, BLOCK_COLUMNS):
+        i_column = first + i_offset
+        m_column = i_column < full_end
+        b_k, b_v = load_kv_tile(
+            p_kv, p_pages, i_column, m_column, page_stride, slot_stride, o_value, PAGE_SIZE, HEAD_DIM, BLOCK_DIM
+        )
+        b_max, b_sum, b_out = fold_tile(b_q, b_k, b_v, m_column[None, :], b_max, b_sum, b_out, scale)
+    for first in range(full_end, end, BLOCK_COLUMNS):
+        i_column = first + i_offset
+        m_column = i_column < end
+        b_k, b_v = load_kv_tile(
+            p_kv, p_pages, i_column, m_column, page_stride, slot_stride, o_value, PAGE_SIZE, HEAD_DIM, BLOCK_DIM
+        )
+        i_node = i_column - context
+        m_seen = i_node[None, :] <= i_query[:, None]
+        if HAS_TREE:
+            m_new = (i_query < num_rows)[:, None] & (m_column & (i_node >= 0))[None, :]
+            b_seen = tl.load(p_tree_mask + i_query[:, None] * num_rows + i_node[None, :], mask=m_new, other=0)
+            m_seen = (b_seen != 0) | (i_node < 0)[None, :]
+        b_max, b_sum, b_out = fold_tile(b_q, b_k, b_v, m_seen & m_column[None, :], b_max, b_sum, b_out, scale)
+    return b_max, b_sum, b_out
+
+
+class TileShape(NamedTuple):
+    """Launch configuration of an attention kernel."""
+
+    rows: int
+    columns: int
+    dim: int
+    num_warps: int
+    num_stages: int
+
+
+def tile_shape(dtype: torch.dtype, head_dim: int, num_rows: int, max_rows: int) -> TileShape:
+    """Tiles for `num_rows` (row, head) pairs, at most `max_rows` at once.
+
+    For an H200: 128 rows by 64 columns of 128 bf16 values, three stages deep, compile for sm_90 to 97 of its 227 KiB of
+    shared memory, with wgmma and without spills. float32 has no matrix instruction of full precision; it is for tests.
+    """
+    dim = max(next_power_of_2(head_dim), MIN_DOT)
+    is_float32 = dtype == torch.float32
+    is_wide = is_float32 or dim > 128
+    most = max_rows // 4 if is_float32 else max_rows // 2 if is_wide else max_rows
+    rows = min(max(next_power_of_2(num_rows), MIN_DOT), most)
+    return TileShape(
+        rows=rows,
+        columns=32 if is_wide else 64,
+        dim=dim,
+        num_warps=8 if rows >= 128 else 4,
+        num_stages=2 if is_wide else 3,
+    )
+
+
+def check_paged(
+    op: str, q: torch.Tensor, kv: torch.Tensor, page_table: torch.Tensor, lens: tuple[torch.Tensor, ...]
+) -> None:
+    """ValueError unless heads and dtypes fit the pool and the table and lengths are integers of as many requests."""
+    kv_heads, head_dim = kv.shape[-2:]
+    num_heads = q.shape[-2]
+    if q.dtype != kv.dtype or q.shape[-1] != head_dim or num_heads % kv_heads:
+        raise ValueError(
+            f"{op}: q {tuple(q.shape)} {q.dtype} does not fit a pool of {kv_heads} heads x {head_dim} {kv.dtype}"
+        )
+    integers = [x.dtype in (torch.int32, torch.int64) for x in (page_table, *lens)]
+    if page_table.dim() != 2 or not all(integers) or not kv.is_contiguous():
+        raise ValueError(
+            f"{op}: page table {tuple(page_table.shape)} {page_table.dtype} and lengths "
+            f"{[(tuple(x.shape), x.dtype) for x in lens]} must be int32 or int64, the pool contiguous"
+        )

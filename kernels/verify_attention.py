@@ -1,0 +1,319 @@
+"""Attention of equally many new rows per request over its pages, causal or along a tree: decode and verify.
+
+The context is cut into splits that run side by side (a decode step at batch 1 would otherwise keep K of 132
+multiprocessors busy); a second pass merges them. Lengths stay on the device and shapes are fixed: a graph can hold it.
+
+Legend: B requests, Q new rows of a request, P pages per request, N query heads, K key/value heads, G = N/K, D head
+dimension, S splits. Pool and page numbers are those of `kv_store`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .kv_store import kv_rows
+from .paged_attention import batched_attention, gather_kv
+from .paged_tile import LOG2_E, TileShape, attend_columns, check_paged, tile_shape
+from .triton_jit import cdiv, jit, jit_varying, next_power_of_2, tl
+
+MAX_TILE_ROWS = 64
+# Programs to aim for: two per multiprocessor of an H200.
+TARGET_PROGRAMS = 264
+MIN_SPLIT = 256
+MAX_SPLITS = 64
+
+
+def visible_columns(kv_lens: torch.Tensor, num_rows: int, length: int, tree_mask: torch.Tensor | None) -> torch.Tensor:
+    """Which of `length` context rows each new row sees: bool `[B, Q, length]`.
+
+    All rows before the new ones, and of these the ones up to itself, or those that `tree_mask` bool `[B, Q, Q]` names.
+    """
+    columns = torch.arange(length, device=kv_lens.device)
+    rows = torch.arange(num_rows, device=kv_lens.device)
+    node = columns - (kv_lens[:, None] - num_rows)  # [B, length], negative before the new rows
+    if tree_mask is None:
+        among = node[:, None] <= rows[:, None]
+    else:
+        index = node.clamp(0, num_rows - 1)[:, None].expand(-1, num_rows, -1)
+        among = tree_mask.gather(2, index) | (node < 0)[:, None]
+    return among & (columns < kv_lens[:, None])[:, None]
+
+
+def paged_verify_reference(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    layer: int,
+    page_table: torch.Tensor,
+    kv_lens: torch.Tensor,
+    scale: float,
+    tree_mask: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The CPU path: gather every page of the table, mask, attend; no look at the host. Rows that see nothing give 0."""
+    if q.numel() == 0:
+        return torch.empty_like(q)
+    page_size = kv.shape[3]
+    slots = page_table.to(torch.int64)[:, :, None] * page_size + torch.arange(page_size, device=q.device)
+    visible = visible_columns(kv_lens.to(torch.int64), q.shape[1], slots[0].numel(), tree_mask)
+    used = visible.any(dim=1)
+    rows = kv_rows(torch.where(used, slots.flatten(1), 0), kv).flatten()  # unused ones read the sink, which is zeros
+    keys, values = gather_kv(kv, layer, torch.cat((rows, rows + page_size)))
+    shape = (q.shape[0], -1, *kv.shape[4:])
+    mask = torch.zeros(visible.shape, dtype=q.dtype, device=q.device).masked_fill_(~visible, float("-inf"))
+    out = batched_attention(q.contiguous(), keys.view(shape), values.view(shape), mask.unsqueeze(1), scale)
+    return out.masked_fill(~visible.any(dim=2)[:, :, None, None], 0)
+
+
+@jit
+def _split_bounds(
+    kv_len: tl.tensor,
+    context: tl.tensor,
+    i_split: tl.tensor,
+    num_splits: tl.tensor,
+    MIN_SPLIT: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+) -> tl.tensor:
+    """(start, end of what every row sees, end) of a split; a short context is not cut finer than MIN_SPLIT, so that
+    its later splits are empty."""
+    split_len = tl.cdiv(tl.maximum(tl.cdiv(kv_len, num_splits), MIN_SPLIT), BLOCK_COLUMNS) * BLOCK_COLUMNS
+    start = tl.minimum(i_split * split_len, kv_len)
+    end = tl.minimum(start + split_len, kv_len)
+    full_end = tl.maximum(context, 0) // BLOCK_COLUMNS * BLOCK_COLUMNS
+    return start, tl.maximum(tl.minimum(full_end, end), start), end
+
+
+@jit_varying("num_requests", "num_splits", "table_stride")
+def _verify_kernel(
+    p_q: tl.tensor,
+    p_kv: tl.tensor,
+    p_pages: tl.tensor,
+    p_kv_lens: tl.tensor,
+    p_tree_mask: tl.tensor,
+    p_partial: tl.tensor,
+    p_lse: tl.tensor,
+    num_requests: tl.tensor,
+    num_rows: tl.tensor,
+    kv_heads: tl.tensor,
+    num_splits: tl.tensor,
+    q_batch_stride: tl.tensor,
+    q_row_stride: tl.tensor,
+    q_head_stride: tl.tensor,
+    table_stride: tl.tensor,
+    page_stride: tl.tensor,
+    o_layer: tl.tensor,
+    o_value: tl.tensor,
+    scale: tl.tensor,
+    HAS_TREE: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+    MIN_SPLIT: tl.constexpr,
+    GROUP: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+) -> None:
+    # program (tile of rows and kv head, split, request)
+    i_tile, i_kv_head = tl.program_id(0) // kv_heads, tl.program_id(0) % kv_heads
+    i_split = tl.program_id(1)
+    i_request = tl.program_id(2).to(tl.int64)
+    kv_len = tl.load(p_kv_lens + i_request).to(tl.int32)
+    context = kv_len - num_rows
+    i_row = i_tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    i_query = i_row // GROUP
+    i_head = i_kv_head * GROUP + i_row % GROUP
+    i_dim = tl.arange(0, BLOCK_DIM)
+    m_row = i_query < num_rows
+    m_rows = m_row[:, None] & (i_dim < HEAD_DIM)[None, :]
+    o_q = i_request * q_batch_stride + i_query * q_row_stride + i_head * q_head_stride
+    b_q = tl.load(p_q + o_q[:, None] + i_dim[None, :], mask=m_rows, other=0.0)
+    split_start, full_end, split_end = _split_bounds(kv_len, context, i_split, num_splits, MIN_SPLIT, BLOCK_COLUMNS)
+    p_row_pages = p_pages + i_request * table_stride
+    p_row_mask = p_tree_mask + i_request * num_rows * num_rows
+    b_max, b_sum, b_out = attend_columns(
+        b_q, i_query, p_kv + o_layer + i_kv_head * HEAD_DIM, p_row_pages, p_row_mask, split_start, full_end, split_end,
+        context, num_rows, page_stride, kv_heads * HEAD_DIM, o_value, scale, HAS_TREE, PAGE_SIZE, HEAD_DIM, BLOCK_ROWS,
+        BLOCK_COLUMNS, BLOCK_DIM,
+    )  # fmt: skip
+    o_flat = (i_request * num_rows + i_query) * (kv_heads * GROUP) + i_head
+    b_total = tl.where(b_sum == 0.0, 1.0, b_sum)
+    b_out = (b_out / b_total[:, None]).to(p_partial.dtype.element_ty)
+    if IS_SPLIT:
+        o_flat += i_split * num_requests * num_rows * (kv_heads * GROUP)
+        tl.store(p_lse + o_flat, tl.where(b_sum == 0.0, float("-inf"), b_max + tl.log2(b_total)), mask=m_row)
+        m_rows = m_rows & (b_sum > 0.0)[:, None]  # what an empty split leaves unwritten is never read
+    tl.store(p_partial + o_flat[:, None] * HEAD_DIM + i_dim[None, :], b_out, mask=m_rows)
+
+
+@jit_varying("num_splits", "num_flat")
+def _merge_kernel(
+    p_partial: tl.tensor,
+    p_lse: tl.tensor,
+    p_out: tl.tensor,
+    num_splits: tl.tensor,
+    num_flat: tl.tensor,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+) -> None:
+    # one (request, row, head) per program: its splits, weighted by their share of the softmax's denominator
+    i_flat = tl.program_id(0).to(tl.int64)
+    i_split = tl.arange(0, BLOCK_SPLITS)
+    i_dim = tl.arange(0, BLOCK_DIM)
+    m_dim = i_dim < HEAD_DIM
+    o_split = i_split * num_flat + i_flat
+    b_lse = tl.load(p_lse + o_split, mask=i_split < num_splits, other=float("-inf"))
+    m_used = b_lse > float("-inf")
+    top = tl.max(b_lse, axis=0)
+    b_weight = tl.where(m_used, tl.exp2(b_lse - tl.where(top == float("-inf"), 0.0, top)), 0.0)
+    o_partial = o_split[:, None] * HEAD_DIM + i_dim[None, :]
+    b_partial = tl.load(p_partial + o_partial, mask=m_used[:, None] & m_dim[None, :], other=0.0)
+    total = tl.sum(b_weight, axis=0)
+    b_out = tl.sum(b_partial * b_weight[:, None], axis=0) / tl.where(total == 0.0, 1.0, total)
+    tl.store(p_out + i_flat * HEAD_DIM + i_dim, b_out.to(p_out.dtype.element_ty), mask=m_dim)
+
+
+def choose_splits(num_programs: int, capacity: int) -> int:
+    """Splits of a context of up to `capacity` rows when `num_programs` would run without splitting."""
+    return max(1, min(cdiv(TARGET_PROGRAMS, max(num_programs, 1)), cdiv(capacity, MIN_SPLIT), MAX_SPLITS))
+
+
+def paged_verify_triton(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    layer: int,
+    page_table: torch.Tensor,
+    kv_lens: torch.Tensor,
+    scale: float,
+    tree_mask: torch.Tensor | None = None,
+    *,
+    num_splits: int = 0,
+    min_split: int = MIN_SPLIT,
+) -> torch.Tensor:
+    """Launch on `q` `[B, Q, N, D]`, `kv` `[num_pages, L, 2, page_size, K, D]`, `page_table` int `[B, P]`, `kv_lens` int
+    `[B]`, `tree_mask` None or bool `[B, Q, Q]` -> `[B, Q, N, D]`.
+
+    `num_splits` 0: chosen from the shapes alone. Lengths and pages are not checked.
+    Raises ValueError when shapes or dtypes do not fit.
+    """
+    _check(q, kv, page_table, kv_lens, tree_mask)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if q.numel() == 0:
+        return out
+    num_requests, num_rows, num_heads, head_dim = q.shape
+    page_size, kv_heads = kv.shape[3], kv.shape[4]
+    tile = tile_shape(q.dtype, head_dim, num_rows * (num_heads // kv_heads), MAX_TILE_ROWS)
+    num_tiles = cdiv(num_rows * (num_heads // kv_heads), tile.rows) * kv_heads
+    splits = num_splits or choose_splits(num_tiles * num_requests, page_table.shape[1] * page_size)
+    grid = (num_tiles, splits, num_requests)
+    if splits == 1:
+        _launch_splits(grid, tile, q, kv, layer, page_table, kv_lens, scale, tree_mask, out, out, min_split)
+        return out
+    num_flat = num_requests * num_rows * num_heads
+    partial = torch.empty(splits, num_flat, head_dim, dtype=torch.float32, device=q.device)
+    lse = torch.empty(splits, num_flat, dtype=torch.float32, device=q.device)
+    _launch_splits(grid, tile, q, kv, layer, page_table, kv_lens, scale, tree_mask, partial, lse, min_split)
+    _merge_kernel[(num_flat,)](
+        partial,
+        lse,
+        out,
+        splits,
+        num_flat,
+        HEAD_DIM=head_dim,
+        BLOCK_SPLITS=next_power_of_2(splits),
+        BLOCK_DIM=next_power_of_2(head_dim),
+        num_warps=2,
+    )
+    return out
+
+
+def _launch_splits(
+    grid: tuple[int, int, int],
+    tile: TileShape,
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    layer: int,
+    page_table: torch.Tensor,
+    kv_lens: torch.Tensor,
+    scale: float,
+    tree_mask: torch.Tensor | None,
+    partial: torch.Tensor,
+    lse: torch.Tensor,
+    min_split: int,
+) -> None:
+    """The first pass; with one split `partial` is the output itself and `lse` is not touched."""
+    q = q if q.stride(-1) == 1 else q.contiguous()
+    page_table = page_table if page_table.stride(1) == 1 else page_table.contiguous()
+    page_size, kv_heads, head_dim = kv.shape[3:]
+    plane = page_size * kv_heads * head_dim
+    _verify_kernel[grid](
+        q,
+        kv,
+        page_table,
+        kv_lens.contiguous(),
+        kv_lens if tree_mask is None else tree_mask.contiguous().view(torch.uint8),
+        partial,
+        lse,
+        q.shape[0],
+        q.shape[1],
+        kv_heads,
+        grid[1],
+        q.stride(0),
+        q.stride(1),
+        q.stride(2),
+        page_table.stride(0),
+        kv.stride(0),
+        layer * 2 * plane,
+        plane,
+        scale * LOG2_E,
+        HAS_TREE=tree_mask is not None,
+        IS_SPLIT=grid[1] > 1,
+        MIN_SPLIT=min_split,
+        GROUP=q.shape[2] // kv_heads,
+        PAGE_SIZE=page_size,
+        HEAD_DIM=head_dim,
+        BLOCK_ROWS=tile.rows,
+        BLOCK_COLUMNS=tile.columns,
+        BLOCK_DIM=tile.dim,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+
+
+def _check(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    page_table: torch.Tensor,
+    kv_lens: torch.Tensor,
+    tree_mask: torch.Tensor | None,
+) -> None:
+    check_paged("paged_verify", q, kv, page_table, (kv_lens,))
+    num_requests = page_table.shape[0]
+    if q.dim() != 4 or q.shape[0] != num_requests or kv_lens.shape != (num_requests,):
+        raise ValueError(
+            f"paged_verify: q {tuple(q.shape)} and kv_lens {tuple(kv_lens.shape)} do not fit {num_requests} requests; "
+            "expected [B, Q, N, D] and [B]"
+        )
+    square = (num_requests, q.shape[1], q.shape[1])
+    if tree_mask is not None and (tree_mask.shape != square or tree_mask.dtype != torch.bool):
+        raise ValueError(f"paged_verify: tree mask {tuple(tree_mask.shape)} {tree_mask.dtype}, expected bool {square}")
+
+
+def paged_verify(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    layer: int,
+    page_table: torch.Tensor,
+    kv_lens: torch.Tensor,
+    scale: float,
+    tree_mask: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Rows `q` `[B, Q, N, D]`, the last Q of each request's `kv_lens` int `[B]` rows, over pages `page_table` int
+    `[B, P]` of `layer` in `kv`: causal, or of the new rows those that `tree_mask` bool `[B, Q, Q]` lets each see.
+
+    Returns `[B, Q, N, D]`; a row that sees nothing (an idle request with kv_len 0) gives zeros.
+    Raises ValueError when shapes or dtypes do not fit.
+    """
+    if q.is_cuda:
+        return paged_verify_triton(q, kv, layer, page_table, kv_lens, scale, tree_mask)
+    _check(q, kv, page_table, kv_lens, tree_mask)
+    return paged_verify_reference(q, kv, layer, page_table, kv_lens, scale, tree_mask)

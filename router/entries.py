@@ -1,0 +1,123 @@
+"""What the dispatcher keeps of the requests: a request with its choices, and each choice's room.
+
+A request is what a client sent; each of its choices has a room of its own. Time in the queue and the figures of /metrics
+belong to the request: a choice that waits behind its own siblings does not wait for workers that others hold, and a
+request with eight choices is one request.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ..cluster.messages import Sampling
+from ..cluster.metrics import RequestRecord
+from .inbox import Inbox
+from .policy import Need
+from .room_parts import Phase
+from .rooms import DEADLINE_EXCEEDED, Room
+from .timeline import Timeline, timeline_of
+
+OUTCOMES = {
+    "QueueTimeout": "rejected",
+    "NoWorkers": "rejected",
+    "Refused": "rejected",
+    "Timeout": "timeout",
+    DEADLINE_EXCEEDED: "timeout",
+}  # of a Broken's kinds; "failed" for any other
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One choice that a client wants."""
+
+    prompt_ids: list[int]
+    sampling: Sampling
+    arrived: float  # monotonic seconds
+    tokenize_s: float
+
+    @property
+    def need(self) -> Need:
+        return Need(len(self.prompt_ids), self.sampling.max_new_tokens)
+
+
+@dataclass(eq=False)
+class Request:
+    """What the choices of one client request share."""
+
+    arrived: float
+    waiting_since: float | None  # None while a choice is at the workers
+    waited_s: float = 0.0  # before that, in all waits during which no choice was at the workers
+    num_placed: int = 0  # choices at the workers
+    entries: list["Entry"] = field(default_factory=list)
+    outcomes: dict[int, str] = field(default_factory=dict)  # by choice
+    is_warned: bool = False
+
+    def waited(self, now: float) -> float:
+        """Seconds during which none of the choices was at the workers."""
+        return self.waited_s + (now - self.waiting_since if self.waiting_since is not None else 0.0)
+
+    def note_phase(self, entry: "Entry", now: float) -> None:
+        """Called after every event of a choice: it may have gone to the workers, or left them."""
+        if entry.room.is_at_workers == entry.is_placed:
+            return
+        entry.is_placed = not entry.is_placed
+        self.num_placed += 1 if entry.is_placed else -1
+        if self.num_placed and self.waiting_since is not None:
+            self.waited_s, self.waiting_since = self.waited(now), None
+        elif not self.num_placed:
+            self.waiting_since = now
+
+    def end(self, index: int, outcome: str) -> bool:
+        """Notes how a choice ended, the first word counting; True when it was the last to end."""
+        if index in self.outcomes:
+            return False
+        self.outcomes[index] = outcome
+        return len(self.outcomes) == len(self.entries)
+
+    def record(self, now: float) -> RequestRecord:
+        """The account of a request whose choices have all ended; its outcome is the first that is not ok."""
+        rooms = [entry.room for entry in self.entries]
+        decodes = [room.decode_timeline for room in rooms if room.decode_timeline is not None]
+        firsts = [room.stamps.first_token for room in rooms if room.stamps.first_token is not None]
+        ends = [room.stamps.ended for room in rooms if room.stamps.ended is not None]
+        return RequestRecord(
+            outcome=next((outcome for outcome in self.outcomes.values() if outcome != "ok"), "ok"),
+            e2e_s=max(ends, default=now) - self.arrived,
+            ttft_s=min(firsts) - self.arrived if firsts else None,
+            prompt_tokens=sum(room.num_prompt for room in rooms),
+            cached_tokens=sum(room.prefill_timeline.cached_tokens for room in rooms if room.prefill_timeline),
+            output_tokens=sum(room.num_output for room in rooms),
+            drafted_tokens=sum(decode.drafted_tokens for decode in decodes),
+            accepted_tokens=sum(decode.accepted_tokens for decode in decodes),
+            handoff_bytes=sum(decode.handoff_bytes for decode in decodes),
+        )
+
+
+@dataclass(eq=False)
+class Entry:
+    """A choice: its room, with what the router keeps beside it."""
+
+    room: Room
+    job: Job
+    request: Request
+    inbox: Inbox
+    index: int  # of the choice within the client's request
+    queued_at: float
+    queued_s: float = 0.0  # over all waits
+    not_before: float = 0.0
+    is_placed: bool = False  # as its request has counted it
+    last_arrival: float = 0.0
+
+    def timeline(self, now: float) -> Timeline:
+        waiting = now - self.queued_at if self.room.phase is Phase.QUEUED else 0.0
+        return timeline_of(
+            self.room,
+            arrived=self.job.arrived,
+            tokenize_s=self.job.tokenize_s,
+            queued_s=self.queued_s + waiting,
+            now=now,
+        )
+
+
+def new_request(jobs: Sequence[Job], now: float) -> Request:
+    """A request whose choices have no rooms yet."""
+    return Request(arrived=min((job.arrived for job in jobs), default=now), waiting_since=now)

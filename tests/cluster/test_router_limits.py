@@ -1,0 +1,222 @@
+"""The router's bounds: on time, on accounts that come late, and on what a client may leave unfinished."""
+
+import contextlib
+import json
+import socket
+import threading
+import time
+
+import httpx
+import openai
+import pytest
+from baton.cluster.messages import DecodeTimeline, Failed, Gone, Reserve, TokenItem, Tokens
+from baton.router import wire
+from baton.tests.cluster.router_fakes import BODY, assert_nothing_left, in_thread, post, routers, save_tokenizer, until
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    return save_tokenizer(tmp_path_factory.mktemp("tok"))
+
+
+@pytest.fixture
+def start(tmp_path, model_dir):
+    """start(**settings) -> (router, script)"""
+    with routers(tmp_path, model_dir) as make:
+        yield make
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_request_over_its_time_limit_is_504_or_an_error_frame(start, is_stream):
+    running, script = start(request_timeout_s=0.5)
+    script.holds.set()
+    _, decode = running.pair(script)
+    reply = post(running, stream=is_stream)
+    last = reply.text.strip().splitlines()[-1].removeprefix("data: ")
+    assert json.loads(last)["error"]["code"] == "deadline_exceeded"
+    assert reply.status_code == (200 if is_stream else 504)  # a stream had begun
+    assert 0 < decode.of(Reserve)[0].deadline_ms <= 500
+    assert_nothing_left(running)
+
+
+def test_a_worker_that_finds_the_deadline_passed_is_believed(start):
+    running, script = start()
+    _, decode = running.pair(script)
+
+    def late(worker, message):
+        if isinstance(message, Reserve):
+            told = {"kind": "DeadlineExceeded", "message": "late", "retryable": False}
+            worker.send(Failed(room=message.room, epoch=message.epoch, instance=worker.instance, **told))
+        else:
+            script.decode(worker, message)
+
+    decode._script = late
+    assert post(running).status_code == 504
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize("answers", [True, False])
+def test_what_a_stop_string_cut_off_is_accounted_for_by_decodes_last_word(start, is_stream, answers):
+    running, script = start()
+    _, decode = running.pair(script)
+
+    def endless(worker, message):
+        if isinstance(message, Reserve):
+            script.holds.set()
+            script.decode(worker, message)
+            item = TokenItem(room=message.room, epoch=0, seq=1, ids=script.output[1:20])
+            worker.send(Tokens(instance=worker.instance, items=[item]))
+        elif answers:
+            account = DecodeTimeline(verify_steps=5, drafted_tokens=15, accepted_tokens=9, handoff_bytes=512)
+            worker.send(Gone(room=message.room, instance=worker.instance, timeline=account))
+
+    decode._script = endless
+    began = time.monotonic()
+    with openai.OpenAI(base_url=running.url + "/v1", api_key="none", max_retries=0, timeout=10) as client:
+        asked = BODY | {"stop": "wörld", "extra_headers": {"x-baton-timeline": "1"}}
+        if is_stream:
+            chunks = list(client.chat.completions.create(stream=True, stream_options={"include_usage": True}, **asked))
+            text, last = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices), chunks[-1]
+        else:
+            last = client.chat.completions.create(**asked)
+            text = last.choices[0].message.content
+    assert text == "Hello "
+    assert last.usage.completion_tokens_details.accepted_prediction_tokens == (9 if answers else 0)
+    assert last.timeline["accept_length"] == (2.8 if answers else None)
+    assert time.monotonic() - began < 2.0
+    if answers:
+        assert "baton_accepted_tokens_total 9.0" in httpx.get(running.url + "/metrics").text
+
+
+def test_a_stream_without_accounts_ends_without_waiting_for_them(start):
+    running, script = start()
+    _, decode = running.pair(script)
+    held = []
+
+    def endless(worker, message):
+        if isinstance(message, Reserve):
+            script.holds.set()
+            script.decode(worker, message)
+            item = TokenItem(room=message.room, epoch=0, seq=1, ids=script.output[1:20])
+            worker.send(Tokens(instance=worker.instance, items=[item]))
+        else:
+            held.append(message)
+
+    decode._script = endless
+    with httpx.stream("POST", running.url + "/v1/chat/completions", json=BODY | {"stream": True, "stop": "wörld"}) as reply:
+        lines = [line for line in reply.iter_lines() if line]
+    assert lines[-1] == "data: [DONE]"
+    entries = running.call(lambda: list(running.router.dispatcher._entries.values()))
+    assert [entry.room.is_settling for entry in entries] == [True]
+
+
+def test_many_empty_messages_are_refused_or_tokenised_off_the_event_loop(start):
+    running, script = start()
+    running.pair(script)
+    threads = []
+    encode = running.tokenizer.encode_chat
+    running.tokenizer.encode_chat = lambda messages: threads.append(threading.current_thread().name) or encode(messages)
+    empty = {"role": "user", "content": ""}
+    assert post(running, messages=[empty] * 4000 + BODY["messages"]).status_code == 400  # by their roles alone
+    assert post(running, messages=[empty] * 80 + BODY["messages"]).status_code in (200, 400)
+    assert post(running).status_code == 200
+    assert [name.startswith("tokenize") for name in threads] == [True, False]
+
+
+def connect(running):
+    return socket.create_connection(("127.0.0.1", running.router.port), timeout=5)
+
+
+def status_line(reply):
+    return reply.split(b"\r\n")[0].decode()
+
+
+def read_all(connection):
+    data = b""
+    with contextlib.suppress(ConnectionResetError):
+        while part := connection.recv(65536):
+            data += part
+    return data
+
+
+HEAD = b"GET /health HTTP/1.1\r\nhost: x\r\n"
+
+
+@pytest.mark.parametrize("sent", [b"", b"\r\n", b"GET /hea", HEAD, HEAD + b"\r\n" + HEAD])
+def test_a_head_that_is_not_sent_whole_in_time_is_cut(start, monkeypatch, sent):
+    monkeypatch.setattr(wire, "HEAD_TIMEOUT_S", 0.3)
+    running, _ = start()
+    with connect(running) as connection:
+        began = time.monotonic()
+        connection.sendall(sent)
+        reply = read_all(connection)
+    assert 0.2 < time.monotonic() - began < 3.0
+    if sent in (b"GET /hea", HEAD):
+        assert status_line(reply).startswith("HTTP/1.1 408 ")
+    assert httpx.get(running.url + "/health").status_code == 200
+
+
+def test_a_request_that_takes_its_time_after_the_head_is_not_cut(start, monkeypatch):
+    monkeypatch.setattr(wire, "HEAD_TIMEOUT_S", 0.2)
+    running, script = start(queue_timeout_s=30)
+    script.holds.set()
+    _, decode = running.pair(script)
+    _, results = in_thread(lambda: post(running))
+    until(lambda: decode.of(Reserve), "placed")
+    time.sleep(0.5)  # longer than a head may take
+    script.stream(decode, decode.of(Reserve)[0])
+    assert until(lambda: results, "an answer")[0].status_code == 200
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        b"x: " + b"a" * 17_000 + b"\r\n\r\n",
+        b"x: " + b"a" * 17_000,  # and no end
+        b"".join(b"x%d: a\r\n" % i for i in range(70)) + b"\r\n",
+        b"".join(b"x%d: %s\r\n" % (i, b"a" * 1000) for i in range(20)),
+    ],
+)
+def test_a_head_over_its_bounds_is_431(start, lines):
+    running, _ = start()
+    with connect(running) as connection:
+        connection.sendall(HEAD + lines)
+        reply = read_all(connection)
+    assert status_line(reply).startswith("HTTP/1.1 431 ")
+    assert json.loads(reply.partition(b"\r\n\r\n")[2])["error"]["message"]
+
+
+def test_an_endless_target_is_431_and_bytes_that_are_no_http_are_400(start):
+    running, _ = start()
+    for sent, status in ((b"GET /" + b"a" * 20_000 + b" HTTP/1.1\r\n\r\n", "431"), (b"\x16\x03\x01\x02\x00\r\n\r\n", "400")):
+        with connect(running) as connection:
+            connection.sendall(sent)
+            assert status_line(read_all(connection)).split()[1] == status
+
+
+def test_bodies_over_the_bound_of_heads_and_many_requests_per_connection_are_served(start):
+    running, script = start()
+    running.pair(script)
+    with httpx.Client() as client:
+        for _ in range(3):
+            padded = json.dumps(BODY).encode() + b" " * 100_000
+            reply = client.post(running.url + "/v1/chat/completions", content=padded, timeout=10)
+            assert reply.status_code == 200
+            assert client.get(running.url + "/health", headers={"x": "y" * 9000}).status_code == 200
+
+
+def test_connections_over_the_cap_are_503_and_make_room_when_they_close(start, monkeypatch):
+    monkeypatch.setattr(wire, "MAX_CONNECTIONS", 2)
+    running, _ = start()
+    idle = [connect(running) for _ in range(2)]
+    until(lambda: status_line(_ask_health(running)).startswith("HTTP/1.1 503 "), "the cap is reached")
+    for connection in idle:
+        connection.close()
+    until(lambda: status_line(_ask_health(running)).startswith("HTTP/1.1 200 "), "room again")
+
+
+def _ask_health(running):
+    with connect(running) as connection:
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            connection.sendall(HEAD + b"connection: close\r\n\r\n")
+        return read_all(connection)

@@ -1,0 +1,66 @@
+"""The kernels compiled and on a GPU: the cases that run in the interpreter elsewhere, and what only a device can show."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from baton.kernels.kv_store import kv_rows, store_kv
+from baton.kernels.paged_attention import paged_attention_reference
+from baton.kernels.verify_attention import paged_verify
+from baton.tests.kernels.attention_cases import attention_cases, tree_cases
+from baton.tests.kernels.bench_kernels import registry
+from baton.tests.kernels.cases import pool_cases, randn, rows_cases
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+CASES = [*rows_cases(), *pool_cases(), *attention_cases(), *tree_cases()]
+
+
+@pytest.mark.parametrize(("check", "arguments"), CASES, ids=[check.__name__[6:] for check, _ in CASES])
+def test_kernel_equals_its_definition(check: Callable[..., None], arguments: tuple[object, ...]):
+    check("cuda", *arguments)
+
+
+def test_every_operation_runs_on_the_device():
+    for bench in registry("cuda", is_small=True):
+        bench.run()
+    torch.cuda.synchronize()
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.mem_get_info()[0] < 12 << 30, reason="needs 12 GiB of free device memory"
+)
+def test_pages_beyond_two_billion_values_are_reached():
+    """Page 20000 of this pool begins at value 2.6e9: a 32-bit offset would wrap."""
+    pool = torch.zeros(20001, 1, 2, 16, 32, 128, dtype=torch.bfloat16, device="cuda")
+    assert pool[20000].storage_offset() > 2**31
+    slots = torch.arange(20000 * 16, 20000 * 16 + 5, device="cuda")
+    k, v = randn(5, 32, 128, dtype=torch.bfloat16), randn(5, 32, 128, dtype=torch.bfloat16, seed=1)
+    store_kv(pool, 0, kv_rows(slots, pool), k.cuda(), v.cuda())
+    assert torch.equal(pool[20000, 0, 0, :5].cpu(), k)
+    assert torch.equal(pool[20000, 0, 1, :5].cpu(), v)
+    q = randn(1, 1, 32, 128, dtype=torch.bfloat16, seed=2)
+    table, lens = torch.tensor([[20000]], device="cuda"), torch.tensor([5], device="cuda")
+    out = paged_verify(q.cuda(), pool, 0, table, lens, 0.1)
+    expected = paged_attention_reference(q[0], pool[20000:].cpu(), 0, torch.tensor([0]), 5, 0.1)
+    torch.testing.assert_close(out[0].cpu(), expected, atol=1.6e-2, rtol=1.6e-2)
+
+
+def test_a_captured_verify_follows_lengths_and_pages_that_change_between_replays():
+    pool = randn(9, 1, 2, 16, 2, 64, dtype=torch.bfloat16).cuda()
+    q = randn(2, 4, 8, 64, dtype=torch.bfloat16, seed=1).cuda()
+    table, lens = torch.tensor([[1, 2, 3], [4, 5, 6]]).cuda(), torch.tensor([20, 40]).cuda()
+    paged_verify(q, pool, 0, table, lens, 0.1)  # compiled before the capture
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = paged_verify(q, pool, 0, table, lens, 0.1)
+    for kv_lens, pages in (((20, 40), [[1, 2, 3], [4, 5, 6]]), ((33, 5), [[7, 8, 1], [2, 3, 4]])):
+        table.copy_(torch.tensor(pages))
+        lens.copy_(torch.tensor(kv_lens))
+        graph.replay()
+        for request, kv_len in enumerate(kv_lens):
+            expected = paged_attention_reference(
+                q[request].cpu(), pool.cpu(), 0, torch.tensor(pages[request]), kv_len, 0.1
+            )
+            torch.testing.assert_close(out[request].cpu(), expected, atol=1.6e-2, rtol=1.6e-2)

@@ -1,0 +1,194 @@
+"""Attention and tree walks against their definitions: the second half of `cases`."""
+
+from collections.abc import Callable, Iterator
+from itertools import cycle
+
+import torch
+from baton.kernels import extend_attention, tree_verify, verify_attention
+from baton.kernels.paged_attention import paged_attention_reference
+from baton.tests.kernels.cases import BFLOAT16, FLOAT32, NAN, assert_close, randn
+
+HEADS = ((4, 4), (3, 1), (8, 2), (8, 1))  # groups of 1, 3, 4 and 8
+HEAD_DIMS = (64, 80, 96, 128)
+RAGGED = [(1, 1), (5, 5), (1, 33), (17, 48), (70, 71)]
+BORDERS = [(16, 16), (31, 33), (3, 65), (33, 33), (2, 64)]
+
+
+# --- attention --------------------------------------------------------------------------------------------------------
+
+
+def poisoned_pool(
+    kv_lens: list[int], page_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype, layer: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A pool of 2 layers and a page table `[B, P]` that hold exactly `kv_lens` rows in `layer`; all else but the sink,
+    rows behind a request's last in its own page included, is NaN. Pages are scattered."""
+    needed = [-(-length // page_size) for length in kv_lens]
+    total, width = sum(needed) + 3, max(needed, default=0) + 1
+    pages = (torch.randperm(total - 1, generator=torch.Generator().manual_seed(7)) + 1).tolist()
+    pool = torch.full((total, 2, 2, page_size, kv_heads, head_dim), NAN, dtype=dtype)
+    pool[0, :, :, 0] = 0
+    table = torch.zeros(len(kv_lens), width, dtype=torch.int64)
+    for request, length in enumerate(kv_lens):
+        for index in range(needed[request]):
+            table[request, index] = page = pages.pop()
+            rows = min(page_size, length - index * page_size)
+            pool[page, layer, :, :rows] = randn(2, rows, kv_heads, head_dim, dtype=dtype, seed=1000 * page + request)
+    return pool, table
+
+
+def definition(
+    q: torch.Tensor, pool: torch.Tensor, layer: int, pages: torch.Tensor, kv_len: int, scale: float
+) -> torch.Tensor:
+    """`paged_attention_reference`, which reads whole pages, without the poison."""
+    return paged_attention_reference(q, pool.nan_to_num(0.0), layer, pages, kv_len, scale)
+
+
+def check_extend(
+    device: str, lens: list[tuple[int, int]], heads: tuple[int, int], head_dim: int, page_size: int, dtype: torch.dtype
+) -> None:
+    """Requests of (new rows, context rows) and three padding rows of NaN behind them."""
+    num_heads, kv_heads = heads
+    q_lens, kv_lens = [q for q, _ in lens], [kv for _, kv in lens]
+    pool, table = poisoned_pool(kv_lens, page_size, kv_heads, head_dim, dtype, layer=1)
+    starts = torch.tensor([0, *q_lens]).cumsum(0)
+    wide = randn(sum(q_lens) + 3, num_heads + 1, head_dim, dtype=dtype, seed=8)
+    wide[-3:] = wide[:, -1] = NAN
+    lengths = torch.tensor(kv_lens, dtype=torch.int64)
+    scale, q = head_dim**-0.5, wide[:, :-1]
+    on_device = [x.to(device) for x in (table, starts, lengths)]
+    out = extend_attention.paged_extend_triton(
+        wide.to(device)[:, :-1], pool.to(device), 1, *on_device, max(q_lens, default=0), scale
+    )
+    assert torch.equal(out[-3:].cpu(), torch.zeros_like(q[-3:]))
+    for request, (q_len, kv_len) in enumerate(lens):
+        mine = slice(int(starts[request]), int(starts[request]) + q_len)
+        assert_close(out[mine], definition(q[mine], pool, 1, table[request], kv_len, scale))
+
+
+def tree_definition(
+    q: torch.Tensor, pool: torch.Tensor, layer: int, pages: torch.Tensor, kv_len: int, scale: float, seen: torch.Tensor
+) -> torch.Tensor:
+    """One request in float64, row by row, over the columns that `seen` bool `[Q, Q]` and the prefix give it."""
+    keys, values = (
+        plane.flatten(0, 1)[:kv_len].repeat_interleave(q.shape[1] // pool.shape[4], dim=1).double()
+        for plane in pool[pages, layer].unbind(1)
+    )
+    out = torch.zeros_like(q)
+    for row in range(q.shape[0]):
+        context = kv_len - q.shape[0]
+        columns = [c for c in range(kv_len) if c < context or bool(seen[row, c - context])]
+        if columns:
+            scores = torch.einsum("nd,snd->ns", q[row].double(), keys[columns]) * scale
+            out[row] = torch.einsum("ns,snd->nd", scores.softmax(-1), values[columns]).to(q.dtype)
+    return out
+
+
+def random_trees(num_requests: int, num_rows: int) -> torch.Tensor:
+    """Ancestor masks `[B, Q, Q]` of random trees whose parents precede their children; every node sees itself."""
+    generator = torch.Generator().manual_seed(9)
+    masks = torch.eye(num_rows, dtype=torch.bool).repeat(num_requests, 1, 1)
+    for mask in masks:
+        for node in range(1, num_rows):
+            mask[node] |= mask[int(torch.randint(0, node, (), generator=generator))]
+    return masks
+
+
+def check_verify(
+    device: str,
+    num_rows: int,
+    kv_lens: list[int],
+    heads: tuple[int, int],
+    head_dim: int,
+    page_size: int,
+    dtype: torch.dtype,
+    num_splits: int = 1,
+    is_tree: bool = False,
+) -> None:
+    """kv_len 0 is an idle request: its queries are NaN and its rows come out as zeros."""
+    num_heads, kv_heads = heads
+    pool, table = poisoned_pool(kv_lens, page_size, kv_heads, head_dim, dtype, layer=0)
+    wide = randn(len(kv_lens), num_rows, num_heads + 1, head_dim, dtype=dtype, seed=8)
+    wide[:, :, -1] = NAN
+    lengths = torch.tensor(kv_lens, dtype=torch.int64)
+    wide[lengths == 0] = NAN
+    trees = random_trees(len(kv_lens), num_rows) if is_tree else None
+    if trees is not None:
+        trees[1, 1:, 0] = False  # a mask that is no tree's: only what it says counts
+    q, scale = wide[:, :, :-1], head_dim**-0.5
+    arguments = pool.to(device), 0, table.to(device), lengths.to(device), scale
+    out = verify_attention.paged_verify_triton(
+        wide.to(device)[:, :, :-1],
+        *arguments,
+        None if trees is None else trees.to(device),
+        num_splits=num_splits,
+        min_split=32,
+    )
+    on_cpu = verify_attention.paged_verify_reference(q, pool, 0, table, lengths, scale, trees)
+    seen = torch.ones(num_rows, num_rows, dtype=torch.bool).tril().repeat(len(kv_lens), 1, 1) if trees is None else trees
+    for request, kv_len in enumerate(kv_lens):
+        expected = tree_definition(q[request], pool, 0, table[request], kv_len, scale, seen[request])
+        assert_close(out[request], expected)
+        assert_close(on_cpu[request], expected)
+
+
+# --- trees ------------------------------------------------------------------------------------------------------------
+
+
+def walk(tokens: list[int], parents: list[int], targets: list[int], limit: int) -> list[int]:
+    """The kept nodes of one tree, in plain Python."""
+    path = [0] if limit else []
+    while path:
+        children = [n for n in range(limit) if parents[n] == path[-1] and tokens[n] == targets[path[-1]]]
+        if not children:
+            break
+        path.append(children[0])
+    return path
+
+
+def check_tree_verify(device: str, num_requests: int, num_nodes: int, vocabulary: int, is_chain: bool = False) -> None:
+    """Few tokens, so that walks go deep and siblings collide; limits from 0 to all nodes."""
+    generator = torch.Generator().manual_seed(num_nodes)
+    shape = num_requests, num_nodes
+    tokens, targets = (torch.randint(0, vocabulary, shape, generator=generator) for _ in range(2))
+    parents = torch.full(shape, -1, dtype=torch.int64)
+    for node in range(1, num_nodes):
+        draw = torch.randint(-1, node, (num_requests,), generator=generator)
+        parents[:, node] = node - 1 if is_chain else draw
+    limits = torch.randint(0, num_nodes + 1, (num_requests,), generator=generator)
+    limits[num_requests // 2 :] = num_nodes
+    inputs = tokens, parents, targets, limits
+    for verdict in (
+        tree_verify.tree_verify_triton(*(x.to(device) for x in inputs)),
+        tree_verify.tree_verify_reference(*inputs),
+    ):
+        for request in range(num_requests):
+            path = walk(*(x[request].tolist() for x in inputs))
+            filled = (path or [0]) + [path[-1] if path else 0] * (num_nodes - max(len(path), 1))
+            assert int(verdict.accept_len[request]) == len(path)
+            assert verdict.path[request].tolist() == filled
+            assert verdict.tokens[request].tolist() == targets[request, filled].tolist()
+
+
+# --- the list ---------------------------------------------------------------------------------------------------------
+
+
+def attention_cases() -> Iterator[tuple[Callable[..., None], tuple[object, ...]]]:
+    turns = cycle(((1, FLOAT32), (16, FLOAT32), (16, BFLOAT16)))
+    for heads, head_dim in zip(HEADS, HEAD_DIMS, strict=True):
+        for lens in (RAGGED, BORDERS):
+            yield check_extend, (lens, heads, head_dim, *next(turns))
+        for num_rows, splits, is_tree in ((1, 1, False), (1, 4, False), (4, 3, False), (7, 1, True), (7, 3, True)):
+            lens = [0, num_rows, 31, 32, 33, 97]
+            yield check_verify, (num_rows, lens, heads, head_dim, *next(turns), splits, is_tree)
+    yield check_extend, ([], (2, 1), 64, 16, FLOAT32)
+    yield check_extend, ([(300, 300)], (8, 1), 64, 16, BFLOAT16)
+    yield check_verify, (1, [], (2, 1), 64, 16, FLOAT32)
+    yield check_verify, (40, [40, 75], (8, 2), 64, 16, BFLOAT16, 2, True)
+    yield check_verify, (3, [2, 1, 5], (2, 1), 64, 16, FLOAT32)  # fewer context rows than new ones
+
+
+def tree_cases() -> Iterator[tuple[Callable[..., None], tuple[object, ...]]]:
+    for num_requests, num_nodes in ((0, 4), (3, 1), (24, 2), (24, 5), (16, 33)):
+        yield check_tree_verify, (num_requests, num_nodes, 2)
+    yield check_tree_verify, (32, 6, 2, True)
+    yield check_tree_verify, (8, 16, 1)

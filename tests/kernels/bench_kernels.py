@@ -1,0 +1,156 @@
+"""How long each kernel takes, beside the bytes and operations it cannot avoid: `python tests/kernels/bench_kernels.py`.
+
+A registry of operations in the shapes of an 8B Llama, and a runner for a CUDA device. Ceilings (a copy for bytes, a
+matrix product for operations) are measured in the same run, since a ratio to a data sheet says little.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from baton.kernels.extend_attention import paged_extend
+from baton.kernels.kv_store import kv_rows, store_kv
+from baton.kernels.page_copy import gather_pages, scatter_pages
+from baton.kernels.rms_norm import add_rms_norm, rms_norm
+from baton.kernels.rope import apply_rope
+from baton.kernels.rope_store import rope_store
+from baton.kernels.select_rows import select_last_rows
+from baton.kernels.silu_mul import silu_mul
+from baton.kernels.tree_verify import tree_verify
+from baton.kernels.verify_attention import paged_verify
+
+HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE, LAYERS = 4096, 14336, 32, 8, 128, 16, 2
+
+
+@dataclass(frozen=True)
+class Bench:
+    """One operation: `run` it; `num_bytes` it must move between memory and chip, `num_flops` it must compute (matrix
+    products alone; 0: bound by memory)."""
+
+    name: str
+    run: Callable[[], object]
+    num_bytes: int
+    num_flops: int = 0
+
+
+def size(*tensors: torch.Tensor) -> int:
+    return sum(x.numel() * x.element_size() for x in tensors)
+
+
+def random(*shape: int, device: str) -> torch.Tensor:
+    return torch.randn(*shape, dtype=torch.bfloat16, device=device)
+
+
+def row_benches(tokens: int, device: str) -> Iterator[Bench]:
+    """Everything that works row by row over `tokens` rows."""
+    x, residual = random(tokens, HIDDEN, device=device), random(tokens, HIDDEN, device=device)
+    weight = random(HIDDEN, device=device)
+    yield Bench(f"rms_norm {tokens}", lambda: rms_norm(x, weight, 1e-5), size(x, x, weight))
+    yield Bench(f"add_rms_norm {tokens}", lambda: add_rms_norm(x, residual, weight, 1e-5), 4 * size(x) + size(weight))
+    gate_up = random(tokens, 2 * INTERMEDIATE, device=device)
+    yield Bench(f"silu_mul {tokens}", lambda: silu_mul(gate_up), size(gate_up) * 3 // 2)
+    projected = random(tokens, HEADS + 2 * KV_HEADS, HEAD_DIM, device=device)
+    q, k, v = projected.split([HEADS, KV_HEADS, KV_HEADS], dim=1)
+    cos, sin = random(tokens, HEAD_DIM, device=device), random(tokens, HEAD_DIM, device=device)
+    pool = torch.zeros(
+        tokens // PAGE_SIZE + 2, LAYERS, 2, PAGE_SIZE, KV_HEADS, HEAD_DIM, dtype=torch.bfloat16, device=device
+    )
+    rows = kv_rows(torch.arange(PAGE_SIZE, PAGE_SIZE + tokens, device=device), pool)
+    yield Bench(f"apply_rope {tokens}", lambda: apply_rope(q, cos, sin), 2 * size(q) + size(cos, sin))
+    yield Bench(f"store_kv {tokens}", lambda: store_kv(pool, 1, rows, k, v), 2 * size(k, v) + size(rows))
+    both = 2 * size(projected) + size(cos, sin, rows)
+    yield Bench(f"rope_store {tokens}", lambda: rope_store(q, k, v, cos, sin, pool, 1, rows), both)
+
+
+def paged(batch: int, context: int, device: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Pool, page table `[batch, pages]` with scattered pages, and lengths, all `context`."""
+    each = -(-context // PAGE_SIZE)
+    shape = batch * each + 1, LAYERS, 2, PAGE_SIZE, KV_HEADS, HEAD_DIM
+    table = (torch.randperm(batch * each, device=device) + 1).view(batch, each)
+    return random(*shape, device=device), table, torch.full((batch,), context, device=device)
+
+
+def attention_benches(batch: int, context: int, device: str) -> Iterator[Bench]:
+    """Decode, verify of a chain and of a tree, and prefill of the whole context of one request."""
+    pool, table, lens = paged(batch, context, device)
+    scale = HEAD_DIM**-0.5
+    context_bytes = batch * context * 2 * KV_HEADS * HEAD_DIM * 2
+    for num_rows, kind in ((1, "decode"), (4, "chain"), (16, "tree")):
+        q = random(batch, num_rows, HEADS, HEAD_DIM, device=device)
+        mask = torch.ones(batch, num_rows, num_rows, dtype=torch.bool, device=device).tril() if kind == "tree" else None
+        yield Bench(
+            f"paged_verify {kind} {batch}x{context}",
+            lambda q=q, mask=mask: paged_verify(q, pool, 1, table, lens, scale, mask),
+            context_bytes + 2 * size(q) + (size(mask) if mask is not None else 0),
+            4 * batch * num_rows * HEADS * HEAD_DIM * context,
+        )
+    q = random(context, HEADS, HEAD_DIM, device=device)
+    starts = torch.tensor([0, context], device=device)
+    one_table, one_len = table.narrow(0, 0, 1), lens.narrow(0, 0, 1)
+    yield Bench(
+        f"paged_extend 1x{context}",
+        lambda: paged_extend(q, pool, 1, one_table, starts, one_len, context, scale),
+        context_bytes // batch + 2 * size(q),
+        4 * HEADS * HEAD_DIM * (context * (context + 1) // 2),
+    )
+
+
+def transfer_benches(num_pages: int, page_bytes: int, device: str) -> Iterator[Bench]:
+    """Half the pages of a plane, scattered, to staging and back."""
+    plane = torch.zeros(num_pages, page_bytes, dtype=torch.uint8, device=device)
+    pages = torch.randperm(num_pages, device=device).narrow(0, 0, num_pages // 2)
+    staging = torch.zeros(len(pages), page_bytes, dtype=torch.uint8, device=device)
+    moved = f"{len(pages)}x{page_bytes}"
+    yield Bench(f"gather_pages {moved}", lambda: gather_pages(plane, pages, staging), 2 * size(staging))
+    yield Bench(f"scatter_pages {moved}", lambda: scatter_pages(staging, pages, plane), 2 * size(staging))
+
+
+def verdict_benches(batch: int, num_nodes: int, device: str) -> Iterator[Bench]:
+    """What stands behind a verify step: the walk and the row to go on from. Launch-bound."""
+    tokens = torch.zeros(batch, num_nodes, dtype=torch.int64, device=device)
+    parents = (torch.arange(num_nodes, device=device) - 1).repeat(batch, 1)
+    limits = torch.full((batch,), num_nodes, device=device)
+    moved = 5 * size(tokens) + 2 * size(limits)
+    yield Bench(f"tree_verify {batch}x{num_nodes}", lambda: tree_verify(tokens, parents, tokens, limits), moved)
+    hidden = random(batch * num_nodes, HIDDEN, device=device)
+    rows = 2 * batch * HIDDEN * 2 + size(limits)
+    yield Bench(f"select_last_rows {batch}x{num_nodes}", lambda: select_last_rows(hidden, limits), rows)
+
+
+def registry(device: str, *, is_small: bool) -> Iterator[Bench]:
+    """Every operation; small: a few rows, to see that each entry runs."""
+    for tokens in (3,) if is_small else (1, 64, 8192):
+        yield from row_benches(tokens, device)
+    for batch, context in ((2, 40),) if is_small else ((1, 1024), (1, 8192), (8, 8192), (64, 4096)):
+        yield from attention_benches(batch, context, device)
+    for num_pages, page_bytes in ((4, 4096),) if is_small else ((1024, 1 << 21), (1024, 1 << 17)):
+        yield from transfer_benches(num_pages, page_bytes, device)
+    yield from verdict_benches(2 if is_small else 64, 16, device)
+
+
+def main() -> None:
+    """One line per operation: microseconds, GB/s, TFLOP/s, and the share of the nearer ceiling."""
+    if not torch.cuda.is_available():
+        sys.exit("no CUDA device: a kernel's time is only known where it runs")
+    from triton.testing import do_bench
+
+    def milliseconds(run: Callable[[], object]) -> float:
+        return float(do_bench(run, warmup=25, rep=100, return_mode="median"))
+
+    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    bandwidth = 2 * size(source) / milliseconds(lambda: target.copy_(source)) * 1e3
+    a, b = random(8192, 8192, device="cuda"), random(8192, 8192, device="cuda")
+    rate = 2 * 8192**3 / milliseconds(lambda: a @ b) * 1e3
+    print(f"{torch.cuda.get_device_name()}: copy {bandwidth / 1e9:.0f} GB/s, matmul {rate / 1e12:.0f} TFLOP/s")
+    print(f"{'operation':36} {'us':>9} {'GB/s':>7} {'TFLOP/s':>8} {'floor':>6}")
+    for bench in registry("cuda", is_small=False):
+        seconds = milliseconds(bench.run) / 1e3
+        floor = max(bench.num_bytes / bandwidth, bench.num_flops / rate)
+        moved, computed = bench.num_bytes / seconds / 1e9, bench.num_flops / seconds / 1e12
+        print(f"{bench.name:36} {seconds * 1e6:9.1f} {moved:7.0f} {computed:8.1f} {floor / seconds:6.0%}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,225 @@
+"""One kernel launch against its definition per case, on any device: under the interpreter on the CPU, compiled on a GPU.
+
+Every case builds its inputs on the CPU, poisons what a kernel must not read with NaN, launches on `device` and compares
+there. `assert_close` says how far the results may be apart and what has been seen to fail at that distance.
+"""
+
+from collections.abc import Callable, Iterator
+
+import torch
+from baton.kernels import kv_store, page_copy, rms_norm, rope, rope_store, select_rows, silu_mul
+
+FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
+DTYPES = (FLOAT32, BFLOAT16)
+NAN = float("nan")
+
+
+def randn(*shape: int, dtype: torch.dtype = FLOAT32, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def assert_close(actual: torch.Tensor, expected: torch.Tensor, bfloat16: float = 1.6e-2) -> None:
+    """Within 5e-6 in float32 and, in bfloat16, two units in the last place of values near 1 (two roundings apart).
+
+    Changes to the kernels that have been seen to fail, with the distance they cause: softmax scale 1 % off (1.4e-2 in
+    float32), a split that begins one row early (0.18), mask-free tiles that reach into the masked ones (0.28), a running
+    sum or output not rescaled (0.36, 0.75), a split's weight without its sum (0.91), causal mask one column short or
+    long (3.5, 3.3), another request's tree mask (2.7), a transposed one (3.5), layer, head or page strides mixed up
+    (above 1), a tile's edge one column too far (reads poison: NaN).
+    """
+    tolerance = 5e-6 if expected.dtype == FLOAT32 else bfloat16
+    torch.testing.assert_close(actual.cpu(), expected, atol=tolerance, rtol=tolerance)
+
+
+def assert_rounds_alike(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    """Rounded where the definition rounds: all but a hundredth of the values are equal to the bit in bfloat16.
+
+    A rounding left out or added moves a few values in a hundred by one unit, which no tolerance on values can see.
+    """
+    assert_close(actual, expected)
+    if expected.dtype == BFLOAT16:
+        assert int((actual.cpu() != expected).sum()) <= expected.numel() // 100
+
+
+# --- row by row -------------------------------------------------------------------------------------------------------
+
+
+def check_rms_norm(device: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x, weight = randn(*shape, dtype=dtype), 1 + randn(shape[-1], dtype=dtype, seed=1)
+    normed, same = rms_norm.rms_norm_triton(x.to(device), weight.to(device), 1e-2)
+    assert_rounds_alike(normed, rms_norm.rms_norm_reference(x, weight, 1e-2))
+    assert torch.equal(same.cpu(), x)
+
+
+def check_add_rms_norm(device: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x, residual = randn(*shape, dtype=dtype), 3 * randn(*shape, dtype=dtype, seed=2)
+    weight = 1 + randn(shape[-1], dtype=dtype, seed=1)
+    normed, total = rms_norm.rms_norm_triton(x.to(device), weight.to(device), 1e-2, residual.to(device))
+    expected, expected_total = rms_norm.add_rms_norm_reference(x, residual, weight, 1e-2)
+    assert torch.equal(total.cpu(), expected_total)
+    assert_rounds_alike(normed, expected)
+
+
+def check_rms_norm_of_heads(device: str, dtype: torch.dtype) -> None:
+    """A part of some heads cut out of a projection; all beside it is NaN."""
+    wide = torch.full((5, 9, 96), NAN, dtype=dtype)
+    wide[:, 2:5, :80] = randn(5, 3, 80, dtype=dtype)
+    weight = randn(80, dtype=dtype, seed=1)
+    normed, _ = rms_norm.rms_norm_triton(wide.to(device)[:, 2:5, :80], weight.to(device), 1e-5)
+    assert_close(normed, rms_norm.rms_norm_reference(wide[:, 2:5, :80], weight, 1e-5))
+
+
+def check_silu_mul(device: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x = 20 * randn(*shape, dtype=dtype)
+    if x.numel():
+        x.view(-1)[0] = -200.0  # exp overflows float32
+    assert_rounds_alike(silu_mul.silu_mul_triton(x.to(device)), silu_mul.silu_mul_reference(x))
+
+
+def rope_tables(num_tokens: int, head_dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """Half-wide cos and sin, then both in the form of `apply_rope`."""
+    angles = randn(num_tokens, head_dim // 2, seed=3)
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    return cos, sin, torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+
+
+def check_rope(device: str, num_tokens: int, heads: int, head_dim: int, dtype: torch.dtype) -> None:
+    wide = randn(num_tokens, heads + 2, head_dim, dtype=dtype)
+    wide[:, 0] = wide[:, -1] = NAN
+    cos, sin, full_cos, signed_sin = rope_tables(num_tokens, head_dim, dtype)
+    y = rope.apply_rope_triton(wide.to(device)[:, 1:-1], full_cos.to(device), signed_sin.to(device))
+    assert_close(y, rope.rope_reference(wide[:, 1:-1], cos, sin), bfloat16=3.2e-2)
+
+
+# --- into the pool, out of the pool -----------------------------------------------------------------------------------
+
+
+def store_inputs(
+    heads: tuple[int, int], head_dim: int, page_size: int, num_real: int, dtype: torch.dtype, num_padding: int = 2
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A pool `[7, 3, 2, page_size, K, D]` of random content, projections `[T, N + 2K, D]`, and their slots.
+
+    Padding rows of NaN stand behind the first row; slots are distinct, and far apart. The sink is dirty.
+    """
+    num_heads, kv_heads = heads
+    pool = randn(7, 3, 2, page_size, kv_heads, head_dim, dtype=dtype)
+    order = torch.randperm(6 * page_size, generator=torch.Generator().manual_seed(4))[:num_real] + page_size
+    slots = torch.cat((order[:1], torch.zeros(num_padding, dtype=torch.int64), order[1:]))
+    projected = randn(len(slots), num_heads + 2 * kv_heads, head_dim, dtype=dtype, seed=5)
+    projected[slots == 0] = NAN
+    return pool, projected, slots
+
+
+def stored(pool: torch.Tensor, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """The pool after a loop over the rows, the sink cleared."""
+    after, page_size = pool.clone(), pool.shape[3]
+    for row, slot in enumerate(slots.tolist()):
+        after[slot // page_size, layer, :, slot % page_size] = torch.stack((k[row], v[row]))
+    after[0, layer, :, 0] = 0
+    return after
+
+
+def check_store_kv(
+    device: str,
+    kv_heads: int,
+    head_dim: int,
+    page_size: int,
+    num_real: int,
+    dtype: torch.dtype,
+    num_padding: int = 2,
+) -> None:
+    pool, projected, slots = store_inputs((1, kv_heads), head_dim, page_size, num_real, dtype, num_padding)
+    rows, after = kv_store.kv_rows(slots, pool), pool.to(device)
+    k, v = projected[:, 1 : 1 + kv_heads], projected[:, 1 + kv_heads :]
+    on_device = projected.to(device)
+    kv_store.store_kv_triton(after, 2, rows.to(device), on_device[:, 1 : 1 + kv_heads], on_device[:, 1 + kv_heads :])
+    assert torch.equal(after.cpu(), stored(pool, 2, slots, k, v))
+
+
+def check_rope_store(
+    device: str,
+    heads: tuple[int, int],
+    head_dim: int,
+    page_size: int,
+    num_real: int,
+    dtype: torch.dtype,
+    num_padding: int = 2,
+) -> None:
+    pool, projected, slots = store_inputs(heads, head_dim, page_size, num_real, dtype, num_padding)
+    cuts = [heads[0], heads[1], heads[1]]
+    q, k, v = projected.split(cuts, dim=1)
+    cos, sin, full_cos, signed_sin = rope_tables(len(slots), head_dim, dtype)
+    after, rows = pool.to(device), kv_store.kv_rows(slots, pool).to(device)
+    tables = full_cos.to(device), signed_sin.to(device)
+    out = rope_store.rope_store_triton(*projected.to(device).split(cuts, dim=1), *tables, after, 1, rows)
+    expected = stored(pool, 1, slots, rope.rope_reference(k, cos, sin), v)
+    assert_close(after, expected, bfloat16=3.2e-2)
+    rotated_only = torch.ones_like(pool, dtype=torch.bool)
+    rotated_only[slots // page_size, 1, 0, slots % page_size] = False
+    rotated_only[0] = True
+    assert torch.equal(after.cpu()[rotated_only], expected[rotated_only])
+    is_real = slots != 0
+    assert_close(out[is_real.to(device)], rope.rope_reference(q, cos, sin)[is_real], bfloat16=3.2e-2)
+
+
+def check_page_copy(device: str, page_bytes: int, num_picked: int, margin: int) -> None:
+    """There and back between windows of wider tensors, whose margins stay untouched, as do all other pages."""
+    generator = torch.Generator().manual_seed(6)
+    wide = torch.randint(0, 256, (6, page_bytes + margin), dtype=torch.uint8, generator=generator)
+    pages = torch.randperm(6, generator=generator)[:num_picked]
+    plane, on_device = wide[:, :page_bytes], pages.to(device)
+    staging = torch.full((num_picked, 8 + page_bytes + margin), 77, dtype=torch.uint8, device=device)
+    window = staging[:, 8 : 8 + page_bytes]
+    page_copy.copy_pages_triton(wide.to(device)[:, :page_bytes], on_device, window, is_gather=True)
+    assert torch.equal(window.cpu(), plane[pages])
+    assert bool((staging[:, :8] == 77).all())
+    assert bool((staging[:, 8 + page_bytes :] == 77).all())
+    target = torch.full_like(wide, 9).to(device)
+    page_copy.copy_pages_triton(target[:, :page_bytes], on_device, window, is_gather=False)
+    expected = torch.full_like(wide, 9)
+    expected[pages, :page_bytes] = plane[pages]
+    assert torch.equal(target.cpu(), expected)
+
+
+def check_select_rows(device: str, accept_lens: list[int], rows_each: int, width: int, dtype: torch.dtype) -> None:
+    hidden = torch.full((len(accept_lens) * rows_each, width), NAN, dtype=dtype)
+    expected = torch.zeros(len(accept_lens), width, dtype=dtype)
+    for request, length in enumerate(accept_lens):
+        if length:
+            expected[request] = randn(width, dtype=dtype, seed=request)
+            hidden[request * rows_each + length - 1] = expected[request]
+    lens = torch.tensor(accept_lens, dtype=torch.int64)
+    out = select_rows.select_last_rows_triton(hidden.to(device), lens.to(device))
+    assert torch.equal(out.cpu(), expected)
+    assert torch.equal(select_rows.select_last_rows(hidden, lens), expected)
+
+
+# --- the list ---------------------------------------------------------------------------------------------------------
+
+def rows_cases() -> Iterator[tuple[Callable[..., None], tuple[object, ...]]]:
+    for dtype in DTYPES:
+        for shape in ((0, 8), (1, 1), (3, 42), (5, 7, 123), (2, 4097), (2, 2, 2, 64)):
+            yield check_rms_norm, (shape, dtype)
+            yield check_add_rms_norm, (shape, dtype)
+        yield check_rms_norm_of_heads, (dtype,)
+        for shape in ((0, 8), (1, 2), (6, 246), (2, 3, 2050)):
+            yield check_silu_mul, (shape, dtype)
+        for sizes in ((0, 2, 8), (1, 1, 2), (5, 3, 42), (2, 17, 80), (3, 33, 128)):
+            yield check_rope, (*sizes, dtype)
+
+
+def pool_cases() -> Iterator[tuple[Callable[..., None], tuple[object, ...]]]:
+    for dtype in DTYPES:
+        for page_size, num_real in ((1, 1), (1, 6), (16, 0), (16, 5)):
+            yield check_store_kv, (3, 80, page_size, num_real, dtype)
+            yield check_rope_store, ((6, 3), 96, page_size, num_real, dtype)
+        for num_real in (0, 3):
+            yield check_store_kv, (2, 64, 4, num_real, dtype, 0)
+            yield check_rope_store, ((4, 2), 64, 4, num_real, dtype, 0)
+        yield check_store_kv, (40, 64, 4, 3, dtype)
+        yield check_rope_store, ((33, 1), 64, 4, 3, dtype)
+        for lens, rows_each, width in (([], 3, 8), ([1], 1, 1), ([3, 0, 1, 4], 4, 123), ([5, 2], 5, 2049)):
+            yield check_select_rows, (lens, rows_each, width, dtype)
+    # widths of 8-, 4-, 2- and 1-byte words; margins that leave both strides multiples of 8, and that do not
+    for page_bytes, num_picked, margin in ((16384, 3, 0), (16388, 2, 4), (1026, 1, 6), (37, 5, 3), (40, 6, 5), (16, 0, 0)):
+        yield check_page_copy, (page_bytes, num_picked, margin)

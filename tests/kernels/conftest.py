@@ -1,0 +1,122 @@
+"""Kernels under Triton's interpreter, or compiled for a GPU that is not there, for one test at a time.
+
+The documented switch, TRITON_INTERPRET=1, must be set before Triton is imported, turns every kernel of the process into
+an interpreted one, and would thus depend on the order of test files and rob the GPU tests of compiled kernels. What the
+switch does is done here for the duration of a test instead: each compiled function, Triton's own library included, is
+replaced by its interpreted twin, and restored afterwards.
+"""
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from packaging.version import Version
+
+KERNELS = Path(__file__).resolve().parents[2] / "kernels"
+
+
+def replace_kernels(monkeypatch: pytest.MonkeyPatch, twin_of: Callable, prefixes: tuple[str, ...]) -> None:
+    """Put `twin_of(kernel)` in the place of every compiled function in the modules with these names."""
+    from triton.runtime.jit import JITFunction
+
+    for path in sorted(KERNELS.glob("*.py")):
+        importlib.import_module(f"baton.kernels.{path.stem}")
+    twins: dict[object, object] = {}
+    for module in [m for name, m in sys.modules.items() if name.startswith(prefixes)]:
+        for name, value in list(vars(module).items()):
+            if isinstance(value, JITFunction):
+                if value.fn not in twins:
+                    twins[value.fn] = twin_of(value)
+                monkeypatch.setattr(module, name, twins[value.fn])
+
+
+@pytest.fixture
+def interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Every launcher called in this test runs its kernel in Triton's interpreter, on CPU tensors."""
+    version = pytest.importorskip("triton", reason="Triton has no wheel for this platform").__version__
+    if Version(version) < Version("3.7") and Version(np.__version__) >= Version("2.4"):
+        pytest.skip(f"the interpreter of Triton {version} does not work with numpy {np.__version__}")
+    import triton.language as tl
+    import triton.runtime.interpreter as interpreting
+
+    # Triton loads this at the first launch, and its import wants compiled functions.
+    importlib.import_module("triton.experimental.gluon")
+    replace_kernels(
+        monkeypatch, lambda kernel: interpreting.InterpretedFunction(kernel.fn), ("triton.language", "baton.kernels.")
+    )
+    correct_bfloat16(monkeypatch, interpreting, tl)
+    with np.errstate(over="ignore"):  # as on hardware; an invalid operation, such as inf - inf, still fails the test
+        yield
+
+
+class CompileOnly:
+    """Stands for a kernel: a launch compiles it for the arguments given and keeps the result."""
+
+    def __init__(self, kernel, compiled: list) -> None:
+        self.kernel, self.compiled = kernel, compiled
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*arguments, **options) -> None:
+            self.compiled.append((self.kernel.__name__, self.kernel.warmup(*arguments, grid=grid, **options)))
+
+        return launch
+
+
+@pytest.fixture
+def compiled_for_h200(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[str, object]]:
+    """Every launcher called in this test only compiles its kernel, for sm_90: (kernel name, compiled kernel) of each.
+
+    No device is needed: Triton brings the assembler along.
+    """
+    pytest.importorskip("triton", reason="Triton has no wheel for this platform")
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+
+    class AbsentH200:
+        def get_current_device(self) -> int:
+            return -1  # a kernel cache of its own beside that of any real device
+
+        def get_current_stream(self, device: int) -> int:
+            return 0
+
+        def get_current_target(self) -> GPUTarget:
+            return GPUTarget("cuda", 90, 32)
+
+    compiled: list[tuple[str, object]] = []
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(driver, "_active", AbsentH200())
+
+    def twin_of(kernel):
+        return CompileOnly(kernel, compiled) if kernel.__name__.endswith("_kernel") else kernel  # helpers stay
+
+    replace_kernels(monkeypatch, twin_of, ("baton.kernels.",))
+    return compiled
+
+
+def correct_bfloat16(monkeypatch: pytest.MonkeyPatch, interpreting, tl) -> None:
+    """The interpreter keeps a bfloat16 as the integer of its bits. It truncates where hardware rounds to the nearest,
+    and multiplies matrices of those integers; here both are done by torch."""
+    convert, multiply = interpreting._convert_float, interpreting.InterpreterBuilder.create_dot
+
+    def convert_float(data, source, target, rounding_mode):
+        if (source, target) == (tl.float32, tl.bfloat16):
+            return torch.tensor(data).to(torch.bfloat16).view(torch.uint16).numpy()
+        if (source, target) == (tl.bfloat16, tl.float32):
+            return torch.tensor(data).view(torch.bfloat16).to(torch.float32).numpy().view(np.uint32)
+        return convert(data, source, target, rounding_mode)
+
+    def widened(handle):
+        if handle.dtype.scalar != tl.bfloat16:
+            return handle
+        data = convert_float(handle.data, tl.bfloat16, tl.float32, None).view(np.float32)
+        return interpreting.TensorHandle(data, tl.float32)
+
+    def create_dot(self, a, b, *rest):
+        return multiply(self, widened(a), widened(b), *rest)
+
+    monkeypatch.setattr(interpreting, "_convert_float", convert_float)
+    monkeypatch.setattr(interpreting.InterpreterBuilder, "create_dot", create_dot)

@@ -1,0 +1,162 @@
+"""Where a call goes, what is refused, and that every kernel compiles for the GPU it is meant for."""
+
+import importlib
+from collections.abc import Callable
+
+import pytest
+import torch
+from baton.kernels.extend_attention import paged_extend, paged_extend_triton
+from baton.kernels.kv_store import store_kv_triton
+from baton.kernels.page_copy import copy_pages_triton, gather_pages, scatter_pages
+from baton.kernels.rms_norm import add_rms_norm, rms_norm_triton
+from baton.kernels.rope import apply_rope_triton
+from baton.kernels.rope_store import rope_store_triton
+from baton.kernels.select_rows import select_last_rows, select_last_rows_triton
+from baton.kernels.silu_mul import silu_mul_triton
+from baton.kernels.tree_verify import tree_verify, tree_verify_triton
+from baton.kernels.verify_attention import MAX_SPLITS, choose_splits, paged_verify, paged_verify_triton
+from baton.tests.kernels import bench_kernels
+from baton.tests.kernels.cases import randn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+SHARED_BYTES = 227 * 1024  # what one program may use on an H100 or H200
+OPERATIONS = {
+    "rms_norm": "rms_norm",
+    "add_rms_norm": "rms_norm",
+    "silu_mul": "silu_mul",
+    "apply_rope": "rope",
+    "store_kv": "kv_store",
+    "rope_store": "rope_store",
+    "paged_verify": "verify_attention",
+    "paged_extend": "extend_attention",
+    "gather_pages": "page_copy",
+    "scatter_pages": "page_copy",
+    "tree_verify": "tree_verify",
+    "select_last_rows": "select_rows",
+}
+
+
+class Launched(Exception):
+    """A launcher was called."""
+
+
+def trap_launchers(monkeypatch: pytest.MonkeyPatch) -> None:
+    def launched(*_: object, **__: object) -> None:
+        raise Launched
+
+    for name in set(OPERATIONS.values()):
+        module = importlib.import_module(f"baton.kernels.{name}")
+        launchers = [attribute for attribute in vars(module) if attribute.endswith("_triton")]
+        assert launchers, name
+        for launcher in launchers:
+            monkeypatch.setattr(module, launcher, launched)
+
+
+def test_cpu_tensors_never_reach_a_launcher(monkeypatch: pytest.MonkeyPatch):
+    trap_launchers(monkeypatch)
+    for bench in bench_kernels.registry("cpu", is_small=True):
+        bench.run()
+
+
+def test_cuda_tensors_always_reach_a_launcher(monkeypatch: pytest.MonkeyPatch):
+    trap_launchers(monkeypatch)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        for bench in bench_kernels.registry("cuda", is_small=True):
+            with pytest.raises(Launched):
+                bench.run()
+
+
+def test_every_operation_is_in_the_bench_registry():
+    benches = list(bench_kernels.registry("cpu", is_small=True))
+    assert {bench.name.split()[0] for bench in benches} == set(OPERATIONS)
+    assert len({bench.name for bench in benches}) == len(benches)
+    by_name = {bench.name: bench for bench in benches}
+    # 3 rows of 4096 bf16 in, as many out, one row of weights; 40 rows of 2 x 8 heads x 128 bf16 for each of 2 requests,
+    # and a query in, a row out, each multiplied and added twice per context row
+    assert by_name["rms_norm 3"].num_bytes == 7 * 8192
+    assert by_name["paged_verify decode 2x40"].num_bytes == 2 * 40 * 4096 + 2 * 2 * 8192
+    assert by_name["paged_verify decode 2x40"].num_flops == 2 * 40 * 4 * 4096
+    assert by_name["paged_extend 1x40"].num_flops == sum(4 * 4096 * (row + 1) for row in range(40))
+    assert all(bench.num_bytes > 0 for bench in benches)
+
+
+def test_every_kernel_compiles_for_an_h200_and_fits_its_shared_memory(compiled_for_h200: list[tuple[str, object]]):
+    x, projected = randn(3, 4096, dtype=torch.bfloat16), randn(3, 48, 128, dtype=torch.bfloat16)
+    q, k, v = projected.split([32, 8, 8], dim=1)
+    pool, table, lens = bench_kernels.paged(2, 40, "cpu")
+    tables, rows = (projected[:, 0], projected[:, 1]), torch.zeros(3, dtype=torch.int64)
+    rms_norm_triton(x, x[0], 1e-5, x)
+    silu_mul_triton(x)
+    apply_rope_triton(projected, *tables)
+    store_kv_triton(pool, 1, rows, k, v)
+    rope_store_triton(q, k, v, *tables, pool, 1, rows)
+    plane = torch.zeros(4, 4096, dtype=torch.uint8)
+    copy_pages_triton(plane, lens, plane[:2], is_gather=True)
+    copy_pages_triton(plane, lens, plane[:2], is_gather=False)
+    select_last_rows_triton(x, lens[:1])
+    tree_verify_triton(table, table, table, lens)
+    paged_extend_triton(q, pool, 1, table, torch.tensor([0, 1, 3]), lens, 64, 0.1)
+    trees = torch.ones(2, 16, 16, dtype=torch.bool)
+    for num_rows, mask in ((1, None), (16, trees)):
+        queries = randn(2, num_rows, 32, 128, dtype=torch.bfloat16)
+        paged_verify_triton(queries, pool, 1, table, lens, 0.1, mask, num_splits=8)
+    names = [name for name, _ in compiled_for_h200]
+    assert set(names) == {
+        "_rms_norm_kernel", "_silu_mul_kernel", "_rope_kernel", "_store_kv_kernel", "_rope_store_kernel",
+        "_copy_pages_kernel", "_select_last_rows_kernel", "_tree_verify_kernel", "_extend_kernel", "_verify_kernel",
+        "_merge_kernel",
+    }  # fmt: skip
+    for name, kernel in compiled_for_h200:
+        assert kernel.asm["cubin"], name
+        assert kernel.metadata.shared <= SHARED_BYTES, name
+    by_name = dict(compiled_for_h200)
+    for name in ("_extend_kernel", "_verify_kernel"):  # the last launched, with wide tiles: Hopper's matrix instructions
+        assert "wgmma" in by_name[name].asm["ptx"], name
+
+
+def test_splits_fill_the_device_without_cutting_a_context_finer_than_pays():
+    assert choose_splits(8, 100_000) == 33  # 8 x 33 = 264 programs, two per multiprocessor
+    assert choose_splits(8, 300) == 2
+    assert choose_splits(8, 1) == choose_splits(1000, 100_000) == 1
+    assert choose_splits(1, 10_000_000) == MAX_SPLITS
+
+
+INT64 = torch.int64
+POOL = torch.zeros(3, 1, 2, 4, 2, 8)
+ONE = torch.ones(1, dtype=INT64)
+TABLE = torch.ones(1, 2, dtype=INT64)
+Q = torch.zeros(1, 1, 4, 8)
+
+
+@pytest.mark.parametrize(
+    ("word", "call"),
+    [
+        ("add_rms_norm", lambda: add_rms_norm(randn(2, 8), randn(2, 7), randn(8), 1e-5)),
+        ("add_rms_norm", lambda: add_rms_norm(randn(2, 8), randn(2, 8).bfloat16(), randn(8), 1e-5)),
+        ("rms_norm", lambda: rms_norm_triton(randn(2, 8), randn(7), 1e-5)),
+        ("silu_mul", lambda: silu_mul_triton(randn(2, 7))),
+        ("apply_rope", lambda: apply_rope_triton(randn(3, 2, 8), randn(2, 8), randn(2, 8))),
+        ("store_kv", lambda: store_kv_triton(POOL, 0, ONE, randn(1, 3, 8), randn(1, 3, 8))),
+        ("rope_store", lambda: rope_store_triton(
+            randn(1, 4, 8).bfloat16(), *randn(2, 1, 2, 8), randn(1, 8), randn(1, 8), POOL, 0, ONE)),
+        ("page copy", lambda: gather_pages(torch.zeros(4, 8), ONE, torch.zeros(1, 8))),
+        ("page copy", lambda: scatter_pages(
+            torch.zeros(2, 8, dtype=torch.uint8), ONE, torch.zeros(4, 8, dtype=torch.uint8))),
+        ("select_last_rows", lambda: select_last_rows(randn(5, 8), torch.ones(2, dtype=INT64))),
+        ("select_last_rows", lambda: select_last_rows(randn(5, 8), torch.ones(0, dtype=INT64))),
+        ("tree_verify", lambda: tree_verify(TABLE, TABLE, TABLE[:, :1], ONE)),
+        ("tree_verify", lambda: tree_verify(TABLE, TABLE, TABLE.int(), ONE)),
+        ("tree_verify", lambda: tree_verify(*[torch.zeros(1, 0, dtype=INT64)] * 3, ONE)),
+        ("paged_verify", lambda: paged_verify(Q.bfloat16(), POOL, 0, TABLE, ONE, 1.0)),
+        ("paged_verify", lambda: paged_verify(Q[:, :, :3], POOL, 0, TABLE, ONE, 1.0)),
+        ("paged_verify", lambda: paged_verify(Q[0], POOL, 0, TABLE, ONE, 1.0)),
+        ("paged_verify", lambda: paged_verify(Q, POOL, 0, TABLE.float(), ONE, 1.0)),
+        ("paged_verify", lambda: paged_verify(Q, POOL, 0, TABLE, torch.ones(2, dtype=INT64), 1.0)),
+        ("tree mask", lambda: paged_verify(Q, POOL, 0, TABLE, ONE, 1.0, torch.ones(1, 1, 1))),
+        ("paged_extend", lambda: paged_extend(Q[0], POOL, 0, TABLE, ONE, ONE, 1, 1.0)),
+        ("paged_extend", lambda: paged_extend(Q, POOL, 0, TABLE, torch.tensor([0, 1]), ONE, 1, 1.0)),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused_by_name(word: str, call: Callable[[], object]):
+    with pytest.raises(ValueError, match=word):
+        call()

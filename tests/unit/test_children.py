@@ -1,0 +1,117 @@
+"""What `baton up` tells its children: endpoints, settings from four places, paths, threads."""
+
+import logging
+import os
+from pathlib import Path
+
+import pytest
+from baton.cluster.config import COMMAND_LINE, FILE, DecodeConfig, PrefillConfig, RouterConfig, UpConfig, load_config
+from baton.cluster.errors import ConfigError
+from baton.deploy import children
+from baton.deploy.children import child_configs, child_environment, child_specs
+from baton.deploy.launcher import Cluster
+
+
+def told(config, env=None):
+    """The config that each child ends up with, by name."""
+    env, run = env or {}, Path("/run/x")
+    specs = child_specs(child_configs(config, env, run), config, env, run, lambda role, flags: [role, *flags])
+    classes = {"router": RouterConfig, "prefill": PrefillConfig, "decode": DecodeConfig}
+    return {spec.name: load_config(classes[spec.role], spec.argv[1:], {}) for spec in specs}
+
+
+def test_endpoints_agree_between_the_children():
+    for transport in ("ipc", "tcp"):
+        configs = told(UpConfig(model="m", prefill=2, decode=2, transport=transport))
+        assert list(configs) == ["router", "prefill-0", "prefill-1", "decode-0", "decode-1"]
+        control = configs["router"].control_bind
+        assert {child.router for name, child in configs.items() if name != "router"} == {control}
+        assert control.startswith(f"{transport}://")
+        binds = [configs["prefill-0"].kv_bind, configs["prefill-1"].kv_bind]
+        assert transport == "tcp" or len(set(binds)) == 2
+
+
+def test_settings_of_up_reach_the_children_that_know_them():
+    configs = told(UpConfig(model="m", chunk_size=64, spec_steps=2, no_draft=True, lease_s=2.5, prefix_cache=False))
+    assert configs["prefill-0"].chunk_size == 64
+    assert configs["decode-0"].spec_steps == 2
+    assert configs["decode-0"].no_draft
+    assert (configs["prefill-0"].lease_s, configs["prefill-0"].prefix_cache) == (2.5, False)
+
+
+def test_a_roles_own_table_beats_ups_table_and_ups_command_line_beats_both(tmp_path):
+    path = tmp_path / "c.toml"
+    path.write_text(
+        "[up]\nkv_memory_mb = 100\nlease_s = 9\n"
+        "[decode]\nkv_memory_mb = 200\nmax_running = 3\n"
+        "[router]\nmax_queue = 5\n"
+    )
+    base = ["--model", "m", "--config", str(path)]
+    config = load_config(UpConfig, base, {})
+    assert config.explicit["kv_memory_mb"] == FILE
+    configs = told(config)
+    assert (configs["prefill-0"].kv_memory_mb, configs["decode-0"].kv_memory_mb) == (100, 200)
+    assert (configs["decode-0"].max_running, configs["decode-0"].lease_s, configs["router"].max_queue) == (3, 9, 5)
+    config = load_config(UpConfig, [*base, "--kv-memory-mb", "1024"], {})  # the default, and still the user's word
+    assert config.explicit["kv_memory_mb"] == COMMAND_LINE
+    assert told(config)["decode-0"].kv_memory_mb == 1024
+
+
+def test_a_roles_own_variable_reaches_it_through_flags_alone():
+    env = {"BATON_DECODE_MAX_RUNNING": "2", "PATH": "/bin"}
+    assert told(UpConfig(model="m"), env)["decode-0"].max_running == 2
+    child = child_environment(env, 3)
+    assert [name for name in child if name.startswith("BATON_")] == ["BATON_PARENT_PID"]
+    assert (child["OMP_NUM_THREADS"], child["OMP_WAIT_POLICY"], child["PATH"]) == ("3", "passive", "/bin")
+
+
+def test_a_port_of_0_in_the_routers_own_table_is_any_free_one(tmp_path):
+    path = tmp_path / "c.toml"
+    path.write_text("[router]\nport = 0\nhost = '::1'\ntrusted_network = true\n")
+    base = ["--model", "m", "--config", str(path)]
+    router = told(load_config(UpConfig, base, {}))["router"]
+    assert router.host == "::1"
+    assert router.port not in (0, 8000)
+    assert told(load_config(UpConfig, [*base, "--port", "8123"], {}))["router"].port == 8123
+
+
+def test_links_stay_links(tmp_path, monkeypatch):
+    (tmp_path / "0123abcd").mkdir()
+    (tmp_path / "name").symlink_to("0123abcd")
+    monkeypatch.chdir(tmp_path)
+    assert told(UpConfig(model="name"))["router"].model == str(tmp_path / "name")
+
+
+def test_a_setting_that_does_nothing_for_a_child_is_warned_of_once(tmp_path, caplog):
+    path = tmp_path / "c.toml"
+    path.write_text("[prefill]\npages = 8\n")
+    with caplog.at_level(logging.WARNING):
+        told(UpConfig(model="m", config=str(path), kv_memory_mb=64, spec_steps=5, prefill=2, decode=2))
+    assert sorted(record.getMessage() for record in caplog.records if record.name == children.__name__) == [
+        "--kv-memory-mb is ignored: --pages sets the size of the KV pool",
+        "--spec-steps is ignored: nothing drafts without a head, name one with --draft",
+    ]
+
+
+def test_threads_are_divided_among_the_workers_of_a_role():
+    cores = len(os.sched_getaffinity(0))
+    assert told(UpConfig(model="m"))["decode-0"].threads == cores
+    assert told(UpConfig(model="m", prefill=cores, decode=1))["decode-0"].threads == 1
+    assert told(UpConfig(model="m", threads=7))["prefill-0"].threads == 7
+    assert told(UpConfig(model="m"), {"OMP_NUM_THREADS": "5"})["prefill-0"].threads == 5
+
+
+def test_paths_are_absolute_for_children_and_hub_ids_stay(tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert told(UpConfig(model="here"))["router"].model == str(tmp_path / "here")
+    assert told(UpConfig(model="org/name"))["router"].model == "org/name"
+
+
+def test_a_wrong_value_for_a_child_shows_before_anything_runs(tmp_path):
+    path = tmp_path / "c.toml"
+    path.write_text("[decode]\nmax_running = 0\n")
+    cluster = Cluster(UpConfig(model="m", config=str(path)), env={"XDG_RUNTIME_DIR": str(tmp_path)})
+    with pytest.raises(ConfigError, match=r"\[decode\], key 'max_running'"):
+        cluster.start()
+    assert [entry.name for entry in tmp_path.iterdir()] == ["c.toml"]
