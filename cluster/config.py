@@ -102,7 +102,8 @@ class EngineSettings(RoleConfig):
             choices=("auto", "float32", "bfloat16"),
         ),
     )
-    graphs: bool = setting(False, Setting(help="replay captured graphs; not available yet: on is refused at start"))
+    graphs: bool = setting(False, Setting(help="capture forwards at start and replay them, on CPU as on a GPU"))
+    graph_self_test: bool = setting(True, Setting(help="compare each graph with the eager path before serving"))
     page_size: int = setting(16, Setting(help="tokens per KV page", unit="tokens", minimum=1, maximum=4096))
     pages: int = setting(
         0, Setting(help="KV pages in the pool; 0: as many as --kv-memory-mb holds", minimum=0, maximum=2**31 - 1)

@@ -34,6 +34,8 @@ from ..cluster.messages import (
 from ..engine.loader import Engine
 from ..engine.request import Request
 from ..engine.sampling_params import SamplingParams
+from ..engine.speculative.canary import AcceptCanary
+from ..engine.speculative.draft_worker import MAX_PREFILL_ROWS
 from ..engine.speculative.spec_decoder import SpecDecoder, StepResult
 from ..kvtransfer.link import Command, Drop, Ended, LinkEvent, WorkerLink
 from ..kvtransfer.transport import Complete, Landed, Lost, PullRequest
@@ -42,7 +44,7 @@ from .queues import DecodeQueues, Room, RoomState
 
 logger = logging.getLogger(__name__)
 
-WARM_ROWS_PER_STEP = 512  # draft prefill rows between two decode steps
+WARM_ROWS_PER_STEP = MAX_PREFILL_ROWS  # draft prefill rows between two decode steps
 RECENT_VERIFIES = 256  # window of the accept length that heartbeats report
 
 
@@ -67,6 +69,7 @@ class DecodeWorker:
             max_context=engine.max_context,
         )
         self._recent: deque[int] = deque(maxlen=RECENT_VERIFIES)
+        self._canary = AcceptCanary()
         self._counters: dict[str, float] = dict.fromkeys(
             (
                 "requests", "finished", "failed", "cancelled", "refused", "tokens", "steps", "verify_steps",
@@ -134,9 +137,9 @@ class DecodeWorker:
             running=self.queues.count(RoomState.RUNNING),
             queued=self.queues.count(RoomState.WARMING),
             transferring=self.queues.count(RoomState.PULLING),
-            graphs=GraphCounts(),
+            graphs=GraphCounts(**self.engine.graph_counts),
             accept_length=sum(self._recent) / len(self._recent) if self._recent else None,
-            counters=self._counters | self.link.transport_counters,
+            counters=self._counters | self.engine.graph_counters | self.link.transport_counters,
         )
 
     # --- the ways in and out ------------------------------------------------------------------------------------------
@@ -322,6 +325,7 @@ class DecodeWorker:
 
     def _account(self, batch: list[Room], result: StepResult) -> None:
         self._counters["steps"] += 1
+        now = time.monotonic()
         for room, tokens, drafted in zip(batch, result.tokens, result.drafted, strict=True):
             self._counters["tokens"] += len(tokens)
             if drafted and tokens:
@@ -329,6 +333,7 @@ class DecodeWorker:
                 room.drafted += drafted
                 room.accepted += len(tokens) - 1
                 self._recent.append(len(tokens))
+                self._canary.observe(len(tokens), now)
                 self._counters["verify_steps"] += 1
                 self._counters["drafted_tokens"] += drafted
                 self._counters["accepted_tokens"] += len(tokens) - 1

@@ -4,11 +4,14 @@ called by every layer. Legend: T rows, B requests, Q rows per request, S context
 
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 
 import torch
 
+from ..kernels.extend_attention import paged_extend
 from ..kernels.kv_store import kv_rows, store_kv
 from ..kernels.paged_attention import QUERY_BLOCK, batched_attention, causal_band, extend_attention, gather_kv
+from ..kernels.verify_attention import paged_verify
 from .errors import LifecycleError
 from .forward_batch import ForwardBatch
 from .kv_pool import KVPool
@@ -22,14 +25,18 @@ MAX_UNIFORM_ROWS = 16
 class AttentionMetadata:
     """The plan of one version of one batch.
 
-    `context_slots` `[B, S]` int64: the slot of each context row, 0 (the sink, which reads as zeros) beyond a request's
-    own length. `uniform_rows`: Q when every request has that many rows and no row is padding, else 0.
+    `kv_lens` `[B]` and `q_starts` `[B+1]`, int64 on the device, are what the kernels read: lengths, and the first row of
+    each request. `context_slots` `[B, S]` int64 is what the CPU reads instead (S is 0 elsewhere): the slot of each
+    context row, 0 (the sink, which reads as zeros) beyond a request's own length. `uniform_rows`: Q when every request
+    has that many rows and no row is padding, else 0.
     """
 
     batch: ForwardBatch
     version: int
     num_rows: int
     uniform_rows: int
+    kv_lens: torch.Tensor
+    q_starts: torch.Tensor
     context_slots: torch.Tensor
 
     def check(self, num_rows: int) -> None:
@@ -51,10 +58,7 @@ def plan(batch: ForwardBatch, page_size: int) -> AttentionMetadata:
     assert pages.shape[0] == len(batch.kv_lens) == batch.num_requests, (pages.shape, batch.kv_lens, batch.q_lens)
     assert longest <= pages.shape[1] * page_size, (longest, pages.shape, page_size)
     assert all(0 < q <= kv for q, kv in zip(batch.q_lens, batch.kv_lens, strict=True)), (batch.q_lens, batch.kv_lens)
-    columns = torch.arange(longest, device=device)
-    lengths = torch.tensor(batch.kv_lens, dtype=torch.int64, device=device)
-    used = pages[:, : -(-longest // page_size)]
-    slots = (used[:, :, None] * page_size + torch.arange(page_size, device=device)).flatten(1)[:, :longest]
+    lengths = torch.tensor(batch.kv_lens, dtype=torch.int64).to(device)
     first = batch.q_lens[0] if batch.q_lens else 0
     is_uniform = all(q == first for q in batch.q_lens) and first <= MAX_UNIFORM_ROWS and real_rows == batch.num_tokens
     return AttentionMetadata(
@@ -62,15 +66,29 @@ def plan(batch: ForwardBatch, page_size: int) -> AttentionMetadata:
         version=batch.version,
         num_rows=batch.num_tokens,
         uniform_rows=first if is_uniform else 0,
-        context_slots=slots.masked_fill(columns >= lengths[:, None], 0),
+        kv_lens=lengths,
+        q_starts=torch.tensor([0, *accumulate(batch.q_lens)], dtype=torch.int64).to(device),
+        context_slots=_context_slots(pages, lengths, longest if device.type == "cpu" else 0, page_size),
     )
 
 
-class PagedAttention:
-    """Attention over a pool; `scale` of the scores defaults to head_dim ** -0.5."""
+def _context_slots(pages: torch.Tensor, lengths: torch.Tensor, longest: int, page_size: int) -> torch.Tensor:
+    columns = torch.arange(longest, device=pages.device)
+    used = pages[:, : -(-longest // page_size)]
+    slots = (used[:, :, None] * page_size + torch.arange(page_size, device=pages.device)).flatten(1)[:, :longest]
+    return slots.masked_fill(columns >= lengths[:, None], 0)
 
-    def __init__(self, pool: KVPool, scale: float | None = None) -> None:
+
+class PagedAttention:
+    """Attention over a pool; `scale` of the scores defaults to head_dim ** -0.5.
+
+    `uses_kernels`: by the paged kernels, which read pages and lengths themselves, as CUDA does; by default the CPU
+    gathers the context once for all layers.
+    """
+
+    def __init__(self, pool: KVPool, scale: float | None = None, *, uses_kernels: bool | None = None) -> None:
         self.pool = pool
+        self.uses_kernels = pool.device.type == "cuda" if uses_kernels is None else uses_kernels
         self.scale = pool.head_dim**-0.5 if scale is None else scale
 
     def bind(self, metadata: AttentionMetadata) -> Attend:
@@ -81,9 +99,11 @@ class PagedAttention:
         """
         metadata.check(metadata.batch.num_tokens)
         store_rows = kv_rows(metadata.batch.slots, self.pool.kv)
-        key_rows = kv_rows(metadata.context_slots, self.pool.kv)
         if metadata.num_rows == 0:
             return partial(self._attend_nothing, metadata)
+        if self.uses_kernels:
+            return partial(self._attend_paged, metadata, store_rows)
+        key_rows = kv_rows(metadata.context_slots, self.pool.kv)
         if metadata.uniform_rows:
             rows = torch.cat((key_rows.flatten(), key_rows.flatten() + self.pool.page_size))
             return partial(self._attend_uniform, metadata, store_rows, rows, self._uniform_mask(metadata))
@@ -114,6 +134,24 @@ class PagedAttention:
     ) -> torch.Tensor:
         metadata.check(q.shape[0])
         return torch.empty_like(q)
+
+    def _attend_paged(
+        self,
+        metadata: AttentionMetadata,
+        store_rows: torch.Tensor,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+    ) -> torch.Tensor:
+        metadata.check(q.shape[0])
+        kv, batch, pages = self.pool.kv, metadata.batch, metadata.batch.page_table
+        store_kv(kv, layer, store_rows, k, v)
+        if metadata.uniform_rows:
+            grouped = q.reshape(batch.num_requests, metadata.uniform_rows, *q.shape[1:])
+            return paged_verify(grouped, kv, layer, pages, metadata.kv_lens, self.scale).view(q.shape)
+        longest = max(batch.q_lens, default=0)
+        return paged_extend(q, kv, layer, pages, metadata.q_starts, metadata.kv_lens, longest, self.scale)
 
     def _attend_uniform(
         self,

@@ -16,7 +16,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 class EngineConfig:
     """Settings of one engine.
 
-    `pages` 0: as many as `kv_memory_mb` (MiB) holds; that 0: by device. `max_context` 0: the model's own.
+    `pages` 0: as many as `kv_memory_mb` (MiB) holds; that 0: by device. `max_context` 0: the model's own. `chunk_size`
+    (0: whole prompts), `max_running` and `spec_steps` are the sizes that graphs are captured for; a role has those that
+    it needs. `graph_self_test` compares each graph with the eager path before it is used.
     """
 
     model: str
@@ -31,11 +33,15 @@ class EngineConfig:
     max_context: int = 0
     threads: int = 0
     prefix_cache: bool = True
+    chunk_size: int = 256
+    max_running: int = 16
+    spec_steps: int = 3
+    graph_self_test: bool = True
 
     @classmethod
     def of(cls, settings: object) -> "EngineConfig":
-        """The engine's part of a role's config, by field name."""
-        return cls(**{f.name: getattr(settings, f.name) for f in fields(cls)})
+        """The engine's part of a role's config, by field name; what only the other role has keeps its default."""
+        return cls(**{f.name: getattr(settings, f.name) for f in fields(cls) if hasattr(settings, f.name)})
 
     @property
     def has_draft(self) -> bool:

@@ -8,6 +8,8 @@ from enum import Enum, IntEnum
 
 import torch
 
+from .graphs.family import PathDecision
+
 
 class ForwardMode(Enum):
     """What the rows of a batch are."""
@@ -35,7 +37,8 @@ class ForwardBatch:
     (page * page_size + offset; 0 is the padding sink). `page_table` `[B, P]` int64 page ids, rows padded with page 0.
     `q_lens[b]` rows and `kv_lens[b]` context length after this forward (its own rows included) of request b, on the host.
     `logit_rows` `[R]` int64: rows whose logits are wanted (None: all). `features` `[T, feature width]`: the draft model's
-    input hidden, None for a target. Changing any of these bumps `version`, so that metadata planned before is refused.
+    input hidden, None for a target. Changing any of these bumps `version`, so that metadata planned before is refused, and
+    clears `decision`, which path the runner has chosen for this batch.
     """
 
     mode: ForwardMode
@@ -49,6 +52,7 @@ class ForwardBatch:
     logit_rows: torch.Tensor | None = None
     features: torch.Tensor | None = None
     version: int = 0
+    decision: PathDecision | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -60,8 +64,9 @@ class ForwardBatch:
 
     def __setattr__(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
-        if name != "version":
+        if name not in ("version", "decision"):
             object.__setattr__(self, "version", getattr(self, "version", -1) + 1)
+            object.__setattr__(self, "decision", None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,10 +84,9 @@ class ForwardOutput:
 
 @dataclass(kw_only=True)
 class StepCounters:
-    """How often each path ran, and why eager was taken; monotonic."""
+    """How often each path ran; monotonic."""
 
     forwards: dict[str, int] = field(default_factory=dict)
-    fallbacks: dict[str, int] = field(default_factory=dict)
 
     def count(self, path: str) -> None:
         self.forwards[path] = self.forwards.get(path, 0) + 1

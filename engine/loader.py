@@ -13,6 +13,8 @@ import torch
 
 from .config import EngineConfig, resolve_checkpoint, resolve_device, resolve_dtype
 from .errors import CheckpointError
+from .graph_set import GraphSet, backend_for
+from .graphs.backend import GraphBackend
 from .kv_pool import FeaturePlane, KVPool, PageAllocator
 from .lifecycle import Lifecycle, Phase
 from .model_config import ModelConfig
@@ -21,7 +23,7 @@ from .models.llama import LlamaForCausalLM
 from .page_table import pages_for
 from .prefix_cache import PrefixCache
 from .sampler import Sampler
-from .speculative.draft_worker import DraftWorker
+from .speculative.draft_worker import MAX_PREFILL_ROWS, DraftWorker
 from .speculative.eagle3 import Eagle3Head
 from .speculative.eagle3_weights import load_eagle3
 from .speculative.spec_config import Eagle3Config, load_draft_config
@@ -32,6 +34,7 @@ logger = logging.getLogger(__name__)
 CUDA_MEMORY_SHARE = 0.85  # of what is free after the weights, when no KV memory was asked for
 CPU_MEMORY_MB = 1024
 STAGING_SHARE = 4  # features in flight to a decode engine take at most one part in so many of its KV pool
+WHOLE_PROMPT_TOKENS = 2048  # largest prefill graph where prompts are not cut into chunks
 CACHE_LOOKAHEAD = 1  # draft KV of a page's last row depends on the token behind the page
 
 
@@ -39,7 +42,8 @@ CACHE_LOOKAHEAD = 1  # draft KV of a page's last row depends on the token behind
 class Engine:
     """A ready engine: one target over one page pool, with what drafting needs on this side.
 
-    `features` is prefill's plane, `drafter` decode's head; both None without a draft. `max_context` in tokens.
+    `features` is prefill's plane, `drafter` decode's head; both None without a draft. `max_context` in tokens. `graphs`
+    None: every forward runs eagerly.
     """
 
     path: Path
@@ -55,6 +59,7 @@ class Engine:
     cache: PrefixCache
     max_context: int
     lifecycle: Lifecycle
+    graphs: GraphSet | None = None
 
     def __repr__(self) -> str:
         return f"<Engine {self.model!r}, {self.pool!r}, {self.lifecycle.phase.name}>"
@@ -76,12 +81,26 @@ class Engine:
     def feature_width(self) -> int:
         return 0 if self.draft_config is None else self.draft_config.dims.target_feature_width
 
+    @property
+    def graph_counts(self) -> dict[str, int]:
+        """Captured graphs by kind, as heartbeats name them; empty without graphs."""
+        return {} if self.graphs is None else self.graphs.counts()
+
+    @property
+    def graph_counters(self) -> dict[str, float]:
+        """Replays and fallbacks since the start."""
+        return {} if self.graphs is None else self.graphs.counters()
+
 
 class EngineLoader:
-    """Builds an Engine phase by phase. `has_drafter` is decode's: it drafts; without it features are captured only."""
+    """Builds an Engine phase by phase. `has_drafter` is decode's: it drafts; without it features are captured only.
 
-    def __init__(self, config: EngineConfig, *, has_drafter: bool) -> None:
+    Graphs, when the config wants them, are captured on `backend`, by default on that of the device.
+    """
+
+    def __init__(self, config: EngineConfig, *, has_drafter: bool, backend: GraphBackend | None = None) -> None:
         self.config = config
+        self._backend = backend
         self.has_drafter = has_drafter
         self.lifecycle = Lifecycle()
         self._engine: Engine | None = None
@@ -106,8 +125,6 @@ class EngineLoader:
 
     def _load(self) -> None:
         config = self.config
-        if config.graphs:
-            raise CheckpointError("graphs on: this engine has no graph runner yet; start with --graphs off")
         if config.threads:
             torch.set_num_threads(config.threads)
         self._device = resolve_device(config.device)
@@ -177,6 +194,21 @@ class EngineLoader:
         self.lifecycle.advance(Phase.POOLS_ALLOCATED)
 
     def _capture(self) -> None:
+        engine, config = self._engine, self.config
+        assert engine is not None
+        if config.graphs:
+            engine.graphs = graphs = GraphSet(self._backend or backend_for(self._device), self.lifecycle)
+            if self.has_drafter:
+                num_rows = 1 if engine.drafter is None else 1 + config.spec_steps
+                sizes = (config.max_running, num_rows, self._max_context)
+                graphs.capture_decode(engine.runner, *sizes)
+                if engine.drafter is not None:
+                    graphs.capture_draft(engine.drafter, *sizes, MAX_PREFILL_ROWS)
+            else:
+                graphs.capture_prefill(engine.runner, config.chunk_size or min(WHOLE_PROMPT_TOKENS, self._max_context))
+            if config.graph_self_test:
+                graphs.self_test(engine.runner, engine.drafter, self._max_context)
+            graphs.log_report()
         self.lifecycle.advance(Phase.CAPTURED)
 
     def _affordable_pages(self) -> int:

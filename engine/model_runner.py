@@ -7,15 +7,19 @@ import torch
 from .attention import AttentionMetadata, PagedAttention, plan
 from .errors import CheckpointError, LifecycleError
 from .forward_batch import CaptureHidden, ForwardBatch, ForwardOutput, StepCounters
+from .graphs.family import EAGER, PathDecision
+from .graphs.inventory import GraphKind
 from .kv_pool import KVPool
 from .layers import Attend
 from .models.interface import AuxCapture, CausalLM
+from .target_graphs import Hidden, TargetGraphs
 
 
 class ModelRunner:
     """A target model over its KV pool. Every result is a ForwardOutput that owns its tensors.
 
-    `on_layer` is called before each attention: a long forward can say that it moves.
+    `on_layer` is called before each attention that runs as Python: a long forward can say that it moves. `graphs`, once
+    captured, take the batches that fit them.
     """
 
     def __init__(self, model: CausalLM, pool: KVPool, on_layer: Callable[[], None] | None = None) -> None:
@@ -24,6 +28,7 @@ class ModelRunner:
         self.attention = PagedAttention(pool)
         self.counters = StepCounters()
         self.on_layer = on_layer
+        self.graphs: TargetGraphs | None = None
 
     def set_aux_layer_ids(self, ids: Sequence[int]) -> None:
         """Configure the model's capture of layer outputs; CheckpointError names a model class without that hook."""
@@ -37,16 +42,34 @@ class ModelRunner:
         `metadata` is planned here unless given. Raises LifecycleError for metadata of another version of the batch, or
         when hidden rows are asked for and no layers were chosen.
         """
-        metadata = plan(batch, self.pool.page_size) if metadata is None else metadata
-        hidden, features = self.model.body(
-            self.model.embed(batch.input_ids),
-            batch.positions,
-            self._bind(metadata),
-            self._aux_ids(batch.capture_hidden),
-        )
+        aux_ids = self._aux_ids(batch.capture_hidden)
+        decision = self.decide(batch)
+        if metadata is not None:
+            metadata.check(batch.num_tokens)
+        path, (hidden, features) = self._run(batch, metadata, decision, aux_ids)
         rows = hidden if batch.logit_rows is None else hidden.index_select(0, batch.logit_rows)
-        self.counters.count("eager")
-        return ForwardOutput(path="eager", logits=self.model.compute_logits(rows), hidden=features)
+        self.counters.count(path)
+        return ForwardOutput(
+            path=path, logits=self.model.compute_logits(rows), hidden=features if batch.capture_hidden else None
+        )
+
+    def decide(self, batch: ForwardBatch) -> PathDecision:
+        """Which path `batch` takes as it is now; the answer travels with it and is asked for once."""
+        if batch.decision is None:
+            batch.decision = EAGER if self.graphs is None else self.graphs.decide(batch)
+        return batch.decision
+
+    def _run(
+        self, batch: ForwardBatch, metadata: AttentionMetadata | None, decision: PathDecision, aux_ids: tuple[int, ...]
+    ) -> tuple[str, Hidden]:
+        """The path that ran, and what it gave."""
+        graphs = self.graphs or TargetGraphs()
+        if decision.kind is GraphKind.TARGET_VERIFY and decision.is_graph and graphs.verify is not None:
+            return "graph", graphs.verify.run(batch, decision)
+        attend = self._bind(plan(batch, self.pool.page_size) if metadata is None else metadata)
+        if decision.is_graph and graphs.prefill is not None:
+            return "breakable", graphs.prefill.run(batch, attend, decision)
+        return "eager", self.model.body(self.model.embed(batch.input_ids), batch.positions, attend, aux_ids)
 
     def _bind(self, metadata: AttentionMetadata) -> Attend:
         attend, on_layer = self.attention.bind(metadata), self.on_layer

@@ -121,8 +121,8 @@ class PrefillWorker:
             running=self.queues.count(RoomState.RUNNING),
             queued=self.queues.count(RoomState.QUEUED),
             transferring=self.queues.count(RoomState.HANDED),
-            graphs=GraphCounts(),  # decode graphs are never captured here; prefill graphs when there is a graph runner
-            counters=self._counters | self.link.transport_counters,
+            graphs=GraphCounts(**self.engine.graph_counts),  # the loader of this role captures no decode graphs
+            counters=self._counters | self.engine.graph_counters | self.link.transport_counters,
         )
 
     # --- the ways in and out ------------------------------------------------------------------------------------------

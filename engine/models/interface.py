@@ -5,7 +5,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from ..layers import Attend
+from ..layers import Attend, NamedTensors
 from ..model_config import ModelConfig
 
 
@@ -26,6 +26,9 @@ class CausalLM(Protocol):
 
     def compute_logits(self, hidden_rows: torch.Tensor) -> torch.Tensor:
         """Residual stream to float32 logits."""
+
+    def tensors(self) -> NamedTensors:
+        """Every parameter by name."""
 
 
 @runtime_checkable

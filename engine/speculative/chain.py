@@ -20,7 +20,7 @@ from ..request import Request
 class ChainPlan:
     """Positions and slots `[B, N]` int64 of a step; rows past a request's pages or the context limit go to slot 0.
 
-    `lens` holds n_b on the host, `limits` `[B]` how many of the N rows of each request are real (at least 1).
+    `lens` holds n_b on the host, `limits` `[B]` how many of the N rows of each request may be accepted (at least 1).
     """
 
     num_rows: int
@@ -36,9 +36,18 @@ class ChainPlan:
 
 
 def plan_chain(
-    requests: Sequence[Request], num_rows: int, *, page_size: int, max_context: int, device: torch.device | str
+    requests: Sequence[Request],
+    num_rows: int,
+    *,
+    page_size: int,
+    max_context: int,
+    device: torch.device | str,
+    useful_rows: int | None = None,
 ) -> ChainPlan:
-    """Plan `num_rows` rows for each of `requests`; each must have room for its newest token at least."""
+    """Plan `num_rows` rows for each of `requests`; each must have room for its newest token at least.
+
+    Of more rows than `useful_rows` (a graph has a fixed number), those behind are computed and never accepted.
+    """
     lens = [request.num_tokens - 1 for request in requests]
     needed = [pages_for(n + num_rows, page_size) for n in lens]
     table = build_page_table([r.pages[:need] for r, need in zip(requests, needed, strict=True)], device)
@@ -48,19 +57,19 @@ def plan_chain(
     room = [min(len(r.pages) * page_size, max_context) - n for r, n in zip(requests, lens, strict=True)]
     for request, left in zip(requests, room, strict=True):
         assert left >= 1, f"{request!r}: no page or no context left for its newest token"
-    limits = torch.tensor([min(left, num_rows) for left in room], dtype=torch.int64, device=device)
+    stored = torch.tensor([min(left, num_rows) for left in room], dtype=torch.int64, device=device)
     starts = torch.tensor(lens, dtype=torch.int64, device=device)
     rows = torch.arange(num_rows, device=device)
     positions = starts[:, None] + rows
     slots = table.gather(1, positions // page_size) * page_size + positions % page_size
-    slots = torch.where(rows < limits[:, None], slots, 0)
+    slots = torch.where(rows < stored[:, None], slots, 0)
     return ChainPlan(
         num_rows=num_rows,
         lens=lens,
         positions=positions.clamp(max=max_context - 1),
         slots=slots,
         page_table=table,
-        limits=limits,
+        limits=stored if useful_rows is None else stored.clamp(max=useful_rows),
     )
 
 

@@ -12,13 +12,17 @@ import torch
 
 from ..attention import PagedAttention, plan
 from ..forward_batch import CaptureHidden, ForwardBatch, ForwardMode
+from ..graphs.family import EAGER, PathDecision
 from ..kv_pool import KVPool
 from ..page_table import build_page_table, pages_for, slots_for
 from ..sampler import propose
 from ..sampling_params import SamplingParams
 from .chain import ChainPlan, chain_batch
+from .draft_graphs import DraftGraphs
 from .draft_state import DraftStates
 from .eagle3 import DraftPhase, Eagle3Head
+
+MAX_PREFILL_ROWS = 512  # rows of one draft prefill that a graph is captured for
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +69,7 @@ class DraftWorker:
         self.device = torch.device(device)
         self.pool = KVPool(num_pages, page_size, 1, config.num_kv_heads, config.head_dim, dtype, device)
         self.states = DraftStates(capacity, config.hidden_size, config.draft_vocab_size, dtype, device)
+        self.graphs: DraftGraphs | None = None
         self._attention = PagedAttention(self.pool)
 
     @property
@@ -79,12 +84,22 @@ class DraftWorker:
         if not items:
             return
         batch = self._prefill_batch(items)
-        out = self._forward(batch, DraftPhase.FROM_TARGET_FEATURES)
+        out = self.prefill_rows(batch)
         ends = torch.tensor([len(item.next_ids) for item in items]).cumsum(0) - 1
         final = [i for i, item in enumerate(items) if item.is_final]
         if final:
             rows = torch.tensor([items[i].state_row for i in final], device=self.device)
             self._remember(rows, out[ends[final].to(self.device)])
+
+    @torch.no_grad()
+    def prefill_rows(self, batch: ForwardBatch) -> torch.Tensor:
+        """The layer's output `[T, H]` for rows made from target features, by graph or as `batch.decision` says."""
+        graphs = self.graphs
+        if batch.decision is None:
+            batch.decision = EAGER if graphs is None else graphs.prefill.decide(batch)
+        if graphs is None or not batch.decision.is_graph:
+            return self._forward(batch, DraftPhase.FROM_TARGET_FEATURES)
+        return graphs.prefill.run(batch, self._attention.bind(plan(batch, self.page_size)), batch.decision)
 
     def _prefill_batch(self, items: Sequence[DraftPrefill]) -> ForwardBatch:
         for item in items:
@@ -111,7 +126,24 @@ class DraftWorker:
 
         `state_rows` `[B]` int64; `slots` `[B, N]` where draft KV may be written (slot 0: nowhere).
         """
-        hidden, logits = self.states.hidden[state_rows], self.states.logits[state_rows]
+        return self.draft_rows(chain, slots, (self.states.hidden[state_rows], self.states.logits[state_rows]), params)
+
+    @torch.no_grad()
+    def draft_rows(
+        self,
+        chain: ChainPlan,
+        slots: torch.Tensor,
+        state: tuple[torch.Tensor, torch.Tensor],
+        params: Sequence[SamplingParams],
+        decision: PathDecision | None = None,
+    ) -> torch.Tensor:
+        """`propose` from a `state` of hidden `[B, H]` and logits `[B, Vd]`, by graph or as `decision` says."""
+        graphs = self.graphs
+        if decision is None:
+            decision = EAGER if graphs is None else graphs.loop.decide(chain)
+        if graphs is not None and decision.is_graph:
+            return graphs.loop.run(chain, slots, state, params, decision)
+        hidden, logits = state
         drafts = [self._choose(logits, params, chain.positions[:, 0] + 1)]
         for step in range(1, chain.num_rows - 1):
             batch = chain_batch(
@@ -158,9 +190,20 @@ class DraftWorker:
             capture=CaptureHidden.LAST,
             features=features,
         )
+        self.states.write(state_rows, *self.extend_rows(batch, accept_len))
+
+    @torch.no_grad()
+    def extend_rows(self, batch: ForwardBatch, accept_len: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Hidden `[B, H]` and logits `[B, Vd]` of row `accept_len - 1`, by graph or as `batch.decision` says."""
+        graphs, count = self.graphs, batch.num_requests
+        if batch.decision is None:
+            batch.decision = EAGER if graphs is None else graphs.extend.decide(batch)
+        if graphs is not None and batch.decision.is_graph:
+            return graphs.extend.run(batch, accept_len, batch.decision)
         out = self._forward(batch, DraftPhase.FROM_TARGET_FEATURES)
-        offsets = torch.arange(chain.num_requests, device=self.device) * chain.num_rows
-        self._remember(state_rows, out[offsets + accept_len - 1])
+        offsets = torch.arange(count, device=self.device) * (batch.num_tokens // max(count, 1))
+        last = out[offsets + accept_len - 1]
+        return self.head.feedback(last), self.head.compute_logits(last)
 
     def _forward(self, batch: ForwardBatch, phase: DraftPhase) -> torch.Tensor:
         assert batch.features is not None

@@ -133,12 +133,14 @@ class SpecDecoder:
     def step(self, requests: Sequence[Request]) -> StepResult:
         """Advance every request of `requests` (none finished, each with an output token) by at least one token."""
         warm = [self.is_warm(request) for request in requests]
+        useful_rows = self._rows_per_request(requests, warm)
         plan = plan_chain(
             requests,
-            self._rows_per_request(requests, warm),
+            self._rows_to_run(len(requests), useful_rows, any(warm)),
             page_size=self._page_size,
             max_context=self.max_context,
             device=self._device,
+            useful_rows=useful_rows,
         )
         rows, slots = self._draft_places(requests, warm, plan)
         drafts = self._draft(requests, plan, rows, slots)
@@ -149,14 +151,22 @@ class SpecDecoder:
         if self.drafter is not None and any(warm):
             assert output.hidden is not None, "the target captured no features for the draft"
             self.drafter.extend(plan, rows, slots, targets, output.hidden, accept_len)
-        return self._commit(requests, plan, warm, sampled, accept_len, output.path)
+        offered = [useful_rows - 1 if is_warm else 0 for is_warm in warm]
+        return self._commit(requests, plan, offered, sampled, accept_len, output.path)
 
     def _rows_per_request(self, requests: Sequence[Request], warm: Sequence[bool]) -> int:
         """N: no more rows than the request with the most output left can use."""
         if not any(warm):
             return 1
-        return 1 + min(self.steps, max(r.num_remaining for r, is_warm in zip(requests, warm, strict=True) if is_warm) -
-        1)
+        most_left = max(r.num_remaining for r, is_warm in zip(requests, warm, strict=True) if is_warm)
+        return 1 + min(self.steps, most_left - 1)
+
+    def _rows_to_run(self, num_requests: int, useful_rows: int, is_drafting: bool) -> int:
+        """As many rows as the graphs have, where they take this batch; else no more than are useful."""
+        graphs = self.runner.graphs.verify if self.runner.graphs is not None else None
+        if graphs is None or graphs.rows.num_rows != (1 + self.steps if is_drafting else 1):
+            return useful_rows
+        return graphs.rows.num_rows if graphs.takes(num_requests) else useful_rows
 
     def _draft_places(
         self, requests: Sequence[Request], warm: Sequence[bool], plan: ChainPlan
@@ -200,7 +210,7 @@ class SpecDecoder:
         self,
         requests: Sequence[Request],
         plan: ChainPlan,
-        warm: Sequence[bool],
+        offered: list[int],
         sampled: SampleOutput,
         accept_len: torch.Tensor,
         path: str,
@@ -215,7 +225,6 @@ class SpecDecoder:
             accept_lens.append(accepted)
             is_bad.append(good < accepted)
             tokens.append(self._commit_one(request, row[: min(accepted, good)]))
-        offered = [plan.num_rows - 1 if is_warm else 0 for is_warm in warm]
         logprobs = _logprobs_of(requests, tokens, sampled, plan.num_rows)
         return StepResult(
             tokens=tokens, logprobs=logprobs, accept_lens=accept_lens, drafted=offered, is_bad=is_bad, path=path

@@ -1,0 +1,134 @@
+"""The graphs of one engine: what its role captures, in which order, and what heartbeats say about them.
+
+A prefill engine has target prefill graphs and nothing else; a decode engine has the graphs of a decode step, and the
+draft's when it drafts. There is no switch that gives one role the other's.
+"""
+
+import logging
+from dataclasses import replace
+
+import torch
+
+from .graph_self_test import SelfTest
+from .graphs.arena import ArenaMemory
+from .graphs.backend import GraphBackend
+from .graphs.buckets import batch_buckets, token_buckets
+from .graphs.cuda import CudaBackend
+from .graphs.inventory import GraphKind, GraphPool
+from .graphs.tape import TapeBackend
+from .kv_pool import KVPool
+from .lifecycle import Lifecycle, Phase
+from .model_runner import ModelRunner
+from .page_table import pages_for
+from .speculative.draft_graphs import DraftExtendGraphs, DraftGraphs, DraftLoopGraphs, DraftPrefillGraphs
+from .speculative.draft_worker import DraftWorker
+from .target_graphs import PrefillGraphs, TargetGraphs, VerifyGraphs
+
+logger = logging.getLogger(__name__)
+
+MIB = 1 << 20
+
+
+def backend_for(device: torch.device) -> GraphBackend:
+    """Device graphs on CUDA; elsewhere tapes that share their memory."""
+    return CudaBackend(device) if device.type == "cuda" else TapeBackend(ArenaMemory())
+
+
+class GraphSet:
+    """Captures on `backend`, which must happen when the pools exist and before anything is served.
+
+    `as_one_break`: nothing is recorded and each forward runs eagerly behind the graphs' interface, which tells errors of
+    capturing from errors of padding and planning.
+    """
+
+    def __init__(self, backend: GraphBackend, lifecycle: Lifecycle, *, as_one_break: bool = False) -> None:
+        self.pool = GraphPool(backend, as_one_break=as_one_break)
+        self._lifecycle = lifecycle
+        self._num_rows = 1
+
+    def capture_prefill(self, runner: ModelRunner, max_tokens: int) -> None:
+        """Target prefill up to `max_tokens` tokens, as far as the KV pool can hold so many."""
+        self._lifecycle.require(Phase.POOLS_ALLOCATED)
+        buckets = token_buckets(min(max_tokens, _usable_slots(runner.pool)))
+        prefill = PrefillGraphs(self.pool, runner.model, runner.pool, buckets)
+        prefill.tokens.capture()
+        runner.graphs = replace(runner.graphs or TargetGraphs(), prefill=prefill)
+
+    def capture_decode(self, runner: ModelRunner, max_batch: int, num_rows: int, max_context: int) -> None:
+        """Decode or verify of `num_rows` rows for up to `max_batch` requests of up to `max_context` tokens each."""
+        self._lifecycle.require(Phase.POOLS_ALLOCATED)
+        self._num_rows = num_rows
+        max_pages = pages_for(max_context + num_rows, runner.pool.page_size)
+        buckets = batch_buckets(min(max_batch, runner.pool.num_pages - 1))
+        verify = VerifyGraphs(
+            self.pool, runner.model, runner.pool, buckets, num_rows=num_rows, max_pages=max_pages
+        )
+        verify.capture()
+        runner.graphs = replace(runner.graphs or TargetGraphs(), verify=verify)
+
+    def capture_draft(
+        self, drafter: DraftWorker, max_batch: int, num_rows: int, max_context: int, max_tokens: int
+    ) -> None:
+        """The draft's part of the same steps, and its prefill up to `max_tokens` tokens."""
+        self._lifecycle.require(Phase.POOLS_ALLOCATED)
+        head, pool = drafter.head, drafter.pool
+        max_pages = pages_for(max_context + num_rows, pool.page_size)
+        buckets = batch_buckets(min(max_batch, pool.num_pages - 1))
+        prefill = DraftPrefillGraphs(self.pool, head, pool, token_buckets(min(max_tokens, _usable_slots(pool))))
+        extend = DraftExtendGraphs(self.pool, head, pool, buckets, num_rows=num_rows, max_pages=max_pages)
+        loop = DraftLoopGraphs(self.pool, head, pool, buckets, num_rows=num_rows, max_pages=max_pages)
+        for graphs in (prefill.tokens, extend, loop):
+            graphs.capture()
+        drafter.graphs = DraftGraphs(prefill=prefill, extend=extend, loop=loop)
+
+    def self_test(self, runner: ModelRunner, drafter: DraftWorker | None, max_context: int) -> None:
+        """Drop every graph that differs from the eager path; leaves the KV pools as they were, zeros."""
+        test = SelfTest(runner, drafter, max_context)
+        dropped = test.run()
+        self.pool.forget_replays()
+        logger.info("graph self-test: %d replays compared, %d graphs dropped", test.num_compared, dropped)
+
+    def log_report(self) -> None:
+        """One line per kind: how many, which, what they cost."""
+        report = self.pool.report()
+        for kind in report.kinds:
+            logger.info(
+                "%d %s graphs on %s, %d breaks, buckets %s: %.1f MiB in %.2f s",
+                len(kind.buckets),
+                kind.kind,
+                report.backend,
+                kind.num_breaks,
+                list(kind.buckets),
+                (kind.own_bytes + kind.pool_growth_bytes) / MIB,
+                kind.capture_seconds,
+            )
+        logger.info("%d graphs, %.1f MiB shared", report.num_graphs, report.pool_bytes / MIB)
+
+    def counts(self) -> dict[str, int]:
+        """Graphs that exist now, by the names of heartbeats."""
+        held = {kind.kind: len(kind.buckets) for kind in self.pool.kinds()}
+        verify = "decode" if self._num_rows == 1 else "verify"
+        names = {
+            "prefill": GraphKind.TARGET_PREFILL,
+            "draft_prefill": GraphKind.DRAFT_PREFILL,
+            verify: GraphKind.TARGET_VERIFY,
+            "draft": GraphKind.DRAFT_DECODE,
+            "draft_extend": GraphKind.DRAFT_EXTEND,
+        }
+        return {name: held.get(kind.value, 0) for name, kind in names.items()}
+
+    def counters(self) -> dict[str, float]:
+        """Replays by kind and fallbacks by kind and reason since the start; monotonic."""
+        counters: dict[str, float] = {}
+        for kind in self.pool.kinds():
+            counters[f"graph_replays_{kind.kind}"] = sum(kind.replays.values())
+            counters[f"graph_pad_rows_{kind.kind}"] = kind.pad_rows
+            counters |= {f"graph_fallback_{kind.kind}_{reason}": n for reason, n in kind.fallbacks.items()}
+        return counters
+
+    def __repr__(self) -> str:
+        return f"<GraphSet {self.pool!r}>"
+
+
+def _usable_slots(pool: KVPool) -> int:
+    return (pool.num_pages - 1) * pool.page_size

@@ -1,0 +1,201 @@
+"""Memory that tapes share, handed out again as soon as no tensor refers to it: what a device's graph pool does.
+
+A tape in an arena keeps addresses instead of tensors. Thus the intermediate results of all graphs lie in the same few
+blocks, and whoever needs a result for longer must hold its tensor, as on a device. With `poison`, a block that comes
+free is filled with NaN (-1 for integers), and break bodies, whose results a device takes from its ordinary allocator,
+get them from an arena of their own: a reference that somebody forgot to keep becomes wrong numbers.
+"""
+
+import weakref
+from collections import deque
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from .modes import Args, DispatchMode, Kwargs, Operation, storage_of, storages_of
+from .nest import map_items
+
+ALIGNMENT = 64
+POISON = 0xFF  # four of these are a NaN in float32, two in bfloat16 and float16
+
+Bytes: TypeAlias = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, order=True)
+class Block:
+    """Bytes [start, start + size) of one chunk."""
+
+    chunk: int
+    start: int
+    size: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.size
+
+
+class Arena:
+    """Blocks in chunks of `chunk_bytes`; grows by a chunk when nothing free is large enough, never shrinks."""
+
+    def __init__(self, chunk_bytes: int = 1 << 22, *, poison: bool = False) -> None:
+        self._chunk_bytes = chunk_bytes
+        self._poison = poison
+        self._chunks: list[Bytes] = []
+        self._free: list[Block] = []
+        self._num_used = 0
+        # Filled by finalizers, which may run at any moment; emptied where nobody is half way through the lists.
+        self._released: deque[Block] = deque()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all chunks."""
+        return sum(chunk.nbytes for chunk in self._chunks)
+
+    @property
+    def num_used(self) -> int:
+        """Bytes that tensors refer to."""
+        self.sweep()
+        return self._num_used
+
+    def empty_like(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of this shape, strides and dtype in a block of its own, which is free when its storage is."""
+        num_bytes = _extent(tensor) * tensor.element_size()
+        block = self._take(max(-(-num_bytes // ALIGNMENT), 1) * ALIGNMENT)
+        raw = self._chunks[block.chunk][block.start : block.end]
+        # The storage refers to this array and nothing else does: its end is the end of the block.
+        finalizer = weakref.finalize(raw, self._released.append, block)
+        finalizer.atexit = False
+        return _shaped(raw, tensor, num_bytes)
+
+    def place(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy of `tensor` in the arena."""
+        return self.empty_like(tensor).copy_(tensor)
+
+    def owns(self, tensor: torch.Tensor) -> bool:
+        return self._chunk_of(tensor) is not None
+
+    def unowned(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same memory without a reference that keeps it; a tensor from elsewhere is returned as it is."""
+        chunk = self._chunk_of(tensor)
+        if chunk is None:
+            return tensor
+        start = tensor.data_ptr() - chunk.ctypes.data
+        num_bytes = _extent(tensor) * tensor.element_size()
+        return _shaped(chunk[start : start + num_bytes], tensor, num_bytes)
+
+    def sweep(self) -> None:
+        """Take back all blocks whose tensors are gone."""
+        while self._released:
+            block = self._released.popleft()
+            if self._poison:
+                self._chunks[block.chunk][block.start : block.end] = POISON
+            self._num_used -= block.size
+            self._free.append(block)
+        self._free = _joined(self._free)
+
+    def check_integrity(self) -> None:
+        """Assert that free blocks lie apart from each other, inside the chunks, and that used and free make the whole."""
+        self.sweep()
+        for block, following in zip(self._free, self._free[1:], strict=False):
+            assert (block.chunk, block.end) < (following.chunk, following.start), (block, following)
+        assert all(0 <= b.start < b.end <= self._chunks[b.chunk].nbytes for b in self._free), self._free
+        assert self._num_used + sum(block.size for block in self._free) == self.num_bytes, self
+
+    def _take(self, size: int) -> Block:
+        self.sweep()
+        fitting = [block for block in self._free if block.size >= size]
+        if not fitting:
+            num_bytes = max(size, self._chunk_bytes)
+            self._chunks.append(_aligned_zeros(num_bytes))
+            fitting = [Block(len(self._chunks) - 1, 0, num_bytes)]
+            self._free += fitting
+        found = min(fitting, key=lambda block: (block.size, block.chunk, block.start))
+        self._free.remove(found)
+        if found.size > size:
+            self._free.append(Block(found.chunk, found.start + size, found.size - size))
+        self._num_used += size
+        return Block(found.chunk, found.start, size)
+
+    def _chunk_of(self, tensor: torch.Tensor) -> Bytes | None:
+        address = storage_of(tensor)
+        for chunk in self._chunks:
+            if chunk.ctypes.data <= address < chunk.ctypes.data + chunk.nbytes:
+                return chunk
+        return None
+
+    def __repr__(self) -> str:
+        return f"<Arena {self.num_used} of {self.num_bytes} B in {len(self._chunks)} chunks>"
+
+
+class ArenaMemory:
+    """A tape's memory in an arena, shared by all tapes of the backend. `poison` is for tests and bug hunts."""
+
+    def __init__(self, chunk_bytes: int = 1 << 22, *, poison: bool = False) -> None:
+        self.pool = Arena(chunk_bytes, poison=poison)
+        self.ordinary = Arena(chunk_bytes, poison=True) if poison else None
+
+    def place(self, fresh: torch.Tensor) -> torch.Tensor:
+        return self.pool.place(fresh)
+
+    def bind(self, tensor: torch.Tensor) -> torch.Tensor:
+        tensor = self.pool.unowned(tensor)
+        return tensor if self.ordinary is None else self.ordinary.unowned(tensor)
+
+    def counts(self, bound: torch.Tensor) -> bool:
+        return False
+
+    def eager_region(self) -> AbstractContextManager[object]:
+        return nullcontext() if self.ordinary is None else _PlaceFresh(self.ordinary)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.pool.num_bytes
+
+
+class _PlaceFresh(DispatchMode):
+    """Moves every fresh result into an arena."""
+
+    def __init__(self, arena: Arena) -> None:
+        super().__init__()
+        self._arena = arena
+
+    def dispatch(self, func: Operation, args: Args, kwargs: Kwargs) -> object:
+        return self._moved(func(*args, **kwargs), storages_of(args, kwargs))
+
+    def _moved(self, result: object, known: set[int]) -> object:
+        if isinstance(result, torch.Tensor):
+            return result if storage_of(result) in known else self._arena.place(result)
+        return map_items(result, lambda item: self._moved(item, known))
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """Elements from the first to the last that the strides reach."""
+    if tensor.numel() == 0:
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _shaped(raw: Bytes, like: torch.Tensor, num_bytes: int) -> torch.Tensor:
+    flat = torch.from_numpy(raw)[:num_bytes].view(like.dtype)
+    return flat.as_strided(like.shape, like.stride(), 0)
+
+
+def _joined(blocks: list[Block]) -> list[Block]:
+    joined: list[Block] = []
+    for block in sorted(blocks):
+        last = joined[-1] if joined else None
+        if last is not None and last.chunk == block.chunk and last.end == block.start:
+            joined[-1] = Block(last.chunk, last.start, last.size + block.size)
+        else:
+            joined.append(block)
+    return joined
+
+
+def _aligned_zeros(num_bytes: int) -> Bytes:
+    raw = np.zeros(num_bytes + ALIGNMENT, dtype=np.uint8)
+    start = -raw.ctypes.data % ALIGNMENT
+    return raw[start : start + num_bytes]

@@ -1,0 +1,222 @@
+"""A graph that may be broken: recorded segments with eager breaks between them.
+
+    segment 0, break 0, segment 1, break 1, ..., segment N        replayed in this order
+
+A segment is fixed at capture: addresses, shapes, Python branches and scalars. A break is Python that runs again at every
+replay, on tensors that are the same objects as at capture and on a context that is not. A graph without breaks is a full
+graph. Nothing here is ambient: code that can be broken is given a `Breaks` object, which at capture records and
+elsewhere calls.
+
+What a break body owes:
+1. Its tensor arguments are those of the capture. Whatever differs between forwards (lengths, page tables, metadata) comes
+   from the `context` that is its first argument, never from a closure.
+2. It reads and writes the first `context.num_rows` rows only. The keyword argument `out`, if it takes one, is a tensor
+   made before the break: the body fills its real rows, the runtime zeroes the others.
+3. Writing into `out` is better than returning tensors: what is returned is copied, at each replay, into what was
+   returned at capture.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Concatenate, Generic, ParamSpec, TypeVar, cast
+
+import torch
+
+from .backend import GraphBackend, Segment
+from .errors import GraphError
+from .nest import copy_into
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayContext:
+    """What differs from replay to replay; runners extend it with what their breaks look up.
+
+    `num_rows`: the rows that are real; those behind them are padding.
+    """
+
+    num_rows: int
+
+
+ContextT = TypeVar("ContextT", bound=ReplayContext)
+OutputT = TypeVar("OutputT")
+ArgsP = ParamSpec("ArgsP")
+ResultT = TypeVar("ResultT")
+
+
+class Breaks(Generic[ContextT]):
+    """Handed to code that can be broken. This one breaks nothing: bodies are called at once, with one context."""
+
+    def __init__(self, context: ContextT) -> None:
+        self.context = context
+
+    def graph_break(self, body: Callable[Concatenate[ContextT, ArgsP], ResultT]) -> Callable[ArgsP, ResultT]:
+        """Mark `body` as a break (a decorator or a plain call); the result takes the arguments behind the context."""
+
+        def broken(*args: ArgsP.args, **kwargs: ArgsP.kwargs) -> ResultT:
+            return cast(ResultT, self._run(_Break(body, args, kwargs)))
+
+        return broken
+
+    def _run(self, part: "_Break[ContextT]") -> object:
+        return part.run(self.context)
+
+
+class _Break(Generic[ContextT]):
+    """One break of one graph. Its references are strong: an address whose tensor is dead belongs to someone else."""
+
+    def __init__(self, body: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+        self.body = body
+        self.args = args
+        self.kwargs = kwargs
+        self.result: object = None
+
+    def run(self, context: ContextT) -> object:
+        result = self.body(context, *self.args, **self.kwargs)
+        out = self.kwargs.get("out")
+        if isinstance(out, torch.Tensor) and out.shape[0] > context.num_rows:
+            out[context.num_rows :].zero_()
+        return result
+
+    def replay(self, backend: GraphBackend, context: ContextT) -> None:
+        with backend.eager_region():
+            result = self.run(context)
+            if result is not self.result:
+                copy_into(self.result, result, where=f"the break {_name_of(self.body)}")
+
+
+class GraphCapture(Breaks[ContextT]):
+    """The `Breaks` of a capture: each call of a break closes a segment, runs the body and opens the next segment."""
+
+    def __init__(self, backend: GraphBackend, context: ContextT) -> None:
+        super().__init__(context)
+        self.parts: list[Segment | _Break[ContextT]] = []
+        self._backend = backend
+        self._is_over = False
+        self._is_inside_break = False
+
+    def _run(self, part: _Break[ContextT]) -> object:
+        if self._is_over:
+            raise GraphError(
+                f"{_name_of(part.body)} belongs to a capture that is over; give each forward the Breaks of its own"
+            )
+        if self._is_inside_break:  # the region is eager already
+            return part.run(self.context)
+        self.parts.append(self._backend.close_segment())
+        self._is_inside_break = True
+        try:
+            with self._backend.eager_region():
+                result = part.run(self.context)
+        finally:
+            self._is_inside_break = False
+        part.result = result
+        self.parts.append(part)
+        self._backend.open_segment()
+        return result
+
+    def record(self, fn: Callable[[Breaks[ContextT]], OutputT]) -> OutputT:
+        """Run `fn` and record it into `parts`."""
+        try:
+            with self._backend.capturing():
+                self._backend.open_segment()
+                output = fn(self)
+                self.parts.append(self._backend.close_segment())
+            return output
+        finally:
+            self._is_over = True
+
+
+class BreakableGraph(Generic[ContextT, OutputT]):
+    """One graph: captured once, replayed often.
+
+    It holds its segments, breaks and outputs, everything that crosses a break, and the captured function with all that
+    it closes over (static inputs, the model and its weights). With `as_one_break` nothing is recorded: the function
+    itself is the only break, which tells errors of the capture from errors of the function.
+    """
+
+    def __init__(self, backend: GraphBackend, *, name: str = "graph", as_one_break: bool = False) -> None:
+        self.name = name
+        self.backend = backend
+        self.as_one_break = as_one_break
+        self._parts: list[Segment | _Break[ContextT]] = []
+        self._held: tuple[object, OutputT] | None = None
+
+    @property
+    def is_captured(self) -> bool:
+        return self._held is not None
+
+    @property
+    def segments(self) -> list[Segment]:
+        return [part for part in self._parts if not isinstance(part, _Break)]
+
+    @property
+    def num_breaks(self) -> int:
+        return len(self._parts) - len(self.segments)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that only this graph holds, without its share of the backend's pool."""
+        return sum(segment.num_bytes for segment in self.segments)
+
+    @property
+    def output(self) -> OutputT:
+        """What the last replay computed: graph memory, overwritten by the next replay on this backend."""
+        if self._held is None:
+            raise GraphError(f"{self.name} is not captured")
+        return self._held[1]
+
+    @torch.no_grad()
+    def capture(self, fn: Callable[[Breaks[ContextT]], OutputT], context: ContextT) -> OutputT:
+        """Record `fn`, which runs once (and before that as often as the backend wants to warm up), on `context`.
+
+        Returns the output of that run; the same tensors hold the output of each replay. When `fn` raises, the graph
+        stays uncaptured and the backend can capture the next. Raises GraphError inside another capture, or a second
+        time, or in inference mode (whose composite ops would be recorded whole).
+        """
+        if self.is_captured:
+            raise GraphError(f"{self.name} is already captured")
+        if torch.is_inference_mode_enabled():
+            raise GraphError(f"{self.name} cannot be captured in inference mode; no_grad is what a capture needs")
+        if self.backend.is_capturing:
+            raise GraphError(f"{self.name} cannot be captured inside the capture of another graph")
+        for _ in range(self.backend.num_warm_ups):
+            self.backend.warm_up(partial(fn, Breaks(context)))
+        recorder = GraphCapture(self.backend, context)
+        output = recorder.record(partial(_run_as_one_break, fn) if self.as_one_break else fn)
+        self._parts, self._held = recorder.parts, (fn, output)
+        return output
+
+    @torch.no_grad()
+    def replay(self, context: ContextT) -> OutputT:
+        """Run all parts with `context` on the present contents of the static inputs; returns `output`."""
+        if self._held is None:
+            raise GraphError(f"{self.name} is not captured")
+        if self.backend.is_capturing:
+            raise GraphError(f"{self.name} cannot be replayed while another graph is captured")
+        for part in self._parts:
+            if isinstance(part, _Break):
+                part.replay(self.backend, context)
+            else:
+                part.replay()
+        return self._held[1]
+
+    def release(self) -> None:
+        """Let go of everything; the graph is as before its capture."""
+        self._parts, self._held = [], None
+
+    def __repr__(self) -> str:
+        if not self.is_captured:
+            return f"<BreakableGraph {self.name} on {self.backend.name}, not captured>"
+        parts = f"{len(self.segments)} segments, {self.num_breaks} breaks"
+        return f"<BreakableGraph {self.name} on {self.backend.name}, {parts}>"
+
+
+def _run_as_one_break(fn: Callable[[Breaks[ContextT]], OutputT], breaks: Breaks[ContextT]) -> OutputT:
+    def whole_forward(context: ContextT) -> OutputT:
+        return fn(Breaks(context))
+
+    return breaks.graph_break(whole_forward)()
+
+
+def _name_of(body: Callable[..., object]) -> str:
+    return getattr(body, "__name__", None) or type(body).__name__

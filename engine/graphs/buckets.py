@@ -1,0 +1,30 @@
+"""Which sizes get a graph of their own. Few are enough: a size is worth its memory only where padding would cost more."""
+
+from collections.abc import Sequence
+
+
+def token_buckets(max_tokens: int) -> tuple[int, ...]:
+    """Token counts up to `max_tokens`, ascending: powers of two, from 16 on with one between, so that at most a third of
+    a large bucket is padding."""
+    assert max_tokens >= 1, max_tokens
+    sizes, size = {max_tokens}, 1
+    while size < max_tokens:
+        sizes |= {size, size * 3 // 2} if size >= 16 else {size}
+        size *= 2
+    return tuple(sorted(size for size in sizes if size <= max_tokens))
+
+
+def batch_buckets(max_batch: int) -> tuple[int, ...]:
+    """Batch sizes up to `max_batch`, ascending: powers of two up to 8, then steps of 8, of 16 from 32 on, of 32 from 128
+    on. A decode step reads all weights whatever the batch, so padding costs little."""
+    assert max_batch >= 1, max_batch
+    sizes, size = {max_batch}, 1
+    while size < max_batch:
+        sizes.add(size)
+        size = size * 2 if size < 8 else size + (8 if size < 32 else 16 if size < 128 else 32)
+    return tuple(sorted(sizes))
+
+
+def bucket_for(buckets: Sequence[int], size: int) -> int:
+    """The smallest of `buckets` (ascending) that holds `size`; 0 when none does."""
+    return next((bucket for bucket in buckets if bucket >= size), 0)

@@ -1,0 +1,144 @@
+"""The CUDA backend: one torch.cuda.CUDAGraph per segment, all in one memory pool, captured on one stream.
+
+Sharing the pool is sound because graphs of one process never replay at the same time: whatever lies in it is either held
+by a tensor (outputs, what crosses a break) or written again before it is read.
+"""
+
+import gc
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+import torch
+
+from .backend import GraphBackend
+from .errors import GraphError
+from .guard import HOST_READS, HostReadGuard, HostSyncGuard
+
+
+class CudaSegment:
+    """One captured graph. An empty one is never launched."""
+
+    num_ops: int | None
+    num_bytes = 0
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, *, is_empty: bool) -> None:
+        self.graph = graph
+        self.num_ops = 0 if is_empty else None
+        self._is_empty = is_empty
+
+    def replay(self) -> None:
+        """Launch on the current stream."""
+        if not self._is_empty:
+            self.graph.replay()
+
+
+class CudaBackend(GraphBackend):
+    """Captures on a stream of its own; replays go to the caller's current stream.
+
+    `generators`: random generators used inside graphs, beside the device's default one.
+    """
+
+    name = "cuda"
+    num_warm_ups = 2
+
+    def __init__(self, device: torch.device | str = "cuda", *, generators: Sequence[torch.Generator] = ()) -> None:
+        super().__init__()
+        self.device = torch.device(device)
+        if self.device.index is None:
+            self.device = torch.device("cuda", torch.cuda.current_device())
+        self.stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        self.pool = torch.cuda.graph_pool_handle()
+        self._generators = tuple(generators)
+        self._open: tuple[torch.cuda.CUDAGraph, ExitStack] | None = None
+
+    def warm_up(self, run: Callable[[], object]) -> None:
+        with self._on_capture_stream():
+            run()
+        torch.cuda.synchronize(self.device)
+
+    def open_segment(self) -> None:
+        if self._open is not None or not self.is_capturing:
+            raise GraphError("a CUDA segment opens once, inside a capture")
+        graph = torch.cuda.CUDAGraph()
+        for generator in self._generators:
+            graph.register_generator_state(generator)
+        # Other threads (a transfer) may go on allocating and synchronising: only this thread's mistakes abort the capture.
+        graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+        modes = ExitStack()
+        guard = HostReadGuard(HOST_READS)
+        modes.enter_context(guard)
+        modes.enter_context(HostSyncGuard(guard))
+        self._open = (graph, modes)
+
+    def close_segment(self) -> CudaSegment:
+        """End the capture and launch what was captured: capturing alone computes nothing, and the break needs values."""
+        if self._open is None:
+            raise GraphError("no CUDA segment is open")
+        graph, modes = self._open
+        self._open = None
+        modes.close()
+        segment = CudaSegment(graph, is_empty=_end_capture(graph))
+        segment.replay()
+        return segment
+
+    def pool_bytes(self) -> int:
+        """Bytes that the allocator holds for the pool, used or not."""
+        wanted = tuple(self.pool)
+        segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+        return sum(part["total_size"] for part in segments if tuple(part["segment_pool_id"]) == wanted)
+
+    @contextmanager
+    def _session(self) -> Iterator[None]:
+        # A collection during capture could free device memory, which a capturing stream must not do.
+        gc.collect()
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()
+        was_enabled = gc.isenabled()
+        gc.disable()
+        try:
+            with self._on_capture_stream():
+                yield
+        finally:
+            if was_enabled:
+                gc.enable()
+        torch.cuda.synchronize(self.device)
+
+    @contextmanager
+    def _on_capture_stream(self) -> Iterator[None]:
+        caller = torch.cuda.current_stream(self.device)
+        self.stream.wait_stream(caller)
+        try:
+            with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
+                yield
+        finally:
+            caller.wait_stream(self.stream)
+
+    def _abort_segment(self) -> None:
+        if self._open is None:
+            return
+        graph, modes = self._open
+        self._open = None
+        modes.close()
+        try:
+            _end_capture(graph)
+        except RuntimeError as error:
+            # The driver has invalidated the capture already; ending it has still taken the stream out of capture mode.
+            warnings.warn(f"an aborted capture ended with: {error}", stacklevel=2)
+
+    def __repr__(self) -> str:
+        return f"<CudaBackend {self.device}, pool {tuple(self.pool)}, capturing {self.is_capturing}>"
+
+
+def _end_capture(graph: torch.cuda.CUDAGraph) -> bool:
+    """End the capture; whether nothing was captured, which torch tells by a warning only."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        graph.capture_end()
+    is_empty = False
+    for warning in caught:
+        if "graph is empty" in str(warning.message).lower():
+            is_empty = True
+        else:
+            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+    return is_empty

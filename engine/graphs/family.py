@@ -1,0 +1,146 @@
+"""The graphs of one kind, largest to smallest, and the one predicate that says whether a batch takes one of them."""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic
+
+from .breakable import Breaks, ContextT, OutputT
+from .buckets import bucket_for
+from .errors import GraphError
+from .inventory import FallbackReason, GraphKind, GraphPool, NamedTensors, PooledGraph
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PathDecision:
+    """How one batch runs: the graph of `kind` at `bucket`; eagerly (`bucket` 0) for `reason`, which is None where no
+    graphs are wanted."""
+
+    kind: GraphKind | None = None
+    bucket: int = 0
+    reason: FallbackReason | None = None
+
+    @property
+    def is_graph(self) -> bool:
+        return self.bucket > 0
+
+
+EAGER = PathDecision()
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchShape:
+    """What the decision depends on.
+
+    `size`: tokens, or requests where the graphs are by batch. `rows`: rows of each request, `pages`: columns of the page
+    table, both 0 where any will do. `hidden`: the hidden rows asked for, as CaptureHidden.
+    """
+
+    size: int
+    rows: int = 0
+    pages: int = 0
+    hidden: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphLimits:
+    """What the graphs of a kind were captured for; fields as in BatchShape, 0 for no limit.
+
+    `is_by_token`: buckets count tokens, and a batch that leaves more than half of its bucket empty runs eagerly.
+    """
+
+    is_by_token: bool
+    rows: int = 0
+    pages: int = 0
+    hidden: int = 0
+
+
+class GraphFamily(Generic[ContextT, OutputT]):
+    """All graphs of `kind`. `is_enabled` False sends every batch to the eager path."""
+
+    def __init__(self, pool: GraphPool, kind: GraphKind, buckets: Sequence[int], limits: GraphLimits) -> None:
+        self.pool = pool
+        self.kind = kind
+        self.buckets = tuple(sorted(buckets))
+        self.limits = limits
+        self.is_enabled = True
+        self._graphs: dict[int, PooledGraph[ContextT, OutputT]] = {}
+
+    @property
+    def captured(self) -> tuple[int, ...]:
+        """Buckets that have a graph, ascending."""
+        return tuple(sorted(self._graphs))
+
+    def capture(
+        self,
+        forward: Callable[[int, Breaks[ContextT]], OutputT],
+        context: Callable[[int], ContextT],
+        parameters: NamedTensors,
+    ) -> None:
+        """Capture every bucket, the largest first: `forward(bucket, breaks)` under `context(bucket)`.
+
+        A bucket that cannot be captured is logged and runs eagerly.
+        """
+        logger.info(
+            "capturing %d %s graphs, %d down to %d", len(self.buckets), self.kind.value, self.buckets[-1], self.buckets[0]
+        )
+        for bucket in reversed(self.buckets):
+            try:
+                self._graphs[bucket] = self.pool.capture(
+                    self.kind,
+                    bucket,
+                    lambda breaks, bucket=bucket: forward(bucket, breaks),  # type: ignore[misc]
+                    context(bucket),
+                    parameters=parameters,
+                )
+            except RuntimeError as error:  # a graph's own errors and the device's, out of memory among them
+                logger.error("graph %s %d cannot be captured, its batches run eagerly: %s", self.kind.value, bucket, error)
+            else:
+                logger.debug("captured %s %d", self.kind.value, bucket)
+
+    def peek(self, shape: BatchShape) -> PathDecision:
+        """The decision, uncounted: for who asks what would happen."""
+        reason = self._objection(shape)
+        if reason is not None:
+            return PathDecision(kind=self.kind, reason=reason)
+        return PathDecision(kind=self.kind, bucket=bucket_for(self.buckets, shape.size))
+
+    def decide(self, shape: BatchShape) -> PathDecision:
+        """How a batch of this shape runs; asked once per batch, for a fallback is counted here."""
+        decision = self.peek(shape)
+        if decision.reason is not None:
+            self.pool.count_fallback(self.kind, decision.reason)
+        return decision
+
+    def replay(self, decision: PathDecision, context: ContextT) -> OutputT:
+        """Replay the graph decided for; what it returns is overwritten by the next replay."""
+        if decision.kind is not self.kind or decision.bucket not in self._graphs:
+            raise GraphError(f"{decision} is no decision for the graphs {self.captured} of {self.kind.value}")
+        return self._graphs[decision.bucket].replay(context)
+
+    def drop(self, bucket: int) -> None:
+        """Give up the graph of `bucket`, whose batches run eagerly from here on."""
+        self._graphs.pop(bucket)
+        self.pool.drop(self.kind, bucket)
+
+    def _objection(self, shape: BatchShape) -> FallbackReason | None:
+        limits, bucket = self.limits, bucket_for(self.buckets, shape.size)
+        for is_so, reason in (
+            (shape.size == 0, FallbackReason.IDLE_RANK),
+            (not self.is_enabled, FallbackReason.DISABLED),
+            (shape.hidden > limits.hidden, FallbackReason.HIDDEN_MODE),
+            (limits.rows not in (0, shape.rows), FallbackReason.VERIFY_MODE),
+            (0 < limits.pages < shape.pages, FallbackReason.CONTEXT_OVER_PLANNED),
+            (not bucket and limits.is_by_token, FallbackReason.TOKENS_OVER_MAX),
+            (not bucket, FallbackReason.BATCH_OVER_PLANNED),
+            (bucket not in self._graphs, FallbackReason.CAPTURE_FAILED),
+            (limits.is_by_token and bucket > 2 * shape.size, FallbackReason.PADDING_OVER_2X),
+        ):
+            if is_so:
+                return reason
+        return None
+
+    def __repr__(self) -> str:
+        return f"<GraphFamily {self.kind.value}, captured {self.captured} of {self.buckets}>"

@@ -1,0 +1,253 @@
+"""All graphs of a process: how many of which kind, what they cost, how often they ran and why others did not."""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Generic
+
+import torch
+
+from .backend import GraphBackend
+from .breakable import BreakableGraph, Breaks, ContextT, OutputT
+from .errors import GraphError, StaleGraph
+
+NamedTensors = Callable[[], Iterable[tuple[str, torch.Tensor]]]
+
+
+class GraphKind(Enum):
+    """Which forward a graph holds."""
+
+    TARGET_PREFILL = "target_prefill"  # by token bucket, breakable
+    TARGET_VERIFY = "target_verify"  # decode and verify, by batch size, full
+    DRAFT_PREFILL = "draft_prefill"  # by token bucket, breakable
+    DRAFT_EXTEND = "draft_extend"  # after each verify, by batch size, full
+    DRAFT_DECODE = "draft_decode"  # all draft steps, by batch size, full
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether only a server that decodes needs it; a prefill server owns none."""
+        return self in (GraphKind.TARGET_VERIFY, GraphKind.DRAFT_EXTEND, GraphKind.DRAFT_DECODE)
+
+
+class FallbackReason(Enum):
+    """Why a forward ran eagerly although graphs of its kind are wanted."""
+
+    TOKENS_OVER_MAX = "tokens_over_max"
+    PADDING_OVER_2X = "padding_over_2x"  # the bucket has more than twice the real rows
+    VERIFY_MODE = "verify_mode"  # a verify of fixed shape has a graph of its own kind
+    HIDDEN_MODE = "hidden_mode"  # more hidden rows asked for than captured
+    CALLER_EMBEDS = "caller_embeds"
+    LOGPROB_TAIL = "logprob_tail"
+    CONTEXT_OVER_PLANNED = "context_over_planned"
+    BATCH_OVER_PLANNED = "batch_over_planned"
+    LORA = "lora"
+    MULTIMODAL = "multimodal"
+    IDLE_RANK = "idle_rank"
+    RANK_VOTE = "rank_vote"
+    CAPTURE_FAILED = "capture_failed"
+    DISABLED = "disabled"
+
+
+@dataclass(frozen=True, kw_only=True)
+class KindReport:
+    """The graphs of one kind."""
+
+    kind: str
+    """Value of the GraphKind."""
+    buckets: tuple[int, ...]
+    """Sizes (tokens or requests) that have a graph now, ascending."""
+    num_breaks: int
+    """Breaks of each graph; 0: full graphs."""
+    own_bytes: int
+    """Memory that these graphs hold beside the shared pool."""
+    pool_growth_bytes: int
+    """How much the shared pool grew while they were captured."""
+    capture_seconds: float
+    """Time that capturing them took."""
+    replays: dict[int, int]
+    """Replays by bucket since the start, of dropped graphs too."""
+    pad_rows: int
+    """Rows replayed that were not real, since the start."""
+    fallbacks: dict[str, int]
+    """Forwards that ran eagerly instead, by reason, since the start."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolReport:
+    """A snapshot of all graphs."""
+
+    backend: str
+    """Which backend holds them."""
+    num_graphs: int
+    """Graphs that exist now."""
+    num_decode_graphs: int
+    """Those of decode kinds; 0 on a prefill server."""
+    pool_bytes: int
+    """Memory of the pool that all graphs share."""
+    own_bytes: int
+    """Memory that single graphs hold beside it."""
+    kinds: tuple[KindReport, ...]
+    """One entry for each kind that has, had or missed a graph, in the order of GraphKind."""
+
+
+class BoundTensors:
+    """Parameters by name, with the addresses that a graph has frozen.
+
+    The tensors of the capture are kept: were they freed, a new tensor could lie where an old one lay and pass for it.
+    """
+
+    def __init__(self, named: NamedTensors) -> None:
+        self._named = named
+        self._bound = dict(named())
+
+    def stale(self) -> list[str]:
+        """Names whose tensor now lies elsewhere, has another form, or came or went. Changed contents are no change."""
+        now = dict(self._named())
+        names = [*self._bound, *(name for name in now if name not in self._bound)]
+        return [name for name in names if _identity(self._bound.get(name)) != _identity(now.get(name))]
+
+
+class PooledGraph(Generic[ContextT, OutputT]):
+    """A graph in the inventory; its replays are counted there."""
+
+    def __init__(self, graph: BreakableGraph[ContextT, OutputT], kind: GraphKind, bucket: int, pool: "GraphPool") -> None:
+        self.graph = graph
+        self.kind = kind
+        self.bucket = bucket
+        self.bound: BoundTensors | None = None
+        self.capture_seconds = 0.0
+        self.pool_growth_bytes = 0
+        self._pool = pool
+
+    def replay(self, context: ContextT) -> OutputT:
+        """As BreakableGraph.replay; StaleGraph where the pool checks pointers and a parameter was exchanged."""
+        if self._pool.checks_pointers:
+            self.require_fresh()
+        output = self.graph.replay(context)
+        self._pool.count_replay(self.kind, self.bucket, self.bucket - context.num_rows)
+        return output
+
+    def require_fresh(self) -> None:
+        """StaleGraph unless every parameter lies where the graph reads it."""
+        stale = self.bound.stale() if self.bound is not None else []
+        if stale:
+            shown = ", ".join(stale[:4]) + (f" and {len(stale) - 4} more" if len(stale) > 4 else "")
+            raise StaleGraph(f"{self.graph.name} reads old memory of {shown}; drop and capture it again")
+
+    def __repr__(self) -> str:
+        return f"<PooledGraph {self.kind.value} {self.bucket}, {self.graph!r}>"
+
+
+class GraphPool:
+    """The graphs of all runners of a process, on one backend.
+
+    With `checks_pointers` every replay compares the addresses of the parameters (debugging: it costs a walk over them).
+    With `as_one_break` nothing is recorded and every forward runs eagerly behind the same interface.
+    """
+
+    def __init__(self, backend: GraphBackend, *, checks_pointers: bool = False, as_one_break: bool = False) -> None:
+        self.backend = backend
+        self.checks_pointers = checks_pointers
+        self.as_one_break = as_one_break
+        self._graphs: dict[tuple[GraphKind, int], PooledGraph[Any, Any]] = {}
+        self._replays: Counter[tuple[GraphKind, int]] = Counter()
+        self._pad_rows: Counter[GraphKind] = Counter()
+        self._fallbacks: Counter[tuple[GraphKind, FallbackReason]] = Counter()
+
+    def capture(
+        self,
+        kind: GraphKind,
+        bucket: int,
+        fn: Callable[[Breaks[ContextT]], OutputT],
+        context: ContextT,
+        *,
+        parameters: NamedTensors | None = None,
+    ) -> PooledGraph[ContextT, OutputT]:
+        """Capture `fn` at `bucket` rows; `parameters` enumerates the tensors whose exchange makes the graph stale.
+
+        Runners capture their largest bucket first: smaller ones then fit into the memory that it left behind.
+        """
+        if (kind, bucket) in self._graphs:
+            raise GraphError(f"{kind.value} {bucket} is already captured; drop it first")
+        name = f"{kind.value} {bucket}"
+        graph = BreakableGraph[ContextT, OutputT](self.backend, name=name, as_one_break=self.as_one_break)
+        pooled = PooledGraph(graph, kind, bucket, self)
+        before, start = self.backend.pool_bytes(), time.monotonic()
+        graph.capture(fn, context)
+        pooled.capture_seconds = time.monotonic() - start
+        pooled.pool_growth_bytes = self.backend.pool_bytes() - before
+        pooled.bound = BoundTensors(parameters) if parameters is not None else None
+        self._graphs[kind, bucket] = pooled
+        return pooled
+
+    def drop(self, kind: GraphKind | None = None, bucket: int | None = None) -> int:
+        """Release all graphs (of one kind, of one bucket); their counters stay. Returns how many there were."""
+        keys = [key for key in self._graphs if kind in (None, key[0]) and bucket in (None, key[1])]
+        for key in keys:
+            self._graphs.pop(key).graph.release()
+        return len(keys)
+
+    def stale(self) -> dict[str, list[str]]:
+        """Graphs that read exchanged parameters, with the parameters' names."""
+        found = {g.graph.name: g.bound.stale() for g in self._graphs.values() if g.bound is not None}
+        return {name: names for name, names in found.items() if names}
+
+    def count_replay(self, kind: GraphKind, bucket: int, pad_rows: int) -> None:
+        self._replays[kind, bucket] += 1
+        self._pad_rows[kind] += pad_rows
+
+    def count_fallback(self, kind: GraphKind, reason: FallbackReason) -> None:
+        self._fallbacks[kind, reason] += 1
+
+    def forget_replays(self) -> None:
+        """Start counting replays anew: those of a self-test serve nobody."""
+        self._replays.clear()
+        self._pad_rows.clear()
+
+    def report(self) -> PoolReport:
+        """What there is now and what happened since the start."""
+        graphs = list(self._graphs.values())
+        return PoolReport(
+            backend=self.backend.name,
+            num_graphs=len(graphs),
+            num_decode_graphs=sum(graph.kind.is_decode for graph in graphs),
+            pool_bytes=self.backend.pool_bytes(),
+            own_bytes=sum(graph.graph.num_bytes for graph in graphs),
+            kinds=self.kinds(),
+        )
+
+    def kinds(self) -> tuple[KindReport, ...]:
+        """The report's entries by kind, for every heartbeat: the rest may take a walk through the device's allocator."""
+        seen = {key[0] for counts in (self._graphs, self._replays, self._fallbacks) for key in counts}
+        graphs = list(self._graphs.values())
+        return tuple(self._kind_report(kind, graphs) for kind in GraphKind if kind in seen)
+
+    def _kind_report(self, kind: GraphKind, graphs: Sequence[PooledGraph[Any, Any]]) -> KindReport:
+        mine = [graph for graph in graphs if graph.kind is kind]
+        return KindReport(
+            kind=kind.value,
+            buckets=tuple(sorted(graph.bucket for graph in mine)),
+            num_breaks=max((graph.graph.num_breaks for graph in mine), default=0),
+            own_bytes=sum(graph.graph.num_bytes for graph in mine),
+            pool_growth_bytes=sum(graph.pool_growth_bytes for graph in mine),
+            capture_seconds=sum(graph.capture_seconds for graph in mine),
+            replays={bucket: count for (k, bucket), count in sorted(self._replays.items(), key=_by_bucket) if k is kind},
+            pad_rows=self._pad_rows[kind],
+            fallbacks={reason.value: count for (k, reason), count in self._fallbacks.items() if k is kind},
+        )
+
+    def __repr__(self) -> str:
+        counts = Counter(kind.value for kind, _ in self._graphs)
+        return f"<GraphPool {self.backend.name}, graphs {dict(counts)}, {sum(self._replays.values())} replays>"
+
+
+def _by_bucket(item: tuple[tuple[GraphKind, int], int]) -> int:
+    return item[0][1]
+
+
+def _identity(tensor: torch.Tensor | None) -> tuple[object, ...] | None:
+    if tensor is None:
+        return None
+    return (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)

@@ -1,0 +1,41 @@
+"""Dispatch modes, typed once for all of ours, and what tells the memory of two tensors apart."""
+
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import TypeAlias
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .nest import tensors_of
+
+Operation: TypeAlias = Callable[..., object]
+Args: TypeAlias = tuple[object, ...]
+Kwargs: TypeAlias = dict[str, object]
+
+
+class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees each operation below autograd; inside `dispatch` the mode itself is off."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()  # type: ignore[no-untyped-call]
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Operation, types: object, args: Args = (), kwargs: Kwargs | None = None) -> object:
+        return self.dispatch(func, args, kwargs or {})
+
+    @abstractmethod
+    def dispatch(self, func: Operation, args: Args, kwargs: Kwargs) -> object:
+        """Do the operation, or something in its place; returns its result."""
+
+
+def storages_of(*nests: object) -> set[int]:
+    """The storages of all tensors in the nests."""
+    return {storage_of(tensor) for nest in nests for tensor in tensors_of(nest)}
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """What tells two living storages apart; 0 for tensors without memory."""
+    return tensor.untyped_storage().data_ptr()

@@ -1,0 +1,151 @@
+"""From one recorded operation to the cheapest call that does it again.
+
+A call through the operator object converts each argument by schema; the Python binding of the same operation is about
+twice as fast. Which binding leads to which overload is not documented, so it is found out: the binding is called under a
+mode that runs nothing and must ask for exactly the recorded overload with the recorded arguments.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import TypeAlias
+
+import torch
+from torch._ops import OpOverload
+
+from .modes import Args, DispatchMode, Kwargs, Operation
+from .nest import tensors_of
+
+Step: TypeAlias = Callable[[], object]
+Call: TypeAlias = tuple[OpOverload, Args, Kwargs]
+
+# One tensor in, its values out in another dtype or layout: a copy into the output is the whole operation.
+COPYING = frozenset({"aten::clone", "aten::_to_copy"})
+# The contents of their output are nobody's promise.
+UNFILLED = frozenset(
+    {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided"}
+)
+
+
+class StepMaker:
+    """Makes steps; remembers which overload writes into a given output."""
+
+    def __init__(self) -> None:
+        self._out_overloads: dict[OpOverload, OpOverload | None] = {}
+
+    def make(self, call: Call, outputs: Sequence[torch.Tensor | None]) -> Step | None:
+        """The step that repeats `call`; None when there is nothing to do.
+
+        `outputs`: where each tensor result of the call is to lie, None for a result that aliases an argument.
+        """
+        func, args, kwargs = call
+        fresh = [output for output in outputs if output is not None]
+        if not fresh:
+            return _fastest(call) if func._schema.is_mutable else None
+        if func._schema.name in UNFILLED:
+            return None
+        if func._schema.is_mutable:
+            return partial(_run_and_copy, _fastest(call), outputs)
+        if func._schema.name in COPYING:
+            return partial(fresh[0].copy_, next(tensors_of(args)))
+        into = self._out_overload(func)
+        if into is not None and len(outputs) == 1:
+            return _fastest((into, args, kwargs | {"out": fresh[0]}))
+        return partial(_run_and_copy, _fastest(call), outputs)
+
+    def _out_overload(self, func: OpOverload) -> OpOverload | None:
+        if func not in self._out_overloads:
+            self._out_overloads[func] = _find_out_overload(func)
+        return self._out_overloads[func]
+
+
+def _find_out_overload(func: OpOverload) -> OpOverload | None:
+    """The overload with the same arguments plus one `out`, if it has a kernel of its own.
+
+    Many were generated: they run the functional one and copy, with much ado. Then running and copying is better.
+    """
+    packet = func.overloadpacket
+    wanted = [(argument.name, str(argument.type)) for argument in func._schema.arguments]
+    for name in packet.overloads():
+        candidate: OpOverload = getattr(packet, name)
+        arguments = candidate._schema.arguments
+        outs = [argument.name for argument in arguments if argument.is_out]
+        rest = [(argument.name, str(argument.type)) for argument in arguments if not argument.is_out]
+        if outs == ["out"] and _same_arguments(rest, wanted) and _has_kernel(candidate):
+            return candidate
+    return None
+
+
+def _same_arguments(rest: list[tuple[str, str]], wanted: list[tuple[str, str]]) -> bool:
+    """Equal, or `wanted` has dtype, layout, device and the like behind, which an output already answers."""
+    options = {"dtype", "layout", "device", "pin_memory", "memory_format"}
+    return rest == wanted or (rest == wanted[: len(rest)] and {name for name, _ in wanted[len(rest) :]} <= options)
+
+
+def _has_kernel(overload: OpOverload) -> bool:
+    return bool(overload.has_kernel_for_dispatch_key(torch._C.DispatchKey.CPU))
+
+
+def _run_and_copy(run: Step, outputs: Sequence[torch.Tensor | None]) -> None:
+    results = run()
+    for output, result in zip(outputs, tensors_of(results), strict=True):
+        if output is not None:
+            output.copy_(result)
+
+
+def _fastest(call: Call) -> Step:
+    func, args, kwargs = call
+    taken = {argument.name for argument in func._schema.arguments}
+    call = (func, args, {name: value for name, value in kwargs.items() if name in taken})
+    for binding in _bindings(func):
+        step = partial(binding, *args, **call[2])
+        if _asks_for(step, call):
+            return step
+    return partial(func, *args, **call[2])
+
+
+def _bindings(func: OpOverload) -> Iterator[Callable[..., object]]:
+    namespace, _, name = func._schema.name.partition("::")
+    if namespace == "aten":
+        for owner in (torch.Tensor if name.endswith("_") else torch, torch._C._nn):
+            binding = getattr(owner, name, None)
+            if callable(binding):
+                yield binding
+
+
+def _asks_for(step: Step, call: Call) -> bool:
+    """Whether `step` comes down to exactly what `call` comes down to."""
+    func, args, kwargs = call
+    direct, through = _Probe(), _Probe()
+    with direct:
+        func(*args, **kwargs)
+    try:
+        with through:
+            step()
+    except (TypeError, ValueError, RuntimeError):  # the binding does not take these arguments
+        return False
+    return len(through.calls) == len(direct.calls) == 1 and _is_same(through.calls[0], direct.calls[0])
+
+
+def _is_same(one: object, other: object) -> bool:
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        return one is other
+    if isinstance(one, (tuple, list)) and isinstance(other, (tuple, list)):
+        return len(one) == len(other) and all(map(_is_same, one, other))
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_is_same(one[key], other[key]) for key in one)
+    return type(one) is type(other) and one == other
+
+
+class _Probe(DispatchMode):
+    """Notes what would run, and runs nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Operation, Args, Kwargs]] = []
+
+    def dispatch(self, func: Operation, args: Args, kwargs: Kwargs) -> object:
+        self.calls.append((func, args, kwargs))
+        stand_in = next(tensors_of((kwargs.get("out"), args)), None)
+        stand_in = torch.empty(0) if stand_in is None else stand_in
+        count = len(func._schema.returns) if isinstance(func, OpOverload) else 1
+        return stand_in if count == 1 else (stand_in,) * count

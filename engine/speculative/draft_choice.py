@@ -1,0 +1,90 @@
+"""The drafter's choices inside a graph: `sampler.propose` with every parameter in tensors.
+
+Legend: R rows, Vd draft vocabulary.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from ..noise import gumbel, seed_tensor
+from ..sampling_params import SamplingParams
+
+torch.library.define(
+    "baton::choose_drafts",
+    "(Tensor logits, Tensor seeds, Tensor temperature, Tensor is_drawn, Tensor positions, Tensor target_ids) -> Tensor",
+)
+
+
+class DraftSampling:
+    """Static parameters of up to `max_requests` requests: `seeds` int64, `temperature` float64, `is_drawn` bool, `[B]`."""
+
+    def __init__(self, max_requests: int, device: torch.device) -> None:
+        self.seeds = torch.zeros(max_requests, dtype=torch.int64, device=device)
+        self.temperature = torch.ones(max_requests, dtype=torch.float64, device=device)
+        self.is_drawn = torch.zeros(max_requests, dtype=torch.bool, device=device)
+
+    def load(self, params: Sequence[SamplingParams]) -> None:
+        """The parameters of the first rows; those behind them take the likeliest token."""
+        drawn = [not (p.is_greedy or p.top_k == 1) for p in params]
+        count = len(params)
+        self.is_drawn.zero_()
+        if any(drawn):
+            warmth = [p.temperature if is_drawn else 1.0 for p, is_drawn in zip(params, drawn, strict=True)]
+            self.is_drawn[:count].copy_(torch.tensor(drawn))
+            self.seeds[:count].copy_(seed_tensor([p.seed for p in params]))
+            self.temperature[:count].copy_(torch.tensor(warmth, dtype=torch.float64))
+
+    def choose(self, logits: torch.Tensor, positions: torch.Tensor, target_ids: torch.Tensor) -> torch.Tensor:
+        """Indices `[R]` int64 into the draft vocabulary, for the first R requests.
+
+        `logits` `[R, Vd]` float32, `positions` `[R]` of the tokens proposed, `target_ids` `[Vd]`; one recorded operation.
+        """
+        count = logits.shape[0]
+        static = (self.seeds[:count], self.temperature[:count], self.is_drawn[:count])
+        chosen: torch.Tensor = torch.ops.baton.choose_drafts.default(logits, *static, positions, target_ids)
+        return chosen
+
+
+def draw(
+    logits: torch.Tensor,
+    seeds: torch.Tensor,
+    temperature: torch.Tensor,
+    positions: torch.Tensor,
+    target_ids: torch.Tensor,
+) -> torch.Tensor:
+    """Gumbel-max over all of `logits` `[R, Vd]` with the noise that the target's sampler uses."""
+    logits = logits.double()
+    scaled = (logits - logits.amax(dim=1, keepdim=True)) / temperature[:, None]
+    return (gumbel(seeds, positions, target_ids) + scaled).argmax(dim=1)
+
+
+@torch.library.impl("baton::choose_drafts", "cpu")
+def _choose_on_cpu(
+    logits: torch.Tensor,
+    seeds: torch.Tensor,
+    temperature: torch.Tensor,
+    is_drawn: torch.Tensor,
+    positions: torch.Tensor,
+    target_ids: torch.Tensor,
+) -> torch.Tensor:
+    """Noise is made for the drawn rows only: here it costs as much as a layer, and most batches need none."""
+    tokens = logits.argmax(dim=1)
+    rows = is_drawn.nonzero().squeeze(1)
+    if rows.numel():
+        tokens[rows] = draw(logits[rows], seeds[rows], temperature[rows], positions[rows], target_ids)
+    return tokens
+
+
+@torch.library.impl("baton::choose_drafts", "cuda")
+def _choose_on_cuda(
+    logits: torch.Tensor,
+    seeds: torch.Tensor,
+    temperature: torch.Tensor,
+    is_drawn: torch.Tensor,
+    positions: torch.Tensor,
+    target_ids: torch.Tensor,
+) -> torch.Tensor:
+    """Of fixed shape and without a look at the host: every row is drawn, whether or not it is used."""
+    drawn = draw(logits, seeds, temperature, positions, target_ids)
+    return torch.where(is_drawn, drawn, logits.argmax(dim=1))

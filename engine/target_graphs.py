@@ -1,0 +1,118 @@
+"""The graphs of a target model: prefill by token bucket with breaks at attention, decode and verify whole by batch size.
+
+Both hold the model's body only. The rows whose logits are wanted are chosen behind it, eagerly, so that no graph depends
+on how many they are and no padding row costs a pass over the vocabulary. Legend as in `forward_batch`, N rows a request.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+
+from .fixed_rows import FixedRows
+from .forward_batch import CaptureHidden, ForwardBatch, ForwardMode
+from .graphs.breakable import Breaks, ReplayContext
+from .graphs.family import EAGER, BatchShape, GraphFamily, GraphLimits, PathDecision
+from .graphs.inventory import GraphKind, GraphPool
+from .graphs.nest import own
+from .graphs.token_graphs import AttentionBridge, TokenGraphs
+from .kv_pool import KVPool
+from .layers import Attend
+from .models.interface import AuxCapture, CausalLM
+
+# The residual stream [T, H] and the captured layer outputs [T, K*H] (None: nothing is captured).
+Hidden: TypeAlias = tuple[torch.Tensor, torch.Tensor | None]
+
+
+def captured_mode(model: CausalLM) -> CaptureHidden:
+    """What graphs of `model` return: FULL once layers were chosen for a drafter, which must have happened before."""
+    has_aux = isinstance(model, AuxCapture) and bool(model.aux_layer_ids)
+    return CaptureHidden.FULL if has_aux else CaptureHidden.NULL
+
+
+def aux_ids_of(model: CausalLM) -> tuple[int, ...]:
+    """The layers that `model` captures, none before any were chosen."""
+    return (model.aux_layer_ids or ()) if isinstance(model, AuxCapture) else ()
+
+
+class PrefillGraphs:
+    """Prefill forwards of up to the largest bucket's tokens."""
+
+    def __init__(self, graphs: GraphPool, model: CausalLM, pool: KVPool, buckets: Sequence[int]) -> None:
+        config, most = model.config, max(buckets)
+        ids, positions = (torch.zeros(most, dtype=torch.int64, device=pool.device) for _ in range(2))
+        self.model = model
+        self.tokens: TokenGraphs[Hidden] = TokenGraphs(
+            graphs,
+            GraphKind.TARGET_PREFILL,
+            buckets,
+            inputs={"input_ids": ids, "positions": positions},
+            bridge=AttentionBridge.empty(
+                most, config.num_heads, config.num_kv_heads, config.head_dim, model.dtype, pool.device
+            ),
+            body=self._body,
+            parameters=model.tensors,
+            hidden=captured_mode(model),
+        )
+
+    def decide(self, batch: ForwardBatch) -> PathDecision:
+        return self.tokens.family.decide(BatchShape(size=batch.num_tokens, hidden=batch.capture_hidden))
+
+    def run(self, batch: ForwardBatch, attend: Attend, decision: PathDecision) -> Hidden:
+        """`attend` is bound to the live batch; the result is the caller's."""
+        return self.tokens.run(decision, (batch.input_ids, batch.positions), attend)
+
+    def _body(self, inputs: Sequence[torch.Tensor], attend: Attend) -> Hidden:
+        ids, positions = inputs
+        return self.model.body(self.model.embed(ids), positions, attend, aux_ids_of(self.model))
+
+
+class VerifyGraphs:
+    """Decode (N = 1) and verify forwards of up to the largest bucket's requests, N rows each."""
+
+    def __init__(
+        self, graphs: GraphPool, model: CausalLM, pool: KVPool, buckets: Sequence[int], *, num_rows: int, max_pages: int
+    ) -> None:
+        self.model = model
+        self.rows = FixedRows(pool, max_requests=max(buckets), num_rows=num_rows, max_pages=max_pages)
+        limits = GraphLimits(is_by_token=False, rows=num_rows, pages=max_pages, hidden=captured_mode(model))
+        self.family: GraphFamily[ReplayContext, Hidden] = GraphFamily(graphs, GraphKind.TARGET_VERIFY, buckets, limits)
+        self._scale = pool.head_dim**-0.5
+
+    def capture(self) -> None:
+        self.family.capture(self._forward, lambda bucket: ReplayContext(num_rows=bucket), self.model.tensors)
+
+    def decide(self, batch: ForwardBatch) -> PathDecision:
+        return self.family.decide(self.rows.shape_of(batch))
+
+    def takes(self, num_requests: int) -> bool:
+        """Whether a step of so many requests, N rows each, would run as a graph."""
+        limits = self.family.limits
+        return self.family.peek(BatchShape(size=num_requests, rows=limits.rows, hidden=limits.hidden)).is_graph
+
+    def run(self, batch: ForwardBatch, decision: PathDecision) -> Hidden:
+        """The result is the caller's."""
+        self.rows.plan(batch, decision.bucket)
+        replayed = self.family.replay(decision, ReplayContext(num_rows=batch.num_tokens // self.rows.num_rows))
+        return own(replayed, batch.num_tokens)
+
+    def _forward(self, bucket: int, _: Breaks[ReplayContext]) -> Hidden:
+        rows, count = self.rows, bucket * self.rows.num_rows
+        hidden = self.model.embed(rows.input_ids[:count])
+        attend = rows.attend(bucket, self._scale)
+        return self.model.body(hidden, rows.positions[:count], attend, aux_ids_of(self.model))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetGraphs:
+    """What a runner asks; of the two kinds a role has one, an engine that does both has both."""
+
+    prefill: PrefillGraphs | None = None
+    verify: VerifyGraphs | None = None
+
+    def decide(self, batch: ForwardBatch) -> PathDecision:
+        """Which graph takes `batch`; EAGER where this role has none of the kind."""
+        if batch.mode in (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY):
+            return self.verify.decide(batch) if self.verify is not None else EAGER
+        return self.prefill.decide(batch) if self.prefill is not None else EAGER

@@ -1,0 +1,31 @@
+"""A real cluster with graphs: the tokens of transformers, from replays."""
+
+from functools import partial
+
+import httpx
+import pytest
+from baton.tests.cluster.serving import at_once, complete, serving, status, wait_until
+from baton.tests.parity.test_cluster_tokens import assert_same
+
+pytestmark = pytest.mark.smollm2
+
+
+def test_with_graphs_the_cluster_serves_the_tokens_of_transformers(reference_greedy, smollm2_dir, eagle3_dir):
+    references = [r for r in reference_greedy.values() if len(r.prompt_ids) < 100][:4]
+    with serving(smollm2_dir, eagle3_dir, chunk_size=64, max_running=4, graphs=True) as cluster:
+        workers = {worker["role"]: worker["graphs"] for worker in status(cluster)["workers"]}
+        assert workers["prefill"]["prefill"] > 0
+        assert all(count == 0 for kind, count in workers["prefill"].items() if kind != "prefill"), workers
+        assert workers["decode"]["prefill"] == workers["decode"]["decode"] == 0, workers
+        assert all(workers["decode"][kind] > 0 for kind in ("verify", "draft", "draft_extend", "draft_prefill")), workers
+        answers = at_once([partial(complete, cluster, r.prompt_ids) for r in references], 4)
+        same = [assert_same(r, ids) for r, (ids, _) in zip(references, answers, strict=True)]
+        assert sum(same) >= len(same) - 1, "more ties than real text has"
+        timelines = [document["timeline"] for _, document in answers]
+        assert 1 + sum(t["accepted"] for t in timelines) / sum(t["verify_steps"] for t in timelines) > 1.5
+
+        def replays_are_reported() -> bool:
+            text = httpx.get(f"{cluster.url}/metrics").text
+            return all(f"graph_replays_{kind}" in text for kind in ("target_prefill", "target_verify", "draft_extend"))
+
+        wait_until(replays_are_reported, 10, "replays in /metrics")

@@ -1,0 +1,132 @@
+"""Engines with graphs beside engines without, and what makes them differ where a graph is wrong."""
+
+from collections.abc import Iterator
+
+import torch
+from baton.engine.attention import PagedAttention
+from baton.engine.fixed_rows import FixedRows
+from baton.engine.graph_set import GraphSet
+from baton.engine.graphs.arena import ArenaMemory
+from baton.engine.graphs.family import GraphFamily
+from baton.engine.graphs.inventory import GraphKind
+from baton.engine.graphs.tape import KeptMemory, TapeBackend, TapeMemory
+from baton.engine.lifecycle import Lifecycle, Phase
+from baton.engine.model_runner import ModelRunner
+from baton.engine.page_table import slots_for
+from baton.engine.request import Request
+from baton.engine.speculative.draft_worker import DraftWorker
+from baton.tests.parity.eagle3_engine import PAGE_SIZE, Engine
+
+MAX_BATCH, MAX_TOKENS = 4, 24
+BREAKABLE = {GraphKind.TARGET_PREFILL, GraphKind.DRAFT_PREFILL}
+FULL = set(GraphKind) - BREAKABLE
+
+
+def arena() -> ArenaMemory:
+    return ArenaMemory(1 << 16, poison=True)
+
+
+def at(phase: Phase) -> Lifecycle:
+    lifecycle = Lifecycle()
+    for step in list(Phase)[1 : phase + 1]:
+        lifecycle.advance(step)
+    return lifecycle
+
+
+def capture(
+    runner: ModelRunner,
+    drafter: DraftWorker | None = None,
+    *,
+    memory: TapeMemory | None = None,
+    num_rows: int = 1,
+    max_context: int = 256,
+    max_batch: int = MAX_BATCH,
+    max_tokens: int = MAX_TOKENS,
+    as_one_break: bool = False,
+) -> GraphSet:
+    """Every kind of graph at once, as no single role has them."""
+    backend = TapeBackend(memory or KeptMemory())
+    graphs = GraphSet(backend, at(Phase.POOLS_ALLOCATED), as_one_break=as_one_break)
+    graphs.capture_prefill(runner, max_tokens)
+    graphs.capture_decode(runner, max_batch, num_rows, max_context)
+    if drafter is not None:
+        graphs.capture_draft(drafter, max_batch, num_rows, max_context, max_tokens)
+    return graphs
+
+
+def with_graphs(
+    engine: Engine,
+    memory: TapeMemory | None = None,
+    kinds: set[GraphKind] | None = None,
+    *,
+    as_one_break: bool = False,
+) -> GraphSet:
+    """Graphs for `engine`, of which `kinds` run; every static buffer is poisoned before each step."""
+    num_rows = 1 + engine.steps if engine.drafter is not None else 1
+    graphs = capture(
+        engine.runner,
+        engine.drafter,
+        memory=memory,
+        num_rows=num_rows,
+        max_context=engine.max_context,
+        as_one_break=as_one_break,
+    )
+    for family in families(engine):
+        family.is_enabled = kinds is None or family.kind in kinds
+    step = engine.decoder.step
+
+    def poisoned_step(requests: list[Request]) -> object:
+        poison(engine)
+        return step(requests)
+
+    engine.decoder.step = poisoned_step
+    return graphs
+
+
+def families(engine: Engine) -> list[GraphFamily]:
+    target = engine.runner.graphs
+    found = [target.prefill.tokens.family, target.verify.family]
+    if engine.drafter is not None:
+        draft = engine.drafter.graphs
+        found += [draft.prefill.tokens.family, draft.extend.family, draft.loop.family]
+    return found
+
+
+def statics(engine: Engine) -> Iterator[torch.Tensor]:
+    """Every static input of every graph."""
+    target = engine.runner.graphs
+    tokens, rows = [target.prefill.tokens], [target.verify.rows]
+    if engine.drafter is not None:
+        draft = engine.drafter.graphs
+        tokens.append(draft.prefill.tokens)
+        rows += [draft.extend.rows, draft.loop.rows]
+        yield from (draft.extend.features, draft.extend.accept_len, draft.loop.hidden, draft.loop.logits)
+    for graphs in tokens:
+        yield from graphs.inputs.values()
+        yield from (graphs.bridge.q, graphs.bridge.k, graphs.bridge.v, graphs.bridge.out)
+    for fixed in rows:
+        yield from statics_of(fixed)
+
+
+def statics_of(fixed: FixedRows) -> tuple[torch.Tensor, ...]:
+    return fixed.input_ids, fixed.positions, fixed.slots, fixed.page_table, fixed.kv_lens
+
+
+def poison(engine: Engine) -> None:
+    """NaN, and ids, positions, slots and pages far outside of everything."""
+    for static in statics(engine):
+        static.fill_(float("nan") if static.is_floating_point() else 1 << 40)
+
+
+def kv_of(engine: Engine, request: Request) -> list[torch.Tensor]:
+    """What the target's and the draft's KV hold of the committed tokens."""
+    slots = slots_for(request.pages, 0, request.num_tokens - 1, PAGE_SIZE)
+    pools = [engine.runner.pool] + ([] if engine.drafter is None else [engine.drafter.pool])
+    return [pool.kv[slots // PAGE_SIZE, :, :, slots % PAGE_SIZE] for pool in pools]
+
+
+def uses_kernels(engine: Engine) -> None:
+    """The eager path by the paged kernels' references, as on a device."""
+    engine.runner.attention = PagedAttention(engine.runner.pool, uses_kernels=True)
+    if engine.drafter is not None:
+        engine.drafter._attention = PagedAttention(engine.drafter.pool, uses_kernels=True)

@@ -1,0 +1,363 @@
+"""What must hold before, between and after replays: order, hidden modes, padding, ownership, plans, idle rows."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from baton.engine.attention import plan
+from baton.engine.config import EngineConfig
+from baton.engine.errors import LifecycleError
+from baton.engine.forward_batch import CaptureHidden, ForwardBatch, ForwardMode
+from baton.engine.graph_set import GraphSet
+from baton.engine.graphs.errors import GraphError, StaleGraph
+from baton.engine.graphs.family import EAGER
+from baton.engine.graphs.inventory import FallbackReason, GraphKind
+from baton.engine.graphs.tape import TapeBackend
+from baton.engine.lifecycle import Phase
+from baton.engine.loader import EngineLoader
+from baton.engine.page_table import build_page_table, slots_for
+from baton.engine.sampling_params import SamplingParams
+from baton.engine.speculative.draft_graphs import DraftPrefillGraphs
+from baton.engine.speculative.eagle3_weights import load_eagle3
+from baton.engine.speculative.spec_config import load_draft_config
+from baton.tests.parity.eagle3_engine import Engine
+from baton.tests.parity.eagle3_toys import head_config, head_tensors, toy_target, write_head
+from baton.tests.parity.graph_engine import arena, at, capture, with_graphs
+from baton.tests.parity.toy_engine import PAGE_SIZE, ToyEngine, random_ids
+from baton.tests.parity.toy_models import reference_model
+
+IDS = (9, 1, 5)
+GREEDY = SamplingParams(temperature=0.0, max_new_tokens=12, ignore_eos=True)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def target(toy_checkpoint: Callable[..., Path]) -> Path:
+    return toy_checkpoint("llama", num_hidden_layers=12)
+
+
+@pytest.fixture(scope="module")
+def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_head(tmp_path_factory.mktemp("head"), head_config(2), head_tensors())
+
+
+@pytest.fixture
+def toy(target: Path) -> ToyEngine:
+    """Both target kinds, two rows per request, up to 4 requests and 24 tokens."""
+    toy = ToyEngine(target, aux=IDS)
+    toy.graphs = capture(toy.runner, memory=arena(), num_rows=2)
+    return toy
+
+
+def batch_of(toy: ToyEngine, *chunks: tuple[str, list[int]], mode: ForwardMode = ForwardMode.EXTEND) -> ForwardBatch:
+    batch = toy.batch(*chunks, mode=mode)
+    batch.capture_hidden = CaptureHidden.FULL
+    return batch
+
+
+def fallbacks(graphs: GraphSet) -> dict[str, float]:
+    return {key: count for key, count in graphs.counters().items() if "fallback" in key}
+
+
+# --- M1: aux capture --------------------------------------------------------------------------------------------------
+
+
+def test_m1_1_captured_features_are_the_outputs_of_the_configured_layers_on_every_path(target, toy):
+    ids = random_ids(10, seed=1)
+    with torch.no_grad():
+        states = reference_model(target)(torch.tensor([ids]), output_hidden_states=True).hidden_states
+    expected = torch.cat([states[layer + 1][0] for layer in IDS], dim=-1)
+    eager = ToyEngine(target, aux=IDS).run(("a", ids), capture=CaptureHidden.FULL)
+    breakable = toy.runner.forward(batch_of(toy, ("a", ids)))
+    toy.runner.forward(batch_of(toy, ("b", ids[:8])))
+    full = toy.runner.forward(batch_of(toy, ("b", ids[8:]), mode=ForwardMode.TARGET_VERIFY))
+    assert (eager.path, breakable.path, full.path) == ("eager", "breakable", "graph")
+    for output, rows in ((eager, slice(None)), (breakable, slice(None)), (full, slice(8, None))):
+        torch.testing.assert_close(output.hidden, expected[rows], atol=1e-4, rtol=1e-4)
+    default = torch.cat([states[layer + 1][0] for layer in (1, 5, 8)], dim=-1)
+    assert not torch.allclose(full.hidden, default[8:], atol=1e-2)
+
+
+def test_m1_5_capturing_before_the_pools_exist_names_both_states(target):
+    toy = ToyEngine(target, aux=IDS)
+    for phase in (Phase.LOADED, Phase.AUX_CONFIGURED, Phase.WEIGHTS_SHARED, Phase.CAPTURED, Phase.SERVING):
+        graphs = GraphSet(TapeBackend(), at(phase))
+        with pytest.raises(LifecycleError, match=f"POOLS_ALLOCATED.*{phase.name}"):
+            graphs.capture_prefill(toy.runner, 8)
+        with pytest.raises(LifecycleError, match=f"POOLS_ALLOCATED.*{phase.name}"):
+            graphs.capture_decode(toy.runner, 2, 1, 64)
+    assert toy.runner.graphs is None
+    with pytest.raises(LifecycleError, match="already configured"):
+        toy.runner.set_aux_layer_ids((1, 5, 8))
+
+
+def test_m1_features_asked_for_from_graphs_captured_without_any_run_eagerly_and_are_counted(target):
+    toy = ToyEngine(target)
+    toy.graphs = capture(toy.runner, memory=arena())
+    plain = toy.run(("a", random_ids(6)))
+    toy.runner.set_aux_layer_ids(IDS)
+    batch = batch_of(toy, ("b", random_ids(6)))
+    output = toy.runner.forward(batch)
+    assert (plain.path, plain.hidden) == ("breakable", None)
+    assert output.path == "eager"
+    assert output.hidden.shape == (6, 3 * toy.config.hidden_size)
+    assert fallbacks(toy.graphs) == {"graph_fallback_target_prefill_hidden_mode": 1}
+
+
+# --- M2: which graphs exist, and what they are bound to ---------------------------------------------------------------
+
+
+def load(model: Path, draft: Path | str = "", *, has_drafter: bool, **settings: object):
+    config = EngineConfig(
+        model=str(model), draft=str(draft), device="cpu", dtype="float32", page_size=4, pages=64, max_context=96,
+        graphs=True, chunk_size=16, max_running=4, **settings,
+    )  # fmt: skip
+    loader = EngineLoader(config, has_drafter=has_drafter, backend=TapeBackend(arena()))
+    for _, run in loader.phases():
+        run()
+    return loader.engine()
+
+
+def test_m2_1_each_role_has_its_own_graphs_and_none_of_the_other(target, head):
+    prefill = load(target, head, has_drafter=False)
+    assert prefill.graphs.pool.report().num_decode_graphs == 0
+    assert prefill.graph_counts == {"prefill": 5, "draft_prefill": 0, "decode": 0, "draft": 0, "draft_extend": 0}
+    decode = load(target, head, has_drafter=True)
+    assert decode.graph_counts == {"prefill": 0, "draft_prefill": 13, "verify": 3, "draft": 3, "draft_extend": 3}
+    plain = load(target, has_drafter=True)
+    assert plain.graph_counts == {"prefill": 0, "draft_prefill": 0, "decode": 3, "draft": 0, "draft_extend": 0}
+    assert all(not engine.graph_counters.get(f"graph_replays_{kind.value}", 0)
+               for engine in (prefill, decode, plain) for kind in GraphKind), "the self-test serves nobody"  # fmt: skip
+    for engine in (prefill, decode, plain):
+        assert engine.pool.kv.count_nonzero() == 0
+    assert decode.drafter.pool.kv.count_nonzero() == 0
+
+
+def test_m2_2_a_draft_graph_before_the_weights_are_shared_is_refused(target, head):
+    config = load_draft_config(head, toy_target(), dtype="float32")
+    unshared = load_eagle3(config, dtype=torch.float32)
+    toy = ToyEngine(target)
+    with pytest.raises(LifecycleError, match="shared"):
+        DraftPrefillGraphs(capture(toy.runner).pool, unshared, toy.pool, (8,))
+
+
+def test_m2_2_exchanged_weights_are_found_at_replay(target, head):
+    engine = Engine(target, head)
+    graphs = with_graphs(engine)
+    graphs.pool.checks_pointers = True
+    request = engine.prefill(random_ids(9), GREEDY)
+    engine.decoder.step([request])
+    engine.drafter.head.lm_head = engine.drafter.head.lm_head.clone()
+    assert {name.split()[0] for name in graphs.pool.stale()} == {"draft_prefill", "draft_extend", "draft_decode"}
+    with pytest.raises(StaleGraph, match="lm_head"):
+        engine.decoder.step([request])
+
+
+def test_m2_4_consecutive_draft_prefills_follow_their_features(target, head):
+    engine, plain = Engine(target, head), Engine(target, head)
+    with_graphs(engine, arena())
+    outs = []
+    for seed in (1, 2):
+        features = torch.randn(8, engine.drafter.feature_width, generator=torch.Generator().manual_seed(seed))
+        pair = []
+        for each in (engine, plain):
+            batch = draft_rows(features)
+            pair.append(each.drafter.prefill_rows(batch))
+            assert batch.decision.is_graph is (each is engine)
+        torch.testing.assert_close(pair[0], pair[1], atol=1e-5, rtol=1e-5)
+        outs.append(pair[0])
+    assert not torch.allclose(outs[0], outs[1], atol=1e-2)
+
+
+def draft_rows(features: torch.Tensor) -> ForwardBatch:
+    """Rows of one request from its beginning on, or of none."""
+    n = features.shape[0]
+    pages, lens = ([[3, 5]], [n]) if n else ([], [])
+    return ForwardBatch(
+        mode=ForwardMode.EXTEND,
+        input_ids=torch.arange(n),
+        positions=torch.arange(n),
+        slots=slots_for([3, 5], 0, n, 4),
+        page_table=build_page_table(pages),
+        q_lens=lens,
+        kv_lens=lens,
+        capture_hidden=CaptureHidden.LAST,
+        features=features,
+    )
+
+
+@pytest.mark.parametrize("count", [1, 15, 16, 17, 24, 25])
+def test_m2_3_prefill_at_bucket_edges_equals_eager_and_what_is_larger_is_counted(target, toy, count):
+    ids = random_ids(count, seed=count)
+    output = toy.runner.forward(batch_of(toy, ("a", ids)))
+    expected = ToyEngine(target, aux=IDS).run(("a", ids), capture=CaptureHidden.FULL)
+    torch.testing.assert_close(output.hidden, expected.hidden, atol=1e-4, rtol=1e-4)
+    assert torch.equal(output.logits.argmax(-1), expected.logits.argmax(-1))
+    assert output.path == ("breakable" if count <= 24 else "eager")
+    assert fallbacks(toy.graphs) == ({} if count <= 24 else {"graph_fallback_target_prefill_tokens_over_max": 1})
+
+
+def test_m2_8_padding_writes_to_the_sink_only(toy):
+    extend, verify = ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY
+    for name, count, mode in (("a", 5, extend), ("b", 3, extend), ("a", 2, verify)):
+        before = toy.pool.kv.clone()
+        batch = batch_of(toy, (name, random_ids(count)), mode=mode)
+        toy.runner.forward(batch)
+        changed = (toy.pool.kv != before).flatten(4).any(-1).any(2).any(1).nonzero()
+        slots = {int(page) * PAGE_SIZE + int(offset) for page, offset in changed}
+        assert slots == set(batch.slots.tolist())
+        assert toy.pool.kv[0].count_nonzero() == 0
+    assert toy.graphs.counters()["graph_pad_rows_target_prefill"] == 4
+
+
+# --- M3: idle rows and widths -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("has_graphs", [True, False])
+def test_m3_4_a_batch_of_no_rows_passes_through_every_forward(target, head, has_graphs):
+    engine = Engine(target, head)
+    graphs = with_graphs(engine) if has_graphs else None
+    toy = ToyEngine(target, aux=(1, 5, 8))
+    if has_graphs:
+        toy.graphs = capture(toy.runner)
+    for mode in (ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY, ForwardMode.IDLE):
+        output = toy.runner.forward(batch_of(toy, mode=mode))
+        assert output.path == "eager"
+        assert output.logits.shape == (0, toy.config.vocab_size)
+        assert output.hidden.shape == (0, 3 * toy.config.hidden_size)
+    width, hidden = engine.drafter.feature_width, engine.drafter.head.config.hidden_size
+    out = engine.drafter.prefill_rows(draft_rows(torch.empty(0, width)))
+    state = engine.drafter.extend_rows(draft_rows(torch.empty(0, width)), torch.empty(0, dtype=torch.int64))
+    assert (out.shape, state[0].shape) == ((0, hidden), (0, hidden))
+    assert engine.decoder.step([]).tokens == []
+    if graphs is not None:
+        assert {key.rsplit("_", 2)[1:] == ["idle", "rank"] for key in fallbacks(graphs)} == {True}
+
+
+def test_m3_5_a_wrong_width_or_dtype_raises_instead_of_replaying_what_was_there(target, head):
+    engine = Engine(target, head)
+    with_graphs(engine)
+    width = engine.drafter.feature_width
+    for features, named in [(torch.ones(8, width - 1), str(width - 1)), (torch.ones(8, width).double(), "float64")]:
+        with pytest.raises(GraphError, match=f"features.*{named}"):
+            engine.drafter.prefill_rows(draft_rows(features))
+    engine.drafter.graphs.extend.features = torch.zeros(16, 5)
+    with pytest.raises(GraphError, match=f"{width}.*5"):
+        engine.decoder.step([engine.prefill(random_ids(5), GREEDY)])
+
+
+# --- M4: results ------------------------------------------------------------------------------------------------------
+
+
+def test_m4_7_results_do_not_change_with_the_next_replay(toy):
+    for mode, count in ((ForwardMode.EXTEND, 6), (ForwardMode.TARGET_VERIFY, 2)):
+        first = toy.runner.forward(batch_of(toy, ("a", random_ids(count, seed=1)), mode=mode))
+        logits, hidden = first.logits.clone(), first.hidden.clone()
+        toy.runner.forward(batch_of(toy, ("b", random_ids(count, seed=2)), mode=mode))
+        assert torch.equal(first.logits, logits)
+        assert torch.equal(first.hidden, hidden)
+        assert first.path in ("breakable", "graph")
+
+
+def test_m4_3_poisoned_graph_memory_does_not_reach_an_eager_step(target, head):
+    engine, plain = Engine(target, head), Engine(target, head)
+    with_graphs(engine, kinds=set())
+    assert engine.generate([[5, 9, 200], [17]], GREEDY) == plain.generate([[5, 9, 200], [17]], GREEDY)
+    assert {result.path for result in engine.results} == {"eager"}
+
+
+# --- M5: plans --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("requests", [1, 3])
+@pytest.mark.parametrize("mode", [ForwardMode.TARGET_VERIFY, ForwardMode.EXTEND])
+def test_m5_1_a_batch_padded_to_a_multiple_equals_the_batch_alone(target, toy, mode, requests):
+    chunks = [(str(i), random_ids(2, seed=i)) for i in range(requests)]
+    alone = ToyEngine(target, aux=IDS)
+    expected = alone.runner.forward(batch_of(alone, *chunks, mode=mode))
+    for runs_graph in (True, False):
+        toy.lengths.clear()
+        batch = batch_of(toy, *chunks, mode=mode)
+        pad = 8 - batch.num_tokens
+        for name in ("input_ids", "positions", "slots"):
+            setattr(batch, name, torch.nn.functional.pad(getattr(batch, name), (0, pad)))
+        if not runs_graph:
+            batch.decision = EAGER
+        output = toy.runner.forward(batch)
+        assert output.path == ("eager" if not runs_graph else "breakable" if mode is ForwardMode.EXTEND else "graph")
+        assert output.logits.shape[0] == output.hidden.shape[0] == 8
+        real = slice(2 * requests)
+        torch.testing.assert_close(output.hidden[real], expected.hidden, atol=1e-4, rtol=1e-4)
+        assert torch.equal(output.logits[real].argmax(-1), expected.logits.argmax(-1))
+        assert output.logits.isfinite().all()
+
+
+@pytest.mark.parametrize("change", ["positions", "slots", "kv_lens", "page_table"])
+def test_m5_2_a_batch_changed_after_it_was_planned_is_refused(toy, change):
+    for mode, count in ((ForwardMode.EXTEND, 6), (ForwardMode.TARGET_VERIFY, 2)):
+        batch = batch_of(toy, ("a", random_ids(count)), mode=mode)
+        metadata = plan(batch, PAGE_SIZE)
+        assert toy.runner.decide(batch).is_graph
+        value = getattr(batch, change)
+        setattr(batch, change, value.clone() if isinstance(value, torch.Tensor) else list(value))
+        assert batch.decision is None, "the path is decided for the batch as it is"
+        with pytest.raises(LifecycleError, match="plan after the last change"):
+            toy.runner.forward(batch, metadata)
+
+
+def test_m5_2_rows_and_lengths_that_do_not_belong_together_are_refused(toy):
+    batch = batch_of(toy, ("a", [1, 2]), ("b", [3, 4]), mode=ForwardMode.TARGET_VERIFY)
+    batch.kv_lens = batch.kv_lens[:1]
+    with pytest.raises(LifecycleError, match="1 lengths"):
+        toy.runner.forward(batch)
+
+
+def test_m5_3_prepared_for_a_graph_and_then_forced_to_eager_is_planned_anew(target, toy):
+    batch = batch_of(toy, ("a", [1, 2]), mode=ForwardMode.TARGET_VERIFY)
+    decision = toy.runner.decide(batch)
+    toy.runner.graphs.verify.rows.plan(batch, decision.bucket)
+    batch.decision = EAGER
+    output = toy.runner.forward(batch)
+    alone = ToyEngine(target, aux=IDS)
+    expected = alone.runner.forward(batch_of(alone, ("a", [1, 2]), mode=ForwardMode.TARGET_VERIFY))
+    assert output.path == "eager"
+    assert torch.equal(output.hidden, expected.hidden)
+
+
+def test_m5_6_an_idle_batch_leaves_nothing_ready_for_the_next(toy):
+    toy.runner.forward(batch_of(toy, mode=ForwardMode.TARGET_VERIFY))
+    batch = batch_of(toy, ("a", [1, 2]), mode=ForwardMode.TARGET_VERIFY)
+    assert toy.runner.forward(batch).path == "graph"
+
+
+def test_a_verify_of_another_shape_has_no_graph(toy):
+    output = toy.runner.forward(batch_of(toy, ("a", [1, 2, 3]), mode=ForwardMode.TARGET_VERIFY))
+    mixed = toy.runner.forward(batch_of(toy, ("b", [1, 2]), ("c", [1]), mode=ForwardMode.TARGET_VERIFY))
+    assert (output.path, mixed.path) == ("eager", "eager")
+    assert fallbacks(toy.graphs) == {"graph_fallback_target_verify_verify_mode": 2}
+
+
+def test_more_context_than_planned_runs_eagerly(target):
+    toy = ToyEngine(target, aux=IDS)
+    toy.graphs = capture(toy.runner, num_rows=2, max_context=PAGE_SIZE - 2)
+    toy.run(("a", random_ids(PAGE_SIZE)))
+    output = toy.runner.forward(batch_of(toy, ("a", [1, 2]), mode=ForwardMode.TARGET_VERIFY))
+    assert output.path == "eager"
+    assert fallbacks(toy.graphs) == {"graph_fallback_target_verify_context_over_planned": 1}
+
+
+def test_the_predicate_answers_once_per_batch_and_the_answer_travels(toy):
+    batch = batch_of(toy, ("a", random_ids(30)))
+    first = toy.runner.decide(batch)
+    assert first.reason is FallbackReason.TOKENS_OVER_MAX
+    toy.runner.forward(batch)
+    assert batch.decision is first
+    assert sum(fallbacks(toy.graphs).values()) == 1

@@ -1,0 +1,172 @@
+"""Mistakes that engines have made with graphs, planted one at a time: none goes unnoticed.
+
+The check is what other tests assert all the time: with the oracle's draft every step is accepted in full, on full batches,
+padded ones and ones above the largest graph, and the tokens are the right ones. A missing reference across a break is
+planted in test_graph_lifetimes.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from baton.engine import fixed_rows, target_graphs
+from baton.engine.fixed_rows import FixedRows
+from baton.engine.forward_batch import CaptureHidden
+from baton.engine.graph_self_test import SelfTest
+from baton.engine.graphs import token_graphs
+from baton.engine.graphs.static import load_rows
+from baton.engine.model_runner import ModelRunner
+from baton.engine.sampling_params import SamplingParams
+from baton.engine.speculative.draft_graphs import DraftLoopGraphs
+from baton.tests.parity.eagle3_engine import Engine
+from baton.tests.parity.eagle3_toys import ORACLE_IDS, successor, write_oracle
+from baton.tests.parity.graph_engine import arena, with_graphs
+
+Plant = Callable[[Engine, pytest.MonkeyPatch], None]
+PARAMS = SamplingParams(temperature=0.0, max_new_tokens=13, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def oracle(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    torch.set_num_threads(1)
+    return write_oracle(tmp_path_factory.mktemp("oracle"))
+
+
+def check(oracle: tuple[Path, Path], plant: Plant | None = None, *, self_tests: bool = False) -> None:
+    """Raises AssertionError, or whatever the engine raises, unless all is well."""
+    engine, planting = Engine(*oracle), pytest.MonkeyPatch()
+    try:
+        if plant is not None:
+            plant(engine, planting)
+        if engine.runner.graphs is None:
+            with_graphs(engine, arena())
+        if self_tests:
+            assert SelfTest(engine.runner, engine.drafter, engine.max_context).run() == 0
+        for size in (1, 3, 4, 6):
+            prompts = [[i + 1, i + 7, 9 * i] for i in range(size)]
+            for prompt, tokens in zip(prompts, engine.generate(prompts, PARAMS), strict=True):
+                expected = prompt[-1:]
+                for _ in tokens:
+                    expected.append(successor(expected[-1]))
+                assert tokens == expected[1:]
+        assert {result.path for result in engine.results} == {"graph", "eager"}
+        assert set(engine.accept_lens) == {1 + engine.steps}
+    finally:
+        planting.undo()
+
+
+def aux_configured_after_capture(engine: Engine, planting: pytest.MonkeyPatch) -> None:
+    planting.setattr(target_graphs, "captured_mode", lambda _: CaptureHidden.FULL)
+    engine.runner.model.aux_layer_ids = None
+    with_graphs(engine, arena())
+    engine.runner.model.aux_layer_ids = ORACLE_IDS
+
+
+def default_layers_instead_of_the_configured(engine: Engine, planting: pytest.MonkeyPatch) -> None:
+    engine.runner.model.aux_layer_ids = (1, 3, 4)
+    with_graphs(engine, arena())
+    engine.runner.model.aux_layer_ids = ORACLE_IDS
+
+
+def layers_in_ascending_order(engine: Engine, planting: pytest.MonkeyPatch) -> None:
+    engine.runner.model.aux_layer_ids = (3, 1, 5)
+    with_graphs(engine, arena())
+    engine.runner.model.aux_layer_ids = ORACLE_IDS
+
+
+def draft_captured_before_sharing(engine: Engine, planting: pytest.MonkeyPatch) -> None:
+    head = engine.drafter.head
+    shared = head.embed_tokens
+    head.embed_tokens = torch.zeros_like(shared)
+    with_graphs(engine, arena())
+    head.embed_tokens = shared
+
+
+def features_not_refreshed(engine: Engine, planting: pytest.MonkeyPatch) -> None:
+    def load_but_features(static: torch.Tensor, values: torch.Tensor, end: int, *, name: str) -> None:
+        if "features" not in name:
+            load_rows(static, values, end, name=name)
+
+    planting.setattr(token_graphs, "load_rows", load_but_features)
+
+
+def width_of_another_config(engine: Engine, planting: pytest.MonkeyPatch) -> None:
+    with_graphs(engine, arena())
+    extend = engine.drafter.graphs.extend
+    extend.features = extend.features[:, : extend.features.shape[1] // 3].clone()
+
+
+def graph_output_read_though_it_did_not_run(engine: Engine, planting: pytest.MonkeyPatch) -> None:
+    run = ModelRunner._run
+
+    def reads_the_graph(self: ModelRunner, batch: object, *rest: object) -> object:
+        path, (hidden, features) = run(self, batch, *rest)
+        buffer = self.graphs.verify.family._graphs[4].graph.output[1]
+        rows = torch.arange(hidden.shape[0]).clamp(max=buffer.shape[0] - 1)
+        return path, (hidden, features if path != "eager" else buffer[rows])
+
+    planting.setattr(ModelRunner, "_run", reads_the_graph)
+
+
+def context_planned_before_padding(engine: Engine, planting: pytest.MonkeyPatch) -> None:
+    def plan_unpadded(self: FixedRows, table: torch.Tensor, lens: list[int], _: int) -> None:
+        self.page_table[: table.shape[0], : table.shape[1]].copy_(table)
+        self.kv_lens[: len(lens)].copy_(torch.tensor(lens))
+
+    planting.setattr(FixedRows, "plan_context", plan_unpadded)
+
+
+def slots_not_padded(engine: Engine, planting: pytest.MonkeyPatch) -> None:
+    def load_unpadded(static: torch.Tensor, values: torch.Tensor, end: int, *, name: str) -> None:
+        load_rows(static, values, values.shape[0], name=name)
+
+    planting.setattr(fixed_rows, "load_rows", load_unpadded)
+
+
+def draft_state_not_refreshed(engine: Engine, planting: pytest.MonkeyPatch) -> None:
+    run = DraftLoopGraphs.run
+
+    def stale(self: DraftLoopGraphs, chain: object, slots: object, state: tuple, *rest: object) -> object:
+        return run(self, chain, slots, (torch.zeros_like(state[0]), state[1]), *rest)
+
+    planting.setattr(DraftLoopGraphs, "run", stale)
+
+
+PLANTS = [
+    aux_configured_after_capture, default_layers_instead_of_the_configured, layers_in_ascending_order,
+    draft_captured_before_sharing, features_not_refreshed, width_of_another_config,
+    graph_output_read_though_it_did_not_run, context_planned_before_padding, slots_not_padded,
+    draft_state_not_refreshed,
+]  # fmt: skip
+SEEN_AT_START = [
+    aux_configured_after_capture, default_layers_instead_of_the_configured, layers_in_ascending_order,
+    draft_captured_before_sharing, features_not_refreshed, width_of_another_config, draft_state_not_refreshed,
+]  # fmt: skip
+
+
+def test_without_a_plant_all_is_well(oracle):
+    check(oracle)
+    check(oracle, self_tests=True)
+
+
+@pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.__name__)
+def test_each_planted_mistake_is_noticed(oracle, plant):
+    with pytest.raises((AssertionError, RuntimeError, IndexError)):
+        check(oracle, plant)
+
+
+@pytest.mark.parametrize("plant", SEEN_AT_START, ids=lambda plant: plant.__name__)
+def test_the_self_test_notices_before_anything_is_served(oracle, plant):
+    engine, planting = Engine(*oracle), pytest.MonkeyPatch()
+    try:
+        plant(engine, planting)
+        if engine.runner.graphs is None:
+            with_graphs(engine, arena())
+        try:
+            noticed = SelfTest(engine.runner, engine.drafter, engine.max_context).run() > 0
+        except RuntimeError:
+            noticed = True
+        assert noticed
+    finally:
+        planting.undo()
