@@ -80,8 +80,11 @@ class ModelSettings(RoleConfig):
 class NetworkSettings(RoleConfig):
     """Network and process life."""
 
+    keys: str = setting(
+        "", Setting(help="directory of keys (`baton keys init`): the links between processes are CURVE", metavar="DIR")
+    )
     trusted_network: bool = setting(
-        False, Setting(help="allow binding other addresses than loopback; links are not authenticated")
+        False, Setting(help="allow binding other addresses than loopback without keys; nothing is authenticated then")
     )
     drain_timeout_s: float = setting(
         30.0, Setting(help="longest wait for running requests after SIGTERM", unit="s", minimum=0, maximum=3600)

@@ -23,10 +23,12 @@ import msgspec
 import zmq
 
 from .codec import control_down_decoder, encode
+from .dialer import Dialer
 from .errors import RemoteProtocolError
+from .keyring import Keyring
 from .log import fields
 from .messages import ControlDown, ControlUp, Heartbeat, Hello, Rejected, Welcome
-from .sockets import CONTROL_MAX_FRAME, Socket, connect, make_socket, recv_parts, try_send
+from .sockets import CONTROL_MAX_FRAME, Socket, recv_parts, try_send
 
 logger = logging.getLogger(__name__)
 
@@ -153,13 +155,16 @@ class LinkMachine:
 class ControlLink:
     """A DEALER to the router; used by the thread that made it. `now` is on the monotonic clock, like `tick`'s."""
 
-    def __init__(self, context: zmq.Context[Socket], endpoint: str, hello: Hello, now: float) -> None:
-        self.socket = make_socket(context, zmq.DEALER)
-        try:
-            connect(self.socket, endpoint)
-        except Exception:
-            self.socket.close()
-            raise
+    def __init__(
+        self,
+        context: zmq.Context[Socket],
+        endpoint: str,
+        hello: Hello,
+        now: float,
+        *,
+        keyring: Keyring | None = None,
+    ) -> None:
+        self._dialer = Dialer(context, endpoint, keyring)
         self.endpoint = endpoint
         self._machine = LinkMachine(hello, now)
         self._decoder = control_down_decoder()
@@ -171,6 +176,11 @@ class ControlLink:
 
     def __repr__(self) -> str:
         return f"ControlLink({self.endpoint}, {self._machine}, {len(self._outbox)} waiting)"
+
+    @property
+    def socket(self) -> Socket:
+        """What to poll; another one when the connection was made anew."""
+        return self._dialer.socket
 
     @property
     def connected(self) -> bool:
@@ -226,6 +236,7 @@ class ControlLink:
 
     def tick(self, now: float) -> str:
         """Send the Hello or the messages that are due; why the router is lost when it just was, else ""."""
+        self._dialer.tick(now)
         is_hello_due, lost = self._machine.advance(now)
         if lost:
             self._outbox.clear()  # about rooms that end with that router
@@ -240,7 +251,7 @@ class ControlLink:
         """Close the socket, giving what was sent a moment to leave. Idempotent."""
         if not self.socket.closed:
             self._flush()
-            self.socket.close()
+            self._dialer.close()
 
     def _flush(self) -> None:
         while self._machine.can_send and self._outbox:

@@ -193,7 +193,10 @@ class Tokens(Message, frozen=True, kw_only=True):
 
 
 class Finished(Message, frozen=True, kw_only=True):
-    """Terminal: decode ended the room by itself; all its Tokens were sent before."""
+    """Terminal: decode ended the room by itself; all its Tokens were sent before.
+
+    From prefill with no output tokens: the output at the end of the prompt was the whole answer.
+    """
 
     room: Id
     epoch: Count
@@ -259,6 +262,7 @@ class Reserve(Message, frozen=True, kw_only=True):
     epoch: Count
     instance: Id
     prompt_ids: TokenIds
+    num_output: Count = 0  # of these, the last ones are output of earlier attempts
     sampling: Sampling
     deadline_ms: Count  # remaining; 0: none
     prefill_endpoint: Text
@@ -272,6 +276,7 @@ class Prefill(Message, frozen=True, kw_only=True):
     epoch: Count
     instance: Id
     prompt_ids: TokenIds
+    num_output: Count = 0  # of these, the last ones are output of earlier attempts
     sampling: Sampling
     deadline_ms: Count
 

@@ -1,8 +1,8 @@
 """Every ZeroMQ socket of baton is made, bound, connected, read and written here.
 
 The settings bound memory (frame size, queued messages), time (linger, handshake, sends) and detection of dead peers
-(heartbeats), on every socket alike. A socket belongs to one thread. Nothing is authenticated on this plane yet, so
-binding beyond this host needs the operator's word that the network is trusted.
+(heartbeats), on every socket alike. A socket belongs to one thread. With keys a link is CURVE and both ends are known;
+without them, binding beyond this host needs the operator's word that the network is trusted.
 """
 
 import asyncio
@@ -16,12 +16,15 @@ import zmq
 
 from .endpoints import endpoint_fault, port_fault
 from .errors import ConfigError, PeerLost, StartupError
+from .keyring import Curve
 
 CONTROL_MAX_FRAME = 1 << 20
 CONTROL_HIGH_WATER = 64
 BULK_HIGH_WATER = 8
 BULK_FRAME_SLACK = 4096  # a bulk socket's frames are one block or a small message
 LINGER_MS = 200
+CURVE_FRAME_SLACK = 64  # an encrypted frame is 33 bytes longer than what it holds
+ZAP_DOMAIN = b"baton"
 IPC_PATH_LIMIT = 107
 MESSAGES_PER_WAKE = 256  # an AsyncReceiver lets the event loop run after so many
 
@@ -37,15 +40,16 @@ def make_socket(
     high_water: int = CONTROL_HIGH_WATER,
     receive_high_water: int | None = None,
     linger_ms: int = LINGER_MS,
+    curve: Curve | None = None,
 ) -> Socket:
-    """A socket of type `kind` (zmq.ROUTER, zmq.DEALER, ...) with baton's settings.
+    """A socket of type `kind` (zmq.ROUTER, zmq.DEALER, ...) with baton's settings; authenticated and encrypted by `curve`.
 
     A peer's frame of more than `max_frame` bytes closes its connection. At most `high_water` messages are queued per
     peer and direction; `receive_high_water`, when given, is the bound of the incoming ones. A DEALER queues nothing for
     a peer that is not connected: `try_send` returns False until it is.
     """
     socket: Socket = context.socket(kind)
-    socket.setsockopt(zmq.MAXMSGSIZE, max_frame)
+    socket.setsockopt(zmq.MAXMSGSIZE, max_frame + (CURVE_FRAME_SLACK if curve is not None else 0))
     socket.setsockopt(zmq.SNDHWM, high_water)
     socket.setsockopt(zmq.RCVHWM, high_water if receive_high_water is None else receive_high_water)
     socket.setsockopt(zmq.LINGER, linger_ms)
@@ -61,7 +65,21 @@ def make_socket(
         socket.setsockopt(zmq.ROUTER_HANDOVER, 0)
     if kind == zmq.DEALER:
         socket.setsockopt(zmq.IMMEDIATE, 1)
+    if curve is not None:
+        _set_keys(socket, curve)
     return socket
+
+
+def _set_keys(socket: Socket, curve: Curve) -> None:
+    """By default libzmq admits every key when nobody answers its questions; enforcing the domain turns that round."""
+    socket.setsockopt(zmq.CURVE_SECRETKEY, curve.secret)
+    if curve.server is None:
+        socket.setsockopt(zmq.CURVE_SERVER, 1)
+        socket.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
+        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+    else:
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, curve.public)
+        socket.setsockopt(zmq.CURVE_SERVERKEY, curve.server)
 
 
 def bind(socket: Socket, endpoint: str) -> str:
@@ -106,14 +124,18 @@ def is_loopback(endpoint: str) -> bool:
         return False
 
 
-def check_bind_address(endpoint: str, trusted_network: bool) -> None:
-    """Raises ConfigError for an endpoint that is malformed, or open to other hosts without `trusted_network`."""
+def check_bind_address(endpoint: str, trusted_network: bool, *, has_keys: bool | None = None) -> None:
+    """Raises ConfigError for an endpoint that is malformed, or open to other hosts without keys and `trusted_network`.
+
+    `has_keys` is None for a link that cannot have keys, as HTTP.
+    """
     if fault := endpoint_fault(endpoint):
         raise ConfigError(f"{endpoint!r} {fault}")
-    if not trusted_network and not is_loopback(endpoint):
+    if not has_keys and not trusted_network and not is_loopback(endpoint):
+        with_keys = "" if has_keys is None else " authenticate it with --keys,"
         raise ConfigError(
             f"{endpoint} is reachable from other hosts and this link is not authenticated: "
-            "bind 127.0.0.1 or ipc, or set trusted_network if only trusted hosts can reach it"
+            f"bind 127.0.0.1 or ipc,{with_keys} or set trusted_network if only trusted hosts can reach it"
         )
 
 

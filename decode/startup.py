@@ -6,6 +6,7 @@ import zmq
 
 from ..cluster.config import DecodeConfig
 from ..cluster.control_link import ControlLink
+from ..cluster.keyring import load_keyring
 from ..cluster.life import Serve, Shutdown, run_phases
 from ..cluster.sockets import Socket
 from ..engine.config import EngineConfig
@@ -21,6 +22,7 @@ def start(config: DecodeConfig, instance: str) -> Serve:
     """Everything up to the first heartbeat, in order."""
     shutdown = Shutdown()
     shutdown.install()
+    keyring = load_keyring(config.keys, config.role)
     loader = EngineLoader(EngineConfig.of(config), has_drafter=True)
     run_phases(loader.phases())
     engine = loader.engine()
@@ -38,6 +40,7 @@ def start(config: DecodeConfig, instance: str) -> Serve:
             layout,
             planes_of(engine.pool, engine.features),
             context=context,
+            keyring=keyring,
             window=config.pull_window,
             lease_s=config.lease_s,
         )
@@ -53,7 +56,7 @@ def start(config: DecodeConfig, instance: str) -> Serve:
             spec_tokens=spec_steps + 1,
         )
         try:
-            return ControlLink(context, config.router, hello, time.monotonic()), transport
+            return ControlLink(context, config.router, hello, time.monotonic(), keyring=keyring), transport
         except Exception:
             transport.close()
             raise

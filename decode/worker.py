@@ -151,7 +151,13 @@ class DecodeWorker:
         for old in attempts:
             self._give_up(old, "a newer attempt began")
         sampling = SamplingParams(**msgspec.structs.asdict(message.sampling))
-        request = Request(room=message.room, epoch=message.epoch, prompt_ids=message.prompt_ids, sampling=sampling)
+        request = Request(
+            room=message.room,
+            epoch=message.epoch,
+            prompt_ids=message.prompt_ids,
+            sampling=sampling,
+            num_prior_output=message.num_output,
+        )
         admitted = self.admission.admit(request, now, message.deadline_ms)
         if isinstance(admitted, Refusal):
             self._counters["refused"] += 1

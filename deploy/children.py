@@ -101,7 +101,7 @@ def child_config(
     known = set(known_variables())
     told = {k: v for k, v in env.items() if k in known}
     child = load_config(cls, flags, told, prog=PROG, defaults=defaults, warns=False)
-    fixed: dict[str, Value] = {name: _absolute(getattr(child, name)) for name in ("model", "draft") if name in own}
+    fixed: dict[str, Value] = {name: _absolute(getattr(child, name)) for name in ("model", "draft", "keys") if name in own}
     if isinstance(child, RouterConfig):
         fixed["port"] = child.port or free_port(child.host)
     return dataclasses.replace(child, **fixed)  # type: ignore[arg-type]

@@ -10,7 +10,8 @@ from .sampling_params import SamplingParams
 class Request:
     """Owns every length and status of one request; callers read the properties and never subtract.
 
-    `pages[i]` holds the KV of tokens [i*page_size, (i+1)*page_size); `num_computed` tokens have their KV in them.
+    The last `num_prior_output` prompt tokens are output of earlier attempts: computed like a prompt, and output for
+    penalties. `pages[i]` holds the KV of tokens [i*page_size, (i+1)*page_size); `num_computed` tokens have their KV in them.
     `finish_reason` is None while it runs, then "stop", "length", or what the worker sets ("cancelled", "failed").
     """
 
@@ -18,6 +19,7 @@ class Request:
     epoch: int
     prompt_ids: Sequence[int]
     sampling: SamplingParams
+    num_prior_output: int = 0
     output_ids: list[int] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
     num_computed: int = 0
@@ -35,6 +37,14 @@ class Request:
     def num_tokens(self) -> int:
         """Prompt and output; also the absolute position of the token that is chosen next."""
         return len(self.prompt_ids) + len(self.output_ids)
+
+    @property
+    def asked_and_chosen(self) -> tuple[Sequence[int], Sequence[int]]:
+        """(ids that the client gave, ids that were chosen in any attempt)."""
+        if not self.num_prior_output:
+            return self.prompt_ids, self.output_ids
+        split = max(0, len(self.prompt_ids) - self.num_prior_output)
+        return self.prompt_ids[:split], [*self.prompt_ids[split:], *self.output_ids]
 
     @property
     def num_remaining(self) -> int:
@@ -59,6 +69,10 @@ class Request:
     @property
     def is_finished(self) -> bool:
         return self.finish_reason is not None
+
+    def ends_with_prompt(self, eos_ids: Container[int]) -> bool:
+        """Whether an earlier attempt chose the token that ends the request already."""
+        return self.num_prior_output > 0 and self._stops_at(self.prompt_ids[-1], eos_ids)
 
     def append(self, ids: Sequence[int], eos_ids: Container[int]) -> int:
         """Commit `ids` up to and including the first that ends the request; returns how many were committed.

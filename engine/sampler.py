@@ -68,12 +68,16 @@ class SamplingRow:
 
 def sampling_rows(request: Request, drafts: Sequence[int] = ()) -> list[SamplingRow]:
     """The rows of one forward over the newest token and `drafts`: row j sees the output and drafts[:j]."""
+    prompt_ids: Sequence[int] = request.prompt_ids
+    output_ids: Sequence[int] = request.output_ids
+    if request.sampling.needs_penalties:
+        prompt_ids, output_ids = request.asked_and_chosen
     return [
         SamplingRow(
             params=request.sampling,
             position=request.num_tokens + j,
-            prompt_ids=request.prompt_ids,
-            output_ids=request.output_ids,
+            prompt_ids=prompt_ids,
+            output_ids=output_ids,
             drafts=drafts[:j],
         )
         for j in range(len(drafts) + 1)

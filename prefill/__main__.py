@@ -22,7 +22,7 @@ def configured(argv: Sequence[str]) -> Serve:
     config = load_config(PrefillConfig, argv, os.environ)
     instance = secrets.token_hex(16)
     configure("prefill", instance, level=config.log_level, log_format=config.log_format)
-    check_bind_address(config.kv_bind, config.trusted_network)
+    check_bind_address(config.kv_bind, config.trusted_network, has_keys=bool(config.keys))
     from .startup import start
 
     return start(config, instance)

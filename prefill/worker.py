@@ -20,6 +20,7 @@ from ..cluster.messages import (
     Cancel,
     ControlUp,
     Failed,
+    Finished,
     FirstToken,
     Gone,
     GraphCounts,
@@ -147,7 +148,18 @@ class PrefillWorker:
                 )
             )
             return
-        request = Request(room=message.room, epoch=message.epoch, prompt_ids=message.prompt_ids, sampling=sampling)
+        request = Request(
+            room=message.room,
+            epoch=message.epoch,
+            prompt_ids=message.prompt_ids,
+            sampling=sampling,
+            num_prior_output=message.num_output,
+        )
+        if request.ends_with_prompt(self.engine.model_config.eos_token_ids):  # the word that it did was lost
+            ended = Finished(
+                room=message.room, epoch=message.epoch, instance=self.instance, reason="stop", output_tokens=0
+            )
+            return self._send(ended)
         deadline = now + message.deadline_ms / 1000 if message.deadline_ms else None
         self.queues.add(Room(request=request, arrived=now, deadline=deadline))
         self._counters["requests"] += 1

@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from .dispatch import Dispatcher
 from .entries import Entry
-from .errors import ApiError, bad_request, deadline_exceeded, overloaded, unavailable, upstream
+from .errors import ApiError, ErrorBody, bad_request, deadline_exceeded, overloaded, unavailable, upstream
 from .generation import Choice, Piece
 from .inbox import Disconnected, Inbox, InboxEvent
 from .replies import (
@@ -27,7 +27,7 @@ from .replies import (
     sse_error,
 )
 from .room_effects import Broken, Deliver, Settled
-from .rooms import DEADLINE_EXCEEDED
+from .rooms import DEADLINE_EXCEEDED, QUARANTINED
 
 SSE_HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-store"}
 JSON_HEADERS = {"content-type": "application/json"}
@@ -182,7 +182,7 @@ class Answer:
         num_output = sum(choice.num_tokens for choice in self._choices)
         drafted = sum(room.decode_timeline.drafted_tokens for room in rooms if room.decode_timeline)
         accepted = sum(room.decode_timeline.accepted_tokens for room in rooms if room.decode_timeline)
-        cached = sum(room.prefill_timeline.cached_tokens for room in firsts if room.prefill_timeline)
+        cached = sum(room.cached_tokens for room in firsts)
         return Usage(
             prompt_tokens=num_prompt,
             completion_tokens=num_output,
@@ -207,6 +207,9 @@ def error_of(event: Broken) -> ApiError:
         return overloaded(event.message)
     if event.kind == "Refused":
         return bad_request("No worker takes this request: " + event.message[:200])
+    if event.kind == QUARANTINED:
+        message = "Workers were lost while they served this request, so it is not tried again."
+        return ApiError(500, ErrorBody(message, "server_error", None, "request_quarantined"))
     if event.kind == "PeerLost":
         return upstream("A worker was lost while it served this request. Try again.", "worker_lost")
     if event.kind == DEADLINE_EXCEEDED:

@@ -18,6 +18,7 @@ import uvicorn
 
 from ..cluster.config import RouterConfig
 from ..cluster.errors import StartupError
+from ..cluster.keyring import load_keyring
 from ..cluster.log import fields
 from ..cluster.metrics import RouterMetrics
 from ..cluster.sockets import check_bind_address
@@ -52,7 +53,8 @@ class Router:
         self.instance = secrets.token_hex(16)
         self._listener = _listen(config.host, config.port, trusted_network=config.trusted_network)
         try:
-            self.control = ControlSocket(config.control_bind, trusted_network=config.trusted_network)
+            keyring = load_keyring(config.keys, config.role)
+            self.control = ControlSocket(config.control_bind, trusted_network=config.trusted_network, keyring=keyring)
         except Exception:
             self._listener.close()
             raise

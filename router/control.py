@@ -1,37 +1,93 @@
-"""The router's end of the control plane: a ROUTER socket on the event loop."""
+"""The router's end of the control plane: a ROUTER socket on the event loop.
+
+With keys, who sent a message is what ZAP says (`role/name`), never the routing id: a key speaks for the worker instances
+that it introduced, and only the verbs of its role.
+"""
 
 import logging
+from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import suppress
 
 import zmq
 
-from ..cluster.codec import control_up_decoder
-from ..cluster.errors import RemoteProtocolError
+from ..cluster.codec import control_up_decoder, encode
+from ..cluster.errors import PeerLost, RemoteProtocolError
+from ..cluster.keyring import Keyring
 from ..cluster.log import fields
-from ..cluster.messages import ControlUp
+from ..cluster.messages import ControlUp, Finished, FirstToken, Hello, Rejected, Reserved, Tokens
+from ..cluster.security import MONITOR_BYTES, MONITOR_PARTS, Authenticator, Doorway, Sparingly, user_of
 from ..cluster.sockets import CONTROL_MAX_FRAME, AsyncReceiver, Socket, bind, check_bind_address, make_socket
 
 logger = logging.getLogger(__name__)
 
 MAX_IDENTITY = 256  # bytes; ZeroMQ's own limit is 255
+WORKER_ROLES = ("prefill", "decode")
+ROLE_OF_VERB: dict[type, str] = {FirstToken: "prefill", Reserved: "decode", Tokens: "decode", Finished: "decode"}
+INSTANCES_PER_USER = 1024  # worker processes that share one key
+
+
+class Speakers:
+    """Which user speaks for which worker instance: the one whose Hello introduced it."""
+
+    def __init__(self) -> None:
+        self._user_of: dict[str, str] = {}
+        self._instances: dict[str, OrderedDict[str, None]] = {}  # of each user, the last to say Hello at the end
+
+    def __repr__(self) -> str:
+        return f"Speakers({len(self._user_of)} instances of {len(self._instances)} users)"
+
+    def fault(self, user: str, message: ControlUp) -> str:
+        """Why `user` (`role/name`) may not say this, or ""; takes the speaker of an instance from its Hello."""
+        role = user.partition("/")[0]
+        verb = type(message).__name__
+        if role not in WORKER_ROLES:
+            return "the connection has no worker's key"
+        if ROLE_OF_VERB.get(type(message), role) != role:
+            return f"a {role} key may not say {verb}"
+        owner = self._user_of.get(message.instance)
+        if isinstance(message, Hello):
+            if message.role != role:
+                return f"a {role} key may not register a {message.role} worker"
+            if owner in (None, user):
+                self._introduce(user, message.instance)
+                return ""
+        return "" if owner == user else f"{verb} for an instance that this key did not introduce"
+
+    def _introduce(self, user: str, instance: str) -> None:
+        mine = self._instances.setdefault(user, OrderedDict())
+        mine[instance] = None
+        mine.move_to_end(instance)
+        self._user_of[instance] = user
+        if len(mine) > INSTANCES_PER_USER:  # a key that makes up instances pushes out its own only
+            oldest, _ = mine.popitem(last=False)
+            del self._user_of[oldest]
 
 
 class ControlSocket:
-    """Bound when made; `open` starts reading on the running loop."""
+    """Bound when made; `open` starts reading on the running loop. With a `keyring` only listed workers get through."""
 
-    def __init__(self, endpoint: str, *, trusted_network: bool) -> None:
-        check_bind_address(endpoint, trusted_network)
+    def __init__(self, endpoint: str, *, trusted_network: bool, keyring: Keyring | None = None) -> None:
+        check_bind_address(endpoint, trusted_network, has_keys=keyring is not None)
+        self.num_malformed = 0
+        self.num_denied = 0  # messages that their sender's key may not say
+        self.authenticator: Authenticator | None = None
         self._context: zmq.Context[Socket] = zmq.Context()
-        self._socket = make_socket(self._context, zmq.ROUTER)
+        self._socket = make_socket(self._context, zmq.ROUTER, curve=keyring.called() if keyring is not None else None)
+        self._doorway = Doorway(self._socket)
+        self._door_receiver: AsyncReceiver | None = None
+        self._receiver: AsyncReceiver | None = None
         try:
+            if keyring is not None:
+                self.authenticator = Authenticator(self._context, keyring.peers, WORKER_ROLES)
             self.endpoint = bind(self._socket, endpoint)
         except Exception:
             self.close()
             raise
         self._decoder = control_up_decoder()
-        self._receiver: AsyncReceiver | None = None
         self._on_message: Callable[[bytes, ControlUp], None] | None = None
-        self.num_malformed = 0
+        self._speakers = Speakers()
+        self._sparingly = Sparingly()
 
     def __repr__(self) -> str:
         return f"ControlSocket({self.endpoint}, malformed={self.num_malformed})"
@@ -40,13 +96,20 @@ class ControlSocket:
     def drops(self) -> dict[str, int]:
         """Messages that never became an event: no message of the protocol, or longer than one may be."""
         num_oversized = self._receiver.num_dropped if self._receiver is not None else 0
-        return {"control_malformed": self.num_malformed, "control_oversized": num_oversized}
+        drops = {"control_malformed": self.num_malformed, "control_oversized": num_oversized}
+        drops["control_handshakes_failed"] = self._doorway.num_failed
+        if self.authenticator is not None:
+            drops |= {"control_denied": self.num_denied, **self.authenticator.counters}
+        return drops
 
     def open(self, on_message: Callable[[bytes, ControlUp], None]) -> None:
         """Hands every message to `on_message(identity, message)`."""
         self._on_message = on_message
         max_bytes = CONTROL_MAX_FRAME + MAX_IDENTITY
         self._receiver = AsyncReceiver(self._socket, self._on_parts, max_parts=2, max_bytes=max_bytes)
+        self._door_receiver = AsyncReceiver(
+            self._doorway.socket, self._doorway.take, max_parts=MONITOR_PARTS, max_bytes=MONITOR_BYTES
+        )
 
     def transmit(self, identity: bytes, frame: bytes) -> bool:
         """Sends without waiting; False when the worker's queue is full. Raises PeerLost."""
@@ -55,9 +118,10 @@ class ControlSocket:
 
     def close(self) -> None:
         """Idempotent; what was sent has the socket's linger to leave."""
-        if getattr(self, "_receiver", None) is not None:
-            assert self._receiver is not None
-            self._receiver.close()
+        for receiver in (self._receiver, self._door_receiver):
+            if receiver is not None:
+                receiver.close()
+        self._doorway.close()
         self._socket.close()
         self._context.term()
 
@@ -71,4 +135,17 @@ class ControlSocket:
             self.num_malformed += 1
             logger.warning("message dropped", extra=fields(reason=str(error)))
             return
-        self._on_message(parts[0].bytes, message)
+        user = user_of(parts[1]) if self.authenticator is not None else ""
+        fault = self._speakers.fault(user, message) if self.authenticator is not None else ""
+        if fault:
+            self._deny(parts[0].bytes, user, message, fault)
+        else:
+            self._on_message(parts[0].bytes, message)
+
+    def _deny(self, identity: bytes, user: str, message: ControlUp, fault: str) -> None:
+        self.num_denied += 1
+        if self._sparingly.is_due(user + fault):
+            logger.warning("message denied", extra=fields(user=user, instance=message.instance, reason=fault))
+        if isinstance(message, Hello):
+            with suppress(PeerLost):
+                self.transmit(identity, encode(Rejected(instance=message.instance, reason=fault)))

@@ -10,34 +10,24 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 
 from ..cluster.log import fields
-from ..cluster.messages import (
-    Cancel,
-    ControlUp,
-    FirstToken,
-    Goodbye,
-    Heartbeat,
-    Hello,
-    Reserved,
-    TokenItem,
-    Tokens,
-)
+from ..cluster.messages import Cancel, ControlUp, FirstToken, Goodbye, Heartbeat, Hello, Reserved, TokenItem, Tokens
 from ..cluster.metrics import RouterMetrics
-from .admission import check_fits, no_workers
+from .admission import MAX_PROMPT_TOKENS, check_fits, no_workers
 from .entries import OUTCOMES, Entry, Job, Request, new_request
 from .errors import overloaded, unavailable
 from .inbox import Inbox
-from .leftovers import Leftovers
-from .policy import Limits, Need, choose, is_ready, limits
+from .leftovers import Leftovers, Orphans
+from .policy import Limits, Need, can_ever, choose, is_ready, limits
 from .postbox import Postbox, Transmit
 from .registry import Load, Registry, Worker
-from .room_effects import Broken, Closed, Deliver, Effect, Ended, Freed, Requeued, Send, Settled, Timeouts
+from .retries import RetryBudget
+from .room_effects import Broken, Closed, Deliver, Effect, Ended, Freed, Judged, Requeued, Send, Settled, Timeouts
 from .room_parts import Phase, RoomEvent
-from .rooms import Room
+from .rooms import QUARANTINED, Room
 
 logger = logging.getLogger(__name__)
 
 CLIENT_STALL_S = 30.0  # a client that does not read for so long is cut off
-NUM_ORPHANS = 1024  # rooms remembered as cancelled on a worker that still talks about them
 
 
 class Dispatcher:
@@ -69,8 +59,9 @@ class Dispatcher:
         self._timeouts = timeouts or Timeouts()
         self._entries: dict[str, Entry] = {}
         self._queue: deque[Entry] = deque()
-        self._orphans: deque[tuple[str, str]] = deque(maxlen=NUM_ORPHANS)
+        self._orphans = Orphans()
         self._leftovers = Leftovers()
+        self._retries = RetryBudget()
 
     def __repr__(self) -> str:
         state = "draining" if self.is_draining else "open"
@@ -125,6 +116,7 @@ class Dispatcher:
                 self._count(entry, "rejected", now)
                 self.cancel(entry)
             raise overloaded(f"The queue is full: {self._max_queue} requests wait for a worker. Try again later.")
+        self._retries.came(len(entries), now)
         return entries
 
     def cancel(self, entry: Entry) -> None:
@@ -178,7 +170,7 @@ class Dispatcher:
         elif isinstance(message, Goodbye):
             worker.is_draining = True
             logger.info("worker drains", extra=fields(role=worker.role, instance=worker.instance))
-            self._fail_queue_without_workers(now)
+            self._check_queue(now)
         elif isinstance(message, Tokens):
             for item in message.items:
                 self._on_room_event(worker, item.room, item, now)
@@ -208,7 +200,7 @@ class Dispatcher:
         if has_dropped_all:
             logger.warning("worker dropped its rooms", extra=fields(role=worker.role, instance=worker.instance))
             self.events["worker_dropped_rooms"] += 1
-            self._settle_rooms_of(worker, now)
+            self._settle_rooms_of(worker, now, is_dead=False)
         self._postbox.flush(worker, now)
 
     def _on_heartbeat(self, identity: bytes, worker: Worker, message: Heartbeat, now: float) -> None:
@@ -216,7 +208,7 @@ class Dispatcher:
         self._postbox.flush(worker, now)
         self._admit(now)
         if not worker.is_serving:
-            self._fail_queue_without_workers(now)
+            self._check_queue(now)
 
     def _on_room_event(self, worker: Worker, room: str, event: RoomEvent, now: float) -> None:
         entry = self._entries.get(room)
@@ -231,37 +223,44 @@ class Dispatcher:
         """A worker works for a room that is over, since a Cancel was lost or the worker was given up too early."""
         self.events["orphan_message"] += 1
         is_active = isinstance(event, (Reserved, FirstToken, TokenItem))
-        if is_active and (room, worker.instance) not in self._orphans:
-            self._orphans.append((room, worker.instance))
+        if is_active and self._orphans.is_new(room, worker.instance):
             self._postbox.post(worker, Cancel(room=room, instance=worker.instance), now)
 
-    def lose_worker(self, worker: Worker, reason: str) -> None:
-        """Forgets a worker and settles its rooms."""
+    def lose(self, workers: Sequence[Worker]) -> None:
+        """Forgets workers, then settles their rooms: none goes from one lost worker to the next."""
         now = self._clock()
-        logger.warning("worker lost", extra=fields(role=worker.role, instance=worker.instance, reason=reason))
-        self.events["worker_lost"] += 1
-        rooms = [entry.room.room for entry in self._rooms_of(worker)]
-        for room in rooms:  # if it is only slow, it shall not go on working for nobody
-            self._postbox.post(worker, Cancel(room=room, instance=worker.instance), now)
-        self._leftovers.keep(worker.instance, worker.hello.generation, rooms)  # it may not have heard
-        self.registry.remove(worker.instance)
-        self._settle_rooms_of(worker, now)
-        self._fail_queue_without_workers(now)
+        lost = [(worker, worker.unreachable_since) for worker in workers]
+        for worker, since in lost:
+            reason = "silent" if since is None else "unreachable"
+            logger.warning("worker lost", extra=fields(role=worker.role, instance=worker.instance, reason=reason))
+            self.events["worker_lost"] += 1
+            rooms = [entry.room.room for entry in self._rooms_of(worker)]
+            for room in rooms:  # if it is only slow, it shall not go on working for nobody
+                self._postbox.post(worker, Cancel(room=room, instance=worker.instance), now)
+            self._leftovers.keep(worker.instance, worker.hello.generation, rooms)  # it may not have heard
+            self.registry.remove(worker.instance)
+        for worker, since in lost:
+            self._settle_rooms_of(worker, now, is_dead=True, unreachable_since=since)
+        self._check_queue(now)
 
     def _rooms_of(self, worker: Worker) -> list[Entry]:
         return [entry for entry in self._entries.values() if worker.instance in entry.room.instances]
 
-    def _settle_rooms_of(self, worker: Worker, now: float) -> None:
+    def _settle_rooms_of(
+        self, worker: Worker, now: float, *, is_dead: bool, unreachable_since: float | None = None
+    ) -> None:
         for entry in self._rooms_of(worker):
-            self._perform(entry, entry.room.worker_lost(worker.instance, now), now)
+            room = entry.room
+            lost = room.worker_lost(worker.instance, now, is_dead=is_dead, unreachable_since=unreachable_since)
+            self._perform(entry, lost, now)
 
     # --- time ---------------------------------------------------------------------------------------------------------
 
     def tick(self) -> None:
         """Timers: silent workers, rooms without progress, waits that took too long, clients that do not read."""
         now = self._clock()
-        for worker in self.registry.overdue(now):
-            self.lose_worker(worker, "silent" if worker.unreachable_since is None else "unreachable")
+        if overdue := self.registry.overdue(now):
+            self.lose(overdue)
         for worker in self.registry:
             self._postbox.flush(worker, now)
         for entry in list(self._entries.values()):
@@ -273,16 +272,28 @@ class Dispatcher:
             message = f"No worker had room within {self._queue_timeout_s:g} s. Try again later."
             self._perform(entry, entry.room.give_up("QueueTimeout", message, now), now)
             return
+        if entry.room.num_output:
+            self._check_pairs(entry, now)
         self._perform(entry, entry.room.tick(now), now)
         if entry.inbox.unread_for(now) > CLIENT_STALL_S:
             self.events["client_stalled"] += 1
             self.client_left(entry)
             entry.inbox.cut()
 
-    def _fail_queue_without_workers(self, now: float) -> None:
-        if self._queue and not is_ready(self.registry):
-            for entry in list(self._queue):
-                self._perform(entry, entry.room.give_up("NoWorkers", str(no_workers()), now), now)
+    def _check_queue(self, now: float) -> None:
+        for entry in list(self._queue):
+            self._check_pairs(entry, now)
+
+    def _check_pairs(self, entry: Entry, now: float) -> None:
+        """Ends a wait that no worker can end. A client that has tokens already waits a while: workers are restarted."""
+        if entry.room.phase is not Phase.QUEUED or can_ever(self.registry, entry.need):
+            entry.pairless_since = None
+            return
+        since = entry.pairless_since = now if entry.pairless_since is None else entry.pairless_since
+        if not entry.room.num_output:
+            self._perform(entry, entry.room.give_up("NoWorkers", str(no_workers()), now), now)
+        elif now - since >= self._timeouts.pair_s:
+            self._perform(entry, entry.room.give_up("PeerLost", "no pair is left to go on with", now), now)
 
     # --- effects ------------------------------------------------------------------------------------------------------
 
@@ -301,7 +312,8 @@ class Dispatcher:
                 self._queue.append(entry)
 
     def _place(self, entry: Entry, now: float) -> bool:
-        pair = choose(self.registry, entry.job.need, entry.room.failed_on)
+        need = entry.need
+        pair = choose(self.registry, need, entry.room.failed_on | self.registry.doubtful(now))
         if pair is None:
             return False
         decode = self.registry.get(pair.decode)
@@ -309,9 +321,9 @@ class Dispatcher:
         effects = entry.room.place(pair, now)
         entry.queued_s += now - entry.queued_at
         name, epoch = entry.room.room, entry.room.epoch
-        pages = decode.pages_for(entry.job.need.total)
-        self.registry.reserve(pair.decode, name, epoch, Load(pages=pages, tokens=entry.job.need.total))
-        self.registry.reserve(pair.prefill, name, epoch, Load(pages=0, tokens=entry.job.need.prompt))
+        pages = decode.pages_for(need.total)
+        self.registry.reserve(pair.decode, name, epoch, Load(pages=pages, tokens=need.total))
+        self.registry.reserve(pair.prefill, name, epoch, Load(pages=0, tokens=need.prompt))
         logger.debug("placed", extra=fields(room=name, epoch=epoch, prefill=pair.prefill, decode=pair.decode))
         self._perform(entry, effects, now)
         return True
@@ -329,6 +341,8 @@ class Dispatcher:
             elif isinstance(effect, Freed):
                 self.registry.release(effect.instance, entry.room.room, effect.epoch)
                 is_admission_due = True
+            elif isinstance(effect, Judged):
+                self._judge(entry, effect, now)
             else:
                 is_admission_due |= self._perform_rare(entry, effect, now)
         if is_admission_due:
@@ -343,11 +357,18 @@ class Dispatcher:
             level = logging.DEBUG if entry.request.is_warned else logging.WARNING
             entry.request.is_warned = True
             logger.log(level, "failed", extra=fields(room=room.room, kind=effect.kind, reason=effect.message))
+            self.events["quarantined"] += effect.kind == QUARANTINED
             self._count(entry, OUTCOMES.get(effect.kind, "failed"), now)
             entry.inbox.put(entry.index, effect)
         elif isinstance(effect, Requeued):
-            entry.queued_at, entry.not_before = now, effect.not_before
+            failure = effect.failure
+            if failure is not None and not self._may_retry(entry, now):
+                self.events["retry_denied"] += 1
+                self._perform(entry, room.give_up(failure.kind, failure.message, now), now)
+                return True
             self.events["requeued"] += 1
+            self.events["resumed"] += room.num_output > 0
+            entry.queued_at, entry.not_before = now, effect.not_before
             self._queue.appendleft(entry)
             return True
         else:
@@ -355,6 +376,14 @@ class Dispatcher:
         if room.phase is not Phase.QUEUED and entry in self._queue:
             self._queue.remove(entry)
         return False
+
+    def _may_retry(self, entry: Entry, now: float) -> bool:
+        return entry.need.prompt <= MAX_PROMPT_TOKENS and self._retries.take(self.num_live, now)
+
+    def _judge(self, entry: Entry, effect: Judged, now: float) -> None:
+        if self.registry.judge(effect.instance, entry.room.room, effect.epoch, effect.is_good, now):
+            self.events["breaker_opened"] += 1
+            logger.warning("worker fails too often: avoided for a while", extra=fields(instance=effect.instance))
 
     def _deliver(self, entry: Entry, effect: Deliver, now: float) -> None:
         if entry.last_arrival:

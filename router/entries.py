@@ -84,7 +84,7 @@ class Request:
             e2e_s=max(ends, default=now) - self.arrived,
             ttft_s=min(firsts) - self.arrived if firsts else None,
             prompt_tokens=sum(room.num_prompt for room in rooms),
-            cached_tokens=sum(room.prefill_timeline.cached_tokens for room in rooms if room.prefill_timeline),
+            cached_tokens=sum(room.cached_tokens for room in rooms),
             output_tokens=sum(room.num_output for room in rooms),
             drafted_tokens=sum(decode.drafted_tokens for decode in decodes),
             accepted_tokens=sum(decode.accepted_tokens for decode in decodes),
@@ -104,8 +104,15 @@ class Entry:
     queued_at: float
     queued_s: float = 0.0  # over all waits
     not_before: float = 0.0
+    pairless_since: float | None = None  # no pair could ever hold it since then
     is_placed: bool = False  # as its request has counted it
     last_arrival: float = 0.0
+
+    @property
+    def need(self) -> Need:
+        """What the next attempt asks of its workers: output so far is prompt then."""
+        need = self.job.need
+        return Need(need.prompt + self.room.num_output, need.max_new - self.room.num_output)
 
     def timeline(self, now: float) -> Timeline:
         waiting = now - self.queued_at if self.room.phase is Phase.QUEUED else 0.0

@@ -1,7 +1,9 @@
-"""Rooms that a worker which was given up may still hold: it is told when it comes back."""
+"""Rooms that are over while a worker may still work for them: it is told once, when it speaks of them or comes back."""
 
+from collections import deque
 from collections.abc import Sequence
 
+NUM_ORPHANS = 1024  # rooms remembered as cancelled on a worker that still talks about them
 MAX_WORKERS = 256  # remembered; the oldest is forgotten, and the lease on its side frees what it holds
 
 
@@ -25,3 +27,20 @@ class Leftovers:
         """What a worker that comes back as `generation` must be told to drop; once."""
         kept, rooms = self._rooms.pop(instance, (generation, ()))
         return rooms if kept == generation else ()
+
+
+class Orphans:
+    """Rooms that a worker spoke of though they are over."""
+
+    def __init__(self) -> None:
+        self._told: deque[tuple[str, str]] = deque(maxlen=NUM_ORPHANS)
+
+    def __repr__(self) -> str:
+        return f"Orphans({len(self._told)} told)"
+
+    def is_new(self, room: str, instance: str) -> bool:
+        """Whether that worker was not told of that room yet; it counts as told then."""
+        if (room, instance) in self._told:
+            return False
+        self._told.append((room, instance))
+        return True

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from ..cluster.messages import PROTOCOL_MAJOR, Hello, Rejected, Welcome, WorkerStats
+from .retries import Breaker
 
 HEARTBEATS_PER_TIMEOUT = 6  # some may be late before a worker counts as lost
 HEARTBEAT_RANGE_MS = (100, 1000)
@@ -37,6 +38,7 @@ class Worker:
     ledger: dict[tuple[str, int], Load] = field(default_factory=dict)
     unreachable_since: float | None = None
     outbox: deque[bytes] = field(default_factory=deque)  # frames that its connection did not take yet
+    breaker: Breaker = field(default_factory=Breaker)
     foreign_pages: int = 0  # used by what the ledger does not know, as of the last heartbeat
 
     def __repr__(self) -> str:
@@ -85,6 +87,7 @@ class Worker:
     def forget_rooms(self) -> None:
         """The worker itself dropped everything that was placed there."""
         self.ledger.clear()
+        self.breaker.probe = None
         self.outbox.clear()
         self.foreign_pages = 0
 
@@ -154,13 +157,29 @@ class Registry:
         self._workers.pop(instance, None)
 
     def reserve(self, instance: str, room: str, epoch: int, load: Load) -> None:
-        self._workers[instance].ledger[room, epoch] = load
+        worker = self._workers[instance]
+        worker.ledger[room, epoch] = load
+        worker.breaker.placed(room, epoch)
 
     def release(self, instance: str, room: str, epoch: int) -> None:
         """Idempotent; the worker may be gone."""
         worker = self._workers.get(instance)
         if worker is not None:
             worker.ledger.pop((room, epoch), None)
+            worker.breaker.left(room, epoch)
+
+    def judge(self, instance: str, room: str, epoch: int, is_good: bool, now: float) -> bool:
+        """Notes a worker's outcome in an attempt; True when it is avoided from now on."""
+        worker = self._workers.get(instance)
+        return worker is not None and worker.breaker.judge(room, epoch, is_good, now)
+
+    def doubtful(self, now: float) -> set[str]:
+        """Workers that get an attempt only when no other can: they failed lately, or cannot be reached just now."""
+        return {
+            worker.instance
+            for worker in self
+            if worker.breaker.is_avoided(now) or worker.unreachable_since is not None
+        }
 
 
 def _reason_to_reject(message: Hello) -> str:

@@ -14,6 +14,7 @@ class Timeouts:
     token_s: float = 60.0
     gone_s: float = 3.0
     accounts_s: float = 0.3  # decode's last word on what a stopped room cost
+    pair_s: float = 5.0  # for a pair to come back, while a stream that has begun has none left
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,10 +71,24 @@ class Freed:
 
 
 @dataclass(frozen=True)
+class Judged:
+    """A worker has done its part of an attempt, or failed it by its own fault. A refusal is no fault."""
+
+    instance: str
+    epoch: int
+    is_good: bool
+
+
+@dataclass(frozen=True)
 class Requeued:
-    """The room wants another pair, not before `not_before` (monotonic seconds)."""
+    """The room wants another pair, not before `not_before` (monotonic seconds).
+
+    `failure` is what failed the attempt, and what the client hears if nobody pays for another; None after a refusal,
+    which costs no attempt.
+    """
 
     not_before: float
+    failure: Broken | None = None
 
 
 @dataclass(frozen=True)
@@ -81,4 +96,4 @@ class Closed:
     """Forget the room."""
 
 
-Effect = Send | Deliver | Ended | Settled | Broken | Freed | Requeued | Closed
+Effect = Send | Deliver | Ended | Settled | Broken | Freed | Judged | Requeued | Closed

@@ -1,11 +1,34 @@
-"""What a room is made of: its phases, the workers that may hold something of it, and its moments."""
+"""What a room is made of: its phases, its attempt, the workers that may hold something of it, and its moments."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
+from typing import TypeVar
 
-from ..cluster.messages import Failed, Finished, FirstToken, Gone, Refused, Reserved, TokenItem
+from msgspec.structs import replace
 
-RoomEvent = Reserved | Refused | FirstToken | TokenItem | Finished | Failed | Gone
+from ..cluster.messages import (
+    DecodeTimeline,
+    Failed,
+    Finished,
+    FirstToken,
+    Gone,
+    Prefill,
+    PrefillTimeline,
+    Refused,
+    Reserve,
+    Reserved,
+    Sampling,
+    TokenItem,
+)
+from .room_effects import Pair
+
+MAX_EARLY_ITEMS = 256  # decode's items that wait for prefill's token 1
+PEER_LOST = "PeerLost"  # kind of a Failed: the other worker of the pair is gone
+HANDOFF_KINDS = frozenset(("TransferError", "TransferTimeout", "DigestMismatch", "HandshakeRefused"))
+T = TypeVar("T", PrefillTimeline, DecodeTimeline)
+
+AttemptEvent = Reserved | Refused | FirstToken | TokenItem | Finished | Failed
+RoomEvent = AttemptEvent | Gone
 
 
 class Phase(Enum):
@@ -35,3 +58,117 @@ class Stamps:
     first_token: float | None = None
     last_token: float | None = None
     ended: float | None = None
+
+
+@dataclass(eq=False)
+class Attempt:
+    """One try of a room on a pair: what its workers have said, put in order.
+
+    Its tokens are counted from 0 as the workers count them: output of earlier attempts is part of its prompt.
+    """
+
+    pair: Pair
+    epoch: int
+    placed_at: float
+    num_before: int  # output tokens of earlier attempts
+    is_reserved: bool = False
+    first: FirstToken | None = None
+    finished: Finished | None = None
+    num_output: int = 0  # tokens that went to the client
+    _early: dict[int, TokenItem] = field(default_factory=dict)
+
+    @property
+    def instances(self) -> tuple[str, str]:
+        return self.pair.prefill, self.pair.decode
+
+    @property
+    def waits_for(self) -> str:
+        """The worker whose word is due."""
+        return self.pair.prefill if self.is_reserved and self.first is None else self.pair.decode
+
+    @property
+    def is_flooded(self) -> bool:
+        """Whether too much waits for a token that does not come."""
+        return len(self._early) > MAX_EARLY_ITEMS
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether decode has ended it and every token of it is delivered."""
+        return self.finished is not None and 0 < self.num_output >= self.finished.output_tokens
+
+    def orders(
+        self, room: str, prompt_ids: list[int], output_ids: list[int], sampling: Sampling, deadline_ms: int
+    ) -> tuple[Reserve, Prefill]:
+        """What decode and prefill are told: go on behind the client's prompt and the output so far."""
+        if output_ids:
+            prompt_ids = prompt_ids + output_ids
+            sampling = replace(sampling, max_new_tokens=sampling.max_new_tokens - len(output_ids))
+        reserve = Reserve(
+            room=room,
+            epoch=self.epoch,
+            instance=self.pair.decode,
+            prompt_ids=prompt_ids,
+            num_output=len(output_ids),
+            sampling=sampling,
+            deadline_ms=deadline_ms,
+            prefill_endpoint=self.pair.prefill_endpoint,
+            prefill_instance=self.pair.prefill,
+        )
+        prefill = Prefill(
+            room=room,
+            epoch=self.epoch,
+            instance=self.pair.prefill,
+            prompt_ids=prompt_ids,
+            num_output=len(output_ids),
+            sampling=sampling,
+            deadline_ms=deadline_ms,
+        )
+        return reserve, prefill
+
+    def accepts(self, message: AttemptEvent, instance: str) -> bool:
+        """Whether `message` of worker `instance` is of this attempt and from the one who may say it."""
+        if message.epoch != self.epoch or instance not in self.instances:
+            return False
+        if isinstance(message, FirstToken):
+            return instance == self.pair.prefill
+        if isinstance(message, Finished) and message.output_tokens == 0:  # what came before was the whole answer
+            return self.num_before > 0 and self.num_output == 0
+        return instance == self.pair.decode or not isinstance(message, (Reserved, TokenItem, Finished))
+
+    def at_fault(self, message: Failed) -> tuple[str, ...]:
+        """The workers that a failure speaks against; a hand-off that failed speaks against both of its ends."""
+        if message.kind == PEER_LOST:
+            return tuple(instance for instance in self.instances if instance != message.instance)
+        return self.instances if message.kind in HANDOFF_KINDS else (message.instance,)
+
+    def keep(self, item: TokenItem) -> bool:
+        """Notes tokens of decode; False for those that are known already."""
+        if item.seq + len(item.ids) <= self.num_output or item.seq in self._early:
+            return False
+        self._early[item.seq] = item
+        return True
+
+    def head(self) -> TokenItem:
+        """Prefill's token as the item that it would be of decode."""
+        first = self.first
+        assert first is not None
+        logprobs = [first.logprob] if first.logprob is not None else []
+        return TokenItem(room=first.room, epoch=self.epoch, seq=0, ids=[first.token], logprobs=logprobs)
+
+    def next_item(self) -> TokenItem | None:
+        """What follows the delivered tokens without a gap, if it is here; taken."""
+        while self._early:
+            seq = min(self._early)
+            if seq > self.num_output:
+                return None
+            item = self._early.pop(seq)
+            if seq + len(item.ids) > self.num_output:
+                return item
+        return None
+
+
+def summed(total: T | None, part: T) -> T:
+    """What several attempts spent together."""
+    if total is None:
+        return part
+    return type(part)(**{name: getattr(total, name) + getattr(part, name) for name in part.__struct_fields__})

@@ -4,15 +4,17 @@ A room is one request; an attempt is one try of it on a (prefill, decode) pair a
 
     QUEUED      waits for a pair                     place() -> PREFILLING
     PREFILLING  sent to both workers, no token yet   token 1 and Reserved -> STREAMING; failed -> QUEUED or CLOSING
-    STREAMING   the client has tokens                Finished -> CLOSED; failed, cancelled -> CLOSING
+    STREAMING   the client has tokens of the attempt Finished -> CLOSED; failed -> QUEUED or CLOSING; cancelled -> CLOSING
     CLOSING     the client has its end; Cancel went to the workers that may hold something, their Gone is awaited
     CLOSED      nothing of the room is left anywhere
 
-Token 1 is withheld until decode has said Reserved, so that a refusal never comes after a token reached the client. An
-attempt that fails before that is repeated once. A room with a deadline ends with an error when it is over, in every state.
-A stop string ends a room here, while decode still works: what decode spent on it comes with its Gone, which is awaited for
-`accounts_s` at most before the room counts as settled. Whatever comes from another attempt or another worker than the
-attempt's own is dropped and counted.
+Token 1 is withheld until decode has said Reserved, so that a refusal never comes after a token reached the client. A new
+attempt takes up where the last one ended: its prompt is the client's and all tokens so far, and since what is chosen
+depends on the absolute position, the client's stream goes on as if nothing had happened. There are `max_attempts` of them,
+refusals not counted; a request that was with two workers when they died gets no other. A room with a deadline ends with an
+error when it is over, in every state. A stop string ends a room here, while decode still works: what decode spent on it
+comes with its Gone, which is awaited for `accounts_s` at most before the room counts as settled. Whatever comes from
+another attempt or another worker than the attempt's own is dropped and counted.
 """
 
 from collections.abc import Callable
@@ -25,19 +27,19 @@ from ..cluster.messages import (
     Finished,
     FirstToken,
     Gone,
-    Prefill,
     PrefillTimeline,
     Refused,
-    Reserve,
     Reserved,
     Sampling,
     TokenItem,
 )
-from .room_effects import Broken, Closed, Deliver, Effect, Ended, Freed, Pair, Requeued, Send, Settled, Timeouts
-from .room_parts import Hold, Phase, RoomEvent, Stamps
+from .retries import MAX_ATTEMPTS
+from .room_effects import Broken, Closed, Deliver, Effect, Ended, Freed, Judged, Pair, Requeued, Send, Settled, Timeouts
+from .room_parts import Attempt, Hold, Phase, RoomEvent, Stamps, summed
 
-MAX_EARLY_ITEMS = 256  # decode's items that wait for prefill's token 1
 DEADLINE_EXCEEDED = "DeadlineExceeded"  # also the kind of a worker's Failed
+QUARANTINED = "Quarantined"
+MAX_DEATHS = 2  # of workers that had the request
 
 
 @dataclass(eq=False)
@@ -49,35 +51,30 @@ class Room:
     sampling: Sampling
     created: float
     timeouts: Timeouts = field(default_factory=Timeouts)
-    max_retries: int = 1
+    max_attempts: int = MAX_ATTEMPTS
     deadline: float | None = None  # monotonic seconds
 
     phase: Phase = Phase.QUEUED
     epoch: int = -1
-    pair: Pair | None = None
+    output_ids: list[int] = field(default_factory=list)  # that went to the client, of all attempts
     failed_on: set[str] = field(default_factory=set)
-    num_output: int = 0
+    died_with: set[str] = field(default_factory=set)  # workers that were lost while they had the request
     num_stale: int = 0
-    prefill_timeline: PrefillTimeline | None = None
+    cached_tokens: int = 0  # of the client's prompt, found by the first prefill that ended
+    prefill_timeline: PrefillTimeline | None = None  # like decode's, of all attempts that are known
     decode_timeline: DecodeTimeline | None = None
 
     def __post_init__(self) -> None:
         self.stamps = Stamps(self.created)
-        self._retries = 0
+        self._num_failed = 0
         self._progress_at = self.created
         self._holds: list[Hold] = []
         self._settle_by: float | None = None  # until then decode's account of a stopped room is awaited
-        self._reset_attempt()
+        self._attempt: Attempt | None = None
 
     def __repr__(self) -> str:
         held = ",".join(hold.instance[:6] for hold in self._holds)
         return f"Room({self.room[:8]} {self.phase.value} epoch={self.epoch} out={self.num_output} held=[{held}])"
-
-    def _reset_attempt(self) -> None:
-        self._is_reserved = False
-        self._early: dict[int, TokenItem] = {}
-        self._first: FirstToken | None = None
-        self._finished: Finished | None = None
 
     @property
     def is_live(self) -> bool:
@@ -95,8 +92,17 @@ class Room:
         return self._settle_by is not None
 
     @property
+    def pair(self) -> Pair | None:
+        """The pair of the last attempt; None while the room waits for another."""
+        return self._attempt.pair if self._attempt is not None else None
+
+    @property
     def num_prompt(self) -> int:
         return len(self.prompt_ids)
+
+    @property
+    def num_output(self) -> int:
+        return len(self.output_ids)
 
     @property
     def instances(self) -> set[str]:
@@ -108,31 +114,13 @@ class Room:
     def place(self, pair: Pair, now: float) -> list[Effect]:
         """Starts the next attempt on `pair`."""
         assert self.phase is Phase.QUEUED, self
-        self._reset_attempt()
         self.epoch += 1
-        self.pair = pair
+        self._attempt = Attempt(pair=pair, epoch=self.epoch, placed_at=now, num_before=self.num_output)
         self.phase = Phase.PREFILLING
         self._progress_at = now
-        deadline_ms = 0 if self.deadline is None else max(1, int((self.deadline - now) * 1000))
         self._holds += [Hold(pair.prefill, self.epoch), Hold(pair.decode, self.epoch)]
-        reserve = Reserve(
-            room=self.room,
-            epoch=self.epoch,
-            instance=pair.decode,
-            prompt_ids=self.prompt_ids,
-            sampling=self.sampling,
-            deadline_ms=deadline_ms,
-            prefill_endpoint=pair.prefill_endpoint,
-            prefill_instance=pair.prefill,
-        )
-        prefill = Prefill(
-            room=self.room,
-            epoch=self.epoch,
-            instance=pair.prefill,
-            prompt_ids=self.prompt_ids,
-            sampling=self.sampling,
-            deadline_ms=deadline_ms,
-        )
+        deadline_ms = 0 if self.deadline is None else max(1, int((self.deadline - now) * 1000))
+        reserve, prefill = self._attempt.orders(self.room, self.prompt_ids, self.output_ids, self.sampling, deadline_ms)
         return [Send(pair.decode, reserve), Send(pair.prefill, prefill)]
 
     def cancel(self, now: float) -> list[Effect]:
@@ -143,8 +131,8 @@ class Room:
         """The router found the end itself, in a stop string. `Settled` follows, now or later."""
         if not self.is_live:
             return []
-        pair = self.pair
-        if pair is not None and any(h.instance == pair.decode and h.epoch == self.epoch for h in self._holds):
+        attempt = self._attempt
+        if attempt is not None and any(h.instance == attempt.pair.decode and h.epoch == self.epoch for h in self._holds):
             self._settle_by = now + self.timeouts.accounts_s
             return self._close(now)
         closing = self._close(now)
@@ -154,20 +142,27 @@ class Room:
         """Ends the request with an error."""
         return [Broken(kind, message), *self._close(now)] if self.is_live else []
 
-    def worker_lost(self, instance: str, now: float) -> list[Effect]:
-        """A worker's process went away, or fell silent."""
+    def worker_lost(
+        self, instance: str, now: float, *, is_dead: bool = True, unreachable_since: float | None = None
+    ) -> list[Effect]:
+        """A worker's process went away or fell silent, or (not `is_dead`) lives and has dropped its rooms.
+
+        A worker that could not be reached since before the attempt never had the request: not the request's doing.
+        """
         lost = [hold for hold in self._holds if hold.instance == instance]
         effects: list[Effect] = [Freed(hold.instance, hold.epoch) for hold in lost]
         self._holds = [hold for hold in self._holds if hold.instance != instance]
-        pair = self.pair
+        attempt = self._attempt
         if self.phase is Phase.CLOSING:
-            settled = self._settle() if pair is not None and instance == pair.decode else []
+            settled = self._settle() if attempt is not None and instance == attempt.pair.decode else []
             return effects + settled + self._maybe_closed()
-        if pair is None or self.phase is Phase.QUEUED or not any(hold.epoch == self.epoch for hold in lost):
+        if attempt is None or not any(hold.epoch == self.epoch for hold in lost):
             return effects
         # With token 1 here, prefill has done its part as far as the router can see; decode tells if the hand-off fails.
-        if instance == pair.decode or self._first is None:
+        if instance == attempt.pair.decode or attempt.first is None:
             self.failed_on.add(instance)
+            if is_dead and (unreachable_since is None or unreachable_since > attempt.placed_at):
+                self.died_with.add(instance)
             effects += self._attempt_failed("PeerLost", "a worker was lost", True, now)
         return effects
 
@@ -184,9 +179,8 @@ class Room:
         if self.is_live and self.deadline is not None and now >= self.deadline:
             return effects + self.give_up(DEADLINE_EXCEEDED, "the deadline passed", now)
         if self.is_at_workers and now - self._progress_at > self._patience:
-            assert self.pair is not None
-            waited_on = self.pair.prefill if self._is_reserved and self._first is None else self.pair.decode
-            self.failed_on.add(waited_on)
+            assert self._attempt is not None
+            effects += self._blame(self._attempt.waits_for)
             effects += self._attempt_failed("Timeout", "a worker made no progress", True, now)
         return effects
 
@@ -194,7 +188,8 @@ class Room:
     def _patience(self) -> float:
         if self.phase is Phase.STREAMING:
             return self.timeouts.token_s
-        return self.timeouts.first_token_s if self._is_reserved else self.timeouts.reserve_s
+        is_reserved = self._attempt is not None and self._attempt.is_reserved
+        return self.timeouts.first_token_s if is_reserved else self.timeouts.reserve_s
 
     # --- events from workers ------------------------------------------------------------------------------------------
 
@@ -202,67 +197,62 @@ class Room:
         """One message of worker `instance` about this room."""
         if isinstance(message, Gone):
             return self._on_gone(message, instance)
-        if not self._is_current(message, instance):
+        attempt = self._attempt
+        if attempt is None or not self.is_at_workers or not attempt.accepts(message, instance):
             self.num_stale += 1
             return []
-        handler = _HANDLERS[type(message)]
-        return handler(self, message, now)
+        return _HANDLERS[type(message)](self, attempt, message, now)
 
-    def _is_current(self, message: RoomEvent, instance: str) -> bool:
-        if self.pair is None or not self.is_at_workers:
-            return False
-        if isinstance(message, (Reserved, TokenItem, Finished)):
-            allowed = instance == self.pair.decode
-        elif isinstance(message, FirstToken):
-            allowed = instance == self.pair.prefill
-        else:
-            allowed = instance in (self.pair.prefill, self.pair.decode)
-        return allowed and not isinstance(message, Gone) and message.epoch == self.epoch
-
-    def _on_reserved(self, message: Reserved, now: float) -> list[Effect]:
-        self._is_reserved = True
+    def _on_reserved(self, attempt: Attempt, message: Reserved, now: float) -> list[Effect]:
+        attempt.is_reserved = True
         self._progress_at = now
-        return self._advance(now)
+        return self._advance(attempt, now)
 
-    def _on_refused(self, message: Refused, now: float) -> list[Effect]:
+    def _on_refused(self, attempt: Attempt, message: Refused, now: float) -> list[Effect]:
         effects = self._drop_hold(message.instance)
         if self.phase is Phase.STREAMING:  # decode reserved first: too late to refuse
             return effects + self._attempt_failed("Refused", message.reason, False, now)
         if message.retry_after_ms == 0:
             return [*effects, *self.give_up("Refused", message.reason, now)]
-        return effects + self._requeue(now + message.retry_after_ms / 1000, now)
+        return effects + self._requeue(Requeued(now + message.retry_after_ms / 1000), now)
 
-    def _on_first_token(self, message: FirstToken, now: float) -> list[Effect]:
-        if self._first is not None:
+    def _on_first_token(self, attempt: Attempt, message: FirstToken, now: float) -> list[Effect]:
+        if attempt.first is not None:
             self.num_stale += 1
             return []
-        assert self.pair is not None
-        self._first = message
-        self.prefill_timeline = message.timeline
+        attempt.first = message
+        if self.prefill_timeline is None:
+            self.cached_tokens = min(message.timeline.cached_tokens, self.num_prompt)
+        self.prefill_timeline = summed(self.prefill_timeline, message.timeline)
         self._progress_at = now
-        return self._advance(now)
+        return self._advance(attempt, now)
 
-    def _on_tokens(self, item: TokenItem, now: float) -> list[Effect]:
+    def _on_tokens(self, attempt: Attempt, item: TokenItem, now: float) -> list[Effect]:
         self._progress_at = now
-        if item.seq + len(item.ids) <= self.num_output or item.seq in self._early:
+        if not attempt.keep(item):
             self.num_stale += 1
             return []
-        if self.phase is Phase.STREAMING and item.seq == self.num_output and not self._early:
-            return self._deliver(item, now) + self._maybe_finished(now)  # the usual case
-        if len(self._early) >= MAX_EARLY_ITEMS:
-            return self._attempt_failed("RemoteProtocolError", "tokens arrived out of order", True, now)
-        self._early[item.seq] = item
-        return self._advance(now)
+        if attempt.is_flooded:
+            blamed = self._blame(attempt.pair.decode)
+            return blamed + self._attempt_failed("RemoteProtocolError", "tokens arrived out of order", True, now)
+        return self._advance(attempt, now)
 
-    def _on_finished(self, message: Finished, now: float) -> list[Effect]:
+    def _on_finished(self, attempt: Attempt, message: Finished, now: float) -> list[Effect]:
         self._progress_at = now
-        self._finished = message
-        self.decode_timeline = message.timeline
-        return self._maybe_finished(now)
+        if message.output_tokens == 0:
+            return [Ended(message.reason), *self._drop_hold(message.instance), *self._close(now)]
+        if attempt.finished is not None:
+            self.num_stale += 1
+            return []
+        attempt.finished = message
+        self.decode_timeline = summed(self.decode_timeline, message.timeline)
+        return self._maybe_finished(attempt, now)
 
-    def _on_failed(self, message: Failed, now: float) -> list[Effect]:
-        self.failed_on.add(message.instance)
-        effects = self._drop_hold(message.instance)
+    def _on_failed(self, attempt: Attempt, message: Failed, now: float) -> list[Effect]:
+        effects: list[Effect] = []
+        if message.kind != DEADLINE_EXCEEDED:
+            effects += self._blame(*attempt.at_fault(message))
+        effects += self._drop_hold(message.instance)
         is_retryable = message.retryable and message.kind != DEADLINE_EXCEEDED
         return effects + self._attempt_failed(message.kind, message.message, is_retryable, now)
 
@@ -270,70 +260,71 @@ class Room:
         gone = [hold for hold in self._holds if hold.instance == instance and hold.cancelled_at is not None]
         self._holds = [hold for hold in self._holds if hold not in gone]
         effects: list[Effect] = [Freed(hold.instance, hold.epoch) for hold in gone]
-        if gone and self.pair is not None and instance == self.pair.decode:
-            self.decode_timeline = self.decode_timeline or message.timeline
+        if gone and message.timeline is not None:
+            self.decode_timeline = summed(self.decode_timeline, message.timeline)
+        if gone and self._attempt is not None and instance == self._attempt.pair.decode:
             effects += self._settle()
         return effects + (self._maybe_closed() if self.phase is Phase.CLOSING else [])
 
     # --- tokens to the client -----------------------------------------------------------------------------------------
 
-    def _advance(self, now: float) -> list[Effect]:
+    def _advance(self, attempt: Attempt, now: float) -> list[Effect]:
         """Delivers what has become contiguous."""
-        if not self._is_reserved or self._first is None:
+        first = attempt.first
+        if not attempt.is_reserved or first is None:
             return []
         effects: list[Effect] = []
-        first = self._first
-        if self.num_output == 0:
-            assert self.pair is not None
+        if attempt.num_output == 0:
             self.phase = Phase.STREAMING
-            logprobs = [first.logprob] if first.logprob is not None else []
-            head = TokenItem(room=self.room, epoch=self.epoch, seq=0, ids=[first.token], logprobs=logprobs)
-            effects += [*self._deliver(head, now), *self._drop_prefill_load()]
+            # Prefill's queue no longer carries this room, though its pages wait for the hand-off.
+            done: list[Effect] = [Judged(attempt.pair.prefill, self.epoch, True), Freed(attempt.pair.prefill, self.epoch)]
+            effects += [*self._deliver(attempt, attempt.head(), now), *done]
             if first.finish:
                 return [*effects, Ended(first.finish), *self._close(now)]
-        while self._early:
-            seq = min(self._early)
-            if seq > self.num_output:
-                break
-            item = self._early.pop(seq)
-            if seq + len(item.ids) > self.num_output:
-                effects += self._deliver(item, now)
-        return effects + self._maybe_finished(now)
+        while (item := attempt.next_item()) is not None:
+            effects += self._deliver(attempt, item, now)
+        return effects + self._maybe_finished(attempt, now)
 
-    def _deliver(self, item: TokenItem, now: float) -> list[Effect]:
-        skip = self.num_output - item.seq  # an item repeated in part
-        self.num_output = item.seq + len(item.ids)
+    def _deliver(self, attempt: Attempt, item: TokenItem, now: float) -> list[Effect]:
+        skip = attempt.num_output - item.seq  # an item repeated in part
+        ids = item.ids[skip:]
+        attempt.num_output += len(ids)
+        self.output_ids += ids
         self.stamps.first_token = self.stamps.first_token or now
         self.stamps.last_token = now
-        return [Deliver(item.ids[skip:], item.logprobs[skip:])]
+        return [Deliver(ids, item.logprobs[skip:])]
 
-    def _drop_prefill_load(self) -> list[Effect]:
-        """Prefill's queue no longer carries this room, though its pages wait for the hand-off."""
-        assert self.pair is not None
-        return [Freed(self.pair.prefill, self.epoch)]
-
-    def _maybe_finished(self, now: float) -> list[Effect]:
-        finished = self._finished
-        if finished is None or self.phase is not Phase.STREAMING or self.num_output < finished.output_tokens:
+    def _maybe_finished(self, attempt: Attempt, now: float) -> list[Effect]:
+        finished = attempt.finished
+        if finished is None or self.phase is not Phase.STREAMING or not attempt.is_complete:
             return []
         freed: list[Effect] = [Freed(hold.instance, hold.epoch) for hold in self._holds if hold.epoch == self.epoch]
         self._holds = [hold for hold in self._holds if hold.epoch != self.epoch]  # decode had released prefill before
-        return [Ended(finished.reason), *freed, *self._close(now)]
+        done = Judged(attempt.pair.decode, self.epoch, True)
+        return [Ended(finished.reason), done, *freed, *self._close(now)]
 
     # --- ends ---------------------------------------------------------------------------------------------------------
 
+    def _blame(self, *instances: str) -> list[Effect]:
+        self.failed_on.update(instances)
+        return [Judged(instance, self.epoch, False) for instance in instances]
+
     def _attempt_failed(self, kind: str, message: str, retryable: bool, now: float) -> list[Effect]:
-        if retryable and self.phase is Phase.PREFILLING and self._retries < self.max_retries:
-            self._retries += 1
-            return self._requeue(now, now)
+        self._num_failed += 1
+        if self.num_output >= self.sampling.max_new_tokens:  # all there; what is missing is the word that it is
+            is_stop = self.output_ids[-1] in self.sampling.stop_token_ids
+            return [Ended("stop" if is_stop else "length"), *self._close(now)]
+        if len(self.died_with) >= MAX_DEATHS:
+            return self.give_up(QUARANTINED, f"{MAX_DEATHS} workers were lost while they served it", now)
+        if retryable and self._num_failed < self.max_attempts:
+            return self._requeue(Requeued(now, Broken(kind, message)), now)
         return self.give_up(kind, message, now)
 
-    def _requeue(self, not_before: float, now: float) -> list[Effect]:
+    def _requeue(self, effect: Requeued, now: float) -> list[Effect]:
         effects = self._cancel_holds(now)
         self.phase = Phase.QUEUED
-        self.pair = None
-        self._reset_attempt()
-        return [*effects, Requeued(not_before)]
+        self._attempt = None
+        return [*effects, effect]
 
     def _settle(self) -> list[Effect]:
         """Nothing more will be known of what the room cost."""
@@ -368,9 +359,12 @@ class Room:
 
     def check_integrity(self) -> None:
         """Raises AssertionError when an invariant of the table above does not hold."""
+        attempt = self._attempt
         assert (self.phase is Phase.CLOSED) <= (not self._holds), self
-        assert self.is_at_workers <= (self.pair is not None), self
-        assert (self.phase is Phase.STREAMING) == (self.num_output > 0) or not self.is_live, self
+        assert (attempt is not None) == self.is_at_workers or not self.is_live, self
+        has_tokens = attempt is not None and attempt.num_output > 0
+        assert (self.phase is Phase.STREAMING) == has_tokens or not self.is_live, self
+        assert attempt is None or self.num_output == attempt.num_before + attempt.num_output, self
         assert self.is_settling <= (self.phase is Phase.CLOSING), self
         assert (self.phase is Phase.CLOSING) <= all(hold.cancelled_at is not None for hold in self._holds), self
 

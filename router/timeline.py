@@ -6,7 +6,11 @@ from .rooms import Room
 
 
 class Timeline(Struct, frozen=True, kw_only=True):
-    """Times in milliseconds from the moment the request was read; null where it is not known."""
+    """Times in milliseconds from the moment the request was read; null where it is not known.
+
+    What workers spent is summed over all attempts that said it: a worker that died took its account with it. The
+    instances are those of the last attempt.
+    """
 
     queue_ms: float
     tokenize_ms: float

@@ -3,8 +3,12 @@
 A message is one frame; a Block is its header and its payload. Blocks that are one run of CPU memory go out without a
 copy, and their pages are reported free only when ZeroMQ no longer reads them. A socket belongs to the thread that polls;
 the owner may wait for `pollables()` and `next_deadline()` in its own poller and then call `poll(0)`.
+
+With keys every link is CURVE, blocks included. Prefill's address carries its public key (`tcp://10.0.0.2:7200#<hex>`);
+decode calls it only if that key is listed as a prefill worker's, and prefill answers only keys of decode workers.
 """
 
+import logging
 import math
 import time
 from abc import abstractmethod
@@ -12,8 +16,11 @@ from abc import abstractmethod
 import zmq
 
 from ...cluster.codec import KV_MAX_BYTES
-from ...cluster.errors import ConfigError
+from ...cluster.errors import ConfigError, PeerLost
+from ...cluster.keyring import Curve, Keyring, split_key, with_key
+from ...cluster.log import fields
 from ...cluster.messages import Layout
+from ...cluster.security import HANDSHAKE_FAILURES, Authenticator, Doorway, Sparingly, Watch, failure_text
 from ...cluster.sockets import (
     BULK_FRAME_SLACK,
     BULK_HIGH_WATER,
@@ -30,6 +37,8 @@ from ..endpoints import Clock, Delivered, Delivery, Endpoint, Queued, ReceiverEn
 from ..memory import Payload
 from ..session import LEASE_S, WINDOW, Peer, Send, SendBlock
 from ..transport import Lost, Planes, PullRequest, TransportEvent
+
+logger = logging.getLogger(__name__)
 
 MESSAGES_PER_SOCKET = 64  # read per turn, so that no peer keeps the others waiting
 
@@ -82,42 +91,58 @@ class ZmqBlocksSender(SenderEndpoint, _Polling[Send | SendBlock]):
         *,
         context: zmq.Context[Socket],
         trusted_network: bool = False,
+        keyring: Keyring | None = None,
         lease_s: float = LEASE_S,
         clock: Clock = time.monotonic,
     ) -> None:
         """Raises ConfigError for an address that may not be bound, StartupError for one that cannot."""
         super().__init__(instance, layout, planes, lease_s=lease_s, clock=clock)
-        check_bind_address(bind_endpoint, trusted_network)
+        check_bind_address(bind_endpoint, trusted_network, has_keys=keyring is not None)
+        self.authenticator = Authenticator(context, keyring.peers, ("decode",)) if keyring is not None else None
         self._socket = make_socket(
             context,
             zmq.ROUTER,
             max_frame=KV_MAX_BYTES,
             high_water=BULK_HIGH_WATER,
             receive_high_water=CONTROL_HIGH_WATER,
+            curve=keyring.called() if keyring is not None else None,
         )
+        self._doorway = Doorway(self._socket)
         try:
             self.endpoint = bind(self._socket, bind_endpoint)
         except BaseException:
+            self._doorway.close()
             self._socket.close(0)
             raise
-        self._poller.register(self._socket, zmq.POLLIN)
+        if keyring is not None:
+            self.endpoint = with_key(self.endpoint, keyring.own.public)
+        for pollable in self.pollables():
+            self._poller.register(pollable, zmq.POLLIN)
 
     def __repr__(self) -> str:
         return f"ZmqBlocksSender({self.endpoint if self._is_open else 'closed'}, {self.session})"
 
     def pollables(self) -> list[Socket]:
         """The sockets whose readability means that `poll` has work."""
-        return [self._socket] if self._is_open else []
+        return [self._socket, self._doorway.socket] if self._is_open else []
+
+    @property
+    def counters(self) -> dict[str, float]:
+        """Name to total, for heartbeats."""
+        refusals = self.authenticator.counters if self.authenticator is not None else {}
+        return {**super().counters, "handshakes_failed": self._doorway.num_failed, **refusals}
 
     def close(self) -> None:
         if self._is_open:
             self._perform(self.session.close(self._clock()))
             self._is_open = False
+            self._doorway.close()
             self._socket.close()
 
     def _turn(self) -> None:
         if not self._is_open:
             return
+        self._doorway.read()
         for _ in range(MESSAGES_PER_SOCKET):
             parts = recv_parts(self._socket, 3, 2 * KV_MAX_BYTES)
             if parts is None:
@@ -148,6 +173,7 @@ class ZmqBlocksReceiver(ReceiverEndpoint, _Polling[Send]):
         planes: Planes,
         *,
         context: zmq.Context[Socket],
+        keyring: Keyring | None = None,
         window: int = WINDOW,
         lease_s: float = LEASE_S,
         clock: Clock = time.monotonic,
@@ -156,7 +182,9 @@ class ZmqBlocksReceiver(ReceiverEndpoint, _Polling[Send]):
         self._context = context
         self._max_frame = layout.block_bytes + BULK_FRAME_SLACK
         self._links: dict[Peer, Socket] = {}
-        self._monitors: dict[Peer, Socket] = {}  # each tells when its link's connection breaks
+        self._watches: dict[Peer, Watch] = {}  # each tells when its link's connection breaks or never begins
+        self._keyring = keyring
+        self._sparingly = Sparingly()
 
     def __repr__(self) -> str:
         return f"ZmqBlocksReceiver(links={len(self._links)}, {self.session})"
@@ -172,7 +200,7 @@ class ZmqBlocksReceiver(ReceiverEndpoint, _Polling[Send]):
 
     def pollables(self) -> list[Socket]:
         """The sockets whose readability means that `poll` has work; pulls and idle links change them."""
-        return [*self._links.values(), *self._monitors.values()]
+        return [*self._links.values(), *(watch.socket for watch in self._watches.values())]
 
     def close(self) -> None:
         if self._is_open:
@@ -191,42 +219,73 @@ class ZmqBlocksReceiver(ReceiverEndpoint, _Polling[Send]):
                     self.session.counters.malformed += 1
                     continue
                 self._receive_frames(peer, [part.buffer for part in parts])
-        for peer, monitor in list(self._monitors.items()):
-            while recv_parts(monitor, 2, 1024):
-                self._perform(self.session.link_lost(peer, self._clock()))
+        for peer, watch in list(self._watches.items()):
+            self._take_in(peer, watch.read())
         if self._is_open:
             self._work()
 
+    def _take_in(self, peer: Peer, events: list[tuple[int, int]]) -> None:
+        """What happened to a link. One that was never greeted is closed, since libzmq may have given up on it for good."""
+        for event, value in events:
+            if event == zmq.EVENT_DISCONNECTED:
+                self._perform(self.session.link_lost(peer, self._clock()))
+                continue
+            reason = failure_text(event, value)
+            if self._sparingly.is_due(peer + reason):
+                logger.warning("no link to prefill", extra=fields(endpoint=split_key(peer)[0], reason=reason))
+            self._close_link(peer)  # the session asks again, which opens another
+            return
+
     def _transmit(self, peer: Peer, header: bytes, payload: Payload | None) -> Delivery | None:
         assert payload is None, "decode sends no payloads"
-        return Delivered() if try_send(self._link(peer), [header]) else None
+        try:
+            link = self._link(peer)
+        except ConfigError as error:  # the peer's key was listed when the room was opened, and is not any more
+            raise PeerLost(str(error)) from None
+        return Delivered() if try_send(link, [header]) else None
 
     def _link(self, peer: Peer) -> Socket:
         link = self._links.get(peer)
         if link is None:
+            endpoint, curve = self._address(peer)
             link = make_socket(
                 self._context,
                 zmq.DEALER,
                 max_frame=self._max_frame,
                 high_water=CONTROL_HIGH_WATER,
                 receive_high_water=BULK_HIGH_WATER,
+                curve=curve,
             )
+            watch = Watch(link, HANDSHAKE_FAILURES | zmq.EVENT_DISCONNECTED)
             try:
-                connect(link, peer)
+                connect(link, endpoint)
             except ConfigError:
+                watch.close()
                 link.close(0)
                 raise
-            self._links[peer] = link
-            self._monitors[peer] = link.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+            self._links[peer], self._watches[peer] = link, watch
             self._poller.register(link, zmq.POLLIN)
-            self._poller.register(self._monitors[peer], zmq.POLLIN)
+            self._poller.register(watch.socket, zmq.POLLIN)
         return link
+
+    def _address(self, peer: Peer) -> tuple[str, Curve | None]:
+        """Where a peer answers and the keys to call it with. Raises ConfigError for a key that is not listed."""
+        if self._keyring is None:
+            return peer, None
+        endpoint, key = split_key(peer)
+        if not key:
+            raise ConfigError(f"prefill at {endpoint} uses no keys; start it with --keys")
+        if self._keyring.peers.find(key, ("prefill",)) is None:
+            path = self._keyring.peers.path.parent
+            raise ConfigError(f"prefill at {endpoint} has an unlisted key; `baton keys add {path} {key} --role prefill`")
+        return endpoint, self._keyring.calling(key)
 
     def _close_link(self, peer: Peer) -> None:
         super()._close_link(peer)
         link = self._links.pop(peer, None)
         if link is not None:
+            watch = self._watches.pop(peer)
             self._poller.unregister(link)
-            self._poller.unregister(self._monitors.pop(peer))
-            link.disable_monitor()
+            self._poller.unregister(watch.socket)
+            watch.close()
             link.close()

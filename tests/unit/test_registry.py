@@ -127,3 +127,28 @@ def test_ledger_is_what_was_reserved_and_not_released(steps):
 def test_the_pace_of_heartbeats_follows_the_patience_within_bounds():
     paces = [Registry(ROUTER, timeout).hello(b"id", hello(), 0.0).heartbeat_ms for timeout in (0.3, 1.2, 3.0, 60.0)]
     assert paces == [100, 200, 500, 1000]
+
+
+def test_workers_that_failed_lately_or_cannot_be_reached_are_doubtful():
+    registry, worker = registered()
+    registry.hello(b"other", hello(instance="2" * 32), 0.0)
+    assert registry.doubtful(0.0) == set()
+    verdicts = [registry.judge(worker.instance, f"room{i}", 0, False, float(i)) for i in range(3)]
+    assert verdicts == [False, False, True]
+    assert registry.doubtful(3.0) == {worker.instance}
+    registry.get("2" * 32).unreachable_since = 3.0
+    assert registry.doubtful(3.0) == {worker.instance, "2" * 32}
+    assert registry.judge("3" * 32, "room", 0, False, 3.0) is False, "a worker that is gone"
+
+
+def test_the_place_of_a_doubtful_workers_one_attempt_is_free_again_with_its_ledger():
+    registry, worker = registered()
+    for i in range(3):
+        registry.judge(worker.instance, f"room{i}", 0, False, 0.0)
+    registry.reserve(worker.instance, "probe", 0, Load(1, 16))
+    assert worker.breaker.probe == ("probe", 0)
+    registry.release(worker.instance, "probe", 0)
+    assert worker.breaker.probe is None
+    registry.reserve(worker.instance, "probe", 1, Load(1, 16))
+    worker.forget_rooms()
+    assert worker.breaker.probe is None

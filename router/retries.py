@@ -1,0 +1,96 @@
+"""What keeps repeated attempts from making a bad moment worse: a budget over all rooms, and a breaker per worker. Pure."""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+MAX_ATTEMPTS = 3  # of one room
+BUDGET_SHARE = 0.2  # repeated attempts per room
+BUDGET_FLOOR = 10  # repeated attempts that are always allowed within the window
+BUDGET_WINDOW_S = 60.0
+BUDGET_STEP_S = 1.0  # how finely the window slides
+
+BREAKER_FAILURES = 3  # within the window: the worker is avoided
+BREAKER_WINDOW_S = 30.0
+BREAKER_OPEN_S = 10.0  # then one attempt may show that it is well again
+
+
+class RetryBudget:
+    """Repeated attempts may be a fifth of the rooms: of those that came within the window, or of those that live now."""
+
+    def __init__(self) -> None:
+        self._steps: deque[list[float]] = deque()  # [begin, rooms, repeated attempts] of each step of the window
+
+    def __repr__(self) -> str:
+        return f"RetryBudget({self._sum(2):g} of {self._sum(1):g} rooms)"
+
+    def came(self, num_rooms: int, now: float) -> None:
+        """Rooms have arrived."""
+        self._step(now)[1] += num_rooms
+
+    def take(self, num_live: int, now: float) -> bool:
+        """Whether one more repeated attempt is allowed; it counts then."""
+        step = self._step(now)
+        allowed = max(BUDGET_FLOOR, BUDGET_SHARE * max(num_live, self._sum(1)))
+        if self._sum(2) + 1 > allowed:
+            return False
+        step[2] += 1
+        return True
+
+    def _step(self, now: float) -> list[float]:
+        while self._steps and now - self._steps[0][0] >= BUDGET_WINDOW_S:
+            self._steps.popleft()
+        if not self._steps or now - self._steps[-1][0] >= BUDGET_STEP_S:
+            self._steps.append([now, 0, 0])
+        return self._steps[-1]
+
+    def _sum(self, column: int) -> float:
+        return sum(step[column] for step in self._steps)
+
+
+@dataclass(eq=False)
+class Breaker:
+    """Whether a worker is to be avoided.
+
+    closed     attempts go there                        BREAKER_FAILURES failures within the window -> open
+    open       avoided, while others can serve          after BREAKER_OPEN_S -> half open
+    half open  takes one attempt                        it succeeds -> closed; it fails -> open; it ends else -> half open
+
+    With no other worker an attempt goes to an open one too, and shows the same.
+    """
+
+    opened_at: float | None = None
+    probe: tuple[str, int] | None = None  # (room, epoch) of the attempt that shows how the worker is
+    _failures: deque[float] = field(default_factory=lambda: deque(maxlen=BREAKER_FAILURES))
+
+    def state(self, now: float) -> str:
+        if self.opened_at is None:
+            return "closed"
+        return "open" if now - self.opened_at < BREAKER_OPEN_S else "half open"
+
+    def is_avoided(self, now: float) -> bool:
+        return self.state(now) == "open" or self.probe is not None
+
+    def placed(self, room: str, epoch: int) -> None:
+        """An attempt goes there."""
+        if self.opened_at is not None and self.probe is None:
+            self.probe = room, epoch
+
+    def judge(self, room: str, epoch: int, is_good: bool, now: float) -> bool:
+        """The worker's outcome in an attempt; True when this opens the breaker."""
+        is_probe = self.probe == (room, epoch)
+        if is_good:
+            if is_probe:
+                self.opened_at = self.probe = None
+                self._failures.clear()
+            return False
+        self._failures.append(now)
+        is_full = len(self._failures) == BREAKER_FAILURES and now - self._failures[0] <= BREAKER_WINDOW_S
+        if not is_probe and (self.opened_at is not None or not is_full):
+            return False
+        self.opened_at, self.probe = now, None
+        return True
+
+    def left(self, room: str, epoch: int) -> None:
+        """An attempt is over there, however it ended."""
+        if self.probe == (room, epoch):
+            self.probe = None

@@ -1,0 +1,153 @@
+"""Real processes die by SIGKILL under real streams: the client's tokens are those of a run without faults."""
+
+import os
+import random
+import signal
+import threading
+import time
+from functools import partial
+
+import httpx
+import pytest
+from baton.tests.cluster.serving import at_once, pages_held, served_model, serving, sse_events, status, wait_until
+
+pytestmark = pytest.mark.smollm2
+
+LEASE_S = 5.0
+HEARTBEAT_S = 1.0  # a status is at most so old
+WAYS = [
+    {"temperature": 0},
+    {"temperature": 0.9, "top_p": 0.95, "seed": 11},
+    {"temperature": 0, "frequency_penalty": 0.7, "presence_penalty": 0.3},
+    {"temperature": 0.8, "seed": 12, "repetition_penalty": 1.2},
+    {"temperature": 0},
+    {"temperature": 1.0, "seed": 13},
+]
+
+
+@pytest.fixture(scope="module")
+def cluster(smollm2_dir, eagle3_dir):
+    with serving(smollm2_dir, eagle3_dir, prefill=2, decode=2, chunk_size=64) as running:
+        yield running
+
+
+@pytest.fixture
+def prompts(reference_greedy):
+    return [list(r.prompt_ids) for r in reference_greedy.values() if len(r.prompt_ids) < 120][: len(WAYS)]
+
+
+class Stream:
+    """One streamed completion as its client sees it: `ids` grow while it runs, `error` is that of an error frame."""
+
+    def __init__(self, cluster, prompt_ids, *, max_tokens=48, **body):
+        self.ids, self.error, self.usage, self.timeline = [], None, None, None
+        self._url = f"{cluster.url}/v1/completions"
+        self._body = {
+            "model": served_model(cluster), "prompt": prompt_ids, "max_tokens": max_tokens, "ignore_eos": True,
+            "stream": True, "return_token_ids": True, "stream_options": {"include_usage": True}, **body,
+        }  # fmt: skip
+
+    def run(self):
+        with httpx.stream("POST", self._url, json=self._body, timeout=40, headers={"x-baton-timeline": "1"}) as response:
+            assert response.status_code == 200, response.read()
+            for event in sse_events(response):
+                self.error = event.get("error") or self.error
+                self.usage = event.get("usage") or self.usage
+                self.timeline = event.get("timeline") or self.timeline
+                for choice in event.get("choices", []):
+                    self.ids += choice.get("token_ids") or []
+        return self
+
+
+def streams(cluster, prompts, **more):
+    return [Stream(cluster, ids, **{**way, **more}) for ids, way in zip(prompts, WAYS, strict=True)]
+
+
+def run_all(many):
+    return at_once([stream.run for stream in many], len(many))
+
+
+def kill(cluster, *names):
+    for child in cluster.children:
+        if child.name in names:
+            os.kill(child.pid, signal.SIGKILL)
+
+
+def assert_pages_come_back(cluster):
+    def is_free():
+        held, num_open = pages_held(cluster)
+        return not any(held.values()) and num_open == 0
+
+    wait_until(is_free, LEASE_S + HEARTBEAT_S, "every page of the live workers free")
+
+
+def until_whole(cluster):
+    """Until every child has registered anew."""
+
+    def is_whole():
+        pids = {child.pid for child in cluster.children[1:]}
+        workers = status(cluster)["workers"]
+        return {w["pid"] for w in workers} == pids and all(w["state"] == "serving" for w in workers)
+
+    wait_until(is_whole, 40, "every worker is back")
+
+
+def test_a_killed_decode_worker_costs_no_stream_a_token(cluster, prompts):
+    whole = run_all(streams(cluster, prompts))
+    rng = random.Random(os.getpid())
+    moment = rng.randrange(2, 40)
+    many = streams(cluster, prompts)
+    threads = [threading.Thread(target=stream.run) for stream in many]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: max(len(stream.ids) for stream in many) >= moment, 20, "the streams run")
+    kill(cluster, "decode-0")
+    for thread in threads:
+        thread.join(40)
+    assert [stream.error for stream in many] == [None] * len(many), f"killed at token {moment}"
+    assert [stream.ids for stream in many] == [stream.ids for stream in whole], f"killed at token {moment}"
+    assert [stream.usage["completion_tokens"] for stream in many] == [48] * len(many)
+    assert [s.usage["prompt_tokens"] for s in many] == [len(ids) for ids in prompts]
+    assert any(stream.timeline["attempts"] == 2 for stream in many), "somebody was on it"
+    assert status(cluster)["router"]["events"]["resumed"] > 0
+    assert_pages_come_back(cluster)
+    until_whole(cluster)
+
+
+def test_prompts_that_queue_at_a_killed_prefill_worker_are_answered(cluster):
+    rng = random.Random(3)
+    prompts = [[rng.randrange(3, 49000) for _ in range(160)] for _ in range(8)]
+    many = [Stream(cluster, ids, temperature=0, max_tokens=8) for ids in prompts]
+    threads = [threading.Thread(target=stream.run) for stream in many]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: status(cluster)["router"]["running"] == len(many), 10, "all are placed")
+    kill(cluster, "prefill-0")
+    for thread in threads:
+        thread.join(40)
+    assert [stream.error for stream in many] == [None] * len(many)
+    again = at_once([partial(Stream(cluster, ids, temperature=0, max_tokens=8).run) for ids in prompts], 4)
+    assert [stream.ids for stream in many] == [stream.ids for stream in again]
+    assert any(stream.timeline["attempts"] > 1 for stream in many), "somebody queued there"
+    assert_pages_come_back(cluster)
+    until_whole(cluster)
+
+
+def test_when_all_decode_workers_die_every_stream_goes_on_or_says_that_it_cannot(cluster, prompts):
+    whole = run_all(streams(cluster, prompts))
+    many = streams(cluster, prompts)
+    threads = [threading.Thread(target=stream.run) for stream in many]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: min(len(stream.ids) for stream in many) >= 2, 20, "the streams run")
+    began = time.monotonic()
+    kill(cluster, "decode-0", "decode-1")
+    for thread in threads:
+        thread.join(40)
+    assert not any(thread.is_alive() for thread in threads), f"a hang, {time.monotonic() - began:.0f} s after"
+    for stream, reference in zip(many, whole, strict=True):
+        assert stream.ids == reference.ids[: len(stream.ids)]
+        assert (len(stream.ids) == len(reference.ids)) == (stream.error is None), stream.error
+    until_whole(cluster)
+    assert_pages_come_back(cluster)
+    assert Stream(cluster, prompts[0], temperature=0).run().ids == whole[0].ids, "and the cluster serves on"

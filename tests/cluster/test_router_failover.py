@@ -1,0 +1,206 @@
+"""A router's streams when scripted workers vanish in the middle: one answer without a seam, or an error frame."""
+
+import json
+import time
+
+import httpx
+import pytest
+from baton.cluster.messages import Finished, Prefill, Reserve, TokenItem, Tokens
+from baton.router.room_effects import Timeouts
+from baton.tests.cluster.router_fakes import (
+    ANSWER,
+    BODY,
+    RunningRouter,
+    Script,
+    assert_nothing_left,
+    in_thread,
+    post,
+    save_tokenizer,
+    until,
+)
+
+PATIENCE = Timeouts(reserve_s=1.0, first_token_s=3.0, token_s=3.0, gone_s=0.5, pair_s=0.8)
+LONG = {"max_tokens": 200, "return_token_ids": True}
+
+
+class Relay(Script):
+    """Workers that take up an answer where its earlier attempts ended."""
+
+    def prefill(self, worker, message):
+        if isinstance(message, Prefill):
+            Script(self.output[message.num_output :]).prefill(worker, message)
+        else:
+            super().prefill(worker, message)
+
+    def stream(self, worker, reserve):
+        Script(self.output[reserve.num_output :], self.step).stream(worker, reserve)
+
+
+class Breaking(Relay):
+    """Decode sends `num_tokens` more after token 1, and no end."""
+
+    def __init__(self, output, num_tokens):
+        super().__init__(output)
+        self.num_tokens = num_tokens
+
+    def stream(self, worker, reserve):
+        ids = self.output[reserve.num_output + 1 :][: self.num_tokens]
+        if ids:
+            logprobs = self.logprobs(ids, reserve.sampling)
+            item = TokenItem(room=reserve.room, epoch=reserve.epoch, seq=1, ids=ids, logprobs=logprobs)
+            worker.send(Tokens(instance=worker.instance, items=[item]))
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    return save_tokenizer(tmp_path_factory.mktemp("tok"))
+
+
+@pytest.fixture
+def running(tmp_path, model_dir):
+    router = RunningRouter(tmp_path, PATIENCE, model_dir=model_dir, worker_timeout_s=1.0)
+    yield router
+    router.close()
+
+
+def answer_of(running):
+    return running.tokenizer.encode(ANSWER)
+
+
+def begin(running, body):
+    """A request in a thread: its JSON lines once it has ended."""
+
+    def read():
+        with httpx.stream("POST", running.url + "/v1/chat/completions", json=BODY | body, timeout=20) as reply:
+            lines = [line.removeprefix("data: ") for line in reply.iter_lines() if line]
+            return reply.status_code, lines
+
+    return in_thread(read)[1]
+
+
+def chunks(lines):
+    assert lines[-1] == "[DONE]", lines[-1]
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def text_of(documents):
+    return "".join(c["delta"].get("content") or "" for d in documents for c in d["choices"])
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 7])
+def test_decode_that_vanishes_is_replaced_and_text_counts_and_logprobs_have_no_seam(running, num_tokens):
+    output = answer_of(running)
+    breaking = Breaking(output, num_tokens)
+    _, dying = running.pair(breaking)
+    body = LONG | {"stream": True, "stream_options": {"include_usage": True}, "logprobs": True, "top_logprobs": 1}
+    results = begin(running, body)
+    until(lambda: running.call(lambda: _output(running) == 1 + num_tokens), "the tokens are with the client")
+    heir = running.add("decode", Relay(output).decode)
+    dying.close()
+    status, lines = until(lambda: results, "an answer", 8.0)[0]
+    documents = chunks(lines)
+    assert status == 200
+    assert text_of(documents) == ANSWER
+    assert [i for d in documents for c in d["choices"] for i in c.get("token_ids", [])] == output
+    named = [t["token"] for d in documents for c in d["choices"] if c.get("logprobs") for t in c["logprobs"]["content"]]
+    assert len(named) == len(output)
+    usage = next(d["usage"] for d in documents if d.get("usage"))
+    reserve = dying.of(Reserve)[0]
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (len(reserve.prompt_ids), len(output))
+    again = heir.of(Reserve)[0]
+    assert again.prompt_ids == reserve.prompt_ids + output[: 1 + num_tokens]
+    assert (again.num_output, again.sampling.max_new_tokens) == (1 + num_tokens, 200 - 1 - num_tokens)
+    assert again.sampling.seed == reserve.sampling.seed
+    assert_nothing_left(running)
+
+
+def _output(running):
+    entries = running.router.dispatcher._entries.values()
+    return max((entry.room.num_output for entry in entries), default=0)
+
+
+def test_prefill_that_vanishes_mid_stream_is_missed_by_nobody(running):
+    output = answer_of(running)
+    script = Relay(output)
+    script.holds.set()
+    prefill, decode = running.pair(script)
+    results = begin(running, LONG | {"stream": True})
+    until(lambda: running.call(lambda: _output(running) == 1), "token 1 is with the client")
+    prefill.close()
+    until(lambda: running.call(lambda: len(running.router.dispatcher.registry)) == 1, "prefill is lost")
+    script.stream(decode, decode.of(Reserve)[0])
+    _, lines = until(lambda: results, "an answer")[0]
+    assert [i for d in chunks(lines) for c in d["choices"] for i in c.get("token_ids", [])] == output
+    assert len(decode.of(Reserve)) == 1
+    assert_nothing_left(running)
+
+
+def test_a_stream_that_no_pair_can_go_on_with_ends_with_an_error_frame_in_bounded_time(running):
+    _, decode = running.pair(Breaking(answer_of(running), 2))
+    results = begin(running, LONG | {"stream": True})
+    until(lambda: running.call(lambda: _output(running) == 3), "the stream has begun")
+    began = time.monotonic()
+    decode.close()
+    status, lines = until(lambda: results, "an end")[0]
+    assert status == 200
+    assert json.loads(lines[-1])["error"]["code"] == "worker_lost"
+    assert time.monotonic() - began < 1.0 + PATIENCE.pair_s + 1.5, "the loss is seen, and a pair awaited"
+    assert_nothing_left(running)
+
+
+def test_a_request_that_two_workers_died_with_is_an_error_500_and_the_others_go_on(running):
+    output = answer_of(running)
+    _, first = running.pair(Breaking(output, 1))
+    results = begin(running, LONG)
+    until(lambda: running.call(lambda: _output(running) == 2), "the first has it")
+    second = running.add("decode", Breaking(output, 1).decode)
+    first.close()
+    until(lambda: second.of(Reserve), "the second has it")
+    running.add("decode", Relay(output).decode)
+    time.sleep(0.15)  # a heartbeat of the second after it got the request
+    second.close()
+    status, lines = until(lambda: results, "an end", 8.0)[0]
+    assert status == 500
+    assert json.loads(lines[0])["error"]["code"] == "request_quarantined"
+    assert post(running, **LONG).json()["choices"][0]["token_ids"] == output
+    assert_nothing_left(running)
+
+
+def test_prefill_that_finds_the_answer_complete_ends_it(running):
+    """Decode died after its last tokens and before it could say that they were the last."""
+    output = answer_of(running)
+    prefill, decode = running.pair(Breaking(output, 2))
+    results = begin(running, LONG)
+    until(lambda: running.call(lambda: _output(running) == 3), "all tokens are with the client")
+
+    def complete(worker, message):
+        if isinstance(message, Prefill):
+            end = {"room": message.room, "epoch": message.epoch, "reason": "stop", "output_tokens": 0}
+            worker.send(Finished(instance=worker.instance, **end))
+        else:
+            Relay(output).prefill(worker, message)
+
+    prefill._script = complete
+    running.add("decode", Relay(output).decode)
+    decode.close()
+    document = json.loads(until(lambda: results, "an answer", 8.0)[0][1][0])
+    assert document["choices"][0]["token_ids"] == output[:3]
+    assert document["choices"][0]["finish_reason"] == "stop"
+    assert_nothing_left(running)
+
+
+def test_what_both_attempts_cost_is_in_the_timeline(running):
+    output = answer_of(running)
+    _, decode = running.pair(Breaking(output, 3))
+    headers = {"x-baton-timeline": "1"}
+    _, results = in_thread(
+        lambda: httpx.post(running.url + "/v1/chat/completions", json=BODY | LONG, headers=headers, timeout=20).json()
+    )
+    until(lambda: running.call(lambda: _output(running) == 4), "it has begun")
+    running.add("decode", Relay(output).decode)
+    decode.close()
+    document = until(lambda: results, "an answer", 8.0)[0]
+    timeline = document["timeline"]
+    assert (timeline["attempts"], timeline["prefill_ms"], timeline["cached_tokens"]) == (2, 4.0, 32)
+    assert document["usage"]["prompt_tokens_details"]["cached_tokens"] <= document["usage"]["prompt_tokens"]
+    assert document["usage"]["completion_tokens"] == len(output)

@@ -1,0 +1,359 @@
+"""Who gets through to router and prefill, over real sockets: nobody without a listed key, and nobody as someone else."""
+
+import logging
+import time
+
+import pytest
+import zmq
+from baton.cluster.codec import control_down_decoder, encode
+from baton.cluster.control_link import ControlLink
+from baton.cluster.dialer import FIRST_PAUSE_S
+from baton.cluster.errors import ConfigError, PeerLost
+from baton.cluster.keyring import load_keyring, read_key, write_key
+from baton.cluster.messages import FirstToken, Gone, Heartbeat, Rejected, Welcome, WorkerStats
+from baton.cluster.security import Authenticator
+from baton.cluster.sockets import make_socket, recv_parts
+from baton.deploy.keys import remove, rotate
+from baton.router.control import ControlSocket
+from baton.tests.cluster.keyed_peers import Front, Hosts, admit, answer, curve, dealer, hello, say, stranger
+from baton.tests.cluster.serving import wait_until
+
+ROOM = "c" * 32
+
+
+@pytest.fixture
+def hosts(tmp_path):
+    return Hosts(tmp_path)
+
+
+@pytest.fixture
+def new_front():
+    fronts = []
+
+    def make(*arguments, **options):
+        fronts.append(Front(*arguments, **options))
+        return fronts[-1]
+
+    yield make
+    for front in fronts:
+        front.close()
+
+
+@pytest.fixture
+def front(new_front, hosts):
+    return new_front(keys=hosts.router)
+
+
+@pytest.fixture
+def new_link():
+    """A worker's control link in a context of its own."""
+    links = []
+
+    def make(front, keys, role="decode"):
+        context = zmq.Context()
+        keyring = load_keyring(str(keys), role) if keys is not None else None
+        try:
+            link = ControlLink(context, front.endpoint, hello(role), time.monotonic(), keyring=keyring)
+        except ConfigError:
+            context.term()  # hangs if a socket was left open
+            raise
+        links.append((context, link))
+        return link
+
+    yield make
+    for context, link in links:
+        link.close()
+        context.term()
+
+
+def registers(front, link, seconds=10.0):
+    """Runs the link until its Hello reached the router; False when it does not within `seconds`."""
+    instance, end = link._machine.hello.instance, time.monotonic() + seconds
+    while time.monotonic() < end:
+        link.tick(time.monotonic())
+        if instance in front.instances():
+            return True
+        link.socket.poll(5)
+    return False
+
+
+def lines(caplog, words):
+    return [record for record in caplog.records if words in record.getMessage()]
+
+
+# --- who may connect --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scheme", ["tcp", "ipc"])
+def test_a_listed_worker_gets_through_in_both_directions(new_front, hosts, tmp_path, scheme):
+    front = new_front("tcp://127.0.0.1:0" if scheme == "tcp" else f"ipc://{tmp_path}/control", keys=hosts.router)
+    with dealer(front.endpoint, curve(hosts.decode, "decode", hosts.router)) as worker:
+        message = hello("decode")
+        assert say(worker, message)
+        wait_until(lambda: front.heard, 5, "Hello heard")
+        identity, heard = front.heard[0]
+        assert heard == message
+        assert front.call(front.control.transmit, identity, b"welcome")
+        assert answer(worker) == b"welcome"
+    assert front.control.drops["control_denied"] == front.control.drops["peers_refused"] == 0
+
+
+@pytest.mark.parametrize("who", ["unlisted key", "no key", "another router's key", "listed as a router"])
+def test_nobody_else_gets_through_and_a_line_says_so(front, hosts, caplog, who):
+    if who == "another router's key":
+        keys = curve(hosts.decode, "decode", hosts.new("router", "other"))
+    elif who == "listed as a router":
+        keys = curve(hosts.router, "router", hosts.router)
+    else:
+        keys = stranger(hosts.router) if who == "unlisted key" else None
+    with caplog.at_level(logging.WARNING), dealer(front.endpoint, keys) as impostor:
+        assert not say(impostor, hello("decode"))
+        with dealer(front.endpoint, curve(hosts.decode, "decode", hosts.router)) as worker:
+            assert say(worker, hello("decode"))
+            wait_until(lambda: front.heard, 5, "the others are served")
+    assert len(front.heard) == 1
+    said = [record.fields["reason"] for record in lines(caplog, "peer refused") + lines(caplog, "failed before it began")]
+    assert said, "somebody reads this"
+    assert len(said) == len(set(said)), "a line per reason"
+
+
+def test_a_key_past_its_end_is_refused(new_front, hosts):
+    key = read_key(hosts.decode, "decode")
+    rotate(hosts.decode, ["decode"], 0, time.time())
+    time.sleep(0.01)
+    remove(hosts.router, key.public)
+    front = new_front(keys=hosts.router)
+    with dealer(front.endpoint, curve(hosts.decode, "decode", hosts.router)) as worker:
+        assert not say(worker, hello("decode")), "its new key was not added"
+    admit(hosts.router, hosts.decode, "decode")
+    with dealer(front.endpoint, curve(hosts.decode, "decode", hosts.router)) as worker:
+        assert say(worker, hello("decode"))
+
+
+def test_a_revoked_key_gets_no_new_connection_and_its_old_one_lives(front, hosts):
+    keys = curve(hosts.decode, "decode", hosts.router)
+    with dealer(front.endpoint, keys) as worker:
+        message = hello("decode")
+        assert say(worker, message)
+        wait_until(lambda: front.heard, 5, "Hello heard")
+        remove(hosts.router, read_key(hosts.decode, "decode").public)
+        with dealer(front.endpoint, keys) as again:
+            assert not say(again, hello("decode"))
+        assert say(worker, Gone(room=ROOM, instance=message.instance))
+        wait_until(lambda: len(front.heard) == 2, 5, "the old connection is heard")
+
+
+def test_with_a_list_that_cannot_be_read_nobody_gets_in(front, hosts):
+    (hosts.router / "peers.json").write_text("{")
+    with dealer(front.endpoint, curve(hosts.decode, "decode", hosts.router)) as worker:
+        assert not say(worker, hello("decode"))
+    assert front.control.authenticator.num_failures == 0, "and the thread lives on"
+
+
+@pytest.mark.parametrize("enforced", [True, False])
+def test_when_the_zap_thread_dies_nobody_new_gets_in_and_who_is_in_stays(front, hosts, monkeypatch, caplog, enforced):
+    keys = curve(hosts.decode, "decode", hosts.router)
+    if not enforced:  # libzmq's default, to show that the law can fail
+        front.close()
+        monkeypatch.setattr("baton.cluster.sockets._set_keys", without_enforcement)
+        front = Front(keys=hosts.router)
+    try:
+        with dealer(front.endpoint, keys) as worker:
+            message = hello("decode")
+            assert say(worker, message)
+            wait_until(lambda: front.heard, 5, "Hello heard")
+
+            def die(*_):
+                raise RuntimeError("planted")
+
+            monkeypatch.setattr(Authenticator, "_answer", die)
+            with caplog.at_level(logging.ERROR):
+                for keys in (stranger(hosts.router), stranger(hosts.router)):
+                    with dealer(front.endpoint, keys) as intruder:
+                        got_in = say(intruder, hello("decode"))
+            assert got_in is not enforced
+            assert front.control.drops["authentication_failures"] == 1
+            assert len(lines(caplog, "authentication died")) == 1
+            num_heard = len(front.heard)
+            assert say(worker, Gone(room=ROOM, instance=message.instance))
+            wait_until(lambda: len(front.heard) > num_heard, 5, "the old connection is heard")
+    finally:
+        if not enforced:
+            front.close()
+
+
+def without_enforcement(socket, keys):
+    socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
+    if keys.server is None:
+        socket.setsockopt(zmq.CURVE_SERVER, 1)
+        socket.setsockopt(zmq.ZAP_DOMAIN, b"baton")
+    else:
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
+        socket.setsockopt(zmq.CURVE_SERVERKEY, keys.server)
+
+
+# --- who one is -------------------------------------------------------------------------------------------------------
+
+
+def test_a_listed_key_that_claims_another_routing_id_gets_nothing(front, hosts):
+    other = hosts.new("decode", "d1")
+    admit(hosts.router, other, "decode")
+    admit(other, hosts.router, "router")
+    with dealer(front.endpoint, curve(hosts.decode, "decode", hosts.router), b"victim") as victim:
+        assert say(victim, hello("decode"))
+        wait_until(lambda: front.heard, 5, "Hello heard")
+        with dealer(front.endpoint, curve(other, "decode", hosts.router), b"victim") as impostor:
+            say(impostor, hello("decode"))
+            assert front.call(front.control.transmit, b"victim", b"secret")
+            assert answer(victim) == b"secret"
+            assert answer(impostor, 0.3) is None
+            assert len(front.heard) == 1
+
+
+def test_a_listed_key_that_claims_another_worker_is_not_heard(front, hosts, caplog):
+    other = hosts.new("decode", "d1")
+    admit(hosts.router, other, "decode")
+    victim = hello("decode")
+    with (
+        dealer(front.endpoint, curve(hosts.decode, "decode", hosts.router)) as worker,
+        dealer(front.endpoint, curve(other, "decode", hosts.router)) as impostor,
+    ):
+        assert say(worker, victim)
+        wait_until(lambda: front.heard, 5, "Hello heard")
+        with caplog.at_level(logging.WARNING):
+            beat = Heartbeat(instance=victim.instance, stats=WorkerStats(pages_free=1))
+            assert say(impostor, victim, beat, beat, Gone(room=ROOM, instance=victim.instance))
+            wait_until(lambda: front.control.num_denied == 4, 5, "all are denied")
+        assert len(front.heard) == 1
+        assert len(lines(caplog, "message denied")) == 3, "a line each of Hello, Heartbeat and Gone"
+
+
+def test_a_decode_key_cannot_register_as_prefill_or_speak_its_verbs(front, hosts):
+    with dealer(front.endpoint, curve(hosts.decode, "decode", hosts.router)) as worker:
+        mine = hello("decode")
+        token = FirstToken(room=ROOM, epoch=0, instance=mine.instance, token=1)
+        lie = hello("prefill")
+        assert say(worker, lie, mine, token, Gone(room=ROOM, instance=mine.instance))
+        wait_until(lambda: len(front.heard) == 2, 5, "the two that it may say are heard")
+        rejected = control_down_decoder().decode(answer(worker))
+        assert (type(rejected), rejected.instance) == (Rejected, lie.instance)
+        assert "may not register" in rejected.reason
+        assert answer(worker, 0.1) is None, "a denied verb has no answer"
+    assert [type(message).__name__ for _, message in front.heard] == ["Hello", "Gone"]
+    assert front.control.drops["control_denied"] == 2
+
+
+# --- a worker's link --------------------------------------------------------------------------------------------------
+
+
+def test_a_link_joins_a_keyed_router_and_hears_it(front, hosts, new_link):
+    link = new_link(front, hosts.decode)
+    assert registers(front, link)
+    identity, message = front.heard[0]
+    welcome = Welcome(instance=message.instance, router="a" * 32)
+    front.call(front.control.transmit, identity, encode(welcome))
+    wait_until(lambda: link.tick(time.monotonic()) or link.receive() == [welcome], 5, "Welcome heard")
+
+
+@pytest.mark.parametrize("who", ["unlisted worker", "router without keys", "worker with another router's key"])
+def test_a_worker_that_cannot_join_says_why_and_joins_when_it_may(new_front, hosts, new_link, caplog, who):
+    front = new_front(keys=None if who == "router without keys" else hosts.router)
+    keys, reason = hosts.new("decode", "d1"), "refused our key"
+    if who == "router without keys":
+        keys, reason = hosts.decode, ""  # either end may be the first to see that only one uses keys
+    elif who == "unlisted worker":
+        admit(keys, hosts.router, "router")
+    else:
+        admit(hosts.router, keys, "decode")
+        admit(keys, hosts.new("router", "other"), "router")
+        reason = "broke off"
+    link = new_link(front, keys)
+    with caplog.at_level(logging.WARNING):
+        assert not registers(front, link, 1.8)
+    said = [record.fields for record in lines(caplog, "no connection to the router")]
+    assert reason in " ".join(line["reason"] for line in said)
+    assert 1 <= len(said) == len({line["reason"] for line in said}), "a line per reason"
+    assert all("baton keys" in line["remedy"] for line in said)
+    assert 2 <= link._dialer.num_failures <= 4, "it backs off"
+    if who == "unlisted worker":
+        admit(hosts.router, keys, "decode")
+        assert registers(front, link), "without a restart"
+    elif who == "worker with another router's key":
+        admit(keys, hosts.router, "router")
+        assert registers(front, link), "without a restart"
+
+
+def test_a_worker_without_keys_says_that_the_router_may_want_them(front, new_link, caplog):
+    link = new_link(front, None)
+    with caplog.at_level(logging.WARNING):
+        assert not registers(front, link, 3 * FIRST_PAUSE_S)
+    assert {"--keys" in line.fields["remedy"] for line in lines(caplog, "no connection to the router")} == {True}
+
+
+def test_a_worker_that_lists_no_router_does_not_start(front, hosts, new_link):
+    with pytest.raises(ConfigError, match="lists no router"):
+        new_link(front, hosts.new("decode", "d1"))
+
+
+@pytest.mark.parametrize("is_restarted", [False, True])
+def test_while_the_router_key_is_replaced_workers_reach_old_and_new(new_front, hosts, new_link, is_restarted):
+    before = read_key(hosts.router, "router")
+    rotate(hosts.router, ["router"], 3600, time.time())
+    admit(hosts.decode, hosts.router, "router")
+    if not is_restarted:  # the process still has the old pair
+        write_key(hosts.router, before)
+    front = new_front(keys=hosts.router)
+    link = new_link(front, hosts.decode)
+    assert registers(front, link)
+    assert link._dialer.num_failures == (0 if is_restarted else 1)
+
+
+def test_while_a_worker_key_is_replaced_old_and_new_get_through(front, hosts):
+    old = curve(hosts.decode, "decode", hosts.router)
+    rotate(hosts.decode, ["decode"], 3600, time.time())
+    with dealer(front.endpoint, curve(hosts.decode, "decode", hosts.router)) as early:
+        assert not say(early, hello("decode")), "the router has not been told"
+    admit(hosts.router, hosts.decode, "decode")
+    for keys in (old, curve(hosts.decode, "decode", hosts.router)):
+        with dealer(front.endpoint, keys) as worker:
+            assert say(worker, hello("decode"))
+    wait_until(lambda: len(front.heard) == 2, 5, "both are heard")
+
+
+# --- sockets ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_public_address_is_bound_with_keys_only(hosts):
+    keyring = load_keyring(str(hosts.router), "router")
+    ControlSocket("tcp://0.0.0.0:0", trusted_network=False, keyring=keyring).close()
+    ControlSocket("tcp://0.0.0.0:0", trusted_network=True).close()
+    with pytest.raises(ConfigError, match="--keys"):
+        ControlSocket("tcp://0.0.0.0:0", trusted_network=False)
+
+
+def test_the_largest_frame_fits_through_a_curve_link_and_a_larger_one_does_not(hosts):
+    context, keyring = zmq.Context(), load_keyring(str(hosts.router), "router")
+    authenticator = Authenticator(context, keyring.peers, ("decode",))
+    router = make_socket(context, zmq.ROUTER, max_frame=5000, curve=keyring.called())
+    router.bind("tcp://127.0.0.1:0")
+    endpoint = router.getsockopt_string(zmq.LAST_ENDPOINT)
+    with dealer(endpoint, curve(hosts.decode, "decode", hosts.router)) as peer:
+        assert say(peer, bytes(5000))
+        assert router.poll(5000)
+        assert len(recv_parts(router, 2, 6000)[1]) == 5000
+        say(peer, bytes(6000))
+        assert not router.poll(300)
+    assert repr(authenticator) == "Authenticator(answers, roles=decode, refused=0)"
+    router.close()
+    context.term()
+    wait_until(lambda: "stopped" in repr(authenticator), 5, "the thread ends with its context")
+
+
+def test_nothing_is_left_when_the_control_socket_cannot_be_bound(front, hosts):
+    with pytest.raises(Exception, match="in use"):
+        ControlSocket(front.endpoint, trusted_network=False, keyring=load_keyring(str(hosts.router), "router"))
+
+
+def test_an_unknown_peer_is_told_apart_from_a_full_one(front):
+    with pytest.raises(PeerLost):
+        front.call(front.control.transmit, b"nobody", b"x")

@@ -1,0 +1,214 @@
+"""The dispatcher when workers go: whom the next attempt meets, how long it waits, how many there may be."""
+
+import asyncio
+
+from baton.cluster.messages import (
+    Failed,
+    Finished,
+    FirstToken,
+    Heartbeat,
+    Prefill,
+    Refused,
+    Reserve,
+    Reserved,
+    TokenItem,
+    Tokens,
+    WorkerStats,
+)
+from baton.router.registry import UNREACHABLE_S
+from baton.router.retries import BREAKER_OPEN_S, BUDGET_FLOOR
+from baton.router.room_effects import Broken, Deliver, Ended, Timeouts
+from baton.tests.unit.test_dispatch import World, begin, events
+from baton.tests.unit.test_registry import hello
+
+P, D, P2, D2 = ("1" * 32, "2" * 32, "4" * 32, "5" * 32)
+PAIR_S = Timeouts().pair_s
+
+
+class Cluster(World):
+    """A world with workers that come and go."""
+
+    def add(self, *workers):
+        """`workers` are (identity, instance, role)."""
+        for identity, instance, role in workers:
+            self.sent.setdefault(identity, [])
+            self.lost.discard(identity)
+            self.dispatcher.on_message(identity, hello(instance=instance, role=role))
+            stats = WorkerStats(pages_total=100, pages_free=100)
+            self.dispatcher.on_message(identity, Heartbeat(instance=instance, stats=stats))
+        return self
+
+    def kill(self, *workers):
+        """(identity, instance) die, and the router notices."""
+        registry = self.dispatcher.registry
+        self.lost |= {identity for identity, _ in workers}
+        self.dispatcher.lose([registry.get(instance) for _, instance in workers])
+
+    def pass_time(self, seconds):
+        self.now += seconds
+        self.dispatcher.tick()
+
+    def epochs(self, identity):
+        return [message.epoch for message in self.of(identity, Reserve)]
+
+
+def two_pairs(**settings):
+    return Cluster(**settings).add((b"p", P, "prefill"), (b"d", D, "decode")), [
+        (b"p2", P2, "prefill"),
+        (b"d2", D2, "decode"),
+    ]
+
+
+def test_a_stream_goes_on_with_another_decode_and_the_client_sees_one_answer():
+    world, others = two_pairs()
+    (entry,), inbox = world.submit(16)
+    begin(world, entry)
+    world.add(*others)
+    world.kill((b"d", D))
+    (reserve,) = world.of(b"d2", Reserve)
+    assert (reserve.epoch, reserve.prompt_ids, reserve.num_output) == (1, [5] * 16 + [9], 1)
+    prefill = next(m for identity in (b"p", b"p2") for m in world.of(identity, Prefill) if m.epoch == 1)
+    one = {"room": entry.room.room, "epoch": 1}
+    world.dispatcher.on_message(b"d2", Reserved(instance=D2, **one))
+    world.dispatcher.on_message(b"p", FirstToken(instance=prefill.instance, token=10, **one))
+    world.dispatcher.on_message(b"d2", Tokens(instance=D2, items=[TokenItem(seq=1, ids=[11], **one)]))
+    world.dispatcher.on_message(b"d2", Finished(instance=D2, reason="stop", output_tokens=2, **one))
+    assert events(inbox) == [Deliver([9], []), Deliver([10], []), Deliver([11], []), Ended("stop")]
+    assert (world.dispatcher.events["resumed"], entry.timeline(world.now).attempts) == (1, 2)
+
+
+def test_a_stream_without_a_pair_waits_a_while_and_goes_on_when_one_comes_back():
+    world, others = two_pairs()
+    (entry,), _ = world.submit(16)
+    begin(world, entry)
+    world.kill((b"d", D))
+    world.pass_time(PAIR_S - 0.1)
+    assert world.dispatcher.num_queued == 1
+    world.add(*others)
+    assert world.epochs(b"d2") == [1]
+    world.pass_time(PAIR_S)
+    assert entry.room.is_live
+
+
+def test_a_stream_without_a_pair_ends_with_an_error_when_none_comes_back():
+    world, _ = two_pairs()
+    (entry,), inbox = world.submit(16)
+    begin(world, entry)
+    world.kill((b"d", D))
+    world.pass_time(PAIR_S + 0.1)
+    assert not entry.room.is_live
+    assert events(inbox) == [Deliver([9], []), Broken("PeerLost", "no pair is left to go on with")]
+
+
+def test_a_request_that_has_no_token_yet_does_not_wait_for_a_pair():
+    world, _ = two_pairs()
+    (entry,), inbox = world.submit(16)
+    world.kill((b"d", D))
+    assert not entry.room.is_live
+    assert [event.kind for event in events(inbox)] == ["NoWorkers"]
+
+
+def test_rooms_do_not_go_from_one_lost_worker_to_another_that_is_lost_with_it():
+    world, others = two_pairs()
+    (entry,), _ = world.submit(16)
+    begin(world, entry)
+    world.add(*others)
+    world.kill((b"d", D), (b"d2", D2))
+    assert world.epochs(b"d2") == []
+    assert (entry.room.epoch, entry.room.died_with) == (0, {D})
+
+
+def test_a_worker_that_cannot_be_reached_is_tried_last_and_is_not_counted_against_the_request():
+    world, others = two_pairs()
+    (entry,), _ = world.submit(16)
+    begin(world, entry)
+    world.add(others[1])
+    world.lost = {b"d2"}
+    world.kill((b"d", D))
+    assert entry.room.epoch == 1, "the only decode worker there is"
+    world.add((b"d3", "6" * 32, "decode"))
+    world.pass_time(UNREACHABLE_S + 0.1)
+    assert world.epochs(b"d3") == [2]
+    assert (entry.room.is_live, entry.room.died_with) == (True, {D})
+
+
+def test_a_request_that_was_with_two_workers_when_they_died_fails_alone():
+    world, others = two_pairs()
+    (entry,), inbox = world.submit(16)
+    world.add(*others)
+    world.kill((b"d", D))
+    world.now += 1.0
+    world.add((b"d3", "6" * 32, "decode"))
+    (innocent,), _ = world.submit(16)
+    assert [message.room for message in world.of(b"d2", Reserve)] == [entry.room.room]
+    assert [message.room for message in world.of(b"d3", Reserve)] == [innocent.room.room]
+    world.kill((b"d2", D2))
+    assert not entry.room.is_live
+    assert [event.kind for event in events(inbox)] == ["Quarantined"]
+    assert innocent.room.is_at_workers
+    assert world.dispatcher.events["quarantined"] == 1
+
+
+def fail(world, entry, identity=b"d", instance=D, kind="BadLogits", retryable=True):
+    message = {"room": entry.room.room, "epoch": entry.room.epoch, "kind": kind, "message": "", "retryable": retryable}
+    world.dispatcher.on_message(identity, Failed(instance=instance, **message))
+
+
+def test_the_retry_budget_is_shared_by_all_and_what_exceeds_it_fails_with_its_own_error():
+    world, _ = two_pairs(max_queue=100)
+    kinds = []
+    for _ in range(BUDGET_FLOOR + 3):
+        (entry,), inbox = world.submit(16)
+        fail(world, entry)
+        if not entry.room.is_live:
+            kinds += [event.kind for event in events(inbox)]
+        world.dispatcher.cancel(entry)
+        for worker in list(world.dispatcher.registry):
+            worker.forget_rooms()
+    assert kinds == ["BadLogits"] * 3
+    assert (world.dispatcher.events["retry_denied"], world.dispatcher.events["requeued"]) == (3, BUDGET_FLOOR)
+
+
+def test_refusals_cost_nothing_of_the_budget_and_open_no_breaker():
+    world, _ = two_pairs()
+    (entry,), _ = world.submit(16)
+    for epoch in range(2 * BUDGET_FLOOR):
+        refused = {"room": entry.room.room, "epoch": epoch, "reason": "full", "retry_after_ms": 1}
+        world.dispatcher.on_message(b"d", Refused(instance=D, **refused))
+        world.pass_time(0.01)
+    assert entry.room.epoch == 2 * BUDGET_FLOOR
+    assert not world.dispatcher.registry.get(D).breaker.is_avoided(world.now)
+
+
+def test_a_worker_that_fails_three_rooms_is_avoided_and_comes_back_with_one():
+    world, others = two_pairs()
+    for _ in range(3):
+        (entry,), _ = world.submit(16)
+        fail(world, entry, retryable=False)
+    assert world.dispatcher.events["breaker_opened"] == 1
+    (alone,), _ = world.submit(16)
+    assert alone.room.pair.decode == D, "there is no other"
+    fail(world, alone, retryable=False)
+    world.add(others[1])
+    placed = [world.submit(16)[0][0].room.pair.decode for _ in range(3)]
+    assert placed == [D2] * 3
+    world.now += BREAKER_OPEN_S + 0.1
+    (probe,), _ = world.submit(16)
+    assert probe.room.pair.decode == D
+    assert world.submit(16)[0][0].room.pair.decode == D2, "one room at a time"
+    begin(world, probe)
+    world.dispatcher.on_message(
+        b"d", Finished(room=probe.room.room, epoch=0, instance=D, reason="stop", output_tokens=1)
+    )
+    assert world.submit(16)[0][0].room.pair.decode == D
+
+
+def test_a_client_that_leaves_while_its_stream_waits_for_a_pair_leaves_nothing():
+    world, _ = two_pairs()
+    (entry,), inbox = world.submit(16)
+    begin(world, entry)
+    world.kill((b"d", D))
+    world.dispatcher.client_left(entry)
+    world.pass_time(Timeouts().gone_s + 0.1)
+    assert (world.dispatcher.num_open, world.dispatcher.num_queued) == (0, 0)
+    assert [type(event) for _, event in asyncio.run(inbox.take())] == [Deliver]

@@ -1,0 +1,98 @@
+"""The retry budget and the breaker on numbers alone."""
+
+import hypothesis.strategies as st
+from baton.router.retries import (
+    BREAKER_FAILURES,
+    BREAKER_OPEN_S,
+    BREAKER_WINDOW_S,
+    BUDGET_FLOOR,
+    BUDGET_SHARE,
+    BUDGET_STEP_S,
+    BUDGET_WINDOW_S,
+    Breaker,
+    RetryBudget,
+)
+from hypothesis import given
+
+
+def test_a_few_repeated_attempts_are_always_allowed_and_no_more_without_requests():
+    budget = RetryBudget()
+    assert [budget.take(1, 0.0) for _ in range(BUDGET_FLOOR + 2)] == [True] * BUDGET_FLOOR + [False] * 2
+
+
+def test_the_budget_is_a_fifth_of_the_rooms_that_came_or_of_those_that_live():
+    budget = RetryBudget()
+    budget.came(100, 0.0)
+    assert sum(budget.take(5, 1.0) for _ in range(200)) == 20
+    alive = RetryBudget()
+    assert sum(alive.take(300, 1.0) for _ in range(200)) == 60
+
+
+def test_the_window_slides():
+    budget = RetryBudget()
+    for _ in range(BUDGET_FLOOR):
+        assert budget.take(0, 0.0)
+    assert not budget.take(0, BUDGET_WINDOW_S - 0.1)
+    assert budget.take(0, BUDGET_WINDOW_S + 0.1)
+
+
+@given(st.lists(st.tuples(st.floats(0, 5), st.integers(0, 30), st.integers(0, 10)), max_size=60))
+def test_within_any_window_repeats_stay_below_the_share_or_the_floor(steps):
+    budget, now, taken, came = RetryBudget(), 0.0, [], []
+    for pause, num_rooms, num_wanted in steps:
+        now += pause
+        budget.came(num_rooms, now)
+        came.append((now, num_rooms))
+        for _ in range(num_wanted):
+            if budget.take(0, now):
+                taken.append(now)
+                rooms = sum(count for at, count in came if now - at < BUDGET_WINDOW_S)
+                repeats = sum(now - at < BUDGET_WINDOW_S - BUDGET_STEP_S for at in taken)
+                assert repeats <= max(BUDGET_FLOOR, BUDGET_SHARE * rooms)
+
+
+def failing(times, breaker=None):
+    breaker = breaker or Breaker()
+    return breaker, [breaker.judge(f"room{i}", 0, False, now) for i, now in enumerate(times)]
+
+
+def test_three_failures_within_the_window_open_the_breaker():
+    breaker, opened = failing([0.0, 1.0, 2.0])
+    assert opened == [False, False, True]
+    assert breaker.is_avoided(2.0)
+    assert breaker.state(2.0) == "open"
+    breaker, opened = failing([0.0, BREAKER_WINDOW_S / 2, BREAKER_WINDOW_S + 1])
+    assert not any(opened)
+    assert not breaker.is_avoided(BREAKER_WINDOW_S + 1)
+    assert BREAKER_FAILURES == 3
+
+
+def test_after_a_while_one_attempt_may_show_that_the_worker_is_well():
+    breaker, _ = failing([0.0, 0.0, 0.0])
+    now = BREAKER_OPEN_S + 1
+    assert (breaker.state(now), breaker.is_avoided(now)) == ("half open", False)
+    breaker.placed("probe", 1)
+    assert breaker.is_avoided(now)
+    assert not breaker.judge("older", 0, True, now)
+    assert breaker.is_avoided(now), "a success from before the failures shows nothing"
+    breaker.judge("probe", 1, True, now)
+    assert (breaker.state(now), breaker.is_avoided(now)) == ("closed", False)
+    assert [breaker.judge(name, 0, False, now) for name in "ab"] == [False, False], "it begins anew"
+
+
+def test_a_probe_that_fails_opens_it_again_and_one_that_is_cancelled_frees_the_place():
+    breaker, _ = failing([0.0, 0.0, 0.0])
+    now = BREAKER_OPEN_S + 1
+    breaker.placed("probe", 0)
+    assert breaker.judge("probe", 0, False, now)
+    assert breaker.state(now + BREAKER_OPEN_S - 1) == "open"
+    later = now + BREAKER_OPEN_S + 1
+    breaker.placed("probe", 1)
+    breaker.left("probe", 1)
+    assert not breaker.is_avoided(later)
+
+
+def test_stragglers_do_not_prolong_an_open_breaker():
+    breaker, _ = failing([0.0, 0.0, 0.0])
+    assert not breaker.judge("straggler", 0, False, 5.0)
+    assert breaker.state(BREAKER_OPEN_S + 1) == "half open"
