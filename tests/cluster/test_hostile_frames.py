@@ -120,9 +120,11 @@ def warnings(caplog):
 def test_raw_bytes_before_and_around_the_handshake(port, hosts, caplog):
     with dealer(port.endpoint, port.keys) as honest:
         assert port.is_served(honest)
-        before, num_malformed = resident(), port.num_malformed()
+        num_malformed = port.num_malformed()
         with caplog.at_level(logging.WARNING), ThreadPoolExecutor(len(RAW)) as pool:
-            list(pool.map(lambda case: raw_send(port.endpoint, corpus.steps(case)), RAW))
+            for _ in range(2):  # the first round also pays for what this process takes once: the senders' arenas and stacks
+                before = resident()
+                list(pool.map(lambda case: raw_send(port.endpoint, corpus.steps(case)), RAW))
             assert port.is_served(honest), "who was connected is served"
             with dealer(port.endpoint, port.keys) as another:
                 assert port.is_served(another), "and so is who comes later"
