@@ -192,6 +192,13 @@ class PrefillConfig(PrefillSettings, WorkerConfig):
     kv_bind: str = setting(
         "tcp://127.0.0.1:0", Setting(help="where decode workers pull KV blocks; port 0: any free one", is_endpoint=True)
     )
+    kv_advertise: str = setting(
+        "",
+        Setting(
+            help="where decode workers reach --kv-bind, behind NAT or in a pod; port 0: the bound one; empty: as bound",
+            metavar="ENDPOINT",
+        ),
+    )
     max_queue: int = setting(256, Setting(help="most requests waiting for a forward", minimum=1, maximum=65536))
 
 

@@ -2,6 +2,7 @@
 
 SCHEMES = ("tcp", "ipc")
 HIGHEST_PORT = 65535
+WILDCARDS = ("0.0.0.0", "[::]", "*")
 
 
 def endpoint_fault(endpoint: str) -> str:
@@ -20,3 +21,33 @@ def port_fault(endpoint: str) -> str:
     if scheme != "tcp" or port == "*" or is_number:
         return ""
     return f"has no valid port: write a number from 0 to {HIGHEST_PORT}"
+
+
+def is_wildcard(endpoint: str) -> bool:
+    """Whether `endpoint` stands for all addresses of a host: one can listen there, and nobody can call it."""
+    scheme, _, address = endpoint.partition("://")
+    return scheme == "tcp" and address.rpartition(":")[0] in WILDCARDS
+
+
+def reached_at(bound: str, advertised: str) -> str:
+    """Where others call who listens at `bound`: at `advertised` if given, whose tcp port 0 stands for the bound port."""
+    if not advertised:
+        return bound
+    host, _, port = advertised.rpartition(":")
+    is_any = advertised.startswith("tcp://") and port == "0"
+    return f"{host}:{bound.rpartition(':')[2]}" if is_any else advertised
+
+
+def advertise_fault(bind: str, advertised: str) -> str:
+    """Why others cannot call who is to listen at `bind` and to be known as `advertised`; "" when they can."""
+    if not advertised:
+        remedy = "name the address that they reach with --kv-advertise tcp://HOST:0"
+        fault = f"--kv-bind {bind} listens on all addresses, none of which decode workers can call: {remedy}"
+        return fault if is_wildcard(bind) else ""
+    if fault := endpoint_fault(advertised):
+        return f"--kv-advertise: {advertised!r} {fault}"
+    if is_wildcard(advertised):
+        return f"--kv-advertise: {advertised!r} is no address that decode workers can call: name this host's"
+    if advertised.startswith("tcp://") and advertised.endswith(":0") and not bind.startswith("tcp://"):
+        return f"--kv-advertise: {advertised!r} has the bound port, and --kv-bind {bind} has none: name a port"
+    return ""

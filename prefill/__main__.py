@@ -6,6 +6,8 @@ import sys
 from collections.abc import Sequence
 
 from ..cluster.config import PrefillConfig, load_config
+from ..cluster.endpoints import advertise_fault
+from ..cluster.errors import ConfigError
 from ..cluster.life import Serve, run_role
 from ..cluster.log import configure
 from ..cluster.sockets import check_bind_address
@@ -23,6 +25,8 @@ def configured(argv: Sequence[str]) -> Serve:
     instance = secrets.token_hex(16)
     configure("prefill", instance, level=config.log_level, log_format=config.log_format)
     check_bind_address(config.kv_bind, config.trusted_network, has_keys=bool(config.keys))
+    if fault := advertise_fault(config.kv_bind, config.kv_advertise):
+        raise ConfigError(fault)
     from .startup import start
 
     return start(config, instance)

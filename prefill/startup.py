@@ -6,7 +6,8 @@ import zmq
 
 from ..cluster.config import PrefillConfig
 from ..cluster.control_link import ControlLink
-from ..cluster.keyring import load_keyring
+from ..cluster.endpoints import reached_at
+from ..cluster.keyring import load_keyring, split_key, with_key
 from ..cluster.life import Serve, Shutdown, run_phases
 from ..cluster.sockets import Socket
 from ..engine.config import EngineConfig
@@ -53,7 +54,7 @@ def start(config: PrefillConfig, instance: str) -> Serve:
             max_context=engine.max_context,
             vocab_size=engine.model_config.vocab_size,
             max_running=config.max_batch,
-            kv_endpoint=transport.endpoint,
+            kv_endpoint=_known_as(transport.endpoint, config.kv_advertise),
         )
         try:
             return ControlLink(context, config.router, hello, time.monotonic(), keyring=keyring), transport
@@ -74,3 +75,10 @@ def start(config: PrefillConfig, instance: str) -> Serve:
     loop = WorkerLoop(worker, link, shutdown, drain_timeout_s=config.drain_timeout_s)
     engine.runner.on_layer = loop.beat
     return loop.run
+
+
+def _known_as(endpoint: str, advertised: str) -> str:
+    """The address for decode workers, with the key of the one that was bound."""
+    bound, key = split_key(endpoint)
+    address = reached_at(bound, advertised)
+    return with_key(address, key) if key else address
