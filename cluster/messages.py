@@ -14,20 +14,32 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
+from .kv_messages import (
+    Abort,
+    Announce,
+    Attach,
+    Block,
+    KVDown,
+    KVHello,
+    KVRefused,
+    KVUp,
+    KVWelcome,
+    Layout,
+    Pull,
+    Release,
+)
+from .message_parts import (
+    Count,
+    Id,
+    Message,
+    Small,
+    Text,
+    TokenId,
+    TokenIds,
+    Unit,
+)
+
 PROTOCOL_MAJOR = 1
-
-Id = Annotated[str, Meta(min_length=32, max_length=32, pattern="^[0-9a-f]*$")]  # 128 random bits in hex
-Count = Annotated[int, Meta(ge=0, le=2**48)]
-Small = Annotated[int, Meta(ge=0, le=2**31 - 1)]
-TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
-TokenIds = Annotated[list[TokenId], Meta(max_length=1 << 20)]
-Text = Annotated[str, Meta(max_length=4096)]
-Unit = Annotated[float, Meta(ge=0.0, le=1.0)]
-
-
-class Message(Struct, frozen=True, kw_only=True, tag=True):
-    """Base of every message; the tag is the class name."""
-
 
 # --- what messages are made of ---------------------------------------------------------------------------------------
 
@@ -289,104 +301,3 @@ class Cancel(Message, frozen=True, kw_only=True):
 
 
 ControlDown = Welcome | Rejected | Reserve | Prefill | Cancel
-
-
-# --- KV plane ---------------------------------------------------------------------------------------------------------
-
-
-class Layout(Struct, frozen=True, kw_only=True):
-    """How the KV of a token looks in a pool, as both sides must agree; see `kvtransfer.layout`."""
-
-    fingerprint: Text
-    dtype: Text  # "float32", "bfloat16", "float16"
-    page_size: Annotated[int, Meta(ge=1, le=4096)]
-    num_layers: Annotated[int, Meta(ge=1, le=4096)]
-    num_kv_heads: Annotated[int, Meta(ge=1, le=4096)]
-    head_dim: Annotated[int, Meta(ge=1, le=4096)]
-    feature_ids: Annotated[list[Small], Meta(max_length=64)] = []  # layer outputs, in config order; empty: no feature plane
-    feature_width: Small = 0  # K*H per token
-    block_bytes: Annotated[int, Meta(ge=4096, le=64 << 20)] = 1 << 20
-    digest: Text = "crc32c"
-
-
-class KVHello(Message, frozen=True, kw_only=True):
-    """Decode opens the pair; sent again until answered."""
-
-    instance: Id
-    protocol: Small
-    layout: Layout
-
-
-class KVWelcome(Message, frozen=True, kw_only=True):
-    """Prefill agrees; `layout` is the common one."""
-
-    instance: Id
-    layout: Layout
-
-
-class KVRefused(Message, frozen=True, kw_only=True):
-    """Prefill does not agree; the reason shows both layouts."""
-
-    instance: Id
-    reason: Text
-
-
-class Attach(Message, frozen=True, kw_only=True):
-    """Decode says where a room's announcements go; `have` prompt tokens need not be offered. Idempotent."""
-
-    room: Id
-    epoch: Count
-    instance: Id
-    have: Count
-
-
-class Announce(Message, frozen=True, kw_only=True):
-    """Prompt tokens [0, tokens_ready) have KV (and features); with `final` the prompt is complete and token 1 is known."""
-
-    room: Id
-    epoch: Count
-    instance: Id
-    tokens_ready: Count
-    final: bool = False
-    first_token: TokenId = 0  # meaningful with final
-
-
-class Pull(Message, frozen=True, kw_only=True):
-    """Decode asks for block `block` of the room's byte stream, counted from `have`."""
-
-    room: Id
-    epoch: Count
-    instance: Id
-    block: Count
-
-
-class Block(Message, frozen=True, kw_only=True):
-    """The header of one block; its bytes follow as the next frame."""
-
-    room: Id
-    epoch: Count
-    instance: Id
-    block: Count
-    size: Count
-    digest: Annotated[int, Meta(ge=0, le=2**32 - 1)]
-
-
-class Release(Message, frozen=True, kw_only=True):
-    """Decode holds every block and its digest matched; prefill frees the room at once."""
-
-    room: Id
-    epoch: Count
-    instance: Id
-
-
-class Abort(Message, frozen=True, kw_only=True):
-    """Either side gives the room up; idempotent."""
-
-    room: Id
-    epoch: Count
-    instance: Id
-    reason: Text = ""
-
-
-KVUp = KVHello | Attach | Pull | Release | Abort
-KVDown = KVWelcome | KVRefused | Announce | Block | Abort
