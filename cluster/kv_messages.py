@@ -5,6 +5,7 @@ from typing import Annotated
 from msgspec import Meta, Struct
 
 from .message_parts import Count, Id, KeyBytes, Message, Port, Small, Text, Ticket, TokenId
+from .slab_messages import SlabBlock, SlabDown, SlabUp
 
 
 class Layout(Struct, frozen=True, kw_only=True):
@@ -23,16 +24,21 @@ class Layout(Struct, frozen=True, kw_only=True):
 
 
 class KVHello(Message, frozen=True, kw_only=True):
-    """Decode opens the pair; sent again until answered. `ciphers` are the ways to protect blocks that it accepts."""
+    """Decode opens the pair; sent again until answered.
+
+    `ciphers` are the ways to protect blocks that it accepts, `transports` the ways to bring them; see
+    `cluster.transports`.
+    """
 
     instance: Id
     protocol: Small
     layout: Layout
     ciphers: Annotated[tuple[Text, ...], Meta(max_length=16)] = ()  # none: "crc32c"
+    transports: Annotated[tuple[Text, ...], Meta(max_length=16)] = ()  # none: "zmq_blocks"
 
 
 class KVWelcome(Message, frozen=True, kw_only=True):
-    """Prefill agrees; `layout` is the common one, and `cipher` protects every block.
+    """Prefill agrees; `layout` is the common one, `transport` the best common one, and `cipher` protects every block.
 
     With a `bulk_ticket` blocks come over a second connection, to `bulk_port` of the same host (0: beside the ipc path),
     which the ticket opens once.
@@ -41,6 +47,7 @@ class KVWelcome(Message, frozen=True, kw_only=True):
     instance: Id
     layout: Layout
     cipher: Text = "crc32c"
+    transport: Text = "zmq_blocks"
     bulk_port: Port = 0
     bulk_ticket: Ticket = ""
 
@@ -127,5 +134,8 @@ class Abort(Message, frozen=True, kw_only=True):
     reason: Text = ""
 
 
-KVUp = KVHello | Attach | Pull | Release | Abort
-KVDown = KVWelcome | KVRefused | Announce | Block | Abort
+PairUp = KVHello | Attach | Pull | Release | Abort
+PairDown = KVWelcome | KVRefused | Announce | Abort
+
+KVUp = PairUp | SlabUp
+KVDown = PairDown | Block | SlabBlock | SlabDown

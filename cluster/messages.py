@@ -85,6 +85,7 @@ class DecodeTimeline(Struct, frozen=True, kw_only=True):
     handoff_ms: float = 0.0  # first announcement to last block landed
     handoff_bytes: Count = 0
     handoff_blocks: Count = 0
+    handoff_shm_blocks: Count = 0  # of these, read from shared memory
     have_tokens: Count = 0  # prefix that decode already held and did not pull
     draft_prefill_ms: float = 0.0
     queue_ms: float = 0.0  # landed to first decode step

@@ -40,6 +40,7 @@ class Room:
     handoff_s: float = 0.0
     handoff_bytes: int = 0
     handoff_blocks: int = 0
+    handoff_shm_blocks: int = 0
     draft_prefill_s: float = 0.0
     verify_steps: int = 0
     drafted: int = 0

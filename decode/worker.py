@@ -214,6 +214,7 @@ class DecodeWorker:
         room.landed = request.num_computed = request.num_prompt
         room.landed_at = now
         room.handoff_s, room.handoff_bytes, room.handoff_blocks = event.seconds, event.num_bytes, event.num_blocks
+        room.handoff_shm_blocks = event.num_shm_blocks
         self._counters["handoff_bytes"] += event.num_bytes
         self._counters["handoff_blocks"] += event.num_blocks
         if event.first_token >= self.engine.model_config.vocab_size:
@@ -378,6 +379,7 @@ def _timeline(room: Room, now: float) -> DecodeTimeline:
         handoff_ms=room.handoff_s * 1000,
         handoff_bytes=room.handoff_bytes,
         handoff_blocks=room.handoff_blocks,
+        handoff_shm_blocks=room.handoff_shm_blocks,
         have_tokens=room.have,
         draft_prefill_ms=room.draft_prefill_s * 1000,
         queue_ms=max(0.0, room.started_at - room.landed_at) * 1000,

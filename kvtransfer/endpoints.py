@@ -15,6 +15,8 @@ import torch
 from ..cluster.codec import Decoder, encode, kv_down_decoder, kv_up_decoder
 from ..cluster.errors import LocalProtocolError, PeerLost, RemoteProtocolError
 from ..cluster.messages import Block, KVDown, KVUp, Layout
+from ..cluster.slab_messages import SlabBlock, SlabDown, SlabUp
+from ..cluster.transports import ZMQ_BLOCKS
 from .layout import KVLayout, block_digest
 from .memory import BlockReader, BlockWriter, Payload
 from .receiver import ReceiverSession
@@ -125,10 +127,11 @@ class SenderEndpoint(Endpoint["Send | SendBlock"]):
         planes: Planes,
         *,
         lease_s: float = LEASE_S,
+        transports: Sequence[str] = (ZMQ_BLOCKS,),
         clock: Clock = time.monotonic,
     ) -> None:
         super().__init__(clock)
-        self.session = SenderSession(instance, layout, lease_s=lease_s)
+        self.session = SenderSession(instance, layout, lease_s=lease_s, transports=transports)
         if self.session.layout.has_features != (planes.features is not None):
             raise LocalProtocolError("a layout has features exactly when the planes have them")
         self._lease_s = lease_s
@@ -174,7 +177,14 @@ class SenderEndpoint(Endpoint["Send | SendBlock"]):
         except RemoteProtocolError:
             self.session.counters.malformed += 1
             return
-        self._perform(self.session.receive(peer, message, self._clock()))
+        if isinstance(message, SlabUp):
+            self._receive_slab(peer, message)
+        else:
+            self._perform(self.session.receive(peer, message, self._clock()))
+
+    def _receive_slab(self, peer: Peer, message: SlabUp) -> None:
+        """A message about shared memory, which only peers send that were told to use it."""
+        self.session.counters.unexpected += 1
 
     def _work(self) -> None:
         now = self._clock()
@@ -274,10 +284,11 @@ class ReceiverEndpoint(Endpoint[Send]):
         *,
         window: int = WINDOW,
         lease_s: float = LEASE_S,
+        transports: Sequence[str] = (ZMQ_BLOCKS,),
         clock: Clock = time.monotonic,
     ) -> None:
         super().__init__(clock)
-        self.session = ReceiverSession(instance, layout, window=window, lease_s=lease_s)
+        self.session = ReceiverSession(instance, layout, window=window, lease_s=lease_s, transports=transports)
         self._writer = BlockWriter(KVLayout(layout), planes)
         self._decoder: Decoder[KVDown] = kv_down_decoder()
 
@@ -322,8 +333,14 @@ class ReceiverEndpoint(Endpoint[Send]):
             return
         if isinstance(message, Block):
             self._perform(self._receive_block(peer, message, frames[1], now))
+        elif isinstance(message, SlabBlock | SlabDown):
+            self._receive_slab(peer, message)
         else:
             self._perform(self.session.receive(peer, message, now))
+
+    def _receive_slab(self, peer: Peer, message: SlabBlock | SlabDown) -> None:
+        """A message about shared memory, which only peers send that were asked for it."""
+        self.session.counters.unexpected += 1
 
     def _receive_block(self, peer: Peer, block: Block, payload: memoryview, now: float) -> list[Effect]:
         segments = self.session.expect(peer, block, payload.nbytes)

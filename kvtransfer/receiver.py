@@ -6,13 +6,15 @@ or `corrupt` tells what came of it. 5. With every block in place and the first t
 lease ends a room in which nothing moves.
 """
 
+from collections.abc import Sequence
+
 from ..cluster.errors import HandshakeRefused, LocalProtocolError
+from ..cluster.kv_messages import PairDown
 from ..cluster.messages import (
     PROTOCOL_MAJOR,
     Abort,
     Announce,
     Block,
-    KVDown,
     KVHello,
     KVRefused,
     KVWelcome,
@@ -20,6 +22,8 @@ from ..cluster.messages import (
     Pull,
     Release,
 )
+from ..cluster.slab_messages import SlabBlock
+from ..cluster.transports import ZMQ_BLOCKS
 from .layout import KVLayout, Segment, agree
 from .pair import Pair
 from .session import (
@@ -43,6 +47,8 @@ from .transport import Complete, Landed, Lost, PullRequest
 IDLE_LINK_S = 30.0
 MAX_REASON = 1024
 
+AnyBlock = Block | SlabBlock
+
 
 class ReceiverSession:
     """All rooms and peers of one decode worker."""
@@ -56,6 +62,7 @@ class ReceiverSession:
         lease_s: float = LEASE_S,
         silence_s: float = SILENCE_S,
         idle_link_s: float = IDLE_LINK_S,
+        transports: Sequence[str] = (ZMQ_BLOCKS,),
     ) -> None:
         self.instance = instance
         self.layout = KVLayout(layout)
@@ -67,7 +74,9 @@ class ReceiverSession:
         self._pairs: dict[Peer, Pair] = {}
         self._endpoints: dict[str, Peer] = {}  # open room -> its pair
         self._tombstones = Tombstones()
-        self._hello = KVHello(instance=instance, protocol=PROTOCOL_MAJOR, layout=layout)
+        self._hello = KVHello(
+            instance=instance, protocol=PROTOCOL_MAJOR, layout=layout, transports=tuple(transports)
+        )
 
     def __repr__(self) -> str:
         return f"ReceiverSession(rooms={len(self._endpoints)}, peers={len(self._pairs)})"
@@ -132,8 +141,8 @@ class ReceiverSession:
 
     # --- what the network and the clock do ----------------------------------------------------------------------------
 
-    def receive(self, peer: Peer, message: KVDown, now: float) -> list[Effect]:
-        """Handles one message of `peer`, but for Block: see `expect`."""
+    def receive(self, peer: Peer, message: PairDown, now: float) -> list[Effect]:
+        """Handles one message of `peer`; a block goes through `expect`."""
         pair = self._pairs.get(peer)
         if pair is None:
             self.counters.unexpected += 1
@@ -144,7 +153,6 @@ class ReceiverSession:
             self.counters.refused_peers += 1
             pair.instance, pair.layout = "", None
             return self._lose_all(pair, "HandshakeRefused", message.reason, now)
-        assert not isinstance(message, Block), "blocks go through expect()"
         room = pair.rooms.get(message.room)
         if room is None or room.request.epoch != message.epoch:
             return self._answer_stranger(pair, message, room)
@@ -156,7 +164,7 @@ class ReceiverSession:
             return self._lose(room, "TransferError", reason, now, is_told=True)
         return self._announced(pair, room, message, now)
 
-    def expect(self, peer: Peer, block: Block, size: int) -> tuple[Segment, ...] | None:
+    def expect(self, peer: Peer, block: AnyBlock, size: int) -> tuple[Segment, ...] | None:
         """Where a block of `size` payload bytes goes, or None when it must be dropped."""
         pair = self._pairs.get(peer)
         room = pair.rooms.get(block.room) if pair is not None else None
@@ -174,14 +182,14 @@ class ReceiverSession:
             return room.stream.segments(block.block)
         return None
 
-    def landed(self, peer: Peer, block: Block, now: float) -> list[Effect]:
+    def landed(self, peer: Peer, block: AnyBlock, now: float) -> list[Effect]:
         """A block that `expect` let in was checked and is in its pages."""
         pair = self._pairs[peer]
         room = pair.rooms[block.room]
         stream = room.stream
         assert stream is not None
         before = stream.landed_tokens(room.num_leading)
-        room.land(block.block)
+        room.land(block.block, is_shm=isinstance(block, SlabBlock))
         room.heard_at = now
         for other in pair.rooms.values():
             if other is room or not other.in_flight:
@@ -194,7 +202,7 @@ class ReceiverSession:
             effects.append(Notify(Landed(room=block.room, epoch=block.epoch, tokens=tokens)))
         return [*effects, *self._finish_if_complete(room, now), *pair.fill(now)]
 
-    def corrupt(self, peer: Peer, block: Block, now: float) -> list[Effect]:
+    def corrupt(self, peer: Peer, block: AnyBlock, now: float) -> list[Effect]:
         """A block that `expect` let in has not the digest of its header: it is pulled again, or the room ends."""
         self.counters.digest_mismatches += 1
         pair = self._pairs[peer]
@@ -329,6 +337,7 @@ class ReceiverSession:
             first_token=room.first_token,
             num_bytes=stream.total_bytes,
             num_blocks=stream.num_blocks,
+            num_shm_blocks=room.num_shm_blocks,
             seconds=now - room.announced_at,
         )
         release = Release(room=request.room, epoch=request.epoch, instance=self.instance)

@@ -6,9 +6,11 @@ its block. 5. Release, Abort, `release` or the end of the lease closes the room,
 """
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..cluster.errors import HandshakeRefused, LocalProtocolError
+from ..cluster.kv_messages import PairUp
 from ..cluster.messages import (
     PROTOCOL_MAJOR,
     Abort,
@@ -16,12 +18,12 @@ from ..cluster.messages import (
     Attach,
     KVHello,
     KVRefused,
-    KVUp,
     KVWelcome,
     Layout,
     Pull,
     Release,
 )
+from ..cluster.transports import ZMQ_BLOCKS, best_common
 from .layout import KVLayout, agree
 from .session import (
     LEASE_S,
@@ -50,6 +52,7 @@ class _Greeted:
 
     instance: str
     layout: KVLayout
+    transport: str
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,7 @@ class SenderSession:
         early_s: float = EARLY_S,
         max_early: int = MAX_EARLY,
         max_peers: int = MAX_PEERS,
+        transports: Sequence[str] = (ZMQ_BLOCKS,),
     ) -> None:
         self.instance = instance
         self.layout = KVLayout(layout)
@@ -81,6 +85,7 @@ class SenderSession:
         self._early_s = early_s
         self._max_early = max_early
         self._max_peers = max_peers
+        self._transports = transports
         self._rooms: dict[str, SenderRoom] = {}
         self._peers: OrderedDict[Peer, _Greeted] = OrderedDict()
         self._early: OrderedDict[str, _Early] = OrderedDict()
@@ -164,7 +169,7 @@ class SenderSession:
 
     # --- what the network and the clock do ----------------------------------------------------------------------------
 
-    def receive(self, peer: Peer, message: KVUp, now: float) -> list[Effect]:
+    def receive(self, peer: Peer, message: PairUp, now: float) -> list[Effect]:
         """Handles one message of `peer`."""
         if isinstance(message, KVHello):
             return self._greet(peer, message)
@@ -191,6 +196,11 @@ class SenderSession:
         reason = message.reason[:MAX_REASON] or "aborted by decode"
         self._close(known, SenderState.DROPPED, reason, now)
         return [Notify(Dropped(room=message.room, epoch=message.epoch, reason=reason))]
+
+    def speaks(self, peer: Peer, instance: str, transport: str) -> bool:
+        """Whether process `instance` has greeted over this connection and agreed on `transport`."""
+        greeted = self._peers.get(peer)
+        return greeted is not None and (greeted.instance, greeted.transport) == (instance, transport)
 
     def peer_gone(self, peer: Peer) -> None:
         """The connection is no more. Its rooms wait for the same process to attach again, until their lease ends."""
@@ -224,14 +234,15 @@ class SenderSession:
             if hello.protocol != PROTOCOL_MAJOR:
                 raise HandshakeRefused(f"KV protocols differ: ours {PROTOCOL_MAJOR}, theirs {hello.protocol}")
             common = agree(self.layout.wire, hello.layout)
+            transport = best_common(self._transports, hello.transports)
         except HandshakeRefused as refusal:
             self.counters.refused_peers += 1
             return [Send(peer, KVRefused(instance=self.instance, reason=str(refusal)))]
-        self._peers[peer] = _Greeted(hello.instance, KVLayout(common))
+        self._peers[peer] = _Greeted(hello.instance, KVLayout(common), transport)
         self._peers.move_to_end(peer)
         while len(self._peers) > self._max_peers:
             self._peers.popitem(last=False)
-        return [Send(peer, KVWelcome(instance=self.instance, layout=common))]
+        return [Send(peer, KVWelcome(instance=self.instance, layout=common, transport=transport))]
 
     def _attach(self, peer: Peer, greeted: _Greeted, attach: Attach, now: float) -> list[Effect]:
         known = self._rooms.get(attach.room)

@@ -174,6 +174,7 @@ class ReceiverRoom:
     announced_at: float | None = None
     heard_at: float = 0.0  # last message of the peer about this room, or our last question
     next_block: int = 0
+    num_shm_blocks: int = 0  # in place, and read from shared memory
     num_leading: int = 0  # blocks [0, num_leading) are in place
     in_flight: dict[int, InFlight] = field(default_factory=dict)
     landed_ahead: set[int] = field(default_factory=set)  # in place, but behind a gap
@@ -194,8 +195,9 @@ class ReceiverRoom:
     def is_landed(self, block: int) -> bool:
         return block < self.num_leading or block in self.landed_ahead
 
-    def land(self, block: int) -> None:
+    def land(self, block: int, *, is_shm: bool = False) -> None:
         """Marks a block as in place."""
+        self.num_shm_blocks += is_shm
         del self.in_flight[block]
         self.landed_ahead.add(block)
         while self.num_leading in self.landed_ahead:

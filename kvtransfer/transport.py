@@ -86,6 +86,7 @@ class Complete:
     first_token: int
     num_bytes: int
     num_blocks: int
+    num_shm_blocks: int = 0  # of these, read from shared memory
     seconds: float  # first announcement to last block
 
 

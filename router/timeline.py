@@ -2,6 +2,8 @@
 
 from msgspec import Struct
 
+from ..cluster.messages import DecodeTimeline
+from ..cluster.transports import SHM, ZMQ_BLOCKS
 from .rooms import Room
 
 
@@ -22,6 +24,7 @@ class Timeline(Struct, frozen=True, kw_only=True):
     handoff_ms: float | None = None
     handoff_bytes: int | None = None
     handoff_blocks: int | None = None
+    handoff_transport: str | None = None
     have_tokens: int | None = None
     draft_prefill_ms: float | None = None
     decode_queue_ms: float | None = None
@@ -51,6 +54,7 @@ def timeline_of(room: Room, *, arrived: float, tokenize_s: float, queued_s: floa
         handoff_ms=round(decode.handoff_ms, 3) if decode else None,
         handoff_bytes=decode.handoff_bytes if decode else None,
         handoff_blocks=decode.handoff_blocks if decode else None,
+        handoff_transport=_transport(decode) if decode else None,
         have_tokens=decode.have_tokens if decode else None,
         draft_prefill_ms=round(decode.draft_prefill_ms, 3) if decode else None,
         decode_queue_ms=round(decode.queue_ms, 3) if decode else None,
@@ -76,6 +80,15 @@ def _tpot_ms(room: Room) -> float | None:
     if first is None or last is None or room.num_output < 2:
         return None
     return _ms((last - first) / (room.num_output - 1))
+
+
+def _transport(decode: DecodeTimeline) -> str | None:
+    """How the blocks came; "shm+zmq_blocks" where shared memory failed on the way, None where nothing was pulled."""
+    if not decode.handoff_blocks:
+        return None
+    if not decode.handoff_shm_blocks:
+        return ZMQ_BLOCKS
+    return SHM if decode.handoff_shm_blocks == decode.handoff_blocks else f"{SHM}+{ZMQ_BLOCKS}"
 
 
 def _accept_length(room: Room) -> float | None:

@@ -12,6 +12,7 @@ import logging
 import math
 import time
 from abc import abstractmethod
+from collections.abc import Sequence
 
 import zmq
 
@@ -33,6 +34,7 @@ from ...cluster.sockets import (
     recv_parts,
     try_send,
 )
+from ...cluster.transports import ZMQ_BLOCKS
 from ..endpoints import Clock, Delivered, Delivery, Endpoint, Queued, ReceiverEndpoint, SenderEndpoint
 from ..memory import Payload
 from ..session import LEASE_S, WINDOW, Peer, Send, SendBlock
@@ -93,10 +95,11 @@ class ZmqBlocksSender(SenderEndpoint, _Polling[Send | SendBlock]):
         trusted_network: bool = False,
         keyring: Keyring | None = None,
         lease_s: float = LEASE_S,
+        transports: Sequence[str] = (ZMQ_BLOCKS,),
         clock: Clock = time.monotonic,
     ) -> None:
         """Raises ConfigError for an address that may not be bound, StartupError for one that cannot."""
-        super().__init__(instance, layout, planes, lease_s=lease_s, clock=clock)
+        super().__init__(instance, layout, planes, lease_s=lease_s, transports=transports, clock=clock)
         check_bind_address(bind_endpoint, trusted_network, has_keys=keyring is not None)
         self.authenticator = Authenticator(context, keyring.peers, ("decode",)) if keyring is not None else None
         self._socket = make_socket(
@@ -176,9 +179,12 @@ class ZmqBlocksReceiver(ReceiverEndpoint, _Polling[Send]):
         keyring: Keyring | None = None,
         window: int = WINDOW,
         lease_s: float = LEASE_S,
+        transports: Sequence[str] = (ZMQ_BLOCKS,),
         clock: Clock = time.monotonic,
     ) -> None:
-        super().__init__(instance, layout, planes, window=window, lease_s=lease_s, clock=clock)
+        super().__init__(
+            instance, layout, planes, window=window, lease_s=lease_s, transports=transports, clock=clock
+        )
         self._context = context
         self._max_frame = layout.block_bytes + BULK_FRAME_SLACK
         self._links: dict[Peer, Socket] = {}

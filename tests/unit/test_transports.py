@@ -1,0 +1,48 @@
+"""The choice of a pair's transport: what the setting may say, and what two workers make of it."""
+
+import pytest
+from baton.cluster import messages as m
+from baton.cluster import transports
+from baton.cluster.errors import HandshakeRefused
+from baton.cluster.transports import best_common, transports_fault, transports_of
+from baton.kvtransfer.sender import SenderSession
+from baton.kvtransfer.session import Send
+
+LAYOUT = m.Layout(fingerprint="f", dtype="float32", page_size=4, num_layers=1, num_kv_heads=1, head_dim=2, block_bytes=4096)
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [("auto", ("shm", "zmq_blocks")), ("zmq_blocks,shm", ("shm", "zmq_blocks")), ("zmq_blocks", ("zmq_blocks",))],
+)
+def test_a_list_of_transports_is_read_best_first(text, names):
+    assert transports_fault(text) == ""
+    assert transports_of(text) == names
+
+
+@pytest.mark.parametrize("text", ["", "shm", "rdma,zmq_blocks", "shm, zmq_blocks", "zmq_blocks,zmq_blocks", "auto,shm"])
+def test_a_wrong_list_is_refused_with_what_to_write(text):
+    assert "write" in transports_fault(text)
+
+
+def test_a_platform_without_memfd_has_no_shared_memory(monkeypatch):
+    monkeypatch.setattr(transports, "has_shm", lambda: False)
+    assert transports_of("auto") == ("zmq_blocks",)
+    assert "Linux" in transports_fault("shm,zmq_blocks")
+
+
+def test_the_pair_uses_the_best_common_transport_and_an_older_peer_gets_messages():
+    assert best_common(("shm", "zmq_blocks"), ("zmq_blocks", "later", "shm")) == "shm"
+    assert best_common(("shm", "zmq_blocks"), ("zmq_blocks",)) == "zmq_blocks"
+    assert best_common(("shm", "zmq_blocks"), ()) == "zmq_blocks"
+    with pytest.raises(HandshakeRefused, match=r"shm.*later"):
+        best_common(("shm", "zmq_blocks"), ("later",))
+
+
+def test_prefill_answers_a_hello_with_the_choice_and_remembers_it_for_this_process():
+    session = SenderSession("1" * 32, LAYOUT, transports=("shm", "zmq_blocks"))
+    hello = m.KVHello(instance="2" * 32, protocol=m.PROTOCOL_MAJOR, layout=LAYOUT, transports=("shm", "zmq_blocks"))
+    assert session.receive("d", hello, 0.0) == [Send("d", m.KVWelcome(instance="1" * 32, layout=LAYOUT, transport="shm"))]
+    assert session.speaks("d", "2" * 32, "shm")
+    assert not session.speaks("d", "3" * 32, "shm")
+    assert not session.speaks("e", "2" * 32, "shm")
