@@ -5,6 +5,7 @@
 #                        an NVIDIA driver; TORCH_INDEX= (empty): pip's own index only
 #   ARGS=...             arguments of `baton demo`, such as --once
 #   TESTS=...            what `make test` runs; default: all
+#   ROWS=F01,F08         what `make faults` plays; default: all
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
@@ -18,13 +19,15 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 FOLDERS := cluster decode deploy engine kernels kvtransfer prefill router
 ARGS ?=
 TESTS ?= tests
+ROWS ?=
 
-.PHONY: help venv install model demo lint test test-full clean
+.PHONY: help venv install model demo lint test test-full faults clean
 
 help:
 	@printf '%s\n' 'make demo       a cluster on this machine answers one request (ARGS=--once: then stops)' \
 	  'make test       lint, types, CPU tests (TESTS=tests/unit: some of them)' \
 	  'make test-full  the slow tests too' \
+	  'make faults     real processes die, hang and leave: the table of faults (ROWS=F01,F08: some of them)' \
 	  'make lint       ruff and mypy --strict' \
 	  'make install    .venv with baton and all it needs' \
 	  'make model      download and convert the demo model' \
@@ -76,6 +79,9 @@ test: lint model
 
 test-full: lint model
 	$(BIN)/pytest --durations=30 $(TESTS)
+
+faults: install
+	$(BIN)/python tests/faults/run.py $(if $(ROWS),--rows $(ROWS))
 
 clean:
 	rm -rf $(VENV) .lint build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 DEFAULT_CONTROL = "tcp://127.0.0.1:7100"
 LOG_LEVELS = ("debug", "info", "warning", "error")
 INTERNAL_VARIABLES = ("BATON_PARENT_PID",)  # see life.PARENT_VARIABLE
+TEST_VARIABLES = ("BATON_FAULT", "BATON_ALLOW_FAULTS")  # see fault_points
 COMMAND_LINE, ENVIRONMENT, FILE = "command line", "environment", "file"
 
 
@@ -318,8 +319,9 @@ def known_variables() -> list[str]:
 def warn_unknown_variables(env: Mapping[str, str]) -> None:
     """Log one warning per BATON_* variable that is no setting of any role: it would be ignored."""
     known = known_variables()
+    others = (*INTERNAL_VARIABLES, *TEST_VARIABLES)
     for variable in sorted(env):
-        if variable.startswith("BATON_") and variable not in known and variable not in INTERNAL_VARIABLES:
+        if variable.startswith("BATON_") and variable not in known and variable not in others:
             hint = did_you_mean(variable, known, "{}")
             logger.warning("environment variable %s is no setting of baton and is ignored%s", variable, hint)
 

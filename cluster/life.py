@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 
 from .errors import BatonError
+from .fault_points import read_faults
 from .log import PACKAGE, fields
 
 logger = logging.getLogger(__name__)
@@ -87,6 +88,7 @@ def run_role(prog: str, start: Callable[[], Serve], env: Mapping[str, str] = os.
     """
     watch_parent(env)
     try:
+        read_faults(env)  # a fault that nobody permitted keeps every role from starting
         serve = start()
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED

@@ -1,11 +1,13 @@
 """From a config to a serving decode worker, in order."""
 
+import os
 import time
 
 import zmq
 
 from ..cluster.config import DecodeConfig
 from ..cluster.control_link import ControlLink
+from ..cluster.fault_points import reach_of
 from ..cluster.keyring import load_keyring
 from ..cluster.life import Serve, Shutdown, run_phases
 from ..cluster.sockets import Socket
@@ -22,6 +24,7 @@ def start(config: DecodeConfig, instance: str) -> Serve:
     """Everything up to the first heartbeat, in order."""
     shutdown = Shutdown()
     shutdown.install()
+    reach = reach_of(os.environ)
     keyring = load_keyring(config.keys, config.role)
     loader = EngineLoader(EngineConfig.of(config), has_drafter=True)
     run_phases(loader.phases())
@@ -44,6 +47,7 @@ def start(config: DecodeConfig, instance: str) -> Serve:
             window=config.pull_window,
             lease_s=config.lease_s,
         )
+        transport.reach = reach
         hello = hello_of(
             layout,
             engine.pool,
@@ -66,6 +70,7 @@ def start(config: DecodeConfig, instance: str) -> Serve:
     worker = DecodeWorker(
         engine, link, instance=instance, max_running=config.max_running, spec_steps=config.spec_steps
     )
+    worker.reach = reach
     loop = WorkerLoop(worker, link, shutdown, drain_timeout_s=config.drain_timeout_s)
     engine.runner.on_layer = loop.beat
     return loop.run

@@ -14,6 +14,7 @@ from collections import deque
 import msgspec
 import torch
 
+from ..cluster.fault_points import Reach, unarmed
 from ..cluster.log import fields
 from ..cluster.messages import (
     Cancel,
@@ -68,6 +69,7 @@ class DecodeWorker:
             eos_token_ids=engine.model_config.eos_token_ids,
             max_context=engine.max_context,
         )
+        self.reach: Reach = unarmed
         self._recent: deque[int] = deque(maxlen=RECENT_VERIFIES)
         self._canary = AcceptCanary()
         self._counters: dict[str, float] = dict.fromkeys(
@@ -91,6 +93,7 @@ class DecodeWorker:
         batch = self.queues.of(RoomState.RUNNING)
         if not batch:
             return did_warm
+        self.reach("decode:step")
         result = self.decoder.step([room.request for room in batch])
         self._account(batch, result)
         self._publish(batch, result)
@@ -145,6 +148,7 @@ class DecodeWorker:
     # --- the ways in and out ------------------------------------------------------------------------------------------
 
     def _reserve(self, message: Reserve, now: float) -> None:
+        self.reach("decode:reserve")
         attempts = self.queues.attempts(message.room)
         if any(old.request.epoch >= message.epoch for old in attempts):
             return  # a repeated or late message of an attempt that is known

@@ -14,7 +14,8 @@ import torch
 
 from ..cluster.codec import Decoder, encode, kv_down_decoder, kv_up_decoder
 from ..cluster.errors import LocalProtocolError, PeerLost, RemoteProtocolError
-from ..cluster.messages import Block, KVDown, KVUp, Layout
+from ..cluster.fault_points import Reach, unarmed
+from ..cluster.messages import Block, KVDown, KVUp, Layout, Release
 from ..cluster.slab_messages import SlabBlock, SlabDown, SlabUp
 from ..cluster.transports import ZMQ_BLOCKS
 from .layout import KVLayout, block_digest
@@ -51,6 +52,7 @@ class Endpoint(ABC, Generic[Queued]):
     """Outgoing messages that wait for their peer, and the events for the owner."""
 
     def __init__(self, clock: Clock) -> None:
+        self.reach: Reach = unarmed
         self._clock = clock
         self._events: list[TransportEvent] = []
         self._outbox: dict[Peer, deque[Queued]] = {}
@@ -179,8 +181,10 @@ class SenderEndpoint(Endpoint["Send | SendBlock"]):
             return
         if isinstance(message, SlabUp):
             self._receive_slab(peer, message)
-        else:
-            self._perform(self.session.receive(peer, message, self._clock()))
+            return
+        if isinstance(message, Release):
+            self.reach("sender:release")
+        self._perform(self.session.receive(peer, message, self._clock()))
 
     def _receive_slab(self, peer: Peer, message: SlabUp) -> None:
         """A message about shared memory, which only peers send that were told to use it."""
@@ -210,6 +214,7 @@ class SenderEndpoint(Endpoint["Send | SendBlock"]):
         if not self.session.is_open(item.room, item.epoch):
             self._waiting.discard(key)
             return True  # its pages may belong to another room by now
+        self.reach("sender:block")
         payload = self._reader.read(item.segments, item.pages[item.first_page :], item.size)
         header = Block(
             room=item.room,
@@ -351,6 +356,7 @@ class ReceiverEndpoint(Endpoint[Send]):
         request = self.session.request_of(block.room)
         assert request is not None
         self._writer.write(payload, segments, request.pages, request.features)
+        self.reach("receiver:block")
         return self.session.landed(peer, block, now)
 
     def _work(self) -> None:
@@ -369,6 +375,8 @@ class ReceiverEndpoint(Endpoint[Send]):
         self._flush(self._clock())
 
     def _send_now(self, item: Send) -> bool:
+        if isinstance(item.message, Release):
+            self.reach("receiver:release")
         return self._transmit(item.peer, encode(item.message), None) is not None
 
     def _peer_lost(self, peer: Peer) -> None:

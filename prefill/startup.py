@@ -1,5 +1,6 @@
 """From a config to a serving prefill worker, in order."""
 
+import os
 import time
 
 import zmq
@@ -7,6 +8,7 @@ import zmq
 from ..cluster.config import PrefillConfig
 from ..cluster.control_link import ControlLink
 from ..cluster.endpoints import reached_at
+from ..cluster.fault_points import reach_of
 from ..cluster.keyring import load_keyring, split_key, with_key
 from ..cluster.life import Serve, Shutdown, run_phases
 from ..cluster.sockets import Socket
@@ -23,6 +25,7 @@ def start(config: PrefillConfig, instance: str) -> Serve:
     """Everything up to the first heartbeat, in order."""
     shutdown = Shutdown()
     shutdown.install()
+    reach = reach_of(os.environ)
     keyring = load_keyring(config.keys, config.role)
     loader = EngineLoader(EngineConfig.of(config), has_drafter=False)
     run_phases(loader.phases())
@@ -45,6 +48,7 @@ def start(config: PrefillConfig, instance: str) -> Serve:
             trusted_network=config.trusted_network,
             lease_s=config.lease_s,
         )
+        transport.reach = reach
         hello = hello_of(
             layout,
             engine.pool,
@@ -72,6 +76,7 @@ def start(config: PrefillConfig, instance: str) -> Serve:
         max_batch=config.max_batch,
         max_queue=config.max_queue,
     )
+    worker.reach = reach
     loop = WorkerLoop(worker, link, shutdown, drain_timeout_s=config.drain_timeout_s)
     engine.runner.on_layer = loop.beat
     return loop.run

@@ -15,6 +15,7 @@ import time
 import msgspec
 import torch
 
+from ..cluster.fault_points import Reach, unarmed
 from ..cluster.log import fields
 from ..cluster.messages import (
     Cancel,
@@ -60,6 +61,7 @@ class PrefillWorker:
         self.scheduler = PrefillScheduler(
             self.queues, engine.cache, page_size=engine.page_size, chunk_size=chunk_size, max_batch=max_batch
         )
+        self.reach: Reach = unarmed
         self._is_draining = False
         self._counters: dict[str, float] = dict.fromkeys(
             ("prompt_tokens", "cached_tokens", "requests", "handed_off", "dropped", "cancelled", "refused", "steps"), 0
@@ -277,6 +279,8 @@ class PrefillWorker:
             device=self.engine.pool.device,
             capture=CaptureHidden.NULL if plane is None else CaptureHidden.FULL,
         )
+        for _ in chunks:
+            self.reach("prefill:chunk")
         output = self.engine.runner.forward(batch)
         if plane is not None:
             assert output.hidden is not None
@@ -335,6 +339,7 @@ class PrefillWorker:
             "prefill completed",
             extra=fields(room=request.room, tokens=request.num_prompt, cached=room.cached_tokens, chunks=room.chunks),
         )
+        self.reach("prefill:first")
         if request.is_finished:
             self._give_up(room, "the request ended with its first token")
             return

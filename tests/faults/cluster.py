@@ -1,0 +1,284 @@
+"""A cluster of real processes whose nodes can be killed, stopped, armed with faults and started again one by one.
+
+    nodes      router, prefill-0.., decode-0..; each has flags, environment and a log of its own
+    endpoints  loopback tcp, the same after every restart: `cluster.port(name)` is the router's HTTP port or a prefill
+               worker's KV port, `cluster.control_port` where workers register
+    proxies    a worker is pointed elsewhere by its flags: FaultCluster(model, dir, flags={"decode-0": {"router":
+               "tcp://127.0.0.1:PROXY"}}); flags of "prefill" or "decode" go to every worker of that role, of "*" to all
+    audit      every node runs under the hook of `audit`; `audit_lines` is what it found
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+from baton.deploy.children import free_port
+from baton.tests.faults.audit import MARK
+
+AUDIT = "baton.tests.faults.audit:install"
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "PYTHONUNBUFFERED": "1"}
+KEPT = ("PATH", "HOME", "PYTHONPATH", "TMPDIR", "LANG")
+
+
+@dataclass(eq=False)
+class Node:
+    """One role's process through all its lives; `pid` is 0 while it is down."""
+
+    name: str
+    role: str
+    flags: dict[str, str]
+    log: Path
+    env: dict[str, str] = field(default_factory=dict)  # of all its lives
+    armed: dict[str, str] = field(default_factory=dict)  # of this life only, as `prepare`
+    prepare: list[str] = field(default_factory=list)
+    pid: int = 0
+    exits: list[int] = field(default_factory=list)
+    num_starts: int = 0
+    keeps_alive: bool = False  # start it again when it ends, as a supervisor does
+
+    @property
+    def is_up(self) -> bool:
+        return self.pid != 0
+
+    @property
+    def argv(self) -> list[str]:
+        return [f"--{name}={value}" for name, value in self.flags.items()]
+
+    def said(self) -> str:
+        """What it logged in all its lives."""
+        return self.log.read_text(errors="replace") if self.log.exists() else ""
+
+
+class Forker:
+    """The nursery as seen from the tests: starts nodes and notices their ends."""
+
+    def __init__(self) -> None:
+        env = {name: os.environ[name] for name in KEPT if name in os.environ} | ENVIRONMENT
+        safe = ["-P"] if sys.version_info >= (3, 11) else []
+        self._process = subprocess.Popen(
+            [sys.executable, *safe, "-m", "baton.tests.faults.nursery"],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd="/", env=env, start_new_session=True,
+        )  # fmt: skip
+        self._nodes: dict[str, Node] = {}
+        self._changed = threading.Condition()
+        assert "ready" in json.loads(self._process.stdout.readline())
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def start(self, node: Node, key: str) -> None:
+        """Returns when the node has a pid."""
+        node.num_starts += 1
+        with self._changed:
+            self._nodes[key] = node
+            self._send(node, key)
+            assert self._changed.wait_for(lambda: node.is_up, 10), f"{node.name} did not start"
+
+    def wait_down(self, node: Node, timeout: float) -> int:
+        """The exit code, negative for a signal."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: not node.is_up, timeout), f"{node.name} did not end in {timeout} s"
+        return node.exits[-1]
+
+    def close(self) -> None:
+        """Kills what still lives."""
+        self._process.stdin.close()
+        self._process.wait(10)
+        self._reader.join(5)
+        self._process.stdout.close()
+
+    def _send(self, node: Node, key: str) -> None:
+        base = {name: os.environ[name] for name in KEPT if name in os.environ} | ENVIRONMENT
+        order = {
+            "name": key, "role": node.role, "argv": node.argv, "env": base | node.env | node.armed, "log": str(node.log),
+            "prepare": [AUDIT, *node.prepare],
+        }  # fmt: skip
+        self._process.stdin.write(json.dumps({"start": order}) + "\n")
+        self._process.stdin.flush()
+
+    def _read(self) -> None:
+        for line in self._process.stdout:
+            message = json.loads(line)
+            with self._changed:
+                node = self._nodes[message["name"]]
+                if "code" in message:
+                    node.exits.append(message["code"])
+                    node.pid = 0
+                    if node.keeps_alive:
+                        node.num_starts += 1
+                        self._send(node, message["name"])
+                else:
+                    node.pid = message["pid"]
+                self._changed.notify_all()
+
+
+class FaultCluster:
+    """Router, prefill and decode workers as processes of their own on loopback."""
+
+    def __init__(self, forker: Forker, model: Path, directory: Path, *, prefill=2, decode=2, flags=None, env=None) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self._forker, self._directory = forker, directory
+        self.model = model.name
+        self.control_port = free_port("127.0.0.1")
+        self._ports = {"router": free_port("127.0.0.1")}
+        self._ports |= {f"prefill-{i}": free_port("127.0.0.1") for i in range(prefill)}
+        names = ["router", *(f"prefill-{i}" for i in range(prefill)), *(f"decode-{i}" for i in range(decode))]
+        self.nodes = {name: self._node(name, model, flags or {}, env or {}) for name in names}
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port('router')}"
+
+    @property
+    def workers(self) -> list[Node]:
+        return [node for node in self.nodes.values() if node.role != "router"]
+
+    @property
+    def audit_lines(self) -> list[str]:
+        """What a node did that no serving node may do."""
+        return [f"{n.name}: {line}" for n in self.nodes.values() for line in n.said().splitlines() if MARK in line]
+
+    def port(self, name: str) -> int:
+        """The router's HTTP port, or the KV port of a prefill worker."""
+        return self._ports[name]
+
+    # --- processes ----------------------------------------------------------------------------------------------------
+
+    def start(self) -> "FaultCluster":
+        for name in self.nodes:
+            self.start_node(name)
+        self.wait_whole(60)
+        return self
+
+    def stop(self) -> None:
+        """Ends every node; idempotent."""
+        for node in self.nodes.values():
+            node.keeps_alive = False
+        for node in self.nodes.values():
+            self.signal(node.name, signal.SIGCONT)
+            self.signal(node.name, signal.SIGKILL)
+        for node in self.nodes.values():
+            self._forker.wait_down(node, 10)
+
+    def start_node(self, name: str) -> None:
+        """Starts a node that is down."""
+        node = self.nodes[name]
+        assert not node.is_up, f"{name} is up"
+        self._forker.start(node, f"{self._directory}/{name}")
+
+    def signal(self, name: str, signum: int) -> None:
+        """To the node, if it is up."""
+        pid = self.nodes[name].pid
+        if pid:
+            try:
+                os.kill(pid, signum)
+            except ProcessLookupError:
+                return
+
+    def kill(self, *names: str) -> None:
+        """SIGKILL, and wait until they are gone."""
+        for name in names:
+            self.signal(name, signal.SIGKILL)
+        for name in names:
+            self.wait_down(name, 10)
+
+    def wait_down(self, name: str, timeout: float) -> int:
+        """The exit code of a node that ends by itself."""
+        return self._forker.wait_down(self.nodes[name], timeout)
+
+    def restart(self, name: str, *, fault: str = "", env=None, prepare=(), graceful: bool = False) -> None:
+        """End and start a node; `fault` arms it as BATON_FAULT says, until its next restart."""
+        node = self.nodes[name]
+        if node.is_up:
+            self.signal(name, signal.SIGTERM if graceful else signal.SIGKILL)
+            self.wait_down(name, 40)
+        armed = {"BATON_FAULT": fault, "BATON_ALLOW_FAULTS": "1"} if fault else {}
+        node.armed, node.prepare = {**(env or {}), **armed}, list(prepare)
+        self.start_node(name)
+
+    def heal(self) -> None:
+        """Every node up and unarmed, and known to the router."""
+        for node in self.nodes.values():
+            self.signal(node.name, signal.SIGCONT)
+            node.keeps_alive = False
+            if not node.is_up:
+                node.armed, node.prepare = {}, []
+                self.start_node(node.name)
+            elif node.armed or node.prepare:
+                self.restart(node.name)
+        self.wait_whole(60)
+
+    # --- what it says -------------------------------------------------------------------------------------------------
+
+    def status(self) -> dict:
+        """The document of /status; {} while the router does not answer."""
+        try:
+            return httpx.get(f"{self.url}/status", timeout=5).json()
+        except httpx.HTTPError:
+            return {}
+
+    def worker(self, name: str) -> dict:
+        """A node's entry of /status; {} when the router does not know it."""
+        pid = self.nodes[name].pid
+        return next((w for w in self.status().get("workers", []) if w["pid"] == pid), {})
+
+    def is_known(self, name: str, pid: int) -> bool:
+        """Whether the router counts the process `pid` among its serving workers."""
+        return any(w["pid"] == pid and w["state"] == "serving" for w in self.status().get("workers", []))
+
+    def is_whole(self) -> bool:
+        """Whether the router serves with exactly the workers that are up."""
+        workers = self.status().get("workers", [])
+        pids = {node.pid for node in self.workers if node.is_up}
+        return {w["pid"] for w in workers} == pids and all(w["state"] == "serving" for w in workers)
+
+    def wait_whole(self, timeout: float) -> None:
+        wait_until(self.is_whole, timeout, lambda: f"whole cluster: {self.status()}\n{self.last_lines()}")
+
+    def held(self) -> dict[str, int]:
+        """What is in use anywhere, by name; empty when everything has been given back."""
+        document = self.status()
+        if not document:
+            return {"router is down": 1}
+        found = {"rooms of the router": document["router"]["open_rooms"], "queued": document["router"]["queued"]}
+        for w in document["workers"]:
+            found[f"{w['role']} {w['pid']} pages"] = w["pages_total"] - w["pages_free"]
+            found[f"{w['role']} {w['pid']} rooms"] = w["running"] + w["queued"] + w["transferring"]
+            found[f"{w['role']} {w['pid']} placed"] = w["placed"]
+        return {name: count for name, count in found.items() if count}
+
+    def last_lines(self, count: int = 12) -> str:
+        """Of each node's log, without the lines of requests that went well."""
+        lines = [(n, [line for line in n.said().splitlines() if " completed " not in line]) for n in self.nodes.values()]
+        return "\n".join(f"[{node.name}] {line}" for node, said in lines for line in said[-count:])
+
+    def _node(self, name: str, model: Path, flags: dict, env: dict) -> Node:
+        role = name.partition("-")[0]
+        own = {"model": str(model)}
+        control = f"tcp://127.0.0.1:{self.control_port}"
+        if role == "router":
+            own |= {"control-bind": control, "port": str(self._ports["router"])}
+        else:
+            own |= {"router": control, "device": "cpu", "dtype": "float32", "threads": "1", "kv-memory-mb": "48"}
+        if role == "prefill":
+            own |= {"kv-bind": f"tcp://127.0.0.1:{self._ports[name]}", "chunk-size": "64"}
+        given = {**({} if role == "router" else flags.get("*", {})), **flags.get(role, {}), **flags.get(name, {})}
+        return Node(name, role, own | given, self._directory / f"{name}.txt", env=dict(env))
+
+
+def wait_until(predicate, timeout, what, pause=0.02):
+    """Poll what real processes must reach; returns (value, seconds waited). `what` may be a function, for its text."""
+    began = time.monotonic()
+    while True:
+        value = predicate()
+        if value:
+            return value, time.monotonic() - began
+        if time.monotonic() - began > timeout:
+            raise AssertionError(f"{what() if callable(what) else what}: not within {timeout} s")
+        time.sleep(pause)

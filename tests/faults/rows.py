@@ -1,0 +1,93 @@
+"""The fault table: each row is one fault against real processes, with what must be seen and what must not be lost.
+
+A row is a generator function over a Scene: it does the fault and asserts its own criterion; what it returns is what was
+measured. The promises that hold in every row are checked behind it by `Scene.verdict`. Rows register themselves when
+their module is imported; `load` imports all.
+"""
+
+import importlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from baton.tests.faults.bed import Bed, Scene
+
+MODULES = ("rows_process",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One row of the table; `settings` are those of its cluster, `is_quick` puts it into `make test`."""
+
+    name: str
+    fault: str
+    criterion: str
+    play: Callable[[Scene], str]
+    is_quick: bool
+    settings: dict = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a row came to; `problems` is empty when it holds."""
+
+    row: Row
+    measured: str
+    problems: list[str]
+    seconds: float
+
+
+class Registry:
+    """Rows by name."""
+
+    def __init__(self) -> None:
+        self.rows: dict[str, Row] = {}
+
+    def row(self, name: str, fault: str, criterion: str, *, quick: bool = False, **settings):
+        """Decorator that adds a row."""
+
+        def add(play: Callable[[Scene], str]) -> Callable[[Scene], str]:
+            assert name not in self.rows, name
+            self.rows[name] = Row(
+                name=name, fault=fault, criterion=criterion, play=play, is_quick=quick, settings=settings
+            )
+            return play
+
+        return add
+
+
+TABLE = Registry()
+row = TABLE.row
+
+
+def load() -> dict[str, Row]:
+    """Every row, in order."""
+    for module in MODULES:
+        importlib.import_module(f"baton.tests.faults.{module}")
+    return dict(sorted(TABLE.rows.items()))
+
+
+def attempt(bed: Bed, chosen: Row) -> Outcome:
+    """Plays a row on a cluster of its own and judges it."""
+    began = time.monotonic()
+    measured, problems = "", []
+    try:
+        with bed.scene(**chosen.settings) as scene:
+            measured = chosen.play(scene)
+            problems = scene.verdict()
+            if problems:
+                problems.append(scene.cluster.last_lines())
+    except AssertionError as error:
+        problems = ["\n".join([str(error), *getattr(error, "__notes__", [])])]
+    return Outcome(row=chosen, measured=measured, problems=problems, seconds=time.monotonic() - began)
+
+
+def as_markdown(outcomes: list[Outcome]) -> str:
+    """The table of a run."""
+    lines = ["| row | fault | criterion | result | measured | s |", "|---|---|---|---|---|---|"]
+    for o in outcomes:
+        result = "**fails**" if o.problems else "holds"
+        text = o.problems[0].splitlines()[0][:160] if o.problems else o.measured
+        row = o.row
+        lines.append(f"| {row.name} | {row.fault} | {row.criterion} | {result} | {text} | {o.seconds:.1f} |")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,22 @@
+"""Every row of the fault table holds; the quick ones are in `make test`."""
+
+import pytest
+from baton.tests.faults.bed import Bed
+from baton.tests.faults.rows import attempt, load
+
+ROWS = [
+    pytest.param(row, id=f"{name} {row.fault}", marks=[] if row.is_quick else [pytest.mark.slow])
+    for name, row in load().items()
+]
+
+
+@pytest.fixture(scope="module")
+def bed(tmp_path_factory):
+    with Bed(tmp_path_factory.mktemp("faults")) as made:
+        yield made
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_a_fault_costs_nothing_but_what_its_row_allows(bed, row):
+    outcome = attempt(bed, row)
+    assert not outcome.problems, "\n".join(outcome.problems)

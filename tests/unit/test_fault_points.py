@@ -1,0 +1,70 @@
+"""Faults on request: they happen at the nth reach of their site, and never without permission."""
+
+import signal
+import subprocess
+import sys
+
+import pytest
+from baton.cluster.errors import ConfigError
+from baton.cluster.fault_points import PAUSE_S, FaultPoints, perform, reach_of, read_faults, unarmed
+
+ALLOWED = {"BATON_ALLOW_FAULTS": "1"}
+
+
+def test_a_fault_happens_at_the_nth_reach_of_its_own_site_and_only_then():
+    happened = []
+    faults = read_faults({"BATON_FAULT": "decode:step:2:raise,prefill:chunk:1", **ALLOWED})
+    points = FaultPoints(faults, act=happened.append)
+    for _ in range(4):
+        points.reach("decode:step")
+    assert [(fault.site, fault.action) for fault in happened] == [("decode:step", "raise")]
+    points.reach("prefill:chunk")
+    assert (happened[-1].site, happened[-1].action) == ("prefill:chunk", "kill")
+
+
+def test_without_the_variable_a_site_is_a_function_that_does_nothing():
+    assert reach_of({}) is unarmed
+    assert reach_of(ALLOWED) is unarmed
+    assert reach_of({"BATON_FAULT": ""}) is unarmed
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        ("decode:step", "site:nth"),
+        ("decode:step:0", "site:nth"),
+        ("decode:step:1:explode", "explode"),
+        ("decode:stop:1", "decode:stop"),
+        ("decode:step:1,", "site:nth"),
+    ],
+)
+def test_a_fault_that_cannot_be_is_refused_and_named(text, word):
+    with pytest.raises(ConfigError, match=word):
+        read_faults({"BATON_FAULT": text, **ALLOWED})
+
+
+@pytest.mark.parametrize("action", ["kill", "abort", "raise"])
+def test_actions_end_the_process_as_they_say(action):
+    code = f"from baton.cluster.fault_points import Fault, perform; perform(Fault(site='s', nth=1, action={action!r}))"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, cwd="/", check=False)
+    assert ended.returncode == {"kill": -signal.SIGKILL, "abort": -signal.SIGABRT, "raise": 1}[action]
+    assert (b"FaultInjected" in ended.stderr) == (action == "raise")
+
+
+def test_a_pause_ends(monkeypatch):
+    slept = []
+    monkeypatch.setattr("baton.cluster.fault_points.time.sleep", slept.append)
+    perform(read_faults({"BATON_FAULT": "decode:step:1:pause", **ALLOWED})[0])
+    assert slept == [PAUSE_S]
+
+
+@pytest.mark.parametrize("role", ["router", "prefill", "decode"])
+def test_no_role_starts_with_a_fault_that_nobody_permitted(role):
+    ended = subprocess.run(
+        [sys.executable, "-m", f"baton.{role}", "--model=/nowhere"], cwd="/", check=False, capture_output=True, text=True,
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": ":".join(sys.path), "BATON_FAULT": "decode:step:1"},
+    )  # fmt: skip
+    lines = [line for line in ended.stderr.splitlines() if line.startswith(f"baton {role}: ")]
+    assert ended.returncode == 1
+    assert len(lines) == 1
+    assert "BATON_ALLOW_FAULTS" in lines[0]
