@@ -3,8 +3,9 @@
     nodes      router, prefill-0.., decode-0..; each has flags, environment and a log of its own
     endpoints  loopback tcp, the same after every restart: `cluster.port(name)` is the router's HTTP port or a prefill
                worker's KV port, `cluster.control_port` where workers register
-    proxies    a worker is pointed elsewhere by its flags: FaultCluster(model, dir, flags={"decode-0": {"router":
-               "tcp://127.0.0.1:PROXY"}}); flags of "prefill" or "decode" go to every worker of that role, of "*" to all
+    flags      those of "prefill" or "decode" go to every worker of that role, of "*" to all workers
+    proxies    with proxied=True a ZMTP proxy stands before the router for each worker and before each prefill worker's KV
+               port: `cluster.control["decode-0"]`, `cluster.kv["prefill-0"]`; "up" is towards the router or prefill
     audit      every node runs under the hook of `audit`; `audit_lines` is what it found
 """
 
@@ -21,6 +22,7 @@ from pathlib import Path
 import httpx
 from baton.deploy.children import free_port
 from baton.tests.faults.audit import MARK
+from baton.tests.faults.zmtp_proxy import Proxies, Proxy
 
 AUDIT = "baton.tests.faults.audit:install"
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "PYTHONUNBUFFERED": "1"}
@@ -121,13 +123,18 @@ class Forker:
 class FaultCluster:
     """Router, prefill and decode workers as processes of their own on loopback."""
 
-    def __init__(self, forker: Forker, model: Path, directory: Path, *, prefill=2, decode=2, flags=None, env=None) -> None:
+    def __init__(
+        self, forker: Forker, model: Path, directory: Path, *, prefill=2, decode=2, flags=None, env=None, proxied=False
+    ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self._forker, self._directory = forker, directory
         self.model = model.name
         self.control_port = free_port("127.0.0.1")
         self._ports = {"router": free_port("127.0.0.1")}
         self._ports |= {f"prefill-{i}": free_port("127.0.0.1") for i in range(prefill)}
+        self._proxies = Proxies().__enter__() if proxied else None
+        self.control: dict[str, Proxy] = {}
+        self.kv: dict[str, Proxy] = {}
         names = ["router", *(f"prefill-{i}" for i in range(prefill)), *(f"decode-{i}" for i in range(decode))]
         self.nodes = {name: self._node(name, model, flags or {}, env or {}) for name in names}
 
@@ -165,6 +172,9 @@ class FaultCluster:
             self.signal(node.name, signal.SIGKILL)
         for node in self.nodes.values():
             self._forker.wait_down(node, 10)
+        if self._proxies is not None:
+            self._proxies, proxies = None, self._proxies
+            proxies.__exit__()
 
     def start_node(self, name: str) -> None:
         """Starts a node that is down."""
@@ -268,8 +278,21 @@ class FaultCluster:
             own |= {"router": control, "device": "cpu", "dtype": "float32", "threads": "1", "kv-memory-mb": "48"}
         if role == "prefill":
             own |= {"kv-bind": f"tcp://127.0.0.1:{self._ports[name]}", "chunk-size": "64"}
+        if self._proxies is not None:
+            own |= self._proxy(name, role, control)
         given = {**({} if role == "router" else flags.get("*", {})), **flags.get(role, {}), **flags.get(name, {})}
         return Node(name, role, own | given, self._directory / f"{name}.txt", env=dict(env))
+
+    def _proxy(self, name: str, role: str, control: str) -> dict[str, str]:
+        """The flags that lead a worker and those who call it through proxies."""
+        if role == "router":
+            return {}
+        self.control[name] = self._proxies.add("tcp://127.0.0.1:0", control)
+        own = {"router": self.control[name].endpoint}
+        if role == "prefill":
+            self.kv[name] = self._proxies.add("tcp://127.0.0.1:0", f"tcp://127.0.0.1:{self._ports[name]}")
+            own["kv-advertise"] = self.kv[name].endpoint
+        return own
 
 
 def wait_until(predicate, timeout, what, pause=0.02):
