@@ -1,7 +1,7 @@
 """The worker's end of the control plane: who the router is, whether it is there, and what waits to be sent.
 
-`LinkMachine` decides and knows no socket; `ControlLink` is the DEALER around it, owned by one thread that calls, in its
-loop, `receive()` and then `tick(now)`.
+`LinkMachine` decides and `LinkQueues` keeps what waits, and neither knows a socket; `ControlLink` is the DEALER around
+them, owned by one thread that calls, in its loop, `receive()` and then `tick(now)`.
 
     greeting   Hello goes out with backoff until a Welcome comes; nothing else is sent
     connected  messages flow; after a second without a word from the router a Hello asks whether it still knows us
@@ -16,7 +16,9 @@ generation as a question, which it answers with Welcome without touching the wor
 """
 
 import logging
+from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -152,20 +154,10 @@ class LinkMachine:
         self.connected = False
 
 
-class ControlLink:
-    """A DEALER to the router; used by the thread that made it. `now` is on the monotonic clock, like `tick`'s."""
+class LinkQueues(ABC):
+    """A control link but for its wire. `now` is on the monotonic clock, like `tick`'s."""
 
-    def __init__(
-        self,
-        context: zmq.Context[Socket],
-        endpoint: str,
-        hello: Hello,
-        now: float,
-        *,
-        keyring: Keyring | None = None,
-    ) -> None:
-        self._dialer = Dialer(context, endpoint, keyring)
-        self.endpoint = endpoint
+    def __init__(self, hello: Hello, now: float) -> None:
         self._machine = LinkMachine(hello, now)
         self._decoder = control_down_decoder()
         self._outbox: deque[bytes] = deque()
@@ -174,13 +166,18 @@ class ControlLink:
         self._num_malformed = 0
         self._num_overflowed = 0
 
-    def __repr__(self) -> str:
-        return f"ControlLink({self.endpoint}, {self._machine}, {len(self._outbox)} waiting)"
+    @abstractmethod
+    def _transmit(self, frame: bytes) -> bool:
+        """Sends a frame now; False when nobody takes it now."""
+
+    @abstractmethod
+    def _next_message(self) -> Sequence[bytes | zmq.Frame] | None:
+        """The parts of the next message that is here, [] for one that was dropped; None when there is none."""
 
     @property
-    def socket(self) -> Socket:
-        """What to poll; another one when the connection was made anew."""
-        return self._dialer.socket
+    def num_waiting(self) -> int:
+        """Messages that wait to be sent."""
+        return len(self._outbox)
 
     @property
     def connected(self) -> bool:
@@ -226,7 +223,7 @@ class ControlLink:
         for _ in range(MAX_FRAMES_PER_RECEIVE):
             if self._machine.is_lost:  # the rest waits in the socket until `tick` has reported it
                 break
-            parts = recv_parts(self.socket, 1, CONTROL_MAX_FRAME)
+            parts = self._next_message()
             if parts is None:
                 break
             message = self._decode(parts)
@@ -236,36 +233,29 @@ class ControlLink:
 
     def tick(self, now: float) -> str:
         """Send the Hello or the messages that are due; why the router is lost when it just was, else ""."""
-        self._dialer.tick(now)
         is_hello_due, lost = self._machine.advance(now)
         if lost:
             self._outbox.clear()  # about rooms that end with that router
             self._heartbeat = None
             logger.warning("router lost", extra=fields(reason=lost))
         if is_hello_due:
-            self._machine.asked(now, was_sent=try_send(self.socket, [encode(self._machine.hello)]))
+            self._machine.asked(now, was_sent=self._transmit(encode(self._machine.hello)))
         self._flush()
         return lost
 
-    def close(self) -> None:
-        """Close the socket, giving what was sent a moment to leave. Idempotent."""
-        if not self.socket.closed:
-            self._flush()
-            self._dialer.close()
-
     def _flush(self) -> None:
         while self._machine.can_send and self._outbox:
-            if try_send(self.socket, [self._outbox[0]]):
+            if self._transmit(self._outbox[0]):
                 self._outbox.popleft()
             else:
                 self._machine.doubt()
         if self._machine.can_send and self._heartbeat is not None:
-            if try_send(self.socket, [encode(self._heartbeat)]):
+            if self._transmit(encode(self._heartbeat)):
                 self._heartbeat = None
             else:
                 self._machine.doubt()
 
-    def _decode(self, parts: list[zmq.Frame]) -> ControlDown | None:
+    def _decode(self, parts: Sequence[bytes | zmq.Frame]) -> ControlDown | None:
         try:
             if len(parts) != 1:
                 raise RemoteProtocolError("a control message is one frame")
@@ -274,3 +264,44 @@ class ControlLink:
             self._num_malformed += 1
             logger.warning("message from the router dropped", extra=fields(reason=str(error)))
             return None
+
+
+class ControlLink(LinkQueues):
+    """A DEALER to the router; used by the thread that made it."""
+
+    def __init__(
+        self,
+        context: zmq.Context[Socket],
+        endpoint: str,
+        hello: Hello,
+        now: float,
+        *,
+        keyring: Keyring | None = None,
+    ) -> None:
+        self._dialer = Dialer(context, endpoint, keyring)
+        self.endpoint = endpoint
+        super().__init__(hello, now)
+
+    def __repr__(self) -> str:
+        return f"ControlLink({self.endpoint}, {self._machine}, {self.num_waiting} waiting)"
+
+    @property
+    def socket(self) -> Socket:
+        """What to poll; another one when the connection was made anew."""
+        return self._dialer.socket
+
+    def tick(self, now: float) -> str:
+        self._dialer.tick(now)
+        return super().tick(now)
+
+    def close(self) -> None:
+        """Close the socket, giving what was sent a moment to leave. Idempotent."""
+        if not self.socket.closed:
+            self._flush()
+            self._dialer.close()
+
+    def _transmit(self, frame: bytes) -> bool:
+        return try_send(self.socket, [frame])
+
+    def _next_message(self) -> Sequence[bytes | zmq.Frame] | None:
+        return recv_parts(self.socket, 1, CONTROL_MAX_FRAME)

@@ -5,6 +5,7 @@ from enum import Enum
 
 import torch
 
+from ..cluster.messages import DecodeTimeline
 from ..engine.request import Request
 from ..kvtransfer.room_table import RoomTable
 
@@ -53,6 +54,22 @@ class Room:
     def key(self) -> tuple[str, int]:
         """(room, epoch)"""
         return self.request.room, self.request.epoch
+
+    def timeline(self, now: float) -> DecodeTimeline:
+        """What decode spent on the room until `now`."""
+        return DecodeTimeline(
+            handoff_ms=self.handoff_s * 1000,
+            handoff_bytes=self.handoff_bytes,
+            handoff_blocks=self.handoff_blocks,
+            handoff_shm_blocks=self.handoff_shm_blocks,
+            have_tokens=self.have,
+            draft_prefill_ms=self.draft_prefill_s * 1000,
+            queue_ms=max(0.0, self.started_at - self.landed_at) * 1000,
+            decode_ms=max(0.0, now - self.started_at) * 1000 if self.started_at else 0.0,
+            verify_steps=self.verify_steps,
+            drafted_tokens=self.drafted,
+            accepted_tokens=self.accepted,
+        )
 
 
 class DecodeQueues(RoomTable[Room]):

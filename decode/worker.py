@@ -10,6 +10,7 @@
 import logging
 import time
 from collections import deque
+from collections.abc import Callable
 
 import msgspec
 import torch
@@ -19,7 +20,6 @@ from ..cluster.log import fields
 from ..cluster.messages import (
     Cancel,
     ControlUp,
-    DecodeTimeline,
     Failed,
     Finished,
     Gone,
@@ -42,6 +42,7 @@ from ..kvtransfer.link import Command, Drop, Ended, LinkEvent, WorkerLink
 from ..kvtransfer.transport import Complete, Landed, Lost, PullRequest
 from .admission import Admission, Refusal
 from .queues import DecodeQueues, Room, RoomState
+from .step_decoder import StepDecoder
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +54,15 @@ class DecodeWorker:
     """The scheduler thread's side of a decode server; `step` is one decode step of the batch."""
 
     def __init__(
-        self, engine: Engine, link: WorkerLink, *, instance: str, max_running: int, spec_steps: int
+        self,
+        engine: Engine,
+        link: WorkerLink,
+        *,
+        instance: str,
+        max_running: int,
+        spec_steps: int,
+        decoder: StepDecoder | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.engine = engine
         self.link = link
@@ -61,7 +70,8 @@ class DecodeWorker:
         self.spec_steps = spec_steps if engine.drafter is not None else 0
         self.queues = DecodeQueues(max_running)
         self.admission = Admission(engine, self.queues, spare_tokens=self.spec_steps + 1)
-        self.decoder = SpecDecoder(
+        self._clock = clock
+        self.decoder = decoder or SpecDecoder(
             engine.runner,
             engine.sampler,
             drafter=engine.drafter,
@@ -276,7 +286,7 @@ class DecodeWorker:
                 instance=self.instance,
                 reason=request.finish_reason or "length",
                 output_tokens=request.num_output,
-                timeline=_timeline(room, time.monotonic()),
+                timeline=room.timeline(self._clock()),
             )
         )
         logger.info(
@@ -299,7 +309,7 @@ class DecodeWorker:
         room.features = None
         self.queues.remove(room)
         if room.owes_gone:
-            timeline = _timeline(room, time.monotonic())
+            timeline = room.timeline(self._clock())
             self._send(Gone(room=request.room, instance=self.instance, timeline=timeline))
 
     # --- one step -----------------------------------------------------------------------------------------------------
@@ -307,7 +317,7 @@ class DecodeWorker:
     def _warm_landed(self) -> bool:
         """Run the draft prefill over features that landed; rooms that are warm join the batch. False: nothing to do."""
         items, budget = [], WARM_ROWS_PER_STEP
-        started = time.monotonic()
+        started = self._clock()
         for room in self.queues.of(RoomState.WARMING) + self.queues.of(RoomState.PULLING):
             # The last row needs the first output token, which comes with the end of the hand-off.
             ready = min(room.landed, room.request.num_tokens - 1)
@@ -321,7 +331,7 @@ class DecodeWorker:
             self.decoder.draft_prefill_batch([(room.request, rows, start) for room, rows, start in items])
         for room, rows, _ in items:
             room.warmed += rows.shape[0]
-            room.draft_prefill_s += (time.monotonic() - started) / len(items)
+            room.draft_prefill_s += (self._clock() - started) / len(items)
         return self._admit_warm() or bool(items)
 
     def _admit_warm(self) -> bool:
@@ -330,13 +340,13 @@ class DecodeWorker:
             if room.features is None or room.warmed == room.request.num_prompt:
                 room.features = None
                 room.state = RoomState.RUNNING
-                room.started_at = time.monotonic()
+                room.started_at = self._clock()
                 admitted = True
         return admitted
 
     def _account(self, batch: list[Room], result: StepResult) -> None:
         self._counters["steps"] += 1
-        now = time.monotonic()
+        now = self._clock()
         for room, tokens, drafted in zip(batch, result.tokens, result.drafted, strict=True):
             self._counters["tokens"] += len(tokens)
             if drafted and tokens:
@@ -376,19 +386,3 @@ class DecodeWorker:
 
     def _send(self, item: Command | ControlUp) -> None:
         self.link.post(item)
-
-
-def _timeline(room: Room, now: float) -> DecodeTimeline:
-    return DecodeTimeline(
-        handoff_ms=room.handoff_s * 1000,
-        handoff_bytes=room.handoff_bytes,
-        handoff_blocks=room.handoff_blocks,
-        handoff_shm_blocks=room.handoff_shm_blocks,
-        have_tokens=room.have,
-        draft_prefill_ms=room.draft_prefill_s * 1000,
-        queue_ms=max(0.0, room.started_at - room.landed_at) * 1000,
-        decode_ms=max(0.0, now - room.started_at) * 1000 if room.started_at else 0.0,
-        verify_steps=room.verify_steps,
-        drafted_tokens=room.drafted,
-        accepted_tokens=room.accepted,
-    )

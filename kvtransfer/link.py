@@ -16,7 +16,7 @@ from typing import Protocol, TypeVar
 
 import zmq
 
-from ..cluster.control_link import ControlLink
+from ..cluster.control_link import ControlLink, LinkQueues
 from ..cluster.errors import BatonError, LocalProtocolError, StartupError
 from ..cluster.messages import ControlDown, ControlUp
 from .transport import Dropped, KVTransport, Lost, Offer, PullRequest, TransportEvent
@@ -84,6 +84,54 @@ class LinkFailed:
 Command = Offer | PullRequest | Advance | Drop
 LinkEvent = ControlDown | TransportEvent | Ended | RouterLost | LinkFailed
 OpenPlanes = Callable[["zmq.Context[zmq.Socket[bytes]]"], tuple[ControlLink, PollableTransport]]
+
+
+class LinkWork:
+    """What the thread does in a turn, without the thread: commands in order, then what came in and what is due.
+
+    `deliver` hands an event to the scheduler.
+    """
+
+    def __init__(self, control: LinkQueues, transport: KVTransport, deliver: Callable[[LinkEvent], None]) -> None:
+        self.control = control
+        self.transport = transport
+        self._deliver = deliver
+
+    def perform(self, command: Command | ControlUp) -> None:
+        """Do what the scheduler asked for."""
+        match command:
+            case Offer():
+                self._open(command, self.transport.offer)
+            case PullRequest():
+                self._open(command, self.transport.pull)
+            case Advance(room=room, epoch=epoch, tokens_ready=tokens_ready, first_token=first_token):
+                self.transport.advance(room, epoch, tokens_ready, first_token)
+            case Drop(room=room, epoch=epoch, reason=reason):
+                self.transport.release(room, epoch, reason)
+                self._deliver(Ended(room=room, epoch=epoch))
+            case _:
+                self.control.send(command)
+
+    def turn(self, now: float, *, is_behind: bool = False) -> None:
+        """Take in what is there, without waiting. While the scheduler `is_behind`, the router's messages wait."""
+        for message in [] if is_behind else self.control.receive():
+            self._deliver(message)
+        lost = self.control.tick(now)
+        if lost:
+            self._deliver(RouterLost(reason=lost))
+        for event in self.transport.poll(0.0):
+            self._deliver(event)
+
+    def _open(self, command: Opening, opening: Callable[[Opening], None]) -> None:
+        """A room that the transport will not open is lost, alone: a repeated Reserve of a closed attempt ends here."""
+        try:
+            opening(command)
+        except LocalProtocolError as error:
+            kind, reason = type(error).__name__, str(error)
+            if isinstance(command, Offer):
+                self._deliver(Dropped(room=command.room, epoch=command.epoch, reason=reason))
+            else:
+                self._deliver(Lost(room=command.room, epoch=command.epoch, kind=kind, reason=reason))
 
 
 class WorkerLink:
@@ -158,10 +206,11 @@ class WorkerLink:
             context.term()
             return
         self._started.put(None)
+        work = LinkWork(control, transport, self._inbox.put)
         try:
             while not self._stopping.is_set():
-                self._turn(control, transport)
-            self._perform_all(control, transport)
+                self._turn(work, control, transport)
+            self._perform_all(work)
         except Exception as error:
             self._inbox.put(LinkFailed(error=error))
         finally:
@@ -169,7 +218,7 @@ class WorkerLink:
             control.close()
             context.term()
 
-    def _turn(self, control: ControlLink, transport: PollableTransport) -> None:
+    def _turn(self, work: LinkWork, control: ControlLink, transport: PollableTransport) -> None:
         """Wait for the earliest of: a message, a block, a command, a deadline. Then do what is due."""
         now = time.monotonic()
         deadline = transport.next_deadline(now)
@@ -179,16 +228,10 @@ class WorkerLink:
             int(wait * 1000) + (wait > 0)
         )
         self._drain_wake()
-        self._perform_all(control, transport)
-        for message in [] if is_behind else control.receive():
-            self._inbox.put(message)
-        lost = control.tick(time.monotonic())
-        if lost:
-            self._inbox.put(RouterLost(reason=lost))
+        self._perform_all(work)
+        work.turn(time.monotonic(), is_behind=is_behind)
         self.connected, self.heartbeat_s = control.connected, control.heartbeat_s
         self.transport_counters = transport.counters
-        for event in transport.poll(0.0):
-            self._inbox.put(event)
 
     def _poller_for(self, sockets: list["zmq.Socket[bytes]"]) -> zmq.Poller:
         """A poller for `sockets` and the wake-up; the last one again while the sockets are the same."""
@@ -206,34 +249,9 @@ class WorkerLink:
         except BlockingIOError:
             return
 
-    def _perform_all(self, control: ControlLink, transport: PollableTransport) -> None:
+    def _perform_all(self, work: LinkWork) -> None:
         try:
             while True:
-                self._perform(self._commands.get_nowait(), control, transport)
+                work.perform(self._commands.get_nowait())
         except queue.Empty:
             return
-
-    def _perform(self, command: Command | ControlUp, control: ControlLink, transport: PollableTransport) -> None:
-        match command:
-            case Offer():
-                self._open(command, transport.offer)
-            case PullRequest():
-                self._open(command, transport.pull)
-            case Advance(room=room, epoch=epoch, tokens_ready=tokens_ready, first_token=first_token):
-                transport.advance(room, epoch, tokens_ready, first_token)
-            case Drop(room=room, epoch=epoch, reason=reason):
-                transport.release(room, epoch, reason)
-                self._inbox.put(Ended(room=room, epoch=epoch))
-            case _:
-                control.send(command)
-
-    def _open(self, command: Opening, opening: Callable[[Opening], None]) -> None:
-        """A room that the transport will not open is lost, alone: a repeated Reserve of a closed attempt ends here."""
-        try:
-            opening(command)
-        except LocalProtocolError as error:
-            kind, reason = type(error).__name__, str(error)
-            if isinstance(command, Offer):
-                self._inbox.put(Dropped(room=command.room, epoch=command.epoch, reason=reason))
-            else:
-                self._inbox.put(Lost(room=command.room, epoch=command.epoch, kind=kind, reason=reason))

@@ -6,12 +6,13 @@ A forward that hangs is thus seen by the router as a worker that hangs, and one 
 
 import logging
 import time
+from collections.abc import Callable
 from typing import Protocol
 
 from ..cluster.life import EXIT_CRASHED, EXIT_OK, Shutdown
 from ..cluster.log import fields
-from ..cluster.messages import Goodbye, Heartbeat, Welcome, WorkerStats
-from .link import LinkEvent, LinkFailed, RouterLost, WorkerLink
+from ..cluster.messages import ControlUp, Goodbye, Heartbeat, Welcome, WorkerStats
+from .link import Command, LinkEvent, LinkFailed, RouterLost
 
 logger = logging.getLogger(__name__)
 
@@ -46,28 +47,58 @@ class Worker(Protocol):
         """The worker's condition."""
 
 
+class SchedulerLink(Protocol):
+    """The scheduler's end of a `WorkerLink`."""
+
+    heartbeat_s: float  # as the router wants it
+
+    def post(self, command: Command | ControlUp) -> None:
+        """Hand a command or a message for the router over; never blocks."""
+
+    def receive(self, timeout: float) -> list[LinkEvent]:
+        """All events so far; waits up to `timeout` seconds for the first."""
+
+    def close(self) -> None:
+        """Perform what was posted and end the connections. Idempotent."""
+
+
 class WorkerLoop:
     """Runs a worker until its shutdown is complete; `run` returns the exit code."""
 
-    def __init__(self, worker: Worker, link: WorkerLink, shutdown: Shutdown, *, drain_timeout_s: float) -> None:
+    def __init__(
+        self,
+        worker: Worker,
+        link: SchedulerLink,
+        shutdown: Shutdown,
+        *,
+        drain_timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.worker = worker
         self.link = link
         self.shutdown = shutdown
         self.drain_timeout_s = drain_timeout_s
+        self._clock = clock
         self._drain_until: float | None = None
         self._next_beat = 0.0
+        self._is_busy = False  # the last step had work
 
     def run(self) -> int:
         """Serve, then drain: stay until every room ended, the drain time is over, or a second signal came."""
-        code, is_busy = EXIT_OK, False
-        while code == EXIT_OK and not self._is_over(time.monotonic()):
-            for event in self.link.receive(0.0 if is_busy else IDLE_WAIT_S):
-                code = max(code, self._handle(event))
-            now = time.monotonic()
-            self.worker.expire(now)
-            is_busy = self.worker.step()
-            self.beat()
+        code = EXIT_OK
+        while code == EXIT_OK and not self.is_over():
+            code = self.turn()
         self.link.close()
+        return code
+
+    def turn(self) -> int:
+        """Receive, expire, step, beat, once; EXIT_OK unless the worker cannot go on."""
+        code = EXIT_OK
+        for event in self.link.receive(0.0 if self._is_busy else IDLE_WAIT_S):
+            code = max(code, self._handle(event))
+        self.worker.expire(self._clock())
+        self._is_busy = self.worker.step()
+        self.beat()
         return code
 
     def _handle(self, event: LinkEvent) -> int:
@@ -81,10 +112,12 @@ class WorkerLoop:
             case Welcome():
                 self._next_beat = 0.0  # the router lets nobody serve before its first heartbeat
             case _:
-                self.worker.handle(event, time.monotonic())
+                self.worker.handle(event, self._clock())
         return EXIT_OK
 
-    def _is_over(self, now: float) -> bool:
+    def is_over(self) -> bool:
+        """Whether the worker may leave; starts its drain when the operator wants that."""
+        now = self._clock()
         if self.shutdown.stop.is_set():
             return True
         if not self.shutdown.drain.is_set():
@@ -102,7 +135,7 @@ class WorkerLoop:
 
     def beat(self) -> None:
         """Send a heartbeat if one is due."""
-        now = time.monotonic()
+        now = self._clock()
         if now >= self._next_beat:
             self._next_beat = now + self.link.heartbeat_s
             self.link.post(Heartbeat(instance=self.worker.instance, stats=self.worker.stats()))

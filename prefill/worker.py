@@ -11,6 +11,7 @@
 
 import logging
 import time
+from collections.abc import Callable
 
 import msgspec
 import torch
@@ -52,7 +53,15 @@ class PrefillWorker:
     """The scheduler thread's side of a prefill server; `step` is one forward."""
 
     def __init__(
-        self, engine: Engine, link: WorkerLink, *, instance: str, chunk_size: int, max_batch: int, max_queue: int
+        self,
+        engine: Engine,
+        link: WorkerLink,
+        *,
+        instance: str,
+        chunk_size: int,
+        max_batch: int,
+        max_queue: int,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.engine = engine
         self.link = link
@@ -62,6 +71,7 @@ class PrefillWorker:
             self.queues, engine.cache, page_size=engine.page_size, chunk_size=chunk_size, max_batch=max_batch
         )
         self.reach: Reach = unarmed
+        self._clock = clock
         self._is_draining = False
         self._counters: dict[str, float] = dict.fromkeys(
             ("prompt_tokens", "cached_tokens", "requests", "handed_off", "dropped", "cancelled", "refused", "steps"), 0
@@ -258,7 +268,7 @@ class PrefillWorker:
 
     def _open(self, admitted: list[Room]) -> None:
         """Offer the admitted rooms; what came from the prefix cache is ready already."""
-        now = time.monotonic()
+        now = self._clock()
         for room in admitted:
             request = room.request
             room.started = now
@@ -315,7 +325,7 @@ class PrefillWorker:
 
     def _finish(self, room: Room, token: int, logprob: TokenLogprob | None) -> None:
         """Send token 1; hand the room over, unless the request ends with this very token."""
-        request, now = room.request, time.monotonic()
+        request, now = room.request, self._clock()
         request.append([token], self.engine.model_config.eos_token_ids)
         self.engine.cache.insert(request.prompt_ids, request.pages)
         self._send(

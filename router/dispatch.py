@@ -45,6 +45,7 @@ class Dispatcher:
         request_timeout_s: float = 0.0,
         drops: Callable[[], Mapping[str, int]] = dict,
         timeouts: Timeouts | None = None,
+        mint: Callable[[], str] = lambda: secrets.token_hex(16),
     ) -> None:
         self.registry = registry
         self.metrics = metrics
@@ -57,6 +58,7 @@ class Dispatcher:
         self._request_timeout_s = request_timeout_s  # 0: none
         self._drops = drops
         self._timeouts = timeouts or Timeouts()
+        self._mint = mint
         self._entries: dict[str, Entry] = {}
         self._queue: deque[Entry] = deque()
         self._orphans = Orphans()
@@ -149,7 +151,7 @@ class Dispatcher:
 
     def _enqueue(self, job: Job, request: Request, inbox: Inbox, index: int, now: float) -> Entry:
         deadline = job.arrived + self._request_timeout_s if self._request_timeout_s else None
-        room = Room(secrets.token_hex(16), job.prompt_ids, job.sampling, now, self._timeouts, deadline=deadline)
+        room = Room(self._mint(), job.prompt_ids, job.sampling, now, self._timeouts, deadline=deadline)
         entry = Entry(room, job, request, inbox, index, queued_at=now)
         self._entries[room.room] = entry
         self._queue.append(entry)
