@@ -167,7 +167,7 @@ class HttpSettings(RoleConfig):
     )
     max_body_mb: int = setting(4, Setting(help="largest request body", unit="MiB", minimum=1, maximum=1024))
     worker_timeout_s: float = setting(
-        3.0, Setting(help="a worker silent for this long counts as lost", unit="s", minimum=1.0, maximum=600)
+        1.8, Setting(help="a worker silent for this long counts as lost", unit="s", minimum=1.0, maximum=600)
     )
 
 

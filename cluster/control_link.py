@@ -4,15 +4,16 @@
 them, owned by one thread that calls, in its loop, `receive()` and then `tick(now)`.
 
     greeting   Hello goes out with backoff until a Welcome comes; nothing else is sent
-    connected  messages flow; after a second without a word from the router a Hello asks whether it still knows us
+    connected  messages flow; after `QUIET_S` without a word from the router a Hello asks whether it still knows us
     doubted    connected, but a message could not be sent: the next peer may be another router, so nothing but Hello is
                sent until a Welcome says who it is
 
-A router that answers no Hello for `LOST_AFTER_S` is lost, and so is one whose place another took (a Welcome of another
-router id). `tick` reports either once, before `receive` hands over anything from the new router: the worker then drops
-all rooms, since nobody reads their tokens, and says so: a Hello of the next generation goes out before any other message,
-so that a router that was only slow does not wait for these rooms. A router takes a repeated Hello of a known instance and
-generation as a question, which it answers with Welcome without touching the worker's rooms.
+A router that answers no Hello for `LOST_AFTER_S` is lost, so is one whose place another took (a Welcome of another router
+id), and so is one that takes so little that the outbox is full: to drop a message would leave a hole in a stream. `tick`
+reports a loss once, before `receive` hands over anything from the new router: the worker then drops all rooms, since nobody
+reads their tokens, and says so: a Hello of the next generation goes out before any other message, so that a router that was
+only slow does not wait for these rooms. A router takes a repeated Hello of a known instance and generation as a question,
+which it answers with Welcome without touching the worker's rooms.
 """
 
 import logging
@@ -35,10 +36,10 @@ from .sockets import CONTROL_MAX_FRAME, Socket, recv_parts, try_send
 logger = logging.getLogger(__name__)
 
 FIRST_BACKOFF_S = 0.1
-LONGEST_BACKOFF_S = 2.0
+LONGEST_BACKOFF_S = 1.0
 REJECTED_BACKOFF_S = 5.0
-QUIET_S = 1.0  # of silence before a connected worker asks
-LOST_AFTER_S = 5.0  # of unanswered Hellos; longer than the router's patience with workers, so both have given up
+QUIET_S = 0.4  # of silence before a connected worker asks
+LOST_AFTER_S = 1.4  # of unanswered Hellos: nobody works for a router that has been dead for two seconds
 OUTBOX_LIMIT = 4096  # messages
 MAX_FRAMES_PER_RECEIVE = 256
 
@@ -49,7 +50,7 @@ class LinkCounters:
 
     stale: int  # meant for another instance of this worker
     malformed: int  # not of the protocol
-    overflowed: int  # waited behind a full outbox
+    overflowed: int  # dropped with the router that did not take them
     hellos: int  # Hellos sent
 
 
@@ -128,6 +129,12 @@ class LinkMachine:
         else:
             self._next_hello = now + FIRST_BACKOFF_S
 
+    def give_up(self, reason: str) -> None:
+        """Count the router as lost; the next `advance` reports it. No-op when a loss waits to be reported already."""
+        if not self._lost:
+            self.connected = False
+            self._lost = reason
+
     def doubt(self) -> None:
         """A message could not be sent: ask who is there before the next one."""
         if not self._is_doubted:
@@ -205,14 +212,14 @@ class LinkQueues(ABC):
         )
 
     def send(self, message: ControlUp) -> None:
-        """Queue a message and send what can be sent; never blocks. A full outbox drops its oldest message."""
+        """Queue a message and send what can be sent; never blocks. A full outbox ends the connection: see `tick`."""
         if isinstance(message, Heartbeat):
             self._heartbeat = message
-        else:
-            if len(self._outbox) >= OUTBOX_LIMIT:
-                self._outbox.popleft()
-                self._num_overflowed += 1
+        elif len(self._outbox) < OUTBOX_LIMIT:
             self._outbox.append(encode(message))
+        else:
+            self._num_overflowed += 1
+            self._machine.give_up(f"it takes no messages: {OUTBOX_LIMIT} wait")
         self._flush()
 
     def receive(self) -> list[ControlDown]:
@@ -235,6 +242,7 @@ class LinkQueues(ABC):
         """Send the Hello or the messages that are due; why the router is lost when it just was, else ""."""
         is_hello_due, lost = self._machine.advance(now)
         if lost:
+            self._num_overflowed += len(self._outbox)
             self._outbox.clear()  # about rooms that end with that router
             self._heartbeat = None
             logger.warning("router lost", extra=fields(reason=lost))

@@ -169,11 +169,15 @@ class Watch:
 
 
 class Doorway:
-    """Counts and logs the connections to a socket that ended before they began; ZAP logs the keys that it refused."""
+    """Counts and logs the connections to a socket that ended before they began; ZAP logs the keys that it refused.
+
+    `num_left` counts those that ended later: the system closes them for a process that dies.
+    """
 
     def __init__(self, watched: Socket) -> None:
         self.num_failed = 0
-        self._watch = Watch(watched, UNFINISHED)
+        self.num_left = 0
+        self._watch = Watch(watched, UNFINISHED | zmq.EVENT_DISCONNECTED)
         self._sparingly = Sparingly()
 
     @property
@@ -191,6 +195,9 @@ class Doorway:
         self._count(*parse_event(parts))
 
     def _count(self, event: int, value: int) -> None:
+        if event == zmq.EVENT_DISCONNECTED:
+            self.num_left += 1
+            return
         self.num_failed += 1
         reason = failure_text(event, value)
         if self._sparingly.is_due(reason):

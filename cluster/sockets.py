@@ -59,7 +59,7 @@ def make_socket(
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 1500)
     socket.setsockopt(zmq.HEARTBEAT_TTL, 1500)
     socket.setsockopt(zmq.RECONNECT_IVL, 100)
-    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
     if kind == zmq.ROUTER:
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         socket.setsockopt(zmq.ROUTER_HANDOVER, 0)

@@ -2,12 +2,17 @@
 
 At most `window` blocks are in flight per endpoint, the rooms taking turns. Silence about a room is answered by asking
 again: the handshake (is it still the same process?), the attachment (was an announcement lost?), and at most
-MAX_REPULLS times each block that is overdue.
+MAX_REPULLS times each block that is overdue. A peer that says nothing at all for `PROBE_S` is greeted again, and when it
+leaves that unanswered for `ANSWER_S` it is gone: its I/O thread answers whatever its forwards do.
 """
 
 from ..cluster.messages import Attach, KVHello, Pull
 from .layout import KVLayout
 from .session import MAX_REPULLS, InFlight, Peer, ReceiverRoom, ReceiverState, Send
+
+PROBE_S = 0.3  # of silence of a peer with open rooms
+ANSWER_S = 0.7  # with PROBE_S: a pull waits no longer than a second for a peer that is dead or stopped
+GREETING_S = 2.0  # for the first answer, which the making of a connection may delay
 
 
 class Pair:
@@ -23,6 +28,8 @@ class Pair:
         self._window = window
         self._silence_s = silence_s
         self._greeted_at = now
+        self._heard_at = now
+        self._asked_since: float | None = None  # first unanswered question
 
     def __repr__(self) -> str:
         state = "greeted" if self.layout else "greeting"
@@ -35,7 +42,26 @@ class Pair:
     def hello(self, now: float) -> Send:
         """The handshake's first message."""
         self._greeted_at = now
+        if self._asked_since is None:
+            self._asked_since = now
         return Send(self.endpoint, self._hello)
+
+    def heard(self, now: float) -> None:
+        """The peer said something."""
+        self._heard_at = now
+        self._asked_since = None
+
+    @property
+    def probe_at(self) -> float:
+        """When to greet again unless something is heard before."""
+        return max(self._heard_at, self._greeted_at) + PROBE_S
+
+    @property
+    def gone_at(self) -> float | None:
+        """When the peer counts as gone unless something is heard before; None while no question is open."""
+        if self._asked_since is None:
+            return None
+        return self._asked_since + (GREETING_S if self.layout is None else ANSWER_S)
 
     def attach(self, room: ReceiverRoom, now: float) -> Send:
         """Asks for a room's announcements."""

@@ -109,6 +109,8 @@ class ReceiverSession:
             pair = Pair(request.endpoint, self._hello, window=self._window, silence_s=self._silence_s, now=now)
             self._pairs[request.endpoint] = pair
             effects.append(pair.hello(now))
+        elif not pair.rooms:
+            pair.heard(now)  # nobody asked while nothing was wanted
         room = ReceiverRoom(request, Lease(self._lease_s, now), heard_at=now)
         pair.rooms[request.room] = room
         self._endpoints[request.room] = request.endpoint
@@ -147,6 +149,7 @@ class ReceiverSession:
         if pair is None:
             self.counters.unexpected += 1
             return []
+        pair.heard(now)
         if isinstance(message, KVWelcome):
             return self._welcome(pair, message, now)
         if isinstance(message, KVRefused):
@@ -188,6 +191,7 @@ class ReceiverSession:
         room = pair.rooms[block.room]
         stream = room.stream
         assert stream is not None
+        pair.heard(now)
         before = stream.landed_tokens(room.num_leading)
         room.land(block.block, is_shm=isinstance(block, SlabBlock))
         room.heard_at = now
@@ -236,7 +240,9 @@ class ReceiverSession:
         for pair in self._pairs.values():
             for room in pair.rooms.values():
                 times += (room.lease.ends_at, pair.ask_at(room))
-            if not pair.rooms:
+            if pair.rooms:
+                times += [pair.probe_at] if pair.gone_at is None else [pair.probe_at, pair.gone_at]
+            else:
                 times.append(pair.idle_since + self._idle_link_s)
         return min(times, default=None)
 
@@ -345,9 +351,12 @@ class ReceiverSession:
 
     def _tick_pair(self, pair: Pair, now: float) -> list[Effect]:
         effects: list[Effect] = []
-        is_silent = False
+        is_silent = bool(pair.rooms) and now >= pair.probe_at
+        is_gone = pair.gone_at is not None and now >= pair.gone_at
         for room in list(pair.rooms.values()):
-            if room.lease.is_over(now):
+            if is_gone:
+                effects += self._lose(room, "PeerLost", "prefill does not answer", now)
+            elif room.lease.is_over(now):
                 reason = f"no progress for {self._lease_s:g} s in state {room.state.value}"
                 effects += self._lose(room, "TransferTimeout", reason, now)
             elif now >= pair.ask_at(room):
@@ -355,7 +364,7 @@ class ReceiverSession:
                 questions = pair.ask_again(room, now)
                 self.counters.repulls += sum(isinstance(q.message, Pull) for q in questions)
                 effects += questions
-        if is_silent:
+        if is_silent and not is_gone:
             effects.insert(0, pair.hello(now))  # also to learn whether the process there is still the same
         if pair.rooms:
             effects += pair.fill(now)

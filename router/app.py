@@ -113,8 +113,12 @@ class Router:
         self.control.close()
 
     async def _tick(self) -> None:
+        num_left = 0
         while True:
             await asyncio.sleep(TICK_S)
+            if self.control.num_left != num_left:
+                num_left = self.control.num_left
+                self.dispatcher.probe()
             self.dispatcher.tick()
 
     async def _end(self, drain: asyncio.Event, stop: asyncio.Event) -> None:

@@ -93,6 +93,11 @@ class ControlSocket:
         return f"ControlSocket({self.endpoint}, malformed={self.num_malformed})"
 
     @property
+    def num_left(self) -> int:
+        """Connections that have ended since the socket was bound."""
+        return self._doorway.num_left
+
+    @property
     def drops(self) -> dict[str, int]:
         """Messages that never became an event: no message of the protocol, or longer than one may be."""
         num_oversized = self._receiver.num_dropped if self._receiver is not None else 0

@@ -16,9 +16,10 @@ from .admission import MAX_PROMPT_TOKENS, check_fits, no_workers
 from .entries import OUTCOMES, Entry, Job, Request, new_request
 from .errors import overloaded, unavailable
 from .inbox import Inbox
-from .leftovers import Leftovers, Orphans
+from .leftovers import Orphans
 from .policy import Limits, Need, can_ever, choose, is_ready, limits
 from .postbox import Postbox, Transmit
+from .reception import Reception
 from .registry import Load, Registry, Worker
 from .retries import RetryBudget
 from .room_effects import Broken, Closed, Deliver, Effect, Ended, Freed, Judged, Requeued, Send, Settled, Timeouts
@@ -62,7 +63,7 @@ class Dispatcher:
         self._entries: dict[str, Entry] = {}
         self._queue: deque[Entry] = deque()
         self._orphans = Orphans()
-        self._leftovers = Leftovers()
+        self._reception = Reception(registry, self._postbox, self.events)
         self._retries = RetryBudget()
 
     def __repr__(self) -> str:
@@ -180,30 +181,10 @@ class Dispatcher:
             self._on_room_event(worker, message.room, message, now)
 
     def _on_hello(self, identity: bytes, message: Hello, now: float) -> None:
-        known = self.registry.get(message.instance)
-        if known is not None and message.generation < known.hello.generation:  # was under way on an older connection
-            self.events["stale_hello"] += 1
-            return
-        has_dropped_all = known is not None and message.generation > known.hello.generation
-        answer = self.registry.hello(identity, message, now)
-        worker = self.registry.get(message.instance)
-        if worker is None:
-            reason = getattr(answer, "reason", "")
-            logger.warning("worker rejected", extra=fields(role=message.role, instance=message.instance, reason=reason))
-            self._postbox.answer(identity, answer)
-            return
-        if known is None:
-            logger.info("worker registered", extra=fields(role=worker.role, instance=worker.instance, pid=message.pid))
-        if has_dropped_all:
-            worker.forget_rooms()
-        self._postbox.post(worker, answer, now)
-        for room in self._leftovers.take(message.instance, message.generation):
-            self._postbox.post(worker, Cancel(room=room, instance=worker.instance), now)
-        if has_dropped_all:
-            logger.warning("worker dropped its rooms", extra=fields(role=worker.role, instance=worker.instance))
-            self.events["worker_dropped_rooms"] += 1
+        worker = self._reception.hello(identity, message, now)
+        if worker is not None:
             self._settle_rooms_of(worker, now, is_dead=False)
-        self._postbox.flush(worker, now)
+            self._postbox.flush(worker, now)
 
     def _on_heartbeat(self, identity: bytes, worker: Worker, message: Heartbeat, now: float) -> None:
         self.registry.heartbeat(identity, worker.instance, message.stats, now)
@@ -232,18 +213,15 @@ class Dispatcher:
         """Forgets workers, then settles their rooms: none goes from one lost worker to the next."""
         now = self._clock()
         lost = [(worker, worker.unreachable_since) for worker in workers]
+        for worker in workers:
+            self._reception.farewell(worker, [entry.room.room for entry in self._rooms_of(worker)], now)
         for worker, since in lost:
-            reason = "silent" if since is None else "unreachable"
-            logger.warning("worker lost", extra=fields(role=worker.role, instance=worker.instance, reason=reason))
-            self.events["worker_lost"] += 1
-            rooms = [entry.room.room for entry in self._rooms_of(worker)]
-            for room in rooms:  # if it is only slow, it shall not go on working for nobody
-                self._postbox.post(worker, Cancel(room=room, instance=worker.instance), now)
-            self._leftovers.keep(worker.instance, worker.hello.generation, rooms)  # it may not have heard
-            self.registry.remove(worker.instance)
-        for worker, since in lost:
-            self._settle_rooms_of(worker, now, is_dead=True, unreachable_since=since)
+            self._settle_rooms_of(worker, now, is_dead=not worker.is_draining, unreachable_since=since)
         self._check_queue(now)
+
+    def probe(self) -> None:
+        """Some worker's connection ended: finds out whose."""
+        self._reception.probe(self._clock())
 
     def _rooms_of(self, worker: Worker) -> list[Entry]:
         return [entry for entry in self._entries.values() if worker.instance in entry.room.instances]

@@ -2,8 +2,8 @@
 
 A worker is its instance, one process start. It registers with Hello and serves from its first heartbeat on: the
 scheduler loop makes heartbeats, the link thread says Hello, and a worker whose loop hangs must not be trusted because
-its link lives. It is forgotten when no heartbeat came for `worker_timeout_s`, or when it could not be reached for a
-second.
+its link lives. It is forgotten when no heartbeat came for `worker_timeout_s`, or when it could not be reached for
+`UNREACHABLE_S`: the connection of a process that died is closed at once.
 """
 
 from collections import deque
@@ -15,7 +15,7 @@ from .retries import Breaker
 
 HEARTBEATS_PER_TIMEOUT = 6  # some may be late before a worker counts as lost
 HEARTBEAT_RANGE_MS = (100, 1000)
-UNREACHABLE_S = 1.0  # a worker that reconnects says Hello within this time
+UNREACHABLE_S = 0.75  # a worker that reconnects says Hello within this time
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,11 @@ class Registry:
             self._workers[message.instance] = Worker(message, identity, now)
         else:  # a question whether it is still known, or a new connection
             known.hello, known.identity, known.unreachable_since = message, identity, None
-        return Welcome(instance=message.instance, router=self.router, heartbeat_ms=self.heartbeat_ms)
+        return self.welcome(message.instance)
+
+    def welcome(self, instance: str) -> Welcome:
+        """What a registered worker is told, as often as it asks."""
+        return Welcome(instance=instance, router=self.router, heartbeat_ms=self.heartbeat_ms)
 
     def heartbeat(self, identity: bytes, instance: str, stats: WorkerStats, now: float) -> bool:
         """Notes a heartbeat; False for a worker that is not registered."""

@@ -204,3 +204,17 @@ def test_what_both_attempts_cost_is_in_the_timeline(running):
     assert (timeline["attempts"], timeline["prefill_ms"], timeline["cached_tokens"]) == (2, 4.0, 32)
     assert document["usage"]["prompt_tokens_details"]["cached_tokens"] <= document["usage"]["prompt_tokens"]
     assert document["usage"]["completion_tokens"] == len(output)
+
+
+def test_the_death_of_a_process_is_seen_by_its_connection_and_not_by_its_silence(tmp_path, model_dir):
+    running = RunningRouter(tmp_path, Timeouts(), model_dir=model_dir, worker_timeout_s=60.0)
+    try:
+        output = answer_of(running)
+        _, dying = running.pair(Breaking(output, 1))
+        results = begin(running, LONG | {"stream": True})
+        until(lambda: running.call(lambda: _output(running) == 2), "the tokens are with the client")
+        running.add("decode", Relay(output).decode)
+        dying.close()
+        assert text_of(chunks(until(lambda: results, "an answer", 15.0)[0][1])) == ANSWER
+    finally:
+        running.close()

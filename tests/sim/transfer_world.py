@@ -313,7 +313,7 @@ class World:
         elif dice < 0.85:
             self.deliver_some(self.rng.randint(1, 20))
         else:
-            self.now += self.rng.choice([0.01, 0.1, 0.6])
+            self.now += self.rng.choice([0.01, 0.05, 0.2])
         if self.rng.random() < self.faults.cancel:
             self.cancel()
         if self.rng.random() < self.faults.cut:
@@ -325,14 +325,14 @@ class World:
     def settle(self) -> None:
         """The faults stop, prefill computes to the end, and time passes until everything must be over."""
         self.faults = Faults()
-        for _ in range(20):
+        for _ in range(50):
             for prefill in self.prefills:
                 for room in list(prefill.rooms.values()):
                     if room.ready < room.num_tokens:
                         self.compute(room, room.num_tokens)
             self.network.deliver_all()
             self.turn()
-            self.now += 0.5
+            self.now += 0.2
         self.now += EARLY_S  # an Attach whose offer a restart took
         for _ in range(4):
             self.turn()

@@ -6,6 +6,7 @@ from baton.cluster.messages import (
     Failed,
     Finished,
     FirstToken,
+    Goodbye,
     Heartbeat,
     Prefill,
     Refused,
@@ -212,3 +213,24 @@ def test_a_client_that_leaves_while_its_stream_waits_for_a_pair_leaves_nothing()
     world.pass_time(Timeouts().gone_s + 0.1)
     assert (world.dispatcher.num_open, world.dispatcher.num_queued) == (0, 0)
     assert [type(event) for _, event in asyncio.run(inbox.take())] == [Deliver]
+
+
+def test_after_a_connection_ended_the_worker_behind_it_is_known_before_anything_is_sent_to_it():
+    world, _ = two_pairs()
+    (entry,), _ = world.submit(16)
+    begin(world, entry)
+    world.lost = {b"d"}
+    world.dispatcher.probe()
+    assert world.dispatcher.registry.doubtful(world.now) == {D}
+    world.pass_time(UNREACHABLE_S + 0.1)
+    assert [worker.instance for worker in world.dispatcher.registry] == [P]
+
+
+def test_a_worker_that_leaves_at_the_end_of_its_drain_is_not_held_against_its_requests():
+    world, others = two_pairs()
+    (entry,), _ = world.submit(16)
+    begin(world, entry)
+    world.dispatcher.on_message(b"d", Goodbye(instance=D))
+    world.add(*others)
+    world.kill((b"d", D))
+    assert (world.epochs(b"d2"), entry.room.died_with) == ([1], set())

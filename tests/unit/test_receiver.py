@@ -5,12 +5,13 @@ import pytest
 import torch
 from baton.cluster import messages as m
 from baton.cluster.errors import LocalProtocolError
+from baton.kvtransfer.pair import ANSWER_S, GREETING_S, PROBE_S
 from baton.kvtransfer.receiver import ReceiverSession
 from baton.kvtransfer.session import CloseLink, Effect, Notify, Send
 from baton.kvtransfer.transport import Complete, Landed, Lost, PullRequest
 
 P, P2, D = "1" * 32, "4" * 32, "2" * 32
-ROOM = "a" * 32
+ROOM, OTHER = "a" * 32, "c" * 32
 LAYOUT = m.Layout(
     fingerprint="f", dtype="float32", page_size=4, num_layers=1, num_kv_heads=1, head_dim=2, block_bytes=64
 )  # a page is 64 bytes, so a block is a page
@@ -159,7 +160,8 @@ def test_silence_is_answered_by_asking_again_at_most_twice_per_block_until_the_l
         effects = session.tick(now)
         if effects and not events(effects):
             assert effects[0] == HELLO
-            assert len(sent(effects, m.Attach)) == 1
+            assert len(sent(effects, m.Attach)) == (now % 1 == 0)
+            welcome(session, now=now)
         repulled += pulled(effects)
         lost += events(effects)
     assert now == 5.0
@@ -172,7 +174,32 @@ def test_an_announcement_that_was_lost_is_asked_for_again(session: ReceiverSessi
     effects = session.tick(1.0)
     assert effects == [HELLO, Send("p", m.Attach(room=ROOM, epoch=0, instance=D, have=0))]
     assert session.tick(1.0) == []
-    assert session.next_deadline() == 2.0
+    welcome(session, now=1.0)
+    assert session.next_deadline() == 1.0 + PROBE_S
+
+
+def test_a_peer_that_says_nothing_for_a_second_is_given_up_with_all_its_rooms(session: ReceiverSession) -> None:
+    session.pull(request(OTHER), 0.0)
+    session.receive("p", announce(12, 1), 0.0)
+    assert session.tick(PROBE_S - 0.01) == []
+    assert session.tick(PROBE_S) == [HELLO]
+    assert events(session.tick(PROBE_S + ANSWER_S - 0.01)) == []
+    lost = events(session.tick(1.0))
+    assert {(event.room, event.kind) for event in lost} == {(ROOM, "PeerLost"), (OTHER, "PeerLost")}
+    assert session.num_rooms == 0
+
+
+def test_a_pause_of_our_own_is_not_the_peers_silence(session: ReceiverSession) -> None:
+    assert events(session.tick(4.0)) == []
+    welcome(session, now=4.1)
+    assert events(session.tick(4.1 + ANSWER_S)) == []
+
+
+def test_a_peer_that_was_not_needed_for_a_while_gets_its_time_to_answer(session: ReceiverSession) -> None:
+    session.release(ROOM, 0, "enough", 0.0)
+    session.pull(request(OTHER), 20.0)
+    assert session.tick(20.0) == []
+    assert session.tick(20.0 + PROBE_S) == [HELLO]
 
 
 def test_a_peer_that_knows_the_room_may_compute_as_long_as_it_likes(session: ReceiverSession) -> None:
@@ -199,14 +226,14 @@ def test_every_block_renews_the_lease(session: ReceiverSession) -> None:
     assert [event.kind for event in events(session.tick(9.0))] == ["TransferTimeout"]
 
 
-def test_an_endpoint_that_never_answers_loses_the_room_when_the_lease_ends() -> None:
+def test_an_endpoint_that_never_answers_is_greeted_again_and_then_given_up() -> None:
     session = new_session()
     session.pull(request(), 0.0)
     hellos = []
-    for now in range(1, 5):
-        hellos += session.tick(float(now))
-    assert hellos == [HELLO] * 4
-    assert [event.kind for event in events(session.tick(5.0))] == ["TransferTimeout"]
+    for now in (0.5, 1.0, 1.5):
+        hellos += session.tick(now)
+    assert hellos == [HELLO] * 3
+    assert [event.kind for event in events(session.tick(GREETING_S))] == ["PeerLost"]
 
 
 def test_duplicate_and_unasked_blocks_are_dropped_and_counted(session: ReceiverSession) -> None:

@@ -1,0 +1,72 @@
+"""How workers come and go: their Hello is answered, those that were given up are told what to drop when they return."""
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+
+from ..cluster.log import fields
+from ..cluster.messages import Cancel, Hello
+from .leftovers import Leftovers
+from .postbox import Postbox
+from .registry import Registry, Worker
+
+logger = logging.getLogger(__name__)
+
+
+class Reception:
+    """Between the registry and the connections; knows rooms by their names only."""
+
+    def __init__(self, registry: Registry, postbox: Postbox, events: Counter[str]) -> None:
+        self._registry = registry
+        self._postbox = postbox
+        self._events = events
+        self._leftovers = Leftovers()
+
+    def __repr__(self) -> str:
+        return f"Reception({self._registry}, {self._leftovers})"
+
+    def hello(self, identity: bytes, message: Hello, now: float) -> Worker | None:
+        """Registers or refuses. The worker, when it says that it has dropped all its rooms."""
+        known = self._registry.get(message.instance)
+        if known is not None and message.generation < known.hello.generation:  # was under way on an older connection
+            self._events["stale_hello"] += 1
+            return None
+        has_dropped_all = known is not None and message.generation > known.hello.generation
+        answer = self._registry.hello(identity, message, now)
+        worker = self._registry.get(message.instance)
+        if worker is None:
+            reason = getattr(answer, "reason", "")
+            logger.warning("worker rejected", extra=fields(role=message.role, instance=message.instance, reason=reason))
+            self._postbox.answer(identity, answer)
+            return None
+        if known is None:
+            logger.info("worker registered", extra=fields(role=worker.role, instance=worker.instance, pid=message.pid))
+        if has_dropped_all:
+            worker.forget_rooms()
+        self._postbox.post(worker, answer, now)
+        for room in self._leftovers.take(message.instance, message.generation):
+            self._postbox.post(worker, Cancel(room=room, instance=worker.instance), now)
+        if has_dropped_all:
+            logger.warning("worker dropped its rooms", extra=fields(role=worker.role, instance=worker.instance))
+            self._events["worker_dropped_rooms"] += 1
+            return worker
+        self._postbox.flush(worker, now)
+        return None
+
+    def farewell(self, worker: Worker, rooms: Sequence[str], now: float) -> None:
+        """Forgets a worker. If it is only slow, it shall not go on working on `rooms` for nobody, now or when it is back."""
+        reason = "silent" if worker.unreachable_since is None else "unreachable"
+        if worker.is_draining and not rooms:
+            logger.info("worker left", extra=fields(role=worker.role, instance=worker.instance))
+        else:
+            logger.warning("worker lost", extra=fields(role=worker.role, instance=worker.instance, reason=reason))
+            self._events["worker_lost"] += 1
+        for room in rooms:
+            self._postbox.post(worker, Cancel(room=room, instance=worker.instance), now)
+        self._leftovers.keep(worker.instance, worker.hello.generation, rooms)  # it may not have heard
+        self._registry.remove(worker.instance)
+
+    def probe(self, now: float) -> None:
+        """Some connection ended. Says Welcome again, which changes nothing for who is there and finds out who is gone."""
+        for worker in self._registry:
+            self._postbox.post(worker, self._registry.welcome(worker.instance), now)
