@@ -41,6 +41,7 @@ from .session import (
     Send,
     Tombstones,
     TransferCounters,
+    check_request,
 )
 from .transport import Complete, Landed, Lost, PullRequest
 
@@ -97,7 +98,7 @@ class ReceiverSession:
 
         Raises LocalProtocolError when pages or features do not fit the tokens, or the attempt was pulled before.
         """
-        self._check(request)
+        check_request(self.layout, request)
         effects: list[Effect] = []
         old = self._find(request.room)
         if old is not None:
@@ -251,18 +252,6 @@ class ReceiverSession:
     def _find(self, room: str) -> ReceiverRoom | None:
         endpoint = self._endpoints.get(room)
         return None if endpoint is None else self._pairs[endpoint].rooms[room]
-
-    def _check(self, request: PullRequest) -> None:
-        pages = self.layout.stream(request.num_tokens, request.have).num_pages
-        if len(request.pages) != pages:
-            raise LocalProtocolError(
-                f"tokens [{request.have}, {request.num_tokens}) lie in {pages} pages, {len(request.pages)} were given"
-            )
-        if self.layout.has_features:
-            shape = (pages, self.layout.feature_page_bytes)
-            given = None if request.features is None else tuple(request.features.shape)
-            if given != shape:
-                raise LocalProtocolError(f"the features of {pages} pages need a uint8 tensor {shape}, not {given}")
 
     def _welcome(self, pair: Pair, welcome: KVWelcome, now: float) -> list[Effect]:
         try:

@@ -11,8 +11,9 @@ from collections import OrderedDict
 from dataclasses import dataclass, field, fields
 from enum import Enum
 
+from ..cluster.errors import LocalProtocolError
 from ..cluster.messages import KVDown, KVUp
-from .layout import RoomStream, Segment
+from .layout import KVLayout, RoomStream, Segment
 from .transport import Offer, PullRequest, TransportEvent
 
 LEASE_S = 5.0
@@ -207,6 +208,20 @@ class ReceiverRoom:
     def move(self, state: ReceiverState) -> None:
         assert state in RECEIVER_TRANSITIONS[self.state], f"{self.state} -> {state}"
         self.state = state
+
+
+def check_request(layout: KVLayout, request: PullRequest) -> None:
+    """Raises LocalProtocolError when pages or features do not fit the tokens that a pull is for."""
+    pages = layout.stream(request.num_tokens, request.have).num_pages
+    if len(request.pages) != pages:
+        raise LocalProtocolError(
+            f"tokens [{request.have}, {request.num_tokens}) lie in {pages} pages, {len(request.pages)} were given"
+        )
+    if layout.has_features:
+        shape = (pages, layout.feature_page_bytes)
+        given = None if request.features is None else tuple(request.features.shape)
+        if given != shape:
+            raise LocalProtocolError(f"the features of {pages} pages need a uint8 tensor {shape}, not {given}")
 
 
 # --- what is left of closed rooms -------------------------------------------------------------------------------------
