@@ -29,6 +29,7 @@ EXIT_CANNOT_START = 1
 EXIT_CRASHED = 70  # EX_SOFTWARE of sysexits.h
 EXIT_INTERRUPTED = 130
 
+SERVING = f"{PACKAGE}.serving"  # audit event: from here on peers are heard, and an audit hook may be strict
 PARENT_VARIABLE = "BATON_PARENT_PID"  # set by the launcher for its children
 PR_SET_PDEATHSIG = 1
 
@@ -95,6 +96,7 @@ def run_role(prog: str, start: Callable[[], Serve], env: Mapping[str, str] = os.
     except Exception as error:
         report_cannot_start(prog, error)
         return EXIT_CANNOT_START
+    sys.audit(SERVING)
     try:
         return serve()
     except KeyboardInterrupt:

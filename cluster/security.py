@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Sequence
 import zmq
 
 from .errors import ConfigError, StartupError
-from .keyring import KEY_BYTES, AllowList
+from .keyring import KEY_BYTES, AllowList, split_key
 from .log import fields
 from .sockets import ZAP_DOMAIN, Socket, make_socket, recv_parts
 
@@ -51,6 +51,20 @@ class Sparingly:
             return self.is_due("") if subject else False
         self._said[subject] = now
         return True
+
+
+class DropLog:
+    """Logs messages that were dropped: a line per peer and kind of fault, so that no peer can fill a disk."""
+
+    def __init__(self, text: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._text = text
+        self._sparingly = Sparingly(clock=clock)
+
+    def say(self, peer: str, reason: str) -> None:
+        """`peer` may be an address with a key, of which only the address is told; "": unknown."""
+        kind = "".join(char for char in reason if not char.isdigit())  # a peer can change the numbers at will
+        if self._sparingly.is_due(f"{peer} {kind}"):
+            logger.warning("%s", self._text, extra=fields(peer=split_key(peer)[0], reason=reason))
 
 
 class Authenticator:

@@ -26,6 +26,7 @@ LINGER_MS = 200
 CURVE_FRAME_SLACK = 64  # an encrypted frame is 33 bytes longer than what it holds
 ZAP_DOMAIN = b"baton"
 IPC_PATH_LIMIT = 107
+TOO_LONG = "a message of too many parts or bytes"  # what `recv_parts` drops
 MESSAGES_PER_WAKE = 256  # an AsyncReceiver lets the event loop run after so many
 
 Part = bytes | memoryview | zmq.Frame
@@ -182,7 +183,7 @@ class AsyncReceiver:
     """Feeds a socket's messages to `on_message` on an asyncio or uvloop event loop.
 
     The socket's descriptor is edge-triggered and covers sending too: it is drained on every wake and after every send.
-    Messages longer than `max_parts` or `max_bytes` are dropped and counted in `num_dropped`.
+    Messages longer than `max_parts` or `max_bytes` are dropped and counted in `num_dropped`, and `on_dropped` is called.
     """
 
     def __init__(
@@ -192,6 +193,7 @@ class AsyncReceiver:
         *,
         max_parts: int = 4,
         max_bytes: int = CONTROL_MAX_FRAME,
+        on_dropped: Callable[[], None] | None = None,
         loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         self.num_dropped = 0
@@ -199,6 +201,7 @@ class AsyncReceiver:
         self._on_message = on_message
         self._max_parts = max_parts
         self._max_bytes = max_bytes
+        self._on_dropped = on_dropped
         self._loop = loop or asyncio.get_running_loop()
         self._fd = int(socket.getsockopt(zmq.FD))
         self._is_open = True
@@ -237,6 +240,8 @@ class AsyncReceiver:
                 return
             if not parts:
                 self.num_dropped += 1
+                if self._on_dropped is not None:
+                    self._on_dropped()
                 continue
             try:
                 self._on_message(parts)

@@ -16,6 +16,7 @@ from ..cluster.codec import Decoder, encode, kv_down_decoder, kv_up_decoder
 from ..cluster.errors import LocalProtocolError, PeerLost, RemoteProtocolError
 from ..cluster.fault_points import Reach, unarmed
 from ..cluster.messages import Block, KVDown, KVUp, Layout, Release
+from ..cluster.security import DropLog
 from ..cluster.slab_messages import SlabBlock, SlabDown, SlabUp
 from ..cluster.transports import ZMQ_BLOCKS
 from .layout import KVLayout, block_digest
@@ -59,6 +60,7 @@ class Endpoint(ABC, Generic[Queued]):
         self._blocked: set[Peer] = set()  # took nothing at the last attempt
         self._retry_s = RETRY_S
         self._retry_at = 0.0
+        self._drop_log = DropLog("KV message dropped", clock)
 
     @abstractmethod
     def _transmit(self, peer: Peer, header: bytes, payload: Payload | None) -> Delivery | None:
@@ -176,8 +178,9 @@ class SenderEndpoint(Endpoint["Send | SendBlock"]):
             if len(frames) != 1:
                 raise RemoteProtocolError(f"{len(frames)} frames where one is expected")
             message = self._decoder.decode(frames[0])
-        except RemoteProtocolError:
+        except RemoteProtocolError as error:
             self.session.counters.malformed += 1
+            self._drop_log.say(peer, str(error))
             return
         if isinstance(message, SlabUp):
             self._receive_slab(peer, message)
@@ -333,8 +336,9 @@ class ReceiverEndpoint(Endpoint[Send]):
             message = self._decoder.decode(frames[0])
             if isinstance(message, Block) != (len(frames) == 2):
                 raise RemoteProtocolError("a payload goes with a block, and with nothing else")
-        except RemoteProtocolError:
+        except RemoteProtocolError as error:
             self.session.counters.malformed += 1
+            self._drop_log.say(peer, str(error))
             return
         if isinstance(message, Block):
             self._perform(self._receive_block(peer, message, frames[1], now))

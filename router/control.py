@@ -16,8 +16,16 @@ from ..cluster.errors import PeerLost, RemoteProtocolError
 from ..cluster.keyring import Keyring
 from ..cluster.log import fields
 from ..cluster.messages import ControlUp, Finished, FirstToken, Hello, Rejected, Reserved, Tokens
-from ..cluster.security import MONITOR_BYTES, MONITOR_PARTS, Authenticator, Doorway, Sparingly, user_of
-from ..cluster.sockets import CONTROL_MAX_FRAME, AsyncReceiver, Socket, bind, check_bind_address, make_socket
+from ..cluster.security import MONITOR_BYTES, MONITOR_PARTS, Authenticator, Doorway, DropLog, Sparingly, user_of
+from ..cluster.sockets import (
+    CONTROL_MAX_FRAME,
+    TOO_LONG,
+    AsyncReceiver,
+    Socket,
+    bind,
+    check_bind_address,
+    make_socket,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +96,7 @@ class ControlSocket:
         self._on_message: Callable[[bytes, ControlUp], None] | None = None
         self._speakers = Speakers()
         self._sparingly = Sparingly()
+        self._drop_log = DropLog("message dropped")
 
     def __repr__(self) -> str:
         return f"ControlSocket({self.endpoint}, malformed={self.num_malformed})"
@@ -111,7 +120,13 @@ class ControlSocket:
         """Hands every message to `on_message(identity, message)`."""
         self._on_message = on_message
         max_bytes = CONTROL_MAX_FRAME + MAX_IDENTITY
-        self._receiver = AsyncReceiver(self._socket, self._on_parts, max_parts=2, max_bytes=max_bytes)
+        self._receiver = AsyncReceiver(
+            self._socket,
+            self._on_parts,
+            max_parts=2,
+            max_bytes=max_bytes,
+            on_dropped=lambda: self._drop_log.say("", TOO_LONG),
+        )
         self._door_receiver = AsyncReceiver(
             self._doorway.socket, self._doorway.take, max_parts=MONITOR_PARTS, max_bytes=MONITOR_BYTES
         )
@@ -138,7 +153,7 @@ class ControlSocket:
             message: ControlUp = self._decoder.decode(parts[1])
         except RemoteProtocolError as error:
             self.num_malformed += 1
-            logger.warning("message dropped", extra=fields(reason=str(error)))
+            self._drop_log.say(parts[0].bytes.hex(), str(error))
             return
         user = user_of(parts[1]) if self.authenticator is not None else ""
         fault = self._speakers.fault(user, message) if self.authenticator is not None else ""

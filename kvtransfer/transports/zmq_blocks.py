@@ -21,11 +21,12 @@ from ...cluster.errors import ConfigError, PeerLost
 from ...cluster.keyring import Curve, Keyring, split_key, with_key
 from ...cluster.log import fields
 from ...cluster.messages import Layout
-from ...cluster.security import HANDSHAKE_FAILURES, Authenticator, Doorway, Sparingly, Watch, failure_text
+from ...cluster.security import HANDSHAKE_FAILURES, Authenticator, Doorway, Watch, failure_text
 from ...cluster.sockets import (
     BULK_FRAME_SLACK,
     BULK_HIGH_WATER,
     CONTROL_HIGH_WATER,
+    TOO_LONG,
     Socket,
     bind,
     check_bind_address,
@@ -152,6 +153,7 @@ class ZmqBlocksSender(SenderEndpoint, _Polling[Send | SendBlock]):
                 break
             if not parts:
                 self.session.counters.malformed += 1
+                self._drop_log.say("", TOO_LONG)
                 continue
             self._receive_frames(parts[0].bytes.hex(), [part.buffer for part in parts[1:]])
         self._work()
@@ -190,7 +192,6 @@ class ZmqBlocksReceiver(ReceiverEndpoint, _Polling[Send]):
         self._links: dict[Peer, Socket] = {}
         self._watches: dict[Peer, Watch] = {}  # each tells when its link's connection breaks or never begins
         self._keyring = keyring
-        self._sparingly = Sparingly()
 
     def __repr__(self) -> str:
         return f"ZmqBlocksReceiver(links={len(self._links)}, {self.session})"
@@ -223,6 +224,7 @@ class ZmqBlocksReceiver(ReceiverEndpoint, _Polling[Send]):
                     break
                 if not parts:
                     self.session.counters.malformed += 1
+                    self._drop_log.say(peer, TOO_LONG)
                     continue
                 self._receive_frames(peer, [part.buffer for part in parts])
         for peer, watch in list(self._watches.items()):

@@ -3,28 +3,44 @@
 import contextlib
 import io
 import json
+import os
 import secrets
+import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import httpx
 from baton.cluster.config import UpConfig
 from baton.deploy.launcher import Cluster
+from baton.tests.audit.watch import violations, watched_environment
 
 
 @contextlib.contextmanager
-def serving(model, draft="", **settings) -> Iterator[Cluster]:
-    """A ready cluster; what its children logged is in the failure when it does not get ready."""
+def serving(model, draft="", env=None, **settings) -> Iterator[Cluster]:
+    """A ready cluster; what its children logged is in the failure when it does not get ready.
+
+    The children run under the audit hook of `tests/audit`, and what it found fails the test.
+    """
     output = io.StringIO()
     settings.setdefault("kv_memory_mb", 256)
     config = UpConfig(model=str(model), draft=str(draft), device="cpu", dtype="float32", port=0, **settings)
-    cluster = Cluster(config, output=output)
-    cluster.output = output
+    with tempfile.TemporaryDirectory() as directory:
+        report = Path(directory) / "audit"
+        cluster = Cluster(config, env=watched_environment(report, {**os.environ, **(env or {})}), output=output)
+        cluster.output, cluster.audit_report = output, report
+        with _running(cluster, output):
+            yield cluster
+        assert violations(report) == []
+
+
+@contextlib.contextmanager
+def _running(cluster, output):
     try:
         cluster.start()
         cluster.wait_ready(120)
-        yield cluster
+        yield
     except Exception as error:
         error.add_note(output.getvalue()[-4000:])
         raise
