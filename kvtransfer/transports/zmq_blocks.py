@@ -21,7 +21,7 @@ from ...cluster.errors import ConfigError, PeerLost
 from ...cluster.keyring import Curve, Keyring, split_key, with_key
 from ...cluster.log import fields
 from ...cluster.messages import Layout
-from ...cluster.security import HANDSHAKE_FAILURES, Authenticator, Doorway, Watch, failure_text
+from ...cluster.security import HANDSHAKE_FAILURES, Authenticator, Doorway, Sparingly, Watch, failure_text
 from ...cluster.sockets import (
     BULK_FRAME_SLACK,
     BULK_HIGH_WATER,
@@ -192,6 +192,7 @@ class ZmqBlocksReceiver(ReceiverEndpoint, _Polling[Send]):
         self._links: dict[Peer, Socket] = {}
         self._watches: dict[Peer, Watch] = {}  # each tells when its link's connection breaks or never begins
         self._keyring = keyring
+        self._sparingly = Sparingly(clock=clock)
 
     def __repr__(self) -> str:
         return f"ZmqBlocksReceiver(links={len(self._links)}, {self.session})"

@@ -1,5 +1,43 @@
-"""The demo model and its references, as the parity tests have them."""
+"""The demo model and its references, as the parity tests have them, and clusters that several files share."""
 
+import shutil
+
+import pytest
+from baton.deploy.keys import init
+from baton.tests.cluster.router_fakes import save_tokenizer
+from baton.tests.cluster.serving import serving
 from baton.tests.parity.conftest import eagle3_dir, reference_greedy, smollm2_dir, smollm2_tokenizer
 
 __all__ = ["eagle3_dir", "reference_greedy", "smollm2_dir", "smollm2_tokenizer"]
+
+SMALL = {"transport": "tcp", "kv_memory_mb": 8, "threads": 1}  # settings of the shared clusters
+
+
+@pytest.fixture(scope="session")
+def served_dir(tmp_path_factory, toy_checkpoint):
+    """A toy model with a tokenizer."""
+    directory = tmp_path_factory.mktemp("served")
+    shutil.copytree(toy_checkpoint("llama", vocab_size=330), directory, dirs_exist_ok=True)
+    return save_tokenizer(directory)
+
+
+@pytest.fixture(scope="session")
+def shared_keys(tmp_path_factory):
+    """The directory of keys that all processes of `keyed_cluster` share."""
+    directory = tmp_path_factory.mktemp("host") / "keys"
+    init(directory, ["router", "prefill", "decode"], "here")
+    return directory
+
+
+@pytest.fixture(scope="session")
+def plain_cluster(served_dir):
+    """A router, a prefill and a decode process on TCP without keys. Leave it as you find it."""
+    with serving(served_dir, env={"BATON_ROUTER_MAX_QUEUE": "4096"}, **SMALL) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def keyed_cluster(served_dir, shared_keys):
+    """The same with keys. Leave it as you find it."""
+    with serving(served_dir, keys=str(shared_keys), **SMALL) as running:
+        yield running

@@ -1,199 +1,137 @@
-"""Hostile bytes against every ZeroMQ port that listens, with and without keys: it lives, stays small, and serves others."""
+"""Hostile bytes against every port of every role, with and without keys: it lives, stays small, and serves others.
 
-import logging
-import os
-import threading
+The ports are those of real processes, so memory is the server's alone.
+"""
+
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import psutil
 import pytest
-import zmq
-from baton.cluster.codec import (
-    KV_MAX_BYTES,
-    control_down_decoder,
-    control_up_decoder,
-    encode,
-    kv_down_decoder,
-    kv_up_decoder,
-)
+from baton.cluster.codec import control_down_decoder, control_up_decoder, encode, kv_down_decoder, kv_up_decoder
 from baton.cluster.errors import RemoteProtocolError
-from baton.cluster.keyring import load_keyring, split_key
-from baton.cluster.messages import PROTOCOL_MAJOR, KVHello
-from baton.cluster.sockets import CONTROL_MAX_FRAME
-from baton.kvtransfer.transports.zmq_blocks import ZmqBlocksSender
-from baton.tests.cluster.keyed_peers import Front, Hosts, answer, curve, dealer, hello, raw_send, say
-from baton.tests.cluster.serving import wait_until
-from baton.tests.cluster.test_keyed_kv import LAYOUT, planes
+from baton.tests.cluster.hostile import CANARY, MIB, hostile_frames, listeners, ports, send_all
+from baton.tests.cluster.keyed_peers import answer, dealer, hello, raw_send, say
+from baton.tests.cluster.serving import complete, serving, wait_until
 from baton.tests.corpora import corpus
 
-MIB = 1 << 20
 FRAMES = corpus.load("msgpack_frames")
 RAW = corpus.load("zmtp_raw")
-
-
-class ControlPort:
-    """A router's control socket."""
-
-    max_frame = CONTROL_MAX_FRAME
-
-    def __init__(self, hosts):
-        self.front = Front(keys=hosts.router if hosts else None)
-        self.endpoint = self.front.endpoint
-        self.keys = curve(hosts.decode, "decode", hosts.router) if hosts else None
-        self.close = self.front.close
-
-    def is_served(self, peer):
-        """Whether an honest peer is heard and answered."""
-        message = hello("decode")
-        if not say(peer, message):
-            return False
-        wait_until(lambda: message.instance in self.front.instances(), 5, "the honest peer is heard")
-        identity = next(identity for identity, heard in self.front.heard if heard == message)
-        self.front.call(self.front.control.transmit, identity, b"welcome")
-        return answer(peer, 5) == b"welcome"
-
-    def num_heard(self):
-        return len(self.front.heard)
-
-    def num_malformed(self):
-        return self.front.control.num_malformed
-
-
-class KVPort:
-    """A prefill worker's KV socket and the thread that polls it."""
-
-    max_frame = KV_MAX_BYTES
-
-    def __init__(self, hosts):
-        self._context = zmq.Context()
-        keyring = load_keyring(str(hosts.prefill), "prefill") if hosts else None
-        self.sender = ZmqBlocksSender(
-            "tcp://127.0.0.1:0", "a" * 32, LAYOUT, planes(1), context=self._context, keyring=keyring
-        )
-        self.endpoint, _ = split_key(self.sender.endpoint)
-        self.keys = curve(hosts.decode, "decode", hosts.prefill) if hosts else None
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
-
-    def _run(self):
-        while not self._stop.is_set():
-            self.sender.poll(0.01)
-        self.sender.close()
-        self._context.term()
-
-    def close(self):
-        self._stop.set()
-        self._thread.join(10)
-        assert not self._thread.is_alive(), "the transport did not close"
-
-    def is_served(self, peer):
-        greeting = KVHello(instance="b" * 32, protocol=PROTOCOL_MAJOR, layout=LAYOUT)
-        return say(peer, greeting) and type(kv_down_decoder().decode(answer(peer, 5))).__name__ == "KVWelcome"
-
-    def num_malformed(self):
-        return self.sender.session.counters.malformed
+PROMPT = [7, 80, 33, 150, 9, 212, 41, 5, 18, 99, 120, 61, 3, 77, 240, 14, 15, 16, 200, 31]
+KINDS_OF_FAULT = 12  # at most so many different reasons for which a frame is no message
 
 
 @pytest.fixture(params=["plain", "keys"])
-def hosts(request, tmp_path):
-    return Hosts(tmp_path) if request.param == "keys" else None
+def cluster_ports(request):
+    """plane -> Port of one of the shared clusters, whose answer is the same afterwards."""
+    is_keyed = request.param == "keys"
+    cluster = request.getfixturevalue("keyed_cluster" if is_keyed else "plain_cluster")
+    keys = request.getfixturevalue("shared_keys") if is_keyed else None
+    before, pids = complete(cluster, PROMPT, max_tokens=8)[0], [child.pid for child in cluster.children]
+    yield {port.plane: port for port in ports(cluster, keys)}
+    assert complete(cluster, PROMPT, max_tokens=8)[0] == before
+    assert [child.pid for child in cluster.children] == pids, "no process ended"
+    assert not (cluster._directory / CANARY).exists(), "nobody loaded a pickle"
 
 
-@pytest.fixture(params=[ControlPort, KVPort], ids=["control", "kv"])
-def port(request, hosts):
-    made = request.param(hosts)
-    yield made
-    made.close()
+@pytest.fixture(params=["control", "kv"])
+def port(request, cluster_ports):
+    return cluster_ports[request.param]
 
 
-def resident():
-    return psutil.Process(os.getpid()).memory_info().rss
+def test_s28_nothing_listens_but_what_must_and_only_on_loopback(plain_cluster, keyed_cluster):
+    for cluster in (plain_cluster, keyed_cluster):
+        found = {child.name: listeners(child.pid) for child in cluster.children}
+        assert found == {"router": {("tcp", "127.0.0.1")}, "prefill-0": {("tcp", "127.0.0.1")}, "decode-0": set()}
+        planes = sorted((port.child, port.plane) for port in ports(cluster))
+        assert planes == [("prefill-0", "kv"), ("router", "control"), ("router", "http")]
 
 
-def warnings(caplog):
-    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+def test_s28_by_default_only_http_is_on_the_network_and_the_rest_in_a_private_directory(served_dir):
+    with serving(served_dir, kv_memory_mb=8, threads=1) as cluster:
+        directory = cluster._directory
+        found = {child.name: listeners(child.pid) for child in cluster.children}
+        assert found == {
+            "router": {("tcp", "127.0.0.1"), ("unix", f"{directory}/control")},
+            "prefill-0": {("unix", f"{directory}/kv-0")},
+            "decode-0": set(),
+        }
+        assert directory.stat().st_mode & 0o777 == 0o700
 
 
-def one_round(port, pool):
-    """Bytes by which this process grows in one round. The senders live in it too and take arenas and stacks when they
-    please, so only what every round adds is the port's.
-    """
-    before = resident()
-    list(pool.map(lambda case: raw_send(port.endpoint, corpus.steps(case)), RAW))
-    return resident() - before
+def test_s2_a_thousand_hostile_frames_of_a_peer_that_may_connect(port):
+    frames = hostile_frames()
+    assert len(frames) >= 1000
+    large = [data for case in FRAMES if len(data := corpus.data(case)) > port.max_frame]
+    assert 2 <= len(large) <= 3
+    num_before, since, resident = port.num_malformed(), len(port.cluster.output.getvalue()), port.resident()
+    with dealer(port.endpoint, port.curve()) as hostile:
+        assert send_all(hostile, frames)
+        wait_until(lambda: port.num_malformed() - num_before == len(frames), 20, "each is dropped and counted")
+    for data in large:
+        with dealer(port.endpoint, port.curve()) as hostile:
+            say(hostile, data)
+            assert answer(hostile, 0.3) is None
+    assert port.num_malformed() - num_before == len(frames), "the large ones are cut off on the wire"
+    assert port.resident() - resident <= 20 * MIB
+    lines = [line for line in port.warnings(since) if "essage dropped" in line]
+    assert 1 <= len(lines) <= KINDS_OF_FAULT, "a line per kind of fault"
 
 
-def test_raw_bytes_before_and_around_the_handshake(port, hosts, caplog):
-    with dealer(port.endpoint, port.keys) as honest:
-        assert port.is_served(honest)
-        num_malformed = port.num_malformed()
-        with caplog.at_level(logging.WARNING), ThreadPoolExecutor(len(RAW)) as pool:
-            grown = min(one_round(port, pool) for _ in range(4))
-            assert port.is_served(honest), "who was connected is served"
-            with dealer(port.endpoint, port.keys) as another:
-                assert port.is_served(another), "and so is who comes later"
-    if isinstance(port, ControlPort):
-        assert port.num_heard() == 3
-    if hosts:
-        assert port.num_malformed() == num_malformed, "nothing reaches the decoder"
+def test_s2_hostile_frames_at_the_http_port_are_refused(cluster_ports):
+    port = cluster_ports["http"]
+    resident = port.resident()
+    with ThreadPoolExecutor(16) as pool:
+        ends = list(pool.map(lambda frame: raw_send(port.endpoint, [frame or b"\x00"], 0.05), hostile_frames()))
+    assert len(ends) >= 1000
+    assert port.resident() - resident <= 20 * MIB
+
+
+@pytest.mark.parametrize("plane", ["control", "kv", "http"])
+def test_s29_raw_bytes_before_and_around_the_handshake(cluster_ports, plane):
+    port = cluster_ports[plane]
+    is_closed = port.keys is not None
+    num_before = None if plane == "http" else port.num_malformed()
+    since, resident = len(port.cluster.output.getvalue()), port.resident()
+    with ThreadPoolExecutor(len(RAW)) as pool:
+        list(pool.map(lambda case: raw_send(port.endpoint, corpus.steps(case)), RAW))
+    grown = port.resident() - resident
+    if is_closed:
+        assert plane == "http" or port.num_malformed() == num_before, "nothing reaches the decoder"
         assert grown <= 2 * MIB * len(RAW)
     else:  # a peer needs no key to send a million empty parts, which libzmq keeps until the message is whole
-        assert grown <= 150 * MIB
-    said = warnings(caplog)
-    assert 1 <= len(said) <= len(RAW)
-    assert len([line for line in said if "before it began" in line]) <= 4, "a line per reason"
+        assert grown <= 100 * MIB
+    assert len(port.warnings(since)) <= len(RAW)
+    lines = [line for line in port.warnings(since) if "before it began" in line]
+    assert len(lines) <= 4, "a line per reason"
 
 
-def test_hostile_frames_of_a_peer_that_may_connect(port, caplog, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)  # a pickle that were loaded would leave BATON_CANARY here
-    small = [case for case in FRAMES if len(corpus.data(case)) <= port.max_frame]
-    large = [case for case in FRAMES if case not in small]
-    assert 2 <= len(large) <= 3
-    with dealer(port.endpoint, port.keys) as honest:
-        assert port.is_served(honest)
-        before = resident()
-        with caplog.at_level(logging.WARNING):
-            with dealer(port.endpoint, port.keys) as hostile:
-                assert say(hostile, *(corpus.data(case) for case in small))
-                wait_until(lambda: port.num_malformed() == len(small), 10, "each is dropped")
-            for case in large:
-                with dealer(port.endpoint, port.keys) as hostile:
-                    say(hostile, corpus.data(case))
-                    assert answer(hostile, 0.3) is None
-            assert port.is_served(honest)
-        assert port.num_malformed() == len(small), "the large ones are cut off on the wire"
-        assert resident() - before <= 64 * MIB
-    if isinstance(port, ControlPort):
-        assert port.num_heard() == 2
-    assert 1 <= len([line for line in warnings(caplog) if "essage dropped" in line]) <= 6, "a line per kind of fault"
-    assert not Path("BATON_CANARY").exists()
+def test_s29_an_unauthenticated_peer_puts_no_megabyte_into_a_keyed_port(keyed_cluster, shared_keys):
+    greeting = next(corpus.steps(case) for case in RAW if len(corpus.steps(case)) > 1)[0]
+    for port in ports(keyed_cluster, shared_keys):
+        resident = port.resident()
+        flood = [greeting, *([b"\x02" + (10 * MIB).to_bytes(8, "big") + bytes(MIB)] * 25)]
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(lambda _, port=port, flood=flood: raw_send(port.endpoint, flood, 0.05), range(4)))
+        assert port.resident() - resident <= 8 * MIB, port
 
 
 @pytest.mark.parametrize("decoder", [control_up_decoder, control_down_decoder, kv_up_decoder, kv_down_decoder])
-def test_every_decoder_refuses_every_hostile_frame_at_once(decoder, tmp_path, monkeypatch):
+def test_s4_every_decoder_refuses_every_hostile_frame_at_once(decoder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     decode = decoder().decode
-    for case in FRAMES:
-        data = corpus.data(case)
+    for data in [*(corpus.data(case) for case in FRAMES), *hostile_frames()]:
         started = time.perf_counter()
         with pytest.raises(RemoteProtocolError):
             decode(data)
-        assert time.perf_counter() - started < (0.5 if len(data) > MIB else 0.05), case.name
-    assert not Path("BATON_CANARY").exists()
+        assert time.perf_counter() - started < (0.5 if len(data) > MIB else 0.05), data[:40]
+    assert not Path(CANARY).exists()
 
 
 def test_a_message_of_many_parts_is_dropped_whole_and_others_are_served(port):
-    with dealer(port.endpoint, port.keys) as honest, dealer(port.endpoint, port.keys) as hostile:
-        assert port.is_served(honest)
+    num_before = port.num_malformed()
+    with dealer(port.endpoint, port.curve()) as hostile:
         assert say(hostile, b"\xc1")
         hostile.send_multipart([encode(hello("decode"))] * 1000)
         hostile.send_multipart([bytes(port.max_frame)] * 30)
-        assert port.is_served(honest)
-        if isinstance(port, ControlPort):
-            wait_until(lambda: port.front.control.drops["control_oversized"] == 2, 5, "both are dropped")
-            assert port.num_heard() == 2
-        else:
-            wait_until(lambda: port.num_malformed() == 3, 5, "all are dropped")
+        wait_until(lambda: port.num_malformed() - num_before == 3, 10, "all are dropped")

@@ -1,0 +1,143 @@
+"""Every port that a running cluster listens at, found from outside, and what to throw at it."""
+
+import contextlib
+import pickle
+import re
+import struct
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+from baton.cluster.codec import KV_MAX_BYTES
+from baton.cluster.keyring import load_keyring, read_key
+from baton.cluster.sockets import CONTROL_MAX_FRAME, try_send
+from baton.tests.cluster.keyed_peers import stranger
+from baton.tests.cluster.serving import status
+from baton.tests.corpora import corpus
+
+MIB = 1 << 20
+CANARY = "BATON_CANARY"  # the file that a pickle of the corpora makes in the working directory when it is loaded
+LISTENING = "00010000"  # __SO_ACCEPTCON in /proc/net/unix
+PICKLE = b"cposix\nsystem\n(S'touch BATON_CANARY'\ntR."
+
+
+@dataclass(frozen=True)
+class Port:
+    """One listening TCP port of one process."""
+
+    cluster: object
+    child: str  # its name, as router or prefill-0
+    plane: str  # http, control or kv
+    number: int
+    keys: Path | None
+
+    def __repr__(self):
+        return f"{self.plane}:{'keys' if self.keys else 'plain'}"
+
+    @property
+    def endpoint(self):
+        return f"tcp://127.0.0.1:{self.number}"
+
+    @property
+    def max_frame(self):
+        return KV_MAX_BYTES if self.plane == "kv" else CONTROL_MAX_FRAME
+
+    @property
+    def pid(self):
+        return next(child.pid for child in self.cluster.children if child.name == self.child)
+
+    def resident(self):
+        """Bytes of the process that listens, and of no other."""
+        return psutil.Process(self.pid).memory_info().rss
+
+    def curve(self, *, is_listed=True):
+        """Keys to call it with; None on a link without keys."""
+        if self.keys is None:
+            return None
+        role = "prefill" if self.plane == "kv" else "router"
+        if not is_listed:
+            return stranger(self.keys)
+        return load_keyring(str(self.keys), "decode").calling(read_key(self.keys, role).public)
+
+    def counter(self, name):
+        """One of the totals that it reports; a worker's are as old as its last heartbeat."""
+        document = status(self.cluster)
+        if self.child == "router":
+            return document["router"]["events"][name]
+        return next(w for w in document["workers"] if w["pid"] == self.pid)["counters"][name]
+
+    def num_malformed(self):
+        if self.plane == "control":
+            return self.counter("control_malformed") + self.counter("control_oversized")
+        return self.counter("malformed")
+
+    def warnings(self, since=0):
+        """What it logged as a warning or worse, from character `since` of the cluster's output."""
+        text = self.cluster.output.getvalue()[since:]
+        return [line for line in text.splitlines() if re.match(rf"{self.child}\s*\|.*(WARNING|ERROR|Traceback)", line)]
+
+
+def listeners(pid):
+    """(kind, address) of everything that a process listens at: TCP, UDP and unix sockets."""
+    process = psutil.Process(pid)
+    found = {("tcp", c.laddr.ip) for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
+    found |= {("udp", c.laddr.ip) for c in process.net_connections("udp")}
+    return found | {("unix", path) for path in _unix_paths(pid)}
+
+
+def _unix_paths(pid):
+    inodes = set()
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            if named := re.fullmatch(r"socket:\[(\d+)\]", str(link.readlink())):
+                inodes.add(named.group(1))
+    for line in Path("/proc/net/unix").read_text().splitlines()[1:]:
+        words = line.split()
+        if words[3] == LISTENING and words[6] in inodes:
+            yield words[7] if len(words) > 7 else ""
+
+
+def ports(cluster, keys=None):
+    """All TCP ports of a cluster, the planes told apart by what the processes were told to bind."""
+    found = []
+    for child in cluster.children:
+        for connection in psutil.Process(child.pid).net_connections("tcp"):
+            if connection.status == psutil.CONN_LISTEN:
+                number = connection.laddr.port
+                plane = "kv" if child.role == "prefill" else "http" if number == cluster.config.port else "control"
+                found.append(Port(cluster, child.name, plane, number, Path(keys) if keys else None))
+    return found
+
+
+def send_all(socket, frames, seconds=20.0):
+    """Sends message after message as the peer takes them; False when it stops taking."""
+    end = time.monotonic() + seconds
+    for frame in frames:
+        while not try_send(socket, [frame]):
+            if time.monotonic() > end:
+                return False
+            time.sleep(0.001)
+    return True
+
+
+def hostile_frames():
+    """About a thousand frames, none of them a message: the corpus, pickles, extension types, nests and timestamps."""
+    frames = [data for case in corpus.load("msgpack_frames") if len(data := corpus.data(case)) <= KV_MAX_BYTES]
+    pickles = [PICKLE, *(pickle.dumps({"room": "a" * 32, "type": "Hello"}, protocol) for protocol in range(6))]
+    for blob in pickles:
+        binary = b"\xc5" + struct.pack(">H", len(blob)) + blob
+        extension = [b"\xc8" + struct.pack(">HB", len(blob), kind) + blob for kind in (0, 1, 42, 127, 255)]
+        frames += [blob, binary, *extension, b"\x82\xa4type\xa5Hello\xa8instance" + binary]
+    for kind in range(128):
+        frames += [bytes([lead, kind]) + bytes(size) for lead, size in FIXED]
+        frames += [b"\xc7" + bytes([3, kind]) + b"\xd4\x01\x00", b"\x81\xa4type" + bytes([0xD4, kind, 0])]
+    frames += [b"\x91" * depth + b"\xc0" for depth in (1, 100, 1000, 10_000)]
+    frames += [b"\x81\xa1a" * depth + b"\xc0" for depth in (1, 100, 1000, 5000)]
+    times = [(nanos, seconds) for nanos in (0, 10**9, 2**32 - 1) for seconds in EXTREME]
+    frames += [b"\xc7\x0c\xff" + struct.pack(">Iq", *time) for time in times]
+    return [*frames, b"\xd6\xff" + struct.pack(">I", 2**32 - 1), b"\xd7\xff" + b"\xff" * 8]
+
+
+FIXED = ((0xD4, 1), (0xD5, 2), (0xD6, 4), (0xD7, 8), (0xD8, 16))  # extension types of a fixed size
+EXTREME = (-(2**63), -1, 0, 2**31, 2**63 - 1)
