@@ -27,6 +27,7 @@ CURVE_FRAME_SLACK = 64  # an encrypted frame is 33 bytes longer than what it hol
 ZAP_DOMAIN = b"baton"
 IPC_PATH_LIMIT = 107
 TOO_LONG = "a message of too many parts or bytes"  # what `recv_parts` drops
+DISCARD_PARTS = 4096  # in one call, about as many microseconds
 MESSAGES_PER_WAKE = 256  # an AsyncReceiver lets the event loop run after so many
 
 Part = bytes | memoryview | zmq.Frame
@@ -143,22 +144,35 @@ def check_bind_address(endpoint: str, trusted_network: bool, *, has_keys: bool |
 def recv_parts(socket: Socket, max_parts: int, max_bytes: int) -> list[zmq.Frame] | None:
     """The next message without waiting: None when there is none, [] when one was dropped as too long.
 
-    Reads part by part and keeps at most `max_parts` parts and `max_bytes` bytes, since MAXMSGSIZE bounds frames only.
+    Reads part by part and keeps at most `max_parts` parts and `max_bytes` bytes, since MAXMSGSIZE bounds frames only. Of
+    a message of very many parts a call discards `DISCARD_PARTS`, since a million would keep its thread for a second; it
+    was dropped then, and while `is_discarding` further calls return None and discard more.
     """
     try:
+        if is_discarding(socket) and _discard(socket):
+            return None
         frame = socket.recv(zmq.NOBLOCK, copy=False)
     except zmq.Again:
         return None
     parts = [frame]
     size = len(frame)
-    is_short = size <= max_bytes
-    while frame.more:
+    while frame.more and len(parts) <= max_parts and size <= max_bytes:
         frame = socket.recv(zmq.NOBLOCK, copy=False)  # a message arrives whole, so its parts are all here
         size += len(frame)
-        is_short = is_short and len(parts) < max_parts and size <= max_bytes
-        if is_short:
-            parts.append(frame)
-    return parts if is_short else []
+        parts.append(frame)
+    if frame.more:
+        _discard(socket)
+    return parts if len(parts) <= max_parts and size <= max_bytes else []
+
+
+def is_discarding(socket: Socket) -> bool:
+    """Whether the rest of a message that was dropped waits to be discarded by `recv_parts`."""
+    return bool(socket.getsockopt(zmq.RCVMORE))
+
+
+def _discard(socket: Socket) -> bool:
+    """Reads on in a message; whether it still goes on."""
+    return all(socket.recv(zmq.NOBLOCK, copy=False).more for _ in range(DISCARD_PARTS))
 
 
 def try_send(socket: Socket, parts: Sequence[Part]) -> bool:
@@ -237,6 +251,8 @@ class AsyncReceiver:
                 return
             parts = recv_parts(self._socket, self._max_parts, self._max_bytes)
             if parts is None:
+                if is_discarding(self._socket):  # which raises no edge
+                    self._drain_soon()
                 return
             if not parts:
                 self.num_dropped += 1

@@ -119,7 +119,7 @@ class Router:
             if self.control.num_left != num_left:
                 num_left = self.control.num_left
                 self.dispatcher.probe()
-            self.dispatcher.tick()
+            self.dispatcher.tick(is_behind=self.control.is_behind)
 
     async def _end(self, drain: asyncio.Event, stop: asyncio.Event) -> None:
         await drain.wait()

@@ -24,6 +24,7 @@ from ..cluster.sockets import (
     Socket,
     bind,
     check_bind_address,
+    is_discarding,
     make_socket,
 )
 
@@ -115,6 +116,11 @@ class ControlSocket:
         if self.authenticator is not None:
             drops |= {"control_denied": self.num_denied, **self.authenticator.counters}
         return drops
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the rest of an endless message stands before what workers said."""
+        return is_discarding(self._socket)
 
     def open(self, on_message: Callable[[bytes, ControlUp], None]) -> None:
         """Hands every message to `on_message(identity, message)`."""

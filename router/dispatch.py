@@ -236,9 +236,13 @@ class Dispatcher:
 
     # --- time ---------------------------------------------------------------------------------------------------------
 
-    def tick(self) -> None:
-        """Timers: silent workers, rooms without progress, waits that took too long, clients that do not read."""
+    def tick(self, *, is_behind: bool = False) -> None:
+        """Timers: silent workers, rooms without progress, waits that took too long, clients that do not read.
+
+        `is_behind`: workers may have spoken and were not heard yet.
+        """
         now = self._clock()
+        self.registry.excuse(now, is_behind=is_behind)
         if overdue := self.registry.overdue(now):
             self.lose(overdue)
         for worker in self.registry:

@@ -15,6 +15,7 @@ from .retries import Breaker
 
 HEARTBEATS_PER_TIMEOUT = 6  # some may be late before a worker counts as lost
 HEARTBEAT_RANGE_MS = (100, 1000)
+LONGEST_EXCUSE_S = 5.0
 UNREACHABLE_S = 0.75  # a worker that reconnects says Hello within this time
 
 
@@ -104,6 +105,8 @@ class Registry:
         self.router = router
         self._timeout_s = worker_timeout_s
         self._workers: dict[str, Worker] = {}
+        self._excused_at = 0.0
+        self._excuse_left_s = LONGEST_EXCUSE_S
 
     def __repr__(self) -> str:
         num_prefill = sum(worker.role == "prefill" for worker in self)
@@ -152,6 +155,20 @@ class Registry:
     def overdue(self, now: float) -> list[Worker]:
         """Workers that count as lost."""
         return [worker for worker in self if self._is_overdue(worker, now)]
+
+    def excuse(self, now: float, *, is_behind: bool) -> None:
+        """Called at every tick: while the router `is_behind` in reading, silence since the last call is its own fault.
+
+        For at most `LONGEST_EXCUSE_S` at a time: who floods the router for longer is not told apart from dead workers.
+        """
+        elapsed, self._excused_at = now - self._excused_at, now
+        if not is_behind:
+            self._excuse_left_s = LONGEST_EXCUSE_S
+            return
+        seconds = min(elapsed, self._excuse_left_s)
+        self._excuse_left_s -= seconds
+        for worker in self:
+            worker.last_seen = min(now, worker.last_seen + seconds)
 
     def _is_overdue(self, worker: Worker, now: float) -> bool:
         since = worker.unreachable_since

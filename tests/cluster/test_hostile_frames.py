@@ -18,7 +18,7 @@ from baton.tests.corpora import corpus
 FRAMES = corpus.load("msgpack_frames")
 RAW = corpus.load("zmtp_raw")
 PROMPT = [7, 80, 33, 150, 9, 212, 41, 5, 18, 99, 120, 61, 3, 77, 240, 14, 15, 16, 200, 31]
-KINDS_OF_FAULT = 12  # at most so many different reasons for which a frame is no message
+KINDS_OF_FAULT = 20  # at most so many different reasons for which a frame is no message
 
 
 @pytest.fixture(params=["plain", "keys"])

@@ -78,6 +78,21 @@ def test_hello_does_not_stand_in_for_heartbeats():
     assert registry.overdue(4.1) == [worker]
 
 
+def test_silence_while_the_router_itself_is_behind_does_not_count_for_a_while():
+    registry, worker = registered()
+    beat(registry, worker, now=1.0)
+    registry.excuse(1.0, is_behind=False)
+    for tick in range(1, 50):
+        registry.excuse(1.0 + tick / 10, is_behind=True)
+        assert registry.overdue(1.0 + tick / 10) == []
+    registry.excuse(20.0, is_behind=True)
+    assert registry.overdue(20.0) == [worker], "an excuse has an end"
+    beat(registry, worker, now=20.0)
+    registry.excuse(20.1, is_behind=False)
+    registry.excuse(23.2, is_behind=True)
+    assert registry.overdue(23.2) == [], "and is given anew"
+
+
 def test_unreachable_worker_is_overdue_sooner_and_a_heartbeat_clears_it():
     registry, worker = registered()
     beat(registry, worker, now=1.0)

@@ -13,11 +13,13 @@ import pytest
 import zmq
 from baton.cluster.errors import ConfigError, PeerLost, StartupError
 from baton.cluster.sockets import (
+    DISCARD_PARTS,
     AsyncReceiver,
     Socket,
     bind,
     check_bind_address,
     connect,
+    is_discarding,
     is_loopback,
     make_socket,
     recv_parts,
@@ -109,6 +111,37 @@ def test_a_message_with_too_many_parts_or_bytes_is_dropped_and_the_next_one_is_r
     assert wait_for(lambda: recv_parts(router, 3, 100) == [])
     parts = wait_for(lambda: recv_parts(router, 3, 100))
     assert [part.bytes for part in parts[1:]] == [b"good", b"one"]
+
+
+def test_a_message_of_very_many_parts_is_discarded_a_piece_at_a_time_and_counts_once(context: zmq.Context) -> None:
+    router, dealer = linked(context)
+    assert try_send(dealer, [b""] * (5 * DISCARD_PARTS))
+    assert try_send(dealer, [b"good"])
+    assert wait_for(lambda: recv_parts(router, 3, 100) == [])
+    num_calls = 0
+    while is_discarding(router):
+        parts = recv_parts(router, 3, 100)
+        num_calls += 1
+    assert num_calls == 4
+    assert [part.bytes for part in parts[1:]] == [b"good"], "the last piece and the next message in one call"
+
+
+def test_an_event_loop_reads_on_behind_a_message_of_very_many_parts(context: zmq.Context) -> None:
+    router, dealer = linked(context)
+    num_dropped: list[int] = []
+
+    async def main() -> None:
+        heard: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        receiver = AsyncReceiver(
+            router, lambda parts: heard.set_result(parts[1].bytes), on_dropped=lambda: num_dropped.append(1)
+        )
+        assert try_send(dealer, [b""] * (5 * DISCARD_PARTS))
+        assert try_send(dealer, [b"good"])
+        assert await asyncio.wait_for(heard, DEADLINE_S) == b"good"
+        assert receiver.num_dropped == len(num_dropped) == 1
+        receiver.close()
+
+    asyncio.run(main())
 
 
 def test_a_frame_above_the_limit_costs_the_peer_its_connection_and_others_nothing(context: zmq.Context) -> None:
