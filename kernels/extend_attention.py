@@ -96,8 +96,8 @@ def _extend_kernel(
     p_head = p_kv + o_layer + i_kv_head * HEAD_DIM
     p_row_pages = p_pages + i_request * table_stride
     _, b_sum, b_out = attend_columns(
-        b_q, i_query, p_head, p_row_pages, p_pages, 0, num_full, num_seen, context, q_len, page_stride, slot_stride,
-        o_value, scale, False, PAGE_SIZE, HEAD_DIM, BLOCK_ROWS, BLOCK_COLUMNS, BLOCK_DIM,
+        b_q, i_query, p_head, p_row_pages, p_pages, 0, num_full, num_seen, context, q_len, 0, page_stride,
+        slot_stride, o_value, scale, False, PAGE_SIZE, HEAD_DIM, BLOCK_ROWS, BLOCK_COLUMNS, BLOCK_DIM,
     )  # fmt: skip
 
     o_out = ((q_start + i_query) * num_heads + i_head) * HEAD_DIM

@@ -85,6 +85,7 @@ def attend_columns(
     end: tl.tensor,
     context: tl.tensor,
     num_rows: tl.tensor,
+    window: tl.tensor,
     page_stride: tl.tensor,
     slot_stride: tl.tensor,
     o_value: tl.tensor,
@@ -98,8 +99,8 @@ def attend_columns(
 ) -> tl.tensor:
     """Rows `b_q` over columns [start, end) of their request -> running (max, sum, out), see `fold_tile`.
 
-    Columns before `full_end` are seen by every row. New row j stands in column context + j; a tile's row sees it when
-    j <= its own `i_query`, or when the request's `p_tree_mask` `[num_rows, num_rows]` says so.
+    Columns before `full_end` are seen by every row. Column context + j is seen when j <= the row's own `i_query`, or when
+    the request's `p_tree_mask` `[num_rows, window]` says so.
     """
     b_max = tl.full((BLOCK_ROWS,), float("-inf"), dtype=tl.float32)
     b_sum = tl.zeros((BLOCK_ROWS,), dtype=tl.float32)
@@ -122,7 +123,7 @@ def attend_columns(
         m_seen = i_node[None, :] <= i_query[:, None]
         if HAS_TREE:
             m_new = (i_query < num_rows)[:, None] & (m_column & (i_node >= 0))[None, :]
-            b_seen = tl.load(p_tree_mask + i_query[:, None] * num_rows + i_node[None, :], mask=m_new, other=0)
+            b_seen = tl.load(p_tree_mask + i_query[:, None] * window + i_node[None, :], mask=m_new, other=0)
             m_seen = (b_seen != 0) | (i_node < 0)[None, :]
         b_max, b_sum, b_out = fold_tile(b_q, b_k, b_v, m_seen & m_column[None, :], b_max, b_sum, b_out, scale)
     return b_max, b_sum, b_out

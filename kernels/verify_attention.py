@@ -3,8 +3,8 @@
 The context is cut into splits that run side by side (a decode step at batch 1 would otherwise keep K of 132
 multiprocessors busy); a second pass merges them. Lengths stay on the device and shapes are fixed: a graph can hold it.
 
-Legend: B requests, Q new rows of a request, P pages per request, N query heads, K key/value heads, G = N/K, D head
-dimension, S splits. Pool and page numbers are those of `kv_store`.
+Legend: B requests, Q new rows of a request, W columns that a tree mask covers, P pages per request, N query heads, K
+key/value heads, G = N/K, D head dimension, S splits. Pool and page numbers are those of `kv_store`.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ MAX_SPLITS = 64
 def visible_columns(kv_lens: torch.Tensor, num_rows: int, length: int, tree_mask: torch.Tensor | None) -> torch.Tensor:
     """Which of `length` context rows each new row sees: bool `[B, Q, length]`.
 
-    All rows before the new ones, and of these the ones up to itself, or those that `tree_mask` bool `[B, Q, Q]` names.
+    All rows before the new ones and of these the ones up to itself; or all but the last W rows, and of those the ones
+    that `tree_mask` bool `[B, Q, W]` names.
     """
     columns = torch.arange(length, device=kv_lens.device)
-    rows = torch.arange(num_rows, device=kv_lens.device)
-    node = columns - (kv_lens[:, None] - num_rows)  # [B, length], negative before the new rows
+    window = num_rows if tree_mask is None else tree_mask.shape[2]
+    node = columns - (kv_lens[:, None] - window)  # [B, length], negative before the window
     if tree_mask is None:
-        among = node[:, None] <= rows[:, None]
+        among = node[:, None] <= torch.arange(num_rows, device=kv_lens.device)[:, None]
     else:
-        index = node.clamp(0, num_rows - 1)[:, None].expand(-1, num_rows, -1)
+        index = node.clamp(0, window - 1)[:, None].expand(-1, num_rows, -1)
         among = tree_mask.gather(2, index) | (node < 0)[:, None]
     return among & (columns < kv_lens[:, None])[:, None]
 
@@ -92,6 +93,7 @@ def _verify_kernel(
     p_lse: tl.tensor,
     num_requests: tl.tensor,
     num_rows: tl.tensor,
+    window: tl.tensor,
     kv_heads: tl.tensor,
     num_splits: tl.tensor,
     q_batch_stride: tl.tensor,
@@ -117,7 +119,7 @@ def _verify_kernel(
     i_split = tl.program_id(1)
     i_request = tl.program_id(2).to(tl.int64)
     kv_len = tl.load(p_kv_lens + i_request).to(tl.int32)
-    context = kv_len - num_rows
+    context = kv_len - window
     i_row = i_tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     i_query = i_row // GROUP
     i_head = i_kv_head * GROUP + i_row % GROUP
@@ -128,11 +130,11 @@ def _verify_kernel(
     b_q = tl.load(p_q + o_q[:, None] + i_dim[None, :], mask=m_rows, other=0.0)
     split_start, full_end, split_end = _split_bounds(kv_len, context, i_split, num_splits, MIN_SPLIT, BLOCK_COLUMNS)
     p_row_pages = p_pages + i_request * table_stride
-    p_row_mask = p_tree_mask + i_request * num_rows * num_rows
+    p_row_mask = p_tree_mask + i_request * num_rows * window
     b_max, b_sum, b_out = attend_columns(
         b_q, i_query, p_kv + o_layer + i_kv_head * HEAD_DIM, p_row_pages, p_row_mask, split_start, full_end, split_end,
-        context, num_rows, page_stride, kv_heads * HEAD_DIM, o_value, scale, HAS_TREE, PAGE_SIZE, HEAD_DIM, BLOCK_ROWS,
-        BLOCK_COLUMNS, BLOCK_DIM,
+        context, num_rows, window, page_stride, kv_heads * HEAD_DIM, o_value, scale, HAS_TREE, PAGE_SIZE, HEAD_DIM,
+        BLOCK_ROWS, BLOCK_COLUMNS, BLOCK_DIM,
     )  # fmt: skip
     o_flat = (i_request * num_rows + i_query) * (kv_heads * GROUP) + i_head
     b_total = tl.where(b_sum == 0.0, 1.0, b_sum)
@@ -190,7 +192,7 @@ def paged_verify_triton(
     min_split: int = MIN_SPLIT,
 ) -> torch.Tensor:
     """Launch on `q` `[B, Q, N, D]`, `kv` `[num_pages, L, 2, page_size, K, D]`, `page_table` int `[B, P]`, `kv_lens` int
-    `[B]`, `tree_mask` None or bool `[B, Q, Q]` -> `[B, Q, N, D]`.
+    `[B]`, `tree_mask` None or bool `[B, Q, W]`, W >= Q -> `[B, Q, N, D]`.
 
     `num_splits` 0: chosen from the shapes alone. Lengths and pages are not checked.
     Raises ValueError when shapes or dtypes do not fit.
@@ -255,6 +257,7 @@ def _launch_splits(
         lse,
         q.shape[0],
         q.shape[1],
+        q.shape[1] if tree_mask is None else tree_mask.shape[2],
         kv_heads,
         grid[1],
         q.stride(0),
@@ -293,9 +296,13 @@ def _check(
             f"paged_verify: q {tuple(q.shape)} and kv_lens {tuple(kv_lens.shape)} do not fit {num_requests} requests; "
             "expected [B, Q, N, D] and [B]"
         )
-    square = (num_requests, q.shape[1], q.shape[1])
-    if tree_mask is not None and (tree_mask.shape != square or tree_mask.dtype != torch.bool):
-        raise ValueError(f"paged_verify: tree mask {tuple(tree_mask.shape)} {tree_mask.dtype}, expected bool {square}")
+    if tree_mask is None:
+        return
+    shape = tuple(tree_mask.shape)
+    if len(shape) != 3 or shape[:2] != q.shape[:2] or shape[2] < shape[1] or tree_mask.dtype != torch.bool:
+        raise ValueError(
+            f"paged_verify: tree mask {shape} {tree_mask.dtype}, expected bool {(*q.shape[:2], 'W')}, W >= {q.shape[1]}"
+        )
 
 
 def paged_verify(
@@ -308,7 +315,8 @@ def paged_verify(
     tree_mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Rows `q` `[B, Q, N, D]`, the last Q of each request's `kv_lens` int `[B]` rows, over pages `page_table` int
-    `[B, P]` of `layer` in `kv`: causal, or of the new rows those that `tree_mask` bool `[B, Q, Q]` lets each see.
+    `[B, P]` of `layer` in `kv`: causal, or of the last W rows (the new ones and W - Q of a tree's before them) those that
+    `tree_mask` bool `[B, Q, W]` lets each see.
 
     Returns `[B, Q, N, D]`; a row that sees nothing (an idle request with kv_len 0) gives zeros.
     Raises ValueError when shapes or dtypes do not fit.

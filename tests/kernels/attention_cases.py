@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from itertools import cycle
 
 import torch
-from baton.kernels import extend_attention, tree_verify, verify_attention
+from baton.kernels import compact_kv, extend_attention, tree_verify, verify_attention
 from baton.kernels.paged_attention import paged_attention_reference
 from baton.tests.kernels.cases import BFLOAT16, FLOAT32, NAN, assert_close, randn
 
@@ -68,14 +68,14 @@ def check_extend(
 def tree_definition(
     q: torch.Tensor, pool: torch.Tensor, layer: int, pages: torch.Tensor, kv_len: int, scale: float, seen: torch.Tensor
 ) -> torch.Tensor:
-    """One request in float64, row by row, over the columns that `seen` bool `[Q, Q]` and the prefix give it."""
+    """One request in float64, row by row, over the columns that `seen` bool `[Q, W]` and the prefix give it."""
     keys, values = (
         plane.flatten(0, 1)[:kv_len].repeat_interleave(q.shape[1] // pool.shape[4], dim=1).double()
         for plane in pool[pages, layer].unbind(1)
     )
     out = torch.zeros_like(q)
     for row in range(q.shape[0]):
-        context = kv_len - q.shape[0]
+        context = kv_len - seen.shape[1]
         columns = [c for c in range(kv_len) if c < context or bool(seen[row, c - context])]
         if columns:
             scores = torch.einsum("nd,snd->ns", q[row].double(), keys[columns]) * scale
@@ -103,15 +103,17 @@ def check_verify(
     dtype: torch.dtype,
     num_splits: int = 1,
     is_tree: bool = False,
+    earlier: int = 0,
 ) -> None:
-    """kv_len 0 is an idle request: its queries are NaN and its rows come out as zeros."""
+    """kv_len 0 is an idle request: its queries are NaN and its rows come out as zeros. The tree has `earlier` more nodes,
+    whose rows stand before the new ones."""
     num_heads, kv_heads = heads
     pool, table = poisoned_pool(kv_lens, page_size, kv_heads, head_dim, dtype, layer=0)
     wide = randn(len(kv_lens), num_rows, num_heads + 1, head_dim, dtype=dtype, seed=8)
     wide[:, :, -1] = NAN
     lengths = torch.tensor(kv_lens, dtype=torch.int64)
     wide[lengths == 0] = NAN
-    trees = random_trees(len(kv_lens), num_rows) if is_tree else None
+    trees = random_trees(len(kv_lens), earlier + num_rows)[:, earlier:].contiguous() if is_tree else None
     if trees is not None:
         trees[1, 1:, 0] = False  # a mask that is no tree's: only what it says counts
     q, scale = wide[:, :, :-1], head_dim**-0.5
@@ -169,6 +171,29 @@ def check_tree_verify(device: str, num_requests: int, num_nodes: int, vocabulary
             assert verdict.tokens[request].tolist() == targets[request, filled].tolist()
 
 
+def check_compact_kv(device: str, num_moves: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Overlapping moves towards the front, a request without any, and rows that go nowhere; all else stays."""
+    num_layers, page_size, num_heads, head_dim = shape
+    count = num_moves + 3  # slots of each request, scattered
+    order = torch.randperm(3 * count, generator=torch.Generator().manual_seed(8)) + page_size
+    pool = randn(2 + 3 * count // page_size, num_layers, 2, page_size, num_heads, head_dim, dtype=dtype, seed=9)
+    pool[0] = 0
+    slots = order.view(3, count)
+    sources, targets = slots[:, 3:].clone(), slots[:, 1 : 1 + num_moves].clone()
+    targets[1] = sources[1]
+    sources[2, num_moves // 2 :] = targets[2, num_moves // 2 :] = 0
+    expected = pool.clone()
+    for request in range(3):
+        for source, target in zip(sources[request].tolist(), targets[request].tolist(), strict=True):
+            row = pool[source // page_size, :, :, source % page_size]
+            expected[target // page_size, :, :, target % page_size] = row
+    moved = pool.to(device, copy=True)
+    compact_kv.compact_kv_triton(moved, sources.to(device), targets.to(device))
+    assert torch.equal(moved.cpu(), expected)
+    compact_kv.compact_kv(pool, sources, targets)
+    assert torch.equal(pool, expected)
+
+
 # --- the list ---------------------------------------------------------------------------------------------------------
 
 
@@ -184,6 +209,8 @@ def attention_cases() -> Iterator[tuple[Callable[..., None], tuple[object, ...]]
     yield check_extend, ([(300, 300)], (8, 1), 64, 16, BFLOAT16)
     yield check_verify, (1, [], (2, 1), 64, 16, FLOAT32)
     yield check_verify, (40, [40, 75], (8, 2), 64, 16, BFLOAT16, 2, True)
+    yield check_verify, (4, [0, 12, 12, 33, 50], (3, 1), 80, 16, FLOAT32, 2, True, 8)
+    yield check_verify, (1, [3, 34], (2, 2), 64, 1, BFLOAT16, 1, True, 2)
     yield check_verify, (3, [2, 1, 5], (2, 1), 64, 16, FLOAT32)  # fewer context rows than new ones
 
 
@@ -192,3 +219,5 @@ def tree_cases() -> Iterator[tuple[Callable[..., None], tuple[object, ...]]]:
         yield check_tree_verify, (num_requests, num_nodes, 2)
     yield check_tree_verify, (32, 6, 2, True)
     yield check_tree_verify, (8, 16, 1)
+    for moves in ((0, (1, 4, 2, 8), FLOAT32), (1, (3, 1, 3, 80), BFLOAT16), (6, (2, 16, 8, 128), BFLOAT16)):
+        yield check_compact_kv, moves

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
+from baton.kernels.compact_kv import compact_kv
 from baton.kernels.extend_attention import paged_extend
 from baton.kernels.kv_store import kv_rows, store_kv
 from baton.kernels.page_copy import gather_pages, scatter_pages
@@ -113,6 +114,10 @@ def verdict_benches(batch: int, num_nodes: int, device: str) -> Iterator[Bench]:
     limits = torch.full((batch,), num_nodes, device=device)
     moved = 5 * size(tokens) + 2 * size(limits)
     yield Bench(f"tree_verify {batch}x{num_nodes}", lambda: tree_verify(tokens, parents, tokens, limits), moved)
+    pool, _, _ = paged(batch, 64, device)
+    slots = torch.arange(PAGE_SIZE, PAGE_SIZE + 4 * batch, device=device).view(batch, 4)
+    kept = 2 * slots.numel() * pool.shape[1] * 2 * pool.shape[4] * pool.shape[5] * pool.element_size()
+    yield Bench(f"compact_kv {batch}x4", lambda: compact_kv(pool, slots, slots), kept + 2 * size(slots))
     hidden = random(batch * num_nodes, HIDDEN, device=device)
     rows = 2 * batch * HIDDEN * 2 + size(limits)
     yield Bench(f"select_last_rows {batch}x{num_nodes}", lambda: select_last_rows(hidden, limits), rows)

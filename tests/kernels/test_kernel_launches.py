@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from baton.kernels.compact_kv import compact_kv, compact_kv_triton
 from baton.kernels.extend_attention import paged_extend, paged_extend_triton
 from baton.kernels.kv_store import store_kv_triton
 from baton.kernels.page_copy import copy_pages_triton, gather_pages, scatter_pages
@@ -32,6 +33,7 @@ OPERATIONS = {
     "gather_pages": "page_copy",
     "scatter_pages": "page_copy",
     "tree_verify": "tree_verify",
+    "compact_kv": "compact_kv",
     "select_last_rows": "select_rows",
 }
 
@@ -95,6 +97,7 @@ def test_every_kernel_compiles_for_an_h200_and_fits_its_shared_memory(compiled_f
     copy_pages_triton(plane, lens, plane[:2], is_gather=False)
     select_last_rows_triton(x, lens[:1])
     tree_verify_triton(table, table, table, lens)
+    compact_kv_triton(pool, table, table)
     paged_extend_triton(q, pool, 1, table, torch.tensor([0, 1, 3]), lens, 64, 0.1)
     trees = torch.ones(2, 16, 16, dtype=torch.bool)
     for num_rows, mask in ((1, None), (16, trees)):
@@ -104,7 +107,7 @@ def test_every_kernel_compiles_for_an_h200_and_fits_its_shared_memory(compiled_f
     assert set(names) == {
         "_rms_norm_kernel", "_silu_mul_kernel", "_rope_kernel", "_store_kv_kernel", "_rope_store_kernel",
         "_copy_pages_kernel", "_select_last_rows_kernel", "_tree_verify_kernel", "_extend_kernel", "_verify_kernel",
-        "_merge_kernel",
+        "_merge_kernel", "_compact_kv_kernel",
     }  # fmt: skip
     for name, kernel in compiled_for_h200:
         assert kernel.asm["cubin"], name
@@ -153,6 +156,11 @@ Q = torch.zeros(1, 1, 4, 8)
         ("paged_verify", lambda: paged_verify(Q, POOL, 0, TABLE.float(), ONE, 1.0)),
         ("paged_verify", lambda: paged_verify(Q, POOL, 0, TABLE, torch.ones(2, dtype=INT64), 1.0)),
         ("tree mask", lambda: paged_verify(Q, POOL, 0, TABLE, ONE, 1.0, torch.ones(1, 1, 1))),
+        ("tree mask", lambda: paged_verify(Q, POOL, 0, TABLE, ONE, 1.0, torch.ones(1, 2, 2, dtype=torch.bool))),
+        ("tree mask", lambda: paged_verify(Q, POOL, 0, TABLE, ONE, 1.0, torch.ones(1, 1, 0, dtype=torch.bool))),
+        ("compact_kv", lambda: compact_kv(POOL, TABLE, TABLE[:, :1])),
+        ("compact_kv", lambda: compact_kv(POOL, TABLE.int(), TABLE.int())),
+        ("compact_kv", lambda: compact_kv_triton(POOL, *[torch.zeros(1, 257, dtype=INT64)] * 2)),
         ("paged_extend", lambda: paged_extend(Q[0], POOL, 0, TABLE, ONE, ONE, 1, 1.0)),
         ("paged_extend", lambda: paged_extend(Q, POOL, 0, TABLE, torch.tensor([0, 1]), ONE, 1, 1.0)),
     ],
