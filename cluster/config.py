@@ -146,7 +146,25 @@ class DecodeSettings(RoleConfig):
     """Decoding and drafting."""
 
     max_running: int = setting(16, Setting(help="most requests decoded at once", minimum=1, maximum=4096))
-    spec_steps: int = setting(3, Setting(help="tokens drafted before each verify", minimum=1, maximum=16))
+    spec_steps: int = setting(3, Setting(help="levels of drafts before each verify", minimum=1, maximum=16))
+    spec_topk: int = setting(
+        1, Setting(help="children of each draft that is expanded; 1: a chain, more: a tree", minimum=1, maximum=16)
+    )
+    spec_tokens: int = setting(
+        0,
+        Setting(
+            help="tokens verified at once, the likeliest of the tree and the newest; 0: 1 + steps * topk",
+            minimum=0,
+            maximum=256,
+        ),
+    )
+    spec_adaptive: str = setting(
+        "auto",
+        Setting(
+            help="draft fewer tokens, or none, while load or poor acceptance make drafting dear; auto: on a GPU",
+            choices=("auto", "on", "off"),
+        ),
+    )
     pull_window: int = setting(
         6, Setting(help="blocks of a hand-off asked for and not yet received", minimum=1, maximum=64)
     )
@@ -272,20 +290,34 @@ def load_config(
             explicit[name] = source
     _check_required(cls, values)
     config = cls(**values, explicit=explicit)  # type: ignore[arg-type]
+    if isinstance(config, DecodeSettings):
+        check_drafting(config)
     if warns and cls is not UpConfig and not any(variable in env for variable in INTERNAL_VARIABLES):
         for warning in ignored_settings(config):
             logger.warning("%s", warning)
     return config
 
 
+def check_drafting(config: DecodeSettings) -> None:
+    """ConfigError when steps, topk and tokens of a draft do not go together: engines refuse the same, but later."""
+    steps, topk, tokens = config.spec_steps, config.spec_topk, config.spec_tokens
+    most = 1 + topk + (steps - 1) * topk * topk
+    if tokens and not 1 + steps <= tokens <= most:
+        raise ConfigError(
+            f"--spec-tokens {tokens}: --spec-steps {steps} with --spec-topk {topk} needs {1 + steps} and makes at most "
+            f"{most} tokens, the newest one included; write such a number, or 0"
+        )
+
+
 def ignored_settings(config: RoleConfig) -> list[str]:
     """One line per setting that was given and has no effect beside the others; `up` asks this of its children."""
     lines = []
-    if isinstance(config, DecodeSettings) and isinstance(config, EngineSettings) and _is_given(config, "spec_steps"):
+    if isinstance(config, DecodeSettings) and isinstance(config, EngineSettings):
+        given = [flag_of(name) for name in settings_of(DecodeSettings) if name[:5] == "spec_" and _is_given(config, name)]
         if config.no_draft:
-            lines.append("--spec-steps is ignored: --no-draft serves without speculation")
+            lines += [f"{flag} is ignored: --no-draft serves without speculation" for flag in given]
         elif not config.draft:
-            lines.append("--spec-steps is ignored: nothing drafts without a head, name one with --draft")
+            lines += [f"{flag} is ignored: nothing drafts without a head, name one with --draft" for flag in given]
     if isinstance(config, EngineSettings) and config.pages and _is_given(config, "kv_memory_mb"):
         lines.append("--kv-memory-mb is ignored: --pages sets the size of the KV pool")
     if isinstance(config, RouterConfig) and config.request_timeout_s and config.queue_timeout_s > config.request_timeout_s:

@@ -118,6 +118,7 @@ class WorkerStats(Struct, frozen=True, kw_only=True):
     transferring: Count = 0
     graphs: GraphCounts = GraphCounts()
     accept_length: float | None = None  # tokens committed per verify, recent average; None without a drafter or history
+    spec_steps: Small | None = None  # draft steps of the newest verify; None without a drafter
     counters: dict[Text, float] = {}  # monotonic; name -> total
 
 

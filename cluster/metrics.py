@@ -19,6 +19,7 @@
     baton_worker_requests                  gauge      role instance kind       running, queued, transferring
     baton_worker_graphs                    gauge      role instance kind       captured graphs
     baton_worker_accept_length             gauge      role instance            tokens committed per verify
+    baton_worker_spec_steps                gauge      role instance            draft steps of the newest verify
     baton_worker_events_total              counter    role instance event      the worker's own counters
 
 A request is what a client sent: one with n = 8 choices counts once, when the last choice has ended, with the outcome of the
@@ -164,6 +165,7 @@ def worker_families(workers: Iterable[WorkerRecord]) -> list[Metric]:
     requests = GaugeMetricFamily("baton_worker_requests", "Requests at a worker.", labels=[*WORKER, "kind"])
     graphs = GaugeMetricFamily("baton_worker_graphs", "Captured graphs.", labels=[*WORKER, "kind"])
     accept = GaugeMetricFamily("baton_worker_accept_length", "Tokens committed per verify.", labels=WORKER)
+    steps = GaugeMetricFamily("baton_worker_spec_steps", "Draft steps of the newest verify.", labels=WORKER)
     events = CounterMetricFamily("baton_worker_events", "A worker's own counters.", labels=[*WORKER, "event"])
     for worker in workers:
         who, stats = [worker.role, worker.instance], worker.stats
@@ -174,8 +176,10 @@ def worker_families(workers: Iterable[WorkerRecord]) -> list[Metric]:
         _add(graphs, who, msgspec.structs.asdict(stats.graphs))
         if stats.accept_length is not None:
             accept.add_metric(who, stats.accept_length)
+        if stats.spec_steps is not None:
+            steps.add_metric(who, stats.spec_steps)
         _add(events, who, stats.counters)
-    return [up, pages, requests, graphs, accept, events]
+    return [up, pages, requests, graphs, accept, steps, events]
 
 
 def _add(family: GaugeMetricFamily | CounterMetricFamily, who: list[str], values: Mapping[str, float]) -> None:

@@ -35,7 +35,6 @@ def start(config: DecodeConfig, instance: str) -> Serve:
         feature_ids=engine.feature_ids,
         feature_width=engine.feature_width,
     )
-    spec_steps = config.spec_steps if engine.drafter is not None else 0
 
     def open_planes(context: zmq.Context[Socket]) -> tuple[ControlLink, ZmqBlocksReceiver]:
         transport = ZmqBlocksReceiver(
@@ -57,7 +56,7 @@ def start(config: DecodeConfig, instance: str) -> Serve:
             max_context=engine.max_context,
             vocab_size=engine.model_config.vocab_size,
             max_running=config.max_running,
-            spec_tokens=spec_steps + 1,
+            spec_tokens=engine.shape.spare_slots,
         )
         try:
             return ControlLink(context, config.router, hello, time.monotonic(), keyring=keyring), transport
@@ -67,9 +66,7 @@ def start(config: DecodeConfig, instance: str) -> Serve:
 
     link = WorkerLink(open_planes)
     run_phases([("open sockets", link.start)])
-    worker = DecodeWorker(
-        engine, link, instance=instance, max_running=config.max_running, spec_steps=config.spec_steps
-    )
+    worker = DecodeWorker(engine, link, instance=instance, max_running=config.max_running)
     worker.reach = reach
     loop = WorkerLoop(worker, link, shutdown, drain_timeout_s=config.drain_timeout_s)
     engine.runner.on_layer = loop.beat

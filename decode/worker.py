@@ -60,22 +60,21 @@ class DecodeWorker:
         *,
         instance: str,
         max_running: int,
-        spec_steps: int,
         decoder: StepDecoder | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.engine = engine
         self.link = link
         self.instance = instance
-        self.spec_steps = spec_steps if engine.drafter is not None else 0
         self.queues = DecodeQueues(max_running)
-        self.admission = Admission(engine, self.queues, spare_tokens=self.spec_steps + 1)
+        self.admission = Admission(engine, self.queues, spare_tokens=engine.shape.spare_slots)
         self._clock = clock
         self.decoder = decoder or SpecDecoder(
             engine.runner,
             engine.sampler,
             drafter=engine.drafter,
-            steps=self.spec_steps,
+            shape=engine.shape,
+            policy=engine.step_policy,
             eos_token_ids=engine.model_config.eos_token_ids,
             max_context=engine.max_context,
         )
@@ -152,7 +151,8 @@ class DecodeWorker:
             transferring=self.queues.count(RoomState.PULLING),
             graphs=GraphCounts(**self.engine.graph_counts),
             accept_length=sum(self._recent) / len(self._recent) if self._recent else None,
-            counters=self._counters | self.engine.graph_counters | self.link.transport_counters,
+            spec_steps=self.engine.spec_steps,
+            counters=self._counters | self.engine.step_counters | self.engine.graph_counters | self.link.transport_counters,
         )
 
     # --- the ways in and out ------------------------------------------------------------------------------------------

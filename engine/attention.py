@@ -11,13 +11,14 @@ import torch
 from ..kernels.extend_attention import paged_extend
 from ..kernels.kv_store import kv_rows, store_kv
 from ..kernels.paged_attention import QUERY_BLOCK, batched_attention, causal_band, extend_attention, gather_kv
-from ..kernels.verify_attention import paged_verify
+from ..kernels.verify_attention import paged_verify, visible_columns
 from .errors import LifecycleError
 from .forward_batch import ForwardBatch
 from .kv_pool import KVPool
 from .layers import Attend
 
-# Requests of equally many rows, up to this many, are attended as one padded batch; longer ones one by one.
+# Requests of equally many rows, up to this many (a tree: any number), are attended as one padded batch; longer ones one
+# by one.
 MAX_UNIFORM_ROWS = 16
 
 
@@ -60,7 +61,9 @@ def plan(batch: ForwardBatch, page_size: int) -> AttentionMetadata:
     assert all(0 < q <= kv for q, kv in zip(batch.q_lens, batch.kv_lens, strict=True)), (batch.q_lens, batch.kv_lens)
     lengths = torch.tensor(batch.kv_lens, dtype=torch.int64).to(device)
     first = batch.q_lens[0] if batch.q_lens else 0
-    is_uniform = all(q == first for q in batch.q_lens) and first <= MAX_UNIFORM_ROWS and real_rows == batch.num_tokens
+    is_short = first <= MAX_UNIFORM_ROWS or batch.tree_mask is not None
+    is_uniform = all(q == first for q in batch.q_lens) and is_short and real_rows == batch.num_tokens
+    assert is_uniform or batch.tree_mask is None, "trees have equally many rows per request and no padding"
     return AttentionMetadata(
         batch=batch,
         version=batch.version,
@@ -116,13 +119,11 @@ class PagedAttention:
         return self.bind(metadata)(layer, q, k, v)
 
     def _uniform_mask(self, metadata: AttentionMetadata) -> torch.Tensor:
-        """`[B, 1, Q, S]`, added to the scores: row i of a request sees its first kv_len - Q + i + 1 context rows."""
-        slots, num_rows = metadata.context_slots, metadata.uniform_rows
-        lengths = torch.tensor(metadata.batch.kv_lens, dtype=torch.int64, device=slots.device)
-        ends = lengths[:, None] + torch.arange(1 - num_rows, 1, device=slots.device)
-        hidden = torch.arange(slots.shape[1], device=slots.device) >= ends[:, :, None]
-        mask = torch.zeros(hidden.shape, dtype=self.pool.dtype, device=slots.device)
-        return mask.masked_fill_(hidden, float("-inf")).unsqueeze(1)
+        """`[B, 1, Q, S]`, added to the scores: 0 where a row sees a context row, -inf elsewhere."""
+        rows, length = metadata.uniform_rows, metadata.context_slots.shape[1]
+        visible = visible_columns(metadata.kv_lens, rows, length, metadata.batch.tree_mask)
+        mask = torch.zeros(visible.shape, dtype=self.pool.dtype, device=visible.device)
+        return mask.masked_fill_(~visible, float("-inf")).unsqueeze(1)
 
     def _band(self, metadata: AttentionMetadata) -> torch.Tensor:
         batch = metadata.batch
@@ -149,7 +150,8 @@ class PagedAttention:
         store_kv(kv, layer, store_rows, k, v)
         if metadata.uniform_rows:
             grouped = q.reshape(batch.num_requests, metadata.uniform_rows, *q.shape[1:])
-            return paged_verify(grouped, kv, layer, pages, metadata.kv_lens, self.scale).view(q.shape)
+            lens, mask = metadata.kv_lens, batch.tree_mask
+            return paged_verify(grouped, kv, layer, pages, lens, self.scale, mask).view(q.shape)
         longest = max(batch.q_lens, default=0)
         return paged_extend(q, kv, layer, pages, metadata.q_starts, metadata.kv_lens, longest, self.scale)
 

@@ -17,8 +17,9 @@ class EngineConfig:
     """Settings of one engine.
 
     `pages` 0: as many as `kv_memory_mb` (MiB) holds; that 0: by device. `max_context` 0: the model's own. `chunk_size`
-    (0: whole prompts), `max_running` and `spec_steps` are the sizes that graphs are captured for; a role has those that
-    it needs. `graph_self_test` compares each graph with the eager path before it is used.
+    (0: whole prompts) and `max_running` are sizes that graphs are captured for; a role has those that it needs. `spec_*`:
+    what a step drafts (`DraftShape.of`), and whether that follows load and acceptance ("auto": on CUDA).
+    `graph_self_test` compares each graph with the eager path before it is used.
     """
 
     model: str
@@ -36,6 +37,9 @@ class EngineConfig:
     chunk_size: int = 256
     max_running: int = 16
     spec_steps: int = 3
+    spec_topk: int = 1
+    spec_tokens: int = 0
+    spec_adaptive: str = "auto"
     graph_self_test: bool = True
 
     @classmethod

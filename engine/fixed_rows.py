@@ -16,10 +16,12 @@ from .layers import Attend
 
 
 class FixedRows:
-    """`input_ids`, `positions`, `slots` `[B*N]`, `page_table` `[B, P]`, `kv_lens` `[B]`, all int64; idle requests have
-    length 0 and their rows lie in the sink."""
+    """`input_ids`, `positions`, `slots` `[B*N]`, `page_table` `[B, P]`, `kv_lens` `[B]`, all int64, and with `has_tree` a
+    `tree_mask` bool `[B, N, N]`; idle requests have length 0 and their rows lie in the sink."""
 
-    def __init__(self, pool: KVPool, *, max_requests: int, num_rows: int, max_pages: int) -> None:
+    def __init__(
+        self, pool: KVPool, *, max_requests: int, num_rows: int, max_pages: int, has_tree: bool = False
+    ) -> None:
         self.pool = pool
         self.num_rows = num_rows
         self.max_pages = max_pages
@@ -28,11 +30,14 @@ class FixedRows:
         )
         self.page_table = torch.zeros((max_requests, max_pages), dtype=torch.int64, device=pool.device)
         self.kv_lens = torch.zeros(max_requests, dtype=torch.int64, device=pool.device)
+        square = (max_requests, num_rows, num_rows)
+        self.tree_mask = torch.zeros(square, dtype=torch.bool, device=pool.device) if has_tree else None
 
     def shape_of(self, batch: ForwardBatch) -> BatchShape:
         """What decides whether a graph takes `batch`; padding rows count as idle requests."""
         rows = batch.q_lens[0] if batch.q_lens else self.num_rows
         is_uniform = all(q == rows for q in batch.q_lens) and batch.num_tokens % rows == 0
+        is_uniform = is_uniform and (batch.tree_mask is None) is (self.tree_mask is None)
         return BatchShape(
             size=batch.num_tokens // rows,
             rows=rows if is_uniform else -1,
@@ -51,6 +56,10 @@ class FixedRows:
                 f"{n} requests with {batch.q_lens} rows, {len(batch.kv_lens)} lengths and {batch.page_table.shape[0]} "
                 f"rows of pages do not make {self.num_rows} rows per request"
             )
+        if (batch.tree_mask is None) is not (self.tree_mask is None):
+            raise LifecycleError(f"rows with a tree mask and rows without need graphs of their own: {self!r}")
+        if self.tree_mask is not None and batch.tree_mask is not None:
+            load_rows(self.tree_mask, batch.tree_mask, num_requests, name="tree_mask")
         load_rows(self.input_ids, batch.input_ids, end, name="input_ids")
         load_rows(self.positions, batch.positions, end, name="positions")
         load_rows(self.slots, batch.slots, end, name="slots")
@@ -75,6 +84,7 @@ class FixedRows:
             self.page_table[:num_requests],
             self.kv_lens[:num_requests],
             scale,
+            None if self.tree_mask is None else self.tree_mask[:num_requests],
         )
 
     def __repr__(self) -> str:
@@ -82,16 +92,21 @@ class FixedRows:
 
 
 def attend_rows(
-    pool: KVPool, slots: torch.Tensor, page_table: torch.Tensor, kv_lens: torch.Tensor, scale: float
+    pool: KVPool,
+    slots: torch.Tensor,
+    page_table: torch.Tensor,
+    kv_lens: torch.Tensor,
+    scale: float,
+    tree_mask: torch.Tensor | None = None,
 ) -> Attend:
-    """Attention of equally many rows per request: `slots` `[B*N]`, `page_table` `[B, P]`, `kv_lens` `[B]`, all on the
-    device and read when the graph is replayed."""
+    """Attention of equally many rows per request: `slots` `[B*N]`, `page_table` `[B, P]`, `kv_lens` `[B]`, `tree_mask` None
+    or `[B, N, W]`, all on the device and read when the graph is replayed."""
     rows = kv_rows(slots, pool.kv)
     num_requests = page_table.shape[0]
 
     def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         recorded_store_kv(pool.kv, layer, rows, k, v)
         grouped = q.reshape(num_requests, -1, *q.shape[1:])
-        return recorded_paged_verify(grouped, pool.kv, layer, page_table, kv_lens, scale).view(q.shape)
+        return recorded_paged_verify(grouped, pool.kv, layer, page_table, kv_lens, scale, tree_mask).view(q.shape)
 
     return attend

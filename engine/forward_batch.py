@@ -37,8 +37,9 @@ class ForwardBatch:
     (page * page_size + offset; 0 is the padding sink). `page_table` `[B, P]` int64 page ids, rows padded with page 0.
     `q_lens[b]` rows and `kv_lens[b]` context length after this forward (its own rows included) of request b, on the host.
     `logit_rows` `[R]` int64: rows whose logits are wanted (None: all). `features` `[T, feature width]`: the draft model's
-    input hidden, None for a target. Changing any of these bumps `version`, so that metadata planned before is refused, and
-    clears `decision`, which path the runner has chosen for this batch.
+    input hidden, None for a target. `tree_mask` bool `[B, Q, W]`: of the last W context rows those that each of Q new rows
+    per request sees, instead of all up to itself. Changing any of these bumps `version`, so that metadata planned before is
+    refused, and clears `decision`, which path the runner has chosen for this batch.
     """
 
     mode: ForwardMode
@@ -51,6 +52,7 @@ class ForwardBatch:
     capture_hidden: CaptureHidden = CaptureHidden.NULL
     logit_rows: torch.Tensor | None = None
     features: torch.Tensor | None = None
+    tree_mask: torch.Tensor | None = None
     version: int = 0
     decision: PathDecision | None = None
 

@@ -21,6 +21,9 @@ from .request import Request
 from .sampling_params import SamplingParams
 from .speculative.chain import ChainPlan, chain_batch, plan_chain
 from .speculative.draft_worker import DraftWorker
+from .speculative.tree import ancestors
+from .speculative.tree_graphs import TreeLoopGraphs
+from .target_graphs import VerifyGraphs
 
 logger = logging.getLogger(__name__)
 
@@ -76,9 +79,9 @@ class SelfTest:
         if graphs is not None and graphs.prefill is not None:
             for bucket, size in edges(graphs.prefill.tokens.family):
                 yield self._prefill_trial(graphs.prefill.tokens.family, bucket, size)
-        if graphs is not None and graphs.verify is not None:
-            for bucket, size in edges(graphs.verify.family):
-                yield self._verify_trial(graphs.verify.family, bucket, size, graphs.verify.rows.num_rows)
+        for verify in graphs.verifies if graphs is not None else ():
+            for bucket, size in edges(verify.family):
+                yield self._verify_trial(verify, bucket, size)
         if self.drafter is not None and self.drafter.graphs is not None:
             yield from self._draft_trials(self.drafter)
 
@@ -87,10 +90,15 @@ class SelfTest:
         assert graphs is not None
         for bucket, size in edges(graphs.prefill.tokens.family):
             yield self._draft_prefill_trial(drafter, graphs.prefill.tokens.family, bucket, size)
-        for bucket, size in edges(graphs.extend.family):
-            yield self._extend_trial(drafter, graphs.extend.family, bucket, size, graphs.extend.rows.num_rows)
-        for bucket, size in edges(graphs.loop.family):
-            yield self._loop_trial(drafter, graphs.loop.family, bucket, size, graphs.loop.rows.num_rows)
+        for extend in graphs.extends:
+            for bucket, size in edges(extend.family):
+                yield self._extend_trial(drafter, extend.family, bucket, size, extend.rows.num_rows)
+        for loop in graphs.loops:
+            for bucket, size in edges(loop.family):
+                yield self._loop_trial(drafter, loop.family, bucket, size, loop.rows.num_rows)
+        if graphs.tree is not None:
+            for bucket, size in edges(graphs.tree.family):
+                yield self._tree_trial(drafter, graphs.tree, bucket, size)
 
     def _difference(self, trial: Trial) -> str:
         """What differs, or "": outputs and the KV that was written, both paths from the same KV."""
@@ -136,9 +144,14 @@ class SelfTest:
         num_pages = pages_for(size, drafter.page_size)
         return Trial(family=family, bucket=bucket, size=size, pool=drafter.pool, num_pages=num_pages, run=run)
 
-    def _verify_trial(self, family: GraphFamily[Any, Any], bucket: int, size: int, num_rows: int) -> Trial:
-        pool = self.runner.pool
+    def _verify_trial(self, graphs: VerifyGraphs, bucket: int, size: int) -> Trial:
+        """A chain, or a tree in which each node has two children."""
+        pool, family, num_rows = self.runner.pool, graphs.family, graphs.rows.num_rows
         chain, requests = self._chain(pool, size, num_rows)
+        mask = None
+        if graphs.rows.tree_mask is not None:
+            parents = (torch.arange(num_rows, device=pool.device) - 1).div(2, rounding_mode="floor")
+            mask = ancestors(parents.expand(chain.num_requests, -1), num_rows)
         ids = self._ids(chain.num_requests * num_rows).view(chain.num_requests, num_rows)
         prompts = [(request, 0, request.num_prompt) for request in requests]
 
@@ -148,7 +161,7 @@ class SelfTest:
             context.decision = EAGER
             self.runner.forward(context)
             mode = ForwardMode.TARGET_VERIFY if num_rows > 1 else ForwardMode.DECODE
-            batch = chain_batch(chain, ids, mode=mode, capture=CaptureHidden(family.limits.hidden))
+            batch = chain_batch(chain, ids, mode=mode, tree_mask=mask, capture=CaptureHidden(family.limits.hidden))
             batch.decision = decision
             output = self.runner.forward(batch)
             return output.logits, output.hidden
@@ -180,18 +193,39 @@ class SelfTest:
     ) -> Trial:
         """Compares the first proposals and the KV of the first forward; later ones may split at a tie of two logits."""
         chain, requests = self._chain(drafter.pool, size, num_rows)
-        hidden = self._normal(chain.num_requests, drafter.head.config.dims.self_width)
-        logits = self._normal(chain.num_requests, drafter.head.config.draft_vocab_size).float()
-        params = [SamplingParams(temperature=float(i % 2), seed=i) for i in range(chain.num_requests)]
+        state, params = self._draft_state(drafter, chain.num_requests)
         slots = chain.slots.clone()
         slots[:, 1:] = 0
 
         def run(decision: PathDecision) -> Outputs:
-            drafts = drafter.draft_rows(chain, slots, (hidden, logits), params, decision)
+            drafts = drafter.draft_rows(chain, slots, state, params, decision)
             return (drafts[:, :1],)
 
         num_pages = sum(len(request.pages) for request in requests)
         return Trial(family=family, bucket=bucket, size=size, pool=drafter.pool, num_pages=num_pages, run=run)
+
+    def _tree_trial(self, drafter: DraftWorker, graphs: TreeLoopGraphs, bucket: int, size: int) -> Trial:
+        """As `_loop_trial`: the likeliest first proposal, which every tree holds first, and the KV of the first level."""
+        family, shape = graphs.family, graphs.shape
+        plan, requests = self._chain(drafter.pool, size, shape.spare_slots)
+        state, params = self._draft_state(drafter, plan.num_requests)
+        slots = plan.slots.clone()
+        slots[:, shape.topk :] = 0
+
+        def run(decision: PathDecision) -> Outputs:
+            return (drafter.tree_rows(shape, plan, slots, state, params, decision).drafts[:, :1],)
+
+        num_pages = sum(len(request.pages) for request in requests)
+        return Trial(family=family, bucket=bucket, size=size, pool=drafter.pool, num_pages=num_pages, run=run)
+
+    def _draft_state(
+        self, drafter: DraftWorker, count: int
+    ) -> tuple[tuple[torch.Tensor, torch.Tensor], list[SamplingParams]]:
+        """Hidden and logits of first proposals, and parameters of which every second draws."""
+        config = drafter.head.config
+        hidden = self._normal(count, config.dims.self_width)
+        logits = self._normal(count, config.draft_vocab_size).float()
+        return (hidden, logits), [SamplingParams(temperature=float(i % 2), seed=i) for i in range(count)]
 
     def _extend_batch(self, pool: KVPool, size: int, capture: CaptureHidden) -> ForwardBatch:
         """`size` new tokens, as few requests as the context allows, behind nothing."""

@@ -5,6 +5,7 @@ draft's when it drafts. There is no switch that gives one role the other's.
 """
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -20,13 +21,23 @@ from .kv_pool import KVPool
 from .lifecycle import Lifecycle, Phase
 from .model_runner import ModelRunner
 from .page_table import pages_for
-from .speculative.draft_graphs import DraftExtendGraphs, DraftGraphs, DraftLoopGraphs, DraftPrefillGraphs
+from .speculative.draft_graph_set import DraftGraphs
+from .speculative.draft_graphs import DraftExtendGraphs, DraftLoopGraphs, DraftPrefillGraphs
+from .speculative.draft_shape import DraftShape
 from .speculative.draft_worker import DraftWorker
+from .speculative.tree_graphs import TreeLoopGraphs
 from .target_graphs import PrefillGraphs, TargetGraphs, VerifyGraphs
 
 logger = logging.getLogger(__name__)
 
 MIB = 1 << 20
+GRAPH_NAMES = {
+    "prefill": GraphKind.TARGET_PREFILL,
+    "draft_prefill": GraphKind.DRAFT_PREFILL,
+    "verify": GraphKind.TARGET_VERIFY,  # those of one row are "decode"
+    "draft": GraphKind.DRAFT_DECODE,
+    "draft_extend": GraphKind.DRAFT_EXTEND,
+}
 
 
 def backend_for(device: torch.device) -> GraphBackend:
@@ -44,7 +55,6 @@ class GraphSet:
     def __init__(self, backend: GraphBackend, lifecycle: Lifecycle, *, as_one_break: bool = False) -> None:
         self.pool = GraphPool(backend, as_one_break=as_one_break)
         self._lifecycle = lifecycle
-        self._num_rows = 1
 
     def capture_prefill(self, runner: ModelRunner, max_tokens: int) -> None:
         """Target prefill up to `max_tokens` tokens, as far as the KV pool can hold so many."""
@@ -54,32 +64,50 @@ class GraphSet:
         prefill.tokens.capture()
         runner.graphs = replace(runner.graphs or TargetGraphs(), prefill=prefill)
 
-    def capture_decode(self, runner: ModelRunner, max_batch: int, num_rows: int, max_context: int) -> None:
-        """Decode or verify of `num_rows` rows for up to `max_batch` requests of up to `max_context` tokens each."""
+    def capture_decode(
+        self, runner: ModelRunner, max_batch: int, shapes: Sequence[DraftShape], max_context: int
+    ) -> None:
+        """Decode or verify of each of `shapes`, the configured one first, for up to `max_batch` requests of up to
+        `max_context` tokens each."""
         self._lifecycle.require(Phase.POOLS_ALLOCATED)
-        self._num_rows = num_rows
-        max_pages = pages_for(max_context + num_rows, runner.pool.page_size)
+        max_pages = _max_pages(shapes, max_context, runner.pool)
         buckets = batch_buckets(min(max_batch, runner.pool.num_pages - 1))
-        verify = VerifyGraphs(
-            self.pool, runner.model, runner.pool, buckets, num_rows=num_rows, max_pages=max_pages
+        verifies = tuple(
+            VerifyGraphs(
+                self.pool,
+                runner.model,
+                runner.pool,
+                buckets,
+                num_rows=shape.num_nodes,
+                max_pages=max_pages,
+                has_tree=shape.is_tree,
+            )
+            for shape in shapes
         )
-        verify.capture()
-        runner.graphs = replace(runner.graphs or TargetGraphs(), verify=verify)
+        for verify in verifies:
+            verify.capture()
+        runner.graphs = replace(runner.graphs or TargetGraphs(), verifies=verifies)
 
     def capture_draft(
-        self, drafter: DraftWorker, max_batch: int, num_rows: int, max_context: int, max_tokens: int
+        self, drafter: DraftWorker, max_batch: int, shapes: Sequence[DraftShape], max_context: int, max_tokens: int
     ) -> None:
         """The draft's part of the same steps, and its prefill up to `max_tokens` tokens."""
         self._lifecycle.require(Phase.POOLS_ALLOCATED)
         head, pool = drafter.head, drafter.pool
-        max_pages = pages_for(max_context + num_rows, pool.page_size)
+        max_pages = _max_pages(shapes, max_context, pool)
         buckets = batch_buckets(min(max_batch, pool.num_pages - 1))
+        common = (self.pool, head, pool, buckets)
         prefill = DraftPrefillGraphs(self.pool, head, pool, token_buckets(min(max_tokens, _usable_slots(pool))))
-        extend = DraftExtendGraphs(self.pool, head, pool, buckets, num_rows=num_rows, max_pages=max_pages)
-        loop = DraftLoopGraphs(self.pool, head, pool, buckets, num_rows=num_rows, max_pages=max_pages)
-        for graphs in (prefill.tokens, extend, loop):
+        extends = tuple(DraftExtendGraphs(*common, num_rows=s.num_path, max_pages=max_pages) for s in shapes)
+        chains = [shape for shape in shapes if shape.steps and not shape.is_tree]
+        loops = tuple(DraftLoopGraphs(*common, num_rows=s.num_nodes, max_pages=max_pages) for s in chains)
+        trees = [TreeLoopGraphs(*common, shape=s, max_pages=max_pages) for s in shapes if s.is_tree]
+        prefill.tokens.capture()
+        families: tuple[DraftExtendGraphs | DraftLoopGraphs | TreeLoopGraphs, ...] = (*extends, *loops, *trees)
+        for graphs in families:
             graphs.capture()
-        drafter.graphs = DraftGraphs(prefill=prefill, extend=extend, loop=loop)
+        tree = trees[0] if trees else None
+        drafter.graphs = DraftGraphs(prefill=prefill, extends=extends, loops=loops, tree=tree)
 
     def self_test(self, runner: ModelRunner, drafter: DraftWorker | None, max_context: int) -> None:
         """Drop every graph that differs from the eager path; leaves the KV pools as they were, zeros."""
@@ -106,16 +134,11 @@ class GraphSet:
 
     def counts(self) -> dict[str, int]:
         """Graphs that exist now, by the names of heartbeats."""
-        held = {kind.kind: len(kind.buckets) for kind in self.pool.kinds()}
-        verify = "decode" if self._num_rows == 1 else "verify"
-        names = {
-            "prefill": GraphKind.TARGET_PREFILL,
-            "draft_prefill": GraphKind.DRAFT_PREFILL,
-            verify: GraphKind.TARGET_VERIFY,
-            "draft": GraphKind.DRAFT_DECODE,
-            "draft_extend": GraphKind.DRAFT_EXTEND,
-        }
-        return {name: held.get(kind.value, 0) for name, kind in names.items()}
+        kinds = {kind.kind: kind.rows for kind in self.pool.kinds()}
+        held = {name: len(kinds.get(kind.value, ())) for name, kind in GRAPH_NAMES.items()}
+        decode = sum(rows == 1 for rows in kinds.get(GraphKind.TARGET_VERIFY.value, ()))
+        verify = held.pop("verify") - decode
+        return held | ({"decode": decode} if decode or not verify else {}) | ({"verify": verify} if verify else {})
 
     def counters(self) -> dict[str, float]:
         """Replays by kind and fallbacks by kind and reason since the start; monotonic."""
@@ -128,6 +151,11 @@ class GraphSet:
 
     def __repr__(self) -> str:
         return f"<GraphSet {self.pool!r}>"
+
+
+def _max_pages(shapes: Sequence[DraftShape], max_context: int, pool: KVPool) -> int:
+    """Columns of the page table that any of `shapes` may plan for."""
+    return pages_for(max_context + max(shape.spare_slots for shape in shapes), pool.page_size)
 
 
 def _usable_slots(pool: KVPool) -> int:

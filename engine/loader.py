@@ -5,6 +5,7 @@ beside its KV. A decode engine loads the head, lends it the target's embedding a
 """
 
 import logging
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,8 @@ from .models.llama import LlamaForCausalLM
 from .page_table import pages_for
 from .prefix_cache import PrefixCache
 from .sampler import Sampler
+from .speculative.adaptive import KNEE_ROWS, StepCosts, StepPolicy
+from .speculative.draft_shape import PLAIN, DraftShape
 from .speculative.draft_worker import MAX_PREFILL_ROWS, DraftWorker
 from .speculative.eagle3 import Eagle3Head
 from .speculative.eagle3_weights import load_eagle3
@@ -42,8 +45,8 @@ CACHE_LOOKAHEAD = 1  # draft KV of a page's last row depends on the token behind
 class Engine:
     """A ready engine: one target over one page pool, with what drafting needs on this side.
 
-    `features` is prefill's plane, `drafter` decode's head; both None without a draft. `max_context` in tokens. `graphs`
-    None: every forward runs eagerly.
+    `features` is prefill's plane, `drafter` decode's head; both None without a draft. `max_context` in tokens. `shape` is
+    what a step drafts, unless `step_policy` says otherwise. `graphs` None: every forward runs eagerly.
     """
 
     path: Path
@@ -59,6 +62,8 @@ class Engine:
     cache: PrefixCache
     max_context: int
     lifecycle: Lifecycle
+    shape: DraftShape = PLAIN
+    step_policy: StepPolicy | None = None
     graphs: GraphSet | None = None
 
     def __repr__(self) -> str:
@@ -91,6 +96,22 @@ class Engine:
         """Replays and fallbacks since the start."""
         return {} if self.graphs is None else self.graphs.counters()
 
+    @property
+    def spec_steps(self) -> int | None:
+        """Draft steps of the newest verify; None without a drafter."""
+        if self.drafter is None:
+            return None
+        return self.shape.steps if self.step_policy is None else self.step_policy.current.steps
+
+    @property
+    def step_counters(self) -> dict[str, float]:
+        """How often each number of draft steps was chosen, and how often another; empty where it never changes."""
+        policy = self.step_policy
+        if policy is None:
+            return {}
+        chosen = {f"steps_of_{steps}_drafts": float(count) for steps, count in sorted(policy.chosen.items())}
+        return chosen | {"spec_steps_changes": float(policy.num_changes)}
+
 
 class EngineLoader:
     """Builds an Engine phase by phase. `has_drafter` is decode's: it drafts; without it features are captured only.
@@ -100,6 +121,7 @@ class EngineLoader:
 
     def __init__(self, config: EngineConfig, *, has_drafter: bool, backend: GraphBackend | None = None) -> None:
         self.config = config
+        self._shape = DraftShape.of(config.spec_steps, config.spec_topk, config.spec_tokens)
         self._backend = backend
         self.has_drafter = has_drafter
         self.lifecycle = Lifecycle()
@@ -151,6 +173,11 @@ class EngineLoader:
     def _share(self) -> None:
         if self.has_drafter and self._draft_config is not None:
             head = load_eagle3(self._draft_config, dtype=self._dtype, device=self._device)
+            if self._shape.topk > self._draft_config.draft_vocab_size:
+                raise CheckpointError(
+                    f"spec_topk {self._shape.topk}: the head at {self._draft_config.path} knows "
+                    f"{self._draft_config.draft_vocab_size} tokens; lower --spec-topk"
+                )
             head.share(self._model.embed_tokens, self._model.lm_head, self._max_context)
             self._head = head
         self.lifecycle.advance(Phase.WEIGHTS_SHARED)
@@ -190,6 +217,8 @@ class EngineLoader:
             cache=cache,
             max_context=self._max_context,
             lifecycle=self.lifecycle,
+            shape=PLAIN if drafter is None else self._shape,
+            step_policy=None if drafter is None else self._step_policy(drafter.head),
         )
         self.lifecycle.advance(Phase.POOLS_ALLOCATED)
 
@@ -199,8 +228,8 @@ class EngineLoader:
         if config.graphs:
             engine.graphs = graphs = GraphSet(self._backend or backend_for(self._device), self.lifecycle)
             if self.has_drafter:
-                num_rows = 1 if engine.drafter is None else 1 + config.spec_steps
-                sizes = (config.max_running, num_rows, self._max_context)
+                shapes = [engine.shape] if engine.step_policy is None else engine.step_policy.shapes[::-1]
+                sizes = (config.max_running, shapes, self._max_context)
                 graphs.capture_decode(engine.runner, *sizes)
                 if engine.drafter is not None:
                     graphs.capture_draft(engine.drafter, *sizes, MAX_PREFILL_ROWS)
@@ -210,6 +239,19 @@ class EngineLoader:
                 graphs.self_test(engine.runner, engine.drafter, self._max_context)
             graphs.log_report()
         self.lifecycle.advance(Phase.CAPTURED)
+
+    def _step_policy(self, head: Eagle3Head) -> StepPolicy | None:
+        """Steps that follow load and acceptance, where that is wanted."""
+        if self.config.spec_adaptive == "off" or (self.config.spec_adaptive == "auto" and self._device.type != "cuda"):
+            return None
+        is_vocabulary = re.compile("embed_tokens|lm_head")
+        target, draft = (
+            sum(weight.numel() for name, weight in part.tensors() if not is_vocabulary.search(name))
+            + (part.lm_head.numel() if part.lm_head is not None else 0)
+            for part in (self._model, head)
+        )
+        costs = StepCosts(draft=draft / target, knee_rows=KNEE_ROWS[self._device.type])
+        return StepPolicy(self._shape.candidates(), costs)
 
     def _affordable_pages(self) -> int:
         """As many pages as the KV memory holds, the planes beside the KV included; never more than could be used."""

@@ -64,8 +64,10 @@ class ModelRunner:
     ) -> tuple[str, Hidden]:
         """The path that ran, and what it gave."""
         graphs = self.graphs or TargetGraphs()
-        if decision.kind is GraphKind.TARGET_VERIFY and decision.is_graph and graphs.verify is not None:
-            return "graph", graphs.verify.run(batch, decision)
+        if decision.kind is GraphKind.TARGET_VERIFY and decision.is_graph:
+            verify = graphs.verify_of(batch.q_lens[0])
+            assert verify is not None, decision
+            return "graph", verify.run(batch, decision)
         attend = self._bind(plan(batch, self.pool.page_size) if metadata is None else metadata)
         if decision.is_graph and graphs.prefill is not None:
             return "breakable", graphs.prefill.run(batch, attend, decision)

@@ -16,7 +16,7 @@ A row's choice depends on that row alone. Masses are compared as integers, whose
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -68,6 +68,11 @@ class SamplingRow:
 
 def sampling_rows(request: Request, drafts: Sequence[int] = ()) -> list[SamplingRow]:
     """The rows of one forward over the newest token and `drafts`: row j sees the output and drafts[:j]."""
+    return rows_behind(request, [drafts[:j] for j in range(len(drafts) + 1)])
+
+
+def rows_behind(request: Request, branches: Sequence[Sequence[int]]) -> list[SamplingRow]:
+    """One row behind each of `branches`, the drafts that it sees besides the output."""
     prompt_ids: Sequence[int] = request.prompt_ids
     output_ids: Sequence[int] = request.output_ids
     if request.sampling.needs_penalties:
@@ -75,12 +80,12 @@ def sampling_rows(request: Request, drafts: Sequence[int] = ()) -> list[Sampling
     return [
         SamplingRow(
             params=request.sampling,
-            position=request.num_tokens + j,
+            position=request.num_tokens + len(drafts),
             prompt_ids=prompt_ids,
             output_ids=output_ids,
-            drafts=drafts[:j],
+            drafts=drafts,
         )
-        for j in range(len(drafts) + 1)
+        for drafts in branches
     ]
 
 
@@ -147,6 +152,10 @@ class SamplingBatch:
             logprob_rows=torch.tensor(wants, device=device) if wants else None,
             num_top=min(vocab_size, max((rows[i].params.logprobs for i in wants), default=0)),
         )
+
+    def at(self, positions: torch.Tensor) -> "SamplingBatch":
+        """The same rows at `positions` int64 `[R]`, where only the device knows them."""
+        return replace(self, draws=tuple(replace(draw, positions=positions[draw.rows]) for draw in self.draws))
 
     def adjust(self, logits: torch.Tensor) -> torch.Tensor:
         """`logits` after penalties and bias; the caller's tensor is never written."""

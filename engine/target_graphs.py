@@ -69,13 +69,23 @@ class PrefillGraphs:
 
 
 class VerifyGraphs:
-    """Decode (N = 1) and verify forwards of up to the largest bucket's requests, N rows each."""
+    """Decode (N = 1) and verify forwards of up to the largest bucket's requests, N rows each; `has_tree`: along a tree."""
 
     def __init__(
-        self, graphs: GraphPool, model: CausalLM, pool: KVPool, buckets: Sequence[int], *, num_rows: int, max_pages: int
+        self,
+        graphs: GraphPool,
+        model: CausalLM,
+        pool: KVPool,
+        buckets: Sequence[int],
+        *,
+        num_rows: int,
+        max_pages: int,
+        has_tree: bool = False,
     ) -> None:
         self.model = model
-        self.rows = FixedRows(pool, max_requests=max(buckets), num_rows=num_rows, max_pages=max_pages)
+        self.rows = FixedRows(
+            pool, max_requests=max(buckets), num_rows=num_rows, max_pages=max_pages, has_tree=has_tree
+        )
         limits = GraphLimits(is_by_token=False, rows=num_rows, pages=max_pages, hidden=captured_mode(model))
         self.family: GraphFamily[ReplayContext, Hidden] = GraphFamily(graphs, GraphKind.TARGET_VERIFY, buckets, limits)
         self._scale = pool.head_dim**-0.5
@@ -106,13 +116,26 @@ class VerifyGraphs:
 
 @dataclass(frozen=True, kw_only=True)
 class TargetGraphs:
-    """What a runner asks; of the two kinds a role has one, an engine that does both has both."""
+    """What a runner asks; of the two kinds a role has one, an engine that does both has both.
+
+    `verifies`: one family per number of rows that steps may have, the configured one first.
+    """
 
     prefill: PrefillGraphs | None = None
-    verify: VerifyGraphs | None = None
+    verifies: tuple[VerifyGraphs, ...] = ()
+
+    @property
+    def verify(self) -> VerifyGraphs | None:
+        """Those of the configured number of rows."""
+        return self.verifies[0] if self.verifies else None
+
+    def verify_of(self, num_rows: int) -> VerifyGraphs | None:
+        """Those of `num_rows` rows per request; where there are none, the configured ones, which will object."""
+        return next((graphs for graphs in self.verifies if graphs.rows.num_rows == num_rows), self.verify)
 
     def decide(self, batch: ForwardBatch) -> PathDecision:
         """Which graph takes `batch`; EAGER where this role has none of the kind."""
         if batch.mode in (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY):
-            return self.verify.decide(batch) if self.verify is not None else EAGER
+            verify = self.verify_of(batch.q_lens[0] if batch.q_lens else 0)
+            return verify.decide(batch) if verify is not None else EAGER
         return self.prefill.decide(batch) if self.prefill is not None else EAGER

@@ -129,12 +129,11 @@ def _verify_kernel(
     o_q = i_request * q_batch_stride + i_query * q_row_stride + i_head * q_head_stride
     b_q = tl.load(p_q + o_q[:, None] + i_dim[None, :], mask=m_rows, other=0.0)
     split_start, full_end, split_end = _split_bounds(kv_len, context, i_split, num_splits, MIN_SPLIT, BLOCK_COLUMNS)
-    p_row_pages = p_pages + i_request * table_stride
     p_row_mask = p_tree_mask + i_request * num_rows * window
     b_max, b_sum, b_out = attend_columns(
-        b_q, i_query, p_kv + o_layer + i_kv_head * HEAD_DIM, p_row_pages, p_row_mask, split_start, full_end, split_end,
-        context, num_rows, window, page_stride, kv_heads * HEAD_DIM, o_value, scale, HAS_TREE, PAGE_SIZE, HEAD_DIM,
-        BLOCK_ROWS, BLOCK_COLUMNS, BLOCK_DIM,
+        b_q, i_query, p_kv + o_layer + i_kv_head * HEAD_DIM, p_pages + i_request * table_stride, p_row_mask, split_start,
+        full_end, split_end, context, num_rows, window, page_stride, kv_heads * HEAD_DIM, o_value, scale, HAS_TREE,
+        PAGE_SIZE, HEAD_DIM, BLOCK_ROWS, BLOCK_COLUMNS, BLOCK_DIM,
     )  # fmt: skip
     o_flat = (i_request * num_rows + i_query) * (kv_heads * GROUP) + i_head
     b_total = tl.where(b_sum == 0.0, 1.0, b_sum)

@@ -94,6 +94,7 @@ class GraphFamily(Generic[ContextT, OutputT]):
                     lambda breaks, bucket=bucket: forward(bucket, breaks),  # type: ignore[misc]
                     context(bucket),
                     parameters=parameters,
+                    rows=self.limits.rows,
                 )
             except RuntimeError as error:  # a graph's own errors and the device's, out of memory among them
                 logger.error("graph %s %d cannot be captured, its batches run eagerly: %s", self.kind.value, bucket, error)
@@ -123,7 +124,7 @@ class GraphFamily(Generic[ContextT, OutputT]):
     def drop(self, bucket: int) -> None:
         """Give up the graph of `bucket`, whose batches run eagerly from here on."""
         self._graphs.pop(bucket)
-        self.pool.drop(self.kind, bucket)
+        self.pool.drop(self.kind, bucket, self.limits.rows)
 
     def _objection(self, shape: BatchShape) -> FallbackReason | None:
         limits, bucket = self.limits, bucket_for(self.buckets, shape.size)

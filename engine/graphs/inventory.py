@@ -57,7 +57,9 @@ class KindReport:
     kind: str
     """Value of the GraphKind."""
     buckets: tuple[int, ...]
-    """Sizes (tokens or requests) that have a graph now, ascending."""
+    """Sizes (tokens or requests) that have a graph now, ascending, once for each number of rows."""
+    rows: tuple[int, ...]
+    """Rows per request of each of these graphs; 0 where any will do."""
     num_breaks: int
     """Breaks of each graph; 0: full graphs."""
     own_bytes: int
@@ -112,10 +114,13 @@ class BoundTensors:
 class PooledGraph(Generic[ContextT, OutputT]):
     """A graph in the inventory; its replays are counted there."""
 
-    def __init__(self, graph: BreakableGraph[ContextT, OutputT], kind: GraphKind, bucket: int, pool: "GraphPool") -> None:
+    def __init__(
+        self, graph: BreakableGraph[ContextT, OutputT], kind: GraphKind, bucket: int, pool: "GraphPool", rows: int = 0
+    ) -> None:
         self.graph = graph
         self.kind = kind
         self.bucket = bucket
+        self.rows = rows
         self.bound: BoundTensors | None = None
         self.capture_seconds = 0.0
         self.pool_growth_bytes = 0
@@ -151,7 +156,7 @@ class GraphPool:
         self.backend = backend
         self.checks_pointers = checks_pointers
         self.as_one_break = as_one_break
-        self._graphs: dict[tuple[GraphKind, int], PooledGraph[Any, Any]] = {}
+        self._graphs: dict[tuple[GraphKind, int, int], PooledGraph[Any, Any]] = {}
         self._replays: Counter[tuple[GraphKind, int]] = Counter()
         self._pad_rows: Counter[GraphKind] = Counter()
         self._fallbacks: Counter[tuple[GraphKind, FallbackReason]] = Counter()
@@ -164,27 +169,30 @@ class GraphPool:
         context: ContextT,
         *,
         parameters: NamedTensors | None = None,
+        rows: int = 0,
     ) -> PooledGraph[ContextT, OutputT]:
         """Capture `fn` at `bucket` rows; `parameters` enumerates the tensors whose exchange makes the graph stale.
+        Graphs of a kind may differ in the `rows` that each request has.
 
         Runners capture their largest bucket first: smaller ones then fit into the memory that it left behind.
         """
-        if (kind, bucket) in self._graphs:
-            raise GraphError(f"{kind.value} {bucket} is already captured; drop it first")
-        name = f"{kind.value} {bucket}"
+        name = f"{kind.value} {bucket}" + (f" x {rows}" if rows else "")
+        if (kind, bucket, rows) in self._graphs:
+            raise GraphError(f"{name} is already captured; drop it first")
         graph = BreakableGraph[ContextT, OutputT](self.backend, name=name, as_one_break=self.as_one_break)
-        pooled = PooledGraph(graph, kind, bucket, self)
+        pooled = PooledGraph(graph, kind, bucket, self, rows)
         before, start = self.backend.pool_bytes(), time.monotonic()
         graph.capture(fn, context)
         pooled.capture_seconds = time.monotonic() - start
         pooled.pool_growth_bytes = self.backend.pool_bytes() - before
         pooled.bound = BoundTensors(parameters) if parameters is not None else None
-        self._graphs[kind, bucket] = pooled
+        self._graphs[kind, bucket, rows] = pooled
         return pooled
 
-    def drop(self, kind: GraphKind | None = None, bucket: int | None = None) -> int:
-        """Release all graphs (of one kind, of one bucket); their counters stay. Returns how many there were."""
-        keys = [key for key in self._graphs if kind in (None, key[0]) and bucket in (None, key[1])]
+    def drop(self, kind: GraphKind | None = None, bucket: int | None = None, rows: int | None = None) -> int:
+        """Release all graphs (of one kind, bucket, number of rows); their counters stay. Returns how many there were."""
+        wanted = (kind, bucket, rows)
+        keys = [key for key in self._graphs if all(w in (None, k) for w, k in zip(wanted, key, strict=True))]
         for key in keys:
             self._graphs.pop(key).graph.release()
         return len(keys)
@@ -225,10 +233,11 @@ class GraphPool:
         return tuple(self._kind_report(kind, graphs) for kind in GraphKind if kind in seen)
 
     def _kind_report(self, kind: GraphKind, graphs: Sequence[PooledGraph[Any, Any]]) -> KindReport:
-        mine = [graph for graph in graphs if graph.kind is kind]
+        mine = sorted((g for g in graphs if g.kind is kind), key=lambda g: (g.bucket, g.rows))
         return KindReport(
             kind=kind.value,
-            buckets=tuple(sorted(graph.bucket for graph in mine)),
+            buckets=tuple(graph.bucket for graph in mine),
+            rows=tuple(graph.rows for graph in mine),
             num_breaks=max((graph.graph.num_breaks for graph in mine), default=0),
             own_bytes=sum(graph.graph.num_bytes for graph in mine),
             pool_growth_bytes=sum(graph.pool_growth_bytes for graph in mine),
@@ -239,7 +248,7 @@ class GraphPool:
         )
 
     def __repr__(self) -> str:
-        counts = Counter(kind.value for kind, _ in self._graphs)
+        counts = Counter(kind.value for kind, *_ in self._graphs)
         return f"<GraphPool {self.backend.name}, graphs {dict(counts)}, {sum(self._replays.values())} replays>"
 
 

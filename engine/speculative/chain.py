@@ -1,13 +1,19 @@
 """Where the rows of one speculative step stand: planned once per step, read by draft, verify and draft extend.
 
 Request b has n_b committed tokens with KV (rows 0..n_b-1) and one newest token without. Of N rows per request, row j
-has position n_b+j. Drafting writes rows 0..N-3 into the draft pool, verify writes rows 0..N-1 into the target pool,
-and draft extend writes rows 0..N-1 into the draft pool again, from true features. Shape legend: B requests, N rows
-each, P pages.
+stands in slot n_b+j.
+
+    chain   position n_b+j. Drafting writes rows 0..N-3 into the draft pool, verify rows 0..N-1 into the target pool, and
+            draft extend rows 0..N-1 into the draft pool again, from true features.
+    tree    k nodes of each of D levels but the last are rows of the draft pool, level by level; N nodes of the target
+            pool, parents first, at position n_b + depth. Of the target's rows the accepted branch is then moved to rows
+            0..; draft extend writes rows 0..D, the branch's, into the draft pool.
+
+Shape legend: B requests, N rows each, P pages, M rows of one forward, W columns of a tree mask.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -34,6 +40,18 @@ class ChainPlan:
     def num_requests(self) -> int:
         return len(self.lens)
 
+    def first(self, count: int) -> "ChainPlan":
+        """The plan of the first `count` rows of each request."""
+        if count == self.num_rows:
+            return self
+        return replace(
+            self,
+            num_rows=count,
+            positions=self.positions[:, :count],
+            slots=self.slots[:, :count],
+            limits=self.limits.clamp(max=count),
+        )
+
 
 def plan_chain(
     requests: Sequence[Request],
@@ -42,12 +60,8 @@ def plan_chain(
     page_size: int,
     max_context: int,
     device: torch.device | str,
-    useful_rows: int | None = None,
 ) -> ChainPlan:
-    """Plan `num_rows` rows for each of `requests`; each must have room for its newest token at least.
-
-    Of more rows than `useful_rows` (a graph has a fixed number), those behind are computed and never accepted.
-    """
+    """Plan `num_rows` rows for each of `requests`; each must have room for its newest token at least."""
     lens = [request.num_tokens - 1 for request in requests]
     needed = [pages_for(n + num_rows, page_size) for n in lens]
     table = build_page_table([r.pages[:need] for r, need in zip(requests, needed, strict=True)], device)
@@ -69,7 +83,7 @@ def plan_chain(
         positions=positions.clamp(max=max_context - 1),
         slots=slots,
         page_table=table,
-        limits=stored if useful_rows is None else stored.clamp(max=useful_rows),
+        limits=stored,
     )
 
 
@@ -80,20 +94,24 @@ def chain_batch(
     mode: ForwardMode,
     first: int = 0,
     slots: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
+    tree_mask: torch.Tensor | None = None,
     capture: CaptureHidden = CaptureHidden.NULL,
     features: torch.Tensor | None = None,
 ) -> ForwardBatch:
-    """The batch of rows [first, first + M) of `plan` holding `token_ids` `[B, M]`, by default at the plan's slots."""
+    """The batch of rows [first, first + M) of `plan` holding `token_ids` `[B, M]`, by default at the plan's slots and
+    positions; both `[B, M]`. `tree_mask` bool `[B, M, W]` as of ForwardBatch."""
     count = token_ids.shape[1]
     window = slice(first, first + count)
     return ForwardBatch(
         mode=mode,
         input_ids=token_ids.reshape(-1),
-        positions=plan.positions[:, window].reshape(-1),
+        positions=(plan.positions[:, window] if positions is None else positions).reshape(-1),
         slots=(plan.slots[:, window] if slots is None else slots).reshape(-1),
         page_table=plan.page_table,
         q_lens=[count] * plan.num_requests,
         kv_lens=[n + first + count for n in plan.lens],
         capture_hidden=capture,
         features=features,
+        tree_mask=tree_mask,
     )

@@ -5,7 +5,6 @@ Shape legend: B requests, N rows each, H draft hidden, W feature width, Vd draft
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -188,12 +187,3 @@ class DraftLoopGraphs:
             chosen = self.sampling.choose(head.compute_logits(out), positions[:, step] + 1, head.target_ids)
             drafts.append(head.target_ids[chosen])
         return torch.stack(drafts, dim=1)
-
-
-@dataclass(frozen=True, kw_only=True)
-class DraftGraphs:
-    """The three kinds of a drafter."""
-
-    prefill: DraftPrefillGraphs
-    extend: DraftExtendGraphs
-    loop: DraftLoopGraphs

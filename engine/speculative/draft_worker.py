@@ -18,9 +18,12 @@ from ..page_table import build_page_table, pages_for, slots_for
 from ..sampler import propose
 from ..sampling_params import SamplingParams
 from .chain import ChainPlan, chain_batch
-from .draft_graphs import DraftGraphs
+from .draft_choice import DraftSampling
+from .draft_graph_set import DraftGraphs
+from .draft_shape import DraftShape
 from .draft_state import DraftStates
 from .eagle3 import DraftPhase, Eagle3Head
+from .tree import DraftTree, grow_tree
 
 MAX_PREFILL_ROWS = 512  # rows of one draft prefill that a graph is captured for
 
@@ -138,11 +141,11 @@ class DraftWorker:
         decision: PathDecision | None = None,
     ) -> torch.Tensor:
         """`propose` from a `state` of hidden `[B, H]` and logits `[B, Vd]`, by graph or as `decision` says."""
-        graphs = self.graphs
+        loop = None if self.graphs is None else self.graphs.loop_of(chain.num_rows)
         if decision is None:
-            decision = EAGER if graphs is None else graphs.loop.decide(chain)
-        if graphs is not None and decision.is_graph:
-            return graphs.loop.run(chain, slots, state, params, decision)
+            decision = EAGER if loop is None else loop.decide(chain)
+        if loop is not None and decision.is_graph:
+            return loop.run(chain, slots, state, params, decision)
         hidden, logits = state
         drafts = [self._choose(logits, params, chain.positions[:, 0] + 1)]
         for step in range(1, chain.num_rows - 1):
@@ -159,6 +162,66 @@ class DraftWorker:
             hidden = self.head.feedback(out)
             drafts.append(self._choose(self.head.compute_logits(out), params, chain.positions[:, step] + 1))
         return torch.stack(drafts, dim=1)
+
+    @torch.no_grad()
+    def propose_tree(
+        self,
+        shape: DraftShape,
+        plan: ChainPlan,
+        state_rows: torch.Tensor,
+        slots: torch.Tensor,
+        params: Sequence[SamplingParams],
+    ) -> DraftTree:
+        """Draft a tree of `shape` per request; arguments as of `propose`, with `plan` and `slots` of all spare rows."""
+        state = self.states.hidden[state_rows], self.states.logits[state_rows]
+        return self.tree_rows(shape, plan, slots, state, params)
+
+    @torch.no_grad()
+    def tree_rows(
+        self,
+        shape: DraftShape,
+        plan: ChainPlan,
+        slots: torch.Tensor,
+        state: tuple[torch.Tensor, torch.Tensor],
+        params: Sequence[SamplingParams],
+        decision: PathDecision | None = None,
+    ) -> DraftTree:
+        """`propose_tree` from a `state` of hidden `[B, H]` and logits `[B, Vd]`, by graph or as `decision` says."""
+        loop = None if self.graphs is None else self.graphs.tree
+        if decision is None:
+            decision = EAGER if loop is None else loop.decide(plan)
+        if loop is not None and decision.is_graph:
+            return loop.run(plan, slots, state, params, decision)
+        sampling = DraftSampling(plan.num_requests, self.device)
+        sampling.load(params)
+
+        def forward(level: int, hidden: torch.Tensor, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            first, shared = (level - 1) * shape.topk, (plan.num_requests, shape.topk)
+            batch = chain_batch(
+                plan,
+                tokens.view(shared),
+                mode=ForwardMode.DECODE,
+                first=first,
+                slots=slots[:, first : first + shape.topk],
+                positions=plan.positions[:, level - 1 : level].expand(shared),
+                tree_mask=mask,
+                capture=CaptureHidden.LAST,
+                features=hidden,
+            )
+            return self._forward(batch, DraftPhase.SELF_CHAIN)
+
+        return grow_tree(shape, self.head, sampling, state, plan.positions[:, 0] + 1, forward)
+
+    @torch.no_grad()
+    def first_proposals(
+        self, shape: DraftShape, positions: torch.Tensor, state_rows: torch.Tensor, params: Sequence[SamplingParams]
+    ) -> torch.Tensor:
+        """What `shape` would draft for `positions` `[B]`, one position behind the newest token; target ids `[B, topk]`."""
+        sampling = DraftSampling(len(params), self.device)
+        sampling.load(params)
+        logits, target_ids = self.states.logits[state_rows], self.head.target_ids
+        ids, _ = sampling.rank(logits, positions, target_ids, shape.topk, len(params))
+        return target_ids[ids]
 
     def _choose(
         self, logits: torch.Tensor, params: Sequence[SamplingParams], positions: torch.Tensor
@@ -195,11 +258,12 @@ class DraftWorker:
     @torch.no_grad()
     def extend_rows(self, batch: ForwardBatch, accept_len: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Hidden `[B, H]` and logits `[B, Vd]` of row `accept_len - 1`, by graph or as `batch.decision` says."""
-        graphs, count = self.graphs, batch.num_requests
+        count = batch.num_requests
+        extend = None if self.graphs is None else self.graphs.extend_of(batch.q_lens[0] if count else 0)
         if batch.decision is None:
-            batch.decision = EAGER if graphs is None else graphs.extend.decide(batch)
-        if graphs is not None and batch.decision.is_graph:
-            return graphs.extend.run(batch, accept_len, batch.decision)
+            batch.decision = EAGER if extend is None else extend.decide(batch)
+        if extend is not None and batch.decision.is_graph:
+            return extend.run(batch, accept_len, batch.decision)
         out = self._forward(batch, DraftPhase.FROM_TARGET_FEATURES)
         offsets = torch.arange(count, device=self.device) * (batch.num_tokens // max(count, 1))
         last = out[offsets + accept_len - 1]

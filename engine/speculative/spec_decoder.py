@@ -1,22 +1,26 @@
-"""One decode step of a batch: draft -> verify -> sample -> accept -> commit -> draft extend.
+"""One decode step of a batch: draft -> verify -> sample -> accept -> compact -> draft extend -> commit.
 
 Without a drafter, or when no request of the batch is warm, a step is plain decode with one row per request.
-Shape legend: B requests, N rows each (N-1 drafts), K captured features, Ht target hidden, V vocabulary.
+Shape legend: B requests, N rows each (the root and N-1 drafts), R rows of the longest branch (R = N in a chain), K captured
+features, Ht target hidden, V vocabulary.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from ..forward_batch import CaptureHidden, ForwardMode, ForwardOutput
 from ..model_runner import ModelRunner
 from ..request import Request
-from ..sampler import SampleOutput, Sampler, sampling_rows
+from ..sampler import SampleOutput, Sampler, rows_behind
+from .adaptive import StepPolicy
 from .chain import ChainPlan, chain_batch, plan_chain
+from .draft_shape import PLAIN, DraftShape
 from .draft_state import PAD_ROW
 from .draft_worker import DraftPrefill, DraftWorker
-from .verify import accept
+from .tree import DraftTree, branches
+from .verify import Verdict, compact, judge
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,8 +36,8 @@ class StepResult:
     """What one step gave each request, in the order of the batch.
 
     `tokens` committed this step (already appended to the request). `logprobs`, per token, is empty for a request that
-    asks for none. `accept_lens` counts what verify accepted, `drafted` how many drafts were offered: both before an
-    end inside the block cut it. `is_bad`: the model's logits were not finite; fail the request.
+    asks for none. `accept_lens` counts what verify accepted, `drafted` how many drafts were offered (of a tree all nodes but
+    the root): both before an end inside the block cut it. `is_bad`: the model's logits were not finite; fail the request.
     """
 
     tokens: list[list[int]]
@@ -52,11 +56,36 @@ class _Warmth:
     covered: int
 
 
-class SpecDecoder:
-    """Runs decode steps on `runner` and, when given, `drafter`; `steps` drafts are verified per step.
+@dataclass(frozen=True, kw_only=True)
+class _Step:
+    """What one step is about: `useful_rows` is how many tokens some request can still use, at most `shape.num_path`.
 
-    The caller reserves pages for prompt + max_new_tokens + steps + 1 tokens, within `max_context`; where a request has
-    less, the rows beyond go to the padding sink and are never accepted. Pages are shared by target and draft KV.
+    `rows` `[B]` draft states and `slots` `[B, S]` draft KV slots of the plan's S rows. `tokens` `[B, N]`, root first, are
+    verified; `tree` None: they are a chain.
+    """
+
+    requests: Sequence[Request]
+    warm: list[bool]
+    shape: DraftShape
+    useful_rows: int
+    plan: ChainPlan
+    rows: torch.Tensor
+    slots: torch.Tensor
+    tokens: torch.Tensor
+    tree: DraftTree | None = None
+
+    @property
+    def num_offered(self) -> int:
+        """Drafts offered to a warm request."""
+        return self.shape.num_nodes - 1 if self.tree is not None and self.useful_rows > 1 else self.useful_rows - 1
+
+
+class SpecDecoder:
+    """Runs decode steps on `runner` and, when given, `drafter`.
+
+    A step drafts `shape`, or what `policy`, given one, makes of it. The caller reserves pages for prompt + max_new_tokens +
+    shape.spare_slots tokens, within `max_context`; where a request has less, the rows beyond go to the padding sink and are
+    never accepted. Pages are shared by target and draft KV. `steps` stands for a chain where no `shape` is given.
     """
 
     def __init__(
@@ -66,15 +95,16 @@ class SpecDecoder:
         *,
         drafter: DraftWorker | None = None,
         steps: int = 3,
+        shape: DraftShape | None = None,
+        policy: StepPolicy | None = None,
         eos_token_ids: Sequence[int] = (),
         max_context: int,
     ) -> None:
-        if steps < 0:
-            raise ValueError(f"spec_steps {steps}: use 0 (no drafts) or more")
         self.runner = runner
         self.sampler = sampler
         self.drafter = drafter
-        self.steps = steps
+        self.shape = DraftShape.of(steps) if shape is None else shape
+        self.policy = policy
         self.max_context = max_context
         self._eos = frozenset(eos_token_ids)
         self._page_size = runner.pool.page_size
@@ -132,103 +162,162 @@ class SpecDecoder:
     @torch.no_grad()
     def step(self, requests: Sequence[Request]) -> StepResult:
         """Advance every request of `requests` (none finished, each with an output token) by at least one token."""
+        step = self._draft(self._plan(requests))
+        output = self._verify(step)
+        sampled = self._sample(step, output.logits)
+        targets = sampled.tokens.view(step.tokens.shape)
+        verdict = judge(step.shape, step.tokens, step.tree, targets, step.plan.limits)
+        verdict = verdict._replace(accept_len=verdict.accept_len.clamp(max=step.useful_rows))
+        if step.tree is not None:
+            compact(self.runner.pool, step.plan, verdict)
+        first_proposals = self._first_proposals(step)
+        self._extend(step, output, verdict)
+        return self._commit(step, sampled, verdict, first_proposals, output.path)
+
+    def _plan(self, requests: Sequence[Request]) -> _Step:
         warm = [self.is_warm(request) for request in requests]
-        useful_rows = self._rows_per_request(requests, warm)
+        shape, useful_rows = self._shape_to_run(requests, warm)
         plan = plan_chain(
-            requests,
-            self._rows_to_run(len(requests), useful_rows, any(warm)),
-            page_size=self._page_size,
-            max_context=self.max_context,
-            device=self._device,
-            useful_rows=useful_rows,
+            requests, shape.spare_slots, page_size=self._page_size, max_context=self.max_context, device=self._device
         )
         rows, slots = self._draft_places(requests, warm, plan)
-        drafts = self._draft(requests, plan, rows, slots)
-        output = self._verify(requests, plan, drafts, any(warm))
-        sampled = self._sample(requests, plan, drafts, output.logits)
-        targets = sampled.tokens.view(plan.num_requests, plan.num_rows)
-        accept_len = torch.minimum(accept(targets, drafts), plan.limits)
-        if self.drafter is not None and any(warm):
-            assert output.hidden is not None, "the target captured no features for the draft"
-            self.drafter.extend(plan, rows, slots, targets, output.hidden, accept_len)
-        offered = [useful_rows - 1 if is_warm else 0 for is_warm in warm]
-        return self._commit(requests, plan, offered, sampled, accept_len, output.path)
+        newest = torch.tensor([request.bonus_token for request in requests], dtype=torch.int64, device=self._device)
+        return _Step(
+            requests=requests,
+            warm=warm,
+            shape=shape,
+            useful_rows=useful_rows,
+            plan=plan,
+            rows=rows,
+            slots=slots,
+            tokens=newest[:, None],
+        )
 
-    def _rows_per_request(self, requests: Sequence[Request], warm: Sequence[bool]) -> int:
-        """N: no more rows than the request with the most output left can use."""
+    def _shape_to_run(self, requests: Sequence[Request], warm: Sequence[bool]) -> tuple[DraftShape, int]:
+        """The shape of this step, and how many tokens some request can use of it.
+
+        Of a chain no more rows are run than are useful, but where graphs take the batch: they have them all.
+        """
         if not any(warm):
-            return 1
+            return PLAIN, 1
+        shape = self.shape if self.policy is None else self.policy.choose(len(requests))
         most_left = max(r.num_remaining for r, is_warm in zip(requests, warm, strict=True) if is_warm)
-        return 1 + min(self.steps, most_left - 1)
-
-    def _rows_to_run(self, num_requests: int, useful_rows: int, is_drafting: bool) -> int:
-        """As many rows as the graphs have, where they take this batch; else no more than are useful."""
-        graphs = self.runner.graphs.verify if self.runner.graphs is not None else None
-        if graphs is None or graphs.rows.num_rows != (1 + self.steps if is_drafting else 1):
-            return useful_rows
-        return graphs.rows.num_rows if graphs.takes(num_requests) else useful_rows
+        useful_rows = min(shape.num_path, most_left)
+        graphs = self.runner.graphs.verify_of(shape.num_nodes) if self.runner.graphs is not None else None
+        if graphs is not None and graphs.rows.num_rows == shape.num_nodes and graphs.takes(len(requests)):
+            return shape, useful_rows
+        if shape.is_tree:
+            return (shape if useful_rows > 1 else PLAIN), useful_rows
+        return DraftShape.of(useful_rows - 1), useful_rows
 
     def _draft_places(
         self, requests: Sequence[Request], warm: Sequence[bool], plan: ChainPlan
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Draft state rows `[B]` and draft KV slots `[B, N]`; a cold request keeps neither state nor KV."""
+        """Draft state rows `[B]` and draft KV slots `[B, S]`; a cold request keeps neither state nor KV."""
         rows = [self._warm[r].row if is_warm else PAD_ROW for r, is_warm in zip(requests, warm, strict=True)]
         is_kept = torch.tensor(warm, dtype=torch.bool, device=self._device)
         return torch.tensor(rows, dtype=torch.int64, device=self._device), torch.where(is_kept[:, None], plan.slots, 0)
 
-    def _draft(
-        self, requests: Sequence[Request], plan: ChainPlan, rows: torch.Tensor, slots: torch.Tensor
-    ) -> torch.Tensor:
-        if self.drafter is None or plan.num_rows == 1:
-            return torch.empty((plan.num_requests, 0), dtype=torch.int64, device=self._device)
-        return self.drafter.propose(plan, rows, slots, [request.sampling for request in requests])
+    def _draft(self, step: _Step) -> _Step:
+        """The step with its drafts behind the newest tokens."""
+        drafter, shape = self.drafter, step.shape
+        if drafter is None or shape.steps == 0:
+            return step
+        params = [request.sampling for request in step.requests]
+        if not shape.is_tree:
+            drafts = drafter.propose(step.plan, step.rows, step.slots, params)
+            return replace(step, tokens=torch.cat((step.tokens, drafts), dim=1))
+        tree = drafter.propose_tree(shape, step.plan, step.rows, step.slots, params)
+        return replace(step, tokens=torch.cat((step.tokens, tree.drafts), dim=1), tree=tree)
 
-    def _verify(
-        self, requests: Sequence[Request], plan: ChainPlan, drafts: torch.Tensor, is_captured: bool
-    ) -> ForwardOutput:
-        newest = torch.tensor([request.bonus_token for request in requests], dtype=torch.int64, device=self._device)
+    def _verify(self, step: _Step) -> ForwardOutput:
+        tree, positions = step.tree, step.plan.positions[:, : step.shape.num_nodes]
+        if tree is not None:
+            positions = (positions[:, :1] + tree.depths).clamp(max=self.max_context - 1)
         batch = chain_batch(
-            plan,
-            torch.cat((newest[:, None], drafts), dim=1),
-            mode=ForwardMode.TARGET_VERIFY if plan.num_rows > 1 else ForwardMode.DECODE,
-            capture=CaptureHidden.FULL if is_captured else CaptureHidden.NULL,
+            step.plan,
+            step.tokens,
+            mode=ForwardMode.TARGET_VERIFY if step.shape.steps else ForwardMode.DECODE,
+            positions=positions,
+            tree_mask=None if tree is None else tree.mask,
+            capture=CaptureHidden.FULL if any(step.warm) else CaptureHidden.NULL,
         )
         return self.runner.forward(batch)
 
-    def _sample(
-        self, requests: Sequence[Request], plan: ChainPlan, drafts: torch.Tensor, logits: torch.Tensor
-    ) -> SampleOutput:
-        # Only penalties look at a row's own prefix of drafts; without them the host need not wait for the drafts.
-        if any(request.sampling.needs_penalties for request in requests):
-            prefixes = drafts.tolist()
-        else:
-            prefixes = [[0] * (plan.num_rows - 1)] * plan.num_requests
-        rows = [row for r, prefix in zip(requests, prefixes, strict=True) for row in sampling_rows(r, prefix)]
-        return self.sampler.sample(logits, self.sampler.build(rows))
+    def _sample(self, step: _Step, logits: torch.Tensor) -> SampleOutput:
+        # Only penalties look at a row's own branch of drafts; without them the host need not wait for the drafts.
+        num_nodes, tree = step.shape.num_nodes, step.tree
+        seen: Sequence[Sequence[Sequence[int]]] = [[[0] * j for j in range(num_nodes)]] * len(step.requests)
+        if any(request.sampling.needs_penalties for request in step.requests):
+            drafts = step.tokens[:, 1:].tolist()
+            parents = tree.parents.tolist() if tree is not None else [range(-1, num_nodes - 1)] * len(drafts)
+            seen = [branches(*both) for both in zip(drafts, parents, strict=True)]
+        rows = [row for r, mine in zip(step.requests, seen, strict=True) for row in rows_behind(r, mine)]
+        batch = self.sampler.build(rows)
+        if tree is not None:
+            batch = batch.at((step.plan.positions[:, :1] + 1 + tree.depths).flatten())
+        return self.sampler.sample(logits, batch)
+
+    def _first_proposals(self, step: _Step) -> torch.Tensor | None:
+        """Where nothing is drafted for now: what would have been, `[B, topk]`, to see whether drafting would pay."""
+        if self.policy is None or self.drafter is None or step.shape.steps or not any(step.warm):
+            return None
+        params = [request.sampling for request in step.requests]
+        return self.drafter.first_proposals(self.shape, step.plan.positions[:, 0] + 1, step.rows, params)
+
+    def _extend(self, step: _Step, output: ForwardOutput, verdict: Verdict) -> None:
+        """Rewrite the draft's rows along the kept branch from the target's features of it."""
+        if self.drafter is None or not any(step.warm):
+            return
+        features = output.hidden
+        assert features is not None, "the target captured no features for the draft"
+        plan, slots, count = step.plan, step.slots, verdict.path.shape[1]
+        if step.tree is not None:
+            firsts = torch.arange(plan.num_requests, device=self._device)[:, None] * step.shape.num_nodes
+            features = features.index_select(0, (firsts + verdict.path).flatten())
+            plan, slots = plan.first(count), slots[:, :count]
+        self.drafter.extend(plan, step.rows, slots, verdict.tokens, features, verdict.accept_len)
 
     def _commit(
-        self,
-        requests: Sequence[Request],
-        plan: ChainPlan,
-        offered: list[int],
-        sampled: SampleOutput,
-        accept_len: torch.Tensor,
-        path: str,
+        self, step: _Step, sampled: SampleOutput, verdict: Verdict, first_proposals: torch.Tensor | None, path: str
     ) -> StepResult:
-        shape = (plan.num_requests, plan.num_rows)
-        bad_before = sampled.bad_rows.view(shape).long().cumsum(dim=1)
+        """Append what was accepted: the one place of a step where the host waits for the device."""
+        num_rows = verdict.path.shape[1]
+        bad_before = sampled.bad_rows.view(step.tokens.shape).gather(1, verdict.path).long().cumsum(dim=1)
         good_rows = (bad_before == 0).sum(dim=1)
-        host = torch.cat((sampled.tokens.view(shape), accept_len[:, None], good_rows[:, None]), dim=1).tolist()
-        tokens, is_bad, accept_lens = [], [], []
-        for request, row in zip(requests, host, strict=True):
-            accepted, good = row[-2], row[-1]
+        parts = [verdict.tokens, verdict.path, verdict.accept_len[:, None], good_rows[:, None]]
+        if first_proposals is not None:
+            parts.append((first_proposals == verdict.tokens[:, :1]).any(dim=1, keepdim=True))
+        host = torch.cat(parts, dim=1).tolist()
+        tokens, is_bad, accept_lens, paths = [], [], [], []
+        for request, row in zip(step.requests, host, strict=True):
+            accepted, good = row[2 * num_rows : 2 * num_rows + 2]
             accept_lens.append(accepted)
             is_bad.append(good < accepted)
+            paths.append(row[num_rows : 2 * num_rows])
             tokens.append(self._commit_one(request, row[: min(accepted, good)]))
-        logprobs = _logprobs_of(requests, tokens, sampled, plan.num_rows)
+        if self.policy is not None:
+            self._observe(self.policy, step, accept_lens, None if first_proposals is None else [row[-1] for row in host])
         return StepResult(
-            tokens=tokens, logprobs=logprobs, accept_lens=accept_lens, drafted=offered, is_bad=is_bad, path=path
+            tokens=tokens,
+            logprobs=_logprobs_of(step.requests, tokens, paths, sampled, step.shape.num_nodes),
+            accept_lens=accept_lens,
+            drafted=[step.num_offered if is_warm else 0 for is_warm in step.warm],
+            is_bad=is_bad,
+            path=path,
         )
+
+    def _observe(
+        self, policy: StepPolicy, step: _Step, accept_lens: Sequence[int], would_match: Sequence[int] | None
+    ) -> None:
+        """Tell the policy what became of the drafts of the warm requests, or of those that were not offered."""
+        most = step.useful_rows - 1
+        if would_match is not None:
+            kept = [matched for matched, is_warm in zip(would_match, step.warm, strict=True) if is_warm]
+            policy.observe(sum(kept), len(kept))
+        else:
+            kept = [length - 1 for length, is_warm in zip(accept_lens, step.warm, strict=True) if is_warm]
+            policy.observe(sum(kept), sum(min(count + 1, most) for count in kept))
 
     def _commit_one(self, request: Request, tokens: list[int]) -> list[int]:
         warmth = self._warm.get(request) if self.is_warm(request) else None
@@ -236,14 +325,19 @@ class SpecDecoder:
         request.num_computed = request.num_tokens - 1
         if warmth is not None:
             warmth.covered += count
+            assert warmth.covered == request.num_computed, f"{request!r}: draft KV covers {warmth.covered} rows"
         return tokens[:count]
 
     def __repr__(self) -> str:
-        return f"<SpecDecoder {self.steps if self.drafter is not None else 0} steps, {len(self._warm)} drafted for>"
+        return f"<SpecDecoder {self.shape if self.drafter is not None else PLAIN}, {len(self._warm)} drafted for>"
 
 
 def _logprobs_of(
-    requests: Sequence[Request], tokens: Sequence[list[int]], sampled: SampleOutput, num_rows: int
+    requests: Sequence[Request],
+    tokens: Sequence[list[int]],
+    paths: Sequence[list[int]],
+    sampled: SampleOutput,
+    num_rows: int,
 ) -> list[list[TokenLogprob]]:
     if sampled.logprobs is None or sampled.top_ids is None or sampled.top_logprobs is None:
         return [[] for _ in requests]
@@ -251,7 +345,7 @@ def _logprobs_of(
     out = []
     for b, (request, committed) in enumerate(zip(requests, tokens, strict=True)):
         wanted = request.sampling.logprobs
-        rows = range(b * num_rows, b * num_rows + len(committed)) if wanted >= 0 else range(0)
+        rows = [b * num_rows + node for node in paths[b][: len(committed)]] if wanted >= 0 else []
         out.append(
             [
                 TokenLogprob(logprob=chosen[r], top=list(zip(ids[r][:wanted], values[r][:wanted], strict=True)))

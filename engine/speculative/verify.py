@@ -1,15 +1,34 @@
-"""Which drafts are kept: sample-and-match along a chain.
+"""Which drafts are kept: sample-and-match along a chain, or down a tree.
 
 The target samples a token in every row from its own distribution behind the row's drafts; drafts are kept while they
 equal what was sampled. Every emitted token is thus the target's own choice, a function of (seed, position, prefix)
-alone: no drafter can change the output, only how many tokens a step yields. Shape legend: B requests, N rows each.
+alone: no drafter can change the output, only how many tokens a step yields. In a tree the sampled token chooses among
+the children of the node it was sampled behind. Shape legend: B requests, N rows each, R rows of the longest branch.
 """
+
+from typing import NamedTuple
 
 import torch
 
+from ...kernels.compact_kv import compact_kv
+from ...kernels.tree_verify import tree_verify
+from ..kv_pool import KVPool
+from .chain import ChainPlan
+from .draft_shape import DraftShape
+from .tree import DraftTree
+
+
+class Verdict(NamedTuple):
+    """`accept_len` int64 `[B]`: request b emits `tokens[b, :accept_len[b]]`, at least one token. `tokens` int64 `[B, R]`:
+    the target's choices along the kept branch. `path` int64 `[B, R]`: the rows where they were made, root first."""
+
+    accept_len: torch.Tensor
+    tokens: torch.Tensor
+    path: torch.Tensor
+
 
 def accept(target_tokens: torch.Tensor, draft_tokens: torch.Tensor) -> torch.Tensor:
-    """Accept lengths `[B]` int64 in 1..N: request b emits `target_tokens[b, :accept_len[b]]`.
+    """Accept lengths `[B]` int64 in 1..N: request b emits `target_tokens[b, :accept_len]`.
 
     `target_tokens` `[B, N]`: what the target chose in row j, behind the newest token and drafts 0..j-1.
     `draft_tokens` `[B, N-1]`: draft j stands in row j+1, so it is kept when it equals target_tokens[b, j] and all
@@ -18,3 +37,26 @@ def accept(target_tokens: torch.Tensor, draft_tokens: torch.Tensor) -> torch.Ten
     assert draft_tokens.shape[1] == target_tokens.shape[1] - 1, (target_tokens.shape, draft_tokens.shape)
     matches = target_tokens[:, :-1] == draft_tokens
     return 1 + matches.long().cumprod(dim=1).sum(dim=1)
+
+
+def judge(
+    shape: DraftShape, tokens: torch.Tensor, tree: DraftTree | None, targets: torch.Tensor, limits: torch.Tensor
+) -> Verdict:
+    """The verdict on `tokens` `[B, N]`, root first, given the target's choice `targets` `[B, N]` behind each.
+
+    `tree` None: they are a chain. `limits` `[B]`: rows from there on found no place and are not kept.
+    """
+    if tree is None:
+        accept_len = torch.minimum(accept(targets, tokens[:, 1:]), limits)
+        return Verdict(accept_len, targets, torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape))
+    walked = tree_verify(tokens, tree.parents, targets, limits)
+    return Verdict(walked.accept_len, walked.tokens[:, : shape.num_path], walked.path[:, : shape.num_path])
+
+
+def compact(pool: KVPool, plan: ChainPlan, verdict: Verdict) -> None:
+    """Move the KV of the kept branch of each request to where a chain's would lie: row i from `verdict.path[:, i]`."""
+    rows = torch.arange(1, verdict.path.shape[1], device=verdict.path.device)
+    is_kept = rows < verdict.accept_len[:, None]
+    sources = plan.slots.gather(1, verdict.path[:, 1:]).where(is_kept, 0)
+    targets = plan.slots[:, 1 : verdict.path.shape[1]].where(is_kept, 0)
+    compact_kv(pool.kv, sources.contiguous(), targets.contiguous())

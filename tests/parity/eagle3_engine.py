@@ -12,6 +12,8 @@ from baton.engine.page_table import build_page_table, pages_for, slots_for
 from baton.engine.request import Request
 from baton.engine.sampler import Sampler, sampling_rows
 from baton.engine.sampling_params import SamplingParams
+from baton.engine.speculative.adaptive import StepPolicy
+from baton.engine.speculative.draft_shape import DraftShape
 from baton.engine.speculative.draft_worker import DraftWorker
 from baton.engine.speculative.eagle3_weights import load_eagle3
 from baton.engine.speculative.spec_config import load_draft_config
@@ -31,6 +33,9 @@ class Engine:
     head: Path | None = None
     aux_ids: Sequence[int] | None = None  # instead of those of the head's config
     steps: int = STEPS
+    topk: int = 1
+    tokens: int = 0
+    policy: StepPolicy | None = None
     max_context: int = 256
     next_page: int = 1
     results: list[StepResult] = field(default_factory=list)
@@ -52,7 +57,8 @@ class Engine:
             self.runner,
             Sampler(self.vocab_size),
             drafter=self.drafter,
-            steps=self.steps,
+            shape=DraftShape.of(self.steps, self.topk, self.tokens),
+            policy=self.policy,
             max_context=self.max_context,
         )
 
@@ -61,7 +67,7 @@ class Engine:
     ) -> Request:
         """A request with its prompt computed, its first token sampled and its draft KV written in chunks."""
         request = Request(room=f"{self.next_page:032x}", epoch=0, prompt_ids=list(prompt), sampling=params)
-        wanted = pages or pages_for(len(prompt) + params.max_new_tokens + self.steps + 1, PAGE_SIZE)
+        wanted = pages or pages_for(len(prompt) + params.max_new_tokens + self.decoder.shape.spare_slots, PAGE_SIZE)
         request.pages = list(range(self.next_page, self.next_page + wanted))[::-1]
         self.next_page += wanted
         n = len(prompt)

@@ -1,6 +1,6 @@
 """Engines with graphs beside engines without, and what makes them differ where a graph is wrong."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from baton.engine.attention import PagedAttention
@@ -14,7 +14,10 @@ from baton.engine.lifecycle import Lifecycle, Phase
 from baton.engine.model_runner import ModelRunner
 from baton.engine.page_table import slots_for
 from baton.engine.request import Request
+from baton.engine.speculative.draft_graphs import DraftLoopGraphs
+from baton.engine.speculative.draft_shape import PLAIN, DraftShape
 from baton.engine.speculative.draft_worker import DraftWorker
+from baton.engine.speculative.tree_graphs import TreeLoopGraphs
 from baton.tests.parity.eagle3_engine import PAGE_SIZE, Engine
 
 MAX_BATCH, MAX_TOKENS = 4, 24
@@ -39,18 +42,20 @@ def capture(
     *,
     memory: TapeMemory | None = None,
     num_rows: int = 1,
+    shapes: Sequence[DraftShape] = (),
     max_context: int = 256,
     max_batch: int = MAX_BATCH,
     max_tokens: int = MAX_TOKENS,
     as_one_break: bool = False,
 ) -> GraphSet:
-    """Every kind of graph at once, as no single role has them."""
+    """Every kind of graph at once, as no single role has them; `num_rows` stands for a chain's `shapes`."""
+    shapes = shapes or [DraftShape.of(num_rows - 1)]
     backend = TapeBackend(memory or KeptMemory())
     graphs = GraphSet(backend, at(Phase.POOLS_ALLOCATED), as_one_break=as_one_break)
     graphs.capture_prefill(runner, max_tokens)
-    graphs.capture_decode(runner, max_batch, num_rows, max_context)
+    graphs.capture_decode(runner, max_batch, shapes, max_context)
     if drafter is not None:
-        graphs.capture_draft(drafter, max_batch, num_rows, max_context, max_tokens)
+        graphs.capture_draft(drafter, max_batch, shapes, max_context, max_tokens)
     return graphs
 
 
@@ -62,12 +67,12 @@ def with_graphs(
     as_one_break: bool = False,
 ) -> GraphSet:
     """Graphs for `engine`, of which `kinds` run; every static buffer is poisoned before each step."""
-    num_rows = 1 + engine.steps if engine.drafter is not None else 1
+    policy, shape = engine.decoder.policy, engine.decoder.shape if engine.drafter is not None else PLAIN
     graphs = capture(
         engine.runner,
         engine.drafter,
         memory=memory,
-        num_rows=num_rows,
+        shapes=[shape] if policy is None else policy.shapes[::-1],
         max_context=engine.max_context,
         as_one_break=as_one_break,
     )
@@ -85,22 +90,31 @@ def with_graphs(
 
 def families(engine: Engine) -> list[GraphFamily]:
     target = engine.runner.graphs
-    found = [target.prefill.tokens.family, target.verify.family]
+    found = [target.prefill.tokens.family, *(verify.family for verify in target.verifies)]
     if engine.drafter is not None:
         draft = engine.drafter.graphs
-        found += [draft.prefill.tokens.family, draft.extend.family, draft.loop.family]
+        found += [draft.prefill.tokens.family, *(graphs.family for graphs in (*draft.extends, *loops_of(engine)))]
     return found
+
+
+def loops_of(engine: Engine) -> list[DraftLoopGraphs | TreeLoopGraphs]:
+    draft = engine.drafter.graphs
+    return [*draft.loops, *([] if draft.tree is None else [draft.tree])]
 
 
 def statics(engine: Engine) -> Iterator[torch.Tensor]:
     """Every static input of every graph."""
     target = engine.runner.graphs
-    tokens, rows = [target.prefill.tokens], [target.verify.rows]
+    tokens, rows = [target.prefill.tokens], [verify.rows for verify in target.verifies]
     if engine.drafter is not None:
         draft = engine.drafter.graphs
         tokens.append(draft.prefill.tokens)
-        rows += [draft.extend.rows, draft.loop.rows]
-        yield from (draft.extend.features, draft.extend.accept_len, draft.loop.hidden, draft.loop.logits)
+        for extend in draft.extends:
+            rows.append(extend.rows)
+            yield from (extend.features, extend.accept_len)
+        for loop in loops_of(engine):
+            rows.append(loop.rows)
+            yield from (loop.hidden, loop.logits)
     for graphs in tokens:
         yield from graphs.inputs.values()
         yield from (graphs.bridge.q, graphs.bridge.k, graphs.bridge.v, graphs.bridge.out)
@@ -109,7 +123,8 @@ def statics(engine: Engine) -> Iterator[torch.Tensor]:
 
 
 def statics_of(fixed: FixedRows) -> tuple[torch.Tensor, ...]:
-    return fixed.input_ids, fixed.positions, fixed.slots, fixed.page_table, fixed.kv_lens
+    tree = () if fixed.tree_mask is None else (fixed.tree_mask,)
+    return fixed.input_ids, fixed.positions, fixed.slots, fixed.page_table, fixed.kv_lens, *tree
 
 
 def poison(engine: Engine) -> None:

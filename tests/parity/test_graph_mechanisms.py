@@ -19,6 +19,7 @@ from baton.engine.loader import EngineLoader
 from baton.engine.page_table import build_page_table, slots_for
 from baton.engine.sampling_params import SamplingParams
 from baton.engine.speculative.draft_graphs import DraftPrefillGraphs
+from baton.engine.speculative.draft_shape import PLAIN
 from baton.engine.speculative.eagle3_weights import load_eagle3
 from baton.engine.speculative.spec_config import load_draft_config
 from baton.tests.parity.eagle3_engine import Engine
@@ -93,7 +94,7 @@ def test_m1_5_capturing_before_the_pools_exist_names_both_states(target):
         with pytest.raises(LifecycleError, match=f"POOLS_ALLOCATED.*{phase.name}"):
             graphs.capture_prefill(toy.runner, 8)
         with pytest.raises(LifecycleError, match=f"POOLS_ALLOCATED.*{phase.name}"):
-            graphs.capture_decode(toy.runner, 2, 1, 64)
+            graphs.capture_decode(toy.runner, 2, [PLAIN], 64)
     assert toy.runner.graphs is None
     with pytest.raises(LifecycleError, match="already configured"):
         toy.runner.set_aux_layer_ids((1, 5, 8))

@@ -109,7 +109,7 @@ class Pair:
         planes = planes_of(d.pool, d.features)
         self.links[D].transport = FakeReceiver(self.network, D, layout(d), planes, clock=self.clock)
         self.prefill = PrefillWorker(p, self.links[P], instance=P, chunk_size=chunk_size, max_batch=4, max_queue=64)
-        self.decode = DecodeWorker(d, self.links[D], instance=D, max_running=max_running, spec_steps=3)
+        self.decode = DecodeWorker(d, self.links[D], instance=D, max_running=max_running)
         self.tokens, self.ends, self.gone, self.epochs, self._free = {}, {}, {}, {}, {}
 
     def send(self, room, prompt_ids, epoch=0, **sampling):

@@ -104,6 +104,7 @@ def test_the_pool_counts_graphs_replays_padding_and_fallbacks():
     assert prefill == KindReport(
         kind="target_prefill",
         buckets=(4, 8),
+        rows=(0, 0),
         num_breaks=0,
         own_bytes=96,
         pool_growth_bytes=0,

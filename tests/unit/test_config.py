@@ -183,6 +183,7 @@ def _values(cls):
         else:
             strategies[name] = st.text(min_size=1).map(lambda text: "m" + text)
     strategies.pop("config")
+    strategies.pop("spec_tokens", None)  # most values do not go with steps and topk
     return st.fixed_dictionaries({"model": strategies.pop("model")}, optional=strategies)
 
 
@@ -226,6 +227,8 @@ def test_cluster_modules_import_no_torch():
     [
         (DecodeConfig, ["--spec-steps", "3"], ["--spec-steps", "--draft"]),
         (DecodeConfig, ["--spec-steps", "5", "--draft", "d", "--no-draft"], ["--spec-steps", "--no-draft"]),
+        (DecodeConfig, ["--spec-topk", "2"], ["--spec-topk", "--draft"]),
+        (DecodeConfig, ["--spec-adaptive", "on", "--draft", "d", "--no-draft"], ["--spec-adaptive", "--no-draft"]),
         (DecodeConfig, ["--kv-memory-mb", "64", "--pages", "8"], ["--kv-memory-mb", "--pages"]),
         (PrefillConfig, ["--kv-memory-mb", "64", "--pages", "8"], ["--kv-memory-mb", "--pages"]),
         (RouterConfig, ["--queue-timeout-s", "60", "--request-timeout-s", "30"], ["--queue-timeout-s", "--request-"]),

@@ -54,7 +54,7 @@ def test_the_gap_of_a_message_is_shared_by_its_tokens():
 
 def test_heartbeats_become_labelled_gauges_and_counters():
     stats = WorkerStats(
-        state="draining", pages_total=100, pages_free=60, pages_cached=20, running=2, accept_length=2.5,
+        state="draining", pages_total=100, pages_free=60, pages_cached=20, running=2, accept_length=2.5, spec_steps=3,
         graphs=GraphCounts(verify=3), counters={"forwards": 12.0},
     )  # fmt: skip
     workers = [
@@ -68,6 +68,8 @@ def test_heartbeats_become_labelled_gauges_and_counters():
     assert value(found, "baton_worker_requests", kind="running", **who) == 2
     assert value(found, "baton_worker_graphs", kind="verify", **who) == 3
     assert value(found, "baton_worker_accept_length", **who) == 2.5
+    assert value(found, "baton_worker_spec_steps", **who) == 3
+    assert len([key for key in found if key[0] == "baton_worker_spec_steps"]) == 1, "prefill drafts nothing"
     assert value(found, "baton_worker_events_total", event="forwards", **who) == 12
     assert [key for key in found if key[0] == "baton_worker_accept_length"] == [
         ("baton_worker_accept_length", tuple(sorted(who.items())))
