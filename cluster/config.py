@@ -90,6 +90,15 @@ class NetworkSettings(RoleConfig):
     drain_timeout_s: float = setting(
         30.0, Setting(help="longest wait for running requests after SIGTERM", unit="s", minimum=0, maximum=3600)
     )
+    watchdog_s: float = setting(
+        15.0,
+        Setting(
+            help="a process that hangs for this long writes its stacks and exits, for its supervisor; 0: never",
+            unit="s",
+            minimum=0,
+            maximum=3600,
+        ),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,7 @@
     ├── TransferError          a hand-off failed
     │   ├── TransferTimeout        no progress within the lease
     │   └── DigestMismatch         a block's bytes were wrong more often than allowed
+    ├── Draining               a worker leaves and hands its rooms back; nobody is at fault
     ├── OutOfPages             a pool cannot hold what was asked
     └── DeadlineExceeded       a request took longer than it may
 """
@@ -58,6 +59,10 @@ class TransferTimeout(TransferError):
 
 class DigestMismatch(TransferError):
     """A block's digest did not match, more often than allowed."""
+
+
+class Draining(BatonError):
+    """A worker leaves and hands its rooms back."""
 
 
 class OutOfPages(BatonError):

@@ -139,6 +139,11 @@ class DecodeWorker:
     def start_draining(self) -> None:
         self.admission.is_draining = True
 
+    def hand_back(self) -> None:
+        for room in self.queues:
+            if room.state is not RoomState.CLOSING:
+                self._fail(room, "Draining", "decode leaves", retryable=True)
+
     def stats(self) -> WorkerStats:
         cache = self.engine.cache
         return WorkerStats(

@@ -19,6 +19,7 @@ import zmq
 from ..cluster.control_link import ControlLink, LinkQueues
 from ..cluster.errors import BatonError, LocalProtocolError, StartupError
 from ..cluster.messages import ControlDown, ControlUp
+from ..cluster.watchdog import Watchdog
 from .transport import Dropped, KVTransport, Lost, Offer, PullRequest, TransportEvent
 
 IDLE_WAIT_S = 0.2
@@ -152,6 +153,7 @@ class WorkerLink:
         self.connected = False
         self.transport_counters: dict[str, float] = {}
         self.heartbeat_s = 0.25  # as the router wants it
+        self._turned_at = time.monotonic()
 
     def __repr__(self) -> str:
         return f"<WorkerLink {'connected' if self.connected else 'not connected'}, {self._commands.qsize()} commands>"
@@ -162,6 +164,15 @@ class WorkerLink:
         error = self._started.get()
         if error is not None:
             raise error
+
+    def feeder(self, watchdog: Watchdog) -> Callable[[float], None]:
+        """Feeds it on behalf of the scheduler, as long as this thread moves too."""
+
+        def feed(now: float) -> None:
+            if now - self._turned_at < watchdog.limit_s / 2:
+                watchdog.feed(now)
+
+        return feed
 
     def post(self, command: Command | ControlUp) -> None:
         """Hand a command or a message for the router to the thread; never blocks."""
@@ -220,7 +231,7 @@ class WorkerLink:
 
     def _turn(self, work: LinkWork, control: ControlLink, transport: PollableTransport) -> None:
         """Wait for the earliest of: a message, a block, a command, a deadline. Then do what is due."""
-        now = time.monotonic()
+        self._turned_at = now = time.monotonic()
         deadline = transport.next_deadline(now)
         wait = IDLE_WAIT_S if deadline is None else min(IDLE_WAIT_S, max(0.0, deadline - now))
         is_behind = self._inbox.qsize() >= INBOX_LIMIT  # then the router's messages wait in its own bounded queue

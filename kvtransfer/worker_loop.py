@@ -17,6 +17,7 @@ from .link import Command, LinkEvent, LinkFailed, RouterLost
 logger = logging.getLogger(__name__)
 
 IDLE_WAIT_S = 0.05  # how long an idle loop may sleep before it looks at the shutdown events
+FAREWELL_S = 0.3  # from Goodbye to the end at least: what the router sent before it heard is refused, not lost
 
 
 class Worker(Protocol):
@@ -38,6 +39,9 @@ class Worker(Protocol):
 
     def start_draining(self) -> None:
         """Take no new room from here on."""
+
+    def hand_back(self) -> None:
+        """This worker leaves now: the router shall go on elsewhere with every room that is left."""
 
     @property
     def num_rooms(self) -> int:
@@ -73,12 +77,14 @@ class WorkerLoop:
         *,
         drain_timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
+        feed: Callable[[float], None] | None = None,
     ) -> None:
         self.worker = worker
         self.link = link
         self.shutdown = shutdown
         self.drain_timeout_s = drain_timeout_s
         self._clock = clock
+        self._feed = feed or (lambda now: None)  # the watchdog's
         self._drain_until: float | None = None
         self._next_beat = 0.0
         self._is_busy = False  # the last step had work
@@ -88,6 +94,7 @@ class WorkerLoop:
         code = EXIT_OK
         while code == EXIT_OK and not self.is_over():
             code = self.turn()
+        self.worker.hand_back()
         self.link.close()
         return code
 
@@ -131,11 +138,12 @@ class WorkerLoop:
         if now >= self._drain_until:
             logger.warning("drain time is over", extra=fields(rooms=self.worker.num_rooms))
             return True
-        return self.worker.num_rooms == 0
+        return self.worker.num_rooms == 0 and now >= self._drain_until - self.drain_timeout_s + FAREWELL_S
 
     def beat(self) -> None:
-        """Send a heartbeat if one is due."""
+        """Tell the watchdog that the loop moves, and send a heartbeat if one is due."""
         now = self._clock()
+        self._feed(now)
         if now >= self._next_beat:
             self._next_beat = now + self.link.heartbeat_s
             self.link.post(Heartbeat(instance=self.worker.instance, stats=self.worker.stats()))

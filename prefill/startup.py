@@ -12,6 +12,7 @@ from ..cluster.fault_points import reach_of
 from ..cluster.keyring import load_keyring, split_key, with_key
 from ..cluster.life import Serve, Shutdown, run_phases
 from ..cluster.sockets import Socket
+from ..cluster.watchdog import Watchdog
 from ..engine.config import EngineConfig
 from ..engine.loader import EngineLoader
 from ..kvtransfer.identity import hello_of, layout_of, planes_of
@@ -77,7 +78,8 @@ def start(config: PrefillConfig, instance: str) -> Serve:
         max_queue=config.max_queue,
     )
     worker.reach = reach
-    loop = WorkerLoop(worker, link, shutdown, drain_timeout_s=config.drain_timeout_s)
+    feed = link.feeder(Watchdog(config.watchdog_s))
+    loop = WorkerLoop(worker, link, shutdown, drain_timeout_s=config.drain_timeout_s, feed=feed)
     engine.runner.on_layer = loop.beat
     return loop.run
 

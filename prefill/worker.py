@@ -124,6 +124,11 @@ class PrefillWorker:
     def start_draining(self) -> None:
         self._is_draining = True
 
+    def hand_back(self) -> None:
+        for room in self.queues:
+            if room.state is not RoomState.CLOSING:
+                self._fail(room, "Draining", "prefill leaves", retryable=True)
+
     def stats(self) -> WorkerStats:
         cache = self.engine.cache
         return WorkerStats(

@@ -10,6 +10,7 @@ import uvloop
 from ..cluster.config import RouterConfig, load_config
 from ..cluster.life import EXIT_OK, Shutdown, run_phases, run_role
 from ..cluster.log import configure
+from ..cluster.watchdog import Watchdog
 from .app import Router
 from .tokenizer import Tokenizer, load_tokenizer
 
@@ -31,7 +32,7 @@ def _start(argv: Sequence[str]) -> Callable[[], int]:
     def listen() -> None:
         tokenizer = made[0]
         assert isinstance(tokenizer, Tokenizer)
-        made.append(Router(config, tokenizer))
+        made.append(Router(config, tokenizer, watchdog=Watchdog(config.watchdog_s)))
 
     run_phases([("loading the tokenizer", load), ("binding sockets", listen)])
     router = made[1]

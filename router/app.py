@@ -22,6 +22,7 @@ from ..cluster.keyring import load_keyring
 from ..cluster.log import fields
 from ..cluster.metrics import RouterMetrics
 from ..cluster.sockets import check_bind_address
+from ..cluster.watchdog import Watchdog
 from .control import ControlSocket
 from .dispatch import Dispatcher
 from .http import Routes
@@ -48,8 +49,15 @@ class Server(uvicorn.Server):
 class Router:
     """Everything of one router. Sockets are bound when it is made, so that a port in use is known at once."""
 
-    def __init__(self, config: RouterConfig, tokenizer: Tokenizer, timeouts: Timeouts | None = None) -> None:
+    def __init__(
+        self,
+        config: RouterConfig,
+        tokenizer: Tokenizer,
+        timeouts: Timeouts | None = None,
+        watchdog: Watchdog | None = None,
+    ) -> None:
         self._config = config
+        self._watchdog = watchdog or Watchdog(0)
         self.instance = secrets.token_hex(16)
         self._listener = _listen(config.host, config.port, trusted_network=config.trusted_network)
         try:
@@ -108,6 +116,7 @@ class Router:
 
     def close(self) -> None:
         """Gives the sockets back. Idempotent."""
+        self._watchdog.stop()
         self._service.close()
         self._listener.close()
         self.control.close()
@@ -120,6 +129,7 @@ class Router:
                 num_left = self.control.num_left
                 self.dispatcher.probe()
             self.dispatcher.tick(is_behind=self.control.is_behind)
+            self._watchdog.feed(time.monotonic())
 
     async def _end(self, drain: asyncio.Event, stop: asyncio.Event) -> None:
         await drain.wait()

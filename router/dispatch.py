@@ -23,7 +23,7 @@ from .reception import Reception
 from .registry import Load, Registry, Worker
 from .retries import RetryBudget
 from .room_effects import Broken, Closed, Deliver, Effect, Ended, Freed, Judged, Requeued, Send, Settled, Timeouts
-from .room_parts import Phase, RoomEvent
+from .room_parts import PEER_LOST, Phase, RoomEvent
 from .rooms import QUARANTINED, Room
 
 logger = logging.getLogger(__name__)
@@ -346,7 +346,7 @@ class Dispatcher:
             entry.inbox.put(entry.index, effect)
         elif isinstance(effect, Requeued):
             failure = effect.failure
-            if failure is not None and not self._may_retry(entry, now):
+            if failure is not None and not self._may_retry(entry, failure, now):
                 self.events["retry_denied"] += 1
                 self._perform(entry, room.give_up(failure.kind, failure.message, now), now)
                 return True
@@ -361,8 +361,10 @@ class Dispatcher:
             self._queue.remove(entry)
         return False
 
-    def _may_retry(self, entry: Entry, now: float) -> bool:
-        return entry.need.prompt <= MAX_PROMPT_TOKENS and self._retries.take(self.num_live, now)
+    def _may_retry(self, entry: Entry, failure: Broken, now: float) -> bool:
+        """A death takes every room of a worker at once and is no storm: it draws on the budget and is never denied."""
+        is_paid = self._retries.take(self.num_live, now) or failure.kind == PEER_LOST
+        return is_paid and entry.need.prompt <= MAX_PROMPT_TOKENS
 
     def _judge(self, entry: Entry, effect: Judged, now: float) -> None:
         if self.registry.judge(effect.instance, entry.room.room, effect.epoch, effect.is_good, now):

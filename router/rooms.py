@@ -38,6 +38,7 @@ from .room_effects import Broken, Closed, Deliver, Effect, Ended, Freed, Judged,
 from .room_parts import Attempt, Hold, Phase, RoomEvent, Stamps, summed
 
 DEADLINE_EXCEEDED = "DeadlineExceeded"  # also the kind of a worker's Failed
+DRAINING = "Draining"  # of a worker's Failed: it leaves in order, which is no failure of the attempt
 QUARANTINED = "Quarantined"
 MAX_DEATHS = 2  # of workers that had the request
 
@@ -250,6 +251,8 @@ class Room:
 
     def _on_failed(self, attempt: Attempt, message: Failed, now: float) -> list[Effect]:
         effects: list[Effect] = []
+        if message.kind == DRAINING and self.num_output < self.sampling.max_new_tokens:
+            return self._drop_hold(message.instance) + self._requeue(Requeued(now), now)
         if message.kind != DEADLINE_EXCEEDED:
             effects += self._blame(*attempt.at_fault(message))
         effects += self._drop_hold(message.instance)

@@ -170,6 +170,29 @@ def test_the_retry_budget_is_shared_by_all_and_what_exceeds_it_fails_with_its_ow
     assert (world.dispatcher.events["retry_denied"], world.dispatcher.events["requeued"]) == (3, BUDGET_FLOOR)
 
 
+def test_the_death_of_a_worker_with_more_rooms_than_the_budget_fails_none_of_them():
+    world = Cluster(max_queue=100).join(max_running=64, pages_total=1000)
+    entries = [world.submit(1)[0][0] for _ in range(BUDGET_FLOOR + 5)]
+    assert all(entry.room.is_at_workers for entry in entries)
+    world.add((b"d2", D2, "decode"))
+    world.kill((b"d", D))
+    assert all(entry.room.is_live for entry in entries)
+    assert world.dispatcher.events["retry_denied"] == 0
+
+
+def test_rooms_that_a_leaving_worker_hands_back_go_on_elsewhere_and_cost_nobody_anything():
+    world, others = two_pairs()
+    (entry,), inbox = world.submit(16)
+    begin(world, entry)
+    world.dispatcher.on_message(b"d", Goodbye(instance=D))
+    world.add(*others)
+    for _ in range(5):
+        fail(world, entry, kind="Draining")
+    assert world.epochs(b"d2") == [1]
+    assert (entry.room.is_live, entry.room.failed_on) == (True, set())
+    assert events(inbox) == [Deliver([9], [])]
+
+
 def test_refusals_cost_nothing_of_the_budget_and_open_no_breaker():
     world, _ = two_pairs()
     (entry,), _ = world.submit(16)
