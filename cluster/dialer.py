@@ -1,8 +1,9 @@
 """A worker's connection to the router: a DEALER that is made anew when a handshake fails.
 
-libzmq itself gives up for good after some failures (a refused key, one end without keys) and tries seven times a second
-after others (another key). Here every failure closes the socket, says why, waits and tries again, with the router's next
-key where several are listed: while a router's key is being replaced, either gets through.
+libzmq itself gives up for good after some failures (a refused key, one end without keys, bytes that are not ZMTP on a
+connection that stood) and tries seven times a second after others (another key). Here every failure closes the socket,
+says why, waits and tries again, with the router's next key where several are listed: while a router's key is being
+replaced, either gets through. A connection that stood and broke is made anew with the same key at once.
 """
 
 import logging
@@ -20,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 5.0
+BROKEN_PAUSE_S = 0.1
 
 
 class Dialer:
@@ -34,7 +36,6 @@ class Dialer:
         self._sparingly = Sparingly()
         self._pause_s = FIRST_PAUSE_S
         self._redial_at: float | None = None  # until then nothing is connected
-        self._num_dialled = 0
         self._open()
 
     def __repr__(self) -> str:
@@ -46,6 +47,8 @@ class Dialer:
         for event, value in self._watch.read():
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._pause_s = FIRST_PAUSE_S
+            elif event == zmq.EVENT_DISCONNECTED:
+                self._redial_at = now + BROKEN_PAUSE_S if self._redial_at is None else self._redial_at
             elif self._redial_at is None:
                 self._failed(failure_text(event, value), now)
         if self._redial_at is not None and now >= self._redial_at:
@@ -62,13 +65,12 @@ class Dialer:
     def _open(self) -> None:
         curve = self._keyring.calling(self._router_key(self._keyring)) if self._keyring is not None else None
         self.socket = make_socket(self._context, zmq.DEALER, curve=curve)
-        self._watch = Watch(self.socket, HANDSHAKE_FAILURES | zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        self._watch = Watch(self.socket, HANDSHAKE_FAILURES | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
         try:
             connect(self.socket, self._endpoint)
         except Exception:
             self.close()
             raise
-        self._num_dialled += 1
 
     def _router_key(self, keyring: Keyring) -> str:
         """The newest key first, then in turn: the router may not have been restarted with it yet."""
@@ -76,7 +78,7 @@ class Dialer:
         if not routers:
             path = keyring.peers.path
             raise ConfigError(f"{path}: lists no router; add its key with `baton keys add {path.parent} KEY --role router`")
-        return routers[self._num_dialled % len(routers)].public
+        return routers[self.num_failures % len(routers)].public
 
     def _dial_again(self, now: float) -> None:
         try:

@@ -234,11 +234,14 @@ class ZmqBlocksReceiver(ReceiverEndpoint, _Polling[Send]):
             self._work()
 
     def _take_in(self, peer: Peer, events: list[tuple[int, int]]) -> None:
-        """What happened to a link. One that was never greeted is closed, since libzmq may have given up on it for good."""
+        """What happened to a link. It is closed, since libzmq may have given up on it for good: so it does after a refused
+        handshake, and after bytes that are not ZMTP.
+        """
         for event, value in events:
             if event == zmq.EVENT_DISCONNECTED:
-                self._perform(self.session.link_lost(peer, self._clock()))
-                continue
+                self._close_link(peer)
+                self._perform(self.session.link_lost(peer, self._clock()))  # opens another while rooms need it
+                return
             reason = failure_text(event, value)
             if self._sparingly.is_due(peer + reason):
                 logger.warning("no link to prefill", extra=fields(endpoint=split_key(peer)[0], reason=reason))
