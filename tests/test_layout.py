@@ -261,7 +261,7 @@ def test_there_are_no_circles():
     assert find_circles(package_files()) == []
 
 
-def test_nothing_turns_data_into_code():
+def test_s1_nothing_turns_data_into_code():
     assert [violation for source in package_files() for violation in unsafe_violations(source)] == []
 
 

@@ -107,7 +107,7 @@ def test_every_byte_lands_through_curve(new_pair, hosts, tmp_path, scheme):
 
 
 @pytest.mark.parametrize("endpoint", ["no key", "unlisted key", "a decode worker's key"])
-def test_decode_calls_listed_prefill_keys_only(new_pair, hosts, endpoint):
+def test_s31_decode_calls_listed_prefill_keys_only(new_pair, hosts, endpoint):
     pair = new_pair("tcp://127.0.0.1:0", hosts.prefill, hosts.decode)
     address, _ = split_key(pair.sender.endpoint)
     unlisted = read_key(hosts.new("prefill", "p1"), "prefill").public
@@ -121,7 +121,7 @@ def test_decode_calls_listed_prefill_keys_only(new_pair, hosts, endpoint):
 
 
 @pytest.mark.parametrize("who", ["unlisted", "no keys", "prefill's own role"])
-def test_prefill_answers_listed_decode_keys_only(new_pair, hosts, caplog, who):
+def test_s31_prefill_answers_listed_decode_keys_only(new_pair, hosts, caplog, who):
     decode = hosts.new("decode", "d1")
     admit(decode, hosts.prefill, "prefill")
     with caplog.at_level(logging.WARNING):

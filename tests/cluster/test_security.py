@@ -99,7 +99,7 @@ def test_a_listed_worker_gets_through_in_both_directions(new_front, hosts, tmp_p
 
 
 @pytest.mark.parametrize("who", ["unlisted key", "no key", "another router's key", "listed as a router"])
-def test_nobody_else_gets_through_and_a_line_says_so(front, hosts, caplog, who):
+def test_s31_nobody_else_gets_through_and_a_line_says_so(front, hosts, caplog, who):
     if who == "another router's key":
         keys = curve(hosts.decode, "decode", hosts.new("router", "other"))
     elif who == "listed as a router":
@@ -143,7 +143,7 @@ def test_a_revoked_key_gets_no_new_connection_and_its_old_one_lives(front, hosts
         wait_until(lambda: len(front.heard) == 2, 5, "the old connection is heard")
 
 
-def test_with_a_list_that_cannot_be_read_nobody_gets_in(front, hosts):
+def test_s33_with_a_list_that_cannot_be_read_nobody_gets_in(front, hosts):
     (hosts.router / "peers.json").write_text("{")
     with dealer(front.endpoint, curve(hosts.decode, "decode", hosts.router)) as worker:
         assert not say(worker, hello("decode"))
@@ -151,7 +151,7 @@ def test_with_a_list_that_cannot_be_read_nobody_gets_in(front, hosts):
 
 
 @pytest.mark.parametrize("enforced", [True, False])
-def test_when_the_zap_thread_dies_nobody_new_gets_in_and_who_is_in_stays(front, hosts, monkeypatch, caplog, enforced):
+def test_s33_when_the_zap_thread_dies_nobody_new_gets_in_and_who_is_in_stays(front, hosts, monkeypatch, caplog, enforced):
     keys = curve(hosts.decode, "decode", hosts.router)
     if not enforced:  # libzmq's default, to show that the law can fail
         front.close()
@@ -195,7 +195,7 @@ def without_enforcement(socket, keys):
 # --- who one is -------------------------------------------------------------------------------------------------------
 
 
-def test_a_listed_key_that_claims_another_routing_id_gets_nothing(front, hosts):
+def test_s31_a_listed_key_that_claims_another_routing_id_gets_nothing(front, hosts):
     other = hosts.new("decode", "d1")
     admit(hosts.router, other, "decode")
     admit(other, hosts.router, "router")
@@ -210,7 +210,7 @@ def test_a_listed_key_that_claims_another_routing_id_gets_nothing(front, hosts):
             assert len(front.heard) == 1
 
 
-def test_a_listed_key_that_claims_another_worker_is_not_heard(front, hosts, caplog):
+def test_s31_a_listed_key_that_claims_another_worker_is_not_heard(front, hosts, caplog):
     other = hosts.new("decode", "d1")
     admit(hosts.router, other, "decode")
     victim = hello("decode")
@@ -228,7 +228,7 @@ def test_a_listed_key_that_claims_another_worker_is_not_heard(front, hosts, capl
         assert len(lines(caplog, "message denied")) == 3, "a line each of Hello, Heartbeat and Gone"
 
 
-def test_a_decode_key_cannot_register_as_prefill_or_speak_its_verbs(front, hosts):
+def test_s31_a_decode_key_cannot_register_as_prefill_or_speak_its_verbs(front, hosts):
     with dealer(front.endpoint, curve(hosts.decode, "decode", hosts.router)) as worker:
         mine = hello("decode")
         token = FirstToken(room=ROOM, epoch=0, instance=mine.instance, token=1)
@@ -296,7 +296,7 @@ def test_a_worker_that_lists_no_router_does_not_start(front, hosts, new_link):
 
 
 @pytest.mark.parametrize("is_restarted", [False, True])
-def test_while_the_router_key_is_replaced_workers_reach_old_and_new(new_front, hosts, new_link, is_restarted):
+def test_s32_while_the_router_key_is_replaced_workers_reach_old_and_new(new_front, hosts, new_link, is_restarted):
     before = read_key(hosts.router, "router")
     rotate(hosts.router, ["router"], 3600, time.time())
     admit(hosts.decode, hosts.router, "router")
@@ -308,7 +308,7 @@ def test_while_the_router_key_is_replaced_workers_reach_old_and_new(new_front, h
     assert link._dialer.num_failures == (0 if is_restarted else 1)
 
 
-def test_while_a_worker_key_is_replaced_old_and_new_get_through(front, hosts):
+def test_s32_while_a_worker_key_is_replaced_old_and_new_get_through(front, hosts):
     old = curve(hosts.decode, "decode", hosts.router)
     rotate(hosts.decode, ["decode"], 3600, time.time())
     with dealer(front.endpoint, curve(hosts.decode, "decode", hosts.router)) as early:
@@ -323,7 +323,7 @@ def test_while_a_worker_key_is_replaced_old_and_new_get_through(front, hosts):
 # --- sockets ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_public_address_is_bound_with_keys_only(hosts):
+def test_s28_a_public_address_is_bound_with_keys_only(hosts):
     keyring = load_keyring(str(hosts.router), "router")
     ControlSocket("tcp://0.0.0.0:0", trusted_network=False, keyring=keyring).close()
     ControlSocket("tcp://0.0.0.0:0", trusted_network=True).close()

@@ -294,7 +294,7 @@ def test_a_key_registers_workers_of_its_role_only():
     assert speakers.fault("decode/d", hello("decode", D)) == "", "a lie leaves nothing behind"
 
 
-def test_a_key_speaks_the_verbs_of_its_role_only():
+def test_s31_a_key_speaks_the_verbs_of_its_role_only():
     speakers = Speakers()
     for user, role, instance in (("prefill/p", "prefill", P), ("decode/d", "decode", D)):
         assert speakers.fault(user, hello(role, instance)) == ""
