@@ -88,10 +88,10 @@ class Service:
         wants_timeline: bool,
     ) -> Answer:
         live = self.dispatcher.limits()
+        if live is None:  # then nobody knows the vocabulary either, which may be larger than the tokenizer's
+            raise no_workers()
         for ids in prompts:
             check_token_ids(body, ids, self._vocab_size(live))
-        if live is None:
-            raise no_workers()
         jobs = [job for ids in prompts for job in self._jobs(body, ids, live, arrived, tokenize_s)]
         choices = [self._choice(body) for _ in jobs]
         inbox = Inbox(self.clock)
@@ -136,6 +136,6 @@ class Service:
             wants_ids=bool(body.return_token_ids),
         )
 
-    def _vocab_size(self, live: Limits | None) -> int:
+    def _vocab_size(self, live: Limits) -> int:
         """The workers' word counts: a model's embedding may be larger than its tokenizer."""
-        return live.vocab_size if live is not None and live.vocab_size else len(self.tokenizer)
+        return live.vocab_size or len(self.tokenizer)

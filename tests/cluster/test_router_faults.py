@@ -14,6 +14,7 @@ from baton.cluster.messages import Cancel, Failed, FirstToken, Goodbye, Prefill,
 from baton.tests.cluster.router_fakes import (
     ANSWER,
     BODY,
+    MODEL,
     PATIENCE,
     assert_nothing_left,
     in_thread,
@@ -45,6 +46,8 @@ def test_without_workers_it_is_alive_not_ready_and_answers_503(start):
     assert reply.status_code == 503
     assert int(reply.headers["retry-after"]) > 0
     assert post(running, n=0).status_code == 400
+    body = {"model": MODEL, "prompt": [399], "max_tokens": 1}  # beyond the tokenizer, within the workers' vocabulary
+    assert httpx.post(running.url + "/v1/completions", json=body).status_code == 503
     running.add("prefill", script.prefill)
     running.add("decode", script.decode, fingerprint="another")
     until(lambda: len(httpx.get(running.url + "/status").json()["workers"]) == 2, "both workers are known")
