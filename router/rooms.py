@@ -11,12 +11,14 @@ A room is one request; an attempt is one try of it on a (prefill, decode) pair a
 Token 1 is withheld until decode has said Reserved, so that a refusal never comes after a token reached the client. A new
 attempt takes up where the last one ended: its prompt is the client's and all tokens so far, and since what is chosen
 depends on the absolute position, the client's stream goes on as if nothing had happened. There are `max_attempts` of them,
-refusals not counted; a request that was with two workers when they died gets no other. A room with a deadline ends with an
+refusals not counted; a request that was with two workers when they died gets no other, and after the first such death it
+waits until a worker that its peer found silent is known to live or to be dead. A room with a deadline ends with an
 error when it is over, in every state. A stop string ends a room here, while decode still works: what decode spent on it
 comes with its Gone, which is awaited for `accounts_s` at most before the room counts as settled. Whatever comes from
 another attempt or another worker than the attempt's own is dropped and counted.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -35,7 +37,7 @@ from ..cluster.messages import (
 )
 from .retries import MAX_ATTEMPTS
 from .room_effects import Broken, Closed, Deliver, Effect, Ended, Freed, Judged, Pair, Requeued, Send, Settled, Timeouts
-from .room_parts import Attempt, Hold, Phase, RoomEvent, Stamps, summed
+from .room_parts import PEER_LOST, Attempt, Hold, Phase, RoomEvent, Stamps, summed
 
 DEADLINE_EXCEEDED = "DeadlineExceeded"  # also the kind of a worker's Failed
 DRAINING = "Draining"  # of a worker's Failed: it leaves in order, which is no failure of the attempt
@@ -68,6 +70,7 @@ class Room:
     def __post_init__(self) -> None:
         self.stamps = Stamps(self.created)
         self._num_failed = 0
+        self._suspects: dict[str, float] = {}  # workers that their peer found silent -> when they got the request
         self._progress_at = self.created
         self._holds: list[Hold] = []
         self._settle_by: float | None = None  # until then decode's account of a stopped room is awaited
@@ -154,11 +157,13 @@ class Room:
         effects: list[Effect] = [Freed(hold.instance, hold.epoch) for hold in lost]
         self._holds = [hold for hold in self._holds if hold.instance != instance]
         attempt = self._attempt
+        if is_dead and (unreachable_since is None or unreachable_since > self._suspects.get(instance, math.inf)):
+            self.died_with |= {instance} & self._suspects.keys()
         if self.phase is Phase.CLOSING:
             settled = self._settle() if attempt is not None and instance == attempt.pair.decode else []
             return effects + settled + self._maybe_closed()
         if attempt is None or not any(hold.epoch == self.epoch for hold in lost):
-            return effects
+            return effects + (self._quarantine(now) if self.phase is Phase.QUEUED else [])
         # With token 1 here, prefill has done its part as far as the router can see; decode tells if the hand-off fails.
         if instance == attempt.pair.decode or attempt.first is None:
             self.failed_on.add(instance)
@@ -255,6 +260,8 @@ class Room:
             return self._drop_hold(message.instance) + self._requeue(Requeued(now), now)
         if message.kind != DEADLINE_EXCEEDED:
             effects += self._blame(*attempt.at_fault(message))
+        if message.kind == PEER_LOST:
+            self._suspects |= dict.fromkeys(attempt.at_fault(message), attempt.placed_at)
         effects += self._drop_hold(message.instance)
         is_retryable = message.retryable and message.kind != DEADLINE_EXCEEDED
         return effects + self._attempt_failed(message.kind, message.message, is_retryable, now)
@@ -262,6 +269,7 @@ class Room:
     def _on_gone(self, message: Gone, instance: str) -> list[Effect]:
         gone = [hold for hold in self._holds if hold.instance == instance and hold.cancelled_at is not None]
         self._holds = [hold for hold in self._holds if hold not in gone]
+        self._suspects.pop(instance, None)
         effects: list[Effect] = [Freed(hold.instance, hold.epoch) for hold in gone]
         if gone and message.timeline is not None:
             self.decode_timeline = summed(self.decode_timeline, message.timeline)
@@ -317,11 +325,18 @@ class Room:
         if self.num_output >= self.sampling.max_new_tokens:  # all there; what is missing is the word that it is
             is_stop = self.output_ids[-1] in self.sampling.stop_token_ids
             return [Ended("stop" if is_stop else "length"), *self._close(now)]
-        if len(self.died_with) >= MAX_DEATHS:
-            return self.give_up(QUARANTINED, f"{MAX_DEATHS} workers were lost while they served it", now)
+        if quarantined := self._quarantine(now):
+            return quarantined
         if retryable and self._num_failed < self.max_attempts:
-            return self._requeue(Requeued(now, Broken(kind, message)), now)
+            is_suspicious = self.died_with and self._suspects.keys() - self.died_with
+            not_before = now + self.timeouts.suspect_s if is_suspicious else now
+            return self._requeue(Requeued(not_before, Broken(kind, message)), now)
         return self.give_up(kind, message, now)
+
+    def _quarantine(self, now: float) -> list[Effect]:
+        if len(self.died_with) < MAX_DEATHS:
+            return []
+        return self.give_up(QUARANTINED, f"{MAX_DEATHS} workers were lost while they served it", now)
 
     def _requeue(self, effect: Requeued, now: float) -> list[Effect]:
         effects = self._cancel_holds(now)

@@ -4,6 +4,7 @@ import hypothesis.strategies as st
 from baton.cluster.messages import (
     Cancel,
     DecodeTimeline,
+    Failed,
     Finished,
     FirstToken,
     Gone,
@@ -144,6 +145,35 @@ def test_workers_that_live_or_never_had_the_request_do_not_quarantine_it():
     room.place(PAIR, 1.3)
     assert LOST in room.worker_lost(P, 1.4, is_dead=False)
     assert room.died_with == {D}
+
+
+def silent(pair, epoch):
+    """Decode's word that prefill does not answer."""
+    return Failed(room=ROOM, epoch=epoch, instance=pair.decode, kind="PeerLost", message="silent", retryable=True)
+
+
+def test_a_request_whose_workers_their_peers_found_silent_waits_for_their_death_and_is_quarantined():
+    room = placed()
+    effects = room.on(silent(PAIR, 0), D, 1.0)
+    assert Requeued(1.0, Broken("PeerLost", "silent")) in effects, "the first one is tried again at once"
+    room.place(PAIR2, 1.0)
+    room.worker_lost(P, 1.8)
+    assert room.died_with == {P}, "of the attempt before"
+    effects = room.on(silent(PAIR2, 1), D2, 2.0)
+    assert Requeued(2.0 + room.timeouts.suspect_s, Broken("PeerLost", "silent")) in effects, "it may have killed another"
+    assert Broken("Quarantined", "2 workers were lost while they served it") in room.worker_lost(P2, 2.8)
+
+
+def test_a_silent_worker_that_answers_or_never_had_the_request_is_not_counted_as_dead():
+    room = placed()
+    room.on(silent(PAIR, 0), D, 1.0)
+    room.on(gone(P), P, 1.1)
+    room.place(PAIR2, 1.2)
+    room.worker_lost(P, 1.8)
+    room.on(silent(PAIR2, 1), D2, 2.0)
+    room.worker_lost(P2, 2.8, unreachable_since=1.1)
+    assert room.died_with == set()
+    assert room.phase is Phase.QUEUED
 
 
 def test_a_stop_string_that_is_found_while_the_room_waits_for_a_pair_ends_it():
