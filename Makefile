@@ -21,7 +21,7 @@ ARGS ?=
 TESTS ?= tests
 ROWS ?=
 
-.PHONY: help venv install model demo lint test test-full faults clean
+.PHONY: help venv install model demo lint test test-full faults lock sbom clean
 
 help:
 	@printf '%s\n' 'make demo       a cluster on this machine answers one request (ARGS=--once: then stops)' \
@@ -31,6 +31,8 @@ help:
 	  'make lint       ruff and mypy --strict' \
 	  'make install    .venv with baton and all it needs' \
 	  'make model      download and convert the demo model' \
+	  'make lock       requirements.lock: constraints.txt with the hashes of all files (asks PyPI)' \
+	  'make sbom       what baton installs, as CycloneDX, on stdout' \
 	  'make clean      remove .venv and what tools left'
 
 venv: $(BIN)/python
@@ -82,6 +84,13 @@ test-full: lint model
 
 faults: install
 	$(BIN)/python tests/faults/run.py $(if $(ROWS),--rows $(ROWS))
+
+# needs the network; run it after every change of constraints.txt
+lock: install
+	cd / && $(CURDIR)/$(BIN)/python -m baton.deploy.lock hashes
+
+sbom: install
+	@cd / && $(CURDIR)/$(BIN)/python -m baton.deploy.lock sbom
 
 clean:
 	rm -rf $(VENV) .lint build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
