@@ -28,6 +28,7 @@ from .config_fields import (
     settings_of,
 )
 from .errors import ConfigError
+from .transports import AUTO, SLAB_SETTING, TRANSPORTS_SETTING
 
 logger = logging.getLogger(__name__)
 
@@ -138,6 +139,7 @@ class EngineSettings(RoleConfig):
     lease_s: float = setting(
         5.0, Setting(help="a hand-off without progress for this long is given up", unit="s", minimum=0.1, maximum=600)
     )
+    transports: str = setting(AUTO, TRANSPORTS_SETTING)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,6 +150,7 @@ class PrefillSettings(RoleConfig):
         256, Setting(help="prompt tokens per forward; 0: the whole prompt", unit="tokens", minimum=0, maximum=2**20)
     )
     max_batch: int = setting(8, Setting(help="most requests in one forward", minimum=1, maximum=4096))
+    slab_mb: int = setting(256, SLAB_SETTING)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -295,8 +298,7 @@ def load_config(
     for source in (FILE, ENVIRONMENT, COMMAND_LINE):  # later ones override
         for name, value in given[source].items():
             check_range(value, describe(settings_of(cls)[name]), _label(cls, name, source, path))
-            values[name] = value
-            explicit[name] = source
+            values[name], explicit[name] = value, source
     _check_required(cls, values)
     config = cls(**values, explicit=explicit)  # type: ignore[arg-type]
     if isinstance(config, DecodeSettings):

@@ -18,7 +18,7 @@ import difflib
 import inspect
 import math
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, get_type_hints
@@ -50,6 +50,7 @@ class Setting:
     minimum: float | None = None
     maximum: float | None = None
     is_endpoint: bool = False  # tcp://host:port or ipc:///path
+    fault_of: Callable[[str], str] | None = None  # what is wrong with a text, as the end of a sentence; "": nothing
 
 
 def setting(default: T, description: Setting) -> T:
@@ -143,6 +144,8 @@ def check_range(value: Value, description: Setting, source: str) -> None:
         if high is not None and value > high:
             raise ConfigError(f"{source}: {value!r} is above the largest allowed, {high:g}{unit}")
     if description.is_endpoint and (fault := endpoint_fault(str(value))):
+        raise ConfigError(f"{source}: {value!r} {fault}")
+    if description.fault_of is not None and (fault := description.fault_of(str(value))):
         raise ConfigError(f"{source}: {value!r} {fault}")
 
 

@@ -7,6 +7,7 @@ from msgspec import Meta
 from .message_parts import Count, Id, Message, Small, Text
 
 NumSlots = Annotated[int, Meta(ge=1, le=4096)]
+SlotBytes = Annotated[int, Meta(ge=4096, le=64 << 20)]
 
 
 class SlabRequest(Message, frozen=True, kw_only=True):
@@ -16,6 +17,7 @@ class SlabRequest(Message, frozen=True, kw_only=True):
     address: Id
     token: Id  # goes with the slab's descriptor, and so tells this hand-over from others
     num_slots: NumSlots  # that decode would like: what it asks for at once, and some
+    slot_bytes: SlotBytes  # the block size of the common layout
 
 
 class SlabGrant(Message, frozen=True, kw_only=True):
@@ -25,7 +27,7 @@ class SlabGrant(Message, frozen=True, kw_only=True):
     token: Id  # of the request
     slab: Id
     num_slots: NumSlots
-    slot_bytes: Annotated[int, Meta(ge=4096, le=64 << 20)]
+    slot_bytes: SlotBytes
 
 
 class SlabDenied(Message, frozen=True, kw_only=True):

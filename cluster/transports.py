@@ -7,6 +7,7 @@ any two hosts, so every worker names it and every other way falls back to it.
 import os
 from collections.abc import Sequence
 
+from .config_fields import Setting
 from .errors import HandshakeRefused
 
 ZMQ_BLOCKS = "zmq_blocks"
@@ -28,6 +29,16 @@ def transports_fault(text: str) -> str:
     if SHM in names and not has_shm():
         return f"names {SHM}, which needs Linux: write {ZMQ_BLOCKS}"
     return ""
+
+
+TRANSPORTS_SETTING = Setting(
+    help="ways that KV blocks may take, the best common one is used; auto: all that this host has",
+    metavar=f"{AUTO}|{','.join(TRANSPORTS)}",
+    fault_of=transports_fault,
+)
+SLAB_SETTING = Setting(
+    help="shared memory for KV blocks to decode workers of this host", unit="MiB", minimum=1, maximum=2**20
+)
 
 
 def transports_of(text: str) -> tuple[str, ...]:

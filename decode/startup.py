@@ -11,6 +11,7 @@ from ..cluster.fault_points import reach_of
 from ..cluster.keyring import load_keyring
 from ..cluster.life import Serve, Shutdown, run_phases
 from ..cluster.sockets import Socket
+from ..cluster.transports import transports_of
 from ..cluster.watchdog import Watchdog
 from ..engine.config import EngineConfig
 from ..engine.loader import EngineLoader
@@ -27,6 +28,7 @@ def start(config: DecodeConfig, instance: str) -> Serve:
     shutdown.install()
     reach = reach_of(os.environ)
     keyring = load_keyring(config.keys, config.role)
+    transports = transports_of(config.transports)
     loader = EngineLoader(EngineConfig.of(config), has_drafter=True)
     run_phases(loader.phases())
     engine = loader.engine()
@@ -46,6 +48,7 @@ def start(config: DecodeConfig, instance: str) -> Serve:
             keyring=keyring,
             window=config.pull_window,
             lease_s=config.lease_s,
+            transports=transports,
         )
         transport.reach = reach
         hello = hello_of(
@@ -58,6 +61,7 @@ def start(config: DecodeConfig, instance: str) -> Serve:
             vocab_size=engine.model_config.vocab_size,
             max_running=config.max_running,
             spec_tokens=engine.shape.spare_slots,
+            transports=transports,
         )
         try:
             return ControlLink(context, config.router, hello, time.monotonic(), keyring=keyring), transport

@@ -5,120 +5,23 @@
 """
 
 import time
-from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Sequence
 
 import torch
 
 from ..cluster.codec import Decoder, encode, kv_down_decoder, kv_up_decoder
-from ..cluster.errors import LocalProtocolError, PeerLost, RemoteProtocolError
-from ..cluster.fault_points import Reach, unarmed
-from ..cluster.messages import Block, KVDown, KVUp, Layout, Release
-from ..cluster.security import DropLog
+from ..cluster.errors import LocalProtocolError, RemoteProtocolError
+from ..cluster.messages import Block, KVDown, KVUp, KVWelcome, Layout, Release
 from ..cluster.slab_messages import SlabBlock, SlabDown, SlabUp
-from ..cluster.transports import ZMQ_BLOCKS
-from .layout import KVLayout, block_digest
-from .memory import BlockReader, BlockWriter, Payload
+from ..cluster.transports import SHM, ZMQ_BLOCKS
+from .endpoint import RETRY_S, Clock, Delivery, Endpoint
+from .layout import KVLayout, block_digest, digest_seed
+from .memory import BlockReader, BlockWriter
 from .receiver import ReceiverSession
 from .sender import SenderSession
 from .session import LEASE_S, WINDOW, CloseLink, Effect, Notify, Peer, Send, SendBlock
-from .transport import Dropped, Offer, Planes, PullRequest, Released, TransportEvent
-
-MAX_OUTBOX = 4096  # messages per peer that wait for room in its queue; what is beyond gets lost, as on a network
-RETRY_S = 0.001
-MAX_RETRY_S = 0.05
-
-Clock = Callable[[], float]
-Parts = Sequence[bytes | memoryview]
-Queued = TypeVar("Queued", Send, "Send | SendBlock")
-
-
-class Delivery(Protocol):
-    """What a transport knows about a payload on its way."""
-
-    @property
-    def done(self) -> bool:
-        """Whether nobody reads the payload's memory any more."""
-
-
-class Delivered:
-    """The payload was copied before `_transmit` returned."""
-
-    done = True
-
-
-class Endpoint(ABC, Generic[Queued]):
-    """Outgoing messages that wait for their peer, and the events for the owner."""
-
-    def __init__(self, clock: Clock) -> None:
-        self.reach: Reach = unarmed
-        self._clock = clock
-        self._events: list[TransportEvent] = []
-        self._outbox: dict[Peer, deque[Queued]] = {}
-        self._blocked: set[Peer] = set()  # took nothing at the last attempt
-        self._retry_s = RETRY_S
-        self._retry_at = 0.0
-        self._drop_log = DropLog("KV message dropped", clock)
-
-    @abstractmethod
-    def _transmit(self, peer: Peer, header: bytes, payload: Payload | None) -> Delivery | None:
-        """Sends a message now; None when the peer cannot take it now. Raises PeerLost when there is no such peer."""
-
-    @abstractmethod
-    def _send_now(self, item: Queued) -> bool:
-        """Puts one message on the wire; False when the peer cannot take it now."""
-
-    @abstractmethod
-    def _peer_lost(self, peer: Peer) -> None:
-        """The connection is gone, and what waits for it with it."""
-
-    def _post(self, item: Queued) -> bool:
-        """Queue a message for its peer; False when it is lost to a full queue."""
-        waiting = self._outbox.setdefault(item.peer, deque())
-        if len(waiting) >= MAX_OUTBOX:
-            return False
-        waiting.append(item)
-        return True
-
-    def _flush(self, now: float) -> None:
-        """Sends what waits, in order per peer; backs off while peers take nothing."""
-        is_retry = now >= self._retry_at
-        has_sent = False
-        for peer in [p for p in self._outbox if is_retry or p not in self._blocked]:
-            has_sent = self._flush_peer(peer) or has_sent
-        if has_sent:
-            self._retry_s = RETRY_S
-        elif is_retry and self._blocked:
-            self._retry_s = min(2 * self._retry_s, MAX_RETRY_S)
-        if has_sent or is_retry:
-            self._retry_at = now + self._retry_s
-
-    def _flush_peer(self, peer: Peer) -> bool:
-        """Sends what waits for one peer; returns whether anything went."""
-        waiting = self._outbox[peer]
-        size = len(waiting)
-        try:
-            while waiting and self._send_now(waiting[0]):
-                waiting.popleft()
-        except PeerLost:
-            waiting.clear()
-            self._peer_lost(peer)
-        if waiting:
-            self._blocked.add(peer)
-        else:
-            self._blocked.discard(peer)
-            del self._outbox[peer]
-        return len(waiting) < size
-
-    def _forget_events(self, room: str, epoch: int) -> None:
-        """After a cancel no event of the attempt follows, not even one that was on its way to the owner."""
-        self._events = [e for e in self._events if e.room != room or e.epoch > epoch]
-
-    def _take_events(self) -> list[TransportEvent]:
-        events, self._events = self._events, []
-        return events
+from .transport import Dropped, Offer, Planes, PullRequest, Released
+from .transports.shm import SLAB_BYTES, ReceiverSlabs, SenderSlabs
 
 
 class SenderEndpoint(Endpoint["Send | SendBlock"]):
@@ -132,6 +35,7 @@ class SenderEndpoint(Endpoint["Send | SendBlock"]):
         *,
         lease_s: float = LEASE_S,
         transports: Sequence[str] = (ZMQ_BLOCKS,),
+        slab_bytes: int = SLAB_BYTES,
         clock: Clock = time.monotonic,
     ) -> None:
         super().__init__(clock)
@@ -144,6 +48,7 @@ class SenderEndpoint(Endpoint["Send | SendBlock"]):
         self._in_flight: dict[tuple[str, int], list[Delivery]] = {}  # reads of a room's own pages
         self._held: list[tuple[Released | Dropped, float]] = []  # waits until those are done, or the time has come
         self._staging: list[tuple[Delivery, torch.Tensor]] = []
+        self._slabs = SenderSlabs(instance, layout.block_bytes, lease_s=lease_s, max_bytes=slab_bytes)
         self._waiting: set[tuple[Peer, str, int, int]] = set()  # (peer, room, epoch, block) of the blocks in the outbox
 
     def offer(self, offer: Offer) -> None:
@@ -154,6 +59,7 @@ class SenderEndpoint(Endpoint["Send | SendBlock"]):
 
     def release(self, room: str, epoch: int, reason: str) -> None:
         self._perform(self.session.release(room, epoch, reason, self._clock()))
+        self._slabs.forget(room, epoch)
         self._held = [(e, until) for e, until in self._held if e.room != room or e.epoch > epoch]
         self._forget_events(room, epoch)
 
@@ -163,11 +69,11 @@ class SenderEndpoint(Endpoint["Send | SendBlock"]):
     @property
     def counters(self) -> dict[str, float]:
         """Name to total, for heartbeats."""
-        return self.session.counters.snapshot()
+        return {**self.session.counters.snapshot(), **self._slabs.counters.snapshot()}
 
     def next_deadline(self, now: float) -> float | None:
         """When `poll` must be called at the latest; None when only a message can bring news."""
-        times = [self.session.next_deadline(), self._retry_at if self._outbox else None]
+        times = [self.session.next_deadline(), self._slabs.next_deadline(), self._retry_at if self._outbox else None]
         if self._held or self._staging:
             times.append(now + RETRY_S)
         return min((t for t in times if t is not None), default=None)
@@ -191,10 +97,16 @@ class SenderEndpoint(Endpoint["Send | SendBlock"]):
 
     def _receive_slab(self, peer: Peer, message: SlabUp) -> None:
         """A message about shared memory, which only peers send that were told to use it."""
-        self.session.counters.unexpected += 1
+        if not self.session.speaks(peer, message.instance, SHM):
+            self.session.counters.unexpected += 1
+            return
+        answer = self._slabs.handle(peer, message)
+        if answer is not None:
+            self._perform([Send(peer, answer)])
 
     def _work(self) -> None:
         now = self._clock()
+        self._slabs.sweep(now)
         self._perform(self.session.tick(now))
         self._flush(now)
         self._settle(now)
@@ -205,6 +117,7 @@ class SenderEndpoint(Endpoint["Send | SendBlock"]):
                 self._post(effect)
             elif isinstance(effect, Notify):
                 assert isinstance(effect.event, Released | Dropped)
+                self._slabs.forget(effect.event.room, effect.event.epoch)
                 # reads that a hung peer never ends do not hold pages for ever; its digests would not match
                 self._held.append((effect.event, self._clock() + self._lease_s))
         self._flush(self._clock())
@@ -218,6 +131,14 @@ class SenderEndpoint(Endpoint["Send | SendBlock"]):
             self._waiting.discard(key)
             return True  # its pages may belong to another room by now
         self.reach("sender:block")
+        in_slab = self._slabs.fill(item, self._reader, self._clock())
+        if in_slab is not None:
+            if self._transmit(item.peer, encode(in_slab), None) is None:
+                return False
+            self._waiting.discard(key)
+            self.session.counters.blocks += 1
+            self.session.counters.bytes += item.size
+            return True
         payload = self._reader.read(item.segments, item.pages[item.first_page :], item.size)
         header = Block(
             room=item.room,
@@ -255,6 +176,7 @@ class SenderEndpoint(Endpoint["Send | SendBlock"]):
 
     def _peer_lost(self, peer: Peer) -> None:
         self._waiting = {key for key in self._waiting if key[0] != peer}
+        self._slabs.drop(peer)
         self.session.peer_gone(peer)
 
     def _settle(self, now: float) -> None:
@@ -299,6 +221,7 @@ class ReceiverEndpoint(Endpoint[Send]):
         self.session = ReceiverSession(instance, layout, window=window, lease_s=lease_s, transports=transports)
         self._writer = BlockWriter(KVLayout(layout), planes)
         self._decoder: Decoder[KVDown] = kv_down_decoder()
+        self._slabs = ReceiverSlabs(instance, window=window)
 
     def offer(self, offer: Offer) -> None:
         raise LocalProtocolError(f"decode does not offer (room {offer.room})")
@@ -308,6 +231,7 @@ class ReceiverEndpoint(Endpoint[Send]):
 
     def pull(self, request: PullRequest) -> None:
         self._perform(self.session.pull(request, self._clock()))
+        self._tell(request.endpoint, self._slabs.ask_again(request.endpoint, self._clock()))
 
     def release(self, room: str, epoch: int, reason: str) -> None:
         self._perform(self.session.release(room, epoch, reason, self._clock()))
@@ -316,16 +240,17 @@ class ReceiverEndpoint(Endpoint[Send]):
     @property
     def counters(self) -> dict[str, float]:
         """Name to total, for heartbeats."""
-        return self.session.counters.snapshot()
+        return {**self.session.counters.snapshot(), **self._slabs.counters.snapshot()}
 
     def next_deadline(self, now: float) -> float | None:
         """When `poll` must be called at the latest; None when only a message can bring news."""
-        times = [self.session.next_deadline(), self._retry_at if self._outbox else None]
+        times = [self.session.next_deadline(), self._slabs.next_deadline(), self._retry_at if self._outbox else None]
         return min((t for t in times if t is not None), default=None)
 
     def _close_link(self, peer: Peer) -> None:
-        """Forgets a peer that is not needed any more."""
+        """Forgets a peer that is not needed any more, or a connection that broke; prefill forgets what belonged to it."""
         self._outbox.pop(peer, None)
+        self._slabs.drop(peer)
 
     def _receive_frames(self, peer: Peer, frames: Sequence[memoryview]) -> None:
         """One message of `peer`: a frame, and for a block its bytes."""
@@ -342,14 +267,39 @@ class ReceiverEndpoint(Endpoint[Send]):
             return
         if isinstance(message, Block):
             self._perform(self._receive_block(peer, message, frames[1], now))
-        elif isinstance(message, SlabBlock | SlabDown):
-            self._receive_slab(peer, message)
+        elif isinstance(message, SlabBlock):
+            self._perform(self._receive_slab_block(peer, message, now))
+        elif isinstance(message, SlabDown):
+            self._tell(peer, self._slabs.handle(peer, message))
         else:
+            if isinstance(message, KVWelcome) and message.transport == SHM:
+                self._tell(peer, self._slabs.greet(peer, message.instance, message.layout.block_bytes, now))
             self._perform(self.session.receive(peer, message, now))
 
-    def _receive_slab(self, peer: Peer, message: SlabBlock | SlabDown) -> None:
-        """A message about shared memory, which only peers send that were asked for it."""
-        self.session.counters.unexpected += 1
+    def _tell(self, peer: Peer, message: SlabUp | None) -> None:
+        if message is not None:
+            self._perform([Send(peer, message)])
+
+    def _receive_slab_block(self, peer: Peer, block: SlabBlock, now: float) -> list[Effect]:
+        """The copy is checked, not the slot, which prefill could change in between."""
+        data = self._slabs.read(peer, block)
+        if data is None:
+            self.session.counters.unexpected += 1
+            return [Send(peer, self._slabs.unusable(peer, block))]
+        segments = self.session.expect(peer, block, block.size)
+        freed = Send(peer, self._slabs.freed(block))
+        if segments is None:
+            return [freed]
+        request = self.session.request_of(block.room)
+        assert request is not None
+        seed = digest_seed(block.room, block.epoch, block.block, block.size)
+        is_right = self._writer.copy(data, segments, request.pages, request.features, seed=seed, digest=block.digest)
+        if not is_right or (self._clock() - now) * 1000 >= block.lease_ms:
+            return [freed, *self.session.corrupt(peer, block, now)]
+        self._slabs.counters.shm_blocks += 1
+        self._slabs.counters.shm_bytes += block.size
+        self.reach("receiver:block")
+        return [freed, *self.session.landed(peer, block, now)]
 
     def _receive_block(self, peer: Peer, block: Block, payload: memoryview, now: float) -> list[Effect]:
         segments = self.session.expect(peer, block, payload.nbytes)
@@ -365,6 +315,7 @@ class ReceiverEndpoint(Endpoint[Send]):
 
     def _work(self) -> None:
         now = self._clock()
+        self._slabs.sweep(now)
         self._perform(self.session.tick(now))
         self._flush(now)
 

@@ -5,6 +5,7 @@ import socket
 from collections.abc import Sequence
 
 from ..cluster.messages import PROTOCOL_MAJOR, Hello, Layout
+from ..cluster.transports import ZMQ_BLOCKS
 from ..engine.kv_pool import FeaturePlane, KVPool
 from .fingerprint import pair_fingerprint
 from .transport import Planes
@@ -52,6 +53,7 @@ def hello_of(
     vocab_size: int,
     kv_endpoint: str = "",
     spec_tokens: int = 0,
+    transports: Sequence[str] = (ZMQ_BLOCKS,),
 ) -> Hello:
     """The worker's registration with the router."""
     return Hello(
@@ -70,5 +72,5 @@ def hello_of(
         pid=os.getpid(),
         host=socket.gethostname(),
         device=str(pool.device),
-        transport="zmq_blocks",
+        transport=",".join(transports),
     )

@@ -153,7 +153,12 @@ def agree(ours: Layout, theirs: Layout) -> Layout:
 
 def block_digest(room: str, epoch: int, block: int, payload: memoryview) -> int:
     """crc32c over the block's name and its bytes, so that another block's right bytes do not pass for this one's."""
-    return crc32c(payload, crc32c(f"{room}/{epoch}/{block}/{payload.nbytes}".encode()))
+    return crc32c(payload, digest_seed(room, epoch, block, payload.nbytes))
+
+
+def digest_seed(room: str, epoch: int, block: int, size: int) -> int:
+    """The digest of the block's name alone, which its bytes continue."""
+    return crc32c(f"{room}/{epoch}/{block}/{size}".encode())
 
 
 def _show(layout: Layout) -> str:

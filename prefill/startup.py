@@ -12,9 +12,10 @@ from ..cluster.fault_points import reach_of
 from ..cluster.keyring import load_keyring, split_key, with_key
 from ..cluster.life import Serve, Shutdown, run_phases
 from ..cluster.sockets import Socket
+from ..cluster.transports import transports_of
 from ..cluster.watchdog import Watchdog
 from ..engine.config import EngineConfig
-from ..engine.loader import EngineLoader
+from ..engine.loader import Engine, EngineLoader
 from ..kvtransfer.identity import hello_of, layout_of, planes_of
 from ..kvtransfer.link import WorkerLink
 from ..kvtransfer.transports.zmq_blocks import ZmqBlocksSender
@@ -28,6 +29,7 @@ def start(config: PrefillConfig, instance: str) -> Serve:
     shutdown.install()
     reach = reach_of(os.environ)
     keyring = load_keyring(config.keys, config.role)
+    transports = transports_of(config.transports)
     loader = EngineLoader(EngineConfig.of(config), has_drafter=False)
     run_phases(loader.phases())
     engine = loader.engine()
@@ -48,6 +50,8 @@ def start(config: PrefillConfig, instance: str) -> Serve:
             keyring=keyring,
             trusted_network=config.trusted_network,
             lease_s=config.lease_s,
+            transports=transports,
+            slab_bytes=config.slab_mb << 20,
         )
         transport.reach = reach
         hello = hello_of(
@@ -60,6 +64,7 @@ def start(config: PrefillConfig, instance: str) -> Serve:
             vocab_size=engine.model_config.vocab_size,
             max_running=config.max_batch,
             kv_endpoint=_known_as(transport.endpoint, config.kv_advertise),
+            transports=transports,
         )
         try:
             return ControlLink(context, config.router, hello, time.monotonic(), keyring=keyring), transport
@@ -69,7 +74,16 @@ def start(config: PrefillConfig, instance: str) -> Serve:
 
     link = WorkerLink(open_planes)
     run_phases([("open sockets", link.start)])
-    worker = PrefillWorker(
+    worker = _worker(config, engine, link, instance)
+    worker.reach = reach
+    feed = link.feeder(Watchdog(config.watchdog_s))
+    loop = WorkerLoop(worker, link, shutdown, drain_timeout_s=config.drain_timeout_s, feed=feed)
+    engine.runner.on_layer = loop.beat
+    return loop.run
+
+
+def _worker(config: PrefillConfig, engine: Engine, link: WorkerLink, instance: str) -> PrefillWorker:
+    return PrefillWorker(
         engine,
         link,
         instance=instance,
@@ -77,11 +91,6 @@ def start(config: PrefillConfig, instance: str) -> Serve:
         max_batch=config.max_batch,
         max_queue=config.max_queue,
     )
-    worker.reach = reach
-    feed = link.feeder(Watchdog(config.watchdog_s))
-    loop = WorkerLoop(worker, link, shutdown, drain_timeout_s=config.drain_timeout_s, feed=feed)
-    engine.runner.on_layer = loop.beat
-    return loop.run
 
 
 def _known_as(endpoint: str, advertised: str) -> str:

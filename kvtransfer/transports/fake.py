@@ -10,10 +10,13 @@ from dataclasses import dataclass
 
 from ...cluster.errors import PeerLost
 from ...cluster.messages import Layout
-from ..endpoints import Clock, Delivered, Delivery, ReceiverEndpoint, SenderEndpoint
+from ...cluster.transports import ZMQ_BLOCKS
+from ..endpoint import Clock, Delivered, Delivery
+from ..endpoints import ReceiverEndpoint, SenderEndpoint
 from ..memory import Payload
 from ..session import LEASE_S, WINDOW, Peer
 from ..transport import Planes, TransportEvent
+from .shm import SLAB_BYTES
 
 
 @dataclass(frozen=True)
@@ -112,9 +115,13 @@ class FakeSender(SenderEndpoint):
         planes: Planes,
         *,
         lease_s: float = LEASE_S,
+        transports: Sequence[str] = (ZMQ_BLOCKS,),
+        slab_bytes: int = SLAB_BYTES,
         clock: Clock = time.monotonic,
     ) -> None:
-        super().__init__(instance, layout, planes, lease_s=lease_s, clock=clock)
+        super().__init__(
+            instance, layout, planes, lease_s=lease_s, transports=transports, slab_bytes=slab_bytes, clock=clock
+        )
         self.endpoint = endpoint
         self._network = network
         network.listen(endpoint, self)
@@ -135,6 +142,7 @@ class FakeSender(SenderEndpoint):
 
     def close(self) -> None:
         self._perform(self.session.close(self._clock()))
+        self._slabs.close()
 
     def _transmit(self, peer: Peer, header: bytes, payload: Payload | None) -> Delivery | None:
         if not self._network.has_link(peer):
@@ -156,9 +164,10 @@ class FakeReceiver(ReceiverEndpoint):
         *,
         window: int = WINDOW,
         lease_s: float = LEASE_S,
+        transports: Sequence[str] = (ZMQ_BLOCKS,),
         clock: Clock = time.monotonic,
     ) -> None:
-        super().__init__(instance, layout, planes, window=window, lease_s=lease_s, clock=clock)
+        super().__init__(instance, layout, planes, window=window, lease_s=lease_s, transports=transports, clock=clock)
         self._network = network
 
     def arrive(self, endpoint: str, frames: Sequence[memoryview]) -> None:
@@ -177,6 +186,7 @@ class FakeReceiver(ReceiverEndpoint):
 
     def close(self) -> None:
         self._perform(self.session.close(self._clock()))
+        self._slabs.close()
 
     def _transmit(self, peer: Peer, header: bytes, payload: Payload | None) -> Delivery | None:
         link = self._network.connect(peer, self)

@@ -36,10 +36,12 @@ from ...cluster.sockets import (
     try_send,
 )
 from ...cluster.transports import ZMQ_BLOCKS
-from ..endpoints import Clock, Delivered, Delivery, Endpoint, Queued, ReceiverEndpoint, SenderEndpoint
+from ..endpoint import Clock, Delivered, Delivery, Endpoint, Queued
+from ..endpoints import ReceiverEndpoint, SenderEndpoint
 from ..memory import Payload
 from ..session import LEASE_S, WINDOW, Peer, Send, SendBlock
 from ..transport import Lost, Planes, PullRequest, TransportEvent
+from .shm import SLAB_BYTES
 
 logger = logging.getLogger(__name__)
 
@@ -97,10 +99,13 @@ class ZmqBlocksSender(SenderEndpoint, _Polling[Send | SendBlock]):
         keyring: Keyring | None = None,
         lease_s: float = LEASE_S,
         transports: Sequence[str] = (ZMQ_BLOCKS,),
+        slab_bytes: int = SLAB_BYTES,
         clock: Clock = time.monotonic,
     ) -> None:
         """Raises ConfigError for an address that may not be bound, StartupError for one that cannot."""
-        super().__init__(instance, layout, planes, lease_s=lease_s, transports=transports, clock=clock)
+        super().__init__(
+            instance, layout, planes, lease_s=lease_s, transports=transports, slab_bytes=slab_bytes, clock=clock
+        )
         check_bind_address(bind_endpoint, trusted_network, has_keys=keyring is not None)
         self.authenticator = Authenticator(context, keyring.peers, ("decode",)) if keyring is not None else None
         self._socket = make_socket(
@@ -139,6 +144,7 @@ class ZmqBlocksSender(SenderEndpoint, _Polling[Send | SendBlock]):
     def close(self) -> None:
         if self._is_open:
             self._perform(self.session.close(self._clock()))
+            self._slabs.close()
             self._is_open = False
             self._doorway.close()
             self._socket.close()
@@ -213,6 +219,7 @@ class ZmqBlocksReceiver(ReceiverEndpoint, _Polling[Send]):
     def close(self) -> None:
         if self._is_open:
             self._perform(self.session.close(self._clock()))
+            self._slabs.close()
             self._is_open = False
             for peer in list(self._links):
                 self._close_link(peer)

@@ -20,6 +20,7 @@ from baton.cluster.config import (
 )
 from baton.cluster.config_fields import describe, settings_of, types_of
 from baton.cluster.errors import ConfigError
+from baton.deploy.children import child_configs
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -174,6 +175,8 @@ def _values(cls):
             strategies[name] = st.sampled_from(described.choices)
         elif described.is_endpoint:
             strategies[name] = st.sampled_from(["tcp://10.0.0.1:1", "ipc:///tmp/x"])
+        elif described.fault_of is not None:
+            strategies[name] = st.sampled_from(["auto", "zmq_blocks", "shm,zmq_blocks"])
         elif kind is bool:
             strategies[name] = st.booleans()
         elif kind is int:
@@ -260,3 +263,12 @@ def test_settings_that_have_their_effect_are_not_warned_of(cls, flags, caplog):
 def test_a_worker_is_not_given_up_within_a_second():
     assert "1 s" in failure(RouterConfig, "--worker-timeout-s", "0.9")
     assert load_config(RouterConfig, ["--model", "m", "--worker-timeout-s", "1"], {}).worker_timeout_s == 1.0
+
+
+def test_transports_are_checked_and_reach_both_kinds_of_worker_through_up(tmp_path):
+    assert "zmq_blocks" in failure(PrefillConfig, "--transports", "shm")
+    assert "is no list of transports" in failure(UpConfig, "--transports", "carrier-pigeon")
+    config = load(UpConfig, "--transports", "zmq_blocks", "--slab-mb", "8")
+    children = dict(child_configs(config, {}, tmp_path))
+    assert [children[name].transports for name in ("prefill-0", "decode-0")] == ["zmq_blocks"] * 2
+    assert children["prefill-0"].slab_mb == 8

@@ -1,0 +1,107 @@
+"""What both ends of a transport share: outgoing messages that wait for their peer, and the events for the owner."""
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Generic, Protocol, TypeVar
+
+from ..cluster.errors import PeerLost
+from ..cluster.fault_points import Reach, unarmed
+from ..cluster.security import DropLog
+from .memory import Payload
+from .session import Peer, Send, SendBlock
+from .transport import TransportEvent
+
+MAX_OUTBOX = 4096  # messages per peer that wait for room in its queue; what is beyond gets lost, as on a network
+RETRY_S = 0.001
+MAX_RETRY_S = 0.05
+
+Clock = Callable[[], float]
+Parts = Sequence[bytes | memoryview]
+Queued = TypeVar("Queued", Send, "Send | SendBlock")
+
+
+class Delivery(Protocol):
+    """What a transport knows about a payload on its way."""
+
+    @property
+    def done(self) -> bool:
+        """Whether nobody reads the payload's memory any more."""
+
+
+class Delivered:
+    """The payload was copied before `_transmit` returned."""
+
+    done = True
+
+
+class Endpoint(ABC, Generic[Queued]):
+    """Outgoing messages that wait for their peer, and the events for the owner."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.reach: Reach = unarmed
+        self._clock = clock
+        self._events: list[TransportEvent] = []
+        self._outbox: dict[Peer, deque[Queued]] = {}
+        self._blocked: set[Peer] = set()  # took nothing at the last attempt
+        self._retry_s = RETRY_S
+        self._retry_at = 0.0
+        self._drop_log = DropLog("KV message dropped", clock)
+
+    @abstractmethod
+    def _transmit(self, peer: Peer, header: bytes, payload: Payload | None) -> Delivery | None:
+        """Sends a message now; None when the peer cannot take it now. Raises PeerLost when there is no such peer."""
+
+    @abstractmethod
+    def _send_now(self, item: Queued) -> bool:
+        """Puts one message on the wire; False when the peer cannot take it now."""
+
+    @abstractmethod
+    def _peer_lost(self, peer: Peer) -> None:
+        """The connection is gone, and what waits for it with it."""
+
+    def _post(self, item: Queued) -> bool:
+        """Queue a message for its peer; False when it is lost to a full queue."""
+        waiting = self._outbox.setdefault(item.peer, deque())
+        if len(waiting) >= MAX_OUTBOX:
+            return False
+        waiting.append(item)
+        return True
+
+    def _flush(self, now: float) -> None:
+        """Sends what waits, in order per peer; backs off while peers take nothing."""
+        is_retry = now >= self._retry_at
+        has_sent = False
+        for peer in [p for p in self._outbox if is_retry or p not in self._blocked]:
+            has_sent = self._flush_peer(peer) or has_sent
+        if has_sent:
+            self._retry_s = RETRY_S
+        elif is_retry and self._blocked:
+            self._retry_s = min(2 * self._retry_s, MAX_RETRY_S)
+        if has_sent or is_retry:
+            self._retry_at = now + self._retry_s
+
+    def _flush_peer(self, peer: Peer) -> bool:
+        """Sends what waits for one peer; returns whether anything went."""
+        waiting = self._outbox[peer]
+        size = len(waiting)
+        try:
+            while waiting and self._send_now(waiting[0]):
+                waiting.popleft()
+        except PeerLost:
+            waiting.clear()
+            self._peer_lost(peer)
+        if waiting:
+            self._blocked.add(peer)
+        else:
+            self._blocked.discard(peer)
+            del self._outbox[peer]
+        return len(waiting) < size
+
+    def _forget_events(self, room: str, epoch: int) -> None:
+        """After a cancel no event of the attempt follows, not even one that was on its way to the owner."""
+        self._events = [e for e in self._events if e.room != room or e.epoch > epoch]
+
+    def _take_events(self) -> list[TransportEvent]:
+        events, self._events = self._events, []
+        return events

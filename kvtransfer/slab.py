@@ -1,0 +1,240 @@
+"""Slabs: anonymous shared memory of equal slots, which prefill writes and decode reads.
+
+A slab is a memfd. It has no name, so nothing is left of it once both processes are gone, however they died; it is sealed
+against another size, so that reading it never faults, and against new writable mappings, so that only prefill writes.
+
+Its descriptor goes over a unix socket of sequenced packets at an abstract address of 128 random bits, which decode told
+prefill over their own link. Such an address has no file to be left behind either. It exists in decode's network
+namespace only, hence a connection proves that both can share memory. Each side asks the kernel who the other one is and
+accepts its own user alone. The connection stays open as long as the slab is used: its end is the end of the peer.
+
+References: memfd_create(2), fcntl(2) "File Sealing", unix(7) "SCM_RIGHTS" and "SO_PEERCRED".
+"""
+
+import errno
+import fcntl
+import mmap
+import os
+import secrets
+import socket
+import stat
+import struct
+from collections.abc import Callable
+from contextlib import suppress
+
+import numpy as np
+import numpy.typing as npt
+
+from ..cluster.errors import BatonError
+
+Bytes = npt.NDArray[np.uint8]
+
+# linux/fcntl.h; not every Python and platform names them
+F_ADD_SEALS, F_GET_SEALS = 1033, 1034
+F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW, F_SEAL_FUTURE_WRITE = 0x01, 0x02, 0x04, 0x10  # the last since Linux 5.1
+SEALS = F_SEAL_SEAL | F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_FUTURE_WRITE
+BACKLOG = 64
+TOKEN_BYTES = 32  # hex
+CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+
+
+class SlabError(BatonError):
+    """Memory cannot be shared; says why."""
+
+
+class Slab:
+    """Prefill's end: `num_slots` slots of `slot_bytes` bytes, writable."""
+
+    def __init__(self, num_slots: int, slot_bytes: int) -> None:
+        """Raises SlabError when there is no such memory; all of it is allocated here, so that no later write faults."""
+        self.id = secrets.token_hex(16)
+        self.num_slots, self.slot_bytes = num_slots, slot_bytes
+        size = num_slots * slot_bytes
+        try:
+            self._fd = os.memfd_create("baton-slab", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        except OSError as error:
+            raise SlabError(f"no shared memory: {error.strerror}") from None
+        try:
+            os.posix_fallocate(self._fd, 0, size)
+            self._map = mmap.mmap(self._fd, size, mmap.MAP_SHARED | mmap.MAP_POPULATE)
+            fcntl.fcntl(self._fd, F_ADD_SEALS, SEALS)
+        except OSError as error:
+            os.close(self._fd)
+            raise SlabError(f"no {size >> 20} MiB of shared memory: {error.strerror}") from None
+        self._bytes: Bytes = np.frombuffer(self._map, dtype=np.uint8)
+
+    def __repr__(self) -> str:
+        return f"Slab({self.id[:8]}, {self.num_slots} x {self.slot_bytes})"
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return self.num_slots * self.slot_bytes
+
+    def slot(self, index: int) -> Bytes:
+        """The bytes of a slot, uint8 `[slot_bytes]`."""
+        return self._bytes[index * self.slot_bytes : (index + 1) * self.slot_bytes]
+
+    def hand_over(self, address: str, token: str) -> socket.socket:
+        """Gives decode at `address` the descriptor, once. Returns the connection; raises SlabError when there is none."""
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            connection.setblocking(False)
+            connection.connect(_abstract(address))
+            _check_peer(connection)
+            socket.send_fds(connection, [token.encode()], [self._fd])
+        except OSError as error:
+            connection.close()
+            is_elsewhere = error.errno == errno.ECONNREFUSED
+            reason = "it is on another host, or its network is" if is_elsewhere else error.strerror or str(error)
+            raise SlabError(f"decode cannot be reached for shared memory: {reason}") from None
+        except SlabError:
+            connection.close()
+            raise
+        os.close(self._fd)  # the mapping stays
+        self._fd = -1
+        return connection
+
+    def close(self) -> None:
+        """Unmaps. Idempotent."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+        self._bytes = np.empty(0, dtype=np.uint8)
+        _unmap(self._map)
+
+
+class MappedSlab:
+    """Decode's end: the same slots, read-only."""
+
+    def __init__(self, slab_id: str, num_slots: int, slot_bytes: int, fd: int, connection: socket.socket) -> None:
+        """Maps `fd` and closes it. Raises SlabError, and closes `connection`, unless it is a sealed slab of this user and of
+        this very size.
+        """
+        self.id = slab_id
+        self.num_slots, self.slot_bytes = num_slots, slot_bytes
+        self.connection = connection
+        try:
+            _check_slab(fd, num_slots * slot_bytes)
+            flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+            self._map = mmap.mmap(fd, num_slots * slot_bytes, flags, mmap.PROT_READ)
+        except OSError as error:
+            connection.close()
+            raise SlabError(f"the slab cannot be mapped: {error.strerror}") from None
+        except SlabError:
+            connection.close()
+            raise
+        finally:
+            os.close(fd)
+        self._bytes: Bytes = np.frombuffer(self._map, dtype=np.uint8)
+
+    def __repr__(self) -> str:
+        return f"MappedSlab({self.id[:8]}, {self.num_slots} x {self.slot_bytes})"
+
+    def block(self, slot: int, size: int) -> Bytes | None:
+        """The first `size` bytes of a slot; None when there is no such slot, or it is shorter. Their writer may change
+        them at any time.
+        """
+        if not (0 <= slot < self.num_slots and 0 <= size <= self.slot_bytes):
+            return None
+        return self._bytes[slot * self.slot_bytes : slot * self.slot_bytes + size]
+
+    def close(self) -> None:
+        """Unmaps, and lets prefill know. Idempotent."""
+        self._bytes = np.empty(0, dtype=np.uint8)
+        _unmap(self._map)
+        self.connection.close()
+
+
+class SlabDoor:
+    """Where decode takes slabs' descriptors in."""
+
+    def __init__(self) -> None:
+        """Raises SlabError when this process may not listen on a unix socket."""
+        self.address = secrets.token_hex(16)
+        self._arrived: dict[str, tuple[int, socket.socket]] = {}  # token -> descriptor
+        try:
+            self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            self._listener.setblocking(False)
+            self._listener.bind(_abstract(self.address))
+            self._listener.listen(BACKLOG)
+        except OSError as error:
+            raise SlabError(f"no unix socket for shared memory: {error.strerror}") from None
+
+    def __repr__(self) -> str:
+        return f"SlabDoor({self.address[:8]}, arrived={len(self._arrived)})"
+
+    def take(self, token: str, is_expected: Callable[[str], bool]) -> tuple[int, socket.socket] | None:
+        """The descriptor that came with `token`, and its connection. Whatever came with a token that is not expected, or
+        from another user, is closed.
+        """
+        with suppress(BlockingIOError):
+            while True:
+                self._admit(self._listener.accept()[0], is_expected)
+        return self._arrived.pop(token, None)
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._listener.close()
+        for fd, connection in self._arrived.values():
+            os.close(fd)
+            connection.close()
+        self._arrived.clear()
+
+    def _admit(self, connection: socket.socket, is_expected: Callable[[str], bool]) -> None:
+        fds: list[int] = []
+        try:
+            connection.setblocking(False)
+            _check_peer(connection)
+            text, fds, _, _ = socket.recv_fds(connection, TOKEN_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
+            token = text.decode("ascii", "replace")
+            if len(fds) == 1 and is_expected(token) and token not in self._arrived:
+                self._arrived[token] = (fds[0], connection)
+                return
+        except (OSError, SlabError):  # a stranger, or a peer that died on the way: its grant will find nothing
+            pass
+        for fd in fds:
+            os.close(fd)
+        connection.close()
+
+
+def is_alive(connection: socket.socket) -> bool:
+    """Whether the other end of a hand-over's connection still exists. Nothing is ever said there after the hand-over."""
+    try:
+        connection.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def _abstract(address: str) -> str:
+    return f"\0baton-{address}"
+
+
+def _check_peer(connection: socket.socket) -> None:
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
+    _, uid, _ = CREDENTIALS.unpack(credentials)
+    if uid != os.geteuid():
+        raise SlabError(f"the peer runs as user {uid}, this process as {os.geteuid()}")
+
+
+def _check_slab(fd: int, size: int) -> None:
+    """The order matters: once it is known to be sealed, what the rest finds stays true."""
+    try:
+        seals = fcntl.fcntl(fd, F_GET_SEALS)
+    except OSError:
+        raise SlabError("the slab is no sealed memory") from None
+    status = os.fstat(fd)
+    if seals & SEALS != SEALS or not stat.S_ISREG(status.st_mode):
+        raise SlabError("the slab is not sealed")
+    if status.st_uid != os.geteuid():
+        raise SlabError(f"the slab belongs to user {status.st_uid}, this process runs as {os.geteuid()}")
+    if status.st_size != size:
+        raise SlabError(f"the slab has {status.st_size} bytes, {size} were announced")
+
+
+def _unmap(mapping: mmap.mmap) -> None:
+    with suppress(BufferError):  # somebody still holds a slot's bytes; the mapping ends with them
+        mapping.close()

@@ -1,0 +1,393 @@
+"""Blocks in shared memory: what prefill and decode keep about their slabs, beside the sessions.
+
+Rooms, pulls and releases are those of every transport and travel over ZeroMQ. Only a block's bytes do not: prefill copies
+them into a slot of the pair's slab and sends a SlabBlock, decode copies them out, checks the copy and frees the slot.
+
+    decode                              prefill
+    SlabRequest(address, token)   ->    makes a slab, hands its descriptor over at the address
+                                  <-    SlabGrant, or SlabDenied
+    Pull                          ->    fills a slot
+                                  <-    SlabBlock, or Block where no slot is free
+    SlotFree                      ->    the slot can be filled again
+
+A slot is used again when decode freed it, when its room ended, or when its lease is over; a reader that is too late finds
+another digest. Whatever fails, at whichever moment, the pair goes on with messages: prefill may answer any pull with a
+Block, and decode says SlabUnusable.
+"""
+
+import logging
+import secrets
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+
+from ...cluster.log import fields as log_fields
+from ...cluster.slab_messages import (
+    SlabBlock,
+    SlabDenied,
+    SlabDown,
+    SlabGrant,
+    SlabRequest,
+    SlabUnusable,
+    SlabUp,
+    SlotFree,
+)
+from ..layout import digest_seed
+from ..memory import BlockReader
+from ..session import Peer, SendBlock
+from ..slab import Bytes, MappedSlab, Slab, SlabDoor, SlabError, is_alive
+
+logger = logging.getLogger(__name__)
+
+SLAB_BYTES = 256 << 20  # of all slabs of a prefill worker
+SPARE_SLOTS = 2  # beside the window: blocks that are pulled again
+MIN_SLOTS = 2
+SWEEP_S = 0.5
+ASK_AGAIN_S = 30.0
+
+Holder = tuple[str, int, int]  # room, epoch, block
+
+
+@dataclass
+class SlabCounters:
+    """Monotonic totals of one endpoint, but for the gauge `slabs`."""
+
+    slabs: int = 0  # in use now
+    shm_blocks: int = 0
+    shm_bytes: int = 0
+    shm_full: int = 0  # blocks sent as messages, since every slot was in use
+    shm_fallbacks: int = 0  # pairs that were denied a slab or lost it
+
+    def snapshot(self) -> dict[str, float]:
+        """Name to total, for heartbeats."""
+        return {f.name: float(getattr(self, f.name)) for f in fields(self)}
+
+
+@dataclass
+class _Slot:
+    """A block that stands in a slot."""
+
+    index: int
+    ends_at: float
+    header: SlabBlock | None = None  # None while it is being filled
+
+
+class SlotTable:
+    """Which block stands in which slot of a slab."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self._free = list(range(num_slots))
+        self._held: dict[Holder, _Slot] = {}
+
+    def __repr__(self) -> str:
+        return f"SlotTable({len(self._held)}/{self.num_slots} held)"
+
+    def take(self, holder: Holder, ends_at: float) -> _Slot | None:
+        """A slot for a block, the one in which it stands already if it does; None when all are in use."""
+        slot = self._held.get(holder)
+        if slot is None and self._free:
+            slot = self._held[holder] = _Slot(self._free.pop(), ends_at)
+        return slot
+
+    def free(self, holder: Holder, index: int) -> bool:
+        """Gives a slot back; False when this block does not stand there."""
+        slot = self._held.get(holder)
+        if slot is None or slot.index != index:
+            return False
+        self._give_back(holder)
+        return True
+
+    def free_where(self, is_over: Callable[[Holder, float], bool]) -> None:
+        """Gives back the slots whose holder and lease end are over."""
+        for holder in [holder for holder, slot in self._held.items() if is_over(holder, slot.ends_at)]:
+            self._give_back(holder)
+
+    def check_integrity(self) -> None:
+        """Every slot is free or held, once."""
+        indices = self._free + [slot.index for slot in self._held.values()]
+        assert sorted(indices) == list(range(self.num_slots)), indices
+
+    def _give_back(self, holder: Holder) -> None:
+        self._free.append(self._held.pop(holder).index)
+
+
+@dataclass
+class _Lane:
+    """Prefill's side of one pair."""
+
+    request: SlabRequest
+    slab: Slab
+    slots: SlotTable
+    connection: socket.socket
+
+    def close(self) -> None:
+        self.slab.close()
+        self.connection.close()
+
+
+class SenderSlabs:
+    """Prefill's slabs, one per connection that was granted one, all of them at most `max_bytes` together."""
+
+    def __init__(self, instance: str, block_bytes: int, *, lease_s: float, max_bytes: int = SLAB_BYTES) -> None:
+        """`block_bytes` is the largest slot that a peer may ask for."""
+        self.counters = SlabCounters()
+        self._instance, self._block_bytes = instance, block_bytes
+        self._lease_s, self._max_bytes = lease_s, max_bytes
+        self._lanes: dict[Peer, _Lane] = {}
+        self._sweep_at = 0.0
+
+    def __repr__(self) -> str:
+        return f"SenderSlabs({', '.join(repr(lane.slots) for lane in self._lanes.values())})"
+
+    def handle(self, peer: Peer, message: SlabUp) -> SlabDown | None:
+        """Takes one message of a greeted peer in, and returns the answer that it gets."""
+        if isinstance(message, SlabRequest):
+            return self._grant(peer, message)
+        lane = self._lanes.get(peer)
+        if lane is not None and lane.slab.id == message.slab:
+            if isinstance(message, SlotFree):
+                lane.slots.free((message.room, message.epoch, message.block), message.slot)
+            else:
+                self._fall_back(peer, f"decode cannot read the slab: {message.reason[:200]}")
+        return None
+
+    def fill(self, item: SendBlock, reader: BlockReader, now: float) -> SlabBlock | None:
+        """Puts a block into a slot; None when it must go as a message."""
+        lane = self._lanes.get(item.peer)
+        if lane is None:
+            return None
+        slot = lane.slots.take((item.room, item.epoch, item.block), now + self._lease_s)
+        if slot is None:
+            self.counters.shm_full += 1
+            return None
+        if slot.header is None:
+            seed = digest_seed(item.room, item.epoch, item.block, item.size)
+            target = lane.slab.slot(slot.index)
+            slot.header = SlabBlock(
+                room=item.room,
+                epoch=item.epoch,
+                instance=self._instance,
+                block=item.block,
+                size=item.size,
+                digest=reader.read_into(target, item.segments, item.pages[item.first_page :], item.size, seed),
+                slab=lane.slab.id,
+                slot=slot.index,
+                lease_ms=int(self._lease_s * 1000),
+            )
+            self.counters.shm_blocks += 1
+            self.counters.shm_bytes += item.size
+        return slot.header
+
+    def forget(self, room: str, epoch: int) -> None:
+        """The room ended: its slots are free."""
+        for lane in self._lanes.values():
+            lane.slots.free_where(lambda holder, _: holder[0] == room and holder[1] <= epoch)
+
+    def sweep(self, now: float) -> None:
+        """Every now and then: slabs of processes that are gone, and slots whose lease is over."""
+        if now < self._sweep_at:
+            return
+        self._sweep_at = now + SWEEP_S
+        for peer, lane in list(self._lanes.items()):
+            lane.slots.free_where(lambda _, ends_at: now >= ends_at)
+            if not is_alive(lane.connection):
+                self.drop(peer)
+
+    def next_deadline(self) -> float | None:
+        """When `sweep` has something to do."""
+        return self._sweep_at if self._lanes else None
+
+    def drop(self, peer: Peer) -> None:
+        """The connection to this peer is gone."""
+        lane = self._lanes.pop(peer, None)
+        if lane is not None:
+            lane.close()
+        self.counters.slabs = len(self._lanes)
+
+    def close(self) -> None:
+        """Idempotent."""
+        for peer in list(self._lanes):
+            self.drop(peer)
+
+    def _grant(self, peer: Peer, request: SlabRequest) -> SlabDown:
+        lane = self._lanes.get(peer)
+        if lane is not None and lane.request.token != request.token:
+            self.drop(peer)  # decode lost the old one
+            lane = None
+        try:
+            lane = lane or self._open(request)
+        except SlabError as error:
+            self.counters.shm_fallbacks += 1
+            logger.warning("no shared memory for decode", extra=log_fields(decode=request.instance, reason=str(error)))
+            return SlabDenied(instance=self._instance, token=request.token, reason=str(error))
+        self._lanes[peer] = lane
+        self.counters.slabs = len(self._lanes)
+        return SlabGrant(
+            instance=self._instance,
+            token=request.token,
+            slab=lane.slab.id,
+            num_slots=lane.slab.num_slots,
+            slot_bytes=lane.slab.slot_bytes,
+        )
+
+    def _open(self, request: SlabRequest) -> _Lane:
+        if request.slot_bytes > self._block_bytes:
+            raise SlabError(f"slots of {request.slot_bytes} bytes, at most {self._block_bytes} are allowed")
+        left = self._max_bytes - sum(lane.slab.size for lane in self._lanes.values())
+        num_slots = min(request.num_slots, left // request.slot_bytes)
+        if num_slots < MIN_SLOTS:
+            raise SlabError(f"all {self._max_bytes >> 20} MiB for slabs are in use; raise --slab-mb")
+        slab = Slab(num_slots, request.slot_bytes)
+        try:
+            connection = slab.hand_over(request.address, request.token)
+        except SlabError:
+            slab.close()
+            raise
+        return _Lane(request, slab, SlotTable(num_slots), connection)
+
+    def _fall_back(self, peer: Peer, reason: str) -> None:
+        self.counters.shm_fallbacks += 1
+        logger.warning("blocks go as messages", extra=log_fields(decode=self._lanes[peer].request.instance, reason=reason))
+        self.drop(peer)
+
+@dataclass
+class _Asked:
+    """A request of ours."""
+
+    prefill: str  # instance
+    token: str
+    slot_bytes: int
+    retry_at: float  # not asked again before
+    slab: MappedSlab | None = None  # once it was granted
+
+
+class ReceiverSlabs:
+    """Decode's slabs, at most one per prefill endpoint."""
+
+    def __init__(self, instance: str, *, window: int) -> None:
+        self.counters = SlabCounters()
+        self._instance = instance
+        self._num_slots = window + SPARE_SLOTS
+        self._door: SlabDoor | None = None  # opened by the first request
+        self._asked: dict[Peer, _Asked] = {}
+        self._sweep_at = 0.0
+
+    def __repr__(self) -> str:
+        return f"ReceiverSlabs({self.counters.slabs} of {len(self._asked)} peers)"
+
+    def greet(self, peer: Peer, prefill: str, slot_bytes: int, now: float) -> SlabRequest | None:
+        """The request that follows a handshake in which process `prefill` agreed on shared memory; None if it had one."""
+        asked = self._asked.get(peer)
+        if asked is not None and asked.prefill == prefill and (asked.slab is not None or now < asked.retry_at):
+            return None
+        self.drop(peer)
+        try:
+            self._door = self._door or SlabDoor()
+        except SlabError as error:
+            self._note_fallback(peer, str(error))
+            return None
+        asked = self._asked[peer] = _Asked(prefill, secrets.token_hex(16), slot_bytes, now + ASK_AGAIN_S)
+        return SlabRequest(
+            instance=self._instance,
+            address=self._door.address,
+            token=asked.token,
+            num_slots=self._num_slots,
+            slot_bytes=slot_bytes,
+        )
+
+    def ask_again(self, peer: Peer, now: float) -> SlabRequest | None:
+        """The request to a peer that denied the last one, or never answered, when it is time for another."""
+        asked = self._asked.get(peer)
+        return None if asked is None else self.greet(peer, asked.prefill, asked.slot_bytes, now)
+
+    def handle(self, peer: Peer, message: SlabDown) -> SlabUnusable | None:
+        """Takes the answer to a request in, and returns what prefill must know."""
+        asked = self._asked.get(peer)
+        if asked is None or (asked.prefill, asked.token) != (message.instance, message.token) or asked.slab is not None:
+            return None
+        if isinstance(message, SlabDenied):
+            self._note_fallback(peer, message.reason[:200])
+            return None
+        try:
+            asked.slab = self._map(asked, message)
+        except SlabError as error:
+            self._note_fallback(peer, str(error))
+            return SlabUnusable(instance=self._instance, slab=message.slab, reason=str(error))
+        self._count()
+        logger.info("blocks come through shared memory", extra=log_fields(endpoint=peer, slots=message.num_slots))
+        return None
+
+    def read(self, peer: Peer, block: SlabBlock) -> Bytes | None:
+        """The bytes of a block, which prefill may still change; None when that is no slot of a slab of this pair."""
+        asked = self._asked.get(peer)
+        if asked is None or asked.slab is None or asked.slab.id != block.slab:
+            return None
+        return asked.slab.block(block.slot, block.size)
+
+    def freed(self, block: SlabBlock) -> SlotFree:
+        """What prefill must know when nobody reads the slot any more."""
+        return SlotFree(
+            room=block.room,
+            epoch=block.epoch,
+            instance=self._instance,
+            block=block.block,
+            slab=block.slab,
+            slot=block.slot,
+        )
+
+    def unusable(self, peer: Peer, block: SlabBlock) -> SlabUnusable:
+        """What prefill must know after a descriptor that `read` refused. The slab is not used any more."""
+        asked = self._asked.get(peer)
+        if asked is not None and asked.slab is not None and asked.slab.id == block.slab:
+            self._note_fallback(peer, f"no slot {block.slot} with {block.size} bytes")
+            asked.slab.close()
+            asked.slab = None
+            self._count()
+        return SlabUnusable(instance=self._instance, slab=block.slab, reason="no such slab or slot")
+
+    def drop(self, peer: Peer) -> None:
+        """The link to this peer is closed, or another process is behind it."""
+        asked = self._asked.pop(peer, None)
+        if asked is not None and asked.slab is not None:
+            asked.slab.close()
+        self._count()
+
+    def sweep(self, now: float) -> None:
+        """Every now and then: slabs that prefill does not hold any more, mostly since it is gone."""
+        if now < self._sweep_at:
+            return
+        self._sweep_at = now + SWEEP_S
+        for asked in self._asked.values():
+            if asked.slab is not None and not is_alive(asked.slab.connection):
+                asked.slab.close()
+                asked.slab, asked.retry_at = None, now
+        self._count()
+
+    def next_deadline(self) -> float | None:
+        """When `sweep` has something to do."""
+        return self._sweep_at if self.counters.slabs else None
+
+    def close(self) -> None:
+        """Idempotent."""
+        for peer in list(self._asked):
+            self.drop(peer)
+        if self._door is not None:
+            self._door.close()
+
+    def _map(self, asked: _Asked, grant: SlabGrant) -> MappedSlab:
+        if grant.num_slots > self._num_slots or grant.slot_bytes != asked.slot_bytes:
+            raise SlabError(f"{grant.num_slots} slots of {grant.slot_bytes} bytes were not asked for")
+        assert self._door is not None, "there is a request"
+        expected = {asked.token for asked in self._asked.values() if asked.slab is None}
+        arrived = self._door.take(grant.token, expected.__contains__)
+        if arrived is None:
+            raise SlabError("the slab's descriptor did not arrive")
+        return MappedSlab(grant.slab, grant.num_slots, grant.slot_bytes, *arrived)
+
+    def _note_fallback(self, peer: Peer, reason: str) -> None:
+        self.counters.shm_fallbacks += 1
+        logger.warning("blocks come as messages", extra=log_fields(endpoint=peer, reason=reason))
+
+    def _count(self) -> None:
+        self.counters.slabs = sum(asked.slab is not None for asked in self._asked.values())

@@ -1,0 +1,191 @@
+"""Shared memory itself: who gets it, what it allows, and that nothing is left of it."""
+
+import errno
+import fcntl
+import mmap
+import os
+import secrets
+import socket
+from pathlib import Path
+
+import numpy as np
+import pytest
+from baton.kvtransfer import slab as slab_module
+from baton.kvtransfer.slab import MappedSlab, Slab, SlabDoor, SlabError, is_alive
+from baton.kvtransfer.transports.shm import SlotTable
+
+TOKEN = "7" * 32
+
+
+def maps() -> int:
+    """How many slabs this process has mapped."""
+    return Path("/proc/self/maps").read_text().count("memfd:baton-slab")
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def anywhere(_: str) -> bool:
+    return True
+
+
+@pytest.fixture
+def door():
+    door = SlabDoor()
+    yield door
+    door.close()
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left():
+    before = maps(), descriptors()
+    yield
+    assert (maps(), descriptors()) == before
+
+
+def share(door: SlabDoor, num_slots: int = 3, slot_bytes: int = 4096) -> tuple[Slab, socket.socket, MappedSlab]:
+    slab = Slab(num_slots, slot_bytes)
+    connection = slab.hand_over(door.address, TOKEN)
+    arrived = door.take(TOKEN, anywhere)
+    assert arrived is not None
+    return slab, connection, MappedSlab(slab.id, num_slots, slot_bytes, *arrived)
+
+
+def test_decode_reads_what_prefill_writes_and_cannot_write_it(door):
+    slab, connection, mapped = share(door)
+    slab.slot(1)[:] = np.arange(4096, dtype=np.uint32).astype(np.uint8)
+    assert bytes(mapped.block(1, 300)) == bytes(slab.slot(1)[:300])
+    assert not mapped.block(0, 4096).any()
+    with pytest.raises(ValueError, match="read-only"):
+        mapped.block(1, 10)[0] = 1
+    assert is_alive(connection)
+    mapped.close()
+    assert not is_alive(connection)
+    slab.close()
+    connection.close()
+
+
+def test_a_slot_that_does_not_exist_is_not_read(door):
+    slab, connection, mapped = share(door)
+    for slot, size in [(-1, 1), (3, 1), (2**31 - 1, 1), (0, 4097), (2, -1), (0, 2**48)]:
+        assert mapped.block(slot, size) is None
+    mapped.close()
+    slab.close()
+    connection.close()
+
+
+def test_the_descriptor_allows_neither_another_size_nor_a_writable_mapping(door):
+    slab = Slab(2, 4096)
+    connection = slab.hand_over(door.address, TOKEN)
+    fd, other_end = door.take(TOKEN, anywhere)
+    for size in (4096, 3 * 4096):
+        with pytest.raises(PermissionError):
+            os.ftruncate(fd, size)
+    with pytest.raises(PermissionError):
+        mmap.mmap(fd, 4096, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+    with pytest.raises(PermissionError):
+        os.pwrite(fd, b"x", 0)
+    with pytest.raises(PermissionError):
+        fcntl.fcntl(fd, slab_module.F_ADD_SEALS, 0)
+    os.close(fd)
+    for end in (connection, other_end):
+        end.close()
+    slab.close()
+
+
+def handed(fd: int, door: SlabDoor, token: str = TOKEN) -> tuple[int, socket.socket] | None:
+    """What decode gets when somebody gives `fd` away under `token`."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
+        stranger.connect(f"\0baton-{door.address}")
+        socket.send_fds(stranger, [token.encode()], [fd])
+        return door.take(TOKEN, TOKEN.__eq__)
+
+
+@pytest.mark.parametrize("seals", [0, 0x02 | 0x04, 0x01 | 0x02 | 0x10], ids=["none", "size only", "may grow"])
+def test_memory_that_is_not_sealed_is_not_mapped(door, seals):
+    fd = os.memfd_create("stranger", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, 4096)
+    fcntl.fcntl(fd, slab_module.F_ADD_SEALS, seals)
+    arrived = handed(fd, door)
+    os.close(fd)
+    with pytest.raises(SlabError, match="not sealed"):
+        MappedSlab("a" * 32, 1, 4096, *arrived)
+
+
+def test_a_file_is_not_mapped(door, tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(bytes(4096))
+    with path.open() as file:
+        arrived = handed(file.fileno(), door)
+    with pytest.raises(SlabError, match="no sealed memory"):
+        MappedSlab("a" * 32, 1, 4096, *arrived)
+
+
+def test_a_slab_of_another_size_or_user_is_not_mapped(door, monkeypatch):
+    for num_slots, user, fault in [(2, os.geteuid(), "has 4096 bytes"), (1, os.geteuid() + 1, "belongs to user")]:
+        slab = Slab(1, 4096)
+        connection = slab.hand_over(door.address, TOKEN)
+        arrived = door.take(TOKEN, anywhere)
+        monkeypatch.setattr(os, "geteuid", lambda user=user: user)
+        with pytest.raises(SlabError, match=fault):
+            MappedSlab(slab.id, num_slots, 4096, *arrived)
+        monkeypatch.undo()
+        assert not is_alive(connection)
+        connection.close()
+        slab.close()
+
+
+def test_a_descriptor_with_a_token_that_nobody_expects_is_closed(door):
+    slab = Slab(1, 4096)
+    assert handed(slab._fd, door, token="8" * 32) is None
+    assert handed(slab._fd, door, token="x") is None
+    slab.close()
+
+
+def test_another_users_peer_is_refused_on_both_sides(door, monkeypatch):
+    other = os.geteuid() + 1
+    slab = Slab(1, 4096)
+    connection = slab.hand_over(door.address, TOKEN)
+    monkeypatch.setattr(os, "geteuid", lambda: other)
+    assert door.take(TOKEN, anywhere) is None
+    fresh = Slab(1, 4096)
+    with pytest.raises(SlabError, match="runs as user"):
+        fresh.hand_over(door.address, TOKEN)
+    for closing in (slab, fresh, connection):
+        closing.close()
+
+
+def test_a_peer_that_is_not_on_this_host_is_told_apart(door):
+    slab = Slab(1, 4096)
+    with pytest.raises(SlabError, match="another host"):
+        slab.hand_over(secrets.token_hex(16), TOKEN)
+    slab.close()
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.ENOMEM, errno.EFBIG])
+def test_memory_that_is_not_there_is_an_error_before_anything_is_written(monkeypatch, error):
+    def full(*_):
+        raise OSError(error, os.strerror(error))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(SlabError, match="no 8 MiB of shared memory"):
+        Slab(8, 1 << 20)
+
+
+def test_a_slot_has_one_block_and_a_block_one_slot():
+    table = SlotTable(2)
+    first, second = (table.take(("r", 0, block), 5.0) for block in (0, 1))
+    assert {first.index, second.index} == {0, 1}
+    assert table.take(("r", 0, 2), 5.0) is None
+    assert table.take(("r", 0, 0), 9.0) is first, "a block that is pulled again stands where it stood"
+    assert not table.free(("r", 0, 0), second.index)
+    assert not table.free(("r", 1, 0), first.index)
+    table.check_integrity()
+    assert table.free(("r", 0, 0), first.index)
+    assert not table.free(("r", 0, 0), first.index)
+    table.check_integrity()
+    assert table.take(("s", 0, 0), 7.0).index == first.index
+    table.free_where(lambda holder, ends_at: ends_at <= 5.0)
+    assert repr(table) == "SlotTable(1/2 held)"
+    table.check_integrity()
