@@ -1,0 +1,116 @@
+"""A prefill and a decode worker's link in a process of its own, forked from one that has imported torch.
+
+Both know every byte beforehand, so that decode can tell whether what landed is right. `fault` is "site:nth": there the
+process kills itself with SIGKILL, as between any two instructions.
+"""
+
+import ctypes
+import logging
+import os
+import resource
+import signal
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+
+import torch
+import zmq
+from baton.cluster.messages import Layout
+from baton.kvtransfer.transport import Complete, Lost, Offer, Planes, PullRequest
+from baton.kvtransfer.transports.zmq_blocks import ZmqBlocksReceiver, ZmqBlocksSender
+
+LAYOUT = Layout(
+    fingerprint="f", dtype="bfloat16", page_size=16, num_layers=24, num_kv_heads=1, head_dim=64, block_bytes=64 << 10
+)  # pages of 96 KiB, a room of 16 pages has 24 blocks
+NUM_PAGES, PAGE_BYTES, NUM_ROOMS = 16, 96 << 10, 40
+CLONE_NEWNET = 0x40000000
+
+
+def content() -> torch.Tensor:
+    return torch.randint(0, 256, (NUM_PAGES, PAGE_BYTES), dtype=torch.uint8, generator=torch.Generator().manual_seed(5))
+
+
+def room_name(index: int) -> str:
+    return f"{index:032x}"
+
+
+def _dying(fault: str) -> Callable[[str], None]:
+    """Counts how often each site is reached."""
+    name, _, nth = fault.rpartition(":")
+    counts: dict[str, int] = {}
+
+    def reach(site: str) -> None:
+        counts[site] = counts.get(site, 0) + 1
+        if site == name and counts[site] == int(nth):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return reach
+
+
+def _limited(max_file: int) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (max_file, max_file))
+
+
+def _elsewhere() -> None:
+    """Into a network namespace of its own, as a container has."""
+    if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWNET):
+        raise OSError(ctypes.get_errno(), "unshare")
+
+
+def prefill(pipe: Connection, endpoint: str, fault: str = "", max_file: int = 0) -> None:
+    """Offers its rooms, all ready, until the pipe closes."""
+    logging.disable(logging.CRITICAL)
+    torch.set_num_threads(1)
+    if max_file:
+        _limited(max_file)
+    planes = Planes(kv=content(), features=None)
+    instance = f"{os.getpid():032x}"
+    sender = ZmqBlocksSender(
+        endpoint, instance, LAYOUT, planes, context=zmq.Context(), transports=("shm", "zmq_blocks"), lease_s=60.0
+    )
+    sender.reach = _dying(fault)
+    for index in range(NUM_ROOMS):
+        sender.offer(Offer(room=room_name(index), epoch=0, num_tokens=NUM_PAGES * 16, pages=tuple(range(NUM_PAGES))))
+        sender.advance(room_name(index), 0, NUM_PAGES * 16, 7)
+    pipe.send(instance)
+    while not pipe.poll():
+        sender.poll(0.05)
+    sender.close()
+
+
+def decode(pipe: Connection, endpoint: str, fault: str = "", is_elsewhere: bool = False) -> None:
+    """Pulls the rooms that the pipe asks for, as (instance of prefill, first, last), and says how each one ended."""
+    logging.disable(logging.CRITICAL)
+    torch.set_num_threads(1)
+    if is_elsewhere:
+        _elsewhere()
+    kv, right = torch.zeros(NUM_PAGES, PAGE_BYTES, dtype=torch.uint8), content()
+    receiver = ZmqBlocksReceiver(
+        f"{os.getpid():032x}", LAYOUT, Planes(kv=kv, features=None), context=zmq.Context(),
+        transports=("shm", "zmq_blocks"), window=4,
+    )  # fmt: skip
+    receiver.reach = _dying(fault)
+    pipe.send("ready")
+    while True:
+        while not pipe.poll():
+            receiver.poll(0.05)
+        order = pipe.recv()
+        if order is None:
+            break
+        instance, first, last = order
+        for index in range(first, last):
+            kv.zero_()
+            receiver.pull(
+                PullRequest(
+                    room=room_name(index), epoch=0, num_tokens=NUM_PAGES * 16, have=0, pages=tuple(range(NUM_PAGES)),
+                    features=None, endpoint=endpoint, peer_instance=instance,
+                )
+            )  # fmt: skip
+            end, ended = time.monotonic() + 10.0, None
+            while ended is None and time.monotonic() < end:
+                ended = next((e for e in receiver.poll(0.05) if isinstance(e, Complete | Lost)), None)
+            if isinstance(ended, Complete):
+                pipe.send(("complete", bool(torch.equal(kv, right)), ended.num_shm_blocks))
+            else:
+                pipe.send(("lost", getattr(ended, "kind", "silence"), 0))
+    receiver.close()

@@ -1,0 +1,181 @@
+"""Shared memory between real processes: right bytes, and nothing left whoever is killed and whenever."""
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import pytest
+from baton.tests.cluster import shm_peer
+
+DEADLINE_S = 20.0
+GONE_S = 5.0
+BLOCKS = 24
+
+
+def wait_for(condition: Callable[[], object], seconds: float = DEADLINE_S) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"not within {seconds} s"
+        time.sleep(0.01)
+
+
+def holds(pid: int) -> int:
+    """Slabs that a process has mapped or open."""
+    maps = Path(f"/proc/{pid}/maps").read_text().count("baton-slab")
+    links = [os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd") if _is_open(pid, fd)]
+    return maps + sum("baton-slab" in link for link in links)
+
+
+def _is_open(pid: int, fd: str) -> bool:
+    return os.path.islink(f"/proc/{pid}/fd/{fd}")
+
+
+class Peer:
+    """One process of shm_peer."""
+
+    def __init__(self, context: multiprocessing.context.BaseContext, role: Callable, *args: object) -> None:
+        self.pipe: Connection
+        self.pipe, theirs = context.Pipe()
+        self.process: BaseProcess = context.Process(target=role, args=(theirs, *args))
+        self.process.start()
+        theirs.close()
+        self.hello = self.hear()
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def hear(self) -> object:
+        assert self.pipe.poll(DEADLINE_S), "the peer says nothing"
+        return self.pipe.recv()
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+        self.wait_dead()
+
+    def wait_dead(self) -> None:
+        self.process.join(DEADLINE_S)
+        assert self.process.exitcode == -signal.SIGKILL
+
+    def stop(self) -> None:
+        if self.process.is_alive():
+            self.pipe.send(None)
+            self.process.join(DEADLINE_S)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join()
+        self.pipe.close()
+
+
+@pytest.fixture(scope="module")
+def processes() -> multiprocessing.context.BaseContext:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["baton.tests.cluster.shm_peer"])
+    return context
+
+
+@pytest.fixture
+def start(processes: multiprocessing.context.BaseContext) -> Iterator[Callable[..., Peer]]:
+    """Starts processes of shm_peer; behind the test nothing with a name is left of any of them."""
+    before = sorted(os.listdir("/dev/shm"))
+    peers: list[Peer] = []
+
+    def start(role: Callable, *args: object) -> Peer:
+        peers.append(Peer(processes, role, *args))
+        return peers[-1]
+
+    yield start
+    for peer in peers:
+        peer.stop()
+    assert sorted(os.listdir("/dev/shm")) == before
+
+
+@pytest.fixture
+def endpoint(tmp_path: Path) -> str:
+    return f"ipc://{tmp_path}/kv"
+
+
+def slow(fault: str) -> object:
+    return pytest.param(fault, marks=pytest.mark.slow)
+
+
+def hand_over(prefill: Peer, decode: Peer, first: int, last: int) -> list[object]:
+    decode.pipe.send((prefill.hello, first, last))
+    return [decode.hear() for _ in range(first, last)]
+
+
+def test_every_block_comes_through_shared_memory_and_an_orderly_end_leaves_none(start, endpoint):
+    prefill = start(shm_peer.prefill, endpoint)
+    decode = start(shm_peer.decode, endpoint)
+    assert hand_over(prefill, decode, 0, 5) == [("complete", True, BLOCKS)] * 5
+    assert holds(prefill.pid) >= 1
+    assert holds(decode.pid) >= 1
+    decode.stop()
+    wait_for(lambda: holds(prefill.pid) == 0, GONE_S)
+
+
+@pytest.mark.parametrize("fault", ["sender:block:30", *map(slow, ["sender:block:1", "sender:release:1"])])
+def test_a_killed_prefill_worker_leaves_no_slab_and_its_successor_shares_memory_again(start, endpoint, fault):
+    prefill = start(shm_peer.prefill, endpoint, fault)
+    decode = start(shm_peer.decode, endpoint)
+    decode.pipe.send((prefill.hello, 0, 2))
+    prefill.wait_dead()
+    wait_for(lambda: holds(decode.pid) == 0, GONE_S)
+    outcomes = [decode.hear(), decode.hear()]
+    assert all(is_right is True for kind, is_right, _ in outcomes if kind == "complete")
+    assert outcomes[1][0] == "lost"
+    successor = start(shm_peer.prefill, endpoint)
+    assert hand_over(successor, decode, 10, 14)[-1] == ("complete", True, BLOCKS)  # the first may come before the connection
+
+
+@pytest.mark.parametrize("fault", ["receiver:block:30", *map(slow, ["receiver:block:1", "receiver:release:1"])])
+def test_a_killed_decode_worker_leaves_no_slab_and_its_successor_shares_memory_again(start, endpoint, fault):
+    prefill = start(shm_peer.prefill, endpoint)
+    decode = start(shm_peer.decode, endpoint, fault)
+    decode.pipe.send((prefill.hello, 0, 2))
+    decode.wait_dead()
+    wait_for(lambda: holds(prefill.pid) == 0, GONE_S)
+    successor = start(shm_peer.decode, endpoint)
+    assert hand_over(prefill, successor, 10, 12) == [("complete", True, BLOCKS)] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("nth", range(1, 60, 3))
+def test_a_kill_of_both_at_any_block_leaves_nothing_with_a_name(start, endpoint, nth):
+    prefill = start(shm_peer.prefill, endpoint, f"sender:block:{nth}")
+    decode = start(shm_peer.decode, endpoint)
+    decode.pipe.send((prefill.hello, 0, 3))
+    prefill.wait_dead()
+    decode.kill()
+    assert all(not Path(f"/proc/{peer.pid}/maps").exists() for peer in (prefill, decode))
+
+
+def test_a_kill_of_both_frees_the_memory(start, endpoint):
+    prefill = start(shm_peer.prefill, endpoint)
+    decode = start(shm_peer.decode, endpoint)
+    sockets = Path("/proc/net/unix").read_text().count("@baton-")
+    assert hand_over(prefill, decode, 0, 1) == [("complete", True, BLOCKS)]
+    assert Path("/proc/net/unix").read_text().count("@baton-") > sockets
+    prefill.kill()
+    decode.kill()
+    assert Path("/proc/net/unix").read_text().count("@baton-") == sockets
+
+
+def test_f39_prefill_that_may_not_make_the_memory_falls_back(start, endpoint):
+    prefill = start(shm_peer.prefill, endpoint, "", 64 << 10)  # EFBIG stands for ENOSPC: a memfd has no tmpfs of its own
+    decode = start(shm_peer.decode, endpoint)
+    assert hand_over(prefill, decode, 0, 3) == [("complete", True, 0)] * 3
+    assert holds(prefill.pid) == holds(decode.pid) == 0
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root makes network namespaces")
+def test_a_decode_worker_in_another_container_gets_messages(start, endpoint):
+    prefill = start(shm_peer.prefill, endpoint)
+    decode = start(shm_peer.decode, endpoint, "", True)
+    assert hand_over(prefill, decode, 0, 3) == [("complete", True, 0)] * 3
+    assert holds(prefill.pid) == holds(decode.pid) == 0
