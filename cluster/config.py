@@ -92,13 +92,7 @@ class NetworkSettings(RoleConfig):
         30.0, Setting(help="longest wait for running requests after SIGTERM", unit="s", minimum=0, maximum=3600)
     )
     watchdog_s: float = setting(
-        15.0,
-        Setting(
-            help="a process that hangs for this long writes its stacks and exits, for its supervisor; 0: never",
-            unit="s",
-            minimum=0,
-            maximum=3600,
-        ),
+        15.0, Setting(help="a process hung so long writes its stacks and ends; 0: never", unit="s", minimum=0, maximum=3600)
     )
 
 
@@ -177,6 +171,9 @@ class DecodeSettings(RoleConfig):
             choices=("auto", "on", "off"),
         ),
     )
+    local_prefill_tokens: int = setting(
+        128, Setting(help="of prompts that decode computes itself, per step", unit="tokens", minimum=1, maximum=8192)
+    )
     pull_window: int = setting(
         6, Setting(help="blocks of a hand-off asked for and not yet received", minimum=1, maximum=64)
     )
@@ -194,6 +191,9 @@ class HttpSettings(RoleConfig):
     request_timeout_s: float = setting(
         600.0,
         Setting(help="a request that takes longer ends with an error; 0: no limit", unit="s", minimum=0, maximum=86400),
+    )
+    local_prefill: bool = setting(
+        True, Setting(help="let decode workers compute prompts while no prefill worker serves; off: such requests get 503")
     )
     max_body_mb: int = setting(4, Setting(help="largest request body", unit="MiB", minimum=1, maximum=1024))
     worker_timeout_s: float = setting(

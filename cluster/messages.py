@@ -149,6 +149,7 @@ class Hello(Message, frozen=True, kw_only=True):
     host: Text = ""
     device: Text = "cpu"
     transport: Text = ""
+    local_prefill: bool = False  # a decode worker that takes a Reserve without a prefill worker
 
 
 class Heartbeat(Message, frozen=True, kw_only=True):
@@ -218,6 +219,7 @@ class Finished(Message, frozen=True, kw_only=True):
     reason: Annotated[str, Meta(pattern="^(stop|length)$")]
     output_tokens: Count  # prefill's token included
     timeline: DecodeTimeline = DecodeTimeline()
+    prefill: PrefillTimeline | None = None  # where decode computed the prompt itself
 
 
 class Failed(Message, frozen=True, kw_only=True):
@@ -270,7 +272,11 @@ class Rejected(Message, frozen=True, kw_only=True):
 
 
 class Reserve(Message, frozen=True, kw_only=True):
-    """To decode: hold pages and a slot, then attach to the room at `prefill_endpoint` and pull."""
+    """To decode: hold pages and a slot, then attach to the room at `prefill_endpoint` and pull.
+
+    Without a `prefill_instance` decode computes the prompt itself, and its Tokens begin at seq 0. Only workers whose Hello
+    says `local_prefill` are asked to.
+    """
 
     room: Id
     epoch: Count
@@ -279,8 +285,8 @@ class Reserve(Message, frozen=True, kw_only=True):
     num_output: Count = 0  # of these, the last ones are output of earlier attempts
     sampling: Sampling
     deadline_ms: Count  # remaining; 0: none
-    prefill_endpoint: Text
-    prefill_instance: Id
+    prefill_endpoint: Text = ""
+    prefill_instance: Id | None = None
 
 
 class Prefill(Message, frozen=True, kw_only=True):

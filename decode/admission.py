@@ -12,7 +12,7 @@ from ..engine.loader import STAGING_SHARE, Engine
 from ..engine.page_table import pages_for
 from ..engine.request import Request
 from ..engine.sampler import validate_params
-from .queues import DecodeQueues, Room
+from .queues import DecodeQueues, Room, RoomState
 
 RETRY_AFTER_MS = 250
 
@@ -34,8 +34,8 @@ class Admission:
         self.spare_tokens = spare_tokens
         self.is_draining = False
 
-    def admit(self, request: Request, now: float, deadline_ms: int) -> Room | Refusal:
-        """Give `request` its pages and return its room, or say why not."""
+    def admit(self, request: Request, now: float, deadline_ms: int, *, is_local: bool = False) -> Room | Refusal:
+        """Give `request` its pages and return its room, or say why not. `is_local`: its prompt is computed here."""
         refusal = self._never(request) or self._not_now()
         if refusal is not None:
             return refusal
@@ -48,7 +48,8 @@ class Admission:
             return Refusal(reason=str(error), retry_after_ms=RETRY_AFTER_MS)
         have = len(held) * engine.page_size
         request.pages = held + fresh
-        features = self._staging(request, have)
+        features = None if is_local else self._staging(request, have)
+        request.num_computed = have if is_local else 0
         if features is not None and not self._staging_fits(features):
             engine.cache.allocator.release(request.pages)
             request.pages = []
@@ -61,6 +62,9 @@ class Admission:
             features=features,
             landed=have,
             warmed=have,
+            state=RoomState.PREFILLING if is_local else RoomState.PULLING,
+            sent=0 if is_local else 1,
+            is_local=is_local,
         )
 
     def pages_needed(self, request: Request) -> int:

@@ -5,7 +5,7 @@ from enum import Enum
 
 import torch
 
-from ..cluster.messages import DecodeTimeline
+from ..cluster.messages import DecodeTimeline, PrefillTimeline
 from ..engine.request import Request
 from ..kvtransfer.room_table import RoomTable
 
@@ -13,6 +13,7 @@ from ..kvtransfer.room_table import RoomTable
 class RoomState(Enum):
     """Where a room stands; it leaves by exactly one road, `DecodeQueues.remove`."""
 
+    PREFILLING = "prefilling"  # pages are reserved and the prompt is computed here; owner: the scheduler
     PULLING = "pulling"  # pages are reserved and blocks land in them; owner: the transport and its lease
     WARMING = "warming"  # everything landed, the draft prefill is not done; owner: the scheduler
     RUNNING = "running"  # in the decode batch; owner: the scheduler
@@ -36,6 +37,7 @@ class Room:
     landed: int = 0  # prompt tokens whose KV and features are in place
     warmed: int = 0  # draft rows that are in the draft pool
     sent: int = 1  # output tokens that the router knows, prefill's included
+    is_local: bool = False  # the prompt is computed here
     landed_at: float = 0.0
     started_at: float = 0.0
     handoff_s: float = 0.0
@@ -43,6 +45,9 @@ class Room:
     handoff_blocks: int = 0
     handoff_shm_blocks: int = 0
     draft_prefill_s: float = 0.0
+    prefill_started: float = 0.0  # of a prompt that is computed here, like the next two
+    prefill_ended: float = 0.0
+    chunks: int = 0
     verify_steps: int = 0
     drafted: int = 0
     accepted: int = 0
@@ -54,6 +59,16 @@ class Room:
     def key(self) -> tuple[str, int]:
         """(room, epoch)"""
         return self.request.room, self.request.epoch
+
+    def prefill_timeline(self) -> PrefillTimeline:
+        """What computing the prompt here took."""
+        return PrefillTimeline(
+            queue_ms=max(0.0, self.prefill_started - self.arrived) * 1000,
+            prefill_ms=(self.prefill_ended - self.prefill_started) * 1000,
+            prompt_tokens=self.request.num_prompt,
+            cached_tokens=self.have,
+            chunks=self.chunks,
+        )
 
     def timeline(self, now: float) -> DecodeTimeline:
         """What decode spent on the room until `now`."""

@@ -14,7 +14,7 @@ from ..cluster.sockets import Socket
 from ..cluster.transports import transports_of
 from ..cluster.watchdog import Watchdog
 from ..engine.config import EngineConfig
-from ..engine.loader import EngineLoader
+from ..engine.loader import Engine, EngineLoader
 from ..kvtransfer.identity import hello_of, layout_of, planes_of
 from ..kvtransfer.link import WorkerLink
 from ..kvtransfer.transports.zmq_blocks import ZmqBlocksReceiver
@@ -60,6 +60,7 @@ def start(config: DecodeConfig, instance: str) -> Serve:
             max_context=engine.max_context,
             vocab_size=engine.model_config.vocab_size,
             max_running=config.max_running,
+            local_prefill=True,
             spec_tokens=engine.shape.spare_slots,
             transports=transports,
         )
@@ -71,9 +72,19 @@ def start(config: DecodeConfig, instance: str) -> Serve:
 
     link = WorkerLink(open_planes)
     run_phases([("open sockets", link.start)])
-    worker = DecodeWorker(engine, link, instance=instance, max_running=config.max_running)
-    worker.reach = reach
+    return _loop_of(config, engine, link, instance, shutdown).run
+
+
+def _loop_of(config: DecodeConfig, engine: Engine, link: WorkerLink, instance: str, shutdown: Shutdown) -> WorkerLoop:
+    worker = DecodeWorker(
+        engine,
+        link,
+        instance=instance,
+        max_running=config.max_running,
+        local_prefill_tokens=config.local_prefill_tokens,
+    )
+    worker.reach = reach_of(os.environ)
     feed = link.feeder(Watchdog(config.watchdog_s))
     loop = WorkerLoop(worker, link, shutdown, drain_timeout_s=config.drain_timeout_s, feed=feed)
     engine.runner.on_layer = loop.beat
-    return loop.run
+    return loop

@@ -2,6 +2,7 @@
 
     1. Reserve arrives            pages for prompt + output and a place in the batch are held, or the room is refused at once
     2. pull                       blocks land in the room's own pages; a prefix that is cached here is not pulled
+       without a prefill worker   decode computes the prompt itself, some rows between two steps of the batch
     3. draft prefill              runs over the aux features as they land, within a budget of rows per step
     4. the batch                  a warm room joins: draft -> verify -> accept -> extend, tokens to the router in one frame
     5. end                        one road for every end: `_close` gives the pages back, to the prefix cache first
@@ -9,7 +10,6 @@
 
 import logging
 import time
-from collections import deque
 from collections.abc import Callable
 
 import msgspec
@@ -35,19 +35,19 @@ from ..cluster.messages import (
 from ..engine.loader import Engine
 from ..engine.request import Request
 from ..engine.sampling_params import SamplingParams
-from ..engine.speculative.canary import AcceptCanary
 from ..engine.speculative.draft_worker import MAX_PREFILL_ROWS
 from ..engine.speculative.spec_decoder import SpecDecoder, StepResult
 from ..kvtransfer.link import Command, Drop, Ended, LinkEvent, WorkerLink
 from ..kvtransfer.transport import Complete, Landed, Lost, PullRequest
+from .accounts import Accounts
 from .admission import Admission, Refusal
+from .local_prefill import LocalPrefill
 from .queues import DecodeQueues, Room, RoomState
 from .step_decoder import StepDecoder
 
 logger = logging.getLogger(__name__)
 
 WARM_ROWS_PER_STEP = MAX_PREFILL_ROWS  # draft prefill rows between two decode steps
-RECENT_VERIFIES = 256  # window of the accept length that heartbeats report
 
 
 class DecodeWorker:
@@ -60,6 +60,7 @@ class DecodeWorker:
         *,
         instance: str,
         max_running: int,
+        local_prefill_tokens: int = 128,
         decoder: StepDecoder | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -79,15 +80,9 @@ class DecodeWorker:
             max_context=engine.max_context,
         )
         self.reach: Reach = unarmed
-        self._recent: deque[int] = deque(maxlen=RECENT_VERIFIES)
-        self._canary = AcceptCanary()
-        self._counters: dict[str, float] = dict.fromkeys(
-            (
-                "requests", "finished", "failed", "cancelled", "refused", "tokens", "steps", "verify_steps",
-                "drafted_tokens", "accepted_tokens", "handoff_bytes", "handoff_blocks", "have_tokens",
-            ),
-            0,
-        )  # fmt: skip
+        self.local = LocalPrefill(engine, self.decoder, local_prefill_tokens, clock)
+        self._accounts = Accounts()
+        self._counters = self._accounts.counters
 
     def __repr__(self) -> str:
         return f"<DecodeWorker {self.queues!r}, {self.engine.cache!r}>"
@@ -97,14 +92,15 @@ class DecodeWorker:
         return len(self.queues)
 
     def step(self) -> bool:
-        """Warm what landed, run one step of the batch, publish its tokens."""
+        """Warm what landed, compute prompts that nobody else does, run one step of the batch, publish its tokens."""
         did_warm = self._warm_landed()
+        did_prefill = self._prefill_here()
         batch = self.queues.of(RoomState.RUNNING)
         if not batch:
-            return did_warm
+            return did_warm or did_prefill
         self.reach("decode:step")
         result = self.decoder.step([room.request for room in batch])
-        self._account(batch, result)
+        self._accounts.step(batch, result, self._clock())
         self._publish(batch, result)
         return True
 
@@ -152,10 +148,10 @@ class DecodeWorker:
             pages_free=cache.num_available,
             pages_cached=cache.num_cached,
             running=self.queues.count(RoomState.RUNNING),
-            queued=self.queues.count(RoomState.WARMING),
+            queued=self.queues.count(RoomState.WARMING) + self.queues.count(RoomState.PREFILLING),
             transferring=self.queues.count(RoomState.PULLING),
             graphs=GraphCounts(**self.engine.graph_counts),
-            accept_length=sum(self._recent) / len(self._recent) if self._recent else None,
+            accept_length=self._accounts.accept_length,
             spec_steps=self.engine.spec_steps,
             counters=self._counters | self.engine.step_counters | self.engine.graph_counters | self.link.transport_counters,
         )
@@ -177,7 +173,12 @@ class DecodeWorker:
             sampling=sampling,
             num_prior_output=message.num_output,
         )
-        admitted = self.admission.admit(request, now, message.deadline_ms)
+        is_local = message.prefill_instance is None
+        if is_local and request.ends_with_prompt(self.engine.model_config.eos_token_ids):  # the word that it did was lost
+            return self._send(
+                Finished(room=request.room, epoch=request.epoch, instance=self.instance, reason="stop", output_tokens=0)
+            )
+        admitted = self.admission.admit(request, now, message.deadline_ms, is_local=is_local)
         if isinstance(admitted, Refusal):
             self._counters["refused"] += 1
             self._send(
@@ -194,10 +195,14 @@ class DecodeWorker:
         self._counters["requests"] += 1
         self._counters["have_tokens"] += admitted.have
         self._send(Reserved(room=message.room, epoch=message.epoch, instance=self.instance, have=admitted.have))
-        self._send(self._pull_request(admitted, message))
+        if is_local:
+            self._counters["local_prefills"] += 1
+        else:
+            self._send(self._pull_request(admitted, message))
 
     def _pull_request(self, room: Room, message: Reserve) -> PullRequest:
         request = room.request
+        assert message.prefill_instance is not None
         features = room.features
         return PullRequest(
             room=request.room,
@@ -292,6 +297,7 @@ class DecodeWorker:
                 reason=request.finish_reason or "length",
                 output_tokens=request.num_output,
                 timeline=room.timeline(self._clock()),
+                prefill=room.prefill_timeline() if room.is_local else None,
             )
         )
         logger.info(
@@ -303,7 +309,7 @@ class DecodeWorker:
     def _close(self, room: Room) -> None:
         """The one exit of a room: pages whose KV and draft KV are whole go to the prefix cache, all are given back."""
         request, cache = room.request, self.engine.cache
-        if room.state in (RoomState.WARMING, RoomState.RUNNING) and not room.is_tainted:
+        if room.state not in (RoomState.PULLING, RoomState.CLOSING) and not room.is_tainted:
             covered = request.num_computed
             if self.engine.drafter is not None:
                 covered = min(covered, self.decoder.num_covered(request))
@@ -339,6 +345,18 @@ class DecodeWorker:
             room.draft_prefill_s += (self._clock() - started) / len(items)
         return self._admit_warm() or bool(items)
 
+    def _prefill_here(self) -> bool:
+        """One forward over prompts that no prefill worker computes; False: there are none."""
+        rooms = self.queues.of(RoomState.PREFILLING)
+        if not rooms:
+            return False
+        computed = sum(room.request.num_computed for room in rooms)
+        ended, result = self.local.step(rooms, is_alone=not self.queues.count(RoomState.RUNNING))
+        self._counters["local_prefill_tokens"] += sum(room.request.num_computed for room in rooms) - computed
+        self._counters["tokens"] += len(ended)
+        self._publish(ended, result)
+        return True
+
     def _admit_warm(self) -> bool:
         admitted = False
         for room in self.queues.of(RoomState.WARMING):
@@ -348,21 +366,6 @@ class DecodeWorker:
                 room.started_at = self._clock()
                 admitted = True
         return admitted
-
-    def _account(self, batch: list[Room], result: StepResult) -> None:
-        self._counters["steps"] += 1
-        now = self._clock()
-        for room, tokens, drafted in zip(batch, result.tokens, result.drafted, strict=True):
-            self._counters["tokens"] += len(tokens)
-            if drafted and tokens:
-                room.verify_steps += 1
-                room.drafted += drafted
-                room.accepted += len(tokens) - 1
-                self._recent.append(len(tokens))
-                self._canary.observe(len(tokens), now)
-                self._counters["verify_steps"] += 1
-                self._counters["drafted_tokens"] += drafted
-                self._counters["accepted_tokens"] += len(tokens) - 1
 
     def _publish(self, batch: list[Room], result: StepResult) -> None:
         """One frame with every room's tokens, then the ends that they brought."""

@@ -54,6 +54,7 @@ def hello_of(
     kv_endpoint: str = "",
     spec_tokens: int = 0,
     transports: Sequence[str] = (ZMQ_BLOCKS,),
+    local_prefill: bool = False,
 ) -> Hello:
     """The worker's registration with the router."""
     return Hello(
@@ -68,6 +69,7 @@ def hello_of(
         max_context=max_context,
         max_running=max_running,
         spec_tokens=spec_tokens,
+        local_prefill=local_prefill,
         vocab_size=vocab_size,
         pid=os.getpid(),
         host=socket.gethostname(),

@@ -67,7 +67,7 @@ class Router:
             self._listener.close()
             raise
         self.dispatcher = Dispatcher(
-            Registry(self.instance, config.worker_timeout_s),
+            Registry(self.instance, config.worker_timeout_s, local_prefill=config.local_prefill),
             self.control.transmit,
             time.monotonic,
             RouterMetrics(),

@@ -307,7 +307,10 @@ class Dispatcher:
         name, epoch = entry.room.room, entry.room.epoch
         pages = decode.pages_for(need.total)
         self.registry.reserve(pair.decode, name, epoch, Load(pages=pages, tokens=need.total))
-        self.registry.reserve(pair.prefill, name, epoch, Load(pages=0, tokens=need.prompt))
+        if pair.is_local:
+            self.events["local_prefill"] += 1
+        else:
+            self.registry.reserve(pair.prefill, name, epoch, Load(pages=0, tokens=need.prompt))
         logger.debug("placed", extra=fields(room=name, epoch=epoch, prefill=pair.prefill, decode=pair.decode))
         self._perform(entry, effects, now)
         return True

@@ -29,15 +29,24 @@ class Limits:
     vocab_size: int  # 0: not known
 
 
-def pairs(workers: Iterable[Worker]) -> Iterator[tuple[Worker, Worker]]:
-    """Every (prefill, decode) that serves and has equal fingerprints."""
+def pairs(workers: Iterable[Worker], avoid: Collection[str] = ()) -> Iterator[tuple[Worker, Worker]]:
+    """Every (prefill, decode) that serves and has equal fingerprints; see `prefillers`."""
     serving = [worker for worker in workers if worker.is_serving]
-    decoders = [worker for worker in serving if worker.role == "decode"]
-    for prefill in serving:
-        if prefill.role == "prefill":
-            for decode in decoders:
-                if decode.hello.fingerprint == prefill.hello.fingerprint:
-                    yield prefill, decode
+    for decode in serving:
+        if decode.role == "decode":
+            for prefill in prefillers(decode, serving, avoid):
+                yield prefill, decode
+
+
+def prefillers(decode: Worker, serving: Iterable[Worker], avoid: Collection[str]) -> list[Worker]:
+    """Who may compute a prompt for `decode`: the prefill workers, and itself when there are none but those in `avoid`.
+
+    The one place that says when decode prefills; a rule for prompts that are cheaper there belongs here.
+    """
+    found = [w for w in serving if w.role == "prefill" and w.hello.fingerprint == decode.hello.fingerprint]
+    if decode.takes_prompts and all(worker.instance in avoid for worker in found):
+        found.append(decode)
+    return found
 
 
 def is_ready(workers: Iterable[Worker]) -> bool:
@@ -73,7 +82,7 @@ def choose(workers: Iterable[Worker], need: Need, avoid: Collection[str] = ()) -
 
     Workers in `avoid` (an earlier attempt failed on them) are taken only when no other pair can.
     """
-    able = [(p, d) for p, d in pairs(workers) if _can_prefill(p, need) and _can_decode(d, need)]
+    able = [(p, d) for p, d in pairs(workers, avoid) if _can_prefill(p, need) and _can_decode(d, need)]
     if not able:
         return None
     prefill, decode = min(able, key=lambda pair: _cost(pair[0], pair[1], avoid))
@@ -93,7 +102,7 @@ def _can_decode(worker: Worker, need: Need) -> bool:
 
 def _cost(prefill: Worker, decode: Worker, avoid: Collection[str]) -> tuple[int, int, float, float, str]:
     """Lower is better: no failed workers, short prefill queue, empty decode batch, free pages; then any fixed order."""
-    num_avoided = (prefill.instance in avoid) + (decode.instance in avoid)
+    num_avoided = len({prefill.instance, decode.instance}.intersection(avoid))
     decode_load = decode.num_rooms / max(1, decode.hello.max_running)
     pages_used = 1.0 - decode.free_pages / decode.hello.pages_total
     return num_avoided, prefill.num_tokens, decode_load, pages_used, prefill.instance + decode.instance

@@ -40,6 +40,7 @@ class Worker:
     unreachable_since: float | None = None
     outbox: deque[bytes] = field(default_factory=deque)  # frames that its connection did not take yet
     breaker: Breaker = field(default_factory=Breaker)
+    takes_prompts: bool = False  # a decode worker that may be given prompts without a prefill worker
     foreign_pages: int = 0  # used by what the ledger does not know, as of the last heartbeat
 
     def __repr__(self) -> str:
@@ -101,8 +102,9 @@ class Worker:
 class Registry:
     """All registered workers by instance."""
 
-    def __init__(self, router: str, worker_timeout_s: float) -> None:
+    def __init__(self, router: str, worker_timeout_s: float, *, local_prefill: bool = True) -> None:
         self.router = router
+        self._local_prefill = local_prefill
         self._timeout_s = worker_timeout_s
         self._workers: dict[str, Worker] = {}
         self._excused_at = 0.0
@@ -134,7 +136,8 @@ class Registry:
             return Rejected(instance=message.instance, reason=reason)
         known = self._workers.get(message.instance)
         if known is None:
-            self._workers[message.instance] = Worker(message, identity, now)
+            takes_prompts = message.role == "decode" and message.local_prefill and self._local_prefill
+            self._workers[message.instance] = Worker(message, identity, now, takes_prompts=takes_prompts)
         else:  # a question whether it is still known, or a new connection
             known.hello, known.identity, known.unreachable_since = message, identity, None
         return self.welcome(message.instance)

@@ -20,11 +20,19 @@ class Timeouts:
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """The workers of one attempt."""
+    """The workers of one attempt. Where `prefill` is `decode`, that worker computes the prompt itself."""
 
     prefill: str  # instance
     decode: str  # instance
     prefill_endpoint: str
+
+    @property
+    def is_local(self) -> bool:
+        return self.prefill == self.decode
+
+    @property
+    def instances(self) -> tuple[str, ...]:
+        return (self.decode,) if self.is_local else (self.prefill, self.decode)
 
 
 @dataclass(frozen=True)

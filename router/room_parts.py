@@ -78,13 +78,18 @@ class Attempt:
     _early: dict[int, TokenItem] = field(default_factory=dict)
 
     @property
-    def instances(self) -> tuple[str, str]:
-        return self.pair.prefill, self.pair.decode
+    def instances(self) -> tuple[str, ...]:
+        return self.pair.instances
+
+    @property
+    def has_first(self) -> bool:
+        """Whether token 1 is here; of a prompt that decode computes it comes with the others."""
+        return self.first is not None or self.pair.is_local
 
     @property
     def waits_for(self) -> str:
         """The worker whose word is due."""
-        return self.pair.prefill if self.is_reserved and self.first is None else self.pair.decode
+        return self.pair.prefill if self.is_reserved and not self.has_first else self.pair.decode
 
     @property
     def is_flooded(self) -> bool:
@@ -98,8 +103,8 @@ class Attempt:
 
     def orders(
         self, room: str, prompt_ids: list[int], output_ids: list[int], sampling: Sampling, deadline_ms: int
-    ) -> tuple[Reserve, Prefill]:
-        """What decode and prefill are told: go on behind the client's prompt and the output so far."""
+    ) -> list[Reserve | Prefill]:
+        """What the workers are told: go on behind the client's prompt and the output so far."""
         if output_ids:
             prompt_ids = prompt_ids + output_ids
             sampling = replace(sampling, max_new_tokens=sampling.max_new_tokens - len(output_ids))
@@ -112,8 +117,10 @@ class Attempt:
             sampling=sampling,
             deadline_ms=deadline_ms,
             prefill_endpoint=self.pair.prefill_endpoint,
-            prefill_instance=self.pair.prefill,
+            prefill_instance=None if self.pair.is_local else self.pair.prefill,
         )
+        if self.pair.is_local:
+            return [reserve]
         prefill = Prefill(
             room=room,
             epoch=self.epoch,
@@ -123,14 +130,14 @@ class Attempt:
             sampling=sampling,
             deadline_ms=deadline_ms,
         )
-        return reserve, prefill
+        return [reserve, prefill]
 
     def accepts(self, message: AttemptEvent, instance: str) -> bool:
         """Whether `message` of worker `instance` is of this attempt and from the one who may say it."""
         if message.epoch != self.epoch or instance not in self.instances:
             return False
         if isinstance(message, FirstToken):
-            return instance == self.pair.prefill
+            return instance == self.pair.prefill != self.pair.decode
         if isinstance(message, Finished) and message.output_tokens == 0:  # what came before was the whole answer
             return self.num_before > 0 and self.num_output == 0
         return instance == self.pair.decode or not isinstance(message, (Reserved, TokenItem, Finished))

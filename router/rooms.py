@@ -122,10 +122,10 @@ class Room:
         self._attempt = Attempt(pair=pair, epoch=self.epoch, placed_at=now, num_before=self.num_output)
         self.phase = Phase.PREFILLING
         self._progress_at = now
-        self._holds += [Hold(pair.prefill, self.epoch), Hold(pair.decode, self.epoch)]
+        self._holds += [Hold(instance, self.epoch) for instance in pair.instances]
         deadline_ms = 0 if self.deadline is None else max(1, int((self.deadline - now) * 1000))
-        reserve, prefill = self._attempt.orders(self.room, self.prompt_ids, self.output_ids, self.sampling, deadline_ms)
-        return [Send(pair.decode, reserve), Send(pair.prefill, prefill)]
+        orders = self._attempt.orders(self.room, self.prompt_ids, self.output_ids, self.sampling, deadline_ms)
+        return [Send(order.instance, order) for order in orders]
 
     def cancel(self, now: float) -> list[Effect]:
         """The client left, or has all it wants. Legal in every state, idempotent."""
@@ -139,8 +139,7 @@ class Room:
         if attempt is not None and any(h.instance == attempt.pair.decode and h.epoch == self.epoch for h in self._holds):
             self._settle_by = now + self.timeouts.accounts_s
             return self._close(now)
-        closing = self._close(now)
-        return [Settled(), *closing]
+        return [Settled(), *self._close(now)]
 
     def give_up(self, kind: str, message: str, now: float) -> list[Effect]:
         """Ends the request with an error."""
@@ -165,7 +164,7 @@ class Room:
         if attempt is None or not any(hold.epoch == self.epoch for hold in lost):
             return effects + (self._quarantine(now) if self.phase is Phase.QUEUED else [])
         # With token 1 here, prefill has done its part as far as the router can see; decode tells if the hand-off fails.
-        if instance == attempt.pair.decode or attempt.first is None:
+        if instance == attempt.pair.decode or not attempt.has_first:
             self.failed_on.add(instance)
             if is_dead and (unreachable_since is None or unreachable_since > attempt.placed_at):
                 self.died_with.add(instance)
@@ -212,6 +211,8 @@ class Room:
     def _on_reserved(self, attempt: Attempt, message: Reserved, now: float) -> list[Effect]:
         attempt.is_reserved = True
         self._progress_at = now
+        if attempt.pair.is_local and self.prefill_timeline is None and not self.num_output:
+            self.cached_tokens = min(message.have, self.num_prompt)
         return self._advance(attempt, now)
 
     def _on_refused(self, attempt: Attempt, message: Refused, now: float) -> list[Effect]:
@@ -252,6 +253,8 @@ class Room:
             return []
         attempt.finished = message
         self.decode_timeline = summed(self.decode_timeline, message.timeline)
+        if message.prefill is not None:
+            self.prefill_timeline = summed(self.prefill_timeline, message.prefill)
         return self._maybe_finished(attempt, now)
 
     def _on_failed(self, attempt: Attempt, message: Failed, now: float) -> list[Effect]:
@@ -282,10 +285,10 @@ class Room:
     def _advance(self, attempt: Attempt, now: float) -> list[Effect]:
         """Delivers what has become contiguous."""
         first = attempt.first
-        if not attempt.is_reserved or first is None:
+        if not attempt.is_reserved or not attempt.has_first:
             return []
         effects: list[Effect] = []
-        if attempt.num_output == 0:
+        if attempt.num_output == 0 and first is not None:
             self.phase = Phase.STREAMING
             # Prefill's queue no longer carries this room, though its pages wait for the hand-off.
             done: list[Effect] = [Judged(attempt.pair.prefill, self.epoch, True), Freed(attempt.pair.prefill, self.epoch)]
@@ -293,6 +296,7 @@ class Room:
             if first.finish:
                 return [*effects, Ended(first.finish), *self._close(now)]
         while (item := attempt.next_item()) is not None:
+            self.phase = Phase.STREAMING
             effects += self._deliver(attempt, item, now)
         return effects + self._maybe_finished(attempt, now)
 
@@ -346,10 +350,8 @@ class Room:
 
     def _settle(self) -> list[Effect]:
         """Nothing more will be known of what the room cost."""
-        if self._settle_by is None:
-            return []
-        self._settle_by = None
-        return [Settled()]
+        was_due, self._settle_by = self._settle_by, None
+        return [] if was_due is None else [Settled()]
 
     def _close(self, now: float) -> list[Effect]:
         self.stamps.ended = now

@@ -37,6 +37,7 @@ class Timeline(Struct, frozen=True, kw_only=True):
     attempts: int
     prefill_instance: str | None = None
     decode_instance: str | None = None
+    local_prefill: bool | None = None  # whether decode computed the prompt of the last attempt
 
 
 def timeline_of(room: Room, *, arrived: float, tokenize_s: float, queued_s: float, now: float) -> Timeline:
@@ -67,6 +68,7 @@ def timeline_of(room: Room, *, arrived: float, tokenize_s: float, queued_s: floa
         attempts=room.epoch + 1,
         prefill_instance=room.pair.prefill if room.pair else None,
         decode_instance=room.pair.decode if room.pair else None,
+        local_prefill=room.pair.is_local if room.pair else None,
     )
 
 

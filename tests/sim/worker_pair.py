@@ -112,17 +112,20 @@ class Pair:
         self.decode = DecodeWorker(d, self.links[D], instance=D, max_running=max_running)
         self.tokens, self.ends, self.gone, self.epochs, self._free = {}, {}, {}, {}, {}
 
-    def send(self, room, prompt_ids, epoch=0, **sampling):
+    def send(self, room, prompt_ids, epoch=0, *, is_local=False, num_output=0, **sampling):
+        """`is_local`: decode gets the prompt alone."""
         common = {
             "room": room,
             "epoch": epoch,
             "prompt_ids": list(prompt_ids),
+            "num_output": num_output,
             "sampling": Sampling(**{"temperature": 0.0, "ignore_eos": True, "max_new_tokens": 12, **sampling}),
             "deadline_ms": 0,
         }
-        reserve = Reserve(instance=D, prefill_endpoint=ENDPOINT, prefill_instance=P, **common)
-        self.decode.handle(reserve, self.clock.now)
-        self.prefill.handle(Prefill(instance=P, **common), self.clock.now)
+        where = {} if is_local else {"prefill_endpoint": ENDPOINT, "prefill_instance": P}
+        self.decode.handle(Reserve(instance=D, **where, **common), self.clock.now)
+        if not is_local:
+            self.prefill.handle(Prefill(instance=P, **common), self.clock.now)
 
     def cancel(self, room):
         self.prefill.handle(Cancel(room=room, instance=P), self.clock.now)
@@ -175,8 +178,9 @@ class Pair:
                         for item in message.items:
                             if item.epoch < self.epochs.get(item.room, 0):
                                 continue
-                            assert item.seq == len(self.tokens[item.room]), "tokens are contiguous"
-                            self.tokens[item.room] += item.ids
+                            known = self.tokens.setdefault(item.room, []) if item.seq == 0 else self.tokens[item.room]
+                            assert item.seq == len(known), "tokens are contiguous"
+                            known += item.ids
                     case Finished() | Failed():
                         # Decode may report the hand-off of a request that ended with its first token as lost.
                         assert message.room not in self.ends or isinstance(message, Failed)

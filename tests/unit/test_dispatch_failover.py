@@ -6,9 +6,11 @@ from baton.cluster.messages import (
     Failed,
     Finished,
     FirstToken,
+    Gone,
     Goodbye,
     Heartbeat,
     Prefill,
+    PrefillTimeline,
     Refused,
     Reserve,
     Reserved,
@@ -257,3 +259,54 @@ def test_a_worker_that_leaves_at_the_end_of_its_drain_is_not_held_against_its_re
     world.add(*others)
     world.kill((b"d", D))
     assert (world.epochs(b"d2"), entry.room.died_with) == ([1], set())
+
+
+def with_local(**settings):
+    world = Cluster(**settings)
+    world.add((b"p", P, "prefill"))
+    world.sent[b"d"] = []
+    world.dispatcher.on_message(b"d", hello(instance=D, role="decode", local_prefill=True))
+    world.dispatcher.on_message(b"d", Heartbeat(instance=D, stats=WorkerStats(pages_total=100, pages_free=100)))
+    return world
+
+
+def test_without_prefill_workers_decode_is_given_the_prompt_and_says_every_token():
+    world = with_local()
+    (first,), _ = world.submit(16)
+    world.kill((b"p", P))
+    one = {"room": first.room.room, "epoch": 1}
+    reserve = world.of(b"d", Reserve)[1]
+    assert (reserve.prefill_instance, reserve.prefill_endpoint, reserve.epoch) == (None, "", 1)
+    world.dispatcher.on_message(b"d", FirstToken(instance=D, token=7, **one))  # says nothing that Tokens do not
+    world.dispatcher.on_message(b"d", Reserved(instance=D, have=8, **one))
+    world.dispatcher.on_message(b"d", Tokens(instance=D, items=[TokenItem(seq=0, ids=[9], **one)]))
+    world.dispatcher.on_message(b"d", Tokens(instance=D, items=[TokenItem(seq=1, ids=[8], **one)]))
+    assert first.room.phase.value == "streaming"
+    prefill = PrefillTimeline(prefill_ms=5.0)
+    world.dispatcher.on_message(b"d", Finished(instance=D, reason="stop", output_tokens=2, prefill=prefill, **one))
+    timeline = first.timeline(world.now)
+    assert (first.room.output_ids, first.room.cached_tokens) == ([9, 8], 8)
+    assert (timeline.local_prefill, timeline.prefill_ms, timeline.prefill_instance) == (True, 5.0, D)
+    assert world.dispatcher.events["local_prefill"] == 1
+    assert world.dispatcher.num_open == 1, "the Cancel of the first attempt is out"
+    world.dispatcher.on_message(b"d", Gone(room=first.room.room, instance=D))
+    assert world.dispatcher.num_open == 0
+    assert world.dispatcher.registry.get(D).num_rooms == 0
+    world.add((b"p", P, "prefill"))
+    world.submit(16)
+    assert len(world.of(b"p", Prefill)) == 2, "a prefill worker that is back gets the next prompt"
+
+
+def test_a_stream_whose_hand_off_fails_goes_on_with_the_prompt_on_decode():
+    world = with_local()
+    (entry,), inbox = world.submit(16)
+    begin(world, entry)
+    fail(world, entry, kind="TransferTimeout")
+    again = world.of(b"d", Reserve)[1]
+    assert (again.prefill_instance, again.num_output) == (None, 1)
+    one = {"room": entry.room.room, "epoch": 1}
+    world.dispatcher.on_message(b"d", Reserved(instance=D, **one))
+    world.dispatcher.on_message(b"d", Tokens(instance=D, items=[TokenItem(seq=0, ids=[10, 11], **one)]))
+    assert events(inbox) == [Deliver([9], []), Deliver([10, 11], [])]
+    world.kill((b"d", D))
+    assert entry.room.phase.value == "queued"

@@ -83,3 +83,31 @@ def test_can_ever_ignores_load_but_not_size():
     assert can_ever([p, d], Need(1000, 24))
     assert not can_ever([p, d], Need(1000, 25))
     assert not can_ever([p, worker("b", "decode", pages_total=7)], NEED)
+
+
+def local(name, **more):
+    made = worker(name, "decode", **more)
+    made.takes_prompts = True
+    return made
+
+
+def test_decode_computes_prompts_itself_only_where_no_prefill_worker_of_its_fingerprint_serves():
+    d = local("d", fingerprint="x")
+    assert is_ready([d])
+    assert chosen([d]) == ("d", "d")
+    assert chosen([d, worker("p", "prefill", fingerprint="y")]) == ("d", "d")
+    assert chosen([d, worker("p", "prefill", fingerprint="x")]) == ("p", "d")
+    assert chosen([d, worker("p", "prefill", fingerprint="x", is_serving=False)]) == ("d", "d")
+    assert limits([d]).prefill_tokens == limits([d, worker("p", "prefill", fingerprint="x")]).prefill_tokens
+
+
+def test_decode_computes_a_prompt_that_failed_on_every_prefill_worker():
+    p, q, d = worker("p", "prefill"), worker("q", "prefill"), local("d")
+    ids = [w.instance for w in (p, q, d)]
+    assert chosen([p, q, d], avoid=ids[:1]) == ("q", "d")
+    assert chosen([p, q, d], avoid=ids[:2]) == ("d", "d")
+    assert chosen([p, q, d], avoid=ids) == ("d", "d"), "one doubtful worker is better than two"
+
+
+def test_a_decode_worker_that_must_not_take_prompts_is_no_pair_alone():
+    assert chosen([worker("d", "decode")]) is None

@@ -167,3 +167,11 @@ def test_the_place_of_a_doubtful_workers_one_attempt_is_free_again_with_its_ledg
     registry.reserve(worker.instance, "probe", 1, Load(1, 16))
     worker.forget_rooms()
     assert worker.breaker.probe is None
+
+
+def test_decode_takes_prompts_when_it_can_and_the_router_allows_it():
+    for can, may in ((True, True), (True, False), (False, True)):
+        registry = Registry(ROUTER, 3.0, local_prefill=may)
+        registry.hello(b"id", hello(role="decode", local_prefill=can), 0.0)
+        (worker,) = registry
+        assert worker.takes_prompts == (can and may)

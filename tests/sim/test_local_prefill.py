@@ -1,0 +1,107 @@
+"""Prompts that decode computes itself: the tokens of the road over prefill, while running streams go on."""
+
+import random
+
+import pytest
+import torch
+from baton.cluster.messages import Failed, Finished
+from baton.decode.queues import RoomState
+from baton.tests.parity.eagle3_toys import write_oracle
+from baton.tests.sim.test_workers import prompts, successors
+from baton.tests.sim.worker_pair import Pair, name
+
+SAMPLED = {"temperature": 0.9, "top_p": 0.95, "seed": 11, "frequency_penalty": 0.4, "logprobs": 2}
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["drafts", "no drafts"])
+def models(request, tmp_path_factory, toy_checkpoint):
+    torch.set_num_threads(1)
+    if request.param:
+        return write_oracle(tmp_path_factory.mktemp("oracle"))
+    return toy_checkpoint("llama", num_hidden_layers=2), ""
+
+
+def pair_of(models, budget, **settings):
+    pair = Pair(*models, **{"pages": 96, "max_running": 4, **settings})
+    pair.decode.local.budget = budget
+    return pair
+
+
+def tokens_of(pair, wanted, *, is_local, **sampling):
+    start = len(pair.tokens)
+    for i, prompt in enumerate(wanted):
+        pair.send(name(start + i), prompt, is_local=is_local, **sampling)
+    pair.run()
+    return [pair.tokens[name(start + i)] for i in range(len(wanted))]
+
+
+@pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
+def test_a_prompt_computed_on_decode_gives_the_tokens_of_the_road_over_prefill(models, sampling, monkeypatch):
+    monkeypatch.setattr("baton.decode.local_prefill.IDLE_TOKENS", 1)
+    wanted = [[token % 60 for token in prompt] for prompt in prompts(random.Random(3), 4)]
+    expected = tokens_of(pair_of(models, 128), wanted, is_local=False, **sampling)
+    for budget in (3, 128):
+        pair = pair_of(models, budget)
+        assert tokens_of(pair, wanted, is_local=True, **sampling) == expected, "cold"
+        assert tokens_of(pair, wanted, is_local=True, **sampling) == expected, "cached"
+        assert any(end.prefill.cached_tokens for end in list(pair.ends.values())[len(wanted) :])
+        assert tokens_of(pair, wanted, is_local=False, **sampling) == expected, "over prefill, behind what decode cached"
+        assert pair.decode.stats().counters["local_prefills"] == 2 * len(wanted)
+        assert pair.prefill.stats().counters["requests"] == len(wanted)
+        pair.assert_nothing_is_held()
+
+
+def test_running_streams_get_a_step_between_any_two_parts_of_a_long_prompt(models):
+    pair = pair_of(models, 5)
+    pair.send(name(1), [5, 6, 7], max_new_tokens=60, is_local=True)
+    pair.run(until=lambda: len(pair.tokens.get(name(1), [])) > 1)
+    pair.send(name(2), list(range(3, 43)), is_local=True)
+    for _ in range(7):
+        before = len(pair.tokens[name(1)])
+        pair.turn()
+        assert len(pair.tokens[name(1)]) > before
+        assert pair.decode.queues.count(RoomState.PREFILLING) == 1
+    pair.run()
+    assert (pair.ends[name(2)].prefill.chunks, len(pair.tokens[name(2)])) == (8, 12)
+
+
+def test_features_of_a_prompt_computed_here_reach_the_drafter(tmp_path):
+    pair = pair_of(write_oracle(tmp_path), 7)
+    prompt = [7, 9, 11, 13] * 5
+    for i in range(2):  # cold, then cached
+        pair.send(name(i), prompt, max_new_tokens=13, is_local=True)
+        pair.run()
+        assert pair.tokens[name(i)] == successors(prompt[-1], 13)
+        timeline = pair.ends[name(i)].timeline
+        assert (timeline.verify_steps, timeline.accepted_tokens) == (3, 9), f"round {i}"
+
+
+def test_one_token_and_an_answer_that_had_ended_already_end_here_too(models):
+    pair = pair_of(models, 128)
+    pair.send(name(1), [5, 6, 7], max_new_tokens=1, is_local=True)
+    pair.send(name(2), [5, 6, 7], is_local=True, num_output=1, stop_token_ids=[7])
+    pair.run()
+    assert (len(pair.tokens[name(1)]), pair.ends[name(1)].output_tokens, pair.ends[name(1)].reason) == (1, 1, "length")
+    assert (pair.ends[name(2)].output_tokens, pair.ends[name(2)].reason) == (0, "stop")
+    pair.assert_nothing_is_held()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_cancels_of_prompts_on_either_road_leave_nothing(models, seed):
+    rng = random.Random(seed)
+    pair = pair_of(models, rng.choice([3, 9]), pages=rng.choice([24, 40]), max_running=3)
+    sent = []
+    for i, prompt in enumerate(prompts(rng, 10)):
+        sent.append(name(i))
+        pair.send(name(i), [token % 60 for token in prompt], max_new_tokens=9, is_local=rng.random() < 0.7)
+        for _ in range(rng.randrange(6)):
+            pair.turn(rng)
+        if rng.random() < 0.4:
+            pair.cancel(rng.choice(sent))
+    for _ in range(300):
+        pair.turn(rng)
+    pair.clock.now += 10  # leases of rooms that one side refused
+    pair.run(rng)
+    assert sum(isinstance(end, Finished) for end in pair.ends.values()) > 1
+    assert not any(isinstance(end, Failed) and end.kind == "BadLogits" for end in pair.ends.values())
+    pair.assert_nothing_is_held()
