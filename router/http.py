@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 
 import msgspec
 from starlette.applications import Starlette
@@ -22,6 +23,7 @@ from .errors import (
     not_found,
     unknown_model,
 )
+from .idempotency import HEADER, Begin, Replay, checked_key, digest_of, seed_of
 from .openai import ChatBody, CompletionBody, parse_body
 from .service import Service
 from .status import ModelCard, ModelList, metrics_of, status_of, why_not_ready
@@ -60,17 +62,30 @@ class Routes:
         app.router.redirect_slashes = False
         return app
 
-    async def chat(self, request: Request) -> Answer:
-        arrived = self._service.clock()
+    async def chat(self, request: Request) -> Answer | Replay:
+        arrived, wants_timeline = self._service.clock(), _wants_timeline(request)
         raw = await self._read(request)
         body = parse_body(raw, ChatBody)
-        return await self._service.chat(body, arrived, len(raw), wants_timeline=_wants_timeline(request))
+        begin = partial(self._service.chat, body, arrived, len(raw), wants_timeline=wants_timeline)
+        return await self._answer(request, body, begin)
 
-    async def complete(self, request: Request) -> Answer:
-        arrived = self._service.clock()
+    async def complete(self, request: Request) -> Answer | Replay:
+        arrived, wants_timeline = self._service.clock(), _wants_timeline(request)
         raw = await self._read(request)
         body = parse_body(raw, CompletionBody)
-        return await self._service.complete(body, arrived, len(raw), wants_timeline=_wants_timeline(request))
+        begin = partial(self._service.complete, body, arrived, len(raw), wants_timeline=wants_timeline)
+        return await self._answer(request, body, begin)
+
+    async def _answer(self, request: Request, body: ChatBody | CompletionBody, begin: Begin) -> Answer | Replay:
+        """A new answer, or with an Idempotency-Key that of the request before."""
+        key = checked_key(request.headers.get(HEADER))
+        if not key:
+            return await begin()
+        form = f"{request.url.path} {_wants_timeline(request)}"
+        digest = digest_of(key, form, msgspec.json.encode(body, order="deterministic"))
+        if body.seed is None:
+            body.seed = seed_of(digest)
+        return await self._service.replays.answer(key, digest, begin)
 
     async def models(self, request: Request) -> Response:
         return _json(ModelList([self._card()]))

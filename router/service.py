@@ -13,6 +13,7 @@ from .dispatch import Dispatcher
 from .entries import Job
 from .errors import context_too_long, unknown_model
 from .generation import Choice
+from .idempotency import Idempotency
 from .inbox import Inbox
 from .openai import ChatBody, CompletionBody, check_token_ids, logprobs_of, max_new_of, prompts_of, sampling_of
 from .policy import Limits
@@ -34,9 +35,11 @@ class Service:
         self.served_model = served_model
         self.started = int(time.time())
         self.clock = clock
+        self.replays = Idempotency(clock, dispatcher.events)
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
 
     def close(self) -> None:
+        self.replays.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def chat(self, body: ChatBody, arrived: float, size: int, *, wants_timeline: bool) -> Answer:

@@ -1,0 +1,125 @@
+"""Idempotency-Key over HTTP: one generation for a key, however often and however early it is asked again."""
+
+import httpx
+import pytest
+from baton.cluster.messages import Cancel, Prefill, Reserve
+from baton.router import idempotency
+from baton.tests.cluster.router_fakes import ANSWER, BODY, in_thread, routers, save_tokenizer, until
+
+KEY = {"idempotency-key": "order-17"}
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    return save_tokenizer(tmp_path_factory.mktemp("tok"))
+
+
+@pytest.fixture
+def start(tmp_path, model_dir):
+    with routers(tmp_path, model_dir) as make:
+        yield make
+
+
+def ask(running, headers=KEY, **more):
+    return httpx.post(running.url + "/v1/chat/completions", json=BODY | more, headers=headers, timeout=10)
+
+
+def events(running):
+    return running.call(lambda: dict(running.router.dispatcher.events))
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_second_request_gets_the_same_bytes_and_no_worker_hears_of_it(start, is_stream):
+    running, script = start()
+    prefill, _ = running.pair(script)
+    first, second = ask(running, stream=is_stream), ask(running, stream=is_stream)
+    assert (first.status_code, first.content) == (200, second.content)
+    assert first.text.endswith("[DONE]\n\n") if is_stream else ANSWER.startswith(
+        first.json()["choices"][0]["message"]["content"]
+    )
+    assert second.headers["content-type"] == first.headers["content-type"]
+    assert len(prefill.of(Prefill)) == 1
+    assert events(running)["idempotent_replayed"] == 1
+    assert ask(running, {"idempotency-key": "order-18"}, stream=is_stream).content != first.content
+    assert len(prefill.of(Prefill)) == 2
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_requests_that_come_while_the_first_runs_share_it_even_when_its_client_leaves(start, is_stream):
+    running, script = start()
+    prefill, decode = running.pair(script)
+    script.holds.set()
+    with httpx.Client(timeout=0.3) as impatient, pytest.raises(httpx.ReadTimeout):
+        impatient.post(running.url + "/v1/chat/completions", json=BODY | {"stream": is_stream}, headers=KEY).read()
+    waiting = [in_thread(lambda: ask(running, stream=is_stream))[1] for _ in range(2)]
+    until(lambda: events(running).get("idempotent_attached") == 2, "both wait")
+    script.holds.clear()
+    script.stream(decode, until(lambda: decode.of(Reserve), "a Reserve")[0])
+    answers = [until(lambda results=results: results, "an answer")[0] for results in waiting]
+    assert [answer.status_code for answer in answers] == [200, 200]
+    assert answers[0].content == answers[1].content
+    assert len(prefill.of(Prefill)) == 1
+
+
+
+
+def test_another_body_under_a_known_key_is_an_error_that_names_the_key(start):
+    running, script = start()
+    running.pair(script)
+    assert ask(running).status_code == 200
+    answer = ask(running, max_tokens=3)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (422, "idempotency_key_reused")
+    assert "order-17" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("key", ["", "x" * 256, "caf\xe9"])
+def test_a_key_that_cannot_be_is_refused(start, key):
+    running, _ = start()
+    answer = ask(running, {"idempotency-key": key.encode("latin-1")})
+    assert (answer.status_code, "Idempotency-Key" in answer.json()["error"]["message"]) == (400, True)
+
+
+def test_a_failure_is_not_kept(start):
+    running, script = start()
+    assert ask(running).status_code == 503
+    running.pair(script)
+    assert ask(running).status_code == 200
+
+
+def test_the_seed_comes_from_key_and_body_unless_the_client_names_one(start):
+    seeds = []
+    for _ in range(2):  # the second router knows nothing of the first
+        running, script = start()
+        prefill, _ = running.pair(script)
+        ask(running)
+        ask(running, {"idempotency-key": "other"})
+        ask(running, {"idempotency-key": "third"}, seed=5)
+        seeds.append([message.sampling.seed for message in prefill.of(Prefill)])
+    assert seeds[0] == seeds[1]
+    assert len(set(seeds[0])) == 3
+    assert seeds[0][2] == 5
+
+
+def test_a_generation_that_nobody_reads_any_more_is_cancelled_and_forgotten(start, monkeypatch):
+    monkeypatch.setattr(idempotency, "ABANDONED_S", 0.1)
+    running, script = start()
+    prefill, decode = running.pair(script)
+    script.holds.set()
+    with httpx.Client(timeout=0.2) as impatient, pytest.raises(httpx.ReadTimeout):
+        impatient.post(running.url + "/v1/chat/completions", json=BODY, headers=KEY)
+    until(lambda: decode.of(Cancel), "the Cancel")
+    script.holds.clear()
+    until(lambda: ask(running).status_code == 200, "a new generation")
+    assert len(prefill.of(Prefill)) == 2
+
+
+def test_answers_are_forgotten_when_they_are_old_or_too_many(start, monkeypatch):
+    running, script = start()
+    prefill, _ = running.pair(script)
+    monkeypatch.setattr(idempotency, "MAX_KEPT", 2)
+    for i in (0, 1, 2, 3, 0):
+        ask(running, {"idempotency-key": str(i)})
+    assert len(prefill.of(Prefill)) == 5
+    monkeypatch.setattr(idempotency, "KEEP_S", 0.0)
+    ask(running, {"idempotency-key": "0"})
+    assert len(prefill.of(Prefill)) == 6
