@@ -15,7 +15,7 @@ from ..cluster.messages import Block, KVDown, KVUp, KVWelcome, Layout, Release
 from ..cluster.slab_messages import SlabBlock, SlabDown, SlabUp
 from ..cluster.transports import SHM, ZMQ_BLOCKS
 from .endpoint import RETRY_S, Clock, Delivery, Endpoint
-from .layout import KVLayout, block_digest, digest_seed
+from .layout import Crc, KVLayout, block_digest, digest_seed
 from .memory import BlockReader, BlockWriter
 from .receiver import ReceiverSession
 from .sender import SenderSession
@@ -95,6 +95,10 @@ class SenderEndpoint(Endpoint["Send | SendBlock"]):
             self.reach("sender:release")
         self._perform(self.session.receive(peer, message, self._clock()))
 
+    def use_crc(self, crc: Crc) -> None:
+        """Replaces crc32c, for benchmarks; the other end must use the same."""
+        self._reader.crc = crc
+
     def _receive_slab(self, peer: Peer, message: SlabUp) -> None:
         """A message about shared memory, which only peers send that were told to use it."""
         if not self.session.speaks(peer, message.instance, SHM):
@@ -146,7 +150,7 @@ class SenderEndpoint(Endpoint["Send | SendBlock"]):
             instance=self.session.instance,
             block=item.block,
             size=item.size,
-            digest=block_digest(item.room, item.epoch, item.block, payload.data),
+            digest=block_digest(item.room, item.epoch, item.block, payload.data, self._reader.crc),
         )
         delivery = self._transmit(item.peer, encode(header), payload)
         if delivery is None:
@@ -276,6 +280,10 @@ class ReceiverEndpoint(Endpoint[Send]):
                 self._tell(peer, self._slabs.greet(peer, message.instance, message.layout.block_bytes, now))
             self._perform(self.session.receive(peer, message, now))
 
+    def use_crc(self, crc: Crc) -> None:
+        """Replaces crc32c, for benchmarks; the other end must use the same."""
+        self._writer.crc = crc
+
     def _tell(self, peer: Peer, message: SlabUp | None) -> None:
         if message is not None:
             self._perform([Send(peer, message)])
@@ -305,7 +313,7 @@ class ReceiverEndpoint(Endpoint[Send]):
         segments = self.session.expect(peer, block, payload.nbytes)
         if segments is None:
             return []
-        if block_digest(block.room, block.epoch, block.block, payload) != block.digest:
+        if block_digest(block.room, block.epoch, block.block, payload, self._writer.crc) != block.digest:
             return self.session.corrupt(peer, block, now)
         request = self.session.request_of(block.room)
         assert request is not None

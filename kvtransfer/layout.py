@@ -5,7 +5,7 @@ The last page is sent whole. Block k is bytes [k*block_bytes, (k+1)*block_bytes)
 of it from (layout, num_tokens, have), so a block needs no addresses on the wire.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,6 +16,8 @@ from ..cluster.errors import HandshakeRefused, LocalProtocolError
 from ..cluster.messages import Layout
 
 Plane = Literal["kv", "features"]
+
+Crc = Callable[[memoryview, int], int]  # bytes and what came before them -> checksum
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 DIGEST = "crc32c"
@@ -151,9 +153,9 @@ def agree(ours: Layout, theirs: Layout) -> Layout:
     return common
 
 
-def block_digest(room: str, epoch: int, block: int, payload: memoryview) -> int:
+def block_digest(room: str, epoch: int, block: int, payload: memoryview, crc: Crc = crc32c) -> int:
     """crc32c over the block's name and its bytes, so that another block's right bytes do not pass for this one's."""
-    return crc32c(payload, digest_seed(room, epoch, block, payload.nbytes))
+    return crc(payload, digest_seed(room, epoch, block, payload.nbytes))
 
 
 def digest_seed(room: str, epoch: int, block: int, size: int) -> int:

@@ -13,7 +13,7 @@ import torch
 from crc32c import crc32c
 
 from ..cluster.errors import LocalProtocolError
-from .layout import KVLayout, Plane, Segment
+from .layout import Crc, KVLayout, Plane, Segment
 from .transport import Planes
 
 Bytes = npt.NDArray[np.uint8]
@@ -77,6 +77,7 @@ class BlockReader:
         self._is_cuda = planes.kv.is_cuda
         self._arrays: dict[Plane, Bytes] = {} if self._is_cuda else {k: t.numpy() for k, t in self._planes.items()}
         self._pool = StagingPool(layout.wire.block_bytes, is_pinned=self._is_cuda)
+        self.crc: Crc = crc32c
 
     def read(self, segments: Sequence[Segment], pages: Sequence[int], size: int) -> Payload:
         """The `size` bytes of a block; zero-copy when it is one run of CPU memory."""
@@ -97,9 +98,9 @@ class BlockReader:
         """Copies a block of `size` bytes into `target` and returns the crc32c of `seed` and the bytes."""
         if self._is_cuda:
             self._gather_cuda(torch.from_numpy(target), segments, pages)
-            return crc32c(target[:size].data, seed)
+            return self.crc(target[:size].data, seed)
         for segment in segments:
-            seed = _copy(self._run(segment, pages), _cut(target, segment), seed)
+            seed = _copy(self._run(segment, pages), _cut(target, segment), seed, self.crc)
         return seed
 
     def recycle(self, staging: torch.Tensor) -> None:
@@ -123,6 +124,7 @@ class BlockWriter:
         check_planes(layout, Planes(kv=planes.kv, features=None))
         self._kv = planes.kv
         self._pool = StagingPool(layout.wire.block_bytes, is_pinned=planes.kv.is_cuda)
+        self.crc: Crc = crc32c
 
     def write(
         self, payload: memoryview, segments: Sequence[Segment], pages: Sequence[int], features: torch.Tensor | None
@@ -152,13 +154,13 @@ class BlockWriter:
             staging = self._pool.take()
             own: Bytes = staging.numpy()[: data.size]
             np.copyto(own, data)
-            is_right = crc32c(own.data, seed) == digest
+            is_right = self.crc(own.data, seed) == digest
             self._pool.give(staging)
             if is_right:
                 self._scatter_cuda(own, segments, pages, features)
             return is_right
         for segment in segments:
-            seed = _copy(_cut(data, segment), self._target(segment, pages, features).numpy(), seed)
+            seed = _copy(_cut(data, segment), self._target(segment, pages, features).numpy(), seed, self.crc)
         return seed == digest
 
     def _target(self, segment: Segment, pages: Sequence[int], features: torch.Tensor | None) -> torch.Tensor:
@@ -179,12 +181,12 @@ class BlockWriter:
         self._pool.give(staging)
 
 
-def _copy(source: Bytes, target: Bytes, seed: int) -> int:
+def _copy(source: Bytes, target: Bytes, seed: int, crc: Crc) -> int:
     """Copies and digests what was copied, piece by piece, while a piece is in the processor's own cache."""
     for at in range(0, source.size, CACHED_BYTES):
         piece = target[at : at + CACHED_BYTES]
         np.copyto(piece, source[at : at + CACHED_BYTES])
-        seed = crc32c(piece.data, seed)
+        seed = crc(piece.data, seed)
     return seed
 
 

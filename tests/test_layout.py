@@ -29,6 +29,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "kvtransfer": ("engine.kv_pool", "engine.page_table", "kernels", "cluster"),
     "prefill": ("kvtransfer", "engine", "cluster"),
     "decode": ("kvtransfer", "engine", "cluster"),
+    "bench": ("kvtransfer", "engine", "cluster"),
 }
 # What the lowest floors may import of others; every other folder may import any dependency but the forbidden ones.
 ALLOWED_FOREIGN = {

@@ -1,0 +1,35 @@
+"""`baton bench`: one subcommand per benchmark, each imported only when it is chosen."""
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+from ..cluster.config_fields import did_you_mean
+
+PACKAGE = "baton"
+BENCHES = {
+    "transfer": (".bench.transfer", "throughput of the KV hand-off, per transport, beside raw sockets and memcpy"),
+}
+EXIT_USAGE = 2
+
+
+def main(argv: Sequence[str]) -> int:
+    """`baton bench NAME ...`; returns the exit code."""
+    name = argv[0] if argv else "--help"
+    if name in ("-h", "--help"):
+        sys.stdout.write(usage())
+        return 0
+    if name not in BENCHES:
+        hint = did_you_mean(name, BENCHES) or f"; benchmarks: {', '.join(BENCHES)}"
+        sys.stderr.write(f"baton bench: unknown benchmark {name!r}{hint}\n")
+        return EXIT_USAGE
+    code = importlib.import_module(BENCHES[name][0], PACKAGE).main(argv[1:])
+    assert isinstance(code, int)
+    return code
+
+
+def usage() -> str:
+    """The text of `baton bench --help`."""
+    lines = ["usage: baton bench NAME [options]", "", "benchmarks:"]
+    lines += [f"  {name:<9} {text}" for name, (_, text) in BENCHES.items()]
+    return "\n".join([*lines, "", "`baton bench NAME --help` shows its options.", ""])

@@ -1,0 +1,48 @@
+"""`baton bench transfer`: every way is measured between two processes, and nothing is left."""
+
+import json
+import os
+import subprocess
+import sys
+
+from baton.bench.transfer import Found, as_table, summary
+
+
+def run(*flags: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "baton", "bench", *flags]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd="/")
+
+
+def test_every_way_is_measured_and_nothing_is_left():
+    before = sorted(os.listdir("/dev/shm"))
+    done = run("transfer", "--mib", "8", "--rounds", "1", "--windows", "4", "--json")
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    names = [row["way"] for row in document["ways"]]
+    assert names[:3] == ["memcpy", "tcp socket", "unix socket"]
+    guards = ("plain", "crc32c", "curve")
+    wanted = {f"zmq {link}, {guard}, window 4" for link in ("tcp", "ipc") for guard in guards}
+    assert set(names[3:]) == wanted | {f"shm, {guard}, window 4" for guard in ("plain", "crc32c")}
+    assert all(row["median"] > 0 and len(row["rates"]) == 1 for row in document["ways"])
+    assert sorted(os.listdir("/dev/shm")) == before
+
+
+def test_ratios_are_those_within_a_round():
+    found = {
+        "memcpy": Found([10.0, 20.0, 40.0], [1.0] * 3),
+        "tcp socket": Found([2.0, 2.0, 2.0], [1.0] * 3),
+        "unix socket": Found([4.0, 4.0, 4.0], [1.0] * 3),
+        "zmq ipc, plain, window 4": Found([1.0, 2.0, 1.0], [0.5, 0.25, 0.125]),
+    }
+    row = summary(found)[-1]
+    assert (row["best"], row["median"], row["of_memcpy"], row["of_socket"]) == (2.0, 1.0, 0.1, 0.25)
+    assert row["cpu_s_per_gb"] == 0.25
+    assert "| zmq ipc, plain, window 4 | 2.00 | 1.00 | 0.10 | 0.25 | 0.25 |" in as_table(summary(found), "here")
+
+
+def test_an_unknown_benchmark_and_a_wrong_number_are_refused_in_one_line():
+    for flags, words in [(("transfr",), "did you mean 'transfer'"), (("transfer", "--mib", "1"), "1 is below 8")]:
+        done = run(*flags)
+        assert done.returncode == 2
+        assert words in done.stderr
+    assert "transfer" in run("--help").stdout
