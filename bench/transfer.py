@@ -30,6 +30,7 @@ import zmq
 
 from ..cluster.errors import TransferError
 from ..cluster.keyring import Peer, load_keyring, make_key, write_key, write_peers
+from ..kvtransfer.heap import keep_blocks
 from ..kvtransfer.transport import Complete, Lost, PullRequest
 from ..kvtransfer.transports.zmq_blocks import ZmqBlocksReceiver
 from .transfer_parts import BLOCK_BYTES, MEMCPY, PAGE_TOKENS, TCP, UNIX, Done, Way, Where, layout, memory, no_digest, ways
@@ -233,6 +234,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="one JSON object instead of the table")
     options = parser.parse_args(list(argv))
     torch.set_num_threads(1)
+    keep_blocks()  # as the workers do
     where = machine()
     try:
         found = measure(options.mib, options.rounds, list(dict.fromkeys(options.windows)))

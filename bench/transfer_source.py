@@ -17,6 +17,7 @@ import torch
 import zmq
 
 from ..cluster.keyring import load_keyring
+from ..kvtransfer.heap import keep_blocks
 from ..kvtransfer.transport import Dropped, Offer, Released
 from ..kvtransfer.transports.zmq_blocks import ZmqBlocksSender
 from .transfer_parts import PAGE_TOKENS, Done, Where, layout, memory, no_digest, ways
@@ -86,6 +87,7 @@ class Source:
 def main() -> int:
     """Until stdin ends."""
     torch.set_num_threads(1)
+    keep_blocks()
     first = json.loads(sys.stdin.readline())
     source = Source(first["num_blocks"], Path(first["folder"]), first["keys"])
     _answer(source.where())

@@ -15,6 +15,7 @@ from ..cluster.transports import transports_of
 from ..cluster.watchdog import Watchdog
 from ..engine.config import EngineConfig
 from ..engine.loader import Engine, EngineLoader
+from ..kvtransfer.heap import keep_blocks
 from ..kvtransfer.identity import hello_of, layout_of, planes_of
 from ..kvtransfer.link import WorkerLink
 from ..kvtransfer.transports.zmq_blocks import ZmqBlocksReceiver
@@ -27,6 +28,7 @@ def start(config: DecodeConfig, instance: str) -> Serve:
     shutdown = Shutdown()
     shutdown.install()
     reach = reach_of(os.environ)
+    keep_blocks()
     keyring = load_keyring(config.keys, config.role)
     transports = transports_of(config.transports)
     loader = EngineLoader(EngineConfig.of(config), has_drafter=True)
