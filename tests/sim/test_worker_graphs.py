@@ -89,9 +89,13 @@ class Syncs(DispatchMode):
         return func(*args, **kwargs)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_step_waits_for_the_device_once(random_pair, temperature):
-    pair = Pair(*random_pair, pages=96, max_running=6, graphs=True)
+@pytest.mark.parametrize(
+    ("temperature", "settings"),
+    [(0.0, {}), (1.0, {}), (1.0, {"spec_topk": 3, "spec_tokens": 8})],
+    ids=["greedy", "sampled", "tree"],
+)
+def test_a_step_waits_for_the_device_once(random_pair, temperature, settings):
+    pair = Pair(*random_pair, pages=96, max_running=6, graphs=True, **settings)
     for i in range(3):
         pair.send(name(i), [5 + i, 7, 9], max_new_tokens=30, temperature=temperature, seed=i)
     pair.run(until=lambda: len(pair.tokens) == 3 and all(len(ids) > 2 for ids in pair.tokens.values()))
@@ -101,6 +105,26 @@ def test_a_step_waits_for_the_device_once(random_pair, temperature):
             assert pair.decode.step()
     assert reads.seen == ["tolist"] * 3, "tokens, accept lengths and bad rows come in one piece"
     assert pair.decode.stats().counters["graph_replays_target_verify"] >= 3
+
+
+def test_the_steps_in_use_and_how_often_each_was_chosen_are_reported(random_pair, oracle):
+    """A head that is never right is soon not asked any more, one that always is drafts on; graphs exist for each."""
+    for model, is_right in ((random_pair, False), (oracle, True)):
+        pair = Pair(*model, pages=96, max_running=6, graphs=not is_right, spec_adaptive="on", graph_self_test=False)
+        for i in range(4):
+            pair.send(name(i), [5 + i, 7, 9], max_new_tokens=40)
+        pair.run(until=lambda pair=pair: len(pair.tokens) == 4 and all(len(ids) > 30 for ids in pair.tokens.values()))
+        stats = pair.decode.stats()
+        chosen = [count for key, count in stats.counters.items() if key.startswith("steps_of_")]
+        assert (stats.spec_steps > 0) is is_right, stats.counters
+        assert sum(chosen) == stats.counters["steps"] > 0
+        assert stats.counters["spec_steps_changes"] > 0
+        counts = (stats.graphs.decode, stats.graphs.verify, stats.graphs.draft, stats.graphs.draft_extend)
+        assert counts == ((0,) * 4 if is_right else (5, 15, 15, 20))
+        assert not any(key.startswith("graph_fallback") for key in stats.counters)
+    fixed = Pair(*oracle, pages=96).decode.stats()
+    assert (fixed.spec_steps, [key for key in fixed.counters if "steps_of" in key]) == (3, [])
+    assert Pair(oracle[0], pages=96).decode.stats().spec_steps is None
 
 
 def test_a_head_that_is_never_right_is_warned_of_once(random_pair, oracle, caplog):

@@ -1,0 +1,112 @@
+"""Steps that change from verify to verify, to none and back: tokens stay, and the draft is ready at once."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from baton.engine.sampling_params import SamplingParams
+from baton.engine.speculative.adaptive import StepCosts, StepPolicy
+from baton.engine.speculative.draft_shape import PLAIN, DraftShape
+from baton.tests.parity.eagle3_engine import Engine
+from baton.tests.parity.eagle3_toys import head_config, head_tensors, write_head, write_oracle
+from baton.tests.parity.graph_engine import arena, with_graphs
+
+PROMPTS = ([5, 9, 200, 31, 7, 7, 90, 18, 3], [17], list(range(40, 64)))
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def target(toy_checkpoint: Callable[..., Path]) -> Path:
+    return toy_checkpoint("llama", num_hidden_layers=12)
+
+
+@pytest.fixture(scope="module")
+def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_head(tmp_path_factory.mktemp("head"), head_config(2), head_tensors())
+
+
+@pytest.fixture(scope="module")
+def oracle(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return write_oracle(tmp_path_factory.mktemp("oracle"))
+
+
+def greedy(max_new_tokens: int = 20, **changes: object) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_new_tokens=max_new_tokens, ignore_eos=True, **changes)
+
+
+def sampled(**changes: object) -> SamplingParams:
+    return SamplingParams(temperature=1.0, seed=11, max_new_tokens=16, ignore_eos=True, **changes)
+
+
+class Scripted(StepPolicy):
+    """Chooses what it is told, step by step, and remembers what it hears."""
+
+    def __init__(self, shapes: list[DraftShape], script: list[int]) -> None:
+        super().__init__(shapes, StepCosts(draft=0.1, knee_rows=100.0))
+        self.script, self.heard = script, []
+
+    def choose(self, batch_size: int) -> DraftShape:
+        self.current = self.shapes[self.script.pop(0)] if self.script else self.shapes[-1]
+        return self.current
+
+    def observe(self, kept: int, tried: int) -> None:
+        self.heard.append((kept, tried))
+
+
+CHAINS = [DraftShape.of(steps) for steps in (0, 1, 3)]
+TREES = [PLAIN, DraftShape.of(2, 2, 7)]
+
+
+@pytest.mark.parametrize("has_graphs", [False, True])
+@pytest.mark.parametrize("shapes", [CHAINS, TREES], ids=["chain", "tree"])
+def test_the_oracle_is_believed_in_full_in_the_step_in_which_drafting_returns(
+    oracle: tuple[Path, Path], shapes: list[DraftShape], has_graphs: bool
+) -> None:
+    """Plain decode keeps the draft KV warm: nothing is caught up."""
+    script = [0, 0, 0, len(shapes) - 1, 0, 1, 0]
+    policy = Scripted(shapes, list(script))
+    full = shapes[-1]
+    engine = Engine(*oracle, steps=full.steps, topk=full.topk, tokens=full.num_nodes, policy=policy)
+    if has_graphs:
+        graphs = with_graphs(engine, arena())
+        assert (graphs.counts()["decode"], graphs.counts()["verify"]) == (3, 3 * (len(shapes) - 1))
+    assert engine.generate([[1, 2, 3], [40]], greedy(60)) == Engine(oracle[0]).generate([[1, 2, 3], [40]], greedy(60))
+    lengths = [set(result.accept_lens) for result in engine.results]
+    assert lengths[:-1] == [{1 + shapes[i].steps} for i in script] + [{1 + full.steps}] * (len(lengths) - 1 - len(script))
+    assert policy.heard[0] == (2, 2), "first proposals that were not offered would have been right"
+    assert policy.heard[3] == (2 * full.steps, 2 * full.steps)
+    if has_graphs:
+        assert {result.path for result in engine.results} == {"graph"}
+
+
+@pytest.mark.parametrize("shapes", [CHAINS, TREES], ids=["chain", "tree"])
+def test_tokens_do_not_depend_on_the_steps_of_each_verify(target: Path, head: Path, shapes: list[DraftShape]) -> None:
+    params = [greedy(), sampled(), sampled(top_p=0.8, repetition_penalty=1.2)]
+    plain = Engine(target)
+    expected = plain.run([plain.prefill(prompt, p) for prompt, p in zip(PROMPTS, params, strict=False)])
+    full, script = shapes[-1], [i * i % len(shapes) for i in range(60)]
+    for has_graphs in (False, True):
+        policy = Scripted(shapes, list(script))
+        engine = Engine(target, head, steps=full.steps, topk=full.topk, tokens=full.num_nodes, policy=policy)
+        if has_graphs:
+            with_graphs(engine, arena())
+        assert engine.run([engine.prefill(p, q) for p, q in zip(PROMPTS, params, strict=False)]) == expected
+        assert all(0 <= kept <= tried for kept, tried in policy.heard)
+
+
+def test_the_policy_hears_of_warm_requests_only_and_never_more_than_was_tried(oracle: tuple[Path, Path]) -> None:
+    policy = Scripted(CHAINS, [2, 0])
+    engine = Engine(*oracle, policy=policy, aux_ids=(1, 3, 4))
+    cold, warm = (engine.prefill(prompt, greedy(9)) for prompt in ([1, 2], [40]))
+    engine.decoder.forget(cold)
+    for _ in range(3):
+        engine.decoder.step([cold, warm])
+    assert policy.heard == [(0, 1), (0, 1), (0, 1)]

@@ -1,0 +1,126 @@
+"""How many tokens are drafted follows what it costs and what it yields, steadily and never to its disadvantage."""
+
+import random
+
+import pytest
+from baton.engine.speculative.adaptive import MARGIN, StepCosts, StepPolicy, expected_tokens
+from baton.engine.speculative.draft_shape import PLAIN, DraftShape
+
+COSTS = StepCosts(draft=0.1, knee_rows=160.0)
+FIXED = DraftShape.of(5)
+
+
+def policy(shape: DraftShape = FIXED, costs: StepCosts = COSTS) -> StepPolicy:
+    return StepPolicy(shape.candidates(), costs)
+
+
+def run(chosen: StepPolicy, batch_size: int, share_kept: float, steps: int, seed: int = 0) -> list[DraftShape]:
+    """Steps of a drafter whose drafts are right with probability `share_kept`; a step that drafts nothing looks at the
+    first proposal."""
+    rng, shapes = random.Random(seed), []
+    for _ in range(steps):
+        shape = chosen.choose(batch_size)
+        shapes.append(shape)
+        kept = tried = 0
+        for _ in range(batch_size):
+            for _ in range(max(shape.steps, 1)):
+                tried += 1
+                if rng.random() >= share_kept:
+                    break
+                kept += 1
+        chosen.observe(kept, tried)
+    return shapes
+
+
+def cost_per_token(shapes: list[DraftShape], batch_size: int, share_kept: float, costs: StepCosts = COSTS) -> float:
+    """What the steps are expected to cost, divided by what they are expected to yield."""
+    cost = sum(costs.step(shape, batch_size) for shape in shapes)
+    return cost / sum(expected_tokens(shape, share_kept) for shape in shapes)
+
+
+def test_the_expected_yield_is_the_geometric_sum():
+    for share in (0.0, 0.3, 0.9):
+        expected = (1 - share**6) / (1 - share)
+        assert expected_tokens(FIXED, share) == pytest.approx(expected)
+    assert expected_tokens(FIXED, 1.0) == 6
+
+
+def test_every_part_of_a_step_has_its_cost():
+    costs = StepCosts(draft=0.5, knee_rows=10.0)
+    assert costs.step(PLAIN, 10) == pytest.approx(2 + 0.5 * 2)  # decode and an extend of one row
+    assert costs.step(DraftShape.of(2), 5) == pytest.approx(2.5 + 0.5 * (1.5 + 2.5))
+    assert costs.step(DraftShape.of(2, 4, 10), 1) == pytest.approx(2 + 0.5 * (1.4 + 1.3))
+
+
+@pytest.mark.parametrize("costs", [COSTS, StepCosts(draft=0.3, knee_rows=6.0)], ids=["gpu", "cpu"])
+@pytest.mark.parametrize("share_kept", [0.0, 0.2, 0.5, 0.8, 0.95, 1.0])
+@pytest.mark.parametrize("batch_size", [1, 8, 64, 256])
+@pytest.mark.parametrize("shape", [FIXED, DraftShape.of(3, 4, 13)], ids=["chain", "tree"])
+def test_it_is_never_dearer_than_the_fixed_shape_and_near_the_best(shape, batch_size, share_kept, costs):
+    """On a drafter of known quality, once it is known; what is learnt from few drafts may be off by little."""
+    chosen = policy(shape, costs)
+    run(chosen, batch_size, share_kept, 100)
+    settled = cost_per_token(run(chosen, batch_size, share_kept, 200, seed=1), batch_size, share_kept, costs)
+    fixed = {each: cost_per_token([each], batch_size, share_kept, costs) for each in shape.candidates()}
+    assert settled <= fixed[shape] * 1.01
+    assert settled <= min(fixed.values()) * (1 + MARGIN + 0.04)
+
+
+def test_a_large_batch_and_a_poor_draft_end_drafting_and_a_small_one_brings_it_back():
+    chosen = policy()
+    assert run(chosen, 1, 0.8, 60)[-1].steps == 5
+    assert run(chosen, 512, 0.8, 3)[-1].steps <= 1, "the load is known at once"
+    assert run(chosen, 1, 0.8, 3)[-1].steps == 5
+    assert run(chosen, 32, 0.02, 200)[-1] == PLAIN
+    assert run(chosen, 8, 0.9, 200)[-1].steps == 5, "the first proposals that nobody asked for were seen to match"
+
+
+def test_more_load_never_drafts_more_and_more_acceptance_never_less():
+    for share in (0.3, 0.6, 0.9):
+        steps = []
+        for batch_size in (1, 4, 16, 64, 256, 1024):
+            chosen = policy()
+            for _ in range(400):
+                chosen.observe(int(100 * share), 100)
+            steps.append(chosen.choose(batch_size).steps)
+        assert steps == sorted(steps, reverse=True)
+    by_share = []
+    for share in range(0, 101, 10):
+        chosen = policy()
+        for _ in range(400):
+            chosen.observe(share, 100)
+        by_share.append(chosen.choose(16).steps)
+    assert by_share == sorted(by_share)
+    assert by_share[0] == 0
+
+
+def test_at_a_border_it_stays_with_what_it_has():
+    """Where two shapes are worth the same, noise in what is observed does not send it to and fro."""
+    chosen = policy()
+    border = next(
+        batch for batch in range(1, 400)
+        if abs(chosen.rate(DraftShape.of(2), batch) / chosen.rate(DraftShape.of(3), batch) - 1) < 0.002
+    )  # fmt: skip
+    run(chosen, border, 0.6, 400)
+    assert chosen.num_changes <= 6
+    assert sum(chosen.chosen.values()) == 400
+
+
+def test_a_shape_is_kept_within_the_margin_but_never_below_the_configured_one():
+    chosen = StepPolicy((PLAIN, DraftShape.of(1), DraftShape.of(2)), COSTS)
+    chosen.current = PLAIN
+    for batch_size in range(1, 600):
+        before, rates = chosen.current, {shape: chosen.rate(shape, batch_size) for shape in chosen.shapes}
+        after = chosen.choose(batch_size)
+        assert rates[after] >= rates[DraftShape.of(2)]
+        if after != before and rates[before] >= rates[DraftShape.of(2)]:
+            assert rates[after] > rates[before] * (1 + MARGIN)
+
+
+def test_nothing_seen_changes_nothing_and_nonsense_is_refused():
+    chosen = policy()
+    before = chosen.share_kept
+    chosen.observe(0, 0)
+    assert chosen.share_kept == before
+    with pytest.raises(AssertionError):
+        chosen.observe(3, 2)
