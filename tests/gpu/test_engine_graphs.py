@@ -25,10 +25,10 @@ def full_precision() -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
 
 
-def load(model: Path, head: Path, *, graphs: bool, has_drafter: bool = True) -> Engine:
+def load(model: Path, head: Path, *, graphs: bool, has_drafter: bool = True, **settings: object) -> Engine:
     config = EngineConfig(
         model=str(model), draft=str(head), device="cuda", dtype="float32", pages=200, max_context=256, graphs=graphs,
-        max_running=4, spec_steps=STEPS, chunk_size=32,
+        max_running=4, spec_steps=STEPS, chunk_size=32, **({"spec_adaptive": "off"} | settings),
     )  # fmt: skip
     loader = EngineLoader(config, has_drafter=has_drafter)
     for _, run in loader.phases():
@@ -39,13 +39,18 @@ def load(model: Path, head: Path, *, graphs: bool, has_drafter: bool = True) -> 
 def serve(engine: Engine, size: int) -> tuple[list[list[int]], set[str]]:
     """Tokens of `size` requests, and the paths that their steps took."""
     decoder = SpecDecoder(
-        engine.runner, engine.sampler, drafter=engine.drafter, steps=STEPS, max_context=engine.max_context
+        engine.runner,
+        engine.sampler,
+        drafter=engine.drafter,
+        shape=engine.shape,
+        policy=engine.step_policy,
+        max_context=engine.max_context,
     )
     requests = []
     for i in range(size):
         params = SamplingParams(temperature=float(i % 2), seed=i, max_new_tokens=12, ignore_eos=True)
         request = Request(room=f"{i:032x}", epoch=0, prompt_ids=random_ids(9 + 7 * i, seed=i), sampling=params)
-        request.pages = engine.cache.alloc(-(-(request.num_prompt + 12 + STEPS + 1) // engine.page_size))
+        request.pages = engine.cache.alloc(-(-(request.num_prompt + 12 + engine.shape.spare_slots) // engine.page_size))
         batch = extend_batch(
             [(request, 0, request.num_prompt)],
             page_size=engine.page_size,
@@ -66,11 +71,18 @@ def serve(engine: Engine, size: int) -> tuple[list[list[int]], set[str]]:
     return [request.output_ids for request in requests], paths
 
 
-def test_graphs_give_the_tokens_of_the_eager_path(toy_checkpoint: Callable[..., Path], tmp_path: Path):
+@pytest.mark.parametrize(
+    ("settings", "num_shapes"),
+    [({}, 1), ({"spec_topk": 4, "spec_tokens": 8}, 1), ({"spec_adaptive": "auto"}, 3)],
+    ids=["chain", "tree", "adaptive"],
+)
+def test_graphs_give_the_tokens_of_the_eager_path(
+    toy_checkpoint: Callable[..., Path], tmp_path: Path, settings: dict[str, object], num_shapes: int
+):
     target = toy_checkpoint("llama", num_hidden_layers=12)
     head = write_head(tmp_path / "head", head_config(2), head_tensors())
-    eager, graphed = (load(target, head, graphs=on) for on in (False, True))
-    assert graphed.graph_counts["verify"] == graphed.graph_counts["draft"] == graphed.graph_counts["draft_extend"] == 3
+    eager, graphed = load(target, head, graphs=False), load(target, head, graphs=True, **settings)
+    assert graphed.graph_counts["verify"] == graphed.graph_counts["draft"] == 3 * num_shapes
     for size in (1, 2, 3, 4, 5):
         expected, _ = serve(eager, size)
         tokens, paths = serve(graphed, size)

@@ -8,12 +8,15 @@ from baton.engine.forward_batch import CaptureHidden
 from baton.engine.loader import EngineLoader
 from baton.engine.request import Request
 from baton.engine.sampling_params import SamplingParams
+from baton.engine.speculative.draft_shape import DraftShape
 from baton.engine.speculative.spec_decoder import SpecDecoder
 from baton.tests.parity.prompts import CHATS
 
 pytestmark = pytest.mark.smollm2
 
-STEPS, NUM_TOKENS = 3, 128
+NUM_TOKENS = 128
+CHAIN = DraftShape.of(3)
+TREES = [DraftShape.of(3, 2, 8), DraftShape.of(3, 4, 13), DraftShape.of(4, 4, 24)]
 
 
 def load(model, draft):
@@ -24,14 +27,14 @@ def load(model, draft):
     return loader.engine()
 
 
-def answer(engine, prompts, shift=0):
+def answer(engine, prompts, shift=0, shape=CHAIN):
     """(committed tokens, verify steps, outputs) of all prompts in one batch; `shift` moves the captured layers."""
     engine.model.aux_layer_ids = tuple(layer + shift for layer in engine.feature_ids)
     decoder = SpecDecoder(
         engine.runner,
         engine.sampler,
         drafter=engine.drafter,
-        steps=STEPS,
+        shape=shape,
         eos_token_ids=engine.model_config.eos_token_ids,
         max_context=engine.max_context,
     )
@@ -50,7 +53,7 @@ def answer(engine, prompts, shift=0):
 def prefill(engine, decoder, ids):
     params = SamplingParams(temperature=0.0, max_new_tokens=NUM_TOKENS)
     request = Request(room="0" * 32, epoch=0, prompt_ids=ids, sampling=params)
-    request.pages = engine.cache.alloc(-(-(len(ids) + NUM_TOKENS + STEPS + 1) // engine.page_size))
+    request.pages = engine.cache.alloc(-(-(len(ids) + NUM_TOKENS + decoder.shape.spare_slots) // engine.page_size))
     batch = extend_batch(
         [(request, 0, len(ids))], page_size=engine.page_size, device=torch.device("cpu"), capture=CaptureHidden.FULL
     )
@@ -77,3 +80,19 @@ def test_the_head_is_worth_more_than_1_8_and_shifted_layers_cost_visibly(
     assert outputs[0] == outputs[1], "a worse draft never changes an answer"
     assert length[0] > 1.8
     assert length[1] < length[0] - 0.05, "features of the wrong layers are worth visibly less"
+
+
+@pytest.mark.slow
+def test_a_tree_keeps_more_of_the_heads_drafts_than_a_chain(smollm2_dir, eagle3_dir, smollm2_tokenizer, record_property):
+    engine = load(smollm2_dir, eagle3_dir)
+    prompts = [prompt.token_ids(smollm2_tokenizer) for prompt in CHATS]
+    length, outputs = {}, {}
+    for shape in (CHAIN, *TREES):
+        committed, verifies, outputs[shape] = answer(engine, prompts, shape=shape)
+        length[shape] = committed / verifies
+        record_property(f"accept_length_{shape.steps}_{shape.topk}_{shape.num_nodes}", round(length[shape], 3))
+        print(f"accept length over 20 chats, {shape}: {length[shape]:.3f}")
+    assert all(outputs[shape] == outputs[CHAIN] for shape in TREES), "drafts never change an answer"
+    ordered = [length[shape] for shape in (CHAIN, *TREES)]
+    assert ordered == sorted(ordered), "more nodes, more matches"
+    assert length[TREES[1]] > length[CHAIN] + 0.2
