@@ -9,6 +9,7 @@
     ├── HandshakeRefused       two layouts do not agree; shows both
     ├── PeerLost               the peer went away, or is another instance now
     ├── TransferError          a hand-off failed
+    │   ├── HandoffAborted         prefill gave it up, and has told the router why
     │   ├── TransferTimeout        no progress within the lease
     │   └── DigestMismatch         a block's bytes were wrong more often than allowed
     ├── Draining               a worker leaves and hands its rooms back; nobody is at fault
@@ -51,6 +52,10 @@ class PeerLost(BatonError):
 
 class TransferError(BatonError):
     """A hand-off failed."""
+
+
+class HandoffAborted(TransferError):
+    """Prefill gave a hand-off up."""
 
 
 class TransferTimeout(TransferError):

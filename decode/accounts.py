@@ -11,6 +11,7 @@ RECENT_VERIFIES = 256  # window of the accept length that heartbeats report
 NAMES = (
     "requests", "finished", "failed", "cancelled", "refused", "tokens", "steps", "verify_steps", "drafted_tokens",
     "accepted_tokens", "handoff_bytes", "handoff_blocks", "have_tokens", "local_prefills", "local_prefill_tokens",
+    "handoffs_aborted",
 )  # fmt: skip
 
 

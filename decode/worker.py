@@ -255,8 +255,10 @@ class DecodeWorker:
         if room is None:
             return
         if room.state is RoomState.PULLING:
-            logger.info("hand-off lost", extra=fields(room=room_id, kind=kind, reason=reason))
-            self._counters["failed"] += 1
+            is_aborted = kind == "HandoffAborted"  # also when the request ended with its first token: no failure of ours
+            self._counters["handoffs_aborted" if is_aborted else "failed"] += 1
+            level = logging.DEBUG if is_aborted else logging.INFO
+            logger.log(level, "hand-off lost", extra=fields(room=room_id, kind=kind, reason=reason))
             self._send_failed(room, kind, reason, retryable=True)
         self._close(room)
 

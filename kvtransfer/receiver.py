@@ -165,7 +165,7 @@ class ReceiverSession:
             return self._lose(room, "PeerLost", "prefill restarted", now)
         if isinstance(message, Abort):
             reason = message.reason[:MAX_REASON] or "aborted by prefill"
-            return self._lose(room, "TransferError", reason, now, is_told=True)
+            return self._lose(room, "HandoffAborted", reason, now, is_told=True)
         return self._announced(pair, room, message, now)
 
     def expect(self, peer: Peer, block: AnyBlock, size: int) -> tuple[Segment, ...] | None:

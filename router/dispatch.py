@@ -151,7 +151,8 @@ class Dispatcher:
         check_fits(need, self.registry, live)
 
     def _enqueue(self, job: Job, request: Request, inbox: Inbox, index: int, now: float) -> Entry:
-        deadline = job.arrived + self._request_timeout_s if self._request_timeout_s else None
+        limits = [seconds for seconds in (self._request_timeout_s, job.timeout_s) if seconds]
+        deadline = job.arrived + min(limits) if limits else None
         room = Room(self._mint(), job.prompt_ids, job.sampling, now, self._timeouts, deadline=deadline)
         entry = Entry(room, job, request, inbox, index, queued_at=now)
         self._entries[room.room] = entry

@@ -33,6 +33,7 @@ class Job:
     sampling: Sampling
     arrived: float  # monotonic seconds
     tokenize_s: float
+    timeout_s: float = 0.0  # that the client gave; 0: none
 
     @property
     def need(self) -> Need:

@@ -25,11 +25,13 @@ from .errors import (
 )
 from .idempotency import HEADER, Begin, Replay, checked_key, digest_of, seed_of
 from .openai import ChatBody, CompletionBody, parse_body
-from .service import Service
+from .service import Call, Service
 from .status import ModelCard, ModelList, metrics_of, status_of, why_not_ready
 
 BODY_TIMEOUT_S = 10.0
 TIMELINE_HEADER = "x-baton-timeline"
+TIMEOUT_HEADER = "x-baton-timeout-ms"
+LONGEST_TIMEOUT_MS = 86_400_000
 
 
 class Routes:
@@ -63,18 +65,21 @@ class Routes:
         return app
 
     async def chat(self, request: Request) -> Answer | Replay:
-        arrived, wants_timeline = self._service.clock(), _wants_timeline(request)
-        raw = await self._read(request)
+        raw, call = await self._call(request)
         body = parse_body(raw, ChatBody)
-        begin = partial(self._service.chat, body, arrived, len(raw), wants_timeline=wants_timeline)
-        return await self._answer(request, body, begin)
+        return await self._answer(request, body, partial(self._service.chat, body, call))
 
     async def complete(self, request: Request) -> Answer | Replay:
-        arrived, wants_timeline = self._service.clock(), _wants_timeline(request)
-        raw = await self._read(request)
+        raw, call = await self._call(request)
         body = parse_body(raw, CompletionBody)
-        begin = partial(self._service.complete, body, arrived, len(raw), wants_timeline=wants_timeline)
-        return await self._answer(request, body, begin)
+        return await self._answer(request, body, partial(self._service.complete, body, call))
+
+    async def _call(self, request: Request) -> tuple[bytes, Call]:
+        """The body, and what the headers ask for."""
+        arrived, timeout_s = self._service.clock(), _timeout_of(request)
+        raw = await self._read(request)
+        wants_timeline = _wants_timeline(request)
+        return raw, Call(arrived=arrived, size=len(raw), wants_timeline=wants_timeline, timeout_s=timeout_s)
 
     async def _answer(self, request: Request, body: ChatBody | CompletionBody, begin: Begin) -> Answer | Replay:
         """A new answer, or with an Idempotency-Key that of the request before."""
@@ -143,6 +148,17 @@ class Routes:
 
 def _wants_timeline(request: Request) -> bool:
     return request.headers.get(TIMELINE_HEADER) == "1"
+
+
+def _timeout_of(request: Request) -> float:
+    """Seconds after which the client wants no answer any more; 0 when it does not say. Raises ApiError (400)."""
+    raw = request.headers.get(TIMEOUT_HEADER)
+    if raw is None:
+        return 0.0
+    milliseconds = int(raw) if raw.isascii() and raw.isdigit() and len(raw) <= 9 else 0
+    if not 0 < milliseconds <= LONGEST_TIMEOUT_MS:
+        raise bad_request(f"{TIMEOUT_HEADER} must be a whole number from 1 to {LONGEST_TIMEOUT_MS}")
+    return milliseconds / 1000
 
 
 def _json(value: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:

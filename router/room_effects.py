@@ -9,7 +9,7 @@ from ..cluster.messages import Cancel, Prefill, Reserve, TokenLogprob
 class Timeouts:
     """Longest time without progress per state, in seconds."""
 
-    reserve_s: float = 30.0  # decode's answer to Reserve
+    reserve_s: float = 10.0  # decode's answer to Reserve, which it gives between two steps
     first_token_s: float = 300.0  # a prompt may wait behind others on prefill, whose liveness the heartbeat shows
     token_s: float = 60.0
     gone_s: float = 3.0

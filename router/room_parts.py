@@ -24,7 +24,7 @@ from .room_effects import Pair
 
 MAX_EARLY_ITEMS = 256  # decode's items that wait for prefill's token 1
 PEER_LOST = "PeerLost"  # kind of a Failed: the other worker of the pair is gone
-HANDOFF_KINDS = frozenset(("TransferError", "TransferTimeout", "DigestMismatch", "HandshakeRefused"))
+HANDOFF_KINDS = frozenset(("TransferError", "HandoffAborted", "TransferTimeout", "DigestMismatch", "HandshakeRefused"))
 T = TypeVar("T", PrefillTimeline, DecodeTimeline)
 
 AttemptEvent = Reserved | Refused | FirstToken | TokenItem | Finished | Failed

@@ -5,6 +5,7 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TypeVar
 
 from .admission import max_new_tokens, no_workers
@@ -22,6 +23,16 @@ from .tokenizer import Tokenizer
 
 INLINE_BYTES = 2000  # of a body: about a millisecond of work, less than a trip to a thread costs under load
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """What a generation request is beside its body."""
+
+    arrived: float  # monotonic seconds
+    size: int  # of the body, in bytes
+    wants_timeline: bool = False
+    timeout_s: float = 0.0  # that the client gave; 0: none
 
 
 class Service:
@@ -42,23 +53,23 @@ class Service:
         self.replays.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def chat(self, body: ChatBody, arrived: float, size: int, *, wants_timeline: bool) -> Answer:
-        """POST /v1/chat/completions with a body of `size` bytes. Raises ApiError."""
+    async def chat(self, body: ChatBody, call: Call) -> Answer:
+        """POST /v1/chat/completions. Raises ApiError."""
         self._check_model(body.model)
         messages = [message.as_template_input() for message in body.messages]
         self._check_chars(sum(len(text) for message in messages for text in message.values()), "messages")
         started = self.clock()
-        ids = await self._in_thread(size, lambda: self.tokenizer.encode_chat(messages))
-        return self._answer(body, [ids], arrived, self.clock() - started, wants_timeline)
+        ids = await self._in_thread(call.size, lambda: self.tokenizer.encode_chat(messages))
+        return self._answer(body, [ids], call, self.clock() - started)
 
-    async def complete(self, body: CompletionBody, arrived: float, size: int, *, wants_timeline: bool) -> Answer:
-        """POST /v1/completions with a body of `size` bytes. Raises ApiError."""
+    async def complete(self, body: CompletionBody, call: Call) -> Answer:
+        """POST /v1/completions. Raises ApiError."""
         self._check_model(body.model)
         prompts = prompts_of(body)
         self._check_chars(max((len(p) for p in prompts if isinstance(p, str)), default=0), "prompt")
         started = self.clock()
-        ids = await self._in_thread(size, lambda: [self._ids(prompt) for prompt in prompts])
-        return self._answer(body, ids, arrived, self.clock() - started, wants_timeline)
+        ids = await self._in_thread(call.size, lambda: [self._ids(prompt) for prompt in prompts])
+        return self._answer(body, ids, call, self.clock() - started)
 
     def _ids(self, prompt: str | list[int]) -> list[int]:
         return self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
@@ -86,29 +97,28 @@ class Service:
         self,
         body: ChatBody | CompletionBody,
         prompts: Sequence[list[int]],
-        arrived: float,
+        call: Call,
         tokenize_s: float,
-        wants_timeline: bool,
     ) -> Answer:
         live = self.dispatcher.limits()
         if live is None:  # then nobody knows the vocabulary either, which may be larger than the tokenizer's
             raise no_workers()
         for ids in prompts:
             check_token_ids(body, ids, self._vocab_size(live))
-        jobs = [job for ids in prompts for job in self._jobs(body, ids, live, arrived, tokenize_s)]
+        jobs = [job for ids in prompts for job in self._jobs(body, ids, live, call, tokenize_s)]
         choices = [self._choice(body) for _ in jobs]
         inbox = Inbox(self.clock)
         entries = self.dispatcher.submit(jobs, inbox)
         wish = Wish(
             is_stream=bool(body.stream),
             wants_usage=body.wants_usage,
-            wants_timeline=wants_timeline,
+            wants_timeline=call.wants_timeline,
             choices_per_prompt=body.num_choices,
         )
         return Answer(self.dispatcher, self.clock, entries, inbox, choices, self._builder(body), wish)
 
     def _jobs(
-        self, body: ChatBody | CompletionBody, ids: list[int], live: Limits, arrived: float, tokenize_s: float
+        self, body: ChatBody | CompletionBody, ids: list[int], live: Limits, call: Call, tokenize_s: float
     ) -> list[Job]:
         is_chat = isinstance(body, ChatBody)
         max_new = max_new_tokens(len(ids), max_new_of(body), is_chat=is_chat, live=live)
@@ -117,8 +127,9 @@ class Service:
             Job(
                 prompt_ids=ids,
                 sampling=sampling_of(body, max_new=max_new, logprobs=logprobs, choice=choice),
-                arrived=arrived,
+                arrived=call.arrived,
                 tokenize_s=tokenize_s,
+                timeout_s=call.timeout_s,
             )
             for choice in range(body.num_choices)
         ]

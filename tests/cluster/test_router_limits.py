@@ -39,6 +39,25 @@ def test_a_request_over_its_time_limit_is_504_or_an_error_frame(start, is_stream
     assert_nothing_left(running)
 
 
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_client_that_names_its_patience_is_answered_when_it_ends_whoever_is_frozen(start, role):
+    running, script = start()
+    frozen = dict(zip(("prefill", "decode"), running.pair(script), strict=True))[role]
+    frozen._script = lambda worker, message: None  # beats, and does nothing
+    began = time.monotonic()
+    headers = {"x-baton-timeout-ms": "300"}
+    reply = httpx.post(running.url + "/v1/chat/completions", json=BODY, headers=headers, timeout=10)
+    assert (reply.status_code, reply.json()["error"]["code"]) == (504, "deadline_exceeded")
+    assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "1.5", "soon", "86400001", "9" * 30])
+def test_a_patience_that_is_no_number_of_milliseconds_is_refused(start, value):
+    running, _ = start()
+    reply = httpx.post(running.url + "/v1/chat/completions", json=BODY, headers={"x-baton-timeout-ms": value}, timeout=10)
+    assert (reply.status_code, "x-baton-timeout-ms" in reply.json()["error"]["message"]) == (400, True)
+
+
 def test_a_worker_that_finds_the_deadline_passed_is_believed(start):
     running, script = start()
     _, decode = running.pair(script)

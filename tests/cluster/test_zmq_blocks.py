@@ -308,7 +308,7 @@ def test_cancel_on_either_side_ends_the_room_on_the_other(
     assert prefill.events == [Dropped(room=rooms[0], epoch=0, reason="client left")]
     prefill._commands.append(lambda: prefill.sender.release(rooms[1], 0, "out of pages"))
     lost = poll_until(receiver, Lost)[-1]
-    assert (lost.kind, lost.reason) == ("TransferError", "out of pages")
+    assert (lost.kind, lost.reason) == ("HandoffAborted", "out of pages")
     assert receiver.session.num_rooms == 0
     wait_for(lambda: prefill.sender.session.num_rooms == 0)
 

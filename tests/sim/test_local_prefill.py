@@ -105,3 +105,13 @@ def test_random_cancels_of_prompts_on_either_road_leave_nothing(models, seed):
     assert sum(isinstance(end, Finished) for end in pair.ends.values()) > 1
     assert not any(isinstance(end, Failed) and end.kind == "BadLogits" for end in pair.ends.values())
     pair.assert_nothing_is_held()
+
+
+def test_a_request_that_ends_with_its_first_token_is_no_failure_of_decode(models, caplog):
+    pair = pair_of(models, 128)
+    pair.send(name(1), [5, 6, 7], max_new_tokens=1)
+    pair.run()
+    counters = pair.decode.stats().counters
+    assert (counters["failed"], counters["handoffs_aborted"] + counters["cancelled"]) == (0, 1)
+    assert "hand-off lost" not in caplog.text
+    pair.assert_nothing_is_held()

@@ -16,7 +16,7 @@ from baton.kvtransfer.transports.fake import FakeNetwork, FakeReceiver, FakeSend
 
 NUM_PAGES = 40
 STEPS = 160
-KINDS = {"TransferTimeout", "DigestMismatch", "PeerLost", "TransferError"}
+KINDS = {"TransferTimeout", "DigestMismatch", "PeerLost", "HandoffAborted"}
 
 
 @dataclass

@@ -315,7 +315,7 @@ def test_a_drafting_worker_does_not_pull_from_a_peer_without_features() -> None:
 def test_an_abort_of_the_peer_loses_the_room_and_is_not_answered(session: ReceiverSession) -> None:
     abort = m.Abort(room=ROOM, epoch=0, instance=P, reason="out of pages")
     effects = session.receive("p", abort, 0.0)
-    assert effects == [Notify(Lost(room=ROOM, epoch=0, kind="TransferError", reason="out of pages"))]
+    assert effects == [Notify(Lost(room=ROOM, epoch=0, kind="HandoffAborted", reason="out of pages"))]
     assert session.receive("p", abort, 0.0) == []
 
 
