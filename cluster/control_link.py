@@ -9,11 +9,12 @@ them, owned by one thread that calls, in its loop, `receive()` and then `tick(no
                sent until a Welcome says who it is
 
 A router that answers no Hello for `LOST_AFTER_S` is lost, so is one whose place another took (a Welcome of another router
-id), and so is one that takes so little that the outbox is full: to drop a message would leave a hole in a stream. `tick`
-reports a loss once, before `receive` hands over anything from the new router: the worker then drops all rooms, since nobody
-reads their tokens, and says so: a Hello of the next generation goes out before any other message, so that a router that was
-only slow does not wait for these rooms. A router takes a repeated Hello of a known instance and generation as a question,
-which it answers with Welcome without touching the worker's rooms.
+id), so is one that takes so little that the outbox is full, and so is one whose connection broke: a message that is lost
+would leave a hole in a stream, or a room that nobody begins. `tick` reports a loss once, before `receive` hands over
+anything from the new router: the worker then drops all rooms, since nobody reads their tokens, and says so: a Hello of the
+next generation goes out before any other message, so that a router that was only slow does not wait for these rooms. A
+router takes a repeated Hello of a known instance and generation as a question, which it answers with Welcome without
+touching the worker's rooms.
 """
 
 import logging
@@ -134,6 +135,11 @@ class LinkMachine:
         if not self._lost:
             self.connected = False
             self._lost = reason
+
+    def broke(self) -> None:
+        """The connection ended: what was under way in either direction is gone; nobody knows which rooms it was about."""
+        if self.connected:
+            self.give_up("the connection to the router broke")
 
     def doubt(self) -> None:
         """A message could not be sent: ask who is there before the next one."""
@@ -299,7 +305,8 @@ class ControlLink(LinkQueues):
         return self._dialer.socket
 
     def tick(self, now: float) -> str:
-        self._dialer.tick(now)
+        if self._dialer.tick(now):
+            self._machine.broke()
         return super().tick(now)
 
     def close(self) -> None:

@@ -42,12 +42,14 @@ class Dialer:
         state = "dialling" if self._redial_at is None else "waiting"
         return f"Dialer({self._endpoint} {state}, failures={self.num_failures})"
 
-    def tick(self, now: float) -> None:
-        """Take failures in and dial again when it is time."""
+    def tick(self, now: float) -> bool:
+        """Take failures in and dial again when it is time. True when a connection that stood has broken."""
+        has_broken = False
         for event, value in self._watch.read():
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._pause_s = FIRST_PAUSE_S
             elif event == zmq.EVENT_DISCONNECTED:
+                has_broken = True
                 self._redial_at = now + BROKEN_PAUSE_S if self._redial_at is None else self._redial_at
             elif self._redial_at is None:
                 self._failed(failure_text(event, value), now)
@@ -55,6 +57,7 @@ class Dialer:
             self._redial_at = None
             self.close()
             self._dial_again(now)
+        return has_broken
 
     def close(self) -> None:
         """Idempotent."""

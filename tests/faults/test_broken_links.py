@@ -14,6 +14,7 @@ from baton.tests.faults.zmtp_rules import cut, verb
 
 GARBAGE = b"\xff" * 200
 TOO_LONG = b"\x02" + (1 << 40).to_bytes(8, "big")  # the header of a frame of a tebibyte
+JUNK = [("down", GARBAGE), ("down", TOO_LONG), ("up", GARBAGE)]
 
 
 @pytest.fixture
@@ -22,8 +23,7 @@ def proxies():
         yield running
 
 
-@pytest.mark.parametrize("junk", [GARBAGE, TOO_LONG], ids=["garbage", "a frame too long"])
-@pytest.mark.parametrize("way", ["up", "down"])
+@pytest.mark.parametrize(("way", "junk"), JUNK, ids=["garbage down", "a frame too long down", "garbage up"])
 def test_a_worker_registers_anew_after_junk(proxies, way, junk):
     front, context = Front(), zmq.Context()
     proxy = proxies.add("tcp://127.0.0.1:0", front.endpoint)
@@ -48,8 +48,7 @@ def test_a_worker_registers_anew_after_junk(proxies, way, junk):
         front.close()
 
 
-@pytest.mark.parametrize("junk", [GARBAGE, TOO_LONG], ids=["garbage", "a frame too long"])
-@pytest.mark.parametrize("way", ["up", "down"])
+@pytest.mark.parametrize(("way", "junk"), JUNK, ids=["garbage down", "a frame too long down", "garbage up"])
 def test_blocks_flow_again_after_junk_and_after_a_cut_in_a_block(proxies, way, junk):
     pair = Pair("tcp://127.0.0.1:0", None, None, lease_s=10.0)
     proxy = proxies.add("tcp://127.0.0.1:0", pair.sender.endpoint)
