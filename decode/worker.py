@@ -247,7 +247,7 @@ class DecodeWorker:
             return
         request.append([event.first_token], self.engine.model_config.eos_token_ids)
         room.state = RoomState.WARMING
-        if request.is_finished:  # prefill ends such a request by itself; nothing is left to do
+        if request.is_finished:  # the router ends such a request when it has the token; nothing is left to do
             self._finish(room)
 
     def _on_lost(self, room_id: str, epoch: int, kind: str, reason: str) -> None:

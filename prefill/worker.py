@@ -329,7 +329,11 @@ class PrefillWorker:
             row += chunk.is_last
 
     def _finish(self, room: Room, token: int, logprob: TokenLogprob | None) -> None:
-        """Send token 1; hand the room over, unless the request ends with this very token."""
+        """Send token 1 and hand the room over.
+
+        Also a request that ends with this very token: the router cancels it when it has the token. To drop it here would
+        let decode's word of a lost hand-off overtake the token, and the router would try again what is complete.
+        """
         request, now = room.request, self._clock()
         request.append([token], self.engine.model_config.eos_token_ids)
         self.engine.cache.insert(request.prompt_ids, request.pages)
@@ -355,9 +359,6 @@ class PrefillWorker:
             extra=fields(room=request.room, tokens=request.num_prompt, cached=room.cached_tokens, chunks=room.chunks),
         )
         self.reach("prefill:first")
-        if request.is_finished:
-            self._give_up(room, "the request ended with its first token")
-            return
         room.state = RoomState.HANDED
         self._send(
             Advance(room=request.room, epoch=request.epoch, tokens_ready=request.num_prompt, first_token=token)

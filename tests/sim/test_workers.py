@@ -8,13 +8,14 @@ import random
 
 import pytest
 import torch
-from baton.cluster.messages import Failed, Finished
+from baton.cluster.messages import Failed, Finished, FirstToken
 from baton.decode import worker
 from baton.decode.queues import RoomState
+from baton.kvtransfer.link import Drop
 from baton.kvtransfer.transport import Complete
 from baton.tests.parity.eagle3_toys import successor, write_oracle
 from baton.tests.parity.toy_engine import ToyEngine
-from baton.tests.sim.worker_pair import Pair, name
+from baton.tests.sim.worker_pair import P, Pair, name
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +63,21 @@ def test_the_pair_says_what_one_process_says(model, reference, chunk_size):
     pair.run()
     assert [pair.tokens[name(i)] for i in range(8)] == [reference(prompt) for prompt in wanted]
     assert {end.reason for end in pair.ends.values()} == {"length"}
+    pair.assert_nothing_is_held()
+
+
+def test_a_request_that_ends_with_its_first_token_is_handed_over_all_the_same(model):
+    """Would prefill drop it, decode's word of a lost hand-off could reach the router before the token does."""
+    pair = Pair(model)
+    pair.send(name(1), [7, 8, 9], max_new_tokens=1)
+    link = pair.links[P]
+    while not any(isinstance(message, FirstToken) for message in link.to_router):
+        link.perform()
+        assert pair.prefill.step()
+    assert not any(isinstance(command, Drop) for command in link.commands)
+    assert link.commands[-1].first_token is not None
+    pair.run()
+    assert not any(isinstance(end, Failed) for end in pair.ends.values())
     pair.assert_nothing_is_held()
 
 
