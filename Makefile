@@ -5,6 +5,7 @@
 #                        an NVIDIA driver; TORCH_INDEX= (empty): pip's own index only
 #   ARGS=...             arguments of `baton demo`, such as --once
 #   TESTS=...            what `make test` runs; default: all
+#   SEEDS=N              how many seeds `make sim` plays; default: 20000
 #   ROWS=F01,F08         what `make faults` plays; default: all
 
 SHELL := bash
@@ -19,15 +20,17 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 FOLDERS := bench cluster decode deploy engine kernels kvtransfer prefill router
 ARGS ?=
 TESTS ?= tests
+SEEDS ?= 20000
 ROWS ?=
 
-.PHONY: help venv install model demo lint test test-full faults lock sbom clean
+.PHONY: help venv install model demo lint sim test test-full faults lock sbom clean
 
 help:
 	@printf '%s\n' 'make demo       a cluster on this machine answers one request (ARGS=--once: then stops)' \
 	  'make test       lint, types, CPU tests (TESTS=tests/unit: some of them)' \
 	  'make test-full  the slow tests too' \
 	  'make faults     real processes die, hang and leave: the table of faults (ROWS=F01,F08: some of them)' \
+	  'make sim        a simulated cluster under SEEDS=20000 mixes of faults' \
 	  'make lint       ruff and mypy --strict' \
 	  'make install    .venv with baton and all it needs' \
 	  'make model      download and convert the demo model' \
@@ -91,6 +94,9 @@ lock: install
 
 sbom: install
 	@cd / && $(CURDIR)/$(BIN)/python -m baton.deploy.lock sbom
+
+sim: install
+	$(BIN)/python -m baton.tests.sim.cluster_main --seeds $(SEEDS)
 
 clean:
 	rm -rf $(VENV) .lint build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,171 @@
+"""The invariants of a simulated cluster, after every turn and at the end. Clients judge their own text and times."""
+
+from baton.kvtransfer.sender import EARLY_S
+from baton.kvtransfer.session import MAX_TOMBSTONES, TOMBSTONE_S
+from baton.router.retries import BUDGET_FLOOR, BUDGET_SHARE, MAX_ATTEMPTS
+from baton.router.room_parts import Phase
+from baton.tests.sim.cluster_clients import Violation
+from baton.tests.sim.cluster_faults import LOSING
+
+RECOVERED_S = 2.8  # a request whose worker died has its answer from others
+TURNS_PER_AUDIT = 16  # the whole page accounting is looked at once in so many turns
+
+
+class Checker:
+    """Looks at processes from outside; changes nothing until the run is over."""
+
+    def __init__(self, world):
+        self.world = world
+        self._num_turns = 0
+
+    # --- after a turn of a worker ---------------------------------------------------------------------------------------
+
+    def after_turn(self, process):
+        allocator = process.engine.cache.allocator
+        if allocator.num_corrupted:
+            raise Violation(f"{process.name} gave out a page that was written while it was free")
+        self._num_turns += 1
+        if self._num_turns % TURNS_PER_AUDIT == 0:
+            self._audit(process)
+            for client in self.world.clients:
+                client.check_time()
+                if client.entry is not None:
+                    client.entry.room.check_integrity()
+
+    def _audit(self, process):
+        """Every page is free, cached, or held by rooms that are here; nobody writes a free one."""
+        cache = process.engine.cache
+        cache.check_integrity()
+        if not cache.allocator.check_free_pages():
+            raise Violation(f"a free page of {process.name} was written")
+        owners = dict.fromkeys(range(1, cache.allocator.num_pages), 0)
+        for room in process.worker.queues:
+            for page in room.request.pages:
+                owners[page] += 1
+        for page in cache._nodes:
+            owners[page] += 1
+        for page, count in owners.items():
+            if cache.allocator.refs(page) != count:
+                raise Violation(f"page {page} of {process.name} has {cache.allocator.refs(page)} owners, {count} are known")
+
+    # --- at the end -----------------------------------------------------------------------------------------------------
+
+    def is_quiet(self):
+        return not any(leftover for process in self.world.living() for leftover in self._left(process))
+
+    def _left(self, process):
+        """(what, how much) of everything that a process holds though nobody asks anything of it."""
+        if process.role == "R":
+            dispatcher = process.dispatcher
+            yield from self._nonzero(
+                process,
+                rooms=dispatcher.num_open,
+                queued=dispatcher.num_queued,
+                ledgers=sum(len(worker.ledger) for worker in process.dispatcher.registry),
+                outboxes=sum(len(worker.outbox) for worker in process.dispatcher.registry),
+            )
+            return
+        transport, stats = process.transport, process.worker.stats()
+        yield from self._nonzero(
+            process,
+            rooms=process.worker.num_rooms,
+            pages=stats.pages_total - stats.pages_free,
+            transfers=transport.session.num_rooms,
+            outbox=sum(map(len, transport._outbox.values())),
+            commands=len(process.link.commands),
+            messages=process.control.num_waiting,
+            unread=len(process.link.inbox),
+        )
+        if process.role == "P":
+            yield from self._nonzero(
+                process,
+                reads=len(transport._in_flight),
+                held=len(transport._held),
+                staging=len(transport._staging),
+                waiting=len(transport._waiting),
+            )
+
+    def _nonzero(self, process, **amounts):
+        for what, amount in amounts.items():
+            if amount:
+                yield f"{process.name} has {amount} {what}"
+
+    def check_end(self):
+        world = self.world
+        for process in world.living():
+            left = list(self._left(process))
+            if left:
+                raise Violation("left behind: " + ", ".join(left))
+        for worker in world.workers.values():
+            if worker is not None:
+                self._audit(worker)
+                self._check_memory(worker)
+        self._check_retries()
+        self._check_success()
+        self._check_digests()
+
+    def _check_memory(self, worker):
+        cache, session = worker.engine.cache, worker.transport.session
+        cache.clear()
+        if cache.allocator.num_used:
+            raise Violation(f"{worker.name} has {cache.allocator.num_used} pages that nobody owns")
+        if len(session._tombstones) > MAX_TOMBSTONES:
+            raise Violation(f"{worker.name} has {len(session._tombstones)} tombstones")
+        session.tick(worker.clock() + max(EARLY_S, TOMBSTONE_S) + 1)
+        if len(session._tombstones) > 1:  # an early Attach that ends now may leave one
+            raise Violation(f"{worker.name} keeps {len(session._tombstones)} tombstones")
+        if worker.role == "P" and session._early:
+            raise Violation(f"{worker.name} keeps {len(session._early)} early attachments")
+
+    def _check_retries(self):
+        """Attempts beyond the first are a fifth of the rooms, or the floor that is always allowed; refusals are free.
+
+        What lost workers take with them is tried again beyond that budget, each room a bounded number of times.
+        """
+        world = self.world
+        free = world.seen["R recv Refused"] + world.reached["drain"]
+        for router in world.routers:
+            rooms = [client.entry.room for client in world.clients if client.entry and client.router is router]
+            if any(room.epoch >= MAX_ATTEMPTS + free for room in rooms):
+                raise Violation(f"a room was tried {max(room.epoch for room in rooms) + 1} times")
+            repeated = sum(room.epoch for room in rooms) - free
+            loses_workers = bool(LOSING & set(world.faults.names))
+            if not loses_workers and repeated > max(BUDGET_FLOOR, BUDGET_SHARE * len(rooms)):
+                raise Violation(f"{repeated} repeated attempts for {len(rooms)} rooms")
+
+    def _check_success(self):
+        """Where nothing was lost, nothing may fail; and one worker that dies takes nobody's answer with it."""
+        world, faults = self.world, self.world.faults
+        is_lossless = faults.are_only("burst", "stop", "leave")
+        has_spare = min(world.num_prefills, world.num_decodes) > 1
+        is_one_death = faults.are_only("kill", "kill_at", "stop", "leave") and world.num_deaths.total() == 1
+        if not is_lossless and not (is_one_death and has_spare and not world.num_deaths["R"]):
+            return
+        for client in world.clients:
+            if client.end not in ("ok", "stopped", "left"):
+                raise Violation(f"client {client.number} ended with {client.end} though nothing was lost")
+            waited = client.ended_at - client.came_at
+            if is_one_death and world.settings.step_s <= 0.01 and world.settings.lease_s <= 1.5 and waited > RECOVERED_S:
+                raise Violation(f"client {client.number} waited {waited:.1f} s after the death of a worker")
+
+    def _check_digests(self):
+        """Bytes that nobody changed are right: memory that a send still reads is not used again.
+
+        But for rooms that prefill gives up: those reads are void by their digest, and decode learns of the end soon.
+        """
+        world = self.world
+        has_given_up = world.seen["P event Ended"] or world.seen["P event Dropped"]
+        if has_given_up or not world.faults.are_only("burst", "control_reorder", "cut"):
+            return
+        for worker in world.workers.values():
+            if worker.transport.counters["digest_mismatches"]:
+                raise Violation(f"{worker.name} found wrong blocks though no bit was flipped")
+
+    def check_gone(self, client):
+        """Nothing of a room is left a second after its client has gone."""
+        room = client.entry.room
+        if room.phase is not Phase.CLOSED:
+            raise Violation(f"client {client.number} has left, and a second later there is {room}")
+        for worker in self.world.workers.values():
+            if worker.worker.queues.attempts(room.room):
+                raise Violation(f"client {client.number} has left, and a second later {worker.name} has its room")

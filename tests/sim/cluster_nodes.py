@@ -1,0 +1,351 @@
+"""The processes of a simulated cluster: production's own classes, with turns in place of threads and lines for sockets.
+
+    router   Dispatcher with its rooms, registry, retries and policies; a tick ten times a second
+    worker   scheduler thread: WorkerLoop around PrefillWorker or DecodeWorker, with a toy engine
+             link thread: LinkWork around the control link's queues and the sender's or receiver's end of a transport
+"""
+
+from collections import deque
+from random import Random
+
+from baton.cluster.codec import control_up_decoder
+from baton.cluster.control_link import LinkQueues
+from baton.cluster.errors import PeerLost, RemoteProtocolError
+from baton.cluster.life import EXIT_OK, Shutdown
+from baton.decode.worker import DecodeWorker
+from baton.kvtransfer.endpoint import Delivered
+from baton.kvtransfer.endpoints import ReceiverEndpoint, SenderEndpoint
+from baton.kvtransfer.identity import hello_of, layout_of, planes_of
+from baton.kvtransfer.link import LinkWork
+from baton.kvtransfer.worker_loop import WorkerLoop
+from baton.prefill.worker import PrefillWorker
+from baton.router.dispatch import Dispatcher
+from baton.router.registry import Registry
+from baton.router.room_effects import Timeouts
+from baton.tests.sim.cluster_net import INFINITY, Died, Process
+from baton.tests.sim.cluster_toy import MAX_CONTEXT, VOCAB, ToyDecoder, toy_engine
+from msgspec.structs import replace
+
+CONTROL = "control"
+TICK_S = 0.1
+IDLE_TURN_S = 0.2  # how long either thread sleeps at most while rooms are here
+LAZY_TURN_S = 0.5  # and while none are
+
+
+class QuietMetrics:
+    """Histograms cost more than all the rest of a simulated request."""
+
+    def tokens_arrived(self, seconds, count):
+        pass
+
+    def request_ended(self, record):
+        pass
+
+
+class RouterProcess(Process):
+    """One start of the router."""
+
+    def __init__(self, world, name, instance):
+        super().__init__("R", name, instance, world.timeline)
+        self.world = world
+        self.dispatcher = Dispatcher(
+            Registry(instance, world.settings.worker_timeout_s),
+            self.transmit,
+            self.clock,
+            QuietMetrics(),
+            max_queue=world.settings.max_queue,
+            queue_timeout_s=world.settings.queue_timeout_s,
+            request_timeout_s=world.settings.request_timeout_s,
+            timeouts=Timeouts(reserve_s=2.0, first_token_s=4.0, token_s=3.0, gone_s=1.5, pair_s=2.0),
+            mint=lambda: f"{world.rng.getrandbits(128):032x}",
+        )
+        self.num_malformed = 0
+        self._decoder = control_up_decoder()
+        world.network.listening[CONTROL] = self
+        world.timeline.at(world.timeline.now + TICK_S, self._tick)
+
+    def transmit(self, identity, frame):
+        line = self.world.network.line(int.from_bytes(identity, "big"))
+        if line is None or line.server is not self:
+            raise PeerLost("the peer is not connected")
+        return self.world.network.send(line, False, (frame,)) is not None
+
+    def deliver(self, line, is_up, frames):
+        try:
+            message = self._decoder.decode(frames[0])
+        except RemoteProtocolError:
+            self.num_malformed += 1
+            return
+        self.run(lambda: self.dispatcher.on_message(line.number.to_bytes(4, "big"), message))
+
+    def run(self, action):
+        """Something happens in the router's only thread; then its clients read. None when it died in the middle."""
+        try:
+            result = action()
+        except Died:
+            return None
+        self.world.clients_read()
+        return result
+
+    def _tick(self):
+        now = self.world.timeline.now
+        if not self.is_alive:
+            return
+        if self.stalled_until <= now:
+            self.run(self.dispatcher.tick)
+        self.world.timeline.at(max(now, self.stalled_until) + TICK_S, self._tick)
+
+
+class SimControl(LinkQueues):
+    """The control link over a line."""
+
+    def __init__(self, process, hello, now):
+        super().__init__(hello, now)
+        self.process = process
+        self.arrived = deque()
+
+    def _transmit(self, frame):
+        network = self.process.world.network
+        line = network.dial(self.process, CONTROL, "control")
+        return line is not None and network.send(line, True, (frame,)) is not None
+
+    def _next_message(self):
+        return self.arrived.popleft() if self.arrived else None
+
+
+class SimSender(SenderEndpoint):
+    """Prefill's end of a transport over lines; a peer is the number of its line."""
+
+    def __init__(self, process, layout, planes, lease_s):
+        super().__init__(process.instance, layout, planes, lease_s=lease_s, clock=process.clock)
+        self.process = process
+        self.arrived = deque()
+        process.world.network.listening[process.endpoint] = process
+
+    def poll(self, timeout):
+        while self.arrived:
+            line, frames = self.arrived.popleft()
+            if line != "broken":
+                self._receive_frames(f"{line.number:08x}", [memoryview(frame) for frame in frames])
+        self._work()
+        return self._take_events()
+
+    def close(self):
+        self._perform(self.session.close(self._clock()))
+
+    def _transmit(self, peer, header, payload):
+        network = self.process.world.network
+        line = network.line(int(peer, 16))
+        if line is None:
+            raise PeerLost("the peer is not connected")
+        frames = (header,) if payload is None else (header, payload.data)
+        delivery = network.send(line, False, frames)
+        return Delivered() if delivery is not None and payload is None else delivery
+
+
+class SimReceiver(ReceiverEndpoint):
+    """Decode's end of a transport over lines; a peer is an address."""
+
+    def __init__(self, process, layout, planes, lease_s, window):
+        super().__init__(process.instance, layout, planes, lease_s=lease_s, window=window, clock=process.clock)
+        self.process = process
+        self.arrived = deque()
+
+    def poll(self, timeout):
+        while self.arrived:
+            line, frames = self.arrived.popleft()
+            if line == "broken":
+                self._perform(self.session.link_lost(frames, self._clock()))
+            else:
+                self._receive_frames(line.address, [memoryview(frame) for frame in frames])
+        self._work()
+        return self._take_events()
+
+    def close(self):
+        self._perform(self.session.close(self._clock()))
+
+    def _close_link(self, peer):
+        super()._close_link(peer)
+        self.process.world.network.hang_up(self.process, peer)
+
+    def _transmit(self, peer, header, payload):
+        network = self.process.world.network
+        line = network.dial(self.process, peer, "kv")
+        return Delivered() if line is not None and network.send(line, True, (header,)) is not None else None
+
+
+class SimLink:
+    """The scheduler's end of a link: what it posts wakes the link thread."""
+
+    def __init__(self, process):
+        self.process = process
+        self.commands = deque()
+        self.inbox = deque()
+        self.heartbeat_s = 0.25
+        self.transport_counters = {}
+
+    def post(self, command):
+        self.commands.append(command)
+        self.process.wake_link(0.0002)
+
+    def receive(self, timeout):
+        events = []
+        while self.inbox:
+            event = self.inbox.popleft()
+            name = type(event).__name__
+            self.process.world.timeline.note(self.process.name, "takes", name)
+            death = self.process.world.on_transition(self.process, "event", name)
+            if death:
+                self.process.world.kill(self.process)
+                raise Died
+            events.append(event)
+        return events
+
+    def close(self):
+        """The process performs what was posted; see `WorkerProcess.leave`."""
+
+
+class WorkerProcess(Process):
+    """One start of a prefill or decode worker."""
+
+    def __init__(self, world, name, instance):
+        super().__init__(name[0], name, instance, world.timeline)
+        self.world, self.settings = world, world.settings
+        self.rng = Random(world.rng.getrandbits(64))
+        self.endpoint = f"sim://{name}"
+        self.hung_until = 0.0  # the scheduler thread alone stands still
+        is_prefill = self.role == "P"
+        settings = self.settings
+        self.engine = toy_engine(
+            settings.prefill_pages if is_prefill else settings.decode_pages,
+            settings.head_dim,
+            is_caching=settings.is_caching,
+            lookahead=0 if is_prefill else settings.lookahead,
+        )
+        pool = self.engine.pool
+        layout = layout_of(pool, model_fingerprint="toy", feature_ids=(), feature_width=0)
+        layout = replace(layout, block_bytes=settings.block_bytes)
+        planes = planes_of(pool, None)
+        if is_prefill:
+            self.transport = SimSender(self, layout, planes, settings.lease_s)
+        else:
+            self.transport = SimReceiver(self, layout, planes, settings.lease_s, settings.window)
+        self.control = SimControl(self, self._hello(layout, pool), self.clock())
+        self.link = SimLink(self)
+        self.work = LinkWork(self.control, self.transport, self._told)
+        self.worker = self._worker()
+        self.shutdown = Shutdown()
+        self.loop = WorkerLoop(self.worker, self.link, self.shutdown, drain_timeout_s=4.0, clock=self.clock)
+        self._link_at = self._turn_at = INFINITY
+        self.wake_link(0.0)
+        self.wake(0.001)
+
+    def _hello(self, layout, pool):
+        is_prefill = self.role == "P"
+        hello = hello_of(
+            layout, pool, role="prefill" if is_prefill else "decode", instance=self.instance, model="toy",
+            max_context=MAX_CONTEXT, max_running=0 if is_prefill else self.settings.max_running, vocab_size=VOCAB,
+            kv_endpoint=self.endpoint if is_prefill else "", spec_tokens=0 if is_prefill else 1,
+            local_prefill=self.settings.has_local_prefill and not is_prefill,
+        )  # fmt: skip
+        return replace(hello, pid=1, host="sim")
+
+    def _worker(self):
+        settings = self.settings
+        if self.role == "P":
+            return PrefillWorker(
+                self.engine, self.link, instance=self.instance, chunk_size=settings.chunk_size, max_batch=4,
+                max_queue=settings.prefill_queue, clock=self.clock,
+            )  # fmt: skip
+        return DecodeWorker(
+            self.engine, self.link, instance=self.instance, max_running=settings.max_running,
+            decoder=ToyDecoder(self.engine.runner.memory), clock=self.clock,
+        )  # fmt: skip
+
+    # --- the network ----------------------------------------------------------------------------------------------------
+
+    def deliver(self, line, is_up, frames):
+        if line.kind == "control":
+            self.control.arrived.append(frames)
+        else:
+            self.transport.arrived.append((line, frames))
+        self._link_turn()
+
+    def line_broke(self, line):
+        if line.kind == "kv" and line.client is self:
+            self.transport.arrived.append(("broken", line.address))
+            self.wake_link(0.001)
+
+    # --- the two threads ------------------------------------------------------------------------------------------------
+
+    def wake_link(self, delay):
+        when = self.timeline.now + delay
+        if when < self._link_at:
+            self._link_at = when
+            self.timeline.at(when, self._run_link, when)
+
+    def wake(self, delay):
+        when = self.timeline.now + delay
+        if when < self._turn_at:
+            self._turn_at = when
+            self.timeline.at(when, self._run_turn, when)
+
+    def _told(self, event):
+        self.link.inbox.append(event)
+        self.wake(0.0002 + 0.001 * self.rng.random())
+
+    def _run_link(self, when):
+        if not self.is_alive or when != self._link_at:
+            return
+        if self.stalled_until > when:
+            self._link_at = INFINITY
+            self.wake_link(self.stalled_until - when)
+            return
+        self._link_turn()
+
+    def _link_turn(self):
+        self._link_at = INFINITY
+        try:
+            while self.link.commands:
+                self.work.perform(self.link.commands.popleft())
+            self.work.turn(self.clock())
+        except Died:
+            return
+        self.link.heartbeat_s = self.control.heartbeat_s
+        now = self.clock()
+        deadline = self.transport.next_deadline(now)
+        lazy = IDLE_TURN_S if self.worker.num_rooms or not self.control.connected else LAZY_TURN_S
+        self.wake_link(lazy if deadline is None else min(lazy, max(0.002, deadline - now)))
+
+    def _run_turn(self, when):
+        if not self.is_alive or when != self._turn_at:
+            return
+        self._turn_at = INFINITY
+        standstill = max(self.stalled_until, self.hung_until)
+        if standstill > when:
+            self.wake(standstill - when)
+            return
+        try:
+            if self.loop.is_over():
+                self.leave()
+                return
+            assert self.loop.turn() == EXIT_OK
+        except Died:
+            return
+        self.world.checker.after_turn(self)
+        if self.loop._is_busy:
+            self.wake(self.settings.step_s * (0.5 + self.rng.random()))
+            return
+        lazy = 0.05 if self.worker.num_rooms else self.settings.worker_timeout_s
+        self.wake(max(0.001, min(lazy, self.loop._next_beat - self.clock())))
+
+    def leave(self):
+        """The drain is over: the process ends by itself, and its last words get out."""
+        try:
+            while self.link.commands:
+                self.work.perform(self.link.commands.popleft())
+            self.transport.close()
+            self.control._flush()
+        except Died:
+            return
+        self.world.kill(self, is_orderly=True)

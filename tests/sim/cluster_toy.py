@@ -1,0 +1,240 @@
+"""A model that betrays every wrong byte, in place of the neural forward of a simulated cluster.
+
+The KV row of a token is a function of the token and of the row before it, different in every layer. The next token is a
+hash of all KV bytes of the sequence and of the position. A lost, stale, reordered, cut or foreign block thus changes the
+text. A page is filled with a pattern when it is freed, and must still hold it when it is given out again: who reads a
+free page gets nonsense, and who writes one is found out.
+"""
+
+from functools import cache
+from pathlib import Path
+from random import Random
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+from baton.engine.forward_batch import ForwardOutput
+from baton.engine.kv_pool import KVPool, PageAllocator
+from baton.engine.lifecycle import Lifecycle
+from baton.engine.loader import Engine
+from baton.engine.prefix_cache import PrefixCache
+from baton.engine.sampler import SampleOutput
+from baton.engine.speculative.spec_decoder import StepResult
+from crc32c import crc32c
+
+VOCAB = 9973
+EOS = frozenset(range(200))
+PAGE_SIZE = 4
+PLANES = 4  # 2 layers, K and V
+MASK = 0xFFFFFFFF
+MAX_CONTEXT = 96
+LONGEST_OUTPUT = 16
+NUM_PROMPTS = 48
+FREE = 0xDEADBEEF
+
+
+def mix(*values):
+    """A 32-bit hash of small integers."""
+    h = 0x9E3779B9
+    for value in values:
+        h = ((h ^ value) * 0x85EBCA6B + 0xC2B2AE35) & MASK
+        h ^= h >> 15
+    return h
+
+
+@cache
+def factors(head_dim):
+    """What a token's hash is multiplied with for each word of its row `[PLANES, head_dim]`; odd, and 1 for the first."""
+    words = np.random.default_rng(head_dim).integers(0, 1 << 31, (PLANES, head_dim), dtype=np.uint32) * 2 + 1
+    words[0, 0] = 1
+    return words.astype(np.uint32)
+
+
+class Memory:
+    """The toy's view of a pool: words `[pages, PLANES, PAGE_SIZE, head_dim]` uint32."""
+
+    def __init__(self, pool):
+        self.head_dim = pool.kv.shape[-1]
+        self.words = pool.kv.numpy().view(np.uint32).reshape(pool.num_pages, PLANES, PAGE_SIZE, self.head_dim)
+
+    def write(self, pages, start, tokens):
+        """The KV of `tokens`, which stand at `start` of a sequence that lies in `pages`."""
+        last = start - 1
+        h = 17 if start == 0 else int(self.words[pages[last // PAGE_SIZE], 0, last % PAGE_SIZE, 0])
+        hashes = []
+        for token in tokens:
+            h = mix(h, token)
+            hashes.append(h)
+        if len(hashes) == 1:
+            self.words[pages[start // PAGE_SIZE], :, start % PAGE_SIZE] = factors(self.head_dim) * np.uint32(h)
+            return
+        rows = np.array(hashes, dtype=np.uint32)[:, None, None] * factors(self.head_dim)
+        at = np.arange(start, start + len(hashes))
+        self.words[np.array(pages)[at // PAGE_SIZE], :, at % PAGE_SIZE] = rows
+
+    def digest(self, pages, num_tokens):
+        """A hash of the KV of the first `num_tokens` tokens."""
+        full, rest = divmod(num_tokens, PAGE_SIZE)
+        digest = crc32c(self.words[pages[:full]].tobytes()) if full else 0
+        return crc32c(self.words[pages[full], :, :rest].tobytes(), digest) if rest else digest
+
+
+def choose(digest, position, seed):
+    return mix(digest, position, seed) % VOCAB
+
+
+class WatchedAllocator(PageAllocator):
+    """Marks pages when they are freed and looks at the mark when they are given out."""
+
+    def __init__(self, num_pages, memory):
+        super().__init__(num_pages)
+        self._memory = memory
+        self.num_corrupted = 0  # pages that were written while they were free
+        memory.words[:] = FREE
+
+    def alloc(self, n):
+        pages = super().alloc(n)
+        self.num_corrupted += n - int((self._memory.words[pages] == FREE).all(axis=(1, 2, 3)).sum()) if n else 0
+        return pages
+
+    def release(self, pages):
+        pages = list(pages)
+        super().release(pages)
+        freed = [page for page in pages if not self.refs(page)]
+        if freed:
+            self._memory.words[freed] = FREE
+
+    def check_free_pages(self):
+        """Whether nothing was written to the pages that are free now."""
+        free = [page for page in range(1, self.num_pages) if not self.refs(page)]
+        return not self.num_corrupted and bool((self._memory.words[free] == FREE).all())
+
+
+def toy_engine(num_pages, head_dim, *, is_caching, lookahead=0):
+    """Production's engine around the toy, with `num_pages` pages of `64 * head_dim` bytes. Nobody drafts."""
+    pool = KVPool(num_pages + 1, PAGE_SIZE, 2, 1, head_dim, torch.float32)
+    memory = Memory(pool)
+    allocator = WatchedAllocator(num_pages + 1, memory)
+    return Engine(
+        path=Path("toy"),
+        fingerprint="toy",
+        model_config=SimpleNamespace(vocab_size=VOCAB, eos_token_ids=tuple(EOS)),
+        model=None,
+        draft_config=None,
+        runner=ToyRunner(memory),
+        sampler=ToySampler(),
+        pool=pool,
+        features=None,
+        drafter=None,
+        cache=PrefixCache(allocator, PAGE_SIZE, is_caching, lookahead=lookahead),
+        max_context=MAX_CONTEXT,
+        lifecycle=Lifecycle(),
+    )
+
+
+class ToyRunner:
+    """The forward of prompt chunks: `logits` `[R, 1]` int64 are the hashes that the sampler turns into tokens."""
+
+    def __init__(self, memory):
+        self.memory = memory
+
+    def forward(self, batch):
+        ids, tables = batch.input_ids.tolist(), batch.page_table.tolist()
+        wanted = set(range(len(ids)) if batch.logit_rows is None else batch.logit_rows.tolist())
+        digests, row = [], 0
+        for pages, count, end in zip(tables, batch.q_lens, batch.kv_lens, strict=True):
+            self.memory.write(pages, end - count, ids[row : row + count])
+            row += count
+            if row - 1 in wanted:
+                digests.append(self.memory.digest(pages, end))
+        return ForwardOutput(path="toy", logits=torch.tensor(digests, dtype=torch.int64).reshape(-1, 1))
+
+
+class ToySampler:
+    def build(self, rows):
+        return rows
+
+    def sample(self, logits, rows):
+        digests = logits[:, 0].tolist()
+        tokens = [choose(d, row.position, row.params.seed) for d, row in zip(digests, rows, strict=True)]
+        return SampleOutput(
+            tokens=torch.tensor(tokens, dtype=torch.int64), bad_rows=torch.zeros(len(tokens), dtype=torch.bool)
+        )
+
+
+class ToyDecoder:
+    """Commits one to three tokens per request and step, as verified drafts would."""
+
+    def __init__(self, memory):
+        self.memory = memory
+
+    def step(self, requests):
+        tokens = [self._advance(request) for request in requests]
+        nothing = [[] for _ in requests]
+        counts = [len(new) for new in tokens]
+        return StepResult(
+            tokens=tokens, logprobs=nothing, accept_lens=counts, drafted=[0] * len(counts),
+            is_bad=[False] * len(counts), path="toy",
+        )  # fmt: skip
+
+    def _advance(self, request):
+        new = []
+        wanted = 1 + mix(request.num_tokens, request.sampling.seed) % 3
+        while len(new) < wanted and not request.is_finished:
+            position = request.num_tokens
+            self.memory.write(request.pages, position - 1, [request.bonus_token])
+            token = choose(self.memory.digest(request.pages, position), position, request.sampling.seed)
+            request.append([token], EOS)
+            request.num_computed = request.num_tokens - 1
+            new.append(token)
+        return new
+
+    def draft_prefill_batch(self, items):
+        raise AssertionError("nobody drafts here")
+
+    def num_covered(self, request):
+        return request.num_computed
+
+    def forget(self, request):
+        """Nothing is kept."""
+
+
+# --- what clients ask, and what they must get ---------------------------------------------------------------------------
+
+
+@cache
+def prompts():
+    """Prompts of 1 to 44 tokens, most of which share a beginning with others."""
+    rng = Random(20)
+    stems = [[rng.randrange(VOCAB) for _ in range(n)] for n in (6, 11, 16, 24)]
+    made = []
+    for i in range(NUM_PROMPTS):
+        tail = [rng.randrange(VOCAB) for _ in range(rng.choice((1, 2, 4, 9, 20)))]
+        made.append(tuple((stems[i % 5] if i % 5 < 4 else []) + tail))
+    return tuple(made)
+
+
+@cache
+def continuation(head_dim, prompt, seed):
+    """The LONGEST_OUTPUT tokens that follow prompt number `prompt` when nothing fails."""
+    ids = list(prompts()[prompt])
+    num_pages = (len(ids) + LONGEST_OUTPUT) // PAGE_SIZE + 1
+    memory = Memory(KVPool(num_pages + 1, PAGE_SIZE, 2, 1, head_dim, torch.float32))
+    pages = list(range(1, num_pages + 1))
+    memory.write(pages, 0, ids)
+    out = []
+    while len(out) < LONGEST_OUTPUT:
+        position = len(ids) + len(out)
+        out.append(choose(memory.digest(pages, position), position, seed))
+        memory.write(pages, position, out[-1:])
+    return tuple(out)
+
+
+def expected(head_dim, prompt, sampling):
+    """(tokens, finish reason) of a request that nothing disturbs."""
+    out = list(continuation(head_dim, prompt, sampling.seed)[: sampling.max_new_tokens])
+    if not sampling.ignore_eos:
+        for i, token in enumerate(out):
+            if token in EOS:
+                return out[: i + 1], "stop"
+    return out, "length"

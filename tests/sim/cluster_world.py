@@ -1,0 +1,365 @@
+"""A whole cluster in one process and in virtual time, under faults drawn from a seed.
+
+`run(seed, options)` is the one way in. A run has three parts: the cluster starts and clients come while faults happen; the
+faults stop, processes are back, and a last client must be served; then nothing may be left anywhere. Whatever a caller has
+patched in production's classes around `run` is in force: that is how a defence is switched off.
+"""
+
+import logging
+from collections import Counter
+from dataclasses import dataclass, replace
+from random import Random
+
+from baton.tests.sim.cluster_check import Checker
+from baton.tests.sim.cluster_clients import Client, Violation, draw_client
+from baton.tests.sim.cluster_faults import TRANSITIONS, Faults, draw
+from baton.tests.sim.cluster_net import Network, Timeline
+from baton.tests.sim.cluster_nodes import CONTROL, RouterProcess, WorkerProcess
+
+CALM_S = 0.25  # registration
+FAULTS_S = 3.0  # faults happen for so long
+PROBE_S = 1.5  # after the faults a client comes
+RECOVER_S = 12.0  # by then it must have been served
+QUIET_S = 6.0  # after the last end nothing may be left
+MAX_EVENTS = 60_000
+ROUTER = "R0"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How the cluster of a seed is set up."""
+
+    head_dim: int = 64  # a page is 64 times as many bytes: 24 blocks cross pages, 64 a page is a block, 96 it is more
+    block_bytes: int = 4096
+    window: int = 4
+    lease_s: float = 1.5
+    prefill_pages: int = 40
+    decode_pages: int = 48
+    max_running: int = 4
+    max_queue: int = 32  # of the router
+    prefill_queue: int = 32
+    chunk_size: int = 8
+    is_caching: bool = True
+    lookahead: int = 0
+    has_local_prefill: bool = False
+    step_s: float = 0.01
+    worker_timeout_s: float = 1.8
+    request_timeout_s: float = 6.0
+    queue_timeout_s: float = 4.0
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a caller may fix; everything else comes from the seed."""
+
+    faults: Faults | None = None
+    settings: Settings | None = None
+    num_clients: int = 0
+    num_prefills: int = 0  # 0: drawn, mostly 2
+    num_decodes: int = 0
+    is_told: bool = False  # keep the story
+
+
+@dataclass
+class Outcome:
+    """What a run came to."""
+
+    seed: int
+    trace_hash: int
+    violation: str  # "" when every invariant held
+    num_events: int
+    seconds: float  # virtual
+    faults: Faults
+    reached: Counter  # faults that happened, transitions at which a process died
+    seen: Counter  # transitions that were passed
+    outcomes: Counter  # how clients ended
+    story: list
+
+
+def draw_settings(rng, faults):
+    settings = Settings(
+        head_dim=rng.choice((24, 64, 64, 96)),
+        window=rng.choice((1, 2, 4, 6)),
+        lease_s=rng.choice((1.0, 1.5, 2.5)),
+        max_running=rng.choice((2, 4, 6)),
+        chunk_size=rng.choice((0, 5, 8, 16)),
+        is_caching=rng.random() < 0.8,
+        lookahead=rng.randrange(2),
+        has_local_prefill=rng.random() < 0.5,
+        step_s=rng.choice((0.004, 0.01, 0.03, 0.1)),
+    )
+    if faults.tight:
+        settings = replace(settings, prefill_pages=15, decode_pages=18, prefill_queue=2)
+    return settings
+
+
+class World:
+    """One run. Nothing here outlives it."""
+
+    def __init__(self, seed, options):
+        self.seed, self.options = seed, options
+        self.rng = Random(seed)
+        self.faults = options.faults or draw(self.rng)
+        self.settings = options.settings or draw_settings(self.rng, self.faults)
+        self.num_prefills = options.num_prefills or self.rng.choice((2, 2, 2, 2, 1))
+        self.num_decodes = options.num_decodes or self.rng.choice((2, 2, 2, 2, 1))
+        self.timeline = Timeline()
+        self.timeline.story = [] if options.is_told else None
+        self.reached, self.seen, self.outcomes = Counter(), Counter(), Counter()
+        self.network = Network(self.timeline, self.rng, self.faults, self.on_transition, self.reached)
+        self.network.on_kill = self.kill
+        self.checker = Checker(self)
+        self.routers = []  # every start; the last one has the address
+        self.workers = {}  # name -> the process that lives under it, or None
+        self.clients = []
+        self._to_kill = self.faults.kill_nth if self.faults.kill_at else 0
+        self._standstill = Counter()  # router instance -> seconds
+        self.num_deaths = Counter()  # by role
+
+    @property
+    def router(self):
+        return self.routers[-1] if self.routers and self.routers[-1].is_alive else None
+
+    def standstill(self, router):
+        """Seconds during which a router stood still, or its clock did."""
+        return self._standstill[router.instance] if router is not None else 0.0
+
+    # --- processes ------------------------------------------------------------------------------------------------------
+
+    def start(self, name):
+        instance = f"{self.rng.getrandbits(128):032x}"
+        self.timeline.note(name, "starts", instance[:8])
+        if name == ROUTER:
+            self.routers.append(RouterProcess(self, name, instance))
+        else:
+            self.workers[name] = WorkerProcess(self, name, instance)
+
+    def kill(self, process, *, is_orderly=False):
+        """SIGKILL, or the end of a drain; the supervisor starts another one."""
+        if not process.is_alive:
+            return
+        self.timeline.note(process.name, "leaves" if is_orderly else "dies", process.instance[:8])
+        process.is_alive = False
+        self.num_deaths[process.role] += not is_orderly
+        self.network.drop_process(process)
+        if process.role == "R":
+            for client in self.clients:
+                if client.router is process:
+                    client.reset()
+            if process is not self.routers[-1]:
+                return  # another one has its place already
+        else:
+            self.workers[process.name] = None
+        self.timeline.at(self.timeline.now + 0.02 + 1.2 * self.rng.random() ** 2, self.start, process.name)
+
+    def living(self):
+        workers = [worker for worker in self.workers.values() if worker is not None]
+        return workers + [router for router in self.routers if router.is_alive]
+
+    def on_transition(self, process, way, verb):
+        """Called wherever a process may die; says whether it does, before or after."""
+        key = f"{process.role} {way} {verb}"
+        self.seen[key] += 1
+        if key != self.faults.kill_at or not self._to_kill or not self.network.is_faulty:
+            return ""
+        self._to_kill -= 1
+        if self._to_kill:
+            return ""
+        self._to_kill = int(self.rng.random() < 0.3) * 2
+        self.reached["kill_at"] += 1
+        self.reached["died at " + key] += 1
+        return "after" if self.faults.kill_after else "before"
+
+    def clients_read(self):
+        for client in self.clients:
+            if client.inbox is not None and client.inbox._events:
+                client.read()
+
+    # --- faults at chosen times -----------------------------------------------------------------------------------------
+
+    def _schedule_faults(self):
+        for kind in ("cut", "partition", "one_way", "kill", "stall", "hang", "freeze", "jump", "drain", "usurp"):
+            for _ in range(getattr(self.faults, kind)):
+                when = CALM_S + FAULTS_S * self.rng.random()
+                self.timeline.at(when, self._strike, kind)
+
+    def _strike(self, kind):
+        """One fault happens, if there is something that it can happen to."""
+        victims = self.living()
+        if not victims or not self.network.is_faulty:
+            return
+        if getattr(self, "_" + kind)(self.rng.choice(victims)):
+            self.reached[kind] += 1
+
+    def _cut(self, victim):
+        lines = self.network.all_lines()
+        if lines:
+            line = self.rng.choice(lines)
+            self.timeline.note("cut", line)
+            self.network.cut(line)
+        return bool(lines)
+
+    def _two_nodes(self):
+        names = [*self.workers, ROUTER]
+        a = self.rng.choice(names)
+        b = self.rng.choice([name for name in names if name[0] != a[0]])
+        return a, b
+
+    def _partition(self, victim):
+        a, b = self._two_nodes()
+        seconds = self.rng.choice((0.4, 1.2, 2.5, 4.0))
+        self.timeline.note("partition", a, b, seconds)
+        self.network.block(a, b, seconds)
+        self.network.block(b, a, seconds)
+        return True
+
+    def _one_way(self, victim):
+        a, b = self._two_nodes()
+        seconds = self.rng.choice((0.4, 1.2, 2.5, 4.0))
+        self.timeline.note("partition", a, "to", b, seconds)
+        self.network.block(a, b, seconds)
+        return True
+
+    def _kill(self, victim):
+        self.reached["killed " + victim.role] += 1
+        self.kill(victim)
+        return True
+
+    def _stall(self, victim):
+        seconds = self.rng.choice((0.3, 1.0, 2.0, 4.0))
+        self.timeline.note(victim.name, "stalls", seconds)
+        self.reached["stalled " + victim.role] += 1
+        victim.stalled_until = self.timeline.now + seconds
+        self._standstill[victim.instance] += seconds
+        if seconds > 1.5:
+            self.timeline.at(self.timeline.now + 1.5, self._cut_off, victim)
+        return True
+
+    def _cut_off(self, victim):
+        for line in self.network.lines_of(victim):
+            self.network.cut(line)
+
+    def _hang(self, victim):
+        if victim.role == "R":
+            return False
+        seconds = self.rng.choice((0.3, 1.0, 2.5, 4.0))
+        self.timeline.note(victim.name, "hangs", seconds)
+        victim.hung_until = self.timeline.now + seconds
+        return True
+
+    def _freeze(self, victim):
+        seconds = self.rng.choice((0.3, 1.0, 3.0))
+        self.timeline.note(victim.name, "clock freezes", seconds)
+        victim.freeze(seconds)
+        self._standstill[victim.instance] += seconds
+        return True
+
+    def _jump(self, victim):
+        seconds = self.rng.choice((0.5, 2.0, 30.0))
+        self.timeline.note(victim.name, "clock jumps", seconds)
+        victim.offset += seconds
+        return True
+
+    def _drain(self, victim):
+        if victim.role == "R":
+            return False
+        self.timeline.note(victim.name, "drains")
+        victim.shutdown.drain.set()
+        return True
+
+    def _usurp(self, victim):
+        old = self.router
+        if old is None:
+            return False
+        self.timeline.note("another router takes over")
+        for line in self.network.lines_of(old):
+            self.network.cut(line)
+        self.start(ROUTER)
+        return True
+
+    # --- the run --------------------------------------------------------------------------------------------------------
+
+    def boot(self):
+        for i in range(self.num_prefills):
+            self.start(f"P{i}")
+        for i in range(self.num_decodes):
+            self.start(f"D{i}")
+        self.start(ROUTER)
+        self.timeline.at(CALM_S, self._begin_faults)
+        self._schedule_faults()
+        num_clients = self.options.num_clients or self.rng.choice((1, 2, 4, 6, 8))
+        for number in range(num_clients):
+            client = draw_client(self, number, self.rng, self.faults)
+            self.clients.append(client)
+            spread = 0.05 if self.faults.burst else FAULTS_S - 0.3
+            self.timeline.at(CALM_S + spread * self.rng.random(), client.come)
+
+    def _begin_faults(self):
+        self.network.is_faulty = True
+
+    def _run_until(self, is_done, limit):
+        timeline = self.timeline
+        while not is_done() and timeline.now < limit:
+            timeline.run_next()
+            if timeline.num_events > MAX_EVENTS:
+                raise Violation(f"more than {MAX_EVENTS} events")
+
+    def play(self):
+        """The run itself. Raises Violation, or what production's code raises."""
+        self.boot()
+        heal = CALM_S + FAULTS_S
+        self._run_until(lambda: False, heal)
+        self.network.heal()
+        self.timeline.note("the faults are over")
+        self._run_until(lambda: False, heal + PROBE_S)
+        self._probe(heal + RECOVER_S)
+        limit = self.timeline.now + self.settings.request_timeout_s + 2.0 + self.standstill(self.router)
+        self._run_until(lambda: all(client.end for client in self.clients), limit)
+        for client in self.clients:
+            if not client.end:
+                raise Violation(f"client {client.number} has no end")
+        for router in self.routers[:-1]:
+            if router.is_alive:
+                self.kill(router)
+        self._run_until(lambda: self.checker.is_quiet(), self.timeline.now + QUIET_S)
+        self.checker.check_end()
+
+    def _probe(self, limit):
+        """The cluster serves again: a client that nothing disturbs gets the whole text."""
+        while True:
+            probe = draw_client(self, len(self.clients), self.rng, Faults())
+            self.clients.append(probe)
+            probe.come()
+            self._run_until(lambda probe=probe: bool(probe.end), limit)
+            if probe.end == "ok":
+                return
+            if self.timeline.now >= limit:
+                raise Violation(f"the cluster does not serve again: {probe.end or 'no answer'}")
+            pause = self.timeline.now + 0.3
+            self._run_until(lambda pause=pause: self.timeline.now >= pause, limit)
+
+
+def run(seed, options=None):
+    """Plays a seed to its end; the same seed and options give the same trace hash."""
+    options = options or Options()
+    level = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        world = World(seed, options)
+        try:
+            world.play()
+            violation = ""
+        except Exception as error:  # an assertion of production's code is a violation, too
+            violation = f"{type(error).__name__}: {error}"
+            if options.is_told and not isinstance(error, Violation):
+                raise
+    finally:
+        logging.disable(level)
+    timeline = world.timeline
+    return Outcome(
+        seed, timeline.hash, violation, timeline.num_events, timeline.now, world.faults, world.reached, world.seen,
+        world.outcomes, timeline.story or [],
+    )  # fmt: skip
+
+
+__all__ = ["CONTROL", "TRANSITIONS", "Client", "Options", "Outcome", "Settings", "World", "run"]

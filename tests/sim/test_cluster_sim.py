@@ -1,0 +1,102 @@
+"""A whole cluster under seeded faults: production's own router, workers and links in virtual time.
+
+`make sim SEEDS=N` runs more seeds; `python -m baton.tests.sim.cluster_main --trace SEED` tells the story of one.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+import torch
+from baton.tests.sim import cluster_main
+from baton.tests.sim.cluster_faults import KINDS, TRANSITIONS, Faults
+from baton.tests.sim.cluster_seams import SEAMS
+from baton.tests.sim.cluster_world import Options, run
+
+SEEDS = 2000
+HASHED = 25
+MUTANT_SEEDS = 60
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    torch.set_num_threads(1)
+
+
+def run_apart(*arguments, folder, hash_seed="0"):
+    """The summary of a run in a process of its own."""
+    command = [sys.executable, "-m", "baton.tests.sim.cluster_main", "--json", *arguments]
+    done = subprocess.run(
+        command, cwd=folder, env={**os.environ, "PYTHONHASHSEED": hash_seed}, capture_output=True, text=True, check=False
+    )
+    assert done.stdout, done.stderr
+    return json.loads(done.stdout), done
+
+
+def test_every_invariant_holds_in_two_thousand_seeds_that_reach_every_fault(tmp_path):
+    summary, done = run_apart("--seeds", str(SEEDS), folder=tmp_path)
+    assert summary["failures"] == [], done.stderr
+    assert (done.returncode, summary["seeds"]) == (0, SEEDS)
+    for kind in set(KINDS) - {"leave", "stop"}:  # these two are counted as ends
+        assert summary["reached"].get(kind, 0) >= 20, (kind, summary["reached"])
+    for end in ("left", "stopped", "reset", "DeadlineExceeded", "Quarantined", "TransferTimeout", "NoWorkers"):
+        assert summary["outcomes"].get(end, 0) > 0, (end, summary["outcomes"])
+    assert summary["outcomes"]["ok"] > 0.6 * sum(summary["outcomes"].values())
+    assert summary["died"] > 200
+    assert len(summary["gaps"]) <= len(TRANSITIONS) // 5, summary["gaps"]
+
+
+def test_a_seed_gives_the_same_trace_in_every_process(tmp_path):
+    here = cluster_main.run_range(range(HASHED))
+    there, _ = run_apart("--seeds", str(HASHED), "--jobs", "1", folder=tmp_path, hash_seed="77")
+    assert there["hash"] == here.trace_hash
+    other = cluster_main.run_range(range(1, HASHED + 1))
+    assert other.trace_hash != here.trace_hash
+
+
+def test_without_faults_every_request_gets_its_whole_text():
+    ends = Counter()
+    for seed in range(40):
+        outcome = run(seed, Options(faults=Faults()))
+        assert outcome.violation == ""
+        ends += outcome.outcomes
+    assert set(ends) == {"ok"}
+    assert ends["ok"] > 100
+
+
+@pytest.mark.parametrize(
+    "transition", ["P recv Prefill", "P send Block", "D send Attach", "D event Complete", "D send Tokens"]
+)
+def test_a_worker_that_dies_takes_no_answer_with_it(transition):
+    num_deaths = 0
+    for seed in range(12):
+        options = Options(faults=Faults(kill_at=transition, kill_nth=1 + seed % 3), num_prefills=2, num_decodes=2)
+        outcome = run(seed, options)
+        assert outcome.violation == "", seed
+        num_deaths += outcome.reached["kill_at"]
+        if outcome.reached["kill_at"] == 1:
+            assert set(outcome.outcomes) == {"ok"}, seed
+    assert num_deaths > 4
+
+
+@pytest.mark.parametrize("name", SEAMS)
+def test_a_missing_defence_is_noticed(name):
+    switched_off, options = SEAMS[name]()
+    with switched_off:
+        violations = (run(seed, options).violation for seed in range(MUTANT_SEEDS))
+        assert any(violations), f"no seed noticed that {name} is off"
+
+
+def test_a_failing_seed_is_told_with_the_command_that_replays_it(capsys):
+    switched_off, _ = SEAMS["digest"]()
+    with switched_off:
+        total = cluster_main.run_range(range(60))
+        assert total.failures
+        seed, violation = total.failures[0]
+        assert f"seed {seed}: {violation}\n  replay: {cluster_main.replay(seed)}" in cluster_main.report(total)
+        assert cluster_main.main(["--trace", str(seed)]) == 1
+    assert violation in capsys.readouterr().out
+    assert cluster_main.main(["--trace", str(seed)]) == 0
