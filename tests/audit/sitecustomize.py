@@ -84,8 +84,8 @@ def is_local(event: str, arguments: tuple[object, ...]) -> bool:
     address = arguments[0] if event.startswith("socket.get") else arguments[1]
     if isinstance(address, tuple):
         address = address[0]
-    if not isinstance(address, str) or address in ("", "localhost") or address.startswith("/"):
-        return True  # a unix socket, or none
+    if not isinstance(address, str) or address in ("", "localhost") or address.startswith(("/", "\0")):
+        return True  # a unix socket, by path or abstract, or none
     try:
         return ipaddress.ip_address(address).is_loopback
     except ValueError:

@@ -7,6 +7,8 @@ from baton.cluster.errors import HandshakeRefused
 from baton.cluster.transports import best_common, transports_fault, transports_of
 from baton.kvtransfer.sender import SenderSession
 from baton.kvtransfer.session import Send
+from baton.router.rooms import Room
+from baton.router.timeline import timeline_of
 
 LAYOUT = m.Layout(fingerprint="f", dtype="float32", page_size=4, num_layers=1, num_kv_heads=1, head_dim=2, block_bytes=4096)
 
@@ -46,3 +48,12 @@ def test_prefill_answers_a_hello_with_the_choice_and_remembers_it_for_this_proce
     assert session.speaks("d", "2" * 32, "shm")
     assert not session.speaks("d", "3" * 32, "shm")
     assert not session.speaks("e", "2" * 32, "shm")
+
+
+@pytest.mark.parametrize(
+    ("blocks", "shared", "name"), [(0, 0, None), (3, 0, "zmq_blocks"), (3, 3, "shm"), (3, 2, "shm+zmq_blocks")]
+)
+def test_the_timeline_says_how_the_blocks_came(blocks, shared, name):
+    decode = m.DecodeTimeline(handoff_blocks=blocks, handoff_shm_blocks=shared)
+    room = Room(room="a" * 32, prompt_ids=[1], sampling=m.Sampling(), created=0.0, decode_timeline=decode)
+    assert timeline_of(room, arrived=0.0, tokenize_s=0.0, queued_s=0.0, now=1.0).handoff_transport == name
