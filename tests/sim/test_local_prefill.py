@@ -115,3 +115,19 @@ def test_a_request_that_ends_with_its_first_token_is_no_failure_of_decode(models
     assert (counters["failed"], counters["handoffs_aborted"] + counters["cancelled"]) == (0, 1)
     assert "hand-off lost" not in caplog.text
     pair.assert_nothing_is_held()
+
+
+def test_a_worker_that_leaves_hands_every_room_back_and_keeps_no_page(models):
+    pair = pair_of(models, 5, chunk_size=4)
+    pair.send(name(1), [5, 6, 7], max_new_tokens=60)
+    pair.run(until=lambda: len(pair.tokens.get(name(1), [])) > 2)
+    pair.send(name(2), list(range(3, 43)), is_local=True)
+    pair.send(name(3), list(range(4, 44)))
+    pair.turn()
+    held = {room.request.room for worker in (pair.prefill, pair.decode) for room in worker.queues}
+    for worker in (pair.prefill, pair.decode):
+        worker.hand_back()
+    pair.run()
+    assert held == {name(1), name(2), name(3)}
+    assert {room: (end.kind, end.retryable) for room, end in pair.ends.items()} == dict.fromkeys(held, ("Draining", True))
+    pair.assert_nothing_is_held()
