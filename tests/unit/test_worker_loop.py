@@ -1,0 +1,92 @@
+"""The loop of a worker on a clock that the test moves: how it leaves, and what feeds the watchdog."""
+
+from baton.cluster.life import Shutdown
+from baton.cluster.messages import Goodbye, Heartbeat, WorkerStats
+from baton.kvtransfer.worker_loop import FAREWELL_S, WorkerLoop
+
+
+class FakeLink:
+    heartbeat_s = 0.3
+
+    def __init__(self):
+        self.posted = []
+        self.is_closed = False
+
+    def post(self, item):
+        self.posted.append(item)
+
+    def receive(self, timeout):
+        return []
+
+    def close(self):
+        self.is_closed = True
+
+
+class FakeWorker:
+    instance = "1" * 32
+    num_rooms = 0
+
+    def __init__(self, clock):
+        self.clock = clock
+        self.calls = []
+
+    def expire(self, now):
+        self.clock[0] += 0.1
+
+    def step(self):
+        return False
+
+    def start_draining(self):
+        self.calls.append("drain")
+
+    def hand_back(self):
+        self.calls.append("hand back")
+
+    def stats(self):
+        return WorkerStats()
+
+
+def loop_of(num_rooms, drain_timeout_s=5.0):
+    clock = [100.0]
+    worker = FakeWorker(clock)
+    worker.num_rooms = num_rooms
+    fed = []
+    shutdown = Shutdown()
+    loop = WorkerLoop(
+        worker, FakeLink(), shutdown, drain_timeout_s=drain_timeout_s, clock=lambda: clock[0], feed=fed.append
+    )
+    return loop, shutdown, clock, fed
+
+
+def test_an_idle_worker_stays_long_enough_to_refuse_what_was_sent_before_its_goodbye_was_heard():
+    loop, shutdown, clock, _ = loop_of(0)
+    shutdown.drain.set()
+    assert loop.run() == 0
+    assert FAREWELL_S <= clock[0] - 100.0 < FAREWELL_S + 0.3
+    assert [type(item) for item in loop.link.posted[:1]] == [Goodbye]
+    assert loop.link.is_closed
+
+
+def test_rooms_that_are_left_when_the_drain_time_is_over_are_handed_back():
+    loop, shutdown, clock, _ = loop_of(2)
+    shutdown.drain.set()
+    loop.run()
+    assert loop.worker.calls == ["drain", "hand back"]
+    assert 5.0 <= clock[0] - 100.0 < 5.3
+
+
+def test_a_second_signal_hands_everything_back_at_once():
+    loop, shutdown, clock, _ = loop_of(2)
+    shutdown.drain.set()
+    shutdown.stop.set()
+    loop.run()
+    assert (loop.worker.calls, clock[0]) == (["hand back"], 100.0)
+
+
+def test_every_turn_feeds_the_watchdog_and_heartbeats_keep_the_routers_pace():
+    loop, _, _, fed = loop_of(0)
+    for _ in range(10):
+        loop.turn()
+    assert len(fed) == 10
+    assert fed == sorted(fed)
+    assert sum(isinstance(item, Heartbeat) for item in loop.link.posted) in (3, 4)
