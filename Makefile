@@ -6,6 +6,7 @@
 #   ARGS=...             arguments of `baton demo`, such as --once
 #   TESTS=...            what `make test` runs; default: all
 #   SEEDS=N              how many seeds `make sim` plays; default: 20000
+#   SPREAD='-n 2 --dist loadgroup'   two processes for `make test`: one waits for processes and sockets, one computes
 #   ROWS=F01,F08         what `make faults` plays; default: all
 
 SHELL := bash
@@ -21,6 +22,7 @@ FOLDERS := bench cluster decode deploy engine kernels kvtransfer prefill router
 ARGS ?=
 TESTS ?= tests
 SEEDS ?= 20000
+SPREAD ?=
 ROWS ?=
 
 .PHONY: help venv install model demo lint sim test test-full faults lock sbom clean
@@ -80,10 +82,10 @@ lint: install
 	  $(addprefix baton/,__init__.py __main__.py $(FOLDERS))
 
 test: lint model
-	$(BIN)/pytest -m 'not slow and not gpu' --durations=15 $(TESTS)
+	$(BIN)/pytest $(SPREAD) -m 'not slow and not gpu' --durations=15 $(TESTS)
 
 test-full: lint model
-	$(BIN)/pytest --durations=30 $(TESTS)
+	$(BIN)/pytest $(SPREAD) --durations=30 $(TESTS)
 
 faults: install
 	$(BIN)/python tests/faults/run.py $(if $(ROWS),--rows $(ROWS))

@@ -1,9 +1,28 @@
-"""Fixtures for every test. Heavy libraries are imported only by the fixtures that need them."""
+"""Fixtures for every test, and how tests share processes and cores. Heavy libraries are imported only where needed."""
 
+import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+HERE = Path(__file__).resolve().parent
+# Tests that wait for real processes and sockets: one at a time, so that their deadlines hold beside one that computes.
+WAITING = ("cluster", "faults", "parity/test_cluster_tokens.py")
+
+
+def pytest_runtest_setup() -> None:
+    """One thread of torch where several test processes share the cores."""
+    if "PYTEST_XDIST_WORKER" in os.environ and (torch := sys.modules.get("torch")):
+        torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Which tests stay in one process, in order, when pytest-xdist runs several (`-n 2 --dist loadgroup`)."""
+    for item in items:
+        path = str(item.path.relative_to(HERE))
+        item.add_marker(pytest.mark.xdist_group("processes" if path.startswith(WAITING) else path))
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,6 @@
 """Keys on disk, who they admit, and who may say what."""
 
+import logging
 import os
 import time
 from datetime import datetime, timedelta, timezone
@@ -21,7 +22,7 @@ from baton.cluster.keyring import (
     write_peers,
 )
 from baton.cluster.messages import FirstToken, Gone, Heartbeat, Hello, Reserved, Tokens, WorkerStats
-from baton.cluster.security import MAX_SUBJECTS, Sparingly
+from baton.cluster.security import MAX_SUBJECTS, DropLog, Sparingly
 from baton.cluster.sockets import check_bind_address
 from baton.deploy.children import child_config
 from baton.deploy.keys import add, init, main, remove, rotate
@@ -343,3 +344,13 @@ def test_a_log_line_is_said_again_after_a_while_and_memory_is_bounded():
     assert sparingly.is_due("a")
     said = sum(sparingly.is_due(f"stranger {i}") for i in range(10 * MAX_SUBJECTS))
     assert MAX_SUBJECTS // 2 < said <= MAX_SUBJECTS
+
+
+def test_a_peer_that_sends_nonsense_is_logged_once_per_kind_of_nonsense_whatever_numbers_it_holds(caplog):
+    log = DropLog("message dropped", lambda: 0.0)
+    with caplog.at_level(logging.WARNING):
+        for size in range(100):
+            log.say("ab12", f"a frame of {size} bytes is not a message")
+        log.say("ab12", "another fault")
+        log.say("cd34", "another fault")
+    assert [record.fields["peer"] for record in caplog.records] == ["ab12", "ab12", "cd34"]
