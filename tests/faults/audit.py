@@ -1,7 +1,7 @@
 """The audit hook of every node in fault tests: once a node serves, data never becomes code and nothing is spawned.
 
 A forbidden event prints a line with MARK, which fails the row, and raises. Imports may come late (libraries import on
-first use): what importlib itself loads is let through.
+first use): what importlib itself loads is let through, and what traceback parses to mark the place in a line.
 """
 
 import sys
@@ -59,7 +59,7 @@ def install() -> None:
 def _is_import() -> bool:
     frame = sys._getframe(2)
     while frame is not None:
-        if frame.f_code.co_filename in IMPORTERS:
+        if frame.f_code.co_filename in (*IMPORTERS, traceback.__file__):
             return True
         frame = frame.f_back
     return False

@@ -124,6 +124,13 @@ class Bed:
     def __exit__(self, *_: object) -> None:
         self.forker.close()
 
+    def new_directory(self) -> Path:
+        """An empty place of a row's own."""
+        self._num += 1
+        made = self._directory / f"place-{self._num}"
+        made.mkdir()
+        return made
+
     @contextmanager
     def scene(self, **settings) -> Iterator[Scene]:
         """A cluster at rest, ended behind the scene; `settings` as FaultCluster takes them."""

@@ -4,6 +4,7 @@
     endpoints  loopback tcp, the same after every restart: `cluster.port(name)` is the router's HTTP port or a prefill
                worker's KV port, `cluster.control_port` where workers register
     flags      those of "prefill" or "decode" go to every worker of that role, of "*" to all workers
+    prepare    by name, role or "*": functions that a node calls before its main in its first life, as `nursery` says
     proxies    with proxied=True a ZMTP proxy stands before the router for each worker and before each prefill worker's KV
                port: `cluster.control["decode-0"]`, `cluster.kv["prefill-0"]`; "up" is towards the router or prefill
     audit      every node runs under the hook of `audit`; `audit_lines` is what it found
@@ -124,8 +125,9 @@ class FaultCluster:
     """Router, prefill and decode workers as processes of their own on loopback."""
 
     def __init__(
-        self, forker: Forker, model: Path, directory: Path, *, prefill=2, decode=2, flags=None, env=None, proxied=False
-    ) -> None:
+        self, forker: Forker, model: Path, directory: Path,
+        *, prefill=2, decode=2, flags=None, env=None, prepare=None, proxied=False,
+    ) -> None:  # fmt: skip
         directory.mkdir(parents=True, exist_ok=True)
         self._forker, self._directory = forker, directory
         self.model = model.name
@@ -137,6 +139,8 @@ class FaultCluster:
         self.kv: dict[str, Proxy] = {}
         names = ["router", *(f"prefill-{i}" for i in range(prefill)), *(f"decode-{i}" for i in range(decode))]
         self.nodes = {name: self._node(name, model, flags or {}, env or {}) for name in names}
+        for node in self.nodes.values():
+            node.prepare = [f for key in ("*", node.role, node.name) for f in (prepare or {}).get(key, ())]
 
     @property
     def url(self) -> str:
@@ -288,7 +292,7 @@ class FaultCluster:
         if role == "router":
             return {}
         self.control[name] = self._proxies.add("tcp://127.0.0.1:0", control)
-        own = {"router": self.control[name].endpoint}
+        own = {"router": self.control[name].endpoint, "transports": "zmq_blocks"}  # shared memory passes a proxy by
         if role == "prefill":
             self.kv[name] = self._proxies.add("tcp://127.0.0.1:0", f"tcp://127.0.0.1:{self._ports[name]}")
             own["kv-advertise"] = self.kv[name].endpoint

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from baton.tests.faults.bed import Bed, Scene
 
-MODULES = ("rows_process",)
+MODULES = ("rows_network", "rows_process", "rows_stalls", "rows_strangers")
 
 
 @dataclass(frozen=True, kw_only=True)

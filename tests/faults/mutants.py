@@ -1,0 +1,60 @@
+"""Nodes with one defence off, or with one fault that no message can make: functions for a node's `prepare`.
+
+A row whose defence is off must fail; one that does not proves nothing.
+"""
+
+import os
+
+import zmq
+from baton.cluster import security
+from baton.kvtransfer import endpoints
+from baton.kvtransfer.transports import zmq_blocks
+
+ZAP_DIES_AT = "ZAP_DIES_AT"  # environment: the ZAP thread dies at the first question after this file is there
+
+
+def no_tracker() -> None:
+    """Memory of a zero-copy send is taken as free at once, so that the next block is written over it."""
+    transmit = zmq_blocks.ZmqBlocksSender._transmit
+
+    def untracked(self, peer, header, payload):
+        return None if transmit(self, peer, header, payload) is None else zmq_blocks.Delivered()
+
+    zmq_blocks.ZmqBlocksSender._transmit = untracked
+
+
+def no_digest() -> None:
+    """Every block has the right digest."""
+    endpoints.block_digest = lambda *_: 0
+
+
+def _ignore_option(ignored: int) -> None:
+    setsockopt = zmq.Socket.setsockopt
+
+    def partial(self, option, value):
+        if option != ignored:
+            setsockopt(self, option, value)
+
+    zmq.Socket.setsockopt = partial
+
+
+def no_frame_limit() -> None:
+    """Sockets take frames of any size."""
+    _ignore_option(zmq.MAXMSGSIZE)
+
+
+def no_zap_enforcement() -> None:
+    """Without an answer from ZAP everybody is admitted, as by libzmq's default."""
+    _ignore_option(zmq.ZAP_ENFORCE_DOMAIN)
+
+
+def zap_dies() -> None:
+    """The thread that admits peers raises, once the file named by ZAP_DIES_AT is there."""
+    answer = security.Authenticator._answer
+
+    def dying(self, parts):
+        if os.path.exists(os.environ[ZAP_DIES_AT]):
+            raise RuntimeError("the ZAP thread dies")
+        return answer(self, parts)
+
+    security.Authenticator._answer = dying

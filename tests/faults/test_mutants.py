@@ -1,0 +1,76 @@
+"""A row proves something: with its defence off in the processes, it fails, and for the reason that it is there for."""
+
+from dataclasses import dataclass, replace
+
+import pytest
+from baton.tests.faults.bed import Bed
+from baton.tests.faults.rows import attempt, load
+from baton.tests.faults.rows_network import under_swaps
+from baton.tests.faults.rows_stalls import under_reuse
+from baton.tests.faults.rows_strangers import keyed
+
+HERE = "baton.tests.faults.mutants:"
+NO_DIGEST = {"*": [f"{HERE}no_digest"]}
+NO_LIMIT = {"*": [f"{HERE}no_frame_limit"]}
+NO_TRACKER = {"prefill-0": [f"{HERE}no_tracker"]}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mutant:
+    """A row without a defence: `says` is in what it fails with."""
+
+    row: str
+    says: str
+    prepare: dict
+    play: object = None
+
+
+def without_enforcement(scene):
+    return keyed(scene, [f"{HERE}zap_dies", f"{HERE}no_zap_enforcement"])
+
+
+MUTANTS = {
+    "no digest, another request's bytes": Mutant(row="F35b", says="I2: token", prepare=NO_DIGEST, play=under_swaps),
+    "no digest, memory reused": Mutant(row="F34", says="I2: token", prepare=NO_TRACKER | NO_DIGEST, play=under_reuse),
+    "no frame limit": Mutant(row="F33q", says="MiB more", prepare=NO_LIMIT),
+    "ZAP is not enforced": Mutant(row="F55", says="with nobody to ask", prepare={}, play=without_enforcement),
+}
+QUICK = ("no digest, another request's bytes",)
+
+
+@pytest.fixture(scope="module")
+def all_mutants_bed(tmp_path_factory):
+    with Bed(tmp_path_factory.mktemp("mutants")) as made:
+        yield made
+
+
+@pytest.fixture
+def bed(all_mutants_bed):
+    all_mutants_bed.references.clear()  # a mutant may have shown wrong ones
+    return all_mutants_bed
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.slow]) for n in MUTANTS])
+def test_a_row_fails_without_its_defence(bed, name):
+    mutant = MUTANTS[name]
+    row = load()[mutant.row]
+    if mutant.play in (under_swaps, under_reuse):  # with the defence it holds, and shows what the tokens are
+        whole = attempt(bed, replace(row, play=mutant.play, settings={**row.settings, "prepare": {}}))
+        assert not whole.problems, whole.problems
+    broken = replace(row, play=mutant.play or row.play, settings={**row.settings, "prepare": mutant.prepare})
+    problems = attempt(bed, broken).problems
+    assert any(mutant.says in problem for problem in problems), problems or "it holds"
+
+
+@pytest.mark.slow
+def test_memory_is_not_reused_where_the_tracker_is_asked(bed):
+    """The other half of `memory reused`: with the tracker no block is wrong on the same slow links."""
+    row = load()["F34"]
+
+    def play(scene):
+        under_reuse(scene)
+        wrong = sum(w["counters"].get("digest_mismatches", 0) for w in scene.cluster.status()["workers"])
+        assert wrong == 0, f"{wrong:g} wrong digests"
+
+    outcome = attempt(bed, replace(row, play=play, settings={**row.settings, "prepare": {}}))
+    assert not outcome.problems, outcome.problems
