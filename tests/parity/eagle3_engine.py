@@ -178,6 +178,23 @@ def recomputed_drafts(
     return drafts
 
 
+def recomputed_children(
+    target: Path, w: dict[str, torch.Tensor], ids: list[int], branch: Sequence[int], count: int
+) -> list[int]:
+    """The `count` likeliest drafts behind `ids` and `branch`, by the same means."""
+    model = reference_model(target)
+    embed = model.get_input_embeddings().weight.detach()
+    with torch.no_grad():
+        states = model(torch.tensor([ids[:-1]]), output_hidden_states=True).hidden_states
+    rows = torch.cat([states[i + 1][0] for i in DEFAULT_IDS], dim=-1) @ w["fc.weight"].T
+    tokens = ids[1:]
+    for token in branch:
+        rows, tokens = torch.cat((rows, head_layer(w, rows, embed[tokens], {})[-1:])), [*tokens, token]
+    out = head_layer(w, rows, embed[tokens], {})[-1:]
+    best = (rms(out, w["norm.weight"]) @ w["lm_head.weight"].T)[0].topk(count).indices
+    return (best + w["d2t"][best]).tolist()
+
+
 def head_layer(
     w: dict[str, torch.Tensor], hidden: torch.Tensor, embeds: torch.Tensor, switches: dict[str, bool]
 ) -> torch.Tensor:

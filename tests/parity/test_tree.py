@@ -5,9 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from baton.engine.graphs.family import EAGER
 from baton.engine.request import Request
 from baton.engine.sampling_params import SamplingParams
-from baton.tests.parity.eagle3_engine import NUM_PAGES, PAGE_SIZE, Engine, features_of, rows_of
+from baton.engine.speculative.tree import DraftTree, branches
+from baton.tests.parity.eagle3_engine import NUM_PAGES, PAGE_SIZE, Engine, features_of, recomputed_children, rows_of
 from baton.tests.parity.eagle3_toys import (
     ORACLE_VOCAB,
     RESERVED,
@@ -98,6 +100,7 @@ def test_tokens_are_those_without_drafts(
     engine = tree(target, head, shape)
     requests = [engine.prefill(prompt, params) for prompt in PROMPTS]
     assert engine.run(requests) == expected
+    assert not bool(engine.runner.pool.kv[0].any()), "the sink stays zero"
     for request, wanted in zip(requests, kv, strict=True):
         torch.testing.assert_close(kv_of(engine, request)[0], wanted, atol=2e-4, rtol=1e-4)
 
@@ -269,6 +272,7 @@ def test_a_request_ends_at_max_new_tokens_inside_an_accepted_branch(oracle: tupl
     request = engine.prefill([1], greedy(max_new_tokens))
     assert engine.run([request]) == Engine(oracle[0]).generate([[1]], greedy(max_new_tokens))
     assert (request.num_output, request.finish_reason) == (max_new_tokens, "length")
+    assert sum(n for result in engine.results for n in result.accept_lens) == max_new_tokens - 1, "no more than is useful"
 
 
 def test_a_request_whose_logits_are_not_finite_is_flagged_alone(target: Path, head: Path) -> None:
@@ -331,3 +335,41 @@ def test_graph_and_eager_steps_in_turn_equal_eager_alone(oracle: tuple[Path, Pat
     expected = Engine(oracle[0]).generate([[1, 2, 3], [9]], greedy(31))
     assert engine.generate([[1, 2, 3], [9]], greedy(31)) == expected
     assert {n for result in engine.results for n in result.accept_lens} == {3}
+
+
+def test_graphs_grow_the_same_trees_and_draft_rows(target: Path, head: Path) -> None:
+    engine = tree(target, head, (4, 3, 16))
+    with_graphs(engine, arena())
+    drafter, shape = engine.drafter, engine.decoder.shape
+    params = [sampled(seed=3), greedy(), sampled(temperature=0.4)]
+    requests = [engine.prefill(prompt, p) for prompt, p in zip(PROMPTS, params, strict=False)]
+    plan = engine.decoder._plan(requests)
+    state = drafter.states.hidden[plan.rows], drafter.states.logits[plan.rows]
+    found, decisions = [], (EAGER, drafter.graphs.tree.decide(plan.plan))
+    assert decisions[1].bucket == 4
+    for decision in decisions:
+        grown = drafter.tree_rows(shape, plan.plan, plan.slots, state, params, decision)
+        slots = plan.slots[:, : shape.num_draft_slots]
+        found.append((grown, drafter.pool.kv[slots // PAGE_SIZE, :, :, slots % PAGE_SIZE]))
+        drafter.pool.kv[slots // PAGE_SIZE, :, :, slots % PAGE_SIZE] = 0
+    for eager, graphed in zip(found[0][0], found[1][0], strict=True):
+        assert torch.equal(eager, graphed)
+    torch.testing.assert_close(found[1][1], found[0][1], atol=1e-4, rtol=1e-4)
+    assert bool(found[0][1].flatten(2).any(dim=2).all()), "every draft row was written"
+
+
+def test_children_are_those_of_a_full_recompute_of_their_branch(target: Path, head: Path) -> None:
+    tensors, engine = head_tensors(), tree(target, head, (3, 3, 12))
+    request = engine.prefill(PROMPTS[0], greedy())
+    grown: list[DraftTree] = []
+    propose = engine.drafter.propose_tree
+    engine.drafter.propose_tree = lambda *args: grown.append(propose(*args)) or grown[0]
+    ids = list(request.all_ids)
+    engine.decoder.step([request])
+    parents = grown[0].parents[0].tolist()
+    found = branches(grown[0].drafts[0].tolist(), parents)
+    for node in sorted(set(parents[1:])):
+        likeliest = set(recomputed_children(target, tensors, ids, found[node], 3))
+        children = {found[child][-1] for child, parent in enumerate(parents) if parent == node}
+        assert children <= likeliest, f"behind {found[node]}"
+    assert max(grown[0].depths[0].tolist()) > 1

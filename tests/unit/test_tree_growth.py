@@ -38,11 +38,20 @@ class ToyHead:
 
 def grow(shape: DraftShape, head: ToyHead, hidden: torch.Tensor, params: list[SamplingParams]) -> tuple:
     """(the trees, the masks that the forwards of the levels were given)."""
-    masks = []
+    masks, rows = [], torch.empty((len(params), 0), dtype=torch.int64)
 
     def forward(level: int, fed: torch.Tensor, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        nonlocal rows
         assert mask.shape == (len(params), shape.topk, level * shape.topk)
         masks.append(mask)
+        rows = torch.cat((rows, tokens.view(len(params), shape.topk)), dim=1)
+        if len(params):  # the rows that a node sees are the branch that its hidden was made from
+            seen = rows[:, None].expand(mask.shape)[mask].view(-1, level)
+            expected = hidden.repeat_interleave(shape.topk, 0)
+            for earlier in range(level - 1):
+                expected = head.layer(expected, seen[:, earlier])
+            assert torch.equal(expected, fed)
+            assert torch.equal(seen[:, -1], tokens)
         return head.layer(fed, tokens)
 
     sampling = DraftSampling(len(params), torch.device("cpu"))
