@@ -8,7 +8,7 @@ import torch
 from baton.engine.graphs.family import EAGER
 from baton.engine.request import Request
 from baton.engine.sampling_params import SamplingParams
-from baton.engine.speculative.tree import DraftTree, branches
+from baton.engine.speculative.tree import branches
 from baton.tests.parity.eagle3_engine import NUM_PAGES, PAGE_SIZE, Engine, features_of, recomputed_children, rows_of
 from baton.tests.parity.eagle3_toys import (
     ORACLE_VOCAB,
@@ -359,17 +359,17 @@ def test_graphs_grow_the_same_trees_and_draft_rows(target: Path, head: Path) -> 
 
 
 def test_children_are_those_of_a_full_recompute_of_their_branch(target: Path, head: Path) -> None:
-    tensors, engine = head_tensors(), tree(target, head, (3, 3, 12))
-    request = engine.prefill(PROMPTS[0], greedy())
-    grown: list[DraftTree] = []
-    propose = engine.drafter.propose_tree
-    engine.drafter.propose_tree = lambda *args: grown.append(propose(*args)) or grown[0]
-    ids = list(request.all_ids)
-    engine.decoder.step([request])
-    parents = grown[0].parents[0].tolist()
-    found = branches(grown[0].drafts[0].tolist(), parents)
-    for node in sorted(set(parents[1:])):
-        likeliest = set(recomputed_children(target, tensors, ids, found[node], 3))
-        children = {found[child][-1] for child, parent in enumerate(parents) if parent == node}
-        assert children <= likeliest, f"behind {found[node]}"
-    assert max(grown[0].depths[0].tolist()) > 1
+    tensors = head_tensors()
+    for prompt in PROMPTS:
+        engine = tree(target, head, (3, 3, 22))  # all that is drafted
+        request = engine.prefill(prompt, greedy())
+        ids, grown = list(request.all_ids), []
+        propose = engine.drafter.propose_tree
+        engine.drafter.propose_tree = lambda *args, propose=propose, grown=grown: grown.append(propose(*args)) or grown[0]
+        engine.decoder.step([request])
+        parents = grown[0].parents[0].tolist()
+        found = branches(grown[0].drafts[0].tolist(), parents)
+        assert len(set(parents)) == 1 + 1 + 3 + 3, "none's, the root's, and three of each level's"
+        for node in sorted(set(parents[1:])):
+            children = {found[child][-1] for child, parent in enumerate(parents) if parent == node}
+            assert children == set(recomputed_children(target, tensors, ids, found[node], 3)), f"behind {found[node]}"
