@@ -6,7 +6,7 @@ import pytest
 from baton.tests.faults.bed import Bed
 from baton.tests.faults.rows import attempt, load
 from baton.tests.faults.rows_network import under_swaps
-from baton.tests.faults.rows_stalls import under_reuse
+from baton.tests.faults.rows_stalls import under_reuse, wrong_digests
 from baton.tests.faults.rows_strangers import keyed
 
 HERE = "baton.tests.faults.mutants:"
@@ -29,9 +29,16 @@ def without_enforcement(scene):
     return keyed(scene, [f"{HERE}zap_dies", f"{HERE}no_zap_enforcement"])
 
 
+def without_reuse(scene):
+    """The links are slow, and yet every block has its digest."""
+    under_reuse(scene)
+    wrong = wrong_digests(scene)
+    assert wrong == 0, f"{wrong:g} wrong digests"
+
+
 MUTANTS = {
     "no digest, another request's bytes": Mutant(row="F35b", says="I2: token", prepare=NO_DIGEST, play=under_swaps),
-    "no digest, memory reused": Mutant(row="F34", says="I2: token", prepare=NO_TRACKER | NO_DIGEST, play=under_reuse),
+    "memory is reused before it is sent": Mutant(row="F34", says="wrong digests", prepare=NO_TRACKER, play=without_reuse),
     "no frame limit": Mutant(row="F33q", says="MiB more", prepare=NO_LIMIT),
     "ZAP is not enforced": Mutant(row="F55", says="with nobody to ask", prepare={}, play=without_enforcement),
 }
@@ -54,23 +61,9 @@ def bed(all_mutants_bed):
 def test_a_row_fails_without_its_defence(bed, name):
     mutant = MUTANTS[name]
     row = load()[mutant.row]
-    if mutant.play in (under_swaps, under_reuse):  # with the defence it holds, and shows what the tokens are
+    if mutant.play in (under_swaps, without_reuse):  # with the defence it holds, and shows what the tokens are
         whole = attempt(bed, replace(row, play=mutant.play, settings={**row.settings, "prepare": {}}))
         assert not whole.problems, whole.problems
     broken = replace(row, play=mutant.play or row.play, settings={**row.settings, "prepare": mutant.prepare})
     problems = attempt(bed, broken).problems
     assert any(mutant.says in problem for problem in problems), problems or "it holds"
-
-
-@pytest.mark.slow
-def test_memory_is_not_reused_where_the_tracker_is_asked(bed):
-    """The other half of `memory reused`: with the tracker no block is wrong on the same slow links."""
-    row = load()["F34"]
-
-    def play(scene):
-        under_reuse(scene)
-        wrong = sum(w["counters"].get("digest_mismatches", 0) for w in scene.cluster.status()["workers"])
-        assert wrong == 0, f"{wrong:g} wrong digests"
-
-    outcome = attempt(bed, replace(row, play=play, settings={**row.settings, "prepare": {}}))
-    assert not outcome.problems, outcome.problems
