@@ -5,7 +5,7 @@
     scene.verdict()                after the row: every promise of history.py, and
         I4   5 s after the last request nothing is held anywhere: pages, rooms, file descriptors, shared memory
         I8   no process but the victims ended
-        S1   no node did what the audit hook forbids
+        S1   no node did what the audit hook of tests/audit forbids
 """
 
 import os
@@ -141,8 +141,8 @@ class Bed:
             cluster.start()
             scene.rebase(*cluster.nodes)
             yield scene
-        except AssertionError as error:
-            error.add_note(cluster.last_lines())
+        except Exception as error:
+            error.__notes__ = [cluster.last_lines(8)]  # add_note is not in Python 3.10
             raise
         finally:
             scene.close()

@@ -7,12 +7,14 @@
     prepare    by name, role or "*": functions that a node calls before its main in its first life, as `nursery` says
     proxies    with proxied=True a ZMTP proxy stands before the router for each worker and before each prefill worker's KV
                port: `cluster.control["decode-0"]`, `cluster.kv["prefill-0"]`; "up" is towards the router or prefill
-    audit      every node runs under the hook of `audit`; `audit_lines` is what it found
+    audit      every node runs under the hook of tests/audit; `audit_lines` is what it found
 """
 
 import json
 import os
+import random
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -21,11 +23,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
-from baton.deploy.children import free_port
-from baton.tests.faults.audit import MARK
+from baton.tests.audit.watch import violations
 from baton.tests.faults.zmtp_proxy import Proxies, Proxy
 
-AUDIT = "baton.tests.faults.audit:install"
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "PYTHONUNBUFFERED": "1"}
 KEPT = ("PATH", "HOME", "PYTHONPATH", "TMPDIR", "LANG")
 
@@ -100,7 +100,7 @@ class Forker:
         base = {name: os.environ[name] for name in KEPT if name in os.environ} | ENVIRONMENT
         order = {
             "name": key, "role": node.role, "argv": node.argv, "env": base | node.env | node.armed, "log": str(node.log),
-            "prepare": [AUDIT, *node.prepare],
+            "prepare": node.prepare,
         }  # fmt: skip
         self._process.stdin.write(json.dumps({"start": order}) + "\n")
         self._process.stdin.flush()
@@ -130,10 +130,10 @@ class FaultCluster:
     ) -> None:  # fmt: skip
         directory.mkdir(parents=True, exist_ok=True)
         self._forker, self._directory = forker, directory
+        self._report = directory / "audit"
         self.model = model.name
-        self.control_port = free_port("127.0.0.1")
-        self._ports = {"router": free_port("127.0.0.1")}
-        self._ports |= {f"prefill-{i}": free_port("127.0.0.1") for i in range(prefill)}
+        self.control_port = unused_port()
+        self._ports = {name: unused_port() for name in ("router", *(f"prefill-{i}" for i in range(prefill)))}
         self._proxies = Proxies().__enter__() if proxied else None
         self.control: dict[str, Proxy] = {}
         self.kv: dict[str, Proxy] = {}
@@ -153,7 +153,7 @@ class FaultCluster:
     @property
     def audit_lines(self) -> list[str]:
         """What a node did that no serving node may do."""
-        return [f"{n.name}: {line}" for n in self.nodes.values() for line in n.said().splitlines() if MARK in line]
+        return [f"S1: {found['event']} {found['arguments']} at {found['stack']}" for found in violations(self._report)]
 
     def port(self, name: str) -> int:
         """The router's HTTP port, or the KV port of a prefill worker."""
@@ -253,7 +253,7 @@ class FaultCluster:
         return {w["pid"] for w in workers} == pids and all(w["state"] == "serving" for w in workers)
 
     def wait_whole(self, timeout: float) -> None:
-        wait_until(self.is_whole, timeout, lambda: f"whole cluster: {self.status()}\n{self.last_lines()}")
+        wait_until(self.is_whole, timeout, lambda: f"a whole cluster: {self.status()}\n{self.last_lines()}")
 
     def held(self) -> dict[str, int]:
         """What is in use anywhere, by name; empty when everything has been given back."""
@@ -269,7 +269,11 @@ class FaultCluster:
 
     def last_lines(self, count: int = 12) -> str:
         """Of each node's log, without the lines of requests that went well."""
-        lines = [(n, [line for line in n.said().splitlines() if " completed " not in line]) for n in self.nodes.values()]
+        dull = (" completed ", " done seconds=", " registered ")
+        lines = [
+            (n, [line for line in n.said().splitlines() if not any(words in line for words in dull)])
+            for n in self.nodes.values()
+        ]
         return "\n".join(f"[{node.name}] {line}" for node, said in lines for line in said[-count:])
 
     def _node(self, name: str, model: Path, flags: dict, env: dict) -> Node:
@@ -285,7 +289,7 @@ class FaultCluster:
         if self._proxies is not None:
             own |= self._proxy(name, role, control)
         given = {**({} if role == "router" else flags.get("*", {})), **flags.get(role, {}), **flags.get(name, {})}
-        return Node(name, role, own | given, self._directory / f"{name}.txt", env=dict(env))
+        return Node(name, role, own | given, self._directory / f"{name}.txt", env={**env, "AUDIT_REPORT": str(self._report)})
 
     def _proxy(self, name: str, role: str, control: str) -> dict[str, str]:
         """The flags that lead a worker and those who call it through proxies."""
@@ -297,6 +301,19 @@ class FaultCluster:
             self.kv[name] = self._proxies.add("tcp://127.0.0.1:0", f"tcp://127.0.0.1:{self._ports[name]}")
             own["kv-advertise"] = self.kv[name].endpoint
         return own
+
+
+def unused_port() -> int:
+    """A loopback port for a node through all its lives: below the range from which connections get theirs."""
+    while True:
+        port = random.SystemRandom().randrange(20000, 32000)
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)):
+                try:
+                    probe.bind(("127.0.0.1", port))
+                except OSError:
+                    continue
+                return port
 
 
 def wait_until(predicate, timeout, what, pause=0.02):

@@ -2,8 +2,8 @@
 
 Lines of JSON on stdin: {"start": {name, role, argv, env, log, prepare}}; on stdout: {name, pid} and {name, pid, code}. Each
 child is a process of its own: session, environment, output file, signals; it runs the role's `main` as `python -m
-baton.<role>` would. `prepare` names functions "module:function" that are called in the child before. When stdin ends, every
-child is killed.
+baton.<role>` would, under the audit hook of tests/audit. `prepare` names functions "module:function" that are called in
+the child before. When stdin ends, every child is killed.
 """
 
 import contextlib
@@ -16,6 +16,7 @@ import sys
 import traceback
 
 PRELOADED = ("baton.prefill.startup", "baton.decode.startup", "baton.router.app", "baton.router.tokenizer", "uvloop")
+AUDIT = "baton.tests.audit.sitecustomize"
 SERVER = 0  # the return of `serve` in the process that forks; a child returns its exit code
 
 
@@ -91,6 +92,7 @@ class Nursery:
         os.environ.update(order["env"])
         sys.argv = [f"baton-{order['role']}", *order["argv"]]
         try:
+            importlib.import_module(AUDIT)  # it reads AUDIT_REPORT, which names the file for its findings
             for text in order["prepare"]:
                 module, _, function = text.partition(":")
                 getattr(importlib.import_module(module), function)()

@@ -7,12 +7,13 @@ their module is imported; `load` imports all.
 
 import importlib
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from baton.tests.faults.bed import Bed, Scene
 
-MODULES = ("rows_network", "rows_process", "rows_stalls", "rows_strangers")
+MODULES = ("rows_clients", "rows_drain", "rows_network", "rows_process", "rows_stalls", "rows_strangers")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,8 +78,9 @@ def attempt(bed: Bed, chosen: Row) -> Outcome:
             problems = scene.verdict()
             if problems:
                 problems.append(scene.cluster.last_lines())
-    except AssertionError as error:
-        problems = ["\n".join([str(error), *getattr(error, "__notes__", [])])]
+    except Exception as error:  # whatever a row runs into is its result; the next row has a cluster of its own
+        at = next(f for f in reversed(traceback.extract_tb(error.__traceback__)) if "rows" in f.filename)
+        problems = [f"{type(error).__name__} {error} in: {at.line}", *getattr(error, "__notes__", [])]
     return Outcome(row=chosen, measured=measured, problems=problems, seconds=time.monotonic() - began)
 
 

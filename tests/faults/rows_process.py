@@ -1,45 +1,256 @@
-"""Rows in which a process dies."""
+"""Rows in which a process dies: by SIGKILL from outside, or at an exact instant by a fault point."""
 
+import dataclasses
+import re
 import signal
 import time
 
 from baton.tests.faults.bed import Scene
 from baton.tests.faults.cluster import wait_until
+from baton.tests.faults.history import Promise
 from baton.tests.faults.rows import row
-from baton.tests.faults.traffic import workload
+from baton.tests.faults.traffic import Ask, Call, workload
+
+ALL_FINISH = Promise(all_finish=True)
+UNCACHED = {"*": {"prefix-cache": "off"}}
+CRASHED = 70
+LONG = (700, 900)  # tokens: three or four blocks of KV
+DAY_S = 86400
+FROM_DEATH_S = 2.5  # what a death may add to a first token: detection, then the work again
 
 
-def reached(scene: Scene, calls: list, tokens: int) -> None:
+def reached(calls: list[Call], tokens: int) -> None:
     """Until some call has so many tokens."""
-    wait_until(lambda: max(len(call.ids) for call in calls) >= tokens, 20, f"a stream with {tokens} tokens", pause=0.002)
+    wait_until(lambda: max(len(call.ids) for call in calls) >= tokens, 20, f"a stream of {tokens} tokens", pause=0.002)
 
 
-def attempts_of(calls: list) -> str:
+def placed_again(calls: list[Call]) -> str:
     again = sum(call.attempts > 1 for call in calls)
-    return f"{len(calls)} of {len(calls)} complete, {again} of them placed again"
+    return f"{sum(call.end == 'finished' for call in calls)} of {len(calls)} complete, {again} placed again"
 
 
-@row("F01", "a prefill worker is killed while requests queue there", "20 of 20 complete, tokens equal", quick=True)
+def worst_ttft(calls: list[Call]) -> float:
+    return max(call.ttft for call in calls)
+
+
+def play_fault(scene: Scene, name: str, fault: str, asks: list[Ask], code: int = -signal.SIGKILL) -> list[Call]:
+    """Requests to a cluster with one armed node; all must finish, the node must have died of its fault."""
+    scene.known(asks)
+    scene.promise = ALL_FINISH
+    scene.arm(name, fault)
+    calls = scene.traffic.start(*asks)
+    assert scene.cluster.wait_down(name, 20) == code, scene.cluster.nodes[name].exits
+    return scene.traffic.wait(calls)
+
+
+@row("F01", "a prefill worker is killed while requests queue there", "20 of 20 complete, seen within 2 s", quick=True)
 def f01(scene: Scene) -> str:
     asks = scene.known(workload(101, 20, prompt=(200, 400), max_tokens=8))
-    scene.promise = type(scene.promise)(all_finish=True)
+    scene.promise = ALL_FINISH
     scene.cluster.signal("prefill-0", signal.SIGSTOP)  # so that they queue; a toy prefills too fast
     calls = scene.traffic.start(*asks)
     wait_until(lambda: scene.cluster.worker("prefill-0").get("placed", 0) >= 5, 10, "prompts queue at prefill-0", pause=0.01)
+    pid = scene.cluster.nodes["prefill-0"].pid
     scene.kill("prefill-0")
+    seen = scene.detected("prefill-0", pid)
     scene.traffic.wait(calls)
     assert any(call.attempts > 1 for call in calls), "somebody queued there"
-    return attempts_of(calls)
+    return f"{placed_again(calls)}, seen after {seen:.2f} s"
 
 
-@row("F08", "a decode worker is killed at its 10th step", "every client sees its contiguous, equal tokens", quick=True)
+@row(
+    "F02", "a prefill worker is killed in the middle of a prompt",
+    "all complete, worst first token <= without fault + 2.5 s", flags=UNCACHED,
+)
+def f02(scene: Scene) -> str:
+    asks = workload(102, 12, prompt=(300, 500), max_tokens=8)
+    scene.known(asks)
+    before = worst_ttft(scene.traffic.run(asks, width=len(asks)))
+    calls = play_fault(scene, "prefill-0", "prefill:chunk:5", asks)
+    assert any(call.attempts > 1 for call in calls), "somebody was there"
+    after = worst_ttft(calls)
+    assert after <= before + FROM_DEATH_S, f"worst first token after {after:.2f} s, {before:.2f} s without the fault"
+    return f"{placed_again(calls)}, first token {before:.2f} -> {after:.2f} s"
+
+
+@row(
+    "F03", "a prefill worker is killed with half of a prompt's blocks sent",
+    "all complete, nothing leaked on decode", quick=True,
+)
+def f03(scene: Scene) -> str:
+    calls = play_fault(scene, "prefill-0", "sender:block:2", workload(103, 4, prompt=LONG, max_tokens=8))
+    assert any(call.attempts > 1 for call in calls), "somebody pulled there"
+    return f"{placed_again(calls)}, slowest first token {worst_ttft(calls):.2f} s"
+
+
+@row(
+    "F04", "prefill is killed when decode has every block, before it saw the Release",
+    "no second attempt", quick=True, prefill=1,
+)
+def f04(scene: Scene) -> str:
+    calls = play_fault(scene, "prefill-0", "sender:release:1", workload(104, 1, prompt=LONG, max_tokens=30))
+    assert [call.attempts for call in calls] == [1]
+    return "1 of 1 complete in one attempt"
+
+
+@row("F05", "an error in prefill's sender alone", "the worker leaves with 70, all complete")
+def f05(scene: Scene) -> str:
+    calls = play_fault(scene, "prefill-0", "sender:block:2:raise", workload(105, 6, prompt=LONG, max_tokens=8), CRASHED)
+    assert any(call.attempts > 1 for call in calls), "somebody pulled there"
+    return placed_again(calls)
+
+
+@row(
+    "F06", "decode is killed before its first token, its Release not sent",
+    "all complete; prefill computes no whole page again", quick=True, prefill=1,
+)
+def f06(scene: Scene) -> str:
+    asks = workload(106, 4, prompt=(300, 500), max_tokens=12)
+    scene.known(asks)
+    before = computed(scene)
+    scene.cluster.restart("prefill-0")  # its cache knows the prompts
+    scene.victims.add("prefill-0")
+    calls = play_fault(scene, "decode-0", "receiver:release:1", asks)
+    again = [call for call in calls if call.attempts > 1]
+    assert again, "somebody was there"
+    extra = computed(scene) - sum(len(ask.prompt) for ask in asks)
+    allowed = sum(16 + call.attempts for call in again)  # the last page is never shared
+    assert extra <= allowed, f"{extra} prompt tokens computed again, at most {allowed} lie outside whole pages"
+    return f"{placed_again(calls)}, {extra} of {before} prompt tokens computed again"
+
+
+def computed(scene: Scene) -> int:
+    """Prompt tokens that live prefill workers have computed, as of a heartbeat that is newer than this call."""
+    time.sleep(1.0)  # heartbeats come at least every second; counters have no other sign of being current
+    workers = scene.cluster.status()["workers"]
+    return int(sum(w["counters"]["prompt_tokens"] for w in workers if w["role"] == "prefill"))
+
+
+@row(
+    "F08", "decode is killed at its 10th step under 8 streams",
+    "every client sees its contiguous, equal tokens", quick=True,
+)
 def f08(scene: Scene) -> str:
-    asks = scene.known(workload(108, 8, prompt=(30, 200), max_tokens=40))
-    scene.promise = type(scene.promise)(all_finish=True)
-    scene.arm("decode-0", "decode:step:10")
-    began = time.monotonic()
-    calls = scene.traffic.start(*asks)
-    scene.cluster.wait_down("decode-0", 20)
-    scene.traffic.wait(calls)
+    calls = play_fault(scene, "decode-0", "decode:step:10", workload(108, 8, prompt=(30, 200), max_tokens=40))
     assert any(call.attempts > 1 for call in calls), "somebody was on it"
-    return f"{attempts_of(calls)}, {time.monotonic() - began:.1f} s"
+    longest = max(b[0] - a[0] for call in calls for a, b in zip(call.arrivals, call.arrivals[1:], strict=False))
+    return f"{placed_again(calls)}, longest gap in a stream {longest:.2f} s"
+
+
+@row(
+    "F09", "every decode worker is killed",
+    "503 with Retry-After <= 2 s; streams end with an error frame; serves <= 10 s after restart",
+)
+def f09(scene: Scene) -> str:
+    asks = scene.known(workload(109, 12, prompt=(30, 200), max_tokens=400))
+    calls = scene.traffic.start(*asks)
+    reached(calls, 10)
+    pid = scene.cluster.nodes["decode-1"].pid
+    scene.kill("decode-0", "decode-1")
+    scene.detected("decode-1", pid)
+    probes = scene.traffic.wait(scene.traffic.start(*asks[:2]), 5)
+    assert [probe.status for probe in probes] == [503, 503]
+    took = max(probe.ended - probe.started for probe in probes)
+    assert took <= 2.0, f"503 after {took:.2f} s"
+    scene.traffic.wait(calls, 15)
+    assert all(call.end == "error" and call.ids for call in calls), [call.end for call in calls]
+    back = serves_again(scene, asks[0], ["decode-0", "decode-1"], 10)
+    return f"503 after {took:.2f} s, {len(calls)} error frames, serves {back:.1f} s after the restart"
+
+
+def serves_again(scene: Scene, ask: Ask, names: list[str], within: float) -> float:
+    """Start the nodes; seconds until a request is answered."""
+    began = time.monotonic()
+    for name in names:
+        scene.cluster.start_node(name)
+    scene.rebase(*names)
+
+    def is_answered() -> bool:
+        call = scene.traffic.start(Ask(prompt=ask.prompt, sampling=ask.sampling, max_tokens=4))[0]
+        scene.traffic.wait([call], within)
+        call.may_be_cut = "router" in names  # its socket may not be open yet
+        return call.end == "finished"
+
+    _, took = wait_until(is_answered, within, "a request is answered again", pause=0.2)
+    return max(took, time.monotonic() - began)
+
+
+@row(
+    "F10", "every prefill worker is killed",
+    "running streams unaffected; new requests complete, or 503 with Retry-After <= 2 s",
+)
+def f10(scene: Scene) -> str:
+    asks = scene.known(workload(110, 8, prompt=(30, 200), max_tokens=200))
+    calls = scene.traffic.start(*asks)
+    wait_until(lambda: min(len(call.ids) for call in calls) >= 5, 20, "all streams run")
+    pid = scene.cluster.nodes["prefill-1"].pid
+    scene.kill("prefill-0", "prefill-1")
+    scene.detected("prefill-1", pid)
+    late = scene.traffic.start(*(dataclasses.replace(ask, max_tokens=8) for ask in asks[:4]))
+    scene.traffic.wait(calls)
+    assert all(call.end == "finished" and call.attempts == 1 for call in calls), [call.end for call in calls]
+    scene.traffic.wait(late, 10)
+    took = max(call.ended - call.started for call in late)
+    assert all(call.end == "finished" or call.status == 503 for call in late), late
+    back = serves_again(scene, asks[0], ["prefill-0", "prefill-1"], 10)
+    num = sum(call.end == "finished" for call in late)
+    return f"8 of 8 streams, new: {num} of 4 complete in {took:.2f} s, serves with prefill {back:.1f} s after the restart"
+
+
+@row(
+    "F11", "the router is killed under streams, then restarted",
+    "clients see a reset; workers drop their rooms <= 2 s; new requests served <= 3 s after the restart",
+)
+def f11(scene: Scene) -> str:
+    asks = scene.known(workload(111, 8, prompt=(30, 200), max_tokens=800))
+    calls = scene.traffic.start(*asks)
+    reached(calls, 5)
+    killed = time.time()
+    killed = time_of_day(time.strftime("%H:%M:%S", time.localtime(killed)) + f"{killed % 1:.3f}"[1:])
+    scene.kill("router")
+    for call in scene.traffic.wait(calls, 5):
+        call.may_be_cut = True
+    busy = ["decode-0", "decode-1"]
+    wait_until(lambda: all(dropped_at(scene, name) for name in busy), 4, "decode workers drop their rooms")
+    dropped = max((dropped_at(scene, name) - killed) % DAY_S for name in busy)
+    assert dropped <= 2.0, f"rooms dropped {dropped:.2f} s after the router's death"
+    back = serves_again(scene, asks[0], ["router"], 3)
+    scene.cluster.wait_whole(3)
+    return f"{len(calls)} resets, rooms dropped after {dropped:.2f} s, serves {back:.2f} s after the restart"
+
+
+def dropped_at(scene: Scene, name: str) -> float | None:
+    """The time of day at which a worker logged that it dropped its rooms."""
+    lines = [line for line in scene.cluster.nodes[name].said().splitlines() if "every room is dropped" in line]
+    return time_of_day(lines[-1]) if lines else None
+
+
+def time_of_day(line: str) -> float:
+    """Seconds since midnight of the first time in `line`."""
+    hour, minute, second = re.search(r"(\d\d):(\d\d):(\d\d\.\d{3})", line).groups()
+    return int(hour) * 3600 + int(minute) * 60 + float(second)
+
+
+@row("sites", "a worker is killed, aborted or raises at every fault point in turn", "all complete each time")
+def sites(scene: Scene) -> str:
+    asks = scene.known(workload(199, 10, prompt=(300, 800), max_tokens=20))
+    scene.promise = Promise(all_finish=True, spare_attempts=10 * len(SITES))  # each time the budget is a new router's
+    scene.victims.add("router")
+    for at, action in SITES:
+        name = "prefill-0" if at.startswith(("prefill", "sender")) else "decode-0"
+        scene.arm(name, f"{at}:{action}")
+        calls = scene.traffic.wait(scene.traffic.start(*asks))
+        assert scene.cluster.wait_down(name, 10) != 0
+        assert all(call.end == "finished" for call in calls), (at, action, calls)
+        scene.cluster.heal()
+        scene.cluster.restart("router")  # its retry budget and its breakers remember
+        scene.cluster.wait_whole(20)
+        scene.rebase(name, "router")
+    return f"{len(SITES)} deaths, {len(asks)} of {len(asks)} complete each time"
+
+
+SITES = (
+    ("prefill:chunk:3", "abort"), ("prefill:first:2", "kill"), ("sender:block:1", "abort"), ("sender:release:2", "raise"),
+    ("receiver:block:2", "kill"), ("receiver:block:3", "raise"), ("receiver:release:2", "abort"),
+    ("decode:reserve:2", "kill"), ("decode:reserve:3", "raise"), ("decode:step:3", "abort"), ("decode:step:4", "raise"),
+)  # fmt: skip

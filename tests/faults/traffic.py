@@ -9,6 +9,7 @@ import json
 import random
 import threading
 import time
+from collections.abc import AsyncIterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -144,12 +145,11 @@ class Traffic:
         try:
             await asyncio.wait_for(self._talk(call, leave_at), patience)
         except asyncio.TimeoutError:
-            call.terminals += ["cancelled"] if leave_after is not None else ["timeout"]
+            _ended(call, "cancelled" if leave_after is not None else "timeout")
         except asyncio.CancelledError:
-            call.terminals.append("cancelled")
+            _ended(call, "cancelled")
         except (OSError, EOFError):
-            if not call.terminals:
-                call.terminals.append("cut")
+            _ended(call, "cut")
         finally:
             call.ended = time.monotonic()
 
@@ -168,9 +168,8 @@ class Traffic:
             if call.headers.get("content-type", "").startswith("text/event-stream"):
                 await self._read_stream(call, reader, leave_at)
             else:
-                _take_whole(call, await reader.read())
-            if not call.terminals:
-                call.terminals.append("cut")
+                await self._read_whole(call, reader)
+            _ended(call, "cut")
         finally:
             writer.transport.abort()  # a client that leaves does not linger
             with contextlib.suppress(Exception):
@@ -181,19 +180,40 @@ class Traffic:
         call.status = int(lines[0].split()[1])
         call.headers = {k.strip().lower(): v.strip() for k, _, v in (line.partition(":") for line in lines[1:] if line)}
 
+    async def _read_whole(self, call: Call, reader: asyncio.StreamReader) -> None:
+        """An answer that is no stream: it counts when all of it came."""
+        if call.headers.get("transfer-encoding") == "chunked":
+            body = b"".join([chunk async for chunk in _chunks(reader)])
+        else:
+            body = await reader.readexactly(int(call.headers["content-length"]))
+        _take_whole(call, body)
+
     async def _read_stream(self, call: Call, reader: asyncio.StreamReader, leave_at: int | None) -> None:
-        """Chunked server-sent events, to the last chunk or the end of the connection."""
+        """Server-sent events, to the last chunk or the end of the connection."""
         buffer = b""
-        while True:
-            size = int((await reader.readuntil(b"\r\n")).split(b";")[0], 16)
-            buffer += (await reader.readexactly(size + 2))[:size]
+        async for chunk in _chunks(reader):
+            buffer += chunk
             *events, buffer = buffer.split(b"\n\n")
             for event in events:
                 _take_event(call, event.removeprefix(b"data: "))
-            if size == 0:
-                return
             if leave_at is not None and len(call.ids) >= leave_at:
                 raise asyncio.CancelledError
+
+
+async def _chunks(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
+    """The chunks of a body; EOFError when the connection ends before the last one."""
+    while True:
+        size = int((await reader.readuntil(b"\r\n")).split(b";")[0], 16)
+        data = await reader.readexactly(size + 2)
+        if size == 0:
+            return
+        yield data[:size]
+
+
+def _ended(call: Call, how: str) -> None:
+    """The connection is over; how tells what that means for a call that has not ended before."""
+    if not call.terminals:
+        call.terminals.append(how)
 
 
 def _take_event(call: Call, data: bytes) -> None:
@@ -216,11 +236,7 @@ def _take_event(call: Call, data: bytes) -> None:
 
 
 def _take_whole(call: Call, body: bytes) -> None:
-    """An answer that is no stream; cut short it is no JSON."""
-    try:
-        document = json.loads(body)
-    except ValueError:
-        return
+    document = json.loads(body)
     if "error" in document:
         call.error = document["error"]
         call.terminals.append("error")

@@ -1,0 +1,226 @@
+"""Rows in which clients leave, do not read, ask what cannot be, or are too many."""
+
+import random
+import socket
+import threading
+import time
+
+import psutil
+from baton.tests.faults.bed import Scene
+from baton.tests.faults.cluster import wait_until
+from baton.tests.faults.history import Promise
+from baton.tests.faults.rows import row
+from baton.tests.faults.rows_process import LONG, UNCACHED, placed_again, play_fault, reached
+from baton.tests.faults.traffic import Ask, Call, workload
+
+HEARTBEAT_S = 1.0  # what /status says of a worker may be so old
+CONTEXT = 2048
+
+
+@row("F07", "a prompt is too long, or its prefill aborts", "400 by both paths; no token of an incomplete KV cache")
+def f07(scene: Scene) -> str:
+    long = tuple([5] * CONTEXT)
+    asks = [Ask(prompt=long, max_tokens=1, stream=stream) for stream in (True, False)]
+    refused = scene.traffic.wait(scene.traffic.start(*asks))
+    assert [call.status for call in refused] == [400, 400]
+    assert all(str(CONTEXT) in call.error["message"] and not call.ids for call in refused)
+    calls = play_fault(scene, "prefill-0", "prefill:chunk:4:abort", workload(107, 6, prompt=LONG, max_tokens=8), -6)
+    scene.promise = Promise(statuses=(400,))  # these two were to be refused; the others have all finished
+    assert all(call.end == "finished" for call in calls), calls
+    return f"400 and 400; {placed_again(calls)}"
+
+
+@row(
+    "F13", "a client leaves in the middle of its prompt",
+    "given back on both workers <= 200 ms; batch mates unaffected", quick=True, flags=UNCACHED,
+)
+def f13(scene: Scene) -> str:
+    mates = scene.known(workload(113, 4, prompt=(30, 60), max_tokens=200))
+    asks = workload(1130, 3, prompt=(1700, 1900), max_tokens=8)
+    calls = scene.traffic.start(*mates)
+    took = []
+    for ask in asks:
+        (call,) = scene.traffic.start(ask, leave_after=0.05)
+        scene.traffic.wait([call])
+        assert not call.ids, "it left before its first token"
+        wait_until(lambda: num_open(scene) <= sum(not mate.ended for mate in calls), 2, "Gone from both workers", pause=0.01)
+        took.append(time.monotonic() - call.ended)
+    scene.traffic.wait(calls)
+    assert all(mate.end == "finished" and mate.attempts == 1 for mate in calls)
+    assert sorted(took)[1] <= 0.2, f"given back after {took} s"
+    return f"gone after {', '.join(f'{1000 * t:.0f}' for t in took)} ms; 4 of 4 batch mates equal"
+
+
+def num_open(scene: Scene) -> int:
+    """Rooms of the router: one is open until both workers have said that nothing of it is left."""
+    return scene.cluster.status()["router"]["open_rooms"]
+
+
+@row(
+    "F14", "a client leaves after prefill is done, before decode began",
+    "prefill's pages free <= 1 s", quick=True, prefill=1, decode=1,
+)
+def f14(scene: Scene) -> str:
+    asks = scene.known(workload(114, 1, prompt=LONG, max_tokens=40))
+    scene.arm("decode-0", "receiver:release:1:pause")
+    (call,) = scene.traffic.start(*asks)
+    reached([call], 1)
+    time.sleep(0.3)  # decode's link sleeps now, else a second token would have come
+    scene.traffic.cancel(call)
+    left = time.monotonic()
+    prefill = scene.cluster.nodes["prefill-0"].pid
+
+    def is_free() -> bool:
+        return not any(str(prefill) in name for name in scene.cluster.held())
+
+    wait_until(is_free, 1.0 + HEARTBEAT_S, "prefill's pages free")
+    freed = time.monotonic() - left
+    _, waited = wait_until(lambda: not scene.cluster.held(), 2.5 + HEARTBEAT_S, "decode's pages free, too")
+    assert call.end == "cancelled"
+    assert len(call.ids) == 1, "prefill's token came; decode had not begun"
+    return f"prefill free after {freed:.2f} s, decode {freed + waited:.2f} s (it slept for 1 s), heartbeat included"
+
+
+@row(
+    "F15", "200 clients leave in the middle of their streams",
+    "no page held after 2 s; the others' streams equal and uninterrupted",
+)
+def f15(scene: Scene) -> str:
+    rng = random.Random(115)
+    asks = scene.known(workload(115, 40, prompt=(30, 200), max_tokens=60))
+    others = scene.known(workload(1150, 4, prompt=(30, 100), max_tokens=1000))
+    steady = scene.traffic.start(*others)
+    wait_until(lambda: all(call.ids for call in steady), 10, "the steady streams run")
+    leave_in_groups(scene, [asks[i % len(asks)] for i in range(200)], rng, width=12)
+    left = time.monotonic()
+    scene.traffic.cancel(*(call for call in steady if not call.ended))
+    wait_until(lambda: not scene.cluster.held(), 2.0 + HEARTBEAT_S, "every page free")
+    took = time.monotonic() - left
+    longest = max(b[0] - a[0] for call in steady for a, b in zip(call.arrivals, call.arrivals[1:], strict=False))
+    assert all(call.attempts in (0, 1) for call in steady)
+    return f"free after {took:.2f} s (heartbeat included), longest gap in another stream {longest:.2f} s"
+
+
+def leave_in_groups(scene: Scene, asks: list[Ask], rng: random.Random, *, width: int) -> list[Call]:
+    """Clients that leave at random: before anything, at a random moment, or with a random token; `width` at a time."""
+    calls: list[Call] = []
+    running: list[Call] = []
+    for ask in asks:
+        while len(running) >= width:
+            running = [call for call in running if not call.ended]
+            time.sleep(0.001)
+        way = rng.random()
+        moment = {"leave_after": rng.uniform(0, 0.25)} if way < 0.6 else {"leave_at": rng.randint(1, ask.max_tokens)}
+        running += scene.traffic.start(ask, **({} if way > 0.95 else moment))
+        calls.append(running[-1])
+    return scene.traffic.wait(calls)
+
+
+def play_cancels(scene: Scene, count: int) -> str:
+    asks = scene.known(workload(1, 60, prompt=(16, 500), max_tokens=(4, 40)))
+    rng = random.Random(count)
+    began = time.monotonic()
+    calls = leave_in_groups(scene, [rng.choice(asks) for _ in range(count)], rng, width=24)
+    seconds = time.monotonic() - began
+    ends = {end: sum(call.end == end for call in calls) for end in ("cancelled", "finished", "error")}
+    assert ends["cancelled"] >= count // 4, f"too few left: {ends}"
+    wait_until(lambda: not scene.cluster.held(), 5, lambda: f"nothing held: {scene.cluster.held()}")
+    final = scene.traffic.run(asks[:8])
+    assert all(call.end == "finished" for call in final), "and it serves on"
+    return f"{count} clients in {seconds:.0f} s: {ends}"
+
+
+@row("cancels", "10000 clients leave at random moments", "nothing is held 5 s later; no descriptor leaks")
+def cancels(scene: Scene) -> str:
+    scene.promise = Promise(statuses=(429,))
+    return play_cancels(scene, 10000)
+
+
+@row("cancel500", "500 clients leave at random moments", "nothing is held 5 s later; no descriptor leaks", quick=True)
+def cancel500(scene: Scene) -> str:
+    return play_cancels(scene, 500)
+
+
+@row(
+    "F16", "a client does not read for 6 s while its stream is fast",
+    "router grows <= 8 MB; the others' gaps and tokens as ever",
+)
+def f16(scene: Scene) -> str:
+    silent = Ask(prompt=(9,) * 20, max_tokens=2000)
+    scene.known([silent])
+    others = scene.known(workload(116, 4, prompt=(30, 100), max_tokens=300))
+    before_gap = worst_gap(scene.traffic.run(others, width=4))
+    router = psutil.Process(scene.cluster.nodes["router"].pid)
+    before = router.memory_info().rss
+    with socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.connect(("127.0.0.1", scene.cluster.port("router")))
+        body = silent.body(scene.cluster.model).replace(b'"return_token_ids"', b'"logprobs": 5, "return_token_ids"')
+        sock.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+        calls = scene.traffic.start(*others)
+        scene.traffic.wait(calls)
+        until = time.monotonic() + 6.0
+        peak = 0
+        while time.monotonic() < until:
+            peak = max(peak, router.memory_info().rss - before)
+            time.sleep(0.1)
+        assert peak <= 8 << 20, f"the router grew by {peak >> 20} MB"
+        data = read_to_the_end(sock)
+    assert data.count(b'"token_ids"') > 500, "when it reads, all of its tokens are there"
+    assert data.rstrip(b"0\r\n").endswith(b"data: [DONE]"), data[-200:]
+    after_gap = worst_gap(calls)
+    return f"router +{peak / 2**20:.1f} MB, worst gap of others {1000 * before_gap:.0f} -> {1000 * after_gap:.0f} ms"
+
+
+def worst_gap(calls: list[Call]) -> float:
+    return max(b[0] - a[0] for call in calls for a, b in zip(call.arrivals, call.arrivals[1:], strict=False))
+
+
+def read_to_the_end(sock: socket.socket) -> bytes:
+    sock.settimeout(20)
+    data = b""
+    while not data.endswith(b"0\r\n\r\n"):
+        part = sock.recv(1 << 16)
+        assert part, "cut"
+        data += part
+    return data
+
+
+@row(
+    "F51", "five times as many requests as the cluster serves",
+    "429 with Retry-After for the rest; admitted ones complete; goodput >= 90 % of the peak, first tokens <= 3 x",
+    flags={**UNCACHED, "router": {"max-queue": "32"}},
+)
+def f51(scene: Scene) -> str:
+    asks = scene.known(workload(151, 40, prompt=(100, 300), max_tokens=64))
+    scene.promise = Promise(statuses=(429,))
+    many = [asks[i % len(asks)] for i in range(120)]
+    began = time.monotonic()
+    base = scene.traffic.run(many, width=48)
+    rate = len(many) / (time.monotonic() - began)
+    calls = open_loop(scene, asks, 5 * rate, 6.0)
+    served, refused = ([c for c in calls if c.end == end] for end in ("finished", "error"))
+    span = max(c.ended for c in served) - calls[0].started
+    assert len(served) + len(refused) == len(calls)
+    assert len(refused) > len(calls) // 3, "that was no overload"
+    assert all(c.status == 429 for c in refused), refused
+    goodput = len(served) / span
+    ttft, ttft_base = (sorted(c.ttft for c in some)[int(len(some) * 0.99)] for some in (served, base))
+    assert goodput >= 0.9 * rate, f"{goodput:.1f} requests/s served, {rate:.1f} at the peak"
+    assert ttft <= 3 * ttft_base, f"99 % of first tokens within {ttft:.2f} s, {ttft_base:.2f} s at the peak"
+    return (
+        f"{len(served)} served at {goodput:.0f}/s (peak {rate:.0f}/s), {len(refused)} x 429, "
+        f"p99 first token {ttft:.2f} s (peak {ttft_base:.2f} s)"
+    )
+
+
+def open_loop(scene: Scene, asks: list[Ask], rate: float, seconds: float) -> list[Call]:
+    """Requests at a fixed rate, however the cluster fares."""
+    calls: list[Call] = []
+    done = threading.Event()
+    began = time.monotonic()
+    while time.monotonic() - began < seconds:
+        due = int((time.monotonic() - began) * rate) - len(calls)
+        calls += scene.traffic.start(*(asks[(len(calls) + i) % len(asks)] for i in range(due)))
+        done.wait(0.005)
+    return scene.traffic.wait(calls)
