@@ -22,7 +22,7 @@ from .postbox import Postbox, Transmit
 from .reception import Reception
 from .registry import Load, Registry, Worker
 from .retries import RetryBudget
-from .room_effects import Broken, Closed, Deliver, Effect, Ended, Freed, Judged, Requeued, Send, Settled, Timeouts
+from .room_effects import Broken, Closed, Deliver, Effect, Ended, Freed, Judged, Pair, Requeued, Send, Settled, Timeouts
 from .room_parts import PEER_LOST, Phase, RoomEvent
 from .rooms import QUARANTINED, Room
 
@@ -292,15 +292,25 @@ class Dispatcher:
         for entry in waiting:
             if entry.room.phase is not Phase.QUEUED:
                 continue
-            if is_blocked or entry.not_before > now or not self._place(entry, now):
-                is_blocked = is_blocked or entry.not_before <= now
+            tested = self._tested() if entry.room.suspicion else set()
+            pair = None if is_blocked or entry.not_before > now else self._pair_for(entry, tested, now)
+            is_held = entry.not_before > now or (pair is not None and not tested.isdisjoint(pair.instances))
+            if pair is None or is_held:
+                is_blocked = is_blocked or not is_held
                 self._queue.append(entry)
+            else:
+                self._place(entry, pair, now)
 
-    def _place(self, entry: Entry, now: float) -> bool:
+    def _tested(self) -> set[str]:
+        """The workers with a room on probation."""
+        pairs = [entry.room.pair for entry in self._entries.values() if entry.room.is_on_probation]
+        return {instance for pair in pairs if pair is not None for instance in pair.instances}
+
+    def _pair_for(self, entry: Entry, tested: set[str], now: float) -> Pair | None:
+        return choose(self.registry, entry.need, entry.room.failed_on | self.registry.doubtful(now) | tested)
+
+    def _place(self, entry: Entry, pair: Pair, now: float) -> None:
         need = entry.need
-        pair = choose(self.registry, need, entry.room.failed_on | self.registry.doubtful(now))
-        if pair is None:
-            return False
         decode = self.registry.get(pair.decode)
         assert decode is not None
         effects = entry.room.place(pair, now)
@@ -314,7 +324,6 @@ class Dispatcher:
             self.registry.reserve(pair.prefill, name, epoch, Load(pages=0, tokens=need.prompt))
         logger.debug("placed", extra=fields(room=name, epoch=epoch, prefill=pair.prefill, decode=pair.decode))
         self._perform(entry, effects, now)
-        return True
 
     def _perform(self, entry: Entry, effects: Sequence[Effect], now: float) -> None:
         is_admission_due = False
@@ -322,6 +331,7 @@ class Dispatcher:
         for effect in effects:
             if isinstance(effect, Deliver):
                 self._deliver(entry, effect, now)
+                is_admission_due |= bool(entry.room.suspicion)  # it may be off probation now
             elif isinstance(effect, Send):
                 worker = self.registry.get(effect.instance)
                 if worker is not None:

@@ -11,14 +11,12 @@ A room is one request; an attempt is one try of it on a (prefill, decode) pair a
 Token 1 is withheld until decode has said Reserved, so that a refusal never comes after a token reached the client. A new
 attempt takes up where the last one ended: its prompt is the client's and all tokens so far, and since what is chosen
 depends on the absolute position, the client's stream goes on as if nothing had happened. There are `max_attempts` of them,
-refusals not counted; a request that was with two workers when they died gets no other, and after the first such death it
-waits until a worker that its peer found silent is known to live or to be dead. A room with a deadline ends with an
-error when it is over, in every state. A stop string ends a room here, while decode still works: what decode spent on it
-comes with its Gone, which is awaited for `accounts_s` at most before the room counts as settled. Whatever comes from
-another attempt or another worker than the attempt's own is dropped and counted.
+refusals not counted; a request that was with two workers when they died gets no other, see `suspicion`. A room with a
+deadline ends with an error when it is over, in every state. A stop string ends a room here, while decode still works:
+what decode spent on it comes with its Gone, which is awaited for `accounts_s` at most before the room counts as settled.
+Whatever comes from another attempt or another worker than the attempt's own is dropped and counted.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -38,11 +36,11 @@ from ..cluster.messages import (
 from .retries import MAX_ATTEMPTS
 from .room_effects import Broken, Closed, Deliver, Effect, Ended, Freed, Judged, Pair, Requeued, Send, Settled, Timeouts
 from .room_parts import PEER_LOST, Attempt, Hold, Phase, RoomEvent, Stamps, summed
+from .suspicion import MAX_DEATHS, Suspicion
 
 DEADLINE_EXCEEDED = "DeadlineExceeded"  # also the kind of a worker's Failed
 DRAINING = "Draining"  # of a worker's Failed: it leaves in order, which is no failure of the attempt
 QUARANTINED = "Quarantined"
-MAX_DEATHS = 2  # of workers that had the request
 
 
 @dataclass(eq=False)
@@ -61,7 +59,6 @@ class Room:
     epoch: int = -1
     output_ids: list[int] = field(default_factory=list)  # that went to the client, of all attempts
     failed_on: set[str] = field(default_factory=set)
-    died_with: set[str] = field(default_factory=set)  # workers that were lost while they had the request
     num_stale: int = 0
     cached_tokens: int = 0  # of the client's prompt, found by the first prefill that ended
     prefill_timeline: PrefillTimeline | None = None  # like decode's, of all attempts that are known
@@ -70,7 +67,7 @@ class Room:
     def __post_init__(self) -> None:
         self.stamps = Stamps(self.created)
         self._num_failed = 0
-        self._suspects: dict[str, float] = {}  # workers that their peer found silent -> when they got the request
+        self.suspicion = Suspicion()
         self._progress_at = self.created
         self._holds: list[Hold] = []
         self._settle_by: float | None = None  # until then decode's account of a stopped room is awaited
@@ -94,6 +91,12 @@ class Room:
     def is_settling(self) -> bool:
         """Whether decode's account of a stopped room is still awaited."""
         return self._settle_by is not None
+
+    @property
+    def is_on_probation(self) -> bool:
+        """Whether it is at its workers and may yet kill them, for all that is known."""
+        attempt = self._attempt
+        return bool(self.suspicion) and attempt is not None and self.is_at_workers and attempt.num_output < 2
 
     @property
     def pair(self) -> Pair | None:
@@ -156,8 +159,8 @@ class Room:
         effects: list[Effect] = [Freed(hold.instance, hold.epoch) for hold in lost]
         self._holds = [hold for hold in self._holds if hold.instance != instance]
         attempt = self._attempt
-        if is_dead and (unreachable_since is None or unreachable_since > self._suspects.get(instance, math.inf)):
-            self.died_with |= {instance} & self._suspects.keys()
+        if is_dead:
+            self.suspicion.lost(instance, unreachable_since)
         if self.phase is Phase.CLOSING:
             settled = self._settle() if attempt is not None and instance == attempt.pair.decode else []
             return effects + settled + self._maybe_closed()
@@ -166,8 +169,8 @@ class Room:
         # With token 1 here, prefill has done its part as far as the router can see; decode tells if the hand-off fails.
         if instance == attempt.pair.decode or not attempt.has_first:
             self.failed_on.add(instance)
-            if is_dead and (unreachable_since is None or unreachable_since > attempt.placed_at):
-                self.died_with.add(instance)
+            if is_dead:
+                self.suspicion.lost(instance, unreachable_since, attempt.placed_at)
             effects += self._attempt_failed("PeerLost", "a worker was lost", True, now)
         return effects
 
@@ -264,7 +267,7 @@ class Room:
         if message.kind != DEADLINE_EXCEEDED:
             effects += self._blame(*attempt.at_fault(message))
         if message.kind == PEER_LOST:
-            self._suspects |= dict.fromkeys(attempt.at_fault(message), attempt.placed_at)
+            self.suspicion.suspect(attempt.at_fault(message), attempt.placed_at)
         effects += self._drop_hold(message.instance)
         is_retryable = message.retryable and message.kind != DEADLINE_EXCEEDED
         return effects + self._attempt_failed(message.kind, message.message, is_retryable, now)
@@ -272,7 +275,7 @@ class Room:
     def _on_gone(self, message: Gone, instance: str) -> list[Effect]:
         gone = [hold for hold in self._holds if hold.instance == instance and hold.cancelled_at is not None]
         self._holds = [hold for hold in self._holds if hold not in gone]
-        self._suspects.pop(instance, None)
+        self.suspicion.answered(instance)
         effects: list[Effect] = [Freed(hold.instance, hold.epoch) for hold in gone]
         if gone and message.timeline is not None:
             self.decode_timeline = summed(self.decode_timeline, message.timeline)
@@ -332,15 +335,13 @@ class Room:
         if quarantined := self._quarantine(now):
             return quarantined
         if retryable and self._num_failed < self.max_attempts:
-            is_suspicious = self.died_with and self._suspects.keys() - self.died_with
-            not_before = now + self.timeouts.suspect_s if is_suspicious else now
+            not_before = now + self.timeouts.suspect_s if self.suspicion.is_open else now
             return self._requeue(Requeued(not_before, Broken(kind, message)), now)
         return self.give_up(kind, message, now)
 
     def _quarantine(self, now: float) -> list[Effect]:
-        if len(self.died_with) < MAX_DEATHS:
-            return []
-        return self.give_up(QUARANTINED, f"{MAX_DEATHS} workers were lost while they served it", now)
+        message = f"{MAX_DEATHS} workers were lost while they served it"
+        return self.give_up(QUARANTINED, message, now) if self.suspicion.is_proven else []
 
     def _requeue(self, effect: Requeued, now: float) -> list[Effect]:
         effects = self._cancel_holds(now)

@@ -80,6 +80,27 @@ def test_a_stream_goes_on_with_another_decode_and_the_client_sees_one_answer():
     assert (world.dispatcher.events["resumed"], entry.timeline(world.now).attempts) == (1, 2)
 
 
+def test_of_requests_that_were_with_a_dead_worker_one_at_a_time_meets_the_next_and_the_others_do_not_wait():
+    world, others = two_pairs()
+    entries = [world.submit(16)[0][0] for _ in range(3)]
+    world.add(*others)
+    world.kill((b"p", P))
+    (tried,) = world.of(b"p2", Prefill)
+    (fresh,), _ = world.submit(16)
+    assert [m.room for m in world.of(b"p2", Prefill)] == [tried.room, fresh.room.room], "it never was with a dead worker"
+    one = {"room": tried.room, "epoch": 1}
+    identity, decode = next((i, d) for i, d in ((b"d", D), (b"d2", D2)) if any(m.epoch == 1 for m in world.of(i, Reserve)))
+    world.dispatcher.on_message(identity, Reserved(instance=decode, **one))
+    world.dispatcher.on_message(b"p2", FirstToken(instance=P2, token=9, **one))
+    assert len(world.of(b"p2", Prefill)) == 2, "decode may still die of it"
+    world.dispatcher.on_message(identity, Tokens(instance=decode, items=[TokenItem(seq=1, ids=[10], **one)]))
+    assert [m.epoch for m in world.of(b"p2", Prefill)] == [1, 0, 1], "the next one's turn"
+    world.kill((b"p2", P2))
+    last = world.of(b"p2", Prefill)[-1].room
+    broken = [entry for entry in entries if not entry.room.is_live]
+    assert [entry.room.room for entry in broken if len(entry.room.suspicion.died_with) == 2] == [last], "alone"
+
+
 def test_a_stream_without_a_pair_waits_a_while_and_goes_on_when_one_comes_back():
     world, others = two_pairs()
     (entry,), _ = world.submit(16)
@@ -118,7 +139,7 @@ def test_rooms_do_not_go_from_one_lost_worker_to_another_that_is_lost_with_it():
     world.add(*others)
     world.kill((b"d", D), (b"d2", D2))
     assert world.epochs(b"d2") == []
-    assert (entry.room.epoch, entry.room.died_with) == (0, {D})
+    assert (entry.room.epoch, entry.room.suspicion.died_with) == (0, {D})
 
 
 def test_a_worker_that_cannot_be_reached_is_tried_last_and_is_not_counted_against_the_request():
@@ -132,7 +153,7 @@ def test_a_worker_that_cannot_be_reached_is_tried_last_and_is_not_counted_agains
     world.add((b"d3", "6" * 32, "decode"))
     world.pass_time(UNREACHABLE_S + 0.1)
     assert world.epochs(b"d3") == [2]
-    assert (entry.room.is_live, entry.room.died_with) == (True, {D})
+    assert (entry.room.is_live, entry.room.suspicion.died_with) == (True, {D})
 
 
 def test_a_request_that_was_with_two_workers_when_they_died_fails_alone():
@@ -258,7 +279,7 @@ def test_a_worker_that_leaves_at_the_end_of_its_drain_is_not_held_against_its_re
     world.dispatcher.on_message(b"d", Goodbye(instance=D))
     world.add(*others)
     world.kill((b"d", D))
-    assert (world.epochs(b"d2"), entry.room.died_with) == ([1], set())
+    assert (world.epochs(b"d2"), entry.room.suspicion.died_with) == ([1], set())
 
 
 def with_local(**settings):

@@ -134,7 +134,7 @@ def test_the_workers_accounts_are_summed_and_the_cached_part_is_of_the_clients_p
 
 def test_a_request_that_was_with_two_workers_when_they_died_is_quarantined():
     room, _ = resumed()
-    assert room.died_with == {D}
+    assert room.suspicion.died_with == {D}
     effects = room.worker_lost(P2, 1.2)
     assert Broken("Quarantined", "2 workers were lost while they served it") in effects
 
@@ -144,7 +144,7 @@ def test_workers_that_live_or_never_had_the_request_do_not_quarantine_it():
     assert Requeued(1.2, LOST) in room.worker_lost(D2, 1.2, unreachable_since=1.1)
     room.place(PAIR, 1.3)
     assert LOST in room.worker_lost(P, 1.4, is_dead=False)
-    assert room.died_with == {D}
+    assert room.suspicion.died_with == {D}
 
 
 def silent(pair, epoch):
@@ -158,7 +158,7 @@ def test_a_request_whose_workers_their_peers_found_silent_waits_for_their_death_
     assert Requeued(1.0, Broken("PeerLost", "silent")) in effects, "the first one is tried again at once"
     room.place(PAIR2, 1.0)
     room.worker_lost(P, 1.8)
-    assert room.died_with == {P}, "of the attempt before"
+    assert room.suspicion.died_with == {P}, "of the attempt before"
     effects = room.on(silent(PAIR2, 1), D2, 2.0)
     assert Requeued(2.0 + room.timeouts.suspect_s, Broken("PeerLost", "silent")) in effects, "it may have killed another"
     assert Broken("Quarantined", "2 workers were lost while they served it") in room.worker_lost(P2, 2.8)
@@ -172,7 +172,7 @@ def test_a_silent_worker_that_answers_or_never_had_the_request_is_not_counted_as
     room.worker_lost(P, 1.8)
     room.on(silent(PAIR2, 1), D2, 2.0)
     room.worker_lost(P2, 2.8, unreachable_since=1.1)
-    assert room.died_with == set()
+    assert room.suspicion.died_with == set()
     assert room.phase is Phase.QUEUED
 
 
