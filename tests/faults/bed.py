@@ -4,6 +4,7 @@
                                    like make another one
     scene.verdict()                after the row: every promise of history.py, and
         I4   5 s after the last request nothing is held anywhere: pages, rooms, file descriptors, shared memory
+        I6   the router has grown by no more than ROUTER_GROWTH since it was fresh
         I8   no process but the victims ended
         S1   no node did what the audit hook of tests/audit forbids
 """
@@ -22,6 +23,7 @@ from baton.tests.faults.traffic import Ask, Call, Traffic
 from baton.tests.parity.toy_models import write_toy_checkpoint
 
 GIVEN_BACK_S = 5.0
+ROUTER_GROWTH = 32 << 20  # bytes, first use of libraries included; rows have at most 300 streams of 64 KiB
 SPARE_FDS = 24  # links between workers come and go with their peers and stay for a while when idle
 SHAPE = {
     "vocab_size": 330, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -40,6 +42,7 @@ class Scene:
         self.notes: list[str] = []
         self._exits = {node.name: len(node.exits) for node in cluster.nodes.values()}
         self._fds = self._num_fds()
+        self._rss = 0
         self._shm = set(os.listdir("/dev/shm"))
 
     # --- what rows do -------------------------------------------------------------------------------------------------
@@ -62,6 +65,8 @@ class Scene:
     def rebase(self, *names: str) -> None:
         """The nodes were started anew: their file descriptors are counted from here."""
         self._fds |= {name: count for name, count in self._num_fds().items() if name in names}
+        if "router" in names:
+            self._rss = self._router_rss()
 
     def detected(self, name: str, pid: int, within: float = 2.0) -> float:
         """Seconds until the router no longer counts the process among its serving workers (I7)."""
@@ -74,7 +79,7 @@ class Scene:
         """Every broken promise."""
         calls = self.traffic.wait(self.traffic.history)
         found = violations(calls, self.bed.references, self.promise)
-        return found + self._held() + self._exited() + self.cluster.audit_lines
+        return found + self._held() + self._grown() + self._exited() + self.cluster.audit_lines
 
     def close(self) -> None:
         self.traffic.close()
@@ -92,6 +97,13 @@ class Scene:
                 found.append(f"I4: {name} has {count} file descriptors, {before} before")
         left = {name for name in set(os.listdir("/dev/shm")) - self._shm if "baton" in name}
         return found + ([f"I4: left in /dev/shm: {sorted(left)}"] if left else [])
+
+    def _grown(self) -> list[str]:
+        grown = self._router_rss() - self._rss
+        return [f"I6: the router grew by {grown >> 20} MB"] if grown > ROUTER_GROWTH else []
+
+    def _router_rss(self) -> int:
+        return psutil.Process(self.cluster.nodes["router"].pid).memory_info().rss
 
     def _exited(self) -> list[str]:
         found = []

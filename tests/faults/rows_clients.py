@@ -1,11 +1,14 @@
 """Rows in which clients leave, do not read, ask what cannot be, or are too many."""
 
+import os
 import random
+import signal
 import socket
 import threading
 import time
 
 import psutil
+from baton.prefill.worker import PrefillWorker
 from baton.tests.faults.bed import Scene
 from baton.tests.faults.cluster import wait_until
 from baton.tests.faults.history import Promise
@@ -184,6 +187,46 @@ def read_to_the_end(sock: socket.socket) -> bytes:
         assert part, "cut"
         data += part
     return data
+
+
+POISON = (77,) * 5  # the beginning of a prompt
+
+
+@row("F49", "a prompt crashes every prefill worker that computes it", "two workers die of it, then 500 for it alone")
+def f49(scene: Scene) -> str:
+    asks = scene.known(workload(149, 12, prompt=(30, 100), max_tokens=30))
+    scene.promise = Promise(statuses=(500,))
+    for name in ("prefill-0", "prefill-1"):
+        scene.victims.add(name)
+        scene.cluster.restart(name, prepare=["baton.tests.faults.rows_clients:fear_poison"])
+        scene.cluster.nodes[name].keeps_alive = True
+    scene.cluster.wait_whole(20)
+    scene.rebase("prefill-0", "prefill-1")
+    starts = sum(node.num_starts for node in scene.cluster.workers)
+    scene.traffic.run(asks * 8)  # the retry budget is a share of all requests
+    calls = scene.traffic.start(*asks)
+    (poisoned,) = scene.traffic.start(Ask(prompt=(*POISON, *range(3, 200)), max_tokens=8))
+    scene.traffic.wait([*calls, poisoned])
+    assert poisoned.status == 500, poisoned
+    assert poisoned.error["code"] == "request_quarantined"
+    assert all(call.end == "finished" for call in calls), calls
+    scene.cluster.wait_whole(10)
+    deaths = sum(node.num_starts for node in scene.cluster.workers) - starts
+    assert deaths <= 2, f"{deaths} workers died"
+    took = poisoned.ended - poisoned.started
+    return f"{deaths} deaths, 500 {poisoned.error['code']} after {took:.1f} s; {placed_again(calls)}"
+
+
+def fear_poison() -> None:
+    """In a prefill node: a prompt that begins with POISON kills it."""
+    forward = PrefillWorker._forward
+
+    def die_of_poison(self, chunks):
+        if any(tuple(chunk.room.request.prompt_ids[: len(POISON)]) == POISON for chunk in chunks):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return forward(self, chunks)
+
+    PrefillWorker._forward = die_of_poison
 
 
 @row(
