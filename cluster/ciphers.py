@@ -9,13 +9,19 @@ Prefill chooses the first of its own ways that decode accepts too.
 
 from collections.abc import Sequence
 
+from .config_fields import Setting
 from .errors import ConfigError, HandshakeRefused
+from .transports import AUTO
 
 AES_128_GCM = "aes-128-gcm"
 CURVE = "curve"
 CRC32C = "crc32c"
-AUTO = "auto"
 CHOICES = (AUTO, AES_128_GCM, CURVE, CRC32C)
+
+CIPHER_SETTING = Setting(help="how KV blocks are protected; auto: sealed with --keys", choices=CHOICES)
+BULK_PORT_SETTING = Setting(
+    help="port of sealed KV blocks; under up the first one of several; 0: any free one", minimum=0, maximum=65535
+)
 
 
 def ciphers_of(choice: str, *, has_keys: bool, trusted_network: bool) -> tuple[str, ...]:

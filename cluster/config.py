@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, TypeVar
 
+from .ciphers import BULK_PORT_SETTING, CIPHER_SETTING, CURVE
 from .config_fields import (
     Setting,
     Value,
@@ -60,12 +61,8 @@ class RoleConfig:
 class LogSettings(RoleConfig):
     """Logs."""
 
-    log_level: str = setting(
-        "info", Setting(help="least important line to log; debug also shows tracebacks", choices=LOG_LEVELS)
-    )
-    log_format: str = setting(
-        "text", Setting(help="one line of text, or one JSON object, per record", choices=("text", "json"))
-    )
+    log_level: str = setting("info", Setting(help="least important line to log; debug adds tracebacks", choices=LOG_LEVELS))
+    log_format: str = setting("text", Setting(help="text, or one JSON object, per record", choices=("text", "json")))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +83,7 @@ class NetworkSettings(RoleConfig):
         "", Setting(help="directory of keys (`baton keys init`): the links between processes are CURVE", metavar="DIR")
     )
     trusted_network: bool = setting(
-        False, Setting(help="allow binding other addresses than loopback without keys; nothing is authenticated then")
+        False, Setting(help="allow binding other addresses than loopback without keys, and --kv-cipher crc32c with keys")
     )
     drain_timeout_s: float = setting(
         30.0, Setting(help="longest wait for running requests after SIGTERM", unit="s", minimum=0, maximum=3600)
@@ -118,9 +115,7 @@ class EngineSettings(RoleConfig):
     )
     kv_memory_mb: int = setting(
         0,
-        Setting(
-            help="memory of the KV pool; 0: 1024 on CPU, most of what is free on a GPU", unit="MiB", minimum=0, maximum=2**24
-        ),
+        Setting(help="memory of the KV pool; 0: 1024 on CPU, most of a GPU's free", unit="MiB", minimum=0, maximum=2**24),
     )
     max_context: int = setting(
         0,
@@ -133,6 +128,7 @@ class EngineSettings(RoleConfig):
     lease_s: float = setting(
         5.0, Setting(help="a hand-off without progress for this long is given up", unit="s", minimum=0.1, maximum=600)
     )
+    kv_cipher: str = setting(AUTO, CIPHER_SETTING)
     transports: str = setting(AUTO, TRANSPORTS_SETTING)
 
 
@@ -145,6 +141,7 @@ class PrefillSettings(RoleConfig):
     )
     max_batch: int = setting(8, Setting(help="most requests in one forward", minimum=1, maximum=4096))
     slab_mb: int = setting(256, SLAB_SETTING)
+    kv_bulk_port: int = setting(0, BULK_PORT_SETTING)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,9 +171,7 @@ class DecodeSettings(RoleConfig):
     local_prefill_tokens: int = setting(
         128, Setting(help="of prompts that decode computes itself, per step", unit="tokens", minimum=1, maximum=8192)
     )
-    pull_window: int = setting(
-        6, Setting(help="blocks of a hand-off asked for and not yet received", minimum=1, maximum=64)
-    )
+    pull_window: int = setting(6, Setting(help="blocks of a hand-off asked for and not yet received", minimum=1, maximum=64))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,9 +248,7 @@ class RouterConfig(HttpSettings, ModelSettings, NetworkSettings, LogSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class UpConfig(
-    ModelSettings, HttpSettings, EngineSettings, PrefillSettings, DecodeSettings, NetworkSettings, LogSettings
-):
+class UpConfig(ModelSettings, HttpSettings, EngineSettings, PrefillSettings, DecodeSettings, NetworkSettings, LogSettings):
     """Cluster on this host."""
 
     role: ClassVar[str] = "up"
@@ -331,9 +324,15 @@ def ignored_settings(config: RoleConfig) -> list[str]:
             lines += [f"{flag} is ignored: nothing drafts without a head, name one with --draft" for flag in given]
     if isinstance(config, EngineSettings) and config.pages and _is_given(config, "kv_memory_mb"):
         lines.append("--kv-memory-mb is ignored: --pages sets the size of the KV pool")
+    if isinstance(config, PrefillConfig) and config.kv_bulk_port and not _has_bulk_port(config):
+        lines.append("--kv-bulk-port is ignored: KV blocks have a port of their own only with --keys, over tcp")
     if isinstance(config, RouterConfig) and config.request_timeout_s and config.queue_timeout_s > config.request_timeout_s:
         lines.append("--queue-timeout-s is ignored: --request-timeout-s ends a request before")
     return lines
+
+
+def _has_bulk_port(config: PrefillConfig) -> bool:
+    return bool(config.keys) and config.kv_cipher != CURVE and not config.kv_bind.startswith("ipc://")
 
 
 def _is_given(config: RoleConfig, name: str) -> bool:

@@ -16,13 +16,15 @@ import zmq
 from .errors import ConfigError, StartupError
 from .keyring import KEY_BYTES, AllowList, split_key
 from .log import fields
-from .sockets import ZAP_DOMAIN, Socket, make_socket, recv_parts
+from .sockets import TICKET_DOMAIN, TICKET_USER, ZAP_DOMAIN, Socket, make_socket, recv_parts
+from .tickets import Tickets
 
 logger = logging.getLogger(__name__)
 
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 ZAP_VERSION = b"1.0"
-ZAP_PARTS = 7  # version, request, domain, address, routing id, mechanism, key
+ZAP_PARTS = 7  # version, request, domain, address, routing id, mechanism, and a key or user
+TICKET_PARTS = 8  # in place of the key, a user and a ticket
 QUIET_S = 60.0  # a peer that is refused again and again is worth a line a minute
 MAX_SUBJECTS = 256
 UNFINISHED = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -68,16 +70,23 @@ class DropLog:
 
 
 class Authenticator:
-    """A context's ZAP handler: admits the keys that `peers` lists under one of `roles`.
+    """A context's ZAP handler: admits the keys that `peers` lists under one of `roles`, and the holders of `tickets`.
 
     Made before the first socket of its context that is connected to. It ends when the context does.
     """
 
-    def __init__(self, context: zmq.Context[Socket], peers: AllowList, roles: Collection[str]) -> None:
+    def __init__(
+        self,
+        context: zmq.Context[Socket],
+        peers: AllowList,
+        roles: Collection[str],
+        tickets: Tickets | None = None,
+    ) -> None:
         self.num_refused = 0
         self.num_failures = 0  # 1: the thread died, nobody is admitted any more
         self._peers = peers
         self._roles = tuple(roles)
+        self._tickets = tickets
         self._sparingly = Sparingly()
         self._socket = make_socket(context, zmq.REP, linger_ms=0)
         try:
@@ -101,7 +110,7 @@ class Authenticator:
         try:
             while True:
                 self._socket.poll()
-                parts = recv_parts(self._socket, ZAP_PARTS, 4096)
+                parts = recv_parts(self._socket, TICKET_PARTS, 4096)
                 if parts is not None:
                     self._socket.send_multipart(self._answer([part.bytes for part in parts]))
         except zmq.ContextTerminated:
@@ -121,11 +130,13 @@ class Authenticator:
 
     def _judge(self, parts: Sequence[bytes]) -> tuple[str, str]:
         """(user, "") of a peer that is admitted, else ("", reason)."""
-        if len(parts) != ZAP_PARTS or parts[0] != ZAP_VERSION:
+        if not ZAP_PARTS <= len(parts) <= TICKET_PARTS or parts[0] != ZAP_VERSION:
             return self._refuse("", "", "the request is not of ZAP 1.0")
-        _, _, domain, address, _, mechanism, key = parts
+        if parts[2] == TICKET_DOMAIN:
+            return self._judge_ticket(parts)
+        _, _, domain, address, _, mechanism, key = parts[:ZAP_PARTS]
         where = address.decode(errors="replace")
-        if domain != ZAP_DOMAIN or mechanism != b"CURVE" or len(key) != KEY_BYTES:
+        if len(parts) != ZAP_PARTS or domain != ZAP_DOMAIN or mechanism != b"CURVE" or len(key) != KEY_BYTES:
             return self._refuse("", where, "the peer shows no key")
         public = key.hex()
         try:
@@ -137,6 +148,13 @@ class Authenticator:
             return self._refuse(public, where, f"the key is not listed as {roles}, or its time is over")
         logger.debug("peer admitted", extra=fields(user=peer.user, address=where))
         return peer.user, ""
+
+    def _judge_ticket(self, parts: Sequence[bytes]) -> tuple[str, str]:
+        where = parts[3].decode(errors="replace")
+        if self._tickets is None or parts[5:7] != [b"PLAIN", TICKET_USER] or len(parts) != TICKET_PARTS:
+            return self._refuse("", where, "the peer shows no ticket")
+        user = self._tickets.redeem(parts[7].decode(errors="replace"))
+        return (user, "") if user else self._refuse("", where, "the ticket is unknown, used or too old")
 
     def _refuse(self, public: str, address: str, reason: str) -> tuple[str, str]:
         self.num_refused += 1

@@ -25,6 +25,8 @@ BULK_FRAME_SLACK = 4096  # a bulk socket's frames are one block or a small messa
 LINGER_MS = 200
 CURVE_FRAME_SLACK = 64  # an encrypted frame is 33 bytes longer than what it holds
 ZAP_DOMAIN = b"baton"
+TICKET_DOMAIN = b"baton-ticket"
+TICKET_USER = b"ticket"
 IPC_PATH_LIMIT = 107
 TOO_LONG = "a message of too many parts or bytes"  # what `recv_parts` drops
 DISCARD_PARTS = 4096  # in one call, about as many microseconds
@@ -43,8 +45,11 @@ def make_socket(
     receive_high_water: int | None = None,
     linger_ms: int = LINGER_MS,
     curve: Curve | None = None,
+    ticket: str | None = None,
 ) -> Socket:
     """A socket of type `kind` (zmq.ROUTER, zmq.DEALER, ...) with baton's settings; authenticated and encrypted by `curve`.
+
+    With a `ticket` of `Tickets` it shows that to whom it connects; with "" it is connected to, by who shows one.
 
     A peer's frame of more than `max_frame` bytes closes its connection. At most `high_water` messages are queued per
     peer and direction; `receive_high_water`, when given, is the bound of the incoming ones. A DEALER queues nothing for
@@ -69,6 +74,8 @@ def make_socket(
         socket.setsockopt(zmq.IMMEDIATE, 1)
     if curve is not None:
         _set_keys(socket, curve)
+    elif ticket is not None:
+        _set_ticket(socket, ticket)
     return socket
 
 
@@ -82,6 +89,17 @@ def _set_keys(socket: Socket, curve: Curve) -> None:
     else:
         socket.setsockopt(zmq.CURVE_PUBLICKEY, curve.public)
         socket.setsockopt(zmq.CURVE_SERVERKEY, curve.server)
+
+
+def _set_ticket(socket: Socket, ticket: str) -> None:
+    """PLAIN, in ZeroMQ's words: who has no ticket is refused in the handshake, before a single message of his is read."""
+    if ticket:
+        socket.setsockopt(zmq.PLAIN_USERNAME, TICKET_USER)
+        socket.setsockopt(zmq.PLAIN_PASSWORD, ticket.encode())
+    else:
+        socket.setsockopt(zmq.PLAIN_SERVER, 1)
+        socket.setsockopt(zmq.ZAP_DOMAIN, TICKET_DOMAIN)
+        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
 
 
 def bind(socket: Socket, endpoint: str) -> str:

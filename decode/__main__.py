@@ -5,6 +5,7 @@ import secrets
 import sys
 from collections.abc import Sequence
 
+from ..cluster.ciphers import ciphers_of
 from ..cluster.config import DecodeConfig, load_config
 from ..cluster.life import Serve, run_role
 from ..cluster.log import configure
@@ -21,6 +22,7 @@ def configured(argv: Sequence[str]) -> Serve:
     config = load_config(DecodeConfig, argv, os.environ)
     instance = secrets.token_hex(16)
     configure("decode", instance, level=config.log_level, log_format=config.log_format)
+    ciphers_of(config.kv_cipher, has_keys=bool(config.keys), trusted_network=config.trusted_network)
     from .startup import start
 
     return start(config, instance)

@@ -5,6 +5,7 @@ import time
 
 import zmq
 
+from ..cluster.ciphers import ciphers_of
 from ..cluster.config import DecodeConfig
 from ..cluster.control_link import ControlLink
 from ..cluster.fault_points import reach_of
@@ -41,6 +42,8 @@ def start(config: DecodeConfig, instance: str) -> Serve:
         feature_width=engine.feature_width,
     )
 
+    ciphers = ciphers_of(config.kv_cipher, has_keys=bool(config.keys), trusted_network=config.trusted_network)
+
     def open_planes(context: zmq.Context[Socket]) -> tuple[ControlLink, ZmqBlocksReceiver]:
         transport = ZmqBlocksReceiver(
             instance,
@@ -48,6 +51,7 @@ def start(config: DecodeConfig, instance: str) -> Serve:
             planes_of(engine.pool, engine.features),
             context=context,
             keyring=keyring,
+            ciphers=ciphers,
             window=config.pull_window,
             lease_s=config.lease_s,
             transports=transports,

@@ -21,7 +21,7 @@ from ..cluster.config import (
     to_argv,
 )
 from ..cluster.config_fields import Value, as_text, flag_of, settings_of
-from ..cluster.errors import StartupError
+from ..cluster.errors import ConfigError, StartupError
 from ..cluster.life import PARENT_VARIABLE
 from ..cluster.log import PACKAGE
 from .supervise import ChildSpec
@@ -29,6 +29,7 @@ from .supervise import ChildSpec
 logger = logging.getLogger(__name__)
 
 PROG = "baton up"
+LAST_PORT = 65535
 ROUTER = "router"  # the name of that child
 
 Command = Callable[[str, Sequence[str]], list[str]]
@@ -52,10 +53,25 @@ def child_configs(
         kv = f"ipc://{directory}/kv-{i}" if is_ipc else "tcp://127.0.0.1:0"
         plan.append((f"prefill-{i}", PrefillConfig, {"router": control, "kv_bind": kv}))
     plan += [(f"decode-{i}", DecodeConfig, {"router": control}) for i in range(config.decode)]
-    children = [(name, child_config(cls, config, env, wiring, threads)) for name, cls, wiring in plan]
+    children = _with_bulk_ports([(name, child_config(cls, config, env, wiring, threads)) for name, cls, wiring in plan])
     for warning in dict.fromkeys(text for _, child in children for text in ignored_settings(child)):
         logger.warning("%s", warning)
     return children
+
+
+def _with_bulk_ports(children: Sequence[tuple[str, RoleConfig]]) -> list[tuple[str, RoleConfig]]:
+    """--kv-bulk-port is the first prefill worker's, each other one takes the next; raises ConfigError beyond the last."""
+    told: list[tuple[str, RoleConfig]] = []
+    num_prefill = 0
+    for name, child in children:
+        if isinstance(child, PrefillConfig) and child.kv_bulk_port:
+            port = child.kv_bulk_port + num_prefill
+            if port > LAST_PORT:
+                raise ConfigError(f"--kv-bulk-port {child.kv_bulk_port} leaves no port for {name}; choose a lower one")
+            child = dataclasses.replace(child, kv_bulk_port=port)
+            num_prefill += 1
+        told.append((name, child))
+    return told
 
 
 def child_specs(

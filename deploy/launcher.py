@@ -25,6 +25,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
+from ..cluster.ciphers import ciphers_of
 from ..cluster.config import RouterConfig, UpConfig, load_config
 from ..cluster.errors import StartupError
 from ..cluster.life import EXIT_CANNOT_START, EXIT_OK, Shutdown, report_cannot_start, run_role
@@ -256,6 +257,7 @@ def main(argv: Sequence[str]) -> int:
 def _prepare(argv: Sequence[str]) -> Callable[[], int]:
     config = load_config(UpConfig, argv, os.environ)
     configure("up", level=config.log_level, log_format=config.log_format)
+    ciphers_of(config.kv_cipher, has_keys=bool(config.keys), trusted_network=config.trusted_network)
     shutdown = Shutdown()
     shutdown.install()
     cluster = Cluster(config)

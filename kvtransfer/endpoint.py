@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
 from ..cluster.errors import PeerLost
@@ -17,7 +17,6 @@ RETRY_S = 0.001
 MAX_RETRY_S = 0.05
 
 Clock = Callable[[], float]
-Parts = Sequence[bytes | memoryview]
 Queued = TypeVar("Queued", Send, "Send | SendBlock")
 
 
@@ -42,8 +41,8 @@ class Endpoint(ABC, Generic[Queued]):
         self.reach: Reach = unarmed
         self._clock = clock
         self._events: list[TransportEvent] = []
-        self._outbox: dict[Peer, deque[Queued]] = {}
-        self._blocked: set[Peer] = set()  # took nothing at the last attempt
+        self._outbox: dict[str, deque[Queued]] = {}  # by lane
+        self._blocked: set[str] = set()  # lanes that took nothing at the last attempt
         self._retry_s = RETRY_S
         self._retry_at = 0.0
         self._drop_log = DropLog("KV message dropped", clock)
@@ -60,20 +59,24 @@ class Endpoint(ABC, Generic[Queued]):
     def _peer_lost(self, peer: Peer) -> None:
         """The connection is gone, and what waits for it with it."""
 
+    def _lane(self, item: Queued) -> str:
+        """Which queue a message waits in; the peer's, unless a peer has several connections."""
+        return item.peer
+
     def _post(self, item: Queued) -> bool:
         """Queue a message for its peer; False when it is lost to a full queue."""
-        waiting = self._outbox.setdefault(item.peer, deque())
+        waiting = self._outbox.setdefault(self._lane(item), deque())
         if len(waiting) >= MAX_OUTBOX:
             return False
         waiting.append(item)
         return True
 
     def _flush(self, now: float) -> None:
-        """Sends what waits, in order per peer; backs off while peers take nothing."""
+        """Sends what waits, in order per lane; backs off while peers take nothing."""
         is_retry = now >= self._retry_at
         has_sent = False
-        for peer in [p for p in self._outbox if is_retry or p not in self._blocked]:
-            has_sent = self._flush_peer(peer) or has_sent
+        for lane in [name for name in self._outbox if is_retry or name not in self._blocked]:
+            has_sent = self._flush_lane(lane) or has_sent
         if has_sent:
             self._retry_s = RETRY_S
         elif is_retry and self._blocked:
@@ -81,21 +84,24 @@ class Endpoint(ABC, Generic[Queued]):
         if has_sent or is_retry:
             self._retry_at = now + self._retry_s
 
-    def _flush_peer(self, peer: Peer) -> bool:
-        """Sends what waits for one peer; returns whether anything went."""
-        waiting = self._outbox[peer]
+    def _flush_lane(self, lane: str) -> bool:
+        """Sends what waits in one queue; returns whether anything went."""
+        waiting = self._outbox.get(lane)
+        if waiting is None:
+            return False  # the peer of another lane took it with it
         size = len(waiting)
         try:
             while waiting and self._send_now(waiting[0]):
                 waiting.popleft()
         except PeerLost:
+            peer = waiting[0].peer
             waiting.clear()
             self._peer_lost(peer)
         if waiting:
-            self._blocked.add(peer)
+            self._blocked.add(lane)
         else:
-            self._blocked.discard(peer)
-            del self._outbox[peer]
+            self._blocked.discard(lane)
+            self._outbox.pop(lane, None)
         return len(waiting) < size
 
     def _forget_events(self, room: str, epoch: int) -> None:

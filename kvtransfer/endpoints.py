@@ -7,21 +7,24 @@
 import time
 from collections.abc import Sequence
 
-import torch
-
+from ..cluster.ciphers import CRC32C
 from ..cluster.codec import Decoder, encode, kv_down_decoder, kv_up_decoder
-from ..cluster.errors import LocalProtocolError, RemoteProtocolError
+from ..cluster.errors import DigestMismatch, LocalProtocolError, RemoteProtocolError
 from ..cluster.messages import Block, KVDown, KVUp, KVWelcome, Layout, Release
 from ..cluster.slab_messages import SlabBlock, SlabDown, SlabUp
 from ..cluster.transports import SHM, ZMQ_BLOCKS
-from .endpoint import RETRY_S, Clock, Delivery, Endpoint
-from .layout import Crc, KVLayout, block_digest, digest_seed
-from .memory import BlockReader, BlockWriter
+from .endpoint import RETRY_S, Clock, Endpoint
+from .layout import Crc, KVLayout, Segment, block_digest, digest_seed
+from .memory import BlockReader, BlockWriter, Payload
+from .pending_reads import PendingReads
 from .receiver import ReceiverSession
+from .seal import TAG_BYTES, BlockName
 from .sender import SenderSession
-from .session import LEASE_S, WINDOW, CloseLink, Effect, Notify, Peer, Send, SendBlock
+from .session import LEASE_S, WINDOW, CloseLink, Effect, Notify, Peer, ReceiverRoom, Send, SendBlock
 from .transport import Dropped, Offer, Planes, PullRequest, Released
 from .transports.shm import SLAB_BYTES, ReceiverSlabs, SenderSlabs
+
+_Key = tuple[Peer, str, int, int]  # peer, room, epoch, block
 
 
 class SenderEndpoint(Endpoint["Send | SendBlock"]):
@@ -34,22 +37,22 @@ class SenderEndpoint(Endpoint["Send | SendBlock"]):
         planes: Planes,
         *,
         lease_s: float = LEASE_S,
+        ciphers: Sequence[str] = (CRC32C,),
         transports: Sequence[str] = (ZMQ_BLOCKS,),
         slab_bytes: int = SLAB_BYTES,
         clock: Clock = time.monotonic,
     ) -> None:
         super().__init__(clock)
-        self.session = SenderSession(instance, layout, lease_s=lease_s, transports=transports)
+        self.session = SenderSession(instance, layout, lease_s=lease_s, ciphers=ciphers, transports=transports)
         if self.session.layout.has_features != (planes.features is not None):
             raise LocalProtocolError("a layout has features exactly when the planes have them")
         self._lease_s = lease_s
         self._reader = BlockReader(self.session.layout, planes)
         self._decoder: Decoder[KVUp] = kv_up_decoder()
-        self._in_flight: dict[tuple[str, int], list[Delivery]] = {}  # reads of a room's own pages
-        self._held: list[tuple[Released | Dropped, float]] = []  # waits until those are done, or the time has come
-        self._staging: list[tuple[Delivery, torch.Tensor]] = []
+        self._reads = PendingReads(self._reader.recycle)
+        self._prepared: dict[_Key, tuple[SendBlock, Block, Payload]] = {}  # what a full connection did not take
         self._slabs = SenderSlabs(instance, layout.block_bytes, lease_s=lease_s, max_bytes=slab_bytes)
-        self._waiting: set[tuple[Peer, str, int, int]] = set()  # (peer, room, epoch, block) of the blocks in the outbox
+        self._waiting: set[_Key] = set()  # the blocks in the outbox
 
     def offer(self, offer: Offer) -> None:
         self._perform(self.session.offer(offer, self._clock()))
@@ -60,7 +63,7 @@ class SenderEndpoint(Endpoint["Send | SendBlock"]):
     def release(self, room: str, epoch: int, reason: str) -> None:
         self._perform(self.session.release(room, epoch, reason, self._clock()))
         self._slabs.forget(room, epoch)
-        self._held = [(e, until) for e, until in self._held if e.room != room or e.epoch > epoch]
+        self._reads.forget(room, epoch)
         self._forget_events(room, epoch)
 
     def pull(self, request: PullRequest) -> None:
@@ -74,7 +77,7 @@ class SenderEndpoint(Endpoint["Send | SendBlock"]):
     def next_deadline(self, now: float) -> float | None:
         """When `poll` must be called at the latest; None when only a message can bring news."""
         times = [self.session.next_deadline(), self._slabs.next_deadline(), self._retry_at if self._outbox else None]
-        if self._held or self._staging:
+        if self._reads.is_waiting:
             times.append(now + RETRY_S)
         return min((t for t in times if t is not None), default=None)
 
@@ -123,88 +126,97 @@ class SenderEndpoint(Endpoint["Send | SendBlock"]):
                 assert isinstance(effect.event, Released | Dropped)
                 self._slabs.forget(effect.event.room, effect.event.epoch)
                 # reads that a hung peer never ends do not hold pages for ever; its digests would not match
-                self._held.append((effect.event, self._clock() + self._lease_s))
+                self._reads.hold(effect.event, self._clock() + self._lease_s)
         self._flush(self._clock())
         self._settle(self._clock())
 
     def _send_now(self, item: "Send | SendBlock") -> bool:
         if isinstance(item, Send):
-            return self._transmit(item.peer, encode(item.message), None) is not None
-        key = (item.peer, item.room, item.epoch, item.block)
-        if not self.session.is_open(item.room, item.epoch):
-            self._waiting.discard(key)
-            return True  # its pages may belong to another room by now
+            message = item.message
+            if isinstance(message, KVWelcome):
+                message = self._admit(item.peer, message)
+            return self._transmit(item.peer, encode(message), None) is not None
+        is_done = not self.session.is_open(item.room, item.epoch) or self._send_block(item)  # else: others' pages by now
+        if is_done:
+            self._waiting.discard(_key(item))
+            self._drop_prepared(_key(item))
+        return is_done
+
+    def _send_block(self, item: SendBlock) -> bool:
+        """Sends a block through the slab or as a message; False when the peer cannot take it now."""
         self.reach("sender:block")
-        in_slab = self._slabs.fill(item, self._reader, self._clock())
+        key = _key(item)
+        in_slab = self._slabs.fill(item, self._reader, self._clock()) if key not in self._prepared else None
         if in_slab is not None:
-            if self._transmit(item.peer, encode(in_slab), None) is None:
-                return False
-            self._waiting.discard(key)
-            self.session.counters.blocks += 1
-            self.session.counters.bytes += item.size
-            return True
+            delivery = self._transmit(item.peer, encode(in_slab), None)
+        else:
+            header, payload = self._prepare(item)
+            delivery = self._transmit(item.peer, encode(header), payload)
+            if delivery is not None:
+                self._prepared.pop(key, None)
+                self._reads.add(item.room, item.epoch, payload, delivery)
+        if delivery is None:
+            return False
+        self.session.counters.blocks += 1
+        self.session.counters.bytes += item.size
+        return True
+
+    def _admit(self, peer: Peer, welcome: KVWelcome) -> KVWelcome:
+        """A Welcome on its way out, with what the peer needs to know of this transport."""
+        return welcome
+
+    def _prepare(self, item: SendBlock) -> tuple[Block, Payload]:
+        """A block as it goes out, sealed or with a digest, and only once: sealing it at every attempt would cost the CPU
+        that a busy peer waits for.
+        """
+        known = self._prepared.get(_key(item))
+        if known is not None and known[0] is item:
+            return known[1:]
+        self._drop_prepared(_key(item))
         payload = self._reader.read(item.segments, item.pages[item.first_page :], item.size)
+        digest = attempt = 0
+        if item.sealer is None:
+            digest = block_digest(item.room, item.epoch, item.block, payload.data, self._reader.crc)
+        else:
+            name = BlockName(item.room, item.epoch, item.block, item.size, self.session.layout.wire.fingerprint)
+            payload, attempt = self._reader.seal(payload, item.sealer, name)
         header = Block(
             room=item.room,
             epoch=item.epoch,
             instance=self.session.instance,
             block=item.block,
             size=item.size,
-            digest=block_digest(item.room, item.epoch, item.block, payload.data, self._reader.crc),
+            digest=digest,
+            attempt=attempt,
         )
-        delivery = self._transmit(item.peer, encode(header), payload)
-        if delivery is None:
-            if payload.staging is not None:
-                self._reader.recycle(payload.staging)
-            return False
-        self._waiting.discard(key)
-        self.session.counters.blocks += 1
-        self.session.counters.bytes += item.size
-        if payload.staging is not None:
-            self._staging.append((delivery, payload.staging))
-        elif not delivery.done:
-            self._in_flight.setdefault((item.room, item.epoch), []).append(delivery)
-        return True
+        self._prepared[_key(item)] = item, header, payload
+        return header, payload
+
+    def _drop_prepared(self, key: _Key) -> None:
+        known = self._prepared.pop(key, None)
+        if known is not None and known[2].staging is not None:
+            self._reader.recycle(known[2].staging)
 
     def _post(self, item: "Send | SendBlock") -> bool:
         """As for every endpoint, but a block waits only once: whoever asks again for it gets the one that waits."""
         if not isinstance(item, SendBlock):
             return super()._post(item)
-        key = (item.peer, item.room, item.epoch, item.block)
-        if key in self._waiting:
+        if _key(item) in self._waiting:
             return True
         is_queued = super()._post(item)
         if is_queued:
-            self._waiting.add(key)
+            self._waiting.add(_key(item))
         return is_queued
 
     def _peer_lost(self, peer: Peer) -> None:
         self._waiting = {key for key in self._waiting if key[0] != peer}
+        for key in [key for key in self._prepared if key[0] == peer]:
+            self._drop_prepared(key)
         self._slabs.drop(peer)
         self.session.peer_gone(peer)
 
     def _settle(self, now: float) -> None:
-        """Gives back the memory that nobody reads any more, and reports the rooms that waited for it."""
-        busy: list[tuple[Delivery, torch.Tensor]] = []
-        for delivery, staging in self._staging:
-            if delivery.done:
-                self._reader.recycle(staging)
-            else:
-                busy.append((delivery, staging))
-        self._staging = busy
-        for key, deliveries in list(self._in_flight.items()):
-            deliveries[:] = [delivery for delivery in deliveries if not delivery.done]
-            if not deliveries:
-                del self._in_flight[key]
-        held: list[tuple[Released | Dropped, float]] = []
-        for event, until in self._held:
-            key = (event.room, event.epoch)
-            if key in self._in_flight and now < until:
-                held.append((event, until))
-            else:
-                self._in_flight.pop(key, None)
-                self._events.append(event)
-        self._held = held
+        self._events += self._reads.settle(now)
 
 
 class ReceiverEndpoint(Endpoint[Send]):
@@ -218,11 +230,14 @@ class ReceiverEndpoint(Endpoint[Send]):
         *,
         window: int = WINDOW,
         lease_s: float = LEASE_S,
+        ciphers: Sequence[str] = (CRC32C,),
         transports: Sequence[str] = (ZMQ_BLOCKS,),
         clock: Clock = time.monotonic,
     ) -> None:
         super().__init__(clock)
-        self.session = ReceiverSession(instance, layout, window=window, lease_s=lease_s, transports=transports)
+        self.session = ReceiverSession(
+            instance, layout, ciphers=ciphers, window=window, lease_s=lease_s, transports=transports
+        )
         self._writer = BlockWriter(KVLayout(layout), planes)
         self._decoder: Decoder[KVDown] = kv_down_decoder()
         self._slabs = ReceiverSlabs(instance, window=window)
@@ -279,6 +294,12 @@ class ReceiverEndpoint(Endpoint[Send]):
             if isinstance(message, KVWelcome) and message.transport == SHM:
                 self._tell(peer, self._slabs.greet(peer, message.instance, message.layout.block_bytes, now))
             self._perform(self.session.receive(peer, message, now))
+            pair = self.session.pair_of(peer)
+            if isinstance(message, KVWelcome) and pair is not None and pair.is_greeted(message.instance):
+                self._admitted(peer, message)
+
+    def _admitted(self, peer: Peer, welcome: KVWelcome) -> None:
+        """A Welcome that the session agreed to: what it says of the transport is taken up here."""
 
     def use_crc(self, crc: Crc) -> None:
         """Replaces crc32c, for benchmarks; the other end must use the same."""
@@ -298,8 +319,9 @@ class ReceiverEndpoint(Endpoint[Send]):
         freed = Send(peer, self._slabs.freed(block))
         if segments is None:
             return [freed]
-        request = self.session.request_of(block.room)
-        assert request is not None
+        pair = self.session.pair_of(peer)
+        assert pair is not None, "it expects the block"
+        request = pair.rooms[block.room].request
         seed = digest_seed(block.room, block.epoch, block.block, block.size)
         is_right = self._writer.copy(data, segments, request.pages, request.features, seed=seed, digest=block.digest)
         if not is_right or (self._clock() - now) * 1000 >= block.lease_ms:
@@ -310,16 +332,37 @@ class ReceiverEndpoint(Endpoint[Send]):
         return [freed, *self.session.landed(peer, block, now)]
 
     def _receive_block(self, peer: Peer, block: Block, payload: memoryview, now: float) -> list[Effect]:
-        segments = self.session.expect(peer, block, payload.nbytes)
-        if segments is None:
+        pair = self.session.pair_of(peer)
+        is_sealed = pair is not None and pair.is_sealing
+        segments = self.session.expect(peer, block, payload.nbytes - (TAG_BYTES if is_sealed else 0))
+        if segments is None or pair is None:
             return []
-        if block_digest(block.room, block.epoch, block.block, payload, self._writer.crc) != block.digest:
+        room = pair.rooms[block.room]
+        try:
+            if is_sealed:
+                self._open(block, payload, segments, room)
+            elif block_digest(block.room, block.epoch, block.block, payload, self._writer.crc) != block.digest:
+                raise DigestMismatch(f"block {block.block} of room {block.room} has not the digest of its header")
+            else:
+                self._writer.write(payload, segments, room.request.pages, room.request.features)
+        except DigestMismatch:
             return self.session.corrupt(peer, block, now)
-        request = self.session.request_of(block.room)
-        assert request is not None
-        self._writer.write(payload, segments, request.pages, request.features)
         self.reach("receiver:block")
         return self.session.landed(peer, block, now)
+
+    def _open(self, block: Block, payload: memoryview, segments: Sequence[Segment], room: ReceiverRoom) -> None:
+        """Lands a sealed block. Raises DigestMismatch when it is not authentic."""
+        opener = room.opener
+        if opener is None:
+            raise DigestMismatch(f"there is no key for block {block.block} of room {block.room}")
+        name = BlockName(block.room, block.epoch, block.block, block.size, self.session.layout.wire.fingerprint)
+        self._writer.open(
+            lambda plain: opener.open(name, block.attempt, payload, plain),
+            block.size,
+            segments,
+            room.request.pages,
+            room.request.features,
+        )
 
     def _work(self) -> None:
         now = self._clock()
@@ -344,3 +387,7 @@ class ReceiverEndpoint(Endpoint[Send]):
 
     def _peer_lost(self, peer: Peer) -> None:
         """A DEALER has one peer and keeps connecting to it."""
+
+
+def _key(item: SendBlock) -> _Key:
+    return item.peer, item.room, item.epoch, item.block

@@ -4,7 +4,7 @@ Pages on the CPU are read and written through numpy, whose copies release the in
 through pinned staging memory; the caller has synchronised the compute that wrote them before it announced them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +14,7 @@ from crc32c import crc32c
 
 from ..cluster.errors import LocalProtocolError
 from .layout import Crc, KVLayout, Plane, Segment
+from .seal import TAG_BYTES, BlockName, Sealer
 from .transport import Planes
 
 Bytes = npt.NDArray[np.uint8]
@@ -76,7 +77,7 @@ class BlockReader:
         self._device = planes.kv.device
         self._is_cuda = planes.kv.is_cuda
         self._arrays: dict[Plane, Bytes] = {} if self._is_cuda else {k: t.numpy() for k, t in self._planes.items()}
-        self._pool = StagingPool(layout.wire.block_bytes, is_pinned=self._is_cuda)
+        self._pool = StagingPool(layout.wire.block_bytes + TAG_BYTES, is_pinned=self._is_cuda)
         self.crc: Crc = crc32c
 
     def read(self, segments: Sequence[Segment], pages: Sequence[int], size: int) -> Payload:
@@ -102,6 +103,15 @@ class BlockReader:
         for segment in segments:
             seed = _copy(self._run(segment, pages), _cut(target, segment), seed, self.crc)
         return seed
+
+    def seal(self, payload: Payload, sealer: Sealer, name: BlockName) -> tuple[Payload, int]:
+        """A block's ciphertext and tag in a staging buffer, and the attempt; `payload` goes back."""
+        staging = self._pool.take()
+        sealed = staging.numpy()[: name.size + TAG_BYTES].data
+        attempt = sealer.seal(name, payload.data, sealed)
+        if payload.staging is not None:
+            self._pool.give(payload.staging)
+        return Payload(sealed, staging), attempt
 
     def recycle(self, staging: torch.Tensor) -> None:
         """Takes a payload's staging buffer back once nobody reads it."""
@@ -162,6 +172,29 @@ class BlockWriter:
         for segment in segments:
             seed = _copy(_cut(data, segment), self._target(segment, pages, features).numpy(), seed, self.crc)
         return seed == digest
+
+    def open(
+        self,
+        fill: Callable[[memoryview], None],
+        size: int,
+        segments: Sequence[Segment],
+        pages: Sequence[int],
+        features: torch.Tensor | None,
+    ) -> None:
+        """As `write`, of the `size` bytes that `fill` puts into the buffer that it is given, or refuses with an error.
+
+        A block that is one run of CPU memory is filled in place: until `fill` returns, those bytes are nobody's.
+        """
+        if len(segments) == 1 and not self._kv.is_cuda:
+            fill(self._target(segments[0], pages, features).numpy().data)
+            return
+        staging = self._pool.take()
+        try:
+            buffer = staging.numpy()[:size].data
+            fill(buffer)
+            self.write(buffer, segments, pages, features)
+        finally:
+            self._pool.give(staging)
 
     def _target(self, segment: Segment, pages: Sequence[int], features: torch.Tensor | None) -> torch.Tensor:
         if segment.plane == "kv":

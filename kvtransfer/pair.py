@@ -6,8 +6,11 @@ MAX_REPULLS times each block that is overdue. A peer that says nothing at all fo
 leaves that unanswered for `ANSWER_S` it is gone: its I/O thread answers whatever its forwards do.
 """
 
-from ..cluster.messages import Attach, KVHello, Pull
-from .layout import KVLayout
+from ..cluster.ciphers import AES_128_GCM
+from ..cluster.errors import HandshakeRefused
+from ..cluster.messages import Announce, Attach, KVHello, KVWelcome, Pull
+from .layout import KVLayout, agree
+from .seal import Opener
 from .session import MAX_REPULLS, InFlight, Peer, ReceiverRoom, ReceiverState, Send
 
 PROBE_S = 0.3  # of silence of a peer with open rooms
@@ -22,6 +25,7 @@ class Pair:
         self.endpoint = endpoint
         self.instance = ""  # "" until the peer agreed
         self.layout: KVLayout | None = None
+        self.cipher = ""  # as the peer's Welcome says
         self.rooms: dict[str, ReceiverRoom] = {}  # in the order of their turns
         self.idle_since = now
         self._hello = hello
@@ -38,6 +42,15 @@ class Pair:
     @property
     def num_in_flight(self) -> int:
         return sum(len(room.in_flight) for room in self.rooms.values())
+
+    @property
+    def is_sealing(self) -> bool:
+        """Whether the peer's blocks are sealed."""
+        return self.cipher == AES_128_GCM
+
+    def is_greeted(self, instance: str) -> bool:
+        """Whether the handshake with this process is done."""
+        return self.layout is not None and self.instance == instance
 
     def hello(self, now: float) -> Send:
         """The handshake's first message."""
@@ -62,6 +75,27 @@ class Pair:
         if self._asked_since is None:
             return None
         return self._asked_since + (GREETING_S if self.layout is None else ANSWER_S)
+
+    def welcome(self, ours: KVLayout, welcome: KVWelcome) -> None:
+        """Takes the peer's answer in. Raises HandshakeRefused for one that does not follow from ours."""
+        common = agree(ours.wire, welcome.layout)
+        if common != welcome.layout:
+            raise HandshakeRefused("prefill's common KV layout is not the common one")
+        if ours.has_features and not common.feature_width:
+            raise HandshakeRefused("prefill captures no features and this decode worker drafts from them")
+        if welcome.cipher not in self._hello.ciphers:
+            accepted = ", ".join(self._hello.ciphers)
+            raise HandshakeRefused(f"prefill chose cipher {welcome.cipher[:16]!r}, ours: {accepted}")
+        if self.is_greeted(welcome.instance) and welcome.cipher != self.cipher:
+            raise HandshakeRefused(f"prefill changed the cipher from {self.cipher} to {welcome.cipher}")
+        self.instance, self.layout, self.cipher = welcome.instance, KVLayout(common), welcome.cipher
+
+    def take_key(self, room: ReceiverRoom, announce: Announce) -> None:
+        """The key of sealed blocks comes with the news of the first ones. Raises RemoteProtocolError when it does not."""
+        if not self.is_sealing or (not announce.tokens_ready and not announce.key):
+            return
+        if room.opener is None or room.opener.key != announce.key:
+            room.opener = Opener(announce.key)
 
     def attach(self, room: ReceiverRoom, now: float) -> Send:
         """Asks for a room's announcements."""

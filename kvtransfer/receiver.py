@@ -8,7 +8,8 @@ lease ends a room in which nothing moves.
 
 from collections.abc import Sequence
 
-from ..cluster.errors import HandshakeRefused, LocalProtocolError
+from ..cluster.ciphers import CRC32C
+from ..cluster.errors import HandshakeRefused, LocalProtocolError, RemoteProtocolError
 from ..cluster.kv_messages import PairDown
 from ..cluster.messages import (
     PROTOCOL_MAJOR,
@@ -24,7 +25,7 @@ from ..cluster.messages import (
 )
 from ..cluster.slab_messages import SlabBlock
 from ..cluster.transports import ZMQ_BLOCKS
-from .layout import KVLayout, Segment, agree
+from .layout import KVLayout, Segment
 from .pair import Pair
 from .session import (
     LEASE_S,
@@ -59,6 +60,7 @@ class ReceiverSession:
         instance: str,
         layout: Layout,
         *,
+        ciphers: Sequence[str] = (CRC32C,),
         window: int = WINDOW,
         lease_s: float = LEASE_S,
         silence_s: float = SILENCE_S,
@@ -76,7 +78,11 @@ class ReceiverSession:
         self._endpoints: dict[str, Peer] = {}  # open room -> its pair
         self._tombstones = Tombstones()
         self._hello = KVHello(
-            instance=instance, protocol=PROTOCOL_MAJOR, layout=layout, transports=tuple(transports)
+            instance=instance,
+            protocol=PROTOCOL_MAJOR,
+            layout=layout,
+            ciphers=tuple(ciphers),
+            transports=tuple(transports),
         )
 
     def __repr__(self) -> str:
@@ -86,10 +92,9 @@ class ReceiverSession:
     def num_rooms(self) -> int:
         return len(self._endpoints)
 
-    def request_of(self, room: str) -> PullRequest | None:
-        """The request of an open room."""
-        known = self._find(room)
-        return known.request if known is not None else None
+    def pair_of(self, peer: Peer) -> Pair | None:
+        """The pair with the prefill worker at an endpoint."""
+        return self._pairs.get(peer)
 
     # --- commands -----------------------------------------------------------------------------------------------------
 
@@ -255,15 +260,10 @@ class ReceiverSession:
 
     def _welcome(self, pair: Pair, welcome: KVWelcome, now: float) -> list[Effect]:
         try:
-            common = agree(self.layout.wire, welcome.layout)
-            if common != welcome.layout:
-                raise HandshakeRefused("prefill's common KV layout is not the common one")
-            if self.layout.has_features and not common.feature_width:
-                raise HandshakeRefused("prefill captures no features and this decode worker drafts from them")
+            pair.welcome(self.layout, welcome)
         except HandshakeRefused as refusal:
             self.counters.refused_peers += 1
             return self._lose_all(pair, "HandshakeRefused", str(refusal), now)
-        pair.instance, pair.layout = welcome.instance, KVLayout(common)
         effects: list[Effect] = []
         for room in list(pair.rooms.values()):
             if room.request.peer_instance != welcome.instance:
@@ -287,6 +287,10 @@ class ReceiverSession:
         if room.state is ReceiverState.GREETING:
             self.counters.unexpected += 1
             return []
+        try:
+            pair.take_key(room, announce)
+        except RemoteProtocolError as error:
+            return self._lose(room, "RemoteProtocolError", str(error), now)
         if room.state is ReceiverState.ATTACHING:
             room.move(ReceiverState.PULLING)
         is_news = announce.tokens_ready > room.tokens_ready or (announce.final and room.first_token is None)

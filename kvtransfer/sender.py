@@ -5,10 +5,12 @@ come before the offer and is then kept for a while. 3. `advance` announces finis
 its block. 5. Release, Abort, `release` or the end of the lease closes the room, and its pages are free.
 """
 
+import secrets
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from ..cluster.ciphers import AES_128_GCM, CRC32C, agree_cipher
 from ..cluster.errors import HandshakeRefused, LocalProtocolError
 from ..cluster.kv_messages import PairUp
 from ..cluster.messages import (
@@ -25,6 +27,7 @@ from ..cluster.messages import (
 )
 from ..cluster.transports import ZMQ_BLOCKS, best_common
 from .layout import KVLayout, agree
+from .seal import KEY_BYTES, Sealer
 from .session import (
     LEASE_S,
     Effect,
@@ -53,6 +56,7 @@ class _Greeted:
     instance: str
     layout: KVLayout
     transport: str
+    cipher: str
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,8 @@ class SenderSession:
         instance: str,
         layout: Layout,
         *,
+        ciphers: Sequence[str] = (CRC32C,),
+        random_bytes: Callable[[int], bytes] = secrets.token_bytes,
         lease_s: float = LEASE_S,
         early_s: float = EARLY_S,
         max_early: int = MAX_EARLY,
@@ -81,6 +87,8 @@ class SenderSession:
         self.instance = instance
         self.layout = KVLayout(layout)
         self.counters = TransferCounters()
+        self._ciphers = tuple(ciphers)
+        self._random_bytes = random_bytes
         self._lease_s = lease_s
         self._early_s = early_s
         self._max_early = max_early
@@ -235,14 +243,16 @@ class SenderSession:
                 raise HandshakeRefused(f"KV protocols differ: ours {PROTOCOL_MAJOR}, theirs {hello.protocol}")
             common = agree(self.layout.wire, hello.layout)
             transport = best_common(self._transports, hello.transports)
+            cipher = agree_cipher(self._ciphers, hello.ciphers)
         except HandshakeRefused as refusal:
             self.counters.refused_peers += 1
             return [Send(peer, KVRefused(instance=self.instance, reason=str(refusal)))]
-        self._peers[peer] = _Greeted(hello.instance, KVLayout(common), transport)
+        self._peers[peer] = _Greeted(hello.instance, KVLayout(common), transport, cipher)
         self._peers.move_to_end(peer)
         while len(self._peers) > self._max_peers:
             self._peers.popitem(last=False)
-        return [Send(peer, KVWelcome(instance=self.instance, layout=common, transport=transport))]
+        welcome = KVWelcome(instance=self.instance, layout=common, transport=transport, cipher=cipher)
+        return [Send(peer, welcome)]
 
     def _attach(self, peer: Peer, greeted: _Greeted, attach: Attach, now: float) -> list[Effect]:
         known = self._rooms.get(attach.room)
@@ -262,6 +272,8 @@ class SenderSession:
         if known.stream is None or known.stream != stream:
             known.num_pulled = 0
             known.lease.renew(now)
+            is_sealed = greeted.cipher == AES_128_GCM
+            known.sealer = Sealer(self._random_bytes(KEY_BYTES)) if is_sealed else None
         known.peer, known.peer_instance, known.stream = peer, attach.instance, stream
         known.move(SenderState.ATTACHED)
         return [self._announce(known)]
@@ -325,6 +337,7 @@ class SenderSession:
             segments=stream.segments(pull.block),
             pages=known.offer.pages,
             first_page=skipped,
+            sealer=known.sealer,
         )
         return [block]
 
@@ -338,6 +351,7 @@ class SenderSession:
                 tokens_ready=known.tokens_ready,
                 final=known.is_final,
                 first_token=known.first_token or 0,
+                key=known.sealer.key if known.sealer is not None else b"",
             ),
         )
 

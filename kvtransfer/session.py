@@ -14,6 +14,7 @@ from enum import Enum
 from ..cluster.errors import LocalProtocolError
 from ..cluster.messages import KVDown, KVUp
 from .layout import KVLayout, RoomStream, Segment
+from .seal import Opener, Sealer
 from .transport import Offer, PullRequest, TransportEvent
 
 LEASE_S = 5.0
@@ -49,6 +50,7 @@ class SendBlock:
     segments: tuple[Segment, ...]
     pages: tuple[int, ...]  # the room's page ids, shared by all its blocks
     first_page: int  # where Segment.page_index counts from
+    sealer: Sealer | None = None  # None: the block goes with a digest
 
 
 @dataclass(frozen=True)
@@ -131,6 +133,7 @@ class SenderRoom:
     tokens_ready: int = 0
     first_token: int | None = None
     num_pulled: int = 0  # 1 + the highest block that was pulled
+    sealer: Sealer | None = None  # a new one whenever the Attach changes the stream
 
     def __repr__(self) -> str:
         ready = f"{self.tokens_ready}/{self.offer.num_tokens}"
@@ -179,6 +182,7 @@ class ReceiverRoom:
     num_leading: int = 0  # blocks [0, num_leading) are in place
     in_flight: dict[int, InFlight] = field(default_factory=dict)
     landed_ahead: set[int] = field(default_factory=set)  # in place, but behind a gap
+    opener: Opener | None = None  # of the last announcement's key
 
     def __repr__(self) -> str:
         total = "?" if self.stream is None else str(self.stream.num_blocks)

@@ -5,6 +5,7 @@ import secrets
 import sys
 from collections.abc import Sequence
 
+from ..cluster.ciphers import ciphers_of
 from ..cluster.config import PrefillConfig, load_config
 from ..cluster.endpoints import advertise_fault
 from ..cluster.errors import ConfigError
@@ -24,6 +25,7 @@ def configured(argv: Sequence[str]) -> Serve:
     config = load_config(PrefillConfig, argv, os.environ)
     instance = secrets.token_hex(16)
     configure("prefill", instance, level=config.log_level, log_format=config.log_format)
+    ciphers_of(config.kv_cipher, has_keys=bool(config.keys), trusted_network=config.trusted_network)
     check_bind_address(config.kv_bind, config.trusted_network, has_keys=bool(config.keys))
     if fault := advertise_fault(config.kv_bind, config.kv_advertise):
         raise ConfigError(fault)

@@ -5,12 +5,14 @@ import time
 
 import zmq
 
+from ..cluster.ciphers import ciphers_of
 from ..cluster.config import PrefillConfig
 from ..cluster.control_link import ControlLink
 from ..cluster.endpoints import reached_at
 from ..cluster.fault_points import reach_of
 from ..cluster.keyring import load_keyring, split_key, with_key
 from ..cluster.life import Serve, Shutdown, run_phases
+from ..cluster.messages import Layout
 from ..cluster.sockets import Socket
 from ..cluster.transports import transports_of
 from ..cluster.watchdog import Watchdog
@@ -35,12 +37,8 @@ def start(config: PrefillConfig, instance: str) -> Serve:
     loader = EngineLoader(EngineConfig.of(config), has_drafter=False)
     run_phases(loader.phases())
     engine = loader.engine()
-    layout = layout_of(
-        engine.pool,
-        model_fingerprint=engine.fingerprint,
-        feature_ids=engine.feature_ids,
-        feature_width=engine.feature_width,
-    )
+    layout = _layout_of(engine)
+    ciphers = ciphers_of(config.kv_cipher, has_keys=bool(config.keys), trusted_network=config.trusted_network)
 
     def open_planes(context: zmq.Context[Socket]) -> tuple[ControlLink, ZmqBlocksSender]:
         transport = ZmqBlocksSender(
@@ -50,6 +48,8 @@ def start(config: PrefillConfig, instance: str) -> Serve:
             planes_of(engine.pool, engine.features),
             context=context,
             keyring=keyring,
+            ciphers=ciphers,
+            bulk_port=config.kv_bulk_port,
             trusted_network=config.trusted_network,
             lease_s=config.lease_s,
             transports=transports,
@@ -92,6 +92,15 @@ def _worker(config: PrefillConfig, engine: Engine, link: WorkerLink, instance: s
         chunk_size=config.chunk_size,
         max_batch=config.max_batch,
         max_queue=config.max_queue,
+    )
+
+
+def _layout_of(engine: Engine) -> Layout:
+    return layout_of(
+        engine.pool,
+        model_fingerprint=engine.fingerprint,
+        feature_ids=engine.feature_ids,
+        feature_width=engine.feature_width,
     )
 
 

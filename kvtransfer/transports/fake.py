@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from ...cluster.ciphers import CRC32C
 from ...cluster.errors import PeerLost
 from ...cluster.messages import Layout
 from ...cluster.transports import ZMQ_BLOCKS
@@ -115,12 +116,20 @@ class FakeSender(SenderEndpoint):
         planes: Planes,
         *,
         lease_s: float = LEASE_S,
+        ciphers: Sequence[str] = (CRC32C,),
         transports: Sequence[str] = (ZMQ_BLOCKS,),
         slab_bytes: int = SLAB_BYTES,
         clock: Clock = time.monotonic,
     ) -> None:
         super().__init__(
-            instance, layout, planes, lease_s=lease_s, transports=transports, slab_bytes=slab_bytes, clock=clock
+            instance,
+            layout,
+            planes,
+            lease_s=lease_s,
+            ciphers=ciphers,
+            transports=transports,
+            slab_bytes=slab_bytes,
+            clock=clock,
         )
         self.endpoint = endpoint
         self._network = network
@@ -164,10 +173,20 @@ class FakeReceiver(ReceiverEndpoint):
         *,
         window: int = WINDOW,
         lease_s: float = LEASE_S,
+        ciphers: Sequence[str] = (CRC32C,),
         transports: Sequence[str] = (ZMQ_BLOCKS,),
         clock: Clock = time.monotonic,
     ) -> None:
-        super().__init__(instance, layout, planes, window=window, lease_s=lease_s, transports=transports, clock=clock)
+        super().__init__(
+            instance,
+            layout,
+            planes,
+            window=window,
+            lease_s=lease_s,
+            ciphers=ciphers,
+            transports=transports,
+            clock=clock,
+        )
         self._network = network
 
     def arrive(self, endpoint: str, frames: Sequence[memoryview]) -> None:

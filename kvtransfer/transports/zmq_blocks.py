@@ -4,23 +4,24 @@ A message is one frame; a Block is its header and its payload. Blocks that are o
 copy, and their pages are reported free only when ZeroMQ no longer reads them. A socket belongs to the thread that polls;
 the owner may wait for `pollables()` and `next_deadline()` in its own poller and then call `poll(0)`.
 
-With keys every link is CURVE, blocks included. Prefill's address carries its public key (`tcp://10.0.0.2:7200#<hex>`);
-decode calls it only if that key is listed as a prefill worker's, and prefill answers only keys of decode workers.
+With keys every link is CURVE, and blocks come sealed over a plain one beside it; see `bulk`. Prefill's address carries
+its public key (`tcp://10.0.0.2:7200#<hex>`); decode calls it only if that key is listed as a prefill worker's, and prefill
+answers only keys of decode workers.
 """
 
 import logging
-import math
 import time
-from abc import abstractmethod
 from collections.abc import Sequence
 
+import msgspec
 import zmq
 
-from ...cluster.codec import KV_MAX_BYTES
-from ...cluster.errors import ConfigError, PeerLost
+from ...cluster.ciphers import CURVE, accepted
+from ...cluster.codec import KV_MAX_BYTES, Decoder, decoder
+from ...cluster.errors import ConfigError, PeerLost, RemoteProtocolError
 from ...cluster.keyring import Curve, Keyring, split_key, with_key
 from ...cluster.log import fields
-from ...cluster.messages import Layout
+from ...cluster.messages import Block, KVWelcome, Layout
 from ...cluster.security import HANDSHAKE_FAILURES, Authenticator, Doorway, Sparingly, Watch, failure_text
 from ...cluster.sockets import (
     BULK_FRAME_SLACK,
@@ -35,12 +36,16 @@ from ...cluster.sockets import (
     recv_parts,
     try_send,
 )
+from ...cluster.tickets import Tickets
 from ...cluster.transports import ZMQ_BLOCKS
-from ..endpoint import Clock, Delivered, Delivery, Endpoint, Queued
+from ..endpoint import RETRY_S, Clock, Delivered, Delivery
 from ..endpoints import ReceiverEndpoint, SenderEndpoint
 from ..memory import Payload
+from ..seal import TAG_BYTES
 from ..session import LEASE_S, WINDOW, Peer, Send, SendBlock
-from ..transport import Lost, Planes, PullRequest, TransportEvent
+from ..transport import Lost, Planes, PullRequest
+from .bulk import BulkLink, BulkLinks, BulkPort
+from .polling import Polling
 from .shm import SLAB_BYTES
 
 logger = logging.getLogger(__name__)
@@ -48,43 +53,7 @@ logger = logging.getLogger(__name__)
 MESSAGES_PER_SOCKET = 64  # read per turn, so that no peer keeps the others waiting
 
 
-class _Polling(Endpoint[Queued]):
-    """Waits for the transport's sockets, and for whatever else the owner registered."""
-
-    def __init__(self, clock: Clock) -> None:
-        super().__init__(clock)
-        self._is_open = True
-        self._poller = zmq.Poller()
-        self._foreign: set[Socket | int] = set()
-
-    @abstractmethod
-    def next_deadline(self, now: float) -> float | None:
-        """When `poll` must be called at the latest; None when only a message can bring news."""
-
-    @abstractmethod
-    def _turn(self) -> None:
-        """Reads what is there and does what is due, without waiting."""
-
-    def register(self, pollable: Socket | int) -> None:
-        """Makes `poll` return when this other socket or file descriptor is readable."""
-        self._poller.register(pollable, zmq.POLLIN)
-        self._foreign.add(pollable)
-
-    def poll(self, timeout: float) -> list[TransportEvent]:
-        """Does the I/O that is due and waits at most `timeout` seconds for an event or a registered pollable."""
-        end = self._clock() + timeout
-        self._turn()
-        while not self._events and self._is_open and (now := self._clock()) < end:
-            deadline = self.next_deadline(now)
-            seconds = (end if deadline is None else min(end, deadline)) - now
-            ready = self._poller.poll(math.ceil(max(0.0, seconds) * 1000))
-            self._turn()
-            if any(pollable in self._foreign for pollable, _ in ready):
-                break
-        return self._take_events()
-
-
-class ZmqBlocksSender(SenderEndpoint, _Polling[Send | SendBlock]):
+class ZmqBlocksSender(SenderEndpoint, Polling[Send | SendBlock]):
     """Prefill's end. `endpoint` is where it answers, with the port that was chosen for port 0."""
 
     def __init__(
@@ -97,17 +66,34 @@ class ZmqBlocksSender(SenderEndpoint, _Polling[Send | SendBlock]):
         context: zmq.Context[Socket],
         trusted_network: bool = False,
         keyring: Keyring | None = None,
+        ciphers: Sequence[str] = (),
+        bulk_port: int = 0,
         lease_s: float = LEASE_S,
         transports: Sequence[str] = (ZMQ_BLOCKS,),
         slab_bytes: int = SLAB_BYTES,
         clock: Clock = time.monotonic,
     ) -> None:
-        """Raises ConfigError for an address that may not be bound, StartupError for one that cannot."""
+        """`ciphers`: of `ciphers_of`, by default what is best with or without a `keyring`. `bulk_port`: see `bulk`, 0: any.
+
+        Raises ConfigError for an address that may not be bound, StartupError for one that cannot.
+        """
+        ciphers = accepted(ciphers, has_keys=keyring is not None)
         super().__init__(
-            instance, layout, planes, lease_s=lease_s, transports=transports, slab_bytes=slab_bytes, clock=clock
+            instance,
+            layout,
+            planes,
+            lease_s=lease_s,
+            ciphers=ciphers,
+            transports=transports,
+            slab_bytes=slab_bytes,
+            clock=clock,
         )
         check_bind_address(bind_endpoint, trusted_network, has_keys=keyring is not None)
-        self.authenticator = Authenticator(context, keyring.peers, ("decode",)) if keyring is not None else None
+        tickets = Tickets() if keyring is not None else None
+        self.authenticator = (
+            Authenticator(context, keyring.peers, ("decode",), tickets) if keyring is not None else None
+        )
+        self._bulk: BulkPort | None = None
         self._socket = make_socket(
             context,
             zmq.ROUTER,
@@ -119,6 +105,8 @@ class ZmqBlocksSender(SenderEndpoint, _Polling[Send | SendBlock]):
         self._doorway = Doorway(self._socket)
         try:
             self.endpoint = bind(self._socket, bind_endpoint)
+            if tickets is not None and any(cipher != CURVE for cipher in ciphers):
+                self._bulk = BulkPort(context, self.endpoint, bulk_port, tickets)
         except BaseException:
             self._doorway.close()
             self._socket.close(0)
@@ -133,13 +121,19 @@ class ZmqBlocksSender(SenderEndpoint, _Polling[Send | SendBlock]):
 
     def pollables(self) -> list[Socket]:
         """The sockets whose readability means that `poll` has work."""
-        return [self._socket, self._doorway.socket] if self._is_open else []
+        if not self._is_open:
+            return []
+        return [self._socket, self._doorway.socket, *(self._bulk.pollables() if self._bulk is not None else [])]
 
     @property
     def counters(self) -> dict[str, float]:
         """Name to total, for heartbeats."""
-        refusals = self.authenticator.counters if self.authenticator is not None else {}
-        return {**super().counters, "handshakes_failed": self._doorway.num_failed, **refusals}
+        counted = super().counters
+        counted["handshakes_failed"] = self._doorway.num_failed
+        if self._bulk is not None:
+            counted["handshakes_failed"] += self._bulk.num_failed
+            counted["malformed"] += self._bulk.num_malformed
+        return {**counted, **(self.authenticator.counters if self.authenticator is not None else {})}
 
     def close(self) -> None:
         if self._is_open:
@@ -148,11 +142,15 @@ class ZmqBlocksSender(SenderEndpoint, _Polling[Send | SendBlock]):
             self._is_open = False
             self._doorway.close()
             self._socket.close()
+            if self._bulk is not None:
+                self._bulk.close()
 
     def _turn(self) -> None:
         if not self._is_open:
             return
         self._doorway.read()
+        if self._bulk is not None:
+            self._blocked.difference_update(_bulk_lane(peer) for peer in self._bulk.read())
         for _ in range(MESSAGES_PER_SOCKET):
             parts = recv_parts(self._socket, 3, 2 * KV_MAX_BYTES)
             if parts is None:
@@ -164,6 +162,23 @@ class ZmqBlocksSender(SenderEndpoint, _Polling[Send | SendBlock]):
             self._receive_frames(parts[0].bytes.hex(), [part.buffer for part in parts[1:]])
         self._work()
 
+    def _admit(self, peer: Peer, welcome: KVWelcome) -> KVWelcome:
+        if self._bulk is None or welcome.cipher == CURVE:
+            return welcome
+        return msgspec.structs.replace(welcome, bulk_port=self._bulk.port, bulk_ticket=self._bulk.ticket_for(peer))
+
+    def _lane(self, item: Send | SendBlock) -> str:
+        """Blocks that wait for their own connection hold nothing else up."""
+        has_bulk = self._bulk is not None and self._bulk.serves(item.peer)
+        return _bulk_lane(item.peer) if has_bulk and isinstance(item, SendBlock) else item.peer
+
+    def _peer_lost(self, peer: Peer) -> None:
+        super()._peer_lost(peer)
+        self._outbox.pop(_bulk_lane(peer), None)
+        self._blocked.discard(_bulk_lane(peer))
+        if self._bulk is not None:
+            self._bulk.forget(peer)
+
     def _transmit(self, peer: Peer, header: bytes, payload: Payload | None) -> Delivery | None:
         routing_id = bytes.fromhex(peer)
         if payload is None:
@@ -171,10 +186,12 @@ class ZmqBlocksSender(SenderEndpoint, _Polling[Send | SendBlock]):
         frame = zmq.Frame(payload.data, track=True, copy=False)
         tracker = frame.tracker
         assert tracker is not None
+        if self._bulk is not None and self._bulk.serves(peer):
+            return tracker if self._bulk.send(peer, header, frame) else None
         return tracker if try_send(self._socket, [routing_id, header, frame]) else None
 
 
-class ZmqBlocksReceiver(ReceiverEndpoint, _Polling[Send]):
+class ZmqBlocksReceiver(ReceiverEndpoint, Polling[Send]):
     """Decode's end: a link per prefill endpoint, opened by its first pull and closed when it was idle for a while."""
 
     def __init__(
@@ -185,19 +202,29 @@ class ZmqBlocksReceiver(ReceiverEndpoint, _Polling[Send]):
         *,
         context: zmq.Context[Socket],
         keyring: Keyring | None = None,
+        ciphers: Sequence[str] = (),
         window: int = WINDOW,
         lease_s: float = LEASE_S,
         transports: Sequence[str] = (ZMQ_BLOCKS,),
         clock: Clock = time.monotonic,
     ) -> None:
         super().__init__(
-            instance, layout, planes, window=window, lease_s=lease_s, transports=transports, clock=clock
+            instance,
+            layout,
+            planes,
+            ciphers=accepted(ciphers, has_keys=keyring is not None),
+            window=window,
+            lease_s=lease_s,
+            transports=transports,
+            clock=clock,
         )
         self._context = context
         self._max_frame = layout.block_bytes + BULK_FRAME_SLACK
         self._links: dict[Peer, Socket] = {}
         self._watches: dict[Peer, Watch] = {}  # each tells when its link's connection breaks or never begins
         self._keyring = keyring
+        self._bulk = BulkLinks(context, self._poller, self._max_frame + TAG_BYTES, clock)
+        self._block_decoder: Decoder[Block] = decoder(Block, KV_MAX_BYTES)
         self._sparingly = Sparingly(clock=clock)
 
     def __repr__(self) -> str:
@@ -214,7 +241,15 @@ class ZmqBlocksReceiver(ReceiverEndpoint, _Polling[Send]):
 
     def pollables(self) -> list[Socket]:
         """The sockets whose readability means that `poll` has work; pulls and idle links change them."""
-        return [*self._links.values(), *(watch.socket for watch in self._watches.values())]
+        watches = [watch.socket for watch in self._watches.values()]
+        return [*self._links.values(), *watches, *self._bulk.pollables()]
+
+    def next_deadline(self, now: float) -> float | None:
+        """When `poll` must be called at the latest; None when only a message can bring news."""
+        deadline = super().next_deadline(now)
+        if self._bulk.must_join:
+            return now + RETRY_S if deadline is None else min(deadline, now + RETRY_S)
+        return deadline
 
     def close(self) -> None:
         if self._is_open:
@@ -237,6 +272,8 @@ class ZmqBlocksReceiver(ReceiverEndpoint, _Polling[Send]):
                 self._receive_frames(peer, [part.buffer for part in parts])
         for peer, watch in list(self._watches.items()):
             self._take_in(peer, watch.read())
+        for peer, bulk in self._bulk.items():
+            self._turn_bulk(peer, bulk)
         if self._is_open:
             self._work()
 
@@ -254,6 +291,32 @@ class ZmqBlocksReceiver(ReceiverEndpoint, _Polling[Send]):
                 logger.warning("no link to prefill", extra=fields(endpoint=split_key(peer)[0], reason=reason))
             self._close_link(peer)  # the session asks again, which opens another
             return
+
+    def _turn_bulk(self, peer: Peer, bulk: BulkLink) -> None:
+        broken = bulk.read_events()
+        for _ in range(MESSAGES_PER_SOCKET):
+            frames = bulk.read_block()
+            if frames is None:
+                break
+            self._receive_bulk(peer, frames)
+        if broken and self._bulk.has(peer, bulk) and self._bulk.lost(peer, broken):
+            pair = self.session.pair_of(peer)  # whose next Welcome brings another ticket
+            self._perform([] if pair is None else [pair.hello(self._clock())])
+
+    def _receive_bulk(self, peer: Peer, frames: Sequence[memoryview]) -> None:
+        """A message that anybody may have sent: only a block is taken, and only if it is the one that was asked for."""
+        try:
+            if len(frames) != 2:
+                raise RemoteProtocolError(f"{len(frames)} frames where a block has two")
+            block = self._block_decoder.decode(frames[0])
+        except RemoteProtocolError as error:
+            self.session.counters.malformed += 1
+            self._drop_log.say(peer, str(error))
+            return
+        self._perform(self._receive_block(peer, block, frames[1], self._clock()))
+
+    def _admitted(self, peer: Peer, welcome: KVWelcome) -> None:
+        self._bulk.open(peer, welcome)
 
     def _transmit(self, peer: Peer, header: bytes, payload: Payload | None) -> Delivery | None:
         assert payload is None, "decode sends no payloads"
@@ -301,6 +364,7 @@ class ZmqBlocksReceiver(ReceiverEndpoint, _Polling[Send]):
 
     def _close_link(self, peer: Peer) -> None:
         super()._close_link(peer)
+        self._bulk.close(peer)
         link = self._links.pop(peer, None)
         if link is not None:
             watch = self._watches.pop(peer)
@@ -308,3 +372,7 @@ class ZmqBlocksReceiver(ReceiverEndpoint, _Polling[Send]):
             self._poller.unregister(watch.socket)
             watch.close()
             link.close()
+
+
+def _bulk_lane(peer: Peer) -> str:
+    return f"{peer}.bulk"

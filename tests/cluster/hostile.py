@@ -3,6 +3,7 @@
 import contextlib
 import pickle
 import re
+import socket
 import struct
 import time
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ class Port:
 
     cluster: object
     child: str  # its name, as router or prefill-0
-    plane: str  # http, control or kv
+    plane: str  # http, control, kv or bulk
     number: int
     keys: Path | None
 
@@ -105,16 +106,28 @@ def ports(cluster, keys=None):
         for connection in psutil.Process(child.pid).net_connections("tcp"):
             if connection.status == psutil.CONN_LISTEN:
                 number = connection.laddr.port
-                plane = "kv" if child.role == "prefill" else "http" if number == cluster.config.port else "control"
+                plane = "http" if number == cluster.config.port else "control"
+                if child.role == "prefill":
+                    plane = "bulk" if _asks_for_tickets(number) else "kv"
                 found.append(Port(cluster, child.name, plane, number, Path(keys) if keys else None))
     return found
 
 
-def send_all(socket, frames, seconds=20.0):
+def _asks_for_tickets(number):
+    """Whether a ZeroMQ port's greeting names the PLAIN mechanism."""
+    with socket.create_connection(("127.0.0.1", number), timeout=5) as connection:
+        connection.sendall(b"\xff" + bytes(8) + b"\x7f\x03")
+        greeting = b""
+        while len(greeting) < 32 and (data := connection.recv(64)):
+            greeting += data
+    return greeting[12:32].rstrip(b"\0") == b"PLAIN"
+
+
+def send_all(peer, frames, seconds=20.0):
     """Sends message after message as the peer takes them; False when it stops taking."""
     end = time.monotonic() + seconds
     for frame in frames:
-        while not try_send(socket, [frame]):
+        while not try_send(peer, [frame]):
             if time.monotonic() > end:
                 return False
             time.sleep(0.001)

@@ -62,11 +62,20 @@ def test_an_address_in_use_is_named(toy_checkpoint):
         (["--model=/no/such/model"], "/no/such/model"),
         (["--model=x", "--kv-bind=tcp://0.0.0.0:7200"], "trusted_network"),
         (["--model=x", "--kv-bind=tcp://0.0.0.0:7200", "--trusted-network"], "--kv-advertise"),
+        (["--model=x", "--kv-cipher=aes-128-gcm"], "--keys"),
         (["--model=x", "--page-size=0"], "page-size"),
         (["--model=x", "--spec-stepz=3"], "spec-stepz"),
         ([], "--model"),
     ],
-    ids=["no such model", "public bind", "bound to all addresses", "bad number", "unknown flag", "no model"],
+    ids=[
+        "no such model",
+        "public bind",
+        "bound to all addresses",
+        "sealed without keys",
+        "bad number",
+        "unknown flag",
+        "no model",
+    ],
 )
 def test_a_wrong_setting_is_named(flags, words):
     assert words in run("prefill", *flags)

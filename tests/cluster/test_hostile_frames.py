@@ -44,7 +44,8 @@ def test_s28_nothing_listens_but_what_must_and_only_on_loopback(plain_cluster, k
         found = {child.name: listeners(child.pid) for child in cluster.children}
         assert found == {"router": {("tcp", "127.0.0.1")}, "prefill-0": {("tcp", "127.0.0.1")}, "decode-0": set()}
         planes = sorted((port.child, port.plane) for port in ports(cluster))
-        assert planes == [("prefill-0", "kv"), ("router", "control"), ("router", "http")]
+        bulk = [("prefill-0", "bulk")] if cluster is keyed_cluster else []
+        assert planes == [*bulk, ("prefill-0", "kv"), ("router", "control"), ("router", "http")]
 
 
 def test_s28_by_default_only_http_is_on_the_network_and_the_rest_in_a_private_directory(served_dir):
@@ -87,8 +88,10 @@ def test_s2_hostile_frames_at_the_http_port_are_refused(cluster_ports):
     assert port.resident() - resident <= 20 * MIB
 
 
-@pytest.mark.parametrize("plane", ["control", "kv", "http"])
+@pytest.mark.parametrize("plane", ["control", "kv", "bulk", "http"])
 def test_s29_raw_bytes_before_and_around_the_handshake(cluster_ports, plane):
+    if plane not in cluster_ports:
+        pytest.skip("only with keys do blocks have a port of their own")
     port = cluster_ports[plane]
     is_closed = port.keys is not None
     num_before = None if plane == "http" else port.num_malformed()

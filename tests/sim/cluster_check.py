@@ -79,10 +79,11 @@ class Checker:
         if process.role == "P":
             yield from self._nonzero(
                 process,
-                reads=len(transport._in_flight),
-                held=len(transport._held),
-                staging=len(transport._staging),
+                reads=len(transport._reads._pages),
+                held=len(transport._reads._held),
+                staging=len(transport._reads._staging),
                 waiting=len(transport._waiting),
+                prepared=len(transport._prepared),
             )
 
     def _nonzero(self, process, **amounts):

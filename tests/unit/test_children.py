@@ -115,3 +115,25 @@ def test_a_wrong_value_for_a_child_shows_before_anything_runs(tmp_path):
     with pytest.raises(ConfigError, match=r"\[decode\], key 'max_running'"):
         cluster.start()
     assert [entry.name for entry in tmp_path.iterdir()] == ["c.toml"]
+
+
+def bulk_ports_of(directory, *flags):
+    config = load_config(UpConfig, ["--model=x", "--prefill=3", *flags], {})
+    children = child_configs(config, {}, directory)
+    return [child.kv_bulk_port for _, child in children if isinstance(child, PrefillConfig)]
+
+
+def test_prefill_workers_of_one_host_never_share_a_bulk_port(tmp_path, caplog):
+    keyed = ["--transport=tcp", f"--keys={tmp_path}"]
+    assert bulk_ports_of(tmp_path, *keyed) == [0, 0, 0]
+    assert bulk_ports_of(tmp_path, *keyed, "--kv-bulk-port=7300") == [7300, 7301, 7302]
+    assert bulk_ports_of(tmp_path, *keyed, "--kv-bulk-port=65533") == [65533, 65534, 65535]
+    assert "--kv-bulk-port" not in caplog.text
+    with pytest.raises(ConfigError, match="65534 leaves no port for prefill-2"):
+        bulk_ports_of(tmp_path, *keyed, "--kv-bulk-port=65534")
+
+
+def test_a_bulk_port_that_nobody_opens_is_warned_of(tmp_path, caplog):
+    bulk_ports_of(tmp_path, f"--keys={tmp_path}", "--kv-bulk-port=7300")
+    bulk_ports_of(tmp_path, "--transport=tcp", "--kv-bulk-port=7300")
+    assert caplog.text.count("--kv-bulk-port is ignored") == 2

@@ -15,7 +15,7 @@ ROOM, OTHER = "a" * 32, "c" * 32
 LAYOUT = m.Layout(
     fingerprint="f", dtype="float32", page_size=4, num_layers=1, num_kv_heads=1, head_dim=2, block_bytes=64
 )  # a page is 64 bytes, so a block is a page
-HELLO = Send("p", m.KVHello(instance=D, protocol=m.PROTOCOL_MAJOR, layout=LAYOUT, transports=("zmq_blocks",)))
+HELLO = Send("p", m.KVHello(instance=D, protocol=1, layout=LAYOUT, ciphers=("crc32c",), transports=("zmq_blocks",)))
 
 
 def request(room: str = ROOM, epoch: int = 0, num_tokens: int = 12, have: int = 0, peer: str = P) -> PullRequest:

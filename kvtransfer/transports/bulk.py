@@ -1,0 +1,257 @@
+"""The second connection of a pair with keys: blocks alone, from prefill to decode, over plain ZeroMQ.
+
+CURVE would encrypt every block once more, at several times the cost of AES-GCM, so with keys the blocks leave the CURVE
+link, which keeps everything that commands: greetings, announcements, keys, pulls, releases. Decode calls prefill here
+too, since a prefill worker needs no way out and a decode worker no open port.
+
+Who may connect is settled in ZeroMQ's handshake by a ticket that prefill gave out over CURVE: it works once, and says
+whose connection this is. A stranger is cut off before a single message of his is read. Decode then says one empty
+message, by which prefill learns the way back; everything else that is said here is dropped and counted. Decode reads
+nothing but blocks here, each of which proves itself.
+"""
+
+import logging
+from collections import OrderedDict
+
+import zmq
+
+from ...cluster.codec import KV_MAX_BYTES
+from ...cluster.errors import ConfigError, PeerLost
+from ...cluster.keyring import split_key
+from ...cluster.log import fields
+from ...cluster.messages import KVWelcome
+from ...cluster.security import HANDSHAKE_FAILURES, Doorway, DropLog, Sparingly, Watch, failure_text, user_of
+from ...cluster.sockets import (
+    BULK_HIGH_WATER,
+    CONTROL_HIGH_WATER,
+    Socket,
+    bind,
+    connect,
+    make_socket,
+    recv_parts,
+    try_send,
+)
+from ...cluster.tickets import Tickets
+from ..endpoint import Clock
+from ..session import Peer
+
+logger = logging.getLogger(__name__)
+
+MAX_FRAME = 1024  # of what decode says: ZeroMQ's own handshake, and an empty message
+MAX_PEERS = 1024
+MESSAGES_PER_TURN = 64
+JOIN = b""
+
+
+def bulk_endpoint(endpoint: str, port: int) -> str:
+    """Where blocks come from when everything else is at `endpoint`: the same host, or beside the same ipc path."""
+    if endpoint.startswith("ipc://"):
+        return f"{endpoint}.bulk"
+    return f"{endpoint.rpartition(':')[0]}:{port}"
+
+
+class BulkPort:
+    """Prefill's end. `port` is what decode workers are told, 0 for ipc."""
+
+    def __init__(self, context: zmq.Context[Socket], endpoint: str, port: int, tickets: Tickets) -> None:
+        """`endpoint`: where the CURVE socket is bound. Raises StartupError when its neighbour cannot be."""
+        self.num_malformed = 0
+        self._tickets = tickets
+        self._ways: OrderedDict[Peer, bytes | None] = OrderedDict()  # who got a ticket -> routing id, once it was used
+        self._socket = make_socket(
+            context,
+            zmq.ROUTER,
+            max_frame=MAX_FRAME,
+            high_water=BULK_HIGH_WATER,
+            receive_high_water=CONTROL_HIGH_WATER,
+            ticket="",
+        )
+        self._doorway = Doorway(self._socket)
+        self._drop_log = DropLog("KV message dropped")
+        try:
+            bound = bind(self._socket, bulk_endpoint(endpoint, port))
+        except BaseException:
+            self.close()
+            raise
+        self.port = 0 if bound.startswith("ipc://") else int(bound.rpartition(":")[2])
+
+    def __repr__(self) -> str:
+        joined = sum(way is not None for way in self._ways.values())
+        return f"BulkPort(port={self.port}, joined={joined}/{len(self._ways)})"
+
+    @property
+    def num_failed(self) -> int:
+        """Connections that ended before they began."""
+        return self._doorway.num_failed
+
+    def pollables(self) -> list[Socket]:
+        return [self._socket, self._doorway.socket]
+
+    def ticket_for(self, peer: Peer) -> str:
+        """A new ticket; from here on the peer's blocks go over its bulk connection, or wait for it."""
+        self._ways.setdefault(peer, None)
+        self._ways.move_to_end(peer)
+        while len(self._ways) > MAX_PEERS:
+            self._ways.popitem(last=False)
+        return self._tickets.issue(peer)
+
+    def serves(self, peer: Peer) -> bool:
+        """Whether the peer got a ticket."""
+        return peer in self._ways
+
+    def forget(self, peer: Peer) -> None:
+        """The peer is gone."""
+        self._ways.pop(peer, None)
+
+    def read(self) -> list[Peer]:
+        """Takes in what was said; returns who has come."""
+        self._doorway.read()
+        joined = []
+        for _ in range(MESSAGES_PER_TURN):
+            parts = recv_parts(self._socket, 2, 2 * MAX_FRAME)
+            if parts is None:
+                break
+            peer = user_of(parts[1]) if len(parts) == 2 else ""
+            if peer not in self._ways or parts[1].bytes != JOIN:
+                self.num_malformed += 1
+                self._drop_log.say(peer, "something is said where decode only has to come")
+                continue
+            self._ways[peer] = parts[0].bytes
+            joined.append(peer)
+        return joined
+
+    def send(self, peer: Peer, header: bytes, payload: zmq.Frame) -> bool:
+        """Sends a block; False while the peer has not come, or takes nothing."""
+        way = self._ways.get(peer)
+        if way is None:
+            return False
+        try:
+            return try_send(self._socket, [way, header, payload])
+        except PeerLost:
+            self._ways[peer] = None  # it comes back with another ticket
+            return False
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._doorway.close()
+        self._socket.close()
+
+
+class BulkLink:
+    """Decode's end of one pair."""
+
+    def __init__(self, context: zmq.Context[Socket], endpoint: str, ticket: str, max_frame: int) -> None:
+        """Raises ConfigError for an endpoint that nobody can connect to."""
+        self.is_joined = False
+        self.is_connected = False
+        self._max_bytes = max_frame + KV_MAX_BYTES
+        self.socket = make_socket(
+            context,
+            zmq.DEALER,
+            max_frame=max_frame,
+            high_water=CONTROL_HIGH_WATER,
+            receive_high_water=BULK_HIGH_WATER,
+            ticket=ticket,
+        )
+        self.watch = Watch(self.socket, HANDSHAKE_FAILURES | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        try:
+            connect(self.socket, endpoint)
+        except ConfigError:
+            self.close()
+            raise
+
+    def __repr__(self) -> str:
+        return f"BulkLink({'joined' if self.is_joined else 'connected' if self.is_connected else 'connecting'})"
+
+    def pollables(self) -> list[Socket]:
+        return [self.socket, self.watch.socket]
+
+    @property
+    def must_join(self) -> bool:
+        """Whether the connection stands and prefill does not know yet whose it is."""
+        return self.is_connected and not self.is_joined
+
+    def read_events(self) -> list[tuple[int, int]]:
+        """(event, value) of what broke; says whose connection this is as soon as it stands."""
+        broken = []
+        for event, value in self.watch.read():
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self.is_connected = True
+            else:
+                broken.append((event, value))
+        if self.must_join:
+            self.is_joined = try_send(self.socket, [JOIN])
+        return broken
+
+    def read_block(self) -> list[memoryview] | None:
+        """The frames of the next message; None when there is none, [] when one was dropped as too long."""
+        parts = recv_parts(self.socket, 2, self._max_bytes)
+        return None if parts is None else [part.buffer for part in parts]
+
+    def close(self) -> None:
+        """Idempotent."""
+        self.watch.close()
+        self.socket.close()
+
+
+class BulkLinks:
+    """Decode's ends: one per prefill endpoint that gave a ticket."""
+
+    def __init__(self, context: zmq.Context[Socket], poller: zmq.Poller, max_frame: int, clock: Clock) -> None:
+        """`poller` always knows the links' pollables; `max_frame`: bytes of the largest block as it comes."""
+        self._context = context
+        self._poller = poller
+        self._max_frame = max_frame
+        self._sparingly = Sparingly(clock=clock)
+        self._links: dict[Peer, BulkLink] = {}
+
+    def __repr__(self) -> str:
+        return f"BulkLinks({self._links})"
+
+    def items(self) -> list[tuple[Peer, BulkLink]]:
+        """What there is now, whatever changes meanwhile."""
+        return list(self._links.items())
+
+    def has(self, peer: Peer, link: BulkLink) -> bool:
+        """Whether this is still the peer's link."""
+        return self._links.get(peer) is link
+
+    def pollables(self) -> list[Socket]:
+        return [pollable for link in self._links.values() for pollable in link.pollables()]
+
+    @property
+    def must_join(self) -> bool:
+        """Whether a link has something to say that was not taken yet."""
+        return any(link.must_join for link in self._links.values())
+
+    def open(self, peer: Peer, welcome: KVWelcome) -> None:
+        """Uses the Welcome's ticket, unless there is none or the link stands."""
+        if not welcome.bulk_ticket or peer in self._links:
+            return
+        endpoint = bulk_endpoint(split_key(peer)[0], welcome.bulk_port)
+        try:
+            link = BulkLink(self._context, endpoint, welcome.bulk_ticket, self._max_frame)
+        except ConfigError as error:
+            logger.warning("no link for prefill's blocks", extra=fields(endpoint=endpoint, reason=str(error)))
+            return
+        self._links[peer] = link
+        for pollable in link.pollables():
+            self._poller.register(pollable, zmq.POLLIN)
+        logger.info("kv link opened", extra=fields(endpoint=endpoint, cipher=welcome.cipher))
+
+    def lost(self, peer: Peer, events: list[tuple[int, int]]) -> bool:
+        """Closes a broken link; returns whether to ask for another ticket now. A refused link waits for the silence."""
+        self.close(peer)
+        event, value = events[0]
+        if event != zmq.EVENT_DISCONNECTED and self._sparingly.is_due(peer):
+            reason = failure_text(event, value)
+            logger.warning("no link for prefill's blocks", extra=fields(endpoint=split_key(peer)[0], reason=reason))
+        return event == zmq.EVENT_DISCONNECTED
+
+    def close(self, peer: Peer) -> None:
+        """Idempotent."""
+        link = self._links.pop(peer, None)
+        if link is not None:
+            for pollable in link.pollables():
+                self._poller.unregister(pollable)
+            link.close()

@@ -1,0 +1,304 @@
+"""The connection of its own that sealed blocks take: what crosses it, who gets in, and what strangers can do there."""
+
+import contextlib
+import select
+import socket as stdlib_socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+import zmq
+from baton.cluster import messages as m
+from baton.cluster.ciphers import AES_128_GCM, CRC32C, CURVE
+from baton.cluster.codec import encode
+from baton.cluster.keyring import split_key
+from baton.cluster.sockets import make_socket
+from baton.kvtransfer.transport import Complete, Landed, Lost
+from baton.kvtransfer.transports.bulk import bulk_endpoint
+from baton.tests.cluster.keyed_peers import Hosts, answer, raw_send, say
+from baton.tests.cluster.test_keyed_kv import Pair
+from baton.tests.corpora import corpus
+
+SOURCE, TARGET = [3, 9, 4, 20, 7], [11, 2, 17, 5, 23]
+
+
+@pytest.fixture
+def hosts(tmp_path):
+    return Hosts(tmp_path / "hosts")
+
+
+@pytest.fixture
+def new_pair(hosts):
+    with contextlib.ExitStack() as open_pairs:
+
+        def make(endpoint="tcp://127.0.0.1:0", ciphers=(), decode_ciphers=None):
+            pair = Pair(endpoint, hosts.prefill, hosts.decode, ciphers=ciphers, decode_ciphers=decode_ciphers)
+            open_pairs.callback(pair.close)
+            return pair
+
+        yield make
+
+
+def bulk_of(pair):
+    return bulk_endpoint(split_key(pair.sender.endpoint)[0], pair.sender._bulk.port)
+
+
+def links_of(pair):
+    return [link for _, link in pair.receiver._bulk.items()]
+
+
+def has_landed(pair):
+    return torch.equal(pair.target.kv[TARGET], pair.source.kv[SOURCE])
+
+
+@contextlib.contextmanager
+def caller(endpoint, **options):
+    """A peer in a context of its own."""
+    context = zmq.Context()
+    socket = make_socket(context, zmq.DEALER, linger_ms=0, **options)
+    socket.connect(endpoint)
+    try:
+        yield socket
+    finally:
+        socket.close()
+        context.term()
+
+
+class Relay:
+    """Stands between decode and prefill's bulk port: keeps what prefill says, may change it, can cut the connection."""
+
+    def __init__(self, port, change=None):
+        self.heard = bytearray()
+        self.num_connections = 0
+        self._target = port
+        self._change = change
+        self._listener = stdlib_socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        self._stop, self._cut = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def cut(self):
+        self._cut.set()
+
+    def _run(self):
+        while not self._stop.is_set():
+            if not select.select([self._listener], [], [], 0.02)[0]:
+                continue
+            decode, _ = self._listener.accept()
+            self.num_connections += 1
+            with decode, stdlib_socket.create_connection(("127.0.0.1", self._target)) as prefill:
+                self._cut.clear()
+                with contextlib.suppress(OSError):
+                    self._pump(decode, prefill)
+
+    def _pump(self, decode, prefill):
+        while not self._stop.is_set() and not self._cut.is_set():
+            for ready in select.select([decode, prefill], [], [], 0.02)[0]:
+                data = ready.recv(1 << 16)
+                if not data:
+                    return
+                if ready is prefill:
+                    data = bytes(data if self._change is None else self._change(len(self.heard), data))
+                    self.heard += data
+                (decode if ready is prefill else prefill).sendall(data)
+
+    def close(self):
+        self._stop.set()
+        self._thread.join(10)
+        self._listener.close()
+
+
+@contextlib.contextmanager
+def relayed(pair, change=None):
+    """Decode reaches the bulk port through a relay."""
+    relay = Relay(pair.sender._bulk.port, change)
+    pair.sender._bulk.port = relay.port
+    try:
+        yield relay
+    finally:
+        relay.close()
+
+
+@pytest.mark.parametrize("scheme", ["tcp", "ipc"])
+def test_with_keys_blocks_are_sealed_by_default_and_take_their_own_connection(new_pair, tmp_path, scheme):
+    pair = new_pair("tcp://127.0.0.1:0" if scheme == "tcp" else f"ipc://{tmp_path}/kv")
+    assert isinstance(pair.hand_off(), Complete)
+    assert has_landed(pair)
+    (known,) = (pair.receiver.session.pair_of(peer) for peer in pair.receiver._links)
+    assert known.cipher == AES_128_GCM
+    (link,) = links_of(pair)
+    assert link.is_joined
+    assert isinstance(pair.hand_off(), Complete), "a second room uses the same connection"
+    assert links_of(pair) == [link]
+
+
+@pytest.mark.parametrize(
+    ("ciphers", "decode_ciphers", "has_bulk", "is_readable"),
+    [((), (), True, False), ((CRC32C,), (CRC32C,), True, True), ((), (CURVE,), False, False), ((CURVE,), (), False, False)],
+    ids=["sealed", "trusted", "decode wants curve", "prefill wants curve"],
+)
+def test_what_a_wire_tap_reads(new_pair, ciphers, decode_ciphers, has_bulk, is_readable):
+    pair = new_pair(ciphers=ciphers, decode_ciphers=decode_ciphers)
+    tap = relayed(pair) if pair.sender._bulk is not None else contextlib.nullcontext()
+    with tap as relay:
+        assert isinstance(pair.hand_off(), Complete)
+        assert has_landed(pair)
+        assert bool(relay is not None and relay.heard) == has_bulk
+        if has_bulk:
+            pieces = [bytes(pair.source.kv[page, 1000:1032].numpy()) for page in SOURCE]
+            assert all(piece in relay.heard for piece in pieces) == is_readable
+            assert any(piece in relay.heard for piece in pieces) == is_readable
+
+
+def test_a_bit_that_flips_on_the_wire_is_seen_and_the_block_pulled_again(new_pair):
+    done = []
+
+    def change(offset, data):
+        if offset < 100_000 <= offset + len(data) and not done:
+            done.append(offset)
+            data = bytearray(data)
+            data[100_000 - offset - 1] ^= 0x10
+        return data
+
+    pair = new_pair()
+    with relayed(pair, change):
+        assert isinstance(pair.hand_off(), Complete)
+    assert done
+    assert has_landed(pair)
+    assert (pair.receiver.counters["digest_mismatches"], pair.receiver.counters["repulls"]) == (1, 1)
+
+
+def test_a_connection_that_breaks_comes_back_with_another_ticket(new_pair):
+    pair = new_pair()
+    with relayed(pair) as relay:
+        assert isinstance(pair.hand_off(), Complete)
+        relay.cut()
+        (old,) = links_of(pair)
+        pair.turn(lambda _: [link for link in links_of(pair) if link is not old and link.is_joined])
+        assert relay.num_connections == 2
+        assert isinstance(pair.hand_off(), Complete)
+    assert has_landed(pair)
+
+
+def test_prefill_without_a_way_to_decode_keeps_announcing_and_the_room_ends_with_its_lease(hosts):
+    pair = Pair("tcp://127.0.0.1:0", hosts.prefill, hosts.decode, lease_s=1.5)
+    pair.sender._bulk.port = 1  # nobody listens there
+    lost = pair.hand_off()
+    assert isinstance(lost, Lost)
+    assert lost.kind == "TransferTimeout"
+    assert "pulling" in lost.reason, "announcements got through"
+    assert not [event for event in pair.events if isinstance(event, Landed)]
+    pair.close()
+
+
+# --- who gets in ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("who", ["no ticket", "a wrong ticket", "a used ticket"])
+def test_without_a_ticket_that_is_good_nobody_is_heard_or_answered(new_pair, who):
+    pair = new_pair()
+    used = pair.sender._bulk._tickets.issue("somebody")
+    assert pair.sender._bulk._tickets.redeem(used) == "somebody"
+    ticket = {"no ticket": None, "a wrong ticket": "f" * 32, "a used ticket": used}[who]
+    with caller(bulk_of(pair), ticket=ticket) as stranger:
+        assert not say(stranger, b"")
+        counter = "handshakes_failed" if ticket is None else "peers_refused"
+        pair.turn(lambda _: [True] if pair.sender.counters[counter] else [])
+        assert isinstance(pair.hand_off(), Complete)
+        assert answer(stranger, 0.0) is None
+    assert pair.sender.counters["malformed"] == 0, "nothing that it said was read"
+
+
+def test_who_stole_a_ticket_is_sent_nothing_that_it_can_read(new_pair, monkeypatch):
+    """It takes the place of the peer, who comes back with another ticket."""
+    pair = new_pair()
+    issue, stolen = pair.sender._bulk.ticket_for, []
+
+    def ticket_for(peer):
+        ticket = issue(peer)
+        if stolen:
+            return ticket
+        stolen.append(ticket)
+        return "0" * 32  # decode comes too late: its ticket is used
+
+    monkeypatch.setattr(pair.sender._bulk, "ticket_for", ticket_for)
+    poll = pair.sender.poll
+    with contextlib.ExitStack() as thieves:
+
+        def poll_beside_a_thief(timeout):
+            if len(stolen) == 1:
+                stolen.append(thieves.enter_context(caller(bulk_of(pair), ticket=stolen[0], max_frame=1 << 20)))
+                assert say(stolen[1], b"")
+            return poll(timeout)
+
+        monkeypatch.setattr(pair.sender, "poll", poll_beside_a_thief)
+        assert isinstance(pair.hand_off(), Complete)
+        assert has_landed(pair)
+        pieces = [bytes(pair.source.kv[page, 1000:1032].numpy()) for page in SOURCE]
+        loot = []
+        while stolen[1].poll(0):
+            loot += stolen[1].recv_multipart()
+        assert max(len(frame) for frame in loot) > 100_000
+        assert not any(piece in frame for frame in loot for piece in pieces)
+
+
+def test_when_nobody_answers_for_tickets_nobody_gets_in(new_pair):
+    pair = new_pair()
+    pair.sender.authenticator._judge_ticket = None  # the thread dies of it
+    with caller(bulk_of(pair), ticket=pair.sender._bulk._tickets.issue("x")) as peer:
+        assert not say(peer, b"")
+    assert pair.sender.counters["authentication_failures"] == 1
+
+
+def test_hostile_frames_of_an_admitted_peer_are_counted_and_others_are_served(new_pair):
+    pair = new_pair()
+    frames = [corpus.data(case) for case in corpus.load("msgpack_frames")]
+    small = [data for data in frames if 0 < len(data) <= 1024]
+    assert isinstance(pair.hand_off(), Complete)
+    (peer,) = pair.sender._bulk._ways
+    with caller(bulk_of(pair), ticket=pair.sender._bulk._tickets.issue(peer)) as hostile:
+        assert say(hostile, *small)
+        hostile.send_multipart([b""] * 1000)
+        expected = len(small) + 1
+        pair.turn(lambda _: [True] if pair.sender.counters["malformed"] == expected else [])
+        (way,) = pair.sender._bulk._ways.values()
+        assert say(hostile, max(frames, key=len)[:100_000]), "too long for this socket: the connection is cut"
+        assert isinstance(pair.hand_off(), Complete)
+        assert list(pair.sender._bulk._ways.values()) == [way], "what it said did not make it the peer"
+    assert pair.sender.counters["malformed"] == expected
+    assert has_landed(pair)
+
+
+def test_raw_bytes_are_cut_off_and_others_are_served(new_pair):
+    pair = new_pair()
+    raw = [corpus.steps(case) for case in corpus.load("zmtp_raw")]
+    with ThreadPoolExecutor(len(raw)) as pool:
+        sent = [pool.submit(raw_send, bulk_of(pair), steps) for steps in raw]
+        assert isinstance(pair.hand_off(), Complete)
+        pair.turn(lambda _: [True] if all(future.done() for future in sent) else [])
+        assert all(future.exception() is None for future in sent)
+        assert isinstance(pair.hand_off(), Complete)
+    assert pair.sender.counters["malformed"] == 0
+    assert has_landed(pair)
+
+
+# --- what decode takes from there -------------------------------------------------------------------------------------
+
+
+def test_decode_takes_blocks_and_nothing_else_from_a_wire_that_anybody_can_write_to(new_pair):
+    pair = new_pair()
+    assert isinstance(pair.hand_off(), Complete)
+    ((peer, _),) = pair.receiver._bulk.items()
+    name = {"room": "a" * 32, "epoch": 0, "instance": pair.instances[0]}
+    forged = [m.Abort(**name), m.Announce(**name, tokens_ready=70), m.KVRefused(instance="c" * 32, reason="no")]
+    for message in forged:
+        pair.receiver._receive_bulk(peer, [memoryview(encode(message))])
+        pair.receiver._receive_bulk(peer, [memoryview(encode(message)), memoryview(b"x")])
+    pair.receiver._receive_bulk(peer, [])
+    assert pair.receiver.counters["malformed"] == 2 * len(forged) + 1
+    block = m.Block(**name, block=0, size=1, digest=0)
+    pair.receiver._receive_bulk(peer, [memoryview(encode(block)), memoryview(bytes(17))])
+    assert pair.receiver.counters["unknown_room"] == 1
+    assert isinstance(pair.hand_off(), Complete)
