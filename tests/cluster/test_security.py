@@ -14,7 +14,7 @@ from baton.cluster.messages import FirstToken, Gone, Heartbeat, Rejected, Welcom
 from baton.cluster.security import Authenticator
 from baton.cluster.sockets import make_socket, recv_parts
 from baton.deploy.keys import remove, rotate
-from baton.router.control import ControlSocket
+from baton.router.control import ControlSocket, Speakers
 from baton.tests.cluster.keyed_peers import Front, Hosts, admit, answer, curve, dealer, hello, say, stranger
 from baton.tests.cluster.serving import wait_until
 
@@ -226,6 +226,15 @@ def test_s31_a_listed_key_that_claims_another_worker_is_not_heard(front, hosts, 
             wait_until(lambda: front.control.num_denied == 4, 5, "all are denied")
         assert len(front.heard) == 1
         assert len(lines(caplog, "message denied")) == 3, "a line each of Hello, Heartbeat and Gone"
+
+
+def test_without_the_map_of_roles_a_decode_key_speaks_for_prefill(front, hosts, monkeypatch):
+    """What the next law forbids can be seen to happen."""
+    monkeypatch.setattr(Speakers, "fault", lambda *_: "")
+    with dealer(front.endpoint, curve(hosts.decode, "decode", hosts.router)) as worker:
+        lie = hello("prefill")
+        assert say(worker, lie, FirstToken(room=ROOM, epoch=0, instance=lie.instance, token=1))
+        wait_until(lambda: len(front.heard) == 2, 5, "both are heard")
 
 
 def test_s31_a_decode_key_cannot_register_as_prefill_or_speak_its_verbs(front, hosts):

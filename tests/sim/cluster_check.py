@@ -103,6 +103,7 @@ class Checker:
                 self._check_memory(worker)
         self._check_retries()
         self._check_success()
+        self._check_options()
         self._check_digests()
 
     def _check_memory(self, worker):
@@ -148,6 +149,16 @@ class Checker:
             waited = client.ended_at - client.came_at
             if is_one_death and world.settings.step_s <= 0.01 and world.settings.lease_s <= 1.5 and waited > RECOVERED_S:
                 raise Violation(f"client {client.number} waited {waited:.1f} s after the death of a worker")
+
+    def _check_options(self):
+        """What the caller of this run expects of it."""
+        options = self.world.options
+        for client in self.world.clients:
+            if not options.may_repeat and client.entry is not None and client.entry.room.epoch > 0:
+                raise Violation(f"client {client.number} was served in {client.entry.room.epoch + 1} attempts")
+            waited = client.ended_at - client.came_at
+            if options.served_within_s and (client.end != "ok" or waited > options.served_within_s):
+                raise Violation(f"client {client.number} ended with {client.end} after {waited:.1f} s")
 
     def _check_digests(self):
         """Bytes that nobody changed are right: memory that a send still reads is not used again.

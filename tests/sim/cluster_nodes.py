@@ -78,6 +78,13 @@ class RouterProcess(Process):
             return
         self.run(lambda: self.dispatcher.on_message(line.number.to_bytes(4, "big"), message))
 
+    def line_broke(self, line):
+        self.world.timeline.at(self.world.timeline.now + 0.001, self._probe)
+
+    def _probe(self):
+        if self.is_alive and self.stalled_until <= self.world.timeline.now:
+            self.run(self.dispatcher.probe)
+
     def run(self, action):
         """Something happens in the router's only thread; then its clients read. None when it died in the middle."""
         try:
@@ -103,6 +110,13 @@ class SimControl(LinkQueues):
         super().__init__(hello, now)
         self.process = process
         self.arrived = deque()
+        self.is_broken = False
+
+    def tick(self, now):
+        if self.is_broken:
+            self.is_broken = False
+            self._machine.broke()
+        return super().tick(now)
 
     def _transmit(self, frame):
         network = self.process.world.network
@@ -216,14 +230,16 @@ class WorkerProcess(Process):
         self.hung_until = 0.0  # the scheduler thread alone stands still
         is_prefill = self.role == "P"
         settings = self.settings
+        weights = 18 if name == world.options.odd else 17
         self.engine = toy_engine(
             settings.prefill_pages if is_prefill else settings.decode_pages,
             settings.head_dim,
             is_caching=settings.is_caching,
             lookahead=0 if is_prefill else settings.lookahead,
+            weights=weights,
         )
         pool = self.engine.pool
-        layout = layout_of(pool, model_fingerprint="toy", feature_ids=(), feature_width=0)
+        layout = layout_of(pool, model_fingerprint=f"toy {weights}", feature_ids=(), feature_width=0)
         layout = replace(layout, block_bytes=settings.block_bytes)
         planes = planes_of(pool, None)
         if is_prefill:
@@ -272,9 +288,13 @@ class WorkerProcess(Process):
         self._link_turn()
 
     def line_broke(self, line):
-        if line.kind == "kv" and line.client is self:
+        if line.kind == "control":
+            self.control.is_broken = True
+        elif line.client is self:
             self.transport.arrived.append(("broken", line.address))
-            self.wake_link(0.001)
+        else:
+            return
+        self.wake_link(0.001)
 
     # --- the two threads ------------------------------------------------------------------------------------------------
 
@@ -292,6 +312,8 @@ class WorkerProcess(Process):
 
     def _told(self, event):
         self.link.inbox.append(event)
+        if self.world.options.leave_at == f"{self.role} event {type(event).__name__}":
+            self.world.timeline.at(self.timeline.now, self.world.leave, event.room)
         self.wake(0.0002 + 0.001 * self.rng.random())
 
     def _run_link(self, when):

@@ -10,12 +10,19 @@ from unittest.mock import patch
 import msgspec
 from baton.decode.queues import RoomState as DecodeState
 from baton.decode.worker import DecodeWorker
-from baton.kvtransfer import endpoints
+from baton.kvtransfer import endpoints, pair, sender
 from baton.kvtransfer.endpoint import Delivered
+from baton.kvtransfer.endpoints import SenderEndpoint
 from baton.kvtransfer.receiver import ReceiverSession
-from baton.kvtransfer.session import Lease
+from baton.kvtransfer.session import Lease, SendBlock, SenderState
+from baton.kvtransfer.transport import Released
 from baton.prefill.queues import RoomState as PrefillState
 from baton.prefill.worker import PrefillWorker
+from baton.router import policy
+from baton.router.dispatch import Dispatcher
+from baton.router.reception import Reception
+from baton.router.registry import UNREACHABLE_S, Registry
+from baton.router.retries import RetryBudget
 from baton.router.room_effects import Deliver
 from baton.router.room_parts import Attempt
 from baton.router.rooms import Room
@@ -36,13 +43,16 @@ def no_tracker():
     def untracked(self, peer, header, payload):
         return None if transmit(self, peer, header, payload) is None else Delivered()
 
-    settings = Settings(head_dim=24, window=6)  # blocks that cross pages go through staging buffers
-    return patch.object(SimSender, "_transmit", untracked), Options(faults=Faults(burst=True), settings=settings)
+    settings = Settings(head_dim=24, window=6, step_s=0.004)  # blocks that cross pages go through staging buffers
+    options = Options(faults=Faults(burst=True, kv_reorder=0.5), settings=settings, num_clients=16)
+    return patch.object(SimSender, "_transmit", untracked), options
 
 
 def no_lease():
     """Nobody gives up a room in which nothing moves."""
-    return patch.object(Lease, "is_over", lambda *_: False), Options(faults=Faults(kill=3, kv_loss=0.25, partition=2))
+    return patch.object(Lease, "is_over", lambda *_: False), Options(
+        faults=Faults(leave=0.9, control_loss=0.4, kv_loss=0.4), num_clients=12
+    )
 
 
 def no_epoch():
@@ -103,6 +113,10 @@ def no_dedup():
     return patched(), Options(faults=Faults(control_duplicate=0.3))
 
 
+# States that end within a turn of the scheduler, and the event after which a Cancel must come to meet them.
+BRIEF = {DecodeState.PREFILLING: "D event Reserve", DecodeState.WARMING: "D event Complete"}
+
+
 def no_cancel(worker, state):
     """A Cancel is not heard in one state."""
     cancel = worker._cancel
@@ -111,7 +125,130 @@ def no_cancel(worker, state):
         if not any(room.state is state for room in self.queues.attempts(room_id)):
             cancel(self, room_id)
 
-    return patch.object(worker, "_cancel", deaf), Options(faults=Faults(leave=0.9, stop=0.5))
+    settings = Settings(
+        step_s=0.1, window=6, max_running=6, chunk_size=2 if state is PrefillState.RUNNING else 8,
+        has_local_prefill=state is DecodeState.PREFILLING,
+    )  # fmt: skip
+    leave_at = BRIEF.get(state, "")
+    return patch.object(worker, "_cancel", deaf), Options(
+        faults=Faults() if leave_at else Faults(leave=0.9, stop=0.9, burst=True), settings=settings, num_clients=12,
+        num_prefills=1, num_decodes=2, leave_at=leave_at, odd="P0" if settings.has_local_prefill else "",
+    )  # fmt: skip
+
+
+def no_explicit_cancel():
+    """A client that leaves is left to leases: the workers hear nothing of it."""
+
+    def keep_quiet(self, now):
+        for hold in self._holds:
+            hold.cancelled_at = now if hold.cancelled_at is None else hold.cancelled_at
+        return []
+
+    return patch.object(Room, "_cancel_holds", keep_quiet), Options(faults=Faults(leave=0.9))
+
+
+def free_on_send():
+    """Prefill gives a room's pages back when its last block has been sent, not when decode has said that it holds all."""
+    send_now = SenderEndpoint._send_now
+
+    def forget_when_sent(self, item):
+        is_sent = send_now(self, item)
+        known = self.session._rooms.get(item.room) if is_sent and isinstance(item, SendBlock) else None
+        if known is not None and known.is_final and item.block == known.stream.num_blocks - 1:
+            self.session._close(known, SenderState.RELEASED, "sent", self._clock())
+            self._events.append(Released(room=item.room, epoch=item.epoch))
+        return is_sent
+
+    options = Options(faults=Faults(flip=0.1), may_repeat=False)
+    return patch.object(SenderEndpoint, "_send_now", forget_when_sent), options
+
+
+def no_retry_budget():
+    """However many attempts fail, there is another one for every room."""
+    return patch.object(RetryBudget, "take", lambda *_: True), Options(
+        faults=Faults(flip=1.0), settings=Settings(is_caching=False), num_clients=16
+    )
+
+
+def no_attempt_limit():
+    """One room is tried for as long as it fails."""
+    enqueue = Dispatcher._enqueue
+
+    def enqueue_stubborn(self, *args):
+        entry = enqueue(self, *args)
+        entry.room.max_attempts = 1000
+        return entry
+
+    return patch.object(Dispatcher, "_enqueue", enqueue_stubborn), Options(
+        faults=Faults(flip=1.0), settings=Settings(is_caching=False), num_clients=2
+    )
+
+
+def no_deadline():
+    """A client waits for as long as it takes."""
+    enqueue = Dispatcher._enqueue
+
+    def enqueue_patient(self, *args):
+        entry = enqueue(self, *args)
+        entry.room.deadline = None
+        return entry
+
+    options = Options(faults=Faults(hang=4), settings=Settings(request_timeout_s=0.5), num_clients=8)
+    return patch.object(Dispatcher, "_enqueue", enqueue_patient), options
+
+
+def no_heartbeat():
+    """A worker counts as alive as long as its connection is there."""
+
+    def is_cut_off(self, worker, now):
+        return worker.unreachable_since is not None and now - worker.unreachable_since > UNREACHABLE_S
+
+    options = Options(
+        faults=Faults(hang=3), settings=Settings(step_s=0.1, worker_timeout_s=0.9, max_running=8),
+        num_prefills=2, num_decodes=2, num_clients=24, served_within_s=2.5,
+    )  # fmt: skip
+    return patch.object(Registry, "_is_overdue", is_cut_off), options
+
+
+def no_generation():
+    """The router does not hear that a worker has dropped all its rooms."""
+    hello = Reception.hello
+
+    def deaf(self, identity, message, now):
+        known = self._registry.get(message.instance)
+        if known is not None:
+            message = msgspec.structs.replace(message, generation=known.hello.generation)
+        return hello(self, identity, message, now)
+
+    options = Options(
+        faults=Faults(cut=3), settings=Settings(step_s=0.1), num_prefills=2, num_decodes=2, num_clients=12,
+        served_within_s=2.8,
+    )  # fmt: skip
+    return patch.object(Reception, "hello", deaf), options
+
+
+def prefillers_of_any(decode, serving, avoid):
+    return [worker for worker in serving if worker.role == "prefill"]
+
+
+def no_fingerprint():
+    """The router pairs workers of different models; the handshake between them is what is left, and costs an attempt."""
+    options = Options(faults=Faults(), odd="P1", num_prefills=2, num_decodes=2, may_repeat=False)
+    return patch.object(policy, "prefillers", prefillers_of_any), options
+
+
+def no_fingerprint_anywhere():
+    """Neither the router nor the handshake looks at what a worker serves."""
+
+    @contextmanager
+    def patched():
+        with ExitStack() as stack:
+            stack.enter_context(patch.object(policy, "prefillers", prefillers_of_any))
+            stack.enter_context(patch.object(sender, "agree", lambda ours, theirs: theirs))
+            stack.enter_context(patch.object(pair, "agree", lambda ours, theirs: theirs))
+            yield
+
+    return patched(), Options(faults=Faults(), odd="P1", num_prefills=2, num_decodes=2)
 
 
 SEAMS = {
@@ -121,10 +258,19 @@ SEAMS = {
     "epoch": no_epoch,
     "instance": no_instance,
     "dedup": no_dedup,
+    "explicit cancel": no_explicit_cancel,
+    "pages held until Release": free_on_send,
+    "retry budget": no_retry_budget,
+    "attempts of a room": no_attempt_limit,
+    "deadline": no_deadline,
+    "heartbeat": no_heartbeat,
+    "generation": no_generation,
+    "fingerprint at the router": no_fingerprint,
+    "fingerprint anywhere": no_fingerprint_anywhere,
     **{
         f"cancel {role} {state.value}": lambda worker=worker, state=state: no_cancel(worker, state)
         for role, worker, states in (("decode", DecodeWorker, DecodeState), ("prefill", PrefillWorker, PrefillState))
         for state in states
-        if state.value not in ("closing", "prefilling")  # over within a turn of the link; only while no prefill serves
+        if state.value != "closing"  # a Cancel has been heard before, and the end is there within a turn of the link
     },
 }

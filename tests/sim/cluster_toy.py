@@ -53,14 +53,15 @@ def factors(head_dim):
 class Memory:
     """The toy's view of a pool: words `[pages, PLANES, PAGE_SIZE, head_dim]` uint32."""
 
-    def __init__(self, pool):
+    def __init__(self, pool, weights=17):
+        self.weights = weights  # of the model: another number, other rows
         self.head_dim = pool.kv.shape[-1]
         self.words = pool.kv.numpy().view(np.uint32).reshape(pool.num_pages, PLANES, PAGE_SIZE, self.head_dim)
 
     def write(self, pages, start, tokens):
         """The KV of `tokens`, which stand at `start` of a sequence that lies in `pages`."""
         last = start - 1
-        h = 17 if start == 0 else int(self.words[pages[last // PAGE_SIZE], 0, last % PAGE_SIZE, 0])
+        h = self.weights if start == 0 else int(self.words[pages[last // PAGE_SIZE], 0, last % PAGE_SIZE, 0])
         hashes = []
         for token in tokens:
             h = mix(h, token)
@@ -110,10 +111,10 @@ class WatchedAllocator(PageAllocator):
         return not self.num_corrupted and bool((self._memory.words[free] == FREE).all())
 
 
-def toy_engine(num_pages, head_dim, *, is_caching, lookahead=0):
+def toy_engine(num_pages, head_dim, *, is_caching, lookahead=0, weights=17):
     """Production's engine around the toy, with `num_pages` pages of `64 * head_dim` bytes. Nobody drafts."""
     pool = KVPool(num_pages + 1, PAGE_SIZE, 2, 1, head_dim, torch.float32)
-    memory = Memory(pool)
+    memory = Memory(pool, weights)
     allocator = WatchedAllocator(num_pages + 1, memory)
     return Engine(
         path=Path("toy"),

@@ -57,6 +57,10 @@ class Options:
     num_clients: int = 0
     num_prefills: int = 0  # 0: drawn, mostly 2
     num_decodes: int = 0
+    odd: str = ""  # the worker of this name has the weights of another model
+    may_repeat: bool = True  # False: every attempt must succeed
+    served_within_s: float = 0.0  # every client must have its whole text by then; 0: no such bar
+    leave_at: str = ""  # clients leave when this event waits for a scheduler, such as "D event Complete"
     is_told: bool = False  # keep the story
 
 
@@ -174,6 +178,12 @@ class World:
         for client in self.clients:
             if client.inbox is not None and client.inbox._events:
                 client.read()
+
+    def leave(self, room):
+        """The client of a room goes away, unless the faults are over."""
+        for client in self.clients:
+            if self.network.is_faulty and client.entry is not None and client.entry.room.room == room:
+                client.leave()
 
     # --- faults at chosen times -----------------------------------------------------------------------------------------
 

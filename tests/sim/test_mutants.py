@@ -1,0 +1,94 @@
+"""With a defence switched off some seed breaks an invariant, and with it on the same seed breaks none.
+
+Without that the simulator proves nothing about the defence. `SEEDS` names for each defence seeds that have shown it to be
+off; a change of production code moves every trace, so there are several, of which one must still do it. If none does,
+`python -m baton.tests.sim.test_mutants` looks for others and prints the table anew.
+"""
+
+import sys
+
+import pytest
+import torch
+from baton.tests.sim.cluster_seams import SEAMS
+from baton.tests.sim.cluster_world import run
+
+SEEDS = {
+    "digest": (0, 1, 3, 5, 7, 8),
+    "tracker": (5, 6, 10, 29, 37),
+    "lease": (2, 4, 5, 6, 7, 8),
+    "epoch": (2, 9, 13, 17, 31, 34),
+    "instance": (1, 2, 3, 5, 6, 10),
+    "dedup": (0, 2, 3, 4, 8, 9),
+    "explicit cancel": (1, 3, 4, 6, 7, 8),
+    "pages held until Release": (2, 3, 4, 5, 7, 9),
+    "retry budget": (0, 2, 7, 8, 12, 13),
+    "attempts of a room": (0, 1, 2, 3, 5, 6),
+    "deadline": (1, 2, 8, 10, 11, 14),
+    "heartbeat": (0, 1, 2, 3, 7, 8),
+    "generation": (0, 1, 6, 10, 11, 14),
+    "fingerprint at the router": (0, 1, 4, 5, 8, 9),
+    "fingerprint anywhere": (0, 1, 4, 5, 8, 9),
+    "cancel decode prefilling": (0, 1, 2, 3, 4, 5),
+    "cancel decode pulling": (0, 1, 2, 3, 4, 5),
+    "cancel decode warming": (3, 6, 9, 10, 11, 12),
+    "cancel decode running": (0, 1, 2, 3, 4, 5),
+    "cancel prefill queued": (0, 1, 3, 4, 5, 6),
+    "cancel prefill running": (0, 1, 2, 3, 8, 12),
+    "cancel prefill handed": (0, 1, 2, 3, 4, 5),
+}
+NUM_SEEDS = 6  # per defence in the table
+SEARCHED = range(40)  # for the table
+FRESH = range(1000, 1120)  # that no table was made from
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    torch.set_num_threads(1)
+
+
+def kills(name, seed):
+    """What the seed breaks without the defence; "" when nothing, or when it breaks something with it, too."""
+    switched_off, options = SEAMS[name]()
+    with switched_off:
+        violation = run(seed, options).violation
+    return violation if violation and not run(seed, options).violation else ""
+
+
+def search(name, seeds, wanted):
+    """The first `wanted` of `seeds` that show the defence to be off."""
+    found = []
+    for seed in seeds:
+        if len(found) < wanted and kills(name, seed):
+            found.append(seed)
+    return found
+
+
+def test_every_defence_has_its_seeds():
+    assert set(SEEDS) == set(SEAMS)
+    assert all(SEEDS.values())
+
+
+@pytest.mark.parametrize("name", SEEDS)
+def test_a_missing_defence_is_noticed(name):
+    switched_off, options = SEAMS[name]()
+    with switched_off:
+        violations = (run(seed, options).violation for seed in SEEDS[name])
+        assert any(violations), f"no seed notices that the defence is off: {name}; see the top of this file"
+
+
+@pytest.mark.parametrize("name", SEEDS)
+def test_with_the_defence_the_same_seeds_break_nothing(name):
+    _, options = SEAMS[name]()
+    assert [run(seed, options).violation for seed in SEEDS[name]] == [""] * len(SEEDS[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SEAMS)
+def test_a_missing_defence_is_noticed_by_seeds_that_nobody_chose(name):
+    assert search(name, FRESH, 1), f"none of {FRESH} notices that the defence is off: {name}"
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    for name in sys.argv[1:] or SEAMS:
+        print(f'    "{name}": {tuple(search(name, SEARCHED, NUM_SEEDS))},', flush=True)
