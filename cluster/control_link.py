@@ -258,14 +258,15 @@ class LinkQueues(ABC):
         return lost
 
     def _flush(self) -> None:
-        while self._machine.can_send and self._outbox:
-            if self._transmit(self._outbox[0]):
-                self._outbox.popleft()
-            else:
-                self._machine.doubt()
+        """The heartbeat first: a backlog on a slow connection does not make its worker look dead."""
         if self._machine.can_send and self._heartbeat is not None:
             if self._transmit(encode(self._heartbeat)):
                 self._heartbeat = None
+            else:
+                self._machine.doubt()
+        while self._machine.can_send and self._outbox:
+            if self._transmit(self._outbox[0]):
+                self._outbox.popleft()
             else:
                 self._machine.doubt()
 
