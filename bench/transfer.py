@@ -135,7 +135,8 @@ class Bench:
             layout(),
             self._planes,
             context=self._context,
-            keyring=load_keyring(str(self._folder / "decode"), "decode") if way.guard == "curve" else None,
+            keyring=load_keyring(str(self._folder / "decode"), "decode") if way.is_keyed else None,
+            ciphers=way.ciphers,
             window=way.window,
             transports=tuple(dict.fromkeys((way.transport, "zmq_blocks"))),
         )

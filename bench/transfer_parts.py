@@ -5,11 +5,13 @@ from dataclasses import dataclass
 import torch
 from msgspec import Struct
 
+from ..cluster.ciphers import AES_128_GCM, CRC32C, CURVE
 from ..cluster.messages import Layout
 from ..kvtransfer.transport import Planes
 
 BLOCK_BYTES = 1 << 20
 PAGE_TOKENS = 16
+GUARDS = ("plain", CRC32C, AES_128_GCM, CURVE)  # plain: not even a digest
 MEMCPY, TCP, UNIX = "memcpy", "tcp socket", "unix socket"
 
 
@@ -29,7 +31,7 @@ class Done(Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Way:
-    """A transport as it is measured: `link` is tcp or ipc, `guard` plain, crc32c or curve."""
+    """A transport as it is measured: `link` is tcp or ipc, `guard` one of GUARDS."""
 
     transport: str  # zmq_blocks or shm
     link: str
@@ -43,6 +45,15 @@ class Way:
         return f"{transport}, {self.guard}, window {self.window}"
 
     @property
+    def is_keyed(self) -> bool:
+        return self.guard in (AES_128_GCM, CURVE)
+
+    @property
+    def ciphers(self) -> tuple[str, ...]:
+        """As both transports take them."""
+        return (self.guard if self.is_keyed else CRC32C,)
+
+    @property
     def source(self) -> str:
         """The endpoint of prefill that serves it; the window is decode's affair."""
         return f"{self.transport} {self.link} {self.guard}"
@@ -53,10 +64,10 @@ def ways(windows: list[int]) -> list[Way]:
     made = [
         Way("zmq_blocks", link, guard, window)
         for link in ("tcp", "ipc")
-        for guard in ("plain", "crc32c", "curve")
+        for guard in GUARDS
         for window in windows
     ]
-    return made + [Way("shm", "ipc", guard, window) for guard in ("plain", "crc32c") for window in windows]
+    return made + [Way("shm", "ipc", guard, window) for guard in ("plain", CRC32C) for window in windows]
 
 
 def layout() -> Layout:

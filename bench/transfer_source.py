@@ -34,15 +34,15 @@ class Source:
         self._senders: dict[str, ZmqBlocksSender] = {}
         for way in ways([1]):
             endpoint = "tcp://127.0.0.1:0" if way.link == "tcp" else f"ipc://{folder}/{len(self._senders)}"
-            is_keyed = way.guard == "curve"
             # a context has one authenticator, so keyed senders have their own
             sender = ZmqBlocksSender(
                 endpoint,
                 self._instance,
                 layout(),
                 self._planes,
-                context=zmq.Context() if is_keyed else context,
-                keyring=load_keyring(keys, "prefill") if is_keyed else None,
+                context=zmq.Context() if way.is_keyed else context,
+                keyring=load_keyring(keys, "prefill") if way.is_keyed else None,
+                ciphers=way.ciphers,
                 transports=tuple(dict.fromkeys((way.transport, "zmq_blocks"))),
             )
             if way.guard == "plain":

@@ -20,7 +20,7 @@ def test_every_way_is_measured_and_nothing_is_left():
     document = json.loads(done.stdout)
     names = [row["way"] for row in document["ways"]]
     assert names[:3] == ["memcpy", "tcp socket", "unix socket"]
-    guards = ("plain", "crc32c", "curve")
+    guards = ("plain", "crc32c", "aes-128-gcm", "curve")
     wanted = {f"zmq {link}, {guard}, window 4" for link in ("tcp", "ipc") for guard in guards}
     assert set(names[3:]) == wanted | {f"shm, {guard}, window 4" for guard in ("plain", "crc32c")}
     assert all(row["median"] > 0 and len(row["rates"]) == 1 for row in document["ways"])
