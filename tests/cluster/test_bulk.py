@@ -1,9 +1,6 @@
 """The connection of its own that sealed blocks take: what crosses it, who gets in, and what strangers can do there."""
 
 import contextlib
-import select
-import socket as stdlib_socket
-import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -17,6 +14,7 @@ from baton.cluster.sockets import make_socket
 from baton.kvtransfer.transport import Complete, Landed, Lost
 from baton.kvtransfer.transports.bulk import bulk_endpoint
 from baton.tests.cluster.keyed_peers import Hosts, answer, raw_send, say
+from baton.tests.cluster.relay import Relay
 from baton.tests.cluster.test_keyed_kv import Pair
 from baton.tests.corpora import corpus
 
@@ -63,51 +61,6 @@ def caller(endpoint, **options):
     finally:
         socket.close()
         context.term()
-
-
-class Relay:
-    """Stands between decode and prefill's bulk port: keeps what prefill says, may change it, can cut the connection."""
-
-    def __init__(self, port, change=None):
-        self.heard = bytearray()
-        self.num_connections = 0
-        self._target = port
-        self._change = change
-        self._listener = stdlib_socket.create_server(("127.0.0.1", 0))
-        self.port = self._listener.getsockname()[1]
-        self._stop, self._cut = threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
-
-    def cut(self):
-        self._cut.set()
-
-    def _run(self):
-        while not self._stop.is_set():
-            if not select.select([self._listener], [], [], 0.02)[0]:
-                continue
-            decode, _ = self._listener.accept()
-            self.num_connections += 1
-            with decode, stdlib_socket.create_connection(("127.0.0.1", self._target)) as prefill:
-                self._cut.clear()
-                with contextlib.suppress(OSError):
-                    self._pump(decode, prefill)
-
-    def _pump(self, decode, prefill):
-        while not self._stop.is_set() and not self._cut.is_set():
-            for ready in select.select([decode, prefill], [], [], 0.02)[0]:
-                data = ready.recv(1 << 16)
-                if not data:
-                    return
-                if ready is prefill:
-                    data = bytes(data if self._change is None else self._change(len(self.heard), data))
-                    self.heard += data
-                (decode if ready is prefill else prefill).sendall(data)
-
-    def close(self):
-        self._stop.set()
-        self._thread.join(10)
-        self._listener.close()
 
 
 @contextlib.contextmanager

@@ -33,19 +33,21 @@ def planes(seed):
 class Pair:
     """A prefill and a decode transport in contexts of their own, polled in turn."""
 
-    def __init__(self, endpoint, prefill, decode, lease_s=5.0, ciphers=(), decode_ciphers=None):
+    def __init__(self, endpoint, prefill, decode, lease_s=5.0, ciphers=(), decode_ciphers=None, window=6, **options):
+        """`options` are of both transports."""
         self.source, self.target = planes(1), planes(2)
         self.instances = [secrets.token_hex(16) for _ in range(2)]
         self.events = []
         self._contexts = [zmq.Context(), zmq.Context()]
         keys = load_keyring(str(prefill), "prefill") if prefill else None
         self.sender = ZmqBlocksSender(
-            endpoint, self.instances[0], LAYOUT, self.source, context=self._contexts[0], keyring=keys, ciphers=ciphers
-        )
+            endpoint, self.instances[0], LAYOUT, self.source, context=self._contexts[0], keyring=keys, ciphers=ciphers,
+            **options,
+        )  # fmt: skip
         keys = load_keyring(str(decode), "decode") if decode else None
         self.receiver = ZmqBlocksReceiver(
             self.instances[1], LAYOUT, self.target, context=self._contexts[1], keyring=keys, lease_s=lease_s,
-            ciphers=ciphers if decode_ciphers is None else decode_ciphers,
+            ciphers=ciphers if decode_ciphers is None else decode_ciphers, window=window, **options,
         )  # fmt: skip
 
     def hand_off(self, endpoint=None):

@@ -211,3 +211,46 @@ def test_a_sealed_block_without_its_payload_or_shorter_than_a_tag_is_dropped():
         events = pair.hand_off()
         assert of(Landed, events) == []
         assert pair.receiver.counters["unexpected"] == 3
+
+
+class Full:
+    """In place of a sender's `_transmit`: takes no block for a while."""
+
+    def __init__(self, sender):
+        self.num_asked, self.is_full = 0, True
+        self._transmit, sender._transmit = sender._transmit, self.transmit
+
+    def transmit(self, peer, header, payload):
+        if payload is None or not self.is_full:
+            return self._transmit(peer, header, payload)
+        self.num_asked += 1
+        return None
+
+
+def test_a_block_that_its_peer_cannot_take_yet_is_sealed_once_however_often_it_is_tried():
+    pair = Pair()
+    full = Full(pair.sender)
+    assert not of(Landed, pair.hand_off())
+    for _ in range(50):
+        pair.now += 0.02
+        pair.sender.poll(0)
+    assert full.num_asked > 10
+    assert len(pair.sender._prepared) == 1, "one waits sealed, those behind it as they are"
+    full.is_full = False
+    pair.now += 0.1
+    events = [event for _ in range(20) for event in (*pair.sender.poll(0), *pair.receiver.poll(0))]
+    assert of(Complete, events)
+    assert torch.equal(pair.target.kv[7:10], pair.source.kv[1:4])
+    assert {(message.block, message.attempt) for message, _ in pair.blocks()} == {(0, 0), (1, 0), (2, 0)}
+    assert not pair.sender._prepared
+
+
+def test_the_buffer_of_a_block_that_is_never_taken_comes_back_with_its_room():
+    pair = Pair()
+    Full(pair.sender)
+    pair.hand_off()
+    assert pair.sender._prepared
+    pair.sender.release("a" * 32, 0, "cancelled")
+    pair.now += 1.0
+    pair.sender.poll(0)
+    assert not pair.sender._prepared
