@@ -43,6 +43,7 @@ class FixedRows:
             rows=rows if is_uniform else -1,
             pages=batch.page_table.shape[1],
             hidden=batch.capture_hidden,
+            has_embeds=batch.input_embeds is not None,
         )
 
     def plan(self, batch: ForwardBatch, num_requests: int) -> None:

@@ -38,7 +38,8 @@ class ForwardBatch:
     `q_lens[b]` rows and `kv_lens[b]` context length after this forward (its own rows included) of request b, on the host.
     `logit_rows` `[R]` int64: rows whose logits are wanted (None: all). `features` `[T, feature width]`: the draft model's
     input hidden, None for a target. `tree_mask` bool `[B, Q, W]`: of the last W context rows those that each of Q new rows
-    per request sees, instead of all up to itself. Changing any of these bumps `version`, so that metadata planned before is
+    per request sees, instead of all up to itself. `input_embeds` `[T, H]`: what stands for the embeddings of `input_ids`.
+    Changing any of these bumps `version`, so that metadata planned before is
     refused, and clears `decision`, which path the runner has chosen for this batch.
     """
 
@@ -53,6 +54,7 @@ class ForwardBatch:
     logit_rows: torch.Tensor | None = None
     features: torch.Tensor | None = None
     tree_mask: torch.Tensor | None = None
+    input_embeds: torch.Tensor | None = None
     version: int = 0
     decision: PathDecision | None = None
 

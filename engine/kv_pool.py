@@ -90,9 +90,16 @@ class FeaturePlane:
         return self.page_size * self.width * self.features.element_size()
 
     def store(self, slots: torch.Tensor, features: torch.Tensor) -> None:
-        """Write `features` `[T, width]` into `slots` `[T]` int64; rows of slot 0 are padding and may collide."""
-        assert features.shape == (slots.shape[0], self.width), (features.shape, slots.shape, self.width)
-        self.rows.index_copy_(0, slots, features.to(self.dtype))
+        """Write `features` `[T, width]` into `slots` `[T]` int64; rows of slot 0 are padding and may collide.
+
+        Raises ValueError for another width or dtype: the receiver would read it as something else.
+        """
+        wanted = (slots.shape[0], self.width)
+        if tuple(features.shape) != wanted or features.dtype != self.dtype:
+            raise ValueError(
+                f"features {list(features.shape)} {features.dtype} for a plane that takes {list(wanted)} {self.dtype}"
+            )
+        self.rows.index_copy_(0, slots, features)
 
     def byte_view(self) -> torch.Tensor:
         """The plane's own memory as uint8 `[num_pages, page_bytes]`."""

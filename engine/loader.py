@@ -25,11 +25,12 @@ from .page_table import pages_for
 from .prefix_cache import PrefixCache
 from .sampler import Sampler
 from .speculative.adaptive import KNEE_ROWS, StepCosts, StepPolicy
+from .speculative.dflash_config import DflashConfig, load_any_draft_config
 from .speculative.draft_shape import PLAIN, DraftShape
 from .speculative.draft_worker import MAX_PREFILL_ROWS, DraftWorker
 from .speculative.eagle3 import Eagle3Head
 from .speculative.eagle3_weights import load_eagle3
-from .speculative.spec_config import Eagle3Config, load_draft_config
+from .speculative.spec_config import Eagle3Config
 from .weights import load_model, model_fingerprint
 
 logger = logging.getLogger(__name__)
@@ -53,7 +54,7 @@ class Engine:
     fingerprint: str
     model_config: ModelConfig
     model: LlamaForCausalLM
-    draft_config: Eagle3Config | None
+    draft_config: Eagle3Config | DflashConfig | None
     runner: ModelRunner
     sampler: Sampler
     pool: KVPool
@@ -126,7 +127,7 @@ class EngineLoader:
         self.has_drafter = has_drafter
         self.lifecycle = Lifecycle()
         self._engine: Engine | None = None
-        self._draft_config: Eagle3Config | None = None
+        self._draft_config: Eagle3Config | DflashConfig | None = None
         self._head: Eagle3Head | None = None
 
     def phases(self) -> list[tuple[str, Callable[[], None]]]:
@@ -165,13 +166,22 @@ class EngineLoader:
     def _configure_aux(self) -> None:
         if self.config.has_draft:
             draft_path = resolve_checkpoint(self.config.draft)
-            self._draft_config = load_draft_config(draft_path, self._model_config, target_path=self._path)
-            configure_aux_capture(self._model, self._draft_config.aux.ids)
+            running = str(self._dtype).removeprefix("torch.")
+            self._draft_config = draft = load_any_draft_config(
+                draft_path, self._model_config, target_path=self._path, dtype=running
+            )
+            is_dflash = isinstance(draft, DflashConfig)
+            if is_dflash and self.has_drafter:
+                raise CheckpointError(
+                    f"draft {self.config.draft}: a DFLASH drafter can be prefilled for, but decode runs EAGLE3 heads only; "
+                    "give it one, or none"
+                )
+            configure_aux_capture(self._model, draft.aux.ids, is_dflash=is_dflash)
             logger.info("draft config: %r", self._draft_config)
         self.lifecycle.advance(Phase.AUX_CONFIGURED)
 
     def _share(self) -> None:
-        if self.has_drafter and self._draft_config is not None:
+        if self.has_drafter and isinstance(self._draft_config, Eagle3Config):
             head = load_eagle3(self._draft_config, dtype=self._dtype, device=self._device)
             if self._shape.topk > self._draft_config.draft_vocab_size:
                 raise CheckpointError(
@@ -278,7 +288,8 @@ class EngineLoader:
     def _page_cost(self) -> int:
         model, draft = self._model_config, self._draft_config
         per_token = model.num_layers * 2 * model.num_kv_heads * model.head_dim
-        if draft is not None:
-            own = 2 * draft.num_kv_heads * draft.head_dim
-            per_token += own if self.has_drafter else draft.dims.target_feature_width
+        if self.has_drafter and isinstance(draft, Eagle3Config):
+            per_token += 2 * draft.num_kv_heads * draft.head_dim
+        elif draft is not None:
+            per_token += draft.dims.target_feature_width
         return per_token * self.config.page_size * self._dtype.itemsize

@@ -5,13 +5,14 @@ from collections.abc import Callable, Sequence
 import torch
 
 from .attention import AttentionMetadata, PagedAttention, plan
-from .errors import CheckpointError, LifecycleError
+from .errors import CheckpointError, LifecycleError, UnsupportedInput
 from .forward_batch import CaptureHidden, ForwardBatch, ForwardOutput, StepCounters
 from .graphs.family import EAGER, PathDecision
 from .graphs.inventory import GraphKind
 from .kv_pool import KVPool
 from .layers import Attend
-from .models.interface import AuxCapture, CausalLM
+from .models.interface import AuxCapture, CausalLM, DflashCapture, InputEmbeds
+from .padding import pad_rows
 from .target_graphs import Hidden, TargetGraphs
 
 
@@ -19,34 +20,53 @@ class ModelRunner:
     """A target model over its KV pool. Every result is a ForwardOutput that owns its tensors.
 
     `on_layer` is called before each attention that runs as Python: a long forward can say that it moves. `graphs`, once
-    captured, take the batches that fit them.
+    captured, take the batches that fit them. Every batch runs with a multiple of `row_multiple` rows, the missing ones
+    idle; results have the batch's own rows only.
     """
 
-    def __init__(self, model: CausalLM, pool: KVPool, on_layer: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        model: CausalLM,
+        pool: KVPool,
+        on_layer: Callable[[], None] | None = None,
+        *,
+        row_multiple: int = 1,
+    ) -> None:
         self.model = model
         self.pool = pool
         self.attention = PagedAttention(pool)
         self.counters = StepCounters()
         self.on_layer = on_layer
+        self.row_multiple = row_multiple
         self.graphs: TargetGraphs | None = None
 
     def set_aux_layer_ids(self, ids: Sequence[int]) -> None:
         """Configure the model's capture of layer outputs; CheckpointError names a model class without that hook."""
         configure_aux_capture(self.model, ids)
 
+    def set_dflash_layer_ids(self, ids: Sequence[int]) -> None:
+        """`set_aux_layer_ids` for a DFLASH drafter."""
+        configure_aux_capture(self.model, ids, is_dflash=True)
+
     @torch.no_grad()
     def forward(self, batch: ForwardBatch, metadata: AttentionMetadata | None = None) -> ForwardOutput:
         """Store the batch's KV and return the logits of `batch.logit_rows` (None: of every row).
 
         When `batch.capture_hidden` is not NULL, `hidden` holds the captured layer outputs of every row `[T, K*H]`.
-        `metadata` is planned here unless given. Raises LifecycleError for metadata of another version of the batch, or
-        when hidden rows are asked for and no layers were chosen.
+        `metadata` is planned here unless given. Raises LifecycleError for metadata of another version of the batch, when
+        hidden rows are asked for and no layers were chosen, or when others than the chosen come back; UnsupportedInput for
+        `input_embeds` that the model does not take.
         """
         aux_ids = self._aux_ids(batch.capture_hidden)
-        decision = self.decide(batch)
+        self._check_embeds(batch)
+        decision, real_rows = self.decide(batch), batch.num_tokens
+        padded = pad_rows(batch, self.row_multiple)
         if metadata is not None:
-            metadata.check(batch.num_tokens)
-        path, (hidden, features) = self._run(batch, metadata, decision, aux_ids)
+            metadata.check(padded.num_tokens)
+        path, (hidden, features) = self._run(padded, metadata, decision, aux_ids)
+        hidden, features = hidden[:real_rows], None if features is None else features[:real_rows]
+        if batch.capture_hidden:
+            self._check_features(features, real_rows)
         rows = hidden if batch.logit_rows is None else hidden.index_select(0, batch.logit_rows)
         self.counters.count(path)
         return ForwardOutput(
@@ -56,7 +76,9 @@ class ModelRunner:
     def decide(self, batch: ForwardBatch) -> PathDecision:
         """Which path `batch` takes as it is now; the answer travels with it and is asked for once."""
         if batch.decision is None:
-            batch.decision = EAGER if self.graphs is None else self.graphs.decide(batch)
+            batch.decision = (
+                EAGER if self.graphs is None else self.graphs.decide(pad_rows(batch, self.row_multiple))
+            )
         return batch.decision
 
     def _run(
@@ -65,13 +87,35 @@ class ModelRunner:
         """The path that ran, and what it gave."""
         graphs = self.graphs or TargetGraphs()
         if decision.kind is GraphKind.TARGET_VERIFY and decision.is_graph:
-            verify = graphs.verify_of(batch.q_lens[0])
+            verify = graphs.verify_of(batch.q_lens[0] if batch.q_lens else 0)
             assert verify is not None, decision
             return "graph", verify.run(batch, decision)
         attend = self._bind(plan(batch, self.pool.page_size) if metadata is None else metadata)
         if decision.is_graph and graphs.prefill is not None:
             return "breakable", graphs.prefill.run(batch, attend, decision)
-        return "eager", self.model.body(self.model.embed(batch.input_ids), batch.positions, attend, aux_ids)
+        embeds = self.model.embed(batch.input_ids) if batch.input_embeds is None else batch.input_embeds
+        return "eager", self.model.body(embeds, batch.positions, attend, aux_ids)
+
+    def _check_embeds(self, batch: ForwardBatch) -> None:
+        embeds = batch.input_embeds
+        if embeds is None:
+            return
+        name = type(self.model).__name__
+        if not (isinstance(self.model, InputEmbeds) and self.model.takes_input_embeds):
+            raise UnsupportedInput(f"{name} takes no input_embeds; send token ids")
+        wanted = (batch.num_tokens, self.model.config.hidden_size)
+        if tuple(embeds.shape) != wanted or embeds.dtype != self.model.dtype:
+            raise UnsupportedInput(
+                f"input_embeds {list(embeds.shape)} {embeds.dtype}: {name} takes {list(wanted)} {self.model.dtype} here"
+            )
+
+    def _check_features(self, features: torch.Tensor | None, rows: int) -> None:
+        """LifecycleError unless as many layers came back as are chosen: fewer would be read as if they were all."""
+        ids = self._aux_ids(CaptureHidden.FULL)
+        wanted = (rows, len(ids) * self.model.config.hidden_size)
+        if features is None or tuple(features.shape) != wanted:
+            got = "none" if features is None else list(features.shape)
+            raise LifecycleError(f"features of layers {list(ids)} are {list(wanted)}, but the forward captured {got}")
 
     def _bind(self, metadata: AttentionMetadata) -> Attend:
         attend, on_layer = self.attention.bind(metadata), self.on_layer
@@ -98,11 +142,18 @@ class ModelRunner:
         return f"<ModelRunner {self.model!r}, {self.pool!r}, forwards {self.counters.forwards}>"
 
 
-def configure_aux_capture(model: CausalLM, ids: Sequence[int]) -> None:
-    """Choose which layer outputs `model` captures; CheckpointError names the class when it cannot capture any."""
-    if not isinstance(model, AuxCapture):
+def configure_aux_capture(model: CausalLM, ids: Sequence[int], *, is_dflash: bool = False) -> None:
+    """Choose which layer outputs `model` captures for an EAGLE3 or a DFLASH drafter.
+
+    CheckpointError names the class when it cannot capture any.
+    """
+    if is_dflash and isinstance(model, DflashCapture):
+        model.set_dflash_layer_ids(ids)
+    elif not is_dflash and isinstance(model, AuxCapture):
+        model.set_aux_layer_ids(ids)
+    else:
+        hook = "set_dflash_layer_ids" if is_dflash else "set_aux_layer_ids"
         raise CheckpointError(
-            f"{type(model).__name__} cannot capture layer outputs (it has no set_aux_layer_ids), so aux layer ids "
+            f"{type(model).__name__} cannot capture layer outputs (it has no {hook}), so aux layer ids "
             f"{list(ids)} cannot be served; start without a draft"
         )
-    model.set_aux_layer_ids(ids)

@@ -57,7 +57,10 @@ class PrefillGraphs:
         )
 
     def decide(self, batch: ForwardBatch) -> PathDecision:
-        return self.tokens.family.decide(BatchShape(size=batch.num_tokens, hidden=batch.capture_hidden))
+        shape = BatchShape(
+            size=batch.num_tokens, hidden=batch.capture_hidden, has_embeds=batch.input_embeds is not None
+        )
+        return self.tokens.family.decide(shape)
 
     def run(self, batch: ForwardBatch, attend: Attend, decision: PathDecision) -> Hidden:
         """`attend` is bound to the live batch; the result is the caller's."""

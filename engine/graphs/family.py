@@ -35,13 +35,15 @@ class BatchShape:
     """What the decision depends on.
 
     `size`: tokens, or requests where the graphs are by batch. `rows`: rows of each request, `pages`: columns of the page
-    table, both 0 where any will do. `hidden`: the hidden rows asked for, as CaptureHidden.
+    table, both 0 where any will do. `hidden`: the hidden rows asked for, as CaptureHidden. `has_embeds`: the caller brought
+    embeddings, which graphs, looking them up themselves, would not read.
     """
 
     size: int
     rows: int = 0
     pages: int = 0
     hidden: int = 0
+    has_embeds: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,6 +134,7 @@ class GraphFamily(Generic[ContextT, OutputT]):
             (shape.size == 0, FallbackReason.IDLE_RANK),
             (not self.is_enabled, FallbackReason.DISABLED),
             (shape.hidden > limits.hidden, FallbackReason.HIDDEN_MODE),
+            (shape.has_embeds, FallbackReason.CALLER_EMBEDS),
             (limits.rows not in (0, shape.rows), FallbackReason.VERIFY_MODE),
             (0 < limits.pages < shape.pages, FallbackReason.CONTEXT_OVER_PLANNED),
             (not bucket and limits.is_by_token, FallbackReason.TOKENS_OVER_MAX),

@@ -33,9 +33,26 @@ class CausalLM(Protocol):
 
 @runtime_checkable
 class AuxCapture(Protocol):
-    """The hook that a model needs to feed a drafter."""
+    """The hook that a model needs to feed an EAGLE3 head."""
 
     aux_layer_ids: tuple[int, ...] | None
 
     def set_aux_layer_ids(self, ids: Sequence[int]) -> None:
         """Choose the captured layers, once."""
+
+
+@runtime_checkable
+class DflashCapture(Protocol):
+    """The hook that a model needs to feed a DFLASH drafter; what it captures is the same."""
+
+    aux_layer_ids: tuple[int, ...] | None
+
+    def set_dflash_layer_ids(self, ids: Sequence[int]) -> None:
+        """Choose the captured layers, once, for either kind of drafter."""
+
+
+@runtime_checkable
+class InputEmbeds(Protocol):
+    """What a model says whose `body` may be given embeddings that are no rows of its own table."""
+
+    takes_input_embeds: bool

@@ -20,6 +20,8 @@ class LlamaForCausalLM:
     `embed_tokens` and `lm_head` are the weights `[V, H]`, one and the same tensor when tied.
     """
 
+    takes_input_embeds = True
+
     def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
         self.config = config
         self.dtype = dtype
@@ -73,6 +75,10 @@ class LlamaForCausalLM:
         if self.aux_layer_ids not in (None, chosen):
             raise LifecycleError(f"{where}: already configured as {list(self.aux_layer_ids or ())}")
         self.aux_layer_ids = chosen
+
+    def set_dflash_layer_ids(self, ids: Sequence[int]) -> None:
+        """`set_aux_layer_ids` for a DFLASH drafter, which reads layer outputs too."""
+        self.set_aux_layer_ids(ids)
 
     def tensors(self) -> NamedTensors:
         """Every tensor that a checkpoint must hold: its name and the memory to copy it to."""

@@ -11,9 +11,11 @@ from dataclasses import dataclass
 import torch
 
 from ..attention import PagedAttention, plan
+from ..errors import CheckpointError, LifecycleError, UnsupportedInput
 from ..forward_batch import CaptureHidden, ForwardBatch, ForwardMode
 from ..graphs.family import EAGER, PathDecision
 from ..kv_pool import KVPool
+from ..padding import pad_rows
 from ..page_table import build_page_table, pages_for, slots_for
 from ..sampler import propose
 from ..sampling_params import SamplingParams
@@ -23,6 +25,7 @@ from .draft_graph_set import DraftGraphs
 from .draft_shape import DraftShape
 from .draft_state import DraftStates
 from .eagle3 import DraftPhase, Eagle3Head
+from .idle import idle_draft_batch
 from .tree import DraftTree, grow_tree
 
 MAX_PREFILL_ROWS = 512  # rows of one draft prefill that a graph is captured for
@@ -52,7 +55,8 @@ class DraftWorker:
     """Runs an EAGLE3 head whose embedding and lm_head have been shared; owns draft KV and per-request draft states.
 
     Draft row i depends on the token at i+1: whoever shares pages between requests shares a page only where the token
-    behind it is the same, too.
+    behind it is the same, too. Every forward has a multiple of `row_multiple` rows, the missing ones idle; a prefill of
+    nothing runs only where that is more than 1.
     """
 
     def __init__(
@@ -64,9 +68,15 @@ class DraftWorker:
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
         capacity: int = 64,
+        row_multiple: int = 1,
     ) -> None:
-        assert head.is_shared, "share the target's embedding and lm_head with the head first"
         config = head.config
+        if not head.is_shared:
+            raise LifecycleError("a drafter needs the target's embedding and lm_head, which are shared before")
+        for name, given in (("head", head.dtype), ("draft KV", dtype)):
+            if str(given) != f"torch.{config.dims.self_dtype}":
+                raise CheckpointError(f"{name} in {given}, but {config.path} was resolved for {config.dims.self_dtype}")
+        self.row_multiple = row_multiple
         self.head = head
         self.page_size = page_size
         self.device = torch.device(device)
@@ -85,6 +95,9 @@ class DraftWorker:
         """Write the draft KV of all rows of `items`, and the states of the final ones. Rows of 0 items are fine."""
         items = [item for item in items if item.next_ids]
         if not items:
+            if self.row_multiple > 1:
+                dims = self.head.config.dims
+                self.prefill_rows(idle_draft_batch(dims, DraftPhase.FROM_TARGET_FEATURES, device=self.device))
             return
         batch = self._prefill_batch(items)
         out = self.prefill_rows(batch)
@@ -97,12 +110,13 @@ class DraftWorker:
     @torch.no_grad()
     def prefill_rows(self, batch: ForwardBatch) -> torch.Tensor:
         """The layer's output `[T, H]` for rows made from target features, by graph or as `batch.decision` says."""
-        graphs = self.graphs
+        graphs, padded = self.graphs, pad_rows(batch, self.row_multiple)
         if batch.decision is None:
-            batch.decision = EAGER if graphs is None else graphs.prefill.decide(batch)
+            batch.decision = EAGER if graphs is None else graphs.prefill.decide(padded)
         if graphs is None or not batch.decision.is_graph:
             return self._forward(batch, DraftPhase.FROM_TARGET_FEATURES)
-        return graphs.prefill.run(batch, self._attention.bind(plan(batch, self.page_size)), batch.decision)
+        attend = self._attention.bind(plan(padded, self.page_size))
+        return graphs.prefill.run(padded, attend, batch.decision)[: batch.num_tokens]
 
     def _prefill_batch(self, items: Sequence[DraftPrefill]) -> ForwardBatch:
         for item in items:
@@ -270,18 +284,22 @@ class DraftWorker:
         return self.head.feedback(last), self.head.compute_logits(last)
 
     def _forward(self, batch: ForwardBatch, phase: DraftPhase) -> torch.Tensor:
-        assert batch.features is not None
-        attend = self._attention.bind(plan(batch, self.page_size))
-        return self.head.forward(batch.features, batch.input_ids, batch.positions, attend, phase)
+        padded = pad_rows(batch, self.row_multiple)
+        if padded.input_embeds is not None:
+            raise UnsupportedInput("a draft head takes no input_embeds: its hidden input are the target's features")
+        assert padded.features is not None
+        attend = self._attention.bind(plan(padded, self.page_size))
+        out = self.head.forward(padded.features, padded.input_ids, padded.positions, attend, phase)
+        return out[: batch.num_tokens]
 
     def _remember(self, state_rows: torch.Tensor, out_rows: torch.Tensor) -> None:
         self.states.write(state_rows, self.head.feedback(out_rows), self.head.compute_logits(out_rows))
 
     def _check_features(self, features: torch.Tensor, rows: int) -> None:
-        if tuple(features.shape) != (rows, self.feature_width):
+        if tuple(features.shape) != (rows, self.feature_width) or features.dtype != self.head.dtype:
             raise ValueError(
-                f"features of shape {list(features.shape)} for {rows} rows: the head at {self.head.config.path} takes "
-                f"[{rows}, {self.feature_width}]"
+                f"features of shape {list(features.shape)} {features.dtype} for {rows} rows: the head at "
+                f"{self.head.config.path} takes [{rows}, {self.feature_width}] {self.head.dtype}"
             )
 
     def __repr__(self) -> str:

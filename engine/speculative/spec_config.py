@@ -164,7 +164,7 @@ def _resolve_aux(fields: Fields, target: ModelConfig, dtype: str, convention: Id
     if count is not None and count != len(ids):
         problem = f"is {count}, but there are {len(ids)} layer ids {list(raw or ids)}"
         raise fields.error("num_aux_hidden_states", problem)
-    _check_ids(fields, raw or ids, ids, target, used)
+    check_ids(fields, raw or ids, ids, target, used)
     return AuxSpec(ids=ids, convention=cast(Literal["output", "input", "default"], used), dtype=dtype)
 
 
@@ -182,8 +182,17 @@ def _convention_of(raw: tuple[int, ...], num_layers: int, dialect: int) -> str:
     return "output"
 
 
-def _check_ids(fields: Fields, raw: tuple[int, ...], ids: tuple[int, ...], target: ModelConfig, used: str) -> None:
-    key, num_layers, model = "eagle_aux_hidden_state_layer_ids", target.num_layers, target.architecture
+def check_ids(
+    fields: Fields,
+    raw: tuple[int, ...],
+    ids: tuple[int, ...],
+    target: ModelConfig,
+    used: str,
+    *,
+    key: str = "eagle_aux_hidden_state_layer_ids",
+) -> None:
+    """CheckpointError unless `ids`, which stand in the config at `key` as `raw`, are different layers of `target`."""
+    num_layers, model = target.num_layers, target.architecture
     if len(set(raw)) != len(raw):
         raise fields.error(key, f"{list(raw)} names a layer of the {model} target twice; each feature needs its own layer")
     low = 1 if used == "input" else 0

@@ -52,9 +52,9 @@ def test_impossible_sizes_are_refused_by_value(wrong):
 
 def test_features_land_at_their_slots_and_nowhere_else():
     plane = FeaturePlane(num_pages=3, page_size=4, width=6, dtype=torch.bfloat16)
-    features = torch.randn(3, 6)
+    features = torch.randn(3, 6).to(torch.bfloat16)
     plane.store(torch.tensor([5, 11, 4]), features)
-    assert torch.equal(plane.rows[[5, 11, 4]], features.to(torch.bfloat16))
+    assert torch.equal(plane.rows[[5, 11, 4]], features)
     others = [slot for slot in range(12) if slot not in (4, 5, 11)]
     assert not plane.rows[others].any()
     assert plane.byte_view().shape == (3, plane.page_bytes) == (3, 4 * 6 * 2)
