@@ -1,0 +1,174 @@
+"""What docs/protocol.md and docs/failures.md say of messages, settings, times, counters and rows is what the code has."""
+
+import importlib
+import json
+import re
+from dataclasses import fields
+from pathlib import Path
+from typing import get_args
+
+import msgspec
+import pytest
+import zmq
+from baton.cluster.config import ROLES, settings_of
+from baton.cluster.messages import ControlDown, ControlUp, KVDown, KVUp
+from baton.cluster.sockets import make_socket
+from baton.kvtransfer.session import TransferCounters
+from baton.router.room_effects import Timeouts
+from baton.tests.faults.rows import load
+from baton.tests.sim.cluster_talk import as_json, of_one_request, talk
+
+ROOT = Path(__file__).resolve().parents[2]
+PROTOCOL, FAILURES = (ROOT / "docs" / name for name in ("protocol.md", "failures.md"))
+SERVING = ("cluster", "decode", "deploy", "kvtransfer", "prefill", "router")
+# How often something is looked at, or what an answer says: nothing happens to a room at its end.
+PACES = {
+    "FOREVER_S", "PAUSE_S", "POLL_S", "READY_TIMEOUT_S", "STEP_S", "SWEEP_S", "TICK_S", "IDLE_WAIT_S", "RETRY_S",
+    "MAX_RETRY_S", "RETRY_AFTER_S", "BUDGET_STEP_S", "TERM_AGAIN_S", "KILL_AFTER_S", "LAST_FRAMES_S", "TIMEOUT_S",
+    "cluster.security.QUIET_S", "deploy.client.SILENCE_S",
+}  # fmt: skip
+
+
+def section(path, heading):
+    """The text under a heading, up to the next one of its level or above."""
+    level = heading.split(" ")[0]
+    text = path.read_text().partition(f"\n{heading}\n")[2]
+    assert text, heading
+    return re.split(rf"\n#{{1,{len(level)}}} ", text)[0]
+
+
+def rows(text):
+    """Cells of every table row but headings."""
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    found = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return [row for at, row in enumerate(found) if set(row[0]) != {"-"} and not is_heading(found, at)]
+
+
+def is_heading(found, at):
+    return at + 1 < len(found) and set(found[at + 1][0]) == {"-"}
+
+
+def code(cell):
+    """What stands in backticks."""
+    return re.findall(r"`([^`]+)`", cell)
+
+
+def value_of(path):
+    """The default behind `module.NAME` or `module.Class.field`, both below the package."""
+    parts = path.split(".")
+    for depth in range(len(parts) - 1, 0, -1):
+        try:
+            found = importlib.import_module("baton." + ".".join(parts[:depth]))
+        except ModuleNotFoundError:
+            continue
+        for name in parts[depth:]:
+            found = getattr(found, name)
+        return found
+    raise AssertionError(path)
+
+
+def sources():
+    return "\n".join(path.read_text() for folder in SERVING for path in sorted((ROOT / folder).rglob("*.py")))
+
+
+@pytest.mark.parametrize(
+    ("heading", "union"),
+    [
+        ("### Control, worker to router", ControlUp),
+        ("### Control, router to worker", ControlDown),
+        ("### KV, decode to prefill", KVUp),
+        ("### KV, prefill to decode", KVDown),
+    ],
+)
+def test_every_message_stands_in_the_table_of_its_direction_and_no_other_does(heading, union):
+    named = [code(row[0])[0] for row in rows(section(PROTOCOL, heading))]
+    assert sorted(named) == sorted(message.__name__ for message in get_args(union))
+
+
+def test_every_socket_setting_is_what_a_new_socket_has():
+    context = zmq.Context()
+    with context, make_socket(context, zmq.DEALER) as socket:
+        for option, value, _ in rows(section(PROTOCOL, "## Planes"))[5:]:
+            assert socket.getsockopt(getattr(zmq, option)) == int(value), option
+
+
+def times():
+    return {code(row[0])[0]: row[1] for row in rows(section(PROTOCOL, "## Times"))}
+
+
+def test_every_time_is_the_default_of_the_code():
+    for path, shown in times().items():
+        assert shown == f"{value_of(path):g} s", path
+
+
+def test_every_time_of_the_code_is_told():
+    told = {path.rpartition(".")[2] for path in times()}
+    constants = {
+        f"{path.relative_to(ROOT).with_suffix('').as_posix().replace('/', '.')}.{name}"
+        for folder in SERVING
+        for path in (ROOT / folder).rglob("*.py")
+        for name in re.findall(r"^([A-Z_]+_S) = ", path.read_text(), re.MULTILINE)
+    }
+    paces = {name for name in constants if name in PACES or name.rpartition(".")[2] in PACES}
+    assert constants - paces <= set(times()), "a time that no table of docs/protocol.md names"
+    assert {f.name for f in fields(Timeouts)} <= told
+    assert {name for role in ROLES for name in settings_of(role) if name.endswith("_s")} <= told
+
+
+def test_every_log_line_and_counter_that_is_named_exists():
+    text = sources()
+    lines = rows(section(PROTOCOL, "## At 3 am"))
+    named = [code(row[0])[0] for row in lines if len(row) == 3 and code(row[0])]
+    assert len(named) > 15
+    for line in named:
+        assert f'"{line}' in text, line
+    counters = section(PROTOCOL, "## At 3 am").partition("Counters in")[2].partition("**What does")[0]
+    for name in code(counters):
+        known = name.startswith("baton_") or re.search(rf'"{name}"|^    {name}: int', text, re.MULTILINE)
+        assert known, name
+    hand_off = {f.name for f in fields(TransferCounters)} - {"blocks", "bytes"}
+    assert hand_off <= set(code(counters))
+    router_events = set(re.findall(r'events\["(\w+)"\]', text))
+    assert router_events <= set(code(counters))
+
+
+def test_messages_that_are_shown_are_messages():
+    shown = re.findall(r"^[\d.]+ \w+ -> \w+ (\{.*\})", section(PROTOCOL, "## At 3 am"), re.MULTILINE)
+    assert len(shown) > 10
+    unions = {message.__name__: message for union in (ControlUp, ControlDown, KVUp, KVDown) for message in get_args(union)}
+    for line in shown:
+        names = re.findall(r'(?:[{,] )?"(\w+)": ', re.sub(r": [\[{].*[\]}]", ": 0", line[1:-1]))
+        message = unions[json.loads("{" + line[1:].partition(",")[0] + "}")["type"]]
+        assert set(names) - {"type"} <= {f.encode_name for f in msgspec.structs.fields(message)}, line
+
+
+def test_the_frame_that_is_shown_decodes_to_what_is_shown():
+    frame, decoded = re.search(r"--frame ([0-9a-f]+)\n(\{.*\})", PROTOCOL.read_text()).groups()
+    assert as_json(bytes.fromhex(frame)) == decoded
+
+
+def test_a_simulated_request_is_told_from_its_reserve_to_its_finish():
+    types = [json.loads(message)["type"] for _, _, _, message, _ in of_one_request(talk(3))]
+    assert types[0] == "Reserve"
+    assert {"Prefill", "KVHello", "KVWelcome", "Attach", "Announce", "Pull", "Block", "Release"} <= set(types)
+    assert types[-1] == "Finished"
+
+
+def test_every_row_of_the_fault_table_is_explained_and_no_other():
+    table = [row for row in rows(section(FAILURES, "## What happens when")) if len(row) == 5]
+    told = {name.strip() for row in table for name in row[4].split(",")}
+    assert told == set(load())
+
+
+def test_every_error_code_that_is_named_is_one_of_the_router():
+    text = sources()
+    for status, name, _ in (row for row in rows(section(FAILURES, "## What happens when")) if len(row) == 3):
+        assert f'"{code(name)[0]}"' in text, (status, name)
+
+
+@pytest.mark.parametrize("path", [PROTOCOL, FAILURES], ids=lambda path: path.name)
+def test_every_path_that_is_named_exists(path):
+    named = [name for name in code(path.read_text()) if re.fullmatch(r"[\w/]+\.py", name)]
+    assert named
+    for name in named:
+        assert (ROOT / name).is_file() or (ROOT / "cluster" / name).is_file(), name
