@@ -4,24 +4,40 @@ A frame from a peer is hostile until it is decoded. `Decoder.decode` raises `Rem
 one line that names the fault and never repeats the peer's bytes.
 """
 
-from typing import Generic, TypeVar
+from collections.abc import Sequence
+from typing import Annotated, Generic, TypeVar
 
 import msgspec
 import zmq
 
 from .errors import RemoteProtocolError
-from .messages import ControlDown, ControlUp, KVDown, KVUp, Message
+from .messages import ControlDown, ControlUp, KVDown, KVUp, Message, Pull
+from .slab_messages import SlabBlock, SlotFree
 from .sockets import CONTROL_MAX_FRAME
 
 T = TypeVar("T")
 
 KV_MAX_BYTES = 16 << 10  # every KV-plane message but the payload of a block
 LONGEST_REASON = 200
+MAX_BATCH = 16  # messages in a frame of several
+
+# What is said of every block may go several to a frame, since a frame costs far more than what is in it.
+BATCHED = (Pull, SlotFree, SlabBlock)
+_Size = msgspec.Meta(min_length=1, max_length=MAX_BATCH)
+KVUpFrame = KVUp | Annotated[tuple[Pull | SlotFree, ...], _Size]
+KVDownFrame = KVDown | Annotated[tuple[SlabBlock, ...], _Size]
 
 
 def encode(message: Message) -> bytes:
     """The frame of a message."""
     return msgspec.msgpack.encode(message)
+
+
+def encode_batch(messages: Sequence[Message]) -> bytes:
+    """The frame of several messages of the kinds in BATCHED, at most MAX_BATCH; of one it is the same as `encode`."""
+    assert 1 <= len(messages) <= MAX_BATCH, len(messages)
+    assert all(isinstance(message, BATCHED) for message in messages), messages
+    return encode(messages[0]) if len(messages) == 1 else msgspec.msgpack.encode(messages)
 
 
 class Decoder(Generic[T]):
@@ -69,6 +85,16 @@ def kv_up_decoder(max_bytes: int = KV_MAX_BYTES) -> Decoder[KVUp]:
 def kv_down_decoder(max_bytes: int = KV_MAX_BYTES) -> Decoder[KVDown]:
     """For decode: what prefill sends."""
     return Decoder(KVDown, max_bytes)
+
+
+def kv_up_frames() -> Decoder[KVUp | tuple[Pull | SlotFree, ...]]:
+    """As `kv_up_decoder`, for frames that may hold several messages."""
+    return Decoder(KVUpFrame, KV_MAX_BYTES)
+
+
+def kv_down_frames() -> Decoder[KVDown | tuple[SlabBlock, ...]]:
+    """As `kv_down_decoder`, for frames that may hold several messages."""
+    return Decoder(KVDownFrame, KV_MAX_BYTES)
 
 
 def _reason(error: Exception) -> str:

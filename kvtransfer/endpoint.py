@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from ..cluster.errors import PeerLost
@@ -37,6 +37,8 @@ class Delivered:
 class Endpoint(ABC, Generic[Queued]):
     """Outgoing messages that wait for their peer, and the events for the owner."""
 
+    max_batch = 1  # small messages in a frame, at most `codec.MAX_BATCH`
+
     def __init__(self, clock: Clock) -> None:
         self.reach: Reach = unarmed
         self._clock = clock
@@ -52,8 +54,10 @@ class Endpoint(ABC, Generic[Queued]):
         """Sends a message now; None when the peer cannot take it now. Raises PeerLost when there is no such peer."""
 
     @abstractmethod
-    def _send_now(self, item: Queued) -> bool:
-        """Puts one message on the wire; False when the peer cannot take it now."""
+    def _send_some(self, waiting: Sequence[Queued]) -> int:
+        """Puts the first of the messages on the wire, or the first few in one frame; returns how many need to wait no
+        more, 0 when the peer can take nothing now.
+        """
 
     @abstractmethod
     def _peer_lost(self, peer: Peer) -> None:
@@ -91,8 +95,9 @@ class Endpoint(ABC, Generic[Queued]):
             return False  # the peer of another lane took it with it
         size = len(waiting)
         try:
-            while waiting and self._send_now(waiting[0]):
-                waiting.popleft()
+            while waiting and (num_sent := self._send_some(waiting)):
+                for _ in range(num_sent):
+                    waiting.popleft()
         except PeerLost:
             peer = waiting[0].peer
             waiting.clear()

@@ -6,17 +6,19 @@
 
 import time
 from collections.abc import Sequence
+from itertools import islice, takewhile
 
 from ..cluster.ciphers import CRC32C
-from ..cluster.codec import Decoder, encode, kv_down_decoder, kv_up_decoder
+from ..cluster.codec import BATCHED, encode, encode_batch, kv_down_frames, kv_up_frames
 from ..cluster.errors import DigestMismatch, LocalProtocolError, RemoteProtocolError
 from ..cluster.messages import Block, KVDown, KVUp, KVWelcome, Layout, Release
 from ..cluster.slab_messages import SlabBlock, SlabDown, SlabUp
 from ..cluster.transports import SHM, ZMQ_BLOCKS
 from .endpoint import RETRY_S, Clock, Endpoint
 from .layout import Crc, KVLayout, Segment, block_digest, digest_seed
-from .memory import BlockReader, BlockWriter, Payload
+from .memory import BlockReader, BlockWriter
 from .pending_reads import PendingReads
+from .prepared import Key, PreparedBlocks, key_of
 from .receiver import ReceiverSession
 from .seal import TAG_BYTES, BlockName
 from .sender import SenderSession
@@ -24,7 +26,7 @@ from .session import LEASE_S, WINDOW, CloseLink, Effect, Notify, Peer, ReceiverR
 from .transport import Dropped, Offer, Planes, PullRequest, Released
 from .transports.shm import SLAB_BYTES, ReceiverSlabs, SenderSlabs
 
-_Key = tuple[Peer, str, int, int]  # peer, room, epoch, block
+SLOTS_PER_FRAME = 2  # more would let decode wait for bytes that are there
 
 
 class SenderEndpoint(Endpoint["Send | SendBlock"]):
@@ -48,11 +50,11 @@ class SenderEndpoint(Endpoint["Send | SendBlock"]):
             raise LocalProtocolError("a layout has features exactly when the planes have them")
         self._lease_s = lease_s
         self._reader = BlockReader(self.session.layout, planes)
-        self._decoder: Decoder[KVUp] = kv_up_decoder()
+        self._decoder = kv_up_frames()
         self._reads = PendingReads(self._reader.recycle)
-        self._prepared: dict[_Key, tuple[SendBlock, Block, Payload]] = {}  # what a full connection did not take
+        self._prepared = PreparedBlocks(instance, layout.fingerprint, self._reader)  # what a full connection did not take
         self._slabs = SenderSlabs(instance, layout.block_bytes, lease_s=lease_s, max_bytes=slab_bytes)
-        self._waiting: set[_Key] = set()  # the blocks in the outbox
+        self._waiting: set[Key] = set()  # the blocks in the outbox
 
     def offer(self, offer: Offer) -> None:
         self._perform(self.session.offer(offer, self._clock()))
@@ -91,25 +93,30 @@ class SenderEndpoint(Endpoint["Send | SendBlock"]):
             self.session.counters.malformed += 1
             self._drop_log.say(peer, str(error))
             return
+        now = self._clock()
+        effects: list[Effect] = []
+        for one in message if isinstance(message, tuple) else (message,):
+            effects += self._receive(peer, one, now)
+        self._perform(effects)
+
+    def _receive(self, peer: Peer, message: KVUp, now: float) -> list[Effect]:
         if isinstance(message, SlabUp):
-            self._receive_slab(peer, message)
-            return
+            return self._receive_slab(peer, message)
         if isinstance(message, Release):
             self.reach("sender:release")
-        self._perform(self.session.receive(peer, message, self._clock()))
+        return self.session.receive(peer, message, now)
 
     def use_crc(self, crc: Crc) -> None:
         """Replaces crc32c, for benchmarks; the other end must use the same."""
         self._reader.crc = crc
 
-    def _receive_slab(self, peer: Peer, message: SlabUp) -> None:
+    def _receive_slab(self, peer: Peer, message: SlabUp) -> list[Effect]:
         """A message about shared memory, which only peers send that were told to use it."""
         if not self.session.speaks(peer, message.instance, SHM):
             self.session.counters.unexpected += 1
-            return
+            return []
         answer = self._slabs.handle(peer, message)
-        if answer is not None:
-            self._perform([Send(peer, answer)])
+        return [] if answer is None else [Send(peer, answer)]
 
     def _work(self) -> None:
         now = self._clock()
@@ -130,88 +137,75 @@ class SenderEndpoint(Endpoint["Send | SendBlock"]):
         self._flush(self._clock())
         self._settle(self._clock())
 
-    def _send_now(self, item: "Send | SendBlock") -> bool:
+    def _send_some(self, waiting: "Sequence[Send | SendBlock]") -> int:
+        item = waiting[0]
         if isinstance(item, Send):
             message = item.message
             if isinstance(message, KVWelcome):
                 message = self._admit(item.peer, message)
-            return self._transmit(item.peer, encode(message), None) is not None
-        is_done = not self.session.is_open(item.room, item.epoch) or self._send_block(item)  # else: others' pages by now
-        if is_done:
-            self._waiting.discard(_key(item))
-            self._drop_prepared(_key(item))
-        return is_done
-
-    def _send_block(self, item: SendBlock) -> bool:
-        """Sends a block through the slab or as a message; False when the peer cannot take it now."""
-        self.reach("sender:block")
-        key = _key(item)
-        in_slab = self._slabs.fill(item, self._reader, self._clock()) if key not in self._prepared else None
-        if in_slab is not None:
-            delivery = self._transmit(item.peer, encode(in_slab), None)
+            return int(self._transmit(item.peer, encode(message), None) is not None)
+        if not self.session.is_open(item.room, item.epoch):  # its pages may be others' by now
+            self._forget(item)
+            return 1
+        filled = self._fill_slots(waiting)
+        if filled:
+            is_sent = self._transmit(item.peer, encode_batch([header for _, header in filled]), None) is not None
         else:
-            header, payload = self._prepare(item)
-            delivery = self._transmit(item.peer, encode(header), payload)
-            if delivery is not None:
-                self._prepared.pop(key, None)
-                self._reads.add(item.room, item.epoch, payload, delivery)
+            is_sent = self._send_payload(item)
+        if not is_sent:
+            return 0
+        for block in [block for block, _ in filled] or [item]:
+            self._forget(block)
+            self.session.counters.blocks += 1
+            self.session.counters.bytes += block.size
+        return max(1, len(filled))
+
+    def _fill_slots(self, waiting: "Sequence[Send | SendBlock]") -> list[tuple[SendBlock, SlabBlock]]:
+        """The first few blocks that wait, in slots of the slab; none when the first must go as a message."""
+        filled: list[tuple[SendBlock, SlabBlock]] = []
+        for item in islice(waiting, min(self.max_batch, SLOTS_PER_FRAME)):
+            if isinstance(item, Send) or item in self._prepared or not self.session.is_open(item.room, item.epoch):
+                break
+            header = self._slabs.fill(item, self._reader, self._clock())
+            if header is None:
+                break
+            self.reach("sender:block")
+            filled.append((item, header))
+        return filled
+
+    def _send_payload(self, item: SendBlock) -> bool:
+        self.reach("sender:block")
+        header, payload = self._prepared.get(item)
+        delivery = self._transmit(item.peer, encode(header), payload)
         if delivery is None:
             return False
-        self.session.counters.blocks += 1
-        self.session.counters.bytes += item.size
+        self._prepared.sent(item)
+        self._reads.add(item.room, item.epoch, payload, delivery)
         return True
+
+    def _forget(self, item: SendBlock) -> None:
+        """The block waits no more."""
+        self._waiting.discard(key_of(item))
+        self._prepared.drop(key_of(item))
 
     def _admit(self, peer: Peer, welcome: KVWelcome) -> KVWelcome:
         """A Welcome on its way out, with what the peer needs to know of this transport."""
         return welcome
 
-    def _prepare(self, item: SendBlock) -> tuple[Block, Payload]:
-        """A block as it goes out, sealed or with a digest, and only once: sealing it at every attempt would cost the CPU
-        that a busy peer waits for.
-        """
-        known = self._prepared.get(_key(item))
-        if known is not None and known[0] is item:
-            return known[1:]
-        self._drop_prepared(_key(item))
-        payload = self._reader.read(item.segments, item.pages[item.first_page :], item.size)
-        digest = attempt = 0
-        if item.sealer is None:
-            digest = block_digest(item.room, item.epoch, item.block, payload.data, self._reader.crc)
-        else:
-            name = BlockName(item.room, item.epoch, item.block, item.size, self.session.layout.wire.fingerprint)
-            payload, attempt = self._reader.seal(payload, item.sealer, name)
-        header = Block(
-            room=item.room,
-            epoch=item.epoch,
-            instance=self.session.instance,
-            block=item.block,
-            size=item.size,
-            digest=digest,
-            attempt=attempt,
-        )
-        self._prepared[_key(item)] = item, header, payload
-        return header, payload
-
-    def _drop_prepared(self, key: _Key) -> None:
-        known = self._prepared.pop(key, None)
-        if known is not None and known[2].staging is not None:
-            self._reader.recycle(known[2].staging)
-
     def _post(self, item: "Send | SendBlock") -> bool:
         """As for every endpoint, but a block waits only once: whoever asks again for it gets the one that waits."""
         if not isinstance(item, SendBlock):
             return super()._post(item)
-        if _key(item) in self._waiting:
+        if key_of(item) in self._waiting:
             return True
         is_queued = super()._post(item)
         if is_queued:
-            self._waiting.add(_key(item))
+            self._waiting.add(key_of(item))
         return is_queued
 
     def _peer_lost(self, peer: Peer) -> None:
         self._waiting = {key for key in self._waiting if key[0] != peer}
-        for key in [key for key in self._prepared if key[0] == peer]:
-            self._drop_prepared(key)
+        self._prepared.drop_peer(peer)
         self._slabs.drop(peer)
         self.session.peer_gone(peer)
 
@@ -239,7 +233,8 @@ class ReceiverEndpoint(Endpoint[Send]):
             instance, layout, ciphers=ciphers, window=window, lease_s=lease_s, transports=transports
         )
         self._writer = BlockWriter(KVLayout(layout), planes)
-        self._decoder: Decoder[KVDown] = kv_down_decoder()
+        self._decoder = kv_down_frames()
+        self._is_gathering = False  # what is to be sent waits for more of it
         self._slabs = ReceiverSlabs(instance, window=window)
 
     def offer(self, offer: Offer) -> None:
@@ -284,19 +279,28 @@ class ReceiverEndpoint(Endpoint[Send]):
             self.session.counters.malformed += 1
             self._drop_log.say(peer, str(error))
             return
+        effects: list[Effect] = []
+        for one in message if isinstance(message, tuple) else (message,):
+            effects += self._receive(peer, one, frames, now)
+        self._perform(effects)
+
+    def _receive(self, peer: Peer, message: KVDown, frames: Sequence[memoryview], now: float) -> list[Effect]:
         if isinstance(message, Block):
-            self._perform(self._receive_block(peer, message, frames[1], now))
-        elif isinstance(message, SlabBlock):
-            self._perform(self._receive_slab_block(peer, message, now))
-        elif isinstance(message, SlabDown):
+            return self._receive_block(peer, message, frames[1], now)
+        if isinstance(message, SlabBlock):
+            return self._receive_slab_block(peer, message, now)
+        if isinstance(message, SlabDown):
             self._tell(peer, self._slabs.handle(peer, message))
-        else:
-            if isinstance(message, KVWelcome) and message.transport == SHM:
-                self._tell(peer, self._slabs.greet(peer, message.instance, message.layout.block_bytes, now))
-            self._perform(self.session.receive(peer, message, now))
-            pair = self.session.pair_of(peer)
-            if isinstance(message, KVWelcome) and pair is not None and pair.is_greeted(message.instance):
-                self._admitted(peer, message)
+            return []
+        if isinstance(message, KVWelcome) and message.transport == SHM:
+            self._tell(peer, self._slabs.greet(peer, message.instance, message.layout.block_bytes, now))
+        effects = self.session.receive(peer, message, now)
+        pair = self.session.pair_of(peer)
+        if isinstance(message, KVWelcome) and pair is not None and pair.is_greeted(message.instance):
+            self._perform(effects)
+            self._admitted(peer, message)
+            return []
+        return effects
 
     def _admitted(self, peer: Peer, welcome: KVWelcome) -> None:
         """A Welcome that the session agreed to: what it says of the transport is taken up here."""
@@ -378,16 +382,18 @@ class ReceiverEndpoint(Endpoint[Send]):
                 self._events.append(effect.event)
             elif isinstance(effect, CloseLink):
                 self._close_link(effect.peer)
-        self._flush(self._clock())
+        if not self._is_gathering:
+            self._flush(self._clock())
 
-    def _send_now(self, item: Send) -> bool:
-        if isinstance(item.message, Release):
+    def _send_some(self, waiting: Sequence[Send]) -> int:
+        first = waiting[0]
+        if isinstance(first.message, Release):
             self.reach("receiver:release")
-        return self._transmit(item.peer, encode(item.message), None) is not None
+        if not isinstance(first.message, BATCHED):
+            return int(self._transmit(first.peer, encode(first.message), None) is not None)
+        leading = takewhile(lambda item: isinstance(item.message, BATCHED), islice(waiting, self.max_batch))
+        batch = [item.message for item in leading]
+        return len(batch) if self._transmit(first.peer, encode_batch(batch), None) is not None else 0
 
     def _peer_lost(self, peer: Peer) -> None:
         """A DEALER has one peer and keeps connecting to it."""
-
-
-def _key(item: SendBlock) -> _Key:
-    return item.peer, item.room, item.epoch, item.block

@@ -7,6 +7,7 @@ of it from (layout, num_tokens, have), so a block needs no addresses on the wire
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import msgspec
@@ -44,16 +45,16 @@ class KVLayout:
         if self.wire.dtype not in ITEM_BYTES:
             raise LocalProtocolError(f"dtype {self.wire.dtype!r} has no wire format, use one of {sorted(ITEM_BYTES)}")
 
-    @property
+    @cached_property
     def kv_page_bytes(self) -> int:
         w = self.wire
         return w.num_layers * 2 * w.page_size * w.num_kv_heads * w.head_dim * ITEM_BYTES[w.dtype]
 
-    @property
+    @cached_property
     def feature_page_bytes(self) -> int:
         return self.wire.page_size * self.wire.feature_width * ITEM_BYTES[self.wire.dtype]
 
-    @property
+    @cached_property
     def has_features(self) -> bool:
         return self.wire.feature_width > 0
 
@@ -77,24 +78,24 @@ class RoomStream:
                 f"and at most the {self.num_tokens} tokens of the room"
             )
 
-    @property
+    @cached_property
     def unit_bytes(self) -> int:
         """Bytes of the stream per page."""
         return self.layout.kv_page_bytes + self.layout.feature_page_bytes
 
-    @property
+    @cached_property
     def block_bytes(self) -> int:
         return self.layout.wire.block_bytes
 
-    @property
+    @cached_property
     def num_pages(self) -> int:
         return -(-(self.num_tokens - self.have) // self.layout.wire.page_size)
 
-    @property
+    @cached_property
     def total_bytes(self) -> int:
         return self.num_pages * self.unit_bytes
 
-    @property
+    @cached_property
     def num_blocks(self) -> int:
         return -(-self.total_bytes // self.block_bytes)
 

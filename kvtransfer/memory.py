@@ -133,6 +133,7 @@ class BlockWriter:
     def __init__(self, layout: KVLayout, planes: Planes) -> None:
         check_planes(layout, Planes(kv=planes.kv, features=None))
         self._kv = planes.kv
+        self._array: Bytes | None = None if planes.kv.is_cuda else planes.kv.numpy()
         self._pool = StagingPool(layout.wire.block_bytes, is_pinned=planes.kv.is_cuda)
         self.crc: Crc = crc32c
 
@@ -145,7 +146,7 @@ class BlockWriter:
             self._scatter_cuda(data, segments, pages, features)
             return
         for segment in segments:
-            np.copyto(self._target(segment, pages, features).numpy(), _cut(data, segment))
+            np.copyto(self._own(segment, pages, features), _cut(data, segment))
 
     def copy(
         self,
@@ -170,7 +171,7 @@ class BlockWriter:
                 self._scatter_cuda(own, segments, pages, features)
             return is_right
         for segment in segments:
-            seed = _copy(_cut(data, segment), self._target(segment, pages, features).numpy(), seed, self.crc)
+            seed = _copy(_cut(data, segment), self._own(segment, pages, features), seed, self.crc)
         return seed == digest
 
     def open(
@@ -186,7 +187,7 @@ class BlockWriter:
         A block that is one run of CPU memory is filled in place: until `fill` returns, those bytes are nobody's.
         """
         if len(segments) == 1 and not self._kv.is_cuda:
-            fill(self._target(segments[0], pages, features).numpy().data)
+            fill(self._own(segments[0], pages, features).data)
             return
         staging = self._pool.take()
         try:
@@ -195,6 +196,12 @@ class BlockWriter:
             self.write(buffer, segments, pages, features)
         finally:
             self._pool.give(staging)
+
+    def _own(self, segment: Segment, pages: Sequence[int], features: torch.Tensor | None) -> Bytes:
+        """As `_target`, in CPU memory: a tensor's view costs several times an array's."""
+        if segment.plane == "kv" and self._array is not None:
+            return self._array[pages[segment.page_index], segment.lo : segment.hi]
+        return self._target(segment, pages, features).numpy()
 
     def _target(self, segment: Segment, pages: Sequence[int], features: torch.Tensor | None) -> torch.Tensor:
         if segment.plane == "kv":

@@ -23,6 +23,7 @@ from ...cluster.messages import KVWelcome
 from ...cluster.security import HANDSHAKE_FAILURES, Doorway, DropLog, Sparingly, Watch, failure_text, user_of
 from ...cluster.sockets import (
     BULK_HIGH_WATER,
+    BULK_SEND_HIGH_WATER,
     CONTROL_HIGH_WATER,
     Socket,
     bind,
@@ -62,7 +63,7 @@ class BulkPort:
             context,
             zmq.ROUTER,
             max_frame=MAX_FRAME,
-            high_water=BULK_HIGH_WATER,
+            high_water=BULK_SEND_HIGH_WATER,
             receive_high_water=CONTROL_HIGH_WATER,
             ticket="",
         )

@@ -17,7 +17,7 @@ import msgspec
 import zmq
 
 from ...cluster.ciphers import CURVE, accepted
-from ...cluster.codec import KV_MAX_BYTES, Decoder, decoder
+from ...cluster.codec import KV_MAX_BYTES, MAX_BATCH, Decoder, decoder
 from ...cluster.errors import ConfigError, PeerLost, RemoteProtocolError
 from ...cluster.keyring import Curve, Keyring, split_key, with_key
 from ...cluster.log import fields
@@ -26,6 +26,7 @@ from ...cluster.security import HANDSHAKE_FAILURES, Authenticator, Doorway, Spar
 from ...cluster.sockets import (
     BULK_FRAME_SLACK,
     BULK_HIGH_WATER,
+    BULK_SEND_HIGH_WATER,
     CONTROL_HIGH_WATER,
     TOO_LONG,
     Socket,
@@ -50,11 +51,14 @@ from .shm import SLAB_BYTES
 
 logger = logging.getLogger(__name__)
 
+MESSAGES_PER_FLUSH = 2  # the answers to so many go together, unless no more is there
 MESSAGES_PER_SOCKET = 64  # read per turn, so that no peer keeps the others waiting
 
 
 class ZmqBlocksSender(SenderEndpoint, Polling[Send | SendBlock]):
     """Prefill's end. `endpoint` is where it answers, with the port that was chosen for port 0."""
+
+    max_batch = MAX_BATCH
 
     def __init__(
         self,
@@ -98,7 +102,7 @@ class ZmqBlocksSender(SenderEndpoint, Polling[Send | SendBlock]):
             context,
             zmq.ROUTER,
             max_frame=KV_MAX_BYTES,
-            high_water=BULK_HIGH_WATER,
+            high_water=BULK_SEND_HIGH_WATER,
             receive_high_water=CONTROL_HIGH_WATER,
             curve=keyring.called() if keyring is not None else None,
         )
@@ -194,6 +198,8 @@ class ZmqBlocksSender(SenderEndpoint, Polling[Send | SendBlock]):
 class ZmqBlocksReceiver(ReceiverEndpoint, Polling[Send]):
     """Decode's end: a link per prefill endpoint, opened by its first pull and closed when it was idle for a while."""
 
+    max_batch = MAX_BATCH
+
     def __init__(
         self,
         instance: str,
@@ -260,22 +266,29 @@ class ZmqBlocksReceiver(ReceiverEndpoint, Polling[Send]):
                 self._close_link(peer)
 
     def _turn(self) -> None:
+        self._is_gathering = True
         for peer, link in list(self._links.items()):
-            for _ in range(MESSAGES_PER_SOCKET):
-                parts = recv_parts(link, 2, self._max_frame + KV_MAX_BYTES)
-                if parts is None:
-                    break
-                if not parts:
-                    self.session.counters.malformed += 1
-                    self._drop_log.say(peer, TOO_LONG)
-                    continue
-                self._receive_frames(peer, [part.buffer for part in parts])
+            self._turn_link(peer, link)
+        self._is_gathering = False
         for peer, watch in list(self._watches.items()):
             self._take_in(peer, watch.read())
         for peer, bulk in self._bulk.items():
             self._turn_bulk(peer, bulk)
         if self._is_open:
             self._work()
+
+    def _turn_link(self, peer: Peer, link: Socket) -> None:
+        for number in range(1, MESSAGES_PER_SOCKET + 1):
+            parts = recv_parts(link, 2, self._max_frame + KV_MAX_BYTES)
+            if parts is None:
+                break
+            if not parts:
+                self.session.counters.malformed += 1
+                self._drop_log.say(peer, TOO_LONG)
+                continue
+            self._receive_frames(peer, [part.buffer for part in parts])
+            if number % MESSAGES_PER_FLUSH == 0:
+                self._flush(self._clock())
 
     def _take_in(self, peer: Peer, events: list[tuple[int, int]]) -> None:
         """What happened to a link. It is closed, since libzmq may have given up on it for good: so it does after a refused

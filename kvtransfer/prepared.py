@@ -1,0 +1,68 @@
+"""Blocks that are ready to go out as messages, and wait because their connection takes nothing now."""
+
+from ..cluster.messages import Block
+from .layout import block_digest
+from .memory import BlockReader, Payload
+from .seal import BlockName
+from .session import Peer, SendBlock
+
+Key = tuple[Peer, str, int, int]  # peer, room, epoch, block
+
+
+def key_of(item: SendBlock) -> Key:
+    """What tells a block from all others that may be under way."""
+    return item.peer, item.room, item.epoch, item.block
+
+
+class PreparedBlocks:
+    """Seals or digests each block only once: at every attempt it would cost the CPU that a busy peer waits for."""
+
+    def __init__(self, instance: str, fingerprint: str, reader: BlockReader) -> None:
+        self._instance, self._fingerprint, self._reader = instance, fingerprint, reader
+        self._blocks: dict[Key, tuple[SendBlock, Block, Payload]] = {}
+
+    def __repr__(self) -> str:
+        return f"PreparedBlocks({len(self._blocks)})"
+
+    def __contains__(self, item: SendBlock) -> bool:
+        return key_of(item) in self._blocks
+
+    def get(self, item: SendBlock) -> tuple[Block, Payload]:
+        """The header and the bytes of a block, sealed or with a digest."""
+        known = self._blocks.get(key_of(item))
+        if known is not None and known[0] is item:
+            return known[1:]
+        self.drop(key_of(item))
+        payload = self._reader.read(item.segments, item.pages[item.first_page :], item.size)
+        digest = attempt = 0
+        if item.sealer is None:
+            digest = block_digest(item.room, item.epoch, item.block, payload.data, self._reader.crc)
+        else:
+            name = BlockName(item.room, item.epoch, item.block, item.size, self._fingerprint)
+            payload, attempt = self._reader.seal(payload, item.sealer, name)
+        header = Block(
+            room=item.room,
+            epoch=item.epoch,
+            instance=self._instance,
+            block=item.block,
+            size=item.size,
+            digest=digest,
+            attempt=attempt,
+        )
+        self._blocks[key_of(item)] = item, header, payload
+        return header, payload
+
+    def sent(self, item: SendBlock) -> None:
+        """Its bytes are the transport's now."""
+        self._blocks.pop(key_of(item), None)
+
+    def drop(self, key: Key) -> None:
+        """It will not be sent."""
+        known = self._blocks.pop(key, None)
+        if known is not None and known[2].staging is not None:
+            self._reader.recycle(known[2].staging)
+
+    def drop_peer(self, peer: Peer) -> None:
+        """Nothing will be sent to this peer any more."""
+        for key in [key for key in self._blocks if key[0] == peer]:
+            self.drop(key)
