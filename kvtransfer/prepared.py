@@ -24,6 +24,9 @@ class PreparedBlocks:
     def __repr__(self) -> str:
         return f"PreparedBlocks({len(self._blocks)})"
 
+    def __len__(self) -> int:
+        return len(self._blocks)
+
     def __contains__(self, item: SendBlock) -> bool:
         return key_of(item) in self._blocks
 

@@ -10,7 +10,7 @@ from unittest.mock import patch
 import msgspec
 from baton.decode.queues import RoomState as DecodeState
 from baton.decode.worker import DecodeWorker
-from baton.kvtransfer import endpoints, pair, sender
+from baton.kvtransfer import endpoints, pair, prepared, sender
 from baton.kvtransfer.endpoint import Delivered
 from baton.kvtransfer.endpoints import SenderEndpoint
 from baton.kvtransfer.receiver import ReceiverSession
@@ -33,7 +33,13 @@ from baton.tests.sim.cluster_world import Options, Settings
 
 def no_digest():
     """Blocks are taken as they come."""
-    return patch.object(endpoints, "block_digest", lambda *_: 0), Options(faults=Faults(flip=0.4))
+
+    @contextmanager
+    def switched_off():
+        with patch.object(endpoints, "block_digest", lambda *_: 0), patch.object(prepared, "block_digest", lambda *_: 0):
+            yield
+
+    return switched_off(), Options(faults=Faults(flip=0.4))
 
 
 def no_tracker():
@@ -149,18 +155,18 @@ def no_explicit_cancel():
 
 def free_on_send():
     """Prefill gives a room's pages back when its last block has been sent, not when decode has said that it holds all."""
-    send_now = SenderEndpoint._send_now
+    send_some = SenderEndpoint._send_some
 
-    def forget_when_sent(self, item):
-        is_sent = send_now(self, item)
-        known = self.session._rooms.get(item.room) if is_sent and isinstance(item, SendBlock) else None
+    def forget_when_sent(self, waiting):
+        item, num_sent = waiting[0], send_some(self, waiting)  # one at a time here: max_batch is 1
+        known = self.session._rooms.get(item.room) if num_sent and isinstance(item, SendBlock) else None
         if known is not None and known.is_final and item.block == known.stream.num_blocks - 1:
             self.session._close(known, SenderState.RELEASED, "sent", self._clock())
             self._events.append(Released(room=item.room, epoch=item.epoch))
-        return is_sent
+        return num_sent
 
     options = Options(faults=Faults(flip=0.1), may_repeat=False)
-    return patch.object(SenderEndpoint, "_send_now", forget_when_sent), options
+    return patch.object(SenderEndpoint, "_send_some", forget_when_sent), options
 
 
 def no_retry_budget():
