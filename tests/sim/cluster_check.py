@@ -181,3 +181,10 @@ class Checker:
         for worker in self.world.workers.values():
             if worker.worker.queues.attempts(room.room):
                 raise Violation(f"client {client.number} has left, and a second later {worker.name} has its room")
+
+    def check_orphans(self, router):
+        """Nobody works for the router that was there before this one."""
+        for worker in self.world.workers.values():
+            for room in worker.worker.queues if worker is not None else ():
+                if router.is_alive and room.request.room not in router.dispatcher._entries:
+                    raise Violation(f"{worker.name} still has {room.request} of a router that is gone")

@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 from unittest.mock import patch
 
 import msgspec
+from baton.cluster.control_link import LinkMachine
 from baton.decode.queues import RoomState as DecodeState
 from baton.decode.worker import DecodeWorker
 from baton.kvtransfer import endpoints, pair, prepared, sender
@@ -233,6 +234,32 @@ def no_generation():
     return patch.object(Reception, "hello", deaf), options
 
 
+def no_broken_connection():
+    """A worker does not notice that its connection to the router broke, and what was under way with it."""
+    options = Options(
+        faults=Faults(cut=4), settings=Settings(step_s=0.004, max_running=8), num_prefills=2, num_decodes=2, num_clients=60,
+        served_within_s=2.9,
+    )  # fmt: skip
+    return patch.object(LinkMachine, "broke", lambda _: None), options
+
+
+def no_lost_router():
+    """Workers go on with the rooms of a router whose place another took, and that one does not tell them to stop.
+
+    Either of the two suffices.
+    """
+
+    @contextmanager
+    def patched():
+        with ExitStack() as stack:
+            for owner, name in ((DecodeWorker, "drop_all"), (PrefillWorker, "drop_all"), (Dispatcher, "_on_orphan")):
+                stack.enter_context(patch.object(owner, name, lambda *_: None))
+            yield
+
+    settings = Settings(step_s=0.3, chunk_size=2, max_running=8)
+    return patched(), Options(faults=Faults(usurp=1), settings=settings, num_clients=24)
+
+
 def prefillers_of_any(decode, serving, avoid):
     return [worker for worker in serving if worker.role == "prefill"]
 
@@ -271,6 +298,8 @@ SEAMS = {
     "deadline": no_deadline,
     "heartbeat": no_heartbeat,
     "generation": no_generation,
+    "broken connection": no_broken_connection,
+    "lost router": no_lost_router,
     "fingerprint at the router": no_fingerprint,
     "fingerprint anywhere": no_fingerprint_anywhere,
     **{

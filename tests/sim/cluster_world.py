@@ -21,6 +21,7 @@ FAULTS_S = 3.0  # faults happen for so long
 PROBE_S = 1.5  # after the faults a client comes
 RECOVER_S = 12.0  # by then it must have been served
 QUIET_S = 6.0  # after the last end nothing may be left
+ORPHAN_S = 2.0  # a worker's rooms of a router whose place another took are gone by then
 MAX_EVENTS = 60_000
 ROUTER = "R0"
 
@@ -135,6 +136,8 @@ class World:
         self.timeline.note(name, "starts", instance[:8])
         if name == ROUTER:
             self.routers.append(RouterProcess(self, name, instance))
+            if len(self.routers) > 1 and self.faults.are_only("usurp", "leave", "stop", "burst"):
+                self.timeline.at(self.timeline.now + ORPHAN_S, self.checker.check_orphans, self.routers[-1])
         else:
             self.workers[name] = WorkerProcess(self, name, instance)
 

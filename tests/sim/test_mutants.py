@@ -26,6 +26,8 @@ SEEDS = {
     "deadline": (1, 2, 8, 10, 11, 14),
     "heartbeat": (0, 1, 2, 3, 7, 8),
     "generation": (0, 1, 6, 10, 11, 14),
+    "broken connection": (9, 15, 20, 30, 34),
+    "lost router": (0, 1, 2, 3, 4, 5),
     "fingerprint at the router": (0, 1, 4, 5, 8, 9),
     "fingerprint anywhere": (0, 1, 4, 5, 8, 9),
     "cancel decode prefilling": (0, 1, 2, 3, 4, 5),
