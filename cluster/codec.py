@@ -2,15 +2,21 @@
 
 A frame from a peer is hostile until it is decoded. `Decoder.decode` raises `RemoteProtocolError` and nothing else, with
 one line that names the fault and never repeats the peer's bytes.
+
+The last field of every frame is "crc", a CRC-32 (zlib's) of all bytes before its value: blocks have digests, and without
+it a bit that flips in a small message would pass as another token. A frame with another sum is a `DamagedMessage`; one
+without the field is taken as it is, since whoever knows nothing of it may leave it out, as whoever knows it ignores others.
+It tells damage, not malice: against that there are keys.
 """
 
+import zlib
 from collections.abc import Sequence
 from typing import Annotated, Generic, TypeVar
 
 import msgspec
 import zmq
 
-from .errors import RemoteProtocolError
+from .errors import DamagedMessage, RemoteProtocolError
 from .messages import ControlDown, ControlUp, KVDown, KVUp, Message, Pull
 from .slab_messages import SlabBlock, SlotFree
 from .sockets import CONTROL_MAX_FRAME
@@ -27,17 +33,42 @@ _Size = msgspec.Meta(min_length=1, max_length=MAX_BATCH)
 KVUpFrame = KVUp | Annotated[tuple[Pull | SlotFree, ...], _Size]
 KVDownFrame = KVDown | Annotated[tuple[SlabBlock, ...], _Size]
 
+CRC_MARK = b"\xa3crc\xce"  # the key, and the type of a 32-bit number
+CRC_BYTES = 4
+FIXMAP_MAX = 0x8F  # a map of 15 fields; one of more has its count in the two bytes behind 0xDE
+
 
 def encode(message: Message) -> bytes:
     """The frame of a message."""
-    return msgspec.msgpack.encode(message)
+    return _with_sum(_with_place_for_sum(msgspec.msgpack.encode(message)))
 
 
 def encode_batch(messages: Sequence[Message]) -> bytes:
-    """The frame of several messages of the kinds in BATCHED, at most MAX_BATCH; of one it is the same as `encode`."""
-    assert 1 <= len(messages) <= MAX_BATCH, len(messages)
+    """The frame of several messages of the kinds in BATCHED, at most MAX_BATCH; of one it is the same as `encode`.
+
+    The checksum is the last one's last field and is that of the whole frame.
+    """
+    num = len(messages)
+    assert 1 <= num <= MAX_BATCH, num
     assert all(isinstance(message, BATCHED) for message in messages), messages
-    return encode(messages[0]) if len(messages) == 1 else msgspec.msgpack.encode(messages)
+    if num == 1:
+        return encode(messages[0])
+    head = bytes((0x90 + num,)) if num < 16 else b"\xdc" + num.to_bytes(2, "big")
+    *others, last = map(msgspec.msgpack.encode, messages)
+    return _with_sum(b"".join((head, *others, _with_place_for_sum(last))))
+
+
+def _with_place_for_sum(data: bytes) -> bytes:
+    """A map of one field more, whose value is to follow."""
+    head = data[0]
+    if head < FIXMAP_MAX:
+        return b"".join((bytes((head + 1,)), data[1:], CRC_MARK))
+    count = 16 if head == FIXMAP_MAX else int.from_bytes(data[1:3], "big") + 1
+    return b"".join((b"\xde", count.to_bytes(2, "big"), data[1 if head == FIXMAP_MAX else 3 :], CRC_MARK))
+
+
+def _with_sum(data: bytes) -> bytes:
+    return data + zlib.crc32(data).to_bytes(CRC_BYTES, "big")
 
 
 class Decoder(Generic[T]):
@@ -51,15 +82,26 @@ class Decoder(Generic[T]):
         return f"Decoder(max_bytes={self._max_bytes})"
 
     def decode(self, frame: bytes | memoryview | zmq.Frame) -> T:
-        """The message in `frame`. Raises RemoteProtocolError for whatever is not exactly one message of the union."""
+        """The message in `frame`. Raises RemoteProtocolError for whatever is not exactly one message of the union, and
+        DamagedMessage for a frame that is not as it was sent.
+        """
         data = frame.buffer if isinstance(frame, zmq.Frame) else frame
         size = len(data)
         if size > self._max_bytes:
             raise RemoteProtocolError(f"a frame of {size} bytes, at most {self._max_bytes} are allowed")
+        if is_damaged(data):
+            raise DamagedMessage(f"a frame of {size} bytes has not the checksum that it was sent with")
         try:
             return self._decoder.decode(data)
         except Exception as error:  # whatever the decoder raises, the peer's bytes caused it
             raise RemoteProtocolError(f"a frame of {size} bytes is not a message: {_reason(error)}") from None
+
+
+def is_damaged(data: bytes | memoryview) -> bool:
+    """Whether a frame has a checksum and it is not that of its bytes."""
+    if data[-CRC_BYTES - len(CRC_MARK) : -CRC_BYTES] != CRC_MARK:
+        return False
+    return zlib.crc32(data[:-CRC_BYTES]) != int.from_bytes(data[-CRC_BYTES:], "big")
 
 
 def decoder(union_type: object, max_bytes: int) -> Decoder[T]:

@@ -9,12 +9,12 @@ them, owned by one thread that calls, in its loop, `receive()` and then `tick(no
                sent until a Welcome says who it is
 
 A router that answers no Hello for `LOST_AFTER_S` is lost, so is one whose place another took (a Welcome of another router
-id), so is one that takes so little that the outbox is full, and so is one whose connection broke: a message that is lost
-would leave a hole in a stream, or a room that nobody begins. `tick` reports a loss once, before `receive` hands over
-anything from the new router: the worker then drops all rooms, since nobody reads their tokens, and says so: a Hello of the
-next generation goes out before any other message, so that a router that was only slow does not wait for these rooms. A
-router takes a repeated Hello of a known instance and generation as a question, which it answers with Welcome without
-touching the worker's rooms.
+id), so is one that takes so little that the outbox is full, and so is one whose connection broke or damaged a message: a
+message that is lost would leave a hole in a stream, or a room that nobody begins. `tick` reports a loss once, before
+`receive` hands over anything from the new router: the worker then drops all rooms, since nobody reads their tokens, and
+says so: a Hello of the next generation goes out before any other message, so that a router that was only slow does not
+wait for these rooms. A router takes a repeated Hello of a known instance and generation as a question, which it answers
+with Welcome without touching the worker's rooms.
 """
 
 import logging
@@ -28,7 +28,7 @@ import zmq
 
 from .codec import control_down_decoder, encode
 from .dialer import Dialer
-from .errors import RemoteProtocolError
+from .errors import DamagedMessage, RemoteProtocolError
 from .keyring import Keyring
 from .log import fields
 from .messages import ControlDown, ControlUp, Heartbeat, Hello, Rejected, Welcome
@@ -136,10 +136,10 @@ class LinkMachine:
             self.connected = False
             self._lost = reason
 
-    def broke(self) -> None:
-        """The connection ended: what was under way in either direction is gone; nobody knows which rooms it was about."""
+    def broke(self, reason: str = "the connection to the router broke") -> None:
+        """A message is gone, or with the connection all that were under way; nobody knows which rooms it was about."""
         if self.connected:
-            self.give_up("the connection to the router broke")
+            self.give_up(reason)
 
     def doubt(self) -> None:
         """A message could not be sent: ask who is there before the next one."""
@@ -278,6 +278,8 @@ class LinkQueues(ABC):
         except RemoteProtocolError as error:
             self._num_malformed += 1
             logger.warning("message from the router dropped", extra=fields(reason=str(error)))
+            if isinstance(error, DamagedMessage):
+                self._machine.broke("a message from it arrived damaged")
             return None
 
 

@@ -6,6 +6,7 @@
     ├── ProtocolError          a message is not of the protocol
     │   ├── LocalProtocolError     our own fault
     │   └── RemoteProtocolError    the peer's fault
+    │       └── DamagedMessage         or the road's: the message is not as it was sent
     ├── HandshakeRefused       two layouts do not agree; shows both
     ├── PeerLost               the peer went away, or is another instance now
     ├── TransferError          a hand-off failed
@@ -40,6 +41,10 @@ class LocalProtocolError(ProtocolError):
 
 class RemoteProtocolError(ProtocolError):
     """The peer broke the protocol."""
+
+
+class DamagedMessage(RemoteProtocolError):
+    """A message has not the checksum that it was sent with."""
 
 
 class HandshakeRefused(BatonError):

@@ -41,7 +41,7 @@ SITES = (
     "decode:reserve", "decode:step",
 )  # fmt: skip
 ACTIONS = ("kill", "abort", "raise", "pause", "hang", "hang-gil")
-PAUSE_S = 1.0
+PAUSE_S = 4.0  # less than the lease of a hand-off, more than any timeout of a worker
 FOREVER_S = 86400
 
 Reach = Callable[[str], None]

@@ -130,20 +130,29 @@ class WorkerLoop:
         if not self.shutdown.drain.is_set():
             return False
         if self._drain_until is None:
-            self._drain_until = now + self.drain_timeout_s
-            self.worker.start_draining()
-            self.link.post(Goodbye(instance=self.worker.instance))
-            self._next_beat = 0.0
-            logger.info("draining", extra=fields(rooms=self.worker.num_rooms))
+            self._drain_until = self._begin_drain(now)
         if now >= self._drain_until:
             logger.warning("drain time is over", extra=fields(rooms=self.worker.num_rooms))
             return True
         return self.worker.num_rooms == 0 and now >= self._drain_until - self.drain_timeout_s + FAREWELL_S
 
+    def _begin_drain(self, now: float) -> float:
+        """When it ends."""
+        self.worker.start_draining()
+        self.link.post(Goodbye(instance=self.worker.instance))
+        self._next_beat = 0.0
+        logger.info("draining", extra=fields(rooms=self.worker.num_rooms))
+        return now + self.drain_timeout_s
+
     def beat(self) -> None:
-        """Tell the watchdog that the loop moves, and send a heartbeat if one is due."""
+        """Tell the watchdog that the loop moves, and send what is due: a heartbeat, or word that this worker drains.
+
+        Also called between the layers of a long forward: the router shall not wait for its end.
+        """
         now = self._clock()
         self._feed(now)
+        if self._drain_until is None and self.shutdown.drain.is_set():
+            self._drain_until = self._begin_drain(now)
         if now >= self._next_beat:
             self._next_beat = now + self.link.heartbeat_s
             self.link.post(Heartbeat(instance=self.worker.instance, stats=self.worker.stats()))

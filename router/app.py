@@ -97,7 +97,7 @@ class Router:
     async def run(self, drain: asyncio.Event, stop: asyncio.Event) -> None:
         """Serves until `drain` is set and the running requests have ended, or until `stop` is set."""
         url = self.url
-        self.control.open(self.dispatcher.on_message)
+        self.control.open(self.dispatcher.on_message, self.dispatcher.on_damaged)
         serving = asyncio.create_task(self._server.serve(sockets=[self._listener]))
         ticking = asyncio.create_task(self._tick())
         ending = asyncio.create_task(self._end(drain, stop))

@@ -12,7 +12,7 @@ from contextlib import suppress
 import zmq
 
 from ..cluster.codec import control_up_decoder, encode
-from ..cluster.errors import PeerLost, RemoteProtocolError
+from ..cluster.errors import DamagedMessage, PeerLost, RemoteProtocolError
 from ..cluster.keyring import Keyring
 from ..cluster.log import fields
 from ..cluster.messages import ControlUp, Finished, FirstToken, Hello, Rejected, Reserved, Tokens
@@ -95,6 +95,7 @@ class ControlSocket:
             raise
         self._decoder = control_up_decoder()
         self._on_message: Callable[[bytes, ControlUp], None] | None = None
+        self._on_damaged: Callable[[bytes], None] = lambda _: None
         self._speakers = Speakers()
         self._sparingly = Sparingly()
         self._drop_log = DropLog("message dropped")
@@ -122,9 +123,11 @@ class ControlSocket:
         """Whether the rest of an endless message stands before what workers said."""
         return is_discarding(self._socket)
 
-    def open(self, on_message: Callable[[bytes, ControlUp], None]) -> None:
-        """Hands every message to `on_message(identity, message)`."""
-        self._on_message = on_message
+    def open(
+        self, on_message: Callable[[bytes, ControlUp], None], on_damaged: Callable[[bytes], None] = lambda _: None
+    ) -> None:
+        """Hands every message to `on_message(identity, message)`; `on_damaged(identity)`: it sent one that was lost."""
+        self._on_message, self._on_damaged = on_message, on_damaged
         max_bytes = CONTROL_MAX_FRAME + MAX_IDENTITY
         self._receiver = AsyncReceiver(
             self._socket,
@@ -160,6 +163,8 @@ class ControlSocket:
         except RemoteProtocolError as error:
             self.num_malformed += 1
             self._drop_log.say(parts[0].bytes.hex(), str(error))
+            if isinstance(error, DamagedMessage):
+                self._on_damaged(parts[0].bytes)
             return
         user = user_of(parts[1]) if self.authenticator is not None else ""
         fault = self._speakers.fault(user, message) if self.authenticator is not None else ""

@@ -220,6 +220,10 @@ class Dispatcher:
             self._settle_rooms_of(worker, now, is_dead=not worker.is_draining, unreachable_since=since)
         self._check_queue(now)
 
+    def on_damaged(self, identity: bytes) -> None:
+        """A message of this connection was lost."""
+        self._reception.damaged(identity, self._clock())
+
     def probe(self) -> None:
         """Some worker's connection ended: finds out whose."""
         self._reception.probe(self._clock())

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from ..cluster.log import fields
-from ..cluster.messages import Cancel, Hello
+from ..cluster.messages import Cancel, Hello, Rejected
 from .leftovers import Leftovers
 from .postbox import Postbox
 from .registry import Registry, Worker
@@ -65,6 +65,14 @@ class Reception:
             self._postbox.post(worker, Cancel(room=room, instance=worker.instance), now)
         self._leftovers.keep(worker.instance, worker.hello.generation, rooms)  # it may not have heard
         self._registry.remove(worker.instance)
+
+    def damaged(self, identity: bytes, now: float) -> None:
+        """A message of a worker was lost, which would leave a hole in a stream: it shall drop its rooms and begin anew."""
+        for worker in self._registry:
+            if worker.identity == identity:
+                self._events["damaged_message"] += 1
+                reason = "a message of this worker arrived damaged; it may come back at once"
+                self._postbox.post(worker, Rejected(instance=worker.instance, reason=reason), now)
 
     def probe(self, now: float) -> None:
         """Some connection ended. Says Welcome again, which changes nothing for who is there and finds out who is gone."""

@@ -135,6 +135,8 @@ class FaultCluster:
         self.control_port = unused_port()
         self._ports = {name: unused_port() for name in ("router", *(f"prefill-{i}" for i in range(prefill)))}
         self._proxies = Proxies().__enter__() if proxied else None
+        # a new client for every question costs more than the answer; connections are not kept, since routers end
+        self._client = httpx.Client(timeout=5, trust_env=False, limits=httpx.Limits(max_keepalive_connections=0))
         self.control: dict[str, Proxy] = {}
         self.kv: dict[str, Proxy] = {}
         names = ["router", *(f"prefill-{i}" for i in range(prefill)), *(f"decode-{i}" for i in range(decode))]
@@ -176,6 +178,7 @@ class FaultCluster:
             self.signal(node.name, signal.SIGKILL)
         for node in self.nodes.values():
             self._forker.wait_down(node, 10)
+        self._client.close()
         if self._proxies is not None:
             self._proxies, proxies = None, self._proxies
             proxies.__exit__()
@@ -233,7 +236,7 @@ class FaultCluster:
     def status(self) -> dict:
         """The document of /status; {} while the router does not answer."""
         try:
-            return httpx.get(f"{self.url}/status", timeout=5).json()
+            return self._client.get(f"{self.url}/status").json()
         except httpx.HTTPError:
             return {}
 

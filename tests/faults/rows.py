@@ -13,7 +13,10 @@ from dataclasses import dataclass, field
 
 from baton.tests.faults.bed import Bed, Scene
 
-MODULES = ("rows_clients", "rows_drain", "rows_network", "rows_process", "rows_stalls", "rows_strangers")
+MODULES = (
+    "rows_clients", "rows_damage", "rows_drain", "rows_leaks", "rows_network", "rows_process", "rows_stalls",
+    "rows_strangers",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -126,7 +126,7 @@ TIGHT = {"decode": {"pages": "40"}, "prefill": {"pages": "120"}}
     flags=TIGHT,
 )  # fmt: skip
 def f38(scene: Scene) -> str:
-    return crowd(scene, scene.known(workload(381, 100, prompt=(30, 400), max_tokens=(4, 60))) * 10, 64)
+    return crowd(scene, scene.known(workload(381, 100, prompt=(30, 400), max_tokens=(4, 20))) * 10, 64)
 
 
 @row(

@@ -5,12 +5,15 @@ from dataclasses import dataclass, replace
 import pytest
 from baton.tests.faults.bed import Bed
 from baton.tests.faults.rows import attempt, load
+from baton.tests.faults.rows_damage import under_another_first_token as another_token
 from baton.tests.faults.rows_network import under_swaps
 from baton.tests.faults.rows_stalls import under_reuse, wrong_digests
 from baton.tests.faults.rows_strangers import keyed
 
 HERE = "baton.tests.faults.mutants:"
 NO_DIGEST = {"*": [f"{HERE}no_digest"]}
+NO_CANCEL = {"prefill-0": [f"{HERE}no_cancel"]}
+NO_CHECKSUM = {"*": [f"{HERE}no_checksum"]}
 NO_LIMIT = {"*": [f"{HERE}no_frame_limit"]}
 NO_TRACKER = {"prefill-0": [f"{HERE}no_tracker"]}
 
@@ -39,6 +42,8 @@ def without_reuse(scene):
 MUTANTS = {
     "no digest, another request's bytes": Mutant(row="F35b", says="I2: token", prepare=NO_DIGEST, play=under_swaps),
     "memory is reused before it is sent": Mutant(row="F34", says="wrong digests", prepare=NO_TRACKER, play=without_reuse),
+    "no cancel after prefill": Mutant(row="F14", says="prefill's pages free", prepare=NO_CANCEL),
+    "no checksum of messages": Mutant(row="F33c", says="I2: token", prepare=NO_CHECKSUM, play=another_token),
     "no frame limit": Mutant(row="F33q", says="MiB more", prepare=NO_LIMIT),
     "ZAP is not enforced": Mutant(row="F55", says="with nobody to ask", prepare={}, play=without_enforcement),
 }
@@ -61,7 +66,7 @@ def bed(all_mutants_bed):
 def test_a_row_fails_without_its_defence(bed, name):
     mutant = MUTANTS[name]
     row = load()[mutant.row]
-    if mutant.play in (under_swaps, without_reuse):  # with the defence it holds, and shows what the tokens are
+    if mutant.play in (under_swaps, without_reuse, another_token):  # with the defence it holds, and shows what the tokens are
         whole = attempt(bed, replace(row, play=mutant.play, settings={**row.settings, "prepare": {}}))
         assert not whole.problems, whole.problems
     broken = replace(row, play=mutant.play or row.play, settings={**row.settings, "prepare": mutant.prepare})

@@ -22,12 +22,14 @@ class Message:
         return b"".join(frame_bytes(frame, flags | (MORE if i < last else 0)) for i, frame in enumerate(self.frames))
 
     def fields(self) -> dict:
-        """The first frame as baton's messages are written: a MessagePack map; {} for anything else."""
+        """The first frame as baton's messages are written: a MessagePack map; {} for anything else. Without its checksum,
+        so that what is made of it is another message and not a damaged one.
+        """
         try:
             found = msgpack.unpackb(self.frames[0])
         except Exception:
             return {}
-        return found if isinstance(found, dict) else {}
+        return {key: value for key, value in found.items() if key != "crc"} if isinstance(found, dict) else {}
 
     def with_frame(self, index: int, frame: bytes) -> "Message":
         frames = list(self.frames)

@@ -10,7 +10,7 @@ from random import Random
 
 from baton.cluster.codec import control_up_decoder
 from baton.cluster.control_link import LinkQueues
-from baton.cluster.errors import PeerLost, RemoteProtocolError
+from baton.cluster.errors import DamagedMessage, PeerLost, RemoteProtocolError
 from baton.cluster.life import EXIT_OK, Shutdown
 from baton.decode.worker import DecodeWorker
 from baton.kvtransfer.endpoint import Delivered
@@ -73,8 +73,10 @@ class RouterProcess(Process):
     def deliver(self, line, is_up, frames):
         try:
             message = self._decoder.decode(frames[0])
-        except RemoteProtocolError:
+        except RemoteProtocolError as error:
             self.num_malformed += 1
+            if isinstance(error, DamagedMessage):
+                self.run(lambda: self.dispatcher.on_damaged(line.number.to_bytes(4, "big")))
             return
         self.run(lambda: self.dispatcher.on_message(line.number.to_bytes(4, "big"), message))
 

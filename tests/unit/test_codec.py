@@ -1,6 +1,7 @@
 """Whatever bytes a peer sends, a decoder gives a message or a RemoteProtocolError."""
 
 import contextlib
+import zlib
 
 import msgpack
 import msgspec
@@ -8,6 +9,7 @@ import pytest
 import zmq
 from baton.cluster import messages as m
 from baton.cluster.codec import (
+    CRC_MARK,
     Decoder,
     control_down_decoder,
     control_up_decoder,
@@ -16,7 +18,7 @@ from baton.cluster.codec import (
     kv_down_decoder,
     kv_up_decoder,
 )
-from baton.cluster.errors import RemoteProtocolError
+from baton.cluster.errors import DamagedMessage, RemoteProtocolError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -53,7 +55,7 @@ def test_an_independent_messagepack_peer_speaks_with_us(decode: Decoder[object],
 
 
 def test_unknown_fields_are_ignored_and_unknown_types_refused() -> None:
-    seen = msgpack.unpackb(encode(PULL))
+    seen = _unpacked(PULL)
     assert kv_up_decoder().decode(msgpack.packb({**seen, "new": [1, {"a": None}]})) == PULL
     with pytest.raises(RemoteProtocolError, match="unknown message type"):
         kv_up_decoder().decode(msgpack.packb({**seen, "type": "Pull2"}))
@@ -64,8 +66,39 @@ def test_a_message_of_the_other_direction_is_refused() -> None:
         kv_down_decoder().decode(encode(PULL))
 
 
+@pytest.mark.parametrize(("decode", "message"), SAMPLES)
+def test_no_flipped_bit_changes_a_message(decode: Decoder[object], message: m.Message) -> None:
+    frame = encode(message)
+    num_refused = 0
+    for bit in range(8 * len(frame)):
+        damaged = bytearray(frame)
+        damaged[bit // 8] ^= 1 << bit % 8
+        try:
+            assert decode.decode(damaged) == message, "only the word that there is a checksum may be lost"
+        except RemoteProtocolError as error:
+            num_refused += isinstance(error, DamagedMessage)
+    assert num_refused >= 8 * (len(frame) - len(CRC_MARK))
+
+
+@pytest.mark.parametrize("num_fields", [1, 13, 14, 15, 16, 300])
+def test_a_checked_frame_is_a_map_of_one_field_more(num_fields: int) -> None:
+    fields = [(f"f{i}", int) for i in range(num_fields - 1)]
+    kind = msgspec.defstruct("Wide", fields, bases=(m.Message,), kw_only=True)
+    message = kind(**{name: i for i, (name, _) in enumerate(fields)})
+    frame = encode(message)
+    seen = msgpack.unpackb(frame)
+    assert seen.pop("crc") == zlib.crc32(frame[:-4])
+    assert seen == {"type": "Wide", **{name: i for i, (name, _) in enumerate(fields)}}
+    assert decoder(kind, 1 << 14).decode(frame) == message
+
+
+def _unpacked(message: m.Message) -> dict[str, object]:
+    """A message as a peer sees it that makes another of it, whose checksum would be wrong."""
+    return {key: value for key, value in msgpack.unpackb(encode(message)).items() if key != "crc"}
+
+
 def _hostile_frames() -> list[tuple[str, bytes]]:
-    good = msgpack.unpackb(encode(PULL))
+    good = _unpacked(PULL)
     deep = b"\x81\xa1x" + b"\x91" * 15000
     frames = {
         "empty": b"",

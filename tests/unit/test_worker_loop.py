@@ -83,6 +83,24 @@ def test_a_second_signal_hands_everything_back_at_once():
     assert (loop.worker.calls, clock[0]) == (["hand back"], 100.0)
 
 
+def test_a_worker_says_that_it_leaves_in_the_middle_of_a_long_step():
+    loop, shutdown, _, _ = loop_of(1)
+    posted = []
+
+    def long_step():
+        shutdown.drain.set()
+        loop.beat()  # as between two layers
+        posted.extend(loop.link.posted)
+        return True
+
+    loop.worker.step = long_step
+    loop.turn()
+    assert [type(item) for item in posted] == [Goodbye, Heartbeat]
+    assert not loop.is_over()
+    assert [type(item) for item in loop.link.posted].count(Goodbye) == 1
+    assert loop.worker.calls == ["drain"]
+
+
 def test_every_turn_feeds_the_watchdog_and_heartbeats_keep_the_routers_pace():
     loop, _, _, fed = loop_of(0)
     for _ in range(10):

@@ -1,0 +1,73 @@
+"""The row in which small messages, which have no digest as blocks have, are damaged on plain links."""
+
+from baton.tests.faults.bed import Scene
+from baton.tests.faults.rows import row
+from baton.tests.faults.rows_network import BLOCKS, COLD, counted, finished, placed_again, told, until_counted
+from baton.tests.faults.traffic import Call, workload
+from baton.tests.faults.zmtp_rules import Act, Emit, Holder, verb
+from baton.tests.faults.zmtp_wire import Message
+
+NUMBER_BYTES = {0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8}  # by the type byte of a MessagePack number
+KV = (
+    ("down", verb("Announce", final=True), "first_token"), ("down", verb("Block"), "size"), ("up", verb("Attach"), "have"),
+    ("up", verb("Pull"), "block"),
+)  # fmt: skip
+CONTROL = (
+    ("prefill-0", "up", "FirstToken", "token"), ("decode-0", "up", "Tokens", "ids"),
+    ("prefill-1", "down", "Prefill", "prompt_ids"), ("decode-1", "down", "Reserve", "prompt_ids"),
+)  # fmt: skip
+
+
+def lowest_bit(name: str) -> Act:
+    """The number of this name, or the first of a list of them, is one more or less: a right message with a wrong number."""
+
+    def act(way: Holder, message: Message) -> list[Emit]:
+        data = bytearray(message.frames[0])
+        key = bytes((0xA0 | len(name),)) + name.encode()
+        data[_last_byte(data, data.index(key) + len(key))] ^= 1
+        return [Emit(message.with_frame(0, bytes(data)).wire())]
+
+    return act
+
+
+def _last_byte(data: bytearray, at: int) -> int:
+    """Where the number that begins at `at` ends, or the first one of the list."""
+    if 0x90 <= data[at] <= 0x9F:
+        return _last_byte(data, at + 1)
+    if data[at] == 0xDC:
+        return _last_byte(data, at + 3)
+    return at + NUMBER_BYTES.get(data[at], 0)
+
+
+def under_another_first_token(scene: Scene) -> list[Call]:
+    """Calls, of which one is told another token 1 than was sampled for it."""
+    asks = scene.known(workload(335, 6, **BLOCKS))
+    rule = scene.cluster.kv["prefill-0"].down.rule(verb("Announce", final=True), lowest_bit("first_token"), times=1)
+    calls = finished(scene, scene.traffic.start(*asks))
+    assert rule.num_done == 1, "an announcement went that way"
+    return calls
+
+
+@row(
+    "F33c", "one bit is flipped in numbers of Announce, Block, Attach, Pull, FirstToken, Tokens, Prefill and Reserve",
+    "each is dropped; what it was about is said or done again; tokens equal", **COLD,
+)  # fmt: skip
+def f33c(scene: Scene) -> str:
+    asks = scene.known(workload(334, 12, **BLOCKS))
+    proxy = scene.cluster.kv["prefill-0"]
+    rules = [getattr(proxy, way).rule(when, lowest_bit(name), times=1) for way, when, name in KV]
+    calls = finished(scene, scene.traffic.start(*asks))
+    assert not placed_again(calls), f"the sessions ask again by themselves: {told(calls)}"
+    assert [rule.num_done for rule in rules] == [1] * len(KV), "each went that way"
+    for role in ("decode", "prefill"):
+        until_counted(scene, role, "malformed", least=2)
+    for node, way, name, field in CONTROL:
+        rule = getattr(scene.cluster.control[node], way).rule(verb(name), lowest_bit(field), times=1)
+        calls += finished(scene, scene.traffic.start(*asks[:4]))
+        scene.cluster.wait_whole(10)
+        assert rule.num_done == 1, f"{name} went that way"
+    found = scene.cluster.status()["router"]["events"]
+    assert found["damaged_message"] == 2
+    assert found["worker_dropped_rooms"] == len(CONTROL)
+    assert counted(scene, "decode", "digest_mismatches") == 0, "none was taken for what it was not"
+    return f"{told(calls)}; {len(KV)} messages of the KV plane and {len(CONTROL)} of the control plane dropped"
