@@ -3,6 +3,7 @@
 import random
 import socket
 from contextlib import ExitStack
+from dataclasses import replace
 
 import msgpack
 import psutil
@@ -146,7 +147,7 @@ def keyed(scene: Scene, prepare: list[str]) -> str:
     flags = {"router": {"keys": hosts.router}, "prefill": {"keys": hosts.prefill}, "decode": {"keys": hosts.decode}}
     both = {"router": prepare, "prefill": prepare}
     with scene.bed.scene(prefill=1, decode=1, flags=flags, env={ZAP_DIES_AT: str(trigger)}, prepare=both) as own:
-        asks = own.known(workload(551, 6, prompt=(50, 700), max_tokens=500))
+        asks = own.known(workload(551, 6, prompt=(50, 700), max_tokens=240))
         control, kv = ports(own.cluster).values()
         other = hosts.new("decode", "d1")
         admit(other, hosts.router, "router")
@@ -166,7 +167,7 @@ def keyed(scene: Scene, prepare: list[str]) -> str:
             assert not is_admitted(port, stranger(server), message), "a stranger, with nobody to ask"
         assert not is_admitted(control, curve(other, "decode", hosts.router), message), "a listed key, with nobody to ask"
         finished(own, calls)
-        calls += finished(own, own.traffic.start(*asks))
+        calls += finished(own, own.traffic.start(*(replace(ask, max_tokens=16) for ask in asks)))
         nodes = [own.cluster.nodes[name] for name in ("router", "prefill-0")]
         wait_until(lambda: all("authentication died" in node.said() for node in nodes), 5, "alarms")
         alarms = own.cluster.status()["router"]["events"]["authentication_failures"]

@@ -47,6 +47,7 @@ MUTANTS = {
     "no frame limit": Mutant(row="F33q", says="MiB more", prepare=NO_LIMIT),
     "ZAP is not enforced": Mutant(row="F55", says="with nobody to ask", prepare={}, play=without_enforcement),
 }
+LEARNING = (under_swaps, without_reuse, another_token)  # with the defence it holds first, and shows what the tokens are
 QUICK = ("no digest, another request's bytes",)
 
 
@@ -66,7 +67,7 @@ def bed(all_mutants_bed):
 def test_a_row_fails_without_its_defence(bed, name):
     mutant = MUTANTS[name]
     row = load()[mutant.row]
-    if mutant.play in (under_swaps, without_reuse, another_token):  # with the defence it holds, and shows what the tokens are
+    if mutant.play in LEARNING:
         whole = attempt(bed, replace(row, play=mutant.play, settings={**row.settings, "prepare": {}}))
         assert not whole.problems, whole.problems
     broken = replace(row, play=mutant.play or row.play, settings={**row.settings, "prepare": mutant.prepare})

@@ -20,7 +20,7 @@ SEEDS = {
     "instance": (1, 2, 3, 5, 6, 10),
     "dedup": (0, 2, 3, 4, 8, 9),
     "explicit cancel": (1, 3, 4, 6, 7, 8),
-    "pages held until Release": (2, 3, 4, 5, 7, 9),
+    "pages held until Release": (2, 3, 5, 7, 9, 12),
     "retry budget": (0, 2, 7, 8, 12, 13),
     "attempts of a room": (0, 1, 2, 3, 5, 6),
     "deadline": (1, 2, 8, 10, 11, 14),
