@@ -76,7 +76,7 @@ def f02(scene: Scene) -> str:
 
 @row(
     "F03", "a prefill worker is killed with half of a prompt's blocks sent",
-    "all complete, nothing leaked on decode", quick=True,
+    "all complete, nothing leaked on decode", quick=True, flags=UNCACHED,
 )
 def f03(scene: Scene) -> str:
     calls = play_fault(scene, "prefill-0", "sender:block:2", workload(103, 4, prompt=LONG, max_tokens=8))
@@ -94,7 +94,7 @@ def f04(scene: Scene) -> str:
     return "1 of 1 complete in one attempt"
 
 
-@row("F05", "an error in prefill's sender alone", "the worker leaves with 70, all complete")
+@row("F05", "an error in prefill's sender alone", "the worker leaves with 70, all complete", flags=UNCACHED)
 def f05(scene: Scene) -> str:
     calls = play_fault(scene, "prefill-0", "sender:block:2:raise", workload(105, 6, prompt=LONG, max_tokens=8), CRASHED)
     assert any(call.attempts > 1 for call in calls), "somebody pulled there"

@@ -57,6 +57,20 @@ def test_a_frame_of_anything_else_is_refused_as_a_whole(decoder, messages):
         decoder().decode(msgspec.msgpack.encode(messages))
 
 
+@pytest.mark.parametrize("num", [2, 15, 16])
+def test_no_flipped_bit_changes_a_frame_of_several(num):
+    messages = (PULL,) * (num - 1) + (FREE,)
+    frame = encode_batch(messages)
+    assert kv_up_frames().decode(frame) == messages
+    for bit in range(8 * len(frame)):
+        damaged = bytearray(frame)
+        damaged[bit // 8] ^= 1 << bit % 8
+        try:
+            assert kv_up_frames().decode(damaged) == messages, "only the word that there is a checksum may be lost"
+        except RemoteProtocolError:
+            continue
+
+
 class Frames(FakeNetwork):
     """Remembers what each frame held; `lose` says which frames do not arrive."""
 
