@@ -6,7 +6,7 @@
 #   ARGS=...             arguments of `baton demo`, such as --once
 #   TESTS=...            what `make test` runs; default: all
 #   SEEDS=N              how many seeds `make sim` plays; default: 20000
-#   SPREAD='-n 2 --dist loadgroup'   two processes for `make test`: one waits for processes and sockets, one computes
+#   SPREAD='-n 2'        two processes for `make test`: one waits for processes and sockets, one computes
 #   ROWS=F01,F08         what `make faults` plays; default: all
 
 SHELL := bash

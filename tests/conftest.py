@@ -1,7 +1,6 @@
 """Fixtures for every test, and how tests share processes and cores. Heavy libraries are imported only where needed."""
 
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,17 +11,27 @@ HERE = Path(__file__).resolve().parent
 WAITING = ("cluster", "faults", "parity/test_cluster_tokens.py")
 
 
-def pytest_runtest_setup() -> None:
-    """One thread of torch where several test processes share the cores."""
-    if "PYTEST_XDIST_WORKER" in os.environ and (torch := sys.modules.get("torch")):
-        torch.set_num_threads(1)
+def pytest_configure() -> None:
+    """One thread of torch where several test processes share the cores, in this process and in those that it starts."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        os.environ["OMP_NUM_THREADS"] = "1"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Which tests stay in one process, in order, when pytest-xdist runs several (`-n 2 --dist loadgroup`)."""
-    for item in items:
-        path = str(item.path.relative_to(HERE))
-        item.add_marker(pytest.mark.xdist_group("processes" if path.startswith(WAITING) else path))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    """Files in the order of their collection, each in one process; those of WAITING come first, all in one process.
+
+    The dist mode `loadgroup` would be the documented way, but the marks of pytest-xdist 3.8 get lost in pytest 9.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Files(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            path = nodeid.split("::")[0].removeprefix("tests/")
+            return "processes" if path.startswith(WAITING) else path
+
+    config.option.loadscopereorder = False  # it would begin with the files of the most tests
+    return Files(config, log)
 
 
 @pytest.fixture(scope="session")
