@@ -138,7 +138,8 @@ def answer(socket, seconds=REFUSAL_S):
 def raw_send(endpoint, steps, patience=0.3):
     """Writes bytes to a port as they are; returns how many connections were there at the end (0: we were cut off)."""
     where = urlsplit(endpoint)
-    with stdlib_socket.create_connection((where.hostname, where.port), timeout=5) as connection:
+    with stdlib_socket.create_connection((where.hostname, where.port), timeout=60) as connection:
+        connection.settimeout(5)
         try:
             for step in steps:
                 connection.sendall(step)

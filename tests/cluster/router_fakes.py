@@ -49,6 +49,7 @@ TEMPLATE = (
 ANSWER = "Hello wörld 😀! This is the answer; it goes on for a while, and then it ends."
 MODEL = "tiny"
 PATIENCE = Timeouts(reserve_s=1.0, first_token_s=1.5, token_s=1.0, gone_s=0.5)
+LONG_PATIENCE = Timeouts(reserve_s=30.0, first_token_s=30.0, token_s=30.0, gone_s=30.0)
 BODY = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 40}
 
 
@@ -287,7 +288,7 @@ class RunningRouter:
             worker.close()
 
 
-def until(condition, what, timeout=5.0):
+def until(condition, what, timeout=20.0):
     """Polls until `condition()` holds; its value."""
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
@@ -302,8 +303,8 @@ def routers(directory, model_dir):
     """make(**settings) -> (router, script); all routers that were made are closed."""
     started = []
 
-    def make(**settings):
-        running = RunningRouter(directory, PATIENCE, model_dir=model_dir, **({"worker_timeout_s": 1.0} | settings))
+    def make(patience=PATIENCE, **settings):
+        running = RunningRouter(directory, patience, model_dir=model_dir, **({"worker_timeout_s": 1.0} | settings))
         started.append(running)
         return running, Script(running.tokenizer.encode(ANSWER))
 
@@ -315,7 +316,7 @@ def routers(directory, model_dir):
 
 
 def post(running, **more):
-    return httpx.post(running.url + "/v1/chat/completions", json=BODY | more, timeout=10)
+    return httpx.post(running.url + "/v1/chat/completions", json=BODY | more, timeout=60)
 
 
 def in_thread(function):

@@ -77,7 +77,7 @@ def at_once(jobs, width):
 
 
 def status(cluster):
-    return httpx.get(f"{cluster.url}/status", timeout=10).json()
+    return httpx.get(f"{cluster.url}/status", timeout=60).json()
 
 
 def wait_until(predicate, timeout, what):

@@ -124,10 +124,10 @@ def test_s4_every_decoder_refuses_every_hostile_frame_at_once(decoder, tmp_path,
     monkeypatch.chdir(tmp_path)
     decode = decoder().decode
     for data in [*(corpus.data(case) for case in FRAMES), *hostile_frames()]:
-        started = time.perf_counter()
+        started = time.thread_time()
         with pytest.raises(RemoteProtocolError):
             decode(data)
-        assert time.perf_counter() - started < (0.5 if len(data) > MIB else 0.05), data[:40]
+        assert time.thread_time() - started < (0.5 if len(data) > MIB else 0.05), data[:40]
     assert not Path(CANARY).exists()
 
 

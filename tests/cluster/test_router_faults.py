@@ -14,6 +14,7 @@ from baton.cluster.messages import Cancel, Failed, FirstToken, Goodbye, Prefill,
 from baton.tests.cluster.router_fakes import (
     ANSWER,
     BODY,
+    LONG_PATIENCE,
     MODEL,
     PATIENCE,
     assert_nothing_left,
@@ -342,11 +343,11 @@ def test_drain_that_takes_too_long_ends_with_error_frames(start):
 
 
 def test_forty_requests_at_once_are_all_answered(start):
-    running, script = start()
+    running, script = start(LONG_PATIENCE, worker_timeout_s=30.0)
     running.pair(script, max_running=8)
     asked = [in_thread(lambda: post(running, max_tokens=200)) for _ in range(40)]
     for thread, _ in asked:
-        thread.join(20)
+        thread.join(60)
     texts = [results[0].json()["choices"][0]["message"]["content"] for _, results in asked]
     assert texts == [ANSWER] * 40
     assert_nothing_left(running)

@@ -1,9 +1,12 @@
 """The demo model and what transformers makes of it: greedy outputs in float32, computed once per machine and kept."""
 
+import contextlib
+import fcntl
 import hashlib
 import json
 import os
 import tempfile
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -55,10 +58,11 @@ def reference_greedy(
     """References of all PROMPTS by name, from the cache where model, prompt and versions are the same."""
     prompts = {prompt.name: prompt.token_ids(smollm2_tokenizer) for prompt in PROMPTS}
     paths = {name: _path(smollm2_dir, ids) for name, ids in prompts.items()}
-    missing = [name for name, path in paths.items() if not path.is_file()]
-    model = _load(smollm2_dir) if missing else None
-    for name in missing:  # each is kept at once: an interrupted run is not lost
-        _write(paths[name], json.dumps(asdict(_greedy(model, name, prompts[name]))))
+    with _alone(cache_dir() / "parity" / ".lock"):  # a test process beside this one waits and finds them
+        missing = [name for name, path in paths.items() if not path.is_file()]
+        model = _load(smollm2_dir) if missing else None
+        for name in missing:  # each is kept at once: an interrupted run is not lost
+            _write(paths[name], json.dumps(asdict(_greedy(model, name, prompts[name]))))
     found = [Reference(**json.loads(path.read_text(encoding="utf-8"))) for path in paths.values()]
     return {reference.name: reference for reference in found}
 
@@ -67,6 +71,15 @@ def _path(model_dir: Path, prompt_ids: list[int]) -> Path:
     parts = [model_digest(model_dir), transformers.__version__, torch.__version__, NUM_TOKENS, prompt_ids]
     key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
     return cache_dir() / "parity" / f"greedy-{key}.json"
+
+
+@contextlib.contextmanager
+def _alone(lock: Path) -> Iterator[None]:
+    """No other process is in here; the kernel frees the lock of one that dies."""
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    with lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def _load(model_dir: Path) -> transformers.PreTrainedModel:
