@@ -71,8 +71,15 @@ def assert_same(eager: Engine, graphed: Engine, vocab_size: int = 256, params: l
     assert [r.drafted for r in eager.results] == [r.drafted for r in graphed.results]
 
 
-@pytest.mark.parametrize("kinds", [None, FULL, BREAKABLE], ids=["all", "full", "breakable"])
-@pytest.mark.parametrize("ids", AUX_IDS)
+PATHS = {"all": None, "full": FULL, "breakable": BREAKABLE}
+CASES = [
+    pytest.param(ids, kinds, id=f"{ids}-{name}", marks=[] if kinds is None or ids == "unsorted" else [pytest.mark.slow])
+    for ids in AUX_IDS
+    for name, kinds in PATHS.items()
+]
+
+
+@pytest.mark.parametrize(("ids", "kinds"), CASES)
 def test_every_path_gives_the_same_tokens_and_kv(target, head, ids, kinds):
     path = head(ids)
     eager, graphed = Engine(target, path), Engine(target, path)

@@ -3,6 +3,7 @@
 from collections import Counter
 
 import hypothesis.strategies as st
+import pytest
 from baton.engine.kv_pool import PageAllocator, PoolExhausted
 from baton.engine.page_table import build_page_table, pages_for, slots_for
 from baton.engine.prefix_cache import PrefixCache
@@ -133,9 +134,10 @@ class Pools(RuleBasedStateMachine):
         assert self.allocator.num_used == 0
 
 
-def test_pages_are_conserved_and_owned_under_any_use():
+@pytest.mark.parametrize("num_examples", [60, pytest.param(600, marks=pytest.mark.slow)])
+def test_pages_are_conserved_and_owned_under_any_use(num_examples):
     bounded = settings(
-        max_examples=150, stateful_step_count=40, deadline=None, derandomize=True, database=None,
+        max_examples=num_examples, stateful_step_count=40, deadline=None, derandomize=True, database=None,
         suppress_health_check=list(HealthCheck),
     )  # fmt: skip
     run_state_machine_as_test(Pools, settings=bounded)
