@@ -1,8 +1,7 @@
 """Mistakes that engines have made with graphs, planted one at a time: none goes unnoticed.
 
 The check is what other tests assert all the time: with the oracle's draft every step is accepted in full, on full batches,
-padded ones and ones above the largest graph, and the tokens are the right ones. A missing reference across a break is
-planted in test_graph_lifetimes.
+padded ones and ones above the largest graph, and the tokens are the right ones.
 """
 
 from collections.abc import Callable
@@ -14,14 +13,20 @@ from baton.engine import fixed_rows, target_graphs
 from baton.engine.fixed_rows import FixedRows
 from baton.engine.forward_batch import CaptureHidden
 from baton.engine.graph_self_test import SelfTest
+from baton.engine.graph_set import GraphSet
 from baton.engine.graphs import token_graphs
+from baton.engine.graphs.breakable import Breaks
 from baton.engine.graphs.static import load_rows
+from baton.engine.graphs.token_graphs import AttendContext, AttentionBridge, attend_real_rows
+from baton.engine.layers import Attend
 from baton.engine.model_runner import ModelRunner
 from baton.engine.sampling_params import SamplingParams
 from baton.engine.speculative.draft_graphs import DraftLoopGraphs
-from baton.tests.parity.eagle3_engine import Engine
-from baton.tests.parity.eagle3_toys import ORACLE_IDS, successor, write_oracle
+from baton.tests.parity.eagle3_engine import Engine, features_of
+from baton.tests.parity.eagle3_toys import ORACLE_IDS, head_config, head_tensors, successor, write_head, write_oracle
 from baton.tests.parity.graph_engine import arena, with_graphs
+from baton.tests.parity.test_graph_lifetimes import forget
+from baton.tests.parity.toy_engine import random_ids
 
 Plant = Callable[[Engine, pytest.MonkeyPatch], None]
 PARAMS = SamplingParams(temperature=0.0, max_new_tokens=13, ignore_eos=True)
@@ -133,12 +138,69 @@ def draft_state_not_refreshed(engine: Engine, planting: pytest.MonkeyPatch) -> N
     planting.setattr(DraftLoopGraphs, "run", stale)
 
 
+def without_bridge(self: AttentionBridge, breaks: Breaks[AttendContext]) -> Attend:
+    """What crosses the breaks are tensors that only they hold; one comes out of a break and is read behind all others."""
+    attend_rows, weights = breaks.graph_break(attend_real_rows), breaks.graph_break(weigh_rows)
+    kept: list[torch.Tensor] = []
+
+    def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        if not kept:
+            kept.append(weights(q))
+        out = torch.empty_like(q)
+        attend_rows(layer, q * kept[0], k, v, out=out)
+        return out
+
+    return attend
+
+
+def weigh_rows(context: AttendContext, q: torch.Tensor) -> torch.Tensor:
+    return torch.ones_like(q)
+
+
+def churn(engine: Engine, graphs: GraphSet) -> None:
+    """Forwards run while others take and give back blocks of the graphs' memory, as breaks themselves do."""
+
+    def inside(run: Callable[..., object]) -> Callable[..., object]:
+        def churned(*args: object) -> object:
+            with graphs.pool.backend.eager_region():
+                others = [torch.full((count, 32), float("nan")) for count in (4, 16, 1, 64) * 8]
+                del others[::2]
+                return run(*args)
+
+        return churned
+
+    engine.runner.forward = inside(engine.runner.forward)
+    engine.drafter.prefill_rows = inside(engine.drafter.prefill_rows)
+
+
+def strong_references_without_a_bridge(engine: Engine, planting: pytest.MonkeyPatch) -> None:
+    planting.setattr(AttentionBridge, "attend", without_bridge)
+    churn(engine, with_graphs(engine, arena()))
+
+
+def weak_references_across_a_break(engine: Engine, planting: pytest.MonkeyPatch) -> None:
+    memory = arena()
+    planting.setattr(AttentionBridge, "attend", without_bridge)
+    forget(planting, memory, arguments=True, results=True)
+    churn(engine, with_graphs(engine, memory))
+
+
 PLANTS = [
     aux_configured_after_capture, default_layers_instead_of_the_configured, layers_in_ascending_order,
     draft_captured_before_sharing, features_not_refreshed, width_of_another_config,
     graph_output_read_though_it_did_not_run, context_planned_before_padding, slots_not_padded,
     draft_state_not_refreshed,
 ]  # fmt: skip
+# What engines were known for: each has its plant.
+HISTORICAL = {
+    "aux configured after capture": aux_configured_after_capture,
+    "default ids instead of configured": default_layers_instead_of_the_configured,
+    "draft captured before sharing": draft_captured_before_sharing,
+    "width from the wrong config": width_of_another_config,
+    "runner buffer read when the graph did not run": graph_output_read_though_it_did_not_run,
+    "metadata before padding": context_planned_before_padding,
+    "weak references across a break": weak_references_across_a_break,
+}
 SEEN_AT_START = [
     aux_configured_after_capture, default_layers_instead_of_the_configured, layers_in_ascending_order,
     draft_captured_before_sharing, features_not_refreshed, width_of_another_config, draft_state_not_refreshed,
@@ -148,6 +210,24 @@ SEEN_AT_START = [
 def test_without_a_plant_all_is_well(oracle):
     check(oracle)
     check(oracle, self_tests=True)
+    assert set(HISTORICAL.values()) < {*PLANTS, weak_references_across_a_break}
+
+
+@pytest.mark.parametrize("plant", [strong_references_without_a_bridge, weak_references_across_a_break])
+def test_a_reference_missing_across_a_break_is_noticed(toy_checkpoint, tmp_path, monkeypatch, plant):
+    """By the features of a target whose attention matters: that of the oracle's target does nothing."""
+    target = toy_checkpoint("llama", num_hidden_layers=12)
+    head = write_head(tmp_path / "head", head_config(2), head_tensors())
+    engine, plain = Engine(target, head), Engine(target, head)
+    plant(engine, monkeypatch)
+    for count in (20, 11, 20):
+        found, expected = (features_of(each, random_ids(count, seed=count)) for each in (engine, plain))
+        if not torch.allclose(found, expected, atol=1e-4):
+            break
+    else:
+        assert plant is strong_references_without_a_bridge
+        return
+    assert plant is weak_references_across_a_break
 
 
 @pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.__name__)

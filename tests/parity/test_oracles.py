@@ -1,0 +1,127 @@
+"""Acceptance is exactly what it must be: by drafts tuned to fail at known positions, and by drafts out of the draft's KV."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from baton.engine.request import Request
+from baton.engine.sampling_params import SamplingParams
+from baton.tests.parity.eagle3_engine import PAGE_SIZE, Engine
+from baton.tests.parity.graph_engine import arena, kv_of, with_graphs
+from baton.tests.parity.oracles import (
+    DISTANCE,
+    VOCAB,
+    expected_accept_length,
+    follower,
+    is_right,
+    tune,
+    write_memory_oracle,
+)
+from baton.tests.parity.toy_engine import random_ids
+
+Plant = Callable[[Engine, Request], None]
+
+
+@pytest.fixture(scope="module")
+def memory(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    torch.set_num_threads(1)
+    return write_memory_oracle(tmp_path_factory.mktemp("memory"))
+
+
+def greedy(count: int) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_new_tokens=count, ignore_eos=True)
+
+
+def prompt_of(seed: int, length: int = 2 * DISTANCE) -> list[int]:
+    return random_ids(length, seed=seed, vocab_size=VOCAB)
+
+
+def continued(prompt: list[int], count: int) -> list[int]:
+    """What the target says behind `prompt`."""
+    ids = list(prompt)
+    for _ in range(count):
+        ids.append(follower(ids[-1 - DISTANCE]))
+    return ids[len(prompt) :]
+
+
+@pytest.mark.parametrize("has_graphs", [False, True])
+@pytest.mark.parametrize("chunk", [5, 1000])
+def test_what_the_draft_must_remember_it_remembers(memory, has_graphs, chunk):
+    engine = Engine(*memory)
+    if has_graphs:
+        with_graphs(engine, arena())
+    prompts = [prompt_of(seed, 12 + 5 * seed) for seed in range(3)]
+    tokens = engine.run([engine.prefill(prompt, greedy(33), chunk=chunk) for prompt in prompts])
+    assert tokens == [continued(prompt, 33) for prompt in prompts]
+    assert set(engine.accept_lens) == {1 + engine.steps}
+
+
+def hole_in_the_prompt(engine: Engine, request: Request) -> None:
+    row = request.num_prompt - 4
+    engine.drafter.pool.kv[request.pages[row // PAGE_SIZE], :, :, row % PAGE_SIZE] = 0.0
+
+
+def rows_in_each_others_slots(engine: Engine, request: Request) -> None:
+    first, second = (request.pages[(request.num_prompt - 2 - i * PAGE_SIZE) // PAGE_SIZE] for i in (0, 1))
+    engine.drafter.pool.kv[[first, second]] = engine.drafter.pool.kv[[second, first]]
+
+
+def guesses_never_overwritten(engine: Engine, request: Request) -> None:
+    extend = engine.drafter.extend
+
+    def keeps_guesses(*args: object) -> None:
+        before = engine.drafter.pool.kv.clone()
+        extend(*args)
+        engine.drafter.pool.kv.copy_(before)
+
+    engine.drafter.extend = keeps_guesses
+
+
+@pytest.mark.parametrize("plant", [hole_in_the_prompt, rows_in_each_others_slots, guesses_never_overwritten])
+def test_a_draft_that_remembers_wrongly_is_noticed_and_never_changes_a_token(memory, plant):
+    engine, prompt = Engine(*memory), prompt_of(3)
+    request = engine.prefill(prompt, greedy(40))
+    plant(engine, request)
+    assert engine.run([request]) == [continued(prompt, 40)]
+    assert min(engine.accept_lens) < 1 + engine.steps
+
+
+def test_tuned_drafts_are_accepted_up_to_the_first_that_was_spoilt(memory):
+    alpha, count, seeds = 0.7, 180, range(6)
+    engine = Engine(*memory)
+    tune(engine, alpha, seed=5)
+    prompts = [prompt_of(seed) for seed in seeds]
+    requests = [engine.prefill(prompt, greedy(count)) for prompt in prompts]
+    lengths, accepted = [request.num_tokens for request in requests], []
+    while not any(request.is_finished for request in requests):
+        result = engine.decoder.step(requests)
+        for row, request in enumerate(requests):
+            rights = [is_right(5, row, lengths[row] + j, alpha) for j in range(engine.steps)]
+            expected = 1 + (rights.index(False) if False in rights else engine.steps)
+            left = request.num_prompt + count - lengths[row]
+            assert min(result.accept_lens[row], left) == min(expected, left)
+            accepted += [expected] if left > engine.steps else []
+            lengths[row] = request.num_tokens
+    assert all(
+        request.output_ids == continued(prompt, len(request.output_ids))
+        for request, prompt in zip(requests, prompts, strict=True)
+    )
+    assert set(accepted) == {1, 2, 3, 4}
+    assert abs(sum(accepted) / len(accepted) - expected_accept_length(alpha, engine.steps)) < 0.3
+
+
+def test_m4_4_after_any_accept_length_the_draft_kv_is_that_of_a_prefill(memory):
+    engine, scratch, prompt = Engine(*memory), Engine(*memory), prompt_of(1)
+    tune(engine, 0.6)
+    request = engine.prefill(prompt, greedy(180))
+    seen = set()
+    while not request.is_finished and len(seen) < 4:
+        seen |= set(engine.decoder.step([request]).accept_lens)
+        anew = scratch.prefill(request.all_ids[:-1], greedy(1))
+        assert anew.output_ids == request.all_ids[-1:]
+        for mine, other in zip(kv_of(engine, request), kv_of(scratch, anew), strict=True):
+            torch.testing.assert_close(mine, other, atol=1e-4, rtol=1e-4)
+        scratch.decoder.forget(anew)
+        scratch.next_page = 1
+    assert seen == {1, 2, 3, 4}

@@ -1,0 +1,167 @@
+"""What decode steps sample has the target's law: a chi-square test over whole sequences, and wrong rules that fail it.
+
+The target is a Markov chain (no layer of it does anything, lm_head holds log-probabilities), so the law of a sequence is a
+product that can be written down. Steps are those of the engine: drafts of a random head, one sampled token behind each,
+drafts kept while they match. The noise is the engine's, one seed a request, so the test is of the generator as well.
+Thresholds are quantiles of the chi-square distribution by Wilson and Hilferty's approximation.
+"""
+
+import json
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+from baton.engine.page_table import pages_for
+from baton.engine.request import Request
+from baton.engine.sampling_params import SamplingParams
+from baton.engine.speculative import spec_decoder
+from baton.engine.speculative.verify import judge
+from baton.tests.parity.eagle3_engine import NUM_PAGES, PAGE_SIZE, Engine
+from baton.tests.parity.eagle3_toys import write_head
+from safetensors.torch import save_file
+
+VOCAB, HIDDEN, TOKENS = 3, 16, 3
+LAW = torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.2, 0.7], [0.25, 0.6, 0.15]], dtype=torch.float64)
+NORMAL_QUANTILE = 4.75  # one false alarm in a million
+QUICK, MANY = 10_000, 1_000_000
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    torch.set_num_threads(1)
+    path = tmp_path_factory.mktemp("markov")
+    return write_target(path / "target"), write_random_head(path / "head")
+
+
+def write_target(path: Path) -> Path:
+    path.mkdir()
+    config = {
+        "architectures": ["LlamaForCausalLM"], "hidden_size": HIDDEN, "intermediate_size": 4, "num_hidden_layers": 1,
+        "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 8, "vocab_size": VOCAB, "rms_norm_eps": 0.0,
+        "max_position_embeddings": 64, "tie_word_embeddings": False, "torch_dtype": "float32",
+    }  # fmt: skip
+    (path / "config.json").write_text(json.dumps(config))
+    embed, lm_head = torch.zeros(VOCAB, HIDDEN), torch.zeros(VOCAB, HIDDEN)
+    embed[:, :VOCAB] = torch.eye(VOCAB)
+    lm_head[:, :VOCAB] = (LAW.log().T / HIDDEN**0.5).float()
+    tensors = {"model.embed_tokens.weight": embed, "lm_head.weight": lm_head, "model.norm.weight": torch.ones(HIDDEN)}
+    save_file(tensors | layer("model.layers.0.", HIDDEN, 0.0), path / "model.safetensors")
+    return path
+
+
+def write_random_head(path: Path) -> Path:
+    config = {
+        "architectures": ["LlamaForCausalLMEagle3"], "hidden_size": HIDDEN, "intermediate_size": 4,
+        "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 8, "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 64, "rope_theta": 10000.0, "vocab_size": VOCAB,
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0]},
+    }  # fmt: skip
+    random = torch.Generator().manual_seed(4)
+    tensors = layer("midlayer.", 2 * HIDDEN, 0.4) | {"midlayer.hidden_norm.weight": torch.ones(HIDDEN)}
+    tensors |= {name: torch.randn(rows, HIDDEN, generator=random) * 0.4
+                for name, rows in (("fc.weight", HIDDEN), ("lm_head.weight", VOCAB))}  # fmt: skip
+    return write_head(path, config, tensors | {"norm.weight": torch.ones(HIDDEN)})
+
+
+def layer(prefix: str, width: int, scale: float) -> dict[str, torch.Tensor]:
+    random = torch.Generator().manual_seed(2)
+    shapes = {f"self_attn.{n}_proj": (8, width) for n in "qkv"} | {"self_attn.o_proj": (HIDDEN, 8)}
+    shapes |= {"mlp.gate_proj": (4, HIDDEN), "mlp.up_proj": (4, HIDDEN), "mlp.down_proj": (HIDDEN, 4)}
+    tensors = {f"{prefix}{name}.weight": scale * torch.randn(shape, generator=random) for name, shape in shapes.items()}
+    return tensors | {f"{prefix}{n}.weight": torch.ones(HIDDEN) for n in ("input_layernorm", "post_attention_layernorm")}
+
+
+def sample(models: tuple[Path, Path], count: int, **shape: int) -> torch.Tensor:
+    """How often each of VOCAB ** TOKENS sequences came behind token 0, `[cells]` int64."""
+    engine, cells = Engine(*models, max_context=64, **shape), torch.zeros(VOCAB**TOKENS, dtype=torch.int64)
+    each = pages_for(1 + TOKENS + 1 + engine.decoder.shape.spare_slots, PAGE_SIZE)
+    size = (NUM_PAGES - 1) // each
+    features = torch.ones(1, HIDDEN)
+    for first in range(0, count, size):
+        requests = []
+        for i in range(min(size, count - first)):
+            params = SamplingParams(temperature=1.0, seed=first + i, max_new_tokens=TOKENS + 1, ignore_eos=True)
+            request = Request(room="0" * 32, epoch=0, prompt_ids=[0], sampling=params, output_ids=[0], num_computed=1)
+            request.pages = list(range(1 + i * each, 1 + (i + 1) * each))
+            requests.append(request)
+        engine.decoder.draft_prefill_batch([(request, features, 0) for request in requests])
+        live = requests
+        while live:
+            engine.results = [engine.decoder.step(live)]
+            live = [request for request in live if not request.is_finished]
+        outputs = torch.tensor([request.output_ids[1:] for request in requests])
+        codes = (outputs * VOCAB ** torch.arange(TOKENS - 1, -1, -1)).sum(1)
+        cells += torch.bincount(codes, minlength=len(cells))
+        for request in requests:
+            engine.decoder.forget(request)
+    return cells
+
+
+def is_refuted(cells: torch.Tensor) -> bool:
+    """Whether counts like these come from the target's law once in a million times or less."""
+    expected = []
+    for tokens in product(range(VOCAB), repeat=TOKENS):
+        chances = LAW[[0, *tokens[:-1]], list(tokens)]
+        expected.append(chances.prod() * cells.sum())
+    statistic = float(((cells - torch.stack(expected)).square() / torch.stack(expected)).sum())
+    freedom = len(cells) - 1
+    limit = freedom * (1 - 2 / (9 * freedom) + NORMAL_QUANTILE * (2 / (9 * freedom)) ** 0.5) ** 3
+    print(f"chi-square {statistic:.1f}, {freedom} degrees of freedom, limit {limit:.1f}, {int(cells.sum())} sequences")
+    return statistic > limit
+
+
+def bonus_from_the_draft(shape, tokens, tree, targets, limits):
+    """Wrong: behind the last kept draft stands the draft's next token instead of the target's."""
+    verdict = judge(shape, tokens, tree, targets, limits)
+    last = (verdict.accept_len - 1)[:, None]
+    drafts = torch.cat((tokens[:, 1:], tokens[:, -1:]), dim=1)
+    return verdict._replace(tokens=verdict.tokens.scatter(1, last, drafts.gather(1, last)))
+
+
+def threshold_of_99_percent(shape, tokens, tree, targets, limits):
+    """Wrong: a draft is kept one time in a hundred though the target chose another token."""
+    is_lenient = torch.rand(targets.shape) < 0.01
+    drafts = torch.cat((tokens[:, 1:], targets[:, -1:]), dim=1)
+    return judge(shape, tokens, tree, torch.where(is_lenient, drafts, targets), limits)
+
+
+def residual_not_normalised(shape, tokens, tree, targets, limits):
+    """Wrong: where a draft was refused the target chooses anew from all its tokens, the refused one among them."""
+    verdict = judge(shape, tokens, tree, targets, limits)
+    last = (verdict.accept_len - 1)[:, None]
+    anew = torch.multinomial(LAW[tokens.gather(1, last)[:, 0]], 1)
+    was_refused = last < tokens.shape[1] - 1
+    chosen = torch.where(was_refused, anew, verdict.tokens.gather(1, last))
+    return verdict._replace(tokens=verdict.tokens.scatter(1, last, chosen))
+
+
+def noise_of_the_first_row(shape, tokens, tree, targets, limits):
+    """Wrong: all rows of a step choose with one coin."""
+    return judge(shape, tokens, tree, targets[:, :1].expand(targets.shape), limits)
+
+
+GROSS = [bonus_from_the_draft, residual_not_normalised, noise_of_the_first_row]
+
+
+def test_sequences_of_decode_steps_have_the_targets_law(models):
+    assert not is_refuted(sample(models, QUICK))
+
+
+@pytest.mark.parametrize("rule", GROSS)
+def test_a_wrong_rule_is_refuted(models, monkeypatch, rule):
+    torch.manual_seed(1)
+    monkeypatch.setattr(spec_decoder, "judge", rule)
+    assert is_refuted(sample(models, QUICK // 2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [{}, {"steps": 2, "topk": 2, "tokens": 5}], ids=["chain", "tree"])
+def test_a_million_sequences_have_the_targets_law(models, shape):
+    assert not is_refuted(sample(models, MANY, **shape))
+
+
+@pytest.mark.slow
+def test_a_million_sequences_refute_a_threshold_of_99_percent(models, monkeypatch):
+    torch.manual_seed(1)
+    monkeypatch.setattr(spec_decoder, "judge", threshold_of_99_percent)
+    assert is_refuted(sample(models, MANY))
