@@ -155,12 +155,14 @@ def test_a_wrong_rule_is_refuted(models, monkeypatch, rule):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("shape", [{}, {"steps": 2, "topk": 2, "tokens": 5}], ids=["chain", "tree"])
 def test_a_million_sequences_have_the_targets_law(models, shape):
     assert not is_refuted(sample(models, MANY, **shape))
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_a_million_sequences_refute_a_threshold_of_99_percent(models, monkeypatch):
     torch.manual_seed(1)
     monkeypatch.setattr(spec_decoder, "judge", threshold_of_99_percent)
