@@ -311,7 +311,7 @@ class Dispatcher:
         return {instance for pair in pairs if pair is not None for instance in pair.instances}
 
     def _pair_for(self, entry: Entry, tested: set[str], now: float) -> Pair | None:
-        return choose(self.registry, entry.need, entry.room.failed_on | self.registry.doubtful(now) | tested)
+        return choose(self.registry, entry.need, entry.room.failed_on | self.registry.doubtful(now), tested)
 
     def _place(self, entry: Entry, pair: Pair, now: float) -> None:
         need = entry.need

@@ -77,15 +77,19 @@ def can_ever(workers: Iterable[Worker], need: Need) -> bool:
     )
 
 
-def choose(workers: Iterable[Worker], need: Need, avoid: Collection[str] = ()) -> Pair | None:
+def choose(
+    workers: Iterable[Worker], need: Need, avoid: Collection[str] = (), taken: Collection[str] = ()
+) -> Pair | None:
     """The least loaded pair that can hold the request now; None when all are full.
 
-    Workers in `avoid` (an earlier attempt failed on them) are taken only when no other pair can.
+    Workers in `avoid` (an earlier attempt failed on them) are taken only when no other pair can, and so are those that are
+    `taken` for now; but these are worth waiting for, so decode does not prefill in their place.
     """
     able = [(p, d) for p, d in pairs(workers, avoid) if _can_prefill(p, need) and _can_decode(d, need)]
     if not able:
         return None
-    prefill, decode = min(able, key=lambda pair: _cost(pair[0], pair[1], avoid))
+    shunned = {*avoid, *taken}
+    prefill, decode = min(able, key=lambda pair: _cost(pair[0], pair[1], shunned))
     return Pair(prefill=prefill.instance, decode=decode.instance, prefill_endpoint=prefill.hello.kv_endpoint)
 
 

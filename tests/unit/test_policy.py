@@ -19,8 +19,8 @@ def worker(name, role, load=(), *, is_serving=True, **more):
 NEED = Need(100, 28)  # 8 pages of 16
 
 
-def chosen(workers, need=NEED, avoid=()):
-    pair = choose(workers, need, avoid)
+def chosen(workers, need=NEED, avoid=(), taken=()):
+    pair = choose(workers, need, avoid, taken)
     return None if pair is None else (pair.prefill[0], pair.decode[0])
 
 
@@ -107,6 +107,15 @@ def test_decode_computes_a_prompt_that_failed_on_every_prefill_worker():
     assert chosen([p, q, d], avoid=ids[:1]) == ("q", "d")
     assert chosen([p, q, d], avoid=ids[:2]) == ("d", "d")
     assert chosen([p, q, d], avoid=ids) == ("d", "d"), "one doubtful worker is better than two"
+
+
+def test_a_prefill_worker_that_is_taken_for_now_is_waited_for_and_not_replaced_by_decode():
+    p, q, d = worker("p", "prefill"), worker("q", "prefill"), local("d")
+    ids = [w.instance for w in (p, q, d)]
+    assert chosen([p, q, d], taken=ids[:1]) == ("q", "d")
+    assert chosen([p, q, d], taken=ids[:2]) == ("p", "d")
+    assert chosen([p, q, d], avoid=ids[:1], taken=ids[1:2]) in (("p", "d"), ("q", "d"))
+    assert chosen([p, q, d], avoid=ids[:2], taken=ids[2:]) == ("d", "d")
 
 
 def test_a_decode_worker_that_must_not_take_prompts_is_no_pair_alone():
