@@ -6,7 +6,7 @@
 #   ARGS=...             arguments of `baton demo`, such as --once
 #   TESTS=...            what `make test` runs; default: all
 #   SEEDS=N              how many seeds `make sim` plays; default: 20000
-#   SPREAD='-n 2'        two processes for `make test`: one waits for processes and sockets, one computes
+#   SPREAD=              tests in one process; default: -n 2, one waits for processes and sockets, one computes
 #   ROWS=F01,F08         what `make faults` plays; default: all
 
 SHELL := bash
@@ -22,7 +22,7 @@ FOLDERS := bench cluster decode deploy engine kernels kvtransfer prefill router
 ARGS ?=
 TESTS ?= tests
 SEEDS ?= 20000
-SPREAD ?=
+SPREAD ?= -n 2
 ROWS ?=
 
 .PHONY: help venv install model demo lint sim test test-full faults lock sbom clean
