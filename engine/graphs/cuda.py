@@ -51,6 +51,7 @@ class CudaBackend(GraphBackend):
         self.pool = torch.cuda.graph_pool_handle()
         self._generators = tuple(generators)
         self._open: tuple[torch.cuda.CUDAGraph, ExitStack] | None = None
+        self._keeper: torch.cuda.CUDAGraph | None = None
 
     def warm_up(self, run: Callable[[], object]) -> None:
         with self._on_capture_stream():
@@ -98,11 +99,21 @@ class CudaBackend(GraphBackend):
         gc.disable()
         try:
             with self._on_capture_stream():
+                self._keep_pool()
                 yield
         finally:
             if was_enabled:
                 gc.enable()
         torch.cuda.synchronize(self.device)
+
+    def _keep_pool(self) -> None:
+        """Torch forgets a pool with its last graph, and its host allocator refuses to know it again (2.11): a capture that
+        failed first would spoil all later ones. An empty graph of our own keeps it.
+        """
+        if self._keeper is None:
+            self._keeper = torch.cuda.CUDAGraph()
+            self._keeper.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+            _end_capture(self._keeper)
 
     @contextmanager
     def _on_capture_stream(self) -> Iterator[None]:
