@@ -161,7 +161,7 @@ class DecodeWorker:
     def _reserve(self, message: Reserve, now: float) -> None:
         self.reach("decode:reserve")
         attempts = self.queues.attempts(message.room)
-        if any(old.request.epoch >= message.epoch for old in attempts):
+        if self.queues.has_ended(message.room, message.epoch) or any(o.request.epoch >= message.epoch for o in attempts):
             return  # a repeated or late message of an attempt that is known
         for old in attempts:
             self._give_up(old, "a newer attempt began")

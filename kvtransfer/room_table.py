@@ -1,7 +1,10 @@
 """The rooms that a worker holds: one table for both roles, so that attempts are told apart in one place."""
 
+from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Generic, Protocol, TypeVar
+
+MAX_CLOSED = 4096  # rooms that are remembered after their end
 
 
 class Attempt(Protocol):
@@ -26,6 +29,7 @@ class RoomTable(Generic[R]):
 
     def __init__(self) -> None:
         self._rooms: dict[tuple[str, int], R] = {}
+        self._closed: OrderedDict[str, int] = OrderedDict()  # room -> its newest epoch that ended here
 
     def __repr__(self) -> str:
         counts: dict[object, int] = {}
@@ -59,3 +63,11 @@ class RoomTable(Generic[R]):
 
     def remove(self, room: R) -> None:
         del self._rooms[room.key]
+        name, epoch = room.key
+        self._closed[name] = max(epoch, self._closed.pop(name, epoch))
+        if len(self._closed) > MAX_CLOSED:
+            self._closed.popitem(last=False)
+
+    def has_ended(self, room: str, epoch: int) -> bool:
+        """Whether this attempt, or a newer one, was here and ended, as far back as is remembered."""
+        return self._closed.get(room, -1) >= epoch

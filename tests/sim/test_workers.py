@@ -154,7 +154,7 @@ def test_a_newer_attempt_replaces_the_older_one_wherever_that_stands(model, refe
     pair.assert_nothing_is_held()
 
 
-def test_a_repeated_message_of_a_closed_attempt_ends_alone(model, reference):
+def test_a_repeated_message_of_a_closed_attempt_is_ignored(model, reference):
     pair = Pair(model, pages=96)
     prompt = list(range(10, 40))
     pair.send(name(1), prompt)
@@ -163,9 +163,11 @@ def test_a_repeated_message_of_a_closed_attempt_ends_alone(model, reference):
     pair.send(name(1), prompt)
     pair.send(name(2), prompt)
     pair.run(until=lambda: name(2) in pair.ends)
-    pair.clock.now += 10  # nobody reads what prefill computed again: its lease ends
     pair.run()
     assert pair.tokens[name(2)] == reference(prompt)
+    assert name(1) not in pair.tokens
+    for side in (pair.prefill, pair.decode):
+        assert side.stats().counters["requests"] == 2, "the repeated message began nothing"
     pair.assert_nothing_is_held()
 
 
