@@ -68,6 +68,7 @@ class RoomTable(Generic[R]):
         if len(self._closed) > MAX_CLOSED:
             self._closed.popitem(last=False)
 
-    def has_ended(self, room: str, epoch: int) -> bool:
-        """Whether this attempt, or a newer one, was here and ended, as far back as is remembered."""
-        return self._closed.get(room, -1) >= epoch
+    def is_known(self, room: str, epoch: int) -> bool:
+        """Whether this attempt or a newer one is here, or was and ended, as far back as is remembered."""
+        is_here = any(name == room and other >= epoch for name, other in self._rooms)
+        return is_here or self._closed.get(room, -1) >= epoch

@@ -146,10 +146,9 @@ class PrefillWorker:
     # --- the ways in and out ------------------------------------------------------------------------------------------
 
     def _accept(self, message: Prefill, now: float) -> None:
-        attempts = self.queues.attempts(message.room)
-        if self.queues.has_ended(message.room, message.epoch) or any(o.request.epoch >= message.epoch for o in attempts):
-            return  # a repeated or late message of an attempt that is known
-        for old in attempts:
+        if self.queues.is_known(message.room, message.epoch):
+            return  # a repeated or late message
+        for old in self.queues.attempts(message.room):
             self._give_up(old, "a newer attempt began")
         sampling = SamplingParams(**msgspec.structs.asdict(message.sampling))
         reason, retry_after_ms = self._why_not(message.prompt_ids, sampling)
