@@ -4,7 +4,9 @@ They are made once the head has the target's embedding and lm_head: a graph hold
 Shape legend: B requests, N rows each, H draft hidden, W feature width, Vd draft vocabulary.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Generic, TypeVar
 
 import torch
 
@@ -24,6 +26,8 @@ from ..sampling_params import SamplingParams
 from .chain import ChainPlan
 from .draft_choice import DraftSampling
 from .eagle3 import DraftPhase, Eagle3Head
+
+Drafts = TypeVar("Drafts")
 
 
 def parameters_of(head: Eagle3Head) -> NamedTensors:
@@ -126,12 +130,13 @@ class DraftExtendGraphs:
         return self.head.feedback(last), self.head.compute_logits(last)
 
 
-class DraftLoopGraphs:
-    """All draft steps of a verify: N-1 choices and, since the first is remembered, N-2 forwards."""
+class LoopGraphs(ABC, Generic[Drafts]):
+    """All draft steps of a verify in one graph, by batch size; how they draft is the subclass's `_forward`."""
 
     def __init__(
         self, graphs: GraphPool, head: Eagle3Head, pool: KVPool, buckets: Sequence[int], *, num_rows: int, max_pages: int
     ) -> None:
+        """`num_rows`: draft slots planned for per request."""
         require_shared(head)
         most, device = max(buckets), pool.device
         self.head = head
@@ -140,38 +145,44 @@ class DraftLoopGraphs:
         self.logits = torch.zeros((most, head.config.draft_vocab_size), dtype=torch.float32, device=device)
         self.sampling = DraftSampling(most, device)
         limits = GraphLimits(is_by_token=False, rows=num_rows, pages=max_pages)
-        self.family: GraphFamily[ReplayContext, torch.Tensor] = GraphFamily(
-            graphs, GraphKind.DRAFT_DECODE, buckets, limits
-        )
+        self.family: GraphFamily[ReplayContext, Drafts] = GraphFamily(graphs, GraphKind.DRAFT_DECODE, buckets, limits)
         self._scale = pool.head_dim**-0.5
+
+    @abstractmethod
+    def _forward(self, bucket: int, breaks: Breaks[ReplayContext]) -> Drafts:
+        """What is captured."""
 
     def capture(self) -> None:
         self.family.capture(
             self._forward, lambda bucket: ReplayContext(num_rows=bucket), lambda: parameters_of(self.head)
         )
 
-    def decide(self, chain: ChainPlan) -> PathDecision:
+    def decide(self, plan: ChainPlan) -> PathDecision:
         return self.family.decide(
-            BatchShape(size=chain.num_requests, rows=chain.num_rows, pages=chain.page_table.shape[1])
+            BatchShape(size=plan.num_requests, rows=plan.num_rows, pages=plan.page_table.shape[1])
         )
 
     def run(
         self,
-        chain: ChainPlan,
+        plan: ChainPlan,
         slots: torch.Tensor,
         state: tuple[torch.Tensor, torch.Tensor],
         params: Sequence[SamplingParams],
         decision: PathDecision,
-    ) -> torch.Tensor:
-        """Drafts `[B, N-1]`, the caller's. `slots` `[B, N]` of draft KV, `state` hidden `[B, H]` and logits `[B, Vd]`."""
+    ) -> Drafts:
+        """The drafts, the caller's. `slots` `[B, num_rows]` of draft KV, `state` hidden `[B, H]` and logits `[B, Vd]`."""
         end, rows = decision.bucket, self.rows
-        load_rows(rows.positions, chain.positions.reshape(-1), end * rows.num_rows, name="positions")
+        load_rows(rows.positions, plan.positions.reshape(-1), end * rows.num_rows, name="positions")
         load_rows(rows.slots, slots.reshape(-1), end * rows.num_rows, name="draft slots")
-        rows.plan_context(chain.page_table, chain.lens, end)
+        rows.plan_context(plan.page_table, plan.lens, end)
         for static, value, name in ((self.hidden, state[0], "hidden"), (self.logits, state[1], "logits")):
             load_rows(static, value, end, name=f"draft {name}")
         self.sampling.load(params)
-        return own(self.family.replay(decision, ReplayContext(num_rows=chain.num_requests)), chain.num_requests)
+        return own(self.family.replay(decision, ReplayContext(num_rows=plan.num_requests)), plan.num_requests)
+
+
+class DraftLoopGraphs(LoopGraphs[torch.Tensor]):
+    """Chains, `[B, N-1]`: N-1 choices and, since the first is remembered, N-2 forwards."""
 
     def _forward(self, bucket: int, _: Breaks[ReplayContext]) -> torch.Tensor:
         """Step j feeds row j-1 back: it stands at position lens + j - 1 and sees lens + j rows."""
