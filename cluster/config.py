@@ -1,21 +1,19 @@
 """The settings of every role, one frozen dataclass each; `config_fields` derives command line, TOML and environment.
 
-A group of settings that several roles share is a class of its own; the first line of its docstring is the group's title
-in `--help`. `load_config` builds a role's config, `to_argv` turns one into the flags that build it again.
+A group of settings that several roles share is a class of its own, in `config_groups` or `config_router`. `load_config`
+builds a role's config, `to_argv` turns one into the flags that build it again.
 """
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar, TypeVar
 
-from .ciphers import BULK_PORT_SETTING, CIPHER_SETTING, CURVE
+from .ciphers import CURVE
 from .config_fields import (
     Setting,
     Value,
-    about,
     as_text,
-    check_fields,
     check_keys,
     check_range,
     describe,
@@ -28,179 +26,25 @@ from .config_fields import (
     setting,
     settings_of,
 )
+from .config_groups import (
+    DEFAULT_CONTROL,
+    DecodeSettings,
+    EngineSettings,
+    LogSettings,
+    ModelSettings,
+    NetworkSettings,
+    PrefillSettings,
+    RoleConfig,
+    WorkerLink,
+)
+from .config_router import HttpSettings
 from .errors import ConfigError
-from .transports import AUTO, SLAB_SETTING, TRANSPORTS_SETTING
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_CONTROL = "tcp://127.0.0.1:7100"
-LOG_LEVELS = ("debug", "info", "warning", "error")
 INTERNAL_VARIABLES = ("BATON_PARENT_PID",)  # see life.PARENT_VARIABLE
 TEST_VARIABLES = ("BATON_FAULT", "BATON_ALLOW_FAULTS")  # see fault_points
 COMMAND_LINE, ENVIRONMENT, FILE = "command line", "environment", "file"
-
-
-@dataclass(frozen=True, kw_only=True)
-class RoleConfig:
-    """Configuration file.
-
-    `explicit` says for each setting that was given where it came from: "command line", "environment" or "file".
-    """
-
-    role: ClassVar[str] = ""
-    summary: ClassVar[str] = ""
-
-    config: str = setting("", Setting(help="TOML file with a table per role, such as [prefill]", metavar="FILE"))
-    explicit: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-
-
-@dataclass(frozen=True, kw_only=True)
-class LogSettings(RoleConfig):
-    """Logs."""
-
-    log_level: str = setting("info", Setting(help="least important line to log; debug adds tracebacks", choices=LOG_LEVELS))
-    log_format: str = setting("text", Setting(help="text, or one JSON object, per record", choices=("text", "json")))
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelSettings(RoleConfig):
-    """Model."""
-
-    model: str = field(
-        metadata=about(Setting(help="checkpoint directory in Hugging Face format, or a hub id", metavar="DIR"))
-    )
-    served_model: str = setting("", Setting(help="name that clients use; empty: the last part of --model"))
-
-
-@dataclass(frozen=True, kw_only=True)
-class NetworkSettings(RoleConfig):
-    """Network and process life."""
-
-    keys: str = setting(
-        "", Setting(help="directory of keys (`baton keys init`): the links between processes are CURVE", metavar="DIR")
-    )
-    trusted_network: bool = setting(
-        False, Setting(help="allow binding other addresses than loopback without keys, and --kv-cipher crc32c with keys")
-    )
-    drain_timeout_s: float = setting(
-        30.0, Setting(help="longest wait for running requests after SIGTERM", unit="s", minimum=0, maximum=3600)
-    )
-    watchdog_s: float = setting(
-        15.0, Setting(help="a process hung so long writes its stacks and ends; 0: never", unit="s", minimum=0, maximum=3600)
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineSettings(RoleConfig):
-    """Engine."""
-
-    draft: str = setting("", Setting(help="directory of an EAGLE3 head; prefill reads its config only", metavar="DIR"))
-    no_draft: bool = setting(False, Setting(help="serve without speculation, even when --draft names a head"))
-    device: str = setting("auto", Setting(help="where the model runs", choices=("auto", "cpu", "cuda")))
-    dtype: str = setting(
-        "auto",
-        Setting(
-            help="type of weights and KV cache; auto: bfloat16 where the device has it",
-            choices=("auto", "float32", "bfloat16"),
-        ),
-    )
-    graphs: bool = setting(False, Setting(help="capture forwards at start and replay them, on CPU as on a GPU"))
-    graph_self_test: bool = setting(True, Setting(help="compare each graph with the eager path before serving"))
-    page_size: int = setting(16, Setting(help="tokens per KV page", unit="tokens", minimum=1, maximum=4096))
-    pages: int = setting(
-        0, Setting(help="KV pages in the pool; 0: as many as --kv-memory-mb holds", minimum=0, maximum=2**31 - 1)
-    )
-    kv_memory_mb: int = setting(
-        0,
-        Setting(help="memory of the KV pool; 0: 1024 on CPU, most of a GPU's free", unit="MiB", minimum=0, maximum=2**24),
-    )
-    max_context: int = setting(
-        0,
-        Setting(help="longest prompt plus output; 0: as the model allows", unit="tokens", minimum=0, maximum=2**31 - 1),
-    )
-    prefix_cache: bool = setting(True, Setting(help="keep the KV of finished prompts for requests that share a prefix"))
-    threads: int = setting(
-        0, Setting(help="CPU threads for torch; 0: all cores, which 'up' divides", minimum=0, maximum=1024)
-    )
-    lease_s: float = setting(
-        5.0, Setting(help="a hand-off without progress for this long is given up", unit="s", minimum=0.1, maximum=600)
-    )
-    kv_cipher: str = setting(AUTO, CIPHER_SETTING)
-    transports: str = setting(AUTO, TRANSPORTS_SETTING)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PrefillSettings(RoleConfig):
-    """Prompt processing."""
-
-    chunk_size: int = setting(
-        256, Setting(help="prompt tokens per forward; 0: the whole prompt", unit="tokens", minimum=0, maximum=2**20)
-    )
-    max_batch: int = setting(8, Setting(help="most requests in one forward", minimum=1, maximum=4096))
-    slab_mb: int = setting(256, SLAB_SETTING)
-    kv_bulk_port: int = setting(0, BULK_PORT_SETTING)
-
-
-@dataclass(frozen=True, kw_only=True)
-class DecodeSettings(RoleConfig):
-    """Decoding and drafting."""
-
-    max_running: int = setting(16, Setting(help="most requests decoded at once", minimum=1, maximum=4096))
-    spec_steps: int = setting(3, Setting(help="levels of drafts before each verify", minimum=1, maximum=16))
-    spec_topk: int = setting(
-        1, Setting(help="children of each draft that is expanded; 1: a chain, more: a tree", minimum=1, maximum=16)
-    )
-    spec_tokens: int = setting(
-        0,
-        Setting(
-            help="tokens verified at once, the likeliest of the tree and the newest; 0: 1 + steps * topk",
-            minimum=0,
-            maximum=256,
-        ),
-    )
-    spec_adaptive: str = setting(
-        "auto",
-        Setting(
-            help="draft fewer tokens, or none, while load or poor acceptance make drafting dear; auto: on a GPU",
-            choices=("auto", "on", "off"),
-        ),
-    )
-    local_prefill_tokens: int = setting(
-        128, Setting(help="of prompts that decode computes itself, per step", unit="tokens", minimum=1, maximum=8192)
-    )
-    pull_window: int = setting(6, Setting(help="blocks of a hand-off asked for and not yet received", minimum=1, maximum=64))
-
-
-@dataclass(frozen=True, kw_only=True)
-class HttpSettings(RoleConfig):
-    """HTTP endpoint."""
-
-    host: str = setting("127.0.0.1", Setting(help="address that clients reach"))
-    port: int = setting(8000, Setting(help="port that clients reach; 0: any free one", minimum=0, maximum=65535))
-    queue_timeout_s: float = setting(
-        30.0, Setting(help="a request that waits longer for a free worker gets 429", unit="s", minimum=0, maximum=3600)
-    )
-    request_timeout_s: float = setting(
-        600.0,
-        Setting(help="a request that takes longer ends with an error; 0: no limit", unit="s", minimum=0, maximum=86400),
-    )
-    local_prefill: bool = setting(
-        True, Setting(help="let decode workers compute prompts while no prefill worker serves; off: such requests get 503")
-    )
-    max_body_mb: int = setting(4, Setting(help="largest request body", unit="MiB", minimum=1, maximum=1024))
-    worker_timeout_s: float = setting(
-        1.8, Setting(help="a worker silent for this long counts as lost", unit="s", minimum=1.0, maximum=600)
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class WorkerLink(RoleConfig):
-    """Router."""
-
-    router: str = setting(DEFAULT_CONTROL, Setting(help="control endpoint of the router", is_endpoint=True))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,6 @@ from ..cluster.config import (
     COMMAND_LINE,
     DecodeConfig,
     PrefillConfig,
-    RoleConfig,
     RouterConfig,
     UpConfig,
     ignored_settings,
@@ -21,6 +20,7 @@ from ..cluster.config import (
     to_argv,
 )
 from ..cluster.config_fields import Value, as_text, flag_of, settings_of
+from ..cluster.config_groups import RoleConfig
 from ..cluster.errors import ConfigError, StartupError
 from ..cluster.life import PARENT_VARIABLE
 from ..cluster.log import PACKAGE

@@ -1,0 +1,28 @@
+"""Groups of settings of the router, one frozen dataclass each."""
+
+from dataclasses import dataclass
+
+from .config_fields import Setting, setting
+from .config_groups import RoleConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class HttpSettings(RoleConfig):
+    """HTTP endpoint."""
+
+    host: str = setting("127.0.0.1", Setting(help="address that clients reach"))
+    port: int = setting(8000, Setting(help="port that clients reach; 0: any free one", minimum=0, maximum=65535))
+    queue_timeout_s: float = setting(
+        30.0, Setting(help="a request that waits longer for a free worker gets 429", unit="s", minimum=0, maximum=3600)
+    )
+    request_timeout_s: float = setting(
+        600.0,
+        Setting(help="a request that takes longer ends with an error; 0: no limit", unit="s", minimum=0, maximum=86400),
+    )
+    local_prefill: bool = setting(
+        True, Setting(help="let decode workers compute prompts while no prefill worker serves; off: such requests get 503")
+    )
+    max_body_mb: int = setting(4, Setting(help="largest request body", unit="MiB", minimum=1, maximum=1024))
+    worker_timeout_s: float = setting(
+        1.8, Setting(help="a worker silent for this long counts as lost", unit="s", minimum=1.0, maximum=600)
+    )
