@@ -4,13 +4,26 @@ import shutil
 
 import pytest
 from baton.deploy.keys import init
-from baton.tests.cluster.router_fakes import save_tokenizer
+from baton.tests.cluster.router_fakes import routers, save_tokenizer
 from baton.tests.cluster.serving import serving
 from baton.tests.parity.conftest import eagle3_dir, reference_greedy, smollm2_dir, smollm2_tokenizer
 
 __all__ = ["eagle3_dir", "reference_greedy", "smollm2_dir", "smollm2_tokenizer"]
 
 SMALL = {"transport": "tcp", "kv_memory_mb": 8, "threads": 1}  # settings of the shared clusters
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory):
+    """A tokenizer, all that a router needs of a model."""
+    return save_tokenizer(tmp_path_factory.mktemp("tok"))
+
+
+@pytest.fixture
+def start(tmp_path, model_dir):
+    """start(**settings) -> (router, script)"""
+    with routers(tmp_path, model_dir) as make:
+        yield make
 
 
 @pytest.fixture(scope="session")

@@ -4,20 +4,9 @@ import httpx
 import pytest
 from baton.cluster.messages import Cancel, Prefill, Reserve
 from baton.router import idempotency
-from baton.tests.cluster.router_fakes import ANSWER, BODY, in_thread, routers, save_tokenizer, until
+from baton.tests.cluster.router_fakes import ANSWER, BODY, in_thread, until
 
 KEY = {"idempotency-key": "order-17"}
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory):
-    return save_tokenizer(tmp_path_factory.mktemp("tok"))
-
-
-@pytest.fixture
-def start(tmp_path, model_dir):
-    with routers(tmp_path, model_dir) as make:
-        yield make
 
 
 def ask(running, headers=KEY, **more):

@@ -6,12 +6,7 @@ import httpx
 import openai
 import pytest
 from baton.cluster.messages import Prefill, Reserve
-from baton.tests.cluster.router_fakes import ANSWER, MODEL, RunningRouter, Script, save_tokenizer, until
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory):
-    return save_tokenizer(tmp_path_factory.mktemp("tok"))
+from baton.tests.cluster.router_fakes import ANSWER, MODEL, RunningRouter, Script, until
 
 
 @pytest.fixture(scope="module")

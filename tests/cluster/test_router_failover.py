@@ -15,7 +15,6 @@ from baton.tests.cluster.router_fakes import (
     assert_nothing_left,
     in_thread,
     post,
-    save_tokenizer,
     until,
 )
 
@@ -49,11 +48,6 @@ class Breaking(Relay):
             logprobs = self.logprobs(ids, reserve.sampling)
             item = TokenItem(room=reserve.room, epoch=reserve.epoch, seq=1, ids=ids, logprobs=logprobs)
             worker.send(Tokens(instance=worker.instance, items=[item]))
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory):
-    return save_tokenizer(tmp_path_factory.mktemp("tok"))
 
 
 @pytest.fixture

@@ -21,22 +21,8 @@ from baton.tests.cluster.router_fakes import (
     in_thread,
     open_request,
     post,
-    routers,
-    save_tokenizer,
     until,
 )
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory):
-    return save_tokenizer(tmp_path_factory.mktemp("tok"))
-
-
-@pytest.fixture
-def start(tmp_path, model_dir):
-    """start(**settings) -> (router, script)"""
-    with routers(tmp_path, model_dir) as make:
-        yield make
 
 
 def test_without_workers_it_is_alive_not_ready_and_answers_503(start):

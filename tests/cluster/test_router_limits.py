@@ -11,19 +11,7 @@ import openai
 import pytest
 from baton.cluster.messages import DecodeTimeline, Failed, Gone, Reserve, TokenItem, Tokens
 from baton.router import wire
-from baton.tests.cluster.router_fakes import BODY, assert_nothing_left, in_thread, post, routers, save_tokenizer, until
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory):
-    return save_tokenizer(tmp_path_factory.mktemp("tok"))
-
-
-@pytest.fixture
-def start(tmp_path, model_dir):
-    """start(**settings) -> (router, script)"""
-    with routers(tmp_path, model_dir) as make:
-        yield make
+from baton.tests.cluster.router_fakes import BODY, assert_nothing_left, in_thread, post, until
 
 
 @pytest.mark.parametrize("is_stream", [False, True])

@@ -1,4 +1,4 @@
-"""The demo model and what transformers makes of it: greedy outputs in float32, computed once per machine and kept."""
+"""Toy targets and heads; the demo model and what transformers makes of it in float32, computed once per machine and kept."""
 
 import contextlib
 import fcntl
@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -14,6 +14,7 @@ import pytest
 import torch
 import transformers
 from baton.deploy.demo_model import cache_dir, ensure_demo_model, model_digest
+from baton.tests.parity.eagle3_toys import head_config, head_tensors, write_head, write_oracle
 from baton.tests.parity.prompts import PROMPTS
 
 NUM_TOKENS = 64
@@ -32,6 +33,24 @@ class Reference:
     output_ids: list[int]
     gaps: list[float]
     runners_up: list[int]  # the second-best token of each step
+
+
+@pytest.fixture(scope="session")
+def target(toy_checkpoint: Callable[..., Path]) -> Path:
+    """A random target of 12 layers."""
+    return toy_checkpoint("llama", num_hidden_layers=12)
+
+
+@pytest.fixture(scope="session")
+def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random head for it, with the default layers."""
+    return write_head(tmp_path_factory.mktemp("head"), head_config(2), head_tensors())
+
+
+@pytest.fixture(scope="session")
+def oracle(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A target whose next token is a function of the newest, and a head that is right whenever its features are."""
+    return write_oracle(tmp_path_factory.mktemp("oracle"))
 
 
 @pytest.fixture(scope="session")

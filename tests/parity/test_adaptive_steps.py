@@ -1,41 +1,17 @@
 """Steps that change from verify to verify, to none and back: tokens stay, and the draft is ready at once."""
 
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from baton.engine.sampling_params import SamplingParams
 from baton.engine.speculative.adaptive import StepCosts, StepPolicy
 from baton.engine.speculative.draft_shape import PLAIN, DraftShape
 from baton.tests.parity.eagle3_engine import Engine
-from baton.tests.parity.eagle3_toys import head_config, head_tensors, write_head, write_oracle
 from baton.tests.parity.graph_engine import arena, with_graphs
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 PROMPTS = ([5, 9, 200, 31, 7, 7, 90, 18, 3], [17], list(range(40, 64)))
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def target(toy_checkpoint: Callable[..., Path]) -> Path:
-    return toy_checkpoint("llama", num_hidden_layers=12)
-
-
-@pytest.fixture(scope="module")
-def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_head(tmp_path_factory.mktemp("head"), head_config(2), head_tensors())
-
-
-@pytest.fixture(scope="module")
-def oracle(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return write_oracle(tmp_path_factory.mktemp("oracle"))
 
 
 def greedy(max_new_tokens: int = 20, **changes: object) -> SamplingParams:

@@ -1,6 +1,5 @@
 """EAGLE3 on the real engine: drafts change how many tokens a step yields, never which."""
 
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -24,24 +23,12 @@ from baton.tests.parity.eagle3_toys import (
     head_tensors,
     successor,
     write_head,
-    write_oracle,
 )
 from baton.tests.parity.toy_models import reference_greedy, reference_model
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 PROMPTS = ([5, 9, 200, 31, 7, 7, 90, 18, 3], [17], list(range(40, 64)), [250, 3, 250, 3, 250, 3])
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="session")
-def target(toy_checkpoint: Callable[..., Path]) -> Path:
-    return toy_checkpoint("llama", num_hidden_layers=12)
 
 
 @pytest.fixture(scope="session")
@@ -57,11 +44,6 @@ def wrong_head(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tensors["d2t"] = torch.tensor([77])
     del tensors["t2d"]
     return write_head(tmp_path_factory.mktemp("wrong"), head_config(2, draft_vocab_size=1), tensors)
-
-
-@pytest.fixture(scope="session")
-def oracle(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return write_oracle(tmp_path_factory.mktemp("oracle"))
 
 
 def greedy(max_new_tokens: int = 24, **changes: object) -> SamplingParams:

@@ -9,6 +9,8 @@ import torch
 from baton.tests.parity.toy_engine import ToyEngine, random_ids
 from baton.tests.parity.toy_models import reference_greedy, reference_logits, reference_model
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 # Measured 1e-5 at most, on logits of standard deviation 10; one position too far gives more than 1.
 TOLERANCE = 1e-4
 ROPES = {
@@ -36,7 +38,6 @@ ROPES = {
 
 
 def assert_same_model(path: Path) -> None:
-    torch.set_num_threads(1)
     theirs, prompt = reference_model(path), random_ids(150, seed=3)
     ours = ToyEngine(path)
     torch.testing.assert_close(

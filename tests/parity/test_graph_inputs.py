@@ -3,9 +3,7 @@
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
 from itertools import product
-from pathlib import Path
 
 import pytest
 import torch
@@ -30,33 +28,17 @@ from baton.engine.speculative.eagle3 import DraftPhase, Eagle3Head
 from baton.engine.speculative.idle import idle_draft_batch
 from baton.engine.speculative.spec_config import load_draft_config
 from baton.tests.parity.eagle3_engine import Engine
-from baton.tests.parity.eagle3_toys import VOCAB, head_config, head_tensors, toy_target, write_head
+from baton.tests.parity.eagle3_toys import VOCAB, head_config, toy_target, write_head
 from baton.tests.parity.graph_engine import arena, capture, families, kv_of, with_graphs
 from baton.tests.parity.toy_engine import PAGE_SIZE, ToyEngine, random_ids
 from baton.tests.parity.toy_models import reference_model
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 IDS = (9, 1, 5)
 FIVE = (7, 0, 10, 4, 2)
 EXTEND, VERIFY = ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=12, ignore_eos=True)
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def target(toy_checkpoint: Callable[..., Path]) -> Path:
-    return toy_checkpoint("llama", num_hidden_layers=12)
-
-
-@pytest.fixture(scope="module")
-def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_head(tmp_path_factory.mktemp("head"), head_config(2), head_tensors())
 
 
 def full(toy: ToyEngine, *chunks: tuple[str, list[int]], mode: ForwardMode = EXTEND) -> ForwardBatch:

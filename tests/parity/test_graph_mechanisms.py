@@ -1,6 +1,5 @@
 """What must hold before, between and after replays: order, hidden modes, padding, ownership, plans, idle rows."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -23,31 +22,15 @@ from baton.engine.speculative.draft_shape import PLAIN
 from baton.engine.speculative.eagle3_weights import load_eagle3
 from baton.engine.speculative.spec_config import load_draft_config
 from baton.tests.parity.eagle3_engine import Engine
-from baton.tests.parity.eagle3_toys import head_config, head_tensors, toy_target, write_head
+from baton.tests.parity.eagle3_toys import toy_target
 from baton.tests.parity.graph_engine import arena, at, capture, with_graphs
 from baton.tests.parity.toy_engine import PAGE_SIZE, ToyEngine, random_ids
 from baton.tests.parity.toy_models import reference_model
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 IDS = (9, 1, 5)
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=12, ignore_eos=True)
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def target(toy_checkpoint: Callable[..., Path]) -> Path:
-    return toy_checkpoint("llama", num_hidden_layers=12)
-
-
-@pytest.fixture(scope="module")
-def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_head(tmp_path_factory.mktemp("head"), head_config(2), head_tensors())
 
 
 @pytest.fixture

@@ -11,39 +11,23 @@ import pytest
 import torch
 from baton.engine.sampling_params import SamplingParams
 from baton.tests.parity.eagle3_engine import Engine
-from baton.tests.parity.eagle3_toys import head_config, head_tensors, write_head, write_oracle
+from baton.tests.parity.eagle3_toys import head_config, head_tensors, write_head
 from baton.tests.parity.graph_engine import BREAKABLE, FULL, MAX_TOKENS, arena, families, kv_of, uses_kernels, with_graphs
 from baton.tests.parity.toy_engine import random_ids
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 AUX_IDS = {"default": (1, 5, 8), "custom": (2, 3, 7), "unsorted": (8, 1, 5), "last layer": (0, 5, 11)}
 LENGTHS = (1, 7, 8, 9, MAX_TOKENS - 1, MAX_TOKENS, MAX_TOKENS + 1, 40)
 BATCHES = (1, 2, 3, 4, 5)
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
-def target(toy_checkpoint: Callable[..., Path]) -> Path:
-    return toy_checkpoint("llama", num_hidden_layers=12)
-
-
-@pytest.fixture(scope="module")
-def head(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def head_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     def written(name: str) -> Path:
         return write_head(tmp_path_factory.mktemp("head"), head_config(2, AUX_IDS[name]), head_tensors())
 
     return written
-
-
-@pytest.fixture(scope="module")
-def oracle(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return write_oracle(tmp_path_factory.mktemp("oracle"))
 
 
 def greedy(max_new_tokens: int = 9) -> SamplingParams:
@@ -80,8 +64,8 @@ CASES = [
 
 
 @pytest.mark.parametrize(("ids", "kinds"), CASES)
-def test_every_path_gives_the_same_tokens_and_kv(target, head, ids, kinds):
-    path = head(ids)
+def test_every_path_gives_the_same_tokens_and_kv(target, head_of, ids, kinds):
+    path = head_of(ids)
     eager, graphed = Engine(target, path), Engine(target, path)
     graphs = with_graphs(graphed, arena() if kinds is None else None, kinds)
     assert_same(eager, graphed)
@@ -114,16 +98,14 @@ def test_no_drafter_decodes_one_row_per_request_as_a_graph(target):
     ids=["sampled", "mixed", "penalties"],
 )
 def test_sampled_drafts_are_the_same_inside_a_graph(target, head, params):
-    path = head("default")
-    eager, graphed = Engine(target, path), Engine(target, path)
+    eager, graphed = Engine(target, head), Engine(target, head)
     with_graphs(graphed, arena())
     assert_same(eager, graphed, params=params)
 
 
 @pytest.mark.parametrize("steps", [1, 2, 5])
 def test_any_number_of_draft_steps(target, head, steps):
-    path = head("default")
-    eager, graphed = Engine(target, path, steps=steps), Engine(target, path, steps=steps)
+    eager, graphed = Engine(target, head, steps=steps), Engine(target, head, steps=steps)
     with_graphs(graphed)
     assert_same(eager, graphed)
 
@@ -153,8 +135,8 @@ def test_m4_1_many_tokens_with_requests_that_end_at_different_times(oracle):
     assert {r.path for r in graphed.results} == {"graph", "eager"}
 
 
-def test_m4_6_graph_and_eager_steps_in_turn_equal_eager_alone(target, head):
-    path = head("unsorted")
+def test_m4_6_graph_and_eager_steps_in_turn_equal_eager_alone(target, head_of):
+    path = head_of("unsorted")
     eager, graphed = Engine(target, path), Engine(target, path)
     with_graphs(graphed, arena())
     step, turn = graphed.decoder.step, 0
@@ -170,8 +152,8 @@ def test_m4_6_graph_and_eager_steps_in_turn_equal_eager_alone(target, head):
     assert_same(eager, graphed)
 
 
-def test_run_as_one_break_the_same_graphs_run_eagerly(target, head):
-    path = head("custom")
+def test_run_as_one_break_the_same_graphs_run_eagerly(target, head_of):
+    path = head_of("custom")
     eager, graphed = Engine(target, path), Engine(target, path)
     graphs = with_graphs(graphed, as_one_break=True)
     assert {kind.num_breaks for kind in graphs.pool.report().kinds} == {1}
@@ -179,7 +161,6 @@ def test_run_as_one_break_the_same_graphs_run_eagerly(target, head):
 
 
 def test_the_kernels_path_of_a_device_gives_the_same(target, head):
-    path = head("default")
-    eager, paged = Engine(target, path), Engine(target, path)
+    eager, paged = Engine(target, head), Engine(target, head)
     uses_kernels(paged)
     assert_same(eager, paged)

@@ -23,19 +23,15 @@ from baton.engine.model_runner import ModelRunner
 from baton.engine.sampling_params import SamplingParams
 from baton.engine.speculative.draft_graphs import DraftLoopGraphs
 from baton.tests.parity.eagle3_engine import Engine, features_of
-from baton.tests.parity.eagle3_toys import ORACLE_IDS, head_config, head_tensors, successor, write_head, write_oracle
+from baton.tests.parity.eagle3_toys import ORACLE_IDS, head_config, head_tensors, successor, write_head
 from baton.tests.parity.graph_engine import arena, with_graphs
 from baton.tests.parity.test_graph_lifetimes import forget
 from baton.tests.parity.toy_engine import random_ids
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 Plant = Callable[[Engine, pytest.MonkeyPatch], None]
 PARAMS = SamplingParams(temperature=0.0, max_new_tokens=13, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def oracle(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    torch.set_num_threads(1)
-    return write_oracle(tmp_path_factory.mktemp("oracle"))
 
 
 def check(oracle: tuple[Path, Path], plant: Plant | None = None, *, self_tests: bool = False) -> None:

@@ -1,40 +1,19 @@
 """The start-up self-test finds graphs that differ from the eager path; and what becomes of their batches."""
 
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
-import torch
 from baton.engine.config import EngineConfig
 from baton.engine.graph_self_test import SelfTest
 from baton.engine.loader import EngineLoader
 from baton.engine.sampling_params import SamplingParams
 from baton.tests.parity.eagle3_engine import Engine
-from baton.tests.parity.eagle3_toys import head_config, head_tensors, write_head
 from baton.tests.parity.graph_engine import capture, with_graphs
 from baton.tests.parity.toy_engine import ToyEngine, random_ids
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 IDS = (9, 1, 5)
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=12, ignore_eos=True)
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def target(toy_checkpoint: Callable[..., Path]) -> Path:
-    return toy_checkpoint("llama", num_hidden_layers=12)
-
-
-@pytest.fixture(scope="module")
-def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_head(tmp_path_factory.mktemp("head"), head_config(2), head_tensors())
-
 
 
 def test_the_self_test_drops_graphs_that_read_exchanged_weights_and_tokens_stay_right(target, head, caplog):

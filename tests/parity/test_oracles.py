@@ -20,12 +20,13 @@ from baton.tests.parity.oracles import (
 )
 from baton.tests.parity.toy_engine import random_ids
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 Plant = Callable[[Engine, Request], None]
 
 
 @pytest.fixture(scope="module")
 def memory(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    torch.set_num_threads(1)
     return write_memory_oracle(tmp_path_factory.mktemp("memory"))
 
 

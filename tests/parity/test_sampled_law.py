@@ -21,6 +21,8 @@ from baton.tests.parity.eagle3_engine import NUM_PAGES, PAGE_SIZE, Engine
 from baton.tests.parity.eagle3_toys import write_head
 from safetensors.torch import save_file
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 VOCAB, HIDDEN, TOKENS = 3, 16, 3
 LAW = torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.2, 0.7], [0.25, 0.6, 0.15]], dtype=torch.float64)
 NORMAL_QUANTILE = 4.75  # one false alarm in a million
@@ -28,7 +30,6 @@ QUICK, MANY = 10_000, 1_000_000
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    torch.set_num_threads(1)
     path = tmp_path_factory.mktemp("markov")
     return write_target(path / "target"), write_random_head(path / "head")
 

@@ -1,6 +1,5 @@
 """Tree drafts on the real engine: they change how many tokens a step yields, never which."""
 
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,41 +12,17 @@ from baton.tests.parity.eagle3_engine import NUM_PAGES, PAGE_SIZE, Engine, featu
 from baton.tests.parity.eagle3_toys import (
     ORACLE_VOCAB,
     RESERVED,
-    head_config,
     head_tensors,
     successor,
-    write_head,
-    write_oracle,
 )
 from baton.tests.parity.graph_engine import FULL, arena, families, kv_of, uses_kernels, with_graphs
 from baton.tests.parity.toy_engine import random_ids
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 PROMPTS = ([5, 9, 200, 31, 7, 7, 90, 18, 3], [17], list(range(40, 64)), [250, 3, 250, 3, 250, 3])
 SHAPES = [(1, 3, 0), (2, 2, 7), (3, 4, 8), (4, 2, 12)]  # steps, topk, tokens
 SHAPE_IDS = ["-".join(map(str, shape)) for shape in SHAPES]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def target(toy_checkpoint: Callable[..., Path]) -> Path:
-    return toy_checkpoint("llama", num_hidden_layers=12)
-
-
-@pytest.fixture(scope="module")
-def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_head(tmp_path_factory.mktemp("head"), head_config(2), head_tensors())
-
-
-@pytest.fixture(scope="module")
-def oracle(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return write_oracle(tmp_path_factory.mktemp("oracle"))
 
 
 def tree(target: Path, head: Path, shape: tuple[int, int, int] = (3, 4, 8), **options: object) -> Engine:

@@ -23,6 +23,8 @@ from baton.tests.parity.eagle3_engine import Engine, rows_of
 from baton.tests.parity.eagle3_toys import head_config, head_tensors, write_head
 from baton.tests.parity.graph_engine import arena, kv_of, with_graphs
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 Plant = Callable[[pytest.MonkeyPatch], None]
 PROMPTS = ([5, 9, 200, 31, 7, 7, 90, 18, 3], [17], list(range(40, 64)))
 PARAMS = (
@@ -35,7 +37,6 @@ PARENTS = [-1, 0, 0, 1, 1, 2, 2]
 
 @pytest.fixture(scope="module")
 def models(toy_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    torch.set_num_threads(1)
     head = write_head(tmp_path_factory.mktemp("head"), head_config(2, (1, 2, 4)), head_tensors())
     return toy_checkpoint("llama", num_hidden_layers=6), head
 

@@ -10,19 +10,15 @@ import sys
 from collections import Counter
 
 import pytest
-import torch
 from baton.tests.sim import cluster_main
 from baton.tests.sim.cluster_faults import KINDS, TRANSITIONS, Faults
 from baton.tests.sim.cluster_seams import SEAMS
 from baton.tests.sim.cluster_world import Options, run
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SEEDS = 2000
 HASHED = 25
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    torch.set_num_threads(1)
 
 
 def run_apart(*arguments, folder, hash_seed="0"):

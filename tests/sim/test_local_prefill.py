@@ -3,19 +3,19 @@
 import random
 
 import pytest
-import torch
 from baton.cluster.messages import Failed, Finished
 from baton.decode.queues import RoomState
 from baton.tests.parity.eagle3_toys import write_oracle
 from baton.tests.sim.test_workers import prompts, successors
 from baton.tests.sim.worker_pair import Pair, name
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SAMPLED = {"temperature": 0.9, "top_p": 0.95, "seed": 11, "frequency_penalty": 0.4, "logprobs": 2}
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["drafts", "no drafts"])
 def models(request, tmp_path_factory, toy_checkpoint):
-    torch.set_num_threads(1)
     if request.param:
         return write_oracle(tmp_path_factory.mktemp("oracle"))
     return toy_checkpoint("llama", num_hidden_layers=2), ""

@@ -12,6 +12,8 @@ import torch
 from baton.tests.sim.cluster_seams import SEAMS
 from baton.tests.sim.cluster_world import run
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SEEDS = {
     "digest": (0, 1, 3, 5, 7, 8),
     "tracker": (5, 6, 10, 29, 37),
@@ -41,11 +43,6 @@ SEEDS = {
 NUM_SEEDS = 6  # per defence in the table
 SEARCHED = range(40)  # for the table
 FRESH = range(1000, 1120)  # that no table was made from
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    torch.set_num_threads(1)
 
 
 def kills(name, seed):

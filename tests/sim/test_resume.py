@@ -1,9 +1,10 @@
 """An answer that is taken up at any of its tokens goes on as it was, by both workers, whatever the sampling."""
 
 import pytest
-import torch
 from baton.cluster.messages import Finished, Prefill, Reserve, Sampling
 from baton.tests.sim.worker_pair import ENDPOINT, D, P, Pair, name
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 NUM_TOKENS = 10
 PROMPT = [7, 30, 31, 7, 32, 33, 7]
@@ -17,7 +18,6 @@ WAYS = {
 
 @pytest.fixture(scope="module")
 def pair(toy_checkpoint):
-    torch.set_num_threads(1)
     return Pair(toy_checkpoint("llama", num_hidden_layers=2), pages=96)
 
 

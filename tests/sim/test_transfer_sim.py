@@ -3,8 +3,9 @@
 import random
 
 import pytest
-import torch
 from baton.tests.sim.transfer_world import KINDS, Faults, run
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def draw_faults(seed: int) -> Faults:
@@ -24,11 +25,6 @@ def draw_faults(seed: int) -> Faults:
         restart=maybe(0.03),
         cancel=maybe(0.1),
     )
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 def test_without_faults_every_room_completes_and_is_released() -> None:

@@ -11,10 +11,7 @@ from baton.tests.sim.test_workers import prompts
 from baton.tests.sim.worker_pair import Pair, name
 from torch.overrides import TorchFunctionMode
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    torch.set_num_threads(1)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,6 @@ clock are the test's. After every turn the pools must balance and free pages be 
 import random
 
 import pytest
-import torch
 from baton.cluster.messages import Failed, Finished, FirstToken
 from baton.decode import worker
 from baton.decode.queues import RoomState
@@ -17,10 +16,11 @@ from baton.tests.parity.eagle3_toys import successor, write_oracle
 from baton.tests.parity.toy_engine import ToyEngine
 from baton.tests.sim.worker_pair import P, Pair, name
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 @pytest.fixture(scope="module")
 def model(toy_checkpoint):
-    torch.set_num_threads(1)
     return toy_checkpoint("llama", num_hidden_layers=2)
 
 

@@ -12,13 +12,14 @@ from baton.tests.parity.toy_engine import ToyEngine, random_ids
 from baton.tests.parity.toy_models import reference_model
 from transformers import PreTrainedModel
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 LAYERS = 12
 PROMPT = random_ids(60, seed=9)
 
 
 @pytest.fixture(scope="module")
 def checkpoint(toy_checkpoint: Callable[..., Path]) -> Path:
-    torch.set_num_threads(1)
     return toy_checkpoint("llama", num_hidden_layers=LAYERS)
 
 

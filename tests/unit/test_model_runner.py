@@ -12,13 +12,14 @@ from baton.tests.parity.toy_engine import PAGE_SIZE, ToyEngine, random_ids
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 TOLERANCE = {"atol": 5e-5, "rtol": 0}
 PROMPT = random_ids(90, seed=5)
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen3"])
 def checkpoint(request: pytest.FixtureRequest, toy_checkpoint: Callable[..., Path]) -> Path:
-    torch.set_num_threads(1)
     return toy_checkpoint(request.param)
 
 
