@@ -11,7 +11,7 @@ A row is one choice: decode has one per request, verify one per draft and one mo
     7. min-p                  tokens with at least min_p times the probability of the likeliest
     8. Gumbel-max             argmax of l / T + gumbel(seed, position, token id)
 
-A row's choice depends on that row alone. Masses are compared as integers, whose sum does not depend on its order.
+A row's choice depends on that row alone. Steps 4 to 8 are `draws`.
 """
 
 import math
@@ -22,18 +22,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from .draws import CHUNK_LOGITS, NUCLEUS_WIDTH, Draw, draw_free, draw_ranked, is_argmax, ranked_ids, scaled_logits
 from .noise import gumbel, seed_tensor
 from .request import Request
 from .sampling_params import SamplingParams
 
 _Ids = npt.NDArray[np.int64]
-
-# Probabilities relative to the likeliest token, in units of 2**-40: the sum over 2**20 tokens stays below 2**60.
-_MASS_ONE = float(1 << 40)
-# Rows are sampled in chunks of at most this many logits, which bounds the float64 temporaries to 32 MiB each.
-_CHUNK_LOGITS = 1 << 22
-# Nucleus rows look at this many candidates first; only flatter distributions pay for more.
-_NUCLEUS_WIDTH = 1024
 
 
 def validate_params(params: SamplingParams, vocab_size: int) -> None:
@@ -108,23 +102,6 @@ class _Edits:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Draw:
-    """Rows that are drawn together, and what each needs; all tensors are `[rows of the draw]`.
-
-    `width` candidates are ranked; 0: none, as no row has top-k or top-p. With `top_k` None the rows have top-p only.
-    """
-
-    rows: torch.Tensor
-    temperature: torch.Tensor  # float64
-    seeds: torch.Tensor
-    positions: torch.Tensor
-    top_k: torch.Tensor | None
-    top_p: torch.Tensor  # float64
-    min_p: torch.Tensor  # float64
-    width: int
-
-
-@dataclass(frozen=True, kw_only=True)
 class SamplingBatch:
     """What a `sample` call needs besides the logits, on the device; `build` makes it while the forward runs.
 
@@ -134,7 +111,7 @@ class SamplingBatch:
     num_rows: int
     penalties: _Edits | None
     bias: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None  # rows, tokens, values, each [E]
-    draws: tuple[_Draw, ...]
+    draws: tuple[Draw, ...]
     logprob_rows: torch.Tensor | None  # rows that ask for logprobs
     num_top: int  # the most top logprobs that a row asks for
 
@@ -206,7 +183,7 @@ class Sampler:
         bad_rows = ~torch.isfinite(highest)
         for draw in batch.draws:
             rows = adjusted[draw.rows]
-            tokens[draw.rows] = _draw_ranked(rows, draw) if draw.width else _draw_free(rows, draw, self._vocabulary)
+            tokens[draw.rows] = draw_ranked(rows, draw) if draw.width else draw_free(rows, draw, self._vocabulary)
         tokens.masked_fill_(bad_rows, 0)
         if batch.logprob_rows is None:
             return SampleOutput(tokens=tokens, bad_rows=bad_rows)
@@ -225,88 +202,22 @@ def propose(
     each draft token: the noise is the target's, so a good draft makes the target's choice. Filters and penalties are
     left to the target.
     """
-    drawn = [i for i, p in enumerate(params) if not _is_argmax(p)]
+    drawn = [i for i, p in enumerate(params) if not is_argmax(p)]
     tokens = logits.argmax(dim=1)
     if drawn:
         rows = torch.tensor(drawn, device=logits.device)
         temperature = torch.tensor([params[i].temperature for i in drawn], dtype=torch.float64, device=logits.device)
         noise = gumbel(seed_tensor([params[i].seed for i in drawn], logits.device), positions[rows], target_ids)
         logits = logits[rows].double()
-        tokens[rows] = (noise + _scale(logits, logits.amax(dim=1), temperature)).argmax(dim=1)
+        tokens[rows] = (noise + scaled_logits(logits, logits.amax(dim=1), temperature)).argmax(dim=1)
     return tokens
-
-
-def _is_argmax(params: SamplingParams) -> bool:
-    return params.is_greedy or params.top_k == 1
-
-
-def _draw_free(logits: torch.Tensor, draw: _Draw, vocabulary: torch.Tensor) -> torch.Tensor:
-    """Tokens `[R]` of rows without top-k and top-p."""
-    scaled = _scale(logits, logits.amax(dim=1), draw.temperature)
-    scores = gumbel(draw.seeds, draw.positions, vocabulary) + scaled
-    # log 0 is -inf: a row without min_p loses nothing.
-    scores.masked_fill_(scaled < draw.min_p.log()[:, None], -math.inf)
-    return scores.argmax(dim=1)
-
-
-def _draw_ranked(logits: torch.Tensor, draw: _Draw) -> torch.Tensor:
-    """Tokens `[R]` of rows with top-k or top-p, from as few candidates as hold each row's support."""
-    ids, scaled, kept = _support(logits, draw, draw.width)
-    scores = (gumbel(draw.seeds, draw.positions, ids) + scaled).masked_fill_(~kept, -math.inf)
-    return ids.gather(1, scores.argmax(dim=1, keepdim=True)).squeeze(1)
-
-
-def _support(logits: torch.Tensor, draw: _Draw, width: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Candidate ids, likeliest first, their scaled logits, and which of them are kept; each `[R, C]`.
-
-    C is `width`, or as much wider as it takes to hold every row's nucleus.
-    """
-    ids = _ranked(logits, width)
-    values = logits.gather(1, ids)
-    scaled = _scale(values, values[:, 0], draw.temperature)
-    mass = _mass(scaled)
-    rank = torch.arange(width, device=logits.device)
-    kept = rank < (draw.top_k[:, None] if draw.top_k is not None else width)
-    mass = mass * kept
-    upto = mass.cumsum(dim=1)
-    total = upto[:, -1]
-    if draw.top_k is None and width < logits.shape[1]:  # what is not among the candidates counts too
-        total = _mass(_scale(logits, values[:, 0], draw.temperature)).sum(dim=1)
-    wanted = draw.top_p * total.double()
-    if draw.top_k is None and width < logits.shape[1] and bool((upto[:, -1].double() < wanted).any()):
-        return _support(logits, draw, min(8 * width, logits.shape[1]))
-    is_nucleus = (upto - mass).double() < wanted[:, None]
-    kept = kept & (is_nucleus | (draw.top_p[:, None] >= 1) | (rank == 0))
-    return ids, scaled, kept & (scaled >= draw.min_p.log()[:, None])
-
-
-def _scale(logits: torch.Tensor, highest: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
-    """(l - highest) / T, float64, at most 0; subtracted first, so that the smallest T overflows downwards only."""
-    return (logits.double() - highest.double()[:, None]) / temperature[:, None]
-
-
-def _mass(scaled: torch.Tensor) -> torch.Tensor:
-    """Probabilities relative to the likeliest token as int64 in units of 2**-40."""
-    return (scaled.exp() * _MASS_ONE).to(torch.int64)
-
-
-def _ranked(logits: torch.Tensor, width: int) -> torch.Tensor:
-    """Ids `[R, width]` of the highest logits, descending, equal logits by ascending id.
-
-    A top-k of floats leaves the order of equals open, so it is taken of integers in which the id decides: the float's
-    bits as an ordered int32 above, the reversed id below.
-    """
-    bits = (logits.float() + 0.0).view(torch.int32).to(torch.int64)  # + 0.0 turns -0.0, which equals 0.0, into it
-    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    ids = torch.arange(logits.shape[1], device=logits.device)
-    return ((ordered << 32) + (0xFFFFFFFF - ids)).topk(width, dim=1).indices
 
 
 def _with_logprobs(
     logits: torch.Tensor, tokens: torch.Tensor, bad_rows: torch.Tensor, rows: torch.Tensor, num_top: int
 ) -> SampleOutput:
     raw = torch.log_softmax(logits[rows].float(), dim=1)
-    top = _ranked(raw, num_top)
+    top = ranked_ids(raw, num_top)
     num_rows = tokens.shape[0]
     logprobs = torch.full((num_rows,), math.nan, device=logits.device)
     top_ids = torch.full((num_rows, num_top), -1, dtype=torch.int64, device=logits.device)
@@ -319,30 +230,30 @@ def _with_logprobs(
     )
 
 
-def _plan_draws(rows: Sequence[SamplingRow], vocab_size: int, device: torch.device | str) -> tuple[_Draw, ...]:
+def _plan_draws(rows: Sequence[SamplingRow], vocab_size: int, device: torch.device | str) -> tuple[Draw, ...]:
     """The drawn rows by what must be ranked for them: nothing, their top-k, a nucleus; in chunks of bounded size."""
     free: list[int] = []
     limited: list[int] = []
     nucleus: list[int] = []
     for i, row in enumerate(rows):
-        if not _is_argmax(row.params):
+        if not is_argmax(row.params):
             is_limited = 0 < row.params.top_k < vocab_size
             (limited if is_limited else nucleus if row.params.top_p < 1 else free).append(i)
     widest = max((rows[i].params.top_k for i in limited), default=0)
-    step = max(1, _CHUNK_LOGITS // vocab_size)
+    step = max(1, CHUNK_LOGITS // vocab_size)
     return tuple(
         _plan_draw(rows, group[start : start + step], width, group is limited, device)
-        for group, width in ((free, 0), (limited, widest), (nucleus, min(vocab_size, _NUCLEUS_WIDTH)))
+        for group, width in ((free, 0), (limited, widest), (nucleus, min(vocab_size, NUCLEUS_WIDTH)))
         for start in range(0, len(group), step)
     )
 
 
 def _plan_draw(
     rows: Sequence[SamplingRow], group: list[int], width: int, is_limited: bool, device: torch.device | str
-) -> _Draw:
+) -> Draw:
     params = [rows[i].params for i in group]
     reals = torch.tensor([[p.temperature, p.top_p, p.min_p] for p in params], dtype=torch.float64, device=device)
-    return _Draw(
+    return Draw(
         rows=torch.tensor(group, device=device),
         temperature=reals[:, 0],
         seeds=seed_tensor([p.seed for p in params], device),

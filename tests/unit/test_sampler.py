@@ -119,7 +119,7 @@ logit_row = st.builds(
 @given(rows=st.lists(st.tuples(sampling_row, logit_row), min_size=1, max_size=6))
 def test_every_row_of_a_mixed_batch_equals_the_slow_reference(nucleus_width, rows):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sampler_module, "_NUCLEUS_WIDTH", nucleus_width)
+        patch.setattr(sampler_module, "NUCLEUS_WIDTH", nucleus_width)
         output = sample([logits for _, logits in rows], [row for row, _ in rows])
     assert not output.bad_rows.any()
     compared = 0
@@ -149,7 +149,7 @@ def test_rows_beyond_one_chunk_are_drawn_like_rows_within(monkeypatch):
     rows += [SamplingRow(params=SamplingParams(min_p=0.1, seed=i % 3), position=i) for i in range(9)]
     logits = torch.randn(18, 50, generator=torch.Generator().manual_seed(1))
     whole = sample(logits, rows).tokens
-    monkeypatch.setattr(sampler_module, "_CHUNK_LOGITS", 200)
+    monkeypatch.setattr(sampler_module, "CHUNK_LOGITS", 200)
     assert sample(logits, rows).tokens.tolist() == whole.tolist()
 
 
@@ -158,7 +158,7 @@ def test_a_wide_nucleus_is_the_same_from_few_candidates_as_from_a_full_sort(monk
     rows = [SamplingRow(params=SamplingParams(top_p=0.2 * i + 0.19), position=0) for i in range(4)]
     rows += [SamplingRow(params=SamplingParams(top_p=0.5, top_k=k), position=0) for k in (40, 2000)]
     narrow = sample(logits, rows).tokens.tolist()
-    monkeypatch.setattr(sampler_module, "_NUCLEUS_WIDTH", 3000)
+    monkeypatch.setattr(sampler_module, "NUCLEUS_WIDTH", 3000)
     assert sample(logits, rows).tokens.tolist() == narrow
 
 

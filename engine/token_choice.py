@@ -1,0 +1,195 @@
+"""Sampling as one operation of the torch library, every parameter in tensors: what a whole step records of `sampler`.
+
+The tokens are those of `Sampler.sample` for rows without penalties, bias and logprobs. On CPU the operation looks at its
+parameters and draws for the rows that need it; on CUDA its shapes are fixed and it never looks, so that a graph can hold
+it. Legend: S slots, R rows, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import torch
+
+from .draws import CHUNK_LOGITS, NUCLEUS_WIDTH, Draw, draw_fixed, draw_free, draw_ranked, is_argmax
+from .noise import seed_tensor
+from .sampling_params import SamplingParams
+
+torch.library.define(
+    "baton::choose_tokens",
+    "(Tensor logits, Tensor positions, Tensor seeds, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p,"
+    " Tensor is_drawn, bool is_ranked) -> (Tensor, Tensor, Tensor)",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Knobs:
+    """How tokens are chosen, `[S]` each: `seeds`, `top_k` (V: none) int64, `temperature`, `top_p`, `min_p` float64,
+    `is_drawn` bool (else the likeliest token is taken)."""
+
+    seeds: torch.Tensor
+    temperature: torch.Tensor
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    min_p: torch.Tensor
+    is_drawn: torch.Tensor
+
+    @classmethod
+    def of(cls, params: Sequence[SamplingParams], vocab_size: int, device: torch.device | str = "cpu") -> "Knobs":
+        """One slot for each of `params`."""
+        drawn = [not is_argmax(p) for p in params]
+        reals = [[p.temperature if d else 1.0, p.top_p, p.min_p] for p, d in zip(params, drawn, strict=True)]
+        temperature, top_p, min_p = torch.tensor(reals, dtype=torch.float64).reshape(-1, 3).to(device).unbind(1)
+        limits = [p.top_k if 0 < p.top_k < vocab_size else vocab_size for p in params]
+        return cls(
+            seeds=seed_tensor([p.seed for p in params], device),
+            temperature=temperature,
+            top_k=torch.tensor(limits, dtype=torch.int64).to(device),
+            top_p=top_p,
+            min_p=min_p,
+            is_drawn=torch.tensor(drawn, dtype=torch.bool).to(device),
+        )
+
+    def at(self, slots: torch.Tensor, repeats: int = 1) -> "Knobs":
+        """Those of `slots` int64 `[B]`, each `repeats` times in a row."""
+        taken = {f.name: getattr(self, f.name).index_select(0, slots) for f in fields(self)}
+        return Knobs(**{name: x[:, None].expand(-1, repeats).reshape(-1) for name, x in taken.items()})
+
+    def write(self, slots: torch.Tensor, values: "Knobs") -> None:
+        """Set `slots` `[B]` to `values` `[B]`."""
+        for f in fields(self):
+            getattr(self, f.name).index_copy_(0, slots, getattr(values, f.name))
+
+
+def needs_ranking(params: SamplingParams, vocab_size: int) -> bool:
+    """Whether candidates have to be ranked: the row is drawn from a top-k or a nucleus."""
+    return not is_argmax(params) and (0 < params.top_k < vocab_size or params.top_p < 1)
+
+
+def choose_tokens(
+    logits: torch.Tensor, positions: torch.Tensor, knobs: Knobs, *, is_ranked: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tokens `[R]` int64; bool `[R]`: rows whose logits are not finite, their token is 0; bool `[R]`: rows whose support is
+    wider than what was looked at, their token means nothing (on CUDA only).
+
+    `logits` `[R, V]` float32, `positions` `[R]` int64 of the tokens chosen, `knobs` of R rows. `is_ranked`: some row
+    `needs_ranking`; without it top-k and top-p are not looked at.
+    """
+    tokens, bad, short = torch.ops.baton.choose_tokens.default(
+        logits,
+        positions,
+        knobs.seeds,
+        knobs.temperature,
+        knobs.top_k,
+        knobs.top_p,
+        knobs.min_p,
+        knobs.is_drawn,
+        is_ranked,
+    )
+    return tokens, bad, short
+
+
+@torch.library.impl("baton::choose_tokens", "cpu")
+def _choose_on_cpu(
+    logits: torch.Tensor,
+    positions: torch.Tensor,
+    seeds: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+    is_drawn: torch.Tensor,
+    is_ranked: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    vocab_size = logits.shape[1]
+    highest, tokens = logits.max(dim=1)  # a NaN in the row comes out as the highest
+    is_limited = is_drawn & (top_k < vocab_size) & is_ranked
+    is_nucleus = is_drawn & ~is_limited & (top_p < 1) & is_ranked
+    is_free = is_drawn & ~is_limited & ~is_nucleus
+    widest = int(torch.where(is_limited, top_k, 0).max()) if logits.shape[0] else 0
+    for group, width in ((is_free, 0), (is_limited, widest), (is_nucleus, min(vocab_size, NUCLEUS_WIDTH))):
+        for rows in _chunks(group.nonzero().squeeze(1), vocab_size):
+            draw = _draw(rows, positions, seeds, temperature, top_k if group is is_limited else None, top_p, min_p, width)
+            some = logits[rows]
+            tokens[rows] = draw_ranked(some, draw) if width else draw_free(some, draw, _vocabulary(logits))
+    bad = ~torch.isfinite(highest)
+    return tokens.masked_fill_(bad, 0), bad, torch.zeros_like(bad)
+
+
+@torch.library.impl("baton::choose_tokens", "cuda")
+def _choose_on_cuda(
+    logits: torch.Tensor,
+    positions: torch.Tensor,
+    seeds: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+    is_drawn: torch.Tensor,
+    is_ranked: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    knobs = (seeds, temperature, top_k, top_p, min_p)
+    return choose_fixed(logits, positions, knobs, is_drawn, is_ranked)
+
+
+def choose_fixed(
+    logits: torch.Tensor,
+    positions: torch.Tensor,
+    knobs: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    is_drawn: torch.Tensor,
+    is_ranked: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The operation in fixed shapes: every row is drawn in every way that is wanted, whether or not that is used.
+
+    `knobs`: seeds, temperature, top_k, top_p, min_p.
+    """
+    seeds, temperature, top_k, top_p, min_p = knobs
+    vocab_size, width = logits.shape[1], min(logits.shape[1], NUCLEUS_WIDTH) if is_ranked else 0
+    highest, likeliest = logits.max(dim=1)
+    parts, shorts = [], []
+    all_rows = torch.arange(logits.shape[0], device=logits.device)
+    for rows, some in zip(_chunks(all_rows, vocab_size), _chunks(logits, vocab_size), strict=True):
+        free = _draw(rows, positions, seeds, temperature, None, top_p, min_p, 0)
+        drawn = draw_free(some, free, _vocabulary(logits))
+        short = torch.zeros_like(rows, dtype=torch.bool)
+        if is_ranked:
+            ranked = _draw(rows, positions, seeds, temperature, top_k, top_p, min_p, width)
+            is_row_ranked = (ranked.top_p < 1) | (top_k[rows] < vocab_size)
+            from_few, short = draw_fixed(some, ranked)
+            drawn, short = torch.where(is_row_ranked, from_few, drawn), short & is_row_ranked
+        parts.append(drawn)
+        shorts.append(short)
+    bad = ~torch.isfinite(highest)
+    tokens = torch.where(is_drawn, torch.cat(parts), likeliest).masked_fill(bad, 0)
+    return tokens, bad, torch.cat(shorts) & is_drawn
+
+
+def _draw(
+    rows: torch.Tensor,
+    positions: torch.Tensor,
+    seeds: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor | None,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+    width: int,
+) -> Draw:
+    return Draw(
+        rows=rows,
+        temperature=temperature[rows],
+        seeds=seeds[rows],
+        positions=positions[rows],
+        top_k=None if top_k is None else top_k[rows],
+        top_p=top_p[rows],
+        min_p=min_p[rows],
+        width=width,
+    )
+
+
+def _chunks(rows: torch.Tensor, vocab_size: int) -> list[torch.Tensor]:
+    """`rows` in pieces of as many as are drawn at once, which bounds the memory of drawing."""
+    each = max(1, CHUNK_LOGITS // vocab_size)
+    return [rows[start : start + each] for start in range(0, rows.shape[0], each)]
+
+
+def _vocabulary(logits: torch.Tensor) -> torch.Tensor:
+    return torch.arange(logits.shape[1], device=logits.device)

@@ -1,0 +1,80 @@
+"""Sampling as one operation says what the sampler says, row by row, in either of its forms."""
+
+import pytest
+import torch
+from baton.engine import token_choice
+from baton.engine.noise import seed_tensor
+from baton.engine.sampler import Sampler, SamplingRow
+from baton.engine.sampling_params import SamplingParams
+from baton.engine.token_choice import Knobs, choose_fixed, choose_tokens, needs_ranking
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+VOCAB = 40
+params_of = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.0, 1e-30, 0.7, 1.0, 5.0]),
+    top_k=st.sampled_from([0, 1, 2, 7, 39, 40, 99]),
+    top_p=st.sampled_from([0.0, 0.3, 0.9, 1.0]),
+    min_p=st.sampled_from([0.0, 0.1, 1.0]),
+    seed=st.integers(-(2**70), 2**70),
+)
+logit = st.sampled_from([0.0, -0.0, 1.0, 1.0, 2.5, -3.0, -1e30, float("-inf"), 30.0])
+row = st.tuples(params_of, st.integers(0, 10**6), st.lists(logit, min_size=VOCAB, max_size=VOCAB))
+broken = st.sampled_from([[float("nan")] * VOCAB, [float("inf")] * VOCAB, [float("-inf")] * VOCAB])
+
+
+def in_fixed_shape(logits: torch.Tensor, positions: torch.Tensor, knobs: Knobs, *, is_ranked: bool):
+    some = (knobs.seeds, knobs.temperature, knobs.top_k, knobs.top_p, knobs.min_p)
+    return choose_fixed(logits, positions, some, knobs.is_drawn, is_ranked)
+
+
+@pytest.mark.parametrize("choose", [choose_tokens, in_fixed_shape])
+@settings(max_examples=80, deadline=None)
+@given(rows=st.lists(row, min_size=1, max_size=6), bad=st.lists(broken, max_size=1), chunk=st.sampled_from([80, 10**6]))
+def test_the_operation_chooses_what_the_sampler_chooses(choose, rows, bad, chunk):
+    rows = [*rows, *((rows[0][0], 3, values) for values in bad)]
+    params = [p for p, _, _ in rows]
+    logits, positions = torch.tensor([values for _, _, values in rows]), torch.tensor([at for _, at, _ in rows])
+    sampler = Sampler(VOCAB)
+    wanted = sampler.sample(logits, sampler.build([SamplingRow(params=p, position=at) for p, at, _ in rows]))
+    is_ranked = any(needs_ranking(p, VOCAB) for p in params)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(token_choice, "CHUNK_LOGITS", chunk)
+        tokens, bad_rows, short = choose(logits, positions, Knobs.of(params, VOCAB), is_ranked=is_ranked)
+    assert tokens.tolist() == wanted.tokens.tolist()
+    assert bad_rows.tolist() == wanted.bad_rows.tolist()
+    assert not short.any()
+
+
+@settings(max_examples=50, deadline=None)
+@given(rows=st.lists(row, min_size=1, max_size=5), width=st.sampled_from([1, 4, 30]))
+def test_a_support_wider_than_the_candidates_is_told_and_no_other_choice_differs(rows, width):
+    params = [p for p, _, _ in rows]
+    logits, positions = torch.tensor([values for _, _, values in rows]), torch.tensor([at for _, at, _ in rows])
+    exact, bad, _ = choose_tokens(logits, positions, Knobs.of(params, VOCAB), is_ranked=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(token_choice, "NUCLEUS_WIDTH", width)
+        tokens, _, short = in_fixed_shape(logits, positions, Knobs.of(params, VOCAB), is_ranked=True)
+    assert torch.equal(tokens[~short & ~bad], exact[~short & ~bad])
+    wide = [needs_ranking(p, VOCAB) and 0 < p.top_k < VOCAB and p.top_k > width for p in params]
+    assert all(told or not is_wide for told, is_wide in zip(short.tolist(), wide, strict=True))
+    assert not any(told and not needs_ranking(p, VOCAB) for told, p in zip(short.tolist(), params, strict=True))
+
+
+def test_a_flat_distribution_is_told_to_need_more_candidates():
+    params = [SamplingParams(temperature=1.0, top_p=0.99, seed=5)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(token_choice, "NUCLEUS_WIDTH", 8)
+        _, _, short = in_fixed_shape(torch.zeros(1, VOCAB), torch.tensor([3]), Knobs.of(params, VOCAB), is_ranked=True)
+    assert short.tolist() == [True]
+
+
+def test_knobs_are_taken_by_slot_and_repeated_for_each_row():
+    params = [SamplingParams(temperature=0.5, seed=i, top_k=i) for i in range(4)]
+    table = Knobs.of([SamplingParams()] * 6, VOCAB)
+    table.write(torch.tensor([1, 3, 4, 5]), Knobs.of(params, VOCAB))
+    taken = table.at(torch.tensor([5, 3]), 2)
+    assert taken.seeds.tolist() == seed_tensor([3, 3, 1, 1]).tolist()
+    assert taken.top_k.tolist() == [3, 3, 1, 1]
+    assert taken.is_drawn.tolist() == [True, True, False, False], "a top-k of one leaves nothing to draw"
