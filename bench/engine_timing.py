@@ -1,0 +1,95 @@
+"""Time of a repeated piece of work: by the host's clock, and what the device and the host did in it, from a profiler.
+
+The clock's times are taken without the profiler. The profiler (CUDA's own activities alone, no operators of torch) then
+says, of a few more repeats, how long kernels and copies kept the device busy, and how long the host stood in a call that
+waits for the device; the host's own work is what is left of its time, the profiler's cost in it.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch.autograd.profiler_util import FunctionEvent
+from torch.profiler import ProfilerActivity, profile
+
+# Calls of the CUDA runtime and driver in which a host thread may wait; a copy of pageable memory is one when it is long.
+WAITS = ("Synchronize", "Memcpy")
+SUBMIT_US = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """Milliseconds per repeat: `wall` (median), and where there is a device `device` busy and `host` at work (else None).
+
+    `kernels`: (name, ms, launches) per repeat, the longest first.
+    """
+
+    wall: float
+    device: float | None = None
+    host: float | None = None
+    kernels: list[tuple[str, float, float]] = field(default_factory=list)
+
+
+def measure(run: Callable[[], object], device: torch.device, repeats: int, *, warm_ups: int = 3) -> Timing:
+    """Time `run`, which leaves nothing unfinished on the device that the next one would wait for."""
+    for _ in range(warm_ups):
+        run()
+    _settle(device)
+    times = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        run()
+        times.append((time.perf_counter() - began) * 1e3)
+    wall = statistics.median(times)
+    if device.type != "cuda":
+        return Timing(wall=wall)
+    return _profiled(run, wall, max(repeats // 3, 3))
+
+
+def _profiled(run: Callable[[], object], wall: float, repeats: int) -> Timing:
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
+        began = time.perf_counter()
+        for _ in range(repeats):
+            run()
+        host = (time.perf_counter() - began) * 1e3
+        torch.cuda.synchronize()
+    events = profiler.events() or []
+    on_device = [event for event in events if event.device_type.name == "CUDA"]
+    calls = [event for event in events if event.device_type.name == "CPU" and any(call in event.name for call in WAITS)]
+    waited = sum(max(0.0, _microseconds(event) - SUBMIT_US) for event in calls) / 1e3
+    return Timing(
+        wall=wall,
+        device=_busy_ms(on_device) / repeats,
+        host=(host - waited) / repeats,
+        kernels=_by_kernel(on_device, repeats),
+    )
+
+
+def _busy_ms(events: Iterable[FunctionEvent]) -> float:
+    """Length of the union of the events' times."""
+    busy, end = 0.0, 0.0
+    for first, last in sorted((event.time_range.start, event.time_range.end) for event in events):
+        busy += max(0.0, last - max(first, end))
+        end = max(end, last)
+    return busy / 1e3
+
+
+def _by_kernel(events: Iterable[FunctionEvent], repeats: int) -> list[tuple[str, float, float]]:
+    totals: dict[str, list[float]] = {}
+    for event in events:
+        total = totals.setdefault(event.name, [0.0, 0.0])
+        total[0] += _microseconds(event) / 1e3 / repeats
+        total[1] += 1 / repeats
+    return sorted(((name, ms, count) for name, (ms, count) in totals.items()), key=lambda row: -row[1])
+
+
+def _microseconds(event: FunctionEvent) -> float:
+    return float(event.time_range.end - event.time_range.start)
+
+
+def _settle(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,82 @@
+"""`baton bench engine` on a toy shape: it runs the engine, its acceptance is what was asked for, its counts are by hand."""
+
+import json
+import math
+
+import pytest
+import torch
+from baton.bench.engine import main
+from baton.bench.engine_floors import Ceilings, Counts, Work, eagle3_step
+from baton.bench.engine_shapes import SHAPES, head_config, target_config
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+SMALL = ["--shape", "toy", "--device", "cpu", "--dtype", "float32", "--context", "12", "--repeats", "3"]
+
+
+@pytest.mark.parametrize(("accept_length", "graphs"), [(1, "off"), (2, "off"), (3, "on"), (4, "off")])
+def test_each_step_yields_the_accept_length_asked_for_with_and_without_graphs(accept_length, graphs, tmp_path, capsys):
+    out = tmp_path / "out.json"
+    flags = ["--batch", "1", "2", "--prefill", "9", "--chunk-size", "8", "--graphs", graphs, "--json", str(out)]
+    assert main([*SMALL, *flags, "--accept-length", str(accept_length)]) == 0
+    document = json.loads(out.read_text())
+    cells = {(cell["kind"], cell["size"]): cell for cell in document["cells"]}
+    assert set(cells) == {("prefill", 9), ("decode", 1), ("decode", 2), ("eagle3", 1), ("eagle3", 2)}
+    assert [cells["eagle3", size]["accepted"] for size in (1, 2)] == [accept_length] * 2
+    assert [cells["decode", size]["accepted"] for size in (1, 2)] == [1.0] * 2
+    paths = {kind: cell["path"] for (kind, _), cell in cells.items()}
+    wanted = {"prefill": "breakable", "decode": "graph", "eagle3": "graph"}
+    assert paths == (wanted if graphs == "on" else dict.fromkeys(wanted, "eager"))
+    assert all(cell["ratio"] == pytest.approx(cell["timing"]["wall"] / cell["floor_ms"]) for cell in cells.values())
+    assert "simulated" in capsys.readouterr().out
+
+
+def test_the_floor_of_an_8b_decode_step_is_its_weights_and_the_batch_s_kv(tmp_path):
+    target = target_config("llama-3.1-8b", "", tmp_path)
+    counts = Counts.of_target(target, 2)
+    weights = 8_030_261_248 - 128256 * 4096 - (2 * 32 + 1) * 4096  # all parameters but the embedding and the norms
+    assert counts.body + counts.vocab == weights
+    step = counts.step(4, 1, 1023, logit_rows=1)
+    assert step.num_bytes == 2 * weights + 4 * 1024 * 131072, "128 KiB of KV a token"
+    assert step.num_flops == 4 * (2 * weights + 1023 * 32 * 4 * 4096)
+    prefill = counts.prefill(1024)
+    assert prefill.num_flops == 2 * 1024 * counts.body + 2 * counts.vocab + 1024 * 1025 // 2 * 32 * 4 * 4096
+
+
+def test_an_eagle3_step_is_a_verify_and_one_pass_of_the_head_per_draft(tmp_path):
+    target = target_config("llama-3.1-8b", "", tmp_path)
+    head = Counts.of_head(head_config(target, "bfloat16", 32000, tmp_path), 2)
+    works = eagle3_step(Counts.of_target(target, 2), head, batch=2, steps=3, context=100)
+    assert len(works) == 4, "verify, two drafts (the first is remembered), extend"
+    layer = 8192 * 6144 + 4096 * 4096 + 3 * 4096 * 14336
+    assert [head.body, head.vocab, head.fc] == [layer, 32000 * 4096, 3 * 4096 * 4096]
+    assert works[1].num_bytes == 2 * (layer + head.vocab + 2 * 101 * 2048)
+    assert works[3].num_bytes == 2 * (layer + head.vocab + head.fc + 2 * 104 * 2048)
+    assert works[3].num_flops == 2 * (2 * 4 * (layer + head.fc) + 2 * head.vocab + 4 * 100 * 4 * 4096)
+
+
+def test_a_floor_is_the_longer_of_moving_and_computing():
+    ceilings = Ceilings(copy_bytes_per_s=100.0, matmul_flop_per_s=10.0)
+    assert ceilings.seconds(Work(num_bytes=500, num_flops=20)) == 5.0
+    assert ceilings.seconds(Work(num_bytes=500, num_flops=80)) == 8.0
+
+
+def test_built_in_shapes_are_models_of_the_sizes_in_their_names(tmp_path):
+    sizes = {"llama-3.1-8b": 8.03e9, "llama-3.2-1b": 1.236e9, "smollm2-135m": 134.5e6}
+    for name in SHAPES.keys() - {"toy"}:
+        folder = tmp_path / name
+        folder.mkdir()
+        config = target_config(name, "", folder)
+        counts = Counts.of_target(config, 2)
+        total = counts.body + counts.vocab * (1 if config.tie_word_embeddings else 2)
+        assert math.isclose(total, sizes[name], rel_tol=0.001), name
+
+
+def test_bad_options_are_one_line_that_names_the_value_and_the_remedy(capsys, tmp_path):
+    assert main([*SMALL, "--spec-steps", "2", "--accept-length", "4"]) == 2
+    assert "--accept-length 4" in capsys.readouterr().err
+    assert main([*SMALL, "--model", str(tmp_path)]) == 2
+    assert "config.json" in capsys.readouterr().err
+    if not torch.cuda.is_available():
+        assert main([*SMALL, "--device", "cuda"]) == 2
+        assert "no usable CUDA device" in capsys.readouterr().err
