@@ -58,12 +58,14 @@ class Sampling(Struct, frozen=True, kw_only=True):
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
     max_new_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] = 16
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=1024)] = []
+    min_new_tokens: Small = 0  # before so many no token ends the output
     ignore_eos: bool = False
     logprobs: Annotated[int, Meta(ge=-1, le=20)] = -1  # -1: none; 0: the chosen token's; k: also the top k
+    prompt_logprobs: Annotated[int, Meta(ge=-1, le=20)] = -1  # the same of the prompt's tokens from the second on
 
 
 class TokenLogprob(Struct, frozen=True, kw_only=True):
-    """The chosen token's log probability under the raw target distribution, and the top ones as (token, logprob)."""
+    """A token's log probability under the raw target distribution, and the top ones as (token, logprob)."""
 
     logprob: float
     top: list[tuple[TokenId, float]] = []
@@ -178,6 +180,16 @@ class Refused(Message, frozen=True, kw_only=True):
     retry_after_ms: Count = 0
 
 
+class PromptLogprobs(Message, frozen=True, kw_only=True):
+    """Log probabilities of prompt tokens `start`, `start` + 1, ..., in order from 1 on; all before the room's token 1."""
+
+    room: Id
+    epoch: Count
+    instance: Id
+    start: Count
+    items: Annotated[list[TokenLogprob], Meta(min_length=1, max_length=1024)]
+
+
 class FirstToken(Message, frozen=True, kw_only=True):
     """Token 1, sampled by prefill, before the hand-off ends. With `finish` the request ends here, without decode."""
 
@@ -250,7 +262,9 @@ class Goodbye(Message, frozen=True, kw_only=True):
     instance: Id
 
 
-ControlUp = Hello | Heartbeat | Reserved | Refused | FirstToken | Tokens | Finished | Failed | Gone | Goodbye
+ControlUp = (
+    Hello | Heartbeat | Reserved | Refused | PromptLogprobs | FirstToken | Tokens | Finished | Failed | Gone | Goodbye
+)
 
 
 # --- control plane: router -> worker ----------------------------------------------------------------------------------

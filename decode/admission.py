@@ -40,7 +40,8 @@ class Admission:
         if refusal is not None:
             return refusal
         engine = self.engine
-        held = engine.cache.match(request.prompt_ids, limit=request.num_prompt - 1)
+        is_scored = is_local and request.sampling.prompt_logprobs >= 0  # then every row must be computed
+        held = engine.cache.match(request.prompt_ids, limit=0 if is_scored else request.num_prompt - 1)
         try:
             fresh = engine.cache.alloc(self.pages_needed(request) - len(held))
         except PoolExhausted as error:

@@ -7,9 +7,14 @@ token 1 is that of its position: a prompt computed here, on prefill, or half her
 
 from collections.abc import Callable, Sequence
 
+import torch
+
+from ..cluster.messages import PromptLogprobs
+from ..cluster.scores import prompt_logprobs
 from ..engine.extend_batch import extend_batch
 from ..engine.forward_batch import CaptureHidden, ForwardOutput
 from ..engine.loader import Engine
+from ..engine.prompt_logprobs import most_scored, scores_of
 from ..engine.sampler import SampleOutput, sampling_rows
 from ..engine.speculative.spec_decoder import StepResult, TokenLogprob
 from .queues import Room, RoomState
@@ -22,18 +27,30 @@ Chunk = tuple[Room, int, int]  # prompt tokens [start, end) of a room
 class LocalPrefill:
     """Computes the rooms in state PREFILLING; `budget` prompt tokens per forward while streams run."""
 
-    def __init__(self, engine: Engine, decoder: StepDecoder, budget: int, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        decoder: StepDecoder,
+        budget: int,
+        clock: Callable[[], float],
+        send: Callable[[PromptLogprobs], None],
+        instance: str,
+    ) -> None:
         self.engine = engine
         self.decoder = decoder
         self.budget = budget
         self._clock = clock
+        self._send = send
+        self._instance = instance
 
     def step(self, rooms: Sequence[Room], *, is_alone: bool) -> tuple[list[Room], StepResult]:
         """One forward over some of `rooms` (at least one). The rooms whose prompt is done, and their token 1."""
         started = self._clock()
-        chunks = _cut(rooms, max(self.budget, IDLE_TOKENS) if is_alone else self.budget)
+        budget = max(self.budget, IDLE_TOKENS) if is_alone else self.budget
+        chunks = _cut(rooms, budget, self.engine.model_config.vocab_size)
         output = self._forward(chunks)
         ended = [room for room, _, end in chunks if end == room.request.num_prompt]
+        self._score(chunks, output.logits[len(ended) :])
         result = self._first_tokens(ended, output)
         self._draft(chunks, output)
         now = self._clock()
@@ -59,10 +76,18 @@ class LocalPrefill:
             room.request.num_computed = end
         return output
 
+    def _score(self, chunks: Sequence[Chunk], logits: torch.Tensor) -> None:
+        """Log probabilities of the prompts that ask for them, to the router before their token 1."""
+        ranges = [(room.request, start, end) for room, start, end in chunks]
+        for (request, start, _), scores in zip(ranges, scores_of(ranges, logits), strict=True):
+            for message in prompt_logprobs(request.room, request.epoch, self._instance, start + 1, scores):
+                self._send(message)
+
     def _first_tokens(self, rooms: Sequence[Room], output: ForwardOutput) -> StepResult:
         """Token 1 of each room, appended to its request."""
         sampler = self.engine.sampler
-        sampled = sampler.sample(output.logits, sampler.build([row for r in rooms for row in sampling_rows(r.request)]))
+        rows = sampler.build([row for room in rooms for row in sampling_rows(room.request)])
+        sampled = sampler.sample(output.logits[: len(rooms)], rows)
         tokens, is_bad = sampled.tokens.tolist(), sampled.bad_rows.tolist()
         for room, token, bad in zip(rooms, tokens, is_bad, strict=True):
             if not bad:
@@ -89,11 +114,12 @@ class LocalPrefill:
         self.decoder.draft_prefill_batch(items)
 
 
-def _cut(rooms: Sequence[Room], budget: int) -> list[Chunk]:
+def _cut(rooms: Sequence[Room], budget: int, vocab_size: int) -> list[Chunk]:
     chunks: list[Chunk] = []
     for room in rooms:
         start = room.request.num_computed
-        end = min(room.request.num_prompt, start + budget)
+        most = most_scored(room.request, vocab_size)
+        end = min(room.request.num_prompt, start + (budget if most is None else min(budget, most)))
         budget -= end - start
         chunks.append((room, start, end))
         if budget <= 0:

@@ -80,7 +80,7 @@ class DecodeWorker:
             max_context=engine.max_context,
         )
         self.reach: Reach = unarmed
-        self.local = LocalPrefill(engine, self.decoder, local_prefill_tokens, clock)
+        self.local = LocalPrefill(engine, self.decoder, local_prefill_tokens, clock, link.post, instance)
         self._accounts = Accounts()
         self._counters = self._accounts.counters
 
@@ -171,6 +171,7 @@ class DecodeWorker:
             prompt_ids=message.prompt_ids,
             sampling=sampling,
             num_prior_output=message.num_output,
+            eos_ids=self.engine.model_config.eos_token_ids,
         )
         is_local = message.prefill_instance is None
         if is_local and request.ends_with_prompt(self.engine.model_config.eos_token_ids):  # the word that it did was lost

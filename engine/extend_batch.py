@@ -6,6 +6,7 @@ import torch
 
 from .forward_batch import CaptureHidden, ForwardBatch, ForwardMode
 from .page_table import build_page_table, pages_for, slots_for
+from .prompt_logprobs import num_scored
 from .request import Request
 
 
@@ -16,9 +17,15 @@ def extend_batch(
     device: torch.device,
     capture: CaptureHidden = CaptureHidden.NULL,
 ) -> ForwardBatch:
-    """Rows of tokens [start, end) of each request, in order; logits of the last row of each range that ends its prompt."""
+    """Rows of tokens [start, end) of each request, in order.
+
+    Logits are of the last row of each range that ends its prompt, then of the rows that are scored (see
+    `prompt_logprobs`).
+    """
     rows = [end - start for _, start, end in ranges]
     ends = torch.tensor(rows, dtype=torch.int64).cumsum(0) - 1
+    starts = [0, *ends.tolist()]
+    scored = [starts[i] + bool(i) + row for i, part in enumerate(ranges) for row in range(num_scored(*part))]
     final = [i for i, (request, _, end) in enumerate(ranges) if end == request.num_prompt]
     ids = [token for request, start, end in ranges for token in request.prompt_ids[start:end]]
     return ForwardBatch(
@@ -30,5 +37,5 @@ def extend_batch(
         q_lens=rows,
         kv_lens=[end for _, _, end in ranges],
         capture_hidden=capture,
-        logit_rows=ends[final].to(device),
+        logit_rows=torch.cat((ends[final], torch.tensor(scored, dtype=torch.int64))).to(device),
     )

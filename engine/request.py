@@ -1,7 +1,8 @@
 """One request inside an engine: its tokens, its pages, how far it is computed and how it ended."""
 
+import math
 from collections.abc import Container, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from .sampling_params import SamplingParams
 
@@ -12,7 +13,8 @@ class Request:
 
     The last `num_prior_output` prompt tokens are output of earlier attempts: computed like a prompt, and output for
     penalties. `pages[i]` holds the KV of tokens [i*page_size, (i+1)*page_size); `num_computed` tokens have their KV in them.
-    `finish_reason` is None while it runs, then "stop", "length", or what the worker sets ("cancelled", "failed").
+    `eos_ids` are the model's end tokens. `finish_reason` is None while it runs, then "stop", "length", or what the worker
+    sets ("cancelled", "failed").
     """
 
     room: str
@@ -20,6 +22,7 @@ class Request:
     prompt_ids: Sequence[int]
     sampling: SamplingParams
     num_prior_output: int = 0
+    eos_ids: Sequence[int] = ()
     output_ids: list[int] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
     num_computed: int = 0
@@ -65,6 +68,14 @@ class Request:
         """The newest token, which has no KV yet."""
         assert self.output_ids, f"room {self.room} has no output token"
         return self.output_ids[-1]
+
+    def sampling_behind(self, num_drafts: int) -> SamplingParams:
+        """How the token behind the output and so many drafts is chosen: not yet one that would end the request too early."""
+        params = self.sampling
+        if self.num_output + num_drafts >= params.min_new_tokens:
+            return params
+        ends = [*params.stop_token_ids, *(() if params.ignore_eos else self.eos_ids)]
+        return replace(params, logit_bias=params.logit_bias | dict.fromkeys(ends, -math.inf))
 
     @property
     def is_finished(self) -> bool:

@@ -73,7 +73,7 @@ def rows_behind(request: Request, branches: Sequence[Sequence[int]]) -> list[Sam
         prompt_ids, output_ids = request.asked_and_chosen
     return [
         SamplingRow(
-            params=request.sampling,
+            params=request.sampling_behind(len(drafts)),
             position=request.num_tokens + len(drafts),
             prompt_ids=prompt_ids,
             output_ids=output_ids,

@@ -7,8 +7,11 @@ from dataclasses import dataclass, field
 class SamplingParams:
     """The knobs of the sampler; the wire form with the same fields is `cluster.messages.Sampling`.
 
+    Before `min_new_tokens` output tokens no token is chosen that would end the request.
+
     temperature 0 is greedy. top_k 0, top_p 1 and min_p 0 are off. Frequency and presence penalties count output tokens
-    only, repetition_penalty counts prompt and output. `logprobs` -1: none, 0: the chosen token's, k: also the top k.
+    only, repetition_penalty counts prompt and output. `logprobs` -1: none, 0: the chosen token's, k: also the top k;
+    `prompt_logprobs` the same of the prompt's own tokens.
     """
 
     temperature: float = 1.0
@@ -22,8 +25,10 @@ class SamplingParams:
     seed: int = 0
     max_new_tokens: int = 16
     stop_token_ids: tuple[int, ...] | list[int] = ()
+    min_new_tokens: int = 0
     ignore_eos: bool = False
     logprobs: int = -1
+    prompt_logprobs: int = -1
 
     @property
     def is_greedy(self) -> bool:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from ..engine.kv_pool import PoolExhausted
 from ..engine.page_table import pages_for
 from ..engine.prefix_cache import PrefixCache
+from ..engine.prompt_logprobs import most_scored
 from .queues import PrefillQueues, Room, RoomState
 
 WHOLE_BUDGET = 8192  # tokens a forward may gather from several whole prompts when chunking is off
@@ -36,13 +37,21 @@ class PrefillScheduler:
     """Chooses chunks and admits rooms. `chunk_size` 0 computes each prompt in one piece."""
 
     def __init__(
-        self, queues: PrefillQueues, cache: PrefixCache, *, page_size: int, chunk_size: int, max_batch: int
+        self,
+        queues: PrefillQueues,
+        cache: PrefixCache,
+        *,
+        page_size: int,
+        chunk_size: int,
+        max_batch: int,
+        vocab_size: int,
     ) -> None:
         self.queues = queues
         self.cache = cache
         self.page_size = page_size
         self.chunk_size = chunk_size
         self.max_batch = max_batch
+        self.vocab_size = vocab_size
 
     def next_chunks(self) -> tuple[list[Chunk], list[Room]]:
         """The chunks of the next forward (empty: nothing to do), and the rooms admitted for it."""
@@ -61,19 +70,21 @@ class PrefillScheduler:
     def _take(self, room: Room, budget: int, chunks: list[Chunk]) -> int:
         """Add the room's next chunk if the budget allows; returns the tokens taken."""
         start, end = room.request.num_computed, room.request.num_prompt
-        is_whole = self.chunk_size == 0
+        most = most_scored(room.request, self.vocab_size)
+        is_whole = self.chunk_size == 0 and most is None
         if start == end or len(chunks) >= self.max_batch or (budget <= 0 and chunks):
             return 0
         if is_whole and chunks and end - start > budget:
             return 0
-        stop = end if is_whole else min(end, start + budget)
+        stop = end if is_whole else min(end, start + min(budget, most or budget))
         chunks.append(Chunk(room=room, start=start, end=stop))
         return stop - start
 
     def _admit(self, room: Room) -> bool:
         """Give the room its pages, cached prefix first; False when the pool cannot yet."""
         request = room.request
-        held = self.cache.match(request.prompt_ids, limit=request.num_prompt - 1)
+        is_scored = request.sampling.prompt_logprobs >= 0  # then every row must be computed
+        held = self.cache.match(request.prompt_ids, limit=0 if is_scored else request.num_prompt - 1)
         try:
             fresh = self.cache.alloc(pages_for(request.num_prompt, self.page_size) - len(held))
         except PoolExhausted:

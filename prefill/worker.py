@@ -32,10 +32,12 @@ from ..cluster.messages import (
     TokenLogprob,
     WorkerStats,
 )
+from ..cluster.scores import prompt_logprobs
 from ..engine.extend_batch import extend_batch
 from ..engine.forward_batch import CaptureHidden, ForwardOutput
 from ..engine.loader import Engine
 from ..engine.page_table import pages_for
+from ..engine.prompt_logprobs import scores_of
 from ..engine.request import Request
 from ..engine.sampler import SampleOutput, sampling_rows, validate_params
 from ..engine.sampling_params import SamplingParams
@@ -68,7 +70,12 @@ class PrefillWorker:
         self.instance = instance
         self.queues = PrefillQueues(max_queue)
         self.scheduler = PrefillScheduler(
-            self.queues, engine.cache, page_size=engine.page_size, chunk_size=chunk_size, max_batch=max_batch
+            self.queues,
+            engine.cache,
+            page_size=engine.page_size,
+            chunk_size=chunk_size,
+            max_batch=max_batch,
+            vocab_size=engine.model_config.vocab_size,
         )
         self.reach: Reach = unarmed
         self._clock = clock
@@ -92,6 +99,7 @@ class PrefillWorker:
         self._open(admitted)
         output = self._forward(chunks)
         firsts = self._sample(chunks, output)
+        self._score(chunks, output)
         self._publish(chunks, firsts)
         return True
 
@@ -170,6 +178,7 @@ class PrefillWorker:
             prompt_ids=message.prompt_ids,
             sampling=sampling,
             num_prior_output=message.num_output,
+            eos_ids=self.engine.model_config.eos_token_ids,
         )
         if request.ends_with_prompt(self.engine.model_config.eos_token_ids):  # the word that it did was lost
             ended = Finished(
@@ -306,10 +315,18 @@ class PrefillWorker:
     def _sample(self, chunks: list[Chunk], output: ForwardOutput) -> SampleOutput:
         """Token 1 of every prompt that ends in this forward, in the order of the chunks."""
         rows = [row for chunk in chunks if chunk.is_last for row in sampling_rows(chunk.room.request)]
-        sampled = self.engine.sampler.sample(output.logits, self.engine.sampler.build(rows))
+        sampled = self.engine.sampler.sample(output.logits[: len(rows)], self.engine.sampler.build(rows))
         if self.engine.pool.device.type == "cuda":
             torch.cuda.synchronize(self.engine.pool.device)  # the link thread reads the pages from another stream
         return sampled
+
+    def _score(self, chunks: list[Chunk], output: ForwardOutput) -> None:
+        """Log probabilities of the prompts that ask for them, to the router before their token 1."""
+        ranges = [(chunk.room.request, chunk.start, chunk.end) for chunk in chunks]
+        scored = scores_of(ranges, output.logits[sum(chunk.is_last for chunk in chunks) :])
+        for (request, start, _), scores in zip(ranges, scored, strict=True):
+            for message in prompt_logprobs(request.room, request.epoch, self.instance, start + 1, scores):
+                self._send(message)
 
     def _publish(self, chunks: list[Chunk], firsts: SampleOutput) -> None:
         tokens, bad = firsts.tokens.tolist(), firsts.bad_rows.tolist()

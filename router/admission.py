@@ -30,7 +30,7 @@ def max_new_tokens(num_prompt: int, asked: int | None, *, is_chat: bool, live: L
             f"{num_prompt} in the prompt and {asked} of output.",
             param=param,
         )
-    return asked
+    return max(1, asked)  # 0: the prompt alone is of interest
 
 
 def check_prompt(num_prompt: int, param: str, live: Limits) -> None:

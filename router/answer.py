@@ -44,7 +44,9 @@ class Wish:
     is_stream: bool
     wants_usage: bool
     wants_timeline: bool
-    choices_per_prompt: int
+    num_choices: int  # per prompt
+    num_tries: int  # per prompt; the best `num_choices` of them are the answer
+    wants_usage_always: bool = False
 
 
 class Answer:
@@ -95,7 +97,7 @@ class Answer:
             await self._settle()
         except ApiError as error:
             return await _send_error(send, error)
-        whole = [Piece.joined(parts) for parts in pieces]
+        whole = [Piece.joined(pieces[index]) for index in self._best()]
         timeline = self._timeline() if self._wish.wants_timeline else None
         await _send_start(send, 200, JSON_HEADERS)
         await _send_body(send, self._builder.whole(whole, self._usage(), timeline), is_last=True)
@@ -111,7 +113,8 @@ class Answer:
                     if not is_open[index]:
                         is_open[index] = True
                         data += self._builder.opening(index)
-                    data += self._builder.chunk(index, piece)
+                    usage = self._usage() if self._wish.wants_usage_always else None
+                    data += self._builder.chunk(index, piece, usage)
                 if not is_started:
                     is_started = True
                     await _send_start(send, 200, SSE_HEADERS)
@@ -131,6 +134,18 @@ class Answer:
     def _closing(self) -> bytes:
         usage = self._usage() if self._wish.wants_usage else None
         return self._builder.closing(usage, self._timeline() if self._wish.wants_timeline else None)
+
+    def _best(self) -> list[int]:
+        """The tries that are the answer, prompt by prompt: those of the highest mean log probability."""
+        wish = self._wish
+        best: list[int] = []
+        for first in range(0, len(self._choices), wish.num_tries):
+            tries = range(first, first + wish.num_tries)
+            if wish.num_tries == wish.num_choices:
+                best += tries
+            else:
+                best += sorted(tries, key=lambda i: -self._choices[i].mean_logprob)[: wish.num_choices]
+        return best
 
     # --- events -------------------------------------------------------------------------------------------------------
 
@@ -168,7 +183,10 @@ class Answer:
 
     def _add(self, index: int, event: Deliver) -> Piece:
         choice = self._choices[index]
-        piece = choice.add(event)
+        try:
+            piece = choice.add(event)
+        except ValueError:  # a worker that does not know what it was asked
+            raise upstream("A worker failed to serve this request. Try again.", "worker_failed") from None
         if piece.finish:
             self._dispatcher.stopped(self._entries[index])
         return piece
@@ -177,7 +195,7 @@ class Answer:
 
     def _usage(self) -> Usage:
         rooms = [entry.room for entry in self._entries]
-        firsts = rooms[:: self._wish.choices_per_prompt]  # the choices of a prompt share it
+        firsts = rooms[:: self._wish.num_tries]  # the choices of a prompt share it
         num_prompt = sum(room.num_prompt for room in firsts)
         num_output = sum(choice.num_tokens for choice in self._choices)
         drafted = sum(room.decode_timeline.drafted_tokens for room in rooms if room.decode_timeline)

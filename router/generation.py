@@ -11,13 +11,13 @@ from .tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class TokenText:
-    """One output token with its log probability and the best alternatives."""
+    """One token with its log probability (None: nothing stands before it) and the best alternatives."""
 
     text: str
     data: bytes
-    logprob: float
+    logprob: float | None
     top: list[tuple[str, bytes, float]]
-    at: int  # characters of the answer before this token
+    at: int  # characters of the choice's text before those that this token begins or goes on with
 
 
 @dataclass(frozen=True)
@@ -40,30 +40,59 @@ class Piece:
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Style:
+    """What a client wants of the text of its choices. `num_top` -1: no log probabilities."""
+
+    stops: tuple[str, ...] = ()
+    skip_special: bool = True
+    num_top: int = -1
+    min_tokens: int = 0  # no stop string counts before so many
+    is_silent: bool = False  # the output is neither shown nor counted
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What is echoed; `text` None: what the ids spell."""
+
+    ids: list[int]
+    text: str | None = None
+
+
 class Choice:
     """The text of one choice. `finish` is set once, and nothing is added after it."""
 
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], *, skip_special: bool, wants_logprobs: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, style: Style, echo: Prompt | None = None) -> None:
         self._tokenizer = tokenizer
-        self._detokenizer = tokenizer.detokenizer(skip_special=skip_special)
-        self._stops = StopStrings(stops) if stops else None
-        self._wants_logprobs = wants_logprobs
-        self._num_chars = 0
+        self._style = style
+        self._detokenizer = tokenizer.detokenizer(skip_special=style.skip_special)
+        self._stops = StopStrings(style.stops) if style.stops else None
+        self._echo = echo
+        self._num_chars = 0  # that all tokens so far have completed
+        self._sum_logprobs = 0.0
         self.num_tokens = 0
         self.finish = ""
 
     def __repr__(self) -> str:
         return f"Choice({self.num_tokens} tokens, finish={self.finish or None})"
 
+    @property
+    def mean_logprob(self) -> float:
+        """Per output token; what best_of compares."""
+        return self._sum_logprobs / max(1, self.num_tokens)
+
     def add(self, effect: Deliver) -> Piece:
-        """The tokens of one message. After a stop string, what follows it is not counted."""
+        """The tokens of one message, behind the prompt where it is echoed. What follows a stop string is not counted.
+
+        Raises ValueError when log probabilities of the prompt are wanted and are not all there.
+        """
         if self.finish:
             return Piece("")
-        text, used = self._add_text(effect.ids)
-        logprobs = self._name_logprobs(effect.ids[:used], effect.logprobs) if self._wants_logprobs else []
-        self.num_tokens += used
-        self._num_chars += len(text)
-        return Piece(text, logprobs, list(effect.ids[:used]), self.finish)
+        pieces = [self._add_prompt(self._echo, effect.prompt)] if self._echo is not None else []
+        self._echo = None
+        if not self._style.is_silent:
+            pieces.append(self._add_output(effect))
+        return pieces[0] if len(pieces) == 1 else Piece.joined(pieces)
 
     def end(self, reason: str) -> Piece:
         """No more tokens come: what was withheld."""
@@ -76,28 +105,72 @@ class Choice:
         self.finish = reason
         return Piece(tail, finish=reason)
 
-    def _add_text(self, ids: Sequence[int]) -> tuple[str, int]:
-        """(text that may go out, how many ids made it)."""
-        if self._stops is None:
-            return self._detokenizer.feed(ids), len(ids)
-        out = []
-        for used, token in enumerate(ids, 1):
-            out.append(self._stops.feed(self._detokenizer.feed((token,))))
-            if self._stops.is_hit:
+    def _add_prompt(self, prompt: Prompt, logprobs: Sequence[TokenLogprob]) -> Piece:
+        ids, style = prompt.ids, self._style
+        spelled, starts = self._spell(ids)
+        text = spelled if prompt.text is None else prompt.text
+        self._num_chars = len(text)
+        if style.num_top < 0:
+            return Piece(text, ids=list(ids))
+        if len(logprobs) != len(ids) - 1:
+            raise ValueError(f"{len(logprobs)} log probabilities of a prompt of {len(ids)} tokens")
+        known: list[TokenLogprob | None] = [None, *logprobs]
+        named = [self._named(token, logprob, at) for token, logprob, at in zip(ids, known, starts, strict=True)]
+        return Piece(text, named, list(ids))
+
+    def _add_output(self, effect: Deliver) -> Piece:
+        ids, names = effect.ids, []
+        if self._stops is None and not effect.logprobs:
+            text, used = self._detokenizer.feed(ids), len(ids)
+            self._num_chars += len(text)
+        else:
+            text, starts = self._spell_to_stop(ids)
+            used = len(starts)
+            logprobs = effect.logprobs[:used]
+            self._sum_logprobs += sum(logprob.logprob for logprob in logprobs)
+            if self._style.num_top >= 0:
+                names = [self._named(*token) for token in zip(ids, logprobs, starts, strict=False)]
+        self.num_tokens += used
+        return Piece(text, names, list(ids[:used]), self.finish)
+
+    def _spell(self, ids: Sequence[int]) -> tuple[str, list[int]]:
+        """The text of `ids`, and where each begins."""
+        parts, starts = [], []
+        for token in ids:
+            starts.append(self._num_chars)
+            parts.append(self._detokenizer.feed((token,)))
+            self._num_chars += len(parts[-1])
+        return "".join(parts), starts
+
+    def _spell_to_stop(self, ids: Sequence[int]) -> tuple[str, list[int]]:
+        """The text that may go out, and where each of the ids begins that made it."""
+        out: list[str] = []
+        starts: list[int] = []
+        for number, token in enumerate(ids, self.num_tokens + 1):
+            text, start = self._spell((token,))
+            starts += start
+            is_checked = self._stops is not None and number > self._style.min_tokens
+            out.append(self._stops.feed(text) if is_checked and self._stops is not None else text)
+            if self._stops is not None and self._stops.is_hit:
                 self.finish = "stop"
-                return "".join(out), used
-        return "".join(out), len(ids)
+                break
+        return "".join(out), starts
 
-    def _name_logprobs(self, ids: Sequence[int], logprobs: Sequence[TokenLogprob]) -> list[TokenText]:
-        names = []
-        at = self._num_chars
-        for token, logprob in zip(ids, logprobs, strict=False):
-            data = self._tokenizer.token_bytes[token]
-            text = data.decode(errors="replace")
-            top = [(b.decode(errors="replace"), b, p) for b, p in self._top(logprob)]
-            names.append(TokenText(text, data, logprob.logprob, top, at))
-            at += len(text)
-        return names
+    def _named(self, token: int, logprob: TokenLogprob | None, at: int) -> TokenText:
+        data = self._tokenizer.token_bytes[token]
+        if logprob is None:
+            return TokenText(name_of(data), data, None, [], at)
+        top = [(token, value) for token, value in logprob.top[: self._style.num_top]]
+        names = [(name_of(spelled), spelled, value) for spelled, value in self._bytes_of(top)]
+        return TokenText(name_of(data), data, logprob.logprob, names, at)
 
-    def _top(self, logprob: TokenLogprob) -> list[tuple[bytes, float]]:
-        return [(self._tokenizer.token_bytes[token], value) for token, value in logprob.top]
+    def _bytes_of(self, top: Sequence[tuple[int, float]]) -> list[tuple[bytes, float]]:
+        return [(self._tokenizer.token_bytes[token], value) for token, value in top]
+
+
+def name_of(data: bytes) -> str:
+    """A token as a string; the bytes of one that is no text by itself are spelled, as the API does."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)

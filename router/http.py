@@ -13,6 +13,7 @@ from starlette.routing import Route
 
 from ..cluster.metrics import CONTENT_TYPE
 from .answer import Answer
+from .api_bodies import ChatBody, CompletionBody
 from .errors import (
     ApiError,
     bad_request,
@@ -24,7 +25,7 @@ from .errors import (
     unknown_model,
 )
 from .idempotency import HEADER, Begin, Replay, checked_key, digest_of, seed_of
-from .openai import ChatBody, CompletionBody, parse_body
+from .openai import parse_body
 from .service import Call, Service
 from .status import ModelCard, ModelList, metrics_of, status_of, why_not_ready
 

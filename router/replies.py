@@ -46,8 +46,8 @@ class CompletionLogprobs(Struct):
     """`logprobs` of a completion choice."""
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]] | None
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None] | None
     text_offset: list[int]
 
 
@@ -175,16 +175,16 @@ class Builder:
         """The first chunk of a choice: who speaks. Empty for completions."""
         return self._chunk([ChatChunkChoice(index, Delta("assistant", ""))]) if self._is_chat else b""
 
-    def chunk(self, index: int, piece: Piece) -> bytes:
-        """The chunk of one piece; empty when there is nothing to say."""
+    def chunk(self, index: int, piece: Piece, usage: Usage | None = None) -> bytes:
+        """The chunk of one piece, with the usage so far where it is given; empty when there is nothing to say."""
         if not piece.text and not piece.logprobs and not piece.finish and not (self._wants_ids and piece.ids):
             return b""
-        finish = piece.finish or None
+        finish, so_far = piece.finish or None, UNSET if usage is None else usage
         if self._is_chat:
             delta = Delta(content=piece.text) if piece.text or not finish else Delta()
             logprobs = self._chat_logprobs(piece.logprobs)
-            return self._chunk([ChatChunkChoice(index, delta, logprobs, finish, self._ids(piece))])
-        return self._chunk([self._completion_choice(index, piece)])
+            return self._chunk([ChatChunkChoice(index, delta, logprobs, finish, self._ids(piece))], so_far)
+        return self._chunk([self._completion_choice(index, piece)], so_far)
 
     def closing(self, usage: Usage | None, timeline: AnyTimeline | None) -> bytes:
         """The last chunk, which has no choices; empty when nobody asked for what it holds."""
@@ -213,11 +213,10 @@ class Builder:
     def _completion_logprobs(self, tokens: Sequence[TokenText]) -> CompletionLogprobs | None:
         if self._num_top < 0 or not tokens:
             return None
-        top = [{text: _finite(value) for text, _, value in token.top[: self._num_top]} for token in tokens]
         return CompletionLogprobs(
             tokens=[token.text for token in tokens],
-            token_logprobs=[_finite(token.logprob) for token in tokens],
-            top_logprobs=top if self._num_top else None,
+            token_logprobs=[None if token.logprob is None else _finite(token.logprob) for token in tokens],
+            top_logprobs=[_completion_top(token) for token in tokens] if self._num_top else None,
             text_offset=[token.at for token in tokens],
         )
 
@@ -236,8 +235,17 @@ def sse_error(error: ApiError) -> bytes:
 
 
 def _chat_token(token: TokenText, num_top: int) -> TokenLogprobs:
+    assert token.logprob is not None, "only a prompt has a token with nothing before it"
     top = [TopLogprob(text, _finite(value), list(data)) for text, data, value in token.top[:num_top]]
     return TokenLogprobs(token.text, _finite(token.logprob), list(token.data), top)
+
+
+def _completion_top(token: TokenText) -> dict[str, float] | None:
+    """The likeliest tokens, and the one that stands there."""
+    if token.logprob is None:
+        return None
+    top = {text: _finite(value) for text, _, value in reversed(token.top)}  # of two with one name the likelier counts
+    return top if token.text in top else top | {token.text: _finite(token.logprob)}
 
 
 def _finite(logprob: float) -> float:

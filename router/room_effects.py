@@ -1,6 +1,6 @@
 """What a room asks of its surroundings, and the small records that it is made with."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ..cluster.messages import Cancel, Prefill, Reserve, TokenLogprob
 
@@ -45,10 +45,11 @@ class Send:
 
 @dataclass(frozen=True)
 class Deliver:
-    """New output tokens for the client, in order."""
+    """New output tokens for the client, in order; with the first ones what was asked of the prompt's."""
 
     ids: list[int]
     logprobs: list[TokenLogprob]
+    prompt: list[TokenLogprob] = field(default_factory=list)  # of its tokens from the second on
 
 
 @dataclass(frozen=True)

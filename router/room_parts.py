@@ -1,5 +1,6 @@
 """What a room is made of: its phases, its attempt, the workers that may hold something of it, and its moments."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TypeVar
@@ -14,20 +15,22 @@ from ..cluster.messages import (
     Gone,
     Prefill,
     PrefillTimeline,
+    PromptLogprobs,
     Refused,
     Reserve,
     Reserved,
     Sampling,
     TokenItem,
+    TokenLogprob,
 )
-from .room_effects import Pair
+from .room_effects import Effect, Pair
 
 MAX_EARLY_ITEMS = 256  # decode's items that wait for prefill's token 1
 PEER_LOST = "PeerLost"  # kind of a Failed: the other worker of the pair is gone
 HANDOFF_KINDS = frozenset(("TransferError", "HandoffAborted", "TransferTimeout", "DigestMismatch", "HandshakeRefused"))
 T = TypeVar("T", PrefillTimeline, DecodeTimeline)
 
-AttemptEvent = Reserved | Refused | FirstToken | TokenItem | Finished | Failed
+AttemptEvent = Reserved | Refused | PromptLogprobs | FirstToken | TokenItem | Finished | Failed
 RoomEvent = AttemptEvent | Gone
 
 
@@ -76,6 +79,7 @@ class Attempt:
     finished: Finished | None = None
     num_output: int = 0  # tokens that went to the client
     _early: dict[int, TokenItem] = field(default_factory=dict)
+    _scores: list[TokenLogprob] = field(default_factory=list)  # of the prompt's tokens from the second on
 
     @property
     def instances(self) -> tuple[str, ...]:
@@ -107,7 +111,7 @@ class Attempt:
         """What the workers are told: go on behind the client's prompt and the output so far."""
         if output_ids:
             prompt_ids = prompt_ids + output_ids
-            sampling = replace(sampling, max_new_tokens=sampling.max_new_tokens - len(output_ids))
+            sampling = _behind(sampling, len(output_ids))
         reserve = Reserve(
             room=room,
             epoch=self.epoch,
@@ -136,6 +140,8 @@ class Attempt:
         """Whether `message` of worker `instance` is of this attempt and from the one who may say it."""
         if message.epoch != self.epoch or instance not in self.instances:
             return False
+        if isinstance(message, PromptLogprobs):
+            return instance == self.pair.prefill and message.start == len(self._scores) + 1
         if isinstance(message, FirstToken):
             return instance == self.pair.prefill != self.pair.decode
         if isinstance(message, Finished) and message.output_tokens == 0:  # what came before was the whole answer
@@ -155,6 +161,15 @@ class Attempt:
         self._early[item.seq] = item
         return True
 
+    def keep_scores(self, message: PromptLogprobs) -> None:
+        """Notes what the model thinks of the next part of the prompt."""
+        self._scores += message.items
+
+    def take_scores(self) -> list[TokenLogprob]:
+        """What it thinks of the whole prompt, once."""
+        scores, self._scores = self._scores, []
+        return scores
+
     def head(self) -> TokenItem:
         """Prefill's token as the item that it would be of decode."""
         first = self.first
@@ -172,6 +187,25 @@ class Attempt:
             if seq + len(item.ids) > self.num_output:
                 return item
         return None
+
+
+def _note_scores(room: object, attempt: Attempt, message: PromptLogprobs, now: float) -> list[Effect]:
+    attempt.keep_scores(message)
+    return []
+
+
+# The handlers of messages that change nothing of a room but what its attempt knows.
+SCORING: dict[type, Callable[..., list[Effect]]] = {PromptLogprobs: _note_scores}
+
+
+def _behind(sampling: Sampling, num_output: int) -> Sampling:
+    """What is left to do behind so many tokens of output, with which the client has what it asked of its prompt."""
+    return replace(
+        sampling,
+        max_new_tokens=sampling.max_new_tokens - num_output,
+        min_new_tokens=max(0, sampling.min_new_tokens - num_output),
+        prompt_logprobs=-1,
+    )
 
 
 def summed(total: T | None, part: T) -> T:

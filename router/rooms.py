@@ -35,7 +35,7 @@ from ..cluster.messages import (
 )
 from .retries import MAX_ATTEMPTS
 from .room_effects import Broken, Closed, Deliver, Effect, Ended, Freed, Judged, Pair, Requeued, Send, Settled, Timeouts
-from .room_parts import PEER_LOST, Attempt, Hold, Phase, RoomEvent, Stamps, summed
+from .room_parts import PEER_LOST, SCORING, Attempt, Hold, Phase, RoomEvent, Stamps, summed
 from .suspicion import MAX_DEATHS, Suspicion
 
 DEADLINE_EXCEEDED = "DeadlineExceeded"  # also the kind of a worker's Failed
@@ -196,8 +196,7 @@ class Room:
     def _patience(self) -> float:
         if self.phase is Phase.STREAMING:
             return self.timeouts.token_s
-        is_reserved = self._attempt is not None and self._attempt.is_reserved
-        return self.timeouts.first_token_s if is_reserved else self.timeouts.reserve_s
+        return self.timeouts.first_token_s if self._attempt and self._attempt.is_reserved else self.timeouts.reserve_s
 
     # --- events from workers ------------------------------------------------------------------------------------------
 
@@ -310,7 +309,7 @@ class Room:
         self.output_ids += ids
         self.stamps.first_token = self.stamps.first_token or now
         self.stamps.last_token = now
-        return [Deliver(ids, item.logprobs[skip:])]
+        return [Deliver(ids, item.logprobs[skip:], attempt.take_scores())]
 
     def _maybe_finished(self, attempt: Attempt, now: float) -> list[Effect]:
         finished = attempt.finished
@@ -393,6 +392,7 @@ class Room:
 _HANDLERS: dict[type, Callable[..., list[Effect]]] = {
     Reserved: Room._on_reserved,
     Refused: Room._on_refused,
+    **SCORING,
     FirstToken: Room._on_first_token,
     TokenItem: Room._on_tokens,
     Finished: Room._on_finished,

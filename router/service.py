@@ -10,13 +10,14 @@ from typing import TypeVar
 
 from .admission import max_new_tokens, no_workers
 from .answer import Answer, Wish
+from .api_bodies import ChatBody, CompletionBody
 from .dispatch import Dispatcher
 from .entries import Job
 from .errors import context_too_long, unknown_model
-from .generation import Choice
+from .generation import Choice, Prompt, Style
 from .idempotency import Idempotency
 from .inbox import Inbox
-from .openai import ChatBody, CompletionBody, check_token_ids, logprobs_of, max_new_of, prompts_of, sampling_of
+from .openai import check_token_ids, logprobs_of, max_new_of, prompts_of, sampling_of
 from .policy import Limits
 from .replies import Builder
 from .tokenizer import Tokenizer
@@ -59,8 +60,8 @@ class Service:
         messages = [message.as_template_input() for message in body.messages]
         self._check_chars(sum(len(text) for message in messages for text in message.values()), "messages")
         started = self.clock()
-        ids = await self._in_thread(call.size, lambda: self.tokenizer.encode_chat(messages))
-        return self._answer(body, [ids], call, self.clock() - started)
+        ids = await self._in_thread(call.size, lambda: self.tokenizer.encode_chat(messages, body.chat_template_kwargs))
+        return self._answer(body, [Prompt(ids)], call, self.clock() - started)
 
     async def complete(self, body: CompletionBody, call: Call) -> Answer:
         """POST /v1/completions. Raises ApiError."""
@@ -68,11 +69,11 @@ class Service:
         prompts = prompts_of(body)
         self._check_chars(max((len(p) for p in prompts if isinstance(p, str)), default=0), "prompt")
         started = self.clock()
-        ids = await self._in_thread(call.size, lambda: [self._ids(prompt) for prompt in prompts])
-        return self._answer(body, ids, call, self.clock() - started)
+        read = await self._in_thread(call.size, lambda: [self._prompt(prompt) for prompt in prompts])
+        return self._answer(body, read, call, self.clock() - started)
 
-    def _ids(self, prompt: str | list[int]) -> list[int]:
-        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+    def _prompt(self, prompt: str | list[int]) -> Prompt:
+        return Prompt(self.tokenizer.encode(prompt), prompt) if isinstance(prompt, str) else Prompt(prompt)
 
     async def _in_thread(self, size: int, work: Callable[[], T]) -> T:
         if size <= INLINE_BYTES:
@@ -96,24 +97,28 @@ class Service:
     def _answer(
         self,
         body: ChatBody | CompletionBody,
-        prompts: Sequence[list[int]],
+        prompts: Sequence[Prompt],
         call: Call,
         tokenize_s: float,
     ) -> Answer:
         live = self.dispatcher.limits()
         if live is None:  # then nobody knows the vocabulary either, which may be larger than the tokenizer's
             raise no_workers()
-        for ids in prompts:
-            check_token_ids(body, ids, self._vocab_size(live))
-        jobs = [job for ids in prompts for job in self._jobs(body, ids, live, call, tokenize_s)]
-        choices = [self._choice(body) for _ in jobs]
+        for prompt in prompts:
+            check_token_ids(body, prompt.ids, self._vocab_size(live))
+        jobs = [job for prompt in prompts for job in self._jobs(body, prompt.ids, live, call, tokenize_s)]
+        style = _style_of(body)
+        tried = [prompt if body.wants_echo else None for prompt in prompts for _ in range(body.num_tries)]
+        choices = [Choice(self.tokenizer, style, echo) for echo in tried]
         inbox = Inbox(self.clock)
         entries = self.dispatcher.submit(jobs, inbox)
         wish = Wish(
             is_stream=bool(body.stream),
             wants_usage=body.wants_usage,
+            wants_usage_always=body.wants_usage_always,
             wants_timeline=call.wants_timeline,
-            choices_per_prompt=body.num_choices,
+            num_choices=body.num_choices,
+            num_tries=body.num_tries,
         )
         return Answer(self.dispatcher, self.clock, entries, inbox, choices, self._builder(body), wish)
 
@@ -122,22 +127,16 @@ class Service:
     ) -> list[Job]:
         is_chat = isinstance(body, ChatBody)
         max_new = max_new_tokens(len(ids), max_new_of(body), is_chat=is_chat, live=live)
-        logprobs = logprobs_of(body)
         return [
             Job(
                 prompt_ids=ids,
-                sampling=sampling_of(body, max_new=max_new, logprobs=logprobs, choice=choice),
+                sampling=sampling_of(body, max_new=max_new, choice=choice),
                 arrived=call.arrived,
                 tokenize_s=tokenize_s,
                 timeout_s=call.timeout_s,
             )
-            for choice in range(body.num_choices)
+            for choice in range(body.num_tries)
         ]
-
-    def _choice(self, body: ChatBody | CompletionBody) -> Choice:
-        skip_special = True if body.skip_special_tokens is None else body.skip_special_tokens
-        wants_logprobs = logprobs_of(body) >= 0
-        return Choice(self.tokenizer, body.stops, skip_special=skip_special, wants_logprobs=wants_logprobs)
 
     def _builder(self, body: ChatBody | CompletionBody) -> Builder:
         is_chat = isinstance(body, ChatBody)
@@ -153,3 +152,13 @@ class Service:
     def _vocab_size(self, live: Limits) -> int:
         """The workers' word counts: a model's embedding may be larger than its tokenizer."""
         return live.vocab_size or len(self.tokenizer)
+
+
+def _style_of(body: ChatBody | CompletionBody) -> Style:
+    return Style(
+        stops=body.stops,
+        skip_special=True if body.skip_special_tokens is None else body.skip_special_tokens,
+        num_top=logprobs_of(body),
+        min_tokens=body.min_tokens or 0,
+        is_silent=max_new_of(body) == 0,
+    )

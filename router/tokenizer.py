@@ -7,8 +7,10 @@ tokens.
 
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from inspect import signature
 from pathlib import Path
+from typing import Any
 
 from jinja2 import TemplateError
 from tokenizers import Tokenizer as Backend
@@ -19,6 +21,8 @@ from .detokenizer import Detokenizer, TokenBytes
 from .errors import bad_request
 
 ChatMessage = dict[str, str]
+Switches = Mapping[str, bool | int | float | None]
+RESERVED_SWITCHES = frozenset((*signature(PreTrainedTokenizerFast.apply_chat_template).parameters, "messages"))
 
 
 class Tokenizer:
@@ -51,16 +55,17 @@ class Tokenizer:
         """A raw prompt, with what the tokenizer puts around any text (such as a begin token)."""
         return self._encode(self._backend, text, add_special_tokens=True)
 
-    def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
+    def encode_chat(self, messages: Sequence[ChatMessage], switches: Switches | None = None) -> list[int]:
         """A chat, rendered by the model's template up to where the assistant begins to speak.
 
-        Raises ApiError (400) when there is no template, or when it refuses the messages.
+        `switches` are what templates of some models ask for beside the messages. Raises ApiError (400) when there is no
+        template, or when it refuses what it is given.
         """
         spelled: list[str] = []
         mark = secrets.token_hex(16)
         guarded = [{key: self._guard(value, mark, spelled) for key, value in message.items()} for message in messages]
         ids: list[int] = []
-        for i, part in enumerate(re.split(f"{mark}([0-9]+)x", self._render(guarded))):
+        for i, part in enumerate(re.split(f"{mark}([0-9]+)x", self._render(guarded, switches or {}))):
             if i % 2:
                 ids += self._encode(self._plain, spelled[int(part)], add_special_tokens=False)
             elif part:
@@ -81,16 +86,21 @@ class Tokenizer:
 
         return self._special.sub(note, text)
 
-    def _render(self, messages: list[ChatMessage]) -> str:
+    def _render(self, messages: list[ChatMessage], switches: Switches) -> str:
         if not self.has_chat_template:
             raise bad_request("this model has no chat template: use /v1/completions", param="messages")
+        taken = sorted(RESERVED_SWITCHES.intersection(switches))
+        if taken:
+            text = f"chat_template_kwargs: {taken[0]} is not a switch of a template"
+            raise bad_request(text, param="chat_template_kwargs")
         try:
-            text = self._hf.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        except TemplateError as error:
+            given: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True, **switches}
+            rendered: object = self._hf.apply_chat_template(messages, **given)
+        except (TemplateError, TypeError, ValueError) as error:
             reason = str(error).splitlines()[0][:200] if str(error) else "template error"
             raise bad_request(f"the model's chat template refuses these messages: {reason}", param="messages") from None
-        assert isinstance(text, str)
-        return text
+        assert isinstance(rendered, str)
+        return rendered
 
     @staticmethod
     def _encode(backend: Backend, text: str, *, add_special_tokens: bool) -> list[int]:

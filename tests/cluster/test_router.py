@@ -5,7 +5,7 @@ import json
 import httpx
 import openai
 import pytest
-from baton.cluster.messages import Prefill, Reserve
+from baton.cluster.messages import Prefill, Reserve, TokenLogprob
 from baton.tests.cluster.router_fakes import ANSWER, MODEL, RunningRouter, Script, until
 
 
@@ -163,7 +163,50 @@ def test_completion_logprobs_have_offsets(client, served):
     logprobs = reply.choices[0].logprobs
     assert len(logprobs.tokens) == len(logprobs.token_logprobs) == len(logprobs.text_offset) == 5
     assert logprobs.text_offset[0] == 0
-    assert len(logprobs.top_logprobs[0]) == 3
+    assert [len(top) for top in logprobs.top_logprobs] == [4] * 5, "the likeliest three, and the one that was chosen"
+    assert all(token in top for token, top in zip(logprobs.tokens, logprobs.top_logprobs, strict=True))
+
+
+def test_best_of_returns_the_likeliest_and_counts_all(served):
+    running, script = served
+    means = iter([-3.0, -1.0, -2.0, -1.5])
+    mean_of = {}
+
+    def logprobs(ids, sampling):
+        mean = mean_of.setdefault(sampling.seed, None) or mean_of.__setitem__(sampling.seed, next(means))
+        return [TokenLogprob(logprob=mean or mean_of[sampling.seed]) for _ in ids]
+
+    script.logprobs, kept = logprobs, script.logprobs
+    try:
+        body = TEXT | {"best_of": 4, "n": 2, "max_tokens": 6, "seed": 7, "logprobs": 0}
+        reply = httpx.post(f"{running.url}/v1/completions", json=body).json()
+    finally:
+        script.logprobs = kept
+    assert {r.sampling.seed for r in running.decode.of(Reserve)[-4:]} == {7, 8, 9, 10}
+    best = sorted(mean_of.values())[-2:]
+    assert [choice["index"] for choice in reply["choices"]] == [0, 1]
+    assert sorted({x for choice in reply["choices"] for x in choice["logprobs"]["token_logprobs"]}) == best
+    assert reply["usage"]["completion_tokens"] == 24
+
+
+def test_usage_comes_with_every_chunk_when_asked(client):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = list(chat(client, stream=True, stream_options=options))
+    texts = [chunk for chunk in chunks if chunk.choices and chunk.choices[0].delta.content]
+    counts = [chunk.usage.completion_tokens for chunk in texts]
+    assert counts == sorted(counts), "what was generated when it was sent"
+    assert 0 < counts[0] <= counts[-1] <= chunks[-1].usage.completion_tokens
+
+
+def test_echo_without_logprobs_returns_prompt_and_answer(client):
+    reply = client.completions.create(model=MODEL, prompt="hello world", max_tokens=200, echo=True)
+    assert reply.choices[0].text == "hello world" + ANSWER
+    nothing = client.completions.create(model=MODEL, prompt=["hello world", "x"], max_tokens=0, echo=True)
+    assert [choice.text for choice in nothing.choices] == ["hello world", "x"]
+    assert [choice.finish_reason for choice in nothing.choices] == ["length"] * 2
+    assert nothing.usage.completion_tokens == 0
+    chunks = list(client.completions.create(model=MODEL, prompt="hello", max_tokens=200, echo=True, stream=True))
+    assert "".join(chunk.choices[0].text for chunk in chunks) == "hello" + ANSWER
 
 
 def test_timeline_comes_when_asked(client, served):
@@ -242,6 +285,10 @@ BAD_CHAT = [
     ({"response_format": {"type": "json_object"}}, "response_format"),
     ({"kv_transfer_params": {}}, "kv_transfer_params"),
     ({"chat_template": "{{ 1 }}"}, "chat_template"),
+    ({"chat_template_kwargs": {"x": "text"}}, "chat_template_kwargs"),
+    ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
+    ({"chat_template_kwargs": {str(i): 1 for i in range(33)}}, "chat_template_kwargs"),
+    ({"web_search_options": {}}, "web_search_options"),
 ]
 BAD_TEXT = [
     ({"prompt": ""}, "prompt"),
@@ -254,8 +301,11 @@ BAD_TEXT = [
     ({"prompt": None}, "prompt"),
     ({"prompt": "x" * 50_000}, "prompt"),
     ({"prompt": ["a"] * 100, "n": 2}, "n"),
-    ({"echo": True}, "echo"),
-    ({"best_of": 2}, "best_of"),
+    ({"best_of": 2, "n": 3}, "best_of"),
+    ({"best_of": 2, "stream": True}, "best_of"),
+    ({"best_of": 129}, "best_of"),
+    ({"prompt": ["a"] * 100, "best_of": 2}, "best_of"),
+    ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
     ({"suffix": "x"}, "suffix"),
     ({"logprobs": 21}, "logprobs"),
 ]

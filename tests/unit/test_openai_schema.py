@@ -4,11 +4,10 @@ import json
 
 import pytest
 from baton.cluster.messages import TokenLogprob
+from baton.router.api_bodies import ChatBody, CompletionBody
 from baton.router.errors import ApiError
-from baton.router.generation import Choice, Piece, TokenText
+from baton.router.generation import Choice, Piece, Prompt, Style, TokenText
 from baton.router.openai import (
-    ChatBody,
-    CompletionBody,
     check_token_ids,
     logprobs_of,
     max_new_of,
@@ -34,7 +33,7 @@ def text(**more):
 
 
 def test_defaults_are_the_apis():
-    sampling = sampling_of(chat(), max_new=5, logprobs=-1, choice=0)
+    sampling = sampling_of(chat(), max_new=5, choice=0)
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_new_tokens) == (1.0, 1.0, 0, 5)
     assert (sampling.logit_bias, sampling.stop_token_ids, sampling.ignore_eos) == ({}, [], False)
 
@@ -42,7 +41,7 @@ def test_defaults_are_the_apis():
 @pytest.mark.parametrize("field", ["n", "stop", "seed", "temperature", "top_p", "logit_bias", "stream", "tools", "user"])
 def test_null_is_the_same_as_absent(field):
     body = chat(**{field: None})
-    assert sampling_of(body, max_new=5, logprobs=-1, choice=0).temperature == 1.0
+    assert sampling_of(body, max_new=5, choice=0).temperature == 1.0
     assert body.num_choices == 1
     assert body.stops == ()
 
@@ -57,13 +56,13 @@ def test_values_that_ask_for_nothing_are_let_through(field, value):
 
 def test_seeds_differ_per_choice_and_stay_in_range():
     body = chat(seed=2**63 - 1)
-    seeds = [sampling_of(body, max_new=1, logprobs=-1, choice=choice).seed for choice in range(3)]
+    seeds = [sampling_of(body, max_new=1, choice=choice).seed for choice in range(3)]
     assert seeds == [2**63 - 1, 0, 1]
-    assert sampling_of(chat(seed=-1), max_new=1, logprobs=-1, choice=0).seed == 2**63 - 1
+    assert sampling_of(chat(seed=-1), max_new=1, choice=0).seed == 2**63 - 1
 
 
 def test_top_k_minus_one_is_off():
-    assert sampling_of(chat(top_k=-1), max_new=1, logprobs=-1, choice=0).top_k == 0
+    assert sampling_of(chat(top_k=-1), max_new=1, choice=0).top_k == 0
 
 
 @pytest.mark.parametrize(
@@ -149,7 +148,7 @@ def tokenizer(tmp_path_factory):
 
 
 def test_end_gives_back_what_was_withheld_in_order(tokenizer):
-    choice = Choice(tokenizer, ["yz"], skip_special=True, wants_logprobs=False)
+    choice = Choice(tokenizer, Style(stops=("yz",)))
     piece = choice.add(Deliver([*tokenizer.encode("xy"), tokenizer.encode("😀")[0]], []))
     assert (piece.text, choice.end("length")) == ("x", Piece("y�", finish="length"))
 
@@ -157,7 +156,7 @@ def test_end_gives_back_what_was_withheld_in_order(tokenizer):
 @pytest.mark.parametrize("step", [1, 2, 5, 100])
 def test_stop_string_counts_the_same_tokens_however_they_come(tokenizer, step):
     ids = tokenizer.encode("one two END three")
-    choice = Choice(tokenizer, ["END"], skip_special=True, wants_logprobs=True)
+    choice = Choice(tokenizer, Style(stops=("END",), num_top=0))
     pieces = []
     for at in range(0, len(ids), step):
         part = ids[at : at + step]
@@ -204,4 +203,44 @@ def test_a_repetition_penalty_that_float32_cannot_divide_by_is_refused(penalty):
 @pytest.mark.parametrize(("asked", "served"), [(0, 0.0), (1e-40, 1e-3), (9e-4, 1e-3), (1e-3, 1e-3), (0.5, 0.5)])
 def test_a_temperature_next_to_zero_is_served_as_the_coldest(asked, served):
     parsed = parse_body(json.dumps(CHAT | {"temperature": asked}).encode(), ChatBody)
-    assert sampling_of(parsed, max_new=1, logprobs=-1, choice=0).temperature == served
+    assert sampling_of(parsed, max_new=1, choice=0).temperature == served
+
+
+def test_offsets_point_into_the_text_also_inside_a_character(tokenizer):
+    ids = tokenizer.encode("ab😀cd")
+    assert len(ids) > 6, "the emoji is several tokens"
+    choice = Choice(tokenizer, Style(num_top=0))
+    tokens = [choice.add(Deliver([token], [TokenLogprob(logprob=-1.0)])).logprobs[0] for token in ids]
+    assert b"".join(token.data for token in tokens).decode() == "ab😀cd"
+    whole = "ab😀cd"
+    for token in tokens:
+        if not token.text.startswith("bytes:"):
+            assert whole[token.at :].startswith(token.text)
+    assert {token.at for token in tokens if token.text.startswith("bytes:\\x")} <= {2, 3}
+    assert sum(token.text.startswith("bytes:\\x") for token in tokens) > 1
+
+
+def test_an_echoed_prompt_stands_before_the_output_with_its_log_probabilities(tokenizer):
+    ids = tokenizer.encode("one two")
+    choice = Choice(tokenizer, Style(num_top=1), Prompt(ids, "one two"))
+    scores = [TokenLogprob(logprob=-float(i), top=[(token, -float(i))]) for i, token in enumerate(ids[1:], 1)]
+    piece = choice.add(Deliver(tokenizer.encode("!"), [TokenLogprob(logprob=-9.0)], scores))
+    assert piece.text == "one two!"
+    assert [token.logprob for token in piece.logprobs] == [None, *[-float(i) for i in range(1, len(ids))], -9.0]
+    assert [token.at for token in piece.logprobs][-1] == len("one two")
+    assert (choice.num_tokens, len(piece.ids)) == (1, len(ids) + 1)
+    with pytest.raises(ValueError, match="log probabilities of a prompt"):
+        Choice(tokenizer, Style(num_top=0), Prompt(ids)).add(Deliver([5], [TokenLogprob(logprob=-1.0)], scores[1:]))
+
+
+def test_a_silent_choice_shows_the_prompt_only(tokenizer):
+    choice = Choice(tokenizer, Style(is_silent=True), Prompt(tokenizer.encode("one"), "one"))
+    assert choice.add(Deliver([9], [])).text == "one"
+    assert (choice.end("length").text, choice.num_tokens) == ("", 0)
+
+
+def test_a_stop_string_does_not_count_before_min_tokens(tokenizer):
+    ids = tokenizer.encode("END and END more")
+    choice = Choice(tokenizer, Style(stops=("END",), min_tokens=len(tokenizer.encode("END and "))))
+    assert choice.add(Deliver(ids, [])).text == "END and "
+    assert choice.finish == "stop"

@@ -16,7 +16,7 @@ PAGE = 4
 def make(num_pages=64, chunk_size=8, max_batch=4):
     cache = PrefixCache(PageAllocator(num_pages + 1), PAGE)
     queues = PrefillQueues(max_queue=64)
-    return PrefillScheduler(queues, cache, page_size=PAGE, chunk_size=chunk_size, max_batch=max_batch)
+    return PrefillScheduler(queues, cache, page_size=PAGE, chunk_size=chunk_size, max_batch=max_batch, vocab_size=100)
 
 
 def add(scheduler, name, tokens):

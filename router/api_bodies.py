@@ -1,0 +1,174 @@
+"""The request bodies of the OpenAI API as types: what is of another shape never gets further.
+
+Null is everywhere the same as absent. What becomes of each field stands in `api_fields`; the values that need more than
+a type are checked in `openai`.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from .api_fields import CHAT, COMPLETION, Field
+
+MAX_CHOICES = 128  # rooms of a request: choices, or what best_of chooses from, times the number of prompts
+MAX_SEED = 2**63 - 1
+LOWEST_REPETITION_PENALTY = 0.01  # logits divided by less leave the range of float32
+
+NotNegative = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
+Bias = Annotated[float, Meta(ge=-100.0, le=100.0)]
+Fraction = Annotated[float, Meta(ge=0.0, le=1.0)]
+Choices = Annotated[int, Meta(ge=1, le=MAX_CHOICES)]
+Unread = msgspec.Raw | msgspec.UnsetType  # any JSON: ignored, or looked at only to refuse it
+
+
+class StreamOptions(Struct, forbid_unknown_fields=True):
+    """`stream_options`."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+    include_obfuscation: bool = False
+
+
+class TextPart(Struct, tag_field="type", tag="text", forbid_unknown_fields=True):
+    """One part of a message's content; only text is served."""
+
+    text: str
+    prompt_cache_breakpoint: Unread = msgspec.UNSET  # ignored: prefixes are found by their tokens
+
+
+class Message(Struct, forbid_unknown_fields=True):
+    """One message of a chat."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    # what an answer's `message.model_dump()` holds beside; served only when it says nothing
+    refusal: Unread = msgspec.UNSET
+    annotations: Unread = msgspec.UNSET
+    audio: Unread = msgspec.UNSET
+    function_call: Unread = msgspec.UNSET
+    tool_calls: Unread = msgspec.UNSET
+
+    @property
+    def text(self) -> str:
+        if isinstance(self.content, list):
+            return "".join(part.text for part in self.content)
+        return self.content or ""
+
+    def as_template_input(self) -> dict[str, str]:
+        """What chat templates expect."""
+        role = "system" if self.role == "developer" else self.role
+        fields = {"role": role, "content": self.text}
+        return fields | {"name": self.name} if self.name else fields
+
+
+class CommonBody(Struct, kw_only=True, forbid_unknown_fields=True):
+    """What chat and completions share."""
+
+    TABLE: ClassVar[Mapping[str, Field]]
+
+    model: str
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Choices | None = None
+    stop: str | list[str] | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=MAX_SEED)] | None = None
+    temperature: Annotated[float, Meta(ge=0.0, le=100.0)] | None = None
+    top_p: Fraction | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    min_p: Fraction | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(ge=LOWEST_REPETITION_PENALTY, le=100.0)] | None = None
+    logit_bias: dict[str, Bias] | None = None
+    max_tokens: NotNegative | None = None
+    min_tokens: NotNegative | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: Annotated[list[NotNegative], Meta(max_length=1024)] | None = None
+    skip_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+    user: Unread = msgspec.UNSET
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def num_choices(self) -> int:
+        """Choices per prompt that the client gets."""
+        return 1 if self.n is None else self.n
+
+    @property
+    def num_tries(self) -> int:
+        """Choices per prompt that are generated."""
+        return self.num_choices
+
+    @property
+    def wants_echo(self) -> bool:
+        return False
+
+    @property
+    def wants_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def wants_usage_always(self) -> bool:
+        return self.wants_usage and self.stream_options is not None and self.stream_options.continuous_usage_stats
+
+
+class ChatBody(CommonBody, kw_only=True, forbid_unknown_fields=True):
+    """POST /v1/chat/completions."""
+
+    TABLE: ClassVar[Mapping[str, Field]] = CHAT
+
+    messages: list[Message]
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    max_tokens: Positive | None = None
+    max_completion_tokens: Positive | None = None
+    chat_template_kwargs: dict[str, bool | int | float | None] | None = None
+    tools: Unread = msgspec.UNSET
+    tool_choice: Unread = msgspec.UNSET
+    parallel_tool_calls: Unread = msgspec.UNSET
+    functions: Unread = msgspec.UNSET
+    function_call: Unread = msgspec.UNSET
+    response_format: Unread = msgspec.UNSET
+    modalities: Unread = msgspec.UNSET
+    audio: Unread = msgspec.UNSET
+    moderation: Unread = msgspec.UNSET
+    prediction: Unread = msgspec.UNSET
+    reasoning_effort: Unread = msgspec.UNSET
+    verbosity: Unread = msgspec.UNSET
+    web_search_options: Unread = msgspec.UNSET
+    store: Unread = msgspec.UNSET
+    metadata: Unread = msgspec.UNSET
+    service_tier: Unread = msgspec.UNSET
+    safety_identifier: Unread = msgspec.UNSET
+    prompt_cache_key: Unread = msgspec.UNSET
+    prompt_cache_options: Unread = msgspec.UNSET
+    prompt_cache_retention: Unread = msgspec.UNSET
+    chat_template: Unread = msgspec.UNSET
+
+
+class CompletionBody(CommonBody, kw_only=True, forbid_unknown_fields=True):
+    """POST /v1/completions."""
+
+    TABLE: ClassVar[Mapping[str, Field]] = COMPLETION
+
+    prompt: str | list[str | int | list[int]]
+    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    echo: bool | None = None
+    best_of: Choices | None = None
+    suffix: Unread = msgspec.UNSET
+
+    @property
+    def num_tries(self) -> int:
+        return self.num_choices if self.best_of is None else self.best_of
+
+    @property
+    def wants_echo(self) -> bool:
+        return bool(self.echo)

@@ -1,0 +1,95 @@
+"""What this server does with each field of the OpenAI API, and with the fields that it adds: the one table of it.
+
+docs/api.md shows these tables, and the bodies in `api_bodies` have exactly these fields; tests compare all three, and the
+published schema with them. A refused field is let through when it is null or says one of `harmless`, which asks for nothing.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+State = Literal["works", "ignored", "refused"]
+
+
+@dataclass(frozen=True)
+class Field:
+    """What becomes of a field, why, and the compact JSON that a refused one may say."""
+
+    state: State
+    says: str
+    harmless: tuple[bytes, ...] = ()
+
+
+def _works(says: str) -> Field:
+    return Field("works", says)
+
+
+def _ignored(says: str) -> Field:
+    return Field("ignored", says)
+
+
+def _refused(says: str, *harmless: bytes) -> Field:
+    return Field("refused", says, harmless)
+
+
+_COMMON: dict[str, Field] = {
+    "model": _works("the name in /v1/models; another one is a 404"),
+    "stream": _works("server-sent events, ended by `[DONE]`"),
+    "stream_options": _works("`include_usage`; `continuous_usage_stats`: in every chunk; `include_obfuscation` is ignored"),
+    "n": _works("up to 128 choices over all prompts; the prompt is computed once and found in the prefix cache"),
+    "stop": _works("a string, or up to 4 of up to 256 characters"),
+    "seed": _works("equal seeds give equal answers; choice i takes seed + i"),
+    "temperature": _works("0 is greedy; between 0 and 0.001 counts as 0.001; up to 100"),
+    "top_p": _works("0 keeps the likeliest token"),
+    "frequency_penalty": _works("over the output so far"),
+    "presence_penalty": _works("over the output so far"),
+    "logit_bias": _works("up to 1024 token ids"),
+    "user": _ignored("requests are not attributed to users"),
+    "top_k": _works("added; 0 or -1: off"),
+    "min_p": _works("added; relative to the likeliest token"),
+    "repetition_penalty": _works("added; over prompt and output"),
+    "min_tokens": _works("added; no end token and no stop string counts before"),
+    "ignore_eos": _works("added; the model's end tokens do not end the answer"),
+    "stop_token_ids": _works("added; up to 1024"),
+    "skip_special_tokens": _works("added; default true"),
+    "return_token_ids": _works("added; each choice has `token_ids`"),
+}
+
+CHAT: Mapping[str, Field] = _COMMON | {
+    "messages": _works("roles system, developer, user, assistant; content is text or a list of text parts"),
+    "max_tokens": _works("the same as max_completion_tokens"),
+    "max_completion_tokens": _works("default: what is left of the context, 1024 at most"),
+    "logprobs": _works("of the model's own distribution, before temperature and penalties"),
+    "top_logprobs": _works("up to 20, with logprobs"),
+    "chat_template_kwargs": _works("added; switches of the model's own template: true, false, numbers"),
+    "tools": _refused("no tool calls", b"[]"),
+    "tool_choice": _refused("no tool calls", b'"none"', b'"auto"'),
+    "parallel_tool_calls": _ignored("no tool calls"),
+    "response_format": _refused("text only", b'{"type":"text"}'),
+    "functions": _refused("deprecated by the API: use tools", b"[]"),
+    "function_call": _refused("deprecated by the API: use tool_choice", b'"none"'),
+    "modalities": _refused("text only", b'["text"]'),
+    "audio": _refused("text only"),
+    "web_search_options": _refused("nothing is searched"),
+    "moderation": _refused("nothing is moderated"),
+    "chat_template": _refused("templates come from the model only"),
+    "prediction": _ignored("a hint about speed; drafts come from the drafter"),
+    "reasoning_effort": _ignored("a hint; chat_template_kwargs reaches templates that reason"),
+    "verbosity": _ignored("a hint"),
+    "store": _ignored("nothing is stored"),
+    "metadata": _ignored("goes with stored answers, and nothing is stored"),
+    "service_tier": _ignored("there is one tier"),
+    "safety_identifier": _ignored("requests are not attributed to users"),
+    "prompt_cache_key": _ignored("prefixes are found by their tokens"),
+    "prompt_cache_options": _ignored("prefixes are found by their tokens"),
+    "prompt_cache_retention": _ignored("prefixes stay as long as there is room"),
+}
+
+COMPLETION: Mapping[str, Field] = _COMMON | {
+    "prompt": _works("a string, token ids, or a list of either"),
+    "max_tokens": _works("default 16; 0 with echo: the prompt's log probabilities only"),
+    "logprobs": _works("up to 20, of the model's own distribution; the chosen token is always among them"),
+    "echo": _works("the prompt before the answer, with its log probabilities when logprobs is given"),
+    "best_of": _works("so many are generated, the n of the highest mean log probability are returned; not with stream"),
+    "suffix": _refused("nothing is inserted", b'""'),
+}
