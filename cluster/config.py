@@ -37,7 +37,7 @@ from .config_groups import (
     RoleConfig,
     WorkerLink,
 )
-from .config_router import HttpSettings
+from .config_router import HttpSettings, PairingSettings
 from .errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ class DecodeConfig(DecodeSettings, WorkerConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RouterConfig(HttpSettings, ModelSettings, NetworkSettings, LogSettings):
+class RouterConfig(HttpSettings, PairingSettings, ModelSettings, NetworkSettings, LogSettings):
     """Router."""
 
     role: ClassVar[str] = "router"
@@ -92,7 +92,16 @@ class RouterConfig(HttpSettings, ModelSettings, NetworkSettings, LogSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class UpConfig(ModelSettings, HttpSettings, EngineSettings, PrefillSettings, DecodeSettings, NetworkSettings, LogSettings):
+class UpConfig(
+    ModelSettings,
+    HttpSettings,
+    PairingSettings,
+    EngineSettings,
+    PrefillSettings,
+    DecodeSettings,
+    NetworkSettings,
+    LogSettings,
+):
     """Cluster on this host."""
 
     role: ClassVar[str] = "up"
@@ -172,6 +181,8 @@ def ignored_settings(config: RoleConfig) -> list[str]:
         lines.append("--kv-bulk-port is ignored: KV blocks have a port of their own only with --keys, over tcp")
     if isinstance(config, RouterConfig) and config.request_timeout_s and config.queue_timeout_s > config.request_timeout_s:
         lines.append("--queue-timeout-s is ignored: --request-timeout-s ends a request before")
+    if isinstance(config, RouterConfig) and config.local_prefill_max and not config.local_prefill:
+        lines.append("--local-prefill-max is ignored: with --local-prefill off decode computes no prompts")
     return lines
 
 

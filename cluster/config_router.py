@@ -5,6 +5,9 @@ from dataclasses import dataclass
 from .config_fields import Setting, setting
 from .config_groups import RoleConfig
 
+PREFILL_POLICIES = ("cache-aware", "least-loaded", "round-robin", "power-of-two")
+DECODE_POLICIES = ("session", "least-loaded", "round-robin", "power-of-two")
+
 
 @dataclass(frozen=True, kw_only=True)
 class HttpSettings(RoleConfig):
@@ -25,4 +28,27 @@ class HttpSettings(RoleConfig):
     max_body_mb: int = setting(4, Setting(help="largest request body", unit="MiB", minimum=1, maximum=1024))
     worker_timeout_s: float = setting(
         1.8, Setting(help="a worker silent for this long counts as lost", unit="s", minimum=1.0, maximum=600)
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairingSettings(RoleConfig):
+    """Choice of workers."""
+
+    prefill_policy: str = setting(
+        "cache-aware", Setting(help="how a prefill worker is chosen among those that serve", choices=PREFILL_POLICIES)
+    )
+    decode_policy: str = setting(
+        "session",
+        Setting(help="how a decode worker is chosen; session: the one that holds the chat so far", choices=DECODE_POLICIES),
+    )
+    local_prefill_max: int = setting(
+        0,
+        Setting(
+            help="decode computes a prompt itself if it lacks at most so many of its tokens, where measured times say "
+            "that this is cheaper; 0: never",
+            unit="tokens",
+            minimum=0,
+            maximum=2**31 - 1,
+        ),
     )

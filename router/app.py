@@ -26,6 +26,7 @@ from ..cluster.watchdog import Watchdog
 from .control import ControlSocket
 from .dispatch import Dispatcher
 from .http import Routes
+from .placing import PairingPolicy
 from .registry import Registry
 from .room_effects import Timeouts
 from .service import Service
@@ -76,6 +77,9 @@ class Router:
             request_timeout_s=config.request_timeout_s,
             drops=lambda: self.control.drops,
             timeouts=timeouts,
+            policy=PairingPolicy(
+                prefill=config.prefill_policy, decode=config.decode_policy, local_prefill_max=config.local_prefill_max
+            ),
         )
         served = config.served_model or Path(config.model).name
         self._service = Service(self.dispatcher, tokenizer, served, time.monotonic)

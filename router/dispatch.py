@@ -6,7 +6,7 @@ and `tick` is called several times a second.
 
 import logging
 import secrets
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 from ..cluster.log import fields
@@ -17,14 +17,16 @@ from .entries import OUTCOMES, Entry, Job, Request, new_request
 from .errors import overloaded, unavailable
 from .inbox import Inbox
 from .leftovers import Orphans
-from .policy import Limits, Need, can_ever, choose, is_ready, limits
+from .placing import PairingPolicy, Placer
+from .policy import Limits, Need, can_ever, is_ready, limits
 from .postbox import Postbox, Transmit
 from .reception import Reception
-from .registry import Load, Registry, Worker
+from .registry import Registry, Worker
 from .retries import RetryBudget
 from .room_effects import Broken, Closed, Deliver, Effect, Ended, Freed, Judged, Pair, Requeued, Send, Settled, Timeouts
 from .room_parts import PEER_LOST, Phase, RoomEvent
 from .rooms import QUARANTINED, Room
+from .waiting import WaitingList
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +48,7 @@ class Dispatcher:
         request_timeout_s: float = 0.0,
         drops: Callable[[], Mapping[str, int]] = dict,
         timeouts: Timeouts | None = None,
+        policy: PairingPolicy | None = None,
         mint: Callable[[], str] = lambda: secrets.token_hex(16),
     ) -> None:
         self.registry = registry
@@ -61,7 +64,8 @@ class Dispatcher:
         self._timeouts = timeouts or Timeouts()
         self._mint = mint
         self._entries: dict[str, Entry] = {}
-        self._queue: deque[Entry] = deque()
+        self._waiting = WaitingList()
+        self._placer = Placer(registry, policy)
         self._orphans = Orphans()
         self._reception = Reception(registry, self._postbox, self.events)
         self._retries = RetryBudget()
@@ -72,7 +76,7 @@ class Dispatcher:
 
     @property
     def num_queued(self) -> int:
-        return len(self._queue)
+        return len(self._waiting)
 
     @property
     def num_running(self) -> int:
@@ -156,7 +160,7 @@ class Dispatcher:
         room = Room(self._mint(), job.prompt_ids, job.sampling, now, self._timeouts, deadline=deadline)
         entry = Entry(room, job, request, inbox, index, queued_at=now)
         self._entries[room.room] = entry
-        self._queue.append(entry)
+        self._waiting.join(entry)
         return entry
 
     # --- the workers' side --------------------------------------------------------------------------------------------
@@ -200,6 +204,7 @@ class Dispatcher:
             self._on_orphan(worker, room, event, now)
             return
         stale = entry.room.num_stale
+        self._placer.heard(entry, worker, event)
         self._perform(entry, entry.room.on(event, worker.instance, now), now)
         self.events["stale_message"] += entry.room.num_stale - stale
 
@@ -270,7 +275,7 @@ class Dispatcher:
             entry.inbox.cut()
 
     def _check_queue(self, now: float) -> None:
-        for entry in list(self._queue):
+        for entry in self._waiting:
             self._check_pairs(entry, now)
 
     def _check_pairs(self, entry: Entry, now: float) -> None:
@@ -287,22 +292,15 @@ class Dispatcher:
     # --- effects ------------------------------------------------------------------------------------------------------
 
     def _admit(self, now: float) -> None:
-        """Places waiting rooms, oldest first, until one finds no pair: nobody overtakes it for ever."""
-        if not self._queue:
-            return
-        waiting = list(self._queue)
-        self._queue.clear()
-        is_blocked = False
-        for entry in waiting:
-            if entry.room.phase is not Phase.QUEUED:
+        """Places waiting rooms by rank, until one finds no pair: nobody overtakes it for ever."""
+        for entry in self._waiting:
+            if entry.room.phase is not Phase.QUEUED or entry.not_before > now:
                 continue
             tested = self._tested() if entry.room.suspicion else set()
-            pair = None if is_blocked or entry.not_before > now else self._pair_for(entry, tested, now)
-            is_held = entry.not_before > now or (pair is not None and not tested.isdisjoint(pair.instances))
-            if pair is None or is_held:
-                is_blocked = is_blocked or not is_held
-                self._queue.append(entry)
-            else:
+            pair = self._placer.pair_for(entry, self.registry.doubtful(now), tested)
+            if pair is None:
+                return
+            if tested.isdisjoint(pair.instances):
                 self._place(entry, pair, now)
 
     def _tested(self) -> set[str]:
@@ -310,23 +308,14 @@ class Dispatcher:
         pairs = [entry.room.pair for entry in self._entries.values() if entry.room.is_on_probation]
         return {instance for pair in pairs if pair is not None for instance in pair.instances}
 
-    def _pair_for(self, entry: Entry, tested: set[str], now: float) -> Pair | None:
-        return choose(self.registry, entry.need, entry.room.failed_on | self.registry.doubtful(now), tested)
-
     def _place(self, entry: Entry, pair: Pair, now: float) -> None:
-        need = entry.need
-        decode = self.registry.get(pair.decode)
-        assert decode is not None
+        self._waiting.leave(entry)
         effects = entry.room.place(pair, now)
         entry.queued_s += now - entry.queued_at
-        name, epoch = entry.room.room, entry.room.epoch
-        pages = decode.pages_for(need.total)
-        self.registry.reserve(pair.decode, name, epoch, Load(pages=pages, tokens=need.total))
-        if pair.is_local:
-            self.events["local_prefill"] += 1
-        else:
-            self.registry.reserve(pair.prefill, name, epoch, Load(pages=0, tokens=need.prompt))
-        logger.debug("placed", extra=fields(room=name, epoch=epoch, prefill=pair.prefill, decode=pair.decode))
+        self._placer.book(entry, pair)
+        self.events["local_prefill"] += pair.is_local
+        names = fields(room=entry.room.room, epoch=entry.room.epoch, prefill=pair.prefill, decode=pair.decode)
+        logger.debug("placed", extra=names)
         self._perform(entry, effects, now)
 
     def _perform(self, entry: Entry, effects: Sequence[Effect], now: float) -> None:
@@ -353,6 +342,7 @@ class Dispatcher:
     def _perform_rare(self, entry: Entry, effect: Ended | Settled | Broken | Requeued | Closed, now: float) -> bool:
         room = entry.room
         if isinstance(effect, (Ended, Settled)):
+            self._placer.ended(entry)
             self._count(entry, "ok", now)
             entry.inbox.put(entry.index, effect)
         elif isinstance(effect, Broken):
@@ -370,13 +360,13 @@ class Dispatcher:
                 return True
             self.events["requeued"] += 1
             self.events["resumed"] += room.num_output > 0
-            entry.queued_at, entry.not_before = now, effect.not_before
-            self._queue.appendleft(entry)
+            entry.requeue(now, effect.not_before)
+            self._waiting.join(entry)
             return True
         else:
             self._entries.pop(room.room, None)
-        if room.phase is not Phase.QUEUED and entry in self._queue:
-            self._queue.remove(entry)
+        if room.phase is not Phase.QUEUED:
+            self._waiting.leave(entry)
         return False
 
     def _may_retry(self, entry: Entry, failure: Broken, now: float) -> bool:

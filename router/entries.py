@@ -12,6 +12,7 @@ from ..cluster.messages import Sampling
 from ..cluster.metrics import RequestRecord
 from .inbox import Inbox
 from .policy import Need
+from .prefixes import Prompt
 from .room_parts import Phase
 from .rooms import DEADLINE_EXCEEDED, Room
 from .timeline import Timeline, timeline_of
@@ -34,6 +35,8 @@ class Job:
     arrived: float  # monotonic seconds
     tokenize_s: float
     timeout_s: float = 0.0  # that the client gave; 0: none
+    priority: int = 0  # lower goes first
+    salt: str = ""  # of the tenant: prefix caches are shared among equal ones only
 
     @property
     def need(self) -> Need:
@@ -47,6 +50,7 @@ class Request:
     arrived: float
     waiting_since: float | None  # None while a choice is at the workers
     waited_s: float = 0.0  # before that, in all waits during which no choice was at the workers
+    priority: int = 0  # lower goes first
     num_placed: int = 0  # choices at the workers
     entries: list["Entry"] = field(default_factory=list)
     outcomes: dict[int, str] = field(default_factory=dict)  # by choice
@@ -107,13 +111,30 @@ class Entry:
     not_before: float = 0.0
     pairless_since: float | None = None  # no pair could ever hold it since then
     is_placed: bool = False  # as its request has counted it
+    is_waiting: bool = False  # in the waiting list, like the next
+    number: int = 0  # by the order of joining; 0: not yet
+    fingerprint: str = ""  # of the last attempt's pair
     last_arrival: float = 0.0
+    _prompt: Prompt | None = None
 
     @property
     def need(self) -> Need:
         """What the next attempt asks of its workers: output so far is prompt then."""
-        need = self.job.need
-        return Need(need.prompt + self.room.num_output, need.max_new - self.room.num_output)
+        need, num_output = self.job.need, self.room.num_output
+        if not num_output:
+            return need
+        return Need(need.prompt + num_output, need.max_new - num_output, self.fingerprint)
+
+    @property
+    def prompt(self) -> Prompt:
+        """What the next attempt computes first, or the current one did."""
+        if self._prompt is None:
+            self._prompt = Prompt([*self.room.prompt_ids, *self.room.output_ids], self.job.salt)
+        return self._prompt
+
+    def requeue(self, now: float, not_before: float) -> None:
+        """Its attempt failed; the next begins behind the output so far."""
+        self.queued_at, self.not_before, self._prompt = now, not_before, None
 
     def timeline(self, now: float) -> Timeline:
         waiting = now - self.queued_at if self.room.phase is Phase.QUEUED else 0.0
@@ -128,4 +149,5 @@ class Entry:
 
 def new_request(jobs: Sequence[Job], now: float) -> Request:
     """A request whose choices have no rooms yet."""
-    return Request(arrived=min((job.arrived for job in jobs), default=now), waiting_since=now)
+    arrived = min((job.arrived for job in jobs), default=now)
+    return Request(arrived=arrived, waiting_since=now, priority=max((job.priority for job in jobs), default=0))

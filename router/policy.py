@@ -4,7 +4,6 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from .registry import Worker
-from .room_effects import Pair
 
 
 @dataclass(frozen=True)
@@ -13,6 +12,7 @@ class Need:
 
     prompt: int
     max_new: int
+    fingerprint: str = ""  # of the workers that gave output already, which others would not go on with; "": any
 
     @property
     def total(self) -> int:
@@ -41,7 +41,7 @@ def pairs(workers: Iterable[Worker], avoid: Collection[str] = ()) -> Iterator[tu
 def prefillers(decode: Worker, serving: Iterable[Worker], avoid: Collection[str]) -> list[Worker]:
     """Who may compute a prompt for `decode`: the prefill workers, and itself when there are none but those in `avoid`.
 
-    The one place that says when decode prefills; a rule for prompts that are cheaper there belongs here.
+    Where both can, `placing` decides which is cheaper.
     """
     found = [w for w in serving if w.role == "prefill" and w.hello.fingerprint == decode.hello.fingerprint]
     if decode.takes_prompts and all(worker.instance in avoid for worker in found):
@@ -70,27 +70,33 @@ def limits(workers: Iterable[Worker]) -> Limits | None:
 def can_ever(workers: Iterable[Worker], need: Need) -> bool:
     """Whether some live pair could hold the request if it were idle."""
     return any(
-        _can_prefill(p, need)
+        _fits(d, need)
+        and _can_prefill(p, need)
         and need.total <= d.hello.max_context
         and d.pages_for(need.total) <= d.hello.pages_total
         for p, d in pairs(workers)
     )
 
 
-def choose(
+def able_pairs(
     workers: Iterable[Worker], need: Need, avoid: Collection[str] = (), taken: Collection[str] = ()
-) -> Pair | None:
-    """The least loaded pair that can hold the request now; None when all are full.
+) -> list[tuple[Worker, Worker]]:
+    """The pairs that can hold the request now, with as few as may be of those in `avoid` or `taken`; empty: all are full.
 
     Workers in `avoid` (an earlier attempt failed on them) are taken only when no other pair can, and so are those that are
     `taken` for now; but these are worth waiting for, so decode does not prefill in their place.
     """
-    able = [(p, d) for p, d in pairs(workers, avoid) if _can_prefill(p, need) and _can_decode(d, need)]
-    if not able:
-        return None
     shunned = {*avoid, *taken}
-    prefill, decode = min(able, key=lambda pair: _cost(pair[0], pair[1], shunned))
-    return Pair(prefill=prefill.instance, decode=decode.instance, prefill_endpoint=prefill.hello.kv_endpoint)
+    able = [(p, d) for p, d in pairs(workers, avoid) if _fits(d, need) and _can_prefill(p, need) and _can_decode(d, need)]
+    if not shunned or len(able) < 2:
+        return able
+    counts = [len({p.instance, d.instance}.intersection(shunned)) for p, d in able]
+    return [pair for pair, count in zip(able, counts, strict=True) if count == min(counts)]
+
+
+def _fits(decode: Worker, need: Need) -> bool:
+    """Whether its tokens are those that the request has already."""
+    return not need.fingerprint or decode.hello.fingerprint == need.fingerprint
 
 
 def _can_prefill(worker: Worker, need: Need) -> bool:
@@ -103,10 +109,3 @@ def _can_decode(worker: Worker, need: Need) -> bool:
     has_slot = hello.max_running == 0 or worker.num_rooms < hello.max_running
     return has_slot and need.total <= hello.max_context and worker.pages_for(need.total) <= worker.free_pages
 
-
-def _cost(prefill: Worker, decode: Worker, avoid: Collection[str]) -> tuple[int, int, float, float, str]:
-    """Lower is better: no failed workers, short prefill queue, empty decode batch, free pages; then any fixed order."""
-    num_avoided = len({prefill.instance, decode.instance}.intersection(avoid))
-    decode_load = decode.num_rooms / max(1, decode.hello.max_running)
-    pages_used = 1.0 - decode.free_pages / decode.hello.pages_total
-    return num_avoided, prefill.num_tokens, decode_load, pages_used, prefill.instance + decode.instance

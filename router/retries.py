@@ -12,6 +12,7 @@ BUDGET_STEP_S = 1.0  # how finely the window slides
 BREAKER_FAILURES = 3  # within the window: the worker is avoided
 BREAKER_WINDOW_S = 30.0
 BREAKER_OPEN_S = 10.0  # then one attempt may show that it is well again
+FIRST_RETURN, FULL_RETURN = 2, 16  # attempts at once of a worker that is well again: at first, and when none is counted
 
 
 class RetryBudget:
@@ -53,44 +54,67 @@ class Breaker:
 
     closed     attempts go there                        BREAKER_FAILURES failures within the window -> open
     open       avoided, while others can serve          after BREAKER_OPEN_S -> half open
-    half open  takes one attempt                        it succeeds -> closed; it fails -> open; it ends else -> half open
+    half open  takes one attempt                        it succeeds -> returning; it fails -> open; it ends else -> half open
+    returning  takes 2 attempts at once, each success   at FULL_RETURN of them -> closed; one fails -> open
+               allows one more
 
-    With no other worker an attempt goes to an open one too, and shows the same.
+    With no other worker an attempt goes to an avoided one too, and shows the same. What the client has wrong is judged
+    neither way.
     """
 
     opened_at: float | None = None
     probe: tuple[str, int] | None = None  # (room, epoch) of the attempt that shows how the worker is
+    allowed: int = 0  # attempts at once while it returns; 0: it does not
+    _held: set[tuple[str, int]] = field(default_factory=set)  # attempts there, while it returns
     _failures: deque[float] = field(default_factory=lambda: deque(maxlen=BREAKER_FAILURES))
 
     def state(self, now: float) -> str:
         if self.opened_at is None:
-            return "closed"
+            return "returning" if self.allowed else "closed"
         return "open" if now - self.opened_at < BREAKER_OPEN_S else "half open"
 
     def is_avoided(self, now: float) -> bool:
-        return self.state(now) == "open" or self.probe is not None
+        is_full = self.allowed > 0 and len(self._held) >= self.allowed
+        return self.state(now) == "open" or self.probe is not None or is_full
 
     def placed(self, room: str, epoch: int) -> None:
         """An attempt goes there."""
         if self.opened_at is not None and self.probe is None:
             self.probe = room, epoch
+        if self.allowed:
+            self._held.add((room, epoch))
 
     def judge(self, room: str, epoch: int, is_good: bool, now: float) -> bool:
         """The worker's outcome in an attempt; True when this opens the breaker."""
         is_probe = self.probe == (room, epoch)
         if is_good:
-            if is_probe:
-                self.opened_at = self.probe = None
-                self._failures.clear()
+            self._succeeded(room, epoch, is_probe)
             return False
         self._failures.append(now)
         is_full = len(self._failures) == BREAKER_FAILURES and now - self._failures[0] <= BREAKER_WINDOW_S
-        if not is_probe and (self.opened_at is not None or not is_full):
+        is_relapse = (room, epoch) in self._held
+        if not is_probe and not is_relapse and (self.opened_at is not None or not is_full):
             return False
         self.opened_at, self.probe = now, None
+        self._end_return()
         return True
 
     def left(self, room: str, epoch: int) -> None:
         """An attempt is over there, however it ended."""
+        self._held.discard((room, epoch))
         if self.probe == (room, epoch):
             self.probe = None
+
+    def _succeeded(self, room: str, epoch: int, is_probe: bool) -> None:
+        if is_probe:
+            self.opened_at = self.probe = None
+            self._failures.clear()
+            self.allowed = FIRST_RETURN
+        elif (room, epoch) in self._held:
+            self.allowed += 1
+            if self.allowed >= FULL_RETURN:
+                self._end_return()
+
+    def _end_return(self) -> None:
+        self.allowed = 0
+        self._held.clear()

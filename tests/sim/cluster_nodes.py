@@ -20,6 +20,7 @@ from baton.kvtransfer.link import LinkWork
 from baton.kvtransfer.worker_loop import WorkerLoop
 from baton.prefill.worker import PrefillWorker
 from baton.router.dispatch import Dispatcher
+from baton.router.placing import PairingPolicy
 from baton.router.registry import Registry
 from baton.router.room_effects import Timeouts
 from baton.tests.sim.cluster_net import INFINITY, Died, Process
@@ -57,6 +58,10 @@ class RouterProcess(Process):
             queue_timeout_s=world.settings.queue_timeout_s,
             request_timeout_s=world.settings.request_timeout_s,
             timeouts=Timeouts(reserve_s=2.0, first_token_s=4.0, token_s=3.0, gone_s=1.5, pair_s=2.0),
+            policy=PairingPolicy(
+                prefill=world.settings.prefill_policy, decode=world.settings.decode_policy,
+                local_prefill_max=world.settings.local_prefill_max, coin=Random(world.rng.getrandbits(64)),
+            ),
             mint=lambda: f"{world.rng.getrandbits(128):032x}",
         )
         self.num_malformed = 0

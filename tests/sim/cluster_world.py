@@ -10,6 +10,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from random import Random
 
+from baton.cluster.config_router import DECODE_POLICIES, PREFILL_POLICIES
 from baton.tests.sim.cluster_check import Checker
 from baton.tests.sim.cluster_clients import Client, Violation, draw_client
 from baton.tests.sim.cluster_faults import TRANSITIONS, Faults, draw
@@ -47,6 +48,9 @@ class Settings:
     worker_timeout_s: float = 1.8
     request_timeout_s: float = 6.0
     queue_timeout_s: float = 4.0
+    prefill_policy: str = "cache-aware"
+    decode_policy: str = "session"
+    local_prefill_max: int = 0
 
 
 @dataclass(frozen=True)
@@ -92,6 +96,9 @@ def draw_settings(rng, faults):
         lookahead=rng.randrange(2),
         has_local_prefill=rng.random() < 0.5,
         step_s=rng.choice((0.004, 0.01, 0.03, 0.1)),
+        prefill_policy=rng.choice(PREFILL_POLICIES),
+        decode_policy=rng.choice(DECODE_POLICIES),
+        local_prefill_max=rng.choice((0, 0, 12, 1000)),
     )
     if faults.tight:
         settings = replace(settings, prefill_pages=15, decode_pages=18, prefill_queue=2)

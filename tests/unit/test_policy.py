@@ -1,7 +1,10 @@
 """Which pair serves a request."""
 
 from baton.cluster.messages import WorkerStats
-from baton.router.policy import Need, can_ever, choose, is_ready, limits
+from baton.router.pairing import Picker, decode_load, prefill_load
+from baton.router.placing import choose
+from baton.router.policy import Need, able_pairs, can_ever, is_ready, limits
+from baton.router.prefixes import Prompt
 from baton.router.registry import Load, Worker
 from baton.tests.unit.test_registry import hello
 
@@ -20,8 +23,11 @@ NEED = Need(100, 28)  # 8 pages of 16
 
 
 def chosen(workers, need=NEED, avoid=(), taken=()):
-    pair = choose(workers, need, avoid, taken)
-    return None if pair is None else (pair.prefill[0], pair.decode[0])
+    pairs = able_pairs(workers, need, avoid, taken)
+    if not pairs:
+        return None
+    prefill, decode = choose(pairs, Picker(prefill_load), Picker(decode_load), Prompt([]))
+    return prefill.instance[0], decode.instance[0]
 
 
 def test_only_equal_fingerprints_are_paired():
@@ -42,7 +48,7 @@ def test_a_role_alone_or_a_worker_that_does_not_serve_is_no_pair():
 
 def test_least_loaded_wins_on_both_sides():
     busy_p, idle_p = worker("a", "prefill", [(0, 500)]), worker("b", "prefill")
-    busy_d, idle_d = worker("c", "decode", [(1, 1), (1, 1)]), worker("d", "decode", [(50, 1)])
+    busy_d, idle_d = worker("c", "decode", [(1, 1), (1, 1)]), worker("d", "decode", [(9, 1)])
     assert chosen([busy_p, idle_p, busy_d, idle_d]) == ("b", "d")
 
 
@@ -120,3 +126,13 @@ def test_a_prefill_worker_that_is_taken_for_now_is_waited_for_and_not_replaced_b
 
 def test_a_decode_worker_that_must_not_take_prompts_is_no_pair_alone():
     assert chosen([worker("d", "decode")]) is None
+
+
+def test_what_has_begun_goes_on_with_workers_of_its_fingerprint_only():
+    old = [worker("a", "prefill", fingerprint="x"), worker("b", "decode", [(9, 1)] * 3, fingerprint="x")]
+    new = [worker("c", "prefill", fingerprint="y"), worker("d", "decode", fingerprint="y")]
+    assert chosen(old + new) == ("c", "d"), "two versions side by side"
+    assert chosen(old + new, Need(100, 28, "x")) == ("a", "b")
+    assert chosen(new, Need(100, 28, "x")) is None
+    assert can_ever(old + new, Need(100, 28, "x"))
+    assert not can_ever(new, Need(100, 28, "x"))

@@ -9,6 +9,7 @@ from baton.router.retries import (
     BUDGET_SHARE,
     BUDGET_STEP_S,
     BUDGET_WINDOW_S,
+    FIRST_RETURN,
     Breaker,
     RetryBudget,
 )
@@ -76,7 +77,7 @@ def test_after_a_while_one_attempt_may_show_that_the_worker_is_well():
     assert not breaker.judge("older", 0, True, now)
     assert breaker.is_avoided(now), "a success from before the failures shows nothing"
     breaker.judge("probe", 1, True, now)
-    assert (breaker.state(now), breaker.is_avoided(now)) == ("closed", False)
+    assert (breaker.state(now), breaker.is_avoided(now)) == ("returning", False)
     assert [breaker.judge(name, 0, False, now) for name in "ab"] == [False, False], "it begins anew"
 
 
@@ -96,3 +97,37 @@ def test_stragglers_do_not_prolong_an_open_breaker():
     breaker, _ = failing([0.0, 0.0, 0.0])
     assert not breaker.judge("straggler", 0, False, 5.0)
     assert breaker.state(BREAKER_OPEN_S + 1) == "half open"
+
+
+def returning():
+    breaker, _ = failing([0.0, 0.0, 0.0])
+    breaker.placed("probe", 0)
+    breaker.judge("probe", 0, True, BREAKER_OPEN_S)
+    breaker.left("probe", 0)
+    return breaker
+
+
+def test_a_worker_that_is_well_again_gets_more_attempts_at_once_with_every_success():
+    breaker, now, most = returning(), BREAKER_OPEN_S, []
+    for i in range(40):
+        num = 0
+        while not breaker.is_avoided(now) and num < 30:
+            breaker.placed(f"room{i}.{num}", 0)
+            num += 1
+        most.append(num)
+        breaker.judge(f"room{i}.0", 0, True, now)
+        for left in range(num):
+            breaker.left(f"room{i}.{left}", 0)
+    assert most[:3] == [FIRST_RETURN, FIRST_RETURN + 1, FIRST_RETURN + 2]
+    assert most[-1] == 30
+    assert breaker.state(now) == "closed"
+
+
+def test_one_failure_of_a_returning_worker_opens_it_again():
+    breaker = returning()
+    breaker.placed("room", 0)
+    assert breaker.judge("room", 0, False, BREAKER_OPEN_S + 1)
+    assert breaker.state(BREAKER_OPEN_S + 2) == "open"
+    breaker.placed("other", 0)
+    breaker.left("other", 0)
+    assert breaker.state(2 * BREAKER_OPEN_S + 2) == "half open"

@@ -1,0 +1,79 @@
+"""What prompts cost where, from the workers' own accounts; by that a short one may be computed on decode. Pure.
+
+Prefill computes a prompt apart from the running streams, and hands its KV over; decode computes it between two steps of its
+batch, which waits meanwhile, and hands nothing over. Each side's time is a line over the tokens, `fixed + slope * tokens`,
+fitted by least squares in which an older sample counts less (recursive least squares with a forgetting factor; Haykin,
+"Adaptive Filter Theory"). A prompt is computed where less time of all requests is spent: each side's time counts for the
+request itself and for every one that waits for it.
+"""
+
+from dataclasses import dataclass, field
+
+from ..cluster.messages import DecodeTimeline, PrefillTimeline
+
+FORGETTING = 0.98  # of the weight of older samples, per sample
+MIN_SAMPLES = 3  # before a line is believed
+
+
+@dataclass(eq=False)
+class Line:
+    """Seconds over tokens."""
+
+    num_samples: int = 0
+    _sums: list[float] = field(default_factory=lambda: [0.0] * 5)  # weights of 1, x, x^2, y, x*y
+
+    def __repr__(self) -> str:
+        return f"Line({self.num_samples} samples)"
+
+    @property
+    def is_known(self) -> bool:
+        return self.num_samples >= MIN_SAMPLES
+
+    def add(self, tokens: int, seconds: float) -> None:
+        """One sample."""
+        self.num_samples += 1
+        news = (1.0, tokens, float(tokens) ** 2, seconds, tokens * seconds)
+        self._sums = [FORGETTING * old + new for old, new in zip(self._sums, news, strict=True)]
+
+    def at(self, tokens: int) -> float:
+        """Seconds for so many tokens; neither part of the line is below 0."""
+        n, x, xx, y, xy = self._sums
+        if not n:
+            return 0.0
+        spread = xx - x * x / n
+        slope = max(0.0, (xy - x * y / n) / spread) if spread > 1e-6 * max(1.0, xx) else 0.0
+        fixed = (y - slope * x) / n
+        if fixed < 0 < xx:  # through 0, then
+            slope, fixed = xy / xx, 0.0
+        return fixed + slope * tokens
+
+
+class Costs:
+    """The lines of one fingerprint: prefill's forward, the hand-off, decode's own prefill."""
+
+    def __init__(self) -> None:
+        self.prefill, self.handoff, self.local = Line(), Line(), Line()
+
+    def __repr__(self) -> str:
+        return f"Costs(prefill={self.prefill}, handoff={self.handoff}, local={self.local})"
+
+    def prefilled(self, timeline: PrefillTimeline, *, is_local: bool) -> None:
+        """A prompt was computed."""
+        tokens = max(0, timeline.prompt_tokens - timeline.cached_tokens)
+        (self.local if is_local else self.prefill).add(tokens, timeline.prefill_ms / 1000)
+
+    def handed_over(self, num_tokens: int, timeline: DecodeTimeline) -> None:
+        """KV of `num_tokens` was pulled."""
+        self.handoff.add(num_tokens, timeline.handoff_ms / 1000)
+
+    def is_local_cheaper(self, *, new_on_prefill: int, new_on_decode: int, queued_tokens: int, running: int) -> bool:
+        """Whether decode, with `running` requests, should compute a prompt of which it lacks `new_on_decode` tokens.
+
+        `queued_tokens` wait on prefill, which lacks `new_on_prefill`. As long as decode's own times are not known prefill's
+        stand for them: it is the same model. Without prefill's and the hand-off's the answer is no.
+        """
+        if not (self.prefill.is_known and self.handoff.is_known):
+            return False
+        local = (self.local if self.local.is_known else self.prefill).at(new_on_decode) * (1 + running)
+        remote = self.prefill.at(queued_tokens + new_on_prefill) + self.handoff.at(new_on_decode)
+        return local < remote

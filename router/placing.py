@@ -1,0 +1,129 @@
+"""Where attempts go: a pair is chosen by policies and booked in the registry's ledger; what workers say teaches the next.
+
+    prompt on prefill    known to be there from the placing on: whoever comes behind waits for it in the same queue
+    rest of it           prompt and output are on decode once the room ended; the newest token has no KV
+    what it really had   `have` of decode's Reserved corrects a wrong belief
+"""
+
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
+from random import Random
+
+from ..cluster.messages import Finished, FirstToken, Reserved
+from .costs import Costs
+from .entries import Entry
+from .pairing import Picker, decode_picker, held_tokens, prefill_picker
+from .policy import able_pairs
+from .prefixes import PrefixIndex, Prompt
+from .registry import Load, Registry, Worker
+from .room_effects import Pair
+from .room_parts import RoomEvent
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairingPolicy:
+    """How pairs are chosen; see `pairing` for the names."""
+
+    prefill: str = "cache-aware"
+    decode: str = "session"
+    local_prefill_max: int = 0  # tokens new to decode that it may compute itself when that is cheaper; 0: never
+    coin: Random = field(default_factory=Random)
+
+
+class Placer:
+    """Chooses and books pairs."""
+
+    def __init__(self, registry: Registry, policy: PairingPolicy | None = None) -> None:
+        policy = policy or PairingPolicy()
+        self._registry = registry
+        self._local_prefill_max = policy.local_prefill_max
+        self._on_prefill, self._on_decode = PrefixIndex(), PrefixIndex()
+        self._prefill: Picker = prefill_picker(policy.prefill, self._on_prefill, policy.coin)
+        self._decode: Picker = decode_picker(policy.decode, self._on_decode, policy.coin)
+        self._costs: dict[str, Costs] = {}  # by fingerprint
+
+    def __repr__(self) -> str:
+        return f"Placer(prefill={self._on_prefill}, decode={self._on_decode})"
+
+    def pair_for(self, entry: Entry, doubtful: AbstractSet[str], tested: AbstractSet[str]) -> Pair | None:
+        """The pair for the next attempt; None while all that could serve are full.
+
+        Workers that failed it and `doubtful` ones are taken only when no other can serve, and so are `tested` ones, which
+        are busy with a request that may kill: these are worth waiting for, so decode does not prefill in their place.
+        """
+        avoid = entry.room.failed_on | doubtful
+        pairs = able_pairs(self._registry, entry.need, avoid, tested)
+        if not pairs:
+            return None
+        prompt = entry.prompt
+        prefill, decode = choose(pairs, self._prefill, self._decode, prompt)
+        if prefill is not decode and not entry.room.suspicion and self._is_better_on_decode(prefill, decode, prompt):
+            prefill = decode
+        return Pair(prefill=prefill.instance, decode=decode.instance, prefill_endpoint=prefill.hello.kv_endpoint)
+
+    def book(self, entry: Entry, pair: Pair) -> None:
+        """The attempt goes there; called when the room has its epoch."""
+        decode, prefill = self._registry.get(pair.decode), self._registry.get(pair.prefill)
+        assert decode is not None
+        assert prefill is not None
+        need, room, prompt = entry.need, entry.room, entry.prompt
+        load = Load(pages=decode.pages_for(need.total), tokens=need.total)
+        self._registry.reserve(pair.decode, room.room, room.epoch, load)
+        self._decode.placed(decode)
+        entry.fingerprint = decode.hello.fingerprint
+        if pair.is_local:
+            return
+        num_new = need.prompt - held_tokens(self._on_prefill, prefill, prompt)
+        self._registry.reserve(pair.prefill, room.room, room.epoch, Load(pages=0, tokens=num_new))
+        self._prefill.placed(prefill)
+        self._on_prefill.add(pair.prefill, prompt.pages(prefill.hello.page_size))
+
+    def heard(self, entry: Entry, worker: Worker, event: RoomEvent) -> None:
+        """A worker of the current attempt spoke; called before the room takes it."""
+        pair, size = entry.room.pair, worker.hello.page_size
+        if pair is None or not isinstance(event, (Reserved, FirstToken, Finished)) or event.epoch != entry.room.epoch:
+            return
+        if isinstance(event, Reserved) and worker.instance == pair.decode:
+            self._on_decode.learn(worker.instance, entry.prompt.pages(size), event.have // size)
+        elif isinstance(event, FirstToken) and worker.instance == pair.prefill:
+            self._costs_of(worker).prefilled(event.timeline, is_local=False)
+        elif isinstance(event, Finished) and worker.instance == pair.decode:
+            self._on_finished(entry, worker, event)
+
+    def _on_finished(self, entry: Entry, worker: Worker, event: Finished) -> None:
+        costs = self._costs_of(worker)
+        if event.prefill is not None:
+            costs.prefilled(event.prefill, is_local=True)
+        elif event.timeline.handoff_bytes:
+            costs.handed_over(entry.prompt.num_tokens - event.timeline.have_tokens, event.timeline)
+
+    def ended(self, entry: Entry) -> None:
+        """The room's output is complete: its decode worker keeps prompt and output for the next turn."""
+        room = entry.room
+        decode = self._registry.get(room.pair.decode) if room.pair is not None else None
+        if decode is not None:
+            whole = Prompt([*room.prompt_ids, *room.output_ids[:-1]], entry.job.salt)
+            self._on_decode.add(decode.instance, whole.pages(decode.hello.page_size))
+
+    def _is_better_on_decode(self, prefill: Worker, decode: Worker, prompt: Prompt) -> bool:
+        if not self._local_prefill_max or not decode.takes_prompts:
+            return False
+        num_new = prompt.num_tokens - held_tokens(self._on_decode, decode, prompt)
+        return num_new <= self._local_prefill_max and self._costs_of(decode).is_local_cheaper(
+            new_on_prefill=prompt.num_tokens - held_tokens(self._on_prefill, prefill, prompt),
+            new_on_decode=num_new,
+            queued_tokens=prefill.num_tokens,
+            running=decode.num_rooms,
+        )
+
+    def _costs_of(self, worker: Worker) -> Costs:
+        return self._costs.setdefault(worker.hello.fingerprint, Costs())
+
+
+def choose(
+    pairs: Sequence[tuple[Worker, Worker]], prefill: Picker, decode: Picker, prompt: Prompt
+) -> tuple[Worker, Worker]:
+    """One of the (prefill, decode) pairs: decode first, then one of its partners."""
+    chosen = decode.pick(list(dict.fromkeys(partner for _, partner in pairs)), prompt)
+    return prefill.pick([partner for partner, its in pairs if its is chosen], prompt), chosen

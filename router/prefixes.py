@@ -1,0 +1,89 @@
+"""What the router has seen of the workers' prefix caches: which worker holds which beginning of a prompt. Pure.
+
+A prompt is cut into pages; a page's name is a digest over the name of the page before it and its own tokens, so the names
+form a tree without links, and a name stands for everything up to its page. The first name begins with the tenant's salt:
+tenants share no node. What the router believes is a hint: a worker says what it really holds, and is believed.
+"""
+
+import hashlib
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+
+MAX_PAGES = 1 << 17  # of one index: some 30 MB
+MAX_HOLDERS = 8  # of one page: the last to get it
+MAX_HASHED = 1024  # pages of one prompt; a longer common beginning counts as this long
+DIGEST_BYTES = 16
+
+
+class Prompt:
+    """The tokens that an attempt computes first, as prefix caches see them; hashed when somebody asks, once."""
+
+    def __init__(self, token_ids: Sequence[int], salt: str = "") -> None:
+        self._token_ids = token_ids
+        self._salt = salt
+        self._pages: dict[int, list[bytes]] = {}
+
+    def __repr__(self) -> str:
+        return f"Prompt({self.num_tokens} tokens)"
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self._token_ids)
+
+    def pages(self, page_size: int) -> list[bytes]:
+        """The names of its whole pages of `page_size` tokens, the first page's first."""
+        if page_size not in self._pages:
+            self._pages[page_size] = page_names(self._token_ids, page_size, self._salt)
+        return self._pages[page_size]
+
+
+def page_names(token_ids: Sequence[int], page_size: int, salt: str) -> list[bytes]:
+    """One digest per whole page, each over all that is before it; at most `MAX_HASHED`."""
+    num_pages = min(len(token_ids) // page_size, MAX_HASHED)
+    data = memoryview(array("I", token_ids[: num_pages * page_size])).cast("B")
+    size = 4 * page_size
+    name, names = hashlib.blake2b(salt.encode(), digest_size=DIGEST_BYTES).digest(), []
+    for start in range(0, num_pages * size, size):
+        name = hashlib.blake2b(data[start : start + size], digest_size=DIGEST_BYTES, key=name).digest()
+        names.append(name)
+    return names
+
+
+class PrefixIndex:
+    """Page names with their holders; bounded, what was not asked for or added for longest goes first."""
+
+    def __init__(self, max_pages: int = MAX_PAGES) -> None:
+        self._max_pages = max_pages
+        self._holders: OrderedDict[bytes, tuple[str, ...]] = OrderedDict()  # the last to get a page stands last
+
+    def __repr__(self) -> str:
+        return f"PrefixIndex({len(self)} of {self._max_pages} pages)"
+
+    def __len__(self) -> int:
+        return len(self._holders)
+
+    def add(self, instance: str, names: Sequence[bytes]) -> None:
+        """The worker holds these pages from now on."""
+        for name in reversed(names):  # so that a beginning outlives what follows it
+            holders = self._holders.get(name, ())
+            if instance not in holders:
+                self._holders[name] = (*holders, instance)[-MAX_HOLDERS:]
+            self._holders.move_to_end(name)
+        while len(self._holders) > self._max_pages:
+            self._holders.popitem(last=False)
+
+    def num_held(self, instance: str, names: Sequence[bytes]) -> int:
+        """How many of these pages the worker holds without a gap, from the first on."""
+        for i, name in enumerate(names):
+            if instance not in self._holders.get(name, ()):
+                return i
+        return len(names)
+
+    def learn(self, instance: str, names: Sequence[bytes], num_held: int) -> None:
+        """The worker says that it holds the first `num_held` pages and not the next."""
+        self.add(instance, names[:num_held])
+        for name in names[num_held : num_held + 1]:  # what is behind a gap does not count
+            holders = self._holders.get(name, ())
+            if instance in holders:
+                self._holders[name] = tuple(holder for holder in holders if holder != instance)

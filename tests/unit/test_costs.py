@@ -1,0 +1,82 @@
+"""What prompts cost where."""
+
+import pytest
+from baton.cluster.messages import DecodeTimeline, PrefillTimeline
+from baton.router.costs import Costs, Line
+
+
+def line(*samples):
+    made = Line()
+    for tokens, seconds in samples:
+        made.add(tokens, seconds)
+    return made
+
+
+def test_a_line_finds_fixed_cost_and_slope():
+    made = line(*[(tokens, 0.010 + 0.0002 * tokens) for tokens in (16, 100, 1000, 400, 32)])
+    assert made.at(0) == pytest.approx(0.010, rel=1e-6)
+    assert made.at(500) == pytest.approx(0.110, rel=1e-6)
+
+
+def test_samples_of_one_size_give_their_mean_and_noise_gives_no_negative_time():
+    assert line((64, 0.02), (64, 0.04)).at(64) == pytest.approx(0.03, rel=0.02)
+    falling = line((1, 0.5), (1000, 0.1))
+    assert falling.at(5000) > 0
+    steep = line((100, 0.001), (200, 0.1))
+    assert steep.at(1) >= 0
+
+
+def test_what_is_measured_now_outweighs_what_was():
+    made = line(*[(100, 1.0)] * 50, *[(100, 0.1)] * 200)
+    assert made.at(100) == pytest.approx(0.1, rel=0.2)
+
+
+def costs(prefill_ms_per_token=0.1, handoff_ms=5.0, local_ms_per_token=0.0):
+    made = Costs()
+    for tokens in (32, 256, 512):
+        made.prefilled(PrefillTimeline(prefill_ms=prefill_ms_per_token * tokens, prompt_tokens=tokens), is_local=False)
+        made.handed_over(tokens, DecodeTimeline(handoff_ms=handoff_ms, handoff_bytes=1))
+        if local_ms_per_token:
+            timeline = PrefillTimeline(prefill_ms=local_ms_per_token * tokens, prompt_tokens=tokens)
+            made.prefilled(timeline, is_local=True)
+    return made
+
+
+def cheaper(made, new, *, on_prefill=None, queued=0, running=0):
+    return made.is_local_cheaper(
+        new_on_prefill=new if on_prefill is None else on_prefill, new_on_decode=new, queued_tokens=queued, running=running
+    )
+
+
+def test_nothing_is_cheaper_on_decode_before_prefill_and_hand_off_are_known():
+    assert not cheaper(Costs(), 1)
+    one_sided = Costs()
+    for _ in range(9):
+        one_sided.prefilled(PrefillTimeline(prefill_ms=1000, prompt_tokens=10), is_local=False)
+    assert not cheaper(one_sided, 1)
+
+
+def test_a_short_prompt_is_cheaper_on_an_idle_decode_worker_and_a_long_one_behind_a_busy_batch_is_not():
+    made = costs(handoff_ms=5.0)
+    assert cheaper(made, 16)
+    assert not cheaper(made, 16, running=8)  # 1.6 ms for each of nine requests
+    assert not cheaper(made, 400, running=1)
+
+
+def test_a_long_queue_on_prefill_and_a_prompt_that_decode_has_cached_speak_for_decode():
+    made = costs(handoff_ms=1.0)
+    assert not cheaper(made, 200, running=1)
+    assert cheaper(made, 200, running=1, queued=400)
+    assert cheaper(made, 16, on_prefill=500, running=8)
+
+
+def test_decodes_own_times_count_once_it_has_some():
+    assert cheaper(costs(), 100)
+    assert not cheaper(costs(local_ms_per_token=1.0), 100)
+
+
+def test_cached_tokens_are_not_computed_and_count_for_nothing():
+    made = Costs()
+    for _ in range(3):
+        made.prefilled(PrefillTimeline(prefill_ms=10, prompt_tokens=1000, cached_tokens=900), is_local=False)
+    assert made.prefill.at(100) == pytest.approx(0.010, rel=0.02)
