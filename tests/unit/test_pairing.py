@@ -1,6 +1,8 @@
 """Who is chosen, by each policy."""
 
+import re
 from collections import Counter
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -85,3 +87,11 @@ def test_the_fullest_of_three_is_never_taken_by_power_of_two_and_equal_seeds_cho
     choices = [picked(one, *workers) for _ in range(60)]
     assert set(choices) == {"b", "c"}
     assert [picked(other, *workers) for _ in range(60)] == choices
+
+
+def test_the_page_on_the_router_describes_every_policy_and_no_other():
+    page = (Path(__file__).resolve().parents[2] / "docs/router.md").read_text()
+    for heading, names in (("--prefill-policy", PREFILL_POLICIES), ("--decode-policy", DECODE_POLICIES)):
+        table = page.partition(f"| `{heading}`")[2].partition("\n\n")[0]
+        cells = [line.split("|")[1] for line in table.splitlines()[2:]]
+        assert re.findall(r"`([a-z-]+)`", "".join(cells)) == list(names)
