@@ -37,25 +37,26 @@ class Engine:
     tokens: int = 0
     policy: StepPolicy | None = None
     max_context: int = 256
+    device: str = "cpu"
     next_page: int = 1
     results: list[StepResult] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        model, config = load_model(self.target, dtype=torch.float32)
+        model, config = load_model(self.target, dtype=torch.float32, device=self.device)
         self.vocab_size = config.vocab_size
         shape = (config.num_layers, config.num_kv_heads, config.head_dim)
-        self.runner = ModelRunner(model, KVPool(NUM_PAGES, PAGE_SIZE, *shape, torch.float32))
+        self.runner = ModelRunner(model, KVPool(NUM_PAGES, PAGE_SIZE, *shape, torch.float32, self.device))
         self.drafter = None
         if self.head is not None:
             draft = load_draft_config(self.head, config, dtype="float32")
             self.runner.set_aux_layer_ids(self.aux_ids or draft.aux.ids)
-            eagle3 = load_eagle3(draft, dtype=torch.float32)
+            eagle3 = load_eagle3(draft, dtype=torch.float32, device=self.device)
             eagle3.share(model.embed_tokens, model.lm_head, config.max_position_embeddings)
             sizes = {"num_pages": NUM_PAGES, "page_size": PAGE_SIZE, "capacity": 2}
-            self.drafter = DraftWorker(eagle3, dtype=torch.float32, **sizes)
+            self.drafter = DraftWorker(eagle3, dtype=torch.float32, device=self.device, **sizes)
         self.decoder = SpecDecoder(
             self.runner,
-            Sampler(self.vocab_size),
+            Sampler(self.vocab_size, self.device),
             drafter=self.drafter,
             shape=DraftShape.of(self.steps, self.topk, self.tokens),
             policy=self.policy,
@@ -73,10 +74,10 @@ class Engine:
         n = len(prompt)
         batch = ForwardBatch(
             mode=ForwardMode.EXTEND,
-            input_ids=torch.tensor(request.prompt_ids),
-            positions=torch.arange(n),
-            slots=slots_for(request.pages, 0, n, PAGE_SIZE),
-            page_table=build_page_table([request.pages]),
+            input_ids=torch.tensor(request.prompt_ids, device=self.device),
+            positions=torch.arange(n, device=self.device),
+            slots=slots_for(request.pages, 0, n, PAGE_SIZE).to(self.device),
+            page_table=build_page_table([request.pages], self.device),
             q_lens=[n],
             kv_lens=[n],
             capture_hidden=CaptureHidden.NULL if self.drafter is None else CaptureHidden.FULL,

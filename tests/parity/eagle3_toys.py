@@ -1,6 +1,7 @@
 """Small EAGLE3 heads written to disk in every dialect, and an oracle pair whose head is always right."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -132,19 +133,25 @@ def digit_columns(token: int, start: int) -> list[int]:
     return [start + j * BASE + token // BASE**j % BASE for j in range(DIGITS)]
 
 
-def write_oracle(path: Path) -> tuple[Path, Path]:
-    """(target directory, head directory) of the oracle pair."""
-    return _write_oracle_target(path / "target"), _write_oracle_head(path / "head")
+def write_oracle(
+    path: Path, ids: Sequence[int] = ORACLE_IDS, *, num_layers: int = ORACLE_LAYERS, attention: float = 0.0
+) -> tuple[Path, Path]:
+    """(target directory, head directory) of the oracle pair.
+
+    `ids`: whose outputs the digits stand in, in the order of the head's features. `attention`: how much of what a row sees
+    is written to columns that nothing reads, so that features depend on the KV, and on all of it.
+    """
+    return _write_oracle_target(path / "target", tuple(ids), num_layers, attention), write_oracle_head(path / "head", ids)
 
 
-def _write_oracle_target(path: Path) -> Path:
+def _write_oracle_target(path: Path, ids: tuple[int, ...], num_layers: int, attention: float) -> Path:
     path.mkdir(parents=True)
     hidden, vocab, heads = ORACLE_HIDDEN, ORACLE_VOCAB, 2
     config = {
         "architectures": ["LlamaForCausalLM"],
         "hidden_size": hidden,
         "intermediate_size": vocab,
-        "num_hidden_layers": ORACLE_LAYERS,
+        "num_hidden_layers": num_layers,
         "num_attention_heads": heads,
         "head_dim": 16,
         "vocab_size": vocab,
@@ -160,38 +167,48 @@ def _write_oracle_target(path: Path) -> Path:
     for token in range(vocab):
         lm_head[successor(token), token] = 1.0
     tensors = {"model.embed_tokens.weight": embed, "lm_head.weight": lm_head, "model.norm.weight": torch.ones(hidden)}
-    for layer in range(ORACLE_LAYERS):
-        tensors |= _oracle_layer(f"model.layers.{layer}.", layer)
+    for layer in range(num_layers):
+        tensors |= _oracle_layer(f"model.layers.{layer}.", layer, ids)
+        tensors |= _scribbling_attention(f"model.layers.{layer}.", layer, attention)
     save_file(tensors, path / "model.safetensors")
     return path
 
 
-def _oracle_layer(prefix: str, layer: int) -> dict[str, torch.Tensor]:
-    hidden, vocab, inner = ORACLE_HIDDEN, ORACLE_VOCAB, 32
+def _oracle_layer(prefix: str, layer: int, ids: tuple[int, ...]) -> dict[str, torch.Tensor]:
+    hidden, vocab = ORACLE_HIDDEN, ORACLE_VOCAB
     pick = torch.zeros(vocab, hidden)
     pick[:, :vocab] = torch.eye(vocab)
     down = torch.zeros(hidden, vocab)
-    # Before a digit is written the stream is one 1 (mean square 1/H); after it is written, two.
-    for j, owner in enumerate(ORACLE_IDS):
+    # The stream is one 1, and another behind a layer that wrote a digit: its mean square is 1/H or 2/H.
+    ones = 1 + sum(layer == owner + 1 for owner in ids)
+    for j, owner in enumerate(ids):
         if layer in (owner, owner + 1):
-            normed = torch.tensor(float(hidden) if layer == owner else hidden / 2).sqrt()
+            normed = torch.tensor(hidden / ones).sqrt()
             amplitude = torch.nn.functional.silu(normed) * normed
             for token in range(vocab):
                 down[digit_columns(successor(token), CODE)[j], token] = (1.0 if layer == owner else -1.0) / amplitude
     return {
         f"{prefix}input_layernorm.weight": torch.ones(hidden),
         f"{prefix}post_attention_layernorm.weight": torch.ones(hidden),
-        f"{prefix}self_attn.q_proj.weight": torch.zeros(inner, hidden),
-        f"{prefix}self_attn.k_proj.weight": torch.zeros(inner, hidden),
-        f"{prefix}self_attn.v_proj.weight": torch.zeros(inner, hidden),
-        f"{prefix}self_attn.o_proj.weight": torch.zeros(hidden, inner),
         f"{prefix}mlp.gate_proj.weight": pick,
         f"{prefix}mlp.up_proj.weight": pick.clone(),
         f"{prefix}mlp.down_proj.weight": down,
     }
 
 
-def _write_oracle_head(path: Path) -> Path:
+def _scribbling_attention(prefix: str, layer: int, strength: float) -> dict[str, torch.Tensor]:
+    """Attention from every column, written to those that the target has no other use for; none at strength 0."""
+    random, inner = torch.Generator().manual_seed(layer), 32
+    scale = strength / ORACLE_HIDDEN**0.5
+    q, k, v = (torch.randn(inner, ORACLE_HIDDEN, generator=random) * (0.1 if strength else 0.0) for _ in range(3))
+    output = torch.zeros(ORACLE_HIDDEN, inner)
+    output[SEEN:] = torch.randn(ORACLE_HIDDEN - SEEN, inner, generator=random) * scale
+    parts = {"q": q, "k": k, "v": v, "o": output}
+    return {f"{prefix}self_attn.{name}_proj.weight": tensor for name, tensor in parts.items()}
+
+
+def write_oracle_head(path: Path, ids: Sequence[int] = ORACLE_IDS) -> Path:
+    """The oracle's head; its config asks for the outputs of `ids`."""
     hidden, vocab, width = ORACLE_HIDDEN, ORACLE_VOCAB, 32
     config = {
         "architectures": ["LlamaForCausalLMEagle3"],
@@ -204,7 +221,7 @@ def _write_oracle_head(path: Path) -> Path:
         "max_position_embeddings": 256,
         "rope_theta": 10000.0,
         "vocab_size": vocab,
-        "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(ORACLE_IDS)},
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(ids)},
     }
     fc = torch.zeros(hidden, DIGITS * hidden)
     for j in range(DIGITS):
@@ -218,7 +235,8 @@ def _write_oracle_head(path: Path) -> Path:
 def _oracle_head_layer() -> dict[str, torch.Tensor]:
     hidden, vocab, width, prefix = ORACLE_HIDDEN, ORACLE_VOCAB, 32, "midlayer."
     query = torch.zeros(width, 2 * hidden)
-    query[:, hidden + CONST] = 10.0  # constant queries and keys: under rotation a row sees practically only itself
+    # Queries and keys are constant, whatever the features: under rotation a row sees practically only itself.
+    query[:, :vocab] = 5.0
     value, output = torch.zeros(width, 2 * hidden), torch.zeros(hidden, width)
     for token in range(vocab):
         for column in digit_columns(token, SEEN):

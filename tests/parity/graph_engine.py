@@ -7,6 +7,7 @@ from baton.engine.attention import PagedAttention
 from baton.engine.fixed_rows import FixedRows
 from baton.engine.graph_set import GraphSet
 from baton.engine.graphs.arena import ArenaMemory
+from baton.engine.graphs.backend import GraphBackend
 from baton.engine.graphs.family import GraphFamily
 from baton.engine.graphs.inventory import GraphKind
 from baton.engine.graphs.tape import KeptMemory, TapeBackend, TapeMemory
@@ -47,10 +48,12 @@ def capture(
     max_batch: int = MAX_BATCH,
     max_tokens: int = MAX_TOKENS,
     as_one_break: bool = False,
+    backend: GraphBackend | None = None,
 ) -> GraphSet:
-    """Every kind of graph at once, as no single role has them; `num_rows` stands for a chain's `shapes`."""
+    """Every kind of graph at once, as no single role has them; `num_rows` stands for a chain's `shapes`, a tape in `memory`
+    for `backend`."""
     shapes = shapes or [DraftShape.of(num_rows - 1)]
-    backend = TapeBackend(memory or KeptMemory())
+    backend = backend or TapeBackend(memory or KeptMemory())
     graphs = GraphSet(backend, at(Phase.POOLS_ALLOCATED), as_one_break=as_one_break)
     graphs.capture_prefill(runner, max_tokens)
     graphs.capture_decode(runner, max_batch, shapes, max_context)
@@ -65,6 +68,9 @@ def with_graphs(
     kinds: set[GraphKind] | None = None,
     *,
     as_one_break: bool = False,
+    backend: GraphBackend | None = None,
+    max_batch: int = MAX_BATCH,
+    max_tokens: int = MAX_TOKENS,
 ) -> GraphSet:
     """Graphs for `engine`, of which `kinds` run; every static buffer is poisoned before each step."""
     policy, shape = engine.decoder.policy, engine.decoder.shape if engine.drafter is not None else PLAIN
@@ -74,10 +80,12 @@ def with_graphs(
         memory=memory,
         shapes=[shape] if policy is None else policy.shapes[::-1],
         max_context=engine.max_context,
+        max_batch=max_batch,
+        max_tokens=max_tokens,
         as_one_break=as_one_break,
+        backend=backend,
     )
-    for family in families(engine):
-        family.is_enabled = kinds is None or family.kind in kinds
+    enable(engine, kinds)
     step = engine.decoder.step
 
     def poisoned_step(requests: list[Request]) -> object:
@@ -86,6 +94,12 @@ def with_graphs(
 
     engine.decoder.step = poisoned_step
     return graphs
+
+
+def enable(engine: Engine, kinds: set[GraphKind] | None) -> None:
+    """Let the graphs of `kinds` run, or all."""
+    for family in families(engine):
+        family.is_enabled = kinds is None or family.kind in kinds
 
 
 def families(engine: Engine) -> list[GraphFamily]:

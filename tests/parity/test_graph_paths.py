@@ -1,33 +1,21 @@
-"""Full graphs, breakable graphs and eager forwards give the same tokens, hidden rows and KV.
+"""What the matrix of paths holds fixed: sampled requests, any number of steps, paths that change, requests that end apart.
 
 Batches have one request, as many as a bucket and one more or less, and more than the largest; prompts likewise. Static
 inputs are poisoned before every step, and what graphs have given back to their arena too.
 """
 
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 from baton.engine.sampling_params import SamplingParams
 from baton.tests.parity.eagle3_engine import Engine
-from baton.tests.parity.eagle3_toys import head_config, head_tensors, write_head
-from baton.tests.parity.graph_engine import BREAKABLE, FULL, MAX_TOKENS, arena, families, kv_of, uses_kernels, with_graphs
+from baton.tests.parity.graph_engine import MAX_TOKENS, arena, families, kv_of, uses_kernels, with_graphs
 from baton.tests.parity.toy_engine import random_ids
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-AUX_IDS = {"default": (1, 5, 8), "custom": (2, 3, 7), "unsorted": (8, 1, 5), "last layer": (0, 5, 11)}
 LENGTHS = (1, 7, 8, 9, MAX_TOKENS - 1, MAX_TOKENS, MAX_TOKENS + 1, 40)
 BATCHES = (1, 2, 3, 4, 5)
-
-
-@pytest.fixture(scope="module")
-def head_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    def written(name: str) -> Path:
-        return write_head(tmp_path_factory.mktemp("head"), head_config(2, AUX_IDS[name]), head_tensors())
-
-    return written
 
 
 def greedy(max_new_tokens: int = 9) -> SamplingParams:
@@ -53,31 +41,6 @@ def assert_same(eager: Engine, graphed: Engine, vocab_size: int = 256, params: l
         torch.testing.assert_close(kv[1], kv[0], atol=2e-4, rtol=1e-4)
     assert [r.accept_lens for r in eager.results] == [r.accept_lens for r in graphed.results]
     assert [r.drafted for r in eager.results] == [r.drafted for r in graphed.results]
-
-
-PATHS = {"all": None, "full": FULL, "breakable": BREAKABLE}
-CASES = [
-    pytest.param(ids, kinds, id=f"{ids}-{name}", marks=[] if kinds is None or ids == "unsorted" else [pytest.mark.slow])
-    for ids in AUX_IDS
-    for name, kinds in PATHS.items()
-]
-
-
-@pytest.mark.parametrize(("ids", "kinds"), CASES)
-def test_every_path_gives_the_same_tokens_and_kv(target, head_of, ids, kinds):
-    path = head_of(ids)
-    eager, graphed = Engine(target, path), Engine(target, path)
-    graphs = with_graphs(graphed, arena() if kinds is None else None, kinds)
-    assert_same(eager, graphed)
-    paths = {result.path for result in graphed.results}
-    assert paths == ({"eager"} if kinds == BREAKABLE else {"graph", "eager"}), "a batch of five is above the largest"
-    counters = graphs.counters()
-    for family in families(graphed):
-        name, expected = family.kind.value, kinds is None or family.kind in kinds
-        assert (counters.get(f"graph_replays_{name}", 0) > 0) is expected, counters
-        reason = ("tokens_over_max" if family.kind in BREAKABLE else "batch_over_planned") if expected else "disabled"
-        if name != "draft_prefill" or not expected:  # its chunks of seven tokens fit
-            assert counters[f"graph_fallback_{name}_{reason}"] > 0, counters
 
 
 def test_no_drafter_decodes_one_row_per_request_as_a_graph(target):
@@ -110,19 +73,6 @@ def test_any_number_of_draft_steps(target, head, steps):
     assert_same(eager, graphed)
 
 
-def test_the_oracle_is_believed_in_full_on_every_path(oracle):
-    """The oracle's drafts are right exactly when the right layers, in their order, reach the draft."""
-    for kinds in (None, FULL, BREAKABLE):
-        engine = Engine(*oracle)
-        with_graphs(engine, arena(), kinds)
-        engine.generate([[1, 2, 3], [9], list(range(30))], greedy(40))
-        assert set(engine.accept_lens) == {1 + engine.steps}
-    engine = Engine(*oracle, aux_ids=(1, 3, 6))
-    with_graphs(engine, arena())
-    engine.generate([[1, 2, 3], [9]], greedy(20))
-    assert set(engine.accept_lens) == {1}
-
-
 def test_m4_1_many_tokens_with_requests_that_end_at_different_times(oracle):
     eager, graphed = Engine(*oracle), Engine(*oracle)
     with_graphs(graphed, arena())
@@ -135,9 +85,8 @@ def test_m4_1_many_tokens_with_requests_that_end_at_different_times(oracle):
     assert {r.path for r in graphed.results} == {"graph", "eager"}
 
 
-def test_m4_6_graph_and_eager_steps_in_turn_equal_eager_alone(target, head_of):
-    path = head_of("unsorted")
-    eager, graphed = Engine(target, path), Engine(target, path)
+def test_m4_6_graph_and_eager_steps_in_turn_equal_eager_alone(target, head):
+    eager, graphed = Engine(target, head), Engine(target, head)
     with_graphs(graphed, arena())
     step, turn = graphed.decoder.step, 0
 
@@ -152,9 +101,8 @@ def test_m4_6_graph_and_eager_steps_in_turn_equal_eager_alone(target, head_of):
     assert_same(eager, graphed)
 
 
-def test_run_as_one_break_the_same_graphs_run_eagerly(target, head_of):
-    path = head_of("custom")
-    eager, graphed = Engine(target, path), Engine(target, path)
+def test_run_as_one_break_the_same_graphs_run_eagerly(target, head):
+    eager, graphed = Engine(target, head), Engine(target, head)
     graphs = with_graphs(graphed, as_one_break=True)
     assert {kind.num_breaks for kind in graphs.pool.report().kinds} == {1}
     assert_same(eager, graphed)
