@@ -84,6 +84,11 @@ class LinkMachine:
         return self.connected and self._is_introduced and not self._is_doubted and not self._lost
 
     @property
+    def next_hello(self) -> float:
+        """When `advance` will ask for the next Hello, unless something is heard before."""
+        return self._next_hello
+
+    @property
     def is_lost(self) -> bool:
         """Whether a loss waits to be reported by `advance`."""
         return bool(self._lost)
@@ -191,6 +196,11 @@ class LinkQueues(ABC):
     def num_waiting(self) -> int:
         """Messages that wait to be sent."""
         return len(self._outbox)
+
+    @property
+    def next_deadline(self) -> float:
+        """When `tick` must be called at the latest: a Hello is due, and what could not be sent waits for its answer."""
+        return self._machine.next_hello
 
     @property
     def connected(self) -> bool:

@@ -246,12 +246,13 @@ class Failed(Message, frozen=True, kw_only=True):
 
 
 class Gone(Message, frozen=True, kw_only=True):
-    """The answer to Cancel, also for unknown rooms: nothing of the room will be computed here any more.
+    """The answer to Cancel, also for unknown rooms: nothing of its attempts up to `epoch` is computed or held here any more.
 
     `timeline` is what decode spent on the room until then, None where it held no room.
     """
 
     room: Id
+    epoch: Count
     instance: Id
     timeline: DecodeTimeline | None = None
 
@@ -316,9 +317,12 @@ class Prefill(Message, frozen=True, kw_only=True):
 
 
 class Cancel(Message, frozen=True, kw_only=True):
-    """To either: legal in every state, idempotent, answered with Gone."""
+    """To either: end every attempt up to `epoch`, also one whose order is still under way. Legal in every state, idempotent,
+    answered with Gone, and repeated until it is.
+    """
 
     room: Id
+    epoch: Count
     instance: Id
 
 

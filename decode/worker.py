@@ -108,8 +108,8 @@ class DecodeWorker:
         match event:
             case Reserve():
                 self._reserve(event, now)
-            case Cancel(room=room):
-                self._cancel(room)
+            case Cancel(room=room, epoch=epoch):
+                self._cancel(room, epoch)
             case Landed(room=room, epoch=epoch, tokens=tokens):
                 self._on_landed(room, epoch, tokens)
             case Complete():
@@ -215,15 +215,15 @@ class DecodeWorker:
             peer_instance=message.prefill_instance,
         )
 
-    def _cancel(self, room_id: str) -> None:
-        """Gone answers when the pages of every attempt are free; at once when nothing of the room is here."""
-        attempts = self.queues.attempts(room_id)
+    def _cancel(self, room_id: str, epoch: int) -> None:
+        """Gone answers when the pages of every attempt up to `epoch` are free; at once when none is here."""
+        attempts = self.queues.cancel(room_id, epoch)
         for room in attempts:
             self._counters["cancelled"] += room.state is not RoomState.CLOSING
-            room.owes_gone = room is attempts[-1]
+            room.gone_epoch = max(room.gone_epoch, epoch)
             self._give_up(room, "cancelled")
         if not attempts:
-            self._send(Gone(room=room_id, instance=self.instance))
+            self._send(Gone(room=room_id, epoch=epoch, instance=self.instance))
 
     def _on_landed(self, room_id: str, epoch: int, tokens: int) -> None:
         room = self.queues.get(room_id, epoch)
@@ -321,9 +321,9 @@ class DecodeWorker:
         request.pages = []
         room.features = None
         self.queues.remove(room)
-        if room.owes_gone:
+        if room.gone_epoch >= 0 and not self.queues.up_to(request.room, room.gone_epoch):
             timeline = room.timeline(self._clock())
-            self._send(Gone(room=request.room, instance=self.instance, timeline=timeline))
+            self._send(Gone(room=request.room, epoch=room.gone_epoch, instance=self.instance, timeline=timeline))
 
     # --- one step -----------------------------------------------------------------------------------------------------
 

@@ -232,8 +232,8 @@ class WorkerLink:
     def _turn(self, work: LinkWork, control: ControlLink, transport: PollableTransport) -> None:
         """Wait for the earliest of: a message, a block, a command, a deadline. Then do what is due."""
         self._turned_at = now = time.monotonic()
-        deadline = transport.next_deadline(now)
-        wait = IDLE_WAIT_S if deadline is None else min(IDLE_WAIT_S, max(0.0, deadline - now))
+        deadlines = (now + IDLE_WAIT_S, control.next_deadline, transport.next_deadline(now))
+        wait = max(0.0, min(at for at in deadlines if at is not None) - now)
         is_behind = self._inbox.qsize() >= INBOX_LIMIT  # then the router's messages wait in its own bounded queue
         self._poller_for([*transport.pollables(), *([] if is_behind else [control.socket])]).poll(
             int(wait * 1000) + (wait > 0)

@@ -301,7 +301,7 @@ class ReceiverSession:
             room.first_token = announce.first_token
         if is_news or not room.in_flight:
             room.lease.renew(now)  # with nothing to pull, a peer that knows the room is progress enough
-        room.heard_at = now
+            room.heard_at = now  # else a reminder would keep overdue blocks from being asked for
         return [*self._finish_if_complete(room, now), *pair.fill(now)]
 
     def _answer_stranger(self, pair: Pair, message: Announce | Abort, room: ReceiverRoom | None) -> list[Effect]:

@@ -63,8 +63,19 @@ class RoomTable(Generic[R]):
 
     def remove(self, room: R) -> None:
         del self._rooms[room.key]
-        name, epoch = room.key
-        self._closed[name] = max(epoch, self._closed.pop(name, epoch))
+        self._remember(*room.key)
+
+    def cancel(self, room: str, epoch: int) -> list[R]:
+        """The attempts up to `epoch` that are here, oldest first; an order for one that comes later begins nothing."""
+        self._remember(room, epoch)
+        return self.up_to(room, epoch)
+
+    def up_to(self, room: str, epoch: int) -> list[R]:
+        """The attempts of the room up to `epoch` that are here."""
+        return [found for found in self.attempts(room) if found.key[1] <= epoch]
+
+    def _remember(self, room: str, epoch: int) -> None:
+        self._closed[room] = max(epoch, self._closed.pop(room, epoch))
         if len(self._closed) > MAX_CLOSED:
             self._closed.popitem(last=False)
 

@@ -148,7 +148,7 @@ class SenderSession:
         known.tokens_ready = tokens_ready
         known.first_token = first_token
         known.lease.renew(now)
-        return [self._announce(known)] if known.state is SenderState.ATTACHED else []
+        return [self._announce(known, now)] if known.state is SenderState.ATTACHED else []
 
     def release(self, room: str, epoch: int, reason: str, now: float) -> list[Effect]:
         """Gives an attempt up without an event, also one that was not offered yet."""
@@ -215,11 +215,13 @@ class SenderSession:
         self._peers.pop(peer, None)
 
     def tick(self, now: float) -> list[Effect]:
-        """Ends what is overdue."""
+        """Ends what is overdue and says again what nobody answered."""
         effects: list[Effect] = []
         for known in list(self._rooms.values()):
             if known.waits_for_decode and known.lease.is_over(now):
                 effects += self._drop(known, f"no progress for {self._lease_s:g} s", now)
+            elif known.remind_at is not None and now >= known.remind_at:
+                effects.append(self._announce(known, now))
         while self._early:
             room, early = next(iter(self._early.items()))
             if early.expires_at > now:
@@ -231,6 +233,7 @@ class SenderSession:
     def next_deadline(self) -> float | None:
         """When `tick` has something to do, unless something happens before."""
         times = [room.lease.ends_at for room in self._rooms.values() if room.waits_for_decode]
+        times += [room.remind_at for room in self._rooms.values() if room.remind_at is not None]
         if self._early:
             times.append(next(iter(self._early.values())).expires_at)
         return min(times, default=None)
@@ -276,7 +279,7 @@ class SenderSession:
             known.sealer = Sealer(self._random_bytes(KEY_BYTES)) if is_sealed else None
         known.peer, known.peer_instance, known.stream = peer, attach.instance, stream
         known.move(SenderState.ATTACHED)
-        return [self._announce(known)]
+        return [self._announce(known, now)]
 
     def _keep_early(self, peer: Peer, attach: Attach, now: float) -> list[Effect]:
         stone = self._tombstones.find(attach.room, attach.epoch)
@@ -326,6 +329,7 @@ class SenderSession:
             self.counters.unexpected += 1
             return []
         known.lease.renew(now)
+        known.quiet_since = now
         known.num_pulled = max(known.num_pulled, pull.block + 1)
         skipped = stream.have // self.layout.wire.page_size
         block = SendBlock(
@@ -341,7 +345,8 @@ class SenderSession:
         )
         return [block]
 
-    def _announce(self, known: SenderRoom) -> Send:
+    def _announce(self, known: SenderRoom, now: float) -> Send:
+        known.quiet_since = now
         return Send(
             known.peer,
             Announce(

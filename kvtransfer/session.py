@@ -18,6 +18,7 @@ from .seal import Opener, Sealer
 from .transport import Offer, PullRequest, TransportEvent
 
 LEASE_S = 5.0
+REMIND_S = 0.3
 SILENCE_S = 1.0
 WINDOW = 6
 MAX_REPULLS = 2
@@ -133,6 +134,7 @@ class SenderRoom:
     tokens_ready: int = 0
     first_token: int | None = None
     num_pulled: int = 0  # 1 + the highest block that was pulled
+    quiet_since: float = 0.0  # when decode was last heard or told about this room
     sealer: Sealer | None = None  # a new one whenever the Attach changes the stream
 
     def __repr__(self) -> str:
@@ -151,6 +153,11 @@ class SenderRoom:
         if self.stream is None:
             return self.tokens_ready > 0
         return self.stream.ready_blocks(self.tokens_ready) > self.num_pulled
+
+    @property
+    def remind_at(self) -> float | None:
+        """When to announce the end again: the last word of decode, a Release say, may be lost."""
+        return self.quiet_since + REMIND_S if self.state is SenderState.ATTACHED and self.is_final else None
 
     def move(self, state: SenderState) -> None:
         assert state in SENDER_TRANSITIONS[self.state], f"{self.state} -> {state}"

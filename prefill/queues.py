@@ -28,7 +28,7 @@ class Room:
     cached_tokens: int = 0
     chunks: int = 0
 
-    owes_gone: bool = False  # a Cancel waits for this attempt's pages
+    gone_epoch: int = -1  # of the Cancel that waits for this attempt's pages; -1: none does
     is_tainted: bool = False  # its KV must not be reused
 
     @property

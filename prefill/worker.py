@@ -107,8 +107,8 @@ class PrefillWorker:
         match event:
             case Prefill():
                 self._accept(event, now)
-            case Cancel(room=room):
-                self._cancel(room)
+            case Cancel(room=room, epoch=epoch):
+                self._cancel(room, epoch)
             case Released(room=room, epoch=epoch):
                 self._on_end(room, epoch, "handed_off")
             case Dropped(room=room, epoch=epoch, reason=reason):
@@ -210,15 +210,15 @@ class PrefillWorker:
             return f"{self.queues.max_queue} prompts are waiting already", RETRY_AFTER_MS
         return "", 0
 
-    def _cancel(self, room_id: str) -> None:
-        """Gone answers when the pages of every attempt are free; at once when nothing of the room is here."""
-        attempts = self.queues.attempts(room_id)
+    def _cancel(self, room_id: str, epoch: int) -> None:
+        """Gone answers when the pages of every attempt up to `epoch` are free; at once when none is here."""
+        attempts = self.queues.cancel(room_id, epoch)
         for room in attempts:
             self._counters["cancelled"] += room.state is not RoomState.CLOSING
-            room.owes_gone = room is attempts[-1]
+            room.gone_epoch = max(room.gone_epoch, epoch)
             self._give_up(room, "cancelled")
         if not attempts:
-            self._send(Gone(room=room_id, instance=self.instance))
+            self._send(Gone(room=room_id, epoch=epoch, instance=self.instance))
 
     def _fail(self, room: Room, kind: str, message: str, *, retryable: bool) -> None:
         request = room.request
@@ -274,8 +274,8 @@ class PrefillWorker:
         self.engine.cache.allocator.release(request.pages)
         request.pages = []
         self.queues.remove(room)
-        if room.owes_gone:
-            self._send(Gone(room=request.room, instance=self.instance))
+        if room.gone_epoch >= 0 and not self.queues.up_to(request.room, room.gone_epoch):
+            self._send(Gone(room=request.room, epoch=room.gone_epoch, instance=self.instance))
 
     # --- one step -----------------------------------------------------------------------------------------------------
 

@@ -213,14 +213,14 @@ class Dispatcher:
         self.events["orphan_message"] += 1
         is_active = isinstance(event, (Reserved, FirstToken, TokenItem))
         if is_active and self._orphans.is_new(room, worker.instance):
-            self._postbox.post(worker, Cancel(room=room, instance=worker.instance), now)
+            self._postbox.post(worker, Cancel(room=room, epoch=event.epoch, instance=worker.instance), now)
 
     def lose(self, workers: Sequence[Worker]) -> None:
         """Forgets workers, then settles their rooms: none goes from one lost worker to the next."""
         now = self._clock()
         lost = [(worker, worker.unreachable_since) for worker in workers]
         for worker in workers:
-            self._reception.farewell(worker, [entry.room.room for entry in self._rooms_of(worker)], now)
+            self._reception.farewell(worker, [(entry.room.room, entry.room.epoch) for entry in self._rooms_of(worker)], now)
         for worker, since in lost:
             self._settle_rooms_of(worker, now, is_dead=not worker.is_draining, unreachable_since=since)
         self._check_queue(now)

@@ -11,19 +11,19 @@ class Leftovers:
     """By instance, and for one generation of it: a worker that gave the router up too has dropped them itself."""
 
     def __init__(self) -> None:
-        self._rooms: dict[str, tuple[int, tuple[str, ...]]] = {}
+        self._rooms: dict[str, tuple[int, tuple[tuple[str, int], ...]]] = {}
 
     def __repr__(self) -> str:
         return f"Leftovers({len(self._rooms)} workers)"
 
-    def keep(self, instance: str, generation: int, rooms: Sequence[str]) -> None:
-        """Remembers the rooms of a worker that was given up."""
+    def keep(self, instance: str, generation: int, rooms: Sequence[tuple[str, int]]) -> None:
+        """Remembers the rooms of a worker that was given up, each with its newest epoch."""
         if rooms:
             self._rooms[instance] = generation, tuple(rooms)
         while len(self._rooms) > MAX_WORKERS:
             self._rooms.pop(next(iter(self._rooms)))
 
-    def take(self, instance: str, generation: int) -> tuple[str, ...]:
+    def take(self, instance: str, generation: int) -> tuple[tuple[str, int], ...]:
         """What a worker that comes back as `generation` must be told to drop; once."""
         kept, rooms = self._rooms.pop(instance, (generation, ()))
         return rooms if kept == generation else ()

@@ -44,8 +44,8 @@ class Reception:
         if has_dropped_all:
             worker.forget_rooms()
         self._postbox.post(worker, answer, now)
-        for room in self._leftovers.take(message.instance, message.generation):
-            self._postbox.post(worker, Cancel(room=room, instance=worker.instance), now)
+        for room, epoch in self._leftovers.take(message.instance, message.generation):
+            self._postbox.post(worker, Cancel(room=room, epoch=epoch, instance=worker.instance), now)
         if has_dropped_all:
             logger.warning("worker dropped its rooms", extra=fields(role=worker.role, instance=worker.instance))
             self._events["worker_dropped_rooms"] += 1
@@ -53,16 +53,16 @@ class Reception:
         self._postbox.flush(worker, now)
         return None
 
-    def farewell(self, worker: Worker, rooms: Sequence[str], now: float) -> None:
-        """Forgets a worker. If it is only slow, it shall not go on working on `rooms` for nobody, now or when it is back."""
+    def farewell(self, worker: Worker, rooms: Sequence[tuple[str, int]], now: float) -> None:
+        """Forgets a worker. If it is only slow, it shall not go on working on `rooms` (name and newest epoch) for nobody."""
         reason = "silent" if worker.unreachable_since is None else "unreachable"
         if worker.is_draining and not rooms:
             logger.info("worker left", extra=fields(role=worker.role, instance=worker.instance))
         else:
             logger.warning("worker lost", extra=fields(role=worker.role, instance=worker.instance, reason=reason))
             self._events["worker_lost"] += 1
-        for room in rooms:
-            self._postbox.post(worker, Cancel(room=room, instance=worker.instance), now)
+        for room, epoch in rooms:
+            self._postbox.post(worker, Cancel(room=room, epoch=epoch, instance=worker.instance), now)
         self._leftovers.keep(worker.instance, worker.hello.generation, rooms)  # it may not have heard
         self._registry.remove(worker.instance)
 

@@ -1,4 +1,4 @@
-"""What a room is made of: its phases, its attempt, the workers that may hold something of it, and its moments."""
+"""What a room is made of: its phases, its attempt, and its moments."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -42,15 +42,6 @@ class Phase(Enum):
     STREAMING = "streaming"
     CLOSING = "closing"
     CLOSED = "closed"
-
-
-@dataclass
-class Hold:
-    """A worker that may hold something of an attempt."""
-
-    instance: str
-    epoch: int
-    cancelled_at: float | None = None
 
 
 @dataclass

@@ -21,7 +21,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ..cluster.messages import (
-    Cancel,
     DecodeTimeline,
     Failed,
     Finished,
@@ -33,9 +32,10 @@ from ..cluster.messages import (
     Sampling,
     TokenItem,
 )
+from .holds import Holds
 from .retries import MAX_ATTEMPTS
 from .room_effects import Broken, Closed, Deliver, Effect, Ended, Freed, Judged, Pair, Requeued, Send, Settled, Timeouts
-from .room_parts import PEER_LOST, SCORING, Attempt, Hold, Phase, RoomEvent, Stamps, summed
+from .room_parts import PEER_LOST, SCORING, Attempt, Phase, RoomEvent, Stamps, summed
 from .suspicion import MAX_DEATHS, Suspicion
 
 DEADLINE_EXCEEDED = "DeadlineExceeded"  # also the kind of a worker's Failed
@@ -69,13 +69,12 @@ class Room:
         self._num_failed = 0
         self.suspicion = Suspicion()
         self._progress_at = self.created
-        self._holds: list[Hold] = []
+        self._holds = Holds(self.room)
         self._settle_by: float | None = None  # until then decode's account of a stopped room is awaited
         self._attempt: Attempt | None = None
 
     def __repr__(self) -> str:
-        held = ",".join(hold.instance[:6] for hold in self._holds)
-        return f"Room({self.room[:8]} {self.phase.value} epoch={self.epoch} out={self.num_output} held=[{held}])"
+        return f"Room({self.room[:8]} {self.phase.value} epoch={self.epoch} out={self.num_output} held=[{self._holds}])"
 
     @property
     def is_live(self) -> bool:
@@ -114,7 +113,7 @@ class Room:
     @property
     def instances(self) -> set[str]:
         """The workers that may hold something of this room."""
-        return {hold.instance for hold in self._holds}
+        return self._holds.instances
 
     # --- commands -----------------------------------------------------------------------------------------------------
 
@@ -125,7 +124,7 @@ class Room:
         self._attempt = Attempt(pair=pair, epoch=self.epoch, placed_at=now, num_before=self.num_output)
         self.phase = Phase.PREFILLING
         self._progress_at = now
-        self._holds += [Hold(instance, self.epoch) for instance in pair.instances]
+        self._holds.add(pair.instances, self.epoch)
         deadline_ms = 0 if self.deadline is None else max(1, int((self.deadline - now) * 1000))
         orders = self._attempt.orders(self.room, self.prompt_ids, self.output_ids, self.sampling, deadline_ms)
         return [Send(order.instance, order) for order in orders]
@@ -139,7 +138,7 @@ class Room:
         if not self.is_live:
             return []
         attempt = self._attempt
-        if attempt is not None and any(h.instance == attempt.pair.decode and h.epoch == self.epoch for h in self._holds):
+        if attempt is not None and self._holds.has(attempt.pair.decode, self.epoch):
             self._settle_by = now + self.timeouts.accounts_s
             return self._close(now)
         return [Settled(), *self._close(now)]
@@ -155,16 +154,14 @@ class Room:
 
         A worker that could not be reached since before the attempt never had the request: not the request's doing.
         """
-        lost = [hold for hold in self._holds if hold.instance == instance]
-        effects: list[Effect] = [Freed(hold.instance, hold.epoch) for hold in lost]
-        self._holds = [hold for hold in self._holds if hold.instance != instance]
+        effects, epochs = self._holds.lose(instance)
         attempt = self._attempt
         if is_dead:
             self.suspicion.lost(instance, unreachable_since)
         if self.phase is Phase.CLOSING:
             settled = self._settle() if attempt is not None and instance == attempt.pair.decode else []
             return effects + settled + self._maybe_closed()
-        if attempt is None or not any(hold.epoch == self.epoch for hold in lost):
+        if attempt is None or self.epoch not in epochs:
             return effects + (self._quarantine(now) if self.phase is Phase.QUEUED else [])
         # With token 1 here, prefill has done its part as far as the router can see; decode tells if the hand-off fails.
         if instance == attempt.pair.decode or not attempt.has_first:
@@ -176,11 +173,7 @@ class Room:
 
     def tick(self, now: float) -> list[Effect]:
         """Ends what has made no progress for too long."""
-        effects: list[Effect] = []
-        for hold in [h for h in self._holds if h.cancelled_at is not None]:
-            if now - (hold.cancelled_at or 0.0) > self.timeouts.gone_s:  # the worker's own lease frees it
-                self._holds.remove(hold)
-                effects.append(Freed(hold.instance, hold.epoch))
+        effects = self._holds.tick(now, self.timeouts.gone_s)
         if self.phase is Phase.CLOSING:
             is_late = self._settle_by is not None and now >= self._settle_by
             return effects + (self._settle() if is_late else []) + self._maybe_closed()
@@ -218,7 +211,7 @@ class Room:
         return self._advance(attempt, now)
 
     def _on_refused(self, attempt: Attempt, message: Refused, now: float) -> list[Effect]:
-        effects = self._drop_hold(message.instance)
+        effects = self._holds.drop(message.instance, self.epoch)
         if self.phase is Phase.STREAMING:  # decode reserved first: too late to refuse
             return effects + self._attempt_failed("Refused", message.reason, False, now)
         if message.retry_after_ms == 0:
@@ -249,7 +242,7 @@ class Room:
     def _on_finished(self, attempt: Attempt, message: Finished, now: float) -> list[Effect]:
         self._progress_at = now
         if message.output_tokens == 0:
-            return [Ended(message.reason), *self._drop_hold(message.instance), *self._close(now)]
+            return [Ended(message.reason), *self._holds.drop(message.instance, self.epoch), *self._close(now)]
         if attempt.finished is not None:
             self.num_stale += 1
             return []
@@ -262,20 +255,19 @@ class Room:
     def _on_failed(self, attempt: Attempt, message: Failed, now: float) -> list[Effect]:
         effects: list[Effect] = []
         if message.kind == DRAINING and self.num_output < self.sampling.max_new_tokens:
-            return self._drop_hold(message.instance) + self._requeue(Requeued(now), now)
+            return self._holds.drop(message.instance, self.epoch) + self._requeue(Requeued(now), now)
         if message.kind != DEADLINE_EXCEEDED:
             effects += self._blame(*attempt.at_fault(message))
         if message.kind == PEER_LOST:
             self.suspicion.suspect(attempt.at_fault(message), attempt.placed_at)
-        effects += self._drop_hold(message.instance)
+        effects += self._holds.drop(message.instance, self.epoch)
         is_retryable = message.retryable and message.kind != DEADLINE_EXCEEDED
         return effects + self._attempt_failed(message.kind, message.message, is_retryable, now)
 
     def _on_gone(self, message: Gone, instance: str) -> list[Effect]:
-        gone = [hold for hold in self._holds if hold.instance == instance and hold.cancelled_at is not None]
-        self._holds = [hold for hold in self._holds if hold not in gone]
+        gone = self._holds.gone(instance, message.epoch)
         self.suspicion.answered(instance)
-        effects: list[Effect] = [Freed(hold.instance, hold.epoch) for hold in gone]
+        effects = list(gone)
         if gone and message.timeline is not None:
             self.decode_timeline = summed(self.decode_timeline, message.timeline)
         if gone and self._attempt is not None and instance == self._attempt.pair.decode:
@@ -315,8 +307,7 @@ class Room:
         finished = attempt.finished
         if finished is None or self.phase is not Phase.STREAMING or not attempt.is_complete:
             return []
-        freed: list[Effect] = [Freed(hold.instance, hold.epoch) for hold in self._holds if hold.epoch == self.epoch]
-        self._holds = [hold for hold in self._holds if hold.epoch != self.epoch]  # decode had released prefill before
+        freed = self._holds.finish(self.epoch)  # decode had released prefill before
         done = Judged(attempt.pair.decode, self.epoch, True)
         return [Ended(finished.reason), done, *freed, *self._close(now)]
 
@@ -343,7 +334,7 @@ class Room:
         return self.give_up(QUARANTINED, message, now) if self.suspicion.is_proven else []
 
     def _requeue(self, effect: Requeued, now: float) -> list[Effect]:
-        effects = self._cancel_holds(now)
+        effects = self._holds.cancel(now)
         self.phase = Phase.QUEUED
         self._attempt = None
         return [*effects, effect]
@@ -356,20 +347,7 @@ class Room:
     def _close(self, now: float) -> list[Effect]:
         self.stamps.ended = now
         self.phase = Phase.CLOSING
-        return self._cancel_holds(now) + self._maybe_closed()
-
-    def _cancel_holds(self, now: float) -> list[Effect]:
-        effects: list[Effect] = []
-        for hold in self._holds:
-            if hold.cancelled_at is None:
-                hold.cancelled_at = now
-                effects.append(Send(hold.instance, Cancel(room=self.room, instance=hold.instance)))
-        return effects
-
-    def _drop_hold(self, instance: str) -> list[Effect]:
-        """The worker itself said that it holds nothing of the current attempt."""
-        self._holds = [h for h in self._holds if not (h.instance == instance and h.epoch == self.epoch)]
-        return [Freed(instance, self.epoch)]
+        return self._holds.cancel(now) + self._maybe_closed()
 
     def _maybe_closed(self) -> list[Effect]:
         if self._holds:
@@ -386,7 +364,7 @@ class Room:
         assert (self.phase is Phase.STREAMING) == has_tokens or not self.is_live, self
         assert attempt is None or self.num_output == attempt.num_before + attempt.num_output, self
         assert self.is_settling <= (self.phase is Phase.CLOSING), self
-        assert (self.phase is Phase.CLOSING) <= all(hold.cancelled_at is not None for hold in self._holds), self
+        assert (self.phase is Phase.CLOSING) <= self._holds.are_cancelled, self
 
 
 _HANDLERS: dict[type, Callable[..., list[Effect]]] = {

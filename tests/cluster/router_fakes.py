@@ -170,7 +170,7 @@ class Script:
                 )
             )
         elif isinstance(message, Cancel):
-            worker.send(Gone(room=message.room, instance=worker.instance))
+            worker.send(Gone(room=message.room, epoch=message.epoch, instance=worker.instance))
 
     def decode(self, worker, message):
         if isinstance(message, Reserve):
@@ -178,7 +178,7 @@ class Script:
             if not self.holds.is_set():
                 self.stream(worker, message)
         elif isinstance(message, Cancel):
-            worker.send(Gone(room=message.room, instance=worker.instance))
+            worker.send(Gone(room=message.room, epoch=message.epoch, instance=worker.instance))
 
     def stream(self, worker, reserve):
         """All tokens after the first, and the end."""

@@ -75,7 +75,7 @@ def test_what_a_stop_string_cut_off_is_accounted_for_by_decodes_last_word(start,
             worker.send(Tokens(instance=worker.instance, items=[item]))
         elif answers:
             account = DecodeTimeline(verify_steps=5, drafted_tokens=15, accepted_tokens=9, handoff_bytes=512)
-            worker.send(Gone(room=message.room, instance=worker.instance, timeline=account))
+            worker.send(Gone(room=message.room, epoch=message.epoch, instance=worker.instance, timeline=account))
 
     decode._script = endless
     began = time.monotonic()

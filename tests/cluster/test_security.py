@@ -139,7 +139,7 @@ def test_a_revoked_key_gets_no_new_connection_and_its_old_one_lives(front, hosts
         remove(hosts.router, read_key(hosts.decode, "decode").public)
         with dealer(front.endpoint, keys) as again:
             assert not say(again, hello("decode"))
-        assert say(worker, Gone(room=ROOM, instance=message.instance))
+        assert say(worker, Gone(room=ROOM, epoch=0, instance=message.instance))
         wait_until(lambda: len(front.heard) == 2, 5, "the old connection is heard")
 
 
@@ -175,7 +175,7 @@ def test_s33_when_the_zap_thread_dies_nobody_new_gets_in_and_who_is_in_stays(fro
             assert front.control.drops["authentication_failures"] == 1
             assert len(lines(caplog, "authentication died")) == 1
             num_heard = len(front.heard)
-            assert say(worker, Gone(room=ROOM, instance=message.instance))
+            assert say(worker, Gone(room=ROOM, epoch=0, instance=message.instance))
             wait_until(lambda: len(front.heard) > num_heard, 5, "the old connection is heard")
     finally:
         if not enforced:
@@ -222,7 +222,7 @@ def test_s31_a_listed_key_that_claims_another_worker_is_not_heard(front, hosts, 
         wait_until(lambda: front.heard, 5, "Hello heard")
         with caplog.at_level(logging.WARNING):
             beat = Heartbeat(instance=victim.instance, stats=WorkerStats(pages_free=1))
-            assert say(impostor, victim, beat, beat, Gone(room=ROOM, instance=victim.instance))
+            assert say(impostor, victim, beat, beat, Gone(room=ROOM, epoch=0, instance=victim.instance))
             wait_until(lambda: front.control.num_denied == 4, 5, "all are denied")
         assert len(front.heard) == 1
         assert len(lines(caplog, "message denied")) == 3, "a line each of Hello, Heartbeat and Gone"
@@ -242,7 +242,7 @@ def test_s31_a_decode_key_cannot_register_as_prefill_or_speak_its_verbs(front, h
         mine = hello("decode")
         token = FirstToken(room=ROOM, epoch=0, instance=mine.instance, token=1)
         lie = hello("prefill")
-        assert say(worker, lie, mine, token, Gone(room=ROOM, instance=mine.instance))
+        assert say(worker, lie, mine, token, Gone(room=ROOM, epoch=0, instance=mine.instance))
         wait_until(lambda: len(front.heard) == 2, 5, "the two that it may say are heard")
         rejected = control_down_decoder().decode(answer(worker))
         assert (type(rejected), rejected.instance) == (Rejected, lie.instance)

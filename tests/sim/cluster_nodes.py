@@ -57,7 +57,7 @@ class RouterProcess(Process):
             max_queue=world.settings.max_queue,
             queue_timeout_s=world.settings.queue_timeout_s,
             request_timeout_s=world.settings.request_timeout_s,
-            timeouts=Timeouts(reserve_s=2.0, first_token_s=4.0, token_s=3.0, gone_s=1.5, pair_s=2.0),
+            timeouts=Timeouts(reserve_s=2.0, first_token_s=4.0, token_s=3.0, gone_s=30.0, pair_s=2.0),
             policy=PairingPolicy(
                 prefill=world.settings.prefill_policy, decode=world.settings.decode_policy,
                 local_prefill_max=world.settings.local_prefill_max, coin=Random(world.rng.getrandbits(64)),
@@ -342,9 +342,10 @@ class WorkerProcess(Process):
             return
         self.link.heartbeat_s = self.control.heartbeat_s
         now = self.clock()
-        deadline = self.transport.next_deadline(now)
+        deadlines = (self.control.next_deadline, self.transport.next_deadline(now))
+        deadline = min(at for at in deadlines if at is not None)
         lazy = IDLE_TURN_S if self.worker.num_rooms or not self.control.connected else LAZY_TURN_S
-        self.wake_link(lazy if deadline is None else min(lazy, max(0.002, deadline - now)))
+        self.wake_link(min(lazy, max(0.002, deadline - now)))
 
     def _run_turn(self, when):
         if not self.is_alive or when != self._turn_at:

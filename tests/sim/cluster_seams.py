@@ -21,10 +21,11 @@ from baton.prefill.queues import RoomState as PrefillState
 from baton.prefill.worker import PrefillWorker
 from baton.router import policy
 from baton.router.dispatch import Dispatcher
+from baton.router.holds import Holds
 from baton.router.reception import Reception
 from baton.router.registry import UNREACHABLE_S, Registry
 from baton.router.retries import RetryBudget
-from baton.router.room_effects import Deliver
+from baton.router.room_effects import Deliver, Freed
 from baton.router.room_parts import Attempt
 from baton.router.rooms import Room
 from baton.tests.sim.cluster_faults import Faults
@@ -58,8 +59,9 @@ def no_tracker():
 def no_lease():
     """Nobody gives up a room in which nothing moves."""
     return patch.object(Lease, "is_over", lambda *_: False), Options(
-        faults=Faults(leave=0.9, control_loss=0.4, kv_loss=0.4), num_clients=12
-    )
+        faults=Faults(kill_at="D send Finished", kill_after=True, kv_loss=0.3, burst=True),  # a lost Release is not repeated
+        settings=Settings(step_s=0.002), num_clients=20,
+    )  # fmt: skip
 
 
 def no_epoch():
@@ -125,12 +127,13 @@ BRIEF = {DecodeState.PREFILLING: "D event Reserve", DecodeState.WARMING: "D even
 
 
 def no_cancel(worker, state):
-    """A Cancel is not heard in one state."""
-    cancel = worker._cancel
+    """A room that a Cancel meets in one state never hears of it, and nobody hears that it is gone."""
+    cancel, unheard = worker._cancel, set()
 
-    def deaf(self, room_id):
-        if not any(room.state is state for room in self.queues.attempts(room_id)):
-            cancel(self, room_id)
+    def deaf(self, room_id, epoch):
+        unheard.update(room.key[0] for room in self.queues.attempts(room_id) if room.state is state)
+        if room_id not in unheard:
+            cancel(self, room_id, epoch)
 
     settings = Settings(
         step_s=0.1, window=6, max_running=6, chunk_size=2 if state is PrefillState.RUNNING else 8,
@@ -146,12 +149,11 @@ def no_cancel(worker, state):
 def no_explicit_cancel():
     """A client that leaves is left to leases: the workers hear nothing of it."""
 
-    def keep_quiet(self, now):
-        for hold in self._holds:
-            hold.cancelled_at = now if hold.cancelled_at is None else hold.cancelled_at
-        return []
+    def keep_quiet(self, hold):
+        hold.num_cancels += 1
+        return Freed(hold.instance, -1)  # an effect that changes nothing
 
-    return patch.object(Room, "_cancel_holds", keep_quiet), Options(faults=Faults(leave=0.9))
+    return patch.object(Holds, "_ask", keep_quiet), Options(faults=Faults(leave=0.9))
 
 
 def free_on_send():

@@ -49,8 +49,8 @@ def talk(seed=0):
 
 
 def of_one_request(heard):
-    """The part from the first Reserve to prefill's and decode's last word on that room, heartbeats left out."""
-    begin = next(i for i, (*_, message, _) in enumerate(heard) if '"Reserve"' in message)
+    """The part from the router's first order to prefill's and decode's last word on that room, heartbeats left out."""
+    begin = next(i for i, (*_, message, _) in enumerate(heard) if '"Reserve"' in message or '"Prefill"' in message)
     room = json.loads(heard[begin][3])["room"]
     last = max(i for i, (*_, message, _) in enumerate(heard) if room in message)
     return [line for line in heard[begin : last + 1] if room in line[3] or '"KV' in line[3]]

@@ -128,8 +128,8 @@ class Pair:
             self.prefill.handle(Prefill(instance=P, **common), self.clock.now)
 
     def cancel(self, room):
-        self.prefill.handle(Cancel(room=room, instance=P), self.clock.now)
-        self.decode.handle(Cancel(room=room, instance=D), self.clock.now)
+        self.prefill.handle(Cancel(room=room, epoch=self.epochs.get(room, 0), instance=P), self.clock.now)
+        self.decode.handle(Cancel(room=room, epoch=self.epochs.get(room, 0), instance=D), self.clock.now)
 
     def turn(self, rng=None):
         """One turn of each loop, in any order, with any part of the network's messages delivered."""
@@ -173,7 +173,7 @@ class Pair:
                         self.tokens[message.room] = [message.token]
                         if message.finish:
                             self.ends[message.room] = message.finish
-                            self.decode.handle(Cancel(room=message.room, instance=D), self.clock.now)
+                            self.decode.handle(Cancel(room=message.room, epoch=message.epoch, instance=D), self.clock.now)
                     case Tokens():
                         for item in message.items:
                             if item.epoch < self.epochs.get(item.room, 0):

@@ -29,7 +29,7 @@ SAMPLES = [
     (control_up_decoder(), m.Heartbeat(instance=ME, stats=m.WorkerStats(pages_free=3, counters={"x": 1.5}))),
     (control_up_decoder(), m.Tokens(instance=ME, items=[m.TokenItem(room=ROOM, epoch=0, seq=1, ids=[5, 6])])),
     (control_up_decoder(), m.FirstToken(room=ROOM, epoch=0, instance=ME, token=9)),
-    (control_down_decoder(), m.Cancel(room=ROOM, instance=ME)),
+    (control_down_decoder(), m.Cancel(room=ROOM, epoch=0, instance=ME)),
     (
         control_down_decoder(),
         m.Prefill(room=ROOM, epoch=2, instance=ME, prompt_ids=[1, 2], sampling=m.Sampling(seed=3), deadline_ms=9),

@@ -91,7 +91,7 @@ def test_welcome_connects_and_only_the_first_is_passed_on():
 def test_a_message_for_another_instance_is_dropped_and_counted():
     machine = LinkMachine(HELLO, 0.0)
     assert not machine.hear(welcome(instance=OTHER))
-    assert not machine.hear(Cancel(room=ROOM, instance=OTHER))
+    assert not machine.hear(Cancel(room=ROOM, epoch=0, instance=OTHER))
     assert machine.num_stale == 2
     assert not machine.connected
 
@@ -173,7 +173,7 @@ def test_a_failed_send_asks_who_is_there_before_anything_else_is_sent():
     machine.doubt()
     assert not machine.can_send
     assert advance(machine, 0.1)[0]
-    machine.hear(Cancel(room=ROOM, instance=ME))  # from the old connection
+    machine.hear(Cancel(room=ROOM, epoch=0, instance=ME))  # from the old connection
     assert not machine.can_send
     assert not machine.hear(welcome())
     assert machine.can_send
@@ -294,23 +294,23 @@ def test_a_worker_joins_and_messages_flow_both_ways(link, router):
     assert messages == [welcome()]
     link.send(Goodbye(instance=ME))
     assert router.next_of(Goodbye).instance == ME
-    router.send(Cancel(room=ROOM, instance=ME))
+    router.send(Cancel(room=ROOM, epoch=0, instance=ME))
     messages, losses = turn(link, lambda messages, _: messages)
-    assert messages == [Cancel(room=ROOM, instance=ME)]
+    assert messages == [Cancel(room=ROOM, epoch=0, instance=ME)]
     assert losses == []
 
 
 def test_nothing_but_hello_leaves_before_welcome_and_only_the_newest_heartbeat_after(link, router):
     for running in range(3):
         link.send(Heartbeat(instance=ME, stats=WorkerStats(running=running)))
-    link.send(Gone(room=ROOM, instance=ME))
+    link.send(Gone(room=ROOM, epoch=0, instance=ME))
     join(link, router)
     rest = []
     while not rest or not isinstance(rest[-1], Gone):
         rest.append(router.next())
     assert [m for m in rest if not isinstance(m, Hello)] == [
         Heartbeat(instance=ME, stats=WorkerStats(running=2)),
-        Gone(room=ROOM, instance=ME),
+        Gone(room=ROOM, epoch=0, instance=ME),
     ]
 
 
@@ -318,10 +318,10 @@ def test_garbage_and_stale_messages_are_counted_and_dropped(link, router):
     join(link, router)
     router.send(b"\xc1 not a message")
     router.send(encode(Goodbye(instance=ME)))  # a worker's message is no router's message
-    router.send(Cancel(room=ROOM, instance=OTHER))
-    router.send(Cancel(room=ROOM, instance=ME))
+    router.send(Cancel(room=ROOM, epoch=0, instance=OTHER))
+    router.send(Cancel(room=ROOM, epoch=0, instance=ME))
     messages, _ = turn(link, lambda messages, _: messages)
-    assert messages == [Cancel(room=ROOM, instance=ME)]
+    assert messages == [Cancel(room=ROOM, epoch=0, instance=ME)]
     assert (link.counters.malformed, link.counters.stale) == (2, 1)
 
 
@@ -329,10 +329,10 @@ def test_a_full_outbox_loses_the_router_instead_of_a_message_in_the_middle(link,
     join(link, router)
     link._machine.doubt()  # nothing leaves any more
     for room in range(OUTBOX_LIMIT):
-        link.send(Gone(room=f"{room:032x}", instance=ME))
+        link.send(Gone(room=f"{room:032x}", epoch=0, instance=ME))
     assert link.tick(time.monotonic()) == ""
     assert link.connected
-    link.send(Gone(room=ROOM, instance=ME))
+    link.send(Gone(room=ROOM, epoch=0, instance=ME))
     assert not link.connected
     assert f"{OUTBOX_LIMIT} wait" in link.tick(time.monotonic())
     assert link.counters.overflowed == OUTBOX_LIMIT + 1
@@ -356,16 +356,16 @@ def test_a_restarted_router_is_joined_and_the_loss_comes_before_its_messages(new
     assert "broke" in losses[0]
     assert successor.next_of(Hello).generation == 1
     successor.send(welcome(R2))
-    successor.send(Cancel(room=ROOM, instance=ME))
+    successor.send(Cancel(room=ROOM, epoch=0, instance=ME))
     messages, losses = turn(link, lambda messages, _: len(messages) == 2)
-    assert messages == [welcome(R2), Cancel(room=ROOM, instance=ME)]
+    assert messages == [welcome(R2), Cancel(room=ROOM, epoch=0, instance=ME)]
     assert losses == []
 
 
 def test_the_loss_of_a_router_that_was_replaced_comes_before_its_successors_messages(link, router):
     join(link, router)
     router.send(welcome(R2))
-    router.send(Cancel(room=ROOM, instance=ME))
+    router.send(Cancel(room=ROOM, epoch=0, instance=ME))
     events, deadline = [], time.monotonic() + 10
     while len(events) < 3:
         assert time.monotonic() < deadline, events
@@ -373,7 +373,7 @@ def test_the_loss_of_a_router_that_was_replaced_comes_before_its_successors_mess
         events += link.receive()
         events += [lost] if (lost := link.tick(time.monotonic())) else []
     assert "replaced" in events[0]
-    assert events[1:] == [welcome(R2), Cancel(room=ROOM, instance=ME)]
+    assert events[1:] == [welcome(R2), Cancel(room=ROOM, epoch=0, instance=ME)]
 
 
 def test_what_was_meant_for_a_lost_router_is_not_sent_to_the_next(new_router, link, router):

@@ -50,7 +50,7 @@ def joined():
 def test_a_damaged_message_of_the_router_is_a_loss_of_which_it_hears_before_anything_else():
     wire = joined()
     wire.sent.clear()
-    messages, lost = wire.hear(0.2, flipped(Cancel(room="e" * 32, instance=D)))
+    messages, lost = wire.hear(0.2, flipped(Cancel(room="e" * 32, epoch=0, instance=D)))
     assert messages == []
     assert "damaged" in lost
     assert [(type(message), message.generation) for message in wire.sent] == [(Hello, 1)]

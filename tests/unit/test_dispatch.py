@@ -129,8 +129,8 @@ def test_request_with_several_choices_is_taken_whole_or_not_at_all():
     assert caught.value.status == 429
     assert world.dispatcher.num_queued == 0
     assert len(world.of(b"d", Cancel)) == 1
-    world.dispatcher.on_message(b"d", Gone(room=world.of(b"d", Reserve)[0].room, instance=D))
-    world.dispatcher.on_message(b"p", Gone(room=world.of(b"p", Prefill)[0].room, instance=P))
+    world.dispatcher.on_message(b"d", Gone(room=world.of(b"d", Reserve)[0].room, epoch=0, instance=D))
+    world.dispatcher.on_message(b"p", Gone(room=world.of(b"p", Prefill)[0].room, epoch=0, instance=P))
     assert world.dispatcher.num_open == 0
 
 
@@ -335,7 +335,7 @@ def test_a_stopped_choice_counts_with_what_decode_says_it_cost():
     world.dispatcher.stopped(entry)
     assert 'outcome="ok"} 0.0' in _metrics(world)
     account = DecodeTimeline(drafted_tokens=6, accepted_tokens=4, verify_steps=2)
-    world.dispatcher.on_message(b"d", Gone(room=entry.room.room, instance=D, timeline=account))
+    world.dispatcher.on_message(b"d", Gone(room=entry.room.room, epoch=0, instance=D, timeline=account))
     assert events(inbox)[-1] == Settled()
     text = _metrics(world)
     assert 'outcome="ok"} 1.0' in text

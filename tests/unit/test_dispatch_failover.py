@@ -310,7 +310,7 @@ def test_without_prefill_workers_decode_is_given_the_prompt_and_says_every_token
     assert (timeline.local_prefill, timeline.prefill_ms, timeline.prefill_instance) == (True, 5.0, D)
     assert world.dispatcher.events["local_prefill"] == 1
     assert world.dispatcher.num_open == 1, "the Cancel of the first attempt is out"
-    world.dispatcher.on_message(b"d", Gone(room=first.room.room, instance=D))
+    world.dispatcher.on_message(b"d", Gone(room=first.room.room, epoch=0, instance=D))
     assert world.dispatcher.num_open == 0
     assert world.dispatcher.registry.get(D).num_rooms == 0
     world.add((b"p", P, "prefill"))

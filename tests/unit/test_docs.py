@@ -147,10 +147,10 @@ def test_the_frame_that_is_shown_decodes_to_what_is_shown():
     assert as_json(bytes.fromhex(frame)) == decoded
 
 
-def test_a_simulated_request_is_told_from_its_reserve_to_its_finish():
+def test_a_simulated_request_is_told_from_its_orders_to_its_finish():
     types = [json.loads(message)["type"] for _, _, _, message, _ in of_one_request(talk(3))]
-    assert types[0] == "Reserve"
-    assert {"Prefill", "KVHello", "KVWelcome", "Attach", "Announce", "Pull", "Block", "Release"} <= set(types)
+    assert types[0] in ("Reserve", "Prefill")
+    assert {"Reserve", "Prefill", "KVHello", "KVWelcome", "Attach", "Announce", "Pull", "Block", "Release"} <= set(types)
     assert types[-1] == "Finished"
 
 

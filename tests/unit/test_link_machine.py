@@ -50,7 +50,7 @@ class CrawlingLink(LinkQueues):
 def test_no_backlog_holds_a_heartbeat_back():
     link, now = CrawlingLink(), 0.0
     for _ in range(100):
-        link.send(Gone(room=ROOM, instance=ME))
+        link.send(Gone(room=ROOM, epoch=0, instance=ME))
     for beat in range(8):
         link.send(Heartbeat(instance=ME, stats=WorkerStats(running=beat)))
         for _ in range(10):

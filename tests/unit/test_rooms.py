@@ -1,5 +1,7 @@
 """The life of a request: every event in every order ends in exactly one terminal event and leaves nothing held."""
 
+from dataclasses import replace
+
 import hypothesis.strategies as st
 import pytest
 from baton.cluster.messages import (
@@ -72,13 +74,13 @@ def failed(instance=D, epoch=0, retryable=True):
     return Failed(room=ROOM, epoch=epoch, instance=instance, kind="TransferTimeout", message="x", retryable=retryable)
 
 
-def gone(instance):
-    return Gone(room=ROOM, instance=instance)
+def gone(instance, epoch=0):
+    return Gone(room=ROOM, epoch=epoch, instance=instance)
 
 
 TRANSFER = Broken("TransferTimeout", "x")
 LOST = Broken("PeerLost", "a worker was lost")
-CANCEL_P, CANCEL_D = Send(P, Cancel(room=ROOM, instance=P)), Send(D, Cancel(room=ROOM, instance=D))
+CANCEL_P, CANCEL_D = Send(P, Cancel(room=ROOM, epoch=0, instance=P)), Send(D, Cancel(room=ROOM, epoch=0, instance=D))
 
 
 def streaming():
@@ -169,7 +171,8 @@ def test_failure_before_a_token_is_tried_again_with_the_next_epoch_three_times_i
     room.place(PAIR, 0.6)
     assert Requeued(0.7, TRANSFER) in room.on(failed(D, epoch=1), D, 0.7)
     room.place(PAIR, 0.8)
-    assert room.on(failed(D, epoch=2), D, 0.9)[2:] == [Freed(D, 2), TRANSFER, CANCEL_P]
+    cancel = Send(P, Cancel(room=ROOM, epoch=2, instance=P))
+    assert room.on(failed(D, epoch=2), D, 0.9)[2:] == [Freed(D, 2), TRANSFER, cancel]
 
 
 def test_failure_that_is_not_retryable_is_final():
@@ -243,7 +246,7 @@ def test_a_stopped_room_takes_decodes_account_from_its_gone():
     assert room.is_settling
     account = DecodeTimeline(verify_steps=4, accepted_tokens=6)
     assert room.on(gone(P), P, 1.1) == [Freed(P, 0)]
-    assert room.on(Gone(room=ROOM, instance=D, timeline=account), D, 1.1) == [Freed(D, 0), Settled(), Closed()]
+    assert room.on(Gone(room=ROOM, epoch=0, instance=D, timeline=account), D, 1.1) == [Freed(D, 0), Settled(), Closed()]
     assert room.decode_timeline == account
     assert not room.is_settling
 
@@ -251,9 +254,9 @@ def test_a_stopped_room_takes_decodes_account_from_its_gone():
 def test_the_account_of_a_stopped_room_is_awaited_for_a_moment_only():
     room = streaming()
     room.stop(1.0)
-    assert room.tick(1.29) == []
+    assert Settled() not in room.tick(1.29)
     assert room.tick(1.31) == [Settled()]
-    assert room.on(Gone(room=ROOM, instance=D, timeline=DecodeTimeline()), D, 1.4) == [Freed(D, 0)]
+    assert room.on(Gone(room=ROOM, epoch=0, instance=D, timeline=DecodeTimeline()), D, 1.4) == [Freed(D, 0)]
 
 
 def test_a_stopped_room_whose_decode_is_lost_or_has_finished_awaits_nothing():
@@ -290,11 +293,32 @@ def test_a_workers_word_that_the_deadline_passed_is_not_tried_again():
     assert Broken("DeadlineExceeded", "late") in room.on(message, D, 1.1)
 
 
+def test_a_cancel_is_repeated_less_and_less_often_until_its_gone():
+    room = streaming()
+    room.timeouts = replace(TIMEOUTS, gone_s=30.0)
+    room.cancel(1.0)
+    assert room.tick(1.24) == []
+    assert room.tick(1.26) == [CANCEL_P, CANCEL_D]
+    room.on(gone(P), P, 1.3)
+    times = [1.3 + 0.01 * i for i in range(1000)]
+    assert [round(now, 2) for now in times if CANCEL_D in room.tick(now)] == [1.75, 2.75, 4.75, 8.75]
+
+
 def test_gone_that_never_comes_is_bounded():
     room = streaming()
     room.cancel(1.0)
-    assert room.tick(1.4) == []
+    room.tick(1.4)
     assert room.tick(1.6) == [Freed(P, 0), Freed(D, 0), Closed()]
+
+
+def test_gone_of_an_older_attempt_frees_nothing_of_the_newer_one():
+    room = placed()
+    room.on(failed(P), P, 0.5)
+    room.place(PAIR, 0.6)
+    room.cancel(1.0)
+    room.on(gone(D), D, 1.1)
+    assert room.instances == {P, D}
+    assert room.on(gone(D, 1), D, 1.2) == [Freed(D, 1)]
 
 
 def test_loss_of_prefill_matters_only_until_its_token():

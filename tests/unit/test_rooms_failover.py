@@ -107,7 +107,7 @@ def test_a_stream_that_lacks_only_its_end_ends():
 def test_a_prefill_that_finds_the_answer_complete_ends_it():
     room, _ = resumed()
     end = Finished(room=ROOM, epoch=1, instance=P2, reason="stop", output_tokens=0)
-    cancel = Send(D2, Cancel(room=ROOM, instance=D2))
+    cancel = Send(D2, Cancel(room=ROOM, epoch=1, instance=D2))
     assert room.on(end, P2, 1.2) == [Ended("stop"), Freed(P2, 1), cancel]
     fresh = placed()
     assert fresh.on(Finished(room=ROOM, epoch=0, instance=P, reason="stop", output_tokens=0), P, 0.1) == []
@@ -121,7 +121,7 @@ def test_the_workers_accounts_are_summed_and_the_cached_part_is_of_the_clients_p
     room.on(FirstToken(room=ROOM, epoch=0, instance=P, token=100, timeline=spent), P, 0.2)
     room.on(failed(P), P, 0.5)
     room.place(PAIR2, 0.6)
-    room.on(Gone(room=ROOM, instance=D, timeline=DecodeTimeline(verify_steps=3)), D, 0.6)
+    room.on(Gone(room=ROOM, epoch=0, instance=D, timeline=DecodeTimeline(verify_steps=3)), D, 0.6)
     room.on(reserved(1, D2), D2, 0.7)
     spent = PrefillTimeline(prefill_ms=3.0, cached_tokens=4)
     room.on(FirstToken(room=ROOM, epoch=1, instance=P2, token=101, timeline=spent), P2, 0.8)

@@ -306,14 +306,14 @@ def test_s31_a_key_speaks_the_verbs_of_its_role_only():
     assert "may not say Tokens" in speakers.fault("prefill/p", Tokens(instance=P, items=[]))
     assert speakers.fault("prefill/p", msgspec.structs.replace(first, instance=P)) == ""
     assert speakers.fault("decode/d", msgspec.structs.replace(reserved, instance=D)) == ""
-    assert speakers.fault("decode/d", Gone(room=ROOM, instance=D)) == ""
+    assert speakers.fault("decode/d", Gone(room=ROOM, epoch=0, instance=D)) == ""
 
 
 @pytest.mark.parametrize("user", ["", "router/r", "nobody", "/"])
 def test_whoever_is_no_worker_says_nothing(user):
     speakers = Speakers()
     assert speakers.fault(user, hello("decode", D))
-    assert speakers.fault(user, Gone(room=ROOM, instance=D))
+    assert speakers.fault(user, Gone(room=ROOM, epoch=0, instance=D))
 
 
 def test_a_key_speaks_for_the_instances_that_it_introduced_only():
@@ -332,8 +332,8 @@ def test_a_key_that_makes_up_instances_pushes_out_its_own_only():
     for i in range(INSTANCES_PER_USER + 10):
         assert speakers.fault("decode/liar", hello("decode", f"{i:032x}")) == ""
     assert repr(speakers) == f"Speakers({INSTANCES_PER_USER + 1} instances of 2 users)"
-    assert speakers.fault("decode/d", Gone(room=ROOM, instance=D)) == ""
-    assert speakers.fault("decode/liar", Gone(room=ROOM, instance="0" * 32))
+    assert speakers.fault("decode/d", Gone(room=ROOM, epoch=0, instance=D)) == ""
+    assert speakers.fault("decode/liar", Gone(room=ROOM, epoch=0, instance="0" * 32))
 
 
 def test_a_log_line_is_said_again_after_a_while_and_memory_is_bounded():

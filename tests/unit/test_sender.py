@@ -5,7 +5,7 @@ import pytest
 from baton.cluster import messages as m
 from baton.cluster.errors import LocalProtocolError
 from baton.kvtransfer.sender import SenderSession
-from baton.kvtransfer.session import Effect, Notify, Send, SendBlock
+from baton.kvtransfer.session import REMIND_S, Effect, Notify, Send, SendBlock
 from baton.kvtransfer.transport import Dropped, Offer, Released
 
 P, D, D2 = "1" * 32, "2" * 32, "3" * 32
@@ -257,6 +257,22 @@ def test_the_lease_ends_a_room_that_decode_does_not_pull(session: SenderSession)
     assert [event.reason for event in events(effects)] == ["no progress for 5 s"]
     assert aborts(effects) == [("d", 0)]
     assert aborts(session.receive("d", pull(1), 109.0)) == [("d", 0)]
+
+
+def test_the_end_is_announced_again_while_decode_is_quiet_and_its_release_may_be_lost(session: SenderSession) -> None:
+    attached(session)
+    session.advance(ROOM, 0, 8, None, 0.0)
+    assert session.tick(4.9) == [], "prefill computes: it will speak anyway"
+    session.advance(ROOM, 0, 10, 42, 5.0)
+    assert session.next_deadline() == 5.0 + REMIND_S
+    assert session.tick(5.29) == []
+    session.receive("d", pull(0), 5.29)
+    assert session.tick(5.31) == [], "decode is at work"
+    reminder = Send("d", announce(10, first_token=42))
+    assert session.tick(5.6) == [reminder]
+    assert session.tick(5.7) == []
+    assert session.tick(5.91) == [reminder]
+    assert aborts(session.tick(10.3)) == [("d", 0)], "reminders are no progress"
 
 
 def test_repeated_attaches_are_no_progress(session: SenderSession) -> None:

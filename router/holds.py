@@ -1,0 +1,94 @@
+"""The workers that may hold something of a room, each asked to let go of it until it says that it has."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from ..cluster.messages import Cancel
+from .room_effects import Effect, Freed, Send
+
+CANCEL_AGAIN_S = 0.25  # a Cancel without Gone is repeated after so long, then after twice as long, and so on
+
+
+@dataclass
+class Hold:
+    """A worker that may hold something of an attempt."""
+
+    instance: str
+    epoch: int
+    cancelled_at: float | None = None
+    num_cancels: int = 0
+
+    def is_due(self, now: float) -> bool:
+        """Whether its Cancel should go out again: the last one, or the Gone that answers it, may be lost."""
+        return self.cancelled_at is not None and now - self.cancelled_at >= CANCEL_AGAIN_S * (2**self.num_cancels - 1)
+
+    def is_overdue(self, now: float, gone_s: float) -> bool:
+        return self.cancelled_at is not None and now - self.cancelled_at > gone_s
+
+
+class Holds:
+    """Those of one room, of all its attempts."""
+
+    def __init__(self, room: str) -> None:
+        self._room = room
+        self._holds: list[Hold] = []
+
+    def __repr__(self) -> str:
+        return ",".join(hold.instance[:6] for hold in self._holds)
+
+    def __len__(self) -> int:
+        return len(self._holds)
+
+    @property
+    def instances(self) -> set[str]:
+        return {hold.instance for hold in self._holds}
+
+    @property
+    def are_cancelled(self) -> bool:
+        return all(hold.cancelled_at is not None for hold in self._holds)
+
+    def add(self, instances: Sequence[str], epoch: int) -> None:
+        self._holds += [Hold(instance, epoch) for instance in instances]
+
+    def has(self, instance: str, epoch: int) -> bool:
+        return any(hold.instance == instance and hold.epoch == epoch for hold in self._holds)
+
+    def cancel(self, now: float) -> list[Effect]:
+        """Asks whoever was not asked yet."""
+        fresh = [hold for hold in self._holds if hold.cancelled_at is None]
+        for hold in fresh:
+            hold.cancelled_at = now
+        return [self._ask(hold) for hold in fresh]
+
+    def tick(self, now: float, gone_s: float) -> list[Effect]:
+        """Asks again; a worker that has not answered for `gone_s` is taken to hold nothing, its own lease sees to that."""
+        overdue = [hold for hold in self._holds if hold.is_overdue(now, gone_s)]
+        return self._free(overdue) + [self._ask(hold) for hold in self._holds if hold.is_due(now)]
+
+    def gone(self, instance: str, epoch: int) -> list[Effect]:
+        """The worker holds nothing of the cancelled attempts up to `epoch`."""
+        mine = [hold for hold in self._holds if hold.instance == instance and hold.epoch <= epoch]
+        return self._free([hold for hold in mine if hold.cancelled_at is not None])
+
+    def lose(self, instance: str) -> tuple[list[Effect], set[int]]:
+        """The worker is no more; also the epochs that it held."""
+        lost = [hold for hold in self._holds if hold.instance == instance]
+        return self._free(lost), {hold.epoch for hold in lost}
+
+    def finish(self, epoch: int) -> list[Effect]:
+        """An attempt is complete: nothing of it is held anywhere."""
+        return self._free([hold for hold in self._holds if hold.epoch == epoch])
+
+    def drop(self, instance: str, epoch: int) -> list[Effect]:
+        """The worker itself said that it holds nothing of an attempt."""
+        self._holds = [hold for hold in self._holds if not (hold.instance == instance and hold.epoch == epoch)]
+        return [Freed(instance, epoch)]
+
+    def _free(self, holds: Iterable[Hold]) -> list[Effect]:
+        free = list(holds)
+        self._holds = [hold for hold in self._holds if not any(hold is other for other in free)]
+        return [Freed(hold.instance, hold.epoch) for hold in free]
+
+    def _ask(self, hold: Hold) -> Send:
+        hold.num_cancels += 1
+        return Send(hold.instance, Cancel(room=self._room, epoch=hold.epoch, instance=hold.instance))
