@@ -5,6 +5,7 @@ called by every layer. Legend: T rows, B requests, Q rows per request, S context
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
+from typing import TypeAlias
 
 import torch
 
@@ -21,10 +22,12 @@ from .layers import Attend
 # by one.
 MAX_UNIFORM_ROWS = 16
 
+Contents: TypeAlias = tuple[tuple[int, ...], ...]  # rows and lengths of the requests, writes of the tensors
+
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionMetadata:
-    """The plan of one version of one batch.
+    """The plan of one version of one batch. `contents`: what the batch held, to see what was changed in place.
 
     `kv_lens` `[B]` and `q_starts` `[B+1]`, int64 on the device, are what the kernels read: lengths, and the first row of
     each request. `context_slots` `[B, S]` int64 is what the CPU reads instead (S is 0 elsewhere): the slot of each
@@ -34,6 +37,7 @@ class AttentionMetadata:
 
     batch: ForwardBatch
     version: int
+    contents: Contents
     num_rows: int
     uniform_rows: int
     kv_lens: torch.Tensor
@@ -47,8 +51,19 @@ class AttentionMetadata:
                 f"attention was planned for version {self.version} of the batch, which is now at version "
                 f"{self.batch.version}; plan after the last change"
             )
+        if self.contents != contents_of(self.batch):
+            raise LifecycleError(
+                f"version {self.version} of the batch was changed in place behind its plan; plan after the last change"
+            )
         if self.num_rows != num_rows:
             raise LifecycleError(f"attention was planned for {self.num_rows} rows and got {num_rows}")
+
+
+def contents_of(batch: ForwardBatch) -> Contents:
+    """The host's lengths, and how often each tensor that attention reads was written."""
+    tensors = (batch.positions, batch.slots, batch.page_table, batch.tree_mask)
+    written = tuple(0 if tensor is None else tensor._version for tensor in tensors)
+    return tuple(batch.q_lens), tuple(batch.kv_lens), written
 
 
 def plan(batch: ForwardBatch, page_size: int) -> AttentionMetadata:
@@ -67,6 +82,7 @@ def plan(batch: ForwardBatch, page_size: int) -> AttentionMetadata:
     return AttentionMetadata(
         batch=batch,
         version=batch.version,
+        contents=contents_of(batch),
         num_rows=batch.num_tokens,
         uniform_rows=first if is_uniform else 0,
         kv_lens=lengths,

@@ -83,7 +83,8 @@ def layout(engine):
 class Pair:
     """One prefill and one decode worker, and a router that only keeps books."""
 
-    def __init__(self, model, draft="", *, pages=24, chunk_size=8, max_running=4, fault=None, **settings):
+    def __init__(self, model, draft="", *, pages=24, chunk_size=8, max_running=4, fault=None, theirs=None, **settings):
+        """`theirs`: settings of decode's engine that differ from prefill's."""
         self.clock = Clock()
         self.network = FakeNetwork(fault)
         self.links = {P: DirectLink(), D: DirectLink()}
@@ -91,13 +92,11 @@ class Pair:
         for name, has_drafter in ((P, False), (D, True)):
             config = EngineConfig(
                 model=str(model),
-                draft=str(draft),
                 device="cpu",
-                dtype="float32",
                 page_size=4,
                 pages=pages,
                 max_context=96,
-                **settings,
+                **({"draft": str(draft), "dtype": "float32"} | settings | ((theirs or {}) if has_drafter else {})),
             )
             loader = EngineLoader(config, has_drafter=has_drafter)
             for _, run in loader.phases():

@@ -1,0 +1,198 @@
+"""Features that decode receives are those that one process computes, row by row; and what they are worth to the drafter.
+
+Prefill's pages are cut into blocks, sent, checked and landed in decode's staging by the real code; the network is played.
+"""
+
+from itertools import permutations
+
+import pytest
+import torch
+from baton.engine import loader
+from baton.engine.page_table import slots_for
+from baton.kvtransfer.layout import KVLayout
+from baton.tests.parity.eagle3_toys import ORACLE_IDS, ORACLE_LAYERS, head_config, head_tensors, write_head, write_oracle
+from baton.tests.parity.feature_rows import FeatureRows
+from baton.tests.parity.toy_engine import random_ids
+from baton.tests.sim.worker_pair import Pair, layout, name
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+PROMPT = random_ids(29, seed=3)
+FULL_STEP = 4
+
+
+@pytest.fixture(scope="module")
+def random_pair(toy_checkpoint, tmp_path_factory):
+    target = toy_checkpoint("llama", num_hidden_layers=12)
+    return target, write_head(tmp_path_factory.mktemp("head"), head_config(2, (8, 1, 5)), head_tensors())
+
+
+@pytest.fixture(scope="module")
+def oracle(tmp_path_factory):
+    return write_oracle(tmp_path_factory.mktemp("oracle"))
+
+
+class Watched:
+    """A pair of which decode's drafter is watched, one room at a time."""
+
+    def __init__(self, models, **settings):
+        self.pair = Pair(*models, pages=96, **settings)
+        self.engine = self.pair.decode.engine
+        self.rows = FeatureRows(self.engine.drafter)
+        self.num_rooms, self.drafts = 0, []
+        propose = self.engine.drafter.propose
+        self.engine.drafter.propose = lambda *args: self.drafts.append(propose(*args)) or self.drafts[-1]
+
+    def serve(self, prompt, **how):
+        """(features of the prompt by position, target and draft KV of it, accept lengths, first drafts, tokens) of one more
+        room."""
+        self.rows.clear()
+        self.drafts.clear()
+        room, pair = name(self.num_rooms), self.pair
+        self.num_rooms += 1
+        pair.send(room, prompt, max_new_tokens=1 + 3 * FULL_STEP, **how)
+        pair.run(until=lambda: room in pair.tokens and len(pair.tokens[room]) > 1)
+        (running,) = pair.decode.queues
+        page, pages = running.request.pages[0], list(running.request.pages)
+        features = dict(self.rows.prefilled[page])
+        slots = slots_for(pages, 0, len(prompt), self.engine.page_size)
+        size = self.engine.page_size
+        kv = [pool.kv[slots // size, :, :, slots % size] for pool in (self.engine.pool, self.engine.drafter.pool)]
+        pair.run()
+        return features, kv, self.rows.accept_lens[page], self.drafts[0].tolist(), pair.tokens[room]
+
+
+def stacked(features):
+    return torch.stack([features[position] for position in sorted(features)])
+
+
+# --- row by row -------------------------------------------------------------------------------------------------------
+
+
+def test_m1_8_features_arrive_bitwise_as_decode_computes_them_itself_with_the_same_chunks(random_pair):
+    handed, local = Watched(random_pair, chunk_size=0), Watched(random_pair, chunk_size=0)
+    found, expected = handed.serve(PROMPT), local.serve(PROMPT, is_local=True)
+    assert sorted(found[0]) == sorted(expected[0]) == list(range(len(PROMPT)))
+    assert torch.equal(stacked(found[0]), stacked(expected[0]))
+    assert torch.equal(found[1][0], expected[1][0])
+    torch.testing.assert_close(found[1][1], expected[1][1], atol=1e-5, rtol=1e-5)
+    assert found[2:] == expected[2:]
+
+
+@pytest.mark.parametrize("has_graphs", [False, True])
+def test_m1_8_features_of_any_chunks_cold_and_cached_equal_those_of_one_process(random_pair, has_graphs):
+    local = Watched(random_pair, chunk_size=0).serve(PROMPT, is_local=True)
+    watched = Watched(random_pair, chunk_size=8, graphs=has_graphs, graph_self_test=False)
+    cold = watched.serve(PROMPT)
+    watched.engine.cache.clear()  # decode has to pull what prefill has cached
+    cached = watched.serve(PROMPT)
+    assert watched.pair.ends[name(1)].timeline.have_tokens == 0
+    num_cached = int(watched.pair.prefill.stats().counters["cached_tokens"])
+    assert num_cached >= len(PROMPT) - watched.engine.page_size
+    for features, kv, *results in (cold, cached):
+        torch.testing.assert_close(stacked(features), stacked(local[0]), atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(kv, local[1], atol=1e-4, rtol=1e-4)
+        assert results == list(local[2:])
+    assert torch.equal(stacked(cached[0])[:num_cached], stacked(cold[0])[:num_cached])
+    held = watched.serve(PROMPT)  # and now decode holds its beginning
+    have = watched.pair.ends[name(2)].timeline.have_tokens
+    assert sorted(held[0]) == list(range(have, len(PROMPT)))
+    assert have > 0
+    torch.testing.assert_close(stacked(held[0]), stacked(local[0])[have:], atol=1e-4, rtol=1e-4)
+    assert held[2:] == local[2:]
+
+
+def test_m2_9_every_bucket_has_a_draft_prefill_graph_and_a_prompt_replays_one(random_pair):
+    eager = Watched(random_pair).serve(PROMPT)
+    watched = Watched(random_pair, graphs=True, graph_self_test=False)
+    family = watched.engine.drafter.graphs.prefill.tokens.family
+    assert family.captured == family.buckets
+    assert family.buckets[-1] >= len(PROMPT)
+    for count in (1, 2):
+        graphed = watched.serve(PROMPT)
+        counters = watched.pair.decode.stats().counters
+        assert counters["graph_replays_draft_prefill"] >= count
+        assert not any(key.startswith("graph_fallback") for key in counters), counters
+        torch.testing.assert_close(graphed[1], eager[1], atol=1e-4, rtol=1e-4)
+        assert graphed[2:] == eager[2:]
+        watched.engine.cache.clear()
+
+
+@pytest.mark.parametrize(("ids", "dtype"), [((6,), "float32"), ((9, 1, 5), "bfloat16"), ((7, 0, 10, 4, 2), "float32")])
+def test_m3_2_rows_on_the_wire_are_as_wide_as_the_captured_layers_together_and_of_the_announced_type(
+    toy_checkpoint, tmp_path, ids, dtype
+):
+    target = toy_checkpoint("llama", num_hidden_layers=12)
+    head = write_head(tmp_path, head_config(2, ids), head_tensors(num_features=len(ids)))
+    watched = Watched((target, head), dtype=dtype)
+    wire, engine = layout(watched.pair.prefill.engine), watched.engine
+    assert wire == layout(engine)
+    assert (wire.feature_ids, wire.feature_width, wire.dtype) == (list(ids), len(ids) * 64, dtype)
+    assert wire.feature_width == engine.drafter.head.fc.weight.shape[1]
+    features, *_ = watched.serve(PROMPT)
+    assert {(tuple(row.shape), str(row.dtype)) for row in features.values()} == {((len(ids) * 64,), f"torch.{dtype}")}
+    itemsize, num_pages = engine.pool.dtype.itemsize, -(-len(PROMPT) // engine.page_size)
+    page_bytes = engine.page_size * len(ids) * 64 * itemsize
+    assert KVLayout(wire).feature_page_bytes == page_bytes
+    kv_bytes = engine.pool.kv[0].nbytes
+    assert watched.pair.ends[name(0)].timeline.handoff_bytes == num_pages * (kv_bytes + page_bytes)
+
+
+@pytest.mark.parametrize("differs", ["order", "layers", "number", "dtype"])
+def test_m1_8_a_pair_that_does_not_agree_on_features_is_refused_and_both_workers_serve_on(random_pair, tmp_path, differs):
+    target, head = random_pair
+    ids = {"order": (1, 8, 5), "layers": (8, 1, 4), "number": (8, 1)}.get(differs)
+    other = write_head(tmp_path, head_config(2, ids), head_tensors(num_features=len(ids))) if ids else head
+    theirs = {"draft": str(other), "dtype": "bfloat16" if differs == "dtype" else "float32"}
+    pair = Pair(target, head, pages=96, theirs=theirs)
+    fingerprints = [layout(worker.engine).fingerprint for worker in (pair.prefill, pair.decode)]
+    assert fingerprints[0] != fingerprints[1], "the router would not pair them"
+    pair.send(name(0), PROMPT)  # one that does
+    pair.run(until=lambda: name(0) in pair.ends and name(0) in pair.tokens)
+    pair.turn()
+    pair.clock.now += 10  # nobody pulls: the lease of prefill's pages
+    pair.run()
+    assert (pair.ends[name(0)].kind, pair.ends[name(0)].retryable) == ("HandshakeRefused", True)
+    said = pair.ends[name(0)].message
+    assert all(part in said for part in (["bfloat16", "float32"] if ids is None else ["[8, 1, 5]", str(list(ids))])), said
+    pair.send(name(1), PROMPT, is_local=True)
+    pair.run()
+    assert len(pair.tokens[name(1)]) == 12
+    assert pair.prefill.step() is False
+    pair.assert_nothing_is_held()
+
+
+# --- the oracle -------------------------------------------------------------------------------------------------------
+
+OTHERS = [layer for layer in range(ORACLE_LAYERS) if layer not in ORACLE_IDS]
+REPLACED = [(*ORACLE_IDS[:j], layer, *ORACLE_IDS[j + 1 :]) for j in range(len(ORACLE_IDS)) for layer in OTHERS]
+WRONG = [*REPLACED, *(ids for ids in permutations(ORACLE_IDS) if ids != ORACLE_IDS)]
+
+
+def chosen_by_side(monkeypatch, prefill_ids, decode_ids):
+    """Plant: the two sides capture these layers, whatever the head's config says."""
+    configure, left = loader.configure_aux_capture, [prefill_ids, decode_ids]
+    monkeypatch.setattr(loader, "configure_aux_capture", lambda model, ids, **hook: configure(model, left.pop(0), **hook))
+
+
+def accepted(oracle, monkeypatch, prefill_ids, decode_ids, *, has_graphs=False):
+    with monkeypatch.context() as planting:
+        chosen_by_side(planting, prefill_ids, decode_ids)
+        watched = Watched(oracle, chunk_size=8, graphs=has_graphs, graph_self_test=False)
+    return watched.serve([3, 40, 7, 9, 11, 13, 15, 17, 19, 21, 23])[2]
+
+
+@pytest.mark.parametrize("has_graphs", [False, True])
+def test_received_features_of_the_right_layers_are_believed_in_full(oracle, monkeypatch, has_graphs):
+    assert accepted(oracle, monkeypatch, ORACLE_IDS, ORACLE_IDS, has_graphs=has_graphs) == [FULL_STEP] * 3
+
+
+@pytest.mark.parametrize("has_graphs", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ids", WRONG, ids=str)
+def test_received_features_of_wrong_layers_are_not_believed_and_those_of_decode_are_judged_apart(
+    oracle, monkeypatch, ids, has_graphs
+):
+    found = accepted(oracle, monkeypatch, ids, ORACLE_IDS, has_graphs=has_graphs)
+    assert found[:3] == [1, FULL_STEP, FULL_STEP]
+    found = accepted(oracle, monkeypatch, ORACLE_IDS, ids, has_graphs=has_graphs)
+    assert found[:3] == [FULL_STEP, 1, 1]
