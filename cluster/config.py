@@ -37,12 +37,12 @@ from .config_groups import (
     RoleConfig,
     WorkerLink,
 )
-from .config_router import HttpSettings, PairingSettings
+from .config_router import ClientSettings, HttpSettings, PairingSettings
 from .errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-INTERNAL_VARIABLES = ("BATON_PARENT_PID",)  # see life.PARENT_VARIABLE
+INTERNAL_VARIABLES = ("BATON_PARENT_PID", "BATON_OPERATOR_TOKEN")  # see life
 TEST_VARIABLES = ("BATON_FAULT", "BATON_ALLOW_FAULTS")  # see fault_points
 COMMAND_LINE, ENVIRONMENT, FILE = "command line", "environment", "file"
 
@@ -81,7 +81,7 @@ class DecodeConfig(DecodeSettings, WorkerConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RouterConfig(HttpSettings, PairingSettings, ModelSettings, NetworkSettings, LogSettings):
+class RouterConfig(HttpSettings, ClientSettings, PairingSettings, ModelSettings, NetworkSettings, LogSettings):
     """Router."""
 
     role: ClassVar[str] = "router"
@@ -95,6 +95,7 @@ class RouterConfig(HttpSettings, PairingSettings, ModelSettings, NetworkSettings
 class UpConfig(
     ModelSettings,
     HttpSettings,
+    ClientSettings,
     PairingSettings,
     EngineSettings,
     PrefillSettings,
@@ -149,6 +150,8 @@ def load_config(
     config = cls(**values, explicit=explicit)  # type: ignore[arg-type]
     if isinstance(config, DecodeSettings):
         check_drafting(config)
+    if isinstance(config, ClientSettings) and bool(config.tls_cert) != bool(config.tls_key):
+        raise ConfigError("--tls-cert and --tls-key belong together: give both, or neither")
     if warns and cls is not UpConfig and not any(variable in env for variable in INTERNAL_VARIABLES):
         for warning in ignored_settings(config):
             logger.warning("%s", warning)

@@ -32,6 +32,17 @@ class HttpSettings(RoleConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ClientSettings(RoleConfig):
+    """Who may ask."""
+
+    api_keys: str = setting(
+        "", Setting(help="file of API keys (`baton keys api add`), of which clients must give one", metavar="FILE")
+    )
+    tls_cert: str = setting("", Setting(help="certificate chain, PEM: HTTP is TLS; needs --tls-key", metavar="FILE"))
+    tls_key: str = setting("", Setting(help="private key of --tls-cert, PEM", metavar="FILE"))
+
+
+@dataclass(frozen=True, kw_only=True)
 class PairingSettings(RoleConfig):
     """Choice of workers."""
 

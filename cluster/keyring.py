@@ -166,7 +166,7 @@ def make_key(role: str, name: str) -> KeyFile:
 def read_key(directory: Path, role: str) -> KeyFile:
     """The key pair of a role. Raises ConfigError, also when others could have read the secret."""
     path = directory / f"{role}.key"
-    key = _read(path, KeyFile, forbidden=0o077, fault="readable by others", remedy=f"chmod 600 {path}")
+    key = read_owned(path, KeyFile, forbidden=0o077, fault="readable by others", remedy=f"chmod 600 {path}")
     if key.role != role:
         remedy = f"make one with `baton keys init {directory} --role {role}`"
         raise ConfigError(f"{path}: holds the key of a {key.role}; {remedy}")
@@ -179,7 +179,7 @@ def read_key(directory: Path, role: str) -> KeyFile:
 def read_peers(directory: Path) -> list[Peer]:
     """The peers of a directory. Raises ConfigError, also when others could have written the list."""
     path = directory / PEERS
-    peers = _read(path, PeersFile, forbidden=0o022, fault="writable by others", remedy=f"chmod go-w {path}").peers
+    peers = read_owned(path, PeersFile, forbidden=0o022, fault="writable by others", remedy=f"chmod go-w {path}").peers
     seen: set[str] = set()
     for peer in peers:
         if peer.public in seen:
@@ -190,12 +190,12 @@ def read_peers(directory: Path) -> list[Peer]:
 
 def write_key(directory: Path, key: KeyFile) -> None:
     """Replaces the key pair of a role."""
-    _write(directory / f"{key.role}.key", key)
+    write_owned(directory / f"{key.role}.key", key)
 
 
 def write_peers(directory: Path, peers: list[Peer]) -> None:
     """Replaces the list."""
-    _write(directory / PEERS, PeersFile(peers=peers))
+    write_owned(directory / PEERS, PeersFile(peers=peers))
 
 
 def end_of(seconds: float, now: float) -> datetime:
@@ -203,7 +203,7 @@ def end_of(seconds: float, now: float) -> datetime:
     return datetime.fromtimestamp(int(now + seconds), timezone.utc)
 
 
-def _read(path: Path, kind: type[T], *, forbidden: int, fault: str, remedy: str) -> T:
+def read_owned(path: Path, kind: type[T], *, forbidden: int, fault: str, remedy: str) -> T:
     """A JSON file of ours. The open file is asked for its owner and mode, so none can be swapped in between."""
     try:
         with path.open("rb") as file:
@@ -226,7 +226,7 @@ def _read(path: Path, kind: type[T], *, forbidden: int, fault: str, remedy: str)
         raise ConfigError(f"{path}: is not a file of `baton keys`: {error}") from None
 
 
-def _write(path: Path, content: Struct) -> None:
+def write_owned(path: Path, content: Struct) -> None:
     """Writes beside the file and renames, so that a reader sees the old content or the new one."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:

@@ -31,6 +31,7 @@ EXIT_INTERRUPTED = 130
 
 SERVING = f"{PACKAGE}.serving"  # audit event: from here on peers are heard, and an audit hook may be strict
 PARENT_VARIABLE = "BATON_PARENT_PID"  # set by the launcher for its children
+OPERATOR_VARIABLE = "BATON_OPERATOR_TOKEN"  # likewise: with it the launcher may read a router's /status without an API key
 PR_SET_PDEATHSIG = 1
 
 Phase = tuple[str, Callable[[], None]]

@@ -300,6 +300,7 @@ class Reserve(Message, frozen=True, kw_only=True):
     num_output: Count = 0  # of these, the last ones are output of earlier attempts
     sampling: Sampling
     deadline_ms: Count  # remaining; 0: none
+    salt: Text = ""  # cached prefixes are shared under an equal one only
     prefill_endpoint: Text = ""
     prefill_instance: Id | None = None
 
@@ -314,6 +315,7 @@ class Prefill(Message, frozen=True, kw_only=True):
     num_output: Count = 0  # of these, the last ones are output of earlier attempts
     sampling: Sampling
     deadline_ms: Count
+    salt: Text = ""  # as in Reserve
 
 
 class Cancel(Message, frozen=True, kw_only=True):

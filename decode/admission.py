@@ -41,7 +41,7 @@ class Admission:
             return refusal
         engine = self.engine
         is_scored = is_local and request.sampling.prompt_logprobs >= 0  # then every row must be computed
-        held = engine.cache.match(request.prompt_ids, limit=0 if is_scored else request.num_prompt - 1)
+        held = engine.cache.match(request.prompt_ids, 0 if is_scored else request.num_prompt - 1, request.salt)
         try:
             fresh = engine.cache.alloc(self.pages_needed(request) - len(held))
         except PoolExhausted as error:

@@ -171,6 +171,7 @@ class DecodeWorker:
             prompt_ids=message.prompt_ids,
             sampling=sampling,
             num_prior_output=message.num_output,
+            salt=message.salt,
             eos_ids=self.engine.model_config.eos_token_ids,
         )
         is_local = message.prefill_instance is None
@@ -315,7 +316,7 @@ class DecodeWorker:
             covered = request.num_computed
             if self.engine.drafter is not None:
                 covered = min(covered, self.decoder.num_covered(request))
-            cache.insert(request.all_ids[: covered + cache.lookahead], request.pages)
+            cache.insert(request.all_ids[: covered + cache.lookahead], request.pages, request.salt)
         self.decoder.forget(request)
         cache.allocator.release(request.pages)
         request.pages = []

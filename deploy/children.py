@@ -22,11 +22,13 @@ from ..cluster.config import (
 from ..cluster.config_fields import Value, as_text, flag_of, settings_of
 from ..cluster.config_groups import RoleConfig
 from ..cluster.errors import ConfigError, StartupError
-from ..cluster.life import PARENT_VARIABLE
+from ..cluster.life import OPERATOR_VARIABLE, PARENT_VARIABLE
 from ..cluster.log import PACKAGE
 from .supervise import ChildSpec
 
 logger = logging.getLogger(__name__)
+
+PATHS = ("model", "draft", "keys", "api_keys", "tls_cert", "tls_key")  # settings that may be relative paths
 
 PROG = "baton up"
 LAST_PORT = 65535
@@ -88,7 +90,7 @@ def child_specs(
             name=name,
             role=child.role,
             argv=tuple(command_of(child.role, to_argv(child))),
-            env=child_environment(env, getattr(child, "threads", 1) or threads),
+            env=child_environment(env, getattr(child, "threads", 1) or threads) | _token_of(child, env),
             cwd=str(directory),
         )
         for name, child in children
@@ -117,7 +119,7 @@ def child_config(
     known = set(known_variables())
     told = {k: v for k, v in env.items() if k in known}
     child = load_config(cls, flags, told, prog=PROG, defaults=defaults, warns=False)
-    fixed: dict[str, Value] = {name: _absolute(getattr(child, name)) for name in ("model", "draft", "keys") if name in own}
+    fixed: dict[str, Value] = {name: _absolute(getattr(child, name)) for name in PATHS if name in own}
     if isinstance(child, RouterConfig):
         fixed["port"] = child.port or free_port(child.host)
     return dataclasses.replace(child, **fixed)  # type: ignore[arg-type]
@@ -131,6 +133,12 @@ def child_environment(env: Mapping[str, str], threads: int) -> dict[str, str]:
     child["PYTHONUNBUFFERED"] = "1"
     child[PARENT_VARIABLE] = str(os.getpid())
     return child
+
+
+def _token_of(child: RoleConfig, env: Mapping[str, str]) -> dict[str, str]:
+    """What lets the launcher read the router's status; no business of workers."""
+    is_given = isinstance(child, RouterConfig) and OPERATOR_VARIABLE in env
+    return {OPERATOR_VARIABLE: env[OPERATOR_VARIABLE]} if is_given else {}
 
 
 def _threads(config: UpConfig, env: Mapping[str, str]) -> int:

@@ -4,6 +4,8 @@
     baton keys init DIR --role prefill --name p0     on a host of its own; prints the public key
     baton keys add DIR KEY --role prefill --name p0  on the hosts that shall admit it
 
+`baton keys api` makes the API keys of clients; see `api_keys`.
+
 To replace a key: `rotate` on its host, `add` of the new key on the others, then a restart of the process. Old and new are
 both admitted for the window. To revoke one at once: `remove` on the hosts that admit it.
 """
@@ -33,6 +35,7 @@ from ..cluster.keyring import (
     write_peers,
 )
 from ..cluster.life import EXIT_OK
+from .api_keys import add_commands
 from .command import run_command
 
 PROG = "baton keys"
@@ -144,7 +147,7 @@ def _run(argv: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog=PROG, description="Keys that authenticate router, prefill and decode to each other.")
+    parser = _Parser(prog=PROG, description="Keys of router, prefill and decode, and of clients.")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
     def command(name: str, text: str, action: Action) -> argparse.ArgumentParser:
@@ -169,6 +172,9 @@ def _parser() -> argparse.ArgumentParser:
     made = command("remove", "admit a key no longer", _remove)
     made.add_argument("public", metavar="KEY", help="the public key")
     command("list", "show who is admitted", _list)
+    text = "the API keys of clients"
+    clients = commands.add_parser("api", help=text, description=f"{text[0].upper()}{text[1:]}.")
+    add_commands(clients.add_subparsers(metavar="COMMAND", required=True))
     return parser
 
 

@@ -14,8 +14,10 @@ import http.client
 import json
 import logging
 import os
+import secrets
 import shutil
 import signal
+import ssl
 import sys
 import tempfile
 import threading
@@ -28,7 +30,7 @@ from typing import TextIO
 from ..cluster.ciphers import ciphers_of
 from ..cluster.config import RouterConfig, UpConfig, load_config
 from ..cluster.errors import StartupError
-from ..cluster.life import EXIT_CANNOT_START, EXIT_OK, Shutdown, report_cannot_start, run_role
+from ..cluster.life import EXIT_CANNOT_START, EXIT_OK, OPERATOR_VARIABLE, Shutdown, report_cannot_start, run_role
 from ..cluster.log import PACKAGE, configure
 from .children import PROG, ROUTER, Command, child_configs, child_specs, role_command
 from .supervise import ChildSpec, Process, SpawnedProcess, Supervisor
@@ -68,6 +70,7 @@ class Cluster:
         self.config = config  # from `start` on with host, port and drain time as the router was told
         self.failure = ""  # why the cluster cannot go on
         self._env, self._output, self._command_of = env, output or sys.stderr, command_of or role_command
+        self._token = secrets.token_hex(32)
         self._directory: Path | None = None
         self._supervisor: Supervisor | None = None
         self._thread: threading.Thread | None = None
@@ -88,7 +91,8 @@ class Cluster:
     @property
     def url(self) -> str:
         """Where clients reach the router."""
-        return f"http://{_bracketed(WILDCARDS.get(self.config.host, self.config.host))}:{self.config.port}"
+        scheme = "https" if self.config.tls_cert else "http"
+        return f"{scheme}://{_bracketed(WILDCARDS.get(self.config.host, self.config.host))}:{self.config.port}"
 
     @property
     def children(self) -> list[ChildInfo]:
@@ -114,9 +118,11 @@ class Cluster:
             children = child_configs(self.config, self._env, self._directory)
             router = next(child for _, child in children if isinstance(child, RouterConfig))
             self.config = dataclasses.replace(
-                self.config, host=router.host, port=router.port, drain_timeout_s=router.drain_timeout_s
-            )
-            specs = child_specs(children, self.config, self._env, self._directory, self._command_of)
+                self.config, host=router.host, port=router.port, drain_timeout_s=router.drain_timeout_s,
+                tls_cert=router.tls_cert, tls_key=router.tls_key,
+            )  # fmt: skip
+            env = {**self._env, OPERATOR_VARIABLE: self._token}
+            specs = child_specs(children, self.config, env, self._directory, self._command_of)
         except Exception:
             self._remove_directory()
             raise
@@ -180,7 +186,7 @@ class Cluster:
         """Asks the router; whoever else answers at its port, while ours finds it taken, is not it."""
         if fetch(self.url, "/ready") is None:
             return False
-        document = fetch(self.url, "/status")
+        document = fetch(self.url, "/status", self._token)
         try:
             status = json.loads(document or "{}")
             is_ours = status["router"]["pid"] == self.children[0].pid
@@ -198,11 +204,14 @@ class Cluster:
 # --- places and ports -------------------------------------------------------------------------------------------------
 
 
-def fetch(url: str, path: str) -> bytes | None:
-    """The body of a GET that is answered with 200, else None."""
-    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=2.0)
+def fetch(url: str, path: str, token: str = "") -> bytes | None:
+    """The body of a GET that is answered with 200, else None. Our own child answers: its certificate is not checked."""
+    scheme, _, address = url.partition("://")
+    connection = http.client.HTTPConnection(address, timeout=2.0)
+    if scheme == "https":
+        connection = http.client.HTTPSConnection(address, timeout=2.0, context=ssl._create_unverified_context())
     try:
-        connection.request("GET", path)
+        connection.request("GET", path, headers={"authorization": f"Bearer {token}"} if token else {})
         response = connection.getresponse()
         body = response.read()
         return body if response.status == 200 else None

@@ -13,15 +13,17 @@ from collections.abc import Iterator, Sequence
 
 from .kv_pool import PageAllocator, PoolExhausted
 
+_Key = tuple[int | str, ...]
+
 
 class _Node:
     __slots__ = ("children", "key", "num_busy", "page", "parent")
 
-    def __init__(self, key: tuple[int, ...], page: int, parent: "_Node | None") -> None:
+    def __init__(self, key: _Key, page: int, parent: "_Node | None") -> None:
         self.key = key
         self.page = page
         self.parent = parent
-        self.children: dict[tuple[int, ...], _Node] = {}
+        self.children: dict[_Key, _Node] = {}
         self.num_busy = 0  # busy children, and 1 more if the page has an owner besides the cache
 
 
@@ -31,6 +33,8 @@ class PrefixCache:
     The one cache of its allocator, for one thread. Owners take pages by `match` and `alloc` and give them back with
     `allocator.release`; a page inserted by `insert` stays after its last owner left, until it is evicted.
     With `enabled=False` it caches nothing and `alloc` is the allocator's.
+
+    A prefix belongs to a `salt`, such as a tenant's: equal tokens under another one are another prefix.
 
     `lookahead` tokens behind a page are part of its key: draft KV in a page's last row depends on the token that follows
     (engine.speculative), so a page is shared only by prompts that agree on that token too.
@@ -60,16 +64,16 @@ class PrefixCache:
         """Pages that `alloc` can give: the free and the evictable ones."""
         return self.allocator.num_free + len(self._idle)
 
-    def match(self, token_ids: Sequence[int], limit: int) -> list[int]:
+    def match(self, token_ids: Sequence[int], limit: int, salt: str = "") -> list[int]:
         """The cached pages of the longest common prefix within the first `limit` tokens, retained for the caller.
 
         Tokens behind `limit` are looked at only where a page's lookahead reaches there.
         """
-        pages = [node.page for node in self._walk(token_ids, min(limit, len(token_ids)))]
+        pages = [node.page for node in self._walk(token_ids, min(limit, len(token_ids)), salt)]
         self.allocator.retain(pages)
         return pages
 
-    def insert(self, token_ids: Sequence[int], pages: Sequence[int]) -> int:
+    def insert(self, token_ids: Sequence[int], pages: Sequence[int], salt: str = "") -> int:
         """Offer the whole pages of `token_ids`, held in `pages` by the caller; returns how many were new to the cache.
 
         A page whose lookahead is not among `token_ids` is not offered.
@@ -81,11 +85,11 @@ class PrefixCache:
             return 0
         num_pages = max(0, len(token_ids) - self.lookahead) // self.page_size
         assert len(pages) >= num_pages, (len(pages), num_pages)
-        known = list(self._walk(token_ids, num_pages * self.page_size))
+        known = list(self._walk(token_ids, num_pages * self.page_size, salt))
         self._touch(known)
         node = known[-1] if known else self._root
         for i in range(len(known), num_pages):
-            node = self._add(node, self._key(token_ids, i), pages[i])
+            node = self._add(node, self._key(token_ids, i, salt), pages[i])
         return num_pages - len(known)
 
     def alloc(self, n: int) -> list[int]:
@@ -115,7 +119,7 @@ class PrefixCache:
         assert len(reached) == len(self._nodes), "a page is in two places"
         rank = {page: i for i, page in enumerate(self._idle)}
         for node in reached:
-            assert len(node.key) == self.page_size + self.lookahead, node.page
+            assert len(node.key) == self.page_size + self.lookahead + (node.parent is self._root), node.page
             assert self.allocator.refs(node.page) >= 1, f"page {node.page} is cached and free"
             shared = self.allocator.refs(node.page) > 1
             assert node.num_busy == shared + sum(child.num_busy > 0 for child in node.children.values()), node.page
@@ -132,14 +136,16 @@ class PrefixCache:
             f"{self.allocator.num_free} free of {self.allocator.num_total}>"
         )
 
-    def _key(self, token_ids: Sequence[int], i: int) -> tuple[int, ...]:
-        return tuple(token_ids[i * self.page_size : (i + 1) * self.page_size + self.lookahead])
+    def _key(self, token_ids: Sequence[int], i: int, salt: str) -> _Key:
+        """The first page's begins with the salt."""
+        tokens = tuple(token_ids[i * self.page_size : (i + 1) * self.page_size + self.lookahead])
+        return tokens if i else (salt, *tokens)
 
-    def _walk(self, token_ids: Sequence[int], limit: int) -> Iterator[_Node]:
+    def _walk(self, token_ids: Sequence[int], limit: int, salt: str) -> Iterator[_Node]:
         """The nodes of the longest cached prefix, root side first."""
         node = self._root
         for i in range(limit // self.page_size):
-            child = node.children.get(self._key(token_ids, i))
+            child = node.children.get(self._key(token_ids, i, salt))
             if child is None:
                 return
             yield child
@@ -154,7 +160,7 @@ class PrefixCache:
             pending += children
         return found
 
-    def _add(self, parent: _Node, key: tuple[int, ...], page: int) -> _Node:
+    def _add(self, parent: _Node, key: _Key, page: int) -> _Node:
         assert page not in self._nodes, f"page {page} holds another prefix"
         # Retained before it is indexed, so that `_on_refs` does not see the cache's own reference.
         self.allocator.retain([page])

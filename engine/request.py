@@ -14,7 +14,7 @@ class Request:
     The last `num_prior_output` prompt tokens are output of earlier attempts: computed like a prompt, and output for
     penalties. `pages[i]` holds the KV of tokens [i*page_size, (i+1)*page_size); `num_computed` tokens have their KV in them.
     `eos_ids` are the model's end tokens. `finish_reason` is None while it runs, then "stop", "length", or what the worker
-    sets ("cancelled", "failed").
+    sets ("cancelled", "failed"). Cached prefixes are shared under an equal `salt` only.
     """
 
     room: str
@@ -23,6 +23,7 @@ class Request:
     sampling: SamplingParams
     num_prior_output: int = 0
     eos_ids: Sequence[int] = ()
+    salt: str = ""
     output_ids: list[int] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
     num_computed: int = 0

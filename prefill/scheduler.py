@@ -84,7 +84,8 @@ class PrefillScheduler:
         """Give the room its pages, cached prefix first; False when the pool cannot yet."""
         request = room.request
         is_scored = request.sampling.prompt_logprobs >= 0  # then every row must be computed
-        held = self.cache.match(request.prompt_ids, limit=0 if is_scored else request.num_prompt - 1)
+        limit = 0 if is_scored else request.num_prompt - 1
+        held = self.cache.match(request.prompt_ids, limit, request.salt)
         try:
             fresh = self.cache.alloc(pages_for(request.num_prompt, self.page_size) - len(held))
         except PoolExhausted:

@@ -178,6 +178,7 @@ class PrefillWorker:
             prompt_ids=message.prompt_ids,
             sampling=sampling,
             num_prior_output=message.num_output,
+            salt=message.salt,
             eos_ids=self.engine.model_config.eos_token_ids,
         )
         if request.ends_with_prompt(self.engine.model_config.eos_token_ids):  # the word that it did was lost
@@ -270,7 +271,7 @@ class PrefillWorker:
         """The one exit of a room: its pages go back, to the prefix cache those that are computed."""
         request = room.request
         if request.pages and not room.is_tainted:
-            self.engine.cache.insert(request.prompt_ids[: request.num_computed], request.pages)
+            self.engine.cache.insert(request.prompt_ids[: request.num_computed], request.pages, request.salt)
         self.engine.cache.allocator.release(request.pages)
         request.pages = []
         self.queues.remove(room)
@@ -352,7 +353,7 @@ class PrefillWorker:
         """
         request, now = room.request, self._clock()
         request.append([token], self.engine.model_config.eos_token_ids)
-        self.engine.cache.insert(request.prompt_ids, request.pages)
+        self.engine.cache.insert(request.prompt_ids, request.pages, request.salt)
         self._send(
             FirstToken(
                 room=request.room,

@@ -16,6 +16,7 @@ from .entries import Entry
 from .errors import ApiError, ErrorBody, bad_request, deadline_exceeded, overloaded, unavailable, upstream
 from .generation import Choice, Piece
 from .inbox import Disconnected, Inbox, InboxEvent
+from .intake import OVERLOADED
 from .replies import (
     DONE,
     AnyTimeline,
@@ -221,7 +222,7 @@ def error_of(event: Broken) -> ApiError:
     """What the client hears of a failure: a fixed sentence per kind, since a worker's words may name its host."""
     if event.kind == "NoWorkers" or event.kind == "Shutdown":
         return unavailable(event.message)
-    if event.kind == "QueueTimeout":
+    if event.kind in ("QueueTimeout", OVERLOADED):
         return overloaded(event.message)
     if event.kind == "Refused":
         return bad_request("No worker takes this request: " + event.message[:200])

@@ -88,6 +88,7 @@ class CommonBody(Struct, kw_only=True, forbid_unknown_fields=True):
     max_tokens: NotNegative | None = None
     min_tokens: NotNegative | None = None
     ignore_eos: bool | None = None
+    priority: Annotated[int, Meta(ge=-100, le=100)] | None = None
     stop_token_ids: Annotated[list[NotNegative], Meta(max_length=1024)] | None = None
     skip_special_tokens: bool | None = None
     return_token_ids: bool | None = None

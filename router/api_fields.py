@@ -49,6 +49,7 @@ _COMMON: dict[str, Field] = {
     "min_p": _works("added; relative to the likeliest token"),
     "repetition_penalty": _works("added; over prompt and output"),
     "min_tokens": _works("added; no end token and no stop string counts before"),
+    "priority": _works("added; -100 to 100, lower goes first: a step is worth 10 s of waiting; never before its key's"),
     "ignore_eos": _works("added; the model's end tokens do not end the answer"),
     "stop_token_ids": _works("added; up to 1024"),
     "skip_special_tokens": _works("added; default true"),

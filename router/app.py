@@ -8,6 +8,7 @@
 import asyncio
 import contextlib
 import logging
+import os
 import secrets
 import socket
 import time
@@ -16,9 +17,11 @@ from pathlib import Path
 
 import uvicorn
 
+from ..cluster.api_keys import ApiKeys
 from ..cluster.config import RouterConfig
 from ..cluster.errors import StartupError
 from ..cluster.keyring import load_keyring
+from ..cluster.life import OPERATOR_VARIABLE
 from ..cluster.log import fields
 from ..cluster.metrics import RouterMetrics
 from ..cluster.sockets import check_bind_address
@@ -30,6 +33,7 @@ from .placing import PairingPolicy
 from .registry import Registry
 from .room_effects import Timeouts
 from .service import Service
+from .tls import tls_context
 from .tokenizer import Tokenizer
 from .wire import GuardedProtocol
 
@@ -60,7 +64,10 @@ class Router:
         self._config = config
         self._watchdog = watchdog or Watchdog(0)
         self.instance = secrets.token_hex(16)
-        self._listener = _listen(config.host, config.port, trusted_network=config.trusted_network)
+        self._api_keys = _api_keys(config.api_keys)
+        self._tls = tls_context(config.tls_cert, config.tls_key)
+        is_guarded = self._api_keys is not None and self._tls is not None
+        self._listener = _listen(config.host, config.port, trusted_network=config.trusted_network, is_guarded=is_guarded)
         try:
             keyring = load_keyring(config.keys, config.role)
             self.control = ControlSocket(config.control_bind, trusted_network=config.trusted_network, keyring=keyring)
@@ -96,7 +103,7 @@ class Router:
     @property
     def url(self) -> str:
         host = f"[{self._config.host}]" if ":" in self._config.host else self._config.host
-        return f"http://{host}:{self.port}"
+        return f"{'http' if self._tls is None else 'https'}://{host}:{self.port}"
 
     async def run(self, drain: asyncio.Event, stop: asyncio.Event) -> None:
         """Serves until `drain` is set and the running requests have ended, or until `stop` is set."""
@@ -145,8 +152,9 @@ class Router:
         self.dispatcher.fail_all("Shutdown", "The server is shutting down.")
 
     def _uvicorn_config(self) -> uvicorn.Config:
+        tls = self._tls
         return uvicorn.Config(
-            Routes(self._service, self._config.max_body_mb << 20).app(),
+            Routes(self._service, self._config.max_body_mb << 20).app(self._api_keys, os.environ.get(OPERATOR_VARIABLE, "")),
             loop="none",
             http=GuardedProtocol,
             ws="none",
@@ -156,6 +164,7 @@ class Router:
             server_header=False,
             timeout_keep_alive=30,
             timeout_graceful_shutdown=LAST_WRITES_S,
+            ssl_context_factory=(lambda *_: tls) if tls is not None else None,
         )
 
 
@@ -164,9 +173,15 @@ async def _wait(event: asyncio.Event, seconds: float) -> None:
         await asyncio.wait_for(event.wait(), seconds)
 
 
-def _listen(host: str, port: int, *, trusted_network: bool) -> socket.socket:
+def _api_keys(path: str) -> ApiKeys | None:
+    """Raises ConfigError."""
+    return ApiKeys(Path(path), time.time, time.monotonic) if path else None
+
+
+def _listen(host: str, port: int, *, trusted_network: bool, is_guarded: bool) -> socket.socket:
     """A listening socket. Raises ConfigError for an address open to others, StartupError for one that is taken."""
-    check_bind_address(f"tcp://{f'[{host}]' if ':' in host else host}:{port}", trusted_network)
+    address = f"tcp://{f'[{host}]' if ':' in host else host}:{port}"
+    check_bind_address(address, trusted_network or is_guarded)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=1024)

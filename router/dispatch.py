@@ -12,13 +12,14 @@ from collections.abc import Callable, Mapping, Sequence
 from ..cluster.log import fields
 from ..cluster.messages import Cancel, ControlUp, FirstToken, Goodbye, Heartbeat, Hello, Reserved, TokenItem, Tokens
 from ..cluster.metrics import RouterMetrics
-from .admission import MAX_PROMPT_TOKENS, check_fits, no_workers
-from .entries import OUTCOMES, Entry, Job, Request, new_request
-from .errors import overloaded, unavailable
+from .admission import MAX_PROMPT_TOKENS, no_workers
+from .entries import OUTCOMES, Entry, Job, Request, new_request, salted
+from .errors import unavailable
 from .inbox import Inbox
+from .intake import OVERLOADED, Intake
 from .leftovers import Orphans
 from .placing import PairingPolicy, Placer
-from .policy import Limits, Need, can_ever, is_ready, limits
+from .policy import Limits, can_ever, is_ready, limits
 from .postbox import Postbox, Transmit
 from .reception import Reception
 from .registry import Registry, Worker
@@ -57,7 +58,6 @@ class Dispatcher:
         self.is_draining = False
         self._postbox = Postbox(transmit)
         self._clock = clock
-        self._max_queue = max_queue
         self._queue_timeout_s = queue_timeout_s
         self._request_timeout_s = request_timeout_s  # 0: none
         self._drops = drops
@@ -65,6 +65,7 @@ class Dispatcher:
         self._mint = mint
         self._entries: dict[str, Entry] = {}
         self._waiting = WaitingList()
+        self.intake = Intake(registry, self._waiting, max_queue)
         self._placer = Placer(registry, policy)
         self._orphans = Orphans()
         self._reception = Reception(registry, self._postbox, self.events)
@@ -111,20 +112,26 @@ class Dispatcher:
         """Takes all jobs of one client request; their events come through `inbox`. Raises ApiError and takes none."""
         if self.is_draining:
             raise unavailable("This server is shutting down; try another.")
-        for job in jobs:
-            self._check_fits(job.need)
         now = self._clock()
+        self.intake.check(jobs, now)
         request = new_request(jobs, now)
         request.entries = [self._enqueue(job, request, inbox, index, now) for index, job in enumerate(jobs)]
-        entries = request.entries
         self._admit(now)
-        if self.num_queued > self._max_queue and any(entry.room.phase is Phase.QUEUED for entry in entries):
-            for entry in entries:
+        self._turn_away(request, now)
+        self._retries.came(len(request.entries), now)
+        return request.entries
+
+    def _turn_away(self, request: Request, now: float) -> None:
+        """Keeps the queue within its bound. Raises ApiError when `request` itself would be served last."""
+        while (last := self.intake.surplus(request)) is not None:
+            full = self.intake.full(now)
+            if last.request is not request:
+                self._perform(last, last.room.give_up(OVERLOADED, str(full), now), now)
+                continue
+            for entry in request.entries:
                 self._count(entry, "rejected", now)
                 self.cancel(entry)
-            raise overloaded(f"The queue is full: {self._max_queue} requests wait for a worker. Try again later.")
-        self._retries.came(len(entries), now)
-        return entries
+            raise full
 
     def cancel(self, entry: Entry) -> None:
         """The client left or has enough. Idempotent."""
@@ -147,12 +154,6 @@ class Dispatcher:
         now = self._clock()
         for entry in list(self._entries.values()):
             self._perform(entry, entry.room.give_up(kind, message, now), now)
-
-    def _check_fits(self, need: Need) -> None:
-        live = self.limits()
-        if live is None:
-            raise no_workers()
-        check_fits(need, self.registry, live)
 
     def _enqueue(self, job: Job, request: Request, inbox: Inbox, index: int, now: float) -> Entry:
         limits = [seconds for seconds in (self._request_timeout_s, job.timeout_s) if seconds]
@@ -313,6 +314,7 @@ class Dispatcher:
         effects = entry.room.place(pair, now)
         entry.queued_s += now - entry.queued_at
         self._placer.book(entry, pair)
+        self.intake.pace.note(now)
         self.events["local_prefill"] += pair.is_local
         names = fields(room=entry.room.room, epoch=entry.room.epoch, prefill=pair.prefill, decode=pair.decode)
         logger.debug("placed", extra=names)
@@ -328,7 +330,7 @@ class Dispatcher:
             elif isinstance(effect, Send):
                 worker = self.registry.get(effect.instance)
                 if worker is not None:
-                    self._postbox.post(worker, effect.message, now)
+                    self._postbox.post(worker, salted(effect.message, entry.job.caller.salt), now)
             elif isinstance(effect, Freed):
                 self.registry.release(effect.instance, entry.room.room, effect.epoch)
                 is_admission_due = True
@@ -387,4 +389,5 @@ class Dispatcher:
 
     def _count(self, entry: Entry, outcome: str, now: float) -> None:
         if entry.request.end(entry.index, outcome):
+            self.intake.gate.leave(entry.request.caller)
             self.metrics.request_ended(entry.request.record(now))

@@ -8,8 +8,11 @@ request with eight choices is one request.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ..cluster.messages import Sampling
+from msgspec.structs import replace
+
+from ..cluster.messages import Cancel, Prefill, Reserve, Sampling
 from ..cluster.metrics import RequestRecord
+from .callers import ANYONE, Caller
 from .inbox import Inbox
 from .policy import Need
 from .prefixes import Prompt
@@ -19,6 +22,7 @@ from .timeline import Timeline, timeline_of
 
 OUTCOMES = {
     "QueueTimeout": "rejected",
+    "Overloaded": "rejected",
     "NoWorkers": "rejected",
     "Refused": "rejected",
     "Timeout": "timeout",
@@ -36,7 +40,7 @@ class Job:
     tokenize_s: float
     timeout_s: float = 0.0  # that the client gave; 0: none
     priority: int = 0  # lower goes first
-    salt: str = ""  # of the tenant: prefix caches are shared among equal ones only
+    caller: Caller = ANYONE
 
     @property
     def need(self) -> Need:
@@ -51,6 +55,7 @@ class Request:
     waiting_since: float | None  # None while a choice is at the workers
     waited_s: float = 0.0  # before that, in all waits during which no choice was at the workers
     priority: int = 0  # lower goes first
+    caller: Caller = ANYONE
     num_placed: int = 0  # choices at the workers
     entries: list["Entry"] = field(default_factory=list)
     outcomes: dict[int, str] = field(default_factory=dict)  # by choice
@@ -129,7 +134,7 @@ class Entry:
     def prompt(self) -> Prompt:
         """What the next attempt computes first, or the current one did."""
         if self._prompt is None:
-            self._prompt = Prompt([*self.room.prompt_ids, *self.room.output_ids], self.job.salt)
+            self._prompt = Prompt([*self.room.prompt_ids, *self.room.output_ids], self.job.caller.salt)
         return self._prompt
 
     def requeue(self, now: float, not_before: float) -> None:
@@ -150,4 +155,10 @@ class Entry:
 def new_request(jobs: Sequence[Job], now: float) -> Request:
     """A request whose choices have no rooms yet."""
     arrived = min((job.arrived for job in jobs), default=now)
-    return Request(arrived=arrived, waiting_since=now, priority=max((job.priority for job in jobs), default=0))
+    priority, caller = (jobs[0].priority, jobs[0].caller) if jobs else (0, ANYONE)
+    return Request(arrived=arrived, waiting_since=now, priority=priority, caller=caller)
+
+
+def salted(message: Reserve | Prefill | Cancel, salt: str) -> Reserve | Prefill | Cancel:
+    """An order to a worker, kept to the prefixes of a tenant."""
+    return message if not salt or isinstance(message, Cancel) else replace(message, salt=salt)

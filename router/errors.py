@@ -1,5 +1,7 @@
 """What a client gets instead of an answer: one catalogue of OpenAI error objects."""
 
+import math
+
 import msgspec
 
 RETRY_AFTER_S = 1
@@ -84,8 +86,17 @@ def too_many_connections() -> ApiError:
     return ApiError(503, ErrorBody(message, "service_unavailable", None, "too_many_connections"), RETRY_AFTER_S)
 
 
-def overloaded(message: str) -> ApiError:
-    return ApiError(429, ErrorBody(message, "rate_limit_error", None, "overloaded"), RETRY_AFTER_S)
+def overloaded(message: str, retry_after_s: int = RETRY_AFTER_S) -> ApiError:
+    return ApiError(429, ErrorBody(message, "rate_limit_error", None, "overloaded"), retry_after_s)
+
+
+def rate_limited(message: str, wait_s: float) -> ApiError:
+    return ApiError(429, ErrorBody(message, "rate_limit_error", None, "rate_limit_exceeded"), max(1, math.ceil(wait_s)))
+
+
+def unauthorized() -> ApiError:
+    message = "Give a valid API key: `Authorization: Bearer <key>`."
+    return ApiError(401, ErrorBody(message, "authentication_error", None, "invalid_api_key"))
 
 
 def unavailable(message: str) -> ApiError:

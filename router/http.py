@@ -11,9 +11,11 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from ..cluster.api_keys import ApiKeys
 from ..cluster.metrics import CONTENT_TYPE
 from .answer import Answer
 from .api_bodies import ChatBody, CompletionBody
+from .auth import CALLER, Guard
 from .errors import (
     ApiError,
     bad_request,
@@ -43,8 +45,8 @@ class Routes:
         self._max_body = max_body  # bytes
         self._started = service.clock()
 
-    def app(self) -> Starlette:
-        """The ASGI application."""
+    def app(self, keys: ApiKeys | None = None, operator_token: str = "") -> Guard:
+        """The ASGI application, for those who have one of `keys`, and the launcher with its token."""
         routes = [
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
             Route("/v1/completions", self.complete, methods=["POST"]),
@@ -63,7 +65,7 @@ class Routes:
         }
         app = Starlette(routes=routes, exception_handlers=handlers)
         app.router.redirect_slashes = False
-        return app
+        return Guard(app, keys, operator_token)
 
     async def chat(self, request: Request) -> Answer | Replay:
         raw, call = await self._call(request)
@@ -80,13 +82,21 @@ class Routes:
         arrived, timeout_s = self._service.clock(), _timeout_of(request)
         raw = await self._read(request)
         wants_timeline = _wants_timeline(request)
-        return raw, Call(arrived=arrived, size=len(raw), wants_timeline=wants_timeline, timeout_s=timeout_s)
+        call = Call(
+            arrived=arrived,
+            size=len(raw),
+            wants_timeline=wants_timeline,
+            timeout_s=timeout_s,
+            caller=request.scope[CALLER],
+        )
+        return raw, call
 
     async def _answer(self, request: Request, body: ChatBody | CompletionBody, begin: Begin) -> Answer | Replay:
         """A new answer, or with an Idempotency-Key that of the request before."""
         key = checked_key(request.headers.get(HEADER))
         if not key:
             return await begin()
+        key = f"{request.scope[CALLER].id} {key}"  # a client's keys are its own
         form = f"{request.url.path} {_wants_timeline(request)}"
         digest = digest_of(key, form, msgspec.json.encode(body, order="deterministic"))
         if body.seed is None:

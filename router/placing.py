@@ -103,7 +103,7 @@ class Placer:
         room = entry.room
         decode = self._registry.get(room.pair.decode) if room.pair is not None else None
         if decode is not None:
-            whole = Prompt([*room.prompt_ids, *room.output_ids[:-1]], entry.job.salt)
+            whole = Prompt([*room.prompt_ids, *room.output_ids[:-1]], entry.job.caller.salt)
             self._on_decode.add(decode.instance, whole.pages(decode.hello.page_size))
 
     def _is_better_on_decode(self, prefill: Worker, decode: Worker, prompt: Prompt) -> bool:

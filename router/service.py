@@ -11,6 +11,7 @@ from typing import TypeVar
 from .admission import max_new_tokens, no_workers
 from .answer import Answer, Wish
 from .api_bodies import ChatBody, CompletionBody
+from .callers import ANYONE, Caller
 from .dispatch import Dispatcher
 from .entries import Job
 from .errors import context_too_long, unknown_model
@@ -34,6 +35,7 @@ class Call:
     size: int  # of the body, in bytes
     wants_timeline: bool = False
     timeout_s: float = 0.0  # that the client gave; 0: none
+    caller: Caller = ANYONE
 
 
 class Service:
@@ -134,6 +136,8 @@ class Service:
                 arrived=call.arrived,
                 tokenize_s=tokenize_s,
                 timeout_s=call.timeout_s,
+                priority=call.caller.priority_of(body.priority),
+                caller=call.caller,
             )
             for choice in range(body.num_tries)
         ]

@@ -35,6 +35,18 @@ def test_a_second_prompt_starts_behind_the_common_whole_pages():
     assert [allocator.refs(page) for page in matched] == [2, 2]
 
 
+def test_a_prefix_is_found_under_its_own_salt_only():
+    _, cache = make_cache(lookahead=1)
+    pages = cache.alloc(2)
+    cache.insert([1, 2, 3, 4, 5], pages, "tenant")
+    cache.check_integrity()
+    assert cache.match([1, 2, 3, 4, 5], 4, "tenant") == pages
+    for other in ("", "tenant2", "tenan"):
+        assert cache.match([1, 2, 3, 4, 5], 4, other) == []
+        assert cache.insert([1, 2, 3, 4, 5], cache.alloc(2), other) == 2
+    cache.check_integrity()
+
+
 def test_match_stays_within_the_limit():
     _, cache = make_cache()
     pages = run_prompt(cache, [1, 2, 3, 4])

@@ -1,0 +1,90 @@
+"""Whether a request is taken: what it asks for, who asks, and how many wait already. Pure.
+
+    never    it fits no pair, however idle                              400
+    not now  no pair serves                                             503 with Retry-After
+    not you  the caller's own limits                                    429 with Retry-After
+    not now  more than `max_queue` rooms wait: the one that would be    429 with Retry-After
+             served last is turned away, be it this one or another's
+
+Retry-After is what the queue takes to empty at the pace of the last while.
+"""
+
+import math
+from collections.abc import Sequence
+
+from .admission import check_fits, no_workers
+from .callers import Gate
+from .entries import Entry, Job, Request
+from .errors import ApiError, overloaded
+from .policy import limits
+from .registry import Registry
+from .waiting import WaitingList
+
+OVERLOADED = "Overloaded"  # kind of a Broken
+LONGEST_RETRY_AFTER_S = 30
+PACE_WINDOW_S = 10.0
+
+
+class Pace:
+    """How many rooms get a pair per second, over about the last `PACE_WINDOW_S`."""
+
+    def __init__(self) -> None:
+        self._weight = 0.0
+        self._at = 0.0
+
+    def __repr__(self) -> str:
+        return f"Pace({self._weight / PACE_WINDOW_S:.1f}/s)"
+
+    def note(self, now: float) -> None:
+        """One room got a pair."""
+        self._weight = self._decayed(now) + 1.0
+        self._at = now
+
+    def seconds_for(self, num_rooms: int, now: float) -> int:
+        """Until so many more have one, 1 to `LONGEST_RETRY_AFTER_S`; without a pace 1."""
+        per_second = self._decayed(now) / PACE_WINDOW_S
+        if per_second <= 0.0:
+            return 1
+        return max(1, min(LONGEST_RETRY_AFTER_S, math.ceil(num_rooms / per_second)))
+
+    def _decayed(self, now: float) -> float:
+        return self._weight * math.exp(-max(0.0, now - self._at) / PACE_WINDOW_S)
+
+
+class Intake:
+    """The bounds of one router."""
+
+    def __init__(self, registry: Registry, waiting: WaitingList, max_queue: int) -> None:
+        self.gate = Gate()
+        self.pace = Pace()
+        self._registry = registry
+        self._waiting = waiting
+        self._max_queue = max_queue
+
+    def __repr__(self) -> str:
+        return f"Intake({self._waiting}, {self.gate}, {self.pace})"
+
+    def check(self, jobs: Sequence[Job], now: float) -> None:
+        """Takes the jobs of one request; whoever goes on calls `gate.leave` at its end. Raises ApiError and takes none."""
+        live = limits(self._registry)
+        if live is None:
+            raise no_workers()
+        for job in jobs:
+            check_fits(job.need, self._registry, live)
+        if jobs:
+            self.gate.enter(jobs[0].caller, sum(job.need.total for job in jobs), now)
+
+    def surplus(self, request: Request) -> Entry | None:
+        """Whoever must be turned away, now that `request` has come; None while the queue is within its bound.
+
+        Of a request that only just came all choices go together, so one of its entries stands for all.
+        """
+        if len(self._waiting) <= self._max_queue:
+            return None
+        last = self._waiting.last()
+        return last if last is not None else request.entries[0]
+
+    def full(self, now: float) -> ApiError:
+        """What those hear who are turned away."""
+        message = f"The queue is full: {self._max_queue} requests wait for a worker. Try again later."
+        return overloaded(message, self.pace.seconds_for(len(self._waiting), now))

@@ -1,0 +1,80 @@
+"""What a key's owner may ask for."""
+
+import contextlib
+import math
+
+import pytest
+from baton.router.callers import ANYONE, MINUTE_S, Caller, Gate
+from baton.router.errors import ApiError
+from hypothesis import given
+from hypothesis import strategies as st
+
+STEPS = st.lists(st.tuples(st.floats(0, 20), st.integers(1, 50)), max_size=80)
+
+
+def refused(gate, caller, tokens=1, now=0.0):
+    with pytest.raises(ApiError) as caught:
+        gate.enter(caller, tokens, now)
+    assert caught.value.status == 429
+    return caught.value.retry_after_s
+
+
+@given(STEPS, st.integers(1, 30))
+def test_no_minute_has_more_requests_than_twice_the_rate_and_the_long_run_has_the_rate(steps, rate):
+    gate, caller, now, taken = Gate(), Caller(id="a", requests_per_minute=rate), 0.0, []
+    for pause, _ in steps:
+        now += pause
+        with contextlib.suppress(ApiError):
+            gate.enter(caller, 1, now)
+            taken.append(now)
+    assert len(taken) <= rate + math.floor(now / MINUTE_S * rate) + 1
+    for start in taken:
+        assert sum(start <= at < start + MINUTE_S for at in taken) <= 2 * rate + 1
+
+
+def test_after_retry_after_the_request_is_taken():
+    gate, caller = Gate(), Caller(id="a", requests_per_minute=6)
+    for _ in range(6):
+        gate.enter(caller, 1, 0.0)
+    wait = refused(gate, caller)
+    assert wait == 10
+    refused(gate, caller, now=wait - 1.0)
+    gate.enter(caller, 1, wait + 0.01)
+
+
+def test_tokens_are_a_debt_that_later_requests_wait_for():
+    gate, caller = Gate(), Caller(id="a", tokens_per_minute=600)
+    gate.enter(caller, 900, 0.0)  # larger than a minute's worth: passes while the bucket is full
+    assert refused(gate, caller, now=1.0) == 30
+    gate.enter(caller, 1, 31.0)
+
+
+def test_a_request_that_is_refused_costs_nothing():
+    gate, caller = Gate(), Caller(id="a", requests_per_minute=100, tokens_per_minute=60, max_requests=9)
+    gate.enter(caller, 60, 0.0)
+    for _ in range(200):
+        refused(gate, caller, 10)
+    assert gate.num_running(caller) == 1
+    gate.enter(caller, 10, 2.0)
+
+
+def test_at_once_counts_those_that_have_not_ended_and_each_key_for_itself():
+    gate, one, other = Gate(), Caller(id="a", max_requests=2), Caller(id="b", max_requests=2)
+    gate.enter(one, 1, 0.0)
+    gate.enter(one, 1, 0.0)
+    refused(gate, one)
+    gate.enter(other, 1, 0.0)
+    gate.leave(one)
+    gate.enter(one, 1, 0.0)
+    assert (gate.num_running(one), gate.num_running(other)) == (2, 1)
+
+
+def test_without_limits_nobody_is_refused_and_use_is_forgotten_only_when_idle():
+    gate = Gate()
+    for i in range(5000):
+        gate.enter(Caller(id=str(i)), 10**9, 0.0)
+        if i:
+            gate.leave(Caller(id=str(i)))
+    assert gate.num_running(Caller(id="0")) == 1
+    assert len(gate._uses) <= 4096
+    gate.enter(ANYONE, 10**9, 0.0)
