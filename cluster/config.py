@@ -150,8 +150,6 @@ def load_config(
     config = cls(**values, explicit=explicit)  # type: ignore[arg-type]
     if isinstance(config, DecodeSettings):
         check_drafting(config)
-    if isinstance(config, ClientSettings) and bool(config.tls_cert) != bool(config.tls_key):
-        raise ConfigError("--tls-cert and --tls-key belong together: give both, or neither")
     if warns and cls is not UpConfig and not any(variable in env for variable in INTERNAL_VARIABLES):
         for warning in ignored_settings(config):
             logger.warning("%s", warning)

@@ -10,6 +10,7 @@ Running routers take changes over within a second.
 import argparse
 import time
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -49,7 +50,7 @@ def revoke(path: Path, key_id: str) -> ApiKey:
     return gone[0]
 
 
-def add_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def add_commands(commands: "argparse._SubParsersAction[Any]") -> None:
     """The command line below `baton keys api`."""
 
     def command(name: str, text: str) -> argparse.ArgumentParser:

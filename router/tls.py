@@ -7,6 +7,8 @@ from ..cluster.errors import ConfigError
 
 def tls_context(certificate: str, key: str) -> ssl.SSLContext | None:
     """A server's context from two PEM files; None without. Raises ConfigError."""
+    if bool(certificate) != bool(key):
+        raise ConfigError("--tls-cert and --tls-key belong together: give both, or neither")
     if not certificate:
         return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
