@@ -54,7 +54,8 @@ def add_commands(commands: "argparse._SubParsersAction[Any]") -> None:
     """The command line below `baton keys api`."""
 
     def command(name: str, text: str) -> argparse.ArgumentParser:
-        made = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.", allow_abbrev=False)
+        description = f"{text[0].upper()}{text[1:]}."
+        made: argparse.ArgumentParser = commands.add_parser(name, help=text, description=description, allow_abbrev=False)
         made.add_argument("file", metavar="FILE", type=Path, help="what --api-keys names")
         return made
 
