@@ -18,14 +18,12 @@ from .generation import Choice, Piece
 from .inbox import Disconnected, Inbox, InboxEvent
 from .intake import OVERLOADED
 from .replies import (
-    DONE,
     AnyTimeline,
     Builder,
     ChoiceTimelines,
     CompletionDetails,
     PromptDetails,
     Usage,
-    sse_error,
 )
 from .room_effects import Broken, Deliver, Settled
 from .rooms import DEADLINE_EXCEEDED, QUARANTINED
@@ -121,20 +119,20 @@ class Answer:
                     await _send_start(send, 200, SSE_HEADERS)
                 is_last = self._is_done and not (self._wants_accounts and self._is_settling)
                 if is_last:
-                    data += self._closing() + DONE
+                    data += self._closing()
                 if data:
                     await _send_body(send, data, is_last=is_last)
             if not is_last:
                 await self._settle()
-                await _send_body(send, self._closing() + DONE, is_last=True)
+                await _send_body(send, self._closing(), is_last=True)
         except ApiError as error:
             if not is_started:
                 return await _send_error(send, error)
-            await _send_body(send, sse_error(error), is_last=True)
+            await _send_body(send, self._builder.failed(error), is_last=True)
 
     def _closing(self) -> bytes:
         usage = self._usage() if self._wish.wants_usage else None
-        return self._builder.closing(usage, self._timeline() if self._wish.wants_timeline else None)
+        return self._builder.closing(usage, self._timeline() if self._wish.wants_timeline else None) + self._builder.end
 
     def _best(self) -> list[int]:
         """The tries that are the answer, prompt by prompt: those of the highest mean log probability."""

@@ -173,3 +173,21 @@ class CompletionBody(CommonBody, kw_only=True, forbid_unknown_fields=True):
     @property
     def wants_echo(self) -> bool:
         return bool(self.echo)
+
+
+class TokenizeBody(Struct, kw_only=True, forbid_unknown_fields=True):
+    """POST /tokenize: of a `prompt`, or of a chat's `messages` as the model's template writes them."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+    chat_template_kwargs: dict[str, bool | int | float | None] | None = None
+
+
+class DetokenizeBody(Struct, kw_only=True, forbid_unknown_fields=True):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: list[NotNegative]

@@ -21,13 +21,31 @@ class TokenText:
 
 
 @dataclass(frozen=True)
+class CallPart:
+    """A part of a tool call: its first part has its id and name, all of them pieces of its arguments."""
+
+    index: int
+    id: str = ""
+    name: str = ""
+    arguments: str = ""
+
+
+@dataclass(frozen=True)
 class Piece:
     """What one batch of tokens adds to a choice."""
 
     text: str
     logprobs: list[TokenText] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
-    finish: str = ""  # "", "stop" or "length"
+    finish: str = ""  # "", "stop", "length" or "tool_calls"
+    calls: list[CallPart] = field(default_factory=list)
+
+    @property
+    def whole_calls(self) -> list[CallPart]:
+        """The calls of a whole answer, each in one part."""
+        firsts = [part for part in self.calls if part.id]
+        joined = ["".join(part.arguments for part in self.calls if part.index == first.index) for first in firsts]
+        return [CallPart(first.index, first.id, first.name, text) for first, text in zip(firsts, joined, strict=True)]
 
     @classmethod
     def joined(cls, pieces: Sequence["Piece"]) -> "Piece":
@@ -37,6 +55,7 @@ class Piece:
             logprobs=[token for piece in pieces for token in piece.logprobs],
             ids=[token for piece in pieces for token in piece.ids],
             finish=next((piece.finish for piece in pieces if piece.finish), ""),
+            calls=[part for piece in pieces for part in piece.calls],
         )
 
 

@@ -14,7 +14,7 @@ from starlette.routing import Route
 from ..cluster.api_keys import ApiKeys
 from ..cluster.metrics import CONTENT_TYPE
 from .answer import Answer
-from .api_bodies import ChatBody, CompletionBody
+from .api_bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from .auth import CALLER, Guard
 from .errors import (
     ApiError,
@@ -28,6 +28,8 @@ from .errors import (
 )
 from .idempotency import HEADER, Begin, Replay, checked_key, digest_of, seed_of
 from .openai import parse_body
+from .openapi import PAGE_POLICY, openapi_of, page_of
+from .response_bodies import ResponseBody
 from .service import Call, Service
 from .status import ModelCard, ModelList, metrics_of, status_of, why_not_ready
 
@@ -44,12 +46,18 @@ class Routes:
         self._service = service
         self._max_body = max_body  # bytes
         self._started = service.clock()
+        self._document = openapi_of(service.served_model)
 
     def app(self, keys: ApiKeys | None = None, operator_token: str = "") -> Guard:
         """The ASGI application, for those who have one of `keys`, and the launcher with its token."""
         routes = [
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
             Route("/v1/completions", self.complete, methods=["POST"]),
+            Route("/v1/responses", self.respond, methods=["POST"]),
+            Route("/tokenize", self.tokenize, methods=["POST"]),
+            Route("/detokenize", self.detokenize, methods=["POST"]),
+            Route("/openapi.json", self.openapi, methods=["GET"]),
+            Route("/docs", self.docs, methods=["GET"]),
             Route("/v1/models", self.models, methods=["GET"]),
             Route("/v1/models/{model:path}", self.model, methods=["GET"]),
             Route("/health", self.health, methods=["GET"]),
@@ -77,6 +85,26 @@ class Routes:
         body = parse_body(raw, CompletionBody)
         return await self._answer(request, body, partial(self._service.complete, body, call))
 
+    async def respond(self, request: Request) -> Answer | Replay:
+        raw, call = await self._call(request)
+        body = parse_body(raw, ResponseBody)
+        return await self._answer(request, body, partial(self._service.respond, body, call))
+
+    async def tokenize(self, request: Request) -> Response:
+        raw, call = await self._call(request)
+        return _json(await self._service.tokenize(parse_body(raw, TokenizeBody), call))
+
+    async def detokenize(self, request: Request) -> Response:
+        raw, call = await self._call(request)
+        return _json(await self._service.detokenize(parse_body(raw, DetokenizeBody), call))
+
+    async def openapi(self, request: Request) -> Response:
+        return _json(self._document)
+
+    async def docs(self, request: Request) -> Response:
+        headers = {"content-type": "text/html; charset=utf-8", "content-security-policy": PAGE_POLICY}
+        return Response(page_of(self._document), headers=headers)
+
     async def _call(self, request: Request) -> tuple[bytes, Call]:
         """The body, and what the headers ask for."""
         arrived, timeout_s = self._service.clock(), _timeout_of(request)
@@ -91,7 +119,9 @@ class Routes:
         )
         return raw, call
 
-    async def _answer(self, request: Request, body: ChatBody | CompletionBody, begin: Begin) -> Answer | Replay:
+    async def _answer(
+        self, request: Request, body: ChatBody | CompletionBody | ResponseBody, begin: Begin
+    ) -> Answer | Replay:
         """A new answer, or with an Idempotency-Key that of the request before."""
         key = checked_key(request.headers.get(HEADER))
         if not key:

@@ -21,7 +21,7 @@ from starlette.types import Message, Receive, Scope, Send
 from .answer import Answer
 from .errors import ApiError, ErrorBody, bad_request, printable
 from .openai import SEED_MASK
-from .replies import DONE
+from .replies import is_whole_stream
 
 HEADER = "idempotency-key"
 LONGEST_KEY = 255
@@ -77,12 +77,12 @@ class Recording:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is an answer to give again; a stream that failed ends without [DONE]."""
+        """Whether it is an answer to give again; a stream that failed says so at its end."""
         if not self.is_over or self.error is not None or not self.messages or self.num_bytes > MAX_ANSWER:
             return False
         first, last = self.messages[0], self.messages[-1]
         is_stream = any(value.startswith(b"text/event-stream") for _, value in first.get("headers", ()))
-        is_ended = not last.get("more_body", True) and (not is_stream or last["body"].endswith(DONE))
+        is_ended = not last.get("more_body", True) and (not is_stream or is_whole_stream(last["body"]))
         return is_ended and first.get("status") == 200
 
     def begun(self) -> None:

@@ -12,8 +12,9 @@ import msgspec
 from msgspec import Struct
 
 from ..cluster.messages import Sampling
-from .api_bodies import MAX_CHOICES, MAX_SEED, ChatBody, CommonBody, CompletionBody
+from .api_bodies import MAX_CHOICES, MAX_SEED, ChatBody, CommonBody, CompletionBody, DetokenizeBody, TokenizeBody
 from .errors import ApiError, bad_request, printable
+from .response_bodies import MAX_METADATA, ResponseBody
 
 MAX_MESSAGES = 4096
 MAX_STOPS = 4
@@ -26,7 +27,7 @@ COMPLETION_MAX_TOKENS = 16
 # Of a message of an earlier answer, which may say them as long as they say nothing.
 HARMLESS_IN_MESSAGES = {"annotations": (b"[]",), "tool_calls": (b"[]",)}
 
-B = TypeVar("B", ChatBody, CompletionBody)
+B = TypeVar("B", ChatBody, CompletionBody, ResponseBody, TokenizeBody, DetokenizeBody)
 
 
 def parse_body(raw: bytes, kind: type[B]) -> B:
@@ -38,12 +39,16 @@ def parse_body(raw: bytes, kind: type[B]) -> B:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise bad_request(f"The body is not valid JSON: {reason[:200]}") from None
-    _check_refused(body)
-    _check_common(body)
+    if not isinstance(body, (TokenizeBody, DetokenizeBody)):
+        _check_refused(body)
+    if isinstance(body, (ChatBody, CompletionBody)):
+        _check_common(body)
     if isinstance(body, ChatBody):
-        _check_chat(body)
-    else:
+        check_chat(body)
+    elif isinstance(body, CompletionBody):
         _check_completion(body)
+    elif isinstance(body, ResponseBody) and len(body.metadata or {}) > MAX_METADATA:
+        raise bad_request(f"metadata has more than {MAX_METADATA} pairs", param="metadata")
     return body
 
 
@@ -132,7 +137,7 @@ def _says_nothing(value: object, harmless: tuple[bytes, ...]) -> bool:
     return compact == b"null" or compact in harmless
 
 
-def _check_refused(body: CommonBody) -> None:
+def _check_refused(body: CommonBody | ResponseBody) -> None:
     for name, field in body.TABLE.items():
         if field.state == "refused" and not _says_nothing(getattr(body, name), field.harmless):
             raise bad_request(f"{name} is not supported: {field.says}", param=name)
@@ -162,7 +167,8 @@ def _check_common(body: CommonBody) -> None:
         raise bad_request(f"logit_bias: {printable(wrong)} is not a token id", param="logit_bias")
 
 
-def _check_chat(body: ChatBody) -> None:
+def check_chat(body: ChatBody) -> None:
+    """Raises ApiError (400) for a chat that asks for what cannot be."""
     if not body.messages:
         raise bad_request("messages is empty: give at least one message", param="messages")
     if len(body.messages) > MAX_MESSAGES:

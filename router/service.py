@@ -6,22 +6,27 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from .admission import max_new_tokens, no_workers
 from .answer import Answer, Wish
-from .api_bodies import ChatBody, CompletionBody
+from .api_bodies import ChatBody, CompletionBody, DetokenizeBody, Message, TokenizeBody
 from .callers import ANYONE, Caller
+from .chat_replies import ChatBuilder
+from .completion_replies import CompletionBuilder
 from .dispatch import Dispatcher
 from .entries import Job
-from .errors import context_too_long, unknown_model
-from .generation import Choice, Prompt, Style
+from .errors import ApiError, bad_request, context_too_long, unknown_model
+from .generation import Choice, Prompt, Style, name_of
 from .idempotency import Idempotency
 from .inbox import Inbox
-from .openai import check_token_ids, logprobs_of, max_new_of, prompts_of, sampling_of
+from .openai import check_chat, check_token_ids, logprobs_of, max_new_of, prompts_of, sampling_of
 from .policy import Limits
-from .replies import Builder
-from .tokenizer import Tokenizer
+from .replies import Builder, DetokenizeReply, Frame, TokenizeReply
+from .response_bodies import ResponseBody, chat_of, in_words_of_responses, told_of
+from .response_replies import ResponseBuilder
+from .tokenizer import Switches, Tokenizer
 
 INLINE_BYTES = 2000  # of a body: about a millisecond of work, less than a trip to a thread costs under load
 T = TypeVar("T")
@@ -56,14 +61,22 @@ class Service:
         self.replays.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def chat(self, body: ChatBody, call: Call) -> Answer:
+    async def respond(self, body: ResponseBody, call: Call) -> Answer:
+        """POST /v1/responses: a chat in other words. Raises ApiError."""
+        try:
+            asked = chat_of(body)
+            check_chat(asked)
+            return await self.chat(asked, call, make_builder=partial(ResponseBuilder, told=told_of(body)))
+        except ApiError as error:
+            raise in_words_of_responses(error) from None
+
+    async def chat(self, body: ChatBody, call: Call, make_builder: Callable[[Frame], Builder] = ChatBuilder) -> Answer:
         """POST /v1/chat/completions. Raises ApiError."""
         self._check_model(body.model)
-        messages = [message.as_template_input() for message in body.messages]
-        self._check_chars(sum(len(text) for message in messages for text in message.values()), "messages")
         started = self.clock()
-        ids = await self._in_thread(call.size, lambda: self.tokenizer.encode_chat(messages, body.chat_template_kwargs))
-        return self._answer(body, [Prompt(ids)], call, self.clock() - started)
+        ids = await self._encode_chat(body.messages, body.chat_template_kwargs, call)
+        builder = make_builder(self._frame(body, "chatcmpl-"))
+        return self._answer(body, [Prompt(ids)], call, self.clock() - started, builder)
 
     async def complete(self, body: CompletionBody, call: Call) -> Answer:
         """POST /v1/completions. Raises ApiError."""
@@ -72,7 +85,41 @@ class Service:
         self._check_chars(max((len(p) for p in prompts if isinstance(p, str)), default=0), "prompt")
         started = self.clock()
         read = await self._in_thread(call.size, lambda: [self._prompt(prompt) for prompt in prompts])
-        return self._answer(body, read, call, self.clock() - started)
+        return self._answer(body, read, call, self.clock() - started, CompletionBuilder(self._frame(body, "cmpl-")))
+
+    async def tokenize(self, body: TokenizeBody, call: Call) -> TokenizeReply:
+        """POST /tokenize. Raises ApiError."""
+        self._check_model(body.model or self.served_model)
+        if (body.prompt is None) == (body.messages is None):
+            raise bad_request("give prompt or messages, and not both", param="prompt")
+        if body.messages is not None:
+            ids = await self._encode_chat(body.messages, body.chat_template_kwargs, call)
+        else:
+            text, add_special_tokens = body.prompt or "", body.add_special_tokens is not False
+            work = partial(self.tokenizer.encode, text, add_special_tokens=add_special_tokens)
+            ids = await self._in_thread(call.size, work)
+        live = self.dispatcher.limits()
+        return TokenizeReply(
+            count=len(ids),
+            max_model_len=live.context if live is not None else None,
+            tokens=ids,
+            token_strs=[name_of(self.tokenizer.token_bytes[i]) for i in ids] if body.return_token_strs else None,
+        )
+
+    async def detokenize(self, body: DetokenizeBody, call: Call) -> DetokenizeReply:
+        """POST /detokenize. Raises ApiError."""
+        self._check_model(body.model or self.served_model)
+        wrong = next((i for i in body.tokens if i >= len(self.tokenizer)), None)
+        if wrong is not None:
+            text = f"tokens: token id {wrong} is outside the vocabulary of {len(self.tokenizer)}"
+            raise bad_request(text, param="tokens")
+        text = await self._in_thread(call.size, partial(self.tokenizer.decode, body.tokens))
+        return DetokenizeReply(prompt=text)
+
+    async def _encode_chat(self, said: Sequence[Message], switches: Switches | None, call: Call) -> list[int]:
+        messages = [message.as_template_input() for message in said]
+        self._check_chars(sum(len(text) for message in messages for text in message.values()), "messages")
+        return await self._in_thread(call.size, lambda: self.tokenizer.encode_chat(messages, switches))
 
     def _prompt(self, prompt: str | list[int]) -> Prompt:
         return Prompt(self.tokenizer.encode(prompt), prompt) if isinstance(prompt, str) else Prompt(prompt)
@@ -102,6 +149,7 @@ class Service:
         prompts: Sequence[Prompt],
         call: Call,
         tokenize_s: float,
+        builder: Builder,
     ) -> Answer:
         live = self.dispatcher.limits()
         if live is None:  # then nobody knows the vocabulary either, which may be larger than the tokenizer's
@@ -122,7 +170,7 @@ class Service:
             num_choices=body.num_choices,
             num_tries=body.num_tries,
         )
-        return Answer(self.dispatcher, self.clock, entries, inbox, choices, self._builder(body), wish)
+        return Answer(self.dispatcher, self.clock, entries, inbox, choices, builder, wish)
 
     def _jobs(
         self, body: ChatBody | CompletionBody, ids: list[int], live: Limits, call: Call, tokenize_s: float
@@ -142,11 +190,9 @@ class Service:
             for choice in range(body.num_tries)
         ]
 
-    def _builder(self, body: ChatBody | CompletionBody) -> Builder:
-        is_chat = isinstance(body, ChatBody)
-        return Builder(
-            is_chat=is_chat,
-            reply_id=("chatcmpl-" if is_chat else "cmpl-") + secrets.token_hex(12),
+    def _frame(self, body: ChatBody | CompletionBody, prefix: str) -> Frame:
+        return Frame(
+            id=prefix + secrets.token_hex(12),
             created=int(time.time()),
             model=self.served_model,
             num_top=logprobs_of(body),

@@ -51,9 +51,9 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return self._hf.chat_template is not None
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """A raw prompt, with what the tokenizer puts around any text (such as a begin token)."""
-        return self._encode(self._backend, text, add_special_tokens=True)
+        return self._encode(self._backend, text, add_special_tokens=add_special_tokens)
 
     def encode_chat(self, messages: Sequence[ChatMessage], switches: Switches | None = None) -> list[int]:
         """A chat, rendered by the model's template up to where the assistant begins to speak.
@@ -71,6 +71,11 @@ class Tokenizer:
             elif part:
                 ids += self._encode(self._backend, part, add_special_tokens=False)
         return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of whole `ids`, control tokens included."""
+        detokenizer = self.detokenizer(skip_special=False)
+        return detokenizer.feed(ids) + detokenizer.flush()
 
     def detokenizer(self, *, skip_special: bool = True) -> Detokenizer:
         return Detokenizer(self.token_bytes, skip_special=skip_special)

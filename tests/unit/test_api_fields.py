@@ -1,23 +1,36 @@
 """Every field of the published API has its word in the table, the table is what the bodies do, and the docs show it."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 from baton.router.api_bodies import ChatBody, CompletionBody
 from baton.router.errors import ApiError
 from baton.router.openai import parse_body
+from baton.router.openapi import OPERATIONS, openapi_of, page_of
+from baton.router.response_bodies import ResponseBody
 from openai.types import completion_create_params
 from openai.types.chat import chat_completion_stream_options_param
 from openai.types.chat import completion_create_params as chat_create_params
+from openai.types.responses import response_create_params
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "api.md"
 BASE = {
+    ResponseBody: {"model": "m", "input": "hi"},
     ChatBody: {"model": "m", "messages": [{"role": "user", "content": "hi"}]},
     CompletionBody: {"model": "m", "prompt": "hi"},
 }
-PUBLISHED = {ChatBody: chat_create_params, CompletionBody: completion_create_params}
-HEADINGS = {ChatBody: "## POST /v1/chat/completions", CompletionBody: "## POST /v1/completions"}
+PUBLISHED = {
+    ChatBody: chat_create_params.CompletionCreateParamsBase,
+    CompletionBody: completion_create_params.CompletionCreateParamsBase,
+    ResponseBody: response_create_params.ResponseCreateParamsBase,
+}
+HEADINGS = {
+    ChatBody: "## POST /v1/chat/completions",
+    CompletionBody: "## POST /v1/completions",
+    ResponseBody: "## POST /v1/responses",
+}
 BODIES = list(BASE)
 
 
@@ -38,8 +51,7 @@ def of_docs(heading):
 
 @pytest.mark.parametrize("kind", BODIES)
 def test_no_field_of_the_published_schema_is_missing_from_the_table(kind):
-    base = PUBLISHED[kind].CompletionCreateParamsBase.__annotations__
-    assert {*base, "stream"} <= set(kind.TABLE)
+    assert {*PUBLISHED[kind].__annotations__, "stream"} <= set(kind.TABLE)
 
 
 def test_every_published_stream_option_is_taken():
@@ -79,3 +91,25 @@ def test_a_field_that_works_refuses_what_it_cannot_mean(kind, name):
 def test_the_docs_show_the_table(kind):
     expected = [(f"`{name}`", field.state, field.says) for name, field in kind.TABLE.items()]
     assert of_docs(HEADINGS[kind]) == expected
+
+
+def test_the_document_shows_what_is_served_and_nothing_that_is_refused():
+    document = openapi_of("m")
+    for kind in BODIES:
+        schema = document["components"]["schemas"][kind.__name__]
+        served = {name for name, field in kind.TABLE.items() if field.state != "refused"}
+        assert set(schema["properties"]) == served
+        assert schema["properties"]["model"]["enum"] == ["m"]
+        assert schema["additionalProperties"] is False
+    text = json.dumps(document)
+    for name in set(re.findall(r"#/components/schemas/(\w+)", text)):
+        assert name in document["components"]["schemas"]
+    assert set(document["paths"]) == {operation.path for operation in OPERATIONS}
+
+
+def test_the_page_has_every_operation_and_loads_nothing():
+    page = page_of(openapi_of("<m>"))
+    for operation in OPERATIONS:
+        assert f"{operation.method.upper()} {operation.path}" in page
+    assert "<m>" not in page
+    assert not re.findall(r"<(?:script|img|link|iframe)|https?://|@import", page)

@@ -5,6 +5,7 @@ import json
 import pytest
 from baton.cluster.messages import TokenLogprob
 from baton.router.api_bodies import ChatBody, CompletionBody
+from baton.router.chat_replies import ChatBuilder
 from baton.router.errors import ApiError
 from baton.router.generation import Choice, Piece, Prompt, Style, TokenText
 from baton.router.openai import (
@@ -15,7 +16,7 @@ from baton.router.openai import (
     prompts_of,
     sampling_of,
 )
-from baton.router.replies import Builder, sse
+from baton.router.replies import Frame, sse
 from baton.router.room_effects import Deliver
 from baton.router.tokenizer import load_tokenizer
 from baton.tests.cluster.router_fakes import save_tokenizer
@@ -128,7 +129,7 @@ def test_event_has_one_line_for_every_reader():
 
 
 def test_infinite_logprobs_become_the_apis_number():
-    builder = Builder(is_chat=True, reply_id="x", created=0, model="m", num_top=1)
+    builder = ChatBuilder(Frame(id="x", created=0, model="m", num_top=1))
     tokens = [TokenText("a", b"a", value, [("b", b"b", value)], 0) for value in (float("-inf"), float("nan"), -2.0)]
     chunk = json.loads(builder.chunk(0, Piece("a", tokens)).removeprefix(b"data: "))
     content = chunk["choices"][0]["logprobs"]["content"]
@@ -137,7 +138,7 @@ def test_infinite_logprobs_become_the_apis_number():
 
 
 def test_nothing_to_say_is_no_chunk():
-    builder = Builder(is_chat=True, reply_id="x", created=0, model="m", num_top=-1)
+    builder = ChatBuilder(Frame(id="x", created=0, model="m"))
     assert builder.chunk(0, Piece("")) == b""
     assert builder.closing(None, None) == b""
 

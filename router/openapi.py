@@ -1,0 +1,184 @@
+"""The OpenAPI document of the client's side, made from the types that the server reads and writes, and a page of it.
+
+Of a request body it shows the fields that work or are ignored; what becomes of the others stands in `api_fields`.
+"""
+
+import html
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from .api_bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from .api_fields import Field
+from .chat_replies import ChatChunk, ChatReply
+from .completion_replies import CompletionReply
+from .errors import ErrorEnvelope
+from .replies import DetokenizeReply, TokenizeReply
+from .response_bodies import ResponseBody
+from .response_replies import Event, Response
+from .status import ModelCard, ModelList, Status
+
+REF = "#/components/schemas/{name}"
+PAGE_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One method of one address."""
+
+    path: str
+    says: str
+    body: type | None = None
+    reply: type | None = None
+    chunk: type | None = None  # of a stream
+    statuses: Mapping[int, str] | None = None  # beside 200
+
+    @property
+    def method(self) -> str:
+        return "get" if self.body is None else "post"
+
+
+_GENERATING = {
+    400: "The request is not one that can be served; `param` names the field at fault.",
+    401: "No valid key.",
+    404: "Another model than the served one.",
+    408: "The body did not arrive in time.",
+    413: "The body is too large.",
+    422: "The Idempotency-Key was used with another request.",
+    429: "Too much waits; Retry-After says when to try again.",
+    500: "A failure of the server.",
+    502: "A worker failed or was lost.",
+    503: "No workers, or shutting down; Retry-After says when to try again.",
+    504: "The time limit is over.",
+}
+_READING = {401: _GENERATING[401]}
+_CONVERTING = {status: _GENERATING[status] for status in (400, 401, 404, 408, 413)}
+
+OPERATIONS = (
+    Operation("/v1/chat/completions", "An answer to a chat.", ChatBody, ChatReply, ChatChunk, _GENERATING),
+    Operation("/v1/completions", "What follows a text.", CompletionBody, CompletionReply, CompletionReply, _GENERATING),
+    Operation("/v1/responses", "An answer, in the words of the Responses API.", ResponseBody, Response, Event, _GENERATING),
+    Operation("/tokenize", "The token ids of a text or of a chat.", TokenizeBody, TokenizeReply, None, _CONVERTING),
+    Operation("/detokenize", "The text of token ids.", DetokenizeBody, DetokenizeReply, None, _CONVERTING),
+    Operation("/v1/models", "The served model.", None, ModelList, None, _READING),
+    Operation("/v1/models/{model}", "The served model.", None, ModelCard, None, {**_READING, 404: _GENERATING[404]}),
+    Operation("/health", "Whether the router lives.", None, None, None, None),
+    Operation("/ready", "Whether a request can be served now.", None, None, None, {503: "Not now."}),
+    Operation("/status", "The router, its workers and their load.", None, Status, None, _READING),
+)
+
+
+def openapi_of(served_model: str) -> Json:
+    """The document, OpenAPI 3.1; `served_model` is the one name that requests may give."""
+    kinds = {kind for op in OPERATIONS for kind in (op.body, op.reply, op.chunk) if kind is not None}
+    ordered = sorted({*kinds, ErrorEnvelope}, key=lambda kind: kind.__name__)
+    _, schemas = msgspec.json.schema_components(ordered, ref_template=REF)
+    for kind in ordered:
+        _tell_fields(schemas[kind.__name__], getattr(kind, "TABLE", {}))
+        if kind in {op.body for op in OPERATIONS}:
+            schemas[kind.__name__]["properties"]["model"] = {"type": "string", "enum": [served_model]}
+    paths: Json = {}
+    for operation in OPERATIONS:
+        paths.setdefault(operation.path, {})[operation.method] = _operation(operation, served_model)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "baton", "version": "1", "description": "Disaggregated LLM serving."},
+        "paths": paths,
+        "components": {"schemas": schemas},
+    }
+
+
+def _tell_fields(schema: Json, table: Mapping[str, Field]) -> None:
+    """Takes refused fields out of a body's schema, and says of the others what the table says."""
+    for name, field in table.items():
+        if field.state == "refused":
+            del schema["properties"][name]
+        else:
+            schema["properties"][name]["description"] = f"{'Ignored: ' * (field.state == 'ignored')}{field.says}"
+
+
+def _operation(operation: Operation, served_model: str) -> Json:
+    made: Json = {"summary": operation.says, "operationId": f"{operation.method}{operation.path.replace('/', '_')}"}
+    if operation.body is not None:
+        made["requestBody"] = {"required": True, "content": {"application/json": {"schema": _ref(operation.body)}}}
+    if "{model}" in operation.path:
+        schema = {"type": "string", "enum": [served_model]}
+        made["parameters"] = [{"name": "model", "in": "path", "required": True, "schema": schema}]
+    whole = {"type": "object"} if operation.reply is None else _ref(operation.reply)
+    content: Json = {"application/json": {"schema": whole}}
+    if operation.chunk is not None:
+        content["text/event-stream"] = {"schema": {"type": "string", "description": "Events with `data` of the chunk type."}}
+    made["responses"] = {"200": {"description": "The answer.", "content": content}}
+    error = {"type": "object"} if operation.path == "/ready" else _ref(ErrorEnvelope)
+    for status, says in (operation.statuses or {}).items():
+        made["responses"][str(status)] = {"description": says, "content": {"application/json": {"schema": error}}}
+    return made
+
+
+def _ref(kind: type) -> Json:
+    return {"$ref": REF.format(name=kind.__name__)}
+
+
+# --- the page ---------------------------------------------------------------------------------------------------------
+
+
+def page_of(document: Json) -> str:
+    """The document as one HTML page that loads nothing."""
+    operations = [(path, *way) for path, ways in document["paths"].items() for way in ways.items()]
+    parts = [_section(path, method, made, document) for path, method, made in operations]
+    title = html.escape(f"{document['info']['title']}")
+    return PAGE.format(title=title, sections="\n".join(parts))
+
+
+def _section(path: str, method: str, made: Json, document: Json) -> str:
+    lines = [f"<h2>{method.upper()} {html.escape(path)}</h2><p>{html.escape(made['summary'])}</p>"]
+    body = made.get("requestBody")
+    if body is not None:
+        name = body["content"]["application/json"]["schema"]["$ref"].rsplit("/", 1)[-1]
+        lines += _table(("field", "type", ""), _rows_of(document["components"]["schemas"][name]))
+    statuses = [(code, "", answer["description"]) for code, answer in made["responses"].items()]
+    return "\n".join([*lines, *_table(("status", "", ""), statuses)])
+
+
+def _rows_of(schema: Json) -> Iterator[tuple[str, str, str]]:
+    required = schema.get("required", [])
+    for name, field in schema["properties"].items():
+        yield name + (" *" if name in required else ""), _type_of(field), field.get("description", "")
+
+
+def _type_of(schema: Json) -> str:
+    if "anyOf" in schema:
+        return " or ".join(_type_of(part) for part in schema["anyOf"] if part != {"type": "null"})
+    if "enum" in schema:
+        return ", ".join(str(value) for value in schema["enum"])
+    if "$ref" in schema:
+        return str(schema["$ref"]).rsplit("/", 1)[-1]
+    if "items" in schema:
+        return f"list of {_type_of(schema['items'])}" if schema["items"] else "list"
+    return str(schema.get("type", "any"))
+
+
+def _table(heads: Sequence[str], rows: Iterator[tuple[str, str, str]] | Sequence[tuple[str, str, str]]) -> list[str]:
+    made = "".join(
+        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
+    )
+    return ["<table><tr>" + "".join(f"<th>{head}</th>" for head in heads) + "</tr>" + made + "</table>"]
+
+
+PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>{title}: API</title>
+<style>
+body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222; }}
+table {{ border-collapse: collapse; width: 100%; margin: 0.5rem 0 1rem; }}
+td, th {{ border: 1px solid #ccc; padding: 0.2rem 0.5rem; text-align: left; vertical-align: top; }}
+td:first-child {{ font-family: monospace; white-space: nowrap; }}
+h2 {{ font: bold 1.1rem monospace; margin-top: 2rem; }}
+</style></head><body>
+<h1>{title}</h1>
+<p>Required fields bear a star. The machine-readable form is <a href="/openapi.json">/openapi.json</a>.</p>
+{sections}
+</body></html>
+"""

@@ -1,0 +1,132 @@
+"""/v1/responses, /tokenize and the documents, with the official client over scripted workers."""
+
+import httpx
+import openai
+import pytest
+from baton.tests.cluster.router_fakes import ANSWER, MODEL, RunningRouter, Script
+from openai.types.responses import Response
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory, model_dir):
+    running = RunningRouter(tmp_path_factory.mktemp("run"), model_dir=model_dir)
+    script = Script(running.tokenizer.encode(ANSWER))
+    running.pair(script)
+    yield running
+    running.close()
+
+
+@pytest.fixture(scope="module")
+def client(served):
+    with openai.OpenAI(base_url=served.url + "/v1", api_key="none", max_retries=0, timeout=20) as made:
+        yield made
+
+
+def post(served, path, **body):
+    return httpx.post(f"{served.url}/{path}", json=body)
+
+
+def test_a_response_is_one_message_with_its_usage(client):
+    made = client.responses.create(model=MODEL, input="hi", instructions="Be brief.", metadata={"a": "b"}, temperature=0.5)
+    assert made.output_text == ANSWER
+    assert (made.status, made.object, made.instructions, made.metadata) == ("completed", "response", "Be brief.", {"a": "b"})
+    assert (made.temperature, made.store, made.error) == (0.5, False, None)
+    assert made.usage.total_tokens == made.usage.input_tokens + made.usage.output_tokens
+    assert made.usage.input_tokens_details.cached_tokens == 16
+    assert Response.model_validate(made.model_dump()).output[0].role == "assistant"
+    again = [{"role": "user", "content": "hi"}, *[item.model_dump() for item in made.output]]
+    assert client.responses.create(model=MODEL, input=[*again, {"role": "user", "content": "on"}]).output_text == ANSWER
+
+
+def test_an_answer_that_was_cut_says_so(client):
+    made = client.responses.create(model=MODEL, input="hi", max_output_tokens=3)
+    assert (made.status, made.incomplete_details.reason, made.output[0].status) == (
+        "incomplete", "max_output_tokens", "incomplete",
+    )  # fmt: skip
+
+
+def test_the_events_of_a_stream_grow_into_the_whole(client):
+    events = list(client.responses.create(model=MODEL, input="hi", stream=True, include=["message.output_text.logprobs"]))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    kinds = [event.type for event in events]
+    assert kinds[:4] == [
+        "response.created", "response.in_progress", "response.output_item.added", "response.content_part.added",
+    ]  # fmt: skip
+    assert kinds[-4:] == [
+        "response.output_text.done", "response.content_part.done", "response.output_item.done", "response.completed",
+    ]  # fmt: skip
+    assert set(kinds[4:-4]) == {"response.output_text.delta"}
+    assert "".join(event.delta for event in events[4:-4]) == events[-4].text == events[-1].response.output_text == ANSWER
+    assert events[-1].response.usage.output_tokens > 10
+    assert len(events[-4].logprobs) == events[-1].response.usage.output_tokens
+    assert {event.item_id for event in events[4:-4]} == {events[-1].response.output[0].id}
+
+
+def test_the_stream_helper_of_the_client_takes_the_events(client):
+    with client.responses.stream(model=MODEL, input="hi") as stream:
+        for _ in stream:
+            pass
+        assert stream.get_final_response().output_text == ANSWER
+
+
+@pytest.mark.parametrize(
+    ("wrong", "param"),
+    [
+        ({"input": ""}, "input"),
+        ({"input": []}, "input"),
+        ({"input": [{"role": "robot", "content": "x"}]}, "input"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "http://x"}]}]}, "input"),
+        ({"input": "x" * 50_000}, "input"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"max_output_tokens": 100_000}, "input"),
+        ({"metadata": {str(i): "x" for i in range(17)}}, "metadata"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"background": True}, "background"),
+        ({"truncation": "auto"}, "truncation"),
+        ({"nonsense": 1}, "nonsense"),
+    ],
+    ids=str,
+)
+def test_what_is_not_served_is_named_in_the_words_of_responses(served, wrong, param):
+    reply = post(served, "v1/responses", **({"model": MODEL, "input": "hi"} | wrong))
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, param), reply.text
+
+
+def test_an_answer_under_an_idempotency_key_is_given_again(served):
+    def ask():
+        body = {"model": MODEL, "input": "hi", "stream": True}
+        return httpx.post(served.url + "/v1/responses", json=body, headers={"idempotency-key": "k-responses"}).text
+
+    assert ask() == ask()
+
+
+def test_text_and_ids_go_both_ways(served):
+    made = post(served, "tokenize", prompt="hello wörld<|im_end|>", return_token_strs=True).json()
+    assert made["tokens"] == served.tokenizer.encode("hello wörld<|im_end|>")
+    assert (made["count"], made["max_model_len"]) == (len(made["tokens"]), 512)
+    assert made["token_strs"][-1] == "<|im_end|>"
+    assert post(served, "detokenize", tokens=made["tokens"]).json() == {"prompt": "hello wörld<|im_end|>"}
+    chat = [{"role": "user", "content": "hi"}]
+    assert post(served, "tokenize", messages=chat).json()["tokens"] == served.tokenizer.encode_chat(chat)
+    for path, wrong in (
+        ("tokenize", {}),
+        ("tokenize", {"prompt": "a", "messages": chat}),
+        ("tokenize", {"prompt": "a", "model": "other"}),
+        ("detokenize", {"tokens": [10**6]}),
+        ("detokenize", {"tokens": [-1]}),
+        ("detokenize", {}),
+    ):
+        assert post(served, path, **wrong).status_code in (400, 404), (path, wrong)
+
+
+def test_the_document_and_its_page_are_served(served):
+    document = httpx.get(served.url + "/openapi.json").json()
+    assert document["openapi"].startswith("3.1")
+    for path, ways in document["paths"].items():
+        for method in ways:
+            reply = httpx.request(method, served.url + path.replace("{model}", MODEL), content=b"")
+            assert reply.status_code != 404, path
+    page = httpx.get(served.url + "/docs")
+    assert page.headers["content-type"].startswith("text/html")
+    assert "/v1/chat/completions" in page.text
