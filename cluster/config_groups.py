@@ -135,6 +135,13 @@ class DecodeSettings(RoleConfig):
             maximum=256,
         ),
     )
+    overlap: str = setting(
+        "auto",
+        Setting(
+            help="launch each decode step before the one before it was read, so that the device never waits; auto: on a GPU",
+            choices=("auto", "on", "off"),
+        ),
+    )
     spec_adaptive: str = setting(
         "auto",
         Setting(

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 
 import torch
 
+from ..cluster.messages import Reserve
 from ..engine.kv_pool import PoolExhausted
 from ..engine.loader import STAGING_SHARE, Engine
 from ..engine.page_table import pages_for
 from ..engine.request import Request
 from ..engine.sampler import validate_params
+from ..kvtransfer.transport import PullRequest
 from .queues import DecodeQueues, Room, RoomState
 
 RETRY_AFTER_MS = 250
@@ -77,6 +79,21 @@ class Admission:
         """The pages that blocks land in: those of the prompt behind `have`."""
         size = self.engine.page_size
         return request.pages[have // size : pages_for(request.num_prompt, size)]
+
+    def pull_request(self, room: Room, message: Reserve) -> PullRequest:
+        """What an admitted room pulls, and from whom."""
+        request, features = room.request, room.features
+        assert message.prefill_instance is not None
+        return PullRequest(
+            room=request.room,
+            epoch=request.epoch,
+            num_tokens=request.num_prompt,
+            have=room.have,
+            pages=tuple(self.pulled_pages(request, room.have)),
+            features=None if features is None else features.flatten(1).view(torch.uint8),
+            endpoint=message.prefill_endpoint,
+            peer_instance=message.prefill_instance,
+        )
 
     def _never(self, request: Request) -> Refusal | None:
         engine, prompt, output = self.engine, request.num_prompt, request.sampling.max_new_tokens

@@ -18,6 +18,7 @@ class RoomState(Enum):
     WARMING = "warming"  # everything landed, the draft prefill is not done; owner: the scheduler
     RUNNING = "running"  # in the decode batch; owner: the scheduler
     CLOSING = "closing"  # given up while pulling; the pages wait until the transport says that nothing writes them
+    SETTLING = "settling"  # ended; the pages wait until the steps that were launched with it were read
 
 
 @dataclass(kw_only=True)
@@ -54,6 +55,17 @@ class Room:
 
     gone_epoch: int = -1  # of the Cancel that waits for this attempt's pages; -1: none does
     is_tainted: bool = False  # its KV must not be reused
+    num_unread: int = 0  # steps that were launched with it and not read
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether no launched step may still write to its pages."""
+        return self.num_unread == 0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it ended and only its pages wait for their last writer."""
+        return self.state in (RoomState.CLOSING, RoomState.SETTLING)
 
     @property
     def key(self) -> tuple[str, int]:

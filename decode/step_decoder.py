@@ -1,11 +1,12 @@
 """What a decode worker asks of the thing that runs its steps."""
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import Protocol, runtime_checkable
 
 import torch
 
 from ..engine.request import Request
+from ..engine.speculative.overlapped import Flight
 from ..engine.speculative.spec_decoder import StepResult
 
 
@@ -23,3 +24,21 @@ class StepDecoder(Protocol):
 
     def forget(self, request: Request) -> None:
         """Drop what is kept of the request; no-op when there is nothing."""
+
+
+@runtime_checkable
+class LaunchingDecoder(StepDecoder, Protocol):
+    """One whose steps may be launched before the step before was read: `OverlappedDecoder`, as the worker sees it."""
+
+    @property
+    def counters(self) -> Mapping[str, float]:
+        """Steps launched ahead, and why others were not, since the start."""
+
+    def can_launch(self, requests: Sequence[Request]) -> bool:
+        """Whether they can be stepped ahead; if not, `step` does it, with no flight unread."""
+
+    def launch(self, requests: Sequence[Request]) -> Flight:
+        """Begin a step behind those launched before."""
+
+    def read(self, flight: Flight, is_live: Sequence[bool]) -> StepResult:
+        """Wait for the oldest flight; commits its tokens to its live requests, of whom alone the result is."""

@@ -5,6 +5,7 @@
        without a prefill worker   decode computes the prompt itself, some rows between two steps of the batch
     3. draft prefill              runs over the aux features as they land, within a budget of rows per step
     4. the batch                  a warm room joins: draft -> verify -> accept -> extend, tokens to the router in one frame
+                                  a step is launched before the one before it is read; what that one gives goes out meanwhile
     5. end                        one road for every end: `_close` gives the pages back, to the prefix cache first
 """
 
@@ -13,7 +14,6 @@ import time
 from collections.abc import Callable
 
 import msgspec
-import torch
 
 from ..cluster.fault_points import Reach, unarmed
 from ..cluster.log import fields
@@ -35,19 +35,18 @@ from ..cluster.messages import (
 from ..engine.loader import Engine
 from ..engine.request import Request
 from ..engine.sampling_params import SamplingParams
-from ..engine.speculative.draft_worker import MAX_PREFILL_ROWS
-from ..engine.speculative.spec_decoder import SpecDecoder, StepResult
+from ..engine.speculative.spec_decoder import StepResult
 from ..kvtransfer.link import Command, Drop, Ended, LinkEvent, WorkerLink
-from ..kvtransfer.transport import Complete, Landed, Lost, PullRequest
+from ..kvtransfer.transport import Complete, Landed, Lost
 from .accounts import Accounts
 from .admission import Admission, Refusal
+from .flights import Flights
 from .local_prefill import LocalPrefill
 from .queues import DecodeQueues, Room, RoomState
 from .step_decoder import StepDecoder
+from .warming import warm
 
 logger = logging.getLogger(__name__)
-
-WARM_ROWS_PER_STEP = MAX_PREFILL_ROWS  # draft prefill rows between two decode steps
 
 
 class DecodeWorker:
@@ -70,15 +69,8 @@ class DecodeWorker:
         self.queues = DecodeQueues(max_running)
         self.admission = Admission(engine, self.queues, spare_tokens=engine.shape.spare_slots)
         self._clock = clock
-        self.decoder = decoder or SpecDecoder(
-            engine.runner,
-            engine.sampler,
-            drafter=engine.drafter,
-            shape=engine.shape,
-            policy=engine.step_policy,
-            eos_token_ids=engine.model_config.eos_token_ids,
-            max_context=engine.max_context,
-        )
+        self.decoder: StepDecoder = decoder or engine.decoder()
+        self.flights = Flights(self.decoder)
         self.reach: Reach = unarmed
         self.local = LocalPrefill(engine, self.decoder, local_prefill_tokens, clock, link.post, instance)
         self._accounts = Accounts()
@@ -95,14 +87,20 @@ class DecodeWorker:
         """Warm what landed, compute prompts that nobody else does, run one step of the batch, publish its tokens."""
         did_warm = self._warm_landed()
         did_prefill = self._prefill_here()
-        batch = self.queues.of(RoomState.RUNNING)
-        if not batch:
-            return did_warm or did_prefill
-        self.reach("decode:step")
-        result = self.decoder.step([room.request for room in batch])
-        self._accounts.step(batch, result, self._clock())
-        self._publish(batch, result)
-        return True
+        did_step = self._step_batch()
+        return did_warm or did_prefill or did_step
+
+    def _step_batch(self) -> bool:
+        """Launch a step, then read the one before it. Rooms that cannot be stepped ahead wait until all were read."""
+        batch, num_unread = self._next_batch(), len(self.flights)
+        if batch:
+            self.reach("decode:step")
+        is_ahead = bool(batch) and self.flights.launch(batch)
+        if num_unread:
+            self._read_step()
+        elif batch and not is_ahead:
+            self._conclude(batch, self.decoder.step([room.request for room in batch]))
+        return bool(batch) or num_unread > 0
 
     def handle(self, event: LinkEvent, now: float) -> None:
         match event:
@@ -129,7 +127,7 @@ class DecodeWorker:
 
     def expire(self, now: float) -> None:
         for room in self.queues:
-            if room.deadline is not None and now >= room.deadline and room.state is not RoomState.CLOSING:
+            if room.deadline is not None and now >= room.deadline and not room.is_over:
                 self._fail(room, "DeadlineExceeded", "the deadline passed before the last token", retryable=False)
 
     def start_draining(self) -> None:
@@ -137,7 +135,7 @@ class DecodeWorker:
 
     def hand_back(self) -> None:
         for room in self.queues:
-            if room.state is not RoomState.CLOSING:
+            if not room.is_over:
                 self._fail(room, "Draining", "decode leaves", retryable=True)
 
     def stats(self) -> WorkerStats:
@@ -153,7 +151,11 @@ class DecodeWorker:
             graphs=GraphCounts(**self.engine.graph_counts),
             accept_length=self._accounts.accept_length,
             spec_steps=self.engine.spec_steps,
-            counters=self._counters | self.engine.step_counters | self.engine.graph_counters | self.link.transport_counters,
+            counters=self._counters
+            | self.engine.step_counters
+            | self.engine.graph_counters
+            | self.flights.counters
+            | self.link.transport_counters,
         )
 
     # --- the ways in and out ------------------------------------------------------------------------------------------
@@ -199,28 +201,13 @@ class DecodeWorker:
         if is_local:
             self._counters["local_prefills"] += 1
         else:
-            self._send(self._pull_request(admitted, message))
-
-    def _pull_request(self, room: Room, message: Reserve) -> PullRequest:
-        request = room.request
-        assert message.prefill_instance is not None
-        features = room.features
-        return PullRequest(
-            room=request.room,
-            epoch=request.epoch,
-            num_tokens=request.num_prompt,
-            have=room.have,
-            pages=tuple(self.admission.pulled_pages(request, room.have)),
-            features=None if features is None else features.flatten(1).view(torch.uint8),
-            endpoint=message.prefill_endpoint,
-            peer_instance=message.prefill_instance,
-        )
+            self._send(self.admission.pull_request(admitted, message))
 
     def _cancel(self, room_id: str, epoch: int) -> None:
         """Gone answers when the pages of every attempt up to `epoch` are free; at once when none is here."""
         attempts = self.queues.cancel(room_id, epoch)
         for room in attempts:
-            self._counters["cancelled"] += room.state is not RoomState.CLOSING
+            self._counters["cancelled"] += not room.is_over
             room.gone_epoch = max(room.gone_epoch, epoch)
             self._give_up(room, "cancelled")
         if not attempts:
@@ -310,7 +297,13 @@ class DecodeWorker:
         self._close(room)
 
     def _close(self, room: Room) -> None:
-        """The one exit of a room: pages whose KV and draft KV are whole go to the prefix cache, all are given back."""
+        """The one exit of a room: pages whose KV and draft KV are whole go to the prefix cache, all are given back.
+
+        Not before the steps that were launched with the room were read: until then they may write to its pages.
+        """
+        if not room.is_settled:
+            room.state = RoomState.SETTLING
+            return
         request, cache = room.request, self.engine.cache
         if room.state not in (RoomState.PULLING, RoomState.CLOSING) and not room.is_tainted:
             covered = request.num_computed
@@ -329,24 +322,27 @@ class DecodeWorker:
     # --- one step -----------------------------------------------------------------------------------------------------
 
     def _warm_landed(self) -> bool:
-        """Run the draft prefill over features that landed; rooms that are warm join the batch. False: nothing to do."""
-        items, budget = [], WARM_ROWS_PER_STEP
-        started = self._clock()
-        for room in self.queues.of(RoomState.WARMING) + self.queues.of(RoomState.PULLING):
-            # The last row needs the first output token, which comes with the end of the hand-off.
-            ready = min(room.landed, room.request.num_tokens - 1)
-            count = min(ready - room.warmed, budget)
-            if room.features is not None and count > 0:
-                first = room.warmed - room.have
-                rows = room.features.flatten(0, 1)[first : first + count]
-                items.append((room, rows, room.warmed))
-                budget -= count
-        if items:
-            self.decoder.draft_prefill_batch([(room.request, rows, start) for room, rows, start in items])
-        for room, rows, _ in items:
-            room.warmed += rows.shape[0]
-            room.draft_prefill_s += (self._clock() - started) / len(items)
-        return self._admit_warm() or bool(items)
+        """Draft prefill of what landed; rooms that are warm join the batch. False: nothing to do."""
+        rooms = self.queues.of(RoomState.WARMING) + self.queues.of(RoomState.PULLING)
+        did_warm = warm(self.decoder, rooms, self._clock)
+        return self._admit_warm() or did_warm
+
+    def _next_batch(self) -> list[Room]:
+        """The rooms that have a token to come, as far as is known: each unread step gives one at least."""
+        rooms = self.queues.of(RoomState.RUNNING)
+        return [room for room in rooms if room.request.num_remaining > room.num_unread]
+
+    def _read_step(self) -> None:
+        """Read the oldest step under way; what waited for it is given back."""
+        live, result, settled = self.flights.read()
+        if live:
+            self._conclude(live, result)
+        for room in settled:
+            self._close(room)
+
+    def _conclude(self, batch: list[Room], result: StepResult) -> None:
+        self._accounts.step(batch, result, self._clock())
+        self._publish(batch, result)
 
     def _prefill_here(self) -> bool:
         """One forward over prompts that no prefill worker computes; False: there are none."""

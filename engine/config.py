@@ -19,6 +19,7 @@ class EngineConfig:
     `pages` 0: as many as `kv_memory_mb` (MiB) holds; that 0: by device. `max_context` 0: the model's own. `chunk_size`
     (0: whole prompts) and `max_running` are sizes that graphs are captured for; a role has those that it needs. `spec_*`:
     what a step drafts (`DraftShape.of`), and whether that follows load and acceptance ("auto": on CUDA).
+    `overlap`: whether decode steps are launched before the one before was read ("auto": on CUDA).
     `graph_self_test` compares each graph with the eager path before it is used.
     """
 
@@ -40,6 +41,7 @@ class EngineConfig:
     spec_topk: int = 1
     spec_tokens: int = 0
     spec_adaptive: str = "auto"
+    overlap: str = "auto"
     graph_self_test: bool = True
 
     @classmethod

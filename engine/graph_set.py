@@ -21,6 +21,7 @@ from .kv_pool import KVPool
 from .lifecycle import Lifecycle, Phase
 from .model_runner import ModelRunner
 from .page_table import pages_for
+from .speculative.device_steps import DeviceSteps
 from .speculative.draft_graph_set import DraftGraphs
 from .speculative.draft_graphs import DraftExtendGraphs, DraftLoopGraphs, DraftPrefillGraphs
 from .speculative.draft_shape import DraftShape
@@ -70,7 +71,7 @@ class GraphSet:
         """Decode or verify of each of `shapes`, the configured one first, for up to `max_batch` requests of up to
         `max_context` tokens each."""
         self._lifecycle.require(Phase.POOLS_ALLOCATED)
-        max_pages = _max_pages(shapes, max_context, runner.pool)
+        max_pages = planned_pages(shapes, max_context, runner.pool)
         buckets = batch_buckets(min(max_batch, runner.pool.num_pages - 1))
         verifies = tuple(
             VerifyGraphs(
@@ -94,7 +95,7 @@ class GraphSet:
         """The draft's part of the same steps, and its prefill up to `max_tokens` tokens."""
         self._lifecycle.require(Phase.POOLS_ALLOCATED)
         head, pool = drafter.head, drafter.pool
-        max_pages = _max_pages(shapes, max_context, pool)
+        max_pages = planned_pages(shapes, max_context, pool)
         buckets = batch_buckets(min(max_batch, pool.num_pages - 1))
         common = (self.pool, head, pool, buckets)
         prefill = DraftPrefillGraphs(self.pool, head, pool, token_buckets(min(max_tokens, _usable_slots(pool))))
@@ -108,6 +109,12 @@ class GraphSet:
             graphs.capture()
         tree = trees[0] if trees else None
         drafter.graphs = DraftGraphs(prefill=prefill, extends=extends, loops=loops, tree=tree)
+
+    def capture_steps(self, steps: DeviceSteps) -> None:
+        """Whole decode steps, for up to as many requests as `steps` takes."""
+        self._lifecycle.require(Phase.POOLS_ALLOCATED)
+        pool = steps.body.runner.pool
+        steps.capture(self.pool, batch_buckets(min(steps.max_requests, pool.num_pages - 1)))
 
     def self_test(self, runner: ModelRunner, drafter: DraftWorker | None, max_context: int) -> None:
         """Drop every graph that differs from the eager path; leaves the KV pools as they were, zeros."""
@@ -153,7 +160,7 @@ class GraphSet:
         return f"<GraphSet {self.pool!r}>"
 
 
-def _max_pages(shapes: Sequence[DraftShape], max_context: int, pool: KVPool) -> int:
+def planned_pages(shapes: Sequence[DraftShape], max_context: int, pool: KVPool) -> int:
     """Columns of the page table that any of `shapes` may plan for."""
     return pages_for(max_context + max(shape.spare_slots for shape in shapes), pool.page_size)
 

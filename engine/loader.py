@@ -6,7 +6,7 @@ beside its KV. A decode engine loads the head, lends it the target's embedding a
 
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +14,7 @@ import torch
 
 from .config import EngineConfig, resolve_checkpoint, resolve_device, resolve_dtype
 from .errors import CheckpointError
-from .graph_set import GraphSet, backend_for
+from .graph_set import GraphSet, backend_for, planned_pages
 from .graphs.backend import GraphBackend
 from .kv_pool import FeaturePlane, KVPool, PageAllocator
 from .lifecycle import Lifecycle, Phase
@@ -25,12 +25,17 @@ from .page_table import pages_for
 from .prefix_cache import PrefixCache
 from .sampler import Sampler
 from .speculative.adaptive import KNEE_ROWS, StepCosts, StepPolicy
+from .speculative.device_steps import DeviceSteps
 from .speculative.dflash_config import DflashConfig, load_any_draft_config
 from .speculative.draft_shape import PLAIN, DraftShape
 from .speculative.draft_worker import MAX_PREFILL_ROWS, DraftWorker
 from .speculative.eagle3 import Eagle3Head
 from .speculative.eagle3_weights import load_eagle3
+from .speculative.overlapped import OverlappedDecoder, step_kinds
 from .speculative.spec_config import Eagle3Config
+from .speculative.spec_decoder import SpecDecoder
+from .speculative.step_body import StepBody
+from .speculative.step_state import StepState
 from .weights import load_model, model_fingerprint
 
 logger = logging.getLogger(__name__)
@@ -47,7 +52,8 @@ class Engine:
     """A ready engine: one target over one page pool, with what drafting needs on this side.
 
     `features` is prefill's plane, `drafter` decode's head; both None without a draft. `max_context` in tokens. `shape` is
-    what a step drafts, unless `step_policy` says otherwise. `graphs` None: every forward runs eagerly.
+    what a step drafts, unless `step_policy` says otherwise. `graphs` None: every forward runs eagerly. `steps` None: each
+    decode step is read before the next is launched.
     """
 
     path: Path
@@ -66,6 +72,30 @@ class Engine:
     shape: DraftShape = PLAIN
     step_policy: StepPolicy | None = None
     graphs: GraphSet | None = None
+    steps: DeviceSteps | None = None
+
+    def decoder(self) -> SpecDecoder:
+        """A decoder of requests on this engine; there is one at a time."""
+        if self.steps is None:
+            return SpecDecoder(
+                self.runner,
+                self.sampler,
+                drafter=self.drafter,
+                shape=self.shape,
+                policy=self.step_policy,
+                eos_token_ids=self.model_config.eos_token_ids,
+                max_context=self.max_context,
+            )
+        return OverlappedDecoder(
+            self.runner,
+            self.sampler,
+            steps=self.steps,
+            drafter=self.drafter,
+            shape=self.shape,
+            policy=self.step_policy,
+            eos_token_ids=self.model_config.eos_token_ids,
+            max_context=self.max_context,
+        )
 
     def __repr__(self) -> str:
         return f"<Engine {self.model!r}, {self.pool!r}, {self.lifecycle.phase.name}>"
@@ -204,7 +234,12 @@ class EngineLoader:
             features = FeaturePlane(num_pages, config.page_size, width, self._dtype, self._device)
         if self._head is not None:
             drafter = DraftWorker(
-                self._head, num_pages=num_pages, page_size=config.page_size, dtype=self._dtype, device=self._device
+                self._head,
+                num_pages=num_pages,
+                page_size=config.page_size,
+                dtype=self._dtype,
+                device=self._device,
+                capacity=config.max_running + 1,
             )
         cache = PrefixCache(
             PageAllocator(num_pages),
@@ -230,7 +265,22 @@ class EngineLoader:
             shape=PLAIN if drafter is None else self._shape,
             step_policy=None if drafter is None else self._step_policy(drafter.head),
         )
+        if self.has_drafter and self._is_overlapped:
+            self._engine.steps = self._device_steps(self._engine)
         self.lifecycle.advance(Phase.POOLS_ALLOCATED)
+
+    @property
+    def _is_overlapped(self) -> bool:
+        return self.config.overlap == "on" or (self.config.overlap == "auto" and self._device.type == "cuda")
+
+    def _device_steps(self, engine: Engine) -> DeviceSteps:
+        """Whole steps of every shape that may be drafted, and of none."""
+        shapes = list(dict.fromkeys([PLAIN, *_shapes_of(engine)]))
+        max_pages = planned_pages(shapes, self._max_context, engine.pool)
+        state = StepState(self.config.max_running + 1, max_pages, engine.model_config.vocab_size, self._device)
+        body = StepBody(engine.runner, engine.drafter, state, self._max_context)
+        watched = None if engine.step_policy is None else engine.shape
+        return DeviceSteps(body, step_kinds(shapes, watched), self.config.max_running)
 
     def _capture(self) -> None:
         engine, config = self._engine, self.config
@@ -238,11 +288,12 @@ class EngineLoader:
         if config.graphs:
             engine.graphs = graphs = GraphSet(self._backend or backend_for(self._device), self.lifecycle)
             if self.has_drafter:
-                shapes = [engine.shape] if engine.step_policy is None else engine.step_policy.shapes[::-1]
-                sizes = (config.max_running, shapes, self._max_context)
+                sizes = (config.max_running, _shapes_of(engine), self._max_context)
                 graphs.capture_decode(engine.runner, *sizes)
                 if engine.drafter is not None:
                     graphs.capture_draft(engine.drafter, *sizes, MAX_PREFILL_ROWS)
+                if engine.steps is not None:
+                    graphs.capture_steps(engine.steps)
             else:
                 graphs.capture_prefill(engine.runner, config.chunk_size or min(WHOLE_PROMPT_TOKENS, self._max_context))
             if config.graph_self_test:
@@ -293,3 +344,8 @@ class EngineLoader:
         elif draft is not None:
             per_token += draft.dims.target_feature_width
         return per_token * self.config.page_size * self._dtype.itemsize
+
+
+def _shapes_of(engine: Engine) -> Sequence[DraftShape]:
+    """What a step may draft, the configured shape first."""
+    return [engine.shape] if engine.step_policy is None else engine.step_policy.shapes[::-1]

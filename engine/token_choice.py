@@ -49,15 +49,10 @@ class Knobs:
             is_drawn=torch.tensor(drawn, dtype=torch.bool).to(device),
         )
 
-    def at(self, slots: torch.Tensor, repeats: int = 1) -> "Knobs":
-        """Those of `slots` int64 `[B]`, each `repeats` times in a row."""
-        taken = {f.name: getattr(self, f.name).index_select(0, slots) for f in fields(self)}
-        return Knobs(**{name: x[:, None].expand(-1, repeats).reshape(-1) for name, x in taken.items()})
-
-    def write(self, slots: torch.Tensor, values: "Knobs") -> None:
-        """Set `slots` `[B]` to `values` `[B]`."""
-        for f in fields(self):
-            getattr(self, f.name).index_copy_(0, slots, getattr(values, f.name))
+    def repeated(self, count: int) -> "Knobs":
+        """Each slot's `count` times in a row: `[S * count]`."""
+        taken = {f.name: getattr(self, f.name)[:, None].expand(-1, count).reshape(-1) for f in fields(self)}
+        return Knobs(**taken)
 
 
 def needs_ranking(params: SamplingParams, vocab_size: int) -> bool:

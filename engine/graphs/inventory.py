@@ -24,11 +24,13 @@ class GraphKind(Enum):
     DRAFT_PREFILL = "draft_prefill"  # by token bucket, breakable
     DRAFT_EXTEND = "draft_extend"  # after each verify, by batch size, full
     DRAFT_DECODE = "draft_decode"  # all draft steps, by batch size, full
+    DECODE_STEP = "decode_step"  # a whole step, from drafts to the next newest token, by batch size, full
+    RANKED_STEP = "ranked_step"  # the same where top-k or top-p must be looked at
 
     @property
     def is_decode(self) -> bool:
         """Whether only a server that decodes needs it; a prefill server owns none."""
-        return self in (GraphKind.TARGET_VERIFY, GraphKind.DRAFT_EXTEND, GraphKind.DRAFT_DECODE)
+        return self not in (GraphKind.TARGET_PREFILL, GraphKind.DRAFT_PREFILL)
 
 
 class FallbackReason(Enum):

@@ -30,6 +30,13 @@ class DraftSampling:
         self.temperature = torch.ones(max_requests, dtype=torch.float64, device=device)
         self.is_drawn = torch.zeros(max_requests, dtype=torch.bool, device=device)
 
+    @classmethod
+    def over(cls, seeds: torch.Tensor, temperature: torch.Tensor, is_drawn: torch.Tensor) -> "DraftSampling":
+        """With parameters that are on the device already, `[B]` each."""
+        made = cls(0, seeds.device)
+        made.seeds, made.temperature, made.is_drawn = seeds, temperature, is_drawn
+        return made
+
     def load(self, params: Sequence[SamplingParams]) -> None:
         """The parameters of the first rows; those behind them take the likeliest token."""
         drawn = [not (p.is_greedy or p.top_k == 1) for p in params]

@@ -12,7 +12,7 @@ import torch
 
 from ...kernels.select_rows import select_last_rows
 from ..errors import LifecycleError
-from ..fixed_rows import FixedRows, attend_rows
+from ..fixed_rows import FixedRows
 from ..forward_batch import CaptureHidden, ForwardBatch
 from ..graphs.breakable import Breaks, ReplayContext
 from ..graphs.family import BatchShape, GraphFamily, GraphLimits, PathDecision
@@ -25,6 +25,7 @@ from ..layers import Attend, NamedTensors
 from ..sampling_params import SamplingParams
 from .chain import ChainPlan
 from .draft_choice import DraftSampling
+from .draft_loops import DraftRows, draft_chain
 from .eagle3 import DraftPhase, Eagle3Head
 
 Drafts = TypeVar("Drafts")
@@ -146,7 +147,20 @@ class LoopGraphs(ABC, Generic[Drafts]):
         self.sampling = DraftSampling(most, device)
         limits = GraphLimits(is_by_token=False, rows=num_rows, pages=max_pages)
         self.family: GraphFamily[ReplayContext, Drafts] = GraphFamily(graphs, GraphKind.DRAFT_DECODE, buckets, limits)
-        self._scale = pool.head_dim**-0.5
+
+    def _rows_of(self, bucket: int) -> DraftRows:
+        """The static inputs of the first `bucket` requests."""
+        rows = self.rows
+        positions, slots = (x[: bucket * rows.num_rows].view(bucket, -1) for x in (rows.positions, rows.slots))
+        return DraftRows(
+            pool=rows.pool,
+            positions=positions,
+            slots=slots,
+            page_table=rows.page_table[:bucket],
+            lens=rows.kv_lens[:bucket],
+            hidden=self.hidden[:bucket],
+            logits=self.logits[:bucket],
+        )
 
     @abstractmethod
     def _forward(self, bucket: int, breaks: Breaks[ReplayContext]) -> Drafts:
@@ -185,16 +199,4 @@ class DraftLoopGraphs(LoopGraphs[torch.Tensor]):
     """Chains, `[B, N-1]`: N-1 choices and, since the first is remembered, N-2 forwards."""
 
     def _forward(self, bucket: int, _: Breaks[ReplayContext]) -> torch.Tensor:
-        """Step j feeds row j-1 back: it stands at position lens + j - 1 and sees lens + j rows."""
-        head, rows = self.head, self.rows
-        positions, slots = (x[: bucket * rows.num_rows].view(bucket, -1) for x in (rows.positions, rows.slots))
-        table, lens = rows.page_table[:bucket], rows.kv_lens[:bucket]
-        hidden, logits = self.hidden[:bucket], self.logits[:bucket]
-        drafts = [head.target_ids[self.sampling.choose(logits, positions[:, 0] + 1, head.target_ids)]]
-        for step in range(1, rows.num_rows - 1):
-            attend = attend_rows(rows.pool, slots[:, step - 1], table, lens + step, self._scale)
-            out = head.forward(hidden, drafts[-1], positions[:, step - 1], attend, DraftPhase.SELF_CHAIN)
-            hidden = head.feedback(out)
-            chosen = self.sampling.choose(head.compute_logits(out), positions[:, step] + 1, head.target_ids)
-            drafts.append(head.target_ids[chosen])
-        return torch.stack(drafts, dim=1)
+        return draft_chain(self.head, self.sampling, self._rows_of(bucket), self.rows.num_rows - 1)

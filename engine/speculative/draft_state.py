@@ -27,6 +27,11 @@ class DraftStates:
     def num_open(self) -> int:
         return self.capacity - 1 - len(self._free)
 
+    def reserve(self, count: int) -> None:
+        """Room for `count` requests: until there are more, the tensors stay where they are."""
+        while self.capacity - 1 < count:
+            self._grow()
+
     def open(self) -> int:
         """A row of its own for a new request."""
         if not self._free:

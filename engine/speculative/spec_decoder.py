@@ -74,10 +74,10 @@ class _Step:
     tokens: torch.Tensor
     tree: DraftTree | None = None
 
-    @property
-    def num_offered(self) -> int:
-        """Drafts offered to a warm request."""
-        return self.shape.num_nodes - 1 if self.tree is not None and self.useful_rows > 1 else self.useful_rows - 1
+
+def num_offered(shape: DraftShape, useful_rows: int) -> int:
+    """Drafts offered to a warm request."""
+    return shape.num_nodes - 1 if shape.is_tree and useful_rows > 1 else useful_rows - 1
 
 
 class SpecDecoder:
@@ -169,7 +169,7 @@ class SpecDecoder:
         verdict = judge(step.shape, step.tokens, step.tree, targets, step.plan.limits)
         verdict = verdict._replace(accept_len=verdict.accept_len.clamp(max=step.useful_rows))
         if step.tree is not None:
-            compact(self.runner.pool, step.plan, verdict)
+            compact(self.runner.pool, step.plan.slots, verdict)
         first_proposals = self._first_proposals(step)
         self._extend(step, output, verdict)
         return self._commit(step, sampled, verdict, first_proposals, output.path)
@@ -297,26 +297,32 @@ class SpecDecoder:
             paths.append(row[num_rows : 2 * num_rows])
             tokens.append(self._commit_one(request, row[: min(accepted, good)]))
         if self.policy is not None:
-            self._observe(self.policy, step, accept_lens, None if first_proposals is None else [row[-1] for row in host])
+            would_match = None if first_proposals is None else [row[-1] for row in host]
+            self._observe(self.policy, step.useful_rows - 1, step.warm, accept_lens, would_match)
         return StepResult(
             tokens=tokens,
             logprobs=_logprobs_of(step.requests, tokens, paths, sampled, step.shape.num_nodes),
             accept_lens=accept_lens,
-            drafted=[step.num_offered if is_warm else 0 for is_warm in step.warm],
+            drafted=[num_offered(step.shape, step.useful_rows) if is_warm else 0 for is_warm in step.warm],
             is_bad=is_bad,
             path=path,
         )
 
     def _observe(
-        self, policy: StepPolicy, step: _Step, accept_lens: Sequence[int], would_match: Sequence[int] | None
+        self,
+        policy: StepPolicy,
+        most: int,
+        warm: Sequence[bool],
+        accept_lens: Sequence[int],
+        would_match: Sequence[int] | None,
     ) -> None:
-        """Tell the policy what became of the drafts of the warm requests, or of those that were not offered."""
-        most = step.useful_rows - 1
+        """Tell the policy what became of the drafts, at most `most`, of the warm requests, or of those that were not
+        offered."""
         if would_match is not None:
-            kept = [matched for matched, is_warm in zip(would_match, step.warm, strict=True) if is_warm]
+            kept = [matched for matched, is_warm in zip(would_match, warm, strict=True) if is_warm]
             policy.observe(sum(kept), len(kept))
         else:
-            kept = [length - 1 for length, is_warm in zip(accept_lens, step.warm, strict=True) if is_warm]
+            kept = [length - 1 for length, is_warm in zip(accept_lens, warm, strict=True) if is_warm]
             policy.observe(sum(kept), sum(min(count + 1, most) for count in kept))
 
     def _commit_one(self, request: Request, tokens: list[int]) -> list[int]:

@@ -13,7 +13,6 @@ import torch
 from ...kernels.compact_kv import compact_kv
 from ...kernels.tree_verify import tree_verify
 from ..kv_pool import KVPool
-from .chain import ChainPlan
 from .draft_shape import DraftShape
 from .tree import DraftTree
 
@@ -53,10 +52,13 @@ def judge(
     return Verdict(walked.accept_len, walked.tokens[:, : shape.num_path], walked.path[:, : shape.num_path])
 
 
-def compact(pool: KVPool, plan: ChainPlan, verdict: Verdict) -> None:
-    """Move the KV of the kept branch of each request to where a chain's would lie: row i from `verdict.path[:, i]`."""
+def compact(pool: KVPool, slots: torch.Tensor, verdict: Verdict) -> None:
+    """Move the KV of the kept branch of each request to where a chain's would lie: row i from `verdict.path[:, i]`.
+
+    `slots` `[B, S]`: where the rows of each request stand.
+    """
     rows = torch.arange(1, verdict.path.shape[1], device=verdict.path.device)
     is_kept = rows < verdict.accept_len[:, None]
-    sources = plan.slots.gather(1, verdict.path[:, 1:]).where(is_kept, 0)
-    targets = plan.slots[:, 1 : verdict.path.shape[1]].where(is_kept, 0)
+    sources = slots.gather(1, verdict.path[:, 1:]).where(is_kept, 0)
+    targets = slots[:, 1 : verdict.path.shape[1]].where(is_kept, 0)
     compact_kv(pool.kv, sources.contiguous(), targets.contiguous())

@@ -24,7 +24,7 @@ from baton.router.placing import PairingPolicy
 from baton.router.registry import Registry
 from baton.router.room_effects import Timeouts
 from baton.tests.sim.cluster_net import INFINITY, Died, Process
-from baton.tests.sim.cluster_toy import MAX_CONTEXT, VOCAB, ToyDecoder, toy_engine
+from baton.tests.sim.cluster_toy import MAX_CONTEXT, VOCAB, ToyAheadDecoder, ToyDecoder, toy_engine
 from msgspec.structs import replace
 
 CONTROL = "control"
@@ -280,9 +280,10 @@ class WorkerProcess(Process):
                 self.engine, self.link, instance=self.instance, chunk_size=settings.chunk_size, max_batch=4,
                 max_queue=settings.prefill_queue, clock=self.clock,
             )  # fmt: skip
+        decoder = ToyAheadDecoder if settings.is_overlapped else ToyDecoder
         return DecodeWorker(
             self.engine, self.link, instance=self.instance, max_running=settings.max_running,
-            decoder=ToyDecoder(self.engine.runner.memory), clock=self.clock,
+            decoder=decoder(self.engine.runner.memory), clock=self.clock,
         )  # fmt: skip
 
     # --- the network ----------------------------------------------------------------------------------------------------

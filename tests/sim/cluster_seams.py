@@ -172,6 +172,20 @@ def free_on_send():
     return patch.object(SenderEndpoint, "_send_some", forget_when_sent), options
 
 
+def free_before_read():
+    """Decode gives a room's pages back when it ends, not when the steps that were launched with it were read."""
+    close = DecodeWorker._close
+
+    def hasty(self, room):
+        close(self, room)
+        if room.state is DecodeState.SETTLING:
+            self.engine.cache.allocator.release(room.request.pages)
+            room.request.pages, room.is_tainted = [], True
+
+    options = Options(faults=Faults(leave=0.4), settings=Settings(is_overlapped=True, max_running=6), num_clients=12)
+    return patch.object(DecodeWorker, "_close", hasty), options
+
+
 def no_retry_budget():
     """However many attempts fail, there is another one for every room."""
     return patch.object(RetryBudget, "take", lambda *_: True), Options(
@@ -295,6 +309,7 @@ SEAMS = {
     "dedup": no_dedup,
     "explicit cancel": no_explicit_cancel,
     "pages held until Release": free_on_send,
+    "pages held until read": free_before_read,
     "retry budget": no_retry_budget,
     "attempts of a room": no_attempt_limit,
     "deadline": no_deadline,
@@ -308,6 +323,7 @@ SEAMS = {
         f"cancel {role} {state.value}": lambda worker=worker, state=state: no_cancel(worker, state)
         for role, worker, states in (("decode", DecodeWorker, DecodeState), ("prefill", PrefillWorker, PrefillState))
         for state in states
-        if state.value != "closing"  # a Cancel has been heard before, and the end is there within a turn of the link
+        # closing: a Cancel has been heard before, and the end is there within a turn of the link; settling: within a step
+        if state.value not in ("closing", "settling")
     },
 }

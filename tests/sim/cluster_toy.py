@@ -6,10 +6,13 @@ text. A page is filled with a pattern when it is freed, and must still hold it w
 free page gets nonsense, and who writes one is found out.
 """
 
+from collections import deque
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -198,6 +201,77 @@ class ToyDecoder:
 
     def forget(self, request):
         """Nothing is kept."""
+
+
+class ToyAheadDecoder(ToyDecoder):
+    """The same tokens, in steps that are launched ahead and run as late as a device could: when they are read."""
+
+    counters: ClassVar[dict] = {}
+
+    def __init__(self, memory):
+        super().__init__(memory)
+        self._on_device = {}
+        self._waiting = deque()
+
+    def can_launch(self, requests):
+        return all(request.sampling.seed % 11 for request in requests)
+
+    def launch(self, requests):
+        for request in requests:
+            if request not in self._on_device:
+                self._on_device[request] = ToySlot(request)
+        flight = ToyFlight(list(requests), [self._on_device[request] for request in requests])
+        self._waiting.append(flight)
+        return flight
+
+    def read(self, flight, is_live):
+        assert self._waiting.popleft() is flight, "the oldest is read first"
+        made = [slot.advance(self.memory) for slot in flight.slots]
+        tokens = []
+        for request, new, live in zip(flight.requests, made, is_live, strict=True):
+            if live:
+                tokens.append(new[: request.append(new, EOS)])
+                request.num_computed = request.num_tokens - 1
+        counts = [len(new) for new in tokens]
+        return StepResult(
+            tokens=tokens, logprobs=[[] for _ in counts], accept_lens=counts, drafted=[0] * len(counts),
+            is_bad=[False] * len(counts), path="toy",
+        )  # fmt: skip
+
+    def step(self, requests):
+        assert not self._waiting, "the host steps when nothing is under way"
+        self._on_device = {request: slot for request, slot in self._on_device.items() if request not in requests}
+        return super().step(requests)
+
+    def forget(self, request):
+        assert not any(request in flight.requests for flight in self._waiting), "a step under way has it"
+        self._on_device.pop(request, None)
+
+
+class ToySlot:
+    """What the device knows of a request: all but where it ends by itself."""
+
+    def __init__(self, request):
+        self.pages, self.seed = list(request.pages), request.sampling.seed
+        self.newest, self.length, self.remaining = request.bonus_token, request.num_tokens - 1, request.num_remaining
+
+    def advance(self, memory):
+        new = []
+        wanted = 1 + mix(self.length + 1, self.seed) % 3
+        while len(new) < min(wanted, self.remaining):
+            position = self.length + 1
+            memory.write(self.pages, position - 1, [self.newest])
+            self.newest = choose(memory.digest(self.pages, position), position, self.seed)
+            self.length = position
+            new.append(self.newest)
+        self.remaining -= len(new)
+        return new
+
+
+@dataclass
+class ToyFlight:
+    requests: list
+    slots: list
 
 
 # --- what clients ask, and what they must get ---------------------------------------------------------------------------

@@ -44,6 +44,7 @@ class Settings:
     is_caching: bool = True
     lookahead: int = 0
     has_local_prefill: bool = False
+    is_overlapped: bool = False  # decode launches each step before it has read the one before
     step_s: float = 0.01
     worker_timeout_s: float = 1.8
     request_timeout_s: float = 6.0
@@ -85,8 +86,9 @@ class Outcome:
     story: list
 
 
-def draw_settings(rng, faults):
+def draw_settings(seed, rng, faults):
     settings = Settings(
+        is_overlapped=seed % 2 == 1,
         head_dim=rng.choice((24, 64, 64, 96)),
         window=rng.choice((1, 2, 4, 6)),
         lease_s=rng.choice((1.0, 1.5, 2.5)),
@@ -112,7 +114,7 @@ class World:
         self.seed, self.options = seed, options
         self.rng = Random(seed)
         self.faults = options.faults or draw(self.rng)
-        self.settings = options.settings or draw_settings(self.rng, self.faults)
+        self.settings = options.settings or draw_settings(seed, self.rng, self.faults)
         self.num_prefills = options.num_prefills or self.rng.choice((2, 2, 2, 2, 1))
         self.num_decodes = options.num_decodes or self.rng.choice((2, 2, 2, 2, 1))
         self.timeline = Timeline()

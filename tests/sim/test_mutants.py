@@ -23,6 +23,7 @@ SEEDS = {
     "dedup": (0, 2, 3, 4, 8, 9),
     "explicit cancel": (1, 3, 4, 6, 7, 8),
     "pages held until Release": (3, 4, 5, 6, 7, 8),
+    "pages held until read": (0, 2, 4, 5, 7, 8),
     "retry budget": (0, 2, 7, 8, 12, 13),
     "attempts of a room": (0, 1, 2, 3, 5, 6),
     "deadline": (1, 2, 8, 10, 11, 14),

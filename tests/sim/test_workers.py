@@ -8,7 +8,6 @@ import random
 
 import pytest
 from baton.cluster.messages import Failed, Finished, FirstToken
-from baton.decode import worker
 from baton.decode.queues import RoomState
 from baton.kvtransfer.link import Drop
 from baton.kvtransfer.transport import Complete
@@ -259,7 +258,7 @@ def test_the_newest_token_has_no_kv_and_no_page_with_it_is_cached(model, referen
 
 
 def test_a_room_cancelled_while_it_warms_leaves_only_warm_pages(oracle, monkeypatch):
-    monkeypatch.setattr(worker, "WARM_ROWS_PER_STEP", 4)
+    monkeypatch.setattr("baton.decode.warming.WARM_ROWS_PER_STEP", 4)
     pair = Pair(*oracle, pages=96, chunk_size=0)
     prompt = [token % 60 for token in range(40)]
     pair.send(name(0), prompt)

@@ -145,7 +145,7 @@ def test_a_failed_capture_is_not_in_the_inventory():
 
 
 def test_decode_kinds_are_those_of_the_decode_role():
-    assert {kind.value for kind in GraphKind if kind.is_decode} == {"target_verify", "draft_extend", "draft_decode"}
+    assert {kind.value for kind in GraphKind if not kind.is_decode} == {"target_prefill", "draft_prefill"}
 
 
 # --- the order in which CUDA is called --------------------------------------------------------------------------------

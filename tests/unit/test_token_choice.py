@@ -3,7 +3,6 @@
 import pytest
 import torch
 from baton.engine import token_choice
-from baton.engine.noise import seed_tensor
 from baton.engine.sampler import Sampler, SamplingRow
 from baton.engine.sampling_params import SamplingParams
 from baton.engine.token_choice import Knobs, choose_fixed, choose_tokens, needs_ranking
@@ -70,11 +69,8 @@ def test_a_flat_distribution_is_told_to_need_more_candidates():
     assert short.tolist() == [True]
 
 
-def test_knobs_are_taken_by_slot_and_repeated_for_each_row():
-    params = [SamplingParams(temperature=0.5, seed=i, top_k=i) for i in range(4)]
-    table = Knobs.of([SamplingParams()] * 6, VOCAB)
-    table.write(torch.tensor([1, 3, 4, 5]), Knobs.of(params, VOCAB))
-    taken = table.at(torch.tensor([5, 3]), 2)
-    assert taken.seeds.tolist() == seed_tensor([3, 3, 1, 1]).tolist()
-    assert taken.top_k.tolist() == [3, 3, 1, 1]
-    assert taken.is_drawn.tolist() == [True, True, False, False], "a top-k of one leaves nothing to draw"
+def test_knobs_are_repeated_for_each_row_of_a_slot():
+    knobs = Knobs.of([SamplingParams(temperature=0.5, seed=i, top_k=i) for i in range(3)], VOCAB).repeated(2)
+    assert knobs.seeds.tolist() == [0, 0, 1, 1, 2, 2]
+    assert knobs.top_k.tolist() == [VOCAB, VOCAB, 1, 1, 2, 2]
+    assert knobs.is_drawn.tolist() == [True, True, False, False, True, True], "a top-k of one leaves nothing to draw"

@@ -1,0 +1,137 @@
+"""What decode steps need of each running request, on the device: a step reads it there and moves it on there.
+
+The host writes a request's slot when the request joins, and reads nothing of it: what a step gave comes back in the step's
+report. Legend: S slots, B requests of a step, P pages per request, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from ..sampling_params import SamplingParams
+from ..token_choice import Knobs
+from .draft_state import PAD_ROW
+
+PAD_SLOT = 0
+NEWEST, LENGTH, REMAINING, CAPACITY, DRAFT_ROW, SEED, TOP_K, IS_DRAWN, PAGES = range(9)  # columns; pages are the last
+
+
+@dataclass(frozen=True, kw_only=True)
+class Joining:
+    """A request as its first step finds it: `newest` token, `length` rows with KV, `remaining` output tokens, `capacity`
+    rows that its pages and the context have, `draft_row` (PAD_ROW: nothing is drafted for it)."""
+
+    newest: int
+    length: int
+    remaining: int
+    capacity: int
+    draft_row: int
+    pages: Sequence[int]
+    sampling: SamplingParams
+
+
+class StepRows(NamedTuple):
+    """The state of B requests as a step found it: `[B]` int64 each, `pages` `[B, P]`, `is_active` and `is_warm` bool.
+
+    An idle request, which has nothing left to say, has length 0: it sees nothing and writes to the sink.
+    """
+
+    slots: torch.Tensor
+    newest: torch.Tensor
+    lengths: torch.Tensor
+    remaining: torch.Tensor
+    capacity: torch.Tensor
+    draft_rows: torch.Tensor
+    pages: torch.Tensor
+    is_active: torch.Tensor
+    is_warm: torch.Tensor
+    knobs: Knobs
+
+
+class StepState:
+    """`num_slots` slots; slot 0 pads: it is idle for ever. A request holds a slot from `open` to `close`."""
+
+    def __init__(self, num_slots: int, max_pages: int, vocab_size: int, device: torch.device | str) -> None:
+        assert num_slots >= 2, "slot 0 pads, so at least one more slot is needed"
+        self.vocab_size = vocab_size
+        self.max_pages = max_pages
+        self.device = torch.device(device)
+        self._integers = torch.zeros((num_slots, PAGES + max_pages), dtype=torch.int64, device=device)
+        self._reals = torch.ones((num_slots, 3), dtype=torch.float64, device=device)  # temperature, top_p, min_p
+        self._free = list(range(num_slots - 1, PAD_SLOT, -1))
+
+    @property
+    def num_open(self) -> int:
+        return self._integers.shape[0] - 1 - len(self._free)
+
+    def open(self) -> int:
+        """A slot of its own for a request that joins."""
+        assert self._free, f"{self!r}: more requests than there are slots"
+        return self._free.pop()
+
+    def close(self, slot: int) -> None:
+        """Give `slot` back; no step that was launched with it may still run."""
+        assert slot not in (PAD_SLOT, *self._free), f"slot {slot} is not open"
+        self._free.append(slot)
+
+    def write(self, slots: Sequence[int], joining: Sequence[Joining]) -> None:
+        """Set `slots` to the state of `joining`, behind whatever the device was told before; waits for nothing."""
+        knobs = Knobs.of([each.sampling for each in joining], self.vocab_size)
+        rows = [
+            [j.newest, j.length, j.remaining, j.capacity, j.draft_row, 0, 0, 0, *j.pages, *[0] * self._missing(j)]
+            for j in joining
+        ]
+        integers = torch.tensor(rows, dtype=torch.int64)
+        integers[:, SEED], integers[:, TOP_K], integers[:, IS_DRAWN] = knobs.seeds, knobs.top_k, knobs.is_drawn.long()
+        reals = torch.stack((knobs.temperature, knobs.top_p, knobs.min_p), dim=1)
+        where = self.to_device(torch.tensor(slots, dtype=torch.int64))
+        self._integers.index_copy_(0, where, self.to_device(integers))
+        self._reals.index_copy_(0, where, self.to_device(reals))
+
+    def to_device(self, values: torch.Tensor) -> torch.Tensor:
+        """`values` from the host; the host does not wait for the copy."""
+        if self.device.type == "cpu":
+            return values
+        return values.pin_memory().to(self.device, non_blocking=True)
+
+    def read(self, slots: torch.Tensor) -> StepRows:
+        """The rows of `slots` `[B]` int64."""
+        rows, reals = self._integers.index_select(0, slots), self._reals.index_select(0, slots)
+        is_active = rows[:, REMAINING] > 0
+        return StepRows(
+            slots=slots,
+            newest=rows[:, NEWEST],
+            lengths=torch.where(is_active, rows[:, LENGTH], 0),
+            remaining=rows[:, REMAINING],
+            capacity=rows[:, CAPACITY],
+            draft_rows=rows[:, DRAFT_ROW],
+            pages=rows[:, PAGES:],
+            is_active=is_active,
+            is_warm=is_active & (rows[:, DRAFT_ROW] != PAD_ROW),
+            knobs=Knobs(
+                seeds=rows[:, SEED],
+                temperature=reals[:, 0],
+                top_k=rows[:, TOP_K],
+                top_p=reals[:, 1],
+                min_p=reals[:, 2],
+                is_drawn=rows[:, IS_DRAWN] != 0,
+            ),
+        )
+
+    def advance(self, rows: StepRows, tokens: torch.Tensor, emitted: torch.Tensor) -> None:
+        """Each of `rows` emitted the first `emitted` `[B]` of its `tokens` `[B, R]`; 0: it stays as it is."""
+        last = tokens.gather(1, (emitted - 1).clamp(min=0)[:, None]).squeeze(1)
+        newest = torch.where(emitted > 0, last, rows.newest)
+        length = self._integers[:, LENGTH].index_select(0, rows.slots) + emitted
+        moved = torch.stack((newest, length, rows.remaining - emitted), dim=1)
+        self._integers[:, NEWEST : REMAINING + 1].index_copy_(0, rows.slots, moved)
+
+    def _missing(self, joining: Joining) -> int:
+        missing = self.max_pages - len(joining.pages)
+        assert missing >= 0, f"{len(joining.pages)} pages, but steps were planned for {self.max_pages}"
+        return missing
+
+    def __repr__(self) -> str:
+        return f"<StepState {self.num_open} of {self._integers.shape[0] - 1} slots, {self.max_pages} pages each>"

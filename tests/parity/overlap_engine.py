@@ -1,0 +1,125 @@
+"""A parity engine whose steps are launched before the step before was read, at once or as late as a device could."""
+
+import gc
+import weakref
+from collections.abc import Callable, Sequence
+
+import torch
+from baton.engine.graph_set import GraphSet, planned_pages
+from baton.engine.graphs.arena import ArenaMemory
+from baton.engine.graphs.guard import HOST_READS
+from baton.engine.graphs.modes import DispatchMode, storage_of, storages_of
+from baton.engine.graphs.nest import tensors_of
+from baton.engine.graphs.tape import TapeBackend
+from baton.engine.lifecycle import Phase
+from baton.engine.request import Request
+from baton.engine.speculative.device_steps import DeviceSteps, Report
+from baton.engine.speculative.draft_shape import PLAIN
+from baton.engine.speculative.overlapped import OverlappedDecoder, step_kinds
+from baton.engine.speculative.spec_decoder import StepResult
+from baton.engine.speculative.step_body import StepBody, StepKind
+from baton.engine.speculative.step_state import StepState
+from baton.tests.parity.eagle3_engine import Engine
+from baton.tests.parity.graph_engine import at
+from torch.overrides import TorchFunctionMode
+
+MAX_REQUESTS = 6
+
+
+class LateSteps(DeviceSteps):
+    """Runs a step when its report is asked for, or when as many are waiting as the host has room for."""
+
+    def launch(self, slots: tuple[int, ...], kind: StepKind) -> "LateReport":
+        return LateReport(lambda: super(LateSteps, self).launch(slots, kind))
+
+
+class LateReport:
+    path = "late"
+
+    def __init__(self, run: Callable[[], Report]) -> None:
+        self._run = run
+
+    def rows(self) -> list[list[int]]:
+        return self._run().rows()
+
+
+def overlapped(engine: Engine, *, graphs: bool = False, steps: type[DeviceSteps] = DeviceSteps) -> OverlappedDecoder:
+    """Give `engine` a decoder that launches ahead; returns it."""
+    old = engine.decoder
+    shape = old.shape if engine.drafter is not None else PLAIN
+    shapes = [shape] if old.policy is None else list(old.policy.shapes)
+    pool = engine.runner.pool
+    state = StepState(MAX_REQUESTS + 1, planned_pages(shapes, engine.max_context, pool), engine.vocab_size, "cpu")
+    watched = shape if old.policy is not None else None
+    body = StepBody(engine.runner, engine.drafter, state, engine.max_context)
+    kinds = [*step_kinds(shapes, watched), *step_kinds([] if PLAIN in shapes else [PLAIN], watched)]
+    made = steps(body, kinds, MAX_REQUESTS)
+    if graphs:
+        if engine.drafter is not None:
+            engine.drafter.states.reserve(MAX_REQUESTS)
+        GraphSet(TapeBackend(ArenaMemory(1 << 16, poison=True)), at(Phase.POOLS_ALLOCATED)).capture_steps(made)
+    engine.decoder = OverlappedDecoder(
+        engine.runner,
+        old.sampler,
+        steps=made,
+        drafter=engine.drafter,
+        shape=old.shape,
+        policy=old.policy,
+        max_context=engine.max_context,
+    )
+    return engine.decoder
+
+
+def run_ahead(engine: Engine, requests: Sequence[Request], until: Callable[[], bool] = lambda: False) -> list[StepResult]:
+    """Step all of `requests` to their end, or until `until`, each step launched before the one before it is read."""
+    decoder, flight, results = engine.decoder, None, []
+    while True:
+        live = [request for request in requests if not request.is_finished]
+        newer = decoder.launch(live) if live and decoder.can_launch(live) and not until() else None
+        if flight is not None:
+            results.append(decoder.read(flight, [not request.is_finished for request in flight.requests]))
+            for request in live:
+                assert request.num_computed == request.num_tokens - 1
+        elif newer is None:
+            if not live or until():
+                return results
+            results.append(decoder.step(live))
+        flight = newer
+
+
+class Reads(TorchFunctionMode):
+    """Notes what makes the host wait for the device, as methods of tensors and as operations, and what lives on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+        self.operations = Operations(self)
+        self.made: list[weakref.ref[torch.Tensor]] = []
+
+    @property
+    def num_kept(self) -> int:
+        """Tensors made under the modes that somebody still holds."""
+        gc.collect()
+        return sum(made() is not None for made in self.made)
+
+    def __torch_function__(self, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
+        if getattr(func, "__name__", "") in HOST_READS:
+            self.seen.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+class Operations(DispatchMode):
+    def __init__(self, reads: Reads) -> None:
+        super().__init__()
+        self._reads = reads
+
+    def dispatch(self, func: Callable, args: tuple, kwargs: dict) -> object:
+        if torch.Tag.data_dependent_output in func.tags:
+            self._reads.seen.append(str(func))
+        known, result = storages_of(args, kwargs), func(*args, **kwargs)
+        self._reads.made += [weakref.ref(made) for made in tensors_of(result) if storage_of(made) not in known]
+        return result
+
+
+def counting_reads() -> Reads:
+    return Reads()

@@ -1,0 +1,188 @@
+"""Both workers with decode steps launched before the one before was read: the same words, and no page in two hands.
+
+Free pages hold NaN and are looked at after every turn. A step runs as late as a device could run it: when it is read. So a
+page that is given back before the last step that may write to it was read is found written while it is free.
+"""
+
+import random
+
+import pytest
+import torch
+from baton.cluster.messages import Finished
+from baton.decode.queues import RoomState
+from baton.decode.worker import DecodeWorker
+from baton.tests.parity.eagle3_toys import head_config, head_tensors, write_head
+from baton.tests.parity.overlap_engine import LateSteps
+from baton.tests.sim.test_workers import prompts
+from baton.tests.sim.worker_pair import Pair, name
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+DRAFTS = {"off": None, "chain": {}, "tree": {"spec_topk": 3, "spec_tokens": 8}}
+
+
+@pytest.fixture(scope="module")
+def target(toy_checkpoint):
+    return toy_checkpoint("llama", num_hidden_layers=12)
+
+
+@pytest.fixture(scope="module")
+def head(tmp_path_factory):
+    return write_head(tmp_path_factory.mktemp("head"), head_config(2), head_tensors())
+
+
+@pytest.fixture
+def late(monkeypatch):
+    monkeypatch.setattr("baton.engine.loader.DeviceSteps", LateSteps)
+
+
+def pair_of(target, head, drafts, overlap="on", **settings):
+    shape = DRAFTS[drafts]
+    return Pair(target, head if shape is not None else "", overlap=overlap, **{**(shape or {}), **settings})
+
+
+def wanted_of(seed, count=6):
+    rng = random.Random(seed)
+    return [
+        (prompt, {"temperature": float(i % 2), "seed": i, "max_new_tokens": rng.choice([1, 2, 9, 12])})
+        for i, prompt in enumerate(prompts(rng, count))
+    ]
+
+
+def said_without(target, head, drafts, wanted, **changes):
+    pair = pair_of(target, head, drafts, overlap="off", pages=96, max_running=8)
+    for i, (prompt, sampling) in enumerate(wanted):
+        pair.send(name(i), prompt, **{**sampling, **changes})
+    pair.run(turns=2000)
+    return [pair.tokens[name(i)] for i in range(len(wanted))]
+
+
+@pytest.mark.parametrize(
+    ("drafts", "graphs"),
+    [(drafts, False) for drafts in DRAFTS]
+    + [pytest.param(drafts, True, marks=[pytest.mark.slow] if drafts != "chain" else []) for drafts in DRAFTS],
+)
+def test_the_pair_says_what_it_says_when_steps_wait(target, head, late, drafts, graphs):
+    wanted = wanted_of(1)
+    pair = pair_of(target, head, drafts, pages=96, max_running=6, graphs=graphs, graph_self_test=False)
+    for i, (prompt, sampling) in enumerate(wanted):
+        pair.send(name(i), prompt, **sampling)
+    pair.run(random.Random(3), turns=2000)
+    assert [pair.tokens[name(i)] for i in range(len(wanted))] == said_without(target, head, drafts, wanted)
+    assert all(isinstance(end, Finished) for end in pair.ends.values() if end != "length")
+    counters = pair.decode.stats().counters
+    assert counters["overlapped_steps"] >= counters["steps"] > 5, "each step was launched ahead, and some in vain"
+    assert not any(key.startswith("overlap_fallback") for key in counters)
+    assert bool(counters.get("graph_replays_decode_step")) is graphs
+    pair.assert_nothing_is_held()
+
+
+def cancelled_at_random(target, head, drafts, seed):
+    """A pair that has answered requests of which some were cancelled at any moment; who was, and what was wanted."""
+    rng = random.Random(seed)
+    wanted = [(prompt, {**sampling, "ignore_eos": False}) for prompt, sampling in wanted_of(seed, 8)]
+    pair = pair_of(target, head, drafts, pages=rng.choice([30, 48]), max_running=3, chunk_size=rng.choice([4, 8, 0]))
+    cancelled = set()
+    for i, (prompt, sampling) in enumerate(wanted):
+        pair.send(name(i), prompt, **sampling)
+        for _ in range(rng.randrange(5)):
+            pair.turn(rng)
+        if rng.random() < 0.4:
+            room = name(rng.randrange(i + 1))
+            cancelled.add(room)
+            pair.cancel(room)
+    for _ in range(200):
+        pair.turn(rng)
+    pair.clock.now += 10  # leases of rooms that one side refused
+    pair.run(rng)
+    return pair, cancelled, wanted
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("drafts", DRAFTS)
+def test_cancels_at_any_moment_leave_nothing_and_disturb_nobody(target, head, late, drafts, seed):
+    pair, cancelled, wanted = cancelled_at_random(target, head, drafts, seed)
+    for i, expected in enumerate(said_without(target, head, drafts, wanted, ignore_eos=False)):
+        got = pair.tokens.get(name(i), [])
+        assert got == expected[: len(got)], "what was said is right, also of a room that was cancelled"
+        assert len(got) == len(expected) or name(i) in cancelled or not isinstance(pair.ends.get(name(i)), Finished)
+    assert all(pair.gone[room] >= 2 for room in cancelled), "each cancel was answered by both"
+    pair.assert_nothing_is_held()
+
+
+@pytest.mark.parametrize("drafts", DRAFTS)
+def test_pages_given_back_before_the_last_step_was_read_are_found_written(target, head, late, drafts, monkeypatch):
+    """The defence of the law above is switched off: the pages of an ended room do not wait for its steps under way."""
+    close = DecodeWorker._close
+
+    def hasty(self, room):
+        close(self, room)
+        if room.state is RoomState.SETTLING:
+            self.engine.cache.allocator.release(room.request.pages)
+            room.request.pages, room.is_tainted = [], True
+
+    monkeypatch.setattr(DecodeWorker, "_close", hasty)
+
+    def all_seeds():
+        for seed in range(4):
+            cancelled_at_random(target, head, drafts, seed)
+
+    with pytest.raises(AssertionError, match="was written while it was free"):
+        all_seeds()
+
+
+def test_gone_is_said_when_the_step_under_way_was_read(target, head, late):
+    pair = pair_of(target, head, "chain", pages=96)
+    pair.send(name(0), [5, 7, 9], max_new_tokens=40)
+    pair.run(until=lambda: len(pair.tokens.get(name(0), [])) > 4)
+    (room,) = pair.decode.queues.of(RoomState.RUNNING)
+    assert room.num_unread == 1
+    free = pair.decode.stats().pages_free
+    pair.cancel(name(0))
+    assert room.state is RoomState.SETTLING
+    assert pair.decode.stats().pages_free == free, "the step under way may still write"
+    pair._read()
+    assert name(0) not in pair.gone or pair.gone[name(0)] == 1, "prefill's word alone"
+    pair.run()
+    assert pair.gone[name(0)] == 2
+    pair.assert_nothing_is_held()
+
+
+@pytest.mark.parametrize("end", ["drop_all", "hand_back", "expire"])
+def test_every_other_end_waits_for_the_step_under_way_too(target, head, late, end):
+    pair = pair_of(target, head, "chain", pages=96)
+    for i in range(3):
+        pair.send(name(i), [5 + i, 7, 9], max_new_tokens=40)
+    pair.run(until=lambda: len(pair.tokens) == 3 and all(len(ids) > 4 for ids in pair.tokens.values()))
+    rooms = pair.decode.queues.of(RoomState.RUNNING)
+    if end == "drop_all":
+        pair.decode.drop_all("the router is gone")
+    elif end == "hand_back":
+        pair.decode.hand_back()
+    else:
+        for room in rooms:
+            room.deadline = 0.0
+        pair.decode.expire(pair.clock.now)
+        pair.decode.expire(pair.clock.now)
+    assert {room.state for room in rooms} == {RoomState.SETTLING}
+    assert pair.decode.num_rooms == 3
+    pair.prefill.drop_all("the test ends")
+    pair.run()
+    if end == "expire":
+        assert {pair.ends[name(i)].kind for i in range(3)} == {"DeadlineExceeded"}
+    pair.assert_nothing_is_held()
+
+
+def test_bad_logits_fail_their_room_and_its_kv_is_never_reused(target, late):
+    pair = pair_of(target, "", "off", pages=96)
+    pair.send(name(0), list(range(10, 40)), max_new_tokens=30)
+    pair.run(until=lambda: len(pair.tokens.get(name(0), [])) > 2)
+    norm = pair.decode.engine.model.norm.weight
+    good = norm.clone()
+    norm.fill_(float("nan"))
+    pair.run()
+    norm.copy_(good)
+    assert pair.ends[name(0)].kind == "BadLogits"
+    assert pair.decode.engine.cache.num_cached == 0
+    assert not torch.isnan(norm).any()
+    pair.assert_nothing_is_held()
