@@ -1,47 +1,48 @@
-"""What the router counts, and how /metrics shows it and its workers' heartbeats, in Prometheus text format.
+"""What the router counts, and how /metrics shows it and the workers' heartbeats, in Prometheus text format.
 
-    name                                   type       labels                   meaning
-    baton_requests_total                   counter    outcome                  requests that ended, with all their choices
-    baton_prompt_tokens_total              counter                             prompt tokens, once for every choice
-    baton_cached_prompt_tokens_total       counter                             of these, found in a prefix cache
-    baton_output_tokens_total              counter                             tokens sent to clients
-    baton_drafted_tokens_total             counter                             tokens proposed by the drafter
-    baton_accepted_tokens_total            counter                             of these, accepted by the target
-    baton_handoff_bytes_total              counter                             KV and feature bytes pulled
-    baton_time_to_first_token_seconds      histogram                           request read to first token
-    baton_inter_token_seconds              histogram                           mean gap of the tokens of one message
-    baton_request_seconds                  histogram                           request read to last token
-    baton_queued_requests                  gauge                               waiting for a free worker
-    baton_running_requests                 gauge                               at the workers
-    baton_router_events_total              counter    event                    rarer things, e.g. stale messages
-    baton_worker_up                        gauge      role instance state      1 per registered worker
-    baton_worker_pages                     gauge      role instance kind       KV pages: total, free, cached
-    baton_worker_requests                  gauge      role instance kind       running, queued, transferring
-    baton_worker_graphs                    gauge      role instance kind       captured graphs
-    baton_worker_accept_length             gauge      role instance            tokens committed per verify
-    baton_worker_spec_steps                gauge      role instance            draft steps of the newest verify
-    baton_worker_events_total              counter    role instance event      the worker's own counters
+The names stand in `metric_names`, and for people in docs/metrics.md.
 
-A request is what a client sent: one with n = 8 choices counts once, when the last choice has ended, with the outcome of the
+A request is what a client sent; one with n = 8 choices counts once, when the last choice has ended, with the outcome of the
 first choice that did not end well. Tokens and bytes are summed over its choices, each of which runs through the workers.
 """
 
+import importlib.metadata
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from . import metric_names as names
 from .messages import WorkerStats
+from .metric_names import COUNTER, MetricName
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 OUTCOMES = ("ok", "rejected", "cancelled", "failed", "timeout")
-TTFT_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6)
-GAP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28)
-REQUEST_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0)
-WORKER = ("role", "instance")
+REPLAYS, PADDING, FALLBACKS = "graph_replays_", "graph_pad_rows_", "graph_fallback_"  # of counters in heartbeats
+Families = dict[str, CounterMetricFamily | GaugeMetricFamily]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Handoff:
+    """What decode pulled for one choice."""
+
+    num_bytes: int
+    """KV and features."""
+    seconds: float
+    """First announcement to last block."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptWork:
+    """What a prefill worker spent on one choice."""
+
+    queue_s: float
+    """Until the first forward."""
+    compute_s: float
+    """From then to token 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +55,8 @@ class RequestRecord:
     """Seconds from the request read to its end."""
     ttft_s: float | None = None
     """Seconds to the first token; None when there was none."""
+    queued_s: float = 0.0
+    """Seconds with none of its choices at a worker."""
     prompt_tokens: int = 0
     """Tokens of the prompt, once for every choice."""
     cached_tokens: int = 0
@@ -64,8 +67,14 @@ class RequestRecord:
     """Tokens that the drafter proposed."""
     accepted_tokens: int = 0
     """Proposed tokens that the target accepted."""
-    handoff_bytes: int = 0
-    """KV and feature bytes that decode pulled."""
+    prompts: tuple[PromptWork, ...] = ()
+    """Of the choices whose prefill said it."""
+    handoffs: tuple[Handoff, ...] = ()
+    """Of the choices for which something was pulled."""
+
+    @property
+    def handoff_bytes(self) -> int:
+        return sum(handoff.num_bytes for handoff in self.handoffs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,16 +106,9 @@ class RouterMetrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self._requests = self._counter("requests", "Requests that ended.", ("outcome",))
-        self._prompt = self._counter("prompt_tokens", "Prompt tokens, once for every choice.")
-        self._cached = self._counter("cached_prompt_tokens", "Prompt tokens found in a prefix cache.")
-        self._output = self._counter("output_tokens", "Tokens sent to clients.")
-        self._drafted = self._counter("drafted_tokens", "Tokens proposed by the drafter.")
-        self._accepted = self._counter("accepted_tokens", "Proposed tokens accepted by the target.")
-        self._bytes = self._counter("handoff_bytes", "KV and feature bytes pulled.")
-        self._ttft = self._histogram("time_to_first_token_seconds", "Request read to first token.", TTFT_BUCKETS)
-        self._gap = self._histogram("inter_token_seconds", "Mean gap of the tokens of one message.", GAP_BUCKETS)
-        self._e2e = self._histogram("request_seconds", "Request read to last token.", REQUEST_BUCKETS)
+        self._requests = self._counter(names.REQUESTS)
+        self._counters = {name: self._counter(name) for name in names.COUNTED}
+        self._histograms = {name: self._histogram(name) for name in names.OBSERVED}
         for outcome in OUTCOMES:
             self._requests.labels(outcome)  # a rate needs the zero before the first event
 
@@ -114,74 +116,143 @@ class RouterMetrics:
         """Count a request once, at its end."""
         assert record.outcome in OUTCOMES, record.outcome
         self._requests.labels(record.outcome).inc()
-        self._prompt.inc(record.prompt_tokens)
-        self._cached.inc(record.cached_tokens)
-        self._drafted.inc(record.drafted_tokens)
-        self._accepted.inc(record.accepted_tokens)
-        self._bytes.inc(record.handoff_bytes)
-        self._output.inc(record.output_tokens)
-        self._e2e.observe(record.e2e_s)
+        counters, observe = self._counters, self._observe
+        counters[names.PROMPT_TOKENS].inc(record.prompt_tokens)
+        counters[names.CACHED_TOKENS].inc(record.cached_tokens)
+        counters[names.DRAFTED_TOKENS].inc(record.drafted_tokens)
+        counters[names.ACCEPTED_TOKENS].inc(record.accepted_tokens)
+        counters[names.HANDOFF_BYTES].inc(record.handoff_bytes)
+        counters[names.OUTPUT_TOKENS].inc(record.output_tokens)
+        observe(names.REQUEST_SECONDS, record.e2e_s)
+        observe(names.QUEUE_WAIT, record.queued_s)
         if record.ttft_s is not None:
-            self._ttft.observe(record.ttft_s)
+            observe(names.TTFT, record.ttft_s)
+        for prompt in record.prompts:
+            observe(names.PREFILL_QUEUE, prompt.queue_s)
+            observe(names.PREFILL, prompt.compute_s)
+        for handoff in record.handoffs:
+            observe(names.HANDOFF_SECONDS, handoff.seconds)
+            if handoff.seconds > 0:
+                observe(names.HANDOFF_RATE, handoff.num_bytes / handoff.seconds)
 
     def tokens_arrived(self, gap_s: float, num_tokens: int) -> None:
         """Observe the `num_tokens` of one message that came `gap_s` seconds after the message before."""
         assert num_tokens > 0
-        self._gap.observe(gap_s / num_tokens)
+        self._observe(names.GAP, gap_s / num_tokens)
 
     def render(self, router: RouterRecord, workers: Iterable[WorkerRecord]) -> bytes:
         """The body of /metrics."""
-        scrape = CollectorRegistry(auto_describe=False)
-        scrape.register(_Scrape(router, tuple(workers)))
+        scrape = _process_registry("router")
+        scrape.register(_Scrape([*router_families(router), *worker_families(workers)]))
         return generate_latest(self.registry) + generate_latest(scrape)
 
-    def _counter(self, name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
-        return Counter(f"baton_{name}", text, labels, registry=self.registry)
+    def _observe(self, name: MetricName, value: float) -> None:
+        self._histograms[name].observe(value)
 
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(f"baton_{name}", text, buckets=buckets, registry=self.registry)
+    def _counter(self, name: MetricName) -> Counter:
+        return Counter(name.name, name.text, name.labels, registry=self.registry)
+
+    def _histogram(self, name: MetricName) -> Histogram:
+        return Histogram(name.name, name.text, buckets=name.buckets, registry=self.registry)
+
+
+def render_worker(worker: WorkerRecord) -> bytes:
+    """The body of a worker's own /metrics: what the router shows of it, and its process."""
+    scrape = _process_registry(worker.role)
+    scrape.register(_Scrape(worker_families([worker])))
+    return generate_latest(scrape)
 
 
 class _Scrape(Collector):
     """What is known only at the moment of a scrape."""
 
-    def __init__(self, router: RouterRecord, workers: tuple[WorkerRecord, ...]) -> None:
-        self._router, self._workers = router, workers
+    def __init__(self, families: Iterable[Metric]) -> None:
+        self._families = families
 
     def collect(self) -> Iterator[Metric]:
-        yield GaugeMetricFamily("baton_queued_requests", "Waiting for a free worker.", self._router.queued)
-        yield GaugeMetricFamily("baton_running_requests", "At the workers.", self._router.running)
-        events = CounterMetricFamily("baton_router_events", "Rarer things.", labels=["event"])
-        for name, total in sorted(self._router.events.items()):
-            events.add_metric([name], total)
-        yield events
-        yield from worker_families(self._workers)
+        yield from self._families
+
+
+def _process_registry(role: str) -> CollectorRegistry:
+    """What any process has: which release it is, and the `process_` metrics of the Prometheus client."""
+    registry = CollectorRegistry(auto_describe=False)
+    build = _family(names.BUILD)
+    build.add_metric([_version(), role], 1)
+    registry.register(_Scrape([build]))
+    ProcessCollector(registry=registry)
+    return registry
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("baton")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def router_families(router: RouterRecord) -> list[Metric]:
+    """The router's condition; events that have a metric of their own are not shown again."""
+    families = _families(names.QUEUED, names.RUNNING, *names.OF_EVENT.values(), names.ROUTER_EVENTS)
+    _add(families, names.QUEUED, (), router.queued)
+    _add(families, names.RUNNING, (), router.running)
+    for event, name in names.OF_EVENT.items():
+        _add(families, name, (), router.events.get(event, 0))
+    for event, total in sorted(router.events.items()):
+        if event not in names.OF_EVENT:
+            _add(families, names.ROUTER_EVENTS, (event,), total)
+    return list(families.values())
 
 
 def worker_families(workers: Iterable[WorkerRecord]) -> list[Metric]:
     """Heartbeats as labelled gauges and counters; a worker without drafts has no accept length."""
-    up = GaugeMetricFamily("baton_worker_up", "Registered workers.", labels=[*WORKER, "state"])
-    pages = GaugeMetricFamily("baton_worker_pages", "KV pages.", labels=[*WORKER, "kind"])
-    requests = GaugeMetricFamily("baton_worker_requests", "Requests at a worker.", labels=[*WORKER, "kind"])
-    graphs = GaugeMetricFamily("baton_worker_graphs", "Captured graphs.", labels=[*WORKER, "kind"])
-    accept = GaugeMetricFamily("baton_worker_accept_length", "Tokens committed per verify.", labels=WORKER)
-    steps = GaugeMetricFamily("baton_worker_spec_steps", "Draft steps of the newest verify.", labels=WORKER)
-    events = CounterMetricFamily("baton_worker_events", "A worker's own counters.", labels=[*WORKER, "event"])
+    families = _families(*names.WORKER_NAMES)
     for worker in workers:
-        who, stats = [worker.role, worker.instance], worker.stats
-        up.add_metric([*who, stats.state], 1)
-        _add(pages, who, {"total": stats.pages_total, "free": stats.pages_free, "cached": stats.pages_cached})
-        counts = {"running": stats.running, "queued": stats.queued, "transferring": stats.transferring}
-        _add(requests, who, counts)
-        _add(graphs, who, msgspec.structs.asdict(stats.graphs))
-        if stats.accept_length is not None:
-            accept.add_metric(who, stats.accept_length)
-        if stats.spec_steps is not None:
-            steps.add_metric(who, stats.spec_steps)
-        _add(events, who, stats.counters)
-    return [up, pages, requests, graphs, accept, steps, events]
+        _add_worker(families, (worker.role, worker.instance), worker.stats)
+    return list(families.values())
 
 
-def _add(family: GaugeMetricFamily | CounterMetricFamily, who: list[str], values: Mapping[str, float]) -> None:
-    for kind, value in sorted(values.items()):
-        family.add_metric([*who, kind], value)
+def _add_worker(families: Families, who: tuple[str, str], stats: WorkerStats) -> None:
+    _add(families, names.WORKER_UP, (*who, stats.state), 1)
+    kinds: dict[MetricName, Mapping[str, float]] = {
+        names.WORKER_PAGES: {"total": stats.pages_total, "free": stats.pages_free, "cached": stats.pages_cached},
+        names.WORKER_REQUESTS: {"running": stats.running, "queued": stats.queued, "transferring": stats.transferring},
+        names.WORKER_GRAPHS: msgspec.structs.asdict(stats.graphs),
+    }
+    for name, values in kinds.items():
+        for kind, value in sorted(values.items()):
+            _add(families, name, (*who, kind), value)
+    if stats.accept_length is not None:
+        _add(families, names.WORKER_ACCEPT_LENGTH, who, stats.accept_length)
+    if stats.spec_steps is not None:
+        _add(families, names.WORKER_SPEC_STEPS, who, stats.spec_steps)
+    graph_kinds = {counter.removeprefix(REPLAYS) for counter in stats.counters if counter.startswith(REPLAYS)}
+    for counter, total in sorted(stats.counters.items()):
+        name, labels = _metric_of(counter, graph_kinds)
+        _add(families, name, (*who, *labels), total)
+
+
+def _metric_of(counter: str, graph_kinds: set[str]) -> tuple[MetricName, tuple[str, ...]]:
+    """The metric of a worker's counter, with its last labels. A fallback is named by kind and reason, both of words."""
+    if counter.startswith(REPLAYS):
+        return names.WORKER_GRAPH_REPLAYS, (counter.removeprefix(REPLAYS),)
+    if counter.startswith(PADDING):
+        return names.WORKER_GRAPH_PADDING, (counter.removeprefix(PADDING),)
+    if counter.startswith(FALLBACKS):
+        rest = counter.removeprefix(FALLBACKS)
+        kind = max((kind for kind in graph_kinds if rest.startswith(f"{kind}_")), key=len, default="")
+        if kind:
+            return names.WORKER_GRAPH_FALLBACKS, (kind, rest[len(kind) + 1 :])
+    return names.WORKER_EVENTS, (counter,)
+
+
+def _families(*shown: MetricName) -> Families:
+    return {name.name: _family(name) for name in shown}
+
+
+def _family(name: MetricName) -> CounterMetricFamily | GaugeMetricFamily:
+    kind = CounterMetricFamily if name.kind == COUNTER else GaugeMetricFamily
+    return kind(name.name, name.text, labels=name.labels)
+
+
+def _add(families: Families, name: MetricName, labels: tuple[str, ...], value: float) -> None:
+    families[name.name].add_metric(labels, value)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from msgspec.structs import replace
 
 from ..cluster.messages import Cancel, Prefill, Reserve, Sampling
-from ..cluster.metrics import RequestRecord
+from ..cluster.metrics import Handoff, PromptWork, RequestRecord
 from .callers import ANYONE, Caller
 from .inbox import Inbox
 from .policy import Need
@@ -63,7 +63,7 @@ class Request:
 
     def waited(self, now: float) -> float:
         """Seconds during which none of the choices was at the workers."""
-        return self.waited_s + (now - self.waiting_since if self.waiting_since is not None else 0.0)
+        return self.waited_s + (max(0.0, now - self.waiting_since) if self.waiting_since is not None else 0.0)
 
     def note_phase(self, entry: "Entry", now: float) -> None:
         """Called after every event of a choice: it may have gone to the workers, or left them."""
@@ -87,18 +87,23 @@ class Request:
         """The account of a request whose choices have all ended; its outcome is the first that is not ok."""
         rooms = [entry.room for entry in self.entries]
         decodes = [room.decode_timeline for room in rooms if room.decode_timeline is not None]
+        prefills = [room.prefill_timeline for room in rooms if room.prefill_timeline is not None]
         firsts = [room.stamps.first_token for room in rooms if room.stamps.first_token is not None]
-        ends = [room.stamps.ended for room in rooms if room.stamps.ended is not None]
+        ended = max((room.stamps.ended for room in rooms if room.stamps.ended is not None), default=now)
         return RequestRecord(
             outcome=next((outcome for outcome in self.outcomes.values() if outcome != "ok"), "ok"),
-            e2e_s=max(ends, default=now) - self.arrived,
+            e2e_s=ended - self.arrived,
             ttft_s=min(firsts) - self.arrived if firsts else None,
             prompt_tokens=sum(room.num_prompt for room in rooms),
             cached_tokens=sum(room.cached_tokens for room in rooms),
             output_tokens=sum(room.num_output for room in rooms),
             drafted_tokens=sum(decode.drafted_tokens for decode in decodes),
             accepted_tokens=sum(decode.accepted_tokens for decode in decodes),
-            handoff_bytes=sum(decode.handoff_bytes for decode in decodes),
+            queued_s=self.waited(ended),
+            prompts=tuple(PromptWork(queue_s=p.queue_ms / 1000, compute_s=p.prefill_ms / 1000) for p in prefills),
+            handoffs=tuple(
+                Handoff(num_bytes=d.handoff_bytes, seconds=d.handoff_ms / 1000) for d in decodes if d.handoff_bytes
+            ),
         )
 
 

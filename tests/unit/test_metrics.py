@@ -1,11 +1,24 @@
-"""What /metrics says, read back with the Prometheus client's own parser."""
+"""What /metrics says, read back with the Prometheus client's own parser, is what docs/metrics.md says."""
+
+import re
+from pathlib import Path
 
 import pytest
-from baton.cluster import metrics as module
+from baton.cluster import metric_names as names
 from baton.cluster.messages import GraphCounts, WorkerStats
-from baton.cluster.metrics import RequestRecord, RouterMetrics, RouterRecord, WorkerRecord
+from baton.cluster.metrics import (
+    Handoff,
+    PromptWork,
+    RequestRecord,
+    RouterMetrics,
+    RouterRecord,
+    WorkerRecord,
+    render_worker,
+)
+from baton.decode.accounts import NAMES
 from prometheus_client.parser import text_string_to_metric_families
 
+ROOT = Path(__file__).resolve().parents[2]
 INSTANCE = "0f" * 16
 
 
@@ -27,11 +40,13 @@ def test_an_ended_request_counts_once_everywhere():
     metrics = RouterMetrics()
     record = RequestRecord(
         outcome="ok", e2e_s=2.0, ttft_s=0.3, prompt_tokens=10, cached_tokens=4, output_tokens=7,
-        drafted_tokens=9, accepted_tokens=5, handoff_bytes=1000,
+        drafted_tokens=9, accepted_tokens=5, queued_s=0.1, prompts=(PromptWork(queue_s=0.02, compute_s=0.2),),
+        handoffs=(Handoff(num_bytes=600, seconds=0.5), Handoff(num_bytes=400, seconds=0.0)),
     )  # fmt: skip
     metrics.request_ended(record)
     metrics.request_ended(RequestRecord(outcome="cancelled", e2e_s=1.0))
-    found = samples(metrics.render(RouterRecord(queued=2, running=3, events={"stale": 4}), []))
+    events = {"stale": 4, "worker_lost": 2, "breaker_opened": 1, "requeued": 5}
+    found = samples(metrics.render(RouterRecord(queued=2, running=3, events=events), []))
     assert value(found, "baton_requests_total", outcome="ok") == 1
     assert value(found, "baton_requests_total", outcome="cancelled") == 1
     assert value(found, "baton_requests_total", outcome="failed") == 0
@@ -40,9 +55,19 @@ def test_an_ended_request_counts_once_everywhere():
     assert value(found, "baton_handoff_bytes_total") == 1000
     assert value(found, "baton_request_seconds_count") == 2
     assert value(found, "baton_time_to_first_token_seconds_count") == 1
+    assert value(found, "baton_queue_wait_seconds_sum") == pytest.approx(0.1)
+    assert value(found, "baton_prefill_queue_seconds_sum") == pytest.approx(0.02)
+    assert value(found, "baton_prefill_seconds_sum") == pytest.approx(0.2)
+    assert value(found, "baton_handoff_seconds_count") == 2
+    assert value(found, "baton_handoff_bytes_per_second_count") == 1, "no time, no rate"
+    assert value(found, "baton_handoff_bytes_per_second_sum") == 1200
     assert value(found, "baton_queued_requests") == 2
     assert value(found, "baton_running_requests") == 3
     assert value(found, "baton_router_events_total", event="stale") == 4
+    assert value(found, "baton_worker_deaths_total") == 2
+    assert value(found, "baton_ejections_total") == 1
+    assert value(found, "baton_retries_total") == 5
+    assert not any(("event", "worker_lost") in labels for _, labels in found), "one thing, one name"
 
 
 def test_the_gap_of_a_message_is_shared_by_its_tokens():
@@ -62,7 +87,7 @@ def test_heartbeats_become_labelled_gauges_and_counters():
         WorkerRecord(role="prefill", instance="1e" * 16, stats=WorkerStats()),
     ]
     found = samples(RouterMetrics().render(RouterRecord(queued=0, running=0), workers))
-    who = {"role": "decode", "instance": INSTANCE}
+    who = {"role": "decode", "worker": INSTANCE}
     assert value(found, "baton_worker_up", state="draining", **who) == 1
     assert value(found, "baton_worker_pages", kind="free", **who) == 60
     assert value(found, "baton_worker_requests", kind="running", **who) == 2
@@ -91,12 +116,88 @@ def test_two_routers_in_a_process_do_not_share_counters():
     assert value(found, "baton_requests_total", outcome="ok") == 0
 
 
-def test_the_table_in_the_docstring_lists_exactly_what_is_served():
-    worker = WorkerRecord(
-        role="decode", instance=INSTANCE, stats=WorkerStats(accept_length=1.0, counters={"forwards": 1.0})
-    )
-    body = RouterMetrics().render(RouterRecord(queued=0, running=0, events={"x": 1}), [worker]).decode()
-    families = {family.name: family.type for family in text_string_to_metric_families(body)}
-    served = {name: kind for name, kind in families.items() if not name.endswith("_created")}
-    rows = [line.split() for line in module.__doc__.splitlines() if line.strip().startswith("baton_")]
-    assert served == {name.removesuffix("_total"): kind for name, kind, *_ in rows}
+GRAPHS = {
+    "graph_replays_target_verify": 7.0, "graph_replays_draft": 6.0, "graph_replays_draft_extend": 5.0,
+    "graph_pad_rows_draft": 4.0, "graph_fallback_draft_extend_too_large": 3.0, "graph_fallback_draft_off": 2.0,
+}  # fmt: skip
+
+
+def test_counters_of_graphs_become_metrics_by_kind_and_reason():
+    worker = WorkerRecord(role="decode", instance=INSTANCE, stats=WorkerStats(counters=GRAPHS))
+    found = samples(render_worker(worker))
+    who = {"role": "decode", "worker": INSTANCE}
+    assert value(found, "baton_worker_graph_replays_total", kind="target_verify", **who) == 7
+    assert value(found, "baton_worker_graph_pad_rows_total", kind="draft", **who) == 4
+    assert value(found, "baton_worker_graph_fallbacks_total", kind="draft_extend", reason="too_large", **who) == 3
+    assert value(found, "baton_worker_graph_fallbacks_total", kind="draft", reason="off", **who) == 2
+    assert not any(name == "baton_worker_events_total" for name, _ in found)
+
+
+# --- docs/metrics.md --------------------------------------------------------------------------------------------------
+
+
+def shown(body):
+    """(type, labels) of every metric of a scrape, by the name of its series."""
+    found = {}
+    for family in text_string_to_metric_families(body.decode()):
+        if not family.name.endswith("_created"):
+            name = f"{family.name}_total" if family.type == "counter" else family.name
+            labels = {label for sample in family.samples for label in sample.labels} - {"le"}
+            found[name] = (family.type, labels)
+    return found
+
+
+def told():
+    """The same of docs/metrics.md."""
+    lines = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8").splitlines()
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| `")]
+    rows = [row for row in cells if len(row) == 4]
+    assert len({row[0] for row in rows}) == len(rows)
+    return {row[0].strip("`"): (row[1], set(re.findall(r"`(\w+)`", row[2]))) for row in rows}
+
+
+def everything():
+    metrics = RouterMetrics()
+    metrics.request_ended(RequestRecord(outcome="ok", e2e_s=1.0))
+    stats = WorkerStats(accept_length=1.0, spec_steps=2, counters={"forwards": 1.0} | GRAPHS)
+    worker = WorkerRecord(role="decode", instance=INSTANCE, stats=stats)
+    return shown(metrics.render(RouterRecord(queued=0, running=0, events={"x": 1}), [worker])), shown(render_worker(worker))
+
+
+def test_the_page_tells_exactly_what_is_served_with_types_and_labels():
+    router, worker = everything()
+    assert router == told()
+    assert {name: router.get(name) for name in worker} == worker
+    assert len(worker) < len(router)
+
+
+def test_every_name_of_the_catalogue_is_served():
+    router, _ = everything()
+    known = (*names.ROUTER_NAMES, *names.WORKER_NAMES)
+    series = {f"{name.name}_total" if name.kind == names.COUNTER else name.name for name in known}
+    assert series == {name for name in router if name.startswith("baton_")}
+
+
+def test_the_page_tells_every_counter_of_a_worker():
+    text = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8").partition("## Events")[2]
+    events = {row[0] for row in re.findall(r"^\| `(\w+)` \| (both|prefill|decode) \|", text, re.MULTILINE)}
+    prefill = re.findall(r'"(\w+)"', re.search(r"_counters.*?fromkeys\((.*?)\)", source("prefill"), re.DOTALL).group(1))
+    assert len(prefill) > 5
+    assert {*NAMES, *prefill} <= events
+
+
+def source(role):
+    return (ROOT / role / "worker.py").read_text(encoding="utf-8")
+
+
+def test_the_questions_of_an_operator_ask_for_metrics_that_exist():
+    text = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8").partition("## Questions")[2]
+    asked = set(re.findall(r"baton_\w+", text))
+    assert len(asked) > 8
+    assert asked <= series_of(told())
+
+
+def series_of(metrics):
+    """Every name that a query may use."""
+    suffixes = {"histogram": ("_bucket", "_sum", "_count"), "counter": ("",), "gauge": ("",)}
+    return {name + end for name, (kind, _) in metrics.items() for end in (*suffixes[kind], "")}

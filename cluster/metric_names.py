@@ -1,0 +1,84 @@
+"""The name, type, labels and meaning of everything that /metrics shows; docs/metrics.md is the same table for people."""
+
+from dataclasses import dataclass
+
+TTFT_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6)
+GAP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28)
+REQUEST_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0)
+WAIT_BUCKETS = (0.001, 0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+HANDOFF_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
+RATE_BUCKETS = (1e6, 1e7, 5e7, 1e8, 2.5e8, 5e8, 1e9, 2.5e9, 5e9, 1e10, 2.5e10, 5e10, 1e11)  # bytes per second
+WORKER = ("role", "worker")  # not `instance`, which Prometheus gives to what it scrapes
+COUNTER, GAUGE, HISTOGRAM = "counter", "gauge", "histogram"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetricName:
+    """One metric; a counter's series end in `_total`, a histogram's in `_bucket`, `_sum` and `_count`."""
+
+    name: str
+    """Without the suffix of its series."""
+    kind: str
+    """COUNTER, GAUGE or HISTOGRAM."""
+    text: str
+    """What it counts or shows."""
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+    """Upper bounds; of a histogram."""
+
+
+def _counter(name: str, text: str, *labels: str) -> MetricName:
+    return MetricName(name=f"baton_{name}", kind=COUNTER, text=text, labels=labels)
+
+
+def _gauge(name: str, text: str, *labels: str) -> MetricName:
+    return MetricName(name=f"baton_{name}", kind=GAUGE, text=text, labels=labels)
+
+
+def _histogram(name: str, text: str, buckets: tuple[float, ...]) -> MetricName:
+    return MetricName(name=f"baton_{name}", kind=HISTOGRAM, text=text, buckets=buckets)
+
+
+BUILD = _gauge("build", "Always 1.", "version", "role")
+
+REQUESTS = _counter("requests", "Requests that ended, with all their choices.", "outcome")
+PROMPT_TOKENS = _counter("prompt_tokens", "Prompt tokens, once for every choice.")
+CACHED_TOKENS = _counter("cached_prompt_tokens", "Prompt tokens found in a prefix cache.")
+OUTPUT_TOKENS = _counter("output_tokens", "Tokens sent to clients.")
+DRAFTED_TOKENS = _counter("drafted_tokens", "Tokens proposed by the drafter.")
+ACCEPTED_TOKENS = _counter("accepted_tokens", "Proposed tokens accepted by the target.")
+HANDOFF_BYTES = _counter("handoff_bytes", "KV and feature bytes pulled.")
+TTFT = _histogram("time_to_first_token_seconds", "Request read to first token.", TTFT_BUCKETS)
+GAP = _histogram("inter_token_seconds", "Mean gap of the tokens of one message.", GAP_BUCKETS)
+REQUEST_SECONDS = _histogram("request_seconds", "Request read to last token.", REQUEST_BUCKETS)
+QUEUE_WAIT = _histogram("queue_wait_seconds", "Time of a request with none of its choices at a worker.", WAIT_BUCKETS)
+PREFILL_QUEUE = _histogram("prefill_queue_seconds", "Prompt at its prefill worker to its first forward.", WAIT_BUCKETS)
+PREFILL = _histogram("prefill_seconds", "First forward of a prompt to its first token.", TTFT_BUCKETS)
+HANDOFF_SECONDS = _histogram("handoff_seconds", "First announcement to last block landed.", HANDOFF_BUCKETS)
+HANDOFF_RATE = _histogram("handoff_bytes_per_second", "Bytes of a hand-off by its time.", RATE_BUCKETS)
+QUEUED = _gauge("queued_requests", "Waiting for a free worker.")
+RUNNING = _gauge("running_requests", "At the workers.")
+WORKER_DEATHS = _counter("worker_deaths", "Workers that died, hung or could not be reached.")
+EJECTIONS = _counter("ejections", "Times that a worker failed too often and was avoided for a while.")
+RETRIES = _counter("retries", "Attempts that another pair went on with.")
+ROUTER_EVENTS = _counter("router_events", "Rarer things.", "event")
+
+WORKER_UP = _gauge("worker_up", "Registered workers.", *WORKER, "state")
+WORKER_PAGES = _gauge("worker_pages", "KV pages.", *WORKER, "kind")
+WORKER_REQUESTS = _gauge("worker_requests", "Requests at a worker.", *WORKER, "kind")
+WORKER_GRAPHS = _gauge("worker_graphs", "Captured graphs.", *WORKER, "kind")
+WORKER_ACCEPT_LENGTH = _gauge("worker_accept_length", "Tokens committed per verify, of late.", *WORKER)
+WORKER_SPEC_STEPS = _gauge("worker_spec_steps", "Draft steps of the newest verify.", *WORKER)
+WORKER_GRAPH_REPLAYS = _counter("worker_graph_replays", "Forwards that replayed a graph.", *WORKER, "kind")
+WORKER_GRAPH_PADDING = _counter("worker_graph_pad_rows", "Rows that graphs computed for nobody.", *WORKER, "kind")
+WORKER_GRAPH_FALLBACKS = _counter("worker_graph_fallbacks", "Forwards that ran eagerly.", *WORKER, "kind", "reason")
+WORKER_EVENTS = _counter("worker_events", "A worker's own counters.", *WORKER, "event")
+
+OF_EVENT = {"worker_lost": WORKER_DEATHS, "breaker_opened": EJECTIONS, "requeued": RETRIES}  # of the router
+COUNTED = (PROMPT_TOKENS, CACHED_TOKENS, OUTPUT_TOKENS, DRAFTED_TOKENS, ACCEPTED_TOKENS, HANDOFF_BYTES)
+OBSERVED = (TTFT, GAP, REQUEST_SECONDS, QUEUE_WAIT, PREFILL_QUEUE, PREFILL, HANDOFF_SECONDS, HANDOFF_RATE)
+ROUTER_NAMES = (BUILD, REQUESTS, *COUNTED, *OBSERVED, QUEUED, RUNNING, *OF_EVENT.values(), ROUTER_EVENTS)
+WORKER_NAMES = (
+    WORKER_UP, WORKER_PAGES, WORKER_REQUESTS, WORKER_GRAPHS, WORKER_ACCEPT_LENGTH, WORKER_SPEC_STEPS,
+    WORKER_GRAPH_REPLAYS, WORKER_GRAPH_PADDING, WORKER_GRAPH_FALLBACKS, WORKER_EVENTS,
+)  # fmt: skip
