@@ -35,6 +35,7 @@ from .config_groups import (
     NetworkSettings,
     PrefillSettings,
     RoleConfig,
+    ScrapeSettings,
     WorkerLink,
 )
 from .config_router import ClientSettings, HttpSettings, PairingSettings
@@ -48,7 +49,7 @@ COMMAND_LINE, ENVIRONMENT, FILE = "command line", "environment", "file"
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerConfig(WorkerLink, ModelSettings, EngineSettings, NetworkSettings, LogSettings):
+class WorkerConfig(WorkerLink, ModelSettings, EngineSettings, NetworkSettings, ScrapeSettings, LogSettings):
     """What both kinds of worker share."""
 
 
@@ -178,6 +179,8 @@ def ignored_settings(config: RoleConfig) -> list[str]:
             lines += [f"{flag} is ignored: nothing drafts without a head, name one with --draft" for flag in given]
     if isinstance(config, EngineSettings) and config.pages and _is_given(config, "kv_memory_mb"):
         lines.append("--kv-memory-mb is ignored: --pages sets the size of the KV pool")
+    if isinstance(config, WorkerConfig) and _is_given(config, "metrics_host") and not config.metrics_port:
+        lines.append("--metrics-host is ignored: --metrics-port 0 opens no port")
     if isinstance(config, PrefillConfig) and config.kv_bulk_port and not _has_bulk_port(config):
         lines.append("--kv-bulk-port is ignored: KV blocks have a port of their own only with --keys, over tcp")
     if isinstance(config, RouterConfig) and config.request_timeout_s and config.queue_timeout_s > config.request_timeout_s:

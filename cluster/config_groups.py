@@ -156,6 +156,22 @@ class DecodeSettings(RoleConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ScrapeSettings(RoleConfig):
+    """Metrics."""
+
+    metrics_host: str = setting("127.0.0.1", Setting(help="address of --metrics-port"))
+    metrics_port: int = setting(
+        0,
+        Setting(
+            help="port of this worker's own /metrics, 'up' gives each further worker of a role the next one; 0: none, the "
+            "router's tells of it",
+            minimum=0,
+            maximum=65535,
+        ),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class WorkerLink(RoleConfig):
     """Router."""
 

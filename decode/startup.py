@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections.abc import Callable
 
 import zmq
 
@@ -11,6 +12,8 @@ from ..cluster.control_link import ControlLink
 from ..cluster.fault_points import reach_of
 from ..cluster.keyring import load_keyring
 from ..cluster.life import Serve, Shutdown, run_phases
+from ..cluster.messages import WorkerStats
+from ..cluster.metrics_server import serve_metrics
 from ..cluster.sockets import Socket
 from ..cluster.transports import transports_of
 from ..cluster.watchdog import Watchdog
@@ -32,6 +35,7 @@ def start(config: DecodeConfig, instance: str) -> Serve:
     keep_blocks()
     keyring = load_keyring(config.keys, config.role)
     transports = transports_of(config.transports)
+    tell = serve_metrics(config, instance)
     loader = EngineLoader(EngineConfig.of(config), has_drafter=True)
     run_phases(loader.phases())
     engine = loader.engine()
@@ -78,10 +82,17 @@ def start(config: DecodeConfig, instance: str) -> Serve:
 
     link = WorkerLink(open_planes)
     run_phases([("open sockets", link.start)])
-    return _loop_of(config, engine, link, instance, shutdown).run
+    return _loop_of(config, engine, link, instance, shutdown, tell).run
 
 
-def _loop_of(config: DecodeConfig, engine: Engine, link: WorkerLink, instance: str, shutdown: Shutdown) -> WorkerLoop:
+def _loop_of(
+    config: DecodeConfig,
+    engine: Engine,
+    link: WorkerLink,
+    instance: str,
+    shutdown: Shutdown,
+    tell: Callable[[WorkerStats], None],
+) -> WorkerLoop:
     worker = DecodeWorker(
         engine,
         link,
@@ -91,6 +102,6 @@ def _loop_of(config: DecodeConfig, engine: Engine, link: WorkerLink, instance: s
     )
     worker.reach = reach_of(os.environ)
     feed = link.feeder(Watchdog(config.watchdog_s))
-    loop = WorkerLoop(worker, link, shutdown, drain_timeout_s=config.drain_timeout_s, feed=feed)
+    loop = WorkerLoop(worker, link, shutdown, drain_timeout_s=config.drain_timeout_s, feed=feed, tell=tell)
     engine.runner.on_layer = loop.beat
     return loop

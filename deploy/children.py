@@ -5,8 +5,10 @@ import logging
 import os
 import socket
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from ..cluster.config import (
     COMMAND_LINE,
@@ -55,23 +57,27 @@ def child_configs(
         kv = f"ipc://{directory}/kv-{i}" if is_ipc else "tcp://127.0.0.1:0"
         plan.append((f"prefill-{i}", PrefillConfig, {"router": control, "kv_bind": kv}))
     plan += [(f"decode-{i}", DecodeConfig, {"router": control}) for i in range(config.decode)]
-    children = _with_bulk_ports([(name, child_config(cls, config, env, wiring, threads)) for name, cls, wiring in plan])
+    children = [(name, child_config(cls, config, env, wiring, threads)) for name, cls, wiring in plan]
+    for port in ("kv_bulk_port", "metrics_port"):
+        children = _with_ports(children, port)
     for warning in dict.fromkeys(text for _, child in children for text in ignored_settings(child)):
         logger.warning("%s", warning)
     return children
 
 
-def _with_bulk_ports(children: Sequence[tuple[str, RoleConfig]]) -> list[tuple[str, RoleConfig]]:
-    """--kv-bulk-port is the first prefill worker's, each other one takes the next; raises ConfigError beyond the last."""
+def _with_ports(children: Sequence[tuple[str, RoleConfig]], setting: str) -> list[tuple[str, RoleConfig]]:
+    """A port that is given is the first worker's of its role, each other one takes the next; ConfigError beyond the last."""
     told: list[tuple[str, RoleConfig]] = []
-    num_prefill = 0
+    taken: Counter[str] = Counter()
     for name, child in children:
-        if isinstance(child, PrefillConfig) and child.kv_bulk_port:
-            port = child.kv_bulk_port + num_prefill
+        first = getattr(child, setting, 0)
+        if first:
+            port = first + taken[child.role]
             if port > LAST_PORT:
-                raise ConfigError(f"--kv-bulk-port {child.kv_bulk_port} leaves no port for {name}; choose a lower one")
-            child = dataclasses.replace(child, kv_bulk_port=port)
-            num_prefill += 1
+                raise ConfigError(f"{flag_of(setting)} {first} leaves no port for {name}; choose a lower one")
+            changed: dict[str, Any] = {setting: port}
+            child = dataclasses.replace(child, **changed)
+            taken[child.role] += 1
         told.append((name, child))
     return told
 

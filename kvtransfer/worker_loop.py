@@ -78,6 +78,7 @@ class WorkerLoop:
         drain_timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
         feed: Callable[[float], None] | None = None,
+        tell: Callable[[WorkerStats], None] | None = None,
     ) -> None:
         self.worker = worker
         self.link = link
@@ -85,6 +86,7 @@ class WorkerLoop:
         self.drain_timeout_s = drain_timeout_s
         self._clock = clock
         self._feed = feed or (lambda now: None)  # the watchdog's
+        self._tell = tell or (lambda stats: None)  # of whoever else shows the worker's condition
         self._drain_until: float | None = None
         self._next_beat = 0.0
         self._is_busy = False  # the last step had work
@@ -155,4 +157,6 @@ class WorkerLoop:
             self._drain_until = self._begin_drain(now)
         if now >= self._next_beat:
             self._next_beat = now + self.link.heartbeat_s
-            self.link.post(Heartbeat(instance=self.worker.instance, stats=self.worker.stats()))
+            stats = self.worker.stats()
+            self._tell(stats)
+            self.link.post(Heartbeat(instance=self.worker.instance, stats=stats))

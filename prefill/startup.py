@@ -13,6 +13,7 @@ from ..cluster.fault_points import reach_of
 from ..cluster.keyring import load_keyring, split_key, with_key
 from ..cluster.life import Serve, Shutdown, run_phases
 from ..cluster.messages import Layout
+from ..cluster.metrics_server import serve_metrics
 from ..cluster.sockets import Socket
 from ..cluster.transports import transports_of
 from ..cluster.watchdog import Watchdog
@@ -34,6 +35,7 @@ def start(config: PrefillConfig, instance: str) -> Serve:
     keep_blocks()
     keyring = load_keyring(config.keys, config.role)
     transports = transports_of(config.transports)
+    tell = serve_metrics(config, instance)
     loader = EngineLoader(EngineConfig.of(config), has_drafter=False)
     run_phases(loader.phases())
     engine = loader.engine()
@@ -79,7 +81,7 @@ def start(config: PrefillConfig, instance: str) -> Serve:
     worker = _worker(config, engine, link, instance)
     worker.reach = reach
     feed = link.feeder(Watchdog(config.watchdog_s))
-    loop = WorkerLoop(worker, link, shutdown, drain_timeout_s=config.drain_timeout_s, feed=feed)
+    loop = WorkerLoop(worker, link, shutdown, drain_timeout_s=config.drain_timeout_s, feed=feed, tell=tell)
     engine.runner.on_layer = loop.beat
     return loop.run
 

@@ -5,7 +5,16 @@ import os
 from pathlib import Path
 
 import pytest
-from baton.cluster.config import COMMAND_LINE, FILE, DecodeConfig, PrefillConfig, RouterConfig, UpConfig, load_config
+from baton.cluster.config import (
+    COMMAND_LINE,
+    FILE,
+    DecodeConfig,
+    PrefillConfig,
+    RouterConfig,
+    UpConfig,
+    ignored_settings,
+    load_config,
+)
 from baton.cluster.errors import ConfigError
 from baton.deploy import children
 from baton.deploy.children import child_configs, child_environment, child_specs
@@ -137,3 +146,17 @@ def test_a_bulk_port_that_nobody_opens_is_warned_of(tmp_path, caplog):
     bulk_ports_of(tmp_path, f"--keys={tmp_path}", "--kv-bulk-port=7300")
     bulk_ports_of(tmp_path, "--transport=tcp", "--kv-bulk-port=7300")
     assert caplog.text.count("--kv-bulk-port is ignored") == 2
+
+
+def test_workers_of_a_role_never_share_a_metrics_port(tmp_path):
+    file = tmp_path / "c.toml"
+    file.write_text("[prefill]\nmetrics_port = 9100\n[decode]\nmetrics_port = 9200\n")
+    config = load_config(UpConfig, ["--model=x", "--prefill=2", "--decode=2", f"--config={file}"], {})
+    ports = {name: getattr(child, "metrics_port", None) for name, child in child_configs(config, {}, tmp_path)}
+    assert ports == {"router": None, "prefill-0": 9100, "prefill-1": 9101, "decode-0": 9200, "decode-1": 9201}
+
+
+def test_an_address_of_metrics_without_a_port_is_warned_of():
+    assert ignored_settings(DecodeConfig(model="x", metrics_host="127.0.0.2")) == [
+        "--metrics-host is ignored: --metrics-port 0 opens no port"
+    ]

@@ -1,0 +1,108 @@
+"""A worker's own /metrics: one thread that shows the condition which the scheduler loop told last.
+
+What it answers, it answers from a finished record, so that a scrape never waits for a forward and no forward for a scrape.
+One connection at a time, each for `SCRAPE_TIMEOUT_S` at most: who is slow keeps other scrapers waiting, and no worker.
+"""
+
+import logging
+import socketserver
+import threading
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler
+from typing import ClassVar
+
+from .config import WorkerConfig
+from .errors import StartupError
+from .log import fields
+from .messages import WorkerStats
+from .metrics import CONTENT_TYPE, WorkerRecord, render_worker
+from .sockets import check_bind_address
+
+logger = logging.getLogger(__name__)
+
+SCRAPE_TIMEOUT_S = 2.0
+
+
+def serve_metrics(config: WorkerConfig, instance: str) -> Callable[[WorkerStats], None]:
+    """Opens --metrics-port, if there is one, for the life of the process; what takes the worker's newest condition."""
+    if not config.metrics_port:
+        return lambda stats: None
+    server = MetricsServer(
+        config.metrics_host,
+        config.metrics_port,
+        role=config.role,
+        instance=instance,
+        trusted_network=config.trusted_network,
+    )
+    server.start()
+    return server.tell
+
+
+class MetricsServer:
+    """Serves from `start` to `close`. Raises ConfigError for an address open to others, StartupError for one in use."""
+
+    def __init__(self, host: str, port: int, *, role: str, instance: str, trusted_network: bool) -> None:
+        check_bind_address(f"tcp://{host}:{port}", trusted_network)
+        self._role, self._instance = role, instance
+        self._stats = WorkerStats(state="starting")
+        try:
+            self._server = _Server((host, port), _handler_of(self))
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise StartupError(f"cannot listen on {host} port {port}: {reason}; choose another --metrics-port") from None
+        self._thread = threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True)
+
+    def __repr__(self) -> str:
+        return f"MetricsServer(port {self.port})"
+
+    @property
+    def port(self) -> int:
+        return int(self._server.server_address[1])
+
+    def start(self) -> None:
+        """Begins to answer."""
+        self._thread.start()
+        logger.info("metrics served", extra=fields(port=self.port))
+
+    def tell(self, stats: WorkerStats) -> None:
+        """Takes the newest condition; called by the scheduler loop."""
+        self._stats = stats
+
+    def body(self) -> bytes:
+        """What a scrape gets."""
+        return render_worker(WorkerRecord(role=self._role, instance=self._instance, stats=self._stats))
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+class _Server(socketserver.TCPServer):
+    allow_reuse_address = True
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """A client that broke off or was too slow."""
+        logger.debug("scrape failed", exc_info=True)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """GET /metrics; nothing else is here."""
+
+    timeout = SCRAPE_TIMEOUT_S  # of every read
+    owner: ClassVar[MetricsServer]
+
+    def do_GET(self) -> None:
+        is_known = self.path == "/metrics"
+        body = self.owner.body() if is_known else b"No such address; /metrics is all there is.\n"
+        self.send_response_only(200 if is_known else 404)
+        self.send_header("content-type", CONTENT_TYPE)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Scrapes are no news."""
+
+
+def _handler_of(server: MetricsServer) -> type[_Handler]:
+    return type("_OwnedHandler", (_Handler,), {"owner": server})

@@ -1,0 +1,76 @@
+"""A worker's own /metrics over real HTTP."""
+
+import http.client
+import socket
+import urllib.request
+
+import pytest
+from baton.cluster.config import DecodeConfig
+from baton.cluster.errors import ConfigError, StartupError
+from baton.cluster.life import Shutdown
+from baton.cluster.messages import Heartbeat, WorkerStats
+from baton.cluster.metrics_server import MetricsServer, serve_metrics
+from baton.kvtransfer.worker_loop import WorkerLoop
+from baton.tests.unit.test_metrics import INSTANCE, samples, value
+from baton.tests.unit.test_worker_loop import FakeLink, FakeWorker
+
+WHO = {"role": "decode", "worker": INSTANCE}
+
+
+@pytest.fixture(scope="module")
+def server():
+    server = MetricsServer("127.0.0.1", 0, role="decode", instance=INSTANCE, trusted_network=False)
+    server.start()
+    yield server
+    server.close()
+
+
+def get(server, path="/metrics", method="GET"):
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
+    connection.request(method, path)
+    reply = connection.getresponse()
+    body = reply.read()
+    connection.close()
+    return reply.status, body
+
+
+def test_a_scrape_shows_what_the_loop_told_last(server):
+    server.tell(WorkerStats(state="draining", pages_free=7, counters={"tokens": 3.0}))
+    status, body = get(server)
+    assert status == 200
+    found = samples(body)
+    assert value(found, "baton_worker_up", state="draining", **WHO) == 1
+    assert value(found, "baton_worker_pages", kind="free", **WHO) == 7
+    assert value(found, "baton_worker_events_total", event="tokens", **WHO) == 3
+    assert any(name == "process_resident_memory_bytes" for name, _ in found)
+
+
+def test_nothing_else_is_served(server):
+    assert get(server, "/")[0] == 404
+    assert get(server, "/metrics", "POST")[0] == 501
+
+
+def test_a_client_that_says_nothing_keeps_the_next_one_waiting_for_a_bounded_time_only(server):
+    with socket.create_connection(("127.0.0.1", server.port)):
+        assert get(server)[0] == 200
+
+
+def test_a_port_in_use_and_an_open_address_are_refused_with_the_remedy(server):
+    with pytest.raises(StartupError, match="choose another --metrics-port"):
+        MetricsServer("127.0.0.1", server.port, role="decode", instance=INSTANCE, trusted_network=False)
+    with pytest.raises(ConfigError, match="trusted_network"):
+        MetricsServer("0.0.0.0", 0, role="decode", instance=INSTANCE, trusted_network=False)
+
+
+def test_a_port_that_is_asked_for_is_opened_and_told_what_every_heartbeat_says():
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        port = found.getsockname()[1]
+    tell = serve_metrics(DecodeConfig(model="m", metrics_port=port), INSTANCE)
+    clock, link = [100.0], FakeLink()
+    worker = FakeWorker(clock)
+    worker.stats = lambda: WorkerStats(pages_total=41)
+    WorkerLoop(worker, link, Shutdown(), drain_timeout_s=1.0, clock=lambda: clock[0], tell=tell).beat()
+    assert [type(message) for message in link.posted] == [Heartbeat]
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as reply:
+        assert value(samples(reply.read()), "baton_worker_pages", kind="total", **WHO) == 41
+    tell.__self__.close()
