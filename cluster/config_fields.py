@@ -23,7 +23,7 @@ from dataclasses import MISSING, Field
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, get_type_hints
 
-from .endpoints import endpoint_fault
+from .endpoints import endpoint_fault, endpoints_fault
 from .errors import ConfigError
 
 if sys.version_info >= (3, 11):
@@ -50,6 +50,7 @@ class Setting:
     minimum: float | None = None
     maximum: float | None = None
     is_endpoint: bool = False  # tcp://host:port or ipc:///path
+    is_list: bool = False  # of endpoints, separated by commas
     fault_of: Callable[[str], str] | None = None  # what is wrong with a text, as the end of a sentence; "": nothing
 
 
@@ -145,6 +146,8 @@ def check_range(value: Value, description: Setting, source: str) -> None:
             raise ConfigError(f"{source}: {value!r} is above the largest allowed, {high:g}{unit}")
     if description.is_endpoint and (fault := endpoint_fault(str(value))):
         raise ConfigError(f"{source}: {value!r} {fault}")
+    if description.is_list and (fault := endpoints_fault(str(value))):
+        raise ConfigError(f"{source}: {value!r} {fault}")
     if description.fault_of is not None and (fault := description.fault_of(str(value))):
         raise ConfigError(f"{source}: {value!r} {fault}")
 
@@ -209,8 +212,8 @@ def _add_flag(group: argparse._ArgumentGroup, name: str, field: Field[Any], kind
 
 
 def _metavar(description: Setting, kind: type) -> str:
-    if description.is_endpoint:
-        return "ENDPOINT"
+    if description.is_endpoint or description.is_list:
+        return "ENDPOINT" if description.is_endpoint else "ENDPOINT[,..]"
     return {str: "TEXT", int: "N", float: "X"}[kind]
 
 

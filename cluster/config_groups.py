@@ -175,4 +175,4 @@ class ScrapeSettings(RoleConfig):
 class WorkerLink(RoleConfig):
     """Router."""
 
-    router: str = setting(DEFAULT_CONTROL, Setting(help="control endpoint of the router", is_endpoint=True))
+    router: str = setting(DEFAULT_CONTROL, Setting(help="control endpoint of each router, comma-separated", is_list=True))

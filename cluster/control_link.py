@@ -333,3 +333,18 @@ class ControlLink(LinkQueues):
 
     def _next_message(self) -> Sequence[bytes | zmq.Frame] | None:
         return recv_parts(self.socket, 1, CONTROL_MAX_FRAME)
+
+
+def dial_all(
+    context: zmq.Context[Socket], endpoints: Sequence[str], hello: Hello, now: float, *, keyring: Keyring | None = None
+) -> list[ControlLink]:
+    """A link to each router. Raises ConfigError for an endpoint that cannot be, with none of them open."""
+    links: list[ControlLink] = []
+    try:
+        for endpoint in endpoints:
+            links.append(ControlLink(context, endpoint, hello, now, keyring=keyring))
+    except Exception:
+        for link in links:
+            link.close()
+        raise
+    return links

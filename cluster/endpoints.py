@@ -13,6 +13,22 @@ def endpoint_fault(endpoint: str) -> str:
     return port_fault(endpoint)
 
 
+def endpoints_of(text: str) -> tuple[str, ...]:
+    """The endpoints of a list that is separated by commas."""
+    return tuple(endpoint.strip() for endpoint in text.split(","))
+
+
+def endpoints_fault(text: str) -> str:
+    """As `endpoint_fault`, of a list that is separated by commas and names no endpoint twice."""
+    endpoints = endpoints_of(text)
+    for endpoint in endpoints:
+        if fault := endpoint_fault(endpoint):
+            return fault if len(endpoints) == 1 else f"names {endpoint!r}, which {fault}"
+        if endpoints.count(endpoint) > 1:
+            return f"names {endpoint} twice: name each router once"
+    return ""
+
+
 def port_fault(endpoint: str) -> str:
     """What is wrong with the port of a tcp endpoint ("*" is any free one); libzmq takes any number and wraps it round."""
     scheme, _, address = endpoint.partition("://")

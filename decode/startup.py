@@ -8,7 +8,8 @@ import zmq
 
 from ..cluster.ciphers import ciphers_of
 from ..cluster.config import DecodeConfig
-from ..cluster.control_link import ControlLink
+from ..cluster.control_link import ControlLink, dial_all
+from ..cluster.endpoints import endpoints_of
 from ..cluster.fault_points import reach_of
 from ..cluster.keyring import load_keyring
 from ..cluster.life import Serve, Shutdown, run_phases
@@ -48,7 +49,7 @@ def start(config: DecodeConfig, instance: str) -> Serve:
 
     ciphers = ciphers_of(config.kv_cipher, has_keys=bool(config.keys), trusted_network=config.trusted_network)
 
-    def open_planes(context: zmq.Context[Socket]) -> tuple[ControlLink, ZmqBlocksReceiver]:
+    def open_planes(context: zmq.Context[Socket]) -> tuple[list[ControlLink], ZmqBlocksReceiver]:
         transport = ZmqBlocksReceiver(
             instance,
             layout,
@@ -75,7 +76,7 @@ def start(config: DecodeConfig, instance: str) -> Serve:
             transports=transports,
         )
         try:
-            return ControlLink(context, config.router, hello, time.monotonic(), keyring=keyring), transport
+            return dial_all(context, endpoints_of(config.router), hello, time.monotonic(), keyring=keyring), transport
         except Exception:
             transport.close()
             raise

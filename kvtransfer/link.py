@@ -1,7 +1,8 @@
 """The I/O thread of a worker: control plane, KV plane and a wake-up in one loop.
 
 The scheduler thread computes; this thread alone touches sockets, so a hand-off goes on while a forward runs (torch
-releases the GIL). The two speak through queues of frozen values. What the scheduler sends is performed in order; what
+releases the GIL). The two speak through queues of frozen values. A worker may serve several routers, each over a control
+link of its own; `owners` says which room is whose. What the scheduler sends is performed in order; what
 comes back is a decoded control message, a transport event, or one of the events below. A page that was given to the
 transport belongs to it until the room's terminal event comes back, also after `Drop`.
 """
@@ -10,7 +11,7 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -20,6 +21,7 @@ from ..cluster.control_link import ControlLink, LinkQueues
 from ..cluster.errors import BatonError, LocalProtocolError, StartupError
 from ..cluster.messages import ControlDown, ControlUp
 from ..cluster.watchdog import Watchdog
+from .owners import FromRouter, RoomOwners, RouterLost, ToRouter
 from .transport import Dropped, KVTransport, Lost, Offer, PullRequest, TransportEvent
 
 IDLE_WAIT_S = 0.2
@@ -69,13 +71,6 @@ class Ended:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RouterLost:
-    """Event: the router of these rooms is gone or another one; nobody reads their tokens."""
-
-    reason: str
-
-
-@dataclass(frozen=True, kw_only=True)
 class LinkFailed:
     """Event: the thread died of `error`; the worker cannot go on."""
 
@@ -84,21 +79,24 @@ class LinkFailed:
 
 Command = Offer | PullRequest | Advance | Drop
 LinkEvent = ControlDown | TransportEvent | Ended | RouterLost | LinkFailed
-OpenPlanes = Callable[["zmq.Context[zmq.Socket[bytes]]"], tuple[ControlLink, PollableTransport]]
+Sourced = FromRouter | TransportEvent | Ended | RouterLost | LinkFailed  # an event before its room's owner was noted
+OpenPlanes = Callable[["zmq.Context[zmq.Socket[bytes]]"], tuple[Sequence[ControlLink], PollableTransport]]
 
 
 class LinkWork:
     """What the thread does in a turn, without the thread: commands in order, then what came in and what is due.
 
-    `deliver` hands an event to the scheduler.
+    `deliver` hands an event to the scheduler; a router's number is its place in `controls`.
     """
 
-    def __init__(self, control: LinkQueues, transport: KVTransport, deliver: Callable[[LinkEvent], None]) -> None:
-        self.control = control
+    def __init__(
+        self, controls: Sequence[LinkQueues], transport: KVTransport, deliver: Callable[[Sourced], None]
+    ) -> None:
+        self.controls = controls
         self.transport = transport
         self._deliver = deliver
 
-    def perform(self, command: Command | ControlUp) -> None:
+    def perform(self, command: Command | ToRouter) -> None:
         """Do what the scheduler asked for."""
         match command:
             case Offer():
@@ -110,16 +108,17 @@ class LinkWork:
             case Drop(room=room, epoch=epoch, reason=reason):
                 self.transport.release(room, epoch, reason)
                 self._deliver(Ended(room=room, epoch=epoch))
-            case _:
-                self.control.send(command)
+            case ToRouter(router=router, message=message):
+                self.controls[router].send(message)
 
     def turn(self, now: float, *, is_behind: bool = False) -> None:
-        """Take in what is there, without waiting. While the scheduler `is_behind`, the router's messages wait."""
-        for message in [] if is_behind else self.control.receive():
-            self._deliver(message)
-        lost = self.control.tick(now)
-        if lost:
-            self._deliver(RouterLost(reason=lost))
+        """Take in what is there, without waiting. While the scheduler `is_behind`, the routers' messages wait."""
+        for router, control in enumerate(self.controls):
+            for message in [] if is_behind else control.receive():
+                self._deliver(FromRouter(router=router, message=message))
+            lost = control.tick(now)
+            if lost:
+                self._deliver(RouterLost(router=router, reason=lost))
         for event in self.transport.poll(0.0):
             self._deliver(event)
 
@@ -140,12 +139,13 @@ class WorkerLink:
 
     def __init__(self, open_planes: OpenPlanes) -> None:
         self._open_planes = open_planes
-        self._commands: queue.SimpleQueue[Command | ControlUp] = queue.SimpleQueue()
-        self._inbox: queue.SimpleQueue[LinkEvent] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[Command | ToRouter] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Sourced] = queue.SimpleQueue()
+        self._owners = RoomOwners(0)
         self._wake_r, self._wake_w = socket.socketpair()
         self._wake_r.setblocking(False)
         self._wake_w.setblocking(False)
-        self._started: queue.SimpleQueue[BatonError | None] = queue.SimpleQueue()
+        self._started: queue.SimpleQueue[BatonError | int] = queue.SimpleQueue()  # what failed, or how many routers
         self._stopping = threading.Event()
         self._polled: list[zmq.Socket[bytes]] = []
         self._poller = zmq.Poller()
@@ -161,9 +161,10 @@ class WorkerLink:
     def start(self) -> None:
         """Open the sockets; raises what kept them from opening (StartupError for an address in use)."""
         self._thread.start()
-        error = self._started.get()
-        if error is not None:
-            raise error
+        started = self._started.get()
+        if isinstance(started, BatonError):
+            raise started
+        self._owners = RoomOwners(started)
 
     def feeder(self, watchdog: Watchdog) -> Callable[[float], None]:
         """Feeds it on behalf of the scheduler, as long as this thread moves too."""
@@ -175,19 +176,24 @@ class WorkerLink:
         return feed
 
     def post(self, command: Command | ControlUp) -> None:
-        """Hand a command or a message for the router to the thread; never blocks."""
-        self._commands.put(command)
+        """Hand a command or a message for routers to the thread; never blocks."""
+        for item in outgoing(self._owners, command):
+            self._commands.put(item)
         self._wake()
 
     def receive(self, timeout: float) -> list[LinkEvent]:
         """All events so far; waits up to `timeout` seconds for the first."""
         events: list[LinkEvent] = []
         try:
-            events.append(self._inbox.get(timeout=timeout) if timeout > 0 else self._inbox.get_nowait())
+            events += incoming(self._owners, self._inbox.get(timeout=timeout) if timeout > 0 else self._inbox.get_nowait())
             while True:
-                events.append(self._inbox.get_nowait())
+                events += incoming(self._owners, self._inbox.get_nowait())
         except queue.Empty:
             return events
+
+    def retain(self, rooms: Collection[str]) -> None:
+        """These are all rooms of the worker, and all events that were received have been handled."""
+        self._owners.retain(rooms)
 
     def close(self) -> None:
         """Perform what was posted, tell the peers, close the sockets, end the thread. Idempotent."""
@@ -207,7 +213,7 @@ class WorkerLink:
     def _run(self) -> None:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
-            control, transport = self._open_planes(context)
+            controls, transport = self._open_planes(context)
         except BatonError as error:
             self._started.put(error)
             context.term()
@@ -216,32 +222,33 @@ class WorkerLink:
             self._started.put(StartupError(f"the worker's sockets could not be opened: {error}"))
             context.term()
             return
-        self._started.put(None)
-        work = LinkWork(control, transport, self._inbox.put)
+        self._started.put(len(controls))
+        work = LinkWork(controls, transport, self._inbox.put)
         try:
             while not self._stopping.is_set():
-                self._turn(work, control, transport)
+                self._turn(work, controls, transport)
             self._perform_all(work)
         except Exception as error:
             self._inbox.put(LinkFailed(error=error))
         finally:
             transport.close()
-            control.close()
+            for control in controls:
+                control.close()
             context.term()
 
-    def _turn(self, work: LinkWork, control: ControlLink, transport: PollableTransport) -> None:
+    def _turn(self, work: LinkWork, controls: Sequence[ControlLink], transport: PollableTransport) -> None:
         """Wait for the earliest of: a message, a block, a command, a deadline. Then do what is due."""
         self._turned_at = now = time.monotonic()
-        deadlines = (now + IDLE_WAIT_S, control.next_deadline, transport.next_deadline(now))
+        deadlines = [now + IDLE_WAIT_S, transport.next_deadline(now), *(control.next_deadline for control in controls)]
         wait = max(0.0, min(at for at in deadlines if at is not None) - now)
-        is_behind = self._inbox.qsize() >= INBOX_LIMIT  # then the router's messages wait in its own bounded queue
-        self._poller_for([*transport.pollables(), *([] if is_behind else [control.socket])]).poll(
-            int(wait * 1000) + (wait > 0)
-        )
+        is_behind = self._inbox.qsize() >= INBOX_LIMIT  # then the routers' messages wait in their own bounded queues
+        heard = [] if is_behind else [control.socket for control in controls]
+        self._poller_for([*transport.pollables(), *heard]).poll(int(wait * 1000) + (wait > 0))
         self._drain_wake()
         self._perform_all(work)
         work.turn(time.monotonic(), is_behind=is_behind)
-        self.connected, self.heartbeat_s = control.connected, control.heartbeat_s
+        self.connected = any(control.connected for control in controls)
+        self.heartbeat_s = min(control.heartbeat_s for control in controls)
         self.transport_counters = transport.counters
 
     def _poller_for(self, sockets: list["zmq.Socket[bytes]"]) -> zmq.Poller:
@@ -266,3 +273,16 @@ class WorkerLink:
                 work.perform(self._commands.get_nowait())
         except queue.Empty:
             return
+
+
+def incoming(owners: RoomOwners, event: Sourced) -> list[LinkEvent]:
+    """What a scheduler sees of an event: itself, or nothing."""
+    if not isinstance(event, (FromRouter, RouterLost)):
+        return [event]
+    seen = owners.take(event)
+    return [] if seen is None else [seen]
+
+
+def outgoing(owners: RoomOwners, item: Command | ControlUp) -> Sequence[Command | ToRouter]:
+    """What the link thread is to do for an item that a scheduler posted."""
+    return [item] if isinstance(item, (Offer, PullRequest, Advance, Drop)) else owners.address(item)

@@ -43,6 +43,10 @@ class RoomTable(Generic[R]):
     def __len__(self) -> int:
         return len(self._rooms)
 
+    def names(self) -> set[str]:
+        """The ids of all rooms that are here."""
+        return {name for name, _ in self._rooms}
+
     def count(self, state: object) -> int:
         return sum(room.state is state for room in self._rooms.values())
 

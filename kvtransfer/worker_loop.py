@@ -6,18 +6,26 @@ A forward that hangs is thus seen by the router as a worker that hangs, and one 
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Protocol
 
 from ..cluster.life import EXIT_CRASHED, EXIT_OK, Shutdown
 from ..cluster.log import fields
 from ..cluster.messages import ControlUp, Goodbye, Heartbeat, Welcome, WorkerStats
-from .link import Command, LinkEvent, LinkFailed, RouterLost
+from .link import Command, LinkEvent, LinkFailed
+from .owners import RouterLost
 
 logger = logging.getLogger(__name__)
 
 IDLE_WAIT_S = 0.05  # how long an idle loop may sleep before it looks at the shutdown events
 FAREWELL_S = 0.3  # from Goodbye to the end at least: what the router sent before it heard is refused, not lost
+
+
+class Rooms(Protocol):
+    """The rooms of a worker."""
+
+    def names(self) -> set[str]:
+        """Their ids."""
 
 
 class Worker(Protocol):
@@ -28,8 +36,8 @@ class Worker(Protocol):
     def handle(self, event: LinkEvent, now: float) -> None:
         """Take one message or transport event in."""
 
-    def drop_all(self, reason: str) -> None:
-        """The router is gone: cancel every room."""
+    def drop_rooms(self, rooms: Collection[str], reason: str) -> None:
+        """Their router is gone: cancel these rooms."""
 
     def expire(self, now: float) -> None:
         """End what is past its deadline."""
@@ -44,8 +52,12 @@ class Worker(Protocol):
         """This worker leaves now: the router shall go on elsewhere with every room that is left."""
 
     @property
+    def queues(self) -> Rooms:
+        """The rooms that hold anything here."""
+
+    @property
     def num_rooms(self) -> int:
-        """Rooms that hold anything here."""
+        """How many these are."""
 
     def stats(self) -> WorkerStats:
         """The worker's condition."""
@@ -54,13 +66,16 @@ class Worker(Protocol):
 class SchedulerLink(Protocol):
     """The scheduler's end of a `WorkerLink`."""
 
-    heartbeat_s: float  # as the router wants it
+    heartbeat_s: float  # as the routers want it
 
     def post(self, command: Command | ControlUp) -> None:
         """Hand a command or a message for the router over; never blocks."""
 
     def receive(self, timeout: float) -> list[LinkEvent]:
         """All events so far; waits up to `timeout` seconds for the first."""
+
+    def retain(self, rooms: Collection[str]) -> None:
+        """These are all rooms of the worker, and all events that were received have been handled."""
 
     def close(self) -> None:
         """Perform what was posted and end the connections. Idempotent."""
@@ -115,9 +130,9 @@ class WorkerLoop:
             case LinkFailed(error=error):
                 logger.error("the link thread failed", exc_info=error)
                 return EXIT_CRASHED
-            case RouterLost(reason=reason):
-                logger.warning("every room is dropped", extra=fields(reason=reason, rooms=self.worker.num_rooms))
-                self.worker.drop_all(reason)
+            case RouterLost(reason=reason, rooms=rooms):
+                logger.warning("rooms of a lost router are dropped", extra=fields(reason=reason, rooms=len(rooms)))
+                self.worker.drop_rooms(rooms, reason)
             case Welcome():
                 self._next_beat = 0.0  # the router lets nobody serve before its first heartbeat
             case _:
@@ -157,6 +172,7 @@ class WorkerLoop:
             self._drain_until = self._begin_drain(now)
         if now >= self._next_beat:
             self._next_beat = now + self.link.heartbeat_s
+            self.link.retain(self.worker.queues.names())
             stats = self.worker.stats()
             self._tell(stats)
             self.link.post(Heartbeat(instance=self.worker.instance, stats=stats))

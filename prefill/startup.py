@@ -7,8 +7,8 @@ import zmq
 
 from ..cluster.ciphers import ciphers_of
 from ..cluster.config import PrefillConfig
-from ..cluster.control_link import ControlLink
-from ..cluster.endpoints import reached_at
+from ..cluster.control_link import ControlLink, dial_all
+from ..cluster.endpoints import endpoints_of, reached_at
 from ..cluster.fault_points import reach_of
 from ..cluster.keyring import load_keyring, split_key, with_key
 from ..cluster.life import Serve, Shutdown, run_phases
@@ -42,7 +42,7 @@ def start(config: PrefillConfig, instance: str) -> Serve:
     layout = _layout_of(engine)
     ciphers = ciphers_of(config.kv_cipher, has_keys=bool(config.keys), trusted_network=config.trusted_network)
 
-    def open_planes(context: zmq.Context[Socket]) -> tuple[ControlLink, ZmqBlocksSender]:
+    def open_planes(context: zmq.Context[Socket]) -> tuple[list[ControlLink], ZmqBlocksSender]:
         transport = ZmqBlocksSender(
             config.kv_bind,
             instance,
@@ -71,7 +71,7 @@ def start(config: PrefillConfig, instance: str) -> Serve:
             transports=transports,
         )
         try:
-            return ControlLink(context, config.router, hello, time.monotonic(), keyring=keyring), transport
+            return dial_all(context, endpoints_of(config.router), hello, time.monotonic(), keyring=keyring), transport
         except Exception:
             transport.close()
             raise

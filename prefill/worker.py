@@ -11,7 +11,7 @@
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import msgspec
 import torch
@@ -119,9 +119,10 @@ class PrefillWorker:
             case _:
                 pass
 
-    def drop_all(self, reason: str) -> None:
+    def drop_rooms(self, rooms: Collection[str], reason: str) -> None:
         for room in self.queues:
-            self._give_up(room, reason)
+            if room.request.room in rooms:
+                self._give_up(room, reason)
 
     def expire(self, now: float) -> None:
         for room in self.queues:

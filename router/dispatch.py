@@ -184,6 +184,7 @@ class Dispatcher:
             for item in message.items:
                 self._on_room_event(worker, item.room, item, now)
         else:
+            worker.hear(message)
             self._on_room_event(worker, message.room, message, now)
 
     def _on_hello(self, identity: bytes, message: Hello, now: float) -> None:

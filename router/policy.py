@@ -106,6 +106,6 @@ def _can_prefill(worker: Worker, need: Need) -> bool:
 
 def _can_decode(worker: Worker, need: Need) -> bool:
     hello = worker.hello
-    has_slot = hello.max_running == 0 or worker.num_rooms < hello.max_running
+    has_slot = hello.max_running == 0 or worker.num_rooms + worker.foreign_rooms < hello.max_running
     return has_slot and need.total <= hello.max_context and worker.pages_for(need.total) <= worker.free_pages
 

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from ..cluster.messages import PROTOCOL_MAJOR, Hello, Rejected, Welcome, WorkerStats
+from ..cluster.messages import PROTOCOL_MAJOR, ControlUp, Hello, Refused, Rejected, Welcome, WorkerStats
 from .retries import Breaker
 
 HEARTBEATS_PER_TIMEOUT = 6  # some may be late before a worker counts as lost
@@ -42,6 +42,7 @@ class Worker:
     breaker: Breaker = field(default_factory=Breaker)
     takes_prompts: bool = False  # a decode worker that may be given prompts without a prefill worker
     foreign_pages: int = 0  # used by what the ledger does not know, as of the last heartbeat
+    foreign_rooms: int = 0  # of another router, likewise
 
     def __repr__(self) -> str:
         pages = f"{self.free_pages}/{self.hello.pages_total}"
@@ -91,12 +92,20 @@ class Worker:
         self.ledger.clear()
         self.breaker.probe = None
         self.outbox.clear()
-        self.foreign_pages = 0
+        self.foreign_pages = self.foreign_rooms = 0
+
+    def hear(self, message: ControlUp) -> None:
+        """A word about a room. A worker that refuses is fuller than the ledger says, since it serves another router too: it
+        gets nothing more before its next heartbeat.
+        """
+        if isinstance(message, Refused):
+            self.foreign_pages = self.hello.pages_total
 
     def take_heartbeat(self, stats: WorkerStats, now: float) -> None:
         self.stats = stats
         self.last_seen = now
         self.foreign_pages = max(0, stats.pages_total - stats.pages_free - self.placed_pages)
+        self.foreign_rooms = max(0, stats.running + stats.queued + stats.transferring - self.num_rooms)
 
 
 class Registry:

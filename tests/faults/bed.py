@@ -42,7 +42,7 @@ class Scene:
         self.notes: list[str] = []
         self._exits = {node.name: len(node.exits) for node in cluster.nodes.values()}
         self._fds = self._num_fds()
-        self._rss = 0
+        self._rss: dict[str, int] = {}
         self._shm = set(os.listdir("/dev/shm"))
 
     # --- what rows do -------------------------------------------------------------------------------------------------
@@ -65,13 +65,23 @@ class Scene:
     def rebase(self, *names: str) -> None:
         """The nodes were started anew: their file descriptors are counted from here."""
         self._fds |= {name: count for name, count in self._num_fds().items() if name in names}
-        if "router" in names:
-            self._rss = self._router_rss()
+        self._rss |= {name: rss for name, rss in self._router_rss().items() if name in names}
 
     def detected(self, name: str, pid: int, within: float = 2.0) -> float:
         """Seconds until the router no longer counts the process among its serving workers (I7)."""
         _, took = wait_until(lambda: not self.cluster.is_known(name, pid), within, f"I7: {name} found dead")
         return took
+
+    def counted(self, role: str, *names: str) -> float:
+        """Sum of these counters over the live workers of a role, none of them older than this call."""
+        self.cluster.heard_anew()
+        return self._sum(role, names)
+
+    def until_counted(self, role: str, *names: str, least: float = 1) -> float:
+        """The sum, once it is at least so much."""
+        told = f"{role} counts {least:g} of {'+'.join(names)}"
+        wait_until(lambda: self._sum(role, names) >= least, 10, told)
+        return self._sum(role, names)
 
     # --- afterwards ---------------------------------------------------------------------------------------------------
 
@@ -83,6 +93,10 @@ class Scene:
 
     def close(self) -> None:
         self.traffic.close()
+
+    def _sum(self, role: str, names: tuple[str, ...]) -> float:
+        workers = [w for w in self.cluster.status().get("workers", []) if w["role"] == role]
+        return sum(w["counters"].get(name, 0) for w in workers for name in names)
 
     def _held(self) -> list[str]:
         """I4, within 5 s of now."""
@@ -99,11 +113,12 @@ class Scene:
         return found + ([f"I4: left in /dev/shm: {sorted(left)}"] if left else [])
 
     def _grown(self) -> list[str]:
-        grown = self._router_rss() - self._rss
-        return [f"I6: the router grew by {grown >> 20} MB"] if grown > ROUTER_GROWTH else []
+        grown = {name: rss - self._rss.get(name, rss) for name, rss in self._router_rss().items()}
+        return [f"I6: {name} grew by {size >> 20} MB" for name, size in grown.items() if size > ROUTER_GROWTH]
 
-    def _router_rss(self) -> int:
-        return psutil.Process(self.cluster.nodes["router"].pid).memory_info().rss
+    def _router_rss(self) -> dict[str, int]:
+        up = [node for node in self.cluster.routers if node.is_up]
+        return {node.name: psutil.Process(node.pid).memory_info().rss for node in up}
 
     def _exited(self) -> list[str]:
         found = []

@@ -1,8 +1,9 @@
 """A cluster of real processes whose nodes can be killed, stopped, armed with faults and started again one by one.
 
-    nodes      router, prefill-0.., decode-0..; each has flags, environment and a log of its own
-    endpoints  loopback tcp, the same after every restart: `cluster.port(name)` is the router's HTTP port or a prefill
-               worker's KV port, `cluster.control_port` where workers register
+    nodes      router, prefill-0.., decode-0.. and with routers=2 router-1, which every worker serves as well; each has
+               flags, environment and a log of its own
+    endpoints  loopback tcp, the same after every restart: `cluster.port(name)` is a router's HTTP port or a prefill
+               worker's KV port, `cluster.control_ports[name]` where workers register at a router
     flags      those of "prefill" or "decode" go to every worker of that role, of "*" to all workers
     prepare    by name, role or "*": functions that a node calls before its main in its first life, as `nursery` says
     proxies    with proxied=True a ZMTP proxy stands before the router for each worker and before each prefill worker's KV
@@ -27,6 +28,7 @@ from baton.tests.audit.watch import violations
 from baton.tests.faults.zmtp_proxy import Proxies, Proxy
 
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "PYTHONUNBUFFERED": "1"}
+PORTS = "FAULT_PORTS"  # environment: LOW-HIGH
 KEPT = ("PATH", "HOME", "PYTHONPATH", "TMPDIR", "LANG")
 
 
@@ -126,20 +128,22 @@ class FaultCluster:
 
     def __init__(
         self, forker: Forker, model: Path, directory: Path,
-        *, prefill=2, decode=2, flags=None, env=None, prepare=None, proxied=False,
+        *, routers=1, prefill=2, decode=2, flags=None, env=None, prepare=None, proxied=False,
     ) -> None:  # fmt: skip
         directory.mkdir(parents=True, exist_ok=True)
         self._forker, self._directory = forker, directory
         self._report = directory / "audit"
         self.model = model.name
-        self.control_port = unused_port()
-        self._ports = {name: unused_port() for name in ("router", *(f"prefill-{i}" for i in range(prefill)))}
+        assert routers == 1 or not proxied, "a proxy stands before one router"
+        front = ["router", *(f"router-{i}" for i in range(1, routers))]
+        names = [*front, *(f"prefill-{i}" for i in range(prefill)), *(f"decode-{i}" for i in range(decode))]
+        self.control_ports = {name: unused_port() for name in front}
+        self._ports = {name: unused_port() for name in names if not name.startswith("decode")}
         self._proxies = Proxies().__enter__() if proxied else None
         # a new client for every question costs more than the answer; connections are not kept, since routers end
         self._client = httpx.Client(timeout=5, trust_env=False, limits=httpx.Limits(max_keepalive_connections=0))
         self.control: dict[str, Proxy] = {}
         self.kv: dict[str, Proxy] = {}
-        names = ["router", *(f"prefill-{i}" for i in range(prefill)), *(f"decode-{i}" for i in range(decode))]
         self.nodes = {name: self._node(name, model, flags or {}, env or {}) for name in names}
         for node in self.nodes.values():
             node.prepare = [f for key in ("*", node.role, node.name) for f in (prepare or {}).get(key, ())]
@@ -147,6 +151,10 @@ class FaultCluster:
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port('router')}"
+
+    @property
+    def routers(self) -> list[Node]:
+        return [self.nodes[name] for name in self.control_ports]
 
     @property
     def workers(self) -> list[Node]:
@@ -158,7 +166,7 @@ class FaultCluster:
         return [f"S1: {found['event']} {found['arguments']} at {found['stack']}" for found in violations(self._report)]
 
     def port(self, name: str) -> int:
-        """The router's HTTP port, or the KV port of a prefill worker."""
+        """A router's HTTP port, or the KV port of a prefill worker."""
         return self._ports[name]
 
     # --- processes ----------------------------------------------------------------------------------------------------
@@ -233,12 +241,35 @@ class FaultCluster:
 
     # --- what it says -------------------------------------------------------------------------------------------------
 
-    def status(self) -> dict:
+    def status(self, router: str = "router") -> dict:
         """The document of /status; {} while the router does not answer."""
         try:
-            return self._client.get(f"{self.url}/status").json()
+            return self._client.get(f"http://127.0.0.1:{self.port(router)}/status").json()
         except httpx.HTTPError:
             return {}
+
+    def all_status(self) -> dict[str, dict]:
+        """/status of every router that is up."""
+        return {node.name: self.status(node.name) for node in self.routers if node.is_up}
+
+    def heard_anew(self, timeout: float = 10.0) -> None:
+        """Until what /status tells of every worker was made after this call: the second heartbeat that came behind it.
+
+        The first may have been under way already.
+        """
+        asked = time.monotonic()
+        came: dict[str, list[float]] = {}
+
+        def is_new() -> bool:
+            now = time.monotonic()
+            workers = self.status().get("workers", [])
+            for worker in workers:
+                at, times = now - worker["heartbeat_age_s"], came.setdefault(worker["instance"], [asked])
+                if at > times[-1] + 0.05:  # the same heartbeat seen twice has nearly the same time
+                    times.append(at)
+            return bool(workers) and all(len(came[worker["instance"]]) > 2 for worker in workers)
+
+        wait_until(is_new, timeout, "two heartbeats of every worker")
 
     def worker(self, name: str) -> dict:
         """A node's entry of /status; {} when the router does not know it."""
@@ -246,28 +277,35 @@ class FaultCluster:
         return next((w for w in self.status().get("workers", []) if w["pid"] == pid), {})
 
     def is_known(self, name: str, pid: int) -> bool:
-        """Whether the router counts the process `pid` among its serving workers."""
-        return any(w["pid"] == pid and w["state"] == "serving" for w in self.status().get("workers", []))
+        """Whether some router counts the process `pid` among its serving workers."""
+        workers = [worker for document in self.all_status().values() for worker in document.get("workers", [])]
+        return any(w["pid"] == pid and w["state"] == "serving" for w in workers)
 
     def is_whole(self) -> bool:
-        """Whether the router serves with exactly the workers that are up."""
-        workers = self.status().get("workers", [])
+        """Whether every router that is up serves with exactly the workers that are up, and some router is."""
         pids = {node.pid for node in self.workers if node.is_up}
-        return {w["pid"] for w in workers} == pids and all(w["state"] == "serving" for w in workers)
+        documents = [document.get("workers", []) for document in self.all_status().values()]
+        return bool(documents) and all(
+            {w["pid"] for w in workers} == pids and all(w["state"] == "serving" for w in workers) for workers in documents
+        )
 
     def wait_whole(self, timeout: float) -> None:
-        wait_until(self.is_whole, timeout, lambda: f"a whole cluster: {self.status()}\n{self.last_lines()}")
+        wait_until(self.is_whole, timeout, lambda: f"a whole cluster: {self.all_status()}\n{self.last_lines()}")
 
     def held(self) -> dict[str, int]:
         """What is in use anywhere, by name; empty when everything has been given back."""
-        document = self.status()
-        if not document:
-            return {"router is down": 1}
-        found = {"rooms of the router": document["router"]["open_rooms"], "queued": document["router"]["queued"]}
-        for w in document["workers"]:
-            found[f"{w['role']} {w['pid']} pages"] = w["pages_total"] - w["pages_free"]
-            found[f"{w['role']} {w['pid']} rooms"] = w["running"] + w["queued"] + w["transferring"]
-            found[f"{w['role']} {w['pid']} placed"] = w["placed"]
+        documents = self.all_status()
+        if not documents or not all(documents.values()):
+            return {"a router is down": 1}
+        found = {}
+        for name, document in documents.items():
+            found[f"rooms of {name}"] = document["router"]["open_rooms"]
+            found[f"queued at {name}"] = document["router"]["queued"]
+            for w in document["workers"]:
+                worker = f"{w['role']} {w['pid']}"
+                found[f"{worker} pages, says {name}"] = w["pages_total"] - w["pages_free"]
+                found[f"{worker} rooms, says {name}"] = w["running"] + w["queued"] + w["transferring"]
+                found[f"{worker} placed by {name}"] = w["placed"]
         return {name: count for name, count in found.items() if count}
 
     def last_lines(self, count: int = 12) -> str:
@@ -282,15 +320,16 @@ class FaultCluster:
     def _node(self, name: str, model: Path, flags: dict, env: dict) -> Node:
         role = name.partition("-")[0]
         own = {"model": str(model)}
-        control = f"tcp://127.0.0.1:{self.control_port}"
+        control = {router: f"tcp://127.0.0.1:{port}" for router, port in self.control_ports.items()}
         if role == "router":
-            own |= {"control-bind": control, "port": str(self._ports["router"])}
+            own |= {"control-bind": control[name], "port": str(self._ports[name])}
         else:
-            own |= {"router": control, "device": "cpu", "dtype": "float32", "threads": "1", "kv-memory-mb": "48"}
+            own |= {"router": ",".join(control.values()), "device": "cpu", "dtype": "float32", "threads": "1"}
+            own |= {"kv-memory-mb": "48"}
         if role == "prefill":
             own |= {"kv-bind": f"tcp://127.0.0.1:{self._ports[name]}", "chunk-size": "64"}
         if self._proxies is not None:
-            own |= self._proxy(name, role, control)
+            own |= self._proxy(name, role, control["router"])
         given = {**({} if role == "router" else flags.get("*", {})), **flags.get(role, {}), **flags.get(name, {})}
         return Node(name, role, own | given, self._directory / f"{name}.txt", env={**env, "AUDIT_REPORT": str(self._report)})
 
@@ -307,9 +346,12 @@ class FaultCluster:
 
 
 def unused_port() -> int:
-    """A loopback port for a node through all its lives: below the range from which connections get theirs."""
+    """A loopback port for a node through all its lives: below the range from which connections get theirs, and in the part
+    of it that is ours where several runs share a host.
+    """
+    low, _, high = os.environ.get(PORTS, "20000-32000").partition("-")
     while True:
-        port = random.SystemRandom().randrange(20000, 32000)
+        port = random.SystemRandom().randrange(int(low), int(high))
         with socket.socket() as probe:
             if probe.connect_ex(("127.0.0.1", port)):
                 try:

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from baton.tests.faults.bed import Bed, Scene
 
 MODULES = (
-    "rows_clients", "rows_damage", "rows_drain", "rows_leaks", "rows_network", "rows_process", "rows_stalls",
-    "rows_strangers",
+    "rows_clients", "rows_damage", "rows_drain", "rows_leaks", "rows_network", "rows_process", "rows_routers",
+    "rows_stalls", "rows_strangers",
 )  # fmt: skip
 
 
@@ -87,12 +87,12 @@ def attempt(bed: Bed, chosen: Row) -> Outcome:
     return Outcome(row=chosen, measured=measured, problems=problems, seconds=time.monotonic() - began)
 
 
-def as_markdown(outcomes: list[Outcome]) -> str:
-    """The table of a run."""
-    lines = ["| row | fault | criterion | result | measured | s |", "|---|---|---|---|---|---|"]
-    for o in outcomes:
-        result = "**fails**" if o.problems else "holds"
-        text = o.problems[0].splitlines()[0][:160] if o.problems else o.measured
-        row = o.row
-        lines.append(f"| {row.name} | {row.fault} | {row.criterion} | {result} | {text} | {o.seconds:.1f} |")
-    return "\n".join(lines) + "\n"
+HEAD = ("| row | fault | criterion | result | measured | s |", "|---|---|---|---|---|---|")
+
+
+def as_line(outcome: Outcome) -> str:
+    """A row of the table of a run, below HEAD."""
+    row = outcome.row
+    result = "**fails**" if outcome.problems else "holds"
+    text = outcome.problems[0].splitlines()[0][:160] if outcome.problems else outcome.measured
+    return f"| {row.name} | {row.fault} | {row.criterion} | {result} | {text} | {outcome.seconds:.1f} |"

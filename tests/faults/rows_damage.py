@@ -2,7 +2,7 @@
 
 from baton.tests.faults.bed import Scene
 from baton.tests.faults.rows import row
-from baton.tests.faults.rows_network import BLOCKS, COLD, counted, finished, placed_again, told, until_counted
+from baton.tests.faults.rows_network import BLOCKS, COLD, finished, placed_again, told
 from baton.tests.faults.traffic import Call, workload
 from baton.tests.faults.zmtp_rules import Act, Emit, Holder, verb
 from baton.tests.faults.zmtp_wire import Message
@@ -60,7 +60,7 @@ def f33c(scene: Scene) -> str:
     assert not placed_again(calls), f"the sessions ask again by themselves: {told(calls)}"
     assert [rule.num_done for rule in rules] == [1] * len(KV), "each went that way"
     for role in ("decode", "prefill"):
-        until_counted(scene, role, "malformed", least=2)
+        scene.until_counted(role, "malformed", least=2)
     for node, way, name, field in CONTROL:
         rule = getattr(scene.cluster.control[node], way).rule(verb(name), lowest_bit(field), times=1)
         calls += finished(scene, scene.traffic.start(*asks[:4]))
@@ -69,5 +69,5 @@ def f33c(scene: Scene) -> str:
     found = scene.cluster.status()["router"]["events"]
     assert found["damaged_message"] == 2
     assert found["worker_dropped_rooms"] == len(CONTROL)
-    assert counted(scene, "decode", "digest_mismatches") == 0, "none was taken for what it was not"
+    assert scene.counted("decode", "digest_mismatches") == 0, "none was taken for what it was not"
     return f"{told(calls)}; {len(KV)} messages of the KV plane and {len(CONTROL)} of the control plane dropped"

@@ -1,15 +1,13 @@
 """Rows in which a process is asked to leave, under load."""
 
 import signal
-import threading
 import time
 
 from baton.tests.faults.bed import Scene
 from baton.tests.faults.cluster import wait_until
-from baton.tests.faults.history import Promise
 from baton.tests.faults.rows import row
 from baton.tests.faults.rows_process import ALL_FINISH, UNCACHED, placed_again, reached
-from baton.tests.faults.traffic import Ask, Call, workload
+from baton.tests.faults.traffic import workload
 
 DRAINED = 0
 
@@ -62,25 +60,6 @@ def f43(scene: Scene) -> str:
     return f"out of rotation after {1000 * out:.0f} ms, {placed_again(calls)}"
 
 
-@row("F44", "SIGTERM to the router under load", "running streams finish, new requests are refused at once, exit 0")
-def f44(scene: Scene) -> str:
-    asks = scene.known(workload(144, 10, prompt=(30, 200), max_tokens=150))
-    calls = scene.traffic.start(*asks)
-    wait_until(lambda: all(call.ids for call in calls), 20, "all streams run")
-    scene.victims.add("router")
-    scene.cluster.signal("router", signal.SIGTERM)
-    time.sleep(0.1)
-    late = scene.traffic.wait(scene.traffic.start(*asks[:4]), 3)
-    for call in late:
-        call.may_be_cut = not call.status  # nobody listens: not accepted
-    assert all(call.status == 503 or call.end == "cut" for call in late), late
-    scene.traffic.wait(calls)
-    assert all(call.end == "finished" for call in calls), calls
-    assert scene.cluster.wait_down("router", 5) == DRAINED
-    scene.cluster.heal()
-    return f"{placed_again(calls)}, {len(late)} late ones refused"
-
-
 @row(
     "F45", "a second SIGTERM to the router, or the end of its grace",
     "every client gets an error frame, then the process leaves", flags={"router": {"drain-timeout-s": "2"}},
@@ -105,63 +84,3 @@ def f45(scene: Scene) -> str:
         scene.cluster.heal()
         scene.rebase("router")
     return f"error frames, gone {took[0]:.1f} s after the second signal; {took[1]:.1f} s after the first one alone"
-
-
-@row("F46", "every node is restarted in turn under load", "0 errors and 0 wrong tokens in >= 500 accepted requests")
-def f46(scene: Scene) -> str:
-    asks = scene.known(workload(146, 50, prompt=(30, 200), max_tokens=(8, 24)))
-    scene.promise = Promise(all_finish=True)
-    load = Load(scene, asks, width=8)
-    names = list(scene.cluster.nodes)
-    scene.victims.update(names)
-    for name in [*names[1:], names[0]]:
-        before = load.num_done
-        wait_until(lambda before=before: load.num_done >= before + 60, 60, "requests pass")
-        scene.cluster.signal(name, signal.SIGTERM)
-        assert scene.cluster.wait_down(name, 40) == DRAINED, name
-        scene.cluster.start_node(name)
-        scene.cluster.wait_whole(30)
-        scene.rebase(name)
-    wait_until(lambda: load.num_done >= 500, 60, "500 requests")
-    calls = load.stop()
-    assert all(call.end == "finished" for call in calls), [call for call in calls if call.end != "finished"]
-    return f"{len(calls)} of {len(calls)} accepted requests complete, {load.num_refused} refused while the router was away"
-
-
-class Load:
-    """A steady load in the background; a client asks again when it was refused before anything was accepted."""
-
-    def __init__(self, scene: Scene, asks: list[Ask], width: int) -> None:
-        self._scene, self._asks = scene, asks
-        self._stop = threading.Event()
-        self._lock = threading.Lock()
-        self.done: list[Call] = []
-        self.num_refused = 0
-        self._threads = [threading.Thread(target=self._run, args=(i,), daemon=True) for i in range(width)]
-        for thread in self._threads:
-            thread.start()
-
-    @property
-    def num_done(self) -> int:
-        return len(self.done)
-
-    def stop(self) -> list[Call]:
-        self._stop.set()
-        for thread in self._threads:
-            thread.join(60)
-        return self.done
-
-    def _run(self, at: int) -> None:
-        traffic = self._scene.traffic
-        while not self._stop.is_set():
-            (call,) = traffic.start(self._asks[at % len(self._asks)])
-            traffic.wait([call])
-            at += 7
-            with self._lock:
-                if call.status == 503 or (call.end == "cut" and not call.status):
-                    self.num_refused += 1
-                    traffic.history.remove(call)  # never accepted
-                else:
-                    self.done.append(call)
-            if call.end != "finished":
-                self._stop.wait(0.1)

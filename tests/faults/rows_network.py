@@ -27,19 +27,6 @@ def proxied(scene: Scene) -> list:
     return [way for proxy in proxies for way in (proxy.up, proxy.down)]
 
 
-def counted(scene: Scene, role: str, *names: str) -> float:
-    """Sum of these counters over the workers of a role, as their last heartbeats have it."""
-    workers = [w for w in scene.cluster.status().get("workers", []) if w["role"] == role]
-    return sum(w["counters"].get(name, 0) for w in workers for name in names)
-
-
-def until_counted(scene: Scene, role: str, *names: str, least: float = 1) -> float:
-    """The sum, once it is at least so much."""
-    told = f"{role} counts {least:g} of {'+'.join(names)}"
-    wait_until(lambda: counted(scene, role, *names) >= least, 10, told)
-    return counted(scene, role, *names)
-
-
 def finished(scene: Scene, calls: list[Call]) -> list[Call]:
     scene.promise = WHOLE
     return scene.traffic.wait(calls)
@@ -169,15 +156,13 @@ def f29(scene: Scene) -> str:
 )  # fmt: skip
 def f30(scene: Scene) -> str:
     asks = scene.known(workload(301, 12, prompt=(100, 700), max_tokens=24))
-    time.sleep(1.0)  # heartbeats come at least every second; before and after must be of newer ones
-    before = counted(scene, "prefill", "requests")
+    before = scene.counted("prefill", "requests")
     for way in proxied(scene):
         way.rule(anything, duplicate())
     calls = finished(scene, scene.traffic.start(*asks))
     assert not placed_again(calls), told(calls)
-    doubles = until_counted(scene, "decode", "duplicate_blocks", "unknown_room")
-    time.sleep(1.0)
-    done = counted(scene, "prefill", "requests") - before
+    doubles = scene.until_counted("decode", "duplicate_blocks", "unknown_room")
+    done = scene.counted("prefill", "requests") - before
     assert done == len(calls), f"prefill ran {done:g} prompts for {len(calls)} requests"
     return f"{told(calls)}; {doubles:g} doubles dropped by decode"
 
@@ -194,9 +179,9 @@ def f31(scene: Scene) -> str:
     wait_until(lambda: sum(rule.num_done for rule in rules), 10, "a block is held")
     scene.traffic.cancel(left)
     wait_until(lambda: not scene.cluster.held(), 5, "the cancelled room is gone")
-    before = counted(scene, "decode", "unknown_room", "stale_epoch")
+    before = scene.counted("decode", "unknown_room", "stale_epoch")
     late = sum(way.release() for way in ways)
-    before = until_counted(scene, "decode", "unknown_room", "stale_epoch", least=before + 1)
+    before = scene.until_counted("decode", "unknown_room", "stale_epoch", least=before + 1)
     [call] = scene.traffic.start(asks[1])
     wait_until(lambda: sum(rule.num_done for rule in rules) > late, 10, "a block is held")
     wait_until(lambda: sum(len(way.held) > 0 for way in ways) == len(ways), 20, "the second attempt is held as well")
@@ -205,7 +190,7 @@ def f31(scene: Scene) -> str:
     late += sum(way.release() for way in ways)
     finished(scene, [call])
     assert call.attempts > 1
-    dropped = until_counted(scene, "decode", "unknown_room", "stale_epoch", least=before + 1)
+    dropped = scene.until_counted("decode", "unknown_room", "stale_epoch", least=before + 1)
     return f"{late} late blocks, {dropped:g} dropped as of no open attempt"
 
 
@@ -221,9 +206,9 @@ def f32(scene: Scene) -> str:
     calls = finished(scene, scene.traffic.start(*asks))
     assert rule.num_done == 1, "a block went that way"
     assert not placed_again(calls), told(calls)
-    wrong = until_counted(scene, "decode", "digest_mismatches")
+    wrong = scene.counted("decode", "digest_mismatches")
     assert wrong == 1, f"{wrong:g} digests were wrong"
-    assert counted(scene, "decode", "repulls") == 1
+    assert scene.counted("decode", "repulls") == 1
     return f"{told(calls)}; 1 wrong digest, 1 block pulled again"
 
 
@@ -257,8 +242,8 @@ def f35(scene: Scene) -> str:
     assert not placed_again(calls), told(calls)
     num = sum(rule.num_done for rule in rules)
     names = ("stale_epoch", "unknown_room", "stale_instance", "unexpected", "malformed", "duplicate_blocks")
-    refused = until_counted(scene, "decode", *names, least=9 * num)
-    assert counted(scene, "decode", "digest_mismatches") == 0, "each was refused before its bytes were looked at"
+    refused = scene.until_counted("decode", *names, least=9 * num)
+    assert scene.counted("decode", "digest_mismatches") == 0, "each was refused before its bytes were looked at"
     return f"{told(calls)}; {refused:g} forged messages refused"
 
 
@@ -284,7 +269,7 @@ def under_swaps(scene: Scene) -> list[Call]:
 )  # fmt: skip
 def f35b(scene: Scene) -> str:
     calls = under_swaps(scene)
-    wrong = until_counted(scene, "decode", "digest_mismatches")
+    wrong = scene.until_counted("decode", "digest_mismatches")
     return f"{told(calls)}; {wrong:g} wrong digests"
 
 
@@ -392,5 +377,5 @@ def f53(scene: Scene) -> str:
     finished(scene, calls + renewed)
     assert placed_again(calls), "somebody was on it"
     late += len(way.held)
-    refused = until_counted(scene, "decode", "stale_instance", "unknown_room", "stale_epoch", "unexpected")
+    refused = scene.until_counted("decode", "stale_instance", "unknown_room", "stale_epoch", "unexpected")
     return f"{told(calls + renewed)}; {late} late blocks, {refused:g} refused"

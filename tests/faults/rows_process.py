@@ -1,6 +1,7 @@
 """Rows in which a process dies: by SIGKILL from outside, or at an exact instant by a fault point."""
 
 import dataclasses
+import itertools
 import re
 import secrets
 import signal
@@ -121,10 +122,8 @@ def f06(scene: Scene) -> str:
 
 
 def computed(scene: Scene) -> int:
-    """Prompt tokens that live prefill workers have computed, as of a heartbeat that is newer than this call."""
-    time.sleep(1.0)  # heartbeats come at least every second; counters have no other sign of being current
-    workers = scene.cluster.status()["workers"]
-    return int(sum(w["counters"]["prompt_tokens"] for w in workers if w["role"] == "prefill"))
+    """Prompt tokens that live prefill workers have computed."""
+    return int(scene.counted("prefill", "prompt_tokens"))
 
 
 @row(
@@ -134,8 +133,12 @@ def computed(scene: Scene) -> int:
 def f08(scene: Scene) -> str:
     calls = play_fault(scene, "decode-0", "decode:step:10", workload(108, 8, prompt=(30, 200), max_tokens=40))
     assert any(call.attempts > 1 for call in calls), "somebody was on it"
-    longest = max(b[0] - a[0] for call in calls for a, b in zip(call.arrivals, call.arrivals[1:], strict=False))
-    return f"{placed_again(calls)}, longest gap in a stream {longest:.2f} s"
+    return f"{placed_again(calls)}, longest gap in a stream {longest_pause(calls):.2f} s"
+
+
+def longest_pause(calls: list[Call]) -> float:
+    """Seconds between two arrivals of a stream, the most of all."""
+    return max(after - before for call in calls for (before, _), (after, _) in itertools.pairwise(call.arrivals))
 
 
 @row(
@@ -222,7 +225,7 @@ def f11(scene: Scene) -> str:
 
 def dropped_at(scene: Scene, name: str) -> float | None:
     """The time of day at which a worker logged that it dropped its rooms."""
-    lines = [line for line in scene.cluster.nodes[name].said().splitlines() if "every room is dropped" in line]
+    lines = [line for line in scene.cluster.nodes[name].said().splitlines() if "rooms of a lost router are dropped" in line]
     return time_of_day(lines[-1]) if lines else None
 
 
@@ -260,9 +263,8 @@ def f12(scene: Scene) -> str:
 
 
 def num_runs(scene: Scene) -> int:
-    """Requests that live prefill workers have begun, as of a heartbeat that is newer than this call."""
-    time.sleep(1.0)
-    return int(sum(w["counters"]["requests"] for w in scene.cluster.status()["workers"] if w["role"] == "prefill"))
+    """Requests that live prefill workers have begun."""
+    return int(scene.counted("prefill", "requests"))
 
 
 @row("sites", "a worker is killed, aborted or raises at every fault point in turn", "all complete each time")

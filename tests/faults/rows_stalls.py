@@ -7,7 +7,7 @@ from baton.tests.faults.bed import Scene
 from baton.tests.faults.cluster import wait_until
 from baton.tests.faults.history import Promise
 from baton.tests.faults.rows import row
-from baton.tests.faults.rows_network import COLD, MIGRATED_S, counted, finished, longest_gap, placed_again, told
+from baton.tests.faults.rows_network import COLD, MIGRATED_S, finished, longest_gap, placed_again, told
 from baton.tests.faults.traffic import Call, workload
 
 DETECTED_S = 2.0
@@ -89,21 +89,13 @@ def under_reuse(scene: Scene) -> list[Call]:
     return finished(scene, scene.traffic.start(*asks))
 
 
-def wrong_digests(scene: Scene) -> float:
-    """As the next heartbeats have it: once there are some, or after a second."""
-    end = time.monotonic() + 1
-    while not (wrong := counted(scene, "decode", "digest_mismatches")) and time.monotonic() < end:
-        time.sleep(0.05)
-    return wrong
-
-
 @row(
     "F34", "prefill writes over a block's memory before it is sent", "the digest tells, tokens equal",
     **COLD, prepare={"prefill-0": ["baton.tests.faults.mutants:no_tracker"]},
 )  # fmt: skip
 def f34(scene: Scene) -> str:
     calls = under_reuse(scene)
-    wrong = wrong_digests(scene)
+    wrong = scene.counted("decode", "digest_mismatches")
     assert wrong, "a block was written over on its way"
     return f"{wrong:g} wrong digests, {told(calls)}"
 

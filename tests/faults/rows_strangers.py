@@ -27,7 +27,7 @@ READY = Message((PROPERTIES,), is_command=True).wire()
 
 def ports(cluster: FaultCluster) -> dict[str, str]:
     """Node -> the ZeroMQ endpoint that it listens on."""
-    found = {"router": f"tcp://127.0.0.1:{cluster.control_port}"}
+    found = {"router": f"tcp://127.0.0.1:{cluster.control_ports['router']}"}
     return found | {n.name: f"tcp://127.0.0.1:{cluster.port(n.name)}" for n in cluster.workers if n.role == "prefill"}
 
 

@@ -7,7 +7,7 @@ from baton.tests.faults.bed import Bed
 from baton.tests.faults.rows import attempt, load
 from baton.tests.faults.rows_damage import under_another_first_token as another_token
 from baton.tests.faults.rows_network import under_swaps
-from baton.tests.faults.rows_stalls import under_reuse, wrong_digests
+from baton.tests.faults.rows_stalls import under_reuse
 from baton.tests.faults.rows_strangers import keyed
 
 HERE = "baton.tests.faults.mutants:"
@@ -35,7 +35,7 @@ def without_enforcement(scene):
 def without_reuse(scene):
     """The links are slow, and yet every block has its digest."""
     under_reuse(scene)
-    wrong = wrong_digests(scene)
+    wrong = scene.counted("decode", "digest_mismatches")
     assert wrong == 0, f"{wrong:g} wrong digests"
 
 

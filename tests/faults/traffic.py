@@ -62,6 +62,7 @@ class Call:
     has_finish: bool = False
     may_be_cut: bool = False  # its router was killed: a reset is the only end that it can have
     task: "Future | None" = None
+    port: int = 0  # of its router
 
     @property
     def end(self) -> str:
@@ -96,9 +97,13 @@ class Traffic:
         self._thread.join(10)
         self._loop.close()
 
-    def start(self, *asks: Ask, leave_after: float | None = None, leave_at: int | None = None) -> list[Call]:
-        """Sends the requests now. A client may leave after some seconds, or with its nth token."""
-        calls = [Call(ask, time.monotonic()) for ask in asks]
+    def start(
+        self, *asks: Ask, leave_after: float | None = None, leave_at: int | None = None, port: int = 0
+    ) -> list[Call]:
+        """Sends the requests now, to `port` if that is given. A client may leave after some seconds, or with its nth
+        token.
+        """
+        calls = [Call(ask, time.monotonic(), port=port) for ask in asks]
         self.history += calls
         for call in calls:
             call.task = asyncio.run_coroutine_threadsafe(self._live(call, leave_after, leave_at), self._loop)
@@ -154,7 +159,7 @@ class Traffic:
             call.ended = time.monotonic()
 
     async def _talk(self, call: Call, leave_at: int | None) -> None:
-        reader, writer = await asyncio.open_connection("127.0.0.1", self.port, limit=1 << 20)
+        reader, writer = await asyncio.open_connection("127.0.0.1", call.port or self.port, limit=1 << 20)
         try:
             body = call.ask.body(self.model)
             extra = "".join(f"{name}: {value}\r\n" for name, value in call.ask.headers)

@@ -16,7 +16,8 @@ from baton.decode.worker import DecodeWorker
 from baton.kvtransfer.endpoint import Delivered
 from baton.kvtransfer.endpoints import ReceiverEndpoint, SenderEndpoint
 from baton.kvtransfer.identity import hello_of, layout_of, planes_of
-from baton.kvtransfer.link import LinkWork
+from baton.kvtransfer.link import LinkWork, incoming, outgoing
+from baton.kvtransfer.owners import FromRouter, RoomOwners
 from baton.kvtransfer.worker_loop import WorkerLoop
 from baton.prefill.worker import PrefillWorker
 from baton.router.dispatch import Dispatcher
@@ -202,28 +203,37 @@ class SimLink:
         self.process = process
         self.commands = deque()
         self.inbox = deque()
+        self.owners = RoomOwners(1)
         self.heartbeat_s = 0.25
         self.transport_counters = {}
 
     def post(self, command):
-        self.commands.append(command)
+        self.commands += outgoing(self.owners, command)
         self.process.wake_link(0.0002)
 
     def receive(self, timeout):
         events = []
         while self.inbox:
             event = self.inbox.popleft()
-            name = type(event).__name__
+            name = type(said(event)).__name__
             self.process.world.timeline.note(self.process.name, "takes", name)
             death = self.process.world.on_transition(self.process, "event", name)
             if death:
                 self.process.world.kill(self.process)
                 raise Died
-            events.append(event)
+            events += incoming(self.owners, event)
         return events
+
+    def retain(self, rooms):
+        self.owners.retain(rooms)
 
     def close(self):
         """The process performs what was posted; see `WorkerProcess.leave`."""
+
+
+def said(event):
+    """What an event is about: the message, if it came from a router."""
+    return event.message if isinstance(event, FromRouter) else event
 
 
 class WorkerProcess(Process):
@@ -255,7 +265,7 @@ class WorkerProcess(Process):
             self.transport = SimReceiver(self, layout, planes, settings.lease_s, settings.window)
         self.control = SimControl(self, self._hello(layout, pool), self.clock())
         self.link = SimLink(self)
-        self.work = LinkWork(self.control, self.transport, self._told)
+        self.work = LinkWork([self.control], self.transport, self._told)
         self.worker = self._worker()
         self.shutdown = Shutdown()
         self.loop = WorkerLoop(self.worker, self.link, self.shutdown, drain_timeout_s=4.0, clock=self.clock)
@@ -320,8 +330,8 @@ class WorkerProcess(Process):
 
     def _told(self, event):
         self.link.inbox.append(event)
-        if self.world.options.leave_at == f"{self.role} event {type(event).__name__}":
-            self.world.timeline.at(self.timeline.now, self.world.leave, event.room)
+        if self.world.options.leave_at == f"{self.role} event {type(said(event)).__name__}":
+            self.world.timeline.at(self.timeline.now, self.world.leave, said(event).room)
         self.wake(0.0002 + 0.001 * self.rng.random())
 
     def _run_link(self, when):

@@ -268,7 +268,7 @@ def no_lost_router():
     @contextmanager
     def patched():
         with ExitStack() as stack:
-            for owner, name in ((DecodeWorker, "drop_all"), (PrefillWorker, "drop_all"), (Dispatcher, "_on_orphan")):
+            for owner, name in ((DecodeWorker, "drop_rooms"), (PrefillWorker, "drop_rooms"), (Dispatcher, "_on_orphan")):
                 stack.enter_context(patch.object(owner, name, lambda *_: None))
             yield
 

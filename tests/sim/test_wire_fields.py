@@ -69,7 +69,7 @@ def test_s5_s7_a_router_s_damaged_message_does_not_disturb_a_worker(pair, frame)
         link.to_router.clear()
     for worker in (pair.prefill, pair.decode):
         worker.step()
-        worker.drop_all("the next example")
+        worker.drop_rooms(worker.queues.names(), "the next example")
     pair.links[P].perform()
     pair.links[D].perform()
 

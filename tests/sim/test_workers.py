@@ -127,8 +127,8 @@ def test_losing_the_router_drops_every_room(model):
         pair.send(name(i), prompt)
     for _ in range(3):
         pair.turn()
-    pair.prefill.drop_all("the router is gone")
-    pair.decode.drop_all("the router is gone")
+    pair.prefill.drop_rooms(pair.prefill.queues.names(), "the router is gone")
+    pair.decode.drop_rooms(pair.decode.queues.names(), "the router is gone")
     pair.run()
     pair.assert_nothing_is_held()
 

@@ -173,7 +173,7 @@ def _values(cls):
         low, high = described.minimum, described.maximum
         if described.choices:
             strategies[name] = st.sampled_from(described.choices)
-        elif described.is_endpoint:
+        elif described.is_endpoint or described.is_list:
             strategies[name] = st.sampled_from(["tcp://10.0.0.1:1", "ipc:///tmp/x"])
         elif described.fault_of is not None:
             strategies[name] = st.sampled_from(["auto", "zmq_blocks", "shm,zmq_blocks"])

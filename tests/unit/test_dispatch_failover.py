@@ -223,6 +223,8 @@ def test_refusals_cost_nothing_of_the_budget_and_open_no_breaker():
         refused = {"room": entry.room.room, "epoch": epoch, "reason": "full", "retry_after_ms": 1}
         world.dispatcher.on_message(b"d", Refused(instance=D, **refused))
         world.pass_time(0.01)
+        assert entry.room.epoch == epoch, "it waits for the worker's next heartbeat"
+        world.dispatcher.on_message(b"d", Heartbeat(instance=D, stats=WorkerStats(pages_total=100, pages_free=100)))
     assert entry.room.epoch == 2 * BUDGET_FLOOR
     assert not world.dispatcher.registry.get(D).breaker.is_avoided(world.now)
 

@@ -1,7 +1,8 @@
 """The registry and its ledger of pages."""
 
 import hypothesis.strategies as st
-from baton.cluster.messages import PROTOCOL_MAJOR, Hello, Rejected, Welcome, WorkerStats
+from baton.cluster.messages import PROTOCOL_MAJOR, Hello, Refused, Rejected, Welcome, WorkerStats
+from baton.router.policy import Need, choose
 from baton.router.registry import UNREACHABLE_S, Load, Registry
 from hypothesis import given
 
@@ -175,3 +176,29 @@ def test_decode_takes_prompts_when_it_can_and_the_router_allows_it():
         registry.hello(b"id", hello(role="decode", local_prefill=can), 0.0)
         (worker,) = registry
         assert worker.takes_prompts == (can and may)
+
+
+def test_rooms_that_another_router_placed_count_against_the_places_of_a_worker():
+    registry, worker = registered(max_running=2)
+    beat(registry, worker, running=1, transferring=1)
+    need = Need(prompt=16, max_new=16)
+    prefill = registry.hello(b"p", hello(instance="2" * 32, role="prefill"), 0.0)
+    beat(registry, registry.get(prefill.instance))
+    assert choose(registry, need) is None, "both places are taken"
+    beat(registry, worker, running=1)
+    assert choose(registry, need).decode == worker.instance
+    registry.reserve(worker.instance, "own", 0, Load(2, 32))
+    beat(registry, worker, running=2)
+    assert choose(registry, need) is None, "one is ours, one is not"
+
+
+def test_a_worker_that_refused_gets_nothing_before_its_next_heartbeat():
+    registry, worker = registered()
+    beat(registry, worker)
+    beat(registry, registry.get(registry.hello(b"p", hello(instance="2" * 32, role="prefill"), 0.0).instance))
+    need = Need(prompt=16, max_new=16)
+    assert choose(registry, need) is not None
+    worker.hear(Refused(room="f" * 32, epoch=0, instance=worker.instance, reason="full", retry_after_ms=250))
+    assert choose(registry, need) is None
+    beat(registry, worker)
+    assert choose(registry, need) is not None

@@ -18,13 +18,22 @@ class FakeLink:
     def receive(self, timeout):
         return []
 
+    def retain(self, rooms):
+        self.retained = rooms
+
     def close(self):
         self.is_closed = True
+
+
+class FakeQueues:
+    def names(self):
+        return {"a room"}
 
 
 class FakeWorker:
     instance = "1" * 32
     num_rooms = 0
+    queues = FakeQueues()
 
     def __init__(self, clock):
         self.clock = clock

@@ -1,0 +1,92 @@
+"""Which router each room of a worker belongs to: the one that opened it, which alone hears of it and can end it.
+
+A worker serves several routers with one batch and one pool of pages. Its scheduler knows rooms only; here, at its end of
+the link, what comes from a router is noted and what goes out is addressed. The death of a router ends its rooms, and
+nobody else's. Room ids are random, so that no two routers mean different rooms by one id.
+"""
+
+import logging
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from msgspec.structs import replace
+
+from ..cluster.log import fields
+from ..cluster.messages import Cancel, ControlDown, ControlUp, Goodbye, Heartbeat, Hello, Prefill, Reserve, TokenItem, Tokens
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FromRouter:
+    """A message with the number of the router that sent it."""
+
+    router: int
+    message: ControlDown
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToRouter:
+    """A message with the number of the router that shall get it."""
+
+    router: int
+    message: ControlUp
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterLost:
+    """Event: a router is gone or another one; nobody reads the tokens of its `rooms`."""
+
+    router: int
+    reason: str
+    rooms: frozenset[str] = frozenset()
+
+
+class RoomOwners:
+    """Used by the scheduler's thread alone, in the order in which it takes events in and sends messages."""
+
+    def __init__(self, num_routers: int) -> None:
+        self.num_foreign = 0  # messages about another router's room, dropped
+        self._num_routers = num_routers
+        self._owner: dict[str, int] = {}
+
+    def __repr__(self) -> str:
+        return f"RoomOwners({len(self._owner)} rooms of {self._num_routers} routers)"
+
+    def take(self, event: FromRouter | RouterLost) -> ControlDown | RouterLost | None:
+        """What the worker shall see of it; None for a message about another router's room."""
+        if isinstance(event, RouterLost):
+            rooms = frozenset(room for room, owner in self._owner.items() if owner == event.router)
+            for room in rooms:
+                del self._owner[room]
+            return RouterLost(router=event.router, reason=event.reason, rooms=rooms)
+        message = event.message
+        if not isinstance(message, (Reserve, Prefill, Cancel)):
+            return message
+        if self._owner.setdefault(message.room, event.router) == event.router:
+            return message
+        self.num_foreign += 1
+        logger.warning("another router's room: message dropped", extra=fields(room=message.room))
+        return None
+
+    def address(self, message: ControlUp) -> list[ToRouter]:
+        """Who gets it: every router a word about the worker, a room's owner one about it, nobody one about a lost room."""
+        if isinstance(message, (Heartbeat, Goodbye, Hello)):
+            return [ToRouter(router=router, message=message) for router in range(self._num_routers)]
+        if isinstance(message, Tokens):
+            return self._split(message)
+        owner = self._owner.get(message.room)
+        return [] if owner is None else [ToRouter(router=owner, message=message)]
+
+    def retain(self, rooms: Collection[str]) -> None:
+        """Forget every room but these. To be called when all events that were taken have been handled."""
+        self._owner = {room: owner for room, owner in self._owner.items() if room in rooms}
+
+    def _split(self, message: Tokens) -> list[ToRouter]:
+        """One message for each router that has rooms in it."""
+        items: dict[int, list[TokenItem]] = {}
+        for item in message.items:
+            owner = self._owner.get(item.room)
+            if owner is not None:
+                items.setdefault(owner, []).append(item)
+        return [ToRouter(router=owner, message=replace(message, items=own)) for owner, own in items.items()]
