@@ -144,6 +144,16 @@ class Pair:
                 questions.append(self.repull(room, block, now))
         return questions
 
+    def ask_anew(self, room: ReceiverRoom, now: float) -> list[Send]:
+        """Everything of a room again, over another connection.
+
+        What went down with a connection is known to be lost. It is not held against its block: a few broken connections
+        would use up the repeats of all that were in flight, and their rooms would wait for the end of their lease.
+        """
+        for in_flight in room.in_flight.values():
+            in_flight.sent_at = now
+        return [self.attach(room, now), *(self._pull(room, block) for block in room.in_flight)]
+
     def _pull(self, room: ReceiverRoom, block: int) -> Send:
         request = room.request
         pull = Pull(room=request.room, epoch=request.epoch, instance=self._hello.instance, block=block)

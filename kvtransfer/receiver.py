@@ -225,12 +225,13 @@ class ReceiverSession:
         return self._lose(room, "DigestMismatch", reason, now)
 
     def link_lost(self, peer: Peer, now: float) -> list[Effect]:
-        """The connection broke; whoever answers there next must greet again."""
+        """The connection broke, and all that was under way with it; whoever answers there next must greet again."""
         pair = self._pairs.get(peer)
         if pair is None or not pair.rooms:
             return []
         rooms = [room for room in pair.rooms.values() if room.state is not ReceiverState.GREETING]
-        return [pair.hello(now), *(pair.attach(room, now) for room in rooms)]
+        self.counters.repulls += pair.num_in_flight
+        return [pair.hello(now), *(question for room in rooms for question in pair.ask_anew(room, now))]
 
     def tick(self, now: float) -> list[Effect]:
         """Ends what is overdue and asks again where nothing was heard."""

@@ -1,0 +1,78 @@
+"""A KV connection that breaks: what was under way with it is asked for again at once, however often that happens."""
+
+import pytest
+from baton.cluster import messages as m
+from baton.kvtransfer.receiver import ReceiverSession
+from baton.kvtransfer.session import MAX_REPULLS, SILENCE_S
+from baton.tests.unit.test_receiver import (
+    HELLO,
+    OTHER,
+    ROOM,
+    D,
+    announce,
+    events,
+    land,
+    new_session,
+    pulled,
+    request,
+    sent,
+    welcome,
+)
+
+
+@pytest.fixture
+def pulling() -> ReceiverSession:
+    """ROOM with blocks 0 to 2 in flight."""
+    session = new_session()
+    session.pull(request(), 0.0)
+    welcome(session)
+    assert pulled(session.receive("p", announce(12, 5), 0.0)) == [0, 1, 2]
+    return session
+
+
+def test_what_was_in_flight_is_pulled_again_behind_greeting_and_attachment(pulling: ReceiverSession) -> None:
+    land(pulling, 1)
+    effects = pulling.link_lost("p", 0.2)
+    assert effects[0] == HELLO
+    assert [type(effect.message) for effect in effects] == [m.KVHello, m.Attach, m.Pull, m.Pull]
+    assert pulled(effects) == [0, 2]
+    assert pulling.counters.repulls == 2
+
+
+def test_a_block_that_went_down_with_connections_keeps_its_repeats(pulling: ReceiverSession) -> None:
+    now = 0.0
+    for _ in range(2 * MAX_REPULLS + 1):
+        now += 0.1
+        assert pulled(pulling.link_lost("p", now)) == [0, 1, 2]
+        welcome(pulling, now=now)
+    for _ in range(MAX_REPULLS):
+        now += SILENCE_S
+        welcome(pulling, now=now)
+        assert pulled(pulling.tick(now)) == [0, 1, 2], "they wait for an answer, and none comes"
+    assert pulled(pulling.tick(now + SILENCE_S)) == []
+
+
+def test_connections_that_break_for_ever_do_not_keep_a_room_open(pulling: ReceiverSession) -> None:
+    """Only what lands is progress."""
+    now, lost = 0.0, []
+    while not lost:
+        now += 0.25
+        assert now < 10, "its lease ends it"
+        pulling.link_lost("p", now)
+        welcome(pulling, now=now)
+        lost = events(pulling.tick(now))
+    assert [event.kind for event in lost] == ["TransferTimeout"]
+
+
+def test_a_room_that_is_not_attached_yet_asks_for_nothing_but_the_greeting() -> None:
+    session = new_session()
+    session.pull(request(), 0.0)
+    assert session.link_lost("p", 0.1) == [HELLO]
+
+
+def test_every_room_of_the_peer_asks_anew(pulling: ReceiverSession) -> None:
+    pulling.pull(request(OTHER), 0.0)
+    pulling.receive("p", announce(12, 5, room=OTHER), 0.0)
+    effects = pulling.link_lost("p", 0.1)
+    assert [message.room for message in sent(effects, m.Attach)] == [ROOM, OTHER]
+    assert {(pull.room, pull.block, pull.instance) for pull in sent(effects, m.Pull)} >= {(ROOM, 0, D), (OTHER, 0, D)}
