@@ -114,7 +114,7 @@ class Placer:
             new_on_prefill=prompt.num_tokens - held_tokens(self._on_prefill, prefill, prompt),
             new_on_decode=num_new,
             queued_tokens=prefill.num_tokens,
-            running=decode.num_rooms,
+            running=decode.num_taken,
         )
 
     def _costs_of(self, worker: Worker) -> Costs:

@@ -81,16 +81,17 @@ def can_ever(workers: Iterable[Worker], need: Need) -> bool:
 def able_pairs(
     workers: Iterable[Worker], need: Need, avoid: Collection[str] = (), taken: Collection[str] = ()
 ) -> list[tuple[Worker, Worker]]:
-    """The pairs that can hold the request now, with as few as may be of those in `avoid` or `taken`; empty: all are full.
+    """The pairs that can hold the request now, with the fewest workers in `avoid`, then in `taken`; empty: all are full.
 
-    Workers in `avoid` (an earlier attempt failed on them) are taken only when no other pair can, and so are those that are
-    `taken` for now; but these are worth waiting for, so decode does not prefill in their place.
+    Workers in `avoid` (an earlier attempt failed on them) are taken only when no other pair can. Those that are `taken` for
+    now are worth waiting for: nobody goes back to a worker that failed it because the others are busy for a moment, and
+    decode does not prefill in their place.
     """
-    shunned = {*avoid, *taken}
     able = [(p, d) for p, d in pairs(workers, avoid) if _fits(d, need) and _can_prefill(p, need) and _can_decode(d, need)]
-    if not shunned or len(able) < 2:
+    if len(able) < 2 or not (avoid or taken):
         return able
-    counts = [len({p.instance, d.instance}.intersection(shunned)) for p, d in able]
+    both = [{p.instance, d.instance} for p, d in able]
+    counts = [(len(pair.intersection(avoid)), len(pair.intersection(taken))) for pair in both]
     return [pair for pair, count in zip(able, counts, strict=True) if count == min(counts)]
 
 
@@ -106,6 +107,6 @@ def _can_prefill(worker: Worker, need: Need) -> bool:
 
 def _can_decode(worker: Worker, need: Need) -> bool:
     hello = worker.hello
-    has_slot = hello.max_running == 0 or worker.num_rooms + worker.foreign_rooms < hello.max_running
+    has_slot = hello.max_running == 0 or worker.num_taken < hello.max_running
     return has_slot and need.total <= hello.max_context and worker.pages_for(need.total) <= worker.free_pages
 

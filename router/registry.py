@@ -71,6 +71,11 @@ class Worker:
         return len(self.ledger)
 
     @property
+    def num_taken(self) -> int:
+        """Places that are taken, by our rooms and by another router's."""
+        return self.num_rooms + self.foreign_rooms
+
+    @property
     def num_tokens(self) -> int:
         """Prompt tokens of the placed attempts: the queue of a prefill worker."""
         return sum(load.tokens for load in self.ledger.values())

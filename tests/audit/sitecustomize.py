@@ -10,7 +10,7 @@ import ipaddress
 import json
 import os
 import sys
-from types import FrameType
+from types import CodeType, FrameType
 
 SERVING = "baton.serving"
 CODE = frozenset({"exec", "compile", "marshal.loads"})
@@ -29,6 +29,9 @@ MAKERS = {
     "/jinja2/environment.py": "the chat template of the served model, in a sandbox",
 }
 IMPORTS = "<frozen importlib._bootstrap"
+# Cython, built for the stable interface of Python 3.12, makes the frames of its tracebacks by evaluating this.
+FRAME_SOURCE = "_getframe()"
+FRAME_CODE = compile(FRAME_SOURCE, "", "eval")
 
 
 class Violation(RuntimeError):
@@ -55,7 +58,9 @@ class Watch:
             return True
         if event in NETWORK:
             return not is_local(event, arguments)
-        return self._is_serving and (event in COMMANDS or not is_made_by_a_maker(sys._getframe(2)))
+        if not self._is_serving or is_cython_frame(event, arguments):
+            return False
+        return event in COMMANDS or not is_made_by_a_maker(sys._getframe(2))
 
     def _tell(self, event: str, arguments: tuple[object, ...]) -> None:
         stack, frame = [], sys._getframe(2)
@@ -66,6 +71,16 @@ class Watch:
         with open(self._report, "a", encoding="utf-8") as file:
             file.write(line + "\n")
         raise Violation(f"{event} in {stack[0] if stack else 'no frame'}")
+
+
+def is_cython_frame(event: str, arguments: tuple[object, ...]) -> bool:
+    """Whether a Cython module makes a frame for its traceback."""
+    if event == "compile":
+        return arguments[0] in (FRAME_SOURCE, FRAME_SOURCE.encode())
+    code = arguments[0] if event == "exec" else None
+    if not isinstance(code, CodeType):
+        return False
+    return (code.co_code, code.co_names) == (FRAME_CODE.co_code, FRAME_CODE.co_names)
 
 
 def is_made_by_a_maker(frame: FrameType | None) -> bool:

@@ -70,7 +70,7 @@ def test_the_tokens_of_a_step_are_parted_by_router_and_stay_in_order():
 
 def test_a_router_cannot_end_or_open_another_s_room():
     owners = owners_of(0)
-    for message in (Cancel(room=A, instance=ME), reserve(A), reserve(A, Prefill)):
+    for message in (Cancel(room=A, epoch=0, instance=ME), reserve(A), reserve(A, Prefill)):
         assert owners.take(FromRouter(router=1, message=message)) is None
     assert owners.num_foreign == 3
     assert to(owners, finished(A)) == [(0, finished(A))], "it is still the first router's"
@@ -78,8 +78,8 @@ def test_a_router_cannot_end_or_open_another_s_room():
 
 def test_a_cancel_of_an_unknown_room_is_answered_to_who_asked():
     owners = owners_of(0)
-    assert owners.take(FromRouter(router=1, message=Cancel(room=C, instance=ME))) is not None
-    gone = Gone(room=C, instance=ME)
+    assert owners.take(FromRouter(router=1, message=Cancel(room=C, epoch=0, instance=ME))) is not None
+    gone = Gone(room=C, epoch=0, instance=ME)
     assert owners.address(gone) == [ToRouter(router=1, message=gone)]
 
 
