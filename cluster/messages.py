@@ -62,6 +62,11 @@ class Sampling(Struct, frozen=True, kw_only=True):
     ignore_eos: bool = False
     logprobs: Annotated[int, Meta(ge=-1, le=20)] = -1  # -1: none; 0: the chosen token's; k: also the top k
     prompt_logprobs: Annotated[int, Meta(ge=-1, le=20)] = -1  # the same of the prompt's tokens from the second on
+    grammar: Annotated[str, Meta(max_length=131072)] = ""  # that the output follows, as llguidance reads it; "": none
+
+
+# Fields that workers of this protocol version may not know yet: who does says so in its Hello.
+YOUNG_SAMPLING_FIELDS = ("min_new_tokens", "prompt_logprobs", "grammar")
 
 
 class TokenLogprob(Struct, frozen=True, kw_only=True):
@@ -151,6 +156,7 @@ class Hello(Message, frozen=True, kw_only=True):
     host: Text = ""
     device: Text = "cpu"
     transport: Text = ""
+    takes: tuple[Text, ...] = ()  # of YOUNG_SAMPLING_FIELDS, those that it obeys
     local_prefill: bool = False  # a decode worker that takes a Reserve without a prefill worker
 
 

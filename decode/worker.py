@@ -128,7 +128,9 @@ class DecodeWorker:
 
     def expire(self, now: float) -> None:
         for room in self.queues:
-            if room.deadline is not None and now >= room.deadline and not room.is_over:
+            if room.request.fault and not room.is_over:
+                self._fail(room, "BadGrammar", room.request.fault, retryable=False)
+            elif room.deadline is not None and now >= room.deadline and not room.is_over:
                 self._fail(room, "DeadlineExceeded", "the deadline passed before the last token", retryable=False)
 
     def start_draining(self) -> None:
@@ -176,6 +178,7 @@ class DecodeWorker:
             num_prior_output=message.num_output,
             salt=message.salt,
             eos_ids=self.engine.model_config.eos_token_ids,
+            guide=self.engine.grammars.guide(sampling.grammar),
         )
         is_local = message.prefill_instance is None
         if is_local and request.ends_with_prompt(self.engine.model_config.eos_token_ids):  # the word that it did was lost
@@ -347,7 +350,7 @@ class DecodeWorker:
 
     def _prefill_here(self) -> bool:
         """One forward over prompts that no prefill worker computes; False: there are none."""
-        rooms = self.queues.of(RoomState.PREFILLING)
+        rooms = [room for room in self.queues.of(RoomState.PREFILLING) if room.request.is_ready]
         if not rooms:
             return False
         computed = sum(room.request.num_computed for room in rooms)
@@ -360,7 +363,7 @@ class DecodeWorker:
     def _admit_warm(self) -> bool:
         admitted = False
         for room in self.queues.of(RoomState.WARMING):
-            if room.features is None or room.warmed == room.request.num_prompt:
+            if room.request.is_ready and (room.features is None or room.warmed == room.request.num_prompt):
                 room.features = None
                 room.state = RoomState.RUNNING
                 room.started_at = self._clock()

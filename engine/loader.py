@@ -16,6 +16,7 @@ from .config import EngineConfig, resolve_checkpoint, resolve_device, resolve_dt
 from .errors import CheckpointError
 from .graph_set import GraphSet, backend_for, planned_pages
 from .graphs.backend import GraphBackend
+from .guided import GrammarCompiler
 from .kv_pool import FeaturePlane, KVPool, PageAllocator
 from .lifecycle import Lifecycle, Phase
 from .model_config import ModelConfig
@@ -69,6 +70,7 @@ class Engine:
     cache: PrefixCache
     max_context: int
     lifecycle: Lifecycle
+    grammars: GrammarCompiler
     shape: DraftShape = PLAIN
     step_policy: StepPolicy | None = None
     graphs: GraphSet | None = None
@@ -262,6 +264,7 @@ class EngineLoader:
             cache=cache,
             max_context=self._max_context,
             lifecycle=self.lifecycle,
+            grammars=GrammarCompiler(self._path / "tokenizer.json", model.vocab_size, model.eos_token_ids),
             shape=PLAIN if drafter is None else self._shape,
             step_policy=None if drafter is None else self._step_policy(drafter.head),
         )

@@ -4,6 +4,7 @@ import math
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field, replace
 
+from .guided import Guide
 from .sampling_params import SamplingParams
 
 
@@ -13,8 +14,8 @@ class Request:
 
     The last `num_prior_output` prompt tokens are output of earlier attempts: computed like a prompt, and output for
     penalties. `pages[i]` holds the KV of tokens [i*page_size, (i+1)*page_size); `num_computed` tokens have their KV in them.
-    `eos_ids` are the model's end tokens. `finish_reason` is None while it runs, then "stop", "length", or what the worker
-    sets ("cancelled", "failed"). Cached prefixes are shared under an equal `salt` only.
+    `eos_ids` are the model's end tokens, `guide` follows its grammar. `finish_reason` is None while it runs, then "stop",
+    "length", or what the worker sets ("cancelled", "failed"). Cached prefixes are shared under an equal `salt` only.
     """
 
     room: str
@@ -23,6 +24,7 @@ class Request:
     sampling: SamplingParams
     num_prior_output: int = 0
     eos_ids: Sequence[int] = ()
+    guide: Guide | None = None
     salt: str = ""
     output_ids: list[int] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
@@ -69,6 +71,16 @@ class Request:
         """The newest token, which has no KV yet."""
         assert self.output_ids, f"room {self.room} has no output token"
         return self.output_ids[-1]
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a token can be chosen: its grammar, if it has one, is compiled."""
+        return self.guide is None or self.guide.is_ready
+
+    @property
+    def fault(self) -> str:
+        """Why no token can ever be chosen; "" otherwise."""
+        return "" if self.guide is None else self.guide.fault
 
     def sampling_behind(self, num_drafts: int) -> SamplingParams:
         """How the token behind the output and so many drafts is chosen: not yet one that would end the request too early."""

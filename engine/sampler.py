@@ -4,7 +4,8 @@ A row is one choice: decode has one per request, verify one per draft and one mo
 
     1. repetition penalty     l > 0: l / r, else l * r, for every token of prompt or output
     2. frequency, presence    l - f * count - p * [count > 0], counts over the output and the drafts in front of the row
-    3. logit bias             l + bias; greedy ends here: the highest logit, of equals the lowest id
+    3. logit bias             l + bias, and -inf for tokens that the row's grammar forbids; greedy ends here: the highest
+                              logit, of equals the lowest id
     4. temperature            l / T
     5. top-k                  exactly k tokens; of equal logits the lowest ids
     6. top-p                  of what is left, renormalised: the fewest likeliest tokens that hold at least p, and one
@@ -23,6 +24,7 @@ import numpy.typing as npt
 import torch
 
 from .draws import CHUNK_LOGITS, NUCLEUS_WIDTH, Draw, draw_free, draw_ranked, is_argmax, ranked_ids, scaled_logits
+from .guided import Mask
 from .noise import gumbel, seed_tensor
 from .request import Request
 from .sampling_params import SamplingParams
@@ -58,6 +60,7 @@ class SamplingRow:
     prompt_ids: Sequence[int] = ()
     output_ids: Sequence[int] = ()
     drafts: Sequence[int] = ()
+    mask: Mask | None = None  # of the tokens that may be chosen, as of `guided`; None: all
 
 
 def sampling_rows(request: Request, drafts: Sequence[int] = ()) -> list[SamplingRow]:
@@ -71,6 +74,8 @@ def rows_behind(request: Request, branches: Sequence[Sequence[int]]) -> list[Sam
     output_ids: Sequence[int] = request.output_ids
     if request.sampling.needs_penalties:
         prompt_ids, output_ids = request.asked_and_chosen
+    guide = request.guide
+    masks = [None] * len(branches) if guide is None else guide.masks(request.asked_and_chosen[1], branches)
     return [
         SamplingRow(
             params=request.sampling_behind(len(drafts)),
@@ -78,8 +83,9 @@ def rows_behind(request: Request, branches: Sequence[Sequence[int]]) -> list[Sam
             prompt_ids=prompt_ids,
             output_ids=output_ids,
             drafts=drafts,
+            mask=mask,
         )
-        for drafts in branches
+        for drafts, mask in zip(branches, masks, strict=True)
     ]
 
 
@@ -111,6 +117,7 @@ class SamplingBatch:
     num_rows: int
     penalties: _Edits | None
     bias: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None  # rows, tokens, values, each [E]
+    banned: tuple[torch.Tensor, torch.Tensor] | None  # rows [G] and bool [G, V]: what may not be chosen there
     draws: tuple[Draw, ...]
     logprob_rows: torch.Tensor | None  # rows that ask for logprobs
     num_top: int  # the most top logprobs that a row asks for
@@ -125,6 +132,7 @@ class SamplingBatch:
             num_rows=len(rows),
             penalties=_plan_penalties(rows, vocab_size, device),
             bias=_plan_bias(rows, vocab_size, device),
+            banned=_plan_banned(rows, vocab_size, device),
             draws=_plan_draws(rows, vocab_size, device),
             logprob_rows=torch.tensor(wants, device=device) if wants else None,
             num_top=min(vocab_size, max((rows[i].params.logprobs for i in wants), default=0)),
@@ -135,8 +143,8 @@ class SamplingBatch:
         return replace(self, draws=tuple(replace(draw, positions=positions[draw.rows]) for draw in self.draws))
 
     def adjust(self, logits: torch.Tensor) -> torch.Tensor:
-        """`logits` after penalties and bias; the caller's tensor is never written."""
-        if self.penalties is None and self.bias is None:
+        """`logits` after penalties, bias and masks; the caller's tensor is never written."""
+        if self.penalties is None and self.bias is None and self.banned is None:
             return logits
         logits = logits.clone()
         if self.penalties is not None:
@@ -144,6 +152,9 @@ class SamplingBatch:
         if self.bias is not None:
             rows, tokens, values = self.bias
             logits[rows, tokens] += values
+        if self.banned is not None:
+            rows, banned = self.banned
+            logits[rows] = logits[rows].masked_fill_(banned, -math.inf)
         return logits
 
 
@@ -278,6 +289,18 @@ def _plan_bias(
         torch.tensor(tokens, device=device),
         torch.tensor(values, dtype=torch.float32, device=device),
     )
+
+
+def _plan_banned(
+    rows: Sequence[SamplingRow], vocab_size: int, device: torch.device | str
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    masks = [(i, row.mask) for i, row in enumerate(rows) if row.mask is not None]
+    if not masks:
+        return None
+    index, words = zip(*masks, strict=True)
+    packed = torch.from_numpy(np.stack(words)).to(device)
+    bits = packed[:, :, None] >> torch.arange(32, dtype=torch.int32, device=device)
+    return torch.tensor(index, device=device), (bits & 1 == 0).flatten(1)[:, :vocab_size]
 
 
 def _plan_penalties(rows: Sequence[SamplingRow], vocab_size: int, device: torch.device | str) -> _Edits | None:

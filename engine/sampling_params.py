@@ -11,7 +11,7 @@ class SamplingParams:
 
     temperature 0 is greedy. top_k 0, top_p 1 and min_p 0 are off. Frequency and presence penalties count output tokens
     only, repetition_penalty counts prompt and output. `logprobs` -1: none, 0: the chosen token's, k: also the top k;
-    `prompt_logprobs` the same of the prompt's own tokens.
+    `prompt_logprobs` the same of the prompt's own tokens. `grammar`: what the output follows, see `guided`; "" nothing.
     """
 
     temperature: float = 1.0
@@ -29,6 +29,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int = -1
     prompt_logprobs: int = -1
+    grammar: str = ""
 
     @property
     def is_greedy(self) -> bool:
@@ -37,3 +38,8 @@ class SamplingParams:
     @property
     def needs_penalties(self) -> bool:
         return self.frequency_penalty != 0.0 or self.presence_penalty != 0.0 or self.repetition_penalty != 1.0
+
+    @property
+    def sees_drafts(self) -> bool:
+        """Whether a row's choice depends on which drafts stand in front of it, and not only on how many."""
+        return self.needs_penalties or bool(self.grammar)

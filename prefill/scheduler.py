@@ -61,6 +61,8 @@ class PrefillScheduler:
         for room in self.queues.of(RoomState.RUNNING):
             budget -= self._take(room, budget, chunks)
         for room in self.queues.of(RoomState.QUEUED):
+            if not room.request.is_ready:
+                continue  # its grammar is being compiled
             if budget <= 0 or len(chunks) >= self.max_batch or not self._admit(room):
                 break
             admitted.append(room)

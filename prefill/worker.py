@@ -126,6 +126,8 @@ class PrefillWorker:
 
     def expire(self, now: float) -> None:
         for room in self.queues:
+            if room.request.fault and room.state is RoomState.QUEUED:
+                self._fail(room, "BadGrammar", room.request.fault, retryable=False)
             is_due = room.deadline is not None and now >= room.deadline
             if is_due and room.state in (RoomState.QUEUED, RoomState.RUNNING):
                 self._fail(room, "DeadlineExceeded", "the deadline passed before the first token", retryable=False)
@@ -181,6 +183,7 @@ class PrefillWorker:
             num_prior_output=message.num_output,
             salt=message.salt,
             eos_ids=self.engine.model_config.eos_token_ids,
+            guide=self.engine.grammars.guide(sampling.grammar),
         )
         if request.ends_with_prompt(self.engine.model_config.eos_token_ids):  # the word that it did was lost
             ended = Finished(

@@ -33,6 +33,8 @@ def host_reason(params: SamplingParams) -> str | None:
         (params.needs_penalties, "penalties"),
         (bool(params.logit_bias), "logit_bias"),
         (params.logprobs >= 0, "logprobs"),
+        (params.min_new_tokens > 0, "min_tokens"),
+        (bool(params.grammar), "guided"),
     ):
         if is_so:
             return reason

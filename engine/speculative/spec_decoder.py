@@ -248,7 +248,7 @@ class SpecDecoder:
         # Only penalties look at a row's own branch of drafts; without them the host need not wait for the drafts.
         num_nodes, tree = step.shape.num_nodes, step.tree
         seen: Sequence[Sequence[Sequence[int]]] = [[[0] * j for j in range(num_nodes)]] * len(step.requests)
-        if any(request.sampling.needs_penalties for request in step.requests):
+        if any(request.sampling.sees_drafts for request in step.requests):
             drafts = step.tokens[:, 1:].tolist()
             parents = tree.parents.tolist() if tree is not None else [range(-1, num_nodes - 1)] * len(drafts)
             seen = [branches(*both) for both in zip(drafts, parents, strict=True)]

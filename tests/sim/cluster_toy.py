@@ -17,6 +17,7 @@ from typing import ClassVar
 import numpy as np
 import torch
 from baton.engine.forward_batch import ForwardOutput
+from baton.engine.guided import GrammarCompiler
 from baton.engine.kv_pool import KVPool, PageAllocator
 from baton.engine.lifecycle import Lifecycle
 from baton.engine.loader import Engine
@@ -133,6 +134,7 @@ def toy_engine(num_pages, head_dim, *, is_caching, lookahead=0, weights=17):
         cache=PrefixCache(allocator, PAGE_SIZE, is_caching, lookahead=lookahead),
         max_context=MAX_CONTEXT,
         lifecycle=Lifecycle(),
+        grammars=GrammarCompiler(Path(), VOCAB, EOS),
     )
 
 

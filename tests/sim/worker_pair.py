@@ -83,7 +83,19 @@ def layout(engine):
 class Pair:
     """One prefill and one decode worker, and a router that only keeps books."""
 
-    def __init__(self, model, draft="", *, pages=24, chunk_size=8, max_running=4, fault=None, theirs=None, **settings):
+    def __init__(
+        self,
+        model,
+        draft="",
+        *,
+        pages=24,
+        chunk_size=8,
+        max_running=4,
+        fault=None,
+        theirs=None,
+        max_context=96,
+        **settings,
+    ):
         """`theirs`: settings of decode's engine that differ from prefill's."""
         self.clock = Clock()
         self.network = FakeNetwork(fault)
@@ -95,7 +107,7 @@ class Pair:
                 device="cpu",
                 page_size=4,
                 pages=pages,
-                max_context=96,
+                max_context=max_context,
                 **({"draft": str(draft), "dtype": "float32"} | settings | ((theirs or {}) if has_drafter else {})),
             )
             loader = EngineLoader(config, has_drafter=has_drafter)

@@ -14,7 +14,8 @@ ROOT = Path(__file__).resolve().parents[2]
 # Distributions whose code sees bytes of clients or peers, and the modules that are scanned.
 REACHED = {
     "anyio": "anyio", "click": "click", "crc32c": "crc32c", "cryptography": "cryptography", "h11": "h11",
-    "httptools": "httptools", "jinja2": "jinja2", "markupsafe": "markupsafe", "msgspec": "msgspec",
+    "httptools": "httptools", "jinja2": "jinja2", "llguidance": "llguidance",
+    "markupsafe": "markupsafe", "msgspec": "msgspec",
     "prometheus-client": "prometheus_client", "psutil": "psutil", "pyzmq": "zmq", "starlette": "starlette",
     "tokenizers": "tokenizers", "uvicorn": "uvicorn", "uvloop": "uvloop",
 }  # fmt: skip

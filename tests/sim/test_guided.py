@@ -1,0 +1,163 @@
+"""Output under a grammar: every answer follows it, with drafts and without, over prefill, on decode, or elsewhere again."""
+
+import itertools
+import json
+import string
+
+import jsonschema
+import pytest
+from baton.cluster.messages import Failed
+from baton.engine.guided import GrammarCompiler
+from baton.router.tokenizer import load_tokenizer
+from baton.tests.parity.eagle3_toys import write_oracle
+from baton.tests.parity.json_schemas import grammar_of, schemas
+from baton.tests.sim.worker_pair import Pair, name
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, pre_tokenizers
+from tokenizers import models as tokenizer_models
+from transformers import PreTrainedTokenizerFast
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+EOS = 2
+SAMPLED = {"temperature": 1.0, "ignore_eos": False, "max_new_tokens": 700}
+BAD = '{"grammars": [{"json_schema": {"type": "banana"}}]}'
+LETTERS = string.ascii_lowercase + string.digits + '{}[]":,-._ \\'
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory, toy_checkpoint):
+    """(target, drafter that is right about it and knows no grammar), and the same target without the drafter.
+
+    The target's tokens are single characters, and what it says next depends on the last one only.
+    """
+    target, draft = write_oracle(tmp_path_factory.mktemp("oracle"))
+    config = json.loads((target / "config.json").read_text()) | {"max_position_embeddings": 1024, "eos_token_id": EOS}
+    (target / "config.json").write_text(json.dumps(config))
+    save_letters(target, config["vocab_size"])
+    return {True: (target, draft), False: (target, "")}
+
+
+def save_letters(directory, vocab_size):
+    """A tokenizer of one token per character, as a byte-level one has it, behind its special tokens."""
+    pieces = ["<pad>", "<s>", "</s>", *LETTERS.replace(" ", "Ġ")]
+    backend = Backend(tokenizer_models.BPE(vocab={piece: i for i, piece in enumerate(pieces)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(pieces[:3])
+    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>").save_pretrained(directory)
+    assert len(pieces) <= vocab_size
+
+
+def pair_of(models, drafts, **settings):
+    target, draft = models[drafts]
+    return GuidedPair(target, draft, **{"pages": 1800, "max_running": 16, "max_context": 800, **settings})
+
+
+class GuidedPair(Pair):
+    max_rounds = 4000
+
+    def __init__(self, target, draft, **settings):
+        super().__init__(target, draft, **settings)
+        self.numbers = itertools.count()
+
+    def answer(self, jobs, **more):
+        """[(grammar, seed)] -> token ids of each answer."""
+        rooms = [name(next(self.numbers)) for _ in jobs]
+        for room, (grammar, seed) in zip(rooms, jobs, strict=True):
+            self.send(room, [5, 6, 7, 8, 9, 10], grammar=grammar, seed=seed, **(SAMPLED | more))
+        self.run(turns=self.max_rounds)
+        self.rooms = rooms
+        return [self.tokens.get(room, []) for room in rooms]
+
+
+def text_of(models, ids):
+    assert ids[-1] == EOS, "it ended by itself"
+    return load_tokenizer(str(models[False][0])).decode(ids[:-1])
+
+
+def check_schemas(models, drafts, count, seed=0):
+    asked = schemas(count, seed)
+    pair = pair_of(models, drafts)
+    for at in range(0, count, 8):
+        part = asked[at : at + 8]
+        answers = pair.answer([(grammar_of(schema), at + i) for i, schema in enumerate(part)])
+        for schema, ids in zip(part, answers, strict=True):
+            jsonschema.validate(json.loads(text_of(models, ids)), schema)
+    pair.assert_nothing_is_held()
+
+
+@pytest.mark.parametrize("drafts", [False, True], ids=["no drafts", "drafts"])
+def test_every_answer_validates(models, drafts):
+    check_schemas(models, drafts, 8)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("drafts", [False, True], ids=["no drafts", "drafts"])
+def test_every_answer_of_200_schemas_validates(models, drafts):
+    check_schemas(models, drafts, 200, seed=7)
+
+
+def test_drafts_that_the_grammar_allows_are_kept(models):
+    pair = pair_of(models, True)
+    (ids,) = pair.answer([(grammar_of({"type": "string", "minLength": 30, "maxLength": 40}), 1)], temperature=0.0)
+    assert 30 <= len(json.loads(text_of(models, ids))) <= 40
+    assert pair.decode.stats().accept_length > 2.0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_drafts_and_where_the_prompt_is_computed_change_no_token(models, temperature):
+    jobs = [(grammar_of(schema), 3) for schema in schemas(2, seed=5)]
+    ways = [(drafts, is_local) for drafts in (False, True) for is_local in (False, True)]
+    answers = [
+        pair_of(models, drafts, pages=400).answer(jobs, is_local=is_local, temperature=temperature)
+        for drafts, is_local in ways
+    ]
+    assert answers[1:] == answers[:1] * 3
+
+
+def test_a_request_that_goes_on_elsewhere_goes_on_in_its_grammar(models):
+    jobs = [(grammar_of(schema), 11) for schema in schemas(2, seed=9)]
+    pair = pair_of(models, False, pages=400)
+    whole = pair.answer(jobs)
+    for (grammar, seed), ids in zip(jobs, whole, strict=True):
+        for cut in {len(ids) // 2, len(ids) - 1} - {0}:
+            room = name(next(pair.numbers))
+            pair.send(room, [5, 6, 7, 8, 9, 10, *ids[:cut]], num_output=cut, grammar=grammar, seed=seed, **SAMPLED)
+            pair.run(turns=pair.max_rounds)
+            assert pair.tokens[room] == ids[cut:], cut
+
+
+def test_a_grammar_that_cannot_be_followed_fails_its_request_and_no_other(models):
+    pair = pair_of(models, False)
+    good, bad = pair.answer([(grammar_of({"const": "fine"}), 1), (BAD, 1)])
+    assert text_of(models, good) == '"fine"'
+    assert bad == []
+    failed = pair.ends[pair.rooms[1]]
+    assert isinstance(failed, Failed)
+    assert (failed.kind, failed.retryable) == ("BadGrammar", False)
+    pair.assert_nothing_is_held()
+
+
+def test_masks_look_ahead_along_each_branch_and_come_back(models):
+    compiler = GrammarCompiler(models[False][0] / "tokenizer.json", 64, [EOS, 1])
+    guide = compiler.guide(grammar_of({"enum": ["ab", "ac"]}))
+    a, b, c, quote = (compiler._load().tokenize_str(text)[0] for text in ("a", "b", "c", '"'))
+
+    def allowed(mask):
+        return {token for token in range(64) if mask[token // 32] >> (token % 32) & 1}
+
+    guide._future.result()
+    ended = (quote, a, b, quote)
+    branches = [(), (quote,), (quote, a), (quote, a, b), (quote, a, c), (a,), ended, (*ended, EOS)]
+    for _ in range(2):
+        masks = [allowed(mask) for mask in guide.masks([], branches)]
+        assert quote in masks[0]
+        assert a not in masks[0]
+        assert {b, c} <= masks[2]
+        assert quote in masks[3]
+        assert quote in masks[4]
+        assert masks[5] == masks[7] == set(range(64)), "nobody will ask"
+        assert masks[6] == {EOS, 1}, "each of the model's end tokens"
+    assert allowed(guide.masks([quote, a], [(b,)])[0]) == masks[3]
+    assert not guide.masks([quote, a, a], [()]).any(), "lost: nothing may follow"
