@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .noise import gumbel
+from ..kernels.noise import gumbel
 from .sampling_params import SamplingParams
 
 # Probabilities relative to the likeliest token, in units of 2**-40: the sum over 2**20 tokens stays below 2**60.

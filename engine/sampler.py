@@ -23,9 +23,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ..kernels.noise import gumbel, seed_tensor
 from .draws import CHUNK_LOGITS, NUCLEUS_WIDTH, Draw, draw_free, draw_ranked, is_argmax, ranked_ids, scaled_logits
 from .guided import Mask
-from .noise import gumbel, seed_tensor
 from .request import Request
 from .sampling_params import SamplingParams
 

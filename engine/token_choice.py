@@ -10,8 +10,9 @@ from dataclasses import dataclass, fields
 
 import torch
 
+from ..kernels.choose_token import choose_token
+from ..kernels.noise import seed_tensor
 from .draws import CHUNK_LOGITS, NUCLEUS_WIDTH, Draw, draw_fixed, draw_free, draw_ranked, is_argmax
-from .noise import seed_tensor
 from .sampling_params import SamplingParams
 
 torch.library.define(
@@ -133,29 +134,22 @@ def choose_fixed(
     is_drawn: torch.Tensor,
     is_ranked: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The operation in fixed shapes: every row is drawn in every way that is wanted, whether or not that is used.
+    """The operation in fixed shapes: every row is ranked, whether or not that is used.
 
     `knobs`: seeds, temperature, top_k, top_p, min_p.
     """
     seeds, temperature, top_k, top_p, min_p = knobs
-    vocab_size, width = logits.shape[1], min(logits.shape[1], NUCLEUS_WIDTH) if is_ranked else 0
-    highest, likeliest = logits.max(dim=1)
-    parts, shorts = [], []
-    all_rows = torch.arange(logits.shape[0], device=logits.device)
+    tokens, bad = choose_token(logits, seeds, positions, temperature, min_p, is_drawn, _vocabulary(logits))
+    if not is_ranked:
+        return tokens, bad, torch.zeros_like(bad)
+    vocab_size = logits.shape[1]
+    all_rows, parts = torch.arange(logits.shape[0], device=logits.device), []
     for rows, some in zip(_chunks(all_rows, vocab_size), _chunks(logits, vocab_size), strict=True):
-        free = _draw(rows, positions, seeds, temperature, None, top_p, min_p, 0)
-        drawn = draw_free(some, free, _vocabulary(logits))
-        short = torch.zeros_like(rows, dtype=torch.bool)
-        if is_ranked:
-            ranked = _draw(rows, positions, seeds, temperature, top_k, top_p, min_p, width)
-            is_row_ranked = (ranked.top_p < 1) | (top_k[rows] < vocab_size)
-            from_few, short = draw_fixed(some, ranked)
-            drawn, short = torch.where(is_row_ranked, from_few, drawn), short & is_row_ranked
-        parts.append(drawn)
-        shorts.append(short)
-    bad = ~torch.isfinite(highest)
-    tokens = torch.where(is_drawn, torch.cat(parts), likeliest).masked_fill(bad, 0)
-    return tokens, bad, torch.cat(shorts) & is_drawn
+        width = min(vocab_size, NUCLEUS_WIDTH)
+        parts.append(draw_fixed(some, _draw(rows, positions, seeds, temperature, top_k, top_p, min_p, width)))
+    ranked, short = (torch.cat(halves) for halves in zip(*parts, strict=True))
+    is_row_ranked = is_drawn & ((top_p < 1) | (top_k < vocab_size)) & ~bad
+    return torch.where(is_row_ranked, ranked, tokens), bad, short & is_row_ranked
 
 
 def _draw(

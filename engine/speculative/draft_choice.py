@@ -8,7 +8,8 @@ from collections.abc import Sequence
 
 import torch
 
-from ..noise import gumbel, seed_tensor
+from ...kernels.choose_token import choose_token
+from ...kernels.noise import gumbel, seed_tensor
 from ..sampling_params import SamplingParams
 
 torch.library.define(
@@ -125,9 +126,10 @@ def _choose_on_cuda(
     positions: torch.Tensor,
     target_ids: torch.Tensor,
 ) -> torch.Tensor:
-    """Of fixed shape and without a look at the host: every row is drawn, whether or not it is used."""
-    drawn = draw(logits, seeds, temperature, positions, target_ids)
-    return torch.where(is_drawn, drawn, logits.argmax(dim=1))
+    """Of fixed shape and without a look at the host. A row that is not finite, as those of padding may be, gives 0."""
+    nothing = torch.zeros_like(temperature)
+    tokens, _ = choose_token(logits, seeds, positions, temperature, nothing, is_drawn, target_ids)
+    return tokens
 
 
 @torch.library.impl("baton::rank_drafts", "cpu")

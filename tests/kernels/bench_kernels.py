@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
+from baton.kernels.choose_token import choose_token
 from baton.kernels.compact_kv import compact_kv
 from baton.kernels.extend_attention import paged_extend
 from baton.kernels.kv_store import kv_rows, store_kv
@@ -123,6 +124,19 @@ def verdict_benches(batch: int, num_nodes: int, device: str) -> Iterator[Bench]:
     yield Bench(f"select_last_rows {batch}x{num_nodes}", lambda: select_last_rows(hidden, limits), rows)
 
 
+def choice_benches(rows: int, vocab_size: int, device: str) -> Iterator[Bench]:
+    """The likeliest token of each row, and one drawn."""
+    logits = torch.randn(rows, vocab_size, device=device)
+    seeds, ids = torch.arange(rows, device=device), torch.arange(vocab_size, device=device)
+    warm, off = torch.ones(rows, dtype=torch.float64, device=device), torch.zeros(rows, dtype=torch.float64, device=device)
+    for kind, is_drawn in (("likeliest", torch.zeros_like(seeds).bool()), ("drawn", torch.ones_like(seeds).bool())):
+        yield Bench(
+            f"choose_token {kind} {rows}x{vocab_size}",
+            lambda is_drawn=is_drawn: choose_token(logits, seeds, seeds, warm, off, is_drawn, ids),
+            size(logits),
+        )
+
+
 def registry(device: str, *, is_small: bool) -> Iterator[Bench]:
     """Every operation; small: a few rows, to see that each entry runs."""
     for tokens in (3,) if is_small else (1, 64, 8192):
@@ -132,6 +146,8 @@ def registry(device: str, *, is_small: bool) -> Iterator[Bench]:
     for num_pages, page_bytes in ((4, 4096),) if is_small else ((1024, 1 << 21), (1024, 1 << 17)):
         yield from transfer_benches(num_pages, page_bytes, device)
     yield from verdict_benches(2 if is_small else 64, 16, device)
+    for rows, vocab_size in ((2, 40),) if is_small else ((1, 49152), (4, 128256), (256, 128256)):
+        yield from choice_benches(rows, vocab_size, device)
 
 
 def main() -> None:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from baton.kernels.choose_token import choose_token, choose_token_triton
 from baton.kernels.compact_kv import compact_kv, compact_kv_triton
 from baton.kernels.extend_attention import paged_extend, paged_extend_triton
 from baton.kernels.kv_store import store_kv_triton
@@ -35,6 +36,7 @@ OPERATIONS = {
     "tree_verify": "tree_verify",
     "compact_kv": "compact_kv",
     "select_last_rows": "select_rows",
+    "choose_token": "choose_token",
 }
 
 
@@ -99,6 +101,8 @@ def test_every_kernel_compiles_for_an_h200_and_fits_its_shared_memory(compiled_f
     tree_verify_triton(table, table, table, lens)
     compact_kv_triton(pool, table, table)
     paged_extend_triton(q, pool, 1, table, torch.tensor([0, 1, 3]), lens, 64, 0.1)
+    logits, doubles = randn(3, 4096), torch.ones(3, dtype=torch.float64)
+    choose_token_triton(logits, rows, rows, doubles, doubles, rows.bool(), torch.arange(4096))
     trees = torch.ones(2, 16, 16, dtype=torch.bool)
     for num_rows, mask in ((1, None), (16, trees)):
         queries = randn(2, num_rows, 32, 128, dtype=torch.bfloat16)
@@ -107,7 +111,7 @@ def test_every_kernel_compiles_for_an_h200_and_fits_its_shared_memory(compiled_f
     assert set(names) == {
         "_rms_norm_kernel", "_silu_mul_kernel", "_rope_kernel", "_store_kv_kernel", "_rope_store_kernel",
         "_copy_pages_kernel", "_select_last_rows_kernel", "_tree_verify_kernel", "_extend_kernel", "_verify_kernel",
-        "_merge_kernel", "_compact_kv_kernel",
+        "_merge_kernel", "_compact_kv_kernel", "_highest_kernel", "_scores_kernel", "_pick_kernel",
     }  # fmt: skip
     for name, kernel in compiled_for_h200:
         assert kernel.asm["cubin"], name
@@ -161,6 +165,8 @@ Q = torch.zeros(1, 1, 4, 8)
         ("compact_kv", lambda: compact_kv(POOL, TABLE, TABLE[:, :1])),
         ("compact_kv", lambda: compact_kv(POOL, TABLE.int(), TABLE.int())),
         ("compact_kv", lambda: compact_kv_triton(POOL, *[torch.zeros(1, 257, dtype=INT64)] * 2)),
+        ("choose_token", lambda: choose_token(randn(1, 8), ONE, ONE, ONE.double(), ONE.double(), ONE.bool(), TABLE[0])),
+        ("choose_token", lambda: choose_token(randn(1, 2), ONE, ONE, ONE.double(), ONE, ONE.bool(), TABLE[0])),
         ("paged_extend", lambda: paged_extend(Q[0], POOL, 0, TABLE, ONE, ONE, 1, 1.0)),
         ("paged_extend", lambda: paged_extend(Q, POOL, 0, TABLE, torch.tensor([0, 1]), ONE, 1, 1.0)),
     ],

@@ -2,7 +2,7 @@ import math
 
 import pytest
 import torch
-from baton.engine.noise import gumbel, seed_tensor, uniforms
+from baton.kernels.noise import gumbel, seed_tensor, uniforms
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 import torch
 from baton.engine import sampler as sampler_module
-from baton.engine.noise import gumbel, seed_tensor
 from baton.engine.request import Request
 from baton.engine.sampler import Sampler, SamplingRow, propose, sampling_rows, validate_params
 from baton.engine.sampling_params import SamplingParams
+from baton.kernels.noise import gumbel, seed_tensor
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 

@@ -5,11 +5,11 @@ from itertools import product
 
 import pytest
 import torch
-from baton.engine.noise import gumbel, seed_tensor
 from baton.engine.sampling_params import SamplingParams
 from baton.engine.speculative.draft_choice import DraftSampling
 from baton.engine.speculative.draft_shape import DraftShape
 from baton.engine.speculative.tree import ancestors, branches, grow_tree
+from baton.kernels.noise import gumbel, seed_tensor
 
 VOCAB, HIDDEN = 7, 4
 TARGET_IDS = torch.arange(VOCAB) * 3 + 1  # the draft's vocabulary is not the target's

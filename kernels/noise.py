@@ -21,9 +21,9 @@ def _signed(value: int) -> int:
     return (value + 2**63) % 2**64 - 2**63
 
 
-_GAMMA = _signed(0x9E3779B97F4A7C15)
-_MIX_1 = _signed(0xBF58476D1CE4E5B9)
-_MIX_2 = _signed(0x94D049BB133111EB)
+GAMMA = _signed(0x9E3779B97F4A7C15)
+MIX_1 = _signed(0xBF58476D1CE4E5B9)
+MIX_2 = _signed(0x94D049BB133111EB)
 
 
 def seed_tensor(seeds: Sequence[int], device: torch.device | str = "cpu") -> torch.Tensor:
@@ -36,8 +36,8 @@ def uniforms(seeds: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tens
 
     `seeds` and `positions` `[R]` int64; `token_ids` int64 `[N]`, the same for every row, or `[R, N]`.
     """
-    state = _mix_(_mix_(seeds + _GAMMA) + positions * _GAMMA)
-    steps = (token_ids + 1) * _GAMMA
+    state = _mix_(_mix_(seeds + GAMMA) + positions * GAMMA)
+    steps = (token_ids + 1) * GAMMA
     bits = _mix_(state[:, None] + (steps if steps.dim() == 2 else steps[None, :]))
     return _shift_right_(bits, 12).mul_(2).add_(1).to(torch.float64).mul_(2.0**-53)
 
@@ -50,9 +50,9 @@ def gumbel(seeds: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor
 def _mix_(bits: torch.Tensor) -> torch.Tensor:
     """The finaliser of splitmix64, in place: every output bit depends on every input bit."""
     bits ^= (bits >> 30) & ((1 << 34) - 1)
-    bits *= _MIX_1
+    bits *= MIX_1
     bits ^= (bits >> 27) & ((1 << 37) - 1)
-    bits *= _MIX_2
+    bits *= MIX_2
     bits ^= (bits >> 31) & ((1 << 33) - 1)
     return bits
 

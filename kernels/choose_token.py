@@ -1,0 +1,240 @@
+"""The likeliest token of each row, or one drawn by Gumbel-max, chosen row by row: sampling without top-k and top-p.
+
+A vocabulary is cut into splits that run side by side. Three passes: the highest logit of each split, the best score of each
+split of a row that is drawn, and the best of all splits. Noise is that of `noise`, bit for bit.
+
+Legend: R rows, V vocabulary, S splits.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .noise import GAMMA, MIX_1, MIX_2, gumbel
+from .triton_jit import cdiv, jit, jit_varying, next_power_of_2, tl
+
+# Logits of one program, and of one row's noise made at once.
+SPLIT = 2048
+
+
+def choose_token_reference(
+    logits: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    temperature: torch.Tensor,
+    min_p: torch.Tensor,
+    is_drawn: torch.Tensor,
+    token_ids: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The definition; no look at the host."""
+    highest, likeliest = logits.max(dim=1)  # a NaN in the row comes out as the highest
+    scaled = (logits.double() - highest.double()[:, None]) / temperature[:, None]
+    scores = gumbel(seeds, positions, token_ids) + scaled
+    # log 0 is -inf: a row without min_p loses nothing.
+    scores = scores.masked_fill(scaled < min_p.log()[:, None], float("-inf"))
+    is_bad = ~torch.isfinite(highest)
+    return torch.where(is_drawn, scores.argmax(dim=1), likeliest).masked_fill(is_bad, 0), is_bad
+
+
+@jit
+def _mixed(b_bits: tl.tensor, MIX_1: tl.constexpr, MIX_2: tl.constexpr) -> tl.tensor:
+    """The finaliser of splitmix64; `>>` on signed integers copies the sign down, which the masks undo."""
+    b_bits = b_bits ^ ((b_bits >> 30) & ((1 << 34) - 1))
+    b_bits = b_bits * MIX_1
+    b_bits = b_bits ^ ((b_bits >> 27) & ((1 << 37) - 1))
+    b_bits = b_bits * MIX_2
+    return b_bits ^ ((b_bits >> 31) & ((1 << 33) - 1))
+
+
+@jit_varying("vocab_size", "num_splits", "row_stride")
+def _highest_kernel(
+    p_logits: tl.tensor,
+    p_highest: tl.tensor,
+    p_likeliest: tl.tensor,
+    vocab_size: tl.tensor,
+    num_splits: tl.tensor,
+    row_stride: tl.tensor,
+    SPLIT: tl.constexpr,
+) -> None:
+    # program (row, split); NaN counts as the highest of all, as infinity does: neither is finite
+    i_row = tl.program_id(0).to(tl.int64)
+    i_token = tl.program_id(1) * SPLIT + tl.arange(0, SPLIT)
+    m_token = i_token < vocab_size
+    b_logits = tl.load(p_logits + i_row * row_stride + i_token, mask=m_token, other=float("-inf"))
+    b_logits = tl.where(b_logits == b_logits, b_logits, float("inf"))
+    highest = tl.max(b_logits, axis=0)
+    o_out = i_row * num_splits + tl.program_id(1)
+    tl.store(p_highest + o_out, highest)
+    tl.store(p_likeliest + o_out, tl.min(tl.where((b_logits == highest) & m_token, i_token, vocab_size), axis=0))
+
+
+@jit_varying("vocab_size", "num_splits", "row_stride")
+def _scores_kernel(
+    p_logits: tl.tensor,
+    p_highest: tl.tensor,
+    p_likeliest: tl.tensor,
+    p_score: tl.tensor,
+    p_seeds: tl.tensor,
+    p_positions: tl.tensor,
+    p_temperature: tl.tensor,
+    p_min_p: tl.tensor,
+    p_is_drawn: tl.tensor,
+    p_token_ids: tl.tensor,
+    vocab_size: tl.tensor,
+    num_splits: tl.tensor,
+    row_stride: tl.tensor,
+    GAMMA: tl.constexpr,
+    MIX_1: tl.constexpr,
+    MIX_2: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr,
+) -> None:
+    # program (row, split); overwrites the split's likeliest token by its best where the row is drawn
+    i_row = tl.program_id(0).to(tl.int64)
+    if tl.load(p_is_drawn + i_row) == 0:
+        return
+    i_split = tl.arange(0, BLOCK_SPLITS)
+    m_split = i_split < num_splits
+    b_highest = tl.load(p_highest + i_row * num_splits + i_split, mask=m_split, other=float("-inf"))
+    highest = tl.max(b_highest, axis=0)
+    is_bad = (highest == float("inf")) | (highest == float("-inf"))  # whatever is chosen there means nothing
+    highest = tl.where(is_bad, 0.0, highest).to(tl.float64)
+    i_token = tl.program_id(1) * SPLIT + tl.arange(0, SPLIT)
+    m_token = i_token < vocab_size
+    b_logits = tl.load(p_logits + i_row * row_stride + i_token, mask=m_token, other=0.0).to(tl.float64)
+    b_scaled = (b_logits - highest) / tl.load(p_temperature + i_row)
+    position = tl.load(p_positions + i_row)
+    state = _mixed(_mixed(tl.load(p_seeds + i_row) + GAMMA, MIX_1, MIX_2) + position * GAMMA, MIX_1, MIX_2)
+    b_ids = tl.load(p_token_ids + i_token, mask=m_token, other=0)
+    b_bits = (_mixed(state + (b_ids + 1) * GAMMA, MIX_1, MIX_2) >> 12) & ((1 << 52) - 1)
+    b_uniform = (b_bits * 2 + 1).to(tl.float64) * 1.1102230246251565e-16  # 2**-53
+    b_score = -tl.log(-tl.log(b_uniform)) + b_scaled
+    min_p = tl.load(p_min_p + i_row)
+    lowest = tl.where(min_p > 0, tl.log(tl.where(min_p > 0, min_p, 1.0)), float("-inf"))
+    b_score = tl.where(m_token & (b_scaled >= lowest), b_score, float("-inf"))
+    best = tl.max(b_score, axis=0)
+    o_out = i_row * num_splits + tl.program_id(1)
+    tl.store(p_score + o_out, best)
+    tl.store(p_likeliest + o_out, tl.min(tl.where((b_score == best) & m_token, i_token, vocab_size), axis=0))
+
+
+@jit_varying("num_splits")
+def _pick_kernel(
+    p_highest: tl.tensor,
+    p_likeliest: tl.tensor,
+    p_score: tl.tensor,
+    p_is_drawn: tl.tensor,
+    p_tokens: tl.tensor,
+    p_is_bad: tl.tensor,
+    num_splits: tl.tensor,
+    BLOCK_SPLITS: tl.constexpr,
+) -> None:
+    i_row = tl.program_id(0).to(tl.int64)
+    i_split = tl.arange(0, BLOCK_SPLITS)
+    m_split = i_split < num_splits
+    o_split = i_row * num_splits + i_split
+    b_highest = tl.load(p_highest + o_split, mask=m_split, other=float("-inf"))
+    highest = tl.max(b_highest, axis=0)
+    is_bad = (highest == float("inf")) | (highest == float("-inf"))
+    b_score = b_highest.to(tl.float64)
+    if tl.load(p_is_drawn + i_row) != 0:
+        b_score = tl.load(p_score + o_split, mask=m_split, other=float("-inf"))
+    best = tl.max(b_score, axis=0)
+    split = tl.min(tl.where((b_score == best) & m_split, i_split, num_splits - 1), axis=0)
+    token = tl.load(p_likeliest + i_row * num_splits + split, mask=~is_bad, other=0)
+    tl.store(p_tokens + i_row, token.to(tl.int64))
+    tl.store(p_is_bad + i_row, is_bad.to(tl.int8))
+
+
+def choose_token_triton(
+    logits: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    temperature: torch.Tensor,
+    min_p: torch.Tensor,
+    is_drawn: torch.Tensor,
+    token_ids: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Launch on `logits` float32 `[R, V]` (rows dense) and the rest as of `choose_token`.
+
+    Raises ValueError when shapes or dtypes do not fit.
+    """
+    _check(logits, (seeds, positions), (temperature, min_p), is_drawn, token_ids)
+    num_rows, vocab_size = logits.shape
+    tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    is_bad = torch.empty(num_rows, dtype=torch.bool, device=logits.device)
+    if num_rows == 0:
+        return tokens, is_bad
+    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    num_splits = cdiv(vocab_size, SPLIT)
+    highest, likeliest, score = (
+        torch.empty((num_rows, num_splits), dtype=dtype, device=logits.device)
+        for dtype in (torch.float32, torch.int32, torch.float64)
+    )
+    drawn, grid, blocks = is_drawn.contiguous().view(torch.uint8), (num_rows, num_splits), next_power_of_2(num_splits)
+    found = (highest, likeliest)
+    sizes = (vocab_size, num_splits, logits.stride(0))
+    _highest_kernel[grid](logits, *found, *sizes, SPLIT=SPLIT, num_warps=4)
+    _scores_kernel[grid](
+        logits,
+        *found,
+        score,
+        seeds.contiguous(),
+        positions.contiguous(),
+        temperature.contiguous(),
+        min_p.contiguous(),
+        drawn,
+        token_ids,
+        *sizes,
+        GAMMA=GAMMA,
+        MIX_1=MIX_1,
+        MIX_2=MIX_2,
+        SPLIT=SPLIT,
+        BLOCK_SPLITS=blocks,
+        num_warps=8,
+    )
+    _pick_kernel[(num_rows,)](
+        *found, score, drawn, tokens, is_bad.view(torch.uint8), num_splits, BLOCK_SPLITS=blocks, num_warps=1
+    )
+    return tokens, is_bad
+
+
+def _check(
+    logits: torch.Tensor,
+    integers: tuple[torch.Tensor, ...],
+    reals: tuple[torch.Tensor, ...],
+    is_drawn: torch.Tensor,
+    token_ids: torch.Tensor,
+) -> None:
+    num_rows = logits.shape[:1]
+    rows = [*((x, torch.int64) for x in integers), *((x, torch.float64) for x in reals), (is_drawn, torch.bool)]
+    fits = all(x.shape == num_rows and x.dtype == dtype for x, dtype in rows)
+    is_listed = token_ids.dtype == torch.int64 and token_ids.shape == logits.shape[1:] and token_ids.is_contiguous()
+    if logits.dim() != 2 or logits.dtype != torch.float32 or not logits.shape[1] or not fits or not is_listed:
+        raise ValueError(
+            f"choose_token: logits {tuple(logits.shape)} {logits.dtype} with token_ids {tuple(token_ids.shape)} and rows "
+            f"{[(tuple(x.shape), x.dtype) for x, _ in rows]}; expected float32 [R, V], int64 [V], and seeds and positions "
+            "int64, temperature and min_p float64, is_drawn bool, [R] each"
+        )
+
+
+def choose_token(
+    logits: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    temperature: torch.Tensor,
+    min_p: torch.Tensor,
+    is_drawn: torch.Tensor,
+    token_ids: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """An index into the vocabulary for each row, int64 `[R]`, and whether its logits are not finite, bool `[R]`: a NaN,
+    +inf, or nothing above -inf; the index is 0 there.
+
+    `logits` float32 `[R, V]`; `seeds`, `positions` int64 `[R]`; `temperature` above 0, `min_p` float64 `[R]`; `is_drawn`
+    bool `[R]`: False takes the highest logit, of equals the first; `token_ids` int64 `[V]`: whose noise each entry has.
+    Raises ValueError when shapes or dtypes do not fit.
+    """
+    if logits.is_cuda:
+        return choose_token_triton(logits, seeds, positions, temperature, min_p, is_drawn, token_ids)
+    _check(logits, (seeds, positions), (temperature, min_p), is_drawn, token_ids)
+    return choose_token_reference(logits, seeds, positions, temperature, min_p, is_drawn, token_ids)
