@@ -27,6 +27,7 @@ from .speculative.draft_graphs import DraftExtendGraphs, DraftLoopGraphs, DraftP
 from .speculative.draft_shape import DraftShape
 from .speculative.draft_worker import DraftWorker
 from .speculative.tree_graphs import TreeLoopGraphs
+from .step_self_test import StepSelfTest
 from .target_graphs import PrefillGraphs, TargetGraphs, VerifyGraphs
 
 logger = logging.getLogger(__name__)
@@ -116,12 +117,17 @@ class GraphSet:
         pool = steps.body.runner.pool
         steps.capture(self.pool, batch_buckets(min(steps.max_requests, pool.num_pages - 1)))
 
-    def self_test(self, runner: ModelRunner, drafter: DraftWorker | None, max_context: int) -> None:
+    def self_test(
+        self, runner: ModelRunner, drafter: DraftWorker | None, max_context: int, steps: DeviceSteps | None = None
+    ) -> None:
         """Drop every graph that differs from the eager path; leaves the KV pools as they were, zeros."""
-        test = SelfTest(runner, drafter, max_context)
-        dropped = test.run()
+        tests: list[SelfTest | StepSelfTest] = [SelfTest(runner, drafter, max_context)]
+        if steps is not None:
+            tests.append(StepSelfTest(steps))
+        dropped = sum(test.run() for test in tests)
         self.pool.forget_replays()
-        logger.info("graph self-test: %d replays compared, %d graphs dropped", test.num_compared, dropped)
+        compared = sum(test.num_compared for test in tests)
+        logger.info("graph self-test: %d replays compared, %d graphs dropped", compared, dropped)
 
     def log_report(self) -> None:
         """One line per kind: how many, which, what they cost."""

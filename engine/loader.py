@@ -300,7 +300,7 @@ class EngineLoader:
             else:
                 graphs.capture_prefill(engine.runner, config.chunk_size or min(WHOLE_PROMPT_TOKENS, self._max_context))
             if config.graph_self_test:
-                graphs.self_test(engine.runner, engine.drafter, self._max_context)
+                graphs.self_test(engine.runner, engine.drafter, self._max_context, engine.steps)
             graphs.log_report()
         self.lifecycle.advance(Phase.CAPTURED)
 

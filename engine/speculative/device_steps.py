@@ -46,7 +46,7 @@ class DeviceSteps:
         self.kinds = tuple(kinds)
         self.max_requests = max_requests
         device = body.state.device
-        self._slots = torch.zeros(max_requests, dtype=torch.int64, device=device)
+        self.slots = torch.zeros(max_requests, dtype=torch.int64, device=device)
         self._told: tuple[int, ...] = ()
         is_cuda, width = device.type == "cuda", max(kind.report_width for kind in self.kinds)
         self._hosts = [
@@ -58,7 +58,7 @@ class DeviceSteps:
             for _ in range(UNREAD_STEPS)
         ]
         self._num_launched = 0
-        self._families: dict[StepKind, GraphFamily[ReplayContext, torch.Tensor]] = {}
+        self.families: dict[StepKind, GraphFamily[ReplayContext, torch.Tensor]] = {}
         self._frozen: torch.Tensor | None = None  # the draft states that graphs read
 
     def capture(self, graphs: GraphPool, buckets: Sequence[int]) -> None:
@@ -69,16 +69,16 @@ class DeviceSteps:
             limits = GraphLimits(is_by_token=False, rows=kind.shape.num_nodes, hidden=captured_mode(runner.model))
             name = GraphKind.RANKED_STEP if kind.is_ranked else GraphKind.DECODE_STEP
             family: GraphFamily[ReplayContext, torch.Tensor] = GraphFamily(graphs, name, buckets, limits)
-            self._families[kind] = family
+            self.families[kind] = family
 
             def forward(bucket: int, _: Breaks[ReplayContext], kind: StepKind = kind) -> torch.Tensor:
-                return self.body.run(self._slots[:bucket], kind)
+                return self.body.run(self.slots[:bucket], kind)
 
             family.capture(forward, lambda bucket: ReplayContext(num_rows=bucket), self._parameters)
 
     def launch(self, slots: tuple[int, ...], kind: StepKind) -> Report:
         """Step the requests in `slots`, behind everything launched before; returns at once where the device is one."""
-        self._tell(slots)
+        self.tell(slots)
         values, path = self._run(len(slots), kind)
         index = self._num_launched % UNREAD_STEPS
         self._num_launched += 1
@@ -89,19 +89,19 @@ class DeviceSteps:
         return Report(self._arrays[index][:num_values].reshape(values.shape), event, path)
 
     def _run(self, count: int, kind: StepKind) -> tuple[torch.Tensor, str]:
-        family = self._families.get(kind)
+        family = self.families.get(kind)
         if family is not None:
             shape = BatchShape(size=count, rows=kind.shape.num_nodes)
             decision = family.decide(shape)
             if decision.is_graph and self._is_fresh():
                 return family.replay(decision, ReplayContext(num_rows=count))[:count], "graph"
-        return self.body.run(self._slots[:count], kind), "eager"
+        return self.body.run(self.slots[:count], kind), "eager"
 
-    def _tell(self, slots: tuple[int, ...]) -> None:
+    def tell(self, slots: tuple[int, ...]) -> None:
         """The device's list of slots, filled up with the padding slot."""
         if slots != self._told:
             listed = torch.tensor([*slots, *[0] * (self.max_requests - len(slots))], dtype=torch.int64)
-            self._slots.copy_(self.body.state.to_device(listed))
+            self.slots.copy_(self.body.state.to_device(listed))
             self._told = slots
 
     def _is_fresh(self) -> bool:
@@ -109,7 +109,7 @@ class DeviceSteps:
         drafter = self.body.drafter
         is_fresh = drafter is None or drafter.states.hidden is self._frozen
         if not is_fresh:
-            family = next(iter(self._families.values()))
+            family = next(iter(self.families.values()))
             family.pool.count_fallback(family.kind, FallbackReason.BATCH_OVER_PLANNED)
         return is_fresh
 

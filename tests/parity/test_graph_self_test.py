@@ -6,8 +6,10 @@ from baton.engine.config import EngineConfig
 from baton.engine.graph_self_test import SelfTest
 from baton.engine.loader import EngineLoader
 from baton.engine.sampling_params import SamplingParams
+from baton.engine.step_self_test import StepSelfTest
 from baton.tests.parity.eagle3_engine import Engine
 from baton.tests.parity.graph_engine import capture, with_graphs
+from baton.tests.parity.overlap_engine import overlapped, run_ahead
 from baton.tests.parity.toy_engine import ToyEngine, random_ids
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -79,3 +81,26 @@ def test_without_self_test_nothing_is_compared(target, monkeypatch):
     for _, run in loader.phases():
         run()
     assert loader.engine().graph_counts["decode"] == 2
+
+
+@pytest.mark.parametrize("shape", [(3, 1, 0), (2, 2, 7)], ids=["chain", "tree"])
+def test_the_self_test_drops_step_graphs_that_differ_and_leaves_no_trace(target, head, shape, caplog):
+    steps, topk, tokens = shape
+    engines = [Engine(target, head, steps=steps, topk=topk, tokens=tokens) for _ in range(2)]
+    decoder = overlapped(engines[0], graphs=True)
+    states = engines[0].drafter.states
+    test = StepSelfTest(decoder.steps)
+    assert test.run() == 0
+    assert test.num_compared > 8
+    for pool in (engines[0].runner.pool, engines[0].drafter.pool):
+        assert not pool.kv.any()
+    assert (decoder.steps.body.state.num_open, states.num_open, bool(states.logits.any())) == (0, 0, False)
+    for engine in engines:  # what the graphs read is no longer what the model has
+        engine.runner.model.layers[7].mlp.down.weight = engine.runner.model.layers[7].mlp.down.weight * 3
+    num_graphs = sum(len(family.captured) for family in decoder.steps.families.values())
+    assert StepSelfTest(decoder.steps).run() == num_graphs > 8
+    assert "decode_step 1 differs from the eager path" in caplog.text
+    prompts = [[5, 9, 200], [17]]
+    requests = [engines[0].prefill(prompt, GREEDY) for prompt in prompts]
+    assert {result.path for result in run_ahead(engines[0], requests)} == {"eager"}
+    assert [request.output_ids for request in requests] == engines[1].generate(prompts, GREEDY)
