@@ -21,9 +21,6 @@ from .keyring import Curve
 CONTROL_MAX_FRAME = 1 << 20
 CONTROL_HIGH_WATER = 64
 BULK_HIGH_WATER = 8
-# libzmq tells who sends of free places in halves only: at a pull window of 8 a queue of 8 is full again and again, and who
-# finds it full comes back a millisecond later. What waits here is bounded by the pull window.
-BULK_SEND_HIGH_WATER = 16
 BULK_FRAME_SLACK = 4096  # a bulk socket's frames are one block or a small message
 LINGER_MS = 200
 CURVE_FRAME_SLACK = 64  # an encrypted frame is 33 bytes longer than what it holds

@@ -6,9 +6,11 @@ MAX_REPULLS times each block that is overdue. A peer that says nothing at all fo
 leaves that unanswered for `ANSWER_S` it is gone: its I/O thread answers whatever its forwards do.
 """
 
-from ..cluster.ciphers import AES_128_GCM
+from msgspec.structs import replace
+
+from ..cluster.ciphers import AES_128_GCM, CURVE
 from ..cluster.errors import HandshakeRefused
-from ..cluster.messages import Announce, Attach, KVHello, KVWelcome, Pull
+from ..cluster.messages import Announce, Attach, KVHello, KVRefused, KVWelcome, Pull
 from .layout import KVLayout, agree
 from .seal import Opener
 from .session import MAX_REPULLS, InFlight, Peer, ReceiverRoom, ReceiverState, Send
@@ -89,6 +91,17 @@ class Pair:
         if self.is_greeted(welcome.instance) and welcome.cipher != self.cipher:
             raise HandshakeRefused(f"prefill changed the cipher from {self.cipher} to {welcome.cipher}")
         self.instance, self.layout, self.cipher = welcome.instance, KVLayout(common), welcome.cipher
+
+    def fall_back(self) -> KVRefused | None:
+        """Nobody answers at the port for sealed blocks: from here on they shall come over the CURVE link. Where ours must be
+        sealed, what prefill might as well have said.
+        """
+        if CURVE not in self._hello.ciphers:
+            reason = f"its port for blocks does not answer, and --kv-cipher {self.cipher} takes them from nowhere else"
+            return KVRefused(instance=self.instance, reason=reason)
+        self._hello = replace(self._hello, ciphers=(CURVE,))
+        self.instance = ""  # what was agreed is void
+        return None
 
     def take_key(self, room: ReceiverRoom, announce: Announce) -> None:
         """The key of sealed blocks comes with the news of the first ones. Raises RemoteProtocolError when it does not."""

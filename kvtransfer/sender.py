@@ -272,10 +272,10 @@ class SenderSession:
         except LocalProtocolError as error:
             self.counters.unexpected += 1
             return [self._abort(peer, attach.room, attach.epoch, str(error))]
-        if known.stream is None or known.stream != stream:
+        is_sealed = greeted.cipher == AES_128_GCM
+        if known.stream != stream or (known.sealer is not None) != is_sealed:
             known.num_pulled = 0
             known.lease.renew(now)
-            is_sealed = greeted.cipher == AES_128_GCM
             known.sealer = Sealer(self._random_bytes(KEY_BYTES)) if is_sealed else None
         known.peer, known.peer_instance, known.stream = peer, attach.instance, stream
         known.move(SenderState.ATTACHED)

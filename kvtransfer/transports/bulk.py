@@ -23,7 +23,6 @@ from ...cluster.messages import KVWelcome
 from ...cluster.security import HANDSHAKE_FAILURES, Doorway, DropLog, Sparingly, Watch, failure_text, user_of
 from ...cluster.sockets import (
     BULK_HIGH_WATER,
-    BULK_SEND_HIGH_WATER,
     CONTROL_HIGH_WATER,
     Socket,
     bind,
@@ -42,6 +41,7 @@ MAX_FRAME = 1024  # of what decode says: ZeroMQ's own handshake, and an empty me
 MAX_PEERS = 1024
 MESSAGES_PER_TURN = 64
 JOIN = b""
+JOIN_S = 2.0  # from a ticket to a connection that stands; as long as a handshake may take
 
 
 def bulk_endpoint(endpoint: str, port: int) -> str:
@@ -49,6 +49,11 @@ def bulk_endpoint(endpoint: str, port: int) -> str:
     if endpoint.startswith("ipc://"):
         return f"{endpoint}.bulk"
     return f"{endpoint.rpartition(':')[0]}:{port}"
+
+
+def bulk_lane(peer: Peer) -> str:
+    """Where a peer's blocks wait when they have a connection of their own."""
+    return f"{peer}.bulk"
 
 
 class BulkPort:
@@ -63,7 +68,7 @@ class BulkPort:
             context,
             zmq.ROUTER,
             max_frame=MAX_FRAME,
-            high_water=BULK_SEND_HIGH_WATER,
+            high_water=BULK_HIGH_WATER,
             receive_high_water=CONTROL_HIGH_WATER,
             ticket="",
         )
@@ -204,6 +209,8 @@ class BulkLinks:
         self._poller = poller
         self._max_frame = max_frame
         self._sparingly = Sparingly(clock=clock)
+        self._clock = clock
+        self._awaited: dict[Peer, float] = {}  # who must have joined, and when at the latest
         self._links: dict[Peer, BulkLink] = {}
 
     def __repr__(self) -> str:
@@ -225,6 +232,23 @@ class BulkLinks:
         """Whether a link has something to say that was not taken yet."""
         return any(link.must_join for link in self._links.values())
 
+    @property
+    def join_by(self) -> float | None:
+        """When `overdue` has something to say, unless what it waits for happens before."""
+        return min(self._awaited.values(), default=None)
+
+    def overdue(self) -> list[Peer]:
+        """Peers at whose port nobody has answered for `JOIN_S`; each is told once."""
+        now = self._clock()
+        for peer in [peer for peer in self._awaited if peer in self._links and self._links[peer].is_joined]:
+            del self._awaited[peer]
+        late = [peer for peer, by in self._awaited.items() if now >= by]
+        for peer in late:
+            del self._awaited[peer]
+            endpoint = split_key(peer)[0]
+            logger.warning("prefill's port for blocks does not answer", extra=fields(endpoint=endpoint, waited_s=JOIN_S))
+        return late
+
     def open(self, peer: Peer, welcome: KVWelcome) -> None:
         """Uses the Welcome's ticket, unless there is none or the link stands."""
         if not welcome.bulk_ticket or peer in self._links:
@@ -236,6 +260,7 @@ class BulkLinks:
             logger.warning("no link for prefill's blocks", extra=fields(endpoint=endpoint, reason=str(error)))
             return
         self._links[peer] = link
+        self._awaited.setdefault(peer, self._clock() + JOIN_S)
         for pollable in link.pollables():
             self._poller.register(pollable, zmq.POLLIN)
         logger.info("kv link opened", extra=fields(endpoint=endpoint, cipher=welcome.cipher))
@@ -248,6 +273,11 @@ class BulkLinks:
             reason = failure_text(event, value)
             logger.warning("no link for prefill's blocks", extra=fields(endpoint=split_key(peer)[0], reason=reason))
         return event == zmq.EVENT_DISCONNECTED
+
+    def forget(self, peer: Peer) -> None:
+        """Nothing is awaited of it any more. Idempotent."""
+        self._awaited.pop(peer, None)
+        self.close(peer)
 
     def close(self, peer: Peer) -> None:
         """Idempotent."""

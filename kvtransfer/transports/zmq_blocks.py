@@ -26,7 +26,6 @@ from ...cluster.security import HANDSHAKE_FAILURES, Authenticator, Doorway, Spar
 from ...cluster.sockets import (
     BULK_FRAME_SLACK,
     BULK_HIGH_WATER,
-    BULK_SEND_HIGH_WATER,
     CONTROL_HIGH_WATER,
     TOO_LONG,
     Socket,
@@ -45,7 +44,7 @@ from ..memory import Payload
 from ..seal import TAG_BYTES
 from ..session import LEASE_S, WINDOW, Peer, Send, SendBlock
 from ..transport import Lost, Planes, PullRequest
-from .bulk import BulkLink, BulkLinks, BulkPort
+from .bulk import BulkLink, BulkLinks, BulkPort, bulk_lane
 from .polling import Polling
 from .shm import SLAB_BYTES
 
@@ -102,7 +101,7 @@ class ZmqBlocksSender(SenderEndpoint, Polling[Send | SendBlock]):
             context,
             zmq.ROUTER,
             max_frame=KV_MAX_BYTES,
-            high_water=BULK_SEND_HIGH_WATER,
+            high_water=BULK_HIGH_WATER,
             receive_high_water=CONTROL_HIGH_WATER,
             curve=keyring.called() if keyring is not None else None,
         )
@@ -154,7 +153,7 @@ class ZmqBlocksSender(SenderEndpoint, Polling[Send | SendBlock]):
             return
         self._doorway.read()
         if self._bulk is not None:
-            self._blocked.difference_update(_bulk_lane(peer) for peer in self._bulk.read())
+            self._blocked.difference_update(bulk_lane(peer) for peer in self._bulk.read())
         for _ in range(MESSAGES_PER_SOCKET):
             parts = recv_parts(self._socket, 3, 2 * KV_MAX_BYTES)
             if parts is None:
@@ -163,7 +162,11 @@ class ZmqBlocksSender(SenderEndpoint, Polling[Send | SendBlock]):
                 self.session.counters.malformed += 1
                 self._drop_log.say("", TOO_LONG)
                 continue
-            self._receive_frames(parts[0].bytes.hex(), [part.buffer for part in parts[1:]])
+            peer = parts[0].bytes.hex()
+            # Decode speaks when it has taken blocks, so there is room again. libzmq tells of free places in halves of a
+            # queue: at a window of its length, who waited for the next try instead would sleep in every window.
+            self._blocked.difference_update((peer, bulk_lane(peer)))
+            self._receive_frames(peer, [part.buffer for part in parts[1:]])
         self._work()
 
     def _admit(self, peer: Peer, welcome: KVWelcome) -> KVWelcome:
@@ -174,12 +177,12 @@ class ZmqBlocksSender(SenderEndpoint, Polling[Send | SendBlock]):
     def _lane(self, item: Send | SendBlock) -> str:
         """Blocks that wait for their own connection hold nothing else up."""
         has_bulk = self._bulk is not None and self._bulk.serves(item.peer)
-        return _bulk_lane(item.peer) if has_bulk and isinstance(item, SendBlock) else item.peer
+        return bulk_lane(item.peer) if has_bulk and isinstance(item, SendBlock) else item.peer
 
     def _peer_lost(self, peer: Peer) -> None:
         super()._peer_lost(peer)
-        self._outbox.pop(_bulk_lane(peer), None)
-        self._blocked.discard(_bulk_lane(peer))
+        self._outbox.pop(bulk_lane(peer), None)
+        self._blocked.discard(bulk_lane(peer))
         if self._bulk is not None:
             self._bulk.forget(peer)
 
@@ -252,10 +255,8 @@ class ZmqBlocksReceiver(ReceiverEndpoint, Polling[Send]):
 
     def next_deadline(self, now: float) -> float | None:
         """When `poll` must be called at the latest; None when only a message can bring news."""
-        deadline = super().next_deadline(now)
-        if self._bulk.must_join:
-            return now + RETRY_S if deadline is None else min(deadline, now + RETRY_S)
-        return deadline
+        times = [super().next_deadline(now), self._bulk.join_by, now + RETRY_S if self._bulk.must_join else None]
+        return min((at for at in times if at is not None), default=None)
 
     def close(self) -> None:
         if self._is_open:
@@ -274,6 +275,8 @@ class ZmqBlocksReceiver(ReceiverEndpoint, Polling[Send]):
             self._take_in(peer, watch.read())
         for peer, bulk in self._bulk.items():
             self._turn_bulk(peer, bulk)
+        for peer in self._bulk.overdue():
+            self._fall_back(peer)
         if self._is_open:
             self._work()
 
@@ -315,6 +318,14 @@ class ZmqBlocksReceiver(ReceiverEndpoint, Polling[Send]):
         if broken and self._bulk.has(peer, bulk) and self._bulk.lost(peer, broken):
             pair = self.session.pair_of(peer)  # whose next Welcome brings another ticket
             self._perform([] if pair is None else [pair.hello(self._clock())])
+
+    def _fall_back(self, peer: Peer) -> None:
+        """Over another connection, with which prefill agrees anew, the peer's blocks come as messages or not at all."""
+        self._close_link(peer)
+        pair, now = self.session.pair_of(peer), self._clock()
+        if pair is not None:
+            refusal = pair.fall_back()
+            self._perform(self.session.receive(peer, refusal, now) if refusal else self.session.link_lost(peer, now))
 
     def _receive_bulk(self, peer: Peer, frames: Sequence[memoryview]) -> None:
         """A message that anybody may have sent: only a block is taken, and only if it is the one that was asked for."""
@@ -377,7 +388,7 @@ class ZmqBlocksReceiver(ReceiverEndpoint, Polling[Send]):
 
     def _close_link(self, peer: Peer) -> None:
         super()._close_link(peer)
-        self._bulk.close(peer)
+        self._bulk.forget(peer)
         link = self._links.pop(peer, None)
         if link is not None:
             watch = self._watches.pop(peer)
@@ -385,7 +396,3 @@ class ZmqBlocksReceiver(ReceiverEndpoint, Polling[Send]):
             self._poller.unregister(watch.socket)
             watch.close()
             link.close()
-
-
-def _bulk_lane(peer: Peer) -> str:
-    return f"{peer}.bulk"

@@ -1,6 +1,7 @@
 """The connection of its own that sealed blocks take: what crosses it, who gets in, and what strangers can do there."""
 
 import contextlib
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -12,6 +13,7 @@ from baton.cluster.codec import encode
 from baton.cluster.keyring import split_key
 from baton.cluster.sockets import make_socket
 from baton.kvtransfer.transport import Complete, Landed, Lost
+from baton.kvtransfer.transports import bulk
 from baton.kvtransfer.transports.bulk import bulk_endpoint
 from baton.tests.cluster.keyed_peers import Hosts, answer, raw_send, say
 from baton.tests.cluster.relay import Relay
@@ -144,6 +146,42 @@ def test_prefill_without_a_way_to_decode_keeps_announcing_and_the_room_ends_with
     assert "pulling" in lost.reason, "announcements got through"
     assert not [event for event in pair.events if isinstance(event, Landed)]
     pair.close()
+
+
+def test_where_nobody_answers_at_the_port_for_blocks_they_come_over_the_curve_link(new_pair, monkeypatch):
+    monkeypatch.setattr(bulk, "JOIN_S", 0.3)
+    pair = new_pair()
+    pair.sender._bulk.port = 1  # nobody listens there
+    assert isinstance(pair.hand_off(), Complete)
+    assert has_landed(pair)
+    (known,) = (pair.receiver.session.pair_of(peer) for peer in pair.receiver._links)
+    assert known.cipher == CURVE
+    assert links_of(pair) == []
+    assert isinstance(pair.hand_off(), Complete), "the next room comes that way at once"
+    assert pair.receiver.counters["digest_mismatches"] == 0
+
+
+def test_where_nobody_answers_and_blocks_must_be_sealed_rooms_end_with_the_reason(new_pair, monkeypatch):
+    monkeypatch.setattr(bulk, "JOIN_S", 0.3)
+    pair = new_pair(ciphers=(AES_128_GCM,), decode_ciphers=(AES_128_GCM,))
+    pair.sender._bulk.port = 1
+    lost = pair.hand_off()
+    assert isinstance(lost, Lost)
+    assert lost.kind == "HandshakeRefused"
+    assert "port for blocks does not answer, and --kv-cipher aes-128-gcm" in lost.reason
+    assert not has_landed(pair)
+
+
+def test_a_port_for_blocks_that_answers_stays_in_use(new_pair, monkeypatch):
+    """Whoever joined in time is not given up when the time is over."""
+    monkeypatch.setattr(bulk, "JOIN_S", 0.3)
+    pair = new_pair()
+    assert isinstance(pair.hand_off(), Complete)
+    (link,) = links_of(pair)
+    began = time.monotonic()
+    pair.turn(lambda _: [True] if time.monotonic() - began > 0.5 else [])
+    assert links_of(pair) == [link]
+    assert pair.receiver._bulk.join_by is None
 
 
 # --- who gets in ------------------------------------------------------------------------------------------------------
