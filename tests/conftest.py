@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).resolve().parent
+MATRIX = "gpu/test_path_matrix.py"  # its ids begin with the four fields that say which engine
 # Tests that wait for real processes and sockets: one at a time, so that their deadlines hold beside one that computes.
 WAITING = ("cluster", "faults", "parity/test_cluster_tokens.py")
 
@@ -19,7 +20,8 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
-    """Files in the order of their collection, each in one process; those of WAITING come first, all in one process.
+    """Files in the order of their collection, each in one process; those of WAITING come first, all in one process, and the
+    matrix of paths on a device goes by engine.
 
     The dist mode `loadgroup` would be the documented way, but the marks of pytest-xdist 3.8 get lost in pytest 9.
     """
@@ -27,7 +29,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
 
     class Files(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            path = nodeid.split("::")[0].removeprefix("tests/")
+            path, _, test = nodeid.removeprefix("tests/").partition("::")
+            if path == MATRIX:
+                return "-".join(test.partition("[")[2].split("-")[:4])
             return "processes" if path.startswith(WAITING) else path
 
     config.option.loadscopereorder = False  # it would begin with the files of the most tests

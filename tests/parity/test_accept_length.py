@@ -1,4 +1,8 @@
-"""How much the shipped head is worth: accept length over the chats, float32, greedy, answers as long as they are."""
+"""How much the shipped head is worth: accept length over the chats, float32, greedy, answers as long as they are. It is
+the same with graphs and without, handed over and in one process.
+"""
+
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,12 +15,15 @@ from baton.engine.sampling_params import SamplingParams
 from baton.engine.speculative.draft_shape import DraftShape
 from baton.engine.speculative.spec_decoder import SpecDecoder
 from baton.tests.parity.prompts import CHATS
+from baton.tests.parity.test_cluster_tokens import assert_same
+from baton.tests.sim.worker_pair import Pair, name
 
 pytestmark = pytest.mark.smollm2
 
 NUM_TOKENS = 128
 CHAIN = DraftShape.of(3)
-TREES = [DraftShape.of(3, 2, 8), DraftShape.of(3, 4, 13), DraftShape.of(4, 4, 24)]
+# What each keeps more than the chain's 2.03: 0.26, 0.52 and 0.78 in float32 on a CPU.
+TREES = {DraftShape.of(3, 2, 8): 0.2, DraftShape.of(3, 4, 13): 0.4, DraftShape.of(4, 4, 24): 0.6}
 
 
 def load(model, draft):
@@ -65,6 +72,68 @@ def prefill(engine, decoder, ids, num_tokens):
     return request
 
 
+class LargePair(Pair):
+    """Whose pages are too many to be looked at in every turn."""
+
+    def _poison(self, engine):
+        pass
+
+
+def handed_over(pair, prompts, num_tokens):
+    """`answer` by way of prefill's worker, the wire and decode's worker."""
+    decoder, batches = pair.decode.decoder, []
+    step = decoder.step
+    decoder.step = lambda requests: batches.append(len(requests)) or step(requests)
+    for i, ids in enumerate(prompts):
+        pair.send(name(i), ids, max_new_tokens=num_tokens, ignore_eos=False)
+    pair.run(turns=100_000)
+    pair.assert_nothing_is_held()
+    outputs = [pair.tokens[name(i)] for i in range(len(prompts))]
+    return sum(len(output) - 1 for output in outputs) / sum(batches), outputs
+
+
+@pytest.mark.parametrize(
+    ("chats", "num_tokens"),
+    [(slice(0, 10, 5), 18), pytest.param(slice(None), NUM_TOKENS, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])],
+    ids=["the beginnings of two chats", "all chats"],
+)
+def test_graphs_and_the_hand_off_change_neither_accept_length_nor_tokens_which_are_those_of_transformers(
+    smollm2_dir, eagle3_dir, smollm2_tokenizer, reference_greedy, record_property, chats, num_tokens
+):
+    prompts = [prompt.token_ids(smollm2_tokenizer) for prompt in CHATS[chats]]
+    needed = [len(ids) + num_tokens + CHAIN.spare_slots for ids in prompts]
+    count = min(len(prompts), 4)
+    pair = LargePair(
+        smollm2_dir, eagle3_dir, page_size=16, pages=sum(-(-tokens // 16) for tokens in needed),
+        max_context=max(needed), chunk_size=32, max_running=count, captured={"chunk_size": 32, "max_running": count},
+        graphs=True, graph_self_test=False,
+    )  # fmt: skip
+    engine, found = pair.decode.engine, {}
+
+    def answer_in_turns():
+        parts = [answer(engine, prompts[i : i + count], num_tokens=num_tokens) for i in range(0, len(prompts), count)]
+        outputs = [output for _, some in parts for output in some]
+        num_steps = sum((sum(map(len, some)) - len(some)) / length for length, some in parts)
+        return (sum(map(len, outputs)) - len(outputs)) / num_steps, outputs
+
+    found["graphs"] = answer_in_turns()
+    counters = engine.graph_counters
+    assert all(counters[f"graph_replays_{kind}"] > 0 for kind in ("target_verify", "draft_decode", "draft_extend")), counters
+    found["handed over"] = handed_over(pair, prompts, num_tokens)
+    assert pair.prefill.stats().counters["graph_replays_target_prefill"] > 0
+    engine.runner.graphs = engine.drafter.graphs = None
+    found["eager"] = length, _ = answer_in_turns()
+    for how, (value, outputs) in found.items():
+        record_property(f"accept_length_{how}", round(value, 3))
+        print(f"accept length over {len(prompts)} chats, {how}: {value:.3f}")
+        assert abs(value - length) <= 0.01 * length
+        for prompt, output in zip(CHATS[chats], outputs, strict=True):
+            reference = reference_greedy[prompt.name]
+            compared = min(len(output), len(reference.output_ids))
+            assert_same(replace(reference, output_ids=reference.output_ids[:compared]), output[:compared])
+    assert length > 1.3
+
+
 @pytest.mark.parametrize(
     ("every", "num_tokens", "least"),
     [(4, 40, 1.4), pytest.param(1, NUM_TOKENS, 1.8, marks=pytest.mark.slow)],
@@ -87,6 +156,7 @@ def test_the_head_is_worth_what_it_should_be_and_shifted_layers_cost_visibly(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_a_tree_keeps_more_of_the_heads_drafts_than_a_chain(smollm2_dir, eagle3_dir, smollm2_tokenizer, record_property):
     engine = load(smollm2_dir, eagle3_dir)
     prompts = [prompt.token_ids(smollm2_tokenizer) for prompt in CHATS]
@@ -96,6 +166,6 @@ def test_a_tree_keeps_more_of_the_heads_drafts_than_a_chain(smollm2_dir, eagle3_
         record_property(f"accept_length_{shape.steps}_{shape.topk}_{shape.num_nodes}", round(length[shape], 3))
         print(f"accept length over 20 chats, {shape}: {length[shape]:.3f}")
     assert all(outputs[shape] == outputs[CHAIN] for shape in TREES), "drafts never change an answer"
-    ordered = [length[shape] for shape in (CHAIN, *TREES)]
-    assert ordered == sorted(ordered), "more nodes, more matches"
-    assert length[TREES[1]] > length[CHAIN] + 0.2
+    for (shape, gain), before in zip(TREES.items(), (CHAIN, *TREES), strict=False):
+        assert length[shape] > length[before], "more nodes, more matches"
+        assert length[shape] > length[CHAIN] + gain, shape

@@ -3,15 +3,14 @@
 Prefill's pages are cut into blocks, sent, checked and landed in decode's staging by the real code; the network is played.
 """
 
-from itertools import permutations
-
 import pytest
 import torch
 from baton.engine import loader
 from baton.engine.page_table import slots_for
 from baton.kvtransfer.layout import KVLayout
-from baton.tests.parity.eagle3_toys import ORACLE_IDS, ORACLE_LAYERS, head_config, head_tensors, write_head, write_oracle
+from baton.tests.parity.eagle3_toys import ORACLE_IDS, head_config, head_tensors, write_head, write_oracle
 from baton.tests.parity.feature_rows import FeatureRows
+from baton.tests.parity.test_oracle_paths import QUICK, WRONG
 from baton.tests.parity.toy_engine import random_ids
 from baton.tests.sim.worker_pair import Pair, layout, name
 
@@ -164,10 +163,6 @@ def test_m1_8_a_pair_that_does_not_agree_on_features_is_refused_and_both_workers
 
 # --- the oracle -------------------------------------------------------------------------------------------------------
 
-OTHERS = [layer for layer in range(ORACLE_LAYERS) if layer not in ORACLE_IDS]
-REPLACED = [(*ORACLE_IDS[:j], layer, *ORACLE_IDS[j + 1 :]) for j in range(len(ORACLE_IDS)) for layer in OTHERS]
-WRONG = [*REPLACED, *(ids for ids in permutations(ORACLE_IDS) if ids != ORACLE_IDS)]
-
 
 def chosen_by_side(monkeypatch, prefill_ids, decode_ids):
     """Plant: the two sides capture these layers, whatever the head's config says."""
@@ -188,7 +183,7 @@ def test_received_features_of_the_right_layers_are_believed_in_full(oracle, monk
 
 
 @pytest.mark.parametrize("has_graphs", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("ids", WRONG, ids=str)
+@pytest.mark.parametrize("ids", [pytest.param(i, id=str(i), marks=() if i in QUICK else pytest.mark.slow) for i in WRONG])
 def test_received_features_of_wrong_layers_are_not_believed_and_those_of_decode_are_judged_apart(
     oracle, monkeypatch, ids, has_graphs
 ):

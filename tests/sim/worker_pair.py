@@ -13,6 +13,7 @@ from baton.kvtransfer.transports.fake import FakeNetwork, FakeReceiver, FakeSend
 from baton.prefill.worker import PrefillWorker
 
 P, D, ENDPOINT = "a" * 32, "b" * 32, "fake://p"
+DEFAULTS = {"dtype": "float32", "page_size": 4, "max_context": 96}  # of both engines
 
 
 class Clock:
@@ -84,19 +85,9 @@ class Pair:
     """One prefill and one decode worker, and a router that only keeps books."""
 
     def __init__(
-        self,
-        model,
-        draft="",
-        *,
-        pages=24,
-        chunk_size=8,
-        max_running=4,
-        fault=None,
-        theirs=None,
-        max_context=96,
-        **settings,
+        self, model, draft="", *, pages=24, chunk_size=8, max_running=4, fault=None, captured=None, theirs=None, **settings
     ):
-        """`theirs`: settings of decode's engine that differ from prefill's."""
+        """`captured`: chunk_size and max_running that graphs are made for. `theirs`: settings of decode's engine alone."""
         self.clock = Clock()
         self.network = FakeNetwork(fault)
         self.links = {P: DirectLink(), D: DirectLink()}
@@ -105,10 +96,8 @@ class Pair:
             config = EngineConfig(
                 model=str(model),
                 device="cpu",
-                page_size=4,
                 pages=pages,
-                max_context=max_context,
-                **({"draft": str(draft), "dtype": "float32"} | settings | ((theirs or {}) if has_drafter else {})),
+                **(DEFAULTS | {"draft": str(draft)} | settings | (captured or {}) | ((theirs or {}) if has_drafter else {})),
             )
             loader = EngineLoader(config, has_drafter=has_drafter)
             for _, run in loader.phases():
