@@ -26,6 +26,9 @@ class HttpSettings(RoleConfig):
         True, Setting(help="let decode workers compute prompts while no prefill worker serves; off: such requests get 503")
     )
     max_body_mb: int = setting(4, Setting(help="largest request body", unit="MiB", minimum=1, maximum=1024))
+    max_connections: int = setting(
+        0, Setting(help="most connections of clients; 0: 10000, or what descriptors allow", minimum=0, maximum=2**20)
+    )
     worker_timeout_s: float = setting(
         1.8, Setting(help="a worker silent for this long counts as lost", unit="s", minimum=1.0, maximum=600)
     )

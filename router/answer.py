@@ -14,6 +14,7 @@ from starlette.types import Receive, Scope, Send
 from .dispatch import Dispatcher
 from .entries import Entry
 from .errors import ApiError, ErrorBody, bad_request, deadline_exceeded, overloaded, unavailable, upstream
+from .exchange import EXCHANGE, Exchange
 from .generation import Choice, Piece
 from .inbox import Disconnected, Inbox, InboxEvent
 from .intake import OVERLOADED
@@ -72,7 +73,7 @@ class Answer:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves the answer to the end, and leaves no room behind however it ends."""
         self._inbox.own()
-        watcher = asyncio.create_task(_watch(receive, self._inbox))
+        watcher = self._watch(scope, receive)
         try:
             await (self._stream(send) if self._wish.is_stream else self._collect(send))
         except ClientLeft:
@@ -81,9 +82,18 @@ class Answer:
             if not self._inbox.is_cut:
                 raise
         finally:
-            watcher.cancel()
+            if watcher is not None:
+                watcher.cancel()
             for entry in self._entries:
                 self._dispatcher.client_left(entry)
+
+    def _watch(self, scope: Scope, receive: Receive) -> asyncio.Task[None] | None:
+        """Notices when the client leaves; a task where the connection itself does not tell."""
+        exchange: Exchange | None = scope.get(EXCHANGE)
+        if exchange is None:
+            return asyncio.create_task(_watch(receive, self._inbox))
+        exchange.when_left(lambda: self._inbox.put(0, Disconnected()))
+        return None
 
     # --- the two forms ------------------------------------------------------------------------------------------------
 

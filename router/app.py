@@ -12,10 +12,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Iterator
 from pathlib import Path
-
-import uvicorn
 
 from ..cluster.api_keys import ApiKeys
 from ..cluster.config import RouterConfig
@@ -26,29 +23,22 @@ from ..cluster.log import fields
 from ..cluster.metrics import RouterMetrics
 from ..cluster.sockets import check_bind_address
 from ..cluster.watchdog import Watchdog
+from .auth import Guard
 from .control import ControlSocket
 from .dispatch import Dispatcher
 from .http import Routes
 from .placing import PairingPolicy
 from .registry import Registry
 from .room_effects import Timeouts
+from .server import HttpServer
 from .service import Service
 from .tls import tls_context
 from .tokenizer import Tokenizer
-from .wire import GuardedProtocol
 
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.1
 LAST_WRITES_S = 2  # for error frames, after the drain
-
-
-class Server(uvicorn.Server):
-    """uvicorn without its own signal handling: the process decides when to end."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 class Router:
@@ -90,7 +80,13 @@ class Router:
         )
         served = config.served_model or Path(config.model).name
         self._service = Service(self.dispatcher, tokenizer, served, time.monotonic)
-        self._server = Server(self._uvicorn_config())
+        self._server = HttpServer(
+            Routes(self._service).app(),
+            Guard(self._api_keys, os.environ.get(OPERATOR_VARIABLE, "")),
+            max_body=config.max_body_mb << 20,
+            max_connections=config.max_connections,
+            tls=self._tls,
+        )
         self.served_model = served
 
     def __repr__(self) -> str:
@@ -109,20 +105,19 @@ class Router:
         """Serves until `drain` is set and the running requests have ended, or until `stop` is set."""
         url = self.url
         self.control.open(self.dispatcher.on_message, self.dispatcher.on_damaged)
-        serving = asyncio.create_task(self._server.serve(sockets=[self._listener]))
+        serving = asyncio.create_task(self._server.serve(self._listener))
         ticking = asyncio.create_task(self._tick())
         ending = asyncio.create_task(self._end(drain, stop))
         logger.info("router serves", extra=fields(url=url, control=self.control.endpoint, model=self.served_model))
         try:
             done, _ = await asyncio.wait({serving, ticking, ending}, return_when=asyncio.FIRST_COMPLETED)
-            self._server.should_exit = True
-            await serving
             for task in done:
                 task.result()  # a crash of the timers is a crash of the router
+            await self._server.close(LAST_WRITES_S)
         finally:
-            for task in (ticking, ending):
+            for task in (serving, ticking, ending):
                 task.cancel()
-            await asyncio.gather(ticking, ending, return_exceptions=True)
+            await asyncio.gather(serving, ticking, ending, return_exceptions=True)
             self.close()
 
     def close(self) -> None:
@@ -145,27 +140,11 @@ class Router:
     async def _end(self, drain: asyncio.Event, stop: asyncio.Event) -> None:
         await drain.wait()
         logger.info("router drains", extra=fields(running=self.dispatcher.num_running))
-        self.dispatcher.is_draining = True
+        self.dispatcher.is_draining = self._server.is_draining = True
         deadline = time.monotonic() + self._config.drain_timeout_s
         while self.dispatcher.num_live and time.monotonic() < deadline and not stop.is_set():
             await _wait(stop, TICK_S)
         self.dispatcher.fail_all("Shutdown", "The server is shutting down.")
-
-    def _uvicorn_config(self) -> uvicorn.Config:
-        tls = self._tls
-        return uvicorn.Config(
-            Routes(self._service, self._config.max_body_mb << 20).app(self._api_keys, os.environ.get(OPERATOR_VARIABLE, "")),
-            loop="none",
-            http=GuardedProtocol,
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            timeout_keep_alive=30,
-            timeout_graceful_shutdown=LAST_WRITES_S,
-            ssl_context_factory=(lambda *_: tls) if tls is not None else None,
-        )
 
 
 async def _wait(event: asyncio.Event, seconds: float) -> None:

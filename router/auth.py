@@ -6,11 +6,8 @@ The decision is made on the path as the request line has it, before anything is 
 import hmac
 from collections.abc import Iterable
 
-from starlette.types import ASGIApp, Receive, Scope, Send
-
 from ..cluster.api_keys import ApiKey, ApiKeys
 from .callers import ANYONE, Caller
-from .errors import unauthorized
 
 OPEN_PATHS = (b"/health", b"/ready")
 STATUS = b"/status"  # which the launcher may read
@@ -19,28 +16,21 @@ SCHEME = "bearer "
 
 
 class Guard:
-    """Lets requests through to `app`, each with its caller. Without `keys` everybody is welcome.
+    """Says who asks. Without `keys` everybody is welcome; the launcher of this process has a token of its own."""
 
-    The launcher of this process has a token of its own.
-    """
-
-    def __init__(self, app: ASGIApp, keys: ApiKeys | None, operator_token: str = "") -> None:
-        self._app = app
+    def __init__(self, keys: ApiKeys | None, operator_token: str = "") -> None:
         self._keys = keys
         self._token = operator_token
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        caller = self._caller_of(scope)
-        if caller is None:
-            return await _refuse(send)
-        scope[CALLER] = caller
-        await self._app(scope, receive, send)
+    def __repr__(self) -> str:
+        return f"Guard({self._keys or 'everybody'})"
 
-    def _caller_of(self, scope: Scope) -> Caller | None:
-        if self._keys is None or scope["raw_path"] in OPEN_PATHS:
+    def caller_of(self, raw_path: bytes, headers: Iterable[tuple[bytes, bytes]]) -> Caller | None:
+        """Who asks for a path, as the request line has it; None when nobody knows them."""
+        if self._keys is None or raw_path in OPEN_PATHS:
             return ANYONE
-        given = presented(scope["headers"])
-        if scope["raw_path"] == STATUS and self._token and hmac.compare_digest(given.encode(), self._token.encode()):
+        given = presented(headers)
+        if raw_path == STATUS and self._token and hmac.compare_digest(given.encode(), self._token.encode()):
             return ANYONE
         key = self._keys.find(given)
         return caller_of(key) if key is not None else None
@@ -66,11 +56,3 @@ def caller_of(key: ApiKey) -> Caller:
         max_requests=key.max_requests,
     )
 
-
-async def _refuse(send: Send) -> None:
-    error = unauthorized()
-    headers = [(b"content-type", b"application/json"), (b"www-authenticate", b"Bearer"), (b"connection", b"close")]
-    body = error.encode()
-    headers.append((b"content-length", str(len(body)).encode()))
-    await send({"type": "http.response.start", "status": error.status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})

@@ -25,15 +25,17 @@ class ErrorEnvelope(msgspec.Struct, frozen=True):
 class ApiError(Exception):
     """Ends a request with an HTTP status and an error object."""
 
-    def __init__(self, status: int, body: ErrorBody, retry_after_s: int = 0) -> None:
+    def __init__(self, status: int, body: ErrorBody, retry_after_s: int = 0, scheme: str = "") -> None:
         super().__init__(body.message)
         self.status = status
         self.body = body
         self.retry_after_s = retry_after_s
+        self._scheme = scheme  # of authentication that is asked for
 
     @property
     def headers(self) -> dict[str, str]:
-        return {"retry-after": str(self.retry_after_s)} if self.retry_after_s else {}
+        headers = {"retry-after": str(self.retry_after_s)} if self.retry_after_s else {}
+        return headers | ({"www-authenticate": self._scheme} if self._scheme else {})
 
     def encode(self) -> bytes:
         return msgspec.json.encode(ErrorEnvelope(self.body))
@@ -77,6 +79,15 @@ def head_too_large(max_bytes: int, max_headers: int) -> ApiError:
     return ApiError(431, ErrorBody(message, "invalid_request_error"))
 
 
+def expectation_failed() -> ApiError:
+    return ApiError(417, ErrorBody("Expect: only 100-continue is understood.", "invalid_request_error"))
+
+
+def too_many_bodies() -> ApiError:
+    message = "Too many large requests are being read. Try again soon."
+    return ApiError(503, ErrorBody(message, "service_unavailable", None, "too_many_bodies"), RETRY_AFTER_S)
+
+
 def head_too_slow() -> ApiError:
     return ApiError(408, ErrorBody("The request's headers did not arrive in time.", "invalid_request_error"))
 
@@ -96,7 +107,7 @@ def rate_limited(message: str, wait_s: float) -> ApiError:
 
 def unauthorized() -> ApiError:
     message = "Give a valid API key: `Authorization: Bearer <key>`."
-    return ApiError(401, ErrorBody(message, "authentication_error", None, "invalid_api_key"))
+    return ApiError(401, ErrorBody(message, "authentication_error", None, "invalid_api_key"), scheme="Bearer")
 
 
 def unavailable(message: str) -> ApiError:

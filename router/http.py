@@ -1,7 +1,6 @@
-"""The HTTP surface: routes, the cap on bodies, and errors as OpenAI error objects."""
+"""The HTTP surface: routes, and errors as OpenAI error objects."""
 
-import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import partial
 
 import msgspec
@@ -10,22 +9,21 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ..cluster.api_keys import ApiKeys
 from ..cluster.metrics import CONTENT_TYPE
 from .answer import Answer
 from .api_bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from .auth import CALLER, Guard
+from .auth import CALLER
 from .errors import (
     ApiError,
     bad_request,
-    body_too_large,
-    body_too_slow,
     internal,
     method_not_allowed,
     not_found,
     unknown_model,
 )
+from .exchange import EXCHANGE
 from .idempotency import HEADER, Begin, Replay, checked_key, digest_of, seed_of
 from .openai import parse_body
 from .openapi import PAGE_POLICY, openapi_of, page_of
@@ -33,7 +31,6 @@ from .response_bodies import ResponseBody
 from .service import Call, Service
 from .status import ModelCard, ModelList, metrics_of, status_of, why_not_ready
 
-BODY_TIMEOUT_S = 10.0
 TIMELINE_HEADER = "x-baton-timeline"
 TIMEOUT_HEADER = "x-baton-timeout-ms"
 LONGEST_TIMEOUT_MS = 86_400_000
@@ -42,14 +39,13 @@ LONGEST_TIMEOUT_MS = 86_400_000
 class Routes:
     """The endpoints over one service."""
 
-    def __init__(self, service: Service, max_body: int) -> None:
+    def __init__(self, service: Service) -> None:
         self._service = service
-        self._max_body = max_body  # bytes
         self._started = service.clock()
         self._document = openapi_of(service.served_model)
 
-    def app(self, keys: ApiKeys | None = None, operator_token: str = "") -> Guard:
-        """The ASGI application, for those who have one of `keys`, and the launcher with its token."""
+    def app(self) -> ASGIApp:
+        """The ASGI application. What is asked most does not pass through Starlette's layers."""
         routes = [
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
             Route("/v1/completions", self.complete, methods=["POST"]),
@@ -65,7 +61,7 @@ class Routes:
             Route("/status", self.status, methods=["GET"]),
             Route("/metrics", self.metrics, methods=["GET"]),
         ]
-        handlers: dict[object, Callable[[Request, Exception], Response]] = {
+        handlers: dict[object, Callable[[Request, Exception], Awaitable[Response]]] = {
             ApiError: _on_api_error,
             HTTPException: _on_http_exception,
             ClientDisconnect: _on_disconnect,
@@ -73,7 +69,19 @@ class Routes:
         }
         app = Starlette(routes=routes, exception_handlers=handlers)
         app.router.redirect_slashes = False
-        return Guard(app, keys, operator_token)
+        busiest = {"/v1/chat/completions": self.chat, "/v1/completions": self.complete}
+
+        async def serve(scope: Scope, receive: Receive, send: Send) -> None:
+            handler = busiest.get(scope["path"]) if scope["method"] == "POST" else None
+            if handler is None:
+                return await app(scope, receive, send)
+            try:
+                answer: ASGIApp = await handler(Request(scope, receive))
+            except ApiError as error:
+                answer = _error_response(error)
+            await answer(scope, receive, send)
+
+        return serve
 
     async def chat(self, request: Request) -> Answer | Replay:
         raw, call = await self._call(request)
@@ -108,7 +116,7 @@ class Routes:
     async def _call(self, request: Request) -> tuple[bytes, Call]:
         """The body, and what the headers ask for."""
         arrived, timeout_s = self._service.clock(), _timeout_of(request)
-        raw = await self._read(request)
+        raw: bytes = request.scope[EXCHANGE].take_body()
         wants_timeline = _wants_timeline(request)
         call = Call(
             arrived=arrived,
@@ -166,26 +174,6 @@ class Routes:
             max_model_len=live.context if live is not None else None,
         )
 
-    async def _read(self, request: Request) -> bytes:
-        """The body. Raises ApiError when it is too large, too slow or announced wrongly."""
-        announced = request.headers.get("content-length", "0")
-        if not announced.isdigit():
-            raise bad_request("Content-Length is not a number")
-        if int(announced[:20]) > self._max_body:
-            raise body_too_large(self._max_body)
-        try:
-            return await asyncio.wait_for(self._read_stream(request), BODY_TIMEOUT_S)
-        except asyncio.TimeoutError:
-            raise body_too_slow() from None
-
-    async def _read_stream(self, request: Request) -> bytes:
-        parts = bytearray()
-        async for part in request.stream():
-            parts += part
-            if len(parts) > self._max_body:
-                raise body_too_large(self._max_body)
-        return bytes(parts)
-
 
 def _wants_timeline(request: Request) -> bool:
     return request.headers.get(TIMELINE_HEADER) == "1"
@@ -211,14 +199,12 @@ def _error_response(error: ApiError, headers: dict[str, str] | None = None) -> R
     return Response(error.encode(), error.status, all_headers)
 
 
-def _on_api_error(request: Request, error: Exception) -> Response:
+async def _on_api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    # The rest of a refused body would be read as the next request.
-    headers = {"connection": "close"} if error.status in (408, 413) else None
-    return _error_response(error, headers)
+    return _error_response(error)
 
 
-def _on_http_exception(request: Request, error: Exception) -> Response:
+async def _on_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "another method")
@@ -228,9 +214,9 @@ def _on_http_exception(request: Request, error: Exception) -> Response:
     return _error_response(internal())
 
 
-def _on_disconnect(request: Request, error: Exception) -> Response:
+async def _on_disconnect(request: Request, error: Exception) -> Response:
     return Response(status_code=400)  # nobody reads it
 
 
-def _on_exception(request: Request, error: Exception) -> Response:
+async def _on_exception(request: Request, error: Exception) -> Response:
     return _error_response(internal())

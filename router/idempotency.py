@@ -231,6 +231,7 @@ class Idempotency:
 
 
 def _reused(key: str) -> ApiError:
+    key = key.partition(" ")[2]  # without its owner
     message = f"The Idempotency-Key {printable(key)} was used with another request within ten minutes; use a new one."
     return ApiError(422, ErrorBody(message, "invalid_request_error", None, "idempotency_key_reused"))
 

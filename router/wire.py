@@ -1,127 +1,372 @@
-"""HTTP/1.1 as uvicorn speaks it, with bounds on what a client may leave unfinished before it has asked for anything.
+"""HTTP/1.1 on one connection, with bounds on everything that a client may send, keep back or not read.
 
-    connection   the MAX_CONNECTIONS + 1st gets 503; one that sends no head within HEAD_TIMEOUT_S is closed
-    head         at most MAX_HEAD_BYTES and MAX_HEADERS (431), complete within HEAD_TIMEOUT_S of its beginning (408)
+    connection   one over the server's number gets 503; one that sends no head within HEAD_TIMEOUT_S is closed, and after an
+                 answer one that is silent for KEEP_ALIVE_S
+    head         at most MAX_HEAD_BYTES and MAX_HEADERS (431), complete within HEAD_TIMEOUT_S of its beginning (408); a Host
+    key          looked for before a body is read (401)
+    body         at most the server's bound (413), complete within BODY_TIMEOUT_S (408); all bodies of the server that are
+                 being read have a bound together (503)
+    pipelining   a request that comes before the answer to the last one waits; nothing is read behind it
+    answer       a client that takes none of it for WRITE_STALL_S is cut off; the writer waits above WRITE_HIGH bytes
 
-The body has its own bounds in `http`, and a connection kept alive after an answer has uvicorn's timer.
+Parsing is httptools' (llhttp); what it lets through and should not is refused here. One sweep over all connections keeps
+the times, instead of a timer for each.
 """
 
 import asyncio
+from collections import deque
 from http import HTTPStatus
+from typing import Any, Protocol, cast
+from urllib.parse import unquote_to_bytes
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+import httptools
 
-from .errors import ApiError, head_too_large, head_too_slow, malformed, too_many_connections
+from .auth import CALLER, Guard
+from .errors import (
+    ApiError,
+    body_too_large,
+    body_too_slow,
+    expectation_failed,
+    head_too_large,
+    head_too_slow,
+    malformed,
+    too_many_bodies,
+    too_many_connections,
+    unauthorized,
+)
+from .exchange import EXCHANGE, Exchange
 
 HEAD_TIMEOUT_S = 10.0
+BODY_TIMEOUT_S = 10.0
+KEEP_ALIVE_S = 30.0
+WRITE_STALL_S = 35.0
+LINGER_S = 1.0
 MAX_HEAD_BYTES = 16 << 10
 MAX_HEADERS = 64
-MAX_CONNECTIONS = 900  # below the 1024 descriptors that a process commonly may have
+WRITE_HIGH, WRITE_LOW = 64 << 10, 16 << 10
+NEVER = float("inf")
 
 
-class HeadTooLarge(Exception):
-    """Ends the parser's work on a head."""
+class Refused(Exception):
+    """Ends the parser's work; `HttpProtocol` has the reason."""
 
 
-class GuardedProtocol(HttpToolsProtocol):
+class Host(Protocol):
+    """What a connection asks of its server."""
+
+    guard: Guard
+    max_body: int
+    is_draining: bool
+
+    def clock(self) -> float: ...
+    def joined(self, connection: "HttpProtocol") -> bool: ...
+    def left(self, connection: "HttpProtocol") -> None: ...
+    def may_buffer(self, num_bytes: int) -> bool: ...
+    def unbuffer(self, num_bytes: int) -> None: ...
+    def begin(self, exchange: Exchange) -> None: ...
+
+
+class HttpProtocol(asyncio.Protocol):
     """One connection."""
 
-    _head_timer: asyncio.TimerHandle | None = None
-    _is_in_head = True  # from the end of one request to the end of the next one's headers
-    _num_heads = 0  # complete ones
-    _num_pending = 0  # bytes of a head that is not complete, as they came
-    _num_head_bytes = 0  # of a head as far as it is parsed
-    _has_begun = False  # whether something of a head is here
-    _is_too_large = False
+    def __init__(self, server: Host) -> None:
+        self._server = server
+        self._parser = httptools.HttpRequestParser(self)
+        self._transport: asyncio.Transport | None = None
+        self.deadline = NEVER  # of what is awaited, in monotonic seconds
+        self._fault: ApiError | None = None  # why nothing more is read
+        self._is_discarding = False  # the answer was an error, and what still comes is thrown away
+        self._is_last = False  # nothing behind the request that is being answered is read
+        self._is_paused = False  # the client does not read
+        self._resumed: asyncio.Future[None] | None = None
+        self._exchange: Exchange | None = None  # that is being answered
+        self._pending: deque[Exchange] = deque()
+        self._incoming: Exchange | None = None  # whose body is being read
+        self._url = b""
+        self._headers: list[tuple[bytes, bytes]] = []
+        self._body: list[bytes] = []
+        self._num_body = 0
+        self._num_heads = 0  # complete ones
+        self._num_pending = 0  # bytes of a head that is not complete, as they came
+        self._num_head = 0  # bytes of a head as far as it is parsed
+        self._has_begun = False  # something of a head is here
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        if len(self.connections) > MAX_CONNECTIONS:
+    def __repr__(self) -> str:
+        return f"HttpProtocol({self._exchange or ('reads' if self._has_begun or self._incoming else 'idle')})"
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is being asked or answered."""
+        return self._exchange is None and self._incoming is None and not self._has_begun
+
+    # --- the transport's side -----------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport = cast(asyncio.Transport, transport)  # uvloop's are not of asyncio's class
+        transport.set_write_buffer_limits(WRITE_HIGH, WRITE_LOW)
+        self._await(HEAD_TIMEOUT_S)
+        if not self._server.joined(self):
             self._refuse(too_many_connections())
-            return
-        self._arm()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._disarm()
-        super().connection_lost(exc)
+        self._server.left(self)
+        self._forget_body()
+        self._resume_writers()
+        exchanges = [self._exchange, *self._pending]
+        self._exchange, self._incoming = None, None
+        self._pending.clear()
+        for exchange in exchanges:
+            if exchange is not None:
+                exchange.left()
+
+    def eof_received(self) -> bool:
+        return False  # a client that stops sending has left
+
+    def pause_writing(self) -> None:
+        self._is_paused = True
+        self._await(WRITE_STALL_S)
+
+    def resume_writing(self) -> None:
+        self._is_paused = False
+        self._resume_writers()
+        assert self._transport is not None
+        if self._transport.is_closing():
+            self._await(WRITE_STALL_S)
+        elif self._exchange is not None:
+            self._await(None)
 
     def data_received(self, data: bytes) -> None:
-        if self.transport.is_closing():
+        if self._is_discarding or self._is_last or self._fault is not None:
             return
-        was_in_head, num_heads = self._is_in_head, self._num_heads
-        super().data_received(data)
-        if self.transport.is_closing() or not self._is_in_head:
+        was_in_head, num_heads = self._incoming is None, self._num_heads
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade:  # it is served in HTTP/1.1, and the connection is good for nothing else
+            self._is_last = True
+        except httptools.HttpParserError:
+            return self._refuse(self._fault or malformed())
+        if self._incoming is not None:
             return
         if was_in_head and self._num_heads == num_heads:  # else the chunk also held a body, or its end
             self._num_pending += len(data)
         if self._num_pending > MAX_HEAD_BYTES:  # also one endless header, which the parser keeps to itself
             self._refuse(head_too_large(MAX_HEAD_BYTES, MAX_HEADERS))
-        elif self.cycle is None or self.cycle.response_complete:
-            self._arm()
+
+    # --- the parser's side --------------------------------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
-        self._num_head_bytes = 0
-        self._has_begun = True
-        super().on_message_begin()
+        self._url, self._headers, self._num_head, self._has_begun = b"", [], 0, True
+        if self._exchange is None:
+            self._await(HEAD_TIMEOUT_S)
 
     def on_url(self, url: bytes) -> None:
+        self._url += url
         self._count(len(url))
-        super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        self._headers.append((name.lower(), value))
         self._count(len(name) + len(value))
-        super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        self._is_in_head = self._has_begun = False
+        self._has_begun, self._num_pending = False, 0
         self._num_heads += 1
-        self._num_pending = 0
-        self._disarm()
-        super().on_headers_complete()
+        version = self._parser.get_http_version()
+        self._check_head(version)
+        scope = scope_of(self._url, self._parser.get_method(), version, self._headers)
+        caller = self._server.guard.caller_of(scope["raw_path"], self._headers)
+        if caller is None:
+            self._stop(unauthorized())
+        scope[CALLER] = caller
+        exchange = Exchange(self, scope, is_reusable=self._parser.should_keep_alive() and not self._server.is_draining)
+        scope[EXCHANGE] = exchange
+        self._incoming = exchange
+        if self._exchange is None:
+            self._await(BODY_TIMEOUT_S)
+
+    def on_body(self, body: bytes) -> None:
+        self._num_body += len(body)
+        if self._num_body > self._server.max_body:
+            self._stop(body_too_large(self._server.max_body))
+        if not self._server.may_buffer(len(body)):
+            self._num_body -= len(body)
+            self._stop(too_many_bodies())
+        self._body.append(body)
 
     def on_message_complete(self) -> None:
-        self._is_in_head = True
-        super().on_message_complete()
-
-    def on_response_complete(self) -> None:
-        super().on_response_complete()
-        if self._has_begun and not self.transport.is_closing():  # the next request's head came in part before
-            self._arm()
-
-    def send_400_response(self, msg: str) -> None:
-        """Called by uvicorn for what its parser refuses."""
-        self._refuse(head_too_large(MAX_HEAD_BYTES, MAX_HEADERS) if self._is_too_large else malformed())
+        exchange, self._incoming = self._incoming, None
+        assert exchange is not None
+        exchange.complete(b"".join(self._body))
+        self._forget_body()
+        if self._exchange is None:
+            self._begin(exchange)
+        else:
+            self._pending.append(exchange)
+            assert self._transport is not None
+            self._transport.pause_reading()
 
     def _count(self, num_bytes: int) -> None:
-        self._num_head_bytes += num_bytes
-        if self._num_head_bytes > MAX_HEAD_BYTES or len(self.headers) >= MAX_HEADERS:
-            self._is_too_large = True
-            raise HeadTooLarge
+        self._num_head += num_bytes
+        if self._num_head > MAX_HEAD_BYTES or len(self._headers) > MAX_HEADERS:
+            self._stop(head_too_large(MAX_HEAD_BYTES, MAX_HEADERS))
 
-    def _arm(self) -> None:
-        if self._head_timer is None:
-            self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._on_head_timeout)
+    def _check_head(self, version: str) -> None:
+        """What the parser lets through: hosts, lengths and expectations. Raises Refused."""
+        found: dict[bytes, list[bytes]] = {}
+        for name, value in self._headers:
+            found.setdefault(name, []).append(value)
+        num_hosts = len(found.get(b"host", ()))
+        if num_hosts > 1 or (num_hosts == 0 and version != "1.0") or version not in ("1.0", "1.1"):
+            self._stop(malformed())
+        if b"transfer-encoding" in found and (version == "1.0" or b"content-length" in found):
+            self._stop(malformed())
+        lengths = found.get(b"content-length", [b"0"])
+        if any(int(length[:20]) > self._server.max_body for length in lengths if length.isdigit()):
+            self._stop(body_too_large(self._server.max_body))
+        expected = found.get(b"expect")
+        if expected is not None:
+            if [value.lower() for value in expected] != [b"100-continue"]:
+                self._stop(expectation_failed())
+            if self._exchange is None:
+                self.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
-    def _disarm(self) -> None:
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-            self._head_timer = None
+    def _stop(self, fault: ApiError) -> None:
+        self._fault = fault
+        raise Refused
 
-    def _on_head_timeout(self) -> None:
-        self._head_timer = None
-        if self._has_begun:
+    # --- the exchange's side ------------------------------------------------------------------------------------------
+
+    def write(self, data: bytes) -> None:
+        """Does not wait."""
+        transport = self._transport
+        if transport is not None and not transport.is_closing():
+            transport.write(data)
+
+    async def drained(self) -> None:
+        """Waits while the client reads more slowly than it is written to."""
+        if not self._is_paused or self._transport is None or self._transport.is_closing():
+            return
+        if self._resumed is None:
+            self._resumed = asyncio.get_running_loop().create_future()
+        await asyncio.shield(self._resumed)
+
+    def ended(self, *, is_reusable: bool) -> None:
+        """An answer is whole; the next request is answered, read or awaited."""
+        self._exchange = None
+        if self._fault is not None and not self._pending:
+            return self._refuse(self._fault)
+        if not is_reusable or self._is_last or self._server.is_draining:
+            return self._close()
+        assert self._transport is not None
+        if self._pending:
+            return self._begin(self._pending.popleft())
+        self._transport.resume_reading()
+        self._await(BODY_TIMEOUT_S if self._incoming else HEAD_TIMEOUT_S if self._has_begun else KEEP_ALIVE_S)
+
+    def broken(self) -> None:
+        """An answer ends in its middle. Who does not read hears nothing more."""
+        self._exchange = None
+        if self._is_paused:
+            self.abort()
+        else:
+            self._close()
+
+    def _begin(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+        self._await(None)
+        self._server.begin(exchange)
+
+    # --- ends ---------------------------------------------------------------------------------------------------------
+
+    def on_deadline(self) -> None:
+        """What was awaited did not come in time."""
+        assert self._transport is not None
+        self.deadline = NEVER
+        if self._is_paused or self._is_discarding or self._transport.is_closing():
+            self._transport.abort()
+        elif self._incoming is not None:
+            self._refuse(body_too_slow())
+        elif self._has_begun:
             self._refuse(head_too_slow())
         else:
-            self.transport.close()
+            self._close()
+
+    def close_if_idle(self) -> None:
+        if self.is_idle:
+            self._close()
+
+    def abort(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
 
     def _refuse(self, error: ApiError) -> None:
-        """Answers outside of any request, and closes."""
-        self._disarm()
+        """Answers outside of any request and closes, when the answer before it is whole."""
+        self._fault = error
+        self._forget_body()
+        self._incoming, self._has_begun = None, False
+        if self._exchange is not None or self._transport is None:
+            return
         body = error.encode()
         headers = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"}
         lines = [f"{name}: {value}" for name, value in (headers | error.headers).items()]
         status = HTTPStatus(error.status)
         head = "\r\n".join([f"HTTP/1.1 {status.value} {status.phrase}", *lines, "", ""])
-        if not self.transport.is_closing():
-            self.transport.write(head.encode("ascii") + body)
-            self.transport.close()
+        self.write(head.encode("ascii") + body)
+        self._linger()
+
+    def _linger(self) -> None:
+        """A connection that is closed with bytes unread takes the answer back: the client gets a moment to read it."""
+        transport = self._transport
+        assert transport is not None
+        if transport.is_closing() or not transport.can_write_eof():
+            return self._close()
+        self._is_discarding = True
+        self.deadline = self._server.clock() + LINGER_S
+        transport.resume_reading()
+        transport.write_eof()
+
+    def _close(self) -> None:
+        assert self._transport is not None
+        self._transport.close()
+        self.deadline = self._server.clock() + WRITE_STALL_S  # what is not read by then goes with the connection
+
+    def _forget_body(self) -> None:
+        self._server.unbuffer(self._num_body)
+        self._body, self._num_body = [], 0
+
+    def _await(self, seconds: float | None) -> None:
+        self.deadline = NEVER if seconds is None else self._server.clock() + seconds
+
+    def _resume_writers(self) -> None:
+        if self._resumed is not None:
+            if not self._resumed.done():
+                self._resumed.set_result(None)
+            self._resumed = None
+
+
+def scope_of(url: bytes, method: bytes, version: str, headers: list[tuple[bytes, bytes]]) -> dict[str, Any]:
+    """The ASGI scope of a request. Raises Refused for a target that is no path."""
+    target = url
+    if not url.startswith(b"/"):  # a proxy's form, or OPTIONS *
+        try:
+            parts = httptools.parse_url(url)
+        except httptools.HttpParserInvalidURLError:
+            parts = None
+        path = (parts.path if parts is not None else None) or b"*"
+        target = path + (b"?" + parts.query if parts is not None and parts.query else b"")
+    raw_path, _, query = target.partition(b"?")
+    path = unquote_to_bytes(raw_path) if b"%" in raw_path else raw_path
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "http_version": version,
+        "scheme": "http",
+        "method": method.decode("ascii"),
+        "root_path": "",
+        "path": path.decode("utf-8", "replace"),
+        "raw_path": raw_path,
+        "query_string": query,
+        "headers": headers,
+        "client": None,
+        "server": None,
+        "state": {},
+    }

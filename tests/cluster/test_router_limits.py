@@ -122,7 +122,7 @@ def test_many_empty_messages_are_refused_or_tokenised_off_the_event_loop(start):
     running.pair(script)
     threads = []
     encode = running.tokenizer.encode_chat
-    running.tokenizer.encode_chat = lambda messages: threads.append(threading.current_thread().name) or encode(messages)
+    running.tokenizer.encode_chat = lambda *args: threads.append(threading.current_thread().name) or encode(*args)
     empty = {"role": "user", "content": ""}
     assert post(running, messages=[empty] * 4000 + BODY["messages"]).status_code == 400  # by their roles alone
     assert post(running, messages=[empty] * 80 + BODY["messages"]).status_code in (200, 400)
@@ -212,9 +212,8 @@ def test_bodies_over_the_bound_of_heads_and_many_requests_per_connection_are_ser
             assert client.get(running.url + "/health", headers={"x": "y" * 9000}).status_code == 200
 
 
-def test_connections_over_the_cap_are_503_and_make_room_when_they_close(start, monkeypatch):
-    monkeypatch.setattr(wire, "MAX_CONNECTIONS", 2)
-    running, _ = start()
+def test_connections_over_the_cap_are_503_and_make_room_when_they_close(start):
+    running, _ = start(max_connections=2)
     idle = [connect(running) for _ in range(2)]
     until(lambda: status_line(_ask_health(running)).startswith("HTTP/1.1 503 "), "the cap is reached")
     for connection in idle:
