@@ -1,14 +1,19 @@
 """What a request may ask of the workers that are there, and how long its output is when it does not say."""
 
+from collections.abc import Iterable
+
+from ..cluster.messages import YOUNG_SAMPLING_FIELDS, Sampling
 from ..cluster.sockets import CONTROL_MAX_FRAME
 from .errors import ApiError, bad_request, context_too_long, unavailable
+from .grammars import MAX_GRAMMAR
 from .openai import COMPLETION_MAX_TOKENS
 from .policy import Limits, Need, can_ever
-from .registry import Registry
+from .registry import Registry, Worker
 
-# A prompt travels in one control frame: 5 bytes per id at most, and room for the sampling fields.
-MAX_PROMPT_TOKENS = (CONTROL_MAX_FRAME - (64 << 10)) // 5
+# A prompt travels in one control frame: 5 bytes per id at most, and room for a grammar and the other sampling fields.
+MAX_PROMPT_TOKENS = (CONTROL_MAX_FRAME - MAX_GRAMMAR - (64 << 10)) // 5
 CHAT_MAX_TOKENS = 1024
+DEFAULTS = Sampling()
 
 
 def no_workers() -> ApiError:
@@ -41,6 +46,15 @@ def check_prompt(num_prompt: int, param: str, live: Limits) -> None:
             f"The prompt has {num_prompt} tokens, but at most {longest} fit (the context is {live.context} tokens).",
             param=param,
         )
+
+
+def check_obeyed(sampling: Sampling, workers: Iterable[Worker]) -> None:
+    """Raises ApiError (503) where a worker would not obey a field, since it is of an older version."""
+    asked = [name for name in YOUNG_SAMPLING_FIELDS if getattr(sampling, name) != getattr(DEFAULTS, name)]
+    for worker in workers if asked else ():
+        strange = [name for name in asked if name not in worker.hello.takes]
+        if worker.is_serving and strange:
+            raise unavailable(f"Some workers are of an older version, which does not know {strange[0]}. Try again later.")
 
 
 def check_fits(need: Need, registry: Registry, live: Limits) -> None:

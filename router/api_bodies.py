@@ -4,13 +4,15 @@ Null is everywhere the same as absent. What becomes of each field stands in `api
 a type are checked in `openai`.
 """
 
+import contextlib
 from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta, Struct
 
 from .api_fields import CHAT, COMPLETION, Field
+from .tool_bodies import AnyFormat, AnyToolChoice, Tool, ToolCall
 
 MAX_CHOICES = 128  # rooms of a request: choices, or what best_of chooses from, times the number of prompts
 MAX_SEED = 2**63 - 1
@@ -43,15 +45,22 @@ class TextPart(Struct, tag_field="type", tag="text", forbid_unknown_fields=True)
 class Message(Struct, forbid_unknown_fields=True):
     """One message of a chat."""
 
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
     name: str | None = None
+    tool_calls: list[ToolCall] | None = None  # of an assistant
+    tool_call_id: str | None = None  # of a tool: whose result this is
     # what an answer's `message.model_dump()` holds beside; served only when it says nothing
     refusal: Unread = msgspec.UNSET
     annotations: Unread = msgspec.UNSET
     audio: Unread = msgspec.UNSET
     function_call: Unread = msgspec.UNSET
-    tool_calls: Unread = msgspec.UNSET
+
+    @property
+    def num_chars(self) -> int:
+        """All that a template may write of it."""
+        calls = sum(len(call.function.name) + len(call.function.arguments) for call in self.tool_calls or ())
+        return len(self.text) + len(self.name or "") + calls
 
     @property
     def text(self) -> str:
@@ -59,11 +68,16 @@ class Message(Struct, forbid_unknown_fields=True):
             return "".join(part.text for part in self.content)
         return self.content or ""
 
-    def as_template_input(self) -> dict[str, str]:
+    def as_template_input(self) -> dict[str, Any]:
         """What chat templates expect."""
-        role = "system" if self.role == "developer" else self.role
-        fields = {"role": role, "content": self.text}
-        return fields | {"name": self.name} if self.name else fields
+        fields: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.text}
+        if self.name:
+            fields["name"] = self.name
+        if self.tool_call_id:
+            fields["tool_call_id"] = self.tool_call_id
+        if self.tool_calls:
+            fields["tool_calls"] = [_as_template_call(call) for call in self.tool_calls]
+        return fields
 
 
 class CommonBody(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -89,6 +103,7 @@ class CommonBody(Struct, kw_only=True, forbid_unknown_fields=True):
     min_tokens: NotNegative | None = None
     ignore_eos: bool | None = None
     priority: Annotated[int, Meta(ge=-100, le=100)] | None = None
+    response_format: AnyFormat | None = None
     stop_token_ids: Annotated[list[NotNegative], Meta(max_length=1024)] | None = None
     skip_special_tokens: bool | None = None
     return_token_ids: bool | None = None
@@ -132,12 +147,11 @@ class ChatBody(CommonBody, kw_only=True, forbid_unknown_fields=True):
     max_tokens: Positive | None = None
     max_completion_tokens: Positive | None = None
     chat_template_kwargs: dict[str, bool | int | float | None] | None = None
-    tools: Unread = msgspec.UNSET
-    tool_choice: Unread = msgspec.UNSET
-    parallel_tool_calls: Unread = msgspec.UNSET
+    tools: Annotated[list[Tool], Meta(max_length=128)] | None = None
+    tool_choice: AnyToolChoice | None = None
+    parallel_tool_calls: bool | None = None
     functions: Unread = msgspec.UNSET
     function_call: Unread = msgspec.UNSET
-    response_format: Unread = msgspec.UNSET
     modalities: Unread = msgspec.UNSET
     audio: Unread = msgspec.UNSET
     moderation: Unread = msgspec.UNSET
@@ -153,6 +167,11 @@ class ChatBody(CommonBody, kw_only=True, forbid_unknown_fields=True):
     prompt_cache_options: Unread = msgspec.UNSET
     prompt_cache_retention: Unread = msgspec.UNSET
     chat_template: Unread = msgspec.UNSET
+
+    @property
+    def calls_tools(self) -> bool:
+        """Whether the answer may call one."""
+        return bool(self.tools) and self.tool_choice != "none"
 
 
 class CompletionBody(CommonBody, kw_only=True, forbid_unknown_fields=True):
@@ -191,3 +210,11 @@ class DetokenizeBody(Struct, kw_only=True, forbid_unknown_fields=True):
 
     model: str | None = None
     tokens: list[NotNegative]
+
+
+def _as_template_call(call: ToolCall) -> dict[str, Any]:
+    """Templates write arguments as JSON themselves; what is no JSON stays as it is."""
+    arguments: object = call.function.arguments
+    with contextlib.suppress(msgspec.DecodeError, RecursionError):
+        arguments = msgspec.json.decode(call.function.arguments)
+    return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}

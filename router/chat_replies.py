@@ -7,6 +7,7 @@ from msgspec import UNSET, Raw, Struct, UnsetType
 from .errors import ApiError
 from .generation import Piece, TokenText
 from .replies import DONE, AnyTimeline, Frame, Usage, compact, finite, raw_timeline, sse, sse_error
+from .tool_calls import CallPart
 
 
 class TopLogprob(Struct):
@@ -33,12 +34,37 @@ class ChatLogprobs(Struct):
     refusal: None = None
 
 
+class Called(Struct):
+    """The function of a call, or in a chunk a part of it."""
+
+    arguments: str
+    name: str | UnsetType = UNSET
+
+
+class MessageCall(Struct):
+    """A call in a message."""
+
+    id: str
+    function: Called
+    type: str = "function"
+
+
+class DeltaCall(Struct):
+    """What a chunk adds to a call; the first one of a call has its id and name."""
+
+    index: int
+    function: Called
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+
+
 class ChatMessage(Struct):
     """The assistant's message."""
 
-    content: str
+    content: str | None
     role: str = "assistant"
     refusal: None = None
+    tool_calls: list[MessageCall] | UnsetType = UNSET
 
 
 class Delta(Struct):
@@ -46,6 +72,7 @@ class Delta(Struct):
 
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    tool_calls: list[DeltaCall] | UnsetType = UNSET
 
 
 class ChatChoice(Struct):
@@ -103,7 +130,7 @@ class ChatBuilder:
     def whole(self, answers: Sequence[Piece], usage: Usage, timeline: AnyTimeline | None) -> bytes:
         """The body of an answer that is not streamed, one piece per choice."""
         choices = [
-            ChatChoice(index, ChatMessage(piece.text), self._logprobs(piece), piece.finish, self._ids(piece))
+            ChatChoice(index, _message_of(piece), self._logprobs(piece), piece.finish, self._ids(piece))
             for index, piece in enumerate(answers)
         ]
         frame = self._frame
@@ -117,9 +144,11 @@ class ChatBuilder:
 
     def chunk(self, index: int, piece: Piece, usage: Usage | None = None) -> bytes:
         """What a piece adds to the message; empty when it adds nothing."""
-        if not (piece.text or piece.logprobs or piece.finish or (self._frame.wants_ids and piece.ids)):
+        if not (piece.text or piece.calls or piece.logprobs or piece.finish or (self._frame.wants_ids and piece.ids)):
             return b""
-        delta = Delta(content=piece.text) if piece.text or not piece.finish else Delta()
+        delta = Delta(content=piece.text) if piece.text or not (piece.finish or piece.calls) else Delta()
+        if piece.calls:
+            delta.tool_calls = [_delta_of(part) for part in piece.calls]
         finish = piece.finish or None
         choice = ChatChunkChoice(index, delta, self._logprobs(piece), finish, self._ids(piece))
         return self._chunk([choice], UNSET if usage is None else usage)
@@ -152,6 +181,17 @@ class ChatBuilder:
         if num_top < 0 or not piece.logprobs:
             return None
         return ChatLogprobs([chat_logprobs(token, num_top) for token in piece.logprobs])
+
+
+def _message_of(piece: Piece) -> ChatMessage:
+    calls = [MessageCall(call.id, Called(call.arguments, call.name)) for call in piece.whole_calls]
+    return ChatMessage(piece.text or None, tool_calls=calls) if calls else ChatMessage(piece.text)
+
+
+def _delta_of(part: CallPart) -> DeltaCall:
+    if not part.id:
+        return DeltaCall(part.index, Called(part.arguments))
+    return DeltaCall(part.index, Called(part.arguments, part.name), part.id, "function")
 
 
 def chat_logprobs(token: TokenText, num_top: int) -> TokenLogprobs:

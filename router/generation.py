@@ -1,12 +1,13 @@
 """One choice of an answer as it grows: tokens become text, stop strings end it, log probabilities get their names."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ..cluster.messages import TokenLogprob
 from .room_effects import Deliver
 from .stop import StopStrings
 from .tokenizer import Tokenizer
+from .tool_calls import CallPart, CallReader
 
 
 @dataclass(frozen=True)
@@ -18,16 +19,6 @@ class TokenText:
     logprob: float | None
     top: list[tuple[str, bytes, float]]
     at: int  # characters of the choice's text before those that this token begins or goes on with
-
-
-@dataclass(frozen=True)
-class CallPart:
-    """A part of a tool call: its first part has its id and name, all of them pieces of its arguments."""
-
-    index: int
-    id: str = ""
-    name: str = ""
-    arguments: str = ""
 
 
 @dataclass(frozen=True)
@@ -68,6 +59,7 @@ class Style:
     num_top: int = -1
     min_tokens: int = 0  # no stop string counts before so many
     is_silent: bool = False  # the output is neither shown nor counted
+    has_calls: bool = False  # calls of tools are told apart from what is said
 
 
 @dataclass(frozen=True)
@@ -86,6 +78,7 @@ class Choice:
         self._style = style
         self._detokenizer = tokenizer.detokenizer(skip_special=style.skip_special)
         self._stops = StopStrings(style.stops) if style.stops else None
+        self._calls = CallReader() if style.has_calls else None
         self._echo = echo
         self._num_chars = 0  # that all tokens so far have completed
         self._sum_logprobs = 0.0
@@ -122,7 +115,18 @@ class Choice:
             tail = self._stops.feed(tail)
             tail += self._stops.flush()
         self.finish = reason
-        return Piece(tail, finish=reason)
+        return self._parted(Piece(tail, finish=reason))
+
+    def _parted(self, piece: Piece) -> Piece:
+        """What the text of a piece says, and what it calls."""
+        if self._calls is None:
+            return piece
+        said, calls = self._calls.feed(piece.text)
+        if piece.finish:
+            said += self._calls.flush()
+            if piece.finish == "stop" and self._calls.num_calls:
+                self.finish = "tool_calls"
+        return replace(piece, text=said, calls=calls, finish=self.finish if piece.finish else "")
 
     def _add_prompt(self, prompt: Prompt, logprobs: Sequence[TokenLogprob]) -> Piece:
         ids, style = prompt.ids, self._style
@@ -150,7 +154,7 @@ class Choice:
             if self._style.num_top >= 0:
                 names = [self._named(*token) for token in zip(ids, logprobs, starts, strict=False)]
         self.num_tokens += used
-        return Piece(text, names, list(ids[:used]), self.finish)
+        return self._parted(Piece(text, names, list(ids[:used]), self.finish))
 
     def _spell(self, ids: Sequence[int]) -> tuple[str, list[int]]:
         """The text of `ids`, and where each begins."""

@@ -15,6 +15,7 @@ from ..cluster.messages import Sampling
 from .api_bodies import MAX_CHOICES, MAX_SEED, ChatBody, CommonBody, CompletionBody, DetokenizeBody, TokenizeBody
 from .errors import ApiError, bad_request, printable
 from .response_bodies import MAX_METADATA, ResponseBody
+from .tool_bodies import ToolChoice, schema_of
 
 MAX_MESSAGES = 4096
 MAX_STOPS = 4
@@ -25,7 +26,7 @@ SEED_MASK = MAX_SEED
 COLDEST = 1e-3  # the lowest temperature above 0 that is served: logits divided by less leave the range of float32
 COMPLETION_MAX_TOKENS = 16
 # Of a message of an earlier answer, which may say them as long as they say nothing.
-HARMLESS_IN_MESSAGES = {"annotations": (b"[]",), "tool_calls": (b"[]",)}
+HARMLESS_IN_MESSAGES = {"annotations": (b"[]",)}
 
 B = TypeVar("B", ChatBody, CompletionBody, ResponseBody, TokenizeBody, DetokenizeBody)
 
@@ -52,7 +53,7 @@ def parse_body(raw: bytes, kind: type[B]) -> B:
     return body
 
 
-def sampling_of(body: ChatBody | CompletionBody, *, max_new: int, choice: int) -> Sampling:
+def sampling_of(body: ChatBody | CompletionBody, *, max_new: int, choice: int, grammar: str = "") -> Sampling:
     """How choice number `choice` of a request samples; a given seed makes every choice repeatable and different.
 
     A temperature between 0 and `COLDEST` is served as `COLDEST`, at which the likeliest token wins all but ties.
@@ -75,6 +76,7 @@ def sampling_of(body: ChatBody | CompletionBody, *, max_new: int, choice: int) -
         min_new_tokens=min(_or(body.min_tokens, 0), max_new),
         logprobs=max(logprobs, 0) if body.num_tries > body.num_choices else logprobs,  # best_of compares them
         prompt_logprobs=logprobs if body.wants_echo else -1,
+        grammar=grammar,
     )
 
 
@@ -157,6 +159,8 @@ def _check_common(body: CommonBody) -> None:
     if body.min_tokens and body.max_tokens is not None and body.min_tokens > body.max_tokens:
         text = f"min_tokens {body.min_tokens} is more than max_tokens {body.max_tokens}"
         raise bad_request(text, param="min_tokens")
+    if schema_of(body.response_format) is not None:
+        _check_guided(body, "response_format")
     if body.stream_options is not None and not body.stream:
         raise bad_request("stream_options needs stream: true", param="stream_options")
     biases = body.logit_bias or {}
@@ -176,7 +180,8 @@ def check_chat(body: ChatBody) -> None:
         raise bad_request(text, param="messages")
     for number, message in enumerate(body.messages):
         _check_message(message, number)
-    if not any(message.text for message in body.messages):
+    _check_tools(body)
+    if not any(message.text or message.tool_calls for message in body.messages):
         raise bad_request("all messages are empty: give at least one character", param="messages")
     if body.top_logprobs is not None and not body.logprobs:
         raise bad_request("top_logprobs needs logprobs: true", param="top_logprobs")
@@ -186,6 +191,28 @@ def check_chat(body: ChatBody) -> None:
     both = (body.max_tokens, body.max_completion_tokens)
     if None not in both and both[0] != both[1]:
         raise bad_request("max_tokens and max_completion_tokens differ: give one of them", param="max_tokens")
+
+
+def _check_tools(body: ChatBody) -> None:
+    names = [tool.function.name for tool in body.tools or ()]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise bad_request(f"tools: {twice} is there twice", param="tools")
+    chosen = body.tool_choice
+    if isinstance(chosen, ToolChoice) and chosen.function.name not in names:
+        name = printable(chosen.function.name)
+        raise bad_request(f"tool_choice: {name} is not one of the tools", param="tool_choice")
+    if chosen == "required" and not names:
+        raise bad_request("tool_choice required needs tools", param="tool_choice")
+    if body.calls_tools:
+        _check_guided(body, "tools")
+
+
+def _check_guided(body: CommonBody, param: str) -> None:
+    """A grammar says itself where the output ends."""
+    for name, is_set in (("ignore_eos", body.ignore_eos), ("min_tokens", body.min_tokens)):
+        if is_set:
+            raise bad_request(f"{name} and {param} exclude each other", param=name)
 
 
 def _check_completion(body: CompletionBody) -> None:

@@ -1,14 +1,28 @@
 """POST /v1/responses: its body, and the chat that it asks for."""
 
 from collections.abc import Mapping
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta, Raw, Struct
 
-from .api_bodies import ChatBody, Message, Positive, StreamOptions, TextPart, Unread
+from .api_bodies import ChatBody, Message, Positive, StreamOptions, Unread
 from .api_fields import RESPONSE, Field
 from .errors import ApiError, bad_request, printable
+from .tool_bodies import (
+    AnyFormat,
+    AnyToolChoice,
+    CalledFunction,
+    Function,
+    FunctionChoice,
+    NamedSchema,
+    ObjectFormat,
+    SchemaFormat,
+    TextFormat,
+    Tool,
+    ToolCall,
+    ToolChoice,
+)
 
 LOGPROBS = "message.output_text.logprobs"
 MAX_METADATA = 16
@@ -23,11 +37,36 @@ class InputPart(Struct):
 
 
 class InputItem(Struct):
-    """A message of `input`; an answer's own items hold fields that say nothing here."""
+    """An item of `input`: a message, a function call or its output. An answer's own items hold more that says nothing."""
 
     type: str = "message"
     role: str | None = None
     content: str | list[InputPart] | None = None
+    call_id: str = ""
+    name: str = ""
+    arguments: str = "{}"
+    output: str | list[InputPart] = ""
+
+
+class ResponseTool(Function, tag_field="type", tag="function", kw_only=True, forbid_unknown_fields=True):
+    """An entry of `tools`: a function, spelled flat."""
+
+
+class ResponseToolChoice(Struct, tag_field="type", tag="function", forbid_unknown_fields=True):
+    """`tool_choice`: this one."""
+
+    name: str
+
+
+class FlatSchemaFormat(NamedSchema, tag_field="type", tag="json_schema", forbid_unknown_fields=True):
+    """`text.format`: JSON of a schema, spelled flat."""
+
+
+class TextOptions(Struct, forbid_unknown_fields=True):
+    """`text`."""
+
+    format: TextFormat | ObjectFormat | FlatSchemaFormat | None = None
+    verbosity: Unread = msgspec.UNSET
 
 
 class ResponseBody(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -48,10 +87,10 @@ class ResponseBody(Struct, kw_only=True, forbid_unknown_fields=True):
     metadata: dict[str, str] | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     priority: Annotated[int, Meta(ge=-100, le=100)] | None = None
-    text: Unread = msgspec.UNSET
-    tools: Unread = msgspec.UNSET
-    tool_choice: Unread = msgspec.UNSET
-    parallel_tool_calls: Unread = msgspec.UNSET
+    text: TextOptions | None = None
+    tools: Annotated[list[ResponseTool], Meta(max_length=128)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ResponseToolChoice | None = None
+    parallel_tool_calls: bool | None = None
     access_programs: Unread = msgspec.UNSET
     background: Unread = msgspec.UNSET
     context_management: Unread = msgspec.UNSET
@@ -96,10 +135,10 @@ def told_of(body: ResponseBody) -> Told:
         top_p=1.0 if body.top_p is None else body.top_p,
         top_logprobs=body.top_logprobs or 0,
         metadata=body.metadata or {},
-        text=_or(body.text, b'{"format":{"type":"text"}}'),
-        tools=_or(body.tools, b"[]"),
-        tool_choice=_or(body.tool_choice, b'"auto"'),
-        parallel_tool_calls=bytes(_or(body.parallel_tool_calls, b"true")) != b"false",
+        text=Raw(msgspec.json.encode(body.text or TextOptions(TextFormat()))),
+        tools=Raw(msgspec.json.encode(body.tools or [])),
+        tool_choice=Raw(msgspec.json.encode(body.tool_choice or "auto")),
+        parallel_tool_calls=body.parallel_tool_calls is not False,
     )
 
 
@@ -114,6 +153,10 @@ def chat_of(body: ResponseBody) -> ChatBody:
         top_p=body.top_p,
         seed=body.seed,
         priority=body.priority,
+        response_format=_format_of(body),
+        tools=[Tool(_function_of(tool)) for tool in body.tools or ()] or None,
+        tool_choice=_choice_of(body),
+        parallel_tool_calls=body.parallel_tool_calls,
         logprobs=wants_logprobs,
         top_logprobs=body.top_logprobs if wants_logprobs else None,
         stream=body.stream,
@@ -133,23 +176,53 @@ def _messages_of(body: ResponseBody) -> list[Message]:
     messages = [Message("system", body.instructions)] if body.instructions else []
     if isinstance(body.input, str):
         return [*messages, Message("user", body.input)]
-    return messages + [_message_of(item, f"input[{number}]") for number, item in enumerate(body.input)]
+    for number, item in enumerate(body.input):
+        _add_item(messages, item, f"input[{number}]")
+    return messages
+
+
+def _add_item(messages: list[Message], item: InputItem, where: str) -> None:
+    if item.type == "function_call":
+        made = ToolCall(item.call_id, CalledFunction(item.name, item.arguments))
+        if messages and messages[-1].role == "assistant":
+            messages[-1].tool_calls = [*(messages[-1].tool_calls or ()), made]
+        else:
+            messages.append(Message("assistant", tool_calls=[made]))
+    elif item.type == "function_call_output":
+        messages.append(Message("tool", _text_of(item.output, f"{where}.output"), tool_call_id=item.call_id))
+    elif item.type == "message":
+        messages.append(_message_of(item, where))
+    elif item.type != "reasoning":
+        raise bad_request(f"{where}: items of type {printable(item.type)} are not supported", param="input")
 
 
 def _message_of(item: InputItem, where: str) -> Message:
-    if item.type != "message":
-        raise bad_request(f"{where}: items of type {printable(item.type)} are not supported", param="input")
     if item.role not in ("system", "developer", "user", "assistant"):
         raise bad_request(f"{where}.role is not system, developer, user or assistant", param="input")
-    if isinstance(item.content, list):
-        for part in item.content:
-            if part.type not in ("input_text", "output_text", "text") or part.text is None:
-                raise bad_request(f"{where}: content of type {printable(part.type)} is not supported", param="input")
-        parts = [TextPart(part.text or "") for part in item.content]
-        return msgspec.convert({"role": item.role}, Message) if not parts else Message(item.role, parts)  # type: ignore[arg-type]
-    return Message(item.role, item.content)  # type: ignore[arg-type]
+    role: Any = item.role
+    return Message(role, None if item.content is None else _text_of(item.content, where))
 
 
-def _or(value: Unread, default: bytes) -> Raw:
-    is_said = isinstance(value, Raw) and bytes(value) != b"null"
-    return value if is_said and isinstance(value, Raw) else Raw(default)
+def _text_of(content: str | list[InputPart], where: str) -> str:
+    if isinstance(content, str):
+        return content
+    for part in content:
+        if part.type not in ("input_text", "output_text", "text") or part.text is None:
+            raise bad_request(f"{where}: content of type {printable(part.type)} is not supported", param="input")
+    return "".join(part.text or "" for part in content)
+
+
+def _format_of(body: ResponseBody) -> AnyFormat | None:
+    wanted = body.text.format if body.text is not None else None
+    if isinstance(wanted, FlatSchemaFormat):
+        return SchemaFormat(NamedSchema(wanted.name, wanted.schema, wanted.description, wanted.strict))
+    return wanted
+
+
+def _function_of(tool: ResponseTool) -> Function:
+    return Function(tool.name, tool.description, tool.parameters, tool.strict)
+
+
+def _choice_of(body: ResponseBody) -> AnyToolChoice | None:
+    chosen = body.tool_choice
+    return ToolChoice(FunctionChoice(chosen.name)) if isinstance(chosen, ResponseToolChoice) else chosen

@@ -14,9 +14,10 @@ from msgspec import UNSET, Raw, Struct, UnsetType
 
 from .chat_replies import TokenLogprobs, chat_logprobs
 from .errors import ApiError, ErrorBody
-from .generation import CallPart, Piece
+from .generation import Piece
 from .replies import AnyTimeline, Frame, Usage, compact, raw_timeline, sse
 from .response_bodies import Told
+from .tool_calls import CallPart
 
 
 class OutputText(Struct):

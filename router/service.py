@@ -5,11 +5,11 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
-from .admission import max_new_tokens, no_workers
+from .admission import check_obeyed, max_new_tokens, no_workers
 from .answer import Answer, Wish
 from .api_bodies import ChatBody, CompletionBody, DetokenizeBody, Message, TokenizeBody
 from .callers import ANYONE, Caller
@@ -19,6 +19,7 @@ from .dispatch import Dispatcher
 from .entries import Job
 from .errors import ApiError, bad_request, context_too_long, unknown_model
 from .generation import Choice, Prompt, Style, name_of
+from .grammars import Grammars, plan_of
 from .idempotency import Idempotency
 from .inbox import Inbox
 from .openai import check_chat, check_token_ids, logprobs_of, max_new_of, prompts_of, sampling_of
@@ -27,6 +28,7 @@ from .replies import Builder, DetokenizeReply, Frame, TokenizeReply
 from .response_bodies import ResponseBody, chat_of, in_words_of_responses, told_of
 from .response_replies import ResponseBuilder
 from .tokenizer import Switches, Tokenizer
+from .tool_bodies import Tool, as_template_tool
 
 INLINE_BYTES = 2000  # of a body: about a millisecond of work, less than a trip to a thread costs under load
 T = TypeVar("T")
@@ -40,6 +42,7 @@ class Call:
     size: int  # of the body, in bytes
     wants_timeline: bool = False
     timeout_s: float = 0.0  # that the client gave; 0: none
+    grammar: str = ""  # that the answer follows, once the body was read
     caller: Caller = ANYONE
 
 
@@ -55,10 +58,12 @@ class Service:
         self.started = int(time.time())
         self.clock = clock
         self.replays = Idempotency(clock, dispatcher.events)
+        self.grammars = Grammars()
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
 
     def close(self) -> None:
         self.replays.close()
+        self.grammars.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def respond(self, body: ResponseBody, call: Call) -> Answer:
@@ -73,8 +78,10 @@ class Service:
     async def chat(self, body: ChatBody, call: Call, make_builder: Callable[[Frame], Builder] = ChatBuilder) -> Answer:
         """POST /v1/chat/completions. Raises ApiError."""
         self._check_model(body.model)
+        call = replace(call, grammar=await self.grammars.of(plan_of(body)))
         started = self.clock()
-        ids = await self._encode_chat(body.messages, body.chat_template_kwargs, call)
+        tools = body.tools or () if body.calls_tools else ()
+        ids = await self._encode_chat(body.messages, body.chat_template_kwargs, call, tools)
         builder = make_builder(self._frame(body, "chatcmpl-"))
         return self._answer(body, [Prompt(ids)], call, self.clock() - started, builder)
 
@@ -83,9 +90,11 @@ class Service:
         self._check_model(body.model)
         prompts = prompts_of(body)
         self._check_chars(max((len(p) for p in prompts if isinstance(p, str)), default=0), "prompt")
+        call = replace(call, grammar=await self.grammars.of(plan_of(body)))
         started = self.clock()
         read = await self._in_thread(call.size, lambda: [self._prompt(prompt) for prompt in prompts])
-        return self._answer(body, read, call, self.clock() - started, CompletionBuilder(self._frame(body, "cmpl-")))
+        builder = CompletionBuilder(self._frame(body, "cmpl-"))
+        return self._answer(body, read, call, self.clock() - started, builder)
 
     async def tokenize(self, body: TokenizeBody, call: Call) -> TokenizeReply:
         """POST /tokenize. Raises ApiError."""
@@ -116,10 +125,16 @@ class Service:
         text = await self._in_thread(call.size, partial(self.tokenizer.decode, body.tokens))
         return DetokenizeReply(prompt=text)
 
-    async def _encode_chat(self, said: Sequence[Message], switches: Switches | None, call: Call) -> list[int]:
-        messages = [message.as_template_input() for message in said]
-        self._check_chars(sum(len(text) for message in messages for text in message.values()), "messages")
-        return await self._in_thread(call.size, lambda: self.tokenizer.encode_chat(messages, switches))
+    async def _encode_chat(
+        self, said: Sequence[Message], switches: Switches | None, call: Call, tools: Sequence[Tool] = ()
+    ) -> list[int]:
+        self._check_chars(sum(message.num_chars for message in said), "messages")
+
+        def encode() -> list[int]:
+            messages = [message.as_template_input() for message in said]
+            return self.tokenizer.encode_chat(messages, switches, [as_template_tool(tool) for tool in tools])
+
+        return await self._in_thread(call.size, encode)
 
     def _prompt(self, prompt: str | list[int]) -> Prompt:
         return Prompt(self.tokenizer.encode(prompt), prompt) if isinstance(prompt, str) else Prompt(prompt)
@@ -157,6 +172,7 @@ class Service:
         for prompt in prompts:
             check_token_ids(body, prompt.ids, self._vocab_size(live))
         jobs = [job for prompt in prompts for job in self._jobs(body, prompt.ids, live, call, tokenize_s)]
+        check_obeyed(jobs[0].sampling, self.dispatcher.registry)
         style = _style_of(body)
         tried = [prompt if body.wants_echo else None for prompt in prompts for _ in range(body.num_tries)]
         choices = [Choice(self.tokenizer, style, echo) for echo in tried]
@@ -180,7 +196,7 @@ class Service:
         return [
             Job(
                 prompt_ids=ids,
-                sampling=sampling_of(body, max_new=max_new, choice=choice),
+                sampling=sampling_of(body, max_new=max_new, choice=choice, grammar=call.grammar),
                 arrived=call.arrived,
                 tokenize_s=tokenize_s,
                 timeout_s=call.timeout_s,
@@ -211,4 +227,5 @@ def _style_of(body: ChatBody | CompletionBody) -> Style:
         num_top=logprobs_of(body),
         min_tokens=body.min_tokens or 0,
         is_silent=max_new_of(body) == 0,
+        has_calls=isinstance(body, ChatBody) and body.calls_tools,
     )

@@ -7,7 +7,8 @@ tokens.
 
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,8 @@ from transformers import PreTrainedTokenizerFast
 from ..cluster.errors import ConfigError, StartupError
 from .detokenizer import Detokenizer, TokenBytes
 from .errors import bad_request
+from .tool_prompts import ChatMessage, is_native, written_out
 
-ChatMessage = dict[str, str]
 Switches = Mapping[str, bool | int | float | None]
 RESERVED_SWITCHES = frozenset((*signature(PreTrainedTokenizerFast.apply_chat_template).parameters, "messages"))
 
@@ -39,6 +40,7 @@ class Tokenizer:
         self.longest_token = max(1, self.token_bytes.longest)
         added = self._backend.get_added_tokens_decoder()
         spellings = sorted((token.content for token in added.values() if token.special), key=len, reverse=True)
+        self._is_native = is_native(tokenizer.chat_template)
         self._special = re.compile("|".join(map(re.escape, spellings))) if spellings else None
 
     def __repr__(self) -> str:
@@ -55,7 +57,9 @@ class Tokenizer:
         """A raw prompt, with what the tokenizer puts around any text (such as a begin token)."""
         return self._encode(self._backend, text, add_special_tokens=add_special_tokens)
 
-    def encode_chat(self, messages: Sequence[ChatMessage], switches: Switches | None = None) -> list[int]:
+    def encode_chat(
+        self, messages: Sequence[ChatMessage], switches: Switches | None = None, tools: Sequence[ChatMessage] = ()
+    ) -> list[int]:
         """A chat, rendered by the model's template up to where the assistant begins to speak.
 
         `switches` are what templates of some models ask for beside the messages. Raises ApiError (400) when there is no
@@ -63,9 +67,13 @@ class Tokenizer:
         """
         spelled: list[str] = []
         mark = secrets.token_hex(16)
-        guarded = [{key: self._guard(value, mark, spelled) for key, value in message.items()} for message in messages]
+        if not self._is_native:
+            messages, tools = written_out(messages, tools), ()
+        guard = partial(self._guard, mark=mark, spelled=spelled)
+        guarded = [_in_strings(guard, message) for message in messages]
+        given = [_in_strings(guard, tool) for tool in tools]
         ids: list[int] = []
-        for i, part in enumerate(re.split(f"{mark}([0-9]+)x", self._render(guarded, switches or {}))):
+        for i, part in enumerate(re.split(f"{mark}([0-9]+)x", self._render(guarded, given, switches or {}))):
             if i % 2:
                 ids += self._encode(self._plain, spelled[int(part)], add_special_tokens=False)
             elif part:
@@ -91,7 +99,7 @@ class Tokenizer:
 
         return self._special.sub(note, text)
 
-    def _render(self, messages: list[ChatMessage], switches: Switches) -> str:
+    def _render(self, messages: list[ChatMessage], tools: list[ChatMessage], switches: Switches) -> str:
         if not self.has_chat_template:
             raise bad_request("this model has no chat template: use /v1/completions", param="messages")
         taken = sorted(RESERVED_SWITCHES.intersection(switches))
@@ -99,7 +107,7 @@ class Tokenizer:
             text = f"chat_template_kwargs: {taken[0]} is not a switch of a template"
             raise bad_request(text, param="chat_template_kwargs")
         try:
-            given: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True, **switches}
+            given: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True, "tools": tools or None, **switches}
             rendered: object = self._hf.apply_chat_template(messages, **given)
         except (TemplateError, TypeError, ValueError) as error:
             reason = str(error).splitlines()[0][:200] if str(error) else "template error"
@@ -112,6 +120,17 @@ class Tokenizer:
         encoding = backend.encode(text, add_special_tokens=add_special_tokens)
         ids: list[int] = encoding.ids
         return ids
+
+
+def _in_strings(change: Callable[[str], str], value: Any) -> Any:  # noqa: ANN401 - JSON
+    """`value` with every string in it changed, also the names of fields of schemas."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, dict):
+        return {change(key): _in_strings(change, item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_in_strings(change, item) for item in value]
+    return value
 
 
 def load_tokenizer(model: str) -> Tokenizer:

@@ -255,6 +255,7 @@ def test_text_that_spells_control_tokens_stays_text_in_a_chat(client, served):
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
 TEXT = {"model": MODEL, "prompt": "hi"}
+TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]
 BAD_CHAT = [
     ({"messages": []}, "messages"),
     ({"messages": [{"role": "user", "content": ""}]}, "messages"),
@@ -282,7 +283,17 @@ BAD_CHAT = [
     ({"logit_bias": {"5": 101}}, "logit_bias"),
     ({"stop_token_ids": [400]}, "stop_token_ids"),
     ({"tools": [{"type": "function"}]}, "tools"),
-    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"response_format": {"type": "xml"}}, "response_format"),
+    ({"response_format": {"type": "json_object"}, "ignore_eos": True}, "ignore_eos"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "banana"}}}}, "response_format"),
+    ({"tools": TOOLS * 2}, "tools"),
+    ({"tools": TOOLS, "min_tokens": 3}, "min_tokens"),
+    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools"),
+    ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "string"}}}]}, "tools"),
+    ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"$ref": "#/nope"}}}]}, "tools"),
+    ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"tool_choice": "maybe"}, "tool_choice"),
     ({"kv_transfer_params": {}}, "kv_transfer_params"),
     ({"chat_template": "{{ 1 }}"}, "chat_template"),
     ({"chat_template_kwargs": {"x": "text"}}, "chat_template_kwargs"),

@@ -175,7 +175,7 @@ def test_history_from_an_answers_own_message_is_taken():
     assert [message.as_template_input() for message in parsed.messages] == [{"role": "assistant", "content": "Hello"}] * 2
 
 
-@pytest.mark.parametrize("name", ["tool_calls", "function_call", "audio", "refusal", "annotations"])
+@pytest.mark.parametrize("name", ["function_call", "audio", "refusal", "annotations"])
 def test_what_a_message_says_and_is_not_served_is_named_with_its_place(name):
     messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "x", name: [{"id": "1"}]}]
     with pytest.raises(ApiError) as caught:

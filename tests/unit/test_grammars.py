@@ -1,0 +1,186 @@
+"""What a client asks of the form of its answer: grammars of plans, hostile schemas, and calls told apart from text."""
+
+import asyncio
+import json
+import time
+
+import pytest
+from baton.router.errors import ApiError
+from baton.router.grammars import MAX_GRAMMAR, Grammars, Plan, compiled
+from baton.router.tool_calls import CallReader
+from baton.router.tool_prompts import is_native, written_out
+from llguidance import LLMatcher, LLTokenizer
+
+ARGUMENTS = b'{"type":"object","properties":{"x":{"type":"integer"}},"required":["x"],"additionalProperties":false}'
+LOOK = ("look", ARGUMENTS)
+GO = ("go", b'{"type":"object"}')
+
+
+def call(name="look", arguments='{"x": 1}'):
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def bytes_tokenizer():
+    return LLTokenizer("byte")
+
+
+def follows(tokenizer, plan, text):
+    """Whether `text` is a whole answer to a plan."""
+    matcher = LLMatcher(tokenizer, compiled(plan), log_level=0)
+    ids = tokenizer.tokenize_str(text)
+    return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+
+@pytest.mark.parametrize(
+    ("plan", "good", "bad"),
+    [
+        (
+            Plan(tools=(LOOK, GO)),
+            ["", "hi <b>", call(), f"hi\n{call()}\n{call('go', '{}')}"],
+            [call("other"), call() + " and more", call(arguments='{"x": "1"}'), "<tool_call>"],
+        ),
+        (Plan(tools=(LOOK,), may_repeat=False), ["hi", "a" + call()], [f"{call()}\n{call()}"]),
+        (Plan(tools=(LOOK, GO), must_call=True), [call(), f"{call()}\n{call('go', '{}')}"], ["", "hi", "hi" + call()]),
+        (Plan(tools=(LOOK,), must_call=True, may_repeat=False), [call()], [f"{call()}\n{call()}"]),
+        (Plan(answer=b'{"type":"object"}'), ["{}", '{"a": [1, {}]}'], ["[]", "", "{} ", "x"]),
+        (Plan(answer=b'{"const": 1}', tools=(LOOK,)), ["1", call()], ["2", "hi", "1" + call()]),
+    ],
+    ids=["auto", "one at most", "required", "this one", "object", "schema or call"],
+)
+def test_a_plan_allows_its_answers_and_no_others(bytes_tokenizer, plan, good, bad):
+    assert [text for text in good if not follows(bytes_tokenizer, plan, text)] == []
+    assert [text for text in bad if follows(bytes_tokenizer, plan, text)] == []
+
+
+def nested(count):
+    return b'{"type":"object","properties":{"a":' * count + b"{}" + b"}}" * count
+
+
+def wide(count):
+    names = [f"k{i}" for i in range(count)]
+    return json.dumps({"type": "object", "properties": {n: {"type": "integer"} for n in names}, "required": names}).encode()
+
+
+def doubling(count):
+    defs = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(count)}
+    return json.dumps({"$defs": defs | {f"d{count}": {"type": "null"}}, "$ref": "#/$defs/d0"}).encode()
+
+
+HOSTILE = {
+    "deep": nested(1000),
+    "deeper than Python": b"[" * 30_000 + b"]" * 30_000,
+    "wide": wide(1800),
+    "doubling": doubling(30),
+    "too large": json.dumps({"enum": [f"v{i:06}" for i in range(9000)]}).encode(),
+    "redos": b'{"type":"string","pattern":"^(a{1,100}){1,100}$"}',
+    "left recursion": b'{"$defs":{"a":{"anyOf":[{"$ref":"#/$defs/a"},{"type":"null"}]}},"$ref":"#/$defs/a"}',
+    "long string": b'{"type":"string","minLength":1,"maxLength":1000000}',
+    "many alternatives": json.dumps({"anyOf": [{"const": f"{i}{'x' * 20}"} for i in range(1200)]}).encode(),
+}
+REFUSED = {
+    "no schema": b"7",
+    "unknown type": b'{"type":"banana"}',
+    "missing reference": b'{"$ref":"#/nope"}',
+    "remote reference": b'{"$ref":"http://203.0.113.9/s.json"}',
+    "not enforced": b'{"type":"array","uniqueItems":true}',
+    "unsatisfiable": b'{"type":"integer","minimum":5,"maximum":4}',
+    "number out of range": b'{"type":"integer","maximum":1e400}',
+    "no JSON": b"{",
+    "no UTF-8": b'{"const":"\xff"}',
+}
+
+
+def outcome(plan):
+    try:
+        return compiled(plan)
+    except ApiError as error:
+        return error
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_schema_is_refused_or_compiled_in_bounds(name):
+    started = time.process_time()
+    found = outcome(Plan(answer=HOSTILE[name]))
+    assert time.process_time() - started < 2.0
+    if isinstance(found, ApiError):
+        assert (found.status, found.body.param) == (400, "response_format")
+        assert found.body.message.isascii()
+    else:
+        assert len(found) <= MAX_GRAMMAR
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_schema_that_cannot_be_followed_is_refused(name):
+    for plan, param in ((Plan(answer=REFUSED[name]), "response_format"), (Plan(tools=(("f", REFUSED[name]),)), "tools")):
+        with pytest.raises(ApiError) as caught:
+            compiled(plan)
+        assert (caught.value.status, caught.value.body.param) == (400, param)
+
+
+def test_a_plan_is_compiled_once_and_never_on_the_event_loop(monkeypatch):
+    seen = []
+
+    def slow(plan):
+        assert asyncio._get_running_loop() is None, "a thread of its own"
+        seen.append(plan)
+        return "grammar"
+
+    monkeypatch.setattr("baton.router.grammars.compiled", slow)
+
+    async def ask():
+        grammars = Grammars()
+        plan = Plan(answer=b'{"const": 1}')
+        assert [await grammars.of(plan) for _ in range(3)] == ["grammar"] * 3
+        assert await grammars.of(Plan()) == ""
+        for i in range(100):
+            await grammars.of(Plan(answer=b"%d" % i))
+        assert "64 kept" in repr(grammars)
+        grammars.close()
+
+    asyncio.run(ask())
+    assert len(seen) == 101
+
+
+@pytest.mark.parametrize("step", [1, 2, 7, 1000])
+def test_calls_are_read_however_their_text_comes(step):
+    tricky = '{"q": "a } \\" </tool_call> {", "n": [1, {"m": 2}]}'
+    text = f"Let me <b>see</b>.\n{call('look', tricky)}\n{call('go', '{}')}"
+    reader, said, parts = CallReader(), "", []
+    for at in range(0, len(text), step):
+        more, calls = reader.feed(text[at : at + step])
+        said += more
+        parts += calls
+    assert said + reader.flush() == "Let me <b>see</b>.\n"
+    assert [(part.index, part.name) for part in parts if part.id] == [(0, "look"), (1, "go")]
+    arguments = ["".join(part.arguments for part in parts if part.index == i) for i in (0, 1)]
+    assert arguments == [tricky, "{}"]
+    assert len({part.id for part in parts if part.id}) == 2
+
+
+@pytest.mark.parametrize("text", ["no call", "a < b", "ends with <tool_ca", "<", ""])
+def test_text_without_calls_stays_as_it_is(text):
+    reader = CallReader()
+    said = "".join(reader.feed(char)[0] for char in text)
+    assert said + reader.flush() == text
+
+
+def test_tools_are_written_out_for_templates_that_do_not_know_them():
+    assert is_native("{% if tools %}<tool_call>{% endif %}")
+    assert not is_native("{{ messages }}")
+    assert not is_native(None)
+    tool = {"type": "function", "function": {"name": "look", "parameters": json.loads(ARGUMENTS)}}
+    called = [{"id": "c", "type": "function", "function": {"name": "look", "arguments": {"x": 1}}}]
+    chat = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "", "tool_calls": called},
+        {"role": "tool", "content": "42", "tool_call_id": "c"},
+    ]
+    system, user, assistant, result = written_out(chat, [tool])
+    assert (system["role"], user) == ("system", chat[0])
+    assert '"look"' in system["content"]
+    assert '{"name": "...", "arguments": {...}}' in system["content"]
+    assert assistant == {"role": "assistant", "content": call()}
+    assert result == {"role": "user", "content": "<tool_response>\n42\n</tool_response>"}
+    assert written_out([{"role": "system", "content": "Be."}], [tool])[0]["content"].startswith("Be.\n\nYou may call")
+    assert written_out(chat[:1], []) == chat[:1]
