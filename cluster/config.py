@@ -5,7 +5,7 @@ builds a role's config, `to_argv` turns one into the flags that build it again.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, TypeVar
 
@@ -136,7 +136,7 @@ def load_config(
     if warns:
         warn_unknown_variables(env)
     given = {
-        COMMAND_LINE: read_command_line(cls, argv, prog or f"baton {cls.role}", cls.summary),
+        COMMAND_LINE: read_command_line(cls, argv, prog or f"baton {cls.role}", cls.summary, _owner_of(cls)),
         ENVIRONMENT: read_environment(cls, _env_prefix(cls), env),
     }
     path = str(given[COMMAND_LINE].get("config", given[ENVIRONMENT].get("config", "")))
@@ -223,7 +223,9 @@ def warn_unknown_variables(env: Mapping[str, str]) -> None:
     others = (*INTERNAL_VARIABLES, *TEST_VARIABLES)
     for variable in sorted(env):
         if variable.startswith("BATON_") and variable not in known and variable not in others:
-            hint = did_you_mean(variable, known, "{}")
+            role, _, name = variable.removeprefix("BATON_").lower().partition("_")
+            hint = next((_owner_of(cls)(name) for cls in ROLES if cls.role == role), "")
+            hint = hint or did_you_mean(variable, known, "{}")
             logger.warning("environment variable %s is no setting of baton and is ignored%s", variable, hint)
 
 
@@ -248,8 +250,22 @@ def _read_file(cls: type[RoleConfig], path: str) -> dict[str, Value]:
         if name not in roles:
             hint = did_you_mean(name, roles, "[{}]") or f"; known tables: {', '.join(f'[{role}]' for role in roles)}"
             raise ConfigError(f"{path}: unknown table [{name}]{hint}")
-        check_keys(roles[name], table, f"{path}, table [{name}]")
+        check_keys(roles[name], table, f"{path}, table [{name}]", _owner_of(roles[name]))
     return read_table(cls, tables.get(cls.role, {}), f"{path}, table [{cls.role}]")
+
+
+def _owner_of(cls: type[RoleConfig]) -> Callable[[str], str]:
+    """Says of a name that is no setting of `cls` which single role has it; to prefill also why it has not."""
+
+    def owner_of(name: str) -> str:
+        owners = [role.role for role in ROLES if role is not UpConfig and name in settings_of(role)]
+        if not owners or cls.role in owners:
+            return ""
+        is_decode = cls is PrefillConfig and name in settings_of(DecodeSettings)
+        why = ", and a prefill worker decodes nothing and owns no decode graphs" if is_decode else ""
+        return f"; it is a setting of {' and '.join(f'`baton {owner}`' for owner in owners)}{why}"
+
+    return owner_of
 
 
 def _check_required(cls: type[RoleConfig], values: Mapping[str, Value]) -> None:

@@ -99,6 +99,11 @@ def did_you_mean(name: str, known: Iterable[str], spelling: str = "'{}'") -> str
     return f"; did you mean {spelling.format(close[0])}?" if close else ""
 
 
+def nowhere(name: str) -> str:
+    """No other role has a setting of this name."""
+    return ""
+
+
 # --- values -----------------------------------------------------------------------------------------------------------
 
 
@@ -226,13 +231,19 @@ def _help_line(field: Field[Any], description: Setting) -> str:
     return f"{description.help} (default {as_text(field.default)}{unit})"
 
 
-def read_command_line(cls: type, argv: Sequence[str], prog: str, summary: str) -> dict[str, Value]:
-    """The settings that `argv` names. Leaves the process with 0 after --help."""
+def read_command_line(
+    cls: type, argv: Sequence[str], prog: str, summary: str, elsewhere: Callable[[str], str] = nowhere
+) -> dict[str, Value]:
+    """The settings that `argv` names. Leaves the process with 0 after --help.
+
+    `elsewhere` says of a name that is no setting of `cls` whose it is, or nothing.
+    """
     parser = build_parser(cls, prog, summary)
     found, unknown = parser.parse_known_args(list(argv))
     if unknown:
         flag = unknown[0].partition("=")[0]
-        hint = did_you_mean(flag, [flag_of(name) for name in settings_of(cls)])
+        name = flag.removeprefix("--").replace("-", "_")
+        hint = elsewhere(name) or did_you_mean(flag, [flag_of(name) for name in settings_of(cls)])
         raise ConfigError(f"unknown argument {unknown[0]!r}{hint or f'; see {prog} --help'}")
     types = types_of(cls)
     return {name: parse_text(text, types[name], flag_of(name)) for name, text in vars(found).items()}
@@ -249,19 +260,23 @@ def read_environment(cls: type, prefix: str, env: Mapping[str, str]) -> dict[str
     return values
 
 
-def read_table(cls: type, table: Mapping[str, object], source: str) -> dict[str, Value]:
+def read_table(
+    cls: type, table: Mapping[str, object], source: str, elsewhere: Callable[[str], str] = nowhere
+) -> dict[str, Value]:
     """The settings of one TOML table; an unknown key is an error."""
     types = types_of(cls)
-    check_keys(cls, table, source)
+    check_keys(cls, table, source, elsewhere)
     return {name: check_type(value, types[name], f"{source}, key {name!r}") for name, value in table.items()}
 
 
-def check_keys(cls: type, table: Mapping[str, object], source: str) -> None:
+def check_keys(
+    cls: type, table: Mapping[str, object], source: str, elsewhere: Callable[[str], str] = nowhere
+) -> None:
     """Raise ConfigError for a key that is no setting of `cls`."""
     known = [name for name in settings_of(cls) if name != "config"]
     for name in table:
         if name not in known:
-            hint = did_you_mean(name, known) or f"; known keys: {', '.join(known)}"
+            hint = elsewhere(name) or did_you_mean(name, known) or f"; known keys: {', '.join(known)}"
             raise ConfigError(f"{source}: unknown key {name!r}{hint}")
 
 

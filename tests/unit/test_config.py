@@ -130,6 +130,18 @@ def test_a_wrong_file_names_table_key_and_remedy(toml, text, words):
     assert all(word in message for word in words), message
 
 
+@pytest.mark.parametrize("name", ["spec_steps", "spec_topk", "max_running"])
+def test_m2_1_a_prefill_worker_that_is_asked_for_decode_graphs_says_that_it_owns_none(toml, name, caplog):
+    words = "; it is a setting of `baton decode`, and a prefill worker decodes nothing and owns no decode graphs"
+    flag, variable = f"--{name.replace('_', '-')}", f"BATON_PREFILL_{name.upper()}"
+    assert f"unknown argument '{flag}'{words}" in failure(PrefillConfig, "--graphs", "on", flag, "4")
+    message = failure(PrefillConfig, "--config", toml(f"[prefill]\ngraphs = true\n{name} = 4\n"))
+    assert f"table [prefill]: unknown key '{name}'{words}" in message
+    load(PrefillConfig, env={"BATON_PREFILL_MODEL": "m", variable: "4"})
+    assert f"{variable} is no setting of baton and is ignored{words}" in caplog.text
+    assert "; it is a setting of `baton prefill`" in failure(DecodeConfig, "--chunk-size", "4")
+
+
 def test_a_wrong_variable_names_itself():
     text = failure(PrefillConfig, env={"BATON_PREFILL_LEASE_S": "soon"})
     assert "BATON_PREFILL_LEASE_S" in text
