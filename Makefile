@@ -25,13 +25,14 @@ SEEDS ?= 20000
 SPREAD ?= -n 2
 ROWS ?=
 
-.PHONY: help venv install model demo lint sim test test-full faults lock sbom clean
+.PHONY: help venv install model demo lint sim test test-full faults deploy-check lock sbom clean
 
 help:
 	@printf '%s\n' 'make demo       a cluster on this machine answers one request (ARGS=--once: then stops)' \
 	  'make test       lint, types, CPU tests (TESTS=tests/unit: some of them)' \
 	  'make test-full  the slow tests too' \
 	  'make faults     real processes die, hang and leave: the table of faults (ROWS=F01,F08: some of them)' \
+	  'make deploy-check  units and manifests, asked of systemd-analyze and kubectl where they are installed' \
 	  'make sim        a simulated cluster under SEEDS=20000 mixes of faults' \
 	  'make lint       ruff and mypy --strict' \
 	  'make install    .venv with baton and all it needs' \
@@ -89,6 +90,10 @@ test-full: lint model
 
 faults: install
 	$(BIN)/python tests/faults/run.py $(if $(ROWS),--rows $(ROWS))
+
+# with the tools themselves: apt-get install systemd, and kubectl; what is missing is skipped and named
+deploy-check: install
+	$(BIN)/pytest -rs tests/unit/test_units.py tests/cluster/test_managed.py
 
 # needs the network; run it after every change of constraints.txt
 lock: install

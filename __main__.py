@@ -17,6 +17,7 @@ COMMANDS = {
     "chat": (".deploy.chat", "chat with a running cluster in the terminal"),
     "demo": (".deploy.demo", "start a small cluster on this host and ask it one question"),
     "bench": (".bench.command", "measure parts of baton on this machine"),
+    "deploy": (".deploy.files", "write systemd units"),
     "keys": (".deploy.keys", "make the keys that authenticate the processes to each other"),
     "model": (".deploy.demo_model", "fetch the demo model and print its directory"),
     "version": ("", "print versions"),

@@ -15,6 +15,7 @@ from ..cluster.keyring import load_keyring
 from ..cluster.life import Serve, Shutdown, run_phases
 from ..cluster.messages import WorkerStats
 from ..cluster.metrics_server import serve_metrics
+from ..cluster.notify import Notifier, notifier_of
 from ..cluster.sockets import Socket
 from ..cluster.transports import transports_of
 from ..cluster.watchdog import Watchdog
@@ -33,6 +34,7 @@ def start(config: DecodeConfig, instance: str) -> Serve:
     shutdown = Shutdown()
     shutdown.install()
     reach = reach_of(os.environ)
+    notifier = notifier_of(os.environ)
     keep_blocks()
     keyring = load_keyring(config.keys, config.role)
     transports = transports_of(config.transports)
@@ -83,7 +85,7 @@ def start(config: DecodeConfig, instance: str) -> Serve:
 
     link = WorkerLink(open_planes)
     run_phases([("open sockets", link.start)])
-    return _loop_of(config, engine, link, instance, shutdown, tell).run
+    return _loop_of(config, engine, link, instance, shutdown, tell, notifier).run
 
 
 def _loop_of(
@@ -93,6 +95,7 @@ def _loop_of(
     instance: str,
     shutdown: Shutdown,
     tell: Callable[[WorkerStats], None],
+    notifier: Notifier,
 ) -> WorkerLoop:
     worker = DecodeWorker(
         engine,
@@ -102,7 +105,9 @@ def _loop_of(
         local_prefill_tokens=config.local_prefill_tokens,
     )
     worker.reach = reach_of(os.environ)
-    feed = link.feeder(Watchdog(config.watchdog_s))
-    loop = WorkerLoop(worker, link, shutdown, drain_timeout_s=config.drain_timeout_s, feed=feed, tell=tell)
+    feed = link.feeder(Watchdog(config.watchdog_s, notifier=notifier))
+    loop = WorkerLoop(
+        worker, link, shutdown, drain_timeout_s=config.drain_timeout_s, feed=feed, tell=tell, notifier=notifier
+    )
     engine.runner.on_layer = loop.beat
     return loop

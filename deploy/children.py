@@ -26,6 +26,7 @@ from ..cluster.config_groups import RoleConfig
 from ..cluster.errors import ConfigError, StartupError
 from ..cluster.life import OPERATOR_VARIABLE, PARENT_VARIABLE
 from ..cluster.log import PACKAGE
+from ..cluster.notify import without_manager
 from .supervise import ChildSpec
 
 logger = logging.getLogger(__name__)
@@ -133,7 +134,7 @@ def child_config(
 
 def child_environment(env: Mapping[str, str], threads: int) -> dict[str, str]:
     """The environment of a child: no settings of ours (flags say all), threads that sleep while they wait."""
-    child = {name: value for name, value in env.items() if not name.startswith("BATON_")}
+    child = {name: value for name, value in without_manager(env).items() if not name.startswith("BATON_")}
     child["OMP_NUM_THREADS"] = str(threads)
     child["OMP_WAIT_POLICY"] = "passive"  # idle threads of one worker would steal the cores of another
     child["PYTHONUNBUFFERED"] = "1"

@@ -32,6 +32,7 @@ from ..cluster.config import RouterConfig, UpConfig, load_config
 from ..cluster.errors import StartupError
 from ..cluster.life import EXIT_CANNOT_START, EXIT_OK, OPERATOR_VARIABLE, Shutdown, report_cannot_start, run_role
 from ..cluster.log import PACKAGE, configure
+from ..cluster.notify import Notifier, notifier_of
 from .children import PROG, ROUTER, Command, child_configs, child_specs, role_command
 from .supervise import ChildSpec, Process, SpawnedProcess, Supervisor
 
@@ -269,21 +270,25 @@ def _prepare(argv: Sequence[str]) -> Callable[[], int]:
     ciphers_of(config.kv_cipher, has_keys=bool(config.keys), trusted_network=config.trusted_network)
     shutdown = Shutdown()
     shutdown.install()
+    notifier = notifier_of(os.environ)
     cluster = Cluster(config)
     cluster.start()
-    return lambda: _serve(cluster, shutdown)
+    return lambda: _serve(cluster, shutdown, notifier)
 
 
-def _serve(cluster: Cluster, shutdown: Shutdown) -> int:
+def _serve(cluster: Cluster, shutdown: Shutdown, notifier: Notifier) -> int:
     """Until a signal or a failure; the cluster is gone when this returns."""
     began = time.monotonic()
     try:
         if cluster.wait_ready(float("inf"), all_workers=False, give_up=shutdown.drain):
             sys.stdout.write(f"ready  {cluster.url}  ({time.monotonic() - began:.1f} s)\n")
             sys.stdout.flush()
+            notifier.ready(f"serving at {cluster.url}")
         while not shutdown.drain.wait(0.2):
+            notifier.ping(time.monotonic())
             if cluster.failure:
                 raise StartupError(cluster.failure)
+        notifier.stopping("draining")
         if shutdown.first_signal == signal.SIGTERM and not shutdown.stop.is_set() and cluster.config.drain_timeout_s:
             cluster.stop(shutdown.stop, drain_s=cluster.config.drain_timeout_s + LAST_FRAMES_S)
         return EXIT_OK

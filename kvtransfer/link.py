@@ -170,7 +170,7 @@ class WorkerLink:
         """Feeds it on behalf of the scheduler, as long as this thread moves too."""
 
         def feed(now: float) -> None:
-            if now - self._turned_at < watchdog.limit_s / 2:
+            if now - self._turned_at < watchdog.shortest_s / 2:
                 watchdog.feed(now)
 
         return feed

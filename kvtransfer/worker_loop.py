@@ -12,6 +12,7 @@ from typing import Protocol
 from ..cluster.life import EXIT_CRASHED, EXIT_OK, Shutdown
 from ..cluster.log import fields
 from ..cluster.messages import ControlUp, Goodbye, Heartbeat, Welcome, WorkerStats
+from ..cluster.notify import Notifier
 from .link import Command, LinkEvent, LinkFailed
 from .owners import RouterLost
 
@@ -94,6 +95,7 @@ class WorkerLoop:
         clock: Callable[[], float] = time.monotonic,
         feed: Callable[[float], None] | None = None,
         tell: Callable[[WorkerStats], None] | None = None,
+        notifier: Notifier | None = None,
     ) -> None:
         self.worker = worker
         self.link = link
@@ -102,6 +104,7 @@ class WorkerLoop:
         self._clock = clock
         self._feed = feed or (lambda now: None)  # the watchdog's
         self._tell = tell or (lambda stats: None)  # of whoever else shows the worker's condition
+        self._notifier = notifier or Notifier()
         self._drain_until: float | None = None
         self._next_beat = 0.0
         self._is_busy = False  # the last step had work
@@ -111,6 +114,7 @@ class WorkerLoop:
         code = EXIT_OK
         while code == EXIT_OK and not self.is_over():
             code = self.turn()
+        self._notifier.stopping("leaving")
         self.worker.hand_back()
         self.link.close()
         return code
@@ -135,6 +139,7 @@ class WorkerLoop:
                 self.worker.drop_rooms(rooms, reason)
             case Welcome():
                 self._next_beat = 0.0  # the router lets nobody serve before its first heartbeat
+                self._notifier.ready("serving")
             case _:
                 self.worker.handle(event, self._clock())
         return EXIT_OK
@@ -158,6 +163,7 @@ class WorkerLoop:
         self.worker.start_draining()
         self.link.post(Goodbye(instance=self.worker.instance))
         self._next_beat = 0.0
+        self._notifier.stopping("draining")
         logger.info("draining", extra=fields(rooms=self.worker.num_rooms))
         return now + self.drain_timeout_s
 
@@ -168,6 +174,7 @@ class WorkerLoop:
         """
         now = self._clock()
         self._feed(now)
+        self._notifier.wait(now, "waiting for a router")
         if self._drain_until is None and self.shutdown.drain.is_set():
             self._drain_until = self._begin_drain(now)
         if now >= self._next_beat:

@@ -14,6 +14,7 @@ from ..cluster.keyring import load_keyring, split_key, with_key
 from ..cluster.life import Serve, Shutdown, run_phases
 from ..cluster.messages import Layout
 from ..cluster.metrics_server import serve_metrics
+from ..cluster.notify import notifier_of
 from ..cluster.sockets import Socket
 from ..cluster.transports import transports_of
 from ..cluster.watchdog import Watchdog
@@ -32,6 +33,7 @@ def start(config: PrefillConfig, instance: str) -> Serve:
     shutdown = Shutdown()
     shutdown.install()
     reach = reach_of(os.environ)
+    notifier = notifier_of(os.environ)
     keep_blocks()
     keyring = load_keyring(config.keys, config.role)
     transports = transports_of(config.transports)
@@ -80,8 +82,10 @@ def start(config: PrefillConfig, instance: str) -> Serve:
     run_phases([("open sockets", link.start)])
     worker = _worker(config, engine, link, instance)
     worker.reach = reach
-    feed = link.feeder(Watchdog(config.watchdog_s))
-    loop = WorkerLoop(worker, link, shutdown, drain_timeout_s=config.drain_timeout_s, feed=feed, tell=tell)
+    feed = link.feeder(Watchdog(config.watchdog_s, notifier=notifier))
+    loop = WorkerLoop(
+        worker, link, shutdown, drain_timeout_s=config.drain_timeout_s, feed=feed, tell=tell, notifier=notifier
+    )
     engine.runner.on_layer = loop.beat
     return loop.run
 

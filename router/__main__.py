@@ -10,6 +10,7 @@ import uvloop
 from ..cluster.config import RouterConfig, load_config
 from ..cluster.life import EXIT_OK, Shutdown, run_phases, run_role
 from ..cluster.log import configure
+from ..cluster.notify import notifier_of
 from ..cluster.watchdog import Watchdog
 from .app import Router
 from .tokenizer import Tokenizer, load_tokenizer
@@ -24,6 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _start(argv: Sequence[str]) -> Callable[[], int]:
     config = load_config(RouterConfig, argv, os.environ)
     configure("router", level=config.log_level, log_format=config.log_format)
+    notifier = notifier_of(os.environ)
     made: list[Tokenizer | Router] = []
 
     def load() -> None:
@@ -32,7 +34,8 @@ def _start(argv: Sequence[str]) -> Callable[[], int]:
     def listen() -> None:
         tokenizer = made[0]
         assert isinstance(tokenizer, Tokenizer)
-        made.append(Router(config, tokenizer, watchdog=Watchdog(config.watchdog_s)))
+        watchdog = Watchdog(config.watchdog_s, notifier=notifier)
+        made.append(Router(config, tokenizer, watchdog=watchdog, notifier=notifier))
 
     run_phases([("loading the tokenizer", load), ("binding sockets", listen)])
     router = made[1]

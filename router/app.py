@@ -21,6 +21,7 @@ from ..cluster.keyring import load_keyring
 from ..cluster.life import OPERATOR_VARIABLE
 from ..cluster.log import fields
 from ..cluster.metrics import RouterMetrics
+from ..cluster.notify import Notifier
 from ..cluster.sockets import check_bind_address
 from ..cluster.watchdog import Watchdog
 from .auth import Guard
@@ -50,8 +51,10 @@ class Router:
         tokenizer: Tokenizer,
         timeouts: Timeouts | None = None,
         watchdog: Watchdog | None = None,
+        notifier: Notifier | None = None,
     ) -> None:
         self._config = config
+        self._notifier = notifier or Notifier()
         self._watchdog = watchdog or Watchdog(0)
         self.instance = secrets.token_hex(16)
         self._api_keys = _api_keys(config.api_keys)
@@ -136,9 +139,11 @@ class Router:
                 self.dispatcher.probe()
             self.dispatcher.tick(is_behind=self.control.is_behind)
             self._watchdog.feed(time.monotonic())
+            self._notifier.ready(f"serving at {self.url}")
 
     async def _end(self, drain: asyncio.Event, stop: asyncio.Event) -> None:
         await drain.wait()
+        self._notifier.stopping("draining")
         logger.info("router drains", extra=fields(running=self.dispatcher.num_running))
         self.dispatcher.is_draining = self._server.is_draining = True
         deadline = time.monotonic() + self._config.drain_timeout_s

@@ -1,0 +1,21 @@
+"""`baton deploy`: write the files that run baton under a service manager."""
+
+import sys
+from collections.abc import Callable, Sequence
+
+from . import units
+
+KINDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
+    "systemd": (units.main, "units of one host"),
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the kind that `argv` names; the exit code."""
+    kind = argv[0] if argv else ""
+    if kind in KINDS:
+        return KINDS[kind][0](argv[1:])
+    lines = [f"  {name:<12} {text}" for name, (_, text) in KINDS.items()]
+    stream = sys.stdout if kind in ("-h", "--help") else sys.stderr
+    stream.write("\n".join(["usage: baton deploy KIND [options]", "", *lines]) + "\n")
+    return 0 if stream is sys.stdout else 2

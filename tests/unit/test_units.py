@@ -1,0 +1,142 @@
+"""The units that `baton deploy systemd` writes: what systemd itself says of them, and what they tell the roles."""
+
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+from baton.cluster.config import DecodeConfig, PrefillConfig, RouterConfig, load_config
+from baton.cluster.errors import ConfigError
+from baton.deploy.units import OWN_WATCHDOG_S, UNITS, WATCHDOG_S, host_of, main, members, render
+
+MOST_EXPOSED = {"baton-router.service": 15, "baton-prefill@.service": 20, "baton-decode@.service": 20}  # tenths
+COMMAND = f"--command={sys.executable}"
+systemd_analyze = pytest.mark.skipif(
+    shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed: apt-get install systemd"
+)
+
+
+def files_of(*flags):
+    host, _ = host_of(["--prefix=/", "--model=/srv/m", COMMAND, *flags])
+    return render(host)
+
+
+def lines_of(files, unit):
+    return files[f"{UNITS}/{unit}"].splitlines()
+
+
+@pytest.fixture
+def written(tmp_path):
+    """The directory of the units as the command writes them, with everything switched on."""
+    (tmp_path / "mine.toml").write_text('[router]\napi_keys = "/etc/baton/api.json"\n')
+    argv = [f"--prefix={tmp_path}", "--model=/srv/m", COMMAND, f"--config={tmp_path}/mine.toml", "--allow=10.0.0.0/8"]
+    assert main(argv) == 0
+    return tmp_path / UNITS.lstrip("/")
+
+
+@systemd_analyze
+def test_systemd_finds_no_fault_in_the_units(written):
+    names = ["baton-router.service", "baton-prefill@0.service", "baton-decode@1.service", "baton.target"]
+    done = subprocess.run(
+        ["systemd-analyze", "verify", "--man=no", *(f"./{name}" for name in names)],
+        cwd=written, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert (done.returncode, [line for line in done.stderr.splitlines() if "baton" in line]) == (0, [])
+
+
+@systemd_analyze
+@pytest.mark.parametrize("unit", MOST_EXPOSED)
+def test_s35_a_unit_is_no_more_exposed_than_its_bound(written, unit):
+    command = ["systemd-analyze", "security", "--offline=true", f"--threshold={MOST_EXPOSED[unit]}", f"./{unit}"]
+    done = subprocess.run(command, cwd=written, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stdout[-2000:]
+
+
+@systemd_analyze
+def test_the_bound_can_fail(written):
+    unit = written / "baton-router.service"
+    unit.write_text(re.sub(r"(?m)^(Capab|Restrict|Protect|SystemCall|IPAddress).*\n", "", unit.read_text()))
+    command = ["systemd-analyze", "security", "--offline=true", "--threshold=15", f"./{unit.name}"]
+    assert subprocess.run(command, cwd=written, capture_output=True, timeout=60, check=False).returncode != 0
+
+
+def test_roles_read_the_settings_that_were_given(tmp_path):
+    (tmp_path / "mine.toml").write_text("[router]\nport = 9000\n[prefill]\nchunk_size = 512\n[decode]\nmax_running = 4\n")
+    files = files_of(f"--config={tmp_path}/mine.toml", "--draft=/srv/d", "--router=tcp://10.0.0.1:7100")
+    path = tmp_path / "baton.toml"
+    path.write_text(files["/etc/baton/baton.toml"])
+    roles = (RouterConfig, PrefillConfig, DecodeConfig)
+    router, prefill, decode = (load_config(role, [f"--config={path}"], {}) for role in roles)
+    assert (router.model, router.port, router.watchdog_s) == ("/srv/m", 9000, OWN_WATCHDOG_S)
+    assert (prefill.draft, prefill.chunk_size, prefill.router) == ("/srv/d", 512, "tcp://10.0.0.1:7100")
+    assert (decode.max_running, decode.router) == (4, "tcp://10.0.0.1:7100")
+
+
+def test_a_process_writes_its_stacks_before_the_manager_ends_it():
+    assert OWN_WATCHDOG_S + 1 < WATCHDOG_S
+
+
+def test_the_manager_waits_longer_than_the_drain(tmp_path):
+    (tmp_path / "mine.toml").write_text("[decode]\ndrain_timeout_s = 300\n")
+    files = files_of(f"--config={tmp_path}/mine.toml")
+    assert "TimeoutStopSec=315" in lines_of(files, "baton-decode@.service")
+    assert "TimeoutStopSec=45" in lines_of(files, "baton-prefill@.service")
+
+
+@pytest.mark.parametrize("role", ["router", "prefill", "decode"])
+def test_a_role_is_given_its_own_secret_key_and_no_other(role):
+    unit = "baton-router.service" if role == "router" else f"baton-{role}@.service"
+    lines = lines_of(files_of(), unit)
+    loaded = [line for line in lines if line.startswith("LoadCredential=")]
+    assert loaded == [f"LoadCredential={name}:/etc/baton/keys/{name}" for name in (f"{role}.key", "peers.json")]
+    assert f"Environment=BATON_{role.upper()}_KEYS=%d" in lines
+    assert not [line for line in lines_of(files_of("--keys="), unit) if "Credential" in line]
+
+
+def test_secrets_of_the_router_reach_it_as_credentials_and_not_by_path(tmp_path):
+    (tmp_path / "mine.toml").write_text('[router]\napi_keys = "/secret/api.json"\n')
+    files = files_of(f"--config={tmp_path}/mine.toml")
+    lines = lines_of(files, "baton-router.service")
+    assert "LoadCredential=api_keys:/secret/api.json" in lines
+    assert "Environment=BATON_ROUTER_API_KEYS=%d/api_keys" in lines
+    assert "/secret" not in files["/etc/baton/baton.toml"]
+
+
+def test_the_target_names_the_workers_of_this_host():
+    host, _ = host_of(["--prefix=/", "--model=/m", COMMAND, "--no-router", "--prefill=", "--decode=0,3"])
+    assert members(host) == ["baton-decode@0.service", "baton-decode@3.service"]
+    assert f"Wants={' '.join(members(host))}" in render(host)[f"{UNITS}/baton.target"]
+    assert f"{UNITS}/baton-router.service" not in render(host)
+
+
+def test_prefill_workers_of_a_host_that_others_reach_have_a_port_each():
+    files = files_of("--kv-bind=tcp://10.0.0.2:7200", "--prefill=0,2", "--decode=3")
+    assert files["/etc/baton/prefill-0.env"] == "BATON_PREFILL_KV_BIND=tcp://10.0.0.2:7200\n"
+    assert files["/etc/baton/prefill-2.env"] == "BATON_PREFILL_KV_BIND=tcp://10.0.0.2:7201\n"
+    assert not [line for line in lines_of(files, "baton-prefill@.service") if "ipc://" in line]
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--prefill=0", "--decode=0"], "GPU 0"),
+        (["--prefill=one"], "'one'"),
+        (["--allow=10.0.0.0/99"], "10.0.0.0/99"),
+        (["--keys=/a b"], "'/a b'"),
+        (["--keys=/a\nUser=root"], "User=root"),
+        (["--router-memory=lots"], "'lots'"),
+        (["--kv-bind=ipc:///x"], "ipc:///x"),
+        (["--modle=/x"], "--modle"),
+        (["--no-router", "--prefill=", "--decode="], "nothing would run"),
+    ],
+)
+def test_a_setting_that_no_unit_can_hold_is_named(flags, words):
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        files_of(*flags)
+
+
+def test_what_the_units_decide_is_refused_in_the_users_file(tmp_path):
+    (tmp_path / "mine.toml").write_text('[prefill]\nkv_bind = "tcp://10.0.0.2:7200"\n')
+    with pytest.raises(ConfigError, match="--kv-bind"):
+        files_of(f"--config={tmp_path}/mine.toml")
