@@ -1,4 +1,5 @@
-"""Who may ask: every path needs an API key, but the two that say whether the router lives and serves.
+"""Who may ask: every path needs an API key, but the two that say whether the router lives and serves, and the page that
+asks for a key and shows nothing without one.
 
 The decision is made on the path as the request line has it, before anything is routed, read or rewritten.
 """
@@ -9,7 +10,7 @@ from collections.abc import Iterable
 from ..cluster.api_keys import ApiKey, ApiKeys
 from .callers import ANYONE, Caller
 
-OPEN_PATHS = (b"/health", b"/ready")
+OPEN_PATHS = (b"/health", b"/ready", b"/")
 STATUS = b"/status"  # which the launcher may read
 CALLER = "caller"  # where a scope has its Caller
 SCHEME = "bearer "
@@ -54,5 +55,6 @@ def caller_of(key: ApiKey) -> Caller:
         requests_per_minute=key.requests_per_minute,
         tokens_per_minute=key.tokens_per_minute,
         max_requests=key.max_requests,
+        is_operator=key.operator,
     )
 

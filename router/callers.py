@@ -21,6 +21,11 @@ class Caller:
     requests_per_minute: int = 0
     tokens_per_minute: int = 0
     max_requests: int = 0
+    is_operator: bool = False
+
+    def may_see(self, caller_id: str) -> bool:
+        """Whether it may see what became of that caller's requests."""
+        return not self.id or self.is_operator or caller_id == self.id
 
     def priority_of(self, asked: int | None) -> int:
         """The priority of a request that asks for one, or does not."""

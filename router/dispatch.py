@@ -15,6 +15,7 @@ from ..cluster.metrics import RouterMetrics
 from .admission import MAX_PROMPT_TOKENS, no_workers
 from .entries import OUTCOMES, Entry, Job, Request, new_request, salted
 from .errors import unavailable
+from .history import History
 from .inbox import Inbox
 from .intake import OVERLOADED, Intake
 from .leftovers import Orphans
@@ -70,6 +71,7 @@ class Dispatcher:
         self._orphans = Orphans()
         self._reception = Reception(registry, self._postbox, self.events)
         self._retries = RetryBudget()
+        self.history = History(clock)
 
     def __repr__(self) -> str:
         state = "draining" if self.is_draining else "open"
@@ -108,14 +110,15 @@ class Dispatcher:
 
     # --- the client's side --------------------------------------------------------------------------------------------
 
-    def submit(self, jobs: Sequence[Job], inbox: Inbox) -> list[Entry]:
+    def submit(self, jobs: Sequence[Job], inbox: Inbox, reply_id: str = "") -> list[Entry]:
         """Takes all jobs of one client request; their events come through `inbox`. Raises ApiError and takes none."""
         if self.is_draining:
             raise unavailable("This server is shutting down; try another.")
         now = self._clock()
         self.intake.check(jobs, now)
-        request = new_request(jobs, now)
+        request = new_request(jobs, now, reply_id)
         request.entries = [self._enqueue(job, request, inbox, index, now) for index, job in enumerate(jobs)]
+        self.history.begun(request)
         self._admit(now)
         self._turn_away(request, now)
         self._retries.came(len(request.entries), now)
@@ -207,6 +210,7 @@ class Dispatcher:
             return
         stale = entry.room.num_stale
         self._placer.heard(entry, worker, event)
+        entry.trace.heard(event, now)
         self._perform(entry, entry.room.on(event, worker.instance, now), now)
         self.events["stale_message"] += entry.room.num_stale - stale
 
@@ -325,6 +329,7 @@ class Dispatcher:
         is_admission_due = False
         entry.request.note_phase(entry, now)
         for effect in effects:
+            entry.trace.did(effect, now)
             if isinstance(effect, Deliver):
                 self._deliver(entry, effect, now)
                 is_admission_due |= bool(entry.room.suspicion)  # it may be off probation now
@@ -366,8 +371,8 @@ class Dispatcher:
             entry.requeue(now, effect.not_before)
             self._waiting.join(entry)
             return True
-        else:
-            self._entries.pop(room.room, None)
+        elif self._entries.pop(room.room, None) is not None:
+            self.history.closed(entry)
         if room.phase is not Phase.QUEUED:
             self._waiting.leave(entry)
         return False

@@ -16,9 +16,9 @@ from .callers import ANYONE, Caller
 from .inbox import Inbox
 from .policy import Need
 from .prefixes import Prompt
-from .room_parts import Phase
 from .rooms import DEADLINE_EXCEEDED, Room
 from .timeline import Timeline, timeline_of
+from .trace import Trace
 
 OUTCOMES = {
     "QueueTimeout": "rejected",
@@ -60,6 +60,14 @@ class Request:
     entries: list["Entry"] = field(default_factory=list)
     outcomes: dict[int, str] = field(default_factory=dict)  # by choice
     is_warned: bool = False
+    reply_id: str = ""  # that the answer has
+
+    @property
+    def outcome(self) -> str | None:
+        """How it ended, the first of its choices that did not end well counting; None while one runs."""
+        if len(self.outcomes) < len(self.entries):
+            return None
+        return next((outcome for outcome in self.outcomes.values() if outcome != "ok"), "ok")
 
     def waited(self, now: float) -> float:
         """Seconds during which none of the choices was at the workers."""
@@ -91,7 +99,7 @@ class Request:
         firsts = [room.stamps.first_token for room in rooms if room.stamps.first_token is not None]
         ended = max((room.stamps.ended for room in rooms if room.stamps.ended is not None), default=now)
         return RequestRecord(
-            outcome=next((outcome for outcome in self.outcomes.values() if outcome != "ok"), "ok"),
+            outcome=self.outcome or "ok",
             e2e_s=ended - self.arrived,
             ttft_s=min(firsts) - self.arrived if firsts else None,
             prompt_tokens=sum(room.num_prompt for room in rooms),
@@ -125,6 +133,7 @@ class Entry:
     number: int = 0  # by the order of joining; 0: not yet
     fingerprint: str = ""  # of the last attempt's pair
     last_arrival: float = 0.0
+    trace: Trace = field(default_factory=Trace)
     _prompt: Prompt | None = None
 
     @property
@@ -147,21 +156,25 @@ class Entry:
         self.queued_at, self.not_before, self._prompt = now, not_before, None
 
     def timeline(self, now: float) -> Timeline:
-        waiting = now - self.queued_at if self.room.phase is Phase.QUEUED else 0.0
+        room, until = self.room, now
+        if room.pair is None and room.stamps.ended is not None:  # no pair came
+            until = room.stamps.ended
+        waiting = until - self.queued_at if room.pair is None else 0.0
         return timeline_of(
             self.room,
             arrived=self.job.arrived,
             tokenize_s=self.job.tokenize_s,
             queued_s=self.queued_s + waiting,
             now=now,
+            trace=self.trace,
         )
 
 
-def new_request(jobs: Sequence[Job], now: float) -> Request:
+def new_request(jobs: Sequence[Job], now: float, reply_id: str = "") -> Request:
     """A request whose choices have no rooms yet."""
     arrived = min((job.arrived for job in jobs), default=now)
     priority, caller = (jobs[0].priority, jobs[0].caller) if jobs else (0, ANYONE)
-    return Request(arrived=arrived, waiting_since=now, priority=priority, caller=caller)
+    return Request(arrived=arrived, waiting_since=now, priority=priority, caller=caller, reply_id=reply_id)
 
 
 def salted(message: Reserve | Prefill | Cancel, salt: str) -> Reserve | Prefill | Cancel:

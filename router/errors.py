@@ -58,6 +58,11 @@ def not_found(path: str) -> ApiError:
     return ApiError(404, ErrorBody(f"No such address: {printable(path)}", "invalid_request_error", None, "not_found"))
 
 
+def unknown_request(name: str) -> ApiError:
+    message = f"No request {printable(name)} is remembered; give the id of an answer, or the first 8 digits of a room."
+    return ApiError(404, ErrorBody(message, "invalid_request_error", "id", "request_not_found"))
+
+
 def method_not_allowed(allowed: str) -> ApiError:
     return ApiError(405, ErrorBody(f"This address takes {allowed} only.", "invalid_request_error"))
 

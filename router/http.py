@@ -27,6 +27,7 @@ from .exchange import EXCHANGE
 from .idempotency import HEADER, Begin, Replay, checked_key, digest_of, seed_of
 from .openai import parse_body
 from .openapi import PAGE_POLICY, openapi_of, page_of
+from .overview import Overview
 from .response_bodies import ResponseBody
 from .service import Call, Service
 from .status import ModelCard, ModelList, metrics_of, status_of, why_not_ready
@@ -60,6 +61,7 @@ class Routes:
             Route("/ready", self.ready, methods=["GET"]),
             Route("/status", self.status, methods=["GET"]),
             Route("/metrics", self.metrics, methods=["GET"]),
+            *Overview(self._service.dispatcher.history).routes(),
         ]
         handlers: dict[object, Callable[[Request, Exception], Awaitable[Response]]] = {
             ApiError: _on_api_error,

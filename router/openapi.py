@@ -15,6 +15,7 @@ from .api_fields import Field
 from .chat_replies import ChatChunk, ChatReply
 from .completion_replies import CompletionReply
 from .errors import ErrorEnvelope
+from .history import KEPT, RequestList, RequestView
 from .replies import DetokenizeReply, TokenizeReply
 from .response_bodies import ResponseBody
 from .response_replies import Event, Response
@@ -68,6 +69,10 @@ OPERATIONS = (
     Operation("/health", "Whether the router lives.", None, None, None, None),
     Operation("/ready", "Whether a request can be served now.", None, None, None, {503: "Not now."}),
     Operation("/status", "The router, its workers and their load.", None, Status, None, _READING),
+    Operation("/requests", "What became of recent requests.", None, RequestList, None, {**_READING, 400: _GENERATING[400]}),
+    Operation(
+        "/requests/{id}", "What became of one request.", None, RequestView, None, {**_READING, 404: "It is not remembered."}
+    ),
 )
 
 
@@ -107,6 +112,12 @@ def _operation(operation: Operation, served_model: str) -> Json:
     if "{model}" in operation.path:
         schema = {"type": "string", "enum": [served_model]}
         made["parameters"] = [{"name": "model", "in": "path", "required": True, "schema": schema}]
+    if "{id}" in operation.path:
+        schema = {"type": "string", "description": "Of an answer, or the first 8 digits or more of a room."}
+        made["parameters"] = [{"name": "id", "in": "path", "required": True, "schema": schema}]
+    if operation.reply is RequestList:
+        bounds = {"type": "integer", "minimum": 1, "maximum": KEPT}
+        made["parameters"] = [{"name": "limit", "in": "query", "required": False, "schema": bounds}]
     whole = {"type": "object"} if operation.reply is None else _ref(operation.reply)
     content: Json = {"application/json": {"schema": whole}}
     if operation.chunk is not None:

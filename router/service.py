@@ -82,8 +82,8 @@ class Service:
         started = self.clock()
         tools = body.tools or () if body.calls_tools else ()
         ids = await self._encode_chat(body.messages, body.chat_template_kwargs, call, tools)
-        builder = make_builder(self._frame(body, "chatcmpl-"))
-        return self._answer(body, [Prompt(ids)], call, self.clock() - started, builder)
+        frame = self._frame(body, "chatcmpl-")
+        return self._answer(body, [Prompt(ids)], call, self.clock() - started, frame, make_builder(frame))
 
     async def complete(self, body: CompletionBody, call: Call) -> Answer:
         """POST /v1/completions. Raises ApiError."""
@@ -93,8 +93,8 @@ class Service:
         call = replace(call, grammar=await self.grammars.of(plan_of(body)))
         started = self.clock()
         read = await self._in_thread(call.size, lambda: [self._prompt(prompt) for prompt in prompts])
-        builder = CompletionBuilder(self._frame(body, "cmpl-"))
-        return self._answer(body, read, call, self.clock() - started, builder)
+        frame = self._frame(body, "cmpl-")
+        return self._answer(body, read, call, self.clock() - started, frame, CompletionBuilder(frame))
 
     async def tokenize(self, body: TokenizeBody, call: Call) -> TokenizeReply:
         """POST /tokenize. Raises ApiError."""
@@ -164,6 +164,7 @@ class Service:
         prompts: Sequence[Prompt],
         call: Call,
         tokenize_s: float,
+        frame: Frame,
         builder: Builder,
     ) -> Answer:
         live = self.dispatcher.limits()
@@ -177,7 +178,7 @@ class Service:
         tried = [prompt if body.wants_echo else None for prompt in prompts for _ in range(body.num_tries)]
         choices = [Choice(self.tokenizer, style, echo) for echo in tried]
         inbox = Inbox(self.clock)
-        entries = self.dispatcher.submit(jobs, inbox)
+        entries = self.dispatcher.submit(jobs, inbox, frame.id)
         wish = Wish(
             is_stream=bool(body.stream),
             wants_usage=body.wants_usage,

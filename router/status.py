@@ -50,6 +50,7 @@ class WorkerStatus(Struct, frozen=True, kw_only=True):
     placed: int
     graphs: GraphCounts
     accept_length: float | None
+    spec_steps: int | None
     heartbeat_age_s: float
     counters: dict[str, float]
 
@@ -150,6 +151,7 @@ def _worker_status(worker: Worker, now: float) -> WorkerStatus:
         placed=worker.num_rooms,
         graphs=stats.graphs,
         accept_length=stats.accept_length,
+        spec_steps=stats.spec_steps,
         heartbeat_age_s=round(now - worker.last_seen, 3),
         counters=stats.counters,
     )

@@ -5,6 +5,7 @@ from msgspec import Struct
 from ..cluster.messages import DecodeTimeline
 from ..cluster.transports import SHM, ZMQ_BLOCKS
 from .rooms import Room
+from .trace import AttemptLog, Trace
 
 
 class Timeline(Struct, frozen=True, kw_only=True):
@@ -38,9 +39,12 @@ class Timeline(Struct, frozen=True, kw_only=True):
     prefill_instance: str | None = None
     decode_instance: str | None = None
     local_prefill: bool | None = None  # whether decode computed the prompt of the last attempt
+    attempt_log: list[AttemptLog] = []
 
 
-def timeline_of(room: Room, *, arrived: float, tokenize_s: float, queued_s: float, now: float) -> Timeline:
+def timeline_of(
+    room: Room, *, arrived: float, tokenize_s: float, queued_s: float, now: float, trace: Trace | None = None
+) -> Timeline:
     """The timeline of a room as far as it is known at `now`; times are monotonic seconds."""
     stamps, prefill, decode = room.stamps, room.prefill_timeline, room.decode_timeline
     ended = stamps.ended if stamps.ended is not None else now
@@ -69,6 +73,7 @@ def timeline_of(room: Room, *, arrived: float, tokenize_s: float, queued_s: floa
         prefill_instance=room.pair.prefill if room.pair else None,
         decode_instance=room.pair.decode if room.pair else None,
         local_prefill=room.pair.is_local if room.pair else None,
+        attempt_log=[note.log(arrived) for note in trace.attempts] if trace is not None else [],
     )
 
 

@@ -14,8 +14,8 @@ from baton.tests.cluster.router_fakes import BODY, assert_nothing_left, in_threa
 from baton.tests.cluster.serving import random_ids, served_model, serving
 
 ROUTES = (
-    "/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/tiny", "/status", "/metrics", "/", "/docs",
-    "/openapi.json", "/nowhere",
+    "/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/tiny", "/status", "/metrics", "/requests",
+    "/requests/00000000", "/docs", "/openapi.json", "/nowhere",
 )  # fmt: skip
 
 
@@ -41,7 +41,7 @@ def raw(running, *lines):
         return connection.recv(65536).split(b"\r\n")[0].decode()
 
 
-def test_s26_every_path_in_every_spelling_asks_for_a_key_but_the_two_probes(keyed):
+def test_s26_every_path_in_every_spelling_asks_for_a_key_but_the_two_probes_and_the_page_that_asks_for_it(keyed):
     running, _, secret = keyed
     wrong = [[], ["Authorization: Bearer nonsense"], [f"Authorization: Basic {secret}"], [f"X-Api-Key: {secret}"],
              [f"Authorization: Bearer {secret}", f"Authorization: Bearer {secret}"]]  # fmt: skip
@@ -54,7 +54,7 @@ def test_s26_every_path_in_every_spelling_asks_for_a_key_but_the_two_probes(keye
     for upper in ("/HEALTH", "/health/", "//health", "/health%20", "/ready/x"):
         assert "401" in raw(running, f"GET {upper} HTTP/1.1", "Host: a"), upper
     assert "401" in raw(running, "GET /v1/models HTTP/1.1", "Host: a/health")
-    assert [httpx.get(running.url + path).status_code for path in ("/health", "/ready")] == [200, 200]
+    assert [httpx.get(running.url + path).status_code for path in ("/health", "/ready", "/")] == [200] * 3
     assert ask(running, secret).status_code == 200
     reply = ask(running, "bk-00000000-x")
     assert reply.headers["www-authenticate"] == "Bearer"

@@ -15,11 +15,13 @@ from baton.cluster.messages import ControlDown, ControlUp, KVDown, KVUp
 from baton.cluster.sockets import make_socket
 from baton.kvtransfer.session import TransferCounters
 from baton.router.room_effects import Timeouts
+from baton.router.timeline import Timeline
+from baton.router.trace import AttemptLog
 from baton.tests.faults.rows import load
 from baton.tests.sim.cluster_talk import as_json, of_one_request, talk
 
 ROOT = Path(__file__).resolve().parents[2]
-PROTOCOL, FAILURES = (ROOT / "docs" / name for name in ("protocol.md", "failures.md"))
+PROTOCOL, FAILURES, ROUTER = (ROOT / "docs" / name for name in ("protocol.md", "failures.md", "router.md"))
 SERVING = ("cluster", "decode", "deploy", "kvtransfer", "prefill", "router")
 # How often something is looked at, or what an answer says: nothing happens to a room at its end.
 PACES = {
@@ -131,6 +133,14 @@ def test_every_log_line_and_counter_that_is_named_exists():
     assert hand_off <= set(code(counters))
     router_events = set(re.findall(r'events\["(\w+)"\]', text))
     assert router_events <= set(code(counters))
+
+
+def test_every_field_of_a_timeline_is_explained():
+    told = {name for row in rows(section(ROUTER, "## What an operator sees")) for name in code(row[0])}
+    assert told == {field.name for field in msgspec.structs.fields(Timeline)}
+    attempt = section(ROUTER, "## What an operator sees").partition("`attempt_log`")[2]
+    shown = {field.name for field in msgspec.structs.fields(AttemptLog)} - {"prefill_instance", "decode_instance"}
+    assert shown <= set(code(attempt))
 
 
 def test_messages_that_are_shown_are_messages():

@@ -1,0 +1,202 @@
+"""The requests that run, and those that ended of late: what became of them, and no word of what was said in them.
+
+A request is kept whole while any of its rooms is open, since workers may still tell what it cost; then only its figures
+are, of the last `KEPT` requests. Who asks with an API key sees its own requests, an operator's key sees all.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+from msgspec import Struct
+
+from .callers import Caller
+from .entries import Entry, Request
+from .room_parts import Phase
+from .timeline import Timeline
+
+KEPT = 256
+SHORT = 8  # digits of an id that tell it apart for people, and that find it
+
+
+class RequestRow(Struct, frozen=True, kw_only=True):
+    """One request in a list; times in milliseconds, null where not known. Of several choices, sums and the first's times."""
+
+    id: str
+    """The first digits of its first room, as log lines have them."""
+    arrived: float
+    """Unix seconds."""
+    state: str
+    """queued, prefilling, streaming or ended."""
+    outcome: str | None
+    """As in baton_requests_total; null while it runs."""
+    choices: int
+    attempts: int
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    queue_ms: float
+    ttft_ms: float | None
+    tpot_ms: float | None
+    handoff_ms: float | None
+    handoff_bytes: int | None
+    accept_length: float | None
+    e2e_ms: float
+    prefill: str | None
+    """First digits of the worker of the last attempt, like the next."""
+    decode: str | None
+
+
+class RequestList(Struct, frozen=True, kw_only=True):
+    """The body of /requests, the newest first."""
+
+    now: float
+    """Unix seconds."""
+    requests: list[RequestRow]
+
+
+class ChoiceView(Struct, frozen=True, kw_only=True):
+    """One choice of a request."""
+
+    room: str
+    state: str
+    prompt_tokens: int
+    output_tokens: int
+    timeline: Timeline
+
+
+class RequestView(Struct, frozen=True, kw_only=True):
+    """The body of /requests/{id}."""
+
+    id: str
+    """As the answer had it; empty for one that got none."""
+    arrived: float
+    """Unix seconds."""
+    state: str
+    outcome: str | None
+    choices: list[ChoiceView]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What is left of a request."""
+
+    caller_id: str
+    row: RequestRow
+    view: RequestView
+
+
+class History:
+    """Filled by the dispatcher. `wall` tells Unix seconds, `clock` monotonic ones."""
+
+    def __init__(self, clock: Callable[[], float], wall: Callable[[], float] = time.time) -> None:
+        self._clock, self._wall = clock, wall
+        self._open: dict[int, Request] = {}  # by id(), which is theirs as long as they are here
+        self._num_open_rooms: dict[int, int] = {}
+        self._ended: deque[Kept] = deque(maxlen=KEPT)
+
+    def __repr__(self) -> str:
+        return f"History({len(self._open)} open, {len(self._ended)} ended)"
+
+    def begun(self, request: Request) -> None:
+        """A request whose rooms are all there."""
+        self._open[id(request)] = request
+        self._num_open_rooms[id(request)] = len(request.entries)
+
+    def closed(self, entry: Entry) -> None:
+        """Nothing of one of its rooms is left anywhere."""
+        key = id(entry.request)
+        self._num_open_rooms[key] -= 1
+        if not self._num_open_rooms[key]:
+            del self._num_open_rooms[key]
+            self._ended.append(self._keep(self._open.pop(key)))
+
+    def recent(self, caller: Caller, limit: int) -> RequestList:
+        """The newest requests that `caller` may see, those that run before those that ended."""
+        running = (request for request in reversed(self._open.values()) if caller.may_see(request.caller.id))
+        rows = [self._keep(request).row for request in islice(running, limit)]
+        ended = (kept.row for kept in reversed(self._ended) if caller.may_see(kept.caller_id))
+        return RequestList(now=round(self._wall(), 3), requests=rows + list(islice(ended, limit - len(rows))))
+
+    def find(self, name: str, caller: Caller) -> RequestView | None:
+        """The newest request that an answer's id, or the first 8 digits or more of a room, names."""
+        for request in reversed(self._open.values()):
+            rooms = [entry.room.room for entry in request.entries]
+            if caller.may_see(request.caller.id) and _is_named(name, request.reply_id, rooms):
+                return self._keep(request).view
+        for kept in reversed(self._ended):
+            if caller.may_see(kept.caller_id) and _is_named(name, kept.view.id, [c.room for c in kept.view.choices]):
+                return kept.view
+        return None
+
+    def _keep(self, request: Request) -> Kept:
+        now = self._clock()
+        timelines = [entry.timeline(now) for entry in request.entries]
+        arrived = round(self._wall() - (now - request.arrived), 3)
+        view = RequestView(
+            id=request.reply_id,
+            arrived=arrived,
+            state=state_of(request),
+            outcome=request.outcome,
+            choices=[_choice(entry, timeline) for entry, timeline in zip(request.entries, timelines, strict=True)],
+        )
+        return Kept(request.caller.id, _row(request, timelines, view), view)
+
+
+def _is_named(name: str, reply_id: str, rooms: Sequence[str]) -> bool:
+    if len(name) < SHORT:
+        return False
+    return name == reply_id or any(room.startswith(name) for room in rooms)
+
+
+def state_of(request: Request) -> str:
+    """Of several choices that of the one furthest on."""
+    if request.outcome is not None:
+        return "ended"
+    phases = {entry.room.phase for entry in request.entries}
+    for phase in (Phase.STREAMING, Phase.PREFILLING, Phase.QUEUED):
+        if phase in phases:
+            return str(phase.value)
+    return "ended"  # its figures are awaited
+
+
+def _choice(entry: Entry, timeline: Timeline) -> ChoiceView:
+    room = entry.room
+    return ChoiceView(
+        room=room.room,
+        state=room.phase.value,
+        prompt_tokens=room.num_prompt,
+        output_tokens=room.num_output,
+        timeline=timeline,
+    )
+
+
+def _row(request: Request, timelines: list[Timeline], view: RequestView) -> RequestRow:
+    first = timelines[0]
+    handed = [t.handoff_bytes for t in timelines if t.handoff_bytes is not None]
+    return RequestRow(
+        id=view.choices[0].room[:SHORT],
+        arrived=view.arrived,
+        state=view.state,
+        outcome=view.outcome,
+        choices=len(view.choices),
+        attempts=sum(t.attempts for t in timelines),
+        prompt_tokens=sum(choice.prompt_tokens for choice in view.choices),
+        cached_tokens=sum(entry.room.cached_tokens for entry in request.entries),
+        output_tokens=sum(choice.output_tokens for choice in view.choices),
+        queue_ms=first.queue_ms,
+        ttft_ms=first.ttft_ms,
+        tpot_ms=first.tpot_ms,
+        handoff_ms=first.handoff_ms,
+        handoff_bytes=sum(handed) if handed else None,
+        accept_length=first.accept_length,
+        e2e_ms=max(t.e2e_ms for t in timelines),
+        prefill=_short(first.prefill_instance),
+        decode=_short(first.decode_instance),
+    )
+
+
+def _short(instance: str | None) -> str | None:
+    return instance[:SHORT] if instance else None

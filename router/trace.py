@@ -1,0 +1,125 @@
+"""What became of each attempt of a room, noted from what the room was told and what it asked for. Pure."""
+
+from dataclasses import dataclass, field
+
+from msgspec import Struct
+
+from ..cluster.messages import Cancel, Failed, FirstToken, Prefill, Refused, Reserve, Reserved
+from .room_effects import Broken, Deliver, Effect, Ended, Requeued, Send, Settled
+from .room_parts import RoomEvent
+
+RUNNING, OK, REFUSED, FAILED, CANCELLED = "running", "ok", "refused", "failed", "cancelled"
+
+
+class AttemptLog(Struct, frozen=True, kw_only=True):
+    """One attempt, as people may see it. Times in milliseconds from the moment the request was read; null: never."""
+
+    epoch: int
+    prefill_instance: str
+    decode_instance: str
+    placed_ms: float
+    reserved_ms: float | None
+    """Decode held pages for it."""
+    prefilled_ms: float | None
+    """Token 1 came from prefill; null where decode computes the prompt."""
+    first_token_ms: float | None
+    """Its first token went to the client."""
+    ended_ms: float | None
+    tokens: int
+    """That went to the client."""
+    outcome: str
+    """running, ok, refused, failed or cancelled."""
+    reason: str
+    """Kind of what it failed of, or was refused for."""
+
+
+@dataclass(eq=False)
+class AttemptNote:
+    """One attempt; times are monotonic seconds."""
+
+    epoch: int
+    prefill: str
+    decode: str
+    placed: float
+    reserved: float | None = None
+    prefilled: float | None = None
+    first_token: float | None = None
+    ended: float | None = None
+    num_tokens: int = 0
+    outcome: str = RUNNING
+    reason: str = ""
+    last_word: str = ""  # kind of a refusal or failure that a worker told
+
+    def end(self, outcome: str, reason: str, now: float) -> None:
+        """Whoever has cancelled it may say later why."""
+        if self.outcome in (RUNNING, CANCELLED):
+            self.ended = now if self.ended is None else self.ended
+            self.outcome, self.reason = outcome, reason
+
+    def log(self, arrived: float) -> AttemptLog:
+        """The attempt in times since `arrived`."""
+
+        def since(moment: float | None) -> float | None:
+            return None if moment is None else round((moment - arrived) * 1000, 3)
+
+        return AttemptLog(
+            epoch=self.epoch,
+            prefill_instance=self.prefill,
+            decode_instance=self.decode,
+            placed_ms=round((self.placed - arrived) * 1000, 3),
+            reserved_ms=since(self.reserved),
+            prefilled_ms=since(self.prefilled),
+            first_token_ms=since(self.first_token),
+            ended_ms=since(self.ended),
+            tokens=self.num_tokens,
+            outcome=self.outcome,
+            reason=self.reason,
+        )
+
+
+@dataclass(eq=False)
+class Trace:
+    """All attempts of one room, in order."""
+
+    attempts: list[AttemptNote] = field(default_factory=list)
+
+    @property
+    def last(self) -> AttemptNote | None:
+        return self.attempts[-1] if self.attempts else None
+
+    def heard(self, event: RoomEvent, now: float) -> None:
+        """A worker's word, before the room hears it; that of an older attempt is not for the last."""
+        note = self.last
+        if note is None or event.epoch != note.epoch:
+            return
+        if isinstance(event, Reserved):
+            note.reserved = now
+        elif isinstance(event, FirstToken):
+            note.prefilled = now
+        elif isinstance(event, (Refused, Failed)):
+            note.last_word = event.kind if isinstance(event, Failed) else "Refused"
+
+    def did(self, effect: Effect, now: float) -> None:
+        """What the room asks for now."""
+        note = self.last
+        if isinstance(effect, Deliver):
+            if note is not None:
+                note.num_tokens += len(effect.ids)
+                note.first_token = now if note.first_token is None else note.first_token
+        elif isinstance(effect, Send):
+            self._sent(effect.message, now)
+        elif note is not None:
+            if isinstance(effect, (Ended, Settled)):
+                note.end(OK, "", now)
+            elif isinstance(effect, Broken):
+                note.end(FAILED, effect.kind, now)
+            elif isinstance(effect, Requeued):
+                failure = effect.failure
+                note.end(FAILED if failure else REFUSED, failure.kind if failure else note.last_word, now)
+
+    def _sent(self, message: Reserve | Prefill | Cancel, now: float) -> None:
+        if isinstance(message, Reserve):
+            prefill = message.prefill_instance or message.instance
+            self.attempts.append(AttemptNote(message.epoch, prefill, message.instance, now))
+        elif isinstance(message, Cancel) and self.last is not None and message.epoch == self.last.epoch:
+            self.last.end(CANCELLED, "", now)
