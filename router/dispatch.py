@@ -275,7 +275,7 @@ class Dispatcher:
         if entry.room.num_output:
             self._check_pairs(entry, now)
         self._perform(entry, entry.room.tick(now), now)
-        if entry.inbox.unread_for(now) > CLIENT_STALL_S:
+        if entry.inbox.is_full or entry.inbox.unread_for(now) > CLIENT_STALL_S:
             self.events["client_stalled"] += 1
             self.client_left(entry)
             entry.inbox.cut()

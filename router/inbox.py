@@ -12,6 +12,8 @@ class Disconnected:
     """The client closed its connection."""
 
 
+MAX_UNREAD = 1 << 16  # tokens that wait for a client that reads slowly; with more it is cut off
+
 InboxEvent = Deliver | Ended | Settled | Broken | Disconnected
 
 
@@ -22,6 +24,7 @@ class Inbox:
         self._clock = clock
         self._events: list[tuple[int, InboxEvent]] = []
         self._wake = asyncio.Event()
+        self._num_unread = 0  # tokens
         self._unread_since: float | None = None
         self._owner: asyncio.Task[object] | None = None
         self.is_cut = False
@@ -32,6 +35,8 @@ class Inbox:
     def put(self, index: int, event: InboxEvent) -> None:
         """Adds an event of choice `index`."""
         self._events.append((index, event))
+        if isinstance(event, Deliver):
+            self._num_unread += len(event.ids)
         if self._unread_since is None:
             self._unread_since = self._clock()
             self._wake.set()
@@ -42,6 +47,7 @@ class Inbox:
         self._wake.clear()
         events, self._events = self._events, []
         self._unread_since = None
+        self._num_unread = 0
         return events
 
     def own(self) -> None:
@@ -51,6 +57,11 @@ class Inbox:
     def unread_for(self, now: float) -> float:
         """Seconds for which the reader has left events lying: it waits for a client that does not read."""
         return 0.0 if self._unread_since is None else now - self._unread_since
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the reader has left too much lying."""
+        return self._num_unread > MAX_UNREAD
 
     def cut(self) -> None:
         """Stops a reader that is stuck in a write."""

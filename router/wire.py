@@ -45,6 +45,7 @@ MAX_HEAD_BYTES = 16 << 10
 MAX_HEADERS = 64
 WRITE_HIGH, WRITE_LOW = 64 << 10, 16 << 10
 NEVER = float("inf")
+CONTINUE = b"100-continue"
 
 
 class Refused(Exception):
@@ -164,7 +165,8 @@ class HttpProtocol(asyncio.Protocol):
         self._count(len(url))
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._headers.append((name.lower(), value))
+        if self._incoming is None:  # trailers are no headers: what was decided by these stays
+            self._headers.append((name.lower(), value))
         self._count(len(name) + len(value))
 
     def on_headers_complete(self) -> None:
@@ -182,6 +184,8 @@ class HttpProtocol(asyncio.Protocol):
         self._incoming = exchange
         if self._exchange is None:
             self._await(BODY_TIMEOUT_S)
+            if any(name == b"expect" for name, _ in self._headers):
+                self.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def on_body(self, body: bytes) -> None:
         self._num_body += len(body)
@@ -217,17 +221,14 @@ class HttpProtocol(asyncio.Protocol):
         num_hosts = len(found.get(b"host", ()))
         if num_hosts > 1 or (num_hosts == 0 and version != "1.0") or version not in ("1.0", "1.1"):
             self._stop(malformed())
-        if b"transfer-encoding" in found and (version == "1.0" or b"content-length" in found):
+        codings = [value.lower() for value in found.get(b"transfer-encoding", ())]
+        if codings and (codings != [b"chunked"] or version == "1.0" or b"content-length" in found):
             self._stop(malformed())
         lengths = found.get(b"content-length", [b"0"])
         if any(int(length[:20]) > self._server.max_body for length in lengths if length.isdigit()):
             self._stop(body_too_large(self._server.max_body))
-        expected = found.get(b"expect")
-        if expected is not None:
-            if [value.lower() for value in expected] != [b"100-continue"]:
-                self._stop(expectation_failed())
-            if self._exchange is None:
-                self.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        if [value.lower() for value in found.get(b"expect", [CONTINUE])] != [CONTINUE]:
+            self._stop(expectation_failed())
 
     def _stop(self, fault: ApiError) -> None:
         self._fault = fault

@@ -306,7 +306,8 @@ def routers(directory, model_dir):
     started = []
 
     def make(patience=PATIENCE, **settings):
-        running = RunningRouter(directory, patience, model_dir=model_dir, **({"worker_timeout_s": 1.0} | settings))
+        settings = {"worker_timeout_s": 1.0, "model_dir": model_dir} | settings
+        running = RunningRouter(directory, patience, **settings)
         started.append(running)
         return running, Script(running.tokenizer.encode(ANSWER))
 

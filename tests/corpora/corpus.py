@@ -1,5 +1,6 @@
 """Reads the hostile input of this folder; see README.md."""
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +21,16 @@ def load(kind: str) -> list[Case]:
     """All cases of one kind."""
     lines = (HERE / f"{kind}.tsv").read_text("ascii").splitlines()
     return [Case(*line.split("\t")) for line in lines if line and not line.startswith("#")]
+
+
+def http_requests() -> list[Case]:
+    """Requests as bytes; `hex` holds them in hexadecimal."""
+    cases = []
+    for line in (HERE / "http_requests.jsonl").read_text("utf-8").splitlines():
+        found = json.loads(line)
+        text = "".join(part if isinstance(part, str) else part[0] * part[1] for part in found["bytes"])
+        cases.append(Case(found["name"], text.encode("latin-1").hex(), found["why"], found["expect"]))
+    return cases
 
 
 def data(case: Case) -> bytes:

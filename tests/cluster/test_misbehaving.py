@@ -1,0 +1,211 @@
+"""Clients that break the rules of HTTP, or keep to them and harm: each is answered or cut, and nobody else notices."""
+
+import contextlib
+import json
+import re
+import socket
+import time
+
+import httpx
+import pytest
+from baton.cluster.messages import Reserve, TokenItem, Tokens
+from baton.deploy.api_keys import add
+from baton.router import dispatch, inbox, server, wire
+from baton.router.tokenizer import load_tokenizer
+from baton.tests.cluster.router_fakes import BODY, assert_nothing_left, open_request, post, save_tokenizer, until
+from baton.tests.corpora.corpus import data, http_requests
+
+CASES = http_requests()
+INNER = re.compile(r"0x[0-9a-f]{4}|/(?:etc|tmp|work|root|home)/|Traceback|\.py|\d+\.\d+\.\d+\.\d+|:\d{4,5}\b")
+REQUEST = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\n"
+
+
+@pytest.fixture
+def keyed(tmp_path, start, monkeypatch):
+    """A router that asks for keys and is quick to lose patience, and a key."""
+    for name in ("HEAD_TIMEOUT_S", "BODY_TIMEOUT_S", "KEEP_ALIVE_S", "LINGER_S"):
+        monkeypatch.setattr(wire, name, 0.3)
+    path = tmp_path / "api.json"
+    secret, _ = add(path, {"name": "alice"})
+    running, script = start(api_keys=str(path))
+    running.pair(script)
+    return running, secret
+
+
+def connect(running):
+    return socket.create_connection(("127.0.0.1", running.router.port), timeout=10)
+
+
+def told(running, sent):
+    """All that comes back on a connection, up to its end."""
+    answer = b""
+    with connect(running) as connection:
+        with contextlib.suppress(ConnectionError):
+            connection.sendall(sent)
+        with contextlib.suppress(ConnectionError):
+            while part := connection.recv(1 << 16):
+                answer += part
+    return answer
+
+
+def statuses(answer):
+    return [int(status) for status in re.findall(rb"HTTP/1\.1 (\d{3}) ", answer)]
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+def test_s24_raw_requests_are_refused_or_parsed_as_what_they_are(keyed, case):
+    running, _ = keyed
+    began = time.monotonic()
+    answer = told(running, data(case))
+    assert time.monotonic() - began < 5, "every connection comes to its end"
+    found = statuses(answer)
+    assert all(400 <= status < 500 or status in (501, 505) for status in found), found
+    if case.expect == "reject":
+        assert not {401, 404}.intersection(found), "parsed, though its head is at fault"
+        assert len(found) <= 1
+    elif case.expect == "control":
+        assert found == [401] if case.name != "control_two_pipelined" else found[0] == 401
+    elif case.expect == "partial":
+        assert found in ([], [408], [401])
+    for body in re.findall(rb"\r\n\r\n(\{.*?\}\})", answer):
+        assert set(json.loads(body)["error"]) == {"message", "type", "param", "code"}
+    assert INNER.search(answer.decode("latin-1")) is None
+    assert httpx.get(running.url + "/health").status_code == 200
+
+
+def test_pipelined_requests_are_answered_one_after_another_in_their_order(keyed):
+    running, secret = keyed
+    sent = b""
+    for number in (3, 1, 2):
+        body = json.dumps({"model": "tiny", "prompt": "hi", "max_tokens": number}).encode()
+        sent += REQUEST + f"authorization: Bearer {secret}\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body
+    answer = told(running, sent)
+    assert statuses(answer) == [200] * 3
+    assert [int(n) for n in re.findall(rb'"completion_tokens":(\d+)', answer)] == [3, 1, 2]
+    assert_nothing_left(running)
+
+
+def test_a_trailer_is_no_header(keyed):
+    running, secret = keyed
+    body = json.dumps({"model": "tiny", "prompt": "hi", "max_tokens": 2}).encode()
+    head = REQUEST + b"authorization: Bearer %b\r\ntransfer-encoding: chunked\r\n\r\n" % secret.encode()
+    answer = told(running, head + b"%x\r\n%b\r\n0\r\nx-baton-timeline: 1\r\n\r\n" % (len(body), body))
+    assert statuses(answer) == [200]
+    assert b'"timeline"' not in answer
+
+
+def test_a_client_that_waits_for_continue_gets_it_and_one_that_is_refused_does_not(keyed):
+    running, secret = keyed
+    body = json.dumps({"model": "tiny", "prompt": "hi", "max_tokens": 2}).encode()
+    head = REQUEST + b"expect: 100-continue\r\ncontent-length: %d\r\n" % len(body)
+    with connect(running) as connection:
+        connection.sendall(head + b"authorization: Bearer %b\r\n\r\n" % secret.encode())
+        assert connection.recv(1 << 16).startswith(b"HTTP/1.1 100 ")
+        connection.sendall(body)
+        assert connection.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
+    assert statuses(told(running, head + b"\r\n")) == [401]
+
+
+def test_a_body_is_not_read_for_a_client_without_a_key_nor_beyond_the_bound(keyed):
+    running, secret = keyed
+    head = REQUEST + b"content-length: 100000000\r\n"
+    assert statuses(told(running, head + b"\r\n" + b"x" * 500_000)) == [413]
+    small = REQUEST + b"content-length: 4000000\r\n\r\n"
+    began = time.monotonic()
+    assert statuses(told(running, small + b"x" * 100_000)) == [401]
+    assert time.monotonic() - began < 2
+    chunks = REQUEST + b"authorization: Bearer %b\r\ntransfer-encoding: chunked\r\n\r\n" % secret.encode()
+    assert statuses(told(running, chunks + b"100000\r\n%b\r\n" % (b"x" * (1 << 20)) * 6)) == [413]
+
+
+def test_bodies_of_all_clients_together_have_a_bound(start, monkeypatch):
+    monkeypatch.setattr(server, "MAX_BUFFERED", 1 << 20)
+    running, script = start()
+    running.pair(script)
+    head = REQUEST + b"content-length: 900000\r\n\r\n"
+    with connect(running) as one, connect(running) as two:
+        one.sendall(head + b"x" * 700_000)
+        two.sendall(head)
+        with contextlib.suppress(ConnectionError):
+            two.sendall(b"x" * 700_000)
+        first = two.recv(1 << 16)
+        assert first.startswith(b"HTTP/1.1 503 ")
+        assert b"too_many_bodies" in first
+        assert post(running).status_code == 200
+    until(lambda: running.call(lambda: running.router._server._num_buffered) == 0, "nothing is counted for nobody")
+
+
+def test_slow_heads_and_bodies_of_many_connections_end_in_time_and_harm_nobody(keyed):
+    running, secret = keyed
+    body = REQUEST + b"authorization: Bearer %b\r\ncontent-length: 9\r\n\r\nx" % secret.encode()
+    with contextlib.ExitStack() as stack:
+        slow = [stack.enter_context(connect(running)) for _ in range(150)]
+        check_slow(running, secret, slow, body)
+
+
+def check_slow(running, secret, slow, body):
+    for number, connection in enumerate(slow):
+        connection.sendall((b"", b"POST /v1", body)[number % 3])
+    headers = {"authorization": f"Bearer {secret}"}
+    assert httpx.post(running.url + "/v1/chat/completions", json=BODY, headers=headers, timeout=10).status_code == 200
+    ends = [statuses(connection.recv(1 << 16)) for connection in slow]
+    assert ends == [[], [408], [408]] * 50
+
+
+def flood(worker, reserve, num_tokens):
+    """Decode sends tokens without end, or nearly."""
+    for seq in range(1, num_tokens, 1000):
+        item = TokenItem(room=reserve.room, epoch=reserve.epoch, seq=seq, ids=[70] * 1000)
+        worker.send(Tokens(instance=worker.instance, items=[item]))
+
+
+@pytest.mark.parametrize("bound", ["time", "tokens"])
+def test_f16_a_client_that_never_reads_is_cut_at_a_bound_of_time_or_of_tokens(start, monkeypatch, bound):
+    if bound == "time":
+        monkeypatch.setattr(dispatch, "CLIENT_STALL_S", 0.5)
+    else:
+        monkeypatch.setattr(inbox, "MAX_UNREAD", 20_000)
+    running, script = start(worker_timeout_s=20)
+    _, decode = running.pair(script, max_context=4_000_000, pages_total=300_000)
+    script.holds.set()
+    connection = open_request(running, stream=True, max_tokens=3_000_000, ignore_eos=True, return_token_ids=True)
+    connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    flood(decode, until(lambda: decode.of(Reserve), "it runs")[0], 2_900_000)
+    with contextlib.closing(connection):
+        until(lambda: running.call(lambda: running.router.dispatcher.events["client_stalled"]) == 1, "it is cut")
+        assert_nothing_left(running)
+        until(lambda: running.call(lambda: len(running.router._server._connections)) == 0, "its connection is gone")
+    script.holds.clear()
+    assert post(running).status_code == 200
+
+
+def test_s22_an_error_inside_is_one_sentence_from_the_catalogue(start, caplog):
+    running, script = start()
+    running.pair(script)
+
+    def explode(*_):
+        raise RuntimeError("secret at 0xdeadbeef in /etc/passwd of 10.0.0.1:8000")
+
+    running.tokenizer.encode_chat = explode
+    reply = post(running)
+    assert reply.status_code == 500
+    assert reply.json()["error"]["message"] == "The server failed to handle the request."
+    assert INNER.search(reply.text) is None
+    assert "0xdeadbeef" in caplog.text, "the operator is told"
+
+
+@pytest.mark.parametrize(
+    "template",
+    ["{{ ''.__class__.__mro__[1].__subclasses__() }}", "{{ messages.append(1) }}", "{{ x.y.z }}", "{% if %}", "{{ 1/0 }}"],
+)
+def test_s19_a_template_of_the_model_that_reaches_out_or_breaks_is_refused_and_reaches_nothing(tmp_path, start, template):
+    directory = save_tokenizer(tmp_path / "model", template=False)
+    config = json.loads((directory / "tokenizer_config.json").read_text())
+    (directory / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": template}))
+    assert load_tokenizer(str(directory)).has_chat_template
+    running, script = start(model_dir=str(directory))
+    running.pair(script)
+    reply = post(running)
+    assert reply.status_code in (400, 500)
+    assert INNER.search(reply.text) is None
+    assert httpx.get(running.url + "/health").status_code == 200
