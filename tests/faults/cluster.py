@@ -137,8 +137,10 @@ class FaultCluster:
         assert routers == 1 or not proxied, "a proxy stands before one router"
         front = ["router", *(f"router-{i}" for i in range(1, routers))]
         names = [*front, *(f"prefill-{i}" for i in range(prefill)), *(f"decode-{i}" for i in range(decode))]
-        self.control_ports = {name: unused_port() for name in front}
-        self._ports = {name: unused_port() for name in names if not name.startswith("decode")}
+        called = [name for name in names if not name.startswith("decode")]
+        ports = unused_ports(len(front) + len(called))
+        self.control_ports = dict(zip(front, ports, strict=False))
+        self._ports = dict(zip(called, ports[len(front) :], strict=True))
         self._proxies = Proxies().__enter__() if proxied else None
         # a new client for every question costs more than the answer; connections are not kept, since routers end
         self._client = httpx.Client(timeout=5, trust_env=False, limits=httpx.Limits(max_keepalive_connections=0))
@@ -345,20 +347,24 @@ class FaultCluster:
         return own
 
 
-def unused_port() -> int:
-    """A loopback port for a node through all its lives: below the range from which connections get theirs, and in the part
+def unused_ports(count: int) -> list[int]:
+    """Loopback ports for nodes through all their lives: below the range from which connections get theirs, and in the part
     of it that is ours where several runs share a host.
     """
     low, _, high = os.environ.get(PORTS, "20000-32000").partition("-")
-    while True:
-        port = random.SystemRandom().randrange(int(low), int(high))
+    found: list[int] = []
+    for port in random.SystemRandom().sample(range(int(low), int(high)), int(high) - int(low)):
         with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)):
-                try:
-                    probe.bind(("127.0.0.1", port))
-                except OSError:
+            try:
+                if not probe.connect_ex(("127.0.0.1", port)):
                     continue
-                return port
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        found.append(port)
+        if len(found) == count:
+            return found
+    raise AssertionError(f"fewer than {count} ports of {low}-{high} are free")
 
 
 def wait_until(predicate, timeout, what, pause=0.02):

@@ -39,9 +39,9 @@ def no_cancel() -> None:
     """Prefill keeps what a client gave up until decode speaks, or the lease ends."""
     cancel = PrefillWorker._cancel
 
-    def deaf(self, room_id):
+    def deaf(self, room_id, epoch):
         if not any(room.state is RoomState.HANDED for room in self.queues.attempts(room_id)):
-            cancel(self, room_id)
+            cancel(self, room_id, epoch)
 
     PrefillWorker._cancel = deaf
 

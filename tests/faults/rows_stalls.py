@@ -89,9 +89,12 @@ def under_reuse(scene: Scene) -> list[Call]:
     return finished(scene, scene.traffic.start(*asks))
 
 
+SCATTERED = {**COLD, "flags": {**COLD["flags"], "prefill": {"pages": "260"}}}  # of two prompts: blocks of pages far apart
+
+
 @row(
     "F34", "prefill writes over a block's memory before it is sent", "the digest tells, tokens equal",
-    **COLD, prepare={"prefill-0": ["baton.tests.faults.mutants:no_tracker"]},
+    **SCATTERED, prepare={"prefill-0": ["baton.tests.faults.mutants:no_tracker"]},
 )  # fmt: skip
 def f34(scene: Scene) -> str:
     calls = under_reuse(scene)

@@ -19,7 +19,7 @@ from baton.tests.faults.rows import HEAD, as_line, attempt, load
 
 LONGEST = ("cancels", "F16", "F15", "F46", "F38", "sites", "F25", "F22")  # begun first when there are shards
 CORES_PER_SHARD = 2
-PORTS_PER_SHARD = 600
+PORTS_PER_SHARD = 1500
 
 
 def main() -> int:
