@@ -89,7 +89,8 @@ def under_reuse(scene: Scene) -> list[Call]:
     return finished(scene, scene.traffic.start(*asks))
 
 
-SCATTERED = {**COLD, "flags": {**COLD["flags"], "prefill": {"pages": "260"}}}  # of two prompts: blocks of pages far apart
+# Pages that were given back are given out in the other order: the second time blocks are no runs, and are staged to be sent.
+SCATTERED = {**COLD, "flags": {**COLD["flags"], "prefill": {"prefix-cache": "off"}}}
 
 
 @row(
