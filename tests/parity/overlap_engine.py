@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from baton.engine.graph_set import GraphSet, planned_pages
 from baton.engine.graphs.arena import ArenaMemory
+from baton.engine.graphs.backend import GraphBackend
 from baton.engine.graphs.guard import HOST_READS
 from baton.engine.graphs.modes import DispatchMode, storage_of, storages_of
 from baton.engine.graphs.nest import tensors_of
@@ -43,8 +44,14 @@ class LateReport:
         return self._run().rows()
 
 
-def overlapped(engine: Engine, *, graphs: bool = False, steps: type[DeviceSteps] = DeviceSteps) -> OverlappedDecoder:
-    """Give `engine` a decoder that launches ahead; returns it."""
+def overlapped(
+    engine: Engine,
+    *,
+    graphs: bool = False,
+    steps: type[DeviceSteps] = DeviceSteps,
+    backend: GraphBackend | None = None,
+) -> OverlappedDecoder:
+    """Give `engine` a decoder that launches ahead; returns it. `graphs` are captured on `backend`, by default a tape."""
     old = engine.decoder
     shape = old.shape if engine.drafter is not None else PLAIN
     shapes = [shape] if old.policy is None else list(old.policy.shapes)
@@ -57,7 +64,8 @@ def overlapped(engine: Engine, *, graphs: bool = False, steps: type[DeviceSteps]
     if graphs:
         if engine.drafter is not None:
             engine.drafter.states.reserve(MAX_REQUESTS)
-        GraphSet(TapeBackend(ArenaMemory(1 << 16, poison=True)), at(Phase.POOLS_ALLOCATED)).capture_steps(made)
+        backend = backend or TapeBackend(ArenaMemory(1 << 16, poison=True))
+        GraphSet(backend, at(Phase.POOLS_ALLOCATED)).capture_steps(made)
     engine.decoder = OverlappedDecoder(
         engine.runner,
         old.sampler,

@@ -22,6 +22,7 @@ from baton.tests.parity.eagle3_engine import Engine
 from baton.tests.parity.eagle3_toys import ORACLE_VOCAB, VOCAB, head_config, head_tensors, write_head, write_oracle
 from baton.tests.parity.feature_rows import FeatureRows
 from baton.tests.parity.graph_engine import BREAKABLE, FULL, arena, capture, enable, families, kv_of, poison, with_graphs
+from baton.tests.parity.overlap_engine import overlapped, run_ahead
 from baton.tests.parity.toy_engine import random_ids
 from baton.tests.parity.toy_models import reference_model, write_toy_checkpoint
 
@@ -54,6 +55,8 @@ class Cell:
 
 
 ALL = tuple(Cell(*values) for values in product(PAIRS, AUX_IDS, SHAPES, STATES, PATHS, SIZES))
+# Whole steps as one graph, launched before the step before was read: as many requests as it has slots, and no more.
+AHEAD = tuple(Cell(*values) for values in product(PAIRS, AUX_IDS, SHAPES, STATES, ["ahead"], [*SIZES][:-1]))
 # One engine for each cell's first four fields. These eight have every pair of their values.
 QUICK_ENGINES = {
     (PAIRS[(i // 2 + k) % 2 ^ (i % 2)], aux, ("chain", "tree")[k], STATES[(i // 2) ^ k])
@@ -66,6 +69,12 @@ def combined_in(cell: Cell) -> set[tuple[tuple[int, str], ...]]:
     """Every two of a cell's values, and the three that say which code runs: models, shape and path."""
     values = list(enumerate(astuple(cell)))
     return {*combinations(values, 2), (values[0], values[2], values[4])}
+
+
+def quick_ahead() -> tuple[Cell, ...]:
+    """A chain of the random pair and a tree of the oracle, on engines that exist anyway."""
+    engines = {(pair, shape): (pair, aux, shape, state) for pair, aux, shape, state in sorted(QUICK_ENGINES)}
+    return Cell(*engines["random", "chain"], "ahead", "edge - 1"), Cell(*engines["oracle", "tree"], "ahead", "edge + 1")
 
 
 def covering(cells: Iterable[Cell]) -> tuple[Cell, ...]:
@@ -102,20 +111,28 @@ class Seen:
     paths: set[str]
 
 
-def run(engine: Engine, prompts: list[list[int]], rows: FeatureRows) -> Seen:
-    """All of `prompts` in one batch to their end, on pages that hold NaN."""
+def run(engine: Engine, prompts: list[list[int]], rows: FeatureRows, *, is_ahead: bool = False) -> Seen:
+    """All of `prompts` in one batch to their end, on pages that hold NaN. What a graph of a whole step passes to the drafter
+    is seen in the draft's KV alone."""
     engine.next_page, engine.results = 1, []
     rows.clear()
     for pool in (engine.runner.pool, engine.drafter.pool):
         pool.kv[1:] = float("nan")
     requests = [engine.prefill(prompt, GREEDY) for prompt in prompts]
+    if is_ahead:
+        engine.results = run_ahead(engine, requests)
+        for request in requests:
+            engine.decoder.forget(request)
     tokens = engine.run(requests)
     for pool in (engine.runner.pool, engine.drafter.pool):
         assert not bool(pool.kv[0].any()), "the sink stays zero"
     return Seen(
         tokens=tokens,
-        accept_lens=[result.accept_lens for result in engine.results],
-        features=[torch.stack([rows.of(r.pages[0])[i] for i in range(r.num_tokens - 1)]) for r in requests],
+        accept_lens=[result.accept_lens for result in engine.results if result.tokens],
+        features=[
+            torch.stack([rows.of(r.pages[0])[i] for i in range(r.num_prompt if is_ahead else r.num_tokens - 1)])
+            for r in requests
+        ],
         kv=[part for request in requests for part in kv_of(engine, request)],
         paths={result.path for result in engine.results},
     )
@@ -132,6 +149,7 @@ class GraphedEngine:
         )
         self.rows = FeatureRows(self.engine.drafter)
         self.other: Engine | None = None
+        self.ahead = cache(lambda: self._ahead(Engine(*models, device=device, **SHAPES[cell.shape])))
         if cell.state == "churned":
             self._capture_others(Engine(*models, device=device, steps=2))
 
@@ -146,9 +164,17 @@ class GraphedEngine:
                 graphs.pool.drop(family.kind)
         self.other = other
 
+    def _ahead(self, engine: Engine) -> tuple[Engine, FeatureRows]:
+        overlapped(engine, graphs=True, backend=self.backend)
+        return engine, FeatureRows(engine.drafter)
+
     def run(self, cell: Cell) -> Seen:
+        if cell.path == "ahead":
+            engine, rows = self.ahead()
         if self.other is not None:
             self._churn(self.other)
+        if cell.path == "ahead":
+            return run(engine, prompts_of(cell), rows, is_ahead=True)
         enable(self.engine, PATHS[cell.path])
         poison(self.engine)
         return run(self.engine, prompts_of(cell), self.rows)
@@ -178,7 +204,10 @@ class Matrix:
         bench = self.graphed(cell.pair, cell.aux, cell.shape, cell.state)
         before = bench.graphs.counters()
         seen, plain = bench.run(cell), self.plain(cell.pair, cell.aux, cell.shape, cell.size)
-        check_paths(cell, bench.engine, bench.graphs, before, seen)
+        if cell.path == "ahead":
+            assert seen.paths == {"graph"}
+        else:
+            check_paths(cell, bench.engine, bench.graphs, before, seen)
         assert seen.tokens == plain.tokens
         assert seen.accept_lens == plain.accept_lens
         if cell.pair == "oracle":
@@ -188,7 +217,8 @@ class Matrix:
         for prompt, tokens, features in zip(prompts_of(cell), seen.tokens, seen.features, strict=True):
             states, choices = reference(tuple(prompt + tokens[:-1]))
             assert choices[len(prompt) - 1 :] == tokens
-            torch.testing.assert_close(features.cpu(), torch.cat([states[i] for i in AUX_IDS[cell.aux]], -1), **tolerance)
+            wanted = torch.cat([states[i] for i in AUX_IDS[cell.aux]], -1)[: len(features)]
+            torch.testing.assert_close(features.cpu(), wanted, **tolerance)
 
     def _models(self, pair: str, aux: str) -> tuple[Path, Path]:
         path, ids = self.directory / f"{pair} {aux}", AUX_IDS[aux]

@@ -3,7 +3,7 @@ every combination of models, shape and path; the slow suite runs all.
 """
 
 import pytest
-from baton.tests.parity.path_matrix import ALL, QUICK, Cell, Matrix, combined_in
+from baton.tests.parity.path_matrix import AHEAD, ALL, QUICK, Cell, Matrix, combined_in, quick_ahead
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -17,8 +17,11 @@ def test_the_quick_cells_combine_every_two_values_of_any_two_fields():
     assert set().union(*map(combined_in, QUICK)) == set().union(*map(combined_in, ALL))
 
 
+CHOSEN = {*QUICK, *quick_ahead()}
+
+
 @pytest.mark.parametrize(
-    "cell", [pytest.param(cell, id=str(cell), marks=() if cell in QUICK else pytest.mark.slow) for cell in ALL]
+    "cell", [pytest.param(cell, id=str(cell), marks=() if cell in CHOSEN else pytest.mark.slow) for cell in ALL + AHEAD]
 )
 def test_every_path_gives_the_same_tokens_hidden_states_and_kv(matrix: Matrix, cell: Cell):
     matrix.check(cell)

@@ -35,7 +35,7 @@ class Watched:
     """A pair of which decode's drafter is watched, one room at a time."""
 
     def __init__(self, models, **settings):
-        self.pair = Pair(*models, pages=96, **settings)
+        self.pair = Pair(*models, pages=96, captured={"chunk_size": 32, "max_running": 4}, **settings)
         self.engine = self.pair.decode.engine
         self.rows = FeatureRows(self.engine.drafter)
         self.num_rooms, self.drafts = 0, []
