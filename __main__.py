@@ -15,6 +15,7 @@ COMMANDS = {
     "prefill": (".prefill.__main__", "run a prefill worker"),
     "decode": (".decode.__main__", "run a decode worker"),
     "chat": (".deploy.chat", "chat with a running cluster in the terminal"),
+    "top": (".deploy.top", "watch a running cluster in the terminal"),
     "demo": (".deploy.demo", "start a small cluster on this host and ask it one question"),
     "bench": (".bench.command", "measure parts of baton on this machine"),
     "deploy": (".deploy.files", "write systemd units"),

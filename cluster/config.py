@@ -44,6 +44,7 @@ from .errors import ConfigError
 logger = logging.getLogger(__name__)
 
 INTERNAL_VARIABLES = ("BATON_PARENT_PID", "BATON_OPERATOR_TOKEN")  # see life
+CLIENT_VARIABLES = ("BATON_API_KEY",)  # of `baton top` and `baton chat`
 TEST_VARIABLES = ("BATON_FAULT", "BATON_ALLOW_FAULTS")  # see fault_points
 COMMAND_LINE, ENVIRONMENT, FILE = "command line", "environment", "file"
 
@@ -220,7 +221,7 @@ def known_variables() -> list[str]:
 def warn_unknown_variables(env: Mapping[str, str]) -> None:
     """Log one warning per BATON_* variable that is no setting of any role: it would be ignored."""
     known = known_variables()
-    others = (*INTERNAL_VARIABLES, *TEST_VARIABLES)
+    others = (*INTERNAL_VARIABLES, *CLIENT_VARIABLES, *TEST_VARIABLES)
     for variable in sorted(env):
         if variable.startswith("BATON_") and variable not in known and variable not in others:
             role, _, name = variable.removeprefix("BATON_").lower().partition("_")

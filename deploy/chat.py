@@ -3,6 +3,7 @@
 Ctrl-C interrupts the answer (the server cancels it), Ctrl-D ends the conversation.
 """
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from typing import Any, TextIO
 
 from ..cluster.config_fields import Setting, check_fields, read_command_line, setting
 from ..cluster.life import EXIT_OK
-from .client import Answer, ChatClient, RequestFailed
+from .client import KEY_VARIABLE, Answer, ChatClient, RequestFailed
 from .command import run_command
 
 PROG = "baton chat"
@@ -122,7 +123,7 @@ def main(argv: list[str]) -> int:
 
 def _chat(argv: list[str]) -> int:
     config = ChatConfig(**read_command_line(ChatConfig, argv, PROG, SUMMARY))  # type: ignore[arg-type]
-    client = ChatClient(config.url)
+    client = ChatClient(config.url, api_key=os.environ.get(KEY_VARIABLE, ""))
     model = client.model()
     conversation = Conversation(client, config, model)
     if config.once:

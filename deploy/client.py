@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 from ..cluster.errors import BatonError, ConfigError
 
 SILENCE_S = 120.0  # longest wait for the next bytes of a reply
+KEY_VARIABLE = "BATON_API_KEY"  # environment variable with the key of a router that asks for one
 
 
 class RequestFailed(BatonError):
@@ -49,9 +50,12 @@ class Answer:
 
 
 class ChatClient:
-    """Talks to the router at `url`; one connection per request. Raises ConfigError for a bad URL."""
+    """Talks to the router at `url`; one connection per request. Raises ConfigError for a bad URL or key.
 
-    def __init__(self, url: str) -> None:
+    `silence_s` is the longest wait for the next bytes of a reply.
+    """
+
+    def __init__(self, url: str, *, api_key: str = "", silence_s: float = SILENCE_S) -> None:
         try:
             parts = urlsplit(url)
             port, host = parts.port, parts.hostname or ""
@@ -63,18 +67,26 @@ class ChatClient:
         self._is_tls, self._host, self._port = parts.scheme == "https", host, port
         self._path = parts.path.rstrip("/")
         self.url = url.rstrip("/")
+        if not api_key.isascii() or not api_key.isprintable():
+            raise ConfigError(f"{KEY_VARIABLE} is no API key; `baton keys api add` makes one")
+        self._api_key, self._silence_s = api_key, silence_s
 
     def __repr__(self) -> str:
         return f"<ChatClient {self.url}>"
 
     def model(self) -> str:
         """The id of the model that the server serves."""
-        connection = self._connect()
         try:
-            with self._request(connection, "GET", "/v1/models", None) as reply:
-                return str(_json(reply.read())["data"][0]["id"])
+            return str(self.get("/v1/models")["data"][0]["id"])
         except (KeyError, IndexError, TypeError) as error:
             raise RequestFailed(f"{self.url}/v1/models lists no model") from error
+
+    def get(self, path: str) -> dict[str, Any]:
+        """The JSON object at `path`; raises RequestFailed."""
+        connection = self._connect()
+        try:
+            with self._request(connection, "GET", path, None) as reply:
+                return _json(reply.read())
         except (OSError, http.client.HTTPException) as error:
             raise self._lost(error) from error
         finally:
@@ -111,14 +123,19 @@ class ChatClient:
 
     def _connect(self) -> http.client.HTTPConnection:
         kind = http.client.HTTPSConnection if self._is_tls else http.client.HTTPConnection
-        return kind(self._host, self._port, timeout=SILENCE_S)
+        return kind(self._host, self._port, timeout=self._silence_s)
 
     def _request(
         self, connection: http.client.HTTPConnection, method: str, path: str, body: dict[str, Any] | None
     ) -> http.client.HTTPResponse:
         headers = {"content-type": "application/json", "x-baton-timeline": "1"}
+        if self._api_key:
+            headers["authorization"] = f"Bearer {self._api_key}"
         connection.request(method, self._path + path, json.dumps(body) if body is not None else None, headers)
         reply = connection.getresponse()
+        if reply.status == 401:
+            reply.close()
+            raise RequestFailed(f"{self.url} asks for an API key: put one into the environment variable {KEY_VARIABLE}")
         if reply.status != 200:
             with reply:
                 raise RequestFailed(f"{self.url} answered {reply.status}: {_reason(reply.read())}")
@@ -128,7 +145,7 @@ class ChatClient:
         if isinstance(error, ConnectionRefusedError):
             return RequestFailed(f"nothing listens at {self.url}: start 'baton up', or name a cluster with --url")
         if isinstance(error, TimeoutError):
-            return RequestFailed(f"{self.url} sent nothing for {SILENCE_S:g} s")
+            return RequestFailed(f"{self.url} sent nothing for {self._silence_s:g} s")
         return RequestFailed(f"the connection to {self.url} broke: {str(error) or type(error).__name__}")
 
 

@@ -28,7 +28,7 @@ PACES = {
     "FOREVER_S", "PAUSE_S", "POLL_S", "READY_TIMEOUT_S", "STEP_S", "SWEEP_S", "TICK_S", "IDLE_WAIT_S", "RETRY_S",
     "MAX_RETRY_S", "RETRY_AFTER_S", "BUDGET_STEP_S", "TERM_AGAIN_S", "KILL_AFTER_S", "LAST_FRAMES_S", "TIMEOUT_S",
     "cluster.security.QUIET_S", "PRIORITY_S", "LONGEST_RETRY_AFTER_S", "PACE_WINDOW_S", "MINUTE_S",
-    "LOOK_AGAIN_S", "deploy.client.SILENCE_S",
+    "LOOK_AGAIN_S", "deploy.client.SILENCE_S", "deploy.top.ANSWER_S", "deploy.top.WINDOW_S",
 }  # fmt: skip
 
 

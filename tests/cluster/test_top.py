@@ -1,0 +1,145 @@
+"""`baton top` against a real router, and what it says when there is none."""
+
+import http.server
+import io
+import json
+import socket
+import threading
+
+import pytest
+from baton.cluster.errors import ConfigError
+from baton.cluster.messages import WorkerStats
+from baton.deploy import top
+from baton.deploy.api_keys import add
+from baton.deploy.client import KEY_VARIABLE
+from baton.deploy.top import Look, Rates, clients_of, main, render
+from baton.tests.cluster.router_fakes import post, until
+from rich.console import Console
+
+
+@pytest.fixture
+def running(start):
+    running, script = start()
+    _, decode = running.pair(script)
+    decode.stats = WorkerStats(pages_total=64, pages_free=40, accept_length=2.31, counters={"tokens": 7.0})
+    assert post(running).status_code == 200
+    until(lambda: looked(running).requests.requests[0].outcome == "ok", "the request ended")
+    until(lambda: any(worker.accept_length for worker in looked(running).status.workers), "a heartbeat says so")
+    return running
+
+
+def looked(running):
+    [client] = clients_of(running.url)
+    return top.look(client, 12)
+
+
+def free_url():
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        return f"http://127.0.0.1:{found.getsockname()[1]}"
+
+
+def text_of(looks, rates=None, width=140):
+    console = Console(width=width, record=True, file=io.StringIO())
+    console.print(render(looks, rates or Rates()))
+    return console.export_text()
+
+
+def test_once_prints_workers_and_requests_of_every_router(running, capsys):
+    assert main(["--url", f"{running.url},{running.url}/", "--once"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("tiny at ") == 1, "one router, named twice"
+    text = out
+    decode = next(line for line in text.splitlines() if line.startswith("decode"))
+    assert decode.split()[1:4] == [running.workers[1].instance[:8], "serving", "0"]
+    assert "24/64" in decode
+    assert "2.31" in decode
+    request = next(line for line in text.splitlines() if " ok " in line)
+    assert "4 KiB" in request
+    assert f"{running.workers[0].instance[:8]} > {running.workers[1].instance[:8]}" in request
+    assert "wörld" not in text
+
+
+def test_json_is_one_document_that_scripts_read(running, capsys):
+    assert main(["--url", f"{running.url},{free_url()}", "--once", "--json"]) == 0
+    [line] = capsys.readouterr().out.splitlines()
+    there, gone = json.loads(line)["routers"]
+    assert {worker["role"] for worker in there["status"]["workers"]} == {"prefill", "decode"}
+    assert (there["requests"][0]["outcome"], there["fault"]) == ("ok", "")
+    assert (gone["status"], gone["requests"]) == (None, None)
+    assert "nothing listens" in gone["fault"]
+
+
+@pytest.mark.parametrize("flags", [["--once"], ["--once", "--json"], []])
+def test_without_a_router_it_ends_with_one_line(flags, capsys):
+    assert main(["--url", free_url(), *flags]) == 1
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.startswith("baton top: nothing listens at http://127.0.0.1:")
+    assert shown.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("body", [b"[]", b"{}", b'{"router": 1, "workers": 2}', b"no", b'{"router": {}, "workers": [{}]}'])
+def test_who_is_no_router_is_told_in_one_line(body, capsys):
+    class Other(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *args):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Other)
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+    try:
+        assert main(["--url", f"http://127.0.0.1:{server.server_address[1]}", "--once"]) == 1
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_router_with_keys_is_asked_with_the_one_of_the_environment(start, tmp_path, capsys, monkeypatch):
+    path = tmp_path / "api.json"
+    key = add(path, {"name": "eve", "operator": True})[0]
+    running, script = start(api_keys=str(path))
+    running.pair(script)
+    monkeypatch.delenv(KEY_VARIABLE, raising=False)
+    assert main(["--url", running.url, "--once"]) == 1
+    assert capsys.readouterr().err.endswith(f"put one into the environment variable {KEY_VARIABLE}\n")
+    monkeypatch.setenv(KEY_VARIABLE, key)
+    assert main(["--url", running.url, "--once"]) == 0
+    monkeypatch.setenv(KEY_VARIABLE, "bk-\n")
+    assert main(["--url", running.url, "--once"]) == 2
+
+
+def test_a_router_that_goes_away_while_it_is_watched_is_told_and_the_others_stay(running):
+    text = text_of([Look(url="http://gone:1", fault="nobody there"), looked(running)])
+    assert text.startswith("http://gone:1: nobody there")
+    assert "tiny at " in text
+
+
+def test_it_looks_again_until_it_is_interrupted(running, capsys, monkeypatch):
+    pauses = []
+
+    def pause(seconds):
+        pauses.append(seconds)
+        if len(pauses) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(top.time, "sleep", pause)
+    assert main(["--url", running.url, "--every", "0.5", "--json"]) == 0
+    assert pauses == [0.5] * 3
+    assert len(capsys.readouterr().out.strip().splitlines()) == 3
+
+
+def test_a_rate_is_growth_over_the_last_seconds_and_begins_anew_with_a_new_process():
+    rates = Rates()
+    found = [rates.of("x", total, now) for now, total in ((0.0, 10.0), (1.0, 30.0), (4.0, 90.0), (9.0, 90.0), (10.0, 5.0))]
+    assert found == [None, 20.0, 20.0, 0.0, None]
+
+
+def test_addresses_that_name_no_router_are_refused():
+    for urls in ("", ",", "nowhere", "http://a b"):
+        with pytest.raises(ConfigError):
+            clients_of(urls)
