@@ -110,6 +110,7 @@ class UpConfig(
     role: ClassVar[str] = "up"
     summary: ClassVar[str] = "Start a router, prefill workers and decode workers on this host and supervise them."
 
+    routers: int = setting(1, Setting(help="number of router processes behind one port", minimum=1, maximum=64))
     prefill: int = setting(1, Setting(help="number of prefill workers", minimum=1, maximum=64))
     decode: int = setting(1, Setting(help="number of decode workers", minimum=1, maximum=64))
     transport: str = setting("ipc", Setting(help="how the processes reach each other", choices=("ipc", "tcp")))

@@ -26,6 +26,9 @@ class HttpSettings(RoleConfig):
         True, Setting(help="let decode workers compute prompts while no prefill worker serves; off: such requests get 503")
     )
     max_body_mb: int = setting(4, Setting(help="largest request body", unit="MiB", minimum=1, maximum=1024))
+    share_port: bool = setting(
+        False, Setting(help="let other routers of this host listen on the same port; each needs a --control-bind of its own")
+    )
     max_connections: int = setting(
         0, Setting(help="most connections of clients; 0: 10000, or what descriptors allow", minimum=0, maximum=2**20)
     )

@@ -30,6 +30,7 @@ TICKET_USER = b"ticket"
 IPC_PATH_LIMIT = 107
 TOO_LONG = "a message of too many parts or bytes"  # what `recv_parts` drops
 DISCARD_PARTS = 4096  # in one call, about as many microseconds
+MORE, LAST = int(zmq.NOBLOCK | zmq.SNDMORE), int(zmq.NOBLOCK)  # flags of a part; to join them each time is dear
 MESSAGES_PER_WAKE = 256  # an AsyncReceiver lets the event loop run after so many
 
 Part = bytes | memoryview | zmq.Frame
@@ -201,7 +202,7 @@ def try_send(socket: Socket, parts: Sequence[Part]) -> bool:
     last = len(parts) - 1
     try:
         for i, part in enumerate(parts):
-            socket.send(part, zmq.NOBLOCK | (zmq.SNDMORE if i < last else 0))
+            socket.send(part, MORE if i < last else LAST)
     except zmq.Again:
         return False
     except zmq.ZMQError as error:

@@ -51,19 +51,40 @@ def child_configs(
 ) -> list[tuple[str, RoleConfig]]:
     """The finished config of every child by name, its endpoints in `directory` or on free ports, the router first."""
     is_ipc = config.transport == "ipc"
-    control = f"ipc://{directory}/control" if is_ipc else f"tcp://127.0.0.1:{free_port('127.0.0.1')}"
+    controls = _controls(config.routers, directory if is_ipc else None)
     threads = _threads(config, env)
-    plan: list[tuple[str, type[RoleConfig], dict[str, Value]]] = [(ROUTER, RouterConfig, {"control_bind": control})]
+    plan: list[tuple[str, type[RoleConfig], dict[str, Value]]] = []
+    for i, endpoint in enumerate(controls):
+        name = f"{ROUTER}-{i}" if i else ROUTER
+        plan.append((name, RouterConfig, {"control_bind": endpoint, "share_port": config.routers > 1}))
+    control = ",".join(controls)
     for i in range(config.prefill):
         kv = f"ipc://{directory}/kv-{i}" if is_ipc else "tcp://127.0.0.1:0"
         plan.append((f"prefill-{i}", PrefillConfig, {"router": control, "kv_bind": kv}))
     plan += [(f"decode-{i}", DecodeConfig, {"router": control}) for i in range(config.decode)]
     children = [(name, child_config(cls, config, env, wiring, threads)) for name, cls, wiring in plan]
+    children = _on_one_port(children)
     for port in ("kv_bulk_port", "metrics_port"):
         children = _with_ports(children, port)
     for warning in dict.fromkeys(text for _, child in children for text in ignored_settings(child)):
         logger.warning("%s", warning)
     return children
+
+
+def _controls(count: int, directory: Path | None) -> list[str]:
+    """Where workers register with each router."""
+    if directory is None:
+        return [f"tcp://127.0.0.1:{free_port('127.0.0.1')}" for _ in range(count)]
+    return [f"ipc://{directory}/control{f'-{i}' if i else ''}" for i in range(count)]
+
+
+def _on_one_port(children: Sequence[tuple[str, RoleConfig]]) -> list[tuple[str, RoleConfig]]:
+    """All routers listen where the first one does, also when it chose the port itself."""
+    port = next(child.port for _, child in children if isinstance(child, RouterConfig))
+    return [
+        (name, dataclasses.replace(child, port=port) if isinstance(child, RouterConfig) else child)
+        for name, child in children
+    ]
 
 
 def _with_ports(children: Sequence[tuple[str, RoleConfig]], setting: str) -> list[tuple[str, RoleConfig]]:
@@ -108,7 +129,7 @@ def child_config(
     cls: type[RoleConfig], config: UpConfig, env: Mapping[str, str], wiring: Mapping[str, Value], threads: int
 ) -> RoleConfig:
     """What one child is told, see step 2 above. `wiring` are the endpoints, which nobody else may choose."""
-    flags = [f"{flag_of(name)}={value}" for name, value in wiring.items()]
+    flags = [f"{flag_of(name)}={as_text(value)}" for name, value in wiring.items()]
     flags += [f"--config={config.config}"] if config.config else []
     defaults: dict[str, Value] = {}
     own = settings_of(cls)

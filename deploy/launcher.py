@@ -71,6 +71,7 @@ class Cluster:
         self.config = config  # from `start` on with host, port and drain time as the router was told
         self.failure = ""  # why the cluster cannot go on
         self._env, self._output, self._command_of = env, output or sys.stderr, command_of or role_command
+        self._ready: set[int] = set()  # pids of routers that have said so
         self._token = secrets.token_hex(32)
         self._directory: Path | None = None
         self._supervisor: Supervisor | None = None
@@ -190,12 +191,15 @@ class Cluster:
         document = fetch(self.url, "/status", self._token)
         try:
             status = json.loads(document or "{}")
-            is_ours = status["router"]["pid"] == self.children[0].pid
+            ours = {child.pid for child in self.children if child.role == ROUTER}
+            is_ours = status["router"]["pid"] in ours
             roles = [worker["role"] for worker in status["workers"]]
         except (ValueError, KeyError, TypeError):
             return False
         wanted = {"prefill": self.config.prefill, "decode": self.config.decode} if all_workers else {}
-        return is_ours and all(roles.count(role) >= count for role, count in wanted.items())
+        if is_ours and all(roles.count(role) >= count for role, count in wanted.items()):
+            self._ready.add(status["router"]["pid"])  # routers behind one port answer in no order
+        return ours <= self._ready
 
     def _remove_directory(self) -> None:
         if self._directory is not None:

@@ -121,14 +121,16 @@ class Supervisor:
             if code is not None:
                 self._ended(child, code)
 
-    def drain(self, first: str, timeout_s: float, hurry: threading.Event | None = None) -> None:
-        """SIGTERM to the child named `first` alone; returns when it ended, time is up or `hurry` is set. `stop` follows."""
+    def drain(self, role: str, timeout_s: float, hurry: threading.Event | None = None) -> None:
+        """SIGTERM to the children of `role` alone; returns when they ended, time is up or `hurry` is set. `stop` follows."""
         deadline = self._clock() + timeout_s
-        for child in self.children:
-            if child.spec.name == first and child.process is not None:
-                child.process.terminate()
-                while child.process.poll() is None and self._clock() < deadline and not (hurry and hurry.is_set()):
-                    self._sleep(0.02)
+        leaving = [child.process for child in self.children if child.spec.role == role and child.process is not None]
+        for process in leaving:
+            process.terminate()
+        while any(process.poll() is None for process in leaving) and self._clock() < deadline:
+            if hurry is not None and hurry.is_set():
+                return
+            self._sleep(0.02)
 
     def stop(self, hurry: threading.Event | None = None) -> None:
         """End all children: SIGTERM, SIGTERM again, SIGKILL; at once when `hurry` is set. Returns when all are gone."""

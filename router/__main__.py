@@ -1,6 +1,7 @@
 """`python -m baton.router`: the router process."""
 
 import asyncio
+import gc
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -38,6 +39,8 @@ def _start(argv: Sequence[str]) -> Callable[[], int]:
         made.append(Router(config, tokenizer, watchdog=watchdog, notifier=notifier))
 
     run_phases([("loading the tokenizer", load), ("binding sockets", listen)])
+    gc.collect()
+    gc.freeze()  # what start-up made stays, and need not be looked through while serving
     router = made[1]
     assert isinstance(router, Router)
     return lambda: _serve(router)

@@ -7,7 +7,7 @@ from ..cluster.sockets import CONTROL_MAX_FRAME
 from .errors import ApiError, bad_request, context_too_long, unavailable
 from .grammars import MAX_GRAMMAR
 from .openai import COMPLETION_MAX_TOKENS
-from .policy import Limits, Need, can_ever
+from .policy import Limits, Need, can_ever, live_pairs
 from .registry import Registry, Worker
 
 # A prompt travels in one control frame: 5 bytes per id at most, and room for a grammar and the other sampling fields.
@@ -65,7 +65,7 @@ def check_fits(need: Need, registry: Registry, live: Limits) -> None:
             f"but the largest decode worker has pages for {live.decode_tokens}: ask for fewer.",
             param="max_tokens",
         )
-    if not can_ever(registry, need):
+    if not can_ever(live_pairs(registry), need):
         raise bad_request(
             f"No pair of workers can hold {need.prompt} prompt tokens and {need.max_new} output tokens: ask for fewer.",
             param="max_tokens",

@@ -12,6 +12,7 @@ import os
 import secrets
 import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from ..cluster.api_keys import ApiKeys
@@ -60,7 +61,8 @@ class Router:
         self._api_keys = _api_keys(config.api_keys)
         self._tls = tls_context(config.tls_cert, config.tls_key)
         is_guarded = self._api_keys is not None and self._tls is not None
-        self._listener = _listen(config.host, config.port, trusted_network=config.trusted_network, is_guarded=is_guarded)
+        is_trusted = config.trusted_network or is_guarded
+        self._listener = _listen(config.host, config.port, trusted_network=is_trusted, share_port=config.share_port)
         try:
             keyring = load_keyring(config.keys, config.role)
             self.control = ControlSocket(config.control_bind, trusted_network=config.trusted_network, keyring=keyring)
@@ -77,6 +79,7 @@ class Router:
             request_timeout_s=config.request_timeout_s,
             drops=lambda: self.control.drops,
             timeouts=timeouts,
+            soon=_soon,
             policy=PairingPolicy(
                 prefill=config.prefill_policy, decode=config.decode_policy, local_prefill_max=config.local_prefill_max
             ),
@@ -152,6 +155,10 @@ class Router:
         self.dispatcher.fail_all("Shutdown", "The server is shutting down.")
 
 
+def _soon(work: Callable[[], None]) -> None:
+    asyncio.get_running_loop().call_soon(work)
+
+
 async def _wait(event: asyncio.Event, seconds: float) -> None:
     with contextlib.suppress(asyncio.TimeoutError):
         await asyncio.wait_for(event.wait(), seconds)
@@ -162,13 +169,13 @@ def _api_keys(path: str) -> ApiKeys | None:
     return ApiKeys(Path(path), time.time, time.monotonic) if path else None
 
 
-def _listen(host: str, port: int, *, trusted_network: bool, is_guarded: bool) -> socket.socket:
+def _listen(host: str, port: int, *, trusted_network: bool, share_port: bool) -> socket.socket:
     """A listening socket. Raises ConfigError for an address open to others, StartupError for one that is taken."""
     address = f"tcp://{f'[{host}]' if ':' in host else host}:{port}"
-    check_bind_address(address, trusted_network or is_guarded)
+    check_bind_address(address, trusted_network)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port), family=family, backlog=1024)
+        return socket.create_server((host, port), family=family, backlog=1024, reuse_port=share_port)
     except OSError as error:
         reason = error.strerror or str(error)
         raise StartupError(f"cannot listen on {host} port {port}: {reason}; choose another --port") from None

@@ -20,8 +20,8 @@ from .inbox import Inbox
 from .intake import OVERLOADED, Intake
 from .leftovers import Orphans
 from .placing import PairingPolicy, Placer
-from .policy import Limits, can_ever, is_ready, limits
-from .postbox import Postbox, Transmit
+from .policy import Limits, can_ever, is_ready, live_limits, live_pairs
+from .postbox import Postbox, Soon, Transmit
 from .reception import Reception
 from .registry import Registry, Worker
 from .retries import RetryBudget
@@ -51,13 +51,14 @@ class Dispatcher:
         drops: Callable[[], Mapping[str, int]] = dict,
         timeouts: Timeouts | None = None,
         policy: PairingPolicy | None = None,
+        soon: Soon | None = None,
         mint: Callable[[], str] = lambda: secrets.token_hex(16),
     ) -> None:
         self.registry = registry
         self.metrics = metrics
         self.events: Counter[str] = Counter()
         self.is_draining = False
-        self._postbox = Postbox(transmit)
+        self._postbox = Postbox(transmit, clock, soon)
         self._clock = clock
         self._queue_timeout_s = queue_timeout_s
         self._request_timeout_s = request_timeout_s  # 0: none
@@ -106,7 +107,7 @@ class Dispatcher:
 
     def limits(self) -> Limits | None:
         """What the live pairs can serve at most; None without any."""
-        return limits(self.registry)
+        return live_limits(self.registry)
 
     # --- the client's side --------------------------------------------------------------------------------------------
 
@@ -180,7 +181,7 @@ class Dispatcher:
         elif isinstance(message, Heartbeat):
             self._on_heartbeat(identity, worker, message, now)
         elif isinstance(message, Goodbye):
-            worker.is_draining = True
+            self.registry.drain(worker)
             logger.info("worker drains", extra=fields(role=worker.role, instance=worker.instance))
             self._check_queue(now)
         elif isinstance(message, Tokens):
@@ -286,7 +287,7 @@ class Dispatcher:
 
     def _check_pairs(self, entry: Entry, now: float) -> None:
         """Ends a wait that no worker can end. A client that has tokens already waits a while: workers are restarted."""
-        if entry.room.phase is not Phase.QUEUED or can_ever(self.registry, entry.need):
+        if entry.room.phase is not Phase.QUEUED or can_ever(live_pairs(self.registry), entry.need):
             entry.pairless_since = None
             return
         since = entry.pairless_since = now if entry.pairless_since is None else entry.pairless_since

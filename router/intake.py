@@ -16,7 +16,7 @@ from .admission import check_fits, no_workers
 from .callers import Gate
 from .entries import Entry, Job, Request
 from .errors import ApiError, overloaded
-from .policy import limits
+from .policy import live_limits
 from .registry import Registry
 from .waiting import WaitingList
 
@@ -66,7 +66,7 @@ class Intake:
 
     def check(self, jobs: Sequence[Job], now: float) -> None:
         """Takes the jobs of one request; whoever goes on calls `gate.leave` at its end. Raises ApiError and takes none."""
-        live = limits(self._registry)
+        live = live_limits(self._registry)
         if live is None:
             raise no_workers()
         for job in jobs:

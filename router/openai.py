@@ -120,8 +120,8 @@ def check_token_ids(body: CommonBody, prompt_ids: list[int], vocab_size: int) ->
     named = {"prompt": prompt_ids, "stop_token_ids": body.stop_token_ids or []}
     named["logit_bias"] = [int(token) for token in body.logit_bias or {}]
     for param, ids in named.items():
-        wrong = next((i for i in ids if not 0 <= i < vocab_size), None)
-        if wrong is not None:
+        if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
+            wrong = next(i for i in ids if not 0 <= i < vocab_size)
             raise bad_request(f"{param}: token id {wrong} is outside the vocabulary of {vocab_size}", param=param)
 
 

@@ -14,7 +14,7 @@ from ..cluster.messages import Finished, FirstToken, Reserved
 from .costs import Costs
 from .entries import Entry
 from .pairing import Picker, decode_picker, held_tokens, prefill_picker
-from .policy import able_pairs
+from .policy import able_pairs, live_pairs
 from .prefixes import PrefixIndex, Prompt
 from .registry import Load, Registry, Worker
 from .room_effects import Pair
@@ -53,7 +53,7 @@ class Placer:
         are busy with a request that may kill: these are worth waiting for, so decode does not prefill in their place.
         """
         avoid = entry.room.failed_on | doubtful
-        pairs = able_pairs(self._registry, entry.need, avoid, tested)
+        pairs = able_pairs(live_pairs(self._registry, avoid), entry.need, avoid, tested)
         if not pairs:
             return None
         prompt = entry.prompt
@@ -74,17 +74,19 @@ class Placer:
         entry.fingerprint = decode.hello.fingerprint
         if pair.is_local:
             return
-        num_new = need.prompt - held_tokens(self._on_prefill, prefill, prompt)
+        held = held_tokens(self._on_prefill, prefill, prompt) if self._has_choice("prefill") else 0
+        num_new = need.prompt - held
         self._registry.reserve(pair.prefill, room.room, room.epoch, Load(pages=0, tokens=num_new))
         self._prefill.placed(prefill)
-        self._on_prefill.add(pair.prefill, prompt.pages(prefill.hello.page_size))
+        if self._has_choice("prefill"):
+            self._on_prefill.add(pair.prefill, prompt.pages(prefill.hello.page_size))
 
     def heard(self, entry: Entry, worker: Worker, event: RoomEvent) -> None:
         """A worker of the current attempt spoke; called before the room takes it."""
         pair, size = entry.room.pair, worker.hello.page_size
         if pair is None or not isinstance(event, (Reserved, FirstToken, Finished)) or event.epoch != entry.room.epoch:
             return
-        if isinstance(event, Reserved) and worker.instance == pair.decode:
+        if isinstance(event, Reserved) and worker.instance == pair.decode and self._has_choice("decode"):
             self._on_decode.learn(worker.instance, entry.prompt.pages(size), event.have // size)
         elif isinstance(event, FirstToken) and worker.instance == pair.prefill:
             self._costs_of(worker).prefilled(event.timeline, is_local=False)
@@ -102,7 +104,7 @@ class Placer:
         """The room's output is complete: its decode worker keeps prompt and output for the next turn."""
         room = entry.room
         decode = self._registry.get(room.pair.decode) if room.pair is not None else None
-        if decode is not None:
+        if decode is not None and (self._has_choice("decode") or self._local_prefill_max):
             whole = Prompt([*room.prompt_ids, *room.output_ids[:-1]], entry.job.caller.salt)
             self._on_decode.add(decode.instance, whole.pages(decode.hello.page_size))
 
@@ -116,6 +118,11 @@ class Placer:
             queued_tokens=prefill.num_tokens,
             running=decode.num_taken,
         )
+
+    def _has_choice(self, role: str) -> bool:
+        """Whether it matters which worker holds what."""
+        count: int = self._registry.memo(role, lambda: sum(worker.role == role for worker in self._registry))
+        return count > 1
 
     def _costs_of(self, worker: Worker) -> Costs:
         return self._costs.setdefault(worker.hello.fingerprint, Costs())

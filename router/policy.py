@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
-from .registry import Worker
+from .registry import Registry, Worker
 
 
 @dataclass(frozen=True)
@@ -67,27 +67,37 @@ def limits(workers: Iterable[Worker]) -> Limits | None:
     )
 
 
-def can_ever(workers: Iterable[Worker], need: Need) -> bool:
-    """Whether some live pair could hold the request if it were idle."""
+def live_pairs(registry: Registry, avoid: Collection[str] = ()) -> list[tuple[Worker, Worker]]:
+    """The pairs of a registry, made anew when it has changed."""
+    return list(pairs(registry, avoid)) if avoid else registry.memo("pairs", lambda: list(pairs(registry)))
+
+
+def live_limits(registry: Registry) -> Limits | None:
+    """Likewise its limits."""
+    return registry.memo("limits", lambda: limits(registry))
+
+
+def can_ever(live: Iterable[tuple[Worker, Worker]], need: Need) -> bool:
+    """Whether some pair could hold the request if it were idle."""
     return any(
         _fits(d, need)
         and _can_prefill(p, need)
         and need.total <= d.hello.max_context
         and d.pages_for(need.total) <= d.hello.pages_total
-        for p, d in pairs(workers)
+        for p, d in live
     )
 
 
 def able_pairs(
-    workers: Iterable[Worker], need: Need, avoid: Collection[str] = (), taken: Collection[str] = ()
+    live: Iterable[tuple[Worker, Worker]], need: Need, avoid: Collection[str] = (), taken: Collection[str] = ()
 ) -> list[tuple[Worker, Worker]]:
-    """The pairs that can hold the request now, with the fewest workers in `avoid`, then in `taken`; empty: all are full.
+    """Those pairs that can hold the request now, with the fewest workers in `avoid`, then in `taken`; empty: all are full.
 
     Workers in `avoid` (an earlier attempt failed on them) are taken only when no other pair can. Those that are `taken` for
     now are worth waiting for: nobody goes back to a worker that failed it because the others are busy for a moment, and
     decode does not prefill in their place.
     """
-    able = [(p, d) for p, d in pairs(workers, avoid) if _fits(d, need) and _can_prefill(p, need) and _can_decode(d, need)]
+    able = [(p, d) for p, d in live if _fits(d, need) and _can_prefill(p, need) and _can_decode(d, need)]
     if len(able) < 2 or not (avoid or taken):
         return able
     both = [{p.instance, d.instance} for p, d in able]

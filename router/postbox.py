@@ -11,21 +11,39 @@ MAX_OUTBOX = 4096  # frames
 
 Transmit = Callable[[bytes, bytes], bool]  # (identity, frame); False: its queue is full; raises PeerLost
 
+Soon = Callable[[Callable[[], None]], None]  # calls at the end of this turn of the event loop
+
 
 class Postbox:
-    """Sends through `transmit`, and marks a worker that cannot be reached with the time since when."""
+    """Sends through `transmit`, and marks a worker that cannot be reached with the time since when.
 
-    def __init__(self, transmit: Transmit) -> None:
+    With `soon` what is posted in one turn of the loop leaves together: to wake ZeroMQ's thread for each frame alone costs
+    more than all else that is done for a request.
+    """
+
+    def __init__(self, transmit: Transmit, clock: Callable[[], float], soon: Soon | None = None) -> None:
         self._transmit = transmit
+        self._clock = clock
+        self._soon = soon
+        self._due: dict[str, Worker] = {}  # that are flushed soon
 
     def post(self, worker: Worker, message: ControlDown, now: float) -> None:
-        """Sends, or keeps for `flush`."""
-        frame = encode(message)
-        if not worker.outbox and self._try(worker, frame, now):
-            return
-        worker.outbox.append(frame)
+        """Sends, now or with what else is posted in this turn of the loop, or keeps for `flush`."""
+        worker.outbox.append(encode(message))
+        if self._soon is None:
+            self.flush(worker, now)
+        else:
+            if not self._due:
+                self._soon(self._flush_due)
+            self._due[worker.instance] = worker
         if len(worker.outbox) > MAX_OUTBOX and worker.unreachable_since is None:
             worker.unreachable_since = now
+
+    def _flush_due(self) -> None:
+        due, self._due = self._due, {}
+        now = self._clock()
+        for worker in due.values():
+            self.flush(worker, now)
 
     def flush(self, worker: Worker, now: float) -> None:
         """Sends what was kept, as far as the connection takes it."""

@@ -7,8 +7,9 @@ its link lives. It is forgotten when no heartbeat came for `worker_timeout_s`, o
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from ..cluster.messages import PROTOCOL_MAJOR, ControlUp, Hello, Refused, Rejected, Welcome, WorkerStats
 from .retries import Breaker
@@ -17,6 +18,8 @@ HEARTBEATS_PER_TIMEOUT = 6  # some may be late before a worker counts as lost
 HEARTBEAT_RANGE_MS = (100, 1000)
 LONGEST_EXCUSE_S = 5.0
 UNREACHABLE_S = 0.75  # a worker that reconnects says Hello within this time
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -121,6 +124,7 @@ class Registry:
         self._local_prefill = local_prefill
         self._timeout_s = worker_timeout_s
         self._workers: dict[str, Worker] = {}
+        self._memo: dict[str, Any] = {}
         self._excused_at = 0.0
         self._excuse_left_s = LONGEST_EXCUSE_S
 
@@ -140,6 +144,18 @@ class Registry:
         low, high = HEARTBEAT_RANGE_MS
         return min(high, max(low, round(self._timeout_s * 1000 / HEARTBEATS_PER_TIMEOUT)))
 
+    def memo(self, name: str, make: Callable[[], T]) -> T:
+        """What `make` gave last, or gives now: kept until a worker comes, goes or changes its state."""
+        if name not in self._memo:
+            self._memo[name] = make()
+        found: T = self._memo[name]
+        return found
+
+    def drain(self, worker: Worker) -> None:
+        """It takes no new rooms from now on."""
+        worker.is_draining = True
+        self._memo.clear()
+
     def get(self, instance: str) -> Worker | None:
         return self._workers.get(instance)
 
@@ -148,6 +164,7 @@ class Registry:
         reason = _reason_to_reject(message)
         if reason:
             return Rejected(instance=message.instance, reason=reason)
+        self._memo.clear()
         known = self._workers.get(message.instance)
         if known is None:
             takes_prompts = message.role == "decode" and message.local_prefill and self._local_prefill
@@ -166,6 +183,8 @@ class Registry:
         if worker is None:
             return False
         worker.identity, worker.unreachable_since = identity, None
+        if worker.stats is None or worker.stats.state != stats.state:
+            self._memo.clear()
         worker.take_heartbeat(stats, now)
         return True
 
@@ -192,6 +211,7 @@ class Registry:
         return now - worker.last_seen > self._timeout_s or (since is not None and now - since > UNREACHABLE_S)
 
     def remove(self, instance: str) -> None:
+        self._memo.clear()
         self._workers.pop(instance, None)
 
     def reserve(self, instance: str, room: str, epoch: int, load: Load) -> None:

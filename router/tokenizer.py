@@ -73,11 +73,13 @@ class Tokenizer:
         guarded = [_in_strings(guard, message) for message in messages]
         given = [_in_strings(guard, tool) for tool in tools]
         ids: list[int] = []
-        for i, part in enumerate(re.split(f"{mark}([0-9]+)x", self._render(guarded, given, switches or {}))):
-            if i % 2:
-                ids += self._encode(self._plain, spelled[int(part)], add_special_tokens=False)
-            elif part:
-                ids += self._encode(self._backend, part, add_special_tokens=False)
+        for i, part in enumerate(self._render(guarded, given, switches or {}).split(mark)):
+            text = part
+            if i:  # a number, an x, and what follows
+                number, _, text = part.partition("x")
+                ids += self._encode(self._plain, spelled[int(number)], add_special_tokens=False)
+            if text:
+                ids += self._encode(self._backend, text, add_special_tokens=False)
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:

@@ -285,7 +285,7 @@ def test_choices_that_wait_behind_others_when_their_siblings_are_done_time_out_w
     world = World(queue_timeout_s=5.0).join(max_running=1)
     (first, *_), inbox = world.submit(16, 16, 16)
     world.now = 9.0
-    world.dispatcher.registry.get(D).is_draining = True
+    world.dispatcher.registry.drain(world.dispatcher.registry.get(D))
     world.finish(first.room.room)
     world.now = 13.0
     world.dispatcher.tick()

@@ -3,7 +3,7 @@
 from baton.cluster.messages import WorkerStats
 from baton.router.pairing import Picker, decode_load, prefill_load
 from baton.router.placing import choose
-from baton.router.policy import Need, able_pairs, can_ever, is_ready, limits
+from baton.router.policy import Need, able_pairs, can_ever, is_ready, limits, pairs
 from baton.router.prefixes import Prompt
 from baton.router.registry import Load, Worker
 from baton.tests.unit.test_registry import hello
@@ -23,10 +23,10 @@ NEED = Need(100, 28)  # 8 pages of 16
 
 
 def chosen(workers, need=NEED, avoid=(), taken=()):
-    pairs = able_pairs(workers, need, avoid, taken)
-    if not pairs:
+    able = able_pairs(pairs(workers, avoid), need, avoid, taken)
+    if not able:
         return None
-    prefill, decode = choose(pairs, Picker(prefill_load), Picker(decode_load), Prompt([]))
+    prefill, decode = choose(able, Picker(prefill_load), Picker(decode_load), Prompt([]))
     return prefill.instance[0], decode.instance[0]
 
 
@@ -85,10 +85,10 @@ def test_limits_are_the_largest_over_pairs_and_none_without():
 
 def test_can_ever_ignores_load_but_not_size():
     p, d = worker("a", "prefill", [(0, 9999)]), worker("b", "decode", [(100, 1)] * 8)
-    assert can_ever([p, d], NEED)
-    assert can_ever([p, d], Need(1000, 24))
-    assert not can_ever([p, d], Need(1000, 25))
-    assert not can_ever([p, worker("b", "decode", pages_total=7)], NEED)
+    assert can_ever(pairs([p, d]), NEED)
+    assert can_ever(pairs([p, d]), Need(1000, 24))
+    assert not can_ever(pairs([p, d]), Need(1000, 25))
+    assert not can_ever(pairs([p, worker("b", "decode", pages_total=7)]), NEED)
 
 
 def local(name, **more):
@@ -134,5 +134,5 @@ def test_what_has_begun_goes_on_with_workers_of_its_fingerprint_only():
     assert chosen(old + new) == ("c", "d"), "two versions side by side"
     assert chosen(old + new, Need(100, 28, "x")) == ("a", "b")
     assert chosen(new, Need(100, 28, "x")) is None
-    assert can_ever(old + new, Need(100, 28, "x"))
-    assert not can_ever(new, Need(100, 28, "x"))
+    assert can_ever(pairs(old + new), Need(100, 28, "x"))
+    assert not can_ever(pairs(new), Need(100, 28, "x"))

@@ -2,7 +2,7 @@
 
 import hypothesis.strategies as st
 from baton.cluster.messages import PROTOCOL_MAJOR, Hello, Refused, Rejected, Welcome, WorkerStats
-from baton.router.policy import Need, able_pairs
+from baton.router.policy import Need, able_pairs, live_pairs
 from baton.router.registry import UNREACHABLE_S, Load, Registry
 from hypothesis import given
 
@@ -184,12 +184,12 @@ def test_rooms_that_another_router_placed_count_against_the_places_of_a_worker()
     need = Need(prompt=16, max_new=16)
     prefill = registry.hello(b"p", hello(instance="2" * 32, role="prefill"), 0.0)
     beat(registry, registry.get(prefill.instance))
-    assert not able_pairs(registry, need), "both places are taken"
+    assert not able_pairs(live_pairs(registry), need), "both places are taken"
     beat(registry, worker, running=1)
-    assert [decode for _, decode in able_pairs(registry, need)] == [worker]
+    assert [decode for _, decode in able_pairs(live_pairs(registry), need)] == [worker]
     registry.reserve(worker.instance, "own", 0, Load(2, 32))
     beat(registry, worker, running=2)
-    assert not able_pairs(registry, need), "one is ours, one is not"
+    assert not able_pairs(live_pairs(registry), need), "one is ours, one is not"
 
 
 def test_a_worker_that_refused_gets_nothing_before_its_next_heartbeat():
@@ -197,8 +197,8 @@ def test_a_worker_that_refused_gets_nothing_before_its_next_heartbeat():
     beat(registry, worker)
     beat(registry, registry.get(registry.hello(b"p", hello(instance="2" * 32, role="prefill"), 0.0).instance))
     need = Need(prompt=16, max_new=16)
-    assert able_pairs(registry, need)
+    assert able_pairs(live_pairs(registry), need)
     worker.hear(Refused(room="f" * 32, epoch=0, instance=worker.instance, reason="full", retry_after_ms=250))
-    assert not able_pairs(registry, need)
+    assert not able_pairs(live_pairs(registry), need)
     beat(registry, worker)
-    assert able_pairs(registry, need)
+    assert able_pairs(live_pairs(registry), need)
