@@ -225,7 +225,9 @@ def _run(argv: Sequence[str]) -> int:
 
 def _own_flags(cls: type[RoleConfig], options: argparse.Namespace) -> list[str]:
     flags = {"draft": options.draft, "router": options.router, "device": options.device}
-    return [f"--{name}={value}" for name, value in flags.items() if value and name in settings_of(cls)]
+    if not options.no_router:
+        flags["control-bind"] = options.router  # the address of this host
+    return [f"--{name}={value}" for name, value in flags.items() if value and name.replace("-", "_") in settings_of(cls)]
 
 
 def _table(config: RoleConfig) -> dict[str, Value]:

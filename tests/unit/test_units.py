@@ -140,3 +140,20 @@ def test_what_the_units_decide_is_refused_in_the_users_file(tmp_path):
     (tmp_path / "mine.toml").write_text('[prefill]\nkv_bind = "tcp://10.0.0.2:7200"\n')
     with pytest.raises(ConfigError, match="--kv-bind"):
         files_of(f"--config={tmp_path}/mine.toml")
+
+
+@pytest.mark.parametrize("unit", MOST_EXPOSED)
+def test_the_sandbox_leaves_libzmq_what_it_aborts_without(unit):
+    lines = lines_of(files_of(), unit)
+    families = next(line for line in lines if line.startswith("RestrictAddressFamilies="))
+    assert "AF_NETLINK" in families.split()  # getifaddrs, at each bind to tcp
+    filters = [line.partition("=")[2] for line in lines if line.startswith("SystemCallFilter=")]
+    if "~@resources" in filters:
+        assert "sched_setscheduler" in filters[filters.index("~@resources") + 1 :]  # pthread_setschedparam, at each thread
+
+
+def test_a_router_of_this_host_listens_where_its_workers_look_for_it():
+    text = files_of("--router=tcp://10.0.0.1:7155")["/etc/baton/baton.toml"]
+    assert 'control_bind = "tcp://10.0.0.1:7155"' in text
+    elsewhere = files_of("--router=tcp://10.0.0.1:7155", "--no-router")["/etc/baton/baton.toml"]
+    assert "control_bind" not in elsewhere
