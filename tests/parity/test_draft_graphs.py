@@ -9,7 +9,7 @@ from baton.engine.graphs.family import EAGER
 from baton.engine.page_table import build_page_table, pages_for, slots_for
 from baton.engine.request import Request
 from baton.engine.sampling_params import SamplingParams
-from baton.engine.speculative import draft_graphs, draft_worker, tree_graphs
+from baton.engine.speculative import draft_loops, draft_worker
 from baton.engine.speculative.chain import ChainPlan, plan_chain
 from baton.tests.parity.eagle3_engine import PAGE_SIZE, Engine
 from baton.tests.parity.graph_engine import MAX_BATCH, MAX_TOKENS, arena, poison, with_graphs
@@ -178,11 +178,8 @@ def test_m5_4_graph_and_eager_draft_steps_get_the_same_slots_lengths_and_pages(
     """Of each step, three requests in a bucket of four."""
     engine = Engine(target, head, steps=steps, topk=topk)
     captured, planned = [], []
-    for module in (draft_graphs, tree_graphs):
-        attend_rows = module.attend_rows
-        monkeypatch.setattr(
-            module, "attend_rows", lambda *args, attend=attend_rows: captured.append(args[1:4]) or attend(*args)
-        )
+    attend_rows = draft_loops.attend_rows
+    monkeypatch.setattr(draft_loops, "attend_rows", lambda *args: captured.append(args[1:4]) or attend_rows(*args))
     with_graphs(engine)
     chain, slots, state = chain_of(engine, 3)
     chain_batch = draft_worker.chain_batch
