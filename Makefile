@@ -8,6 +8,7 @@
 #   SEEDS=N              how many seeds `make sim` plays; default: 20000
 #   SPREAD=              tests in one process; default: -n 2, one waits for processes and sockets, one computes
 #   ROWS=F01,F08         what `make faults` plays; default: all
+#   SHARDS=6             so many of them at a time, each on two cores of its own
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
@@ -89,7 +90,7 @@ test-full: lint model
 	$(BIN)/pytest $(SPREAD) --durations=30 $(TESTS)
 
 faults: install
-	$(BIN)/python tests/faults/run.py $(if $(ROWS),--rows $(ROWS))
+	$(BIN)/python tests/faults/run.py $(if $(ROWS),--rows $(ROWS)) $(if $(SHARDS),--shards $(SHARDS))
 
 # with the tools themselves: apt-get install systemd, and kubectl; what is missing is skipped and named
 deploy-check: install

@@ -84,11 +84,25 @@ FAILED = b'data: {"error":{"message":"m","type":"t"}}\n\n'
     ids=["whole", "error frame", "bare end", "no done", "last chunk without an end", "done alone", "two ends", "nothing"],
 )
 def test_a_client_records_the_end_that_it_saw(events, ends):
+    chunks = [b"%x\r\n%b\r\n" % (len(event), event) for event in events]
+    assert seen_of(b"".join([HEAD, *chunks]) if events else b"").terminals == ends
+
+
+@pytest.mark.parametrize(("missing", "end"), [(0, "finished"), (1, "cut")])
+def test_a_stream_that_was_there_at_once_has_a_length_and_counts_when_all_of_it_came(missing, end):
+    body = TOKENS % b'"length"' + DONE
+    head = HEAD.replace(b"transfer-encoding: chunked", b"content-length: %d" % len(body))
+    seen = seen_of(head + body[: len(body) - missing])
+    assert (seen.end, len(seen.ids)) == (end, 0 if missing else 4)
+
+
+def seen_of(answer):
+    """What a client saw of a server that says this and hangs up."""
+
     class Handler(socketserver.BaseRequestHandler):
         def handle(self):
             self.request.recv(1 << 16)
-            chunks = [b"%x\r\n%b\r\n" % (len(event), event) for event in events]
-            self.request.sendall(b"".join([HEAD, *chunks]) if events else b"")
+            self.request.sendall(answer)
 
     with socketserver.TCPServer(("127.0.0.1", 0), Handler) as server:
         threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
@@ -98,4 +112,4 @@ def test_a_client_records_the_end_that_it_saw(events, ends):
         finally:
             traffic.close()
             server.shutdown()
-    assert seen.terminals == ends
+    return seen

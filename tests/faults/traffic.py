@@ -196,13 +196,19 @@ class Traffic:
     async def _read_stream(self, call: Call, reader: asyncio.StreamReader, leave_at: int | None) -> None:
         """Server-sent events, to the last chunk or the end of the connection."""
         buffer = b""
-        async for chunk in _chunks(reader):
+        is_chunked = call.headers.get("transfer-encoding") == "chunked"  # not where the whole answer was there at once
+        async for chunk in _chunks(reader) if is_chunked else _rest(reader, int(call.headers["content-length"])):
             buffer += chunk
             *events, buffer = buffer.split(b"\n\n")
             for event in events:
                 _take_event(call, event.removeprefix(b"data: "))
             if leave_at is not None and len(call.ids) >= leave_at:
                 raise asyncio.CancelledError
+
+
+async def _rest(reader: asyncio.StreamReader, size: int) -> AsyncIterator[bytes]:
+    """A body of known length."""
+    yield await reader.readexactly(size)
 
 
 async def _chunks(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:

@@ -24,6 +24,7 @@ from baton.tests.faults.zmtp_wire import Message, Parser
 
 READ_SIZE = 1 << 18
 MAX_HELD = 64 << 20  # bytes per direction of a connection; then its sender feels the back-pressure
+SLOW_HELD = 1 << 20  # of a way with a rate: a slow link is felt at once
 
 # --- one direction ----------------------------------------------------------------------------------------------------
 
@@ -163,7 +164,7 @@ class _Pipe:
                 for item in self._parser.feed(data):
                     for emit in self.way.emissions(item) if isinstance(item, Message) else [Emit(item)]:
                         self.put(emit)
-                while self._num_held > MAX_HELD:
+                while self._num_held > (SLOW_HELD if self.way.bytes_per_s else MAX_HELD):
                     await asyncio.sleep(0.01)
                 data = await self._reader.read(READ_SIZE)
 
