@@ -9,11 +9,10 @@ from collections.abc import Callable, Iterator
 from typing import TypeAlias
 
 import torch
-import torch.nn.functional as F
 
-from ..kernels.rms_norm import rms_norm
+from ..kernels.rms_norm import add_rms_norm, rms_norm
 from ..kernels.rope import apply_rope
-from ..kernels.silu_mul import silu_mul
+from ..kernels.skinny_linear import gated_linear, linear
 
 # (layer index, q [T, N, D], k [T, K, D], v [T, K, D]) -> [T, N, D]; stores k and v, then attends.
 Attend: TypeAlias = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -32,7 +31,7 @@ class Linear:
         self.bias = torch.empty(out_size, dtype=dtype, device=device) if bias else None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias)
 
     def tensors(self, prefix: str) -> NamedTensors:
         start = 0
@@ -53,6 +52,10 @@ class RMSNorm:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return rms_norm(x, self.weight, self.eps)
 
+    def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(the sum normalised, the sum) of two tensors `[..., size]`, in one pass over memory."""
+        return add_rms_norm(x, residual, self.weight, self.eps)
+
     def tensors(self, name: str) -> NamedTensors:
         yield f"{name}.weight", self.weight
 
@@ -68,7 +71,7 @@ class GatedMLP:
         self.down = Linear(intermediate_size, {"down_proj": hidden_size}, bias=bias, dtype=dtype, device=device)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(silu_mul(self.gate_up(x)))
+        return self.down(gated_linear(x, self.gate_up.weight, self.gate_up.bias))
 
     def tensors(self, prefix: str) -> NamedTensors:
         yield from self.gate_up.tensors(prefix)
@@ -137,12 +140,17 @@ class DecoderLayer:
         self.input_norm = input_norm
         self.post_norm = post_norm
 
+    def enter(self, hidden: torch.Tensor, delta: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """(the stream normalised, the residual stream) where `hidden` `[T, H]` still lacks what the layer before adds to
+        it, `delta` `[T, H]` (None: nothing)."""
+        return (self.input_norm(hidden), hidden) if delta is None else self.input_norm.add(delta, hidden)
+
     def __call__(
-        self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, layer: int, attend: Attend
-    ) -> torch.Tensor:
-        """The residual stream `[T, H]` after this layer."""
-        hidden = hidden + self.attention(self.input_norm(hidden), cos, sin, layer, attend)
-        return hidden + self.mlp(self.post_norm(hidden))
+        self, normed: torch.Tensor, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, layer: int, attend: Attend
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What `enter` gave -> the residual stream `[T, H]` behind attention, and what the MLP adds to it `[T, H]`."""
+        normed, hidden = self.post_norm.add(self.attention(normed, cos, sin, layer, attend), hidden)
+        return hidden, self.mlp(normed)
 
     def tensors(self, prefix: str) -> NamedTensors:
         yield from self.attention.tensors(f"{prefix}self_attn.")

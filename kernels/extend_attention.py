@@ -17,6 +17,9 @@ from .paged_tile import LOG2_E, attend_columns, check_paged, tile_shape
 from .triton_jit import cdiv, jit_varying, tl
 
 MAX_TILE_ROWS = 128
+# From so many (row, head) pairs on, two programs of four warps on a multiprocessor beat one of eight: on an H200 8192 rows
+# of 32 heads take 1.59 ms instead of 1.73, but 1024 rows 60 us instead of 54.
+MANY_ROWS = 8192
 
 
 def paged_extend_reference(
@@ -131,6 +134,8 @@ def paged_extend_triton(
     page_size, kv_heads, head_dim = kv.shape[3:]
     group = q.shape[1] // kv_heads
     tile = tile_shape(q.dtype, head_dim, max_q_len * group, MAX_TILE_ROWS)
+    if max_q_len * group >= MANY_ROWS:
+        tile = tile._replace(num_warps=4)
     plane = page_size * kv_heads * head_dim
     _extend_kernel[(cdiv(max_q_len * group, tile.rows), kv_heads, num_requests)](
         q,

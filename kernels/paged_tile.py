@@ -28,21 +28,32 @@ def load_kv_tile(
     page_stride: tl.tensor,
     slot_stride: tl.tensor,
     o_value: tl.tensor,
+    IS_FULL: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
 ) -> tl.tensor:
     """Keys `[BLOCK_DIM, C]` and values `[C, BLOCK_DIM]` of context rows `i_column`, zeros where masked.
 
-    `p_kv` points at the layer's keys of one head in page 0, `o_value` further on lie the values.
+    `p_kv` points at the layer's keys of one head in page 0, `o_value` further on lie the values. `IS_FULL`: `m_column` is
+    true throughout and not looked at.
     """
     i_dim = tl.arange(0, BLOCK_DIM)
     m_dim = i_dim < HEAD_DIM
     # a pool may hold more than 2^31 values: page offsets are 64-bit
-    i_page = tl.load(p_pages + i_column // PAGE_SIZE, mask=m_column, other=0).to(tl.int64)
+    if IS_FULL:
+        i_page = tl.load(p_pages + i_column // PAGE_SIZE).to(tl.int64)
+    else:
+        i_page = tl.load(p_pages + i_column // PAGE_SIZE, mask=m_column, other=0).to(tl.int64)
     o_row = i_page * page_stride + (i_column % PAGE_SIZE) * slot_stride
-    b_k = tl.load(p_kv + o_row[None, :] + i_dim[:, None], mask=m_dim[:, None] & m_column[None, :], other=0.0)
-    b_v = tl.load(p_kv + o_value + o_row[:, None] + i_dim[None, :], mask=m_column[:, None] & m_dim[None, :], other=0.0)
+    p_k = p_kv + o_row[None, :] + i_dim[:, None]
+    p_v = p_kv + o_value + o_row[:, None] + i_dim[None, :]
+    if IS_FULL and HEAD_DIM == BLOCK_DIM:
+        b_k = tl.load(p_k)
+        b_v = tl.load(p_v)
+    else:
+        b_k = tl.load(p_k, mask=m_dim[:, None] & m_column[None, :], other=0.0)
+        b_v = tl.load(p_v, mask=m_column[:, None] & m_dim[None, :], other=0.0)
     return b_k, b_v
 
 
@@ -56,17 +67,23 @@ def fold_tile(
     b_sum: tl.tensor,
     b_out: tl.tensor,
     scale: tl.tensor,
+    IS_FULL: tl.constexpr,
 ) -> tl.tensor:
     """A step of the running softmax: `b_q` `[M, D]`, `m_visible` `[M, C]` -> new (max `[M]`, sum `[M]`, out `[M, D]`).
 
-    A row that has seen nothing yet keeps max = -inf, sum = 0, out = 0.
+    A row that has seen nothing yet keeps max = -inf, sum = 0, out = 0. `IS_FULL`: every row sees every column. `scale` is
+    positive, so that it may be applied behind the maximum, where it costs nothing.
     """
     # ieee concerns float32 alone, which would be cut to tf32 otherwise
-    b_scores = tl.dot(b_q, b_k, input_precision="ieee") * scale
-    b_scores = tl.where(m_visible, b_scores, float("-inf"))
-    b_new_max = tl.maximum(b_max, tl.max(b_scores, axis=1))
-    b_shift = tl.where(b_new_max == float("-inf"), 0.0, b_new_max)  # -inf - -inf would be NaN
-    b_weights = tl.exp2(b_scores - b_shift[:, None])
+    b_scores = tl.dot(b_q, b_k, input_precision="ieee")
+    if IS_FULL:
+        b_new_max = tl.maximum(b_max, tl.max(b_scores, axis=1) * scale)
+        b_shift = b_new_max
+    else:
+        b_scores = tl.where(m_visible, b_scores, float("-inf"))
+        b_new_max = tl.maximum(b_max, tl.max(b_scores, axis=1) * scale)
+        b_shift = tl.where(b_new_max == float("-inf"), 0.0, b_new_max)  # -inf - -inf would be NaN
+    b_weights = tl.exp2(b_scores * scale - b_shift[:, None])
     b_rescale = tl.exp2(b_max - b_shift)
     b_sum = b_sum * b_rescale + tl.sum(b_weights, axis=1)
     b_out = tl.dot(b_weights.to(b_v.dtype), b_v, b_out * b_rescale[:, None], input_precision="ieee")
@@ -99,8 +116,8 @@ def attend_columns(
 ) -> tl.tensor:
     """Rows `b_q` over columns [start, end) of their request -> running (max, sum, out), see `fold_tile`.
 
-    Columns before `full_end` are seen by every row. Column context + j is seen when j <= the row's own `i_query`, or when
-    the request's `p_tree_mask` `[num_rows, window]` says so.
+    Columns before `full_end`, a number of whole tiles, are seen by every row. Column context + j is seen when j <= the
+    row's own `i_query`, or when the request's `p_tree_mask` `[num_rows, window]` says so.
     """
     b_max = tl.full((BLOCK_ROWS,), float("-inf"), dtype=tl.float32)
     b_sum = tl.zeros((BLOCK_ROWS,), dtype=tl.float32)
@@ -110,14 +127,14 @@ def attend_columns(
         i_column = first + i_offset
         m_column = i_column < full_end
         b_k, b_v = load_kv_tile(
-            p_kv, p_pages, i_column, m_column, page_stride, slot_stride, o_value, PAGE_SIZE, HEAD_DIM, BLOCK_DIM
+            p_kv, p_pages, i_column, m_column, page_stride, slot_stride, o_value, True, PAGE_SIZE, HEAD_DIM, BLOCK_DIM
         )
-        b_max, b_sum, b_out = fold_tile(b_q, b_k, b_v, m_column[None, :], b_max, b_sum, b_out, scale)
+        b_max, b_sum, b_out = fold_tile(b_q, b_k, b_v, m_column[None, :], b_max, b_sum, b_out, scale, True)
     for first in range(full_end, end, BLOCK_COLUMNS):
         i_column = first + i_offset
         m_column = i_column < end
         b_k, b_v = load_kv_tile(
-            p_kv, p_pages, i_column, m_column, page_stride, slot_stride, o_value, PAGE_SIZE, HEAD_DIM, BLOCK_DIM
+            p_kv, p_pages, i_column, m_column, page_stride, slot_stride, o_value, False, PAGE_SIZE, HEAD_DIM, BLOCK_DIM
         )
         i_node = i_column - context
         m_seen = i_node[None, :] <= i_query[:, None]
@@ -125,7 +142,7 @@ def attend_columns(
             m_new = (i_query < num_rows)[:, None] & (m_column & (i_node >= 0))[None, :]
             b_seen = tl.load(p_tree_mask + i_query[:, None] * window + i_node[None, :], mask=m_new, other=0)
             m_seen = (b_seen != 0) | (i_node < 0)[None, :]
-        b_max, b_sum, b_out = fold_tile(b_q, b_k, b_v, m_seen & m_column[None, :], b_max, b_sum, b_out, scale)
+        b_max, b_sum, b_out = fold_tile(b_q, b_k, b_v, m_seen & m_column[None, :], b_max, b_sum, b_out, scale, False)
     return b_max, b_sum, b_out
 
 

@@ -13,13 +13,13 @@ import torch
 
 from .kv_store import kv_rows
 from .paged_attention import batched_attention, gather_kv
-from .paged_tile import LOG2_E, TileShape, attend_columns, check_paged, tile_shape
+from .paged_tile import LOG2_E, MIN_DOT, TileShape, attend_columns, check_paged, tile_shape
 from .triton_jit import cdiv, jit, jit_varying, next_power_of_2, tl
 
 MAX_TILE_ROWS = 64
 # Programs to aim for: two per multiprocessor of an H200.
 TARGET_PROGRAMS = 264
-MIN_SPLIT = 256
+MIN_SPLIT = 64
 MAX_SPLITS = 64
 
 
@@ -173,6 +173,13 @@ def _merge_kernel(
     tl.store(p_out + i_flat * HEAD_DIM + i_dim, b_out.to(p_out.dtype.element_ty), mask=m_dim)
 
 
+def _tile(dtype: torch.dtype, head_dim: int, num_rows: int) -> TileShape:
+    """Few rows need few warps, and two stages leave room for more programs side by side: on an H200 a decode of 1, 8 and 32
+    requests x 1024 takes 8, 17 and 39 us so, and took 15, 21 and 55 with three stages of four warps and wider splits."""
+    tile = tile_shape(dtype, head_dim, num_rows, MAX_TILE_ROWS)
+    return tile._replace(num_stages=2, num_warps=2 if tile.rows == MIN_DOT else tile.num_warps)
+
+
 def choose_splits(num_programs: int, capacity: int) -> int:
     """Splits of a context of up to `capacity` rows when `num_programs` would run without splitting."""
     return max(1, min(cdiv(TARGET_PROGRAMS, max(num_programs, 1)), cdiv(capacity, MIN_SPLIT), MAX_SPLITS))
@@ -202,7 +209,7 @@ def paged_verify_triton(
         return out
     num_requests, num_rows, num_heads, head_dim = q.shape
     page_size, kv_heads = kv.shape[3], kv.shape[4]
-    tile = tile_shape(q.dtype, head_dim, num_rows * (num_heads // kv_heads), MAX_TILE_ROWS)
+    tile = _tile(q.dtype, head_dim, num_rows * (num_heads // kv_heads))
     num_tiles = cdiv(num_rows * (num_heads // kv_heads), tile.rows) * kv_heads
     splits = num_splits or choose_splits(num_tiles * num_requests, page_table.shape[1] * page_size)
     grid = (num_tiles, splits, num_requests)

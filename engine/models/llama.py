@@ -49,10 +49,16 @@ class LlamaForCausalLM:
         width = self.config.hidden_size
         columns = {layer: slice(j * width, (j + 1) * width) for j, layer in enumerate(aux_ids)}
         aux = hidden.new_empty(hidden.shape[0], len(columns) * width) if columns else None
+        delta: torch.Tensor | None = None
         for index, layer in enumerate(self.layers):
-            hidden = layer(hidden, cos, sin, index, attend)
-            if aux is not None and index in columns:
-                aux[:, columns[index]] = hidden
+            # a layer's output is complete when the next one has added the MLP's part, in the pass of its norm
+            normed, hidden = layer.enter(hidden, delta)
+            if aux is not None and index - 1 in columns:
+                aux[:, columns[index - 1]] = hidden
+            hidden, delta = layer(normed, hidden, cos, sin, index, attend)
+        hidden = hidden if delta is None else hidden + delta
+        if aux is not None and len(self.layers) - 1 in columns:
+            aux[:, columns[len(self.layers) - 1]] = hidden
         return hidden, aux
 
     def compute_logits(self, hidden_rows: torch.Tensor) -> torch.Tensor:

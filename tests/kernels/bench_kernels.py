@@ -19,6 +19,7 @@ from baton.kernels.rope import apply_rope
 from baton.kernels.rope_store import rope_store
 from baton.kernels.select_rows import select_last_rows
 from baton.kernels.silu_mul import silu_mul
+from baton.kernels.skinny_linear import gated_linear, linear
 from baton.kernels.tree_verify import tree_verify
 from baton.kernels.verify_attention import paged_verify
 
@@ -63,6 +64,18 @@ def row_benches(tokens: int, device: str) -> Iterator[Bench]:
     yield Bench(f"store_kv {tokens}", lambda: store_kv(pool, 1, rows, k, v), 2 * size(k, v) + size(rows))
     both = 2 * size(projected) + size(cos, sin, rows)
     yield Bench(f"rope_store {tokens}", lambda: rope_store(q, k, v, cos, sin, pool, 1, rows), both)
+
+
+def linear_benches(tokens: int, device: str) -> Iterator[Bench]:
+    """The projections of a layer, over `tokens` rows."""
+    qkv = (HEADS + 2 * KV_HEADS) * HEAD_DIM
+    for name, out, inner in (("qkv", qkv, HIDDEN), ("o", HIDDEN, HIDDEN), ("down", HIDDEN, INTERMEDIATE)):
+        x, weight = random(tokens, inner, device=device), random(out, inner, device=device)
+        flops = 2 * tokens * weight.numel()
+        yield Bench(f"linear {name} {tokens}", lambda x=x, weight=weight: linear(x, weight), size(weight, x), flops)
+    x, weight = random(tokens, HIDDEN, device=device), random(2 * INTERMEDIATE, HIDDEN, device=device)
+    flops = 2 * tokens * weight.numel()
+    yield Bench(f"gated_linear {tokens}", lambda: gated_linear(x, weight), size(weight, x), flops)
 
 
 def paged(batch: int, context: int, device: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -141,6 +154,8 @@ def registry(device: str, *, is_small: bool) -> Iterator[Bench]:
     """Every operation; small: a few rows, to see that each entry runs."""
     for tokens in (3,) if is_small else (1, 64, 8192):
         yield from row_benches(tokens, device)
+    for tokens in (3,) if is_small else (1, 4, 32):
+        yield from linear_benches(tokens, device)
     for batch, context in ((2, 40),) if is_small else ((1, 1024), (1, 8192), (8, 8192), (64, 4096)):
         yield from attention_benches(batch, context, device)
     for num_pages, page_bytes in ((4, 4096),) if is_small else ((1024, 1 << 21), (1024, 1 << 17)):

@@ -7,7 +7,7 @@ there. `assert_close` says how far the results may be apart and what has been se
 from collections.abc import Callable, Iterator
 
 import torch
-from baton.kernels import kv_store, page_copy, rms_norm, rope, rope_store, select_rows, silu_mul
+from baton.kernels import kv_store, page_copy, rms_norm, rope, rope_store, select_rows, silu_mul, skinny_linear
 
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
 DTYPES = (FLOAT32, BFLOAT16)
@@ -74,6 +74,21 @@ def check_silu_mul(device: str, shape: tuple[int, ...], dtype: torch.dtype) -> N
     if x.numel():
         x.view(-1)[0] = -200.0  # exp overflows float32
     assert_rounds_alike(silu_mul.silu_mul_triton(x.to(device)), silu_mul.silu_mul_reference(x))
+
+
+def check_linear(device: str, sizes: tuple[int, int, int], has_bias: bool, is_gated: bool, dtype: torch.dtype) -> None:
+    """Rows and columns beside x are NaN; tiles so small that every edge falls inside one."""
+    num_rows, in_size, out_size = sizes
+    wide = torch.full((num_rows + 1, in_size + 3), NAN, dtype=dtype)
+    wide[:num_rows, :in_size] = randn(num_rows, in_size, dtype=dtype)
+    weight = randn(out_size, in_size, dtype=dtype, seed=1) / in_size**0.5
+    bias = randn(out_size, dtype=dtype, seed=2) if has_bias else None
+    x = wide[:num_rows, :in_size]
+    shape = skinny_linear.SkinnyShape(out=16, inner=32, num_warps=4, num_stages=2)
+    on_device = wide.to(device)[:num_rows, :in_size], weight.to(device), None if bias is None else bias.to(device)
+    out = skinny_linear.linear_triton(*on_device, is_gated=is_gated, shape=shape)
+    reference = skinny_linear.gated_linear_reference if is_gated else torch.nn.functional.linear
+    assert_close(out, reference(x, weight, bias), bfloat16=3.2e-2)
 
 
 def rope_tables(num_tokens: int, head_dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
@@ -204,6 +219,9 @@ def rows_cases() -> Iterator[tuple[Callable[..., None], tuple[object, ...]]]:
         yield check_rms_norm_of_heads, (dtype,)
         for shape in ((0, 8), (1, 2), (6, 246), (2, 3, 2050)):
             yield check_silu_mul, (shape, dtype)
+        for sizes in ((0, 8, 4), (1, 32, 16), (3, 41, 22), (17, 100, 50), (65, 7, 4)):
+            for has_bias, is_gated in ((False, False), (True, False), (True, True)):
+                yield check_linear, (sizes, has_bias, is_gated, dtype)
         for sizes in ((0, 2, 8), (1, 1, 2), (5, 3, 42), (2, 17, 80), (3, 33, 128)):
             yield check_rope, (*sizes, dtype)
 

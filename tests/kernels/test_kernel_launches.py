@@ -15,6 +15,7 @@ from baton.kernels.rope import apply_rope_triton
 from baton.kernels.rope_store import rope_store_triton
 from baton.kernels.select_rows import select_last_rows, select_last_rows_triton
 from baton.kernels.silu_mul import silu_mul_triton
+from baton.kernels.skinny_linear import gated_linear, linear_triton
 from baton.kernels.tree_verify import tree_verify, tree_verify_triton
 from baton.kernels.verify_attention import MAX_SPLITS, choose_splits, paged_verify, paged_verify_triton
 from baton.tests.kernels import bench_kernels
@@ -26,6 +27,8 @@ OPERATIONS = {
     "rms_norm": "rms_norm",
     "add_rms_norm": "rms_norm",
     "silu_mul": "silu_mul",
+    "linear": "skinny_linear",
+    "gated_linear": "skinny_linear",
     "apply_rope": "rope",
     "store_kv": "kv_store",
     "rope_store": "rope_store",
@@ -91,6 +94,8 @@ def test_every_kernel_compiles_for_an_h200_and_fits_its_shared_memory(compiled_f
     tables, rows = (projected[:, 0], projected[:, 1]), torch.zeros(3, dtype=torch.int64)
     rms_norm_triton(x, x[0], 1e-5, x)
     silu_mul_triton(x)
+    linear_triton(x, x, is_gated=False)
+    linear_triton(x, torch.cat((x, x, x, x)), is_gated=True)
     apply_rope_triton(projected, *tables)
     store_kv_triton(pool, 1, rows, k, v)
     rope_store_triton(q, k, v, *tables, pool, 1, rows)
@@ -112,6 +117,7 @@ def test_every_kernel_compiles_for_an_h200_and_fits_its_shared_memory(compiled_f
         "_rms_norm_kernel", "_silu_mul_kernel", "_rope_kernel", "_store_kv_kernel", "_rope_store_kernel",
         "_copy_pages_kernel", "_select_last_rows_kernel", "_tree_verify_kernel", "_extend_kernel", "_verify_kernel",
         "_merge_kernel", "_compact_kv_kernel", "_highest_kernel", "_scores_kernel", "_pick_kernel",
+        "_skinny_kernel",
     }  # fmt: skip
     for name, kernel in compiled_for_h200:
         assert kernel.asm["cubin"], name
@@ -123,7 +129,7 @@ def test_every_kernel_compiles_for_an_h200_and_fits_its_shared_memory(compiled_f
 
 def test_splits_fill_the_device_without_cutting_a_context_finer_than_pays():
     assert choose_splits(8, 100_000) == 33  # 8 x 33 = 264 programs, two per multiprocessor
-    assert choose_splits(8, 300) == 2
+    assert choose_splits(8, 300) == 5
     assert choose_splits(8, 1) == choose_splits(1000, 100_000) == 1
     assert choose_splits(1, 10_000_000) == MAX_SPLITS
 
@@ -142,6 +148,9 @@ Q = torch.zeros(1, 1, 4, 8)
         ("add_rms_norm", lambda: add_rms_norm(randn(2, 8), randn(2, 8).bfloat16(), randn(8), 1e-5)),
         ("rms_norm", lambda: rms_norm_triton(randn(2, 8), randn(7), 1e-5)),
         ("silu_mul", lambda: silu_mul_triton(randn(2, 7))),
+        ("linear", lambda: linear_triton(randn(2, 8), randn(4, 7))),
+        ("linear", lambda: linear_triton(randn(2, 8), randn(4, 8), randn(3))),
+        ("gated_linear", lambda: gated_linear(randn(2, 8), randn(5, 8))),
         ("apply_rope", lambda: apply_rope_triton(randn(3, 2, 8), randn(2, 8), randn(2, 8))),
         ("store_kv", lambda: store_kv_triton(POOL, 0, ONE, randn(1, 3, 8), randn(1, 3, 8))),
         ("rope_store", lambda: rope_store_triton(

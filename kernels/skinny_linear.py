@@ -1,0 +1,173 @@
+"""Projections of few rows: y = x W^T + b, and the gate of a SwiGLU MLP behind its projection.
+
+With few rows a projection is a pass over W and nothing else. A library splits the inner dimension to fill the chip and
+adds the parts in a second kernel; here each program owns some outputs and streams their rows of W once, many tiles in
+flight, so that a small W is read nearly as fast as a large one. The gated form needs no kernel of its own for the gate.
+Up to MIN_ROWS_TILE rows the order of a sum does not depend on how many there are: a row's result is the same alone and in
+a small batch.
+
+Legend: T rows, N outputs, H inputs.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from .silu_mul import silu_mul
+from .triton_jit import cdiv, jit_varying, next_power_of_2, tl
+
+# Above these the library's kernels are as fast, on an H200.
+MAX_ROWS = 32
+MAX_ROWS_GATED = 64
+MIN_ROWS_TILE = 16
+
+
+def gated_linear_reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """The definition, and the CPU path: both halves and silu are rounded to the dtype before the product."""
+    gate, up = F.linear(x, weight, bias).chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+@jit_varying("num_rows")
+def _skinny_kernel(
+    p_x: tl.tensor,
+    p_weight: tl.tensor,
+    p_bias: tl.tensor,
+    p_y: tl.tensor,
+    num_rows: tl.tensor,
+    out_size: tl.tensor,
+    in_size: tl.tensor,
+    x_stride: tl.tensor,
+    HAS_BIAS: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+    BLOCK_IN: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+) -> None:
+    # outputs take the place of rows in the product: they are the side that is long
+    i_out = tl.program_id(0).to(tl.int64) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    i_row = tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    m_out = i_out < out_size
+    m_row = i_row < num_rows
+    i_offset = tl.arange(0, BLOCK_IN)
+    p_rows = p_x + i_row[None, :] * x_stride
+    p_outs = p_weight + tl.minimum(i_out, out_size - 1)[:, None] * in_size
+    p_ups = p_outs + out_size.to(tl.int64) * in_size
+    b_y = tl.zeros((BLOCK_OUT, BLOCK_ROWS), dtype=tl.float32)
+    b_up = tl.zeros((BLOCK_OUT, BLOCK_ROWS), dtype=tl.float32)
+    for first in range(0, in_size, BLOCK_IN):
+        i_in = first + i_offset
+        m_in = i_in < in_size
+        b_x = tl.load(p_rows + i_in[:, None], mask=m_in[:, None] & m_row[None, :], other=0.0)
+        m_weight = m_out[:, None] & m_in[None, :]
+        b_weight = tl.load(p_outs + i_in[None, :], mask=m_weight, other=0.0, eviction_policy="evict_first")
+        b_y = tl.dot(b_weight, b_x, b_y, input_precision="ieee")
+        if IS_GATED:
+            b_weight = tl.load(p_ups + i_in[None, :], mask=m_weight, other=0.0, eviction_policy="evict_first")
+            b_up = tl.dot(b_weight, b_x, b_up, input_precision="ieee")
+    if HAS_BIAS:
+        b_y += tl.load(p_bias + i_out, mask=m_out, other=0.0).to(tl.float32)[:, None]
+    if IS_GATED:
+        if HAS_BIAS:
+            b_up += tl.load(p_bias + out_size + i_out, mask=m_out, other=0.0).to(tl.float32)[:, None]
+        b_gate = b_y.to(p_y.dtype.element_ty).to(tl.float32)
+        b_silu = (b_gate / (1.0 + tl.exp(-b_gate))).to(p_y.dtype.element_ty).to(tl.float32)
+        b_y = b_silu * b_up.to(p_y.dtype.element_ty).to(tl.float32)
+    o_y = i_row[None, :].to(tl.int64) * out_size + i_out[:, None]
+    tl.store(p_y + o_y, b_y.to(p_y.dtype.element_ty), mask=m_out[:, None] & m_row[None, :])
+
+
+class SkinnyShape(NamedTuple):
+    """Launch configuration."""
+
+    out: int
+    inner: int
+    num_warps: int
+    num_stages: int
+
+
+def skinny_shape(num_rows: int, out_size: int) -> SkinnyShape:
+    """Tiles for `num_rows` x `out_size` outputs: narrow where there are few, so that every multiprocessor of an H200 has
+    some. The best of thirteen shapes there, for the projections of an 8B Llama at 4, 32 and 64 rows."""
+    if out_size > 4096:
+        return SkinnyShape(out=64, inner=128, num_warps=4, num_stages=4)
+    if num_rows > MIN_ROWS_TILE:
+        return SkinnyShape(out=32, inner=256, num_warps=4, num_stages=4)
+    return SkinnyShape(out=16, inner=256, num_warps=2, num_stages=5)
+
+
+def linear_triton(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    is_gated: bool = False,
+    shape: SkinnyShape | None = None,
+) -> torch.Tensor:
+    """Launch on `x` `[T, H]`, `weight` `[N, H]`, `bias` None or `[N]` -> `[T, N]`; `is_gated`: silu of the first half of
+    the outputs times the second, `[T, N/2]`.
+
+    Summed in float32. Raises ValueError when shapes or dtypes differ.
+    """
+    _check(x, weight, bias, is_gated)
+    num_rows, in_size = x.shape
+    out_size = weight.shape[0] // 2 if is_gated else weight.shape[0]
+    y = torch.empty(num_rows, out_size, dtype=x.dtype, device=x.device)
+    if y.numel() == 0:
+        return y
+    x = x if x.stride(1) == 1 else x.contiguous()
+    tile = skinny_shape(num_rows, out_size) if shape is None else shape
+    block_rows = min(max(next_power_of_2(num_rows), MIN_ROWS_TILE), 64)
+    _skinny_kernel[(cdiv(out_size, tile.out), cdiv(num_rows, block_rows))](
+        x,
+        weight,
+        weight if bias is None else bias,
+        y,
+        num_rows,
+        out_size,
+        in_size,
+        x.stride(0),
+        HAS_BIAS=bias is not None,
+        IS_GATED=is_gated,
+        BLOCK_OUT=tile.out,
+        BLOCK_IN=tile.inner,
+        BLOCK_ROWS=block_rows,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+    return y
+
+
+def _check(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, is_gated: bool) -> None:
+    if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1] or not weight.is_contiguous():
+        raise ValueError(f"linear: x {tuple(x.shape)} does not fit weight {tuple(weight.shape)}; expected [T, H], [N, H]")
+    if x.dtype != weight.dtype or (bias is not None and (bias.dtype != x.dtype or bias.shape != weight.shape[:1])):
+        raise ValueError(f"linear: x {x.dtype}, weight {weight.dtype} and bias must have one dtype, a bias for each output")
+    if is_gated and weight.shape[0] % 2:
+        raise ValueError(f"gated_linear: {weight.shape[0]} outputs are odd; gate and up must be equally wide")
+
+
+def _is_skinny(x: torch.Tensor, max_rows: int) -> bool:
+    """float32 is left to the library: Triton has no fast product of full precision."""
+    return x.is_cuda and x.dim() == 2 and x.shape[0] <= max_rows and x.dtype != torch.float32
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x W^T + b: `x` `[T, H]`, `weight` `[N, H]`, `bias` None or `[N]` -> `[T, N]`."""
+    if _is_skinny(x, MAX_ROWS):
+        return linear_triton(x, weight, bias)
+    return F.linear(x, weight, bias)
+
+
+def gated_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """silu(x G^T) * (x U^T), biases added before: `x` `[T, H]`, `weight` `[2*I, H]`, G above U, `bias` None or `[2*I]` ->
+    `[T, I]`. Raises ValueError when the outputs are odd."""
+    if _is_skinny(x, MAX_ROWS_GATED):
+        return linear_triton(x, weight, bias, is_gated=True)
+    _check(x, weight, bias, True)
+    if x.is_cuda:
+        return silu_mul(F.linear(x, weight, bias))
+    return gated_linear_reference(x, weight, bias)
