@@ -81,26 +81,18 @@ class Bench:
         return self._cell("prefill", length, has_graphs, run, lambda: [self.target.prefill(length)])
 
     def _step(self, kind: str, prompts: Sequence[Prompt], has_graphs: bool) -> Cell:
-        decoder = self.rig.decoder(has_drafts=kind == "eagle3")
-        requests = self.rig.requests(prompts, decoder)
-        steps, batch = 0, len(requests)
-
-        def run() -> None:
-            nonlocal steps
-            steps += 1
-            decoder.step(requests)
+        stepper = self.rig.stepper(prompts, has_drafts=kind == "eagle3")
+        batch = len(prompts)
 
         def works() -> list[Work]:
-            context = self._options.context + requests[0].num_output // 2  # the mean over the run
+            context = self._options.context + stepper.requests[0].num_output // 2  # the mean over the run
             if kind == "decode":
                 return [self.target.step(batch, 1, context, logit_rows=1)]
             return eagle3_step(self.target, self.head, batch, self.rig.shape.steps, context)
 
-        cell = self._cell(kind, batch, has_graphs, run, works)
-        for request in requests:
-            decoder.forget(request)
-        written = sum(request.num_output - 1 for request in requests)
-        return dataclasses.replace(cell, accepted=written / batch / steps)
+        cell = self._cell(kind, batch, has_graphs, stepper.step, works)
+        accepted = stepper.finish()
+        return dataclasses.replace(cell, accepted=accepted, path="+".join(sorted(stepper.paths)))
 
     def _cell(
         self, kind: str, size: int, has_graphs: bool, run: Callable[[], object], works: Callable[[], list[Work]]

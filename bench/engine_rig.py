@@ -1,6 +1,7 @@
 """A whole engine in one process, and requests that stand where a decode server's would: prompts computed, drafter warm.
 
-Everything that runs is the engine's own: `ModelRunner`, `DraftWorker`, `SpecDecoder`, `Sampler` and their graphs.
+Everything that runs is the engine's own: `ModelRunner`, `DraftWorker`, `Sampler` and their graphs. With graphs a step is
+launched before the one before it is read (`OverlappedDecoder`), as a server on a device does; without, `SpecDecoder` steps.
 """
 
 import logging
@@ -14,7 +15,7 @@ import torch
 
 from ..engine.extend_batch import extend_batch
 from ..engine.forward_batch import CaptureHidden
-from ..engine.graph_set import GraphSet, backend_for
+from ..engine.graph_set import GraphSet, backend_for, planned_pages
 from ..engine.kv_pool import FeaturePlane, KVPool
 from ..engine.lifecycle import Lifecycle, Phase
 from ..engine.model_config import ModelConfig
@@ -23,11 +24,15 @@ from ..engine.page_table import pages_for
 from ..engine.request import Request
 from ..engine.sampler import Sampler, sampling_rows
 from ..engine.sampling_params import SamplingParams
+from ..engine.speculative.device_steps import DeviceSteps
 from ..engine.speculative.draft_shape import PLAIN, DraftShape
-from ..engine.speculative.draft_worker import MAX_PREFILL_ROWS, DraftWorker
+from ..engine.speculative.draft_worker import DraftWorker
 from ..engine.speculative.eagle3 import Eagle3Head
+from ..engine.speculative.overlapped import Flight, OverlappedDecoder, kind_of
 from ..engine.speculative.spec_config import Eagle3Config
-from ..engine.speculative.spec_decoder import SpecDecoder
+from ..engine.speculative.spec_decoder import SpecDecoder, StepResult
+from ..engine.speculative.step_body import StepBody
+from ..engine.speculative.step_state import StepState
 from .engine_model import TOKEN, random_head, random_target
 from .engine_shapes import head_config, target_config
 
@@ -66,6 +71,42 @@ class Prompt:
     feature: torch.Tensor
 
 
+class Stepper:
+    """Steps `requests` with `decoder`, which must not know them yet; `paths` that steps took so far."""
+
+    def __init__(self, decoder: SpecDecoder, requests: Sequence[Request]) -> None:
+        self.decoder = decoder
+        self.requests = requests
+        self.paths: set[str] = set()
+        self.num_steps = 0
+        self._flights: list[Flight] = []
+
+    def step(self) -> None:
+        """Launch a step and read the one before; where the decoder does not launch ahead, one step whole."""
+        self.num_steps += 1
+        if not isinstance(self.decoder, OverlappedDecoder):
+            self._note(self.decoder.step(self.requests))
+            return
+        self._flights.append(self.decoder.launch(self.requests))
+        if len(self._flights) > 1:
+            self._read(self.decoder)
+
+    def finish(self) -> float:
+        """Read what is under way and forget the requests; the tokens that each got per step."""
+        while self._flights and isinstance(self.decoder, OverlappedDecoder):
+            self._read(self.decoder)
+        for request in self.requests:
+            self.decoder.forget(request)
+        return sum(request.num_output - 1 for request in self.requests) / len(self.requests) / self.num_steps
+
+    def _read(self, decoder: OverlappedDecoder) -> None:
+        flight = self._flights.pop(0)
+        self._note(decoder.read(flight, [True] * len(flight.requests)))
+
+    def _note(self, result: StepResult) -> None:
+        self.paths.add(result.path)
+
+
 class Rig:
     """One engine that prefills and decodes. `use_graphs` switches between its graphs and the eager path."""
 
@@ -94,22 +135,25 @@ class Rig:
         self.runner = ModelRunner(model, pool)
         self.sampler = Sampler(config.vocab_size, device)
         self._lifecycle.advance(Phase.POOLS_ALLOCATED)
+        self._steps = {has_drafts: self._device_steps(has_drafts) for has_drafts in (False, True)}
         self.graphs = self._capture() if settings.has_graphs else None
-        self._captured = (self.runner.graphs, self.drafter.graphs)
+        self._captured = self.runner.graphs
+        self._has_graphs = settings.has_graphs
         self._lifecycle.advance(Phase.CAPTURED)
         self._lifecycle.advance(Phase.SERVING)
 
     def use_graphs(self, wanted: bool) -> None:
-        self.runner.graphs, self.drafter.graphs = self._captured if wanted else (None, None)
+        self.runner.graphs, self._has_graphs = (self._captured, True) if wanted else (None, False)
 
     def decoder(self, *, has_drafts: bool) -> SpecDecoder:
         """A fresh one; without drafts it decodes one row per request."""
-        return SpecDecoder(
-            self.runner,
-            self.sampler,
-            drafter=self.drafter if has_drafts else None,
-            shape=self.shape if has_drafts else PLAIN,
-            max_context=self.settings.max_context + self.shape.spare_slots,
+        drafter, shape = (self.drafter, self.shape) if has_drafts else (None, PLAIN)
+        limit = self.settings.max_context + self.shape.spare_slots
+        if not self._has_graphs:
+            return SpecDecoder(self.runner, self.sampler, drafter=drafter, shape=shape, max_context=limit)
+        steps = self._steps[has_drafts]
+        return OverlappedDecoder(
+            self.runner, self.sampler, steps=steps, drafter=drafter, shape=shape, max_context=limit
         )
 
     def prompts(self, count: int, length: int) -> list[Prompt]:
@@ -121,16 +165,16 @@ class Rig:
             made.append(self._computed(self._random_ids(length, generator), pages))
         return made
 
-    def requests(self, prompts: Sequence[Prompt], decoder: SpecDecoder) -> list[Request]:
-        """Requests that have their first output token and, where `decoder` drafts, a warm drafter."""
-        requests = []
+    def stepper(self, prompts: Sequence[Prompt], *, has_drafts: bool) -> Stepper:
+        """Requests that have their first output token and, with drafts, a warm drafter; and what steps them."""
+        requests, decoder = [], self.decoder(has_drafts=has_drafts)
         for number, prompt in enumerate(prompts):
             request = _request(f"{number}", prompt.ids, prompt.pages)
             request.num_computed = request.num_prompt
             request.output_ids.append(TOKEN)
             decoder.draft_prefill(request, prompt.feature, request.num_prompt - 1)
             requests.append(request)
-        return requests
+        return Stepper(decoder, requests)
 
     def long_prompt(self, length: int) -> Request:
         """A prompt that `prefill` computes."""
@@ -181,13 +225,20 @@ class Rig:
             capacity=self.settings.max_batch + 2,
         )
 
+    def _device_steps(self, has_drafts: bool) -> DeviceSteps:
+        settings, shape = self.settings, self.shape if has_drafts else PLAIN
+        max_pages = planned_pages([self.shape], settings.max_context, self.runner.pool)
+        state = StepState(settings.max_batch + 1, max_pages, self.config.vocab_size, settings.device)
+        limit = settings.max_context + self.shape.spare_slots
+        body = StepBody(self.runner, self.drafter if has_drafts else None, state, limit)
+        return DeviceSteps(body, [kind_of(shape, is_ranked=False, watched=None)], settings.max_batch)
+
     def _capture(self) -> GraphSet:
         settings, began = self.settings, time.perf_counter()
         graphs = GraphSet(backend_for(settings.device), self._lifecycle)
         graphs.capture_prefill(self.runner, min(settings.chunk_size, settings.max_prompt))
-        shapes = [self.shape, PLAIN] if self.shape.steps else [PLAIN]
-        graphs.capture_decode(self.runner, settings.max_batch, shapes, settings.max_context)
-        graphs.capture_draft(self.drafter, settings.max_batch, [self.shape], settings.max_context, MAX_PREFILL_ROWS)
+        for steps in self._steps.values():
+            graphs.capture_steps(steps)
         logger.info("captured all graphs in %.1f s", time.perf_counter() - began)
         return graphs
 
