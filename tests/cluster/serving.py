@@ -18,17 +18,20 @@ from baton.tests.audit.watch import violations, watched_environment
 
 
 @contextlib.contextmanager
-def serving(model, draft="", env=None, **settings) -> Iterator[Cluster]:
+def serving(model, draft="", env=None, *, device="cpu", is_watched=True, **settings) -> Iterator[Cluster]:
     """A ready cluster; what its children logged is in the failure when it does not get ready.
 
-    The children run under the audit hook of `tests/audit`, and what it found fails the test.
+    The children run under the audit hook of `tests/audit`, and what it found fails the test; not `is_watched`: they do not,
+    as they cannot on a GPU, where Triton compiles kernels whenever a shape is new.
     """
     output = io.StringIO()
     settings.setdefault("kv_memory_mb", 256)
-    config = UpConfig(model=str(model), draft=str(draft), device="cpu", dtype="float32", port=0, **settings)
+    config = UpConfig(model=str(model), draft=str(draft), device=device, dtype="float32", port=0, **settings)
     with tempfile.TemporaryDirectory() as directory:
         report = Path(directory) / "audit"
-        cluster = Cluster(config, env=watched_environment(report, {**os.environ, **(env or {})}), output=output)
+        environment = {**os.environ, **(env or {})}
+        environment = watched_environment(report, environment) if is_watched else environment
+        cluster = Cluster(config, env=environment, output=output)
         cluster.output, cluster.audit_report = output, report
         with _running(cluster, output):
             yield cluster
