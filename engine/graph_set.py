@@ -20,11 +20,10 @@ from .graphs.tape import TapeBackend
 from .kv_pool import KVPool
 from .lifecycle import Lifecycle, Phase
 from .model_runner import ModelRunner
-from .page_table import pages_for
 from .speculative.device_steps import DeviceSteps
 from .speculative.draft_graph_set import DraftGraphs
 from .speculative.draft_graphs import DraftExtendGraphs, DraftLoopGraphs, DraftPrefillGraphs
-from .speculative.draft_shape import DraftShape
+from .speculative.draft_shape import DraftShape, planned_pages
 from .speculative.draft_worker import DraftWorker
 from .speculative.tree_graphs import TreeLoopGraphs
 from .step_self_test import StepSelfTest
@@ -72,7 +71,7 @@ class GraphSet:
         """Decode or verify of each of `shapes`, the configured one first, for up to `max_batch` requests of up to
         `max_context` tokens each."""
         self._lifecycle.require(Phase.POOLS_ALLOCATED)
-        max_pages = planned_pages(shapes, max_context, runner.pool)
+        max_pages = planned_pages(shapes, max_context, runner.pool.page_size)
         buckets = batch_buckets(min(max_batch, runner.pool.num_pages - 1))
         verifies = tuple(
             VerifyGraphs(
@@ -96,7 +95,7 @@ class GraphSet:
         """The draft's part of the same steps, and its prefill up to `max_tokens` tokens."""
         self._lifecycle.require(Phase.POOLS_ALLOCATED)
         head, pool = drafter.head, drafter.pool
-        max_pages = planned_pages(shapes, max_context, pool)
+        max_pages = planned_pages(shapes, max_context, pool.page_size)
         buckets = batch_buckets(min(max_batch, pool.num_pages - 1))
         common = (self.pool, head, pool, buckets)
         prefill = DraftPrefillGraphs(self.pool, head, pool, token_buckets(min(max_tokens, _usable_slots(pool))))
@@ -164,11 +163,6 @@ class GraphSet:
 
     def __repr__(self) -> str:
         return f"<GraphSet {self.pool!r}>"
-
-
-def planned_pages(shapes: Sequence[DraftShape], max_context: int, pool: KVPool) -> int:
-    """Columns of the page table that any of `shapes` may plan for."""
-    return pages_for(max_context + max(shape.spare_slots for shape in shapes), pool.page_size)
 
 
 def _usable_slots(pool: KVPool) -> int:

@@ -14,7 +14,7 @@ import torch
 
 from .config import EngineConfig, resolve_checkpoint, resolve_device, resolve_dtype
 from .errors import CheckpointError
-from .graph_set import GraphSet, backend_for, planned_pages
+from .graph_set import GraphSet, backend_for
 from .graphs.backend import GraphBackend
 from .guided import GrammarCompiler
 from .kv_pool import FeaturePlane, KVPool, PageAllocator
@@ -32,11 +32,9 @@ from .speculative.draft_shape import PLAIN, DraftShape
 from .speculative.draft_worker import MAX_PREFILL_ROWS, DraftWorker
 from .speculative.eagle3 import Eagle3Head
 from .speculative.eagle3_weights import load_eagle3
-from .speculative.overlapped import OverlappedDecoder, step_kinds
+from .speculative.overlapped import OverlappedDecoder, device_steps
 from .speculative.spec_config import Eagle3Config
 from .speculative.spec_decoder import SpecDecoder
-from .speculative.step_body import StepBody
-from .speculative.step_state import StepState
 from .weights import load_model, model_fingerprint
 
 logger = logging.getLogger(__name__)
@@ -269,21 +267,20 @@ class EngineLoader:
             step_policy=None if drafter is None else self._step_policy(drafter.head),
         )
         if self.has_drafter and self._is_overlapped:
-            self._engine.steps = self._device_steps(self._engine)
+            engine = self._engine
+            engine.steps = device_steps(
+                runner,
+                drafter,
+                shapes=_shapes_of(engine),
+                watched=None if engine.step_policy is None else engine.shape,
+                max_requests=config.max_running,
+                max_context=self._max_context,
+            )
         self.lifecycle.advance(Phase.POOLS_ALLOCATED)
 
     @property
     def _is_overlapped(self) -> bool:
         return self.config.overlap == "on" or (self.config.overlap == "auto" and self._device.type == "cuda")
-
-    def _device_steps(self, engine: Engine) -> DeviceSteps:
-        """Whole steps of every shape that may be drafted, and of none."""
-        shapes = list(dict.fromkeys([PLAIN, *_shapes_of(engine)]))
-        max_pages = planned_pages(shapes, self._max_context, engine.pool)
-        state = StepState(self.config.max_running + 1, max_pages, engine.model_config.vocab_size, self._device)
-        body = StepBody(engine.runner, engine.drafter, state, self._max_context)
-        watched = None if engine.step_policy is None else engine.shape
-        return DeviceSteps(body, step_kinds(shapes, watched), self.config.max_running)
 
     def _capture(self) -> None:
         engine, config = self._engine, self.config

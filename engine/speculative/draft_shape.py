@@ -4,7 +4,10 @@ Of each request a step verifies N nodes: the root, which is the newest committed
 draft per level; a tree keeps the best drafts of `steps` levels, each grown from `topk` nodes of the level before.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from ..page_table import pages_for
 
 # Chains shorter than the configured one that may stand in for it; 0 is plain decode.
 SHORTER_CHAINS = (0, 1, 2, 3, 5, 8, 12)
@@ -76,3 +79,8 @@ PLAIN = DraftShape(steps=0, topk=1, num_nodes=1)
 def most_nodes(steps: int, topk: int) -> int:
     """Nodes that can be drafted, the root included: topk in the first level, topk of each of topk in every other."""
     return 1 + (topk + (steps - 1) * topk * topk if steps else 0)
+
+
+def planned_pages(shapes: Sequence[DraftShape], max_context: int, page_size: int) -> int:
+    """Columns of a page table that a step of any of `shapes` may look at, behind up to `max_context` tokens."""
+    return pages_for(max_context + max(shape.spare_slots for shape in shapes), page_size)

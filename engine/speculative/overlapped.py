@@ -19,12 +19,12 @@ from ..sampling_params import SamplingParams
 from ..token_choice import needs_ranking
 from .adaptive import StepPolicy
 from .device_steps import DeviceSteps, Report
-from .draft_shape import PLAIN, DraftShape
+from .draft_shape import PLAIN, DraftShape, planned_pages
 from .draft_state import PAD_ROW
 from .draft_worker import DraftWorker
 from .spec_decoder import SpecDecoder, StepResult, num_offered
-from .step_body import ACCEPTED, GOOD, SEEN, WOULD_MATCH, StepKind
-from .step_state import Joining
+from .step_body import ACCEPTED, GOOD, SEEN, WOULD_MATCH, StepBody, StepKind
+from .step_state import Joining, StepState
 
 
 def host_reason(params: SamplingParams) -> str | None:
@@ -41,9 +41,27 @@ def host_reason(params: SamplingParams) -> str | None:
     return None
 
 
-def step_kinds(shapes: Sequence[DraftShape], watched: DraftShape | None) -> list[StepKind]:
-    """All kinds of steps of `shapes`; `watched`: the shape whose first proposals are compared where nothing is drafted."""
-    return [kind_of(shape, is_ranked=is_ranked, watched=watched) for shape in shapes for is_ranked in (False, True)]
+def device_steps(
+    runner: ModelRunner,
+    drafter: DraftWorker | None,
+    *,
+    shapes: Sequence[DraftShape],
+    watched: DraftShape | None = None,
+    max_requests: int,
+    max_context: int,
+    make: type[DeviceSteps] = DeviceSteps,
+) -> DeviceSteps:
+    """Steps of any of `shapes`, and plain ones, for up to `max_requests` requests of up to `max_context` tokens.
+
+    `watched`: the shape whose first proposals are compared where nothing is drafted.
+    """
+    every = list(dict.fromkeys([*shapes, PLAIN]))
+    max_pages = planned_pages(every, max_context, runner.pool.page_size)
+    state = StepState(max_requests + 1, max_pages, runner.model.config.vocab_size, runner.pool.device)
+    if drafter is not None:
+        drafter.states.reserve(max_requests)
+    kinds = [kind_of(shape, is_ranked=is_ranked, watched=watched) for shape in every for is_ranked in (False, True)]
+    return make(StepBody(runner, drafter, state, max_context), kinds, max_requests)
 
 
 def kind_of(shape: DraftShape, *, is_ranked: bool, watched: DraftShape | None) -> StepKind:

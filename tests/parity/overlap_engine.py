@@ -5,7 +5,7 @@ import weakref
 from collections.abc import Callable, Sequence
 
 import torch
-from baton.engine.graph_set import GraphSet, planned_pages
+from baton.engine.graph_set import GraphSet
 from baton.engine.graphs.arena import ArenaMemory
 from baton.engine.graphs.backend import GraphBackend
 from baton.engine.graphs.guard import HOST_READS
@@ -16,10 +16,9 @@ from baton.engine.lifecycle import Phase
 from baton.engine.request import Request
 from baton.engine.speculative.device_steps import DeviceSteps, Report
 from baton.engine.speculative.draft_shape import PLAIN
-from baton.engine.speculative.overlapped import OverlappedDecoder, step_kinds
+from baton.engine.speculative.overlapped import OverlappedDecoder, device_steps
 from baton.engine.speculative.spec_decoder import StepResult
-from baton.engine.speculative.step_body import StepBody, StepKind
-from baton.engine.speculative.step_state import StepState
+from baton.engine.speculative.step_body import StepKind
 from baton.tests.parity.eagle3_engine import Engine
 from baton.tests.parity.graph_engine import at
 from torch.overrides import TorchFunctionMode
@@ -55,15 +54,16 @@ def overlapped(
     old = engine.decoder
     shape = old.shape if engine.drafter is not None else PLAIN
     shapes = [shape] if old.policy is None else list(old.policy.shapes)
-    pool = engine.runner.pool
-    state = StepState(MAX_REQUESTS + 1, planned_pages(shapes, engine.max_context, pool), engine.vocab_size, "cpu")
-    watched = shape if old.policy is not None else None
-    body = StepBody(engine.runner, engine.drafter, state, engine.max_context)
-    kinds = [*step_kinds(shapes, watched), *step_kinds([] if PLAIN in shapes else [PLAIN], watched)]
-    made = steps(body, kinds, MAX_REQUESTS)
+    made = device_steps(
+        engine.runner,
+        engine.drafter,
+        shapes=shapes,
+        watched=shape if old.policy is not None else None,
+        max_requests=MAX_REQUESTS,
+        max_context=engine.max_context,
+        make=steps,
+    )
     if graphs:
-        if engine.drafter is not None:
-            engine.drafter.states.reserve(MAX_REQUESTS)
         backend = backend or TapeBackend(ArenaMemory(1 << 16, poison=True))
         GraphSet(backend, at(Phase.POOLS_ALLOCATED)).capture_steps(made)
     engine.decoder = OverlappedDecoder(

@@ -5,12 +5,14 @@ page that is given back before the last step that may write to it was read is fo
 """
 
 import random
+from functools import partial
 
 import pytest
 import torch
 from baton.cluster.messages import Finished
 from baton.decode.queues import RoomState
 from baton.decode.worker import DecodeWorker
+from baton.engine.speculative.overlapped import device_steps
 from baton.tests.parity.eagle3_toys import head_config, head_tensors, write_head
 from baton.tests.parity.overlap_engine import LateSteps
 from baton.tests.sim.test_workers import prompts
@@ -33,7 +35,7 @@ def head(tmp_path_factory):
 
 @pytest.fixture
 def late(monkeypatch):
-    monkeypatch.setattr("baton.engine.loader.DeviceSteps", LateSteps)
+    monkeypatch.setattr("baton.engine.loader.device_steps", partial(device_steps, make=LateSteps))
 
 
 def pair_of(target, head, drafts, overlap="on", **settings):
