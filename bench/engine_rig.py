@@ -15,7 +15,7 @@ import torch
 
 from ..engine.extend_batch import extend_batch
 from ..engine.forward_batch import CaptureHidden
-from ..engine.graph_set import GraphSet, backend_for, planned_pages
+from ..engine.graph_set import GraphSet, backend_for
 from ..engine.kv_pool import FeaturePlane, KVPool
 from ..engine.lifecycle import Lifecycle, Phase
 from ..engine.model_config import ModelConfig
@@ -25,7 +25,7 @@ from ..engine.request import Request
 from ..engine.sampler import Sampler, sampling_rows
 from ..engine.sampling_params import SamplingParams
 from ..engine.speculative.device_steps import DeviceSteps
-from ..engine.speculative.draft_shape import PLAIN, DraftShape
+from ..engine.speculative.draft_shape import PLAIN, DraftShape, planned_pages
 from ..engine.speculative.draft_worker import DraftWorker
 from ..engine.speculative.eagle3 import Eagle3Head
 from ..engine.speculative.overlapped import Flight, OverlappedDecoder, kind_of
@@ -227,7 +227,7 @@ class Rig:
 
     def _device_steps(self, has_drafts: bool) -> DeviceSteps:
         settings, shape = self.settings, self.shape if has_drafts else PLAIN
-        max_pages = planned_pages([self.shape], settings.max_context, self.runner.pool)
+        max_pages = planned_pages([self.shape], settings.max_context, self.runner.pool.page_size)
         state = StepState(settings.max_batch + 1, max_pages, self.config.vocab_size, settings.device)
         limit = settings.max_context + self.shape.spare_slots
         body = StepBody(self.runner, self.drafter if has_drafts else None, state, limit)
