@@ -9,6 +9,7 @@
 #   SPREAD=              tests in one process; default: -n 2, one waits for processes and sockets, one computes
 #   ROWS=F01,F08         what `make faults` plays; default: all
 #   SHARDS=6             so many of them at a time, each on two cores of its own
+#   JUDGES=openai        which judges `make judges` asks; default: all
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
@@ -25,8 +26,9 @@ TESTS ?= tests
 SEEDS ?= 20000
 SPREAD ?= -n 2
 ROWS ?=
+JUDGES ?=
 
-.PHONY: help venv install model demo lint sim test test-full faults deploy-check lock sbom clean
+.PHONY: help venv install model demo lint sim test test-full faults judges deploy-check lock sbom clean
 
 help:
 	@printf '%s\n' 'make demo       a cluster on this machine answers one request (ARGS=--once: then stops)' \
@@ -34,6 +36,7 @@ help:
 	  'make test-full  the slow tests too' \
 	  'make faults     real processes die, hang and leave: the table of faults (ROWS=F01,F08: some of them)' \
 	  'make deploy-check  units and manifests, asked of systemd-analyze and kubectl where they are installed' \
+	  'make judges     clients that others wrote: openai, schemathesis, lm-eval and more (JUDGES=openai: some of them)' \
 	  'make sim        a simulated cluster under SEEDS=20000 mixes of faults' \
 	  'make lint       ruff and mypy --strict' \
 	  'make install    .venv with baton and all it needs' \
@@ -95,6 +98,15 @@ faults: install
 # with the tools themselves: apt-get install systemd, and kubectl; what is missing is skipped and named
 deploy-check: install
 	$(BIN)/pytest -rs tests/unit/test_units.py tests/cluster/test_managed.py
+
+# the judges live apart, so that their dependencies cannot change what is judged
+.judges/.installed: tests/judges/requirements.txt | $(BIN)/python
+	$(BIN)/python -m venv .judges
+	.judges/bin/python -m pip --disable-pip-version-check install -q -r tests/judges/requirements.txt
+	@touch $@
+
+judges: install .judges/.installed
+	cd / && $(CURDIR)/$(BIN)/python -m baton.tests.judges.run $(if $(JUDGES),--only $(JUDGES))
 
 # needs the network; run it after every change of constraints.txt
 lock: install
