@@ -36,6 +36,7 @@ from .config_groups import (
     PrefillSettings,
     RoleConfig,
     ScrapeSettings,
+    TraceSettings,
     WorkerLink,
 )
 from .config_router import ClientSettings, HttpSettings, PairingSettings
@@ -50,7 +51,7 @@ COMMAND_LINE, ENVIRONMENT, FILE = "command line", "environment", "file"
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerConfig(WorkerLink, ModelSettings, EngineSettings, NetworkSettings, ScrapeSettings, LogSettings):
+class WorkerConfig(WorkerLink, ModelSettings, EngineSettings, NetworkSettings, ScrapeSettings, TraceSettings, LogSettings):
     """What both kinds of worker share."""
 
 
@@ -83,7 +84,9 @@ class DecodeConfig(DecodeSettings, WorkerConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RouterConfig(HttpSettings, ClientSettings, PairingSettings, ModelSettings, NetworkSettings, LogSettings):
+class RouterConfig(
+    HttpSettings, ClientSettings, PairingSettings, ModelSettings, NetworkSettings, LogSettings, TraceSettings
+):
     """Router."""
 
     role: ClassVar[str] = "router"
@@ -104,6 +107,7 @@ class UpConfig(
     DecodeSettings,
     NetworkSettings,
     LogSettings,
+    TraceSettings,
 ):
     """Cluster on this host."""
 
@@ -183,6 +187,8 @@ def ignored_settings(config: RoleConfig) -> list[str]:
         lines.append("--kv-memory-mb is ignored: --pages sets the size of the KV pool")
     if isinstance(config, WorkerConfig) and _is_given(config, "metrics_host") and not config.metrics_port:
         lines.append("--metrics-host is ignored: --metrics-port 0 opens no port")
+    if isinstance(config, TraceSettings) and _is_given(config, "trace_sample") and not config.otlp_endpoint:
+        lines.append("--trace-sample is ignored: without --otlp-endpoint nothing is traced")
     if isinstance(config, PrefillConfig) and config.kv_bulk_port and not _has_bulk_port(config):
         lines.append("--kv-bulk-port is ignored: KV blocks have a port of their own only with --keys, over tcp")
     if isinstance(config, RouterConfig) and config.request_timeout_s and config.queue_timeout_s > config.request_timeout_s:

@@ -156,6 +156,23 @@ class DecodeSettings(RoleConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
+class TraceSettings(RoleConfig):
+    """Traces."""
+
+    otlp_endpoint: str = setting(
+        "",
+        Setting(
+            help="collector of OpenTelemetry traces, as OTLP over HTTP, such as http://127.0.0.1:4318; needs baton[otel]; "
+            "empty: none",
+            metavar="URL",
+        ),
+    )
+    trace_sample: float = setting(
+        1.0, Setting(help="share of the requests that are traced, where the client does not say", minimum=0.0, maximum=1.0)
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class ScrapeSettings(RoleConfig):
     """Metrics."""
 

@@ -13,6 +13,7 @@ Text = Annotated[str, Meta(max_length=4096)]
 Unit = Annotated[float, Meta(ge=0.0, le=1.0)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
 Ticket = Annotated[str, Meta(max_length=64, pattern="^[0-9a-f]*$")]
+TraceParent = Annotated[str, Meta(max_length=55, pattern="^(00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2})?$")]
 KeyBytes = Annotated[bytes, Meta(max_length=64)]
 
 

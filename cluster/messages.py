@@ -36,6 +36,7 @@ from .message_parts import (
     Text,
     TokenId,
     TokenIds,
+    TraceParent,
     Unit,
 )
 
@@ -307,6 +308,7 @@ class Reserve(Message, frozen=True, kw_only=True):
     sampling: Sampling
     deadline_ms: Count  # remaining; 0: none
     salt: Text = ""  # cached prefixes are shared under an equal one only
+    traceparent: TraceParent = ""  # W3C; of the router's span, where the request is traced
     prefill_endpoint: Text = ""
     prefill_instance: Id | None = None
 
@@ -321,7 +323,8 @@ class Prefill(Message, frozen=True, kw_only=True):
     num_output: Count = 0  # of these, the last ones are output of earlier attempts
     sampling: Sampling
     deadline_ms: Count
-    salt: Text = ""  # as in Reserve
+    salt: Text = ""  # as in Reserve, like the next
+    traceparent: TraceParent = ""
 
 
 class Cancel(Message, frozen=True, kw_only=True):

@@ -53,6 +53,7 @@ class Room:
     drafted: int = 0
     accepted: int = 0
 
+    traceparent: str = ""  # of the router's span, where the request is traced
     gone_epoch: int = -1  # of the Cancel that waits for this attempt's pages; -1: none does
     is_tainted: bool = False  # its KV must not be reused
     num_unread: int = 0  # steps that were launched with it and not read

@@ -17,6 +17,7 @@ from ..cluster.messages import WorkerStats
 from ..cluster.metrics_server import serve_metrics
 from ..cluster.notify import Notifier, notifier_of
 from ..cluster.sockets import Socket
+from ..cluster.tracing import Tracing, closing, open_tracing
 from ..cluster.transports import transports_of
 from ..cluster.watchdog import Watchdog
 from ..engine.config import EngineConfig
@@ -26,6 +27,7 @@ from ..kvtransfer.identity import hello_of, layout_of, planes_of
 from ..kvtransfer.link import WorkerLink
 from ..kvtransfer.transports.zmq_blocks import ZmqBlocksReceiver
 from ..kvtransfer.worker_loop import WorkerLoop
+from .spans import DecodeSpans
 from .worker import DecodeWorker
 
 
@@ -39,6 +41,7 @@ def start(config: DecodeConfig, instance: str) -> Serve:
     keyring = load_keyring(config.keys, config.role)
     transports = transports_of(config.transports)
     tell = serve_metrics(config, instance)
+    tracing = open_tracing(config, instance)
     loader = EngineLoader(EngineConfig.of(config), has_drafter=True)
     run_phases(loader.phases())
     engine = loader.engine()
@@ -85,7 +88,8 @@ def start(config: DecodeConfig, instance: str) -> Serve:
 
     link = WorkerLink(open_planes)
     run_phases([("open sockets", link.start)])
-    return _loop_of(config, engine, link, instance, shutdown, tell, notifier).run
+    loop = _loop_of(config, engine, link, instance, shutdown, tell, tracing, notifier)
+    return closing(tracing, loop.run)
 
 
 def _loop_of(
@@ -95,6 +99,7 @@ def _loop_of(
     instance: str,
     shutdown: Shutdown,
     tell: Callable[[WorkerStats], None],
+    tracing: Tracing,
     notifier: Notifier,
 ) -> WorkerLoop:
     worker = DecodeWorker(
@@ -105,6 +110,7 @@ def _loop_of(
         local_prefill_tokens=config.local_prefill_tokens,
     )
     worker.reach = reach_of(os.environ)
+    worker.queues.on_left = DecodeSpans(tracing, time.monotonic).left
     feed = link.feeder(Watchdog(config.watchdog_s, notifier=notifier))
     loop = WorkerLoop(
         worker, link, shutdown, drain_timeout_s=config.drain_timeout_s, feed=feed, tell=tell, notifier=notifier

@@ -198,6 +198,7 @@ class DecodeWorker:
                 )
             )
             return
+        admitted.traceparent = message.traceparent
         self.queues.add(admitted)
         self._counters["requests"] += 1
         self._counters["have_tokens"] += admitted.have

@@ -1,7 +1,7 @@
 """The rooms that a worker holds: one table for both roles, so that attempts are told apart in one place."""
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Generic, Protocol, TypeVar
 
 MAX_CLOSED = 4096  # rooms that are remembered after their end
@@ -30,6 +30,7 @@ class RoomTable(Generic[R]):
     def __init__(self) -> None:
         self._rooms: dict[tuple[str, int], R] = {}
         self._closed: OrderedDict[str, int] = OrderedDict()  # room -> its newest epoch that ended here
+        self.on_left: Callable[[R], None] = lambda room: None  # hears of every attempt that leaves
 
     def __repr__(self) -> str:
         counts: dict[object, int] = {}
@@ -68,6 +69,7 @@ class RoomTable(Generic[R]):
     def remove(self, room: R) -> None:
         del self._rooms[room.key]
         self._remember(*room.key)
+        self.on_left(room)
 
     def cancel(self, room: str, epoch: int) -> list[R]:
         """The attempts up to `epoch` that are here, oldest first; an order for one that comes later begins nothing."""

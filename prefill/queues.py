@@ -25,9 +25,11 @@ class Room:
     deadline: float | None
     state: RoomState = RoomState.QUEUED
     started: float = 0.0
+    finished: float = 0.0  # token 1 was sampled
     cached_tokens: int = 0
     chunks: int = 0
 
+    traceparent: str = ""  # of the router's span, where the request is traced
     gone_epoch: int = -1  # of the Cancel that waits for this attempt's pages; -1: none does
     is_tainted: bool = False  # its KV must not be reused
 

@@ -16,6 +16,7 @@ from ..cluster.messages import Layout
 from ..cluster.metrics_server import serve_metrics
 from ..cluster.notify import notifier_of
 from ..cluster.sockets import Socket
+from ..cluster.tracing import Tracing, closing, open_tracing
 from ..cluster.transports import transports_of
 from ..cluster.watchdog import Watchdog
 from ..engine.config import EngineConfig
@@ -25,6 +26,7 @@ from ..kvtransfer.identity import hello_of, layout_of, planes_of
 from ..kvtransfer.link import WorkerLink
 from ..kvtransfer.transports.zmq_blocks import ZmqBlocksSender
 from ..kvtransfer.worker_loop import WorkerLoop
+from .spans import PrefillSpans
 from .worker import PrefillWorker
 
 
@@ -38,6 +40,7 @@ def start(config: PrefillConfig, instance: str) -> Serve:
     keyring = load_keyring(config.keys, config.role)
     transports = transports_of(config.transports)
     tell = serve_metrics(config, instance)
+    tracing = open_tracing(config, instance)
     loader = EngineLoader(EngineConfig.of(config), has_drafter=False)
     run_phases(loader.phases())
     engine = loader.engine()
@@ -80,18 +83,19 @@ def start(config: PrefillConfig, instance: str) -> Serve:
 
     link = WorkerLink(open_planes)
     run_phases([("open sockets", link.start)])
-    worker = _worker(config, engine, link, instance)
-    worker.reach = reach
+    worker = _worker(config, engine, link, instance, tracing)
     feed = link.feeder(Watchdog(config.watchdog_s, notifier=notifier))
     loop = WorkerLoop(
         worker, link, shutdown, drain_timeout_s=config.drain_timeout_s, feed=feed, tell=tell, notifier=notifier
     )
     engine.runner.on_layer = loop.beat
-    return loop.run
+    return closing(tracing, loop.run)
 
 
-def _worker(config: PrefillConfig, engine: Engine, link: WorkerLink, instance: str) -> PrefillWorker:
-    return PrefillWorker(
+def _worker(
+    config: PrefillConfig, engine: Engine, link: WorkerLink, instance: str, tracing: Tracing
+) -> PrefillWorker:
+    worker = PrefillWorker(
         engine,
         link,
         instance=instance,
@@ -99,6 +103,9 @@ def _worker(config: PrefillConfig, engine: Engine, link: WorkerLink, instance: s
         max_batch=config.max_batch,
         max_queue=config.max_queue,
     )
+    worker.reach = reach_of(os.environ)
+    worker.queues.on_left = PrefillSpans(tracing, time.monotonic).left
+    return worker
 
 
 def _layout_of(engine: Engine) -> Layout:

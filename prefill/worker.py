@@ -191,7 +191,7 @@ class PrefillWorker:
             )
             return self._send(ended)
         deadline = now + message.deadline_ms / 1000 if message.deadline_ms else None
-        self.queues.add(Room(request=request, arrived=now, deadline=deadline))
+        self.queues.add(Room(request=request, arrived=now, deadline=deadline, traceparent=message.traceparent))
         self._counters["requests"] += 1
 
     def _why_not(self, prompt_ids: list[int], sampling: SamplingParams) -> tuple[str, int]:
@@ -356,6 +356,7 @@ class PrefillWorker:
         let decode's word of a lost hand-off overtake the token, and the router would try again what is complete.
         """
         request, now = room.request, self._clock()
+        room.finished = now
         request.append([token], self.engine.model_config.eos_token_ids)
         self.engine.cache.insert(request.prompt_ids, request.pages, request.salt)
         self._send(

@@ -24,6 +24,7 @@ from ..cluster.log import fields
 from ..cluster.metrics import RouterMetrics
 from ..cluster.notify import Notifier
 from ..cluster.sockets import check_bind_address
+from ..cluster.tracing import open_tracing
 from ..cluster.watchdog import Watchdog
 from .auth import Guard
 from .control import ControlSocket
@@ -58,6 +59,7 @@ class Router:
         self._notifier = notifier or Notifier()
         self._watchdog = watchdog or Watchdog(0)
         self.instance = secrets.token_hex(16)
+        self._tracing = open_tracing(config, self.instance)
         self._api_keys = _api_keys(config.api_keys)
         self._tls = tls_context(config.tls_cert, config.tls_key)
         is_guarded = self._api_keys is not None and self._tls is not None
@@ -85,7 +87,7 @@ class Router:
             ),
         )
         served = config.served_model or Path(config.model).name
-        self._service = Service(self.dispatcher, tokenizer, served, time.monotonic)
+        self._service = Service(self.dispatcher, tokenizer, served, time.monotonic, self._tracing)
         self._server = HttpServer(
             Routes(self._service).app(),
             Guard(self._api_keys, os.environ.get(OPERATOR_VARIABLE, "")),
@@ -130,6 +132,7 @@ class Router:
         """Gives the sockets back. Idempotent."""
         self._watchdog.stop()
         self._service.close()
+        self._tracing.close()
         self._listener.close()
         self.control.close()
 

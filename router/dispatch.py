@@ -13,7 +13,7 @@ from ..cluster.log import fields
 from ..cluster.messages import Cancel, ControlUp, FirstToken, Goodbye, Heartbeat, Hello, Reserved, TokenItem, Tokens
 from ..cluster.metrics import RouterMetrics
 from .admission import MAX_PROMPT_TOKENS, no_workers
-from .entries import OUTCOMES, Entry, Job, Request, new_request, salted
+from .entries import OUTCOMES, Entry, Job, Request, Tag, addressed, new_request
 from .errors import unavailable
 from .history import History
 from .inbox import Inbox
@@ -111,13 +111,13 @@ class Dispatcher:
 
     # --- the client's side --------------------------------------------------------------------------------------------
 
-    def submit(self, jobs: Sequence[Job], inbox: Inbox, reply_id: str = "") -> list[Entry]:
+    def submit(self, jobs: Sequence[Job], inbox: Inbox, tag: Tag | None = None) -> list[Entry]:
         """Takes all jobs of one client request; their events come through `inbox`. Raises ApiError and takes none."""
         if self.is_draining:
             raise unavailable("This server is shutting down; try another.")
         now = self._clock()
         self.intake.check(jobs, now)
-        request = new_request(jobs, now, reply_id)
+        request = new_request(jobs, now, tag)
         request.entries = [self._enqueue(job, request, inbox, index, now) for index, job in enumerate(jobs)]
         self.history.begun(request)
         self._admit(now)
@@ -337,7 +337,7 @@ class Dispatcher:
             elif isinstance(effect, Send):
                 worker = self.registry.get(effect.instance)
                 if worker is not None:
-                    self._postbox.post(worker, salted(effect.message, entry.job.caller.salt), now)
+                    self._postbox.post(worker, addressed(effect.message, entry.request), now)
             elif isinstance(effect, Freed):
                 self.registry.release(effect.instance, entry.room.room, effect.epoch)
                 is_admission_due = True
@@ -395,6 +395,6 @@ class Dispatcher:
         entry.inbox.put(entry.index, effect)
 
     def _count(self, entry: Entry, outcome: str, now: float) -> None:
-        if entry.request.end(entry.index, outcome):
+        if entry.request.end(entry.index, outcome, now):
             self.intake.gate.leave(entry.request.caller)
             self.metrics.request_ended(entry.request.record(now))

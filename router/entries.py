@@ -5,13 +5,14 @@ belong to the request: a choice that waits behind its own siblings does not wait
 request with eight choices is one request.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
 from ..cluster.messages import Cancel, Prefill, Reserve, Sampling
 from ..cluster.metrics import Handoff, PromptWork, RequestRecord
+from ..cluster.tracing import OpenSpan, Passing
 from .callers import ANYONE, Caller
 from .inbox import Inbox
 from .policy import Need
@@ -47,6 +48,15 @@ class Job:
         return Need(len(self.prompt_ids), self.sampling.max_new_tokens)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Tag:
+    """What goes along with a request for those who look on."""
+
+    reply_id: str = ""  # that the answer has
+    span: OpenSpan = field(default_factory=Passing)
+    on_end: Callable[["Request", float], None] = lambda request, now: None  # hears when its last choice has ended
+
+
 @dataclass(eq=False)
 class Request:
     """What the choices of one client request share."""
@@ -60,7 +70,7 @@ class Request:
     entries: list["Entry"] = field(default_factory=list)
     outcomes: dict[int, str] = field(default_factory=dict)  # by choice
     is_warned: bool = False
-    reply_id: str = ""  # that the answer has
+    tag: Tag = field(default_factory=Tag)
 
     @property
     def outcome(self) -> str | None:
@@ -84,12 +94,15 @@ class Request:
         elif not self.num_placed:
             self.waiting_since = now
 
-    def end(self, index: int, outcome: str) -> bool:
+    def end(self, index: int, outcome: str, now: float) -> bool:
         """Notes how a choice ended, the first word counting; True when it was the last to end."""
         if index in self.outcomes:
             return False
         self.outcomes[index] = outcome
-        return len(self.outcomes) == len(self.entries)
+        if self.outcome is None:
+            return False
+        self.tag.on_end(self, now)
+        return True
 
     def record(self, now: float) -> RequestRecord:
         """The account of a request whose choices have all ended; its outcome is the first that is not ok."""
@@ -170,13 +183,16 @@ class Entry:
         )
 
 
-def new_request(jobs: Sequence[Job], now: float, reply_id: str = "") -> Request:
+def new_request(jobs: Sequence[Job], now: float, tag: Tag | None = None) -> Request:
     """A request whose choices have no rooms yet."""
     arrived = min((job.arrived for job in jobs), default=now)
     priority, caller = (jobs[0].priority, jobs[0].caller) if jobs else (0, ANYONE)
-    return Request(arrived=arrived, waiting_since=now, priority=priority, caller=caller, reply_id=reply_id)
+    return Request(arrived=arrived, waiting_since=now, priority=priority, caller=caller, tag=tag or Tag())
 
 
-def salted(message: Reserve | Prefill | Cancel, salt: str) -> Reserve | Prefill | Cancel:
-    """An order to a worker, kept to the prefixes of a tenant."""
-    return message if not salt or isinstance(message, Cancel) else replace(message, salt=salt)
+def addressed(message: Reserve | Prefill | Cancel, request: Request) -> Reserve | Prefill | Cancel:
+    """An order to a worker, kept to the prefixes of a tenant and to the trace of its request."""
+    salt, traceparent = request.caller.salt, request.tag.span.traceparent
+    if isinstance(message, Cancel) or not (salt or traceparent):
+        return message
+    return replace(message, salt=salt, traceparent=traceparent)

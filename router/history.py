@@ -124,7 +124,7 @@ class History:
         """The newest request that an answer's id, or the first 8 digits or more of a room, names."""
         for request in reversed(self._open.values()):
             rooms = [entry.room.room for entry in request.entries]
-            if caller.may_see(request.caller.id) and _is_named(name, request.reply_id, rooms):
+            if caller.may_see(request.caller.id) and _is_named(name, request.tag.reply_id, rooms):
                 return self._keep(request).view
         for kept in reversed(self._ended):
             if caller.may_see(kept.caller_id) and _is_named(name, kept.view.id, [c.room for c in kept.view.choices]):
@@ -136,7 +136,7 @@ class History:
         timelines = [entry.timeline(now) for entry in request.entries]
         arrived = round(self._wall() - (now - request.arrived), 3)
         view = RequestView(
-            id=request.reply_id,
+            id=request.tag.reply_id,
             arrived=arrived,
             state=state_of(request),
             outcome=request.outcome,

@@ -12,6 +12,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ..cluster.metrics import CONTENT_TYPE
+from ..cluster.tracing import context_of
 from .answer import Answer
 from .api_bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from .auth import CALLER
@@ -126,6 +127,7 @@ class Routes:
             wants_timeline=wants_timeline,
             timeout_s=timeout_s,
             caller=request.scope[CALLER],
+            traceparent=context_of(request.headers.get("traceparent")),
         )
         return raw, call
 

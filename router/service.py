@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
+from ..cluster.tracing import Tracing, Untraced
 from .admission import check_obeyed, max_new_tokens, no_workers
 from .answer import Answer, Wish
 from .api_bodies import ChatBody, CompletionBody, DetokenizeBody, Message, TokenizeBody
@@ -16,7 +17,7 @@ from .callers import ANYONE, Caller
 from .chat_replies import ChatBuilder
 from .completion_replies import CompletionBuilder
 from .dispatch import Dispatcher
-from .entries import Job
+from .entries import Entry, Job, Request, Tag
 from .errors import ApiError, bad_request, context_too_long, unknown_model
 from .generation import Choice, Prompt, Style, name_of
 from .grammars import Grammars, plan_of
@@ -27,6 +28,7 @@ from .policy import Limits
 from .replies import Builder, DetokenizeReply, Frame, TokenizeReply
 from .response_bodies import ResponseBody, chat_of, in_words_of_responses, told_of
 from .response_replies import ResponseBuilder
+from .spans import end_request, operation_of
 from .tokenizer import Switches, Tokenizer
 from .tool_bodies import Tool, as_template_tool
 
@@ -44,15 +46,22 @@ class Call:
     timeout_s: float = 0.0  # that the client gave; 0: none
     grammar: str = ""  # that the answer follows, once the body was read
     caller: Caller = ANYONE
+    traceparent: str = ""  # of the client's span
 
 
 class Service:
     """Everything a generation request needs; one per router."""
 
     def __init__(
-        self, dispatcher: Dispatcher, tokenizer: Tokenizer, served_model: str, clock: Callable[[], float]
+        self,
+        dispatcher: Dispatcher,
+        tokenizer: Tokenizer,
+        served_model: str,
+        clock: Callable[[], float],
+        tracing: Tracing | None = None,
     ) -> None:
         self.dispatcher = dispatcher
+        self.tracing = tracing or Untraced()
         self.tokenizer = tokenizer
         self.served_model = served_model
         self.started = int(time.time())
@@ -178,7 +187,7 @@ class Service:
         tried = [prompt if body.wants_echo else None for prompt in prompts for _ in range(body.num_tries)]
         choices = [Choice(self.tokenizer, style, echo) for echo in tried]
         inbox = Inbox(self.clock)
-        entries = self.dispatcher.submit(jobs, inbox, frame.id)
+        entries = self._submit(jobs, inbox, frame.id, call)
         wish = Wish(
             is_stream=bool(body.stream),
             wants_usage=body.wants_usage,
@@ -188,6 +197,19 @@ class Service:
             num_tries=body.num_tries,
         )
         return Answer(self.dispatcher, self.clock, entries, inbox, choices, builder, wish)
+
+    def _submit(self, jobs: Sequence[Job], inbox: Inbox, reply_id: str, call: Call) -> list[Entry]:
+        """In a span of its own, which ends with the last choice, or here when the request is refused."""
+        span = self.tracing.begin(f"{operation_of(reply_id)} {self.served_model}", call.traceparent, call.arrived)
+
+        def on_end(request: Request, now: float) -> None:
+            end_request(self.tracing, request, self.served_model, now)
+
+        try:
+            return self.dispatcher.submit(jobs, inbox, Tag(reply_id=reply_id, span=span, on_end=on_end))
+        except ApiError as error:
+            span.end(self.clock(), {"baton.outcome": "rejected"}, error.body.code or str(error.status))
+            raise
 
     def _jobs(
         self, body: ChatBody | CompletionBody, ids: list[int], live: Limits, call: Call, tokenize_s: float

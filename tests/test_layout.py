@@ -33,7 +33,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
 }
 # What the lowest floors may import of others; every other folder may import any dependency but the forbidden ones.
 ALLOWED_FOREIGN = {
-    "cluster": {"zmq", "msgspec", "psutil", "prometheus_client", "tomli"},
+    "cluster": {"zmq", "msgspec", "psutil", "prometheus_client", "tomli", "opentelemetry"},
     "kernels": {"torch", "triton"},
 }
 FORBIDDEN_FOREIGN = {"router": {"torch", "triton"}, "deploy": {"torch", "triton"}}

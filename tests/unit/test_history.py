@@ -18,7 +18,7 @@ from baton.cluster.messages import (
     WorkerStats,
 )
 from baton.router.callers import ANYONE, Caller
-from baton.router.entries import Job
+from baton.router.entries import Job, Tag
 from baton.router.history import KEPT
 from baton.router.inbox import Inbox
 from baton.tests.unit.test_dispatch import D, P, Sampling, World
@@ -35,7 +35,7 @@ def world_of(max_running=32, **settings):
 def submit(world, caller=ANYONE, reply_id="", num_choices=1):
     sampling = Sampling(max_new_tokens=4)
     job = Job(prompt_ids=[5] * 16, sampling=sampling, arrived=world.now, tokenize_s=0.0, caller=caller)
-    return world.dispatcher.submit([job] * num_choices, Inbox(lambda: world.now), reply_id)
+    return world.dispatcher.submit([job] * num_choices, Inbox(lambda: world.now), Tag(reply_id=reply_id))
 
 
 def say(world, *messages):
