@@ -81,7 +81,7 @@ class FixedRows:
         """What the layers of a forward under capture call: `num_requests` * N rows at their slots."""
         return attend_rows(
             self.pool,
-            self.slots[: num_requests * self.num_rows],
+            kv_rows(self.slots[: num_requests * self.num_rows], self.pool.kv),
             self.page_table[:num_requests],
             self.kv_lens[:num_requests],
             scale,
@@ -94,15 +94,14 @@ class FixedRows:
 
 def attend_rows(
     pool: KVPool,
-    slots: torch.Tensor,
+    rows: torch.Tensor,
     page_table: torch.Tensor,
     kv_lens: torch.Tensor,
     scale: float,
     tree_mask: torch.Tensor | None = None,
 ) -> Attend:
-    """Attention of equally many rows per request: `slots` `[B*N]`, `page_table` `[B, P]`, `kv_lens` `[B]`, `tree_mask` None
-    or `[B, N, W]`, all on the device and read when the graph is replayed."""
-    rows = kv_rows(slots, pool.kv)
+    """Attention of equally many rows per request: `rows` `[B*N]` as of `kv_rows`, `page_table` `[B, P]`, `kv_lens` `[B]`,
+    `tree_mask` None or `[B, N, W]`, all on the device and read when the graph is replayed."""
     num_requests = page_table.shape[0]
 
     def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

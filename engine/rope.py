@@ -178,11 +178,25 @@ def _yarn(periods: torch.Tensor, config: RopeConfig, head_dim: int) -> torch.Ten
     return 1.0 / (config.factor * periods) * (1 - kept) + 1.0 / periods * kept
 
 
+def _signed(table: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Half-wide cos and sin `[T, D]` side by side -> each `[T, D]` in `dtype`; sin with its first half negated."""
+    cos, sin = table.to(dtype).chunk(2, dim=-1)
+    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+
+
 class RotaryEmbedding:
-    """Cos and sin of positions [0, max_position), float32, computed on CPU so that every device has the same table."""
+    """Cos and sin of positions [0, max_position), float32, computed on CPU so that every device has the same table.
+
+    `dtype`: the one that is asked for in every forward, whose tables are made once.
+    """
 
     def __init__(
-        self, config: RopeConfig, head_dim: int, max_position: int, device: torch.device | str = "cpu"
+        self,
+        config: RopeConfig,
+        head_dim: int,
+        max_position: int,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype | None = None,
     ) -> None:
         if head_dim % 2:
             raise ValueError(f"head_dim {head_dim} is odd; rotary embedding pairs dimensions, use an even one")
@@ -190,11 +204,14 @@ class RotaryEmbedding:
         angles = torch.arange(max_position, dtype=torch.float32)[:, None] * inverse_frequencies(config, head_dim)
         cos, sin = angles.cos() * config.attention_factor, angles.sin() * config.attention_factor
         self._table = torch.cat((cos, sin), dim=-1).to(device)
+        self._ready = None if dtype is None else (dtype, *_signed(self._table, dtype))
 
     def lookup(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """`positions` `[T]` int64 -> cos and sin, each `[T, D]` in `dtype`; sin with its first half negated."""
-        cos, sin = self._table.index_select(0, positions).to(dtype).chunk(2, dim=-1)
-        return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+        if self._ready is not None and self._ready[0] == dtype:
+            _, cos, sin = self._ready
+            return cos.index_select(0, positions), sin.index_select(0, positions)
+        return _signed(self._table.index_select(0, positions), dtype)
 
     def apply(
         self, q_TND: torch.Tensor, k_TKD: torch.Tensor, positions_T: torch.Tensor

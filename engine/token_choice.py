@@ -6,7 +6,7 @@ it. Legend: S slots, R rows, V vocabulary.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 
@@ -50,11 +50,6 @@ class Knobs:
             is_drawn=torch.tensor(drawn, dtype=torch.bool).to(device),
         )
 
-    def repeated(self, count: int) -> "Knobs":
-        """Each slot's `count` times in a row: `[S * count]`."""
-        taken = {f.name: getattr(self, f.name)[:, None].expand(-1, count).reshape(-1) for f in fields(self)}
-        return Knobs(**taken)
-
 
 def needs_ranking(params: SamplingParams, vocab_size: int) -> bool:
     """Whether candidates have to be ranked: the row is drawn from a top-k or a nucleus."""
@@ -67,8 +62,8 @@ def choose_tokens(
     """Tokens `[R]` int64; bool `[R]`: rows whose logits are not finite, their token is 0; bool `[R]`: rows whose support is
     wider than what was looked at, their token means nothing (on CUDA only).
 
-    `logits` `[R, V]` float32, `positions` `[R]` int64 of the tokens chosen, `knobs` of R rows. `is_ranked`: some row
-    `needs_ranking`; without it top-k and top-p are not looked at.
+    `logits` `[R, V]` float32, `positions` `[R]` int64 of the tokens chosen, `knobs` `[S]`, each for R/S rows in a row.
+    `is_ranked`: some row `needs_ranking`; without it top-k and top-p are not looked at.
     """
     tokens, bad, short = torch.ops.baton.choose_tokens.default(
         logits,
@@ -97,6 +92,9 @@ def _choose_on_cpu(
     is_ranked: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     vocab_size = logits.shape[1]
+    seeds, temperature, top_k, top_p, min_p, is_drawn = (
+        _repeated(x, logits.shape[0]) for x in (seeds, temperature, top_k, top_p, min_p, is_drawn)
+    )
     highest, tokens = logits.max(dim=1)  # a NaN in the row comes out as the highest
     is_limited = is_drawn & (top_k < vocab_size) & is_ranked
     is_nucleus = is_drawn & ~is_limited & (top_p < 1) & is_ranked
@@ -139,9 +137,12 @@ def choose_fixed(
     `knobs`: seeds, temperature, top_k, top_p, min_p.
     """
     seeds, temperature, top_k, top_p, min_p = knobs
-    tokens, bad = choose_token(logits, seeds, positions, temperature, min_p, is_drawn, _vocabulary(logits))
+    tokens, bad = choose_token(logits, seeds, positions, temperature, min_p, is_drawn, None)
     if not is_ranked:
         return tokens, bad, torch.zeros_like(bad)
+    seeds, temperature, top_k, top_p, min_p, is_drawn = (
+        _repeated(x, logits.shape[0]) for x in (seeds, temperature, top_k, top_p, min_p, is_drawn)
+    )
     vocab_size = logits.shape[1]
     all_rows, parts = torch.arange(logits.shape[0], device=logits.device), []
     for rows, some in zip(_chunks(all_rows, vocab_size), _chunks(logits, vocab_size), strict=True):
@@ -150,6 +151,12 @@ def choose_fixed(
     ranked, short = (torch.cat(halves) for halves in zip(*parts, strict=True))
     is_row_ranked = is_drawn & ((top_p < 1) | (top_k < vocab_size)) & ~bad
     return torch.where(is_row_ranked, ranked, tokens), bad, short & is_row_ranked
+
+
+def _repeated(knob: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """`knob` `[S]` for each of `num_rows` rows."""
+    each = num_rows // max(knob.shape[0], 1)
+    return knob[:, None].expand(-1, each).reshape(-1) if each > 1 else knob
 
 
 def _draw(

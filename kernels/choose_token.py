@@ -22,11 +22,17 @@ def choose_token_reference(
     seeds: torch.Tensor,
     positions: torch.Tensor,
     temperature: torch.Tensor,
-    min_p: torch.Tensor,
+    min_p: torch.Tensor | None,
     is_drawn: torch.Tensor,
-    token_ids: torch.Tensor,
+    token_ids: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The definition; no look at the host."""
+    each = logits.shape[0] // max(seeds.shape[0], 1)
+    min_p = torch.zeros_like(temperature) if min_p is None else min_p
+    token_ids = torch.arange(logits.shape[1], device=logits.device) if token_ids is None else token_ids
+    if each > 1:
+        knobs = (seeds, temperature, min_p, is_drawn)
+        seeds, temperature, min_p, is_drawn = (knob.repeat_interleave(each, output_size=logits.shape[0]) for knob in knobs)
     highest, likeliest = logits.max(dim=1)  # a NaN in the row comes out as the highest
     scaled = (logits.double() - highest.double()[:, None]) / temperature[:, None]
     scores = gumbel(seeds, positions, token_ids) + scaled
@@ -68,7 +74,7 @@ def _highest_kernel(
     tl.store(p_likeliest + o_out, tl.min(tl.where((b_logits == highest) & m_token, i_token, vocab_size), axis=0))
 
 
-@jit_varying("vocab_size", "num_splits", "row_stride")
+@jit_varying("vocab_size", "num_splits", "row_stride", "rows_each")
 def _scores_kernel(
     p_logits: tl.tensor,
     p_highest: tl.tensor,
@@ -83,15 +89,19 @@ def _scores_kernel(
     vocab_size: tl.tensor,
     num_splits: tl.tensor,
     row_stride: tl.tensor,
+    rows_each: tl.tensor,
     GAMMA: tl.constexpr,
     MIX_1: tl.constexpr,
     MIX_2: tl.constexpr,
+    HAS_IDS: tl.constexpr,
+    HAS_MIN_P: tl.constexpr,
     SPLIT: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
 ) -> None:
     # program (row, split); overwrites the split's likeliest token by its best where the row is drawn
     i_row = tl.program_id(0).to(tl.int64)
-    if tl.load(p_is_drawn + i_row) == 0:
+    i_knob = i_row // rows_each
+    if tl.load(p_is_drawn + i_knob) == 0:
         return
     i_split = tl.arange(0, BLOCK_SPLITS)
     m_split = i_split < num_splits
@@ -102,23 +112,25 @@ def _scores_kernel(
     i_token = tl.program_id(1) * SPLIT + tl.arange(0, SPLIT)
     m_token = i_token < vocab_size
     b_logits = tl.load(p_logits + i_row * row_stride + i_token, mask=m_token, other=0.0).to(tl.float64)
-    b_scaled = (b_logits - highest) / tl.load(p_temperature + i_row)
+    b_scaled = (b_logits - highest) / tl.load(p_temperature + i_knob)
     position = tl.load(p_positions + i_row)
-    state = _mixed(_mixed(tl.load(p_seeds + i_row) + GAMMA, MIX_1, MIX_2) + position * GAMMA, MIX_1, MIX_2)
-    b_ids = tl.load(p_token_ids + i_token, mask=m_token, other=0)
+    state = _mixed(_mixed(tl.load(p_seeds + i_knob) + GAMMA, MIX_1, MIX_2) + position * GAMMA, MIX_1, MIX_2)
+    b_ids = tl.load(p_token_ids + i_token, mask=m_token, other=0) if HAS_IDS else i_token.to(tl.int64)
     b_bits = (_mixed(state + (b_ids + 1) * GAMMA, MIX_1, MIX_2) >> 12) & ((1 << 52) - 1)
     b_uniform = (b_bits * 2 + 1).to(tl.float64) * 1.1102230246251565e-16  # 2**-53
     b_score = -tl.log(-tl.log(b_uniform)) + b_scaled
-    min_p = tl.load(p_min_p + i_row)
-    lowest = tl.where(min_p > 0, tl.log(tl.where(min_p > 0, min_p, 1.0)), float("-inf"))
-    b_score = tl.where(m_token & (b_scaled >= lowest), b_score, float("-inf"))
+    if HAS_MIN_P:
+        min_p = tl.load(p_min_p + i_knob)
+        lowest = tl.where(min_p > 0, tl.log(tl.where(min_p > 0, min_p, 1.0)), float("-inf"))
+        m_token = m_token & (b_scaled >= lowest)
+    b_score = tl.where(m_token, b_score, float("-inf"))
     best = tl.max(b_score, axis=0)
     o_out = i_row * num_splits + tl.program_id(1)
     tl.store(p_score + o_out, best)
     tl.store(p_likeliest + o_out, tl.min(tl.where((b_score == best) & m_token, i_token, vocab_size), axis=0))
 
 
-@jit_varying("num_splits")
+@jit_varying("num_splits", "rows_each")
 def _pick_kernel(
     p_highest: tl.tensor,
     p_likeliest: tl.tensor,
@@ -127,6 +139,7 @@ def _pick_kernel(
     p_tokens: tl.tensor,
     p_is_bad: tl.tensor,
     num_splits: tl.tensor,
+    rows_each: tl.tensor,
     BLOCK_SPLITS: tl.constexpr,
 ) -> None:
     i_row = tl.program_id(0).to(tl.int64)
@@ -137,7 +150,7 @@ def _pick_kernel(
     highest = tl.max(b_highest, axis=0)
     is_bad = (highest == float("inf")) | (highest == float("-inf"))
     b_score = b_highest.to(tl.float64)
-    if tl.load(p_is_drawn + i_row) != 0:
+    if tl.load(p_is_drawn + i_row // rows_each) != 0:
         b_score = tl.load(p_score + o_split, mask=m_split, other=float("-inf"))
     best = tl.max(b_score, axis=0)
     split = tl.min(tl.where((b_score == best) & m_split, i_split, num_splits - 1), axis=0)
@@ -151,15 +164,15 @@ def choose_token_triton(
     seeds: torch.Tensor,
     positions: torch.Tensor,
     temperature: torch.Tensor,
-    min_p: torch.Tensor,
+    min_p: torch.Tensor | None,
     is_drawn: torch.Tensor,
-    token_ids: torch.Tensor,
+    token_ids: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Launch on `logits` float32 `[R, V]` (rows dense) and the rest as of `choose_token`.
 
     Raises ValueError when shapes or dtypes do not fit.
     """
-    _check(logits, (seeds, positions), (temperature, min_p), is_drawn, token_ids)
+    _check(logits, positions, (seeds, temperature, min_p, is_drawn), token_ids)
     num_rows, vocab_size = logits.shape
     tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     is_bad = torch.empty(num_rows, dtype=torch.bool, device=logits.device)
@@ -173,7 +186,7 @@ def choose_token_triton(
     )
     drawn, grid, blocks = is_drawn.contiguous().view(torch.uint8), (num_rows, num_splits), next_power_of_2(num_splits)
     found = (highest, likeliest)
-    sizes = (vocab_size, num_splits, logits.stride(0))
+    sizes, each = (vocab_size, num_splits, logits.stride(0)), (num_splits, num_rows // seeds.shape[0])
     _highest_kernel[grid](logits, *found, *sizes, SPLIT=SPLIT, num_warps=4)
     _scores_kernel[grid](
         logits,
@@ -182,39 +195,47 @@ def choose_token_triton(
         seeds.contiguous(),
         positions.contiguous(),
         temperature.contiguous(),
-        min_p.contiguous(),
+        temperature if min_p is None else min_p.contiguous(),
         drawn,
-        token_ids,
+        likeliest if token_ids is None else token_ids,
         *sizes,
+        num_rows // seeds.shape[0],
         GAMMA=GAMMA,
         MIX_1=MIX_1,
         MIX_2=MIX_2,
+        HAS_IDS=token_ids is not None,
+        HAS_MIN_P=min_p is not None,
         SPLIT=SPLIT,
         BLOCK_SPLITS=blocks,
         num_warps=8,
     )
     _pick_kernel[(num_rows,)](
-        *found, score, drawn, tokens, is_bad.view(torch.uint8), num_splits, BLOCK_SPLITS=blocks, num_warps=1
+        *found, score, drawn, tokens, is_bad.view(torch.uint8), *each, BLOCK_SPLITS=blocks, num_warps=1
     )
     return tokens, is_bad
 
 
 def _check(
     logits: torch.Tensor,
-    integers: tuple[torch.Tensor, ...],
-    reals: tuple[torch.Tensor, ...],
-    is_drawn: torch.Tensor,
-    token_ids: torch.Tensor,
+    positions: torch.Tensor,
+    knobs: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor],
+    token_ids: torch.Tensor | None,
 ) -> None:
-    num_rows = logits.shape[:1]
-    rows = [*((x, torch.int64) for x in integers), *((x, torch.float64) for x in reals), (is_drawn, torch.bool)]
-    fits = all(x.shape == num_rows and x.dtype == dtype for x, dtype in rows)
-    is_listed = token_ids.dtype == torch.int64 and token_ids.shape == logits.shape[1:] and token_ids.is_contiguous()
-    if logits.dim() != 2 or logits.dtype != torch.float32 or not logits.shape[1] or not fits or not is_listed:
+    is_shaped = logits.dim() == 2 and logits.dtype == torch.float32 and logits.shape[1] > 0
+    is_placed = positions.shape == logits.shape[:1] and positions.dtype == torch.int64
+    is_listed = token_ids is None or (
+        token_ids.dtype == torch.int64 and token_ids.shape == logits.shape[1:] and token_ids.is_contiguous()
+    )
+    count, dtypes = knobs[0].shape[0], (torch.int64, torch.float64, torch.float64, torch.bool)
+    wanted = [(x, dtype) for x, dtype in zip(knobs, dtypes, strict=True) if x is not None]
+    fits = all(x.shape == (count,) and x.dtype == dtype for x, dtype in wanted)
+    is_even = logits.shape[0] % count == 0 if count else logits.shape[0] == 0
+    if not (is_shaped and is_placed and is_listed and fits and is_even):
         raise ValueError(
-            f"choose_token: logits {tuple(logits.shape)} {logits.dtype} with token_ids {tuple(token_ids.shape)} and rows "
-            f"{[(tuple(x.shape), x.dtype) for x, _ in rows]}; expected float32 [R, V], int64 [V], and seeds and positions "
-            "int64, temperature and min_p float64, is_drawn bool, [R] each"
+            f"choose_token: logits {tuple(logits.shape)} {logits.dtype}, positions {tuple(positions.shape)}, token_ids "
+            f"{None if token_ids is None else tuple(token_ids.shape)} and seeds, temperature, min_p, is_drawn "
+            f"{[(tuple(x.shape), x.dtype) for x, _ in wanted]}; expected float32 [R, V], int64 [R], int64 [V], and int64, "
+            "float64, float64, bool, each [B] with R a multiple of B"
         )
 
 
@@ -223,18 +244,19 @@ def choose_token(
     seeds: torch.Tensor,
     positions: torch.Tensor,
     temperature: torch.Tensor,
-    min_p: torch.Tensor,
+    min_p: torch.Tensor | None,
     is_drawn: torch.Tensor,
-    token_ids: torch.Tensor,
+    token_ids: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """An index into the vocabulary for each row, int64 `[R]`, and whether its logits are not finite, bool `[R]`: a NaN,
     +inf, or nothing above -inf; the index is 0 there.
 
-    `logits` float32 `[R, V]`; `seeds`, `positions` int64 `[R]`; `temperature` above 0, `min_p` float64 `[R]`; `is_drawn`
-    bool `[R]`: False takes the highest logit, of equals the first; `token_ids` int64 `[V]`: whose noise each entry has.
+    `logits` float32 `[R, V]`; `positions` int64 `[R]`; `seeds` int64, `temperature` above 0 and `min_p` float64, `is_drawn`
+    bool (False takes the highest logit, of equals the first), each `[B]`, for R/B rows in a row; `token_ids` int64 `[V]`:
+    whose noise each entry has. `min_p` None: off; `token_ids` None: each entry's own.
     Raises ValueError when shapes or dtypes do not fit.
     """
     if logits.is_cuda:
         return choose_token_triton(logits, seeds, positions, temperature, min_p, is_drawn, token_ids)
-    _check(logits, (seeds, positions), (temperature, min_p), is_drawn, token_ids)
+    _check(logits, positions, (seeds, temperature, min_p, is_drawn), token_ids)
     return choose_token_reference(logits, seeds, positions, temperature, min_p, is_drawn, token_ids)

@@ -31,7 +31,7 @@ class LlamaForCausalLM:
         self.lm_head = self.embed_tokens if config.tie_word_embeddings else torch.empty_like(self.embed_tokens)
         self.layers = [_decoder_layer(config, dtype, self.device) for _ in range(config.num_layers)]
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device)
-        self.rotary = RotaryEmbedding(config.rope, config.head_dim, config.max_position_embeddings, device)
+        self.rotary = RotaryEmbedding(config.rope, config.head_dim, config.max_position_embeddings, device, dtype)
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         """`[T]` int64 -> `[T, H]`."""

@@ -127,8 +127,7 @@ def _choose_on_cuda(
     target_ids: torch.Tensor,
 ) -> torch.Tensor:
     """Of fixed shape and without a look at the host. A row that is not finite, as those of padding may be, gives 0."""
-    nothing = torch.zeros_like(temperature)
-    tokens, _ = choose_token(logits, seeds, positions, temperature, nothing, is_drawn, target_ids)
+    tokens, _ = choose_token(logits, seeds, positions, temperature, None, is_drawn, target_ids)
     return tokens
 
 

@@ -10,6 +10,7 @@ from typing import Generic, TypeVar
 
 import torch
 
+from ...kernels.kv_store import kv_rows
 from ...kernels.select_rows import select_last_rows
 from ..errors import LifecycleError
 from ..fixed_rows import FixedRows
@@ -155,7 +156,7 @@ class LoopGraphs(ABC, Generic[Drafts]):
         return DraftRows(
             pool=rows.pool,
             positions=positions,
-            slots=slots,
+            kv_rows=kv_rows(slots, rows.pool.kv),
             page_table=rows.page_table[:bucket],
             lens=rows.kv_lens[:bucket],
             hidden=self.hidden[:bucket],

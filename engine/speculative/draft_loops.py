@@ -17,12 +17,12 @@ from .tree import DraftTree, grow_tree
 
 @dataclass(frozen=True, kw_only=True)
 class DraftRows:
-    """Where drafts are made: `positions` and `slots` `[B, S]`, `page_table` `[B, P]`, `lens` `[B]` committed rows; and from
-    what: `hidden` `[B, H]` and `logits` `[B, Vd]` of the first proposal. All on the device."""
+    """Where drafts are made: `positions` `[B, S]` and `kv_rows` `[B, S]` of the pool, `page_table` `[B, P]`, `lens` `[B]`
+    committed rows; and from what: `hidden` `[B, H]` and `logits` `[B, Vd]` of the first proposal. All on the device."""
 
     pool: KVPool
     positions: torch.Tensor
-    slots: torch.Tensor
+    kv_rows: torch.Tensor
     page_table: torch.Tensor
     lens: torch.Tensor
     hidden: torch.Tensor
@@ -37,7 +37,7 @@ def draft_chain(head: Eagle3Head, sampling: DraftSampling, rows: DraftRows, num_
     positions, scale, hidden = rows.positions, rows.pool.head_dim**-0.5, rows.hidden
     drafts = [head.target_ids[sampling.choose(rows.logits, positions[:, 0] + 1, head.target_ids)]]
     for step in range(1, num_drafts):
-        attend = attend_rows(rows.pool, rows.slots[:, step - 1], rows.page_table, rows.lens + step, scale)
+        attend = attend_rows(rows.pool, rows.kv_rows[:, step - 1], rows.page_table, rows.lens + step, scale)
         out = head.forward(hidden, drafts[-1], positions[:, step - 1], attend, DraftPhase.SELF_CHAIN)
         hidden = head.feedback(out)
         chosen = sampling.choose(head.compute_logits(out), positions[:, step] + 1, head.target_ids)
@@ -53,8 +53,8 @@ def draft_tree(head: Eagle3Head, sampling: DraftSampling, rows: DraftRows, shape
     k, count, scale = shape.topk, rows.lens.shape[0], rows.pool.head_dim**-0.5
 
     def forward(level: int, hidden: torch.Tensor, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        own_slots = rows.slots[:, (level - 1) * k : level * k].reshape(-1)
-        attend = attend_rows(rows.pool, own_slots, rows.page_table, rows.lens + level * k, scale, mask)
+        own_rows = rows.kv_rows[:, (level - 1) * k : level * k].reshape(-1)
+        attend = attend_rows(rows.pool, own_rows, rows.page_table, rows.lens + level * k, scale, mask)
         at = rows.positions[:, level - 1 : level].expand(count, k).reshape(-1)
         return head.forward(hidden, tokens, at, attend, DraftPhase.SELF_CHAIN)
 

@@ -110,7 +110,7 @@ class Eagle3Head:
                 )
             own = self.embed_tokens if config.tie_word_embeddings else lm_head
             self.lm_head = self._fitting("lm_head.weight", own)
-        self._rotary = RotaryEmbedding(config.rope, config.head_dim, max_position, self.device)
+        self._rotary = RotaryEmbedding(config.rope, config.head_dim, max_position, self.device, self.dtype)
 
     def _fitting(self, name: str, weight: torch.Tensor) -> torch.Tensor:
         if weight.shape != (self.config.vocab_size, self.config.hidden_size):

@@ -9,11 +9,11 @@ Ht target hidden.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
 from ...kernels.select_rows import select_last_rows
+from ...kernels.step_glue import NUM_COUNTS, Places, PlaceSizes, step_outcome, step_places
 from ..fixed_rows import attend_rows
 from ..model_runner import ModelRunner
 from ..target_graphs import aux_ids_of
@@ -30,7 +30,7 @@ from .verify import Verdict, compact, judge
 
 # Columns of a report behind the R tokens: what verify accepted; rows in front of the first whose logits are not finite;
 # rows in front of the first whose support was not seen whole; whether the draft that was not asked would have been right.
-ACCEPTED, GOOD, SEEN, WOULD_MATCH, NUM_COUNTS = range(5)
+ACCEPTED, GOOD, SEEN, WOULD_MATCH = range(NUM_COUNTS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,14 +47,6 @@ class StepKind:
         return self.shape.num_path + NUM_COUNTS
 
 
-class _Places(NamedTuple):
-    """Where the rows of a step stand: `positions` and `slots` `[B, S]`, `limits` `[B]` rows that may be accepted."""
-
-    positions: torch.Tensor
-    slots: torch.Tensor
-    limits: torch.Tensor
-
-
 class StepBody:
     """Steps of `runner` and `drafter` over `state`; `max_context` in tokens."""
 
@@ -68,32 +60,34 @@ class StepBody:
     def run(self, slots: torch.Tensor, kind: StepKind) -> torch.Tensor:
         """Step the requests in `slots` `[B]` int64; the report `[B, R + NUM_COUNTS]` int64."""
         rows = self.state.read(slots)
-        places = self._places(rows, kind.shape)
+        places = step_places(rows.integers, self._sizes(kind.shape))
         tokens, tree = self._draft(rows, places, kind.shape)
         logits, features = self._verify(rows, places, tokens, tree)
         targets, bad, unseen = self._choose(rows, places, logits, tree, kind)
         verdict = judge(kind.shape, tokens, tree, targets, places.limits)
-        good, seen = (_rows_before(flags.view(tokens.shape), verdict.path) for flags in (bad, unseen))
-        emitted = torch.stack((verdict.accept_len, good, seen, rows.remaining)).amin(dim=0)
         would_match = self._would_match(rows, places, verdict, kind)
+        table = self.state.integers
+        outcome = step_outcome(
+            table, slots, verdict.tokens, verdict.path, verdict.accept_len, bad, unseen, would_match
+        )
         if tree is not None:
             compact(self.runner.pool, places.slots, verdict)
-        self._extend(rows, places, features, verdict, emitted, kind.shape)
-        self.state.advance(rows, verdict.tokens, emitted)
-        return torch.cat((verdict.tokens, torch.stack((verdict.accept_len, good, seen, would_match), dim=1)), dim=1)
+        self._extend(rows, places, features, verdict, outcome.emitted, kind.shape)
+        return outcome.report
 
-    def _places(self, rows: StepRows, shape: DraftShape) -> _Places:
-        """As `chain.plan_chain`, on the device; rows past a request's capacity go to slot 0, as all of an idle one."""
-        page_size = self.runner.pool.page_size
-        positions = rows.lengths[:, None] + torch.arange(shape.spare_slots, device=rows.slots.device)
-        slots = rows.pages.gather(1, positions // page_size) * page_size + positions % page_size
-        is_stored = (positions < rows.capacity[:, None]) & rows.is_active[:, None]
-        room = torch.where(rows.is_active, rows.capacity - rows.lengths, 0)
-        return _Places(
-            positions.clamp(max=self.max_context - 1), torch.where(is_stored, slots, 0), room.clamp(max=shape.spare_slots)
+    def _sizes(self, shape: DraftShape) -> PlaceSizes:
+        pool = self.runner.pool
+        return PlaceSizes(
+            num_places=shape.spare_slots,
+            num_nodes=shape.num_nodes,
+            num_path=shape.num_path,
+            page_size=pool.page_size,
+            max_context=self.max_context,
+            target_page=pool.num_layers * 2 * pool.page_size,
+            draft_page=2 * pool.page_size,
         )
 
-    def _draft(self, rows: StepRows, places: _Places, shape: DraftShape) -> tuple[torch.Tensor, DraftTree | None]:
+    def _draft(self, rows: StepRows, places: Places, shape: DraftShape) -> tuple[torch.Tensor, DraftTree | None]:
         """Tokens `[B, N]`, the newest first, and of a tree what its nodes are."""
         newest, drafter = rows.newest[:, None], self.drafter
         if drafter is None or shape.steps == 0:
@@ -102,9 +96,9 @@ class StepBody:
         where = DraftRows(
             pool=drafter.pool,
             positions=places.positions,
-            slots=torch.where(rows.is_warm[:, None], places.slots, 0),
+            kv_rows=places.draft_rows,
             page_table=rows.pages,
-            lens=rows.lengths,
+            lens=places.lengths,
             hidden=states.hidden.index_select(0, rows.draft_rows),
             logits=states.logits.index_select(0, rows.draft_rows),
         )
@@ -114,7 +108,7 @@ class StepBody:
         return torch.cat((newest, tree.drafts), dim=1), tree
 
     def _verify(
-        self, rows: StepRows, places: _Places, tokens: torch.Tensor, tree: DraftTree | None
+        self, rows: StepRows, places: Places, tokens: torch.Tensor, tree: DraftTree | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Logits `[B*N, V]` and features `[B*N, K*Ht]` of all nodes."""
         model, pool, num_nodes = self.runner.model, self.runner.pool, tokens.shape[1]
@@ -123,9 +117,9 @@ class StepBody:
             positions = (positions[:, :1] + tree.depths).clamp(max=self.max_context - 1)
         attend = attend_rows(
             pool,
-            places.slots[:, :num_nodes].reshape(-1),
+            places.target_rows[:, :num_nodes].reshape(-1),
             rows.pages,
-            torch.where(rows.is_active, rows.lengths + num_nodes, 0),
+            places.verify_lens,
             pool.head_dim**-0.5,
             None if tree is None else tree.mask,
         )
@@ -134,29 +128,29 @@ class StepBody:
         return model.compute_logits(hidden), features
 
     def _choose(
-        self, rows: StepRows, places: _Places, logits: torch.Tensor, tree: DraftTree | None, kind: StepKind
+        self, rows: StepRows, places: Places, logits: torch.Tensor, tree: DraftTree | None, kind: StepKind
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The target's choice `[B, N]` behind each node; bool `[B*N]` of nodes with bad logits, and of those not seen."""
         count = kind.shape.num_nodes
-        depths = torch.arange(count, device=logits.device) if tree is None else tree.depths
-        positions = (rows.lengths[:, None] + 1 + depths).reshape(-1)
-        tokens, bad, unseen = choose_tokens(logits, positions, rows.knobs.repeated(count), is_ranked=kind.is_ranked)
+        positions = places.positions[:, :count] if tree is None else places.positions[:, :1] + tree.depths
+        positions = positions.reshape(-1) + 1
+        tokens, bad, unseen = choose_tokens(logits, positions, rows.knobs, is_ranked=kind.is_ranked)
         return tokens.view(-1, count), bad, unseen
 
-    def _would_match(self, rows: StepRows, places: _Places, verdict: Verdict, kind: StepKind) -> torch.Tensor:
+    def _would_match(self, rows: StepRows, places: Places, verdict: Verdict, kind: StepKind) -> torch.Tensor:
         """Whether one of the first proposals that were not asked for is what the target chose: `[B]` int64, 0 or 1."""
         drafter = self.drafter
         if drafter is None or kind.watched is None or kind.shape.steps:
-            return torch.zeros_like(rows.slots)
+            return torch.zeros_like(places.lengths)
         logits, target_ids = drafter.states.logits.index_select(0, rows.draft_rows), drafter.head.target_ids
-        sampling, count = self._draft_sampling(rows), rows.slots.shape[0]
+        sampling, count = self._draft_sampling(rows), places.lengths.shape[0]
         ids, _ = sampling.rank(logits, places.positions[:, 0] + 1, target_ids, kind.watched.topk, count)
         return (target_ids[ids] == verdict.tokens[:, :1]).any(dim=1).long()
 
     def _extend(
         self,
         rows: StepRows,
-        places: _Places,
+        places: Places,
         features: torch.Tensor | None,
         verdict: Verdict,
         emitted: torch.Tensor,
@@ -168,13 +162,13 @@ class StepBody:
             return
         assert features is not None, "the target captured no features for the draft"
         if shape.is_tree:
-            firsts = torch.arange(rows.slots.shape[0], device=features.device)[:, None] * shape.num_nodes
+            firsts = torch.arange(places.lengths.shape[0], device=features.device)[:, None] * shape.num_nodes
             features = features.index_select(0, (firsts + verdict.path).reshape(-1))
         attend = attend_rows(
             drafter.pool,
-            torch.where(rows.is_warm[:, None], places.slots[:, :count], 0).reshape(-1),
+            places.draft_rows[:, :count].reshape(-1),
             rows.pages,
-            torch.where(rows.is_active, rows.lengths + count, 0),
+            places.extend_lens,
             drafter.pool.head_dim**-0.5,
         )
         positions = places.positions[:, :count].reshape(-1)
@@ -187,7 +181,3 @@ class StepBody:
     def _draft_sampling(self, rows: StepRows) -> DraftSampling:
         return DraftSampling.over(rows.knobs.seeds, rows.knobs.temperature, rows.knobs.is_drawn)
 
-
-def _rows_before(flags: torch.Tensor, path: torch.Tensor) -> torch.Tensor:
-    """How many rows of `path` `[B, R]` stand in front of the first whose flag `[B, N]` is set: `[B]` int64."""
-    return (flags.gather(1, path).long().cumsum(dim=1) == 0).sum(dim=1)

@@ -10,12 +10,11 @@ from typing import NamedTuple
 
 import torch
 
+from ...kernels.step_glue import DRAFT_ROW, IS_DRAWN, NEWEST, PAGES, SEED, TOP_K
 from ..sampling_params import SamplingParams
 from ..token_choice import Knobs
-from .draft_state import PAD_ROW
 
 PAD_SLOT = 0
-NEWEST, LENGTH, REMAINING, CAPACITY, DRAFT_ROW, SEED, TOP_K, IS_DRAWN, PAGES = range(9)  # columns; pages are the last
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,21 +32,25 @@ class Joining:
 
 
 class StepRows(NamedTuple):
-    """The state of B requests as a step found it: `[B]` int64 each, `pages` `[B, P]`, `is_active` and `is_warm` bool.
+    """The state of B requests as a step found it: `integers` `[B, F+P]` with the columns of `step_glue`, and the knobs."""
 
-    An idle request, which has nothing left to say, has length 0: it sees nothing and writes to the sink.
-    """
-
-    slots: torch.Tensor
-    newest: torch.Tensor
-    lengths: torch.Tensor
-    remaining: torch.Tensor
-    capacity: torch.Tensor
-    draft_rows: torch.Tensor
-    pages: torch.Tensor
-    is_active: torch.Tensor
-    is_warm: torch.Tensor
+    integers: torch.Tensor
     knobs: Knobs
+
+    @property
+    def newest(self) -> torch.Tensor:
+        """`[B]` int64."""
+        return self.integers[:, NEWEST]
+
+    @property
+    def draft_rows(self) -> torch.Tensor:
+        """`[B]` int64, PAD_ROW where nothing is drafted."""
+        return self.integers[:, DRAFT_ROW]
+
+    @property
+    def pages(self) -> torch.Tensor:
+        """`[B, P]` int64."""
+        return self.integers[:, PAGES:]
 
 
 class StepState:
@@ -58,13 +61,13 @@ class StepState:
         self.vocab_size = vocab_size
         self.max_pages = max_pages
         self.device = torch.device(device)
-        self._integers = torch.zeros((num_slots, PAGES + max_pages), dtype=torch.int64, device=device)
+        self.integers = torch.zeros((num_slots, PAGES + max_pages), dtype=torch.int64, device=device)
         self._reals = torch.ones((num_slots, 3), dtype=torch.float64, device=device)  # temperature, top_p, min_p
         self._free = list(range(num_slots - 1, PAD_SLOT, -1))
 
     @property
     def num_open(self) -> int:
-        return self._integers.shape[0] - 1 - len(self._free)
+        return self.integers.shape[0] - 1 - len(self._free)
 
     def open(self) -> int:
         """A slot of its own for a request that joins."""
@@ -87,7 +90,7 @@ class StepState:
         integers[:, SEED], integers[:, TOP_K], integers[:, IS_DRAWN] = knobs.seeds, knobs.top_k, knobs.is_drawn.long()
         reals = torch.stack((knobs.temperature, knobs.top_p, knobs.min_p), dim=1)
         where = self.to_device(torch.tensor(slots, dtype=torch.int64))
-        self._integers.index_copy_(0, where, self.to_device(integers))
+        self.integers.index_copy_(0, where, self.to_device(integers))
         self._reals.index_copy_(0, where, self.to_device(reals))
 
     def to_device(self, values: torch.Tensor) -> torch.Tensor:
@@ -98,35 +101,16 @@ class StepState:
 
     def read(self, slots: torch.Tensor) -> StepRows:
         """The rows of `slots` `[B]` int64."""
-        rows, reals = self._integers.index_select(0, slots), self._reals.index_select(0, slots)
-        is_active = rows[:, REMAINING] > 0
-        return StepRows(
-            slots=slots,
-            newest=rows[:, NEWEST],
-            lengths=torch.where(is_active, rows[:, LENGTH], 0),
-            remaining=rows[:, REMAINING],
-            capacity=rows[:, CAPACITY],
-            draft_rows=rows[:, DRAFT_ROW],
-            pages=rows[:, PAGES:],
-            is_active=is_active,
-            is_warm=is_active & (rows[:, DRAFT_ROW] != PAD_ROW),
-            knobs=Knobs(
-                seeds=rows[:, SEED],
-                temperature=reals[:, 0],
-                top_k=rows[:, TOP_K],
-                top_p=reals[:, 1],
-                min_p=reals[:, 2],
-                is_drawn=rows[:, IS_DRAWN] != 0,
-            ),
+        rows, reals = self.integers.index_select(0, slots), self._reals.index_select(0, slots)
+        knobs = Knobs(
+            seeds=rows[:, SEED],
+            temperature=reals[:, 0],
+            top_k=rows[:, TOP_K],
+            top_p=reals[:, 1],
+            min_p=reals[:, 2],
+            is_drawn=rows[:, IS_DRAWN] != 0,
         )
-
-    def advance(self, rows: StepRows, tokens: torch.Tensor, emitted: torch.Tensor) -> None:
-        """Each of `rows` emitted the first `emitted` `[B]` of its `tokens` `[B, R]`; 0: it stays as it is."""
-        last = tokens.gather(1, (emitted - 1).clamp(min=0)[:, None]).squeeze(1)
-        newest = torch.where(emitted > 0, last, rows.newest)
-        length = self._integers[:, LENGTH].index_select(0, rows.slots) + emitted
-        moved = torch.stack((newest, length, rows.remaining - emitted), dim=1)
-        self._integers[:, NEWEST : REMAINING + 1].index_copy_(0, rows.slots, moved)
+        return StepRows(rows, knobs)
 
     def _missing(self, joining: Joining) -> int:
         missing = self.max_pages - len(joining.pages)
@@ -134,4 +118,4 @@ class StepState:
         return missing
 
     def __repr__(self) -> str:
-        return f"<StepState {self.num_open} of {self._integers.shape[0] - 1} slots, {self.max_pages} pages each>"
+        return f"<StepState {self.num_open} of {self.integers.shape[0] - 1} slots, {self.max_pages} pages each>"

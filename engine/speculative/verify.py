@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from ...kernels.chain_verify import chain_verify
 from ...kernels.compact_kv import compact_kv
 from ...kernels.tree_verify import tree_verify
 from ..kv_pool import KVPool
@@ -26,18 +27,6 @@ class Verdict(NamedTuple):
     path: torch.Tensor
 
 
-def accept(target_tokens: torch.Tensor, draft_tokens: torch.Tensor) -> torch.Tensor:
-    """Accept lengths `[B]` int64 in 1..N: request b emits `target_tokens[b, :accept_len]`.
-
-    `target_tokens` `[B, N]`: what the target chose in row j, behind the newest token and drafts 0..j-1.
-    `draft_tokens` `[B, N-1]`: draft j stands in row j+1, so it is kept when it equals target_tokens[b, j] and all
-    drafts before it were kept.
-    """
-    assert draft_tokens.shape[1] == target_tokens.shape[1] - 1, (target_tokens.shape, draft_tokens.shape)
-    matches = target_tokens[:, :-1] == draft_tokens
-    return 1 + matches.long().cumprod(dim=1).sum(dim=1)
-
-
 def judge(
     shape: DraftShape, tokens: torch.Tensor, tree: DraftTree | None, targets: torch.Tensor, limits: torch.Tensor
 ) -> Verdict:
@@ -46,7 +35,7 @@ def judge(
     `tree` None: they are a chain. `limits` `[B]`: rows from there on found no place and are not kept.
     """
     if tree is None:
-        accept_len = torch.minimum(accept(targets, tokens[:, 1:]), limits)
+        accept_len = chain_verify(tokens, targets, limits)
         return Verdict(accept_len, targets, torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape))
     walked = tree_verify(tokens, tree.parents, targets, limits)
     return Verdict(walked.accept_len, walked.tokens[:, : shape.num_path], walked.path[:, : shape.num_path])

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
+from baton.kernels.chain_verify import chain_verify
 from baton.kernels.choose_token import choose_token
 from baton.kernels.compact_kv import compact_kv
 from baton.kernels.extend_attention import paged_extend
@@ -20,6 +21,7 @@ from baton.kernels.rope_store import rope_store
 from baton.kernels.select_rows import select_last_rows
 from baton.kernels.silu_mul import silu_mul
 from baton.kernels.skinny_linear import gated_linear, linear
+from baton.kernels.step_glue import PAGES, PlaceSizes, step_outcome, step_places
 from baton.kernels.tree_verify import tree_verify
 from baton.kernels.verify_attention import paged_verify
 
@@ -137,6 +139,18 @@ def verdict_benches(batch: int, num_nodes: int, device: str) -> Iterator[Bench]:
     yield Bench(f"select_last_rows {batch}x{num_nodes}", lambda: select_last_rows(hidden, limits), rows)
 
 
+def glue_benches(batch: int, device: str) -> Iterator[Bench]:
+    """What stands around the forwards of a chain of 4. Launch-bound."""
+    state = torch.ones((batch + 1, PAGES + 64), dtype=torch.int64, device=device)
+    sizes = PlaceSizes(4, 4, 4, PAGE_SIZE, 1024, 2 * LAYERS * PAGE_SIZE, 2 * PAGE_SIZE)
+    yield Bench(f"step_places {batch}", lambda: step_places(state, sizes), 8 * 20 * batch)
+    tokens = torch.zeros((batch, 4), dtype=torch.int64, device=device)
+    slots, flags = torch.arange(1, batch + 1, device=device), torch.zeros(4 * batch, dtype=torch.bool, device=device)
+    yield Bench(f"chain_verify {batch}", lambda: chain_verify(tokens, tokens, slots), 2 * size(tokens) + 2 * size(slots))
+    outcome = (slots, tokens, tokens, slots, flags, flags, slots)
+    yield Bench(f"step_outcome {batch}", lambda: step_outcome(state, *outcome), 4 * size(tokens))
+
+
 def choice_benches(rows: int, vocab_size: int, device: str) -> Iterator[Bench]:
     """The likeliest token of each row, and one drawn."""
     logits = torch.randn(rows, vocab_size, device=device)
@@ -161,6 +175,7 @@ def registry(device: str, *, is_small: bool) -> Iterator[Bench]:
     for num_pages, page_bytes in ((4, 4096),) if is_small else ((1024, 1 << 21), (1024, 1 << 17)):
         yield from transfer_benches(num_pages, page_bytes, device)
     yield from verdict_benches(2 if is_small else 64, 16, device)
+    yield from glue_benches(2 if is_small else 64, device)
     for rows, vocab_size in ((2, 40),) if is_small else ((1, 49152), (4, 128256), (256, 128256)):
         yield from choice_benches(rows, vocab_size, device)
 

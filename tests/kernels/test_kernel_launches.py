@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from baton.kernels.chain_verify import chain_verify, chain_verify_triton
 from baton.kernels.choose_token import choose_token, choose_token_triton
 from baton.kernels.compact_kv import compact_kv, compact_kv_triton
 from baton.kernels.extend_attention import paged_extend, paged_extend_triton
@@ -16,6 +17,7 @@ from baton.kernels.rope_store import rope_store_triton
 from baton.kernels.select_rows import select_last_rows, select_last_rows_triton
 from baton.kernels.silu_mul import silu_mul_triton
 from baton.kernels.skinny_linear import gated_linear, linear_triton
+from baton.kernels.step_glue import PlaceSizes, step_outcome, step_outcome_triton, step_places, step_places_triton
 from baton.kernels.tree_verify import tree_verify, tree_verify_triton
 from baton.kernels.verify_attention import MAX_SPLITS, choose_splits, paged_verify, paged_verify_triton
 from baton.tests.kernels import bench_kernels
@@ -40,6 +42,9 @@ OPERATIONS = {
     "compact_kv": "compact_kv",
     "select_last_rows": "select_rows",
     "choose_token": "choose_token",
+    "step_places": "step_glue",
+    "step_outcome": "step_glue",
+    "chain_verify": "chain_verify",
 }
 
 
@@ -107,7 +112,12 @@ def test_every_kernel_compiles_for_an_h200_and_fits_its_shared_memory(compiled_f
     compact_kv_triton(pool, table, table)
     paged_extend_triton(q, pool, 1, table, torch.tensor([0, 1, 3]), lens, 64, 0.1)
     logits, doubles = randn(3, 4096), torch.ones(3, dtype=torch.float64)
-    choose_token_triton(logits, rows, rows, doubles, doubles, rows.bool(), torch.arange(4096))
+    for min_p, ids in ((doubles, torch.arange(4096)), (None, None)):
+        choose_token_triton(logits, rows, rows, doubles, min_p, rows.bool(), ids)
+    state, flags = torch.ones(3, 20, dtype=torch.int64), torch.zeros(12, dtype=torch.bool)
+    step_places_triton(state, PlaceSizes(4, 4, 4, 16, 1024, 64, 32))
+    step_outcome_triton(state, rows, state[:, :4], state[:, :4], rows, flags, flags, rows)
+    chain_verify_triton(state, state, rows)
     trees = torch.ones(2, 16, 16, dtype=torch.bool)
     for num_rows, mask in ((1, None), (16, trees)):
         queries = randn(2, num_rows, 32, 128, dtype=torch.bfloat16)
@@ -117,7 +127,7 @@ def test_every_kernel_compiles_for_an_h200_and_fits_its_shared_memory(compiled_f
         "_rms_norm_kernel", "_silu_mul_kernel", "_rope_kernel", "_store_kv_kernel", "_rope_store_kernel",
         "_copy_pages_kernel", "_select_last_rows_kernel", "_tree_verify_kernel", "_extend_kernel", "_verify_kernel",
         "_merge_kernel", "_compact_kv_kernel", "_highest_kernel", "_scores_kernel", "_pick_kernel",
-        "_skinny_kernel",
+        "_skinny_kernel", "_places_kernel", "_outcome_kernel", "_chain_verify_kernel",
     }  # fmt: skip
     for name, kernel in compiled_for_h200:
         assert kernel.asm["cubin"], name
@@ -176,6 +186,10 @@ Q = torch.zeros(1, 1, 4, 8)
         ("compact_kv", lambda: compact_kv_triton(POOL, *[torch.zeros(1, 257, dtype=INT64)] * 2)),
         ("choose_token", lambda: choose_token(randn(1, 8), ONE, ONE, ONE.double(), ONE.double(), ONE.bool(), TABLE[0])),
         ("choose_token", lambda: choose_token(randn(1, 2), ONE, ONE, ONE.double(), ONE, ONE.bool(), TABLE[0])),
+        ("chain_verify", lambda: chain_verify(TABLE, TABLE[:, :1], ONE)),
+        ("step_places", lambda: step_places(TABLE, PlaceSizes(4, 4, 4, 16, 1024, 64, 32))),
+        ("step_outcome", lambda: step_outcome(
+            torch.ones(2, 20, dtype=INT64), ONE, TABLE, TABLE[:, :1], ONE, ONE.bool(), ONE.bool(), ONE)),
         ("paged_extend", lambda: paged_extend(Q[0], POOL, 0, TABLE, ONE, ONE, 1, 1.0)),
         ("paged_extend", lambda: paged_extend(Q, POOL, 0, TABLE, torch.tensor([0, 1]), ONE, 1, 1.0)),
     ],

@@ -150,15 +150,15 @@ def test_gone_is_said_when_the_step_under_way_was_read(target, head, late):
     pair.assert_nothing_is_held()
 
 
-@pytest.mark.parametrize("end", ["drop_all", "hand_back", "expire"])
+@pytest.mark.parametrize("end", ["drop_rooms", "hand_back", "expire"])
 def test_every_other_end_waits_for_the_step_under_way_too(target, head, late, end):
     pair = pair_of(target, head, "chain", pages=96)
     for i in range(3):
         pair.send(name(i), [5 + i, 7, 9], max_new_tokens=40)
     pair.run(until=lambda: len(pair.tokens) == 3 and all(len(ids) > 4 for ids in pair.tokens.values()))
     rooms = pair.decode.queues.of(RoomState.RUNNING)
-    if end == "drop_all":
-        pair.decode.drop_all("the router is gone")
+    if end == "drop_rooms":
+        pair.decode.drop_rooms(pair.decode.queues.names(), "the router is gone")
     elif end == "hand_back":
         pair.decode.hand_back()
     else:
@@ -168,7 +168,7 @@ def test_every_other_end_waits_for_the_step_under_way_too(target, head, late, en
         pair.decode.expire(pair.clock.now)
     assert {room.state for room in rooms} == {RoomState.SETTLING}
     assert pair.decode.num_rooms == 3
-    pair.prefill.drop_all("the test ends")
+    pair.prefill.drop_rooms(pair.prefill.queues.names(), "the test ends")
     pair.run()
     if end == "expire":
         assert {pair.ends[name(i)].kind for i in range(3)} == {"DeadlineExceeded"}

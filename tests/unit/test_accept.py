@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 import torch
-from baton.engine.speculative.verify import accept
+from baton.kernels.chain_verify import chain_verify
 
 # The noise of a position is one of GRID equally likely values, and a choice inverts the cumulative distribution: the law of
 # the first TOKENS tokens is then a count over all GRID ** TOKENS noises, exact as a fraction.
@@ -22,6 +22,12 @@ DRAFTS = {
     "disjoint support": torch.tensor([[0, 0, 5], [5, 0, 0], [0, 5, 0]]),
 }
 Rule = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+
+def accept(targets: torch.Tensor, drafts: torch.Tensor) -> torch.Tensor:
+    """Accept lengths `[B]` of `drafts` `[B, N-1]`, given the target's choice `targets` `[B, N]` behind each row."""
+    newest = torch.full((drafts.shape[0], 1), -1)
+    return chain_verify(torch.cat((newest, drafts), dim=1), targets, torch.full((drafts.shape[0],), 1 << 20))
 
 
 def choose(weights: torch.Tensor, newest: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
@@ -145,5 +151,5 @@ def test_without_drafts_each_request_emits_one_token_and_no_request_is_fine() ->
 
 
 def test_a_wrong_number_of_drafts_is_refused() -> None:
-    with pytest.raises(AssertionError):
+    with pytest.raises(ValueError, match="chain_verify"):
         accept(torch.zeros((1, 3), dtype=torch.int64), torch.zeros((1, 3), dtype=torch.int64))

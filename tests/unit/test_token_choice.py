@@ -69,8 +69,10 @@ def test_a_flat_distribution_is_told_to_need_more_candidates():
     assert short.tolist() == [True]
 
 
-def test_knobs_are_repeated_for_each_row_of_a_slot():
-    knobs = Knobs.of([SamplingParams(temperature=0.5, seed=i, top_k=i) for i in range(3)], VOCAB).repeated(2)
-    assert knobs.seeds.tolist() == [0, 0, 1, 1, 2, 2]
-    assert knobs.top_k.tolist() == [VOCAB, VOCAB, 1, 1, 2, 2]
-    assert knobs.is_drawn.tolist() == [True, True, False, False, True, True], "a top-k of one leaves nothing to draw"
+@pytest.mark.parametrize("choose", [choose_tokens, in_fixed_shape])
+def test_the_knobs_of_a_request_hold_for_each_of_its_rows(choose):
+    params = [SamplingParams(temperature=0.5 + i, seed=i, top_k=(0, 3, 1)[i]) for i in range(3)]
+    logits, positions = torch.randn(6, VOCAB, generator=torch.Generator().manual_seed(1)), torch.arange(6)
+    together = choose(logits, positions, Knobs.of(params, VOCAB), is_ranked=True)[0]
+    alone = choose(logits, positions, Knobs.of([p for p in params for _ in range(2)], VOCAB), is_ranked=True)[0]
+    assert together.tolist() == alone.tolist()

@@ -1,0 +1,333 @@
+"""What stands around the forwards of a decode step, each in one launch: where its rows lie, and what came of them.
+
+Legend: B requests, F fields of a request's state, P pages of it, S places planned, N nodes verified, R rows of the longest
+branch. Pool rows are those of `kv_store.kv_rows`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from .triton_jit import jit_varying, next_power_of_2, tl
+
+# Columns of a request's state; the pages are the last.
+NEWEST, LENGTH, REMAINING, CAPACITY, DRAFT_ROW, SEED, TOP_K, IS_DRAWN, PAGES = range(9)
+NUM_COUNTS = 4  # columns of a report behind the tokens
+
+
+class Places(NamedTuple):
+    """`positions`, `slots`, `target_rows` and `draft_rows` (row numbers in either pool) int64 `[B, S]`; `lengths`, `limits`,
+    `verify_lens`, `extend_lens` int64 `[B]`: rows with KV, rows that may be accepted, context of the verify and of the draft
+    extend. An idle request has lengths of 0; its rows, and those past a request's capacity, lie in the sink, as do all of
+    the draft's rows of a request that nothing is drafted for."""
+
+    positions: torch.Tensor
+    slots: torch.Tensor
+    target_rows: torch.Tensor
+    draft_rows: torch.Tensor
+    lengths: torch.Tensor
+    limits: torch.Tensor
+    verify_lens: torch.Tensor
+    extend_lens: torch.Tensor
+
+
+class PlaceSizes(NamedTuple):
+    """`num_places` S, `num_nodes` N, `num_path` R, `page_size`, `max_context`; `target_page` and `draft_page`: rows of a
+    page in either pool."""
+
+    num_places: int
+    num_nodes: int
+    num_path: int
+    page_size: int
+    max_context: int
+    target_page: int
+    draft_page: int
+
+
+def step_places_reference(state: torch.Tensor, sizes: PlaceSizes) -> Places:
+    """The definition, and the CPU path; no look at the host."""
+    is_active = state[:, REMAINING] > 0
+    lengths = torch.where(is_active, state[:, LENGTH], 0)
+    positions = lengths[:, None] + torch.arange(sizes.num_places, device=state.device)
+    pages = state[:, PAGES:].gather(1, positions // sizes.page_size)
+    is_stored = (positions < state[:, CAPACITY, None]) & is_active[:, None]
+    is_drafted = is_stored & (state[:, DRAFT_ROW, None] != 0)
+    offsets = positions % sizes.page_size
+    room = torch.where(is_active, state[:, CAPACITY] - lengths, 0)
+    return Places(
+        positions.clamp(max=sizes.max_context - 1),
+        torch.where(is_stored, pages * sizes.page_size + offsets, 0),
+        torch.where(is_stored, pages * sizes.target_page + offsets, 0),
+        torch.where(is_drafted, pages * sizes.draft_page + offsets, 0),
+        lengths,
+        room.clamp(max=sizes.num_places),
+        torch.where(is_active, lengths + sizes.num_nodes, 0),
+        torch.where(is_active, lengths + sizes.num_path, 0),
+    )
+
+
+@jit_varying("state_stride")
+def _places_kernel(
+    p_state: tl.tensor,
+    p_grid: tl.tensor,
+    p_rows: tl.tensor,
+    num_requests: tl.tensor,
+    state_stride: tl.tensor,
+    NUM_PLACES: tl.constexpr,
+    NUM_NODES: tl.constexpr,
+    NUM_PATH: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    MAX_CONTEXT: tl.constexpr,
+    TARGET_PAGE: tl.constexpr,
+    DRAFT_PAGE: tl.constexpr,
+    LENGTH: tl.constexpr,
+    REMAINING: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    DRAFT_ROW: tl.constexpr,
+    PAGES: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    i_request = tl.program_id(0).to(tl.int64)
+    p_mine = p_state + i_request * state_stride
+    is_active = tl.load(p_mine + REMAINING) > 0
+    length = tl.where(is_active, tl.load(p_mine + LENGTH), 0)
+    capacity = tl.load(p_mine + CAPACITY)
+    is_warm = tl.load(p_mine + DRAFT_ROW) != 0
+    i_place = tl.arange(0, BLOCK)
+    m_place = i_place < NUM_PLACES
+    b_position = length + i_place
+    b_page = tl.load(p_mine + PAGES + b_position // PAGE_SIZE, mask=m_place, other=0)
+    b_offset = b_position % PAGE_SIZE
+    m_stored = (b_position < capacity) & is_active
+    num_cells = num_requests * NUM_PLACES
+    o_cell = i_request * NUM_PLACES + i_place
+    tl.store(p_grid + o_cell, tl.minimum(b_position, MAX_CONTEXT - 1), mask=m_place)
+    tl.store(p_grid + num_cells + o_cell, tl.where(m_stored, b_page * PAGE_SIZE + b_offset, 0), mask=m_place)
+    tl.store(p_grid + 2 * num_cells + o_cell, tl.where(m_stored, b_page * TARGET_PAGE + b_offset, 0), mask=m_place)
+    b_draft = tl.where(m_stored & is_warm, b_page * DRAFT_PAGE + b_offset, 0)
+    tl.store(p_grid + 3 * num_cells + o_cell, b_draft, mask=m_place)
+    tl.store(p_rows + i_request, length)
+    tl.store(p_rows + num_requests + i_request, tl.where(is_active, tl.minimum(capacity - length, NUM_PLACES), 0))
+    tl.store(p_rows + 2 * num_requests + i_request, tl.where(is_active, length + NUM_NODES, 0))
+    tl.store(p_rows + 3 * num_requests + i_request, tl.where(is_active, length + NUM_PATH, 0))
+
+
+def step_places_triton(state: torch.Tensor, sizes: PlaceSizes) -> Places:
+    """Launch on `state` int64 `[B, F+P]` (rows dense).
+
+    Raises ValueError when it is not, or has no page.
+    """
+    _check_state(state)
+    count = state.shape[0]
+    grid = torch.empty((4, count, sizes.num_places), dtype=torch.int64, device=state.device)
+    rows = torch.empty((4, count), dtype=torch.int64, device=state.device)
+    if count:
+        _places_kernel[(count,)](
+            state,
+            grid,
+            rows,
+            count,
+            state.stride(0),
+            *sizes,
+            LENGTH=LENGTH,
+            REMAINING=REMAINING,
+            CAPACITY=CAPACITY,
+            DRAFT_ROW=DRAFT_ROW,
+            PAGES=PAGES,
+            BLOCK=next_power_of_2(sizes.num_places),
+            num_warps=1,
+        )
+    return Places(*grid.unbind(0), *rows.unbind(0))
+
+
+def step_places(state: torch.Tensor, sizes: PlaceSizes) -> Places:
+    """Where the rows of a step lie, from the `state` int64 `[B, F+P]` of its requests.
+
+    Raises ValueError when it is not of that form.
+    """
+    if state.is_cuda:
+        return step_places_triton(state, sizes)
+    _check_state(state)
+    return step_places_reference(state, sizes)
+
+
+class Outcome(NamedTuple):
+    """`report` int64 `[B, R+4]`: the target's choices along the kept branch; what verify accepted; rows in front of the
+    first that is bad, and of the first that is unseen; whether what was not asked would have matched. `emitted` int64
+    `[B]`: tokens that the request got; 0: it stays as it is."""
+
+    report: torch.Tensor
+    emitted: torch.Tensor
+
+
+def step_outcome_reference(
+    table: torch.Tensor,
+    slots: torch.Tensor,
+    tokens: torch.Tensor,
+    path: torch.Tensor,
+    accept_len: torch.Tensor,
+    is_bad: torch.Tensor,
+    is_unseen: torch.Tensor,
+    would_match: torch.Tensor,
+) -> Outcome:
+    """The definition, and the CPU path; no look at the host."""
+    by_node = (path.shape[0], is_bad.shape[0] // max(path.shape[0], 1))
+    good, seen = (
+        (flags.view(by_node).gather(1, path).long().cumsum(dim=1) == 0).sum(dim=1)
+        for flags in (is_bad, is_unseen)
+    )
+    rows = table[:, : REMAINING + 1].index_select(0, slots)
+    emitted = torch.stack((accept_len, good, seen, rows[:, REMAINING])).amin(dim=0)
+    last = tokens.gather(1, (emitted - 1).clamp(min=0)[:, None]).squeeze(1)
+    newest = torch.where(emitted > 0, last, rows[:, NEWEST])
+    moved = torch.stack((newest, rows[:, LENGTH] + emitted, rows[:, REMAINING] - emitted), dim=1)
+    table[:, NEWEST : REMAINING + 1].index_copy_(0, slots, moved)
+    report = torch.cat((tokens, torch.stack((accept_len, good, seen, would_match), dim=1)), dim=1)
+    return Outcome(report, emitted)
+
+
+@jit_varying("table_stride")
+def _outcome_kernel(
+    p_table: tl.tensor,
+    p_slots: tl.tensor,
+    p_tokens: tl.tensor,
+    p_path: tl.tensor,
+    p_accept_len: tl.tensor,
+    p_is_bad: tl.tensor,
+    p_is_unseen: tl.tensor,
+    p_would_match: tl.tensor,
+    p_report: tl.tensor,
+    p_emitted: tl.tensor,
+    table_stride: tl.tensor,
+    tokens_stride: tl.tensor,
+    path_stride: tl.tensor,
+    num_nodes: tl.tensor,
+    NUM_PATH: tl.constexpr,
+    NUM_COUNTS: tl.constexpr,
+    NEWEST: tl.constexpr,
+    LENGTH: tl.constexpr,
+    REMAINING: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    i_request = tl.program_id(0).to(tl.int64)
+    i_row = tl.arange(0, BLOCK)
+    m_row = i_row < NUM_PATH
+    b_path = tl.load(p_path + i_request * path_stride + i_row, mask=m_row, other=0)
+    o_node = i_request * num_nodes + b_path
+    b_bad = tl.load(p_is_bad + o_node, mask=m_row, other=0) != 0
+    b_unseen = tl.load(p_is_unseen + o_node, mask=m_row, other=0) != 0
+    good = tl.min(tl.where(b_bad, i_row, NUM_PATH), axis=0).to(tl.int64)
+    seen = tl.min(tl.where(b_unseen, i_row, NUM_PATH), axis=0).to(tl.int64)
+    accepted = tl.load(p_accept_len + i_request)
+    p_mine = p_table + tl.load(p_slots + i_request) * table_stride
+    remaining = tl.load(p_mine + REMAINING)
+    emitted = tl.minimum(tl.minimum(accepted, remaining), tl.minimum(good, seen))
+    b_tokens = tl.load(p_tokens + i_request * tokens_stride + i_row, mask=m_row, other=0)
+    p_out = p_report + i_request * (NUM_PATH + NUM_COUNTS)
+    tl.store(p_out + i_row, b_tokens, mask=m_row)
+    tl.store(p_out + NUM_PATH, accepted)
+    tl.store(p_out + NUM_PATH + 1, good)
+    tl.store(p_out + NUM_PATH + 2, seen)
+    tl.store(p_out + NUM_PATH + 3, tl.load(p_would_match + i_request))
+    tl.store(p_emitted + i_request, emitted)
+    # all padding requests share one slot, which is idle: each of them leaves it as it is
+    last = tl.sum(tl.where(i_row == emitted - 1, b_tokens, 0), axis=0)
+    m_moved = emitted > 0
+    tl.store(p_mine + NEWEST, last, mask=m_moved)
+    tl.store(p_mine + LENGTH, tl.load(p_mine + LENGTH) + emitted, mask=m_moved)
+    tl.store(p_mine + REMAINING, remaining - emitted, mask=m_moved)
+
+
+def step_outcome_triton(
+    table: torch.Tensor,
+    slots: torch.Tensor,
+    tokens: torch.Tensor,
+    path: torch.Tensor,
+    accept_len: torch.Tensor,
+    is_bad: torch.Tensor,
+    is_unseen: torch.Tensor,
+    would_match: torch.Tensor,
+) -> Outcome:
+    """Launch `step_outcome`. Raises ValueError when shapes or dtypes do not fit."""
+    _check_outcome(table, slots, tokens, path, (accept_len, would_match), (is_bad, is_unseen))
+    count, num_path = path.shape
+    report = torch.empty((count, num_path + NUM_COUNTS), dtype=torch.int64, device=table.device)
+    emitted = torch.empty(count, dtype=torch.int64, device=table.device)
+    if count:
+        tokens, path = (x if x.stride(1) == 1 else x.contiguous() for x in (tokens, path))
+        _outcome_kernel[(count,)](
+            table,
+            slots,
+            tokens,
+            path,
+            accept_len.contiguous(),
+            is_bad.contiguous().view(torch.uint8),
+            is_unseen.contiguous().view(torch.uint8),
+            would_match,
+            report,
+            emitted,
+            table.stride(0),
+            tokens.stride(0),
+            path.stride(0),
+            is_bad.numel() // count,
+            NUM_PATH=num_path,
+            NUM_COUNTS=NUM_COUNTS,
+            NEWEST=NEWEST,
+            LENGTH=LENGTH,
+            REMAINING=REMAINING,
+            BLOCK=next_power_of_2(num_path),
+            num_warps=1,
+        )
+    return Outcome(report, emitted)
+
+
+def step_outcome(
+    table: torch.Tensor,
+    slots: torch.Tensor,
+    tokens: torch.Tensor,
+    path: torch.Tensor,
+    accept_len: torch.Tensor,
+    is_bad: torch.Tensor,
+    is_unseen: torch.Tensor,
+    would_match: torch.Tensor,
+) -> Outcome:
+    """What a step said, and the state `table` int64 `[slots, F+P]` of its requests, in `slots` int64 `[B]`, moved on.
+
+    `tokens`, `path` int64 `[B, R]`: the target's choices along the kept branch and the nodes they were made behind;
+    `accept_len` int64 `[B]`; `is_bad`, `is_unseen` bool `[B*N]` by node; `would_match` int64 `[B]`.
+    Raises ValueError when shapes or dtypes do not fit.
+    """
+    if table.is_cuda:
+        return step_outcome_triton(table, slots, tokens, path, accept_len, is_bad, is_unseen, would_match)
+    _check_outcome(table, slots, tokens, path, (accept_len, would_match), (is_bad, is_unseen))
+    return step_outcome_reference(table, slots, tokens, path, accept_len, is_bad, is_unseen, would_match)
+
+
+def _check_state(state: torch.Tensor) -> None:
+    if state.dim() != 2 or state.dtype != torch.int64 or state.shape[1] <= PAGES or state.stride(1) != 1:
+        raise ValueError(
+            f"step_places: state {tuple(state.shape)} {state.dtype}, expected int64 [B, {PAGES} + pages] with dense rows"
+        )
+
+
+def _check_outcome(
+    table: torch.Tensor,
+    slots: torch.Tensor,
+    tokens: torch.Tensor,
+    path: torch.Tensor,
+    counts: tuple[torch.Tensor, ...],
+    flags: tuple[torch.Tensor, ...],
+) -> None:
+    _check_state(table)
+    count = slots.shape[0]
+    is_shaped = tokens.shape == path.shape == (count, path.shape[-1]) and all(x.shape == (count,) for x in counts)
+    is_integer = all(x.dtype == torch.int64 for x in (slots, tokens, path, *counts))
+    is_flagged = all(x.dtype == torch.bool and (x.numel() % count == 0 if count else not x.numel()) for x in flags)
+    if not (is_shaped and is_integer and is_flagged):
+        raise ValueError(
+            f"step_outcome: tokens {tuple(tokens.shape)}, path {tuple(path.shape)} and counts "
+            f"{[tuple(x.shape) for x in counts]} must be int64 [B, R] and [B] for {count} slots, flags "
+            f"{[(tuple(x.shape), x.dtype) for x in flags]} bool [B * N]"
+        )
