@@ -28,7 +28,9 @@ SPREAD ?= -n 2
 ROWS ?=
 JUDGES ?=
 
-.PHONY: help venv install model demo lint sim test test-full faults judges deploy-check lock sbom clean
+MODEL ?= $(HOME)/.cache/baton/models/smollm2-135m-instruct
+
+.PHONY: bench-router help venv install model demo lint sim test test-full faults judges deploy-check lock sbom clean
 
 help:
 	@printf '%s\n' 'make demo       a cluster on this machine answers one request (ARGS=--once: then stops)' \
@@ -39,6 +41,7 @@ help:
 	  'make judges     clients that others wrote: openai, schemathesis, lm-eval and more (JUDGES=openai: some of them)' \
 	  'make sim        a simulated cluster under SEEDS=20000 mixes of faults' \
 	  'make lint       ruff and mypy --strict' \
+	  'make bench-router  load on the router beside nginx, aiohttp and sglang-router (MODEL=DIR)' \
 	  'make install    .venv with baton and all it needs' \
 	  'make model      download and convert the demo model' \
 	  'make lock       requirements.lock: constraints.txt with the hashes of all files (asks PyPI)' \
@@ -111,6 +114,15 @@ judges: install .judges/.installed
 # needs the network; run it after every change of constraints.txt
 lock: install
 	cd / && $(CURDIR)/$(BIN)/python -m baton.deploy.lock hashes
+
+# the proxies beside it have a venv of their own; nginx and wrk come from the system
+bench-router: install model .bench-peers/.installed
+	@cd / && $(CURDIR)/$(BIN)/baton bench router --model $(MODEL) --peers-python $(CURDIR)/.bench-peers/bin/python $(ARGS)
+
+.bench-peers/.installed:
+	$(BIN)/python -m venv .bench-peers
+	.bench-peers/bin/pip --disable-pip-version-check install -q 'aiohttp>=3.10' 'sglang-router>=0.3.2'
+	@touch $@
 
 sbom: install
 	@cd / && $(CURDIR)/$(BIN)/python -m baton.deploy.lock sbom

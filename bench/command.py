@@ -9,6 +9,7 @@ from ..cluster.config_fields import did_you_mean
 PACKAGE = "baton"
 BENCHES = {
     "engine": (".bench.engine", "decode, EAGLE3 and prefill steps of one engine, beside what the device could do"),
+    "router": (".bench.router", "requests and streams through the router, with workers that answer at once, beside proxies"),
     "transfer": (".bench.transfer", "throughput of the KV hand-off, per transport, beside raw sockets and memcpy"),
 }
 EXIT_USAGE = 2

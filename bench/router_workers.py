@@ -1,7 +1,7 @@
-"""A prefill and a decode worker that compute nothing: `python -m baton.bench.router_workers CONTROL [STEP_S]`.
+"""A prefill and a decode worker that compute nothing: `python -m baton.bench.router_workers CONTROL [STEP_S [TOKENS]]`.
 
 Both speak the control plane in one process. A request is answered at once with as many tokens as it asks for; with STEP_S
-decode gives one token to each of its requests per step, all in one message, as a real one does.
+decode gives TOKENS (1) to each of its requests per step, all in one message, as a real one does.
 """
 
 import secrets
@@ -34,7 +34,7 @@ from ..cluster.messages import (
 from ..cluster.sockets import CONTROL_MAX_FRAME, Socket, connect, make_socket, recv_parts, try_send
 
 HEARTBEAT_S = 0.1
-PAGES = 1 << 24
+PAGES = 1 << 30
 TOKEN = 11  # of the answer; a letter in any vocabulary
 
 
@@ -64,7 +64,7 @@ class FakeWorker:
         is_prefill = role == "prefill"
         self._hello = Hello(
             role=role, instance=self.instance, protocol=PROTOCOL_MAJOR, fingerprint="bench", model="bench",
-            kv_endpoint="ipc:///nowhere" if is_prefill else "", pages_total=PAGES, page_size=16, max_context=8192,
+            kv_endpoint="ipc:///nowhere" if is_prefill else "", pages_total=PAGES, page_size=16, max_context=1 << 24,
             max_running=0, vocab_size=330,
         )  # fmt: skip
 
@@ -82,12 +82,13 @@ class FakeWorker:
         while self._outbox and try_send(self.socket, [self._outbox[0]]):
             del self._outbox[0]
 
-    def step(self) -> None:
-        """One token for every stream."""
+    def step(self, num_tokens: int) -> None:
+        """So many tokens for every stream."""
         items, ended = [], []
         for stream in self.streams.values():
-            items.append(TokenItem(room=stream.room, epoch=stream.epoch, seq=stream.num_sent, ids=[TOKEN]))
-            stream.num_sent += 1
+            ids = [TOKEN] * min(num_tokens, stream.num_wanted - stream.num_sent)
+            items.append(TokenItem(room=stream.room, epoch=stream.epoch, seq=stream.num_sent, ids=ids))
+            stream.num_sent += len(ids)
             if stream.num_sent >= stream.num_wanted:
                 ended.append(stream)
         if items:
@@ -126,7 +127,7 @@ class FakeWorker:
         self.send(Finished(room=room, epoch=epoch, instance=self.instance, reason="length", output_tokens=num_tokens))
 
 
-def serve(endpoint: str, step_s: float) -> None:
+def serve(endpoint: str, step_s: float, num_tokens: int) -> None:
     """Never ends; whoever started it does that."""
     context: zmq.Context[Socket] = zmq.Context()
     workers = [FakeWorker(context, endpoint, role) for role in ("prefill", "decode")]
@@ -140,14 +141,14 @@ def serve(endpoint: str, step_s: float) -> None:
         now = time.monotonic()
         if step_s and now >= next_step:
             next_step += step_s
-            workers[1].step()
+            workers[1].step(num_tokens)
         for worker in workers:
             worker.turn(now, is_stepping=step_s > 0)
 
 
 def main(argv: Sequence[str]) -> None:
-    """`CONTROL [STEP_S]`"""
-    serve(argv[0], float(argv[1]) if len(argv) > 1 else 0.0)
+    """`CONTROL [STEP_S [TOKENS]]`"""
+    serve(argv[0], float(argv[1]) if len(argv) > 1 else 0.0, int(argv[2]) if len(argv) > 2 else 1)
 
 
 if __name__ == "__main__":

@@ -85,7 +85,7 @@ def prompts_of(body: CompletionBody) -> list[str | list[int]]:
     prompt = body.prompt
     if isinstance(prompt, str):
         prompts: list[str | list[int]] = [prompt]
-    elif prompt and all(isinstance(item, int) for item in prompt):
+    elif set(map(type, prompt)) == {int}:
         prompts = [[item for item in prompt if isinstance(item, int)]]
     else:
         prompts = [item for item in prompt if not isinstance(item, int)]
