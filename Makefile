@@ -46,7 +46,7 @@ help:
 	  'make model      download and convert the demo model' \
 	  'make lock       requirements.lock: constraints.txt with the hashes of all files (asks PyPI)' \
 	  'make sbom       what baton installs, as CycloneDX, on stdout' \
-	  'make clean      remove .venv and what tools left'
+	  'make clean      remove .venv, .judges and what tools left'
 
 venv: $(BIN)/python
 
@@ -131,5 +131,5 @@ sim: install
 	$(BIN)/python -m baton.tests.sim.cluster_main --seeds $(SEEDS)
 
 clean:
-	rm -rf $(VENV) .lint build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .judges .lint build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

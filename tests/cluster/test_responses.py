@@ -130,3 +130,13 @@ def test_the_document_and_its_page_are_served(served):
     page = httpx.get(served.url + "/docs")
     assert page.headers["content-type"].startswith("text/html")
     assert "/v1/chat/completions" in page.text
+
+
+def test_a_field_that_an_older_worker_would_not_obey_is_not_sent_to_it(start):
+    running, script = start()
+    running.pair(script, takes=())
+    body = {"model": MODEL, "prompt": "hi"}
+    assert post(running, "v1/completions", **body).status_code == 200
+    for young in ({"min_tokens": 2}, {"echo": True, "logprobs": 1}, {"response_format": {"type": "json_object"}}):
+        reply = post(running, "v1/completions", **body, **young)
+        assert (reply.status_code, reply.headers["retry-after"]) == (503, "1"), reply.text

@@ -11,6 +11,7 @@ from baton.engine.sampling_params import SamplingParams
 from baton.engine.speculative import step_body
 from baton.engine.speculative.device_steps import DeviceSteps
 from baton.engine.speculative.draft_shape import PLAIN, DraftShape
+from baton.engine.speculative.overlapped import host_reason
 from baton.tests.parity.eagle3_engine import Engine
 from baton.tests.parity.overlap_engine import LateSteps, counting_reads, overlapped, run_ahead
 from baton.tests.parity.test_adaptive_steps import Scripted
@@ -197,3 +198,11 @@ def test_a_steady_step_asks_the_device_for_nothing_and_keeps_nothing(target: Pat
         flight = newer
     assert reads.seen == []
     assert reads.num_kept == 0
+
+
+@pytest.mark.parametrize(
+    ("knobs", "reason"),
+    [({}, None), ({"grammar": "g"}, "guided"), ({"min_new_tokens": 1}, "min_tokens"), ({"logprobs": 0}, "logprobs")],
+)
+def test_what_needs_the_host_is_named(knobs: dict[str, object], reason: str | None) -> None:
+    assert host_reason(SamplingParams(**knobs)) == reason

@@ -10,10 +10,12 @@ from baton.cluster.messages import (
     Gone,
     Prefill,
     PrefillTimeline,
+    PromptLogprobs,
     Reserve,
     Reserved,
     Sampling,
     TokenItem,
+    TokenLogprob,
 )
 from baton.router.room_effects import Broken, Closed, Deliver, Ended, Freed, Judged, Pair, Requeued, Send, Settled
 from baton.router.room_parts import Phase
@@ -49,6 +51,25 @@ def resumed(room=None, pair=PAIR2):
     assert room.worker_lost(D, 1.0) == [Freed(D, 0), CANCEL_P, Requeued(1.0, LOST)]
     assert room.phase is Phase.QUEUED
     return room, [send.message for send in room.place(pair, 1.1)]
+
+
+def test_what_was_asked_of_the_beginning_is_not_asked_again():
+    asked = Sampling(max_new_tokens=9, min_new_tokens=5, prompt_logprobs=2, grammar="g")
+    room = Room(ROOM, [5, 6, 7], asked, 0.0, TIMEOUTS)
+    room.place(PAIR, 0.0)
+    scores = [TokenLogprob(logprob=-1.0, top=[(5, -1.0)]), TokenLogprob(logprob=-2.0)]
+    for start, part in ((1, scores[:1]), (2, scores[1:]), (1, scores[:1])):  # the last one again, which is dropped
+        message = PromptLogprobs(room=ROOM, epoch=0, instance=P, start=start, items=part)
+        assert room.on(message, P, 0.1) == []
+    assert room.num_stale == 1
+    room.on(reserved(), D, 0.1)
+    assert room.on(first(), P, 0.2)[0] == Deliver([100], [], scores)
+    assert room.on(tokens(1, [101]), D, 0.3)[0] == Deliver([101], [])
+    room.worker_lost(D, 1.0)
+    for told in room.place(PAIR2, 1.1):
+        sampling = told.message.sampling
+        assert (sampling.max_new_tokens, sampling.min_new_tokens, sampling.prompt_logprobs) == (7, 3, -1)
+        assert sampling.grammar == "g", "the worker replays the output so far"
 
 
 def again(token=103, finish=""):
