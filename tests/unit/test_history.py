@@ -157,6 +157,10 @@ def test_a_caller_sees_its_own_requests_and_an_operator_all():
     assert history.find("chatcmpl-a", alice) is not None
     assert history.find("chatcmpl-a", bob) is None
     assert history.find(history.find("chatcmpl-b", bob).choices[0].room[:8], alice) is None
+    [running] = submit(world, bob, "chatcmpl-c")
+    assert [len(history.recent(who, KEPT).requests) for who in (alice, bob, ANYONE)] == [1, 2, 3]
+    assert history.find("chatcmpl-c", bob) is not None
+    assert [history.find(name, alice) for name in ("chatcmpl-c", running.room.room)] == [None, None]
 
 
 def test_a_name_finds_by_whole_ids_or_8_digits_and_nothing_by_less():
