@@ -60,7 +60,7 @@ class Message(Struct, forbid_unknown_fields=True):
     def num_chars(self) -> int:
         """All that a template may write of it."""
         calls = sum(len(call.function.name) + len(call.function.arguments) for call in self.tool_calls or ())
-        return len(self.text) + len(self.name or "") + calls
+        return len(self.role) + len(self.text) + len(self.name or "") + calls
 
     @property
     def text(self) -> str:
