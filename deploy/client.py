@@ -83,9 +83,16 @@ class ChatClient:
 
     def get(self, path: str) -> dict[str, Any]:
         """The JSON object at `path`; raises RequestFailed."""
+        return self._object("GET", path, None)
+
+    def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """The JSON object that answers `body`; raises RequestFailed."""
+        return self._object("POST", path, body)
+
+    def _object(self, method: str, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
         connection = self._connect()
         try:
-            with self._request(connection, "GET", path, None) as reply:
+            with self._request(connection, method, path, body) as reply:
                 return _json(reply.read())
         except (OSError, http.client.HTTPException) as error:
             raise self._lost(error) from error

@@ -1,6 +1,7 @@
 """What operators see: /status, /metrics, /v1/models."""
 
 import os
+import time
 
 from msgspec import Struct
 
@@ -23,6 +24,7 @@ class RouterStatus(Struct, frozen=True, kw_only=True):
     running: int
     open_rooms: int
     uptime_s: float
+    clock: float  # this host's, seconds since the epoch
     events: dict[str, int]
 
 
@@ -92,6 +94,7 @@ def status_of(dispatcher: Dispatcher, model: str, uptime_s: float, now: float) -
         running=dispatcher.num_running,
         open_rooms=dispatcher.num_open,
         uptime_s=round(uptime_s, 1),
+        clock=round(time.time(), 3),
         events=dispatcher.event_totals,
     )
     return Status(router, [_worker_status(worker, now) for worker in registry])

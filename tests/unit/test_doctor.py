@@ -1,0 +1,211 @@
+"""Ten faults are planted on a host that is well otherwise; the doctor finds each and names a remedy."""
+
+import contextlib
+import http.server
+import importlib.metadata
+import json
+import resource
+import shutil
+import socket
+import threading
+import time
+
+import pytest
+from baton.deploy import doctor
+from baton.deploy.findings import FAIL, OK, WARN, check_gpu, check_limits, check_link, check_shm, check_versions
+from baton.deploy.keys import init
+from baton.deploy.pull_test import Link, measure, serve
+from baton.tests.cluster.router_fakes import save_tokenizer
+
+PREFILL = {
+    "role": "prefill", "instance": "a1" * 16, "state": "serving", "host": "h", "pid": 1, "heartbeat_age_s": 0.1,
+    "fingerprint": "f0" * 16,
+}  # fmt: skip
+DECODE = {**PREFILL, "role": "decode", "instance": "b2" * 16}
+
+
+@pytest.fixture
+def model(toy_copy):
+    directory = toy_copy("llama", shard_size="40KB", vocab_size=330)
+    save_tokenizer(directory)
+    return directory
+
+
+@pytest.fixture
+def keys(tmp_path):
+    init(tmp_path / "keys", ["router", "prefill", "decode"], "here")
+    return tmp_path / "keys"
+
+
+@contextlib.contextmanager
+def router(workers, *, ahead_s=0.0):
+    """What a router says to the doctor; its clock is `ahead_s` ahead of ours."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            body = json.dumps({"router": {"clock": time.time() + ahead_s}, "workers": workers}).encode()
+            self.send_response_only(200)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+        thread.join()
+
+
+def examined(capsys, *flags):
+    """(exit code, findings that are not well)"""
+    code = doctor.main(["--json", "--device=cpu", *flags])
+    found = json.loads(capsys.readouterr().out)
+    assert all(finding["remedy"] for finding in found if finding["level"] != OK)
+    return code, [finding for finding in found if finding["level"] == FAIL]
+
+
+def one(capsys, check, words, *flags):
+    code, faults = examined(capsys, *flags)
+    assert code == doctor.EXIT_FOUND
+    assert {fault["check"] for fault in faults} == {check}, faults
+    assert any(words in fault["text"] for fault in faults), faults
+
+
+def test_a_host_that_is_well_has_no_fault(capsys, model, keys, tmp_path):
+    (tmp_path / "c.toml").write_text(f'[router]\nmodel = "{model}"\nport = 0\ncontrol_bind = "tcp://127.0.0.1:0"\n')
+    with router([PREFILL, DECODE]) as url:
+        flags = [f"--model={model}", f"--keys={keys}", f"--config={tmp_path}/c.toml", f"--url={url}"]
+        assert examined(capsys, *flags) == (0, [])
+
+
+def test_fault_1_a_shard_that_is_missing(capsys, model):
+    victim = sorted(model.glob("*.safetensors"))[1]
+    victim.unlink()
+    one(capsys, "model", victim.name, f"--model={model}")
+
+
+def test_fault_2_a_shard_that_was_copied_in_part(capsys, model):
+    victim = sorted(model.glob("*.safetensors"))[0]
+    victim.write_bytes(victim.read_bytes()[:-100])
+    one(capsys, "model", "its header says", f"--model={model}")
+
+
+def test_fault_3_a_head_of_another_model(capsys, model, tmp_path):
+    (tmp_path / "head").mkdir()
+    (tmp_path / "head" / "config.json").write_text('{"hidden_size": 4096}')
+    one(capsys, "model", "hidden_size 4096", f"--model={model}", f"--draft={tmp_path}/head")
+
+
+def test_fault_4_a_secret_key_that_others_can_read(capsys, keys):
+    (keys / "decode.key").chmod(0o644)
+    one(capsys, "keys", "readable by others", f"--keys={keys}")
+
+
+def test_fault_5_a_role_that_nobody_admits(capsys, keys, tmp_path):
+    shutil.rmtree(keys)
+    init(keys, ["router", "decode"], "here")
+    one(capsys, "keys", "admits no prefill", f"--keys={keys}", "--roles=router,decode")
+
+
+def test_fault_6_a_port_that_somebody_has(capsys, model, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        (tmp_path / "c.toml").write_text(f'[router]\nmodel = "{model}"\nport = {port}\n[prefill]\nmodel = "{model}"\n')
+        one(capsys, "ports", str(port), f"--config={tmp_path}/c.toml", "--roles=router")
+
+
+def test_fault_7_workers_that_cannot_pair(capsys):
+    with router([PREFILL, {**DECODE, "fingerprint": "e0" * 16}]) as url:
+        one(capsys, "pairing", "e0e0e0e0", f"--url={url}")
+
+
+def test_fault_8_a_worker_that_is_silent_and_a_role_that_is_absent(capsys):
+    with router([{**PREFILL, "heartbeat_age_s": 9.0}]) as url:
+        one(capsys, "pairing", "silent for 9.0 s", f"--url={url}")
+        one(capsys, "pairing", "no decode worker", f"--url={url}")
+
+
+def test_fault_9_clocks_that_differ(capsys):
+    with router([PREFILL, DECODE], ahead_s=3600) as url:
+        one(capsys, "clock", "behind", f"--url={url}")
+
+
+def test_fault_10_a_link_that_is_slow_or_dead(capsys):
+    endpoints, over = [], threading.Event()
+    tell = {"on_ready": endpoints.append, "is_over": over.is_set}
+    serving = threading.Thread(target=serve, args=("tcp://127.0.0.1:0",), kwargs={"trusted_network": False, **tell})
+    serving.start()
+    deadline = time.monotonic() + 10
+    while not endpoints and time.monotonic() < deadline:
+        time.sleep(0.01)
+    try:
+        one(capsys, "link", "less than", f"--pull={endpoints[0]}", "--least=10000")
+        link = measure(endpoints[0], 0.2)
+        assert link.bytes_per_s > 1e6
+        assert 0 < link.round_trip_s < 1
+    finally:
+        over.set()
+        serving.join()
+    one(capsys, "link", "cannot be reached", f"--pull={endpoints[0]}")
+
+
+def test_a_router_that_does_not_answer_is_a_finding(capsys):
+    one(capsys, "pairing", "127.0.0.1:9", "--url=http://127.0.0.1:9")
+
+
+def test_a_dependency_that_is_missing_or_too_old_is_named():
+    installed = {"torch": "2.4.0", "numpy": "2.1"}
+
+    def version_of(name):
+        try:
+            return installed[name]
+        except KeyError:
+            raise importlib.metadata.PackageNotFoundError(name) from None
+
+    wanted = ["torch>=2.11", "numpy>=1.26", "pyzmq>=26", 'gguf>=1; extra == "demo"', "x; python_version < '3'"]
+    found = check_versions(wanted, version_of)
+    assert [finding.text for finding in found] == ["torch 2.4.0 is not >=2.11", "pyzmq is not installed"]
+
+
+@pytest.mark.parametrize(
+    ("device", "said", "levels"),
+    [
+        ("cuda", {}, [FAIL]),
+        ("cpu", {}, [OK]),
+        ("cuda", {"--query-gpu": "0, H200, 580, 141 GiB\n"}, [OK]),
+        ("cuda", {"--query-gpu": "0, A, 1, 1\n1, A, 1, 1\n"}, [OK, WARN]),
+        ("cuda", {"--query-gpu": "0, A, 1, 1\n1, A, 1, 1\n", "nvlink": "Link 0: 26.5 GB/s\n"}, [OK]),
+    ],
+)
+def test_gpus_and_their_bridges(device, said, levels):
+    def run(command):
+        return next((text for word, text in said.items() if any(word in part for part in command)), "")
+
+    assert [finding.level for finding in check_gpu(device, run)] == levels
+
+
+def test_few_files_and_cores_are_found():
+    limits = {resource.RLIMIT_NOFILE: (256, 256), resource.RLIMIT_CORE: (-1, -1)}
+    assert [finding.level for finding in check_limits(limits.__getitem__)] == [FAIL, WARN]
+
+
+def test_shared_memory_that_is_not_there_is_found(tmp_path):
+    assert check_shm(tmp_path / "none")[0].level == WARN
+
+
+def test_a_fast_link_is_well():
+    assert check_link("x", lambda endpoint: Link(bytes_per_s=2e9, round_trip_s=1e-4), 1e9)[0].level == OK
+
+
+def test_a_wrong_role_is_a_wrong_setting(capsys):
+    assert doctor.main(["--roles=router,prefil"]) == 2
+    assert "'prefil'" in capsys.readouterr().err
+
+
+def test_the_serving_end_needs_a_word_for_other_addresses(capsys):
+    assert doctor.main(["--serve-pull=tcp://0.0.0.0:0"]) == 2
+    assert "trusted" in capsys.readouterr().err
