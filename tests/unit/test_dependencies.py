@@ -13,11 +13,11 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # Distributions whose code sees bytes of clients or peers, and the modules that are scanned.
 REACHED = {
-    "anyio": "anyio", "click": "click", "crc32c": "crc32c", "cryptography": "cryptography", "h11": "h11",
+    "anyio": "anyio", "crc32c": "crc32c", "cryptography": "cryptography",
     "httptools": "httptools", "jinja2": "jinja2", "llguidance": "llguidance",
     "markupsafe": "markupsafe", "msgspec": "msgspec",
     "prometheus-client": "prometheus_client", "psutil": "psutil", "pyzmq": "zmq", "starlette": "starlette",
-    "tokenizers": "tokenizers", "uvicorn": "uvicorn", "uvloop": "uvloop",
+    "tokenizers": "tokenizers", "uvloop": "uvloop",
 }  # fmt: skip
 COMPILED = "runs before serving or is compiled: has no Python source that a peer's bytes pass through"
 MODEL = "reads model files and text that the tokenizer has made ids of; safetensors only, never a pickle"
@@ -29,7 +29,7 @@ NOT_REACHED = {
     "torch": MODEL, "transformers": MODEL, "numpy": MODEL, "safetensors": MODEL, "regex": MODEL, "pyyaml": MODEL,
     "triton": BUILD, "sympy": BUILD, "mpmath": BUILD, "networkx": BUILD, "setuptools": BUILD, "fsspec": BUILD,
     "filelock": DOWNLOAD, "huggingface-hub": DOWNLOAD, "hf-xet": DOWNLOAD, "httpx2": DOWNLOAD, "httpcore2": DOWNLOAD,
-    "httpx": DOWNLOAD, "httpcore": DOWNLOAD, "certifi": DOWNLOAD, "idna": DOWNLOAD, "requests": DOWNLOAD,
+    "httpx": DOWNLOAD, "httpcore": DOWNLOAD, "h11": DOWNLOAD, "click": DOWNLOAD, "certifi": DOWNLOAD, "idna": DOWNLOAD, "requests": DOWNLOAD,
     "urllib3": DOWNLOAD, "charset-normalizer": DOWNLOAD, "sniffio": DOWNLOAD, "truststore": DOWNLOAD, "tqdm": DOWNLOAD,
     "packaging": DOWNLOAD, "rich": TERMINAL, "typer": TERMINAL, "shellingham": TERMINAL, "markdown-it-py": TERMINAL,
     "mdurl": TERMINAL, "pygments": TERMINAL, "annotated-doc": TERMINAL, "typing-extensions": COMPILED,
@@ -39,14 +39,13 @@ NOT_REACHED = {
 
 # What the scan finds and why it is not a way in: (file, what) -> reason.
 PYOBJ = "send_pyobj and recv_pyobj, which nothing of ours calls"
-OWN_PROCESS = "talks to processes that it started itself, which uvicorn and anyio do not do here"
+OWN_PROCESS = "talks to processes that it started itself, which anyio does not do here"
 TEMPLATE = "compiles the served model's own chat template; requests cannot bring one"
 CACHE = "a bytecode cache that is off unless an environment is given one"
 ALLOWED = {
     ("zmq/eventloop/zmqstream.py", "pickle"): PYOBJ,
     ("zmq/sugar/socket.py", "pickle"): PYOBJ,
     ("msgspec/yaml.py", "yaml.load"): "decodes YAML with the safe loader; ours decodes MessagePack and JSON only",
-    ("uvicorn/supervisors/multiprocess.py", "pickle"): OWN_PROCESS,
     ("anyio/to_interpreter.py", "pickle"): OWN_PROCESS,
     ("anyio/to_interpreter.py", "compile"): OWN_PROCESS,
     ("anyio/to_process.py", "pickle"): OWN_PROCESS,
