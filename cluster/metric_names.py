@@ -58,6 +58,7 @@ HANDOFF_SECONDS = _histogram("handoff_seconds", "First announcement to last bloc
 HANDOFF_RATE = _histogram("handoff_bytes_per_second", "Bytes of a hand-off by its time.", RATE_BUCKETS)
 QUEUED = _gauge("queued_requests", "Waiting for a free worker.")
 RUNNING = _gauge("running_requests", "At the workers.")
+RESPONSES = _counter("http_responses", "Answers over HTTP, of any address.", "status")
 WORKER_DEATHS = _counter("worker_deaths", "Workers that died, hung or could not be reached.")
 EJECTIONS = _counter("ejections", "Times that a worker failed too often and was avoided for a while.")
 RETRIES = _counter("retries", "Attempts that another pair went on with.")
@@ -77,7 +78,7 @@ WORKER_EVENTS = _counter("worker_events", "A worker's own counters.", *WORKER, "
 OF_EVENT = {"worker_lost": WORKER_DEATHS, "breaker_opened": EJECTIONS, "requeued": RETRIES}  # of the router
 COUNTED = (PROMPT_TOKENS, CACHED_TOKENS, OUTPUT_TOKENS, DRAFTED_TOKENS, ACCEPTED_TOKENS, HANDOFF_BYTES)
 OBSERVED = (TTFT, GAP, REQUEST_SECONDS, QUEUE_WAIT, PREFILL_QUEUE, PREFILL, HANDOFF_SECONDS, HANDOFF_RATE)
-ROUTER_NAMES = (BUILD, REQUESTS, *COUNTED, *OBSERVED, QUEUED, RUNNING, *OF_EVENT.values(), ROUTER_EVENTS)
+ROUTER_NAMES = (BUILD, REQUESTS, *COUNTED, *OBSERVED, QUEUED, RUNNING, RESPONSES, *OF_EVENT.values(), ROUTER_EVENTS)
 WORKER_NAMES = (
     WORKER_UP, WORKER_PAGES, WORKER_REQUESTS, WORKER_GRAPHS, WORKER_ACCEPT_LENGTH, WORKER_SPEC_STEPS,
     WORKER_GRAPH_REPLAYS, WORKER_GRAPH_PADDING, WORKER_GRAPH_FALLBACKS, WORKER_EVENTS,

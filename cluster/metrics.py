@@ -87,6 +87,8 @@ class RouterRecord:
     """Requests at the workers."""
     events: Mapping[str, int] = field(default_factory=dict)
     """Totals of rarer things by name."""
+    responses: Mapping[int, int] = field(default_factory=dict)
+    """Answers over HTTP by status."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,9 +194,11 @@ def _version() -> str:
 
 def router_families(router: RouterRecord) -> list[Metric]:
     """The router's condition; events that have a metric of their own are not shown again."""
-    families = _families(names.QUEUED, names.RUNNING, *names.OF_EVENT.values(), names.ROUTER_EVENTS)
+    families = _families(names.QUEUED, names.RUNNING, names.RESPONSES, *names.OF_EVENT.values(), names.ROUTER_EVENTS)
     _add(families, names.QUEUED, (), router.queued)
     _add(families, names.RUNNING, (), router.running)
+    for status, total in sorted(router.responses.items()):
+        _add(families, names.RESPONSES, (str(status),), total)
     for event, name in names.OF_EVENT.items():
         _add(families, name, (), router.events.get(event, 0))
     for event, total in sorted(router.events.items()):

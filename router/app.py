@@ -95,6 +95,7 @@ class Router:
             max_connections=config.max_connections,
             tls=self._tls,
         )
+        self._service.responses = self._server.responses
         self.served_model = served
 
     def __repr__(self) -> str:

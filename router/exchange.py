@@ -24,6 +24,7 @@ EXCHANGE = "exchange"  # where a scope has its Exchange
 class Line(Protocol):
     """The connection under an exchange."""
 
+    def answered(self, status: int) -> None: ...
     def write(self, data: bytes) -> None: ...
     async def drained(self) -> None: ...
     def ended(self, *, is_reusable: bool) -> None: ...
@@ -105,6 +106,8 @@ class Exchange:
         if self._has_left or self.is_over:
             return
         body, is_last = message.get("body", b""), not message.get("more_body", False)
+        if self._status > 0:
+            self._line.answered(self._status)
         data = self._opening(body, is_last) if self._status > 0 else b""
         self._line.write(data + self._framed(body, is_last))
         if is_last:

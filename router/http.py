@@ -168,7 +168,8 @@ class Routes:
         return _json(status_of(service.dispatcher, service.served_model, now - self._started, now))
 
     async def metrics(self, request: Request) -> Response:
-        return Response(metrics_of(self._service.dispatcher), headers={"content-type": CONTENT_TYPE})
+        body = metrics_of(self._service.dispatcher, self._service.responses)
+        return Response(body, headers={"content-type": CONTENT_TYPE})
 
     def _card(self) -> ModelCard:
         live = self._service.dispatcher.limits()

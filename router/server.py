@@ -5,6 +5,7 @@ import resource
 import socket
 import ssl
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -52,6 +53,7 @@ class HttpServer:
         self.max_connections = connections_allowed(max_connections)
         self.clock = clock
         self.is_draining = False
+        self.responses: Counter[int] = Counter()  # answers that began, by status
         self._app = app
         self._tls = tls
         self._connections: set[HttpProtocol] = set()
@@ -113,6 +115,9 @@ class HttpServer:
 
     def unbuffer(self, num_bytes: int) -> None:
         self._num_buffered -= num_bytes
+
+    def answered(self, status: int) -> None:
+        self.responses[status] += 1
 
     def begin(self, exchange: Exchange) -> None:
         """The application answers."""

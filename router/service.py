@@ -3,7 +3,7 @@
 import asyncio
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -62,6 +62,7 @@ class Service:
     ) -> None:
         self.dispatcher = dispatcher
         self.tracing = tracing or Untraced()
+        self.responses: Mapping[int, int] = {}  # of the HTTP server, by status
         self.tokenizer = tokenizer
         self.served_model = served_model
         self.started = int(time.time())

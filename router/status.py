@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections.abc import Mapping
 
 from msgspec import Struct
 
@@ -114,9 +115,14 @@ def why_not_ready(dispatcher: Dispatcher) -> str:
     return "no prefill and decode worker have equal fingerprints: start them with the same model, dtype and page size"
 
 
-def metrics_of(dispatcher: Dispatcher) -> bytes:
-    """The body of /metrics."""
-    router = RouterRecord(queued=dispatcher.num_queued, running=dispatcher.num_running, events=dispatcher.event_totals)
+def metrics_of(dispatcher: Dispatcher, responses: Mapping[int, int] | None = None) -> bytes:
+    """The body of /metrics; `responses` are the answers by status."""
+    router = RouterRecord(
+        queued=dispatcher.num_queued,
+        running=dispatcher.num_running,
+        events=dispatcher.event_totals,
+        responses=responses or {},
+    )
     workers = [
         WorkerRecord(role=worker.role, instance=worker.instance, stats=worker.stats)
         for worker in dispatcher.registry

@@ -65,6 +65,7 @@ class Host(Protocol):
     def may_buffer(self, num_bytes: int) -> bool: ...
     def unbuffer(self, num_bytes: int) -> None: ...
     def begin(self, exchange: Exchange) -> None: ...
+    def answered(self, status: int) -> None: ...
 
 
 class HttpProtocol(asyncio.Protocol):
@@ -236,6 +237,10 @@ class HttpProtocol(asyncio.Protocol):
 
     # --- the exchange's side ------------------------------------------------------------------------------------------
 
+    def answered(self, status: int) -> None:
+        """The head of an answer goes out."""
+        self._server.answered(status)
+
     def write(self, data: bytes) -> None:
         """Does not wait."""
         transport = self._transport
@@ -311,6 +316,7 @@ class HttpProtocol(asyncio.Protocol):
         lines = [f"{name}: {value}" for name, value in (headers | error.headers).items()]
         status = HTTPStatus(error.status)
         head = "\r\n".join([f"HTTP/1.1 {status.value} {status.phrase}", *lines, "", ""])
+        self._server.answered(error.status)
         self.write(head.encode("ascii") + body)
         self._linger()
 

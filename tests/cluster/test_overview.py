@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import re
+import socket
 
 import httpx
 import pytest
@@ -10,6 +11,7 @@ from baton.deploy.api_keys import add
 from baton.router.history import KEPT
 from baton.router.overview import PAGE
 from baton.tests.cluster.router_fakes import BODY, post, until
+from baton.tests.unit.test_metrics import samples
 
 
 @pytest.fixture
@@ -86,6 +88,18 @@ def test_a_key_sees_its_own_requests_and_an_operator_s_all(start, tmp_path):
     story = httpx.get(f"{running.url}/requests/{other['id']}", headers={"authorization": f"Bearer {alice}"})
     assert story.status_code == 404
     assert requests_of(running).status_code == 401
+
+
+def test_every_answer_is_counted_by_its_status_also_what_never_became_a_request(running):
+    assert post(running).status_code == 200
+    for path in ("/health", "/nowhere", "/requests?limit=0"):
+        httpx.get(running.url + path)
+    with socket.create_connection(("127.0.0.1", running.router.port), timeout=10) as connection:
+        connection.sendall(b"no HTTP at all\r\n\r\n")
+        assert connection.recv(65536).startswith(b"HTTP/1.1 400")
+    found = samples(httpx.get(running.url + "/metrics").content)
+    counts = {dict(labels)["status"]: n for (name, labels), n in found.items() if name == "baton_http_responses_total"}
+    assert counts == {"200": 2, "404": 1, "400": 2}
 
 
 def test_the_page_is_one_document_whose_policy_names_its_parts_and_nothing_else(running):

@@ -161,7 +161,8 @@ def everything():
     metrics.request_ended(RequestRecord(outcome="ok", e2e_s=1.0))
     stats = WorkerStats(accept_length=1.0, spec_steps=2, counters={"forwards": 1.0} | GRAPHS)
     worker = WorkerRecord(role="decode", instance=INSTANCE, stats=stats)
-    return shown(metrics.render(RouterRecord(queued=0, running=0, events={"x": 1}), [worker])), shown(render_worker(worker))
+    router = RouterRecord(queued=0, running=0, events={"x": 1}, responses={200: 1})
+    return shown(metrics.render(router, [worker])), shown(render_worker(worker))
 
 
 def test_the_page_tells_exactly_what_is_served_with_types_and_labels():
