@@ -100,7 +100,7 @@ faults: install
 
 # with the tools themselves: apt-get install systemd, and kubectl; what is missing is skipped and named
 deploy-check: install
-	$(BIN)/pytest -rs tests/unit/test_units.py tests/cluster/test_managed.py
+	$(BIN)/pytest -rs tests/unit/test_units.py tests/unit/test_kubernetes.py tests/cluster/test_managed.py
 
 # the judges live apart, so that their dependencies cannot change what is judged
 .judges/.installed: tests/judges/requirements.txt | $(BIN)/python

@@ -1,4 +1,8 @@
-"""A worker's own /metrics: one thread that shows the condition which the scheduler loop told last.
+"""A worker's own /metrics, /health and /ready: one thread that shows the condition which the scheduler loop told last.
+
+    /health    503 once the loop has been silent for `SILENT_S`: restart the process
+    /ready     503 until the loop came round first, while the worker drains, and when it is silent: give it no work
+
 
 What it answers, it answers from a finished record, so that a scrape never waits for a forward and no forward for a scrape.
 One connection at a time, each for `SCRAPE_TIMEOUT_S` at most: who is slow keeps other scrapers waiting, and no worker.
@@ -7,6 +11,7 @@ One connection at a time, each for `SCRAPE_TIMEOUT_S` at most: who is slow keeps
 import logging
 import socketserver
 import threading
+import time
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler
 from typing import ClassVar
@@ -21,6 +26,8 @@ from .sockets import check_bind_address
 logger = logging.getLogger(__name__)
 
 SCRAPE_TIMEOUT_S = 2.0
+SILENT_S = 10.0  # of a loop that tells several times a second
+PLAIN = "text/plain; charset=utf-8"
 
 
 def serve_metrics(config: WorkerConfig, instance: str) -> Callable[[WorkerStats], None]:
@@ -41,10 +48,21 @@ def serve_metrics(config: WorkerConfig, instance: str) -> Callable[[WorkerStats]
 class MetricsServer:
     """Serves from `start` to `close`. Raises ConfigError for an address open to others, StartupError for one in use."""
 
-    def __init__(self, host: str, port: int, *, role: str, instance: str, trusted_network: bool) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        *,
+        role: str,
+        instance: str,
+        trusted_network: bool,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         check_bind_address(f"tcp://{host}:{port}", trusted_network)
         self._role, self._instance = role, instance
         self._stats = WorkerStats(state="starting")
+        self._clock = clock
+        self._told_at: float | None = None
         try:
             self._server = _Server((host, port), _handler_of(self))
         except OSError as error:
@@ -66,7 +84,16 @@ class MetricsServer:
 
     def tell(self, stats: WorkerStats) -> None:
         """Takes the newest condition; called by the scheduler loop."""
-        self._stats = stats
+        self._stats, self._told_at = stats, self._clock()
+
+    def fault(self, path: str) -> str:
+        """Why /health or /ready is not well; "" when it is."""
+        silent_s = self._clock() - self._told_at if self._told_at is not None else 0.0
+        if silent_s > SILENT_S:
+            return f"the scheduler loop has been silent for {silent_s:.0f} s"
+        if path == "/ready" and (self._told_at is None or self._stats.state != "serving"):
+            return f"the worker is {self._stats.state}"
+        return ""
 
     def body(self) -> bytes:
         """What a scrape gets."""
@@ -86,16 +113,22 @@ class _Server(socketserver.TCPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """GET /metrics; nothing else is here."""
+    """GET of three paths; nothing else is here."""
 
     timeout = SCRAPE_TIMEOUT_S  # of every read
     owner: ClassVar[MetricsServer]
 
     def do_GET(self) -> None:
-        is_known = self.path == "/metrics"
-        body = self.owner.body() if is_known else b"No such address; /metrics is all there is.\n"
-        self.send_response_only(200 if is_known else 404)
-        self.send_header("content-type", CONTENT_TYPE)
+        status, kind, body = 200, PLAIN, b""
+        if self.path == "/metrics":
+            kind, body = CONTENT_TYPE, self.owner.body()
+        elif self.path in ("/health", "/ready"):
+            fault = self.owner.fault(self.path)
+            status, body = (503 if fault else 200), f"{fault or 'ok'}\n".encode()
+        else:
+            status, body = 404, b"No such address; here are /metrics, /health and /ready.\n"
+        self.send_response_only(status)
+        self.send_header("content-type", kind)
         self.send_header("content-length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)

@@ -45,6 +45,29 @@ def test_a_scrape_shows_what_the_loop_told_last(server):
     assert any(name == "process_resident_memory_bytes" for name, _ in found)
 
 
+def test_probes_mean_different_things():
+    clock = [100.0]
+    options = {"role": "decode", "instance": INSTANCE, "trusted_network": False, "clock": lambda: clock[0]}
+    server = MetricsServer("127.0.0.1", 0, **options)
+    server.start()
+
+    def probes():
+        return [get(server, path)[0] for path in ("/health", "/ready")]
+
+    try:
+        clock[0] += 1000
+        assert probes() == [200, 503]  # weights may take long to load
+        server.tell(WorkerStats(state="serving"))
+        assert probes() == [200, 200]
+        server.tell(WorkerStats(state="draining"))
+        assert probes() == [200, 503]
+        server.tell(WorkerStats(state="serving"))
+        clock[0] += 11
+        assert probes() == [503, 503]
+    finally:
+        server.close()
+
+
 def test_nothing_else_is_served(server):
     assert get(server, "/")[0] == 404
     assert get(server, "/metrics", "POST")[0] == 501

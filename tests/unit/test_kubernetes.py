@@ -1,0 +1,237 @@
+"""The Kubernetes manifests: valid against pinned schemas, of one mind with the roles, and tight about who reaches whom."""
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+
+import jsonschema
+import pytest
+import yaml
+from baton.cluster.config import DecodeConfig, PrefillConfig, RouterConfig, load_config
+from baton.deploy.findings import OK, check_keys
+from baton.deploy.keys import init
+
+ROOT = Path(__file__).resolve().parents[2]
+KUBERNETES = ROOT / "deploy" / "kubernetes"
+OVERLAYS = ("cpu-demo", "single-node-gpu", "multi-node")
+SCHEMAS = json.loads((ROOT / "tests" / "kubernetes" / "schemas-v1.34.json").read_text())
+ROLES = {"router": RouterConfig, "prefill": PrefillConfig, "decode": DecodeConfig}
+WORKLOADS = ("Deployment", "StatefulSet")
+kubectl = pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
+
+
+def documents(paths):
+    return [document for path in paths for document in yaml.safe_load_all(path.read_text()) if document]
+
+
+BASE = documents(path for path in sorted((KUBERNETES / "base").glob("*.yaml")) if path.name != "kustomization.yaml")
+
+
+@pytest.fixture(scope="module")
+def built():
+    """The documents of each overlay, as kubectl makes them."""
+
+    def build(overlay):
+        command = ["kubectl", "kustomize", str(KUBERNETES / "overlays" / overlay)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 0, done.stderr
+        return [document for document in yaml.safe_load_all(done.stdout) if document]
+
+    return {overlay: build(overlay) for overlay in OVERLAYS}
+
+
+def validate(document):
+    schema = {"$ref": SCHEMAS["kinds"][document["kind"]], "definitions": SCHEMAS["definitions"]}
+    jsonschema.Draft7Validator(schema).validate(document)
+
+
+def workload(documents, role):
+    return next(d for d in documents if d["kind"] in WORKLOADS and d["metadata"]["name"] == f"baton-{role}")
+
+
+def pod_of(documents, role):
+    return workload(documents, role)["spec"]["template"]["spec"]
+
+
+def container_of(documents, role):
+    return pod_of(documents, role)["containers"][0]
+
+
+@pytest.mark.parametrize("document", BASE, ids=lambda d: f"{d['kind']}/{d['metadata']['name']}")
+def test_the_base_is_valid(document):
+    validate(document)
+
+
+@kubectl
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_an_overlay_is_valid_and_keeps_every_object_of_the_base(built, overlay):
+    found = {(d["kind"], d["metadata"]["name"]) for d in built[overlay]}
+    assert {(d["kind"], d["metadata"]["name"]) for d in BASE} <= found
+    for document in built[overlay]:
+        assert document["metadata"]["namespace"] == "baton"
+        if document["kind"] != "PodMonitor":
+            validate(document)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda d: d["spec"].update(replicas="one"),
+        lambda d: d["spec"].update(replica=1),
+        lambda d: d["spec"]["template"]["spec"]["containers"][0].pop("name"),
+        lambda d: d["spec"].pop("selector"),
+    ],
+    ids=["a wrong type", "a misspelt field", "a missing field", "no selector"],
+)
+def test_a_manifest_that_is_wrong_is_seen(damage):
+    document = json.loads(json.dumps(workload(BASE, "router")))
+    damage(document)
+    with pytest.raises(jsonschema.ValidationError):
+        validate(document)
+
+
+@kubectl
+@pytest.mark.parametrize("overlay", OVERLAYS)
+@pytest.mark.parametrize("role", ROLES)
+def test_a_role_understands_what_its_pod_tells_it(built, overlay, role, tmp_path):
+    config = next(d for d in built[overlay] if d["kind"] == "ConfigMap")
+    (tmp_path / "baton.toml").write_text(config["data"]["baton.toml"])
+    name, flag, path, *more = container_of(built[overlay], role)["args"]
+    assert (name, flag, path) == (role, "--config", "/etc/baton/baton.toml")
+    given = [entry for entry in container_of(built[overlay], role)["env"] if "value" in entry]
+    env = {entry["name"]: entry["value"].replace("$(POD_IP)", "10.0.0.9") for entry in given}
+    read = load_config(ROLES[role], [f"--config={tmp_path}/baton.toml", *more], env)
+    assert read.keys == "/keys"
+    ports = {port["containerPort"] for port in container_of(built[overlay], role)["ports"]}
+    if role == "router":
+        assert ports == {read.port, int(read.control_bind.rpartition(":")[2])}
+    elif role == "prefill":
+        assert ports == {int(read.kv_bind.rpartition(":")[2]), read.kv_bulk_port, read.metrics_port}
+        assert read.kv_advertise == "tcp://10.0.0.9:7200"
+    else:
+        assert ports == {read.metrics_port}
+    pause = int(container_of(built[overlay], role)["lifecycle"]["preStop"]["exec"]["command"][1])
+    assert pod_of(built[overlay], role)["terminationGracePeriodSeconds"] > read.drain_timeout_s + pause + 10
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_a_pod_is_confined_and_has_its_own_secret_key_alone(role, tmp_path):
+    pod, container = pod_of(BASE, role), container_of(BASE, role)
+    assert pod["securityContext"]["runAsNonRoot"]
+    assert pod["automountServiceAccountToken"] is False
+    own = container["securityContext"]
+    assert (own["readOnlyRootFilesystem"], own["allowPrivilegeEscalation"]) == (True, False)
+    assert own["capabilities"] == {"drop": ["ALL"]}
+    keys = next(volume["secret"] for volume in pod["volumes"] if "secret" in volume)
+    init(tmp_path / "host", list(ROLES), "here")
+    mounted = tmp_path / "mounted"
+    mounted.mkdir()
+    for item in keys["items"]:
+        shutil.copy(tmp_path / "host" / item["key"], mounted / item["path"])
+    assert [finding.level for finding in check_keys(mounted, [role], 0.0)] == [OK]
+    assert sorted(path.name for path in mounted.iterdir()) == sorted([f"{role}.key", "peers.json"])
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_ready_and_live_are_different_questions(role):
+    container = container_of(BASE, role)
+    paths = {kind: container[f"{kind}Probe"]["httpGet"]["path"] for kind in ("startup", "readiness", "liveness")}
+    assert (paths["readiness"], paths["liveness"]) == ("/ready", "/health")
+    assert container["startupProbe"]["failureThreshold"] > container["livenessProbe"]["failureThreshold"]
+
+
+def test_services_reach_pods_at_ports_that_they_have():
+    for service in (d for d in BASE if d["kind"] == "Service"):
+        role = service["spec"]["selector"]["app.kubernetes.io/component"]
+        names = {port["name"] for port in container_of(BASE, role)["ports"]}
+        assert {port["targetPort"] for port in service["spec"]["ports"]} <= names
+
+
+# --- who may speak to whom --------------------------------------------------------------------------------------------
+
+
+def labels(component, name="baton"):
+    return {"app.kubernetes.io/name": name, "app.kubernetes.io/component": component}
+
+
+def selects(selector, own):
+    holds = {"In": lambda rule: own.get(rule["key"]) in rule["values"]}
+    return all(own.get(k) == v for k, v in selector.get("matchLabels", {}).items()) and all(
+        holds[rule["operator"]](rule) for rule in selector.get("matchExpressions", [])
+    )
+
+
+def admits(rules, side, other, other_namespace, port):
+    """Whether one of the rules lets `other` through; a peer without a namespaceSelector is of our own namespace."""
+    for rule in rules:
+        peers = rule.get(side)
+        is_peer = peers is None or any(
+            selects(peer.get("podSelector", {}), other)
+            and (selects(peer["namespaceSelector"], other_namespace) if "namespaceSelector" in peer else not other_namespace)
+            for peer in peers
+        )
+        if is_peer and any(allowed["port"] == port for allowed in rule["ports"]):
+            return True
+    return False
+
+
+def is_allowed(source, target, port, source_namespace=None, target_namespace=None):
+    """As the network does it: both ends must agree; an end that no policy selects agrees to everything."""
+    for own, direction, side, other, namespace in (
+        (source, "Egress", "to", target, target_namespace), (target, "Ingress", "from", source, source_namespace),
+    ):  # fmt: skip
+        policies = [d["spec"] for d in BASE if d["kind"] == "NetworkPolicy" and selects(d["spec"]["podSelector"], own)]
+        policies = [spec for spec in policies if direction in spec["policyTypes"]]
+        rules = [rule for spec in policies for rule in spec.get(direction.lower(), [])]
+        if policies and not admits(rules, side, other, namespace or {}, port):
+            return False
+    return True
+
+
+ROUTER, PREFILL, DECODE, CLIENT = labels("router"), labels("prefill"), labels("decode"), {"app": "client"}
+ALLOWED = [
+    (CLIENT, ROUTER, 8000), (PREFILL, ROUTER, 7100), (DECODE, ROUTER, 7100), (DECODE, PREFILL, 7200),
+    (DECODE, PREFILL, 7201),
+]  # fmt: skip
+FORBIDDEN = [
+    (CLIENT, ROUTER, 7100), (CLIENT, PREFILL, 7200), (CLIENT, DECODE, 9100), (CLIENT, PREFILL, 9100),
+    (ROUTER, PREFILL, 7200), (ROUTER, DECODE, 9100), (PREFILL, DECODE, 9100), (PREFILL, PREFILL, 7200),
+    (DECODE, DECODE, 9100), (PREFILL, CLIENT, 443), (DECODE, CLIENT, 443), (ROUTER, CLIENT, 443),
+    (PREFILL, ROUTER, 8000), (DECODE, PREFILL, 9100), (ROUTER, ROUTER, 7100),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("source", "target", "port"), ALLOWED)
+def test_s34_what_serving_needs_is_allowed(source, target, port):
+    assert is_allowed(source, target, port)
+
+
+@pytest.mark.parametrize(("source", "target", "port"), FORBIDDEN)
+def test_s34_nothing_else_is(source, target, port):
+    assert not is_allowed(source, target, port)
+
+
+def test_s34_only_monitoring_scrapes_workers_and_workers_ask_the_cluster_s_dns():
+    assert is_allowed({"app": "prometheus"}, DECODE, 9100, source_namespace={"baton.monitoring": "true"})
+    assert not is_allowed({"app": "prometheus"}, DECODE, 9100, source_namespace={"kubernetes.io/metadata.name": "x"})
+    system = {"kubernetes.io/metadata.name": "kube-system"}
+    assert is_allowed(DECODE, {"k8s-app": "kube-dns"}, 53, target_namespace=system)
+    assert not is_allowed(ROUTER, {"k8s-app": "kube-dns"}, 53, target_namespace=system)
+
+
+@kubectl
+def test_the_pod_monitor_names_a_port_of_the_pods_that_it_selects(built):
+    monitor = next(d for d in built["multi-node"] if d["kind"] == "PodMonitor")["spec"]
+    roles = [role for role in ROLES if selects(monitor["selector"], labels(role))]
+    assert roles == ["prefill", "decode"]
+    for role in roles:
+        names = {port["name"] for port in container_of(built["multi-node"], role)["ports"]}
+        assert monitor["podMetricsEndpoints"][0]["port"] in names
+
+
+@kubectl
+def test_every_gpu_worker_has_a_gpu_and_the_router_has_none(built):
+    for overlay in ("single-node-gpu", "multi-node"):
+        gpus = {role: container_of(built[overlay], role)["resources"]["limits"].get("nvidia.com/gpu") for role in ROLES}
+        assert gpus == {"router": None, "prefill": 1, "decode": 1}
