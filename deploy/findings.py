@@ -48,6 +48,7 @@ def check_versions(
 ) -> list[Finding]:
     """Every dependency is installed in a version that baton was made for."""
     found = []
+    num_wanted = 0
     for text in requirements:
         try:
             wanted = Requirement(text)
@@ -55,6 +56,7 @@ def check_versions(
             continue
         if wanted.marker is not None and not wanted.marker.evaluate({"extra": ""}):
             continue
+        num_wanted += 1
         try:
             version = version_of(wanted.name)
         except importlib.metadata.PackageNotFoundError:
@@ -63,7 +65,7 @@ def check_versions(
         if not wanted.specifier.contains(version, prereleases=True):
             remedy = f"pip install '{wanted.name}{wanted.specifier}'"
             found.append(Finding("versions", FAIL, f"{wanted.name} {version} is not {wanted.specifier}", remedy))
-    return found or well("versions", f"{len(requirements)} dependencies as required")
+    return found or well("versions", f"{num_wanted} dependencies as required")
 
 
 def check_gpu(device: str, run: Callable[[Sequence[str]], str] | None = None) -> list[Finding]:
