@@ -102,6 +102,11 @@ def too_many_connections() -> ApiError:
     return ApiError(503, ErrorBody(message, "service_unavailable", None, "too_many_connections"), RETRY_AFTER_S)
 
 
+def too_many_pending(limit: int) -> ApiError:
+    message = f"More than {limit} requests wait for their answers on this connection. Send further ones after these."
+    return ApiError(429, ErrorBody(message, "rate_limit_error", None, "too_many_pending"), RETRY_AFTER_S)
+
+
 def overloaded(message: str, retry_after_s: int = RETRY_AFTER_S) -> ApiError:
     return ApiError(429, ErrorBody(message, "rate_limit_error", None, "overloaded"), retry_after_s)
 

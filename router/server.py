@@ -13,7 +13,7 @@ from starlette.types import ASGIApp
 
 from .auth import Guard
 from .exchange import Exchange
-from .wire import HttpProtocol
+from .wire import HEAD_TIMEOUT_S, HttpProtocol
 
 SWEEP_S = 0.1
 MAX_BUFFERED = 256 << 20  # bytes of bodies that are being read, of all connections together
@@ -67,7 +67,10 @@ class HttpServer:
         """Until it is cancelled."""
         own = listener.dup()  # the loop closes it, at a moment of its own
         loop = asyncio.get_running_loop()
-        server = await loop.create_server(lambda: HttpProtocol(self), sock=own, ssl=self._tls, backlog=1024)
+        patience = HEAD_TIMEOUT_S if self._tls is not None else None  # with who has a descriptor and is no connection yet
+        server = await loop.create_server(
+            lambda: HttpProtocol(self), sock=own, ssl=self._tls, backlog=1024, ssl_handshake_timeout=patience
+        )
         try:
             while True:
                 await asyncio.sleep(SWEEP_S)

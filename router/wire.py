@@ -5,9 +5,11 @@
     head         at most MAX_HEAD_BYTES and MAX_HEADERS (431), complete within HEAD_TIMEOUT_S of its beginning (408); a Host
     key          looked for before a body is read (401)
     body         at most the server's bound (413), complete within BODY_TIMEOUT_S (408); all bodies of the server that are
-                 being read have a bound together (503)
-    pipelining   a request that comes before the answer to the last one waits; nothing is read behind it
-    answer       a client that takes none of it for WRITE_STALL_S is cut off; the writer waits above WRITE_HIGH bytes
+                 being read have a bound together (503); trailers like a head (431)
+    pipelining   a request that comes before the answer to the last one waits; nothing is read behind it, and of what came
+                 with it MAX_PENDING requests are taken (429)
+    answer       a client that takes none of it for WRITE_STALL_S is cut off; above WRITE_HIGH bytes the writer waits, and so
+                 do further requests
 
 Parsing is httptools' (llhttp); what it lets through and should not is refused here. One sweep over all connections keeps
 the times, instead of a timer for each.
@@ -32,6 +34,7 @@ from .errors import (
     malformed,
     too_many_bodies,
     too_many_connections,
+    too_many_pending,
     unauthorized,
 )
 from .exchange import EXCHANGE, Exchange
@@ -43,6 +46,7 @@ WRITE_STALL_S = 35.0
 LINGER_S = 1.0
 MAX_HEAD_BYTES = 16 << 10
 MAX_HEADERS = 64
+MAX_PENDING = 64
 WRITE_HIGH, WRITE_LOW = 64 << 10, 16 << 10
 NEVER = float("inf")
 CONTINUE = b"100-continue"
@@ -89,7 +93,7 @@ class HttpProtocol(asyncio.Protocol):
         self._body: list[bytes] = []
         self._num_body = 0
         self._num_heads = 0  # complete ones
-        self._num_pending = 0  # bytes of a head that is not complete, as they came
+        self._num_pending = 0  # bytes of a head or of trailers that are not complete, as they came
         self._num_head = 0  # bytes of a head as far as it is parsed
         self._has_begun = False  # something of a head is here
 
@@ -136,21 +140,21 @@ class HttpProtocol(asyncio.Protocol):
             self._await(WRITE_STALL_S)
         elif self._exchange is not None:
             self._await(None)
+        elif not self._is_discarding:
+            self._go_on()
 
     def data_received(self, data: bytes) -> None:
         if self._is_discarding or self._is_last or self._fault is not None:
             return
-        was_in_head, num_heads = self._incoming is None, self._num_heads
+        incoming, num_heads, num_body = self._incoming, self._num_heads, self._num_body
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:  # it is served in HTTP/1.1, and the connection is good for nothing else
             self._is_last = True
         except httptools.HttpParserError:
             return self._refuse(self._fault or malformed())
-        if self._incoming is not None:
-            return
-        if was_in_head and self._num_heads == num_heads:  # else the chunk also held a body, or its end
-            self._num_pending += len(data)
+        if self._incoming is incoming and self._num_heads == num_heads:  # else the chunk also held a body, or its end
+            self._num_pending = self._num_pending + len(data) if self._num_body == num_body else 0
         if self._num_pending > MAX_HEAD_BYTES:  # also one endless header, which the parser keeps to itself
             self._refuse(head_too_large(MAX_HEAD_BYTES, MAX_HEADERS))
 
@@ -199,11 +203,14 @@ class HttpProtocol(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         exchange, self._incoming = self._incoming, None
+        self._num_pending = 0
         assert exchange is not None
         exchange.complete(b"".join(self._body))
         self._forget_body()
         if self._exchange is None:
             self._begin(exchange)
+        elif len(self._pending) == MAX_PENDING:
+            self._stop(too_many_pending(MAX_PENDING))
         else:
             self._pending.append(exchange)
             assert self._transport is not None
@@ -258,10 +265,19 @@ class HttpProtocol(asyncio.Protocol):
     def ended(self, *, is_reusable: bool) -> None:
         """An answer is whole; the next request is answered, read or awaited."""
         self._exchange = None
-        if self._fault is not None and not self._pending:
+        assert self._transport is not None
+        if self._fault is not None and not self._pending and is_reusable:
             return self._refuse(self._fault)
         if not is_reusable or self._is_last or self._server.is_draining:
             return self._close()
+        if self._is_paused and not self._transport.is_closing():  # who asks and does not read would have us hold answers
+            self._transport.pause_reading()
+            self._await(WRITE_STALL_S)
+        elif not self._is_paused:
+            self._go_on()
+
+    def _go_on(self) -> None:
+        """With the request that waits, or by reading."""
         assert self._transport is not None
         if self._pending:
             return self._begin(self._pending.popleft())
@@ -278,7 +294,7 @@ class HttpProtocol(asyncio.Protocol):
 
     def _begin(self, exchange: Exchange) -> None:
         self._exchange = exchange
-        self._await(None)
+        self._await(WRITE_STALL_S if self._is_paused else None)
         self._server.begin(exchange)
 
     # --- ends ---------------------------------------------------------------------------------------------------------

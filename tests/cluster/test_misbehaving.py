@@ -85,6 +85,69 @@ def test_pipelined_requests_are_answered_one_after_another_in_their_order(keyed)
     assert_nothing_left(running)
 
 
+def test_who_asks_and_does_not_read_has_only_a_few_answers_held(keyed, monkeypatch):
+    monkeypatch.setattr(wire, "WRITE_STALL_S", 0.5)
+    running, _ = keyed
+    seen = []
+
+    def held():
+        lines = [line for line in running.router._server._connections if line._transport is not None]
+        seen.extend(line._transport.get_write_buffer_size() for line in lines)
+        return len(lines)
+
+    with connect(running) as connection:
+        connection.settimeout(2)
+        with contextlib.suppress(OSError):  # at last nothing is read, or the connection is cut
+            for _ in range(2000):  # 46 MB of answers each
+                connection.sendall(b"GET / HTTP/1.1\r\nhost: a\r\n\r\n" * 50)
+                running.call(held)
+        until(lambda: running.call(held) == 0, "it is cut")
+    assert max(seen) < wire.WRITE_HIGH + (256 << 10)
+
+
+def test_who_reads_late_gets_every_answer(start):
+    running, _ = start()
+    num_asked = 0
+
+    def waits():
+        lines = running.router._server._connections
+        if any(line._is_paused for line in lines):
+            return "paused"
+        return any(line._num_heads == num_asked and line.is_idle for line in lines)
+
+    with connect(running) as connection:
+        while True:  # until no buffer takes more
+            connection.sendall(b"GET / HTTP/1.1\r\nhost: a\r\n\r\n" * 50)
+            num_asked += 50
+            if until(lambda: running.call(waits), "all is answered, or the answers wait") == "paused":
+                break
+        answer = b""
+        while answer.count(b"HTTP/1.1 200 ") < num_asked or not answer.endswith(b"</html>\n"):
+            part = connection.recv(1 << 20)
+            assert part, "closed before the last answer"
+            answer += part
+
+
+def test_requests_that_come_before_an_answer_have_a_bound(keyed):
+    running, secret = keyed
+    body = json.dumps({"model": "tiny", "prompt": "hi", "max_tokens": 2}).encode()
+    first = REQUEST + b"authorization: Bearer %b\r\ncontent-length: %d\r\n\r\n%b" % (secret.encode(), len(body), body)
+    answer = told(running, first + b"GET /health HTTP/1.1\r\nhost: a\r\n\r\n" * 500)
+    assert statuses(answer) == [200] * (1 + wire.MAX_PENDING) + [429]
+
+
+def test_trailers_without_end_are_refused(keyed):
+    running, _ = keyed
+    chunked = b"GET / HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n0\r\nx: "
+    assert statuses(told(running, chunked + b"a" * (1 << 20))) == [431]
+
+
+def test_nothing_is_answered_behind_an_answer_that_closes(keyed):
+    running, _ = keyed
+    last = b"GET / HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n"
+    assert statuses(told(running, last * 2)) == [200]
+
+
 def test_a_trailer_is_no_header(keyed):
     running, secret = keyed
     body = json.dumps({"model": "tiny", "prompt": "hi", "max_tokens": 2}).encode()
