@@ -68,7 +68,7 @@ def step_places_reference(state: torch.Tensor, sizes: PlaceSizes) -> Places:
     )
 
 
-@jit_varying("state_stride")
+@jit_varying("num_requests", "state_stride")
 def _places_kernel(
     p_state: tl.tensor,
     p_grid: tl.tensor,
@@ -259,13 +259,13 @@ def step_outcome_triton(
         tokens, path = (x if x.stride(1) == 1 else x.contiguous() for x in (tokens, path))
         _outcome_kernel[(count,)](
             table,
-            slots,
+            slots.contiguous(),
             tokens,
             path,
             accept_len.contiguous(),
             is_bad.contiguous().view(torch.uint8),
             is_unseen.contiguous().view(torch.uint8),
-            would_match,
+            would_match.contiguous(),
             report,
             emitted,
             table.stride(0),

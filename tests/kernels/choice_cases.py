@@ -84,13 +84,18 @@ def check_step_outcome(device: str, count: int, num_nodes: int, num_path: int) -
     tokens, path = 100 + wide[:, :num_path], wide[:, :num_path].sort(dim=1).values
     accept_len = torch.tensor([rng.randrange(num_path + 1) for _ in range(count)], dtype=torch.int64)
     flags = [torch.rand(count * num_nodes, generator=generator) < 0.15 for _ in range(2)]
-    given = (slots, tokens, path, accept_len, *flags, torch.arange(count))
+    given = (_apart(slots), tokens, path, _apart(accept_len), *flags, _apart(torch.arange(count)))
     ours, theirs, plain = table.to(device), table.clone(), table.clone()
     report, emitted = step_outcome_triton(ours, *(x.to(device) for x in given))
     expected = step_outcome_reference(theirs, *given)
     assert (report.tolist(), emitted.tolist()) == (expected.report.tolist(), expected.emitted.tolist())
     assert torch.equal(ours.cpu(), theirs)
     assert torch.equal(step_outcome(plain, *given).report, expected.report)
+
+
+def _apart(x: torch.Tensor) -> torch.Tensor:
+    """The same values, with another behind each."""
+    return torch.stack((x, x + 1), dim=1)[:, 0]
 
 
 def check_chain_verify(device: str, count: int, num_nodes: int) -> None:
