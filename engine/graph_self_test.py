@@ -255,7 +255,7 @@ class SelfTest:
         next_page = 1
         for i in range(size):
             length = 1 + i * 5 % spread
-            count = pages_for(length + num_rows, pool.page_size)
+            count = min(pages_for(length + num_rows, pool.page_size), pool.num_pages - 1)  # one request always fits
             if next_page + count > pool.num_pages:
                 break
             prompt_ids = self._ids(length).tolist()

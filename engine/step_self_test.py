@@ -86,7 +86,7 @@ class StepSelfTest:
         spread = max(min(2 * pool.page_size, self._body.max_context - spare), 1)
         for i in range(size):
             length = 1 + i * 5 % spread
-            count = pages_for(length + spare, pool.page_size)
+            count = min(pages_for(length + spare, pool.page_size), pool.num_pages - 1)  # one request always fits
             if next_page + count > pool.num_pages:
                 break
             knobs = KNOBS[i % (len(KNOBS) if kind.is_ranked else 2)]

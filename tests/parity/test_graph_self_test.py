@@ -83,6 +83,19 @@ def test_without_self_test_nothing_is_compared(target, monkeypatch):
     assert loader.engine().graph_counts["decode"] == 2
 
 
+def test_a_pool_too_small_for_all_rows_of_a_step_is_tested_with_the_rows_that_it_has(target, head, caplog):
+    config = EngineConfig(
+        model=str(target), draft=str(head), device="cpu", dtype="float32", pages=1, page_size=2, max_context=4,
+        graphs=True, max_running=2, overlap="on",
+    )  # fmt: skip
+    loader = EngineLoader(config, has_drafter=True)
+    with caplog.at_level("INFO"):
+        for _, run in loader.phases():
+            run()
+    assert "0 graphs dropped" in caplog.text
+    assert "self-test: 0 replays" not in caplog.text
+
+
 @pytest.mark.parametrize("shape", [(3, 1, 0), (2, 2, 7)], ids=["chain", "tree"])
 def test_the_self_test_drops_step_graphs_that_differ_and_leaves_no_trace(target, head, shape, caplog):
     steps, topk, tokens = shape
