@@ -118,7 +118,8 @@ def _cut(rooms: Sequence[Room], budget: int, vocab_size: int) -> list[Chunk]:
     chunks: list[Chunk] = []
     for room in rooms:
         start = room.request.num_computed
-        most = most_scored(room.request, vocab_size)
+        before = [(other.request, first, last) for other, first, last in chunks]
+        most = most_scored(room.request, vocab_size, before)
         end = min(room.request.num_prompt, start + (budget if most is None else min(budget, most)))
         budget -= end - start
         chunks.append((room, start, end))

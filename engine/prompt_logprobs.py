@@ -21,9 +21,12 @@ def num_scored(request: Request, start: int, end: int) -> int:
     return min(end, request.num_prompt - 1) - start
 
 
-def most_scored(request: Request, vocab_size: int) -> int | None:
-    """Rows of `request` that a forward may hold at most, for the memory of their logits; None: any number."""
-    return None if request.sampling.prompt_logprobs < 0 else max(1, MAX_SCORED_LOGITS // vocab_size)
+def most_scored(request: Request, vocab_size: int, before: Sequence[tuple[Request, int, int]]) -> int | None:
+    """Rows of `request` that a forward may hold at most behind the ranges `before`, for the memory of all scored logits;
+    at least 1. None: any number."""
+    if request.sampling.prompt_logprobs < 0:
+        return None
+    return max(1, MAX_SCORED_LOGITS // vocab_size - sum(num_scored(*part) for part in before))
 
 
 def scores_of(ranges: Sequence[tuple[Request, int, int]], logits: torch.Tensor) -> list[list[Score]]:

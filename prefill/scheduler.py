@@ -72,7 +72,8 @@ class PrefillScheduler:
     def _take(self, room: Room, budget: int, chunks: list[Chunk]) -> int:
         """Add the room's next chunk if the budget allows; returns the tokens taken."""
         start, end = room.request.num_computed, room.request.num_prompt
-        most = most_scored(room.request, self.vocab_size)
+        before = [(chunk.room.request, chunk.start, chunk.end) for chunk in chunks]
+        most = most_scored(room.request, self.vocab_size, before)
         is_whole = self.chunk_size == 0 and most is None
         if start == end or len(chunks) >= self.max_batch or (budget <= 0 and chunks):
             return 0

@@ -1,6 +1,7 @@
 """Laws of the prefill scheduler: every prompt token is computed exactly once, in order, within the budget."""
 
 import pytest
+from baton.engine import prompt_logprobs
 from baton.engine.kv_pool import PageAllocator
 from baton.engine.prefix_cache import PrefixCache
 from baton.engine.request import Request
@@ -19,8 +20,8 @@ def make(num_pages=64, chunk_size=8, max_batch=4):
     return PrefillScheduler(queues, cache, page_size=PAGE, chunk_size=chunk_size, max_batch=max_batch, vocab_size=100)
 
 
-def add(scheduler, name, tokens):
-    request = Request(room=f"{name:032x}", epoch=0, prompt_ids=list(tokens), sampling=SamplingParams())
+def add(scheduler, name, tokens, **sampling):
+    request = Request(room=f"{name:032x}", epoch=0, prompt_ids=list(tokens), sampling=SamplingParams(**sampling))
     room = Room(request=request, arrived=0.0, deadline=None)
     scheduler.queues.add(room)
     return room
@@ -104,3 +105,20 @@ def test_a_repeated_prompt_leaves_only_what_is_not_in_whole_cached_pages():
 @pytest.mark.parametrize("chunk_size", [0, 4])
 def test_nothing_to_do_is_an_empty_batch(chunk_size):
     assert make(chunk_size=chunk_size).next_chunks() == ([], [])
+
+
+@pytest.mark.parametrize("chunk_size", [0, 32])
+def test_the_rows_that_are_scored_in_one_forward_are_bounded_over_all_prompts(chunk_size, monkeypatch):
+    monkeypatch.setattr(prompt_logprobs, "MAX_SCORED_LOGITS", 600)  # six rows of this vocabulary
+    scheduler = make(chunk_size=chunk_size)
+    for i in range(3):
+        add(scheduler, i, range(10 * i, 10 * i + 10), prompt_logprobs=0)
+    add(scheduler, 3, range(50, 60))
+    most = 0
+    while len(scheduler.queues):
+        chunks, _ = scheduler.next_chunks()
+        scored = [prompt_logprobs.num_scored(c.room.request, c.start, c.end) for c in chunks]
+        most = max(most, sum(scored))
+        assert sum(scored) <= 6 + sum(count == 1 for count in scored), "each prompt goes on by a row at least"
+        run(scheduler, chunks)
+    assert most >= 6
