@@ -108,7 +108,10 @@ class Stepper:
 
 
 class Rig:
-    """One engine that prefills and decodes. `use_graphs` switches between its graphs and the eager path."""
+    """One engine that prefills and decodes. `use_graphs` switches between its graphs and the eager path.
+
+    Raises ValueError where the requests or the prompt would outgrow the model's positions.
+    """
 
     def __init__(self, settings: RigSettings) -> None:
         self.settings = settings
@@ -117,6 +120,7 @@ class Rig:
         device, dtype = settings.device, settings.dtype
         with tempfile.TemporaryDirectory(prefix="baton-bench-") as folder:
             self.config: ModelConfig = target_config(settings.shape, settings.model, Path(folder))
+            _check_positions(settings, self.shape, self.config.max_position_embeddings)
             name = str(dtype).removeprefix("torch.")
             self.head_config: Eagle3Config = head_config(self.config, name, settings.draft_vocab_size, Path(folder))
         model = random_target(self.config, dtype, device)
@@ -244,6 +248,15 @@ class Rig:
 
     def __repr__(self) -> str:
         return f"<Rig {self.runner!r}, {self.graphs!r}>"
+
+
+def _check_positions(settings: RigSettings, shape: DraftShape, limit: int) -> None:
+    wanted = max(settings.max_request + shape.spare_slots, settings.max_prompt)
+    if wanted > limit:
+        raise ValueError(
+            f"{settings.model or settings.shape} has {limit} positions, and {wanted} would be used: the longest prompt, or "
+            "context with what all steps add; lower --context, --prefill or --repeats"
+        )
 
 
 def _request(room: str, ids: list[int], pages: list[int]) -> Request:

@@ -56,7 +56,6 @@ SHAPES: dict[str, dict[str, object]] = {
     },
 }
 DRAFT_VOCABULARY = 32000  # of published EAGLE3 heads for models of this size
-NUM_FEATURES = 3
 
 
 def target_config(shape: str, model: str, folder: Path) -> ModelConfig:

@@ -174,16 +174,18 @@ def stall(bench: Bench) -> list[str]:
     return [f"a client that never reads for 6 s: {most / (1 << 20):+.1f} MB"]
 
 
+PARTS: dict[str, Callable[[Bench], list[str]]] = {"requests": requests, "streams": streams, "stall": stall}
+
+
 def main(argv: Sequence[str]) -> int:
     """`baton bench router`: 0 when it ran, 1 when something to run is missing."""
     options = _parser().parse_args(argv)
-    parts: dict[str, Callable[[Bench], list[str]]] = {"requests": requests, "streams": streams, "stall": stall}
     try:
         if "requests" in options.only and shutil.which("wrk") is None:
             raise StartupError("wrk makes the load and is not installed: install it, or give --only streams,stall")
         with tempfile.TemporaryDirectory(prefix="baton-bench-") as folder, ExitStack() as stack:
             bench = Bench(options, Path(folder), stack)
-            for name, part in parts.items():
+            for name, part in PARTS.items():
                 if name in options.only:
                     sys.stdout.write("\n".join([*part(bench), ""]))
                     sys.stdout.flush()
@@ -196,13 +198,21 @@ def main(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=PROG, description="Load on the router, with workers that answer at once.")
     parser.add_argument("--model", required=True, metavar="DIR", help="a directory with a tokenizer and a chat template")
-    parser.add_argument("--only", default="requests,streams,stall", metavar="PARTS", help="which parts (all three)")
+    parser.add_argument("--only", type=_parts, default=list(PARTS), metavar="PARTS", help="of requests,streams,stall (all)")
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="rounds over all ways (3)")
     parser.add_argument("--seconds", type=float, default=4.0, metavar="S", help="of load per way and round (4)")
     parser.add_argument("--connections", type=int, default=32, metavar="N", help="of the load (32)")
     parser.add_argument("--streams", type=int, default=2000, metavar="N", help="streams at once (2000)")
     parser.add_argument("--peers-python", default="", metavar="FILE", help="an interpreter with aiohttp and sglang-router")
     return parser
+
+
+def _parts(text: str) -> list[str]:
+    names = text.split(",")
+    unknown = [name for name in names if name not in PARTS]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(PARTS)}; separate them by commas")
+    return names
 
 
 def cpu_s(process: psutil.Process) -> float:

@@ -75,6 +75,8 @@ def test_built_in_shapes_are_models_of_the_sizes_in_their_names(tmp_path):
 def test_bad_options_are_one_line_that_names_the_value_and_the_remedy(capsys, tmp_path):
     assert main([*SMALL, "--spec-steps", "2", "--accept-length", "4"]) == 2
     assert "--accept-length 4" in capsys.readouterr().err
+    assert main([*SMALL, "--context", "500"]) == 2
+    assert "512 positions" in capsys.readouterr().err
     assert main([*SMALL, "--model", str(tmp_path)]) == 2
     assert "config.json" in capsys.readouterr().err
     if not torch.cuda.is_available():
