@@ -49,7 +49,7 @@ class Guide:
     def fault(self) -> str:
         """Why the grammar cannot be followed, "" when it can or is not known yet."""
         error = self._future.exception() if self._future.done() else None
-        return "" if error is None else str(error)
+        return "" if error is None else str(error) or type(error).__name__
 
     def masks(self, chosen: Sequence[int], branches: Sequence[Sequence[int]]) -> Mask:
         """Masks `[R, W]`: bit t % 32 of word t // 32 says that token t may come behind `chosen` and the branch of drafts.
