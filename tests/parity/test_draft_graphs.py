@@ -11,6 +11,7 @@ from baton.engine.request import Request
 from baton.engine.sampling_params import SamplingParams
 from baton.engine.speculative import draft_loops, draft_worker
 from baton.engine.speculative.chain import ChainPlan, plan_chain
+from baton.kernels.kv_store import kv_rows
 from baton.tests.parity.eagle3_engine import PAGE_SIZE, Engine
 from baton.tests.parity.graph_engine import MAX_BATCH, MAX_TOKENS, arena, poison, with_graphs
 from baton.tests.parity.toy_engine import random_ids
@@ -197,8 +198,8 @@ def test_m5_4_graph_and_eager_draft_steps_get_the_same_slots_lengths_and_pages(
     assert loop.family.pool.report().kinds[-1].replays == {MAX_BATCH: 1}
     of_bucket = [args for args in captured if args[1].shape[0] == MAX_BATCH][: steps - 1]
     assert len(of_bucket) == len(planned) == steps - 1
-    for (graph_slots, table, lens), batch in zip(of_bucket, planned, strict=True):
-        assert torch.equal(graph_slots[: 3 * topk], batch.slots)
+    for (graph_rows, table, lens), batch in zip(of_bucket, planned, strict=True):
+        assert torch.equal(graph_rows[: 3 * topk], kv_rows(batch.slots, drafter.pool.kv))
         assert lens[:3].tolist() == batch.kv_lens
         width = batch.page_table.shape[1]
         for row, used in enumerate(pages_for(n, PAGE_SIZE) for n in batch.kv_lens):
