@@ -299,15 +299,15 @@ class Dispatcher:
     # --- effects ------------------------------------------------------------------------------------------------------
 
     def _admit(self, now: float) -> None:
-        """Places waiting rooms by rank, until one finds no pair: nobody overtakes it for ever."""
+        """Places waiting rooms by rank, until one finds no pair that it could have: nobody overtakes it for ever."""
         for entry in self._waiting:
             if entry.room.phase is not Phase.QUEUED or entry.not_before > now:
                 continue
             tested = self._tested() if entry.room.suspicion else set()
             pair = self._placer.pair_for(entry, self.registry.doubtful(now), tested)
-            if pair is None:
+            if pair is None and entry.pairless_since is None:
                 return
-            if tested.isdisjoint(pair.instances):
+            if pair is not None and tested.isdisjoint(pair.instances):
                 self._place(entry, pair, now)
 
     def _tested(self) -> set[str]:

@@ -333,3 +333,20 @@ def test_a_stream_whose_hand_off_fails_goes_on_with_the_prompt_on_decode():
     assert events(inbox) == [Deliver([9], []), Deliver([10, 11], [])]
     world.kill((b"d", D))
     assert entry.room.phase.value == "queued"
+
+
+def test_a_stream_without_a_pair_keeps_nobody_else_waiting():
+    world, _ = two_pairs()
+    (entry,), _ = world.submit(16)
+    begin(world, entry)
+    for identity, instance, role in ((b"p3", "6" * 32, "prefill"), (b"d2", D2, "decode")):
+        world.sent.setdefault(identity, [])
+        other = hello(instance=instance, role=role, fingerprint="another")
+        world.dispatcher.on_message(identity, other)
+        stats = WorkerStats(pages_total=100, pages_free=100)
+        world.dispatcher.on_message(identity, Heartbeat(instance=instance, stats=stats))
+    world.kill((b"d", D))
+    world.pass_time(0.1)
+    (second,), _ = world.submit(16)
+    assert entry.room.phase.value == "queued"
+    assert [message.room for message in world.of(b"d2", Reserve)] == [second.room.room]
