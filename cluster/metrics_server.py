@@ -3,16 +3,17 @@
     /health    503 once the loop has been silent for `SILENT_S`: restart the process
     /ready     503 until the loop came round first, while the worker drains, and when it is silent: give it no work
 
-
 What it answers, it answers from a finished record, so that a scrape never waits for a forward and no forward for a scrape.
 One connection at a time, each for `SCRAPE_TIMEOUT_S` at most: who is slow keeps other scrapers waiting, and no worker.
 """
 
 import logging
+import socket
 import socketserver
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler
 from typing import ClassVar
 
@@ -115,8 +116,21 @@ class _Server(socketserver.TCPServer):
 class _Handler(BaseHTTPRequestHandler):
     """GET of three paths; nothing else is here."""
 
-    timeout = SCRAPE_TIMEOUT_S  # of every read
     owner: ClassVar[MetricsServer]
+
+    def handle(self) -> None:
+        """One request, cut off when its time is over: a timeout of each read would bound no client that trickles."""
+        timer = threading.Timer(SCRAPE_TIMEOUT_S, self._cut)
+        timer.daemon = True
+        timer.start()
+        try:
+            super().handle()
+        finally:
+            timer.cancel()
+
+    def _cut(self) -> None:
+        with suppress(OSError):  # it has gone by itself
+            self.connection.shutdown(socket.SHUT_RDWR)
 
     def do_GET(self) -> None:
         status, kind, body = 200, PLAIN, b""

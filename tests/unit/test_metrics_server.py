@@ -2,9 +2,13 @@
 
 import http.client
 import socket
+import time
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import pytest
+from baton.cluster import metrics_server
 from baton.cluster.config import DecodeConfig
 from baton.cluster.errors import ConfigError, StartupError
 from baton.cluster.life import Shutdown
@@ -76,6 +80,18 @@ def test_nothing_else_is_served(server):
 def test_a_client_that_says_nothing_keeps_the_next_one_waiting_for_a_bounded_time_only(server):
     with socket.create_connection(("127.0.0.1", server.port)):
         assert get(server)[0] == 200
+
+
+def test_a_client_that_trickles_keeps_the_next_one_waiting_for_a_bounded_time_only(server, monkeypatch):
+    monkeypatch.setattr(metrics_server, "SCRAPE_TIMEOUT_S", 0.3)
+    slow = socket.create_connection(("127.0.0.1", server.port))
+    with slow, ThreadPoolExecutor(1) as others, suppress(ConnectionError):
+        slow.sendall(b"GET /")
+        scrape = others.submit(get, server)
+        while not scrape.done():
+            slow.sendall(b"x")
+            time.sleep(0.05)
+    assert scrape.result()[0] == 200
 
 
 def test_a_port_in_use_and_an_open_address_are_refused_with_the_remedy(server):
