@@ -104,7 +104,7 @@ class Placer:
         """The room's output is complete: its decode worker keeps prompt and output for the next turn."""
         room = entry.room
         decode = self._registry.get(room.pair.decode) if room.pair is not None else None
-        if decode is not None and (self._has_choice("decode") or self._local_prefill_max):
+        if decode is not None and self._has_choice("decode"):
             whole = Prompt([*room.prompt_ids, *room.output_ids[:-1]], entry.job.caller.salt)
             self._on_decode.add(decode.instance, whole.pages(decode.hello.page_size))
 
@@ -120,7 +120,9 @@ class Placer:
         )
 
     def _has_choice(self, role: str) -> bool:
-        """Whether it matters which worker holds what."""
+        """Whether it matters which worker holds what: also for where a prompt is computed."""
+        if self._local_prefill_max:
+            return True
         count: int = self._registry.memo(role, lambda: sum(worker.role == role for worker in self._registry))
         return count > 1
 
