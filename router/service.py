@@ -139,6 +139,7 @@ class Service:
         self, said: Sequence[Message], switches: Switches | None, call: Call, tools: Sequence[Tool] = ()
     ) -> list[int]:
         self._check_chars(sum(message.num_chars for message in said), "messages")
+        self._check_chars(sum(len(tool.function.description or "") for tool in tools), "tools")
 
         def encode() -> list[int]:
             messages = [message.as_template_input() for message in said]

@@ -70,10 +70,14 @@ class Tokenizer:
         if not self._is_native:
             messages, tools = written_out(messages, tools), ()
         guard = partial(self._guard, mark=mark, spelled=spelled)
-        guarded = [_in_strings(guard, message) for message in messages]
-        given = [_in_strings(guard, tool) for tool in tools]
+        try:
+            guarded = [_in_strings(guard, message) for message in messages]
+            given = [_in_strings(guard, tool) for tool in tools]
+            rendered = self._render(guarded, given, switches or {})
+        except RecursionError:
+            raise bad_request("messages: the arguments of a call are nested too deeply", param="messages") from None
         ids: list[int] = []
-        for i, part in enumerate(self._render(guarded, given, switches or {}).split(mark)):
+        for i, part in enumerate(rendered.split(mark)):
             text = part
             if i:  # a number, an x, and what follows
                 number, _, text = part.partition("x")

@@ -6,7 +6,7 @@ import msgspec
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 Json = Raw | UnsetType
-FunctionName = Annotated[str, Meta(pattern="^[a-zA-Z0-9_-]{1,64}$")]
+FunctionName = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_-]{1,64}$(?!\n)")]  # Python's $ also stands before a line's end
 OPEN, CLOSE = "<tool_call>", "</tool_call>"  # around a call in the text of an answer
 ANY_OBJECT = b'{"type":"object"}'
 NO_PARAMETERS = b'{"type":"object","properties":{},"additionalProperties":false}'

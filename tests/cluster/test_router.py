@@ -373,6 +373,15 @@ def test_chunked_body_over_the_cap_is_refused(served):
     assert reply.status_code == 413
 
 
+def test_what_no_context_could_hold_is_refused_before_it_is_tokenised(served):
+    long = "x" * 900_000
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
+    tool = {"type": "function", "function": {"name": "f", "description": long}}
+    for param, more in (("messages", {"messages": [{"role": "user", "content": long}]}), ("tools", {"tools": [tool]})):
+        error = httpx.post(served[0].url + "/v1/chat/completions", json=body | more).json()["error"]
+        assert (error["code"], error["param"]) == ("context_length_exceeded", param)
+
+
 def test_prompt_too_long_names_both_numbers(served):
     body = {"model": MODEL, "prompt": [5] * 600}
     error = httpx.post(served[0].url + "/v1/completions", json=body).json()["error"]

@@ -105,6 +105,17 @@ def test_template_error_is_the_clients_fault(tokenizer):
     assert caught.value.status == 400
 
 
+def test_arguments_that_are_nested_without_end_are_the_clients_fault(tokenizer, monkeypatch):
+    monkeypatch.setattr(tokenizer, "_is_native", True)  # others are told of the arguments as text
+    arguments = []
+    for _ in range(5000):
+        arguments = [arguments]
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    with pytest.raises(ApiError, match="nested too deeply") as caught:
+        tokenizer.encode_chat([{"role": "assistant", "content": "", "tool_calls": [call]}])
+    assert caught.value.status == 400
+
+
 def test_model_without_template_says_what_to_use(tmp_path):
     bare = load_tokenizer(str(save_tokenizer(tmp_path, template=False)))
     with pytest.raises(ApiError, match="/v1/completions"):

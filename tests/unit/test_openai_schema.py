@@ -33,6 +33,13 @@ def text(**more):
     return parse_body(json.dumps(TEXT | more).encode(), CompletionBody)
 
 
+@pytest.mark.parametrize("name", ["", "a b", "a\n", "\na", 'a"', "x" * 65])
+def test_a_name_of_a_function_is_letters_digits_and_dashes_to_its_end(name):
+    with pytest.raises(ApiError) as caught:
+        chat(tools=[{"type": "function", "function": {"name": name}}])
+    assert (caught.value.status, caught.value.body.param) == (400, "tools")
+
+
 def test_defaults_are_the_apis():
     sampling = sampling_of(chat(), max_new=5, choice=0)
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_new_tokens) == (1.0, 1.0, 0, 5)
