@@ -60,6 +60,7 @@ class Style:
     min_tokens: int = 0  # no stop string counts before so many
     is_silent: bool = False  # the output is neither shown nor counted
     has_calls: bool = False  # calls of tools are told apart from what is said
+    calls_come_first: bool = False  # or not at all
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ class Choice:
         self._style = style
         self._detokenizer = tokenizer.detokenizer(skip_special=style.skip_special)
         self._stops = StopStrings(style.stops) if style.stops else None
-        self._calls = CallReader() if style.has_calls else None
+        self._calls = CallReader(only_first=style.calls_come_first) if style.has_calls else None
         self._echo = echo
         self._num_chars = 0  # that all tokens so far have completed
         self._sum_logprobs = 0.0

@@ -30,7 +30,7 @@ from .response_bodies import ResponseBody, chat_of, in_words_of_responses, told_
 from .response_replies import ResponseBuilder
 from .spans import end_request, operation_of
 from .tokenizer import Switches, Tokenizer
-from .tool_bodies import Tool, as_template_tool
+from .tool_bodies import Tool, as_template_tool, schema_of
 
 INLINE_BYTES = 2000  # of a body: about a millisecond of work, less than a trip to a thread costs under load
 T = TypeVar("T")
@@ -253,4 +253,5 @@ def _style_of(body: ChatBody | CompletionBody) -> Style:
         min_tokens=body.min_tokens or 0,
         is_silent=max_new_of(body) == 0,
         has_calls=isinstance(body, ChatBody) and body.calls_tools,
+        calls_come_first=schema_of(body.response_format) is not None,
     )

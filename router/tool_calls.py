@@ -52,10 +52,15 @@ class ArgumentScanner:
 
 
 class CallReader:
-    """Parts the text of one choice into what is said and what is called."""
+    """Parts the text of one choice into what is said and what is called.
 
-    def __init__(self) -> None:
+    `only_first`: it either begins with a call or has none, as where what is said is JSON, whose strings may spell anything.
+    """
+
+    def __init__(self, *, only_first: bool = False) -> None:
         self._held = ""
+        self._only_first = only_first
+        self._is_plain = False  # no call will come
         self._scanner: ArgumentScanner | None = None  # of the arguments that are being read
         self._is_in_call = False
         self.num_calls = 0
@@ -85,8 +90,11 @@ class CallReader:
 
     def _read_text(self) -> str:
         """Up to the next call. Between calls nothing is said."""
-        at = self._held.find(OPEN)
-        if at >= 0:
+        self._is_plain |= self._only_first and not self.num_calls and not OPEN.startswith(self._held[: len(OPEN)])
+        at = -1 if self._is_plain else self._held.find(OPEN)
+        if self._is_plain:
+            said, self._held = self._held, ""
+        elif at >= 0:
             said, self._held, self._is_in_call = self._held[:at], self._held[at + len(OPEN) :], True
         else:
             keep = next(n for n in range(min(len(OPEN) - 1, len(self._held)), -1, -1) if self._held.endswith(OPEN[:n]))

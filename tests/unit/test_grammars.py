@@ -165,6 +165,15 @@ def test_text_without_calls_stays_as_it_is(text):
     assert said + reader.flush() == text
 
 
+@pytest.mark.parametrize("step", [1, 2, 7, 1000])
+def test_json_that_spells_a_call_is_said_and_a_call_in_its_place_is_read(step):
+    for text, num_calls in (('{"q": "<tool_call>\\n{}"}', 0), (f"{call('go', '{}')}\n{call('go', '{}')}", 2)):
+        reader, said = CallReader(only_first=True), ""
+        for at in range(0, len(text), step):
+            said += reader.feed(text[at : at + step])[0]
+        assert (said + reader.flush(), reader.num_calls) == ("" if num_calls else text, num_calls)
+
+
 def test_tools_are_written_out_for_templates_that_do_not_know_them():
     assert is_native("{% if tools %}<tool_call>{% endif %}")
     assert not is_native("{{ messages }}")
