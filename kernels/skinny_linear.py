@@ -23,6 +23,8 @@ from .triton_jit import cdiv, jit_varying, next_power_of_2, tl
 MAX_ROWS = 32
 MAX_ROWS_GATED = 64
 MIN_ROWS_TILE = 16
+# Shared memory of the widest tile. Devices whose programs may not have so much are left to the library.
+SHARED_BYTES = 192 * 1024
 
 
 def gated_linear_reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -150,9 +152,15 @@ def _check(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, is_
         raise ValueError(f"gated_linear: {weight.shape[0]} outputs are odd; gate and up must be equally wide")
 
 
+def shared_bytes(device: torch.device) -> int:
+    """Shared memory that one program may have on CUDA `device`; 0 where torch does not know."""
+    return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0))
+
+
 def _is_skinny(x: torch.Tensor, max_rows: int) -> bool:
     """float32 is left to the library: Triton has no fast product of full precision."""
-    return x.is_cuda and x.dim() == 2 and x.shape[0] <= max_rows and x.dtype != torch.float32
+    is_small = x.is_cuda and x.dim() == 2 and x.shape[0] <= max_rows and x.dtype != torch.float32
+    return is_small and shared_bytes(x.device) >= SHARED_BYTES
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from baton.kernels import skinny_linear
 from baton.kernels.chain_verify import chain_verify, chain_verify_triton
 from baton.kernels.choose_token import choose_token, choose_token_triton
 from baton.kernels.compact_kv import compact_kv, compact_kv_triton
@@ -15,8 +16,8 @@ from baton.kernels.rms_norm import add_rms_norm, rms_norm_triton
 from baton.kernels.rope import apply_rope_triton
 from baton.kernels.rope_store import rope_store_triton
 from baton.kernels.select_rows import select_last_rows, select_last_rows_triton
-from baton.kernels.silu_mul import silu_mul_triton
-from baton.kernels.skinny_linear import gated_linear, linear_triton
+from baton.kernels.silu_mul import silu_mul_reference, silu_mul_triton
+from baton.kernels.skinny_linear import gated_linear, linear, linear_triton
 from baton.kernels.step_glue import PlaceSizes, step_outcome, step_outcome_triton, step_places, step_places_triton
 from baton.kernels.tree_verify import tree_verify, tree_verify_triton
 from baton.kernels.verify_attention import MAX_SPLITS, choose_splits, paged_verify, paged_verify_triton
@@ -72,10 +73,22 @@ def test_cpu_tensors_never_reach_a_launcher(monkeypatch: pytest.MonkeyPatch):
 
 def test_cuda_tensors_always_reach_a_launcher(monkeypatch: pytest.MonkeyPatch):
     trap_launchers(monkeypatch)
+    monkeypatch.setattr(skinny_linear, "shared_bytes", lambda device: SHARED_BYTES)
     with FakeTensorMode(allow_non_fake_inputs=True):
         for bench in bench_kernels.registry("cuda", is_small=True):
             with pytest.raises(Launched):
                 bench.run()
+
+
+@pytest.mark.parametrize("num_bytes", [0, 99 * 1024, 163 * 1024])
+def test_a_device_without_room_for_the_tiles_multiplies_by_the_library(num_bytes: int, monkeypatch: pytest.MonkeyPatch):
+    trap_launchers(monkeypatch)
+    monkeypatch.setattr(skinny_linear, "shared_bytes", lambda device: num_bytes)
+    monkeypatch.setattr(skinny_linear, "silu_mul", silu_mul_reference)
+    with FakeTensorMode():
+        x, weight = (torch.zeros(rows, 64, dtype=torch.bfloat16, device="cuda") for rows in (1, 96))
+        assert linear(x, weight).shape == (1, 96)
+        assert gated_linear(x, weight).shape == (1, 48)
 
 
 def test_every_operation_is_in_the_bench_registry():
@@ -100,7 +113,9 @@ def test_every_kernel_compiles_for_an_h200_and_fits_its_shared_memory(compiled_f
     rms_norm_triton(x, x[0], 1e-5, x)
     silu_mul_triton(x)
     linear_triton(x, x, is_gated=False)
-    linear_triton(x, torch.cat((x, x, x, x)), is_gated=True)
+    for many in (x, randn(33, 4096, dtype=torch.bfloat16)):
+        for weight in (torch.cat((x, x, x, x)), x[:1].expand(10240, -1).contiguous()):
+            linear_triton(many, weight, is_gated=True)
     apply_rope_triton(projected, *tables)
     store_kv_triton(pool, 1, rows, k, v)
     rope_store_triton(q, k, v, *tables, pool, 1, rows)
@@ -131,7 +146,7 @@ def test_every_kernel_compiles_for_an_h200_and_fits_its_shared_memory(compiled_f
     }  # fmt: skip
     for name, kernel in compiled_for_h200:
         assert kernel.asm["cubin"], name
-        assert kernel.metadata.shared <= SHARED_BYTES, name
+        assert kernel.metadata.shared <= (skinny_linear.SHARED_BYTES if name == "_skinny_kernel" else SHARED_BYTES), name
     by_name = dict(compiled_for_h200)
     for name in ("_extend_kernel", "_verify_kernel"):  # the last launched, with wide tiles: Hopper's matrix instructions
         assert "wgmma" in by_name[name].asm["ptx"], name
