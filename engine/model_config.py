@@ -1,12 +1,15 @@
 """What a checkpoint's config.json says about a model that we serve."""
 
 import json
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from .errors import CheckpointError
 from .rope import RopeConfig, read_rope_config
+
+logger = logging.getLogger(__name__)
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
@@ -161,7 +164,7 @@ def _head_shape(reader: ConfigReader, family: str, hidden: int, heads: int) -> t
 
 
 def _eos_token_ids(reader: ConfigReader, generation_path: Path) -> tuple[int, ...]:
-    """The ids of both files, those of generation_config.json first, each once."""
+    """The ids of both files, those of generation_config.json first, each once; not those that the model cannot say."""
     readers = [reader]
     if generation_path.exists():
         readers.insert(0, ConfigReader(read_json(generation_path), generation_path))
@@ -172,7 +175,11 @@ def _eos_token_ids(reader: ConfigReader, generation_path: Path) -> tuple[int, ..
             if not isinstance(token, int) or isinstance(token, bool) or token < 0:
                 raise each.error("eos_token_id", "a token id or a list of token ids is required here")
             found[token] = None
-    return tuple(found)
+    vocab_size = reader.count("vocab_size")
+    unknown = [token for token in found if token >= vocab_size]
+    if unknown:
+        logger.warning("%s: end tokens %s are outside the vocabulary of %d, left out", reader.source, unknown, vocab_size)
+    return tuple(token for token in found if token < vocab_size)
 
 
 def _dtype(reader: ConfigReader) -> str:

@@ -35,7 +35,9 @@ _Ids = npt.NDArray[np.int64]
 def validate_params(params: SamplingParams, vocab_size: int) -> None:
     """Raise ValueError, naming the value, for parameters that no sampler can serve."""
     bad_bias = [token for token, bias in params.logit_bias.items() if not math.isfinite(bias)]
-    foreign = [token for token in params.logit_bias if not 0 <= token < vocab_size]
+    foreign, endless = (
+        [token for token in ids if not 0 <= token < vocab_size] for ids in (params.logit_bias, params.stop_token_ids)
+    )
     for is_wrong, text in (
         (not 0 <= params.temperature < math.inf, f"temperature {params.temperature}: finite, >= 0"),
         (params.top_k < 0, f"top_k {params.top_k}: 0 (off) or more"),
@@ -46,6 +48,7 @@ def validate_params(params: SamplingParams, vocab_size: int) -> None:
         (not 0 < params.repetition_penalty < math.inf, f"repetition_penalty {params.repetition_penalty}: > 0, finite"),
         (bool(bad_bias), f"logit_bias of tokens {bad_bias}: finite"),
         (bool(foreign), f"logit_bias of tokens {foreign}: ids in [0, {vocab_size})"),
+        (bool(endless), f"stop_token_ids {endless}: ids in [0, {vocab_size})"),
     ):
         if is_wrong:
             raise ValueError(f"{text} is what the sampler takes")

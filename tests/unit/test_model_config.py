@@ -82,6 +82,11 @@ def test_absent_keys_take_the_defaults_of_the_format(tmp_path: Path):
     assert config.dtype == "float32"
 
 
+def test_eos_ids_outside_the_vocabulary_are_left_out_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    assert load_model_config(write(tmp_path, {"eos_token_id": 49152}, {"eos_token_id": [7, 60000]})).eos_token_ids == (7,)
+    assert "end tokens [60000, 49152] are outside the vocabulary of 49152" in caplog.text
+
+
 def test_eos_ids_of_both_files_are_merged_generation_config_first(tmp_path: Path):
     path = write(tmp_path, {"eos_token_id": [5, 2]}, {"eos_token_id": [7, 5]})
     assert load_model_config(path).eos_token_ids == (7, 5, 2)

@@ -298,6 +298,7 @@ def test_an_empty_batch_gives_no_tokens():
         ({"presence_penalty": math.nan}, "presence_penalty nan"),
         ({"logit_bias": {V: 1.0}}, r"logit_bias of tokens \[12\]"),
         ({"logit_bias": {3: math.nan}}, r"logit_bias of tokens \[3\]"),
+        ({"stop_token_ids": [V - 1, V], "min_new_tokens": 1}, r"stop_token_ids \[12\]"),
     ],
 )
 def test_parameters_that_cannot_be_served_are_refused_by_value(wrong, named):
