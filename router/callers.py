@@ -98,7 +98,7 @@ class Gate:
         use = self._uses.setdefault(caller.id, _Use())
         self._uses.move_to_end(caller.id)
         if len(self._uses) > MAX_CALLERS:
-            idle = next((key for key, use in self._uses.items() if not use.num_running), None)
+            idle = next((key for key, known in self._uses.items() if known is not use and not known.num_running), None)
             if idle is not None:
                 del self._uses[idle]
         return use

@@ -78,3 +78,12 @@ def test_without_limits_nobody_is_refused_and_use_is_forgotten_only_when_idle():
     assert gate.num_running(Caller(id="0")) == 1
     assert len(gate._uses) <= 4096
     gate.enter(ANYONE, 10**9, 0.0)
+
+
+def test_who_comes_while_all_that_are_remembered_run_is_counted_too(monkeypatch):
+    monkeypatch.setattr("baton.router.callers.MAX_CALLERS", 1)
+    gate, running, newcomer = Gate(), Caller(id="a"), Caller(id="b")
+    gate.enter(running, 1, 0.0)
+    gate.enter(newcomer, 1, 0.0)
+    assert [gate.num_running(caller) for caller in (running, newcomer)] == [1, 1]
+    gate.leave(newcomer)
