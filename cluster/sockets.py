@@ -53,21 +53,26 @@ def make_socket(
     With a `ticket` of `Tickets` it shows that to whom it connects; with "" it is connected to, by who shows one.
 
     A peer's frame of more than `max_frame` bytes closes its connection. At most `high_water` messages are queued per
-    peer and direction; `receive_high_water`, when given, is the bound of the incoming ones. A DEALER queues nothing for
-    a peer that is not connected: `try_send` returns False until it is.
+    peer to be sent, and in a ROUTER as many that came; `receive_high_water`, when given, is the bound of the latter. A
+    DEALER queues nothing for a peer that is not connected: `try_send` returns False until it is.
     """
     socket: Socket = context.socket(kind)
     socket.setsockopt(zmq.MAXMSGSIZE, max_frame + (CURVE_FRAME_SLACK if curve is not None else 0))
     socket.setsockopt(zmq.SNDHWM, high_water)
-    socket.setsockopt(zmq.RCVHWM, high_water if receive_high_water is None else receive_high_water)
     socket.setsockopt(zmq.LINGER, linger_ms)
     socket.setsockopt(zmq.SNDTIMEO, 1000)
     socket.setsockopt(zmq.HANDSHAKE_IVL, 2000)
-    socket.setsockopt(zmq.HEARTBEAT_IVL, 500)
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 1500)
-    socket.setsockopt(zmq.HEARTBEAT_TTL, 1500)
     socket.setsockopt(zmq.RECONNECT_IVL, 100)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+    # libzmq 4.3 aborts the process when the timer of a PING finds a peer gone behind a queue that is full (its issues 3937,
+    # 4364 and 4767). So only who connects sends PINGs, and its queue takes whatever the peer that it chose sends; who is
+    # connected to bounds its queue, answers, and by the PING's TTL notices silence as soon.
+    socket.setsockopt(zmq.RCVHWM, 0 if kind == zmq.DEALER else receive_high_water or high_water)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, 500 if kind == zmq.DEALER else 0)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 1500)
+    socket.setsockopt(zmq.HEARTBEAT_TTL, 1500)
+    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)  # finds a vanished host of a stranger, who need not send PINGs
+    socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 30)
     if kind == zmq.ROUTER:
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         socket.setsockopt(zmq.ROUTER_HANDOVER, 0)

@@ -156,7 +156,6 @@ class BulkLink:
             zmq.DEALER,
             max_frame=max_frame,
             high_water=CONTROL_HIGH_WATER,
-            receive_high_water=BULK_HIGH_WATER,
             ticket=ticket,
         )
         self.watch = Watch(self.socket, HANDSHAKE_FAILURES | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)

@@ -359,7 +359,6 @@ class ZmqBlocksReceiver(ReceiverEndpoint, Polling[Send]):
                 zmq.DEALER,
                 max_frame=self._max_frame,
                 high_water=CONTROL_HIGH_WATER,
-                receive_high_water=BULK_HIGH_WATER,
                 curve=curve,
             )
             watch = Watch(link, HANDSHAKE_FAILURES | zmq.EVENT_DISCONNECTED)

@@ -283,11 +283,10 @@ def fear_poison() -> None:
 def f51(scene: Scene) -> str:
     asks = scene.known(workload(151, 40, prompt=(100, 300), max_tokens=64))
     scene.promise = Promise(statuses=(429,))
-    many = [asks[i % len(asks)] for i in range(120)]
-    began = time.monotonic()
-    base = scene.traffic.run(many, width=48)
-    rate = len(many) / (time.monotonic() - began)
-    calls = open_loop(scene, asks, 5 * rate, 6.0)
+    before, base = served_at_most(scene, asks)
+    calls = open_loop(scene, asks, 5 * before, 6.0)
+    behind, _ = served_at_most(scene, asks)
+    rate = min(before, behind)  # what else the machine does is not the cluster's doing
     served, refused = ([c for c in calls if c.end == end] for end in ("finished", "error"))
     span = max(c.ended for c in served) - calls[0].started
     assert len(served) + len(refused) == len(calls)
@@ -301,6 +300,14 @@ def f51(scene: Scene) -> str:
         f"{len(served)} served at {goodput:.0f}/s (peak {rate:.0f}/s), {len(refused)} x 429, "
         f"p99 first token {ttft:.2f} s (peak {ttft_base:.2f} s)"
     )
+
+
+def served_at_most(scene: Scene, asks: list[Ask]) -> tuple[float, list[Call]]:
+    """Requests a second when the cluster is busy and nobody waits in vain, and those requests."""
+    many = [asks[i % len(asks)] for i in range(120)]
+    began = time.monotonic()
+    calls = scene.traffic.run(many, width=48)
+    return len(many) / (time.monotonic() - began), calls
 
 
 def open_loop(scene: Scene, asks: list[Ask], rate: float, seconds: float) -> list[Call]:

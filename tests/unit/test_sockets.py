@@ -5,6 +5,8 @@ import contextlib
 import os
 import select
 import socket as stdlib_socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -61,10 +63,10 @@ def test_every_socket_is_bounded_in_memory_and_time(context: zmq.Context, kind: 
     expected = {
         zmq.MAXMSGSIZE: 1234,
         zmq.SNDHWM: 8,
-        zmq.RCVHWM: 3,
+        zmq.RCVHWM: 3 if kind == zmq.ROUTER else 0,
         zmq.LINGER: 100,
         zmq.HANDSHAKE_IVL: 2000,
-        zmq.HEARTBEAT_IVL: 500,
+        zmq.HEARTBEAT_IVL: 0 if kind == zmq.ROUTER else 500,
         zmq.HEARTBEAT_TIMEOUT: 1500,
         zmq.HEARTBEAT_TTL: 1500,
         zmq.RECONNECT_IVL: 100,
@@ -73,6 +75,15 @@ def test_every_socket_is_bounded_in_memory_and_time(context: zmq.Context, kind: 
     assert {option: socket.getsockopt(option) for option in expected} == expected
     assert 0 < socket.getsockopt(zmq.SNDTIMEO) <= 1000
     assert kind != zmq.DEALER or socket.getsockopt(zmq.IMMEDIATE) == 1
+
+
+@pytest.mark.parametrize("side", ["dealer", "router"])
+def test_a_reader_that_stalls_behind_a_full_queue_lives_when_its_peer_leaves(side: str) -> None:
+    """libzmq aborts the process where the side with the full queue sends heartbeats of its own."""
+    command = [sys.executable, "-P", "-m", "baton.tests.unit.stalled_reader", side]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert "alive" in ended.stdout
 
 
 def test_nothing_is_queued_for_a_peer_that_is_not_there(context: zmq.Context) -> None:
