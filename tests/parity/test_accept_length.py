@@ -79,14 +79,15 @@ class LargePair(Pair):
         pass
 
 
-def handed_over(pair, prompts, num_tokens):
-    """`answer` by way of prefill's worker, the wire and decode's worker."""
+def handed_over(pair, prompts, num_tokens, count):
+    """`answer` by way of prefill's worker, the wire and decode's worker, `count` prompts at a time."""
     decoder, batches = pair.decode.decoder, []
     step = decoder.step
     decoder.step = lambda requests: batches.append(len(requests)) or step(requests)
     for i, ids in enumerate(prompts):
         pair.send(name(i), ids, max_new_tokens=num_tokens, ignore_eos=False)
-    pair.run(turns=100_000)
+        if (i + 1) % count == 0 or i + 1 == len(prompts):
+            pair.run(turns=100_000)
     pair.assert_nothing_is_held()
     outputs = [pair.tokens[name(i)] for i in range(len(prompts))]
     return sum(len(output) - 1 for output in outputs) / sum(batches), outputs
@@ -119,10 +120,12 @@ def test_graphs_and_the_hand_off_change_neither_accept_length_nor_tokens_which_a
     found["graphs"] = answer_in_turns()
     counters = engine.graph_counters
     assert all(counters[f"graph_replays_{kind}"] > 0 for kind in ("target_verify", "draft_decode", "draft_extend")), counters
-    found["handed over"] = handed_over(pair, prompts, num_tokens)
+    found["handed over"] = handed_over(pair, prompts, num_tokens, count)
     assert pair.prefill.stats().counters["graph_replays_target_prefill"] > 0
     engine.runner.graphs = engine.drafter.graphs = None
     found["eager"] = length, _ = answer_in_turns()
+    num_tokens_of = {how: [len(output) for output in outputs] for how, (_, outputs) in found.items()}
+    assert num_tokens_of["graphs"] == num_tokens_of["handed over"] == num_tokens_of["eager"]
     for how, (value, outputs) in found.items():
         record_property(f"accept_length_{how}", round(value, 3))
         print(f"accept length over {len(prompts)} chats, {how}: {value:.3f}")
