@@ -22,6 +22,7 @@ import torch
 from ..cluster.errors import ConfigError
 from ..engine.config import DTYPES, resolve_device, resolve_dtype
 from ..engine.errors import CheckpointError
+from .arguments import at_least
 from .engine_floors import Ceilings, Counts, Work, eagle3_step, measure_ceilings
 from .engine_rig import Prompt, Rig, RigSettings
 from .engine_shapes import DRAFT_VOCABULARY, SHAPES
@@ -157,17 +158,17 @@ def parser() -> argparse.ArgumentParser:
     add = made.add_argument
     add("--shape", choices=sorted(SHAPES), default="llama-3.1-8b", help="a built-in model shape (default llama-3.1-8b)")
     add("--model", default="", help="take the shape from this checkpoint's config.json instead (weights stay random)")
-    add("--draft-vocab", type=_at_least(4), default=DRAFT_VOCABULARY, help=f"of the head (default {DRAFT_VOCABULARY})")
+    add("--draft-vocab", type=at_least(4), default=DRAFT_VOCABULARY, help=f"of the head (default {DRAFT_VOCABULARY})")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default auto: CUDA where there is one")
     add("--dtype", choices=("auto", *DTYPES), default="bfloat16", help="of weights and KV (default bfloat16)")
-    add("--batch", type=_at_least(1), nargs="*", default=[1, 8, 32, 64, 128], help="requests of a step (none: no steps)")
-    add("--context", type=_at_least(2), default=1024, help="tokens before the first step (default 1024)")
-    add("--prefill", type=_at_least(2), nargs="*", default=[1024, 8192], help="tokens of a prompt (default 1024 8192)")
-    add("--chunk-size", type=_at_least(1), default=2048, help="tokens of one prefill forward (default 2048)")
-    add("--spec-steps", type=_at_least(1), default=3, help="drafts of an EAGLE3 chain (default 3)")
-    add("--accept-length", type=_at_least(1), default=3, help="tokens that each EAGLE3 step yields, simulated (default 3)")
+    add("--batch", type=at_least(1), nargs="*", default=[1, 8, 32, 64, 128], help="requests of a step (none: no steps)")
+    add("--context", type=at_least(2), default=1024, help="tokens before the first step (default 1024)")
+    add("--prefill", type=at_least(2), nargs="*", default=[1024, 8192], help="tokens of a prompt (default 1024 8192)")
+    add("--chunk-size", type=at_least(1), default=2048, help="tokens of one prefill forward (default 2048)")
+    add("--spec-steps", type=at_least(1), default=3, help="drafts of an EAGLE3 chain (default 3)")
+    add("--accept-length", type=at_least(1), default=3, help="tokens that each EAGLE3 step yields, simulated (default 3)")
     add("--graphs", choices=("both", "on", "off"), default="both", help="default both")
-    add("--repeats", type=_at_least(3), default=24, help="steps of each measurement (default 24)")
+    add("--repeats", type=at_least(3), default=24, help="steps of each measurement (default 24)")
     add("--profile", action="store_true", help="the kernels of each cell that take the longest (CUDA)")
     add("--json", metavar="OUT", help="also write everything to this file")
     return made
@@ -261,13 +262,3 @@ def document(bench: Bench, cells: Sequence[Cell], options: argparse.Namespace) -
 def _progress(line: str) -> None:
     sys.stderr.write(line + "\n")
     sys.stderr.flush()
-
-
-def _at_least(low: int) -> Callable[[str], int]:
-    def number(text: str) -> int:
-        value = int(text)
-        if value < low:
-            raise argparse.ArgumentTypeError(f"{value} is below {low}")
-        return value
-
-    return number

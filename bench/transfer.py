@@ -33,6 +33,7 @@ from ..cluster.keyring import Peer, load_keyring, make_key, write_key, write_pee
 from ..kvtransfer.heap import keep_blocks
 from ..kvtransfer.transport import Complete, Lost, PullRequest
 from ..kvtransfer.transports.zmq_blocks import ZmqBlocksReceiver
+from .arguments import at_least
 from .transfer_parts import BLOCK_BYTES, MEMCPY, PAGE_TOKENS, TCP, UNIX, Done, Way, Where, layout, memory, no_digest, ways
 
 PROG = "baton bench transfer"
@@ -229,9 +230,9 @@ def machine() -> str:
 def main(argv: Sequence[str]) -> int:
     """`baton bench transfer`; returns the exit code."""
     parser = argparse.ArgumentParser(prog=PROG, description=(__doc__ or "").split("\n\n")[0], allow_abbrev=False)
-    parser.add_argument("--mib", type=_at_least(8), default=128, help="bytes moved by each measurement (default 128)")
-    parser.add_argument("--rounds", type=_at_least(1), default=7, help="measurements of each way (default 7)")
-    parser.add_argument("--windows", type=_at_least(1), nargs="+", default=[4, 8], help="blocks in flight (default 4 8)")
+    parser.add_argument("--mib", type=at_least(8), default=128, help="bytes moved by each measurement (default 128)")
+    parser.add_argument("--rounds", type=at_least(1), default=7, help="measurements of each way (default 7)")
+    parser.add_argument("--windows", type=at_least(1), nargs="+", default=[4, 8], help="blocks in flight (default 4 8)")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of the table")
     options = parser.parse_args(list(argv))
     torch.set_num_threads(1)
@@ -259,16 +260,6 @@ def _processor() -> str:
     with open("/proc/cpuinfo", encoding="utf-8") as file:
         names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
     return names[0] if names else "an unknown processor"
-
-
-def _at_least(low: int) -> Callable[[str], int]:
-    def number(text: str) -> int:
-        value = int(text)
-        if value < low:
-            raise argparse.ArgumentTypeError(f"{value} is below {low}")
-        return value
-
-    return number
 
 
 def _make_keys(folder: Path) -> None:
