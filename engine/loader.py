@@ -8,6 +8,7 @@ import logging
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -76,20 +77,10 @@ class Engine:
 
     def decoder(self) -> SpecDecoder:
         """A decoder of requests on this engine; there is one at a time."""
-        if self.steps is None:
-            return SpecDecoder(
-                self.runner,
-                self.sampler,
-                drafter=self.drafter,
-                shape=self.shape,
-                policy=self.step_policy,
-                eos_token_ids=self.model_config.eos_token_ids,
-                max_context=self.max_context,
-            )
-        return OverlappedDecoder(
+        kind = SpecDecoder if self.steps is None else partial(OverlappedDecoder, steps=self.steps)
+        return kind(
             self.runner,
             self.sampler,
-            steps=self.steps,
             drafter=self.drafter,
             shape=self.shape,
             policy=self.step_policy,
