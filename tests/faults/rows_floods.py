@@ -11,7 +11,8 @@ from baton.tests.faults.bed import Scene
 from baton.tests.faults.cluster import wait_until
 from baton.tests.faults.history import Promise
 from baton.tests.faults.rows import row
-from baton.tests.faults.traffic import Call, workload
+from baton.tests.faults.rows_clients import p99
+from baton.tests.faults.traffic import workload
 
 BEGINNINGS = (b"", b"POST /v1/comp", b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 900\r\n\r\n{")
 
@@ -40,12 +41,6 @@ def is_over(connection: socket.socket) -> bool:
         except BlockingIOError:
             return False
     return True
-
-
-def p99(calls: list[Call]) -> float:
-    """The first tokens' 99th percentile, in seconds."""
-    ttfts = sorted(call.ttft for call in calls)
-    return ttfts[int(len(ttfts) * 0.99)]
 
 
 @row(
