@@ -172,7 +172,7 @@ def free_on_send():
     return patch.object(SenderEndpoint, "_send_some", forget_when_sent), options
 
 
-def free_before_read():
+def hasty_close():
     """Decode gives a room's pages back when it ends, not when the steps that were launched with it were read."""
     close = DecodeWorker._close
 
@@ -182,8 +182,13 @@ def free_before_read():
             self.engine.cache.allocator.release(room.request.pages)
             room.request.pages, room.is_tainted = [], True
 
+    return patch.object(DecodeWorker, "_close", hasty)
+
+
+def free_before_read():
+    """As `hasty_close`, while steps are launched ahead."""
     options = Options(faults=Faults(leave=0.4), settings=Settings(is_overlapped=True, max_running=6), num_clients=12)
-    return patch.object(DecodeWorker, "_close", hasty), options
+    return hasty_close(), options
 
 
 def no_retry_budget():

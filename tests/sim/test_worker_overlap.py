@@ -11,10 +11,10 @@ import pytest
 import torch
 from baton.cluster.messages import Finished
 from baton.decode.queues import RoomState
-from baton.decode.worker import DecodeWorker
 from baton.engine.speculative.overlapped import device_steps
 from baton.tests.parity.eagle3_toys import head_config, head_tensors, write_head
 from baton.tests.parity.overlap_engine import LateSteps
+from baton.tests.sim.cluster_seams import hasty_close
 from baton.tests.sim.test_workers import prompts
 from baton.tests.sim.worker_pair import Pair, name
 
@@ -113,23 +113,14 @@ def test_cancels_at_any_moment_leave_nothing_and_disturb_nobody(target, head, la
 
 
 @pytest.mark.parametrize("drafts", DRAFTS)
-def test_pages_given_back_before_the_last_step_was_read_are_found_written(target, head, late, drafts, monkeypatch):
+def test_pages_given_back_before_the_last_step_was_read_are_found_written(target, head, late, drafts):
     """The defence of the law above is switched off: the pages of an ended room do not wait for its steps under way."""
-    close = DecodeWorker._close
-
-    def hasty(self, room):
-        close(self, room)
-        if room.state is RoomState.SETTLING:
-            self.engine.cache.allocator.release(room.request.pages)
-            room.request.pages, room.is_tainted = [], True
-
-    monkeypatch.setattr(DecodeWorker, "_close", hasty)
 
     def all_seeds():
         for seed in range(4):
             cancelled_at_random(target, head, drafts, seed)
 
-    with pytest.raises(AssertionError, match="was written while it was free"):
+    with hasty_close(), pytest.raises(AssertionError, match="was written while it was free"):
         all_seeds()
 
 
