@@ -6,7 +6,7 @@ it. Legend: S slots, R rows, V vocabulary.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 
@@ -48,6 +48,26 @@ class Knobs:
             top_p=top_p,
             min_p=min_p,
             is_drawn=torch.tensor(drawn, dtype=torch.bool).to(device),
+        )
+
+    def repeated(self, num_rows: int) -> "Knobs":
+        """Each slot's for its share of `num_rows` rows in a row."""
+        each = num_rows // max(self.seeds.shape[0], 1)
+        if each <= 1:
+            return self
+        return Knobs(**{f.name: getattr(self, f.name)[:, None].expand(-1, each).reshape(-1) for f in fields(self)})
+
+    def draw(self, rows: torch.Tensor, positions: torch.Tensor, width: int, *, has_top_k: bool) -> Draw:
+        """`rows` of these, which are as many as `positions`, drawn together; legend of `Draw`."""
+        return Draw(
+            rows=rows,
+            temperature=self.temperature[rows],
+            seeds=self.seeds[rows],
+            positions=positions[rows],
+            top_k=self.top_k[rows] if has_top_k else None,
+            top_p=self.top_p[rows],
+            min_p=self.min_p[rows],
+            width=width,
         )
 
 
@@ -92,17 +112,17 @@ def _choose_on_cpu(
     is_ranked: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     vocab_size = logits.shape[1]
-    seeds, temperature, top_k, top_p, min_p, is_drawn = (
-        _repeated(x, logits.shape[0]) for x in (seeds, temperature, top_k, top_p, min_p, is_drawn)
-    )
+    knobs = Knobs(
+        seeds=seeds, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, is_drawn=is_drawn
+    ).repeated(logits.shape[0])
     highest, tokens = logits.max(dim=1)  # a NaN in the row comes out as the highest
-    is_limited = is_drawn & (top_k < vocab_size) & is_ranked
-    is_nucleus = is_drawn & ~is_limited & (top_p < 1) & is_ranked
-    is_free = is_drawn & ~is_limited & ~is_nucleus
-    widest = int(torch.where(is_limited, top_k, 0).max()) if logits.shape[0] else 0
+    is_limited = knobs.is_drawn & (knobs.top_k < vocab_size) & is_ranked
+    is_nucleus = knobs.is_drawn & ~is_limited & (knobs.top_p < 1) & is_ranked
+    is_free = knobs.is_drawn & ~is_limited & ~is_nucleus
+    widest = int(torch.where(is_limited, knobs.top_k, 0).max()) if logits.shape[0] else 0
     for group, width in ((is_free, 0), (is_limited, widest), (is_nucleus, min(vocab_size, NUCLEUS_WIDTH))):
         for rows in _chunks(group.nonzero().squeeze(1), vocab_size):
-            draw = _draw(rows, positions, seeds, temperature, top_k if group is is_limited else None, top_p, min_p, width)
+            draw = knobs.draw(rows, positions, width, has_top_k=group is is_limited)
             some = logits[rows]
             tokens[rows] = draw_ranked(some, draw) if width else draw_free(some, draw, _vocabulary(logits))
     bad = ~torch.isfinite(highest)
@@ -121,64 +141,28 @@ def _choose_on_cuda(
     is_drawn: torch.Tensor,
     is_ranked: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    knobs = (seeds, temperature, top_k, top_p, min_p)
-    return choose_fixed(logits, positions, knobs, is_drawn, is_ranked)
+    knobs = Knobs(seeds=seeds, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, is_drawn=is_drawn)
+    return choose_fixed(logits, positions, knobs, is_ranked=is_ranked)
 
 
 def choose_fixed(
-    logits: torch.Tensor,
-    positions: torch.Tensor,
-    knobs: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
-    is_drawn: torch.Tensor,
-    is_ranked: bool,
+    logits: torch.Tensor, positions: torch.Tensor, knobs: Knobs, *, is_ranked: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The operation in fixed shapes: every row is ranked, whether or not that is used.
-
-    `knobs`: seeds, temperature, top_k, top_p, min_p.
-    """
-    seeds, temperature, top_k, top_p, min_p = knobs
-    tokens, bad = choose_token(logits, seeds, positions, temperature, min_p, is_drawn, None)
+    """`choose_tokens` in fixed shapes: every row is ranked, whether or not that is used."""
+    tokens, bad = choose_token(
+        logits, knobs.seeds, positions, knobs.temperature, knobs.min_p, knobs.is_drawn, None
+    )
     if not is_ranked:
         return tokens, bad, torch.zeros_like(bad)
-    seeds, temperature, top_k, top_p, min_p, is_drawn = (
-        _repeated(x, logits.shape[0]) for x in (seeds, temperature, top_k, top_p, min_p, is_drawn)
-    )
+    knobs = knobs.repeated(logits.shape[0])
     vocab_size = logits.shape[1]
     all_rows, parts = torch.arange(logits.shape[0], device=logits.device), []
     for rows, some in zip(_chunks(all_rows, vocab_size), _chunks(logits, vocab_size), strict=True):
         width = min(vocab_size, NUCLEUS_WIDTH)
-        parts.append(draw_fixed(some, _draw(rows, positions, seeds, temperature, top_k, top_p, min_p, width)))
+        parts.append(draw_fixed(some, knobs.draw(rows, positions, width, has_top_k=True)))
     ranked, short = (torch.cat(halves) for halves in zip(*parts, strict=True))
-    is_row_ranked = is_drawn & ((top_p < 1) | (top_k < vocab_size)) & ~bad
+    is_row_ranked = knobs.is_drawn & ((knobs.top_p < 1) | (knobs.top_k < vocab_size)) & ~bad
     return torch.where(is_row_ranked, ranked, tokens), bad, short & is_row_ranked
-
-
-def _repeated(knob: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """`knob` `[S]` for each of `num_rows` rows."""
-    each = num_rows // max(knob.shape[0], 1)
-    return knob[:, None].expand(-1, each).reshape(-1) if each > 1 else knob
-
-
-def _draw(
-    rows: torch.Tensor,
-    positions: torch.Tensor,
-    seeds: torch.Tensor,
-    temperature: torch.Tensor,
-    top_k: torch.Tensor | None,
-    top_p: torch.Tensor,
-    min_p: torch.Tensor,
-    width: int,
-) -> Draw:
-    return Draw(
-        rows=rows,
-        temperature=temperature[rows],
-        seeds=seeds[rows],
-        positions=positions[rows],
-        top_k=None if top_k is None else top_k[rows],
-        top_p=top_p[rows],
-        min_p=min_p[rows],
-        width=width,
-    )
 
 
 def _chunks(rows: torch.Tensor, vocab_size: int) -> list[torch.Tensor]:

@@ -4,7 +4,6 @@ import random
 from pathlib import Path
 
 import pytest
-import torch
 from baton.engine import token_choice
 from baton.engine.request import Request
 from baton.engine.sampling_params import SamplingParams
@@ -45,13 +44,6 @@ def requests_of(engine: Engine, knobs: Knobs = MIXED, **changes: object) -> list
         params = {"max_new_tokens": 11 + 4 * i, "ignore_eos": True, **choice, **changes}
         made.append(engine.prefill(prompt, SamplingParams(**params)))
     return made
-
-
-def as_on_cuda(
-    logits: torch.Tensor, positions: torch.Tensor, knobs: token_choice.Knobs, *, is_ranked: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    parts = (knobs.seeds, knobs.temperature, knobs.top_k, knobs.top_p, knobs.min_p)
-    return token_choice.choose_fixed(logits, positions, parts, knobs.is_drawn, is_ranked)
 
 
 @pytest.mark.parametrize(
@@ -145,7 +137,7 @@ def test_a_nucleus_wider_than_the_device_looks_at_is_drawn_by_the_host(
     target: Path, head: Path, drafts: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its steps under way give it nothing and change nothing."""
-    monkeypatch.setattr(step_body, "choose_tokens", as_on_cuda)
+    monkeypatch.setattr(step_body, "choose_tokens", token_choice.choose_fixed)
     knobs = (*MIXED[:3], {"temperature": 3.0, "seed": 9, "top_p": 0.97})
     waiting = engine_of(target, head, drafts)
     expected = waiting.run(requests_of(waiting, knobs))

@@ -23,12 +23,7 @@ row = st.tuples(params_of, st.integers(0, 10**6), st.lists(logit, min_size=VOCAB
 broken = st.sampled_from([[float("nan")] * VOCAB, [float("inf")] * VOCAB, [float("-inf")] * VOCAB])
 
 
-def in_fixed_shape(logits: torch.Tensor, positions: torch.Tensor, knobs: Knobs, *, is_ranked: bool):
-    some = (knobs.seeds, knobs.temperature, knobs.top_k, knobs.top_p, knobs.min_p)
-    return choose_fixed(logits, positions, some, knobs.is_drawn, is_ranked)
-
-
-@pytest.mark.parametrize("choose", [choose_tokens, in_fixed_shape])
+@pytest.mark.parametrize("choose", [choose_tokens, choose_fixed])
 @settings(max_examples=80, deadline=None)
 @given(rows=st.lists(row, min_size=1, max_size=6), bad=st.lists(broken, max_size=1), chunk=st.sampled_from([80, 10**6]))
 def test_the_operation_chooses_what_the_sampler_chooses(choose, rows, bad, chunk):
@@ -54,7 +49,7 @@ def test_a_support_wider_than_the_candidates_is_told_and_no_other_choice_differs
     exact, bad, _ = choose_tokens(logits, positions, Knobs.of(params, VOCAB), is_ranked=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(token_choice, "NUCLEUS_WIDTH", width)
-        tokens, _, short = in_fixed_shape(logits, positions, Knobs.of(params, VOCAB), is_ranked=True)
+        tokens, _, short = choose_fixed(logits, positions, Knobs.of(params, VOCAB), is_ranked=True)
     assert torch.equal(tokens[~short & ~bad], exact[~short & ~bad])
     wide = [needs_ranking(p, VOCAB) and 0 < p.top_k < VOCAB and p.top_k > width for p in params]
     assert all(told or not is_wide for told, is_wide in zip(short.tolist(), wide, strict=True))
@@ -65,11 +60,11 @@ def test_a_flat_distribution_is_told_to_need_more_candidates():
     params = [SamplingParams(temperature=1.0, top_p=0.99, seed=5)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(token_choice, "NUCLEUS_WIDTH", 8)
-        _, _, short = in_fixed_shape(torch.zeros(1, VOCAB), torch.tensor([3]), Knobs.of(params, VOCAB), is_ranked=True)
+        _, _, short = choose_fixed(torch.zeros(1, VOCAB), torch.tensor([3]), Knobs.of(params, VOCAB), is_ranked=True)
     assert short.tolist() == [True]
 
 
-@pytest.mark.parametrize("choose", [choose_tokens, in_fixed_shape])
+@pytest.mark.parametrize("choose", [choose_tokens, choose_fixed])
 def test_the_knobs_of_a_request_hold_for_each_of_its_rows(choose):
     params = [SamplingParams(temperature=0.5 + i, seed=i, top_k=(0, 3, 1)[i]) for i in range(3)]
     logits, positions = torch.randn(6, VOCAB, generator=torch.Generator().manual_seed(1)), torch.arange(6)
