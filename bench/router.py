@@ -97,11 +97,11 @@ class Bench:
         return str(path)
 
     def load(self, process: psutil.Process, port: int, kind: str, connections: int, seconds: float) -> Sample:
-        """Loads one address."""
+        """Loads one address, for whole seconds, since wrk knows no others."""
         url = f"http://127.0.0.1:{port}{PATHS[kind]}"
         before = cpu_s(process)
-        command = ["wrk", "-t1", f"-c{connections}", f"-d{seconds:g}s", "--latency", "-s", self.script(kind), url]
-        said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        told = ["-t1", f"-c{connections}", f"-d{max(1, round(seconds))}s", "--latency", "-s", self.script(kind), url]
+        said = subprocess.run(["wrk", *told], check=True, capture_output=True, text=True).stdout
         num = int(found(r"(\d+) requests in", said) or 0)
         num_bad = int(found(r"Non-2xx or 3xx responses: (\d+)", said) or 0)
         cpu_us = 1e6 * (cpu_s(process) - before) / max(1, num)

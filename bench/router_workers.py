@@ -65,7 +65,7 @@ class FakeWorker:
         self._hello = Hello(
             role=role, instance=self.instance, protocol=PROTOCOL_MAJOR, fingerprint="bench", model="bench",
             kv_endpoint="ipc:///nowhere" if is_prefill else "", pages_total=PAGES, page_size=16, max_context=1 << 24,
-            max_running=0, vocab_size=330,
+            max_running=0,
         )  # fmt: skip
 
     def send(self, message: ControlUp) -> None:
