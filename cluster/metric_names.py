@@ -12,7 +12,7 @@ WORKER = ("role", "worker")  # not `instance`, which Prometheus gives to what it
 COUNTER, GAUGE, HISTOGRAM = "counter", "gauge", "histogram"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)  # each is one of a kind: found by identity, which is quick
 class MetricName:
     """One metric; a counter's series end in `_total`, a histogram's in `_bucket`, `_sum` and `_count`."""
 

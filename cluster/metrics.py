@@ -9,15 +9,17 @@ first choice that did not end well. Tokens and bytes are summed over its choices
 import importlib.metadata
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 
 import msgspec
-from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from . import metric_names as names
 from .messages import WorkerStats
 from .metric_names import COUNTER, MetricName
+from .tally import Tally
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 OUTCOMES = ("ok", "rejected", "cancelled", "failed", "timeout")
@@ -104,58 +106,58 @@ class WorkerRecord:
 
 
 class RouterMetrics:
-    """The router's counters and histograms; one object per router process, no global registry."""
+    """The router's counters and histograms; one object per router process, used by one thread."""
 
     def __init__(self) -> None:
-        self.registry = CollectorRegistry()
-        self._requests = self._counter(names.REQUESTS)
-        self._counters = {name: self._counter(name) for name in names.COUNTED}
-        self._histograms = {name: self._histogram(name) for name in names.OBSERVED}
-        for outcome in OUTCOMES:
-            self._requests.labels(outcome)  # a rate needs the zero before the first event
+        self._requests = dict.fromkeys(OUTCOMES, 0)  # a rate needs the zero before the first event
+        self._totals = dict.fromkeys(names.COUNTED, 0)
+        self._tallies = {name: Tally(name) for name in names.OBSERVED}
+        self._gaps = self._tallies[names.GAP]
+
+    def __repr__(self) -> str:
+        return f"RouterMetrics({sum(self._requests.values())} requests)"
 
     def request_ended(self, record: RequestRecord) -> None:
         """Count a request once, at its end."""
         assert record.outcome in OUTCOMES, record.outcome
-        self._requests.labels(record.outcome).inc()
-        counters, observe = self._counters, self._observe
-        counters[names.PROMPT_TOKENS].inc(record.prompt_tokens)
-        counters[names.CACHED_TOKENS].inc(record.cached_tokens)
-        counters[names.DRAFTED_TOKENS].inc(record.drafted_tokens)
-        counters[names.ACCEPTED_TOKENS].inc(record.accepted_tokens)
-        counters[names.HANDOFF_BYTES].inc(record.handoff_bytes)
-        counters[names.OUTPUT_TOKENS].inc(record.output_tokens)
-        observe(names.REQUEST_SECONDS, record.e2e_s)
-        observe(names.QUEUE_WAIT, record.queued_s)
+        self._requests[record.outcome] += 1
+        totals, tallies = self._totals, self._tallies
+        totals[names.PROMPT_TOKENS] += record.prompt_tokens
+        totals[names.CACHED_TOKENS] += record.cached_tokens
+        totals[names.DRAFTED_TOKENS] += record.drafted_tokens
+        totals[names.ACCEPTED_TOKENS] += record.accepted_tokens
+        totals[names.OUTPUT_TOKENS] += record.output_tokens
+        tallies[names.REQUEST_SECONDS].observe(record.e2e_s)
+        tallies[names.QUEUE_WAIT].observe(record.queued_s)
         if record.ttft_s is not None:
-            observe(names.TTFT, record.ttft_s)
+            tallies[names.TTFT].observe(record.ttft_s)
         for prompt in record.prompts:
-            observe(names.PREFILL_QUEUE, prompt.queue_s)
-            observe(names.PREFILL, prompt.compute_s)
+            tallies[names.PREFILL_QUEUE].observe(prompt.queue_s)
+            tallies[names.PREFILL].observe(prompt.compute_s)
         for handoff in record.handoffs:
-            observe(names.HANDOFF_SECONDS, handoff.seconds)
+            totals[names.HANDOFF_BYTES] += handoff.num_bytes
+            tallies[names.HANDOFF_SECONDS].observe(handoff.seconds)
             if handoff.seconds > 0:
-                observe(names.HANDOFF_RATE, handoff.num_bytes / handoff.seconds)
+                tallies[names.HANDOFF_RATE].observe(handoff.num_bytes / handoff.seconds)
 
     def tokens_arrived(self, gap_s: float, num_tokens: int) -> None:
         """Observe the `num_tokens` of one message that came `gap_s` seconds after the message before."""
         assert num_tokens > 0
-        self._observe(names.GAP, gap_s / num_tokens)
+        self._gaps.observe(gap_s / num_tokens)
 
     def render(self, router: RouterRecord, workers: Iterable[WorkerRecord]) -> bytes:
         """The body of /metrics."""
         scrape = _process_registry("router")
-        scrape.register(_Scrape([*router_families(router), *worker_families(workers)]))
-        return generate_latest(self.registry) + generate_latest(scrape)
+        scrape.register(_Scrape([*self._families(), *router_families(router), *worker_families(workers)]))
+        return generate_latest(scrape)
 
-    def _observe(self, name: MetricName, value: float) -> None:
-        self._histograms[name].observe(value)
-
-    def _counter(self, name: MetricName) -> Counter:
-        return Counter(name.name, name.text, name.labels, registry=self.registry)
-
-    def _histogram(self, name: MetricName) -> Histogram:
-        return Histogram(name.name, name.text, buckets=name.buckets, registry=self.registry)
+    def _families(self) -> Iterator[Metric]:
+        families = _families(names.REQUESTS, *names.COUNTED)
+        for outcome, total in self._requests.items():
+            _add(families, names.REQUESTS, (outcome,), total)
+        for name, total in self._totals.items():
+            _add(families, name, (), total)
+        return chain(families.values(), (tally.family() for tally in self._tallies.values()))
 
 
 def render_worker(worker: WorkerRecord) -> bytes:
