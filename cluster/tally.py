@@ -34,6 +34,6 @@ class Tally:
 
     def family(self) -> HistogramMetricFamily:
         """What it has seen so far; each bucket counts all values up to its bound."""
-        bounds = [floatToGoString(bound) for bound in (*self._bounds, float("inf"))]
+        bounds = [floatToGoString(bound) for bound in (*self._bounds, float("inf"))]  # type: ignore[no-untyped-call]
         buckets = list(zip(bounds, accumulate(self._counts), strict=True))
         return HistogramMetricFamily(self._name.name, self._name.text, buckets=buckets, sum_value=self._sum)
