@@ -8,6 +8,7 @@ from ..cluster.config_fields import did_you_mean
 
 PACKAGE = "baton"
 BENCHES = {
+    "checkpoint": (".bench.checkpoint", "a model and a head of random weights in a real shape, to measure servers with"),
     "engine": (".bench.engine", "decode, EAGLE3 and prefill steps of one engine, beside what the device could do"),
     "router": (".bench.router", "requests and streams through the router, with workers that answer at once, beside proxies"),
     "transfer": (".bench.transfer", "throughput of the KV hand-off, per transport, beside raw sockets and memcpy"),
@@ -33,5 +34,5 @@ def main(argv: Sequence[str]) -> int:
 def usage() -> str:
     """The text of `baton bench --help`."""
     lines = ["usage: baton bench NAME [options]", "", "benchmarks:"]
-    lines += [f"  {name:<9} {text}" for name, (_, text) in BENCHES.items()]
+    lines += [f"  {name:<10} {text}" for name, (_, text) in BENCHES.items()]
     return "\n".join([*lines, "", "`baton bench NAME --help` shows its options.", ""])

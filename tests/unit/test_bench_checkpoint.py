@@ -1,0 +1,51 @@
+"""`baton bench checkpoint` writes what servers load: the same weights, tokens that come back, and nothing over old files."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from baton.bench.checkpoint import main
+from baton.bench.engine_model import random_head, random_target
+from baton.engine.speculative.eagle3_weights import load_eagle3
+from baton.engine.speculative.spec_config import load_draft_config
+from baton.engine.weights import load_model, model_fingerprint
+from baton.router.tokenizer import load_tokenizer
+
+CPU = torch.device("cpu")
+WRITE = ["--shape", "toy", "--device", "cpu", "--dtype", "float32", "--draft-vocab", "300", "--accept-length", "2"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("bench") / "checkpoint"
+    assert main([str(made), *WRITE]) == 0
+    return made
+
+
+def test_servers_load_the_weights_that_were_made(folder: Path) -> None:
+    model, config = load_model(folder / "target", dtype=torch.float32)
+    for (name, read), (_, made) in zip(model.tensors(), random_target(config, torch.float32, CPU).tensors(), strict=True):
+        assert torch.equal(read, made), name
+    drafts = load_draft_config(folder / "head", config, dtype="float32", convention="auto")
+    head, made_head = load_eagle3(drafts, dtype=torch.float32), random_head(drafts, 2, torch.float32, CPU)
+    assert head.lm_head is not None
+    assert torch.equal(head.lm_head, made_head.lm_head)
+    for (name, read), (_, made) in zip(head.tensors(), made_head.tensors(), strict=True):
+        assert torch.equal(read, made), name
+    assert drafts.aux.ids == (1, 2)
+    assert len(model_fingerprint(folder / "target")) == 64
+
+
+def test_every_token_writes_something_and_text_is_read_byte_for_byte(folder: Path) -> None:
+    tokenizer = load_tokenizer(str(folder / "target"))
+    ids = tokenizer.encode("hé a")
+    assert len(ids) == len("hé a".encode())
+    assert min(ids) >= 4
+    backend = tokenizer._backend
+    assert backend.decode(ids) == "hé a"
+    assert all(backend.decode([n]) for n in range(512))
+
+
+def test_nothing_is_written_over_what_is_there(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(folder), *WRITE]) == 1
+    assert f"{folder / 'target'} exists; name another directory" in capsys.readouterr().err
