@@ -41,7 +41,8 @@ class ApiKey(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit
     requests_per_minute: Limit = 0
     tokens_per_minute: Limit = 0  # of prompts, and of outputs as asked for
     max_requests: Limit = 0  # at once
-    operator: bool = False  # sees what became of everybody's requests, and no word of what was said in them
+    operator: bool = False  # sees the cluster and what became of everybody's requests, and no word of what was said in them
+    observer: bool = False  # sees what an operator sees, and may ask for nothing else
     not_after: Annotated[datetime, Meta(tz=True)] | None = None
 
     def is_valid(self, now: float) -> bool:

@@ -64,7 +64,9 @@ def add_commands(commands: "argparse._SubParsersAction[Any]") -> None:
     made.add_argument("--name", required=True, help="whose it is")
     made.add_argument("--tenant", help="whose prompts may share cached prefixes with it (those of the same name)")
     made.add_argument("--priority", type=int, default=0, metavar="N", help="lower goes first, -100 to 100 (0)")
-    made.add_argument("--operator", action="store_true", help="it sees what became of everybody's requests")
+    role = made.add_mutually_exclusive_group()
+    role.add_argument("--operator", action="store_true", help="it sees workers, metrics and everybody's requests, too")
+    role.add_argument("--observer", action="store_true", help="it sees these and asks for nothing else: for a scraper")
     made.add_argument("--days", type=float, metavar="D", help="how long it is valid (for ever)")
     for name, text in LIMITS.items():
         made.add_argument("--" + name.replace("_", "-"), type=int, default=0, metavar="N", help=f"{text}; 0: no limit (0)")
@@ -75,7 +77,8 @@ def add_commands(commands: "argparse._SubParsersAction[Any]") -> None:
 
 
 def _add(options: argparse.Namespace) -> list[str]:
-    fields = {"name": options.name, "tenant": options.tenant, "priority": options.priority, "operator": options.operator}
+    fields = {"name": options.name, "tenant": options.tenant, "priority": options.priority}
+    fields |= {"operator": options.operator, "observer": options.observer}
     fields |= {name: getattr(options, name) for name in LIMITS}
     if options.days is not None:
         if not 0 < options.days <= 36_525:
@@ -98,7 +101,7 @@ def _line(key: ApiKey, now: float) -> str:
     marks = [f"tenant {key.tenant}"] if key.tenant else []
     marks += [f"priority {key.priority}"] if key.priority else []
     marks += [f"{getattr(key, name)} {text.partition(',')[0]}" for name, text in LIMITS.items() if getattr(key, name)]
-    marks += ["operator"] if key.operator else []
+    marks += [role for role in ("operator", "observer") if getattr(key, role)]
     if key.not_after is not None:
         marks.append(f"{'until' if key.is_valid(now) else 'ended'} {key.not_after:%Y-%m-%d %H:%M:%S} UTC")
     return f"{key.id} {key.name:<16} {', '.join(marks)}".rstrip()

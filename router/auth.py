@@ -9,6 +9,7 @@ from collections.abc import Iterable
 
 from ..cluster.api_keys import ApiKey, ApiKeys
 from .callers import ANYONE, Caller
+from .errors import forbidden
 
 OPEN_PATHS = (b"/health", b"/ready", b"/")
 STATUS = b"/status"  # which the launcher may read
@@ -17,7 +18,10 @@ SCHEME = "bearer "
 
 
 class Guard:
-    """Says who asks. Without `keys` everybody is welcome; the launcher of this process has a token of its own."""
+    """Says who asks; what they may see is decided where it is shown, by `must_see_all`.
+
+    Without `keys` everybody is welcome; the launcher of this process has a token of its own.
+    """
 
     def __init__(self, keys: ApiKeys | None, operator_token: str = "") -> None:
         self._keys = keys
@@ -35,6 +39,19 @@ class Guard:
             return ANYONE
         key = self._keys.find(given)
         return caller_of(key) if key is not None else None
+
+
+def must_see_all(caller: Caller) -> None:
+    """Raises ApiError (403) for a key to which the cluster and other tenants' load are not shown."""
+    if not caller.sees_all:
+        text = "This shows the whole cluster, which takes an operator's or an observer's key."
+        raise forbidden(text, "operator_key_required")
+
+
+def must_ask(caller: Caller) -> None:
+    """Raises ApiError (403) for a key that may look and nothing else."""
+    if caller.is_observer:
+        raise forbidden("An observer's key shows the cluster; for answers use another key.", "observer_key")
 
 
 def presented(headers: Iterable[tuple[bytes, bytes]]) -> str:
@@ -56,5 +73,6 @@ def caller_of(key: ApiKey) -> Caller:
         tokens_per_minute=key.tokens_per_minute,
         max_requests=key.max_requests,
         is_operator=key.operator,
+        is_observer=key.observer,
     )
 

@@ -22,10 +22,16 @@ class Caller:
     tokens_per_minute: int = 0
     max_requests: int = 0
     is_operator: bool = False
+    is_observer: bool = False
+
+    @property
+    def sees_all(self) -> bool:
+        """Whether it may see the cluster, and what became of everybody's requests."""
+        return not self.id or self.is_operator or self.is_observer
 
     def may_see(self, caller_id: str) -> bool:
         """Whether it may see what became of that caller's requests."""
-        return not self.id or self.is_operator or caller_id == self.id
+        return self.sees_all or caller_id == self.id
 
     def priority_of(self, asked: int | None) -> int:
         """The priority of a request that asks for one, or does not."""

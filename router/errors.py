@@ -120,6 +120,10 @@ def unauthorized() -> ApiError:
     return ApiError(401, ErrorBody(message, "authentication_error", None, "invalid_api_key"), scheme="Bearer")
 
 
+def forbidden(message: str, code: str) -> ApiError:
+    return ApiError(403, ErrorBody(message, "permission_error", None, code))
+
+
 def unavailable(message: str) -> ApiError:
     return ApiError(503, ErrorBody(message, "service_unavailable", None, "no_workers"), RETRY_AFTER_S)
 

@@ -15,7 +15,7 @@ from ..cluster.metrics import CONTENT_TYPE
 from ..cluster.tracing import context_of
 from .answer import Answer
 from .api_bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from .auth import CALLER
+from .auth import CALLER, must_ask, must_see_all
 from .errors import (
     ApiError,
     bad_request,
@@ -117,7 +117,8 @@ class Routes:
         return Response(page_of(self._document), headers=headers)
 
     async def _call(self, request: Request) -> tuple[bytes, Call]:
-        """The body, and what the headers ask for."""
+        """The body, and what the headers ask for. Raises ApiError."""
+        must_ask(request.scope[CALLER])
         arrived, timeout_s = self._service.clock(), _timeout_of(request)
         raw: bytes = request.scope[EXCHANGE].take_body()
         wants_timeline = _wants_timeline(request)
@@ -164,10 +165,12 @@ class Routes:
         return _json({"status": "ready"})
 
     async def status(self, request: Request) -> Response:
+        must_see_all(request.scope[CALLER])
         service, now = self._service, self._service.clock()
         return _json(status_of(service.dispatcher, service.served_model, now - self._started, now))
 
     async def metrics(self, request: Request) -> Response:
+        must_see_all(request.scope[CALLER])
         body = metrics_of(self._service.dispatcher, self._service.responses)
         return Response(body, headers={"content-type": CONTENT_TYPE})
 

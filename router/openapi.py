@@ -45,6 +45,7 @@ class Operation:
 _GENERATING = {
     400: "The request is not one that can be served; `param` names the field at fault.",
     401: "No valid key.",
+    403: "A key that may look and nothing else.",
     404: "Another model than the served one.",
     408: "The body did not arrive in time.",
     413: "The body is too large.",
@@ -56,7 +57,8 @@ _GENERATING = {
     504: "The time limit is over.",
 }
 _READING = {401: _GENERATING[401]}
-_CONVERTING = {status: _GENERATING[status] for status in (400, 401, 404, 408, 413)}
+_CONVERTING = {status: _GENERATING[status] for status in (400, 401, 403, 404, 408, 413)}
+_WATCHING = {**_READING, 403: "Neither an operator's nor an observer's key."}
 
 OPERATIONS = (
     Operation("/v1/chat/completions", "An answer to a chat.", ChatBody, ChatReply, ChatChunk, _GENERATING),
@@ -68,7 +70,7 @@ OPERATIONS = (
     Operation("/v1/models/{model}", "The served model.", None, ModelCard, None, {**_READING, 404: _GENERATING[404]}),
     Operation("/health", "Whether the router lives.", None, None, None, None),
     Operation("/ready", "Whether a request can be served now.", None, None, None, {503: "Not now."}),
-    Operation("/status", "The router, its workers and their load.", None, Status, None, _READING),
+    Operation("/status", "The router, its workers and their load.", None, Status, None, _WATCHING),
     Operation("/requests", "What became of recent requests.", None, RequestList, None, {**_READING, 400: _GENERATING[400]}),
     Operation(
         "/requests/{id}", "What became of one request.", None, RequestView, None, {**_READING, 404: "It is not remembered."}

@@ -20,6 +20,7 @@ async function ask(path) {
   const headers = key ? { authorization: `Bearer ${key}` } : {};
   const reply = await fetch(path, { headers, cache: "no-store", credentials: "omit", redirect: "error" });
   if (reply.status === 401) throw new NeedsKey();
+  if (reply.status === 403) return null; // this key is not shown it
   if (!reply.ok) throw new Error(`${reply.status}`);
   return reply.json();
 }
@@ -30,8 +31,7 @@ async function look() {
   try {
     const [status, requests] = await Promise.all([ask("status"), ask(`requests?limit=${ROWS}`)]);
     showLogin(false);
-    showRouter(status);
-    showWorkers(status.workers);
+    showCluster(status);
     showRequests(requests);
     if (seen.story && at("story").open) await tell(seen.story);
   } catch (error) {
@@ -118,6 +118,15 @@ function setState(text, tone) {
   const badge = at("state");
   if (badge.textContent !== text) badge.textContent = text; // a screen reader hears changes only
   badge.className = `badge ${tone}`;
+}
+
+/** An ordinary key is shown its own requests, and nothing of the cluster. */
+function showCluster(status) {
+  for (const part of document.querySelectorAll(".cluster")) part.hidden = status === null;
+  at("own").hidden = status !== null;
+  if (status === null) return setState("own requests", "good");
+  showRouter(status);
+  showWorkers(status.workers);
 }
 
 function showRouter({ router, workers }) {

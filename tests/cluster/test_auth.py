@@ -17,6 +17,7 @@ ROUTES = (
     "/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/tiny", "/status", "/metrics", "/requests",
     "/requests/00000000", "/docs", "/openapi.json", "/nowhere",
 )  # fmt: skip
+WATCHERS = (("bob", {}), ("eve", {"operator": True}), ("scraper", {"observer": True}))
 
 
 @pytest.fixture
@@ -59,6 +60,37 @@ def test_s26_every_path_in_every_spelling_asks_for_a_key_but_the_two_probes_and_
     reply = ask(running, "bk-00000000-x")
     assert reply.headers["www-authenticate"] == "Bearer"
     assert reply.json()["error"]["code"] == "invalid_api_key"
+
+
+def test_the_cluster_and_others_requests_are_shown_to_operators_and_observers_and_to_no_tenant(keyed):
+    running, path, alice = keyed
+    bob, eve, scraper = (add(path, {"name": name, **role})[0] for name, role in WATCHERS)
+    until(lambda: ask(running, bob).status_code == 200, "the new keys work")
+    answered = ask(running, alice).json()["id"]
+
+    def get(address, secret, method="GET"):
+        return httpx.request(method, running.url + address, headers={"authorization": f"Bearer {secret}"})
+
+    closed = ("/status", "/metrics", "/status?", "/metrics?x=1")
+    for secret, method, address in itertools.product((alice, bob), ("GET", "HEAD"), closed):
+        assert get(address, secret, method).status_code == 403, address
+    for address in ("//status", "/status/", "/v1/../status", "/%73tatus", "/STATUS", "/metrics%20", "http://a/metrics"):
+        line = raw(running, f"GET {address} HTTP/1.1", "Host: a", f"Authorization: Bearer {bob}")
+        assert line.split()[1] in ("403", "404"), (address, line)
+    refused = get("/status", bob).json()["error"]
+    assert (refused["type"], refused["code"]) == ("permission_error", "operator_key_required")
+    assert get(f"/requests/{answered}", bob).status_code == 404
+    assert answered not in get("/requests", bob).text
+    shown = get("/", bob).text
+    assert all(worker.instance[:8] not in shown for worker in running.workers)
+    for secret in (eve, scraper):
+        assert len(get("/status", secret).json()["workers"]) == 2
+        assert "baton_requests_total" in get("/metrics", secret).text
+        assert get(f"/requests/{answered}", secret).json()["id"] == answered
+    assert ask(running, eve).status_code == 200
+    for address in ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/tokenize", "/detokenize"):
+        reply = httpx.post(running.url + address, json=BODY, headers={"authorization": f"Bearer {scraper}"})
+        assert (reply.status_code, reply.json()["error"]["code"]) == (403, "observer_key"), address
 
 
 def test_keys_come_and_go_without_a_restart(keyed):

@@ -222,3 +222,23 @@ def test_with_keys_the_page_asks_for_one_and_never_puts_it_into_an_address(brows
     page.run("document.getElementById('forget').click()")
     page.until("!document.getElementById('login').hidden", "forgotten")
     assert until(lambda: page.run("sessionStorage.length") == 0, "nothing is kept")
+
+
+def test_a_tenant_s_key_shows_its_own_requests_and_nothing_of_the_cluster(browser, start, tmp_path):
+    path = tmp_path / "api.json"
+    alice, bob = (add(path, {"name": name})[0] for name in ("alice", "bob"))
+    running, script = start(api_keys=str(path))
+    running.pair(script)
+    for key in (alice, alice, bob):
+        headers = {"authorization": f"Bearer {key}"}
+        assert httpx.post(running.url + "/v1/chat/completions", json=BODY, headers=headers).status_code == 200
+    page = browser.page()
+    page.open(running.url + "/")
+    page.until("!document.getElementById('login').hidden", "it asks for a key")
+    page.type(bob)
+    page.key("Enter", "\r")
+    page.until(f"{ROWS} === 1", "its own request is shown")
+    assert page.run("document.getElementById('state').innerText") == "own requests"
+    assert "This key shows its own requests" in text_of(page, "main")
+    assert page.run("document.getElementById('worker-table').checkVisibility()") is False
+    assert page.run("document.querySelectorAll('#worker-table tbody tr').length") == 0

@@ -109,6 +109,13 @@ def test_a_router_with_keys_is_asked_with_the_one_of_the_environment(start, tmp_
     assert capsys.readouterr().err.endswith(f"put one into the environment variable {KEY_VARIABLE}\n")
     monkeypatch.setenv(KEY_VARIABLE, key)
     assert main(["--url", running.url, "--once"]) == 0
+    monkeypatch.setenv(KEY_VARIABLE, add(path, {"name": "bob"})[0])
+
+    def is_told_why():
+        assert main(["--url", running.url, "--once"]) == 1
+        return "takes an operator's or an observer's key" in capsys.readouterr().err
+
+    until(is_told_why, "a tenant's key is known, and shown nothing")
     monkeypatch.setenv(KEY_VARIABLE, "bk-\n")
     assert main(["--url", running.url, "--once"]) == 2
 

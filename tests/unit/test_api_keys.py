@@ -139,3 +139,13 @@ def test_the_command_makes_lists_and_revokes(path, capsys):
     ):  # fmt: skip
         assert main(["api", *wrong]) == 2
         assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_key_is_an_operator_s_or_an_observer_s_and_not_both(path, capsys):
+    for role in ("operator", "observer"):
+        assert main(["api", "add", str(path), "--name", role, f"--{role}"]) == 0
+    assert [(key.operator, key.observer) for key in read_api_keys(path)] == [(True, False), (False, True)]
+    capsys.readouterr()
+    assert main(["api", "list", str(path)]) == 0
+    assert [line.split()[1:] for line in capsys.readouterr().out.splitlines()] == [["operator"] * 2, ["observer"] * 2]
+    assert main(["api", "add", str(path), "--name", "x", "--operator", "--observer"]) == 2
