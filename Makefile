@@ -106,6 +106,7 @@ deploy-check: install
 .judges/.installed: tests/judges/requirements.txt | $(BIN)/python
 	$(BIN)/python -m venv .judges
 	.judges/bin/python -m pip --disable-pip-version-check install -q -r tests/judges/requirements.txt
+	.judges/bin/python -m pip --disable-pip-version-check install -q --no-deps guidellm==0.8.1
 	@touch $@
 
 judges: install .judges/.installed

