@@ -3,6 +3,7 @@
     baton keys init DIR                              a key pair per role, admitting each other: for `baton up --keys DIR`
     baton keys init DIR --role prefill --name p0     on a host of its own; prints the public key
     baton keys add DIR KEY --role prefill --name p0  on the hosts that shall admit it
+    baton keys secret NAME                           in a Kubernetes cluster, by a Job: see `key_secret`
 
 `baton keys api` makes the API keys of clients; see `api_keys`.
 
@@ -37,6 +38,7 @@ from ..cluster.keyring import (
 from ..cluster.life import EXIT_OK
 from .api_keys import add_commands
 from .command import run_command
+from .key_secret import add_command as add_secret_command
 
 PROG = "baton keys"
 WINDOW_H = 24.0
@@ -172,6 +174,9 @@ def _parser() -> argparse.ArgumentParser:
     made = command("remove", "admit a key no longer", _remove)
     made.add_argument("public", metavar="KEY", help="the public key")
     command("list", "show who is admitted", _list)
+    text = "make key pairs as a Secret of the Kubernetes cluster that this runs in"
+    made = commands.add_parser("secret", help=text, description=f"{text[0].upper()}{text[1:]}.", allow_abbrev=False)
+    add_secret_command(made, init)
     text = "the API keys of clients"
     clients = commands.add_parser("api", help=text, description=f"{text[0].upper()}{text[1:]}.")
     add_commands(clients.add_subparsers(metavar="COMMAND", required=True))

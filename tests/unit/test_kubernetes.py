@@ -1,24 +1,29 @@
 """The Kubernetes manifests: valid against pinned schemas, of one mind with the roles, and tight about who reaches whom."""
 
-import json
+import copy
 import shutil
-import subprocess
-from pathlib import Path
 
 import jsonschema
 import pytest
 import yaml
 from baton.cluster.config import DecodeConfig, PrefillConfig, RouterConfig, load_config
+from baton.cluster.metrics import RouterMetrics, RouterRecord
 from baton.deploy.findings import OK, check_keys
 from baton.deploy.keys import init
+from baton.tests.kubernetes.manifests import (
+    KUBERNETES,
+    OVERLAYS,
+    container_of,
+    kustomized,
+    named,
+    needs,
+    pod_of,
+    validate,
+    workload,
+)
 
-ROOT = Path(__file__).resolve().parents[2]
-KUBERNETES = ROOT / "deploy" / "kubernetes"
-OVERLAYS = ("cpu-demo", "single-node-gpu", "multi-node")
-SCHEMAS = json.loads((ROOT / "tests" / "kubernetes" / "schemas-v1.34.json").read_text())
 ROLES = {"router": RouterConfig, "prefill": PrefillConfig, "decode": DecodeConfig}
-WORKLOADS = ("Deployment", "StatefulSet")
-kubectl = pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
+kubectl = needs("kubectl")
 
 
 def documents(paths):
@@ -28,36 +33,6 @@ def documents(paths):
 BASE = documents(path for path in sorted((KUBERNETES / "base").glob("*.yaml")) if path.name != "kustomization.yaml")
 
 
-@pytest.fixture(scope="module")
-def built():
-    """The documents of each overlay, as kubectl makes them."""
-
-    def build(overlay):
-        command = ["kubectl", "kustomize", str(KUBERNETES / "overlays" / overlay)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-        assert done.returncode == 0, done.stderr
-        return [document for document in yaml.safe_load_all(done.stdout) if document]
-
-    return {overlay: build(overlay) for overlay in OVERLAYS}
-
-
-def validate(document):
-    schema = {"$ref": SCHEMAS["kinds"][document["kind"]], "definitions": SCHEMAS["definitions"]}
-    jsonschema.Draft7Validator(schema).validate(document)
-
-
-def workload(documents, role):
-    return next(d for d in documents if d["kind"] in WORKLOADS and d["metadata"]["name"] == f"baton-{role}")
-
-
-def pod_of(documents, role):
-    return workload(documents, role)["spec"]["template"]["spec"]
-
-
-def container_of(documents, role):
-    return pod_of(documents, role)["containers"][0]
-
-
 @pytest.mark.parametrize("document", BASE, ids=lambda d: f"{d['kind']}/{d['metadata']['name']}")
 def test_the_base_is_valid(document):
     validate(document)
@@ -65,13 +40,11 @@ def test_the_base_is_valid(document):
 
 @kubectl
 @pytest.mark.parametrize("overlay", OVERLAYS)
-def test_an_overlay_is_valid_and_keeps_every_object_of_the_base(built, overlay):
-    found = {(d["kind"], d["metadata"]["name"]) for d in built[overlay]}
-    assert {(d["kind"], d["metadata"]["name"]) for d in BASE} <= found
-    for document in built[overlay]:
+def test_an_overlay_is_valid_and_keeps_every_object_of_the_base(overlay):
+    assert set(named(BASE)) <= set(named(kustomized(overlay)))
+    for document in kustomized(overlay):
         assert document["metadata"]["namespace"] == "baton"
-        if document["kind"] != "PodMonitor":
-            validate(document)
+        validate(document)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +58,7 @@ def test_an_overlay_is_valid_and_keeps_every_object_of_the_base(built, overlay):
     ids=["a wrong type", "a misspelt field", "a missing field", "no selector"],
 )
 def test_a_manifest_that_is_wrong_is_seen(damage):
-    document = json.loads(json.dumps(workload(BASE, "router")))
+    document = copy.deepcopy(workload(BASE, "router"))
     damage(document)
     with pytest.raises(jsonschema.ValidationError):
         validate(document)
@@ -94,16 +67,16 @@ def test_a_manifest_that_is_wrong_is_seen(damage):
 @kubectl
 @pytest.mark.parametrize("overlay", OVERLAYS)
 @pytest.mark.parametrize("role", ROLES)
-def test_a_role_understands_what_its_pod_tells_it(built, overlay, role, tmp_path):
-    config = next(d for d in built[overlay] if d["kind"] == "ConfigMap")
+def test_a_role_understands_what_its_pod_tells_it(overlay, role, tmp_path):
+    config = next(d for d in kustomized(overlay) if d["kind"] == "ConfigMap")
     (tmp_path / "baton.toml").write_text(config["data"]["baton.toml"])
-    name, flag, path, *more = container_of(built[overlay], role)["args"]
+    name, flag, path, *more = container_of(kustomized(overlay), role)["args"]
     assert (name, flag, path) == (role, "--config", "/etc/baton/baton.toml")
-    given = [entry for entry in container_of(built[overlay], role)["env"] if "value" in entry]
+    given = [entry for entry in container_of(kustomized(overlay), role)["env"] if "value" in entry]
     env = {entry["name"]: entry["value"].replace("$(POD_IP)", "10.0.0.9") for entry in given}
     read = load_config(ROLES[role], [f"--config={tmp_path}/baton.toml", *more], env)
     assert read.keys == "/keys"
-    ports = {port["containerPort"] for port in container_of(built[overlay], role)["ports"]}
+    ports = {port["containerPort"] for port in container_of(kustomized(overlay), role)["ports"]}
     if role == "router":
         assert ports == {read.port, int(read.control_bind.rpartition(":")[2])}
     elif role == "prefill":
@@ -111,8 +84,8 @@ def test_a_role_understands_what_its_pod_tells_it(built, overlay, role, tmp_path
         assert read.kv_advertise == "tcp://10.0.0.9:7200"
     else:
         assert ports == {read.metrics_port}
-    pause = int(container_of(built[overlay], role)["lifecycle"]["preStop"]["exec"]["command"][1])
-    assert pod_of(built[overlay], role)["terminationGracePeriodSeconds"] > read.drain_timeout_s + pause + 10
+    pause = int(container_of(kustomized(overlay), role)["lifecycle"]["preStop"]["exec"]["command"][1])
+    assert pod_of(kustomized(overlay), role)["terminationGracePeriodSeconds"] > read.drain_timeout_s + pause + 10
 
 
 @pytest.mark.parametrize("role", ROLES)
@@ -189,7 +162,8 @@ def is_allowed(source, target, port, source_namespace=None, target_namespace=Non
     return True
 
 
-ROUTER, PREFILL, DECODE, CLIENT = labels("router"), labels("prefill"), labels("decode"), {"app": "client"}
+ROUTER, PREFILL, DECODE, KEYS = labels("router"), labels("prefill"), labels("decode"), labels("keys")
+CLIENT = {"app": "client"}
 ALLOWED = [
     (CLIENT, ROUTER, 8000), (PREFILL, ROUTER, 7100), (DECODE, ROUTER, 7100), (DECODE, PREFILL, 7200),
     (DECODE, PREFILL, 7201),
@@ -221,17 +195,71 @@ def test_s34_only_monitoring_scrapes_workers_and_workers_ask_the_cluster_s_dns()
 
 
 @kubectl
-def test_the_pod_monitor_names_a_port_of_the_pods_that_it_selects(built):
-    monitor = next(d for d in built["multi-node"] if d["kind"] == "PodMonitor")["spec"]
-    roles = [role for role in ROLES if selects(monitor["selector"], labels(role))]
-    assert roles == ["prefill", "decode"]
-    for role in roles:
-        names = {port["name"] for port in container_of(built["multi-node"], role)["ports"]}
-        assert monitor["podMetricsEndpoints"][0]["port"] in names
+def test_each_pod_monitor_names_a_port_of_the_pods_that_it_selects():
+    seen = []
+    for monitor in (d["spec"] for d in kustomized("multi-node") if d["kind"] == "PodMonitor"):
+        roles = [role for role in ROLES if selects(monitor["selector"], labels(role))]
+        for role in roles:
+            names = {port["name"] for port in container_of(kustomized("multi-node"), role)["ports"]}
+            assert monitor["podMetricsEndpoints"][0]["port"] in names
+        seen += roles
+    assert sorted(seen) == sorted(ROLES)
 
 
 @kubectl
-def test_every_gpu_worker_has_a_gpu_and_the_router_has_none(built):
+def test_every_gpu_worker_has_a_gpu_and_the_router_has_none():
     for overlay in ("single-node-gpu", "multi-node"):
-        gpus = {role: container_of(built[overlay], role)["resources"]["limits"].get("nvidia.com/gpu") for role in ROLES}
-        assert gpus == {"router": None, "prefill": 1, "decode": 1}
+        limits = {role: container_of(kustomized(overlay), role)["resources"]["limits"] for role in ROLES}
+        assert {role: limit.get("nvidia.com/gpu") for role, limit in limits.items()} == {
+            "router": None, "prefill": 1, "decode": 1,
+        }  # fmt: skip
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_an_eviction_takes_one_pod_of_a_role_at_a_time(role):
+    budget = named(BASE)["PodDisruptionBudget", f"baton-{role}"]["spec"]
+    assert budget["maxUnavailable"] == 1
+    assert [other for other in ROLES if selects(budget["selector"], labels(other))] == [role]
+
+
+@kubectl
+def test_the_autoscaler_asks_for_what_the_router_has_and_exports():
+    scaler = named(kustomized("autoscaled"))["HorizontalPodAutoscaler", "baton-router"]["spec"]
+    target = workload(kustomized("autoscaled"), "router")
+    assert scaler["scaleTargetRef"] == {key: target[key] for key in ("apiVersion", "kind")} | {"name": "baton-router"}
+    assert "replicas" not in target["spec"]
+    cpu, running = scaler["metrics"]
+    assert cpu["resource"]["name"] in container_of(kustomized("autoscaled"), "router")["resources"]["requests"]
+    shown = RouterMetrics().render(RouterRecord(queued=0, running=0), []).decode()
+    assert f"# TYPE {running['pods']['metric']['name']} gauge\n" in shown
+
+
+# --- the Secret of the keys -------------------------------------------------------------------------------------------
+
+
+def test_the_key_job_may_create_secrets_and_nothing_else():
+    objects = named(BASE)
+    assert objects["Role", "baton-keys"]["rules"] == [{"apiGroups": [""], "resources": ["secrets"], "verbs": ["create"]}]
+    bound = objects["RoleBinding", "baton-keys"]
+    assert (bound["roleRef"]["kind"], bound["roleRef"]["name"]) == ("Role", "baton-keys")
+    pod = objects["Job", "baton-keys"]["spec"]["template"]["spec"]
+    assert [subject["name"] for subject in bound["subjects"]] == [pod["serviceAccountName"]]
+    assert pod["serviceAccountName"] not in {pod_of(BASE, role)["serviceAccountName"] for role in ROLES}
+    own = pod["containers"][0]["securityContext"]
+    assert (own["readOnlyRootFilesystem"], own["allowPrivilegeEscalation"]) == (True, False)
+
+
+def test_the_key_job_makes_the_secret_that_the_pods_mount():
+    (container,) = named(BASE)["Job", "baton-keys"]["spec"]["template"]["spec"]["containers"]
+    command, action, name = container["args"]
+    assert (command, action) == ("keys", "secret")
+    for role in ROLES:
+        mounted = next(volume["secret"] for volume in pod_of(BASE, role)["volumes"] if "secret" in volume)
+        assert mounted["secretName"] == name
+
+
+def test_s34_the_key_job_reaches_the_api_server_alone():
+    assert is_allowed(KEYS, {"component": "kube-apiserver"}, 6443, target_namespace={"a": "b"})
+    for target, port in ((ROUTER, 7100), (ROUTER, 8000), (PREFILL, 7200), (DECODE, 9100)):
+        assert not is_allowed(KEYS, target, port)
+    assert not is_allowed(CLIENT, KEYS, 443)
