@@ -14,6 +14,7 @@ Unit = Annotated[float, Meta(ge=0.0, le=1.0)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
 Ticket = Annotated[str, Meta(max_length=64, pattern="^[0-9a-f]*$")]
 TraceParent = Annotated[str, Meta(max_length=55, pattern="^(00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2})?$")]
+TraceState = Annotated[str, Meta(max_length=512, pattern="^[ -~]*$")]
 KeyBytes = Annotated[bytes, Meta(max_length=64)]
 
 

@@ -37,6 +37,7 @@ from .message_parts import (
     TokenId,
     TokenIds,
     TraceParent,
+    TraceState,
     Unit,
 )
 
@@ -309,6 +310,7 @@ class Reserve(Message, frozen=True, kw_only=True):
     deadline_ms: Count  # remaining; 0: none
     salt: Text = ""  # cached prefixes are shared under an equal one only
     traceparent: TraceParent = ""  # W3C; of the router's span, where the request is traced
+    tracestate: TraceState = ""  # beside it, as the client sent it
     prefill_endpoint: Text = ""
     prefill_instance: Id | None = None
 
@@ -323,8 +325,9 @@ class Prefill(Message, frozen=True, kw_only=True):
     num_output: Count = 0  # of these, the last ones are output of earlier attempts
     sampling: Sampling
     deadline_ms: Count
-    salt: Text = ""  # as in Reserve, like the next
+    salt: Text = ""  # as in Reserve, like the next two
     traceparent: TraceParent = ""
+    tracestate: TraceState = ""
 
 
 class Cancel(Message, frozen=True, kw_only=True):

@@ -14,10 +14,20 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
-from opentelemetry.trace import NonRecordingSpan, SpanContext, SpanKind, Status, StatusCode, TraceFlags, set_span_in_context
+from opentelemetry.trace import (
+    NonRecordingSpan,
+    SpanContext,
+    SpanKind,
+    Status,
+    StatusCode,
+    TraceFlags,
+    TraceState,
+    set_span_in_context,
+)
 from opentelemetry.trace import Span as SdkSpan
 
 from .config_groups import TraceSettings
+from .trace_context import TraceContext
 from .tracing import Attribute, OpenSpan, Span
 
 PATH = "/v1/traces"  # of OTLP over HTTP
@@ -58,9 +68,10 @@ class OtelTracing:
         self._clock, self._wall = clock, wall
         self._is_closed = False
 
-    def begin(self, name: str, parent: str, start: float) -> OpenSpan:
+    def begin(self, name: str, parent: TraceContext, start: float) -> OpenSpan:
         context = _context_of(parent) if parent else Context()
-        return _Open(self, self._tracer.start_span(name, context, kind=SpanKind.SERVER, start_time=self.nanoseconds(start)))
+        span = self._tracer.start_span(name, context, kind=SpanKind.SERVER, start_time=self.nanoseconds(start))
+        return _Open(self, span, parent.state)
 
     def record(self, span: Span) -> None:
         if span.parent:
@@ -89,10 +100,11 @@ class OtelTracing:
 class _Open:
     """A span that has begun."""
 
-    def __init__(self, tracing: OtelTracing, span: SdkSpan) -> None:
+    def __init__(self, tracing: OtelTracing, span: SdkSpan, state: str) -> None:
         self._tracing, self._span, self._is_over = tracing, span, False
-        context = span.get_span_context()
-        self.traceparent = f"00-{context.trace_id:032x}-{context.span_id:016x}-{int(context.trace_flags) & 1:02x}"
+        made = span.get_span_context()
+        parent = f"00-{made.trace_id:032x}-{made.span_id:016x}-{int(made.trace_flags) & 1:02x}"
+        self.context = TraceContext(parent, state)  # as it came: nothing of ours is in it
 
     def end(self, at: float, attributes: Mapping[str, Attribute], error: str = "") -> None:
         if not self._is_over:
@@ -100,9 +112,15 @@ class _Open:
             self._tracing.finish(self._span, at, attributes, error)
 
 
-def _context_of(traceparent: str) -> Context:
-    _, trace, parent, flags = traceparent.split("-")
-    context = SpanContext(int(trace, 16), int(parent, 16), is_remote=True, trace_flags=TraceFlags(int(flags, 16)))
+def _context_of(parent: TraceContext) -> Context:
+    _, trace, span, flags = parent.parent.split("-")
+    context = SpanContext(
+        int(trace, 16),
+        int(span, 16),
+        is_remote=True,
+        trace_flags=TraceFlags(int(flags, 16)),
+        trace_state=TraceState.from_header([parent.state]),
+    )
     return set_span_in_context(NonRecordingSpan(context), Context())
 
 

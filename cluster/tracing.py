@@ -2,11 +2,10 @@
 
 A span is recorded when its work is over, with the moments that its role knows anyway, so that nothing is measured twice and
 a process without traces does nothing. Only the router's own span of a request is begun first, since the workers' spans are
-its children: their messages carry its `traceparent`. The OpenTelemetry SDK is loaded by whoever asks for traces (`otel`).
+its children: their messages carry its context. The OpenTelemetry SDK is loaded by whoever asks for traces (`otel`).
 """
 
 import importlib
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -15,9 +14,8 @@ from urllib.parse import urlsplit
 from .config_groups import TraceSettings
 from .errors import ConfigError
 from .life import Serve
+from .trace_context import NOWHERE, TraceContext
 
-LONGEST_TRACEPARENT = 512  # characters; a later version of the standard may say more than the 55 of this one
-TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 Attribute = str | int | float | bool | Sequence[str]
 
 
@@ -26,7 +24,7 @@ class Span:
     """Work that is over. Times are monotonic seconds."""
 
     name: str
-    parent: str  # traceparent
+    parent: TraceContext
     start: float
     end: float
     attributes: Mapping[str, Attribute] = field(default_factory=dict)
@@ -36,8 +34,8 @@ class Span:
 class OpenSpan(Protocol):
     """A span that has begun."""
 
-    traceparent: str
-    """For its children; "" where nobody traces."""
+    context: TraceContext
+    """For its children."""
 
     def end(self, at: float, attributes: Mapping[str, Attribute], error: str = "") -> None:
         """The first call counts."""
@@ -46,8 +44,8 @@ class OpenSpan(Protocol):
 class Tracing(Protocol):
     """Takes spans. Its methods are called from the role's one thread."""
 
-    def begin(self, name: str, parent: str, start: float) -> OpenSpan:
-        """A span of a request that a client sent with `parent`, or with "": a trace of its own."""
+    def begin(self, name: str, parent: TraceContext, start: float) -> OpenSpan:
+        """A span of a request that a client sent with `parent`, or with none: a trace of its own."""
 
     def record(self, span: Span) -> None:
         """A span that is over; one without a parent belongs to a request that is not traced, and is dropped."""
@@ -59,7 +57,7 @@ class Tracing(Protocol):
 class Untraced:
     """Where nobody asked for traces: nothing is recorded, and a client's context goes on to workers, who may be asked."""
 
-    def begin(self, name: str, parent: str, start: float) -> OpenSpan:
+    def begin(self, name: str, parent: TraceContext, start: float) -> OpenSpan:
         return Passing(parent)
 
     def record(self, span: Span) -> None:
@@ -73,21 +71,10 @@ class Untraced:
 class Passing:
     """A span of which nothing is kept."""
 
-    traceparent: str = ""
+    context: TraceContext = NOWHERE
 
     def end(self, at: float, attributes: Mapping[str, Attribute], error: str = "") -> None:
         """Nobody hears it."""
-
-
-def context_of(header: str | None) -> str:
-    """A client's `traceparent` in the form of version 00; "" for none and for one that the standard tells to ignore."""
-    found = TRACEPARENT.fullmatch(header.strip()) if header and len(header) <= LONGEST_TRACEPARENT else None
-    if found is None:
-        return ""
-    version, trace, parent, flags, more = found.groups()
-    if version == "ff" or set(trace) == {"0"} or set(parent) == {"0"} or (version == "00" and more):
-        return ""
-    return f"00-{trace}-{parent}-{int(flags, 16) & 1:02x}"
 
 
 def open_tracing(config: TraceSettings, instance: str) -> Tracing:

@@ -6,6 +6,7 @@ from enum import Enum
 import torch
 
 from ..cluster.messages import DecodeTimeline, PrefillTimeline
+from ..cluster.trace_context import NOWHERE, TraceContext
 from ..engine.request import Request
 from ..kvtransfer.room_table import RoomTable
 
@@ -53,7 +54,7 @@ class Room:
     drafted: int = 0
     accepted: int = 0
 
-    traceparent: str = ""  # of the router's span, where the request is traced
+    trace: TraceContext = NOWHERE  # of the router's span, where the request is traced
     gone_epoch: int = -1  # of the Cancel that waits for this attempt's pages; -1: none does
     is_tainted: bool = False  # its KV must not be reused
     num_unread: int = 0  # steps that were launched with it and not read

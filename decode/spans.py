@@ -14,7 +14,7 @@ class DecodeSpans:
 
     def left(self, room: Room) -> None:
         """One room is gone."""
-        if room.traceparent:
+        if room.trace:
             for span in spans_of(room, self._clock()):
                 self._tracing.record(span)
 
@@ -27,7 +27,7 @@ def spans_of(room: Room, now: float) -> list[Span]:
     ended = room.prefill_ended if room.is_local else room.landed_at
     first = Span(
         name="prefill" if room.is_local else "hand-off",
-        parent=room.traceparent,
+        parent=room.trace,
         start=room.arrived,
         end=ended or now,
         attributes=who | (_local(room) if room.is_local else _handoff(room)),
@@ -37,7 +37,7 @@ def spans_of(room: Room, now: float) -> list[Span]:
         return [first]
     decode = Span(
         name="decode",
-        parent=room.traceparent,
+        parent=room.trace,
         start=room.started_at,
         end=now,
         attributes=who

@@ -32,6 +32,7 @@ from ..cluster.messages import (
     Tokens,
     WorkerStats,
 )
+from ..cluster.trace_context import carried_by
 from ..engine.loader import Engine
 from ..engine.request import Request
 from ..engine.sampling_params import SamplingParams
@@ -188,17 +189,12 @@ class DecodeWorker:
         admitted = self.admission.admit(request, now, message.deadline_ms, is_local=is_local)
         if isinstance(admitted, Refusal):
             self._counters["refused"] += 1
-            self._send(
-                Refused(
-                    room=message.room,
-                    epoch=message.epoch,
-                    instance=self.instance,
-                    reason=admitted.reason,
-                    retry_after_ms=admitted.retry_after_ms,
-                )
+            reason, after_ms = admitted.reason, admitted.retry_after_ms
+            room, epoch = message.room, message.epoch
+            return self._send(
+                Refused(room=room, epoch=epoch, instance=self.instance, reason=reason, retry_after_ms=after_ms)
             )
-            return
-        admitted.traceparent = message.traceparent
+        admitted.trace = carried_by(message)
         self.queues.add(admitted)
         self._counters["requests"] += 1
         self._counters["have_tokens"] += admitted.have

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from enum import Enum
 
+from ..cluster.trace_context import NOWHERE, TraceContext
 from ..engine.request import Request
 from ..kvtransfer.room_table import RoomTable
 
@@ -29,7 +30,7 @@ class Room:
     cached_tokens: int = 0
     chunks: int = 0
 
-    traceparent: str = ""  # of the router's span, where the request is traced
+    trace: TraceContext = NOWHERE  # of the router's span, where the request is traced
     gone_epoch: int = -1  # of the Cancel that waits for this attempt's pages; -1: none does
     is_tainted: bool = False  # its KV must not be reused
 

@@ -14,7 +14,7 @@ class PrefillSpans:
 
     def left(self, room: Room) -> None:
         """One room is gone."""
-        if room.traceparent:
+        if room.trace:
             self._tracing.record(span_of(room, self._clock()))
 
 
@@ -23,7 +23,7 @@ def span_of(room: Room, now: float) -> Span:
     request = room.request
     return Span(
         name="prefill",
-        parent=room.traceparent,
+        parent=room.trace,
         start=room.arrived,
         end=room.finished or now,
         attributes={

@@ -33,6 +33,7 @@ from ..cluster.messages import (
     WorkerStats,
 )
 from ..cluster.scores import prompt_logprobs
+from ..cluster.trace_context import carried_by
 from ..engine.extend_batch import extend_batch
 from ..engine.forward_batch import CaptureHidden, ForwardOutput
 from ..engine.loader import Engine
@@ -191,7 +192,7 @@ class PrefillWorker:
             )
             return self._send(ended)
         deadline = now + message.deadline_ms / 1000 if message.deadline_ms else None
-        self.queues.add(Room(request=request, arrived=now, deadline=deadline, traceparent=message.traceparent))
+        self.queues.add(Room(request=request, arrived=now, deadline=deadline, trace=carried_by(message)))
         self._counters["requests"] += 1
 
     def _why_not(self, prompt_ids: list[int], sampling: SamplingParams) -> tuple[str, int]:

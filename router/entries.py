@@ -192,7 +192,7 @@ def new_request(jobs: Sequence[Job], now: float, tag: Tag | None = None) -> Requ
 
 def addressed(message: Reserve | Prefill | Cancel, request: Request) -> Reserve | Prefill | Cancel:
     """An order to a worker, kept to the prefixes of a tenant and to the trace of its request."""
-    salt, traceparent = request.caller.salt, request.tag.span.traceparent
-    if isinstance(message, Cancel) or not (salt or traceparent):
+    salt, trace = request.caller.salt, request.tag.span.context
+    if isinstance(message, Cancel) or not (salt or trace):
         return message
-    return replace(message, salt=salt, traceparent=traceparent)
+    return replace(message, salt=salt, traceparent=trace.parent, tracestate=trace.state)

@@ -12,7 +12,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ..cluster.metrics import CONTENT_TYPE
-from ..cluster.tracing import context_of
+from ..cluster.trace_context import context_of
 from .answer import Answer
 from .api_bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from .auth import CALLER, must_ask, must_see_all
@@ -128,7 +128,7 @@ class Routes:
             wants_timeline=wants_timeline,
             timeout_s=timeout_s,
             caller=request.scope[CALLER],
-            traceparent=context_of(request.headers.get("traceparent")),
+            trace=context_of(request.headers.getlist("traceparent"), request.headers.getlist("tracestate")),
         )
         return raw, call
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
+from ..cluster.trace_context import NOWHERE, TraceContext
 from ..cluster.tracing import Tracing, Untraced
 from .admission import check_obeyed, max_new_tokens, no_workers
 from .answer import Answer, Wish
@@ -46,7 +47,7 @@ class Call:
     timeout_s: float = 0.0  # that the client gave; 0: none
     grammar: str = ""  # that the answer follows, once the body was read
     caller: Caller = ANYONE
-    traceparent: str = ""  # of the client's span
+    trace: TraceContext = NOWHERE  # of the client's span
 
 
 class Service:
@@ -202,7 +203,7 @@ class Service:
 
     def _submit(self, jobs: Sequence[Job], inbox: Inbox, reply_id: str, call: Call) -> list[Entry]:
         """In a span of its own, which ends with the last choice, or here when the request is refused."""
-        span = self.tracing.begin(f"{operation_of(reply_id)} {self.served_model}", call.traceparent, call.arrived)
+        span = self.tracing.begin(f"{operation_of(reply_id)} {self.served_model}", call.trace, call.arrived)
 
         def on_end(request: Request, now: float) -> None:
             end_request(self.tracing, request, self.served_model, now)

@@ -44,7 +44,7 @@ def test_a_collector_gets_one_trace_of_three_processes(served_dir, collector):
     env = {"OTEL_BSP_SCHEDULE_DELAY": "100"}
     with serving(served_dir, env=env, prefill=1, decode=1, kv_memory_mb=8, threads=1, otlp_endpoint=address) as cluster:
         body = {"model": served_model(cluster), "prompt": random_ids(20, 330, seed=1), "max_tokens": 8, "ignore_eos": True}
-        headers = {"traceparent": f"00-{TRACE}-00f067aa0ba902b7-01"}
+        headers = [("traceparent", f"00-{TRACE}-00f067aa0ba902b7-01"), ("tracestate", "a=1"), ("tracestate", "b@c=2 , d=3")]
         assert httpx.post(f"{cluster.url}/v1/completions", json=body, headers=headers, timeout=60).status_code == 200
         until(lambda: len(spans) >= 5, "five spans came", 20)
     assert {span.trace_id.hex() for _, span in spans} == {TRACE}
@@ -53,6 +53,7 @@ def test_a_collector_gets_one_trace_of_three_processes(served_dir, collector):
         ("baton-decode", "decode"), ("baton-decode", "hand-off"), ("baton-prefill", "prefill"),
         ("baton-router", "queue"), ("baton-router", "text_completion"),
     ]  # fmt: skip
+    assert {span.trace_state for _, span in spans} == {"a=1,b@c=2,d=3"}
     root = next(span for _, span in spans if span.name.startswith("text_completion"))
     for _, span in spans:
         assert span is root or span.parent_span_id == root.span_id
