@@ -75,7 +75,7 @@ class Bench:
         """(router, its port) with its workers."""
         port, control = free_port(), f"ipc://{self.folder}/control-{secrets.token_hex(2)}"
         flags = [f"--model={self.options.model}", "--served-model=bench", f"--port={port}", f"--control-bind={control}"]
-        flags += [f"--api-keys={self.folder}/keys.json", "--max-queue=65536", "--log-level=error"]
+        flags += [f"--api-keys={self.folder}/keys.json", "--max-queue=65536", "--log-level=error", "--canary-s=0"]
         router = self.start(sys.executable, "-m", "baton.router", *flags)
         workers = self.start(sys.executable, "-m", "baton.bench.router_workers", control, *steps)
         wait_for(port, "/ready")

@@ -32,6 +32,16 @@ class HttpSettings(RoleConfig):
     max_connections: int = setting(
         0, Setting(help="most connections of clients; 0: 10000, or what descriptors allow", minimum=0, maximum=2**20)
     )
+    canary_s: float = setting(
+        10.0,
+        Setting(
+            help="ready means that a request passed from prefill to decode within this time; where no client's does, a tiny "
+            "one of the router's own is sent; 0: ready means that a pair is registered",
+            unit="s",
+            minimum=0,
+            maximum=3600,
+        ),
+    )
     worker_timeout_s: float = setting(
         1.8, Setting(help="a worker silent for this long counts as lost", unit="s", minimum=1.0, maximum=600)
     )

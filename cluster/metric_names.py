@@ -63,6 +63,9 @@ WORKER_DEATHS = _counter("worker_deaths", "Workers that died, hung or could not 
 EJECTIONS = _counter("ejections", "Times that a worker failed too often and was avoided for a while.")
 RETRIES = _counter("retries", "Attempts that another pair went on with.")
 ROUTER_EVENTS = _counter("router_events", "Rarer things.", "event")
+READY = _gauge("ready", "Whether /ready says so.")
+CANARIES = _counter("canaries", "Tiny requests of the router's own.", "outcome")
+FAILING_PAIRS = _gauge("failing_pairs", "Canaries in a row that failed on a pair.", "prefill", "decode", "kind")
 
 WORKER_UP = _gauge("worker_up", "Registered workers.", *WORKER, "state")
 WORKER_PAGES = _gauge("worker_pages", "KV pages.", *WORKER, "kind")
@@ -78,7 +81,10 @@ WORKER_EVENTS = _counter("worker_events", "A worker's own counters.", *WORKER, "
 OF_EVENT = {"worker_lost": WORKER_DEATHS, "breaker_opened": EJECTIONS, "requeued": RETRIES}  # of the router
 COUNTED = (PROMPT_TOKENS, CACHED_TOKENS, OUTPUT_TOKENS, DRAFTED_TOKENS, ACCEPTED_TOKENS, HANDOFF_BYTES)
 OBSERVED = (TTFT, GAP, REQUEST_SECONDS, QUEUE_WAIT, PREFILL_QUEUE, PREFILL, HANDOFF_SECONDS, HANDOFF_RATE)
-ROUTER_NAMES = (BUILD, REQUESTS, *COUNTED, *OBSERVED, QUEUED, RUNNING, RESPONSES, *OF_EVENT.values(), ROUTER_EVENTS)
+OF_CANARIES = (READY, CANARIES, FAILING_PAIRS)
+ROUTER_NAMES = (
+    BUILD, REQUESTS, *COUNTED, *OBSERVED, QUEUED, RUNNING, RESPONSES, *OF_EVENT.values(), ROUTER_EVENTS, *OF_CANARIES,
+)  # fmt: skip
 WORKER_NAMES = (
     WORKER_UP, WORKER_PAGES, WORKER_REQUESTS, WORKER_GRAPHS, WORKER_ACCEPT_LENGTH, WORKER_SPEC_STEPS,
     WORKER_GRAPH_REPLAYS, WORKER_GRAPH_PADDING, WORKER_GRAPH_FALLBACKS, WORKER_EVENTS,

@@ -91,6 +91,12 @@ class RouterRecord:
     """Totals of rarer things by name."""
     responses: Mapping[int, int] = field(default_factory=dict)
     """Answers over HTTP by status."""
+    is_ready: bool = False
+    """What /ready says."""
+    canaries: Mapping[str, int] = field(default_factory=dict)
+    """Totals by outcome."""
+    failing_pairs: tuple[tuple[str, str, str, int], ...] = ()
+    """Instances of prefill and decode, kind of the last failure, canaries that failed in a row."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,7 +202,13 @@ def _version() -> str:
 
 def router_families(router: RouterRecord) -> list[Metric]:
     """The router's condition; events that have a metric of their own are not shown again."""
-    families = _families(names.QUEUED, names.RUNNING, names.RESPONSES, *names.OF_EVENT.values(), names.ROUTER_EVENTS)
+    shown = (names.QUEUED, names.RUNNING, names.RESPONSES, *names.OF_EVENT.values(), names.ROUTER_EVENTS, *names.OF_CANARIES)
+    families = _families(*shown)
+    _add(families, names.READY, (), router.is_ready)
+    for outcome, total in sorted(router.canaries.items()):
+        _add(families, names.CANARIES, (outcome,), total)
+    for prefill, decode, kind, num_failures in router.failing_pairs:
+        _add(families, names.FAILING_PAIRS, (prefill, decode, kind), num_failures)
     _add(families, names.QUEUED, (), router.queued)
     _add(families, names.RUNNING, (), router.running)
     for status, total in sorted(router.responses.items()):

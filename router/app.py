@@ -79,6 +79,7 @@ class Router:
             max_queue=config.max_queue,
             queue_timeout_s=config.queue_timeout_s,
             request_timeout_s=config.request_timeout_s,
+            canary_s=config.canary_s,
             drops=lambda: self.control.drops,
             timeouts=timeouts,
             soon=_soon,

@@ -10,9 +10,10 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 from ..cluster.log import fields
-from ..cluster.messages import Cancel, ControlUp, FirstToken, Goodbye, Heartbeat, Hello, Reserved, TokenItem, Tokens
+from ..cluster.messages import ControlUp, Goodbye, Heartbeat, Hello, Tokens
 from ..cluster.metrics import RouterMetrics
 from .admission import MAX_PROMPT_TOKENS, no_workers
+from .canary import Canaries
 from .entries import OUTCOMES, Entry, Job, Request, Tag, addressed, new_request
 from .errors import unavailable
 from .history import History
@@ -20,7 +21,7 @@ from .inbox import Inbox
 from .intake import OVERLOADED, Intake
 from .leftovers import Orphans
 from .placing import PairingPolicy, Placer
-from .policy import Limits, can_ever, is_ready, live_limits, live_pairs
+from .policy import Limits, can_ever, live_limits, live_pairs
 from .postbox import Postbox, Soon, Transmit
 from .reception import Reception
 from .registry import Registry, Worker
@@ -48,6 +49,7 @@ class Dispatcher:
         max_queue: int,
         queue_timeout_s: float,
         request_timeout_s: float = 0.0,
+        canary_s: float = 0.0,
         drops: Callable[[], Mapping[str, int]] = dict,
         timeouts: Timeouts | None = None,
         policy: PairingPolicy | None = None,
@@ -68,7 +70,8 @@ class Dispatcher:
         self._entries: dict[str, Entry] = {}
         self._waiting = WaitingList()
         self.intake = Intake(registry, self._waiting, max_queue)
-        self._placer = Placer(registry, policy)
+        self.canaries = Canaries(registry, self._postbox, mint, canary_s)
+        self._placer = Placer(registry, policy, self.canaries.proofs)
         self._orphans = Orphans()
         self._reception = Reception(registry, self._postbox, self.events)
         self._retries = RetryBudget()
@@ -98,7 +101,7 @@ class Dispatcher:
 
     @property
     def is_ready(self) -> bool:
-        return not self.is_draining and is_ready(self.registry)
+        return not self.is_draining and self.canaries.is_ready(self._clock())
 
     @property
     def event_totals(self) -> dict[str, int]:
@@ -207,20 +210,20 @@ class Dispatcher:
     def _on_room_event(self, worker: Worker, room: str, event: RoomEvent, now: float) -> None:
         entry = self._entries.get(room)
         if entry is None:
-            self._on_orphan(worker, room, event, now)
+            if not self.canaries.on(worker, room, event, now):
+                self._on_orphan(worker, room, event, now)
             return
         stale = entry.room.num_stale
-        self._placer.heard(entry, worker, event)
+        self._placer.heard(entry, worker, event, now)
         entry.trace.heard(event, now)
         self._perform(entry, entry.room.on(event, worker.instance, now), now)
         self.events["stale_message"] += entry.room.num_stale - stale
 
     def _on_orphan(self, worker: Worker, room: str, event: RoomEvent, now: float) -> None:
-        """A worker works for a room that is over, since a Cancel was lost or the worker was given up too early."""
         self.events["orphan_message"] += 1
-        is_active = isinstance(event, (Reserved, FirstToken, TokenItem))
-        if is_active and self._orphans.is_new(room, worker.instance):
-            self._postbox.post(worker, Cancel(room=room, epoch=event.epoch, instance=worker.instance), now)
+        cancel = self._orphans.answer(room, worker.instance, event)
+        if cancel is not None:
+            self._postbox.post(worker, cancel, now)
 
     def lose(self, workers: Sequence[Worker]) -> None:
         """Forgets workers, then settles their rooms: none goes from one lost worker to the next."""
@@ -246,6 +249,7 @@ class Dispatcher:
     def _settle_rooms_of(
         self, worker: Worker, now: float, *, is_dead: bool, unreachable_since: float | None = None
     ) -> None:
+        self.canaries.lost(worker.instance, now)
         for entry in self._rooms_of(worker):
             room = entry.room
             lost = room.worker_lost(worker.instance, now, is_dead=is_dead, unreachable_since=unreachable_since)
@@ -267,6 +271,7 @@ class Dispatcher:
         for entry in list(self._entries.values()):
             self._tick_entry(entry, now)
         self._admit(now)
+        self.canaries.tick(now, may_ask=not self._waiting and not self.is_draining)
 
     def _tick_entry(self, entry: Entry, now: float) -> None:
         if entry.room.phase is Phase.QUEUED and entry.request.waited(now) > self._queue_timeout_s:
@@ -342,7 +347,7 @@ class Dispatcher:
                 self.registry.release(effect.instance, entry.room.room, effect.epoch)
                 is_admission_due = True
             elif isinstance(effect, Judged):
-                self._judge(entry, effect, now)
+                self._reception.judge(entry.room.room, effect, now)
             else:
                 is_admission_due |= self._perform_rare(entry, effect, now)
         if is_admission_due:
@@ -382,11 +387,6 @@ class Dispatcher:
         """A death takes every room of a worker at once and is no storm: it draws on the budget and is never denied."""
         is_paid = self._retries.take(self.num_live, now) or failure.kind == PEER_LOST
         return is_paid and entry.need.prompt <= MAX_PROMPT_TOKENS
-
-    def _judge(self, entry: Entry, effect: Judged, now: float) -> None:
-        if self.registry.judge(effect.instance, entry.room.room, effect.epoch, effect.is_good, now):
-            self.events["breaker_opened"] += 1
-            logger.warning("worker fails too often: avoided for a while", extra=fields(instance=effect.instance))
 
     def _deliver(self, entry: Entry, effect: Deliver, now: float) -> None:
         if entry.last_arrival:

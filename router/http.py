@@ -159,7 +159,7 @@ class Routes:
         return _json({"status": "ok"})
 
     async def ready(self, request: Request) -> Response:
-        reason = why_not_ready(self._service.dispatcher)
+        reason = why_not_ready(self._service.dispatcher, self._service.clock())
         if reason:
             return _json({"status": "not ready", "reason": reason}, status=503, headers={"retry-after": "1"})
         return _json({"status": "ready"})

@@ -3,6 +3,9 @@
 from collections import deque
 from collections.abc import Sequence
 
+from ..cluster.messages import Cancel, FirstToken, Reserved, TokenItem
+from .room_parts import RoomEvent
+
 NUM_ORPHANS = 1024  # rooms remembered as cancelled on a worker that still talks about them
 MAX_WORKERS = 256  # remembered; the oldest is forgotten, and the lease on its side frees what it holds
 
@@ -38,9 +41,9 @@ class Orphans:
     def __repr__(self) -> str:
         return f"Orphans({len(self._told)} told)"
 
-    def is_new(self, room: str, instance: str) -> bool:
-        """Whether that worker was not told of that room yet; it counts as told then."""
-        if (room, instance) in self._told:
-            return False
+    def answer(self, room: str, instance: str, event: RoomEvent) -> Cancel | None:
+        """For a worker that works for a room that is over, once: a Cancel was lost, or the worker was given up too early."""
+        if not isinstance(event, (Reserved, FirstToken, TokenItem)) or (room, instance) in self._told:
+            return None
         self._told.append((room, instance))
-        return True
+        return Cancel(room=room, epoch=event.epoch, instance=instance)

@@ -10,15 +10,18 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from random import Random
 
-from ..cluster.messages import Finished, FirstToken, Reserved
+from ..cluster.messages import Failed, Finished, FirstToken, Reserved
 from .costs import Costs
 from .entries import Entry
 from .pairing import Picker, decode_picker, held_tokens, prefill_picker
 from .policy import able_pairs, live_pairs
 from .prefixes import PrefixIndex, Prompt
+from .proofs import Proofs
 from .registry import Load, Registry, Worker
 from .room_effects import Pair
-from .room_parts import RoomEvent
+from .room_parts import HANDOFF_KINDS, RoomEvent
+
+_TOLD = (Reserved, FirstToken, Finished, Failed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,9 +37,9 @@ class PairingPolicy:
 class Placer:
     """Chooses and books pairs."""
 
-    def __init__(self, registry: Registry, policy: PairingPolicy | None = None) -> None:
+    def __init__(self, registry: Registry, policy: PairingPolicy | None = None, proofs: Proofs | None = None) -> None:
         policy = policy or PairingPolicy()
-        self._registry = registry
+        self._registry, self._proofs = registry, Proofs() if proofs is None else proofs
         self._local_prefill_max = policy.local_prefill_max
         self._on_prefill, self._on_decode = PrefixIndex(), PrefixIndex()
         self._prefill: Picker = prefill_picker(policy.prefill, self._on_prefill, policy.coin)
@@ -51,9 +54,12 @@ class Placer:
 
         Workers that failed it and `doubtful` ones are taken only when no other can serve, and so are `tested` ones, which
         are busy with a request that may kill: these are worth waiting for, so decode does not prefill in their place.
+        Nobody is sent to a pair that fails its canaries where another pair serves, or decode alone.
         """
         avoid = entry.room.failed_on | doubtful
         pairs = able_pairs(live_pairs(self._registry, avoid), entry.need, avoid, tested)
+        if self._proofs.failing:
+            pairs = self._sound(pairs, entry)
         if not pairs:
             return None
         prompt = entry.prompt
@@ -81,10 +87,10 @@ class Placer:
         if self._has_choice("prefill"):
             self._on_prefill.add(pair.prefill, prompt.pages(prefill.hello.page_size))
 
-    def heard(self, entry: Entry, worker: Worker, event: RoomEvent) -> None:
+    def heard(self, entry: Entry, worker: Worker, event: RoomEvent, now: float) -> None:
         """A worker of the current attempt spoke; called before the room takes it."""
         pair, size = entry.room.pair, worker.hello.page_size
-        if pair is None or not isinstance(event, (Reserved, FirstToken, Finished)) or event.epoch != entry.room.epoch:
+        if pair is None or not isinstance(event, _TOLD) or event.epoch != entry.room.epoch:
             return
         if isinstance(event, Reserved) and worker.instance == pair.decode and self._has_choice("decode"):
             self._on_decode.learn(worker.instance, entry.prompt.pages(size), event.have // size)
@@ -92,6 +98,11 @@ class Placer:
             self._costs_of(worker).prefilled(event.timeline, is_local=False)
         elif isinstance(event, Finished) and worker.instance == pair.decode:
             self._on_finished(entry, worker, event)
+            if event.timeline.handoff_blocks or pair.is_local:
+                since_ms = event.timeline.queue_ms + event.timeline.decode_ms  # decode has had the last block for so long
+                self._proofs.passed(pair.prefill, pair.decode, now - since_ms / 1000)
+        elif isinstance(event, Failed) and event.kind in HANDOFF_KINDS:
+            self._proofs.doubt(pair.prefill, pair.decode)
 
     def _on_finished(self, entry: Entry, worker: Worker, event: Finished) -> None:
         costs = self._costs_of(worker)
@@ -107,6 +118,16 @@ class Placer:
         if decode is not None and self._has_choice("decode"):
             whole = Prompt([*room.prompt_ids, *room.output_ids[:-1]], entry.job.caller.salt)
             self._on_decode.add(decode.instance, whole.pages(decode.hello.page_size))
+
+    def _sound(self, able: list[tuple[Worker, Worker]], entry: Entry) -> list[tuple[Worker, Worker]]:
+        """Of the pairs that can hold the request those that do not fail; without any, decode alone, else all of them."""
+        failing = self._proofs.failing
+        sound = [(p, d) for p, d in able if (p.instance, d.instance) not in failing]
+        if sound or not able:
+            return sound
+        prefills = {worker.instance for worker in self._registry if worker.role == "prefill"}
+        alone = [(p, d) for p, d in live_pairs(self._registry, prefills) if p is d]
+        return able_pairs(alone, entry.need) or able
 
     def _is_better_on_decode(self, prefill: Worker, decode: Worker, prompt: Prompt) -> bool:
         if not self._local_prefill_max or not decode.takes_prompts:

@@ -9,6 +9,7 @@ from ..cluster.messages import Cancel, Hello, Rejected
 from .leftovers import Leftovers
 from .postbox import Postbox
 from .registry import Registry, Worker
+from .room_effects import Judged
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +66,12 @@ class Reception:
             self._postbox.post(worker, Cancel(room=room, epoch=epoch, instance=worker.instance), now)
         self._leftovers.keep(worker.instance, worker.hello.generation, rooms)  # it may not have heard
         self._registry.remove(worker.instance)
+
+    def judge(self, room: str, verdict: Judged, now: float) -> None:
+        """A worker did its part of an attempt, or failed it."""
+        if self._registry.judge(verdict.instance, room, verdict.epoch, verdict.is_good, now):
+            self._events["breaker_opened"] += 1
+            logger.warning("worker fails too often: avoided for a while", extra=fields(instance=verdict.instance))
 
     def damaged(self, identity: bytes, now: float) -> None:
         """A message of a worker was lost, which would leave a hole in a stream: it shall drop its rooms and begin anew."""

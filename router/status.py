@@ -10,6 +10,7 @@ from ..cluster.messages import GraphCounts, WorkerStats
 from ..cluster.metrics import RouterRecord, WorkerRecord
 from .dispatch import Dispatcher
 from .policy import is_ready
+from .proofs import PairStatus
 from .registry import Registry, Worker
 
 
@@ -21,6 +22,7 @@ class RouterStatus(Struct, frozen=True, kw_only=True):
     model: str
     state: str
     is_ready: bool
+    why_not_ready: str
     queued: int
     running: int
     open_rooms: int
@@ -63,6 +65,7 @@ class Status(Struct, frozen=True):
 
     router: RouterStatus
     workers: list[WorkerStatus]
+    pairs: list[PairStatus]  # empty with --canary-s 0
 
 
 class ModelCard(Struct, frozen=True, kw_only=True):
@@ -91,6 +94,7 @@ def status_of(dispatcher: Dispatcher, model: str, uptime_s: float, now: float) -
         model=model,
         state="draining" if dispatcher.is_draining else "serving",
         is_ready=dispatcher.is_ready,
+        why_not_ready=why_not_ready(dispatcher, now),
         queued=dispatcher.num_queued,
         running=dispatcher.num_running,
         open_rooms=dispatcher.num_open,
@@ -98,16 +102,17 @@ def status_of(dispatcher: Dispatcher, model: str, uptime_s: float, now: float) -
         clock=round(time.time(), 3),
         events=dispatcher.event_totals,
     )
-    return Status(router, [_worker_status(worker, now) for worker in registry])
+    workers = [_worker_status(worker, now) for worker in registry]
+    return Status(router, workers, dispatcher.canaries.proofs.status(now))
 
 
-def why_not_ready(dispatcher: Dispatcher) -> str:
-    """One line for /ready; empty when a pair can serve."""
+def why_not_ready(dispatcher: Dispatcher, now: float) -> str:
+    """One line for /ready; empty when a pair can serve, and has shown it."""
     if dispatcher.is_draining:
         return "the router is shutting down"
     registry = dispatcher.registry
     if is_ready(registry):
-        return ""
+        return "" if dispatcher.is_ready else dispatcher.canaries.proofs.why_not(now)
     counts = {role: _num_serving(registry, role) for role in ("prefill", "decode")}
     missing = [role for role, count in counts.items() if count == 0]
     if missing:
@@ -122,6 +127,9 @@ def metrics_of(dispatcher: Dispatcher, responses: Mapping[int, int] | None = Non
         running=dispatcher.num_running,
         events=dispatcher.event_totals,
         responses=responses or {},
+        is_ready=dispatcher.is_ready,
+        canaries=dispatcher.canaries.outcomes,
+        failing_pairs=tuple(dispatcher.canaries.proofs.failures()),
     )
     workers = [
         WorkerRecord(role=worker.role, instance=worker.instance, stats=worker.stats)

@@ -26,6 +26,7 @@ def serving(model, draft="", env=None, *, device="cpu", is_watched=True, **setti
     """
     output = io.StringIO()
     settings.setdefault("kv_memory_mb", 256)
+    settings.setdefault("canary_s", 0.0)  # what workers count is what tests sent
     config = UpConfig(model=str(model), draft=str(draft), device=device, dtype="float32", port=0, **settings)
     with tempfile.TemporaryDirectory() as directory:
         report = Path(directory) / "audit"

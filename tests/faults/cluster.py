@@ -324,7 +324,7 @@ class FaultCluster:
         own = {"model": str(model)}
         control = {router: f"tcp://127.0.0.1:{port}" for router, port in self.control_ports.items()}
         if role == "router":
-            own |= {"control-bind": control[name], "port": str(self._ports[name])}
+            own |= {"control-bind": control[name], "port": str(self._ports[name]), "canary-s": "0"}
         else:
             own |= {"router": ",".join(control.values()), "device": "cpu", "dtype": "float32", "threads": "1"}
             own |= {"kv-memory-mb": "48"}

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from baton.tests.faults.bed import Bed, Scene
 
 MODULES = (
-    "rows_clients", "rows_damage", "rows_drain", "rows_floods", "rows_leaks", "rows_network", "rows_process", "rows_routers",
-    "rows_stalls", "rows_strangers",
+    "rows_clients", "rows_damage", "rows_drain", "rows_floods", "rows_leaks", "rows_network", "rows_process",
+    "rows_readiness", "rows_routers", "rows_stalls", "rows_strangers",
 )  # fmt: skip
 
 

@@ -161,7 +161,10 @@ def everything():
     metrics.request_ended(RequestRecord(outcome="ok", e2e_s=1.0))
     stats = WorkerStats(accept_length=1.0, spec_steps=2, counters={"forwards": 1.0} | GRAPHS)
     worker = WorkerRecord(role="decode", instance=INSTANCE, stats=stats)
-    router = RouterRecord(queued=0, running=0, events={"x": 1}, responses={200: 1})
+    failing = ((INSTANCE, INSTANCE, "TransferTimeout", 2),)
+    router = RouterRecord(
+        queued=0, running=0, events={"x": 1}, responses={200: 1}, canaries={"passed": 1}, failing_pairs=failing
+    )
     return shown(metrics.render(router, [worker])), shown(render_worker(worker))
 
 

@@ -1,0 +1,195 @@
+"""Canaries: tiny requests of the router's own, which show that a pair serves and not only that its processes live.
+
+One goes where no client's request has passed for half of `window_s`: four prompt tokens and two of output, a page on either
+side, prefill's token 1, a hand-off and decode's token. It runs as a room of its own beside those of clients: it is in no
+queue, no history and no count of requests, and begins only while nobody waits and where it takes the last place of nobody.
+Its salt is its own, so that no prefix cache answers in the place of prefill.
+
+A canary that fails speaks against its pair, not against a worker: hand-offs fail between two. What it shows of a worker
+that was avoided counts, so that no client's request must try it first.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from msgspec.structs import replace
+
+from ..cluster.log import fields
+from ..cluster.messages import Cancel, FirstToken, Reserved, Sampling, TokenItem
+from .policy import Need, able_pairs, is_ready, live_pairs
+from .postbox import Postbox
+from .proofs import Names, Proofs
+from .registry import Load, Registry, Worker
+from .room_effects import Broken, Closed, Effect, Ended, Freed, Judged, Pair, Requeued, Send, Timeouts
+from .room_parts import RoomEvent
+from .rooms import DEADLINE_EXCEEDED, Room
+
+logger = logging.getLogger(__name__)
+
+NUM_PROMPT, NUM_NEW = 4, 2
+NEED = Need(NUM_PROMPT, NUM_NEW)
+SAMPLING = Sampling(temperature=0.0, max_new_tokens=NUM_NEW, ignore_eos=True)
+MAX_AT_ONCE = 4
+MAX_PER_TURN = 16  # pairs that are asked within a quarter of the window, those that are new left out
+PASSED, FAILED, UNDECIDED = "passed", "failed", "undecided"
+
+
+@dataclass(eq=False)
+class Canary:
+    """One on its way."""
+
+    room: Room
+    names: Names
+    is_decided: bool = False
+    heard: set[type] = field(default_factory=set)
+
+    @property
+    def waits_for(self) -> str:
+        """What has not come."""
+        if Reserved not in self.heard:
+            return "decode reserved nothing"
+        if FirstToken not in self.heard and self.names[0] != self.names[1]:
+            return "prefill gave no token"
+        return "decode gave no token" if TokenItem not in self.heard else "decode did not finish"
+
+
+class Canaries:
+    """Of one router. Driven by the dispatcher's tick; `proofs` is what they and clients' requests have shown."""
+
+    def __init__(self, registry: Registry, postbox: Postbox, mint: Callable[[], str], window_s: float) -> None:
+        self.proofs = Proofs(window_s)
+        self.outcomes: Counter[str] = Counter()
+        self._registry, self._postbox, self._mint = registry, postbox, mint
+        self._window_s = window_s
+        self._patience_s = window_s / 2
+        self._timeouts = Timeouts(reserve_s=window_s, first_token_s=window_s, token_s=window_s)  # the deadline is sooner
+        self._canaries: dict[str, Canary] = {}  # by room
+        self._next_at = 0.0
+
+    def __repr__(self) -> str:
+        return f"Canaries({len(self._canaries)} under way, {self.proofs})"
+
+    @property
+    def is_on(self) -> bool:
+        return self._window_s > 0.0
+
+    def is_ready(self, now: float) -> bool:
+        """Whether some pair serves, and has shown it."""
+        return is_ready(self._registry) and (not self.is_on or self.proofs.is_ready(now))
+
+    def tick(self, now: float, *, may_ask: bool) -> None:
+        """Ends what takes too long and, if it may, begins what is due."""
+        if not self.is_on:
+            return
+        self.proofs.see(live_pairs(self._registry))
+        for canary in list(self._canaries.values()):
+            self._perform(canary, canary.room.tick(now), now)
+        if may_ask and sum(not canary.is_decided for canary in self._canaries.values()) < MAX_AT_ONCE:
+            self._ask_next(now)
+
+    def on(self, worker: Worker, room: str, event: RoomEvent, now: float) -> bool:
+        """A worker spoke of a room; False when it is no canary's."""
+        canary = self._canaries.get(room)
+        if canary is None:
+            return False
+        canary.heard.add(type(event))
+        self._perform(canary, canary.room.on(event, worker.instance, now), now)
+        return True
+
+    def lost(self, instance: str, now: float) -> None:
+        """A worker is gone, or has dropped all its rooms."""
+        for canary in [one for one in self._canaries.values() if instance in one.room.instances]:
+            self._perform(canary, canary.room.worker_lost(instance, now, is_dead=False), now)
+
+    # --- where the next one goes --------------------------------------------------------------------------------------
+
+    def _ask_next(self, now: float) -> None:
+        names = self.proofs.urgent() + (self.proofs.due(now) if now >= self._next_at else [])
+        busy = {canary.names for canary in self._canaries.values()}
+        live = {(p.instance, d.instance): (p, d) for p, d in live_pairs(self._registry)} if names else {}
+        for one in names:
+            if one not in busy and self._is_free(*live[one]):
+                self._next_at = now + self._window_s / 4 / min(len(self.proofs), MAX_PER_TURN)
+                self._begin(*live[one], now)
+                return
+
+    def _is_free(self, prefill: Worker, decode: Worker) -> bool:
+        """Whether it would keep nobody waiting: prefill has nothing queued, decode a place more than it takes."""
+        is_reachable = prefill.unreachable_since is None and decode.unreachable_since is None
+        limit = decode.hello.max_running
+        has_spare = limit == 0 or decode.num_taken == 0 or decode.num_taken + 1 < limit
+        is_idle = prefill is decode or prefill.num_tokens == 0
+        return is_reachable and has_spare and is_idle and bool(able_pairs([(prefill, decode)], NEED))
+
+    def _begin(self, prefill: Worker, decode: Worker, now: float) -> None:
+        vocab = decode.hello.vocab_size or NUM_PROMPT + 1
+        prompt = [i % vocab for i in range(1, NUM_PROMPT + 1)]
+        room = Room(
+            self._mint(), prompt, SAMPLING, now, self._timeouts, max_attempts=1, deadline=now + self._patience_s
+        )
+        pair = Pair(prefill=prefill.instance, decode=decode.instance, prefill_endpoint=prefill.hello.kv_endpoint)
+        canary = self._canaries[room.room] = Canary(room, (prefill.instance, decode.instance))
+        effects = room.place(pair, now)
+        load = Load(pages=decode.pages_for(NEED.total), tokens=NEED.total)
+        self._registry.reserve(decode.instance, room.room, room.epoch, load)
+        if not pair.is_local:
+            self._registry.reserve(prefill.instance, room.room, room.epoch, Load(pages=0, tokens=NUM_PROMPT))
+        self.proofs.asked(*canary.names, now)
+        self._perform(canary, effects, now)
+
+    # --- what becomes of it -------------------------------------------------------------------------------------------
+
+    def _perform(self, canary: Canary, effects: list[Effect], now: float) -> None:
+        room = canary.room
+        for effect in effects:
+            if isinstance(effect, Send):
+                self._send(room, effect, now)
+            elif isinstance(effect, Freed):
+                self._registry.release(effect.instance, room.room, effect.epoch)
+            elif isinstance(effect, Judged) and effect.is_good:
+                self._registry.judge(effect.instance, room.room, effect.epoch, True, now)
+            elif isinstance(effect, (Ended, Broken)):
+                self._decide(canary, effect, now)
+            elif isinstance(effect, Requeued):  # refused, or the worker leaves: nothing is known
+                self._note(canary, UNDECIDED)
+                self._perform(canary, room.cancel(now), now)
+            elif isinstance(effect, Closed):
+                self._canaries.pop(room.room, None)
+
+    def _send(self, room: Room, effect: Send, now: float) -> None:
+        worker, message = self._registry.get(effect.instance), effect.message
+        if worker is not None:
+            order = message if isinstance(message, Cancel) else replace(message, salt=f"canary {room.room}")
+            self._postbox.post(worker, order, now)
+
+    def _decide(self, canary: Canary, effect: Ended | Broken, now: float) -> None:
+        if isinstance(effect, Ended):
+            self._note(canary, PASSED)
+            if canary.names in self.proofs.failing:
+                logger.info("a canary passed", extra=_fields(canary))
+            return self.proofs.passed(*canary.names, now)
+        kind, message = effect.kind, effect.message
+        if kind == DEADLINE_EXCEEDED:
+            message = f"{canary.waits_for} within {self._patience_s:g} s"
+            if self._is_crowded(canary):
+                return self._note(canary, UNDECIDED)
+        self._note(canary, FAILED)
+        logger.warning("a canary failed", extra=_fields(canary, kind=kind, reason=message))
+        return self.proofs.failed(*canary.names, kind, message, now)
+
+    def _is_crowded(self, canary: Canary) -> bool:
+        """Whether its workers have had others to serve meanwhile, who may have made it late."""
+        workers = [self._registry.get(instance) for instance in canary.names]
+        return any(worker is not None and worker.num_taken > 1 for worker in workers)
+
+    def _note(self, canary: Canary, outcome: str) -> None:
+        if not canary.is_decided:
+            canary.is_decided = True
+            self.outcomes[outcome] += 1
+
+
+def _fields(canary: Canary, **more: object) -> dict[str, object]:
+    prefill, decode = canary.names
+    return fields(prefill=prefill, decode=decode, room=canary.room.room, **more)
