@@ -14,6 +14,7 @@ from ..cluster.log import configure
 from ..cluster.notify import notifier_of
 from ..cluster.watchdog import Watchdog
 from .app import Router
+from .nursery import NurseryHandle
 from .tokenizer import Tokenizer, load_tokenizer
 
 
@@ -27,6 +28,7 @@ def _start(argv: Sequence[str]) -> Callable[[], int]:
     config = load_config(RouterConfig, argv, os.environ)
     configure("router", level=config.log_level, log_format=config.log_format)
     notifier = notifier_of(os.environ)
+    nursery = NurseryHandle.forked()  # before anything here has a thread
     made: list[Tokenizer | Router] = []
 
     def load() -> None:
@@ -36,18 +38,21 @@ def _start(argv: Sequence[str]) -> Callable[[], int]:
         tokenizer = made[0]
         assert isinstance(tokenizer, Tokenizer)
         watchdog = Watchdog(config.watchdog_s, notifier=notifier)
-        made.append(Router(config, tokenizer, watchdog=watchdog, notifier=notifier))
+        made.append(Router(config, tokenizer, nursery, watchdog=watchdog, notifier=notifier))
 
     run_phases([("loading the tokenizer", load), ("binding sockets", listen)])
     gc.collect()
     gc.freeze()  # what start-up made stays, and need not be looked through while serving
     router = made[1]
     assert isinstance(router, Router)
-    return lambda: _serve(router)
+    return lambda: _serve(router, nursery)
 
 
-def _serve(router: Router) -> int:
-    uvloop.run(_run(router))
+def _serve(router: Router, nursery: NurseryHandle) -> int:
+    try:
+        uvloop.run(_run(router))
+    finally:
+        nursery.close()
     return EXIT_OK
 
 

@@ -30,6 +30,7 @@ from .auth import Guard
 from .control import ControlSocket
 from .dispatch import Dispatcher
 from .http import Routes
+from .nursery import NurseryHandle
 from .placing import PairingPolicy
 from .registry import Registry
 from .room_effects import Timeouts
@@ -45,12 +46,16 @@ LAST_WRITES_S = 2  # for error frames, after the drain
 
 
 class Router:
-    """Everything of one router. Sockets are bound when it is made, so that a port in use is known at once."""
+    """Everything of one router. Sockets are bound when it is made, so that a port in use is known at once.
+
+    `nursery` gives it template workers, and is closed by its owner, behind the router.
+    """
 
     def __init__(
         self,
         config: RouterConfig,
         tokenizer: Tokenizer,
+        nursery: NurseryHandle,
         timeouts: Timeouts | None = None,
         watchdog: Watchdog | None = None,
         notifier: Notifier | None = None,
@@ -88,7 +93,7 @@ class Router:
             ),
         )
         served = config.served_model or Path(config.model).name
-        self._service = Service(self.dispatcher, tokenizer, served, time.monotonic, self._tracing)
+        self._service = Service(self.dispatcher, tokenizer, served, time.monotonic, nursery, self._tracing)
         self._server = HttpServer(
             Routes(self._service).app(),
             Guard(self._api_keys, os.environ.get(OPERATOR_VARIABLE, "")),
@@ -115,6 +120,7 @@ class Router:
         """Serves until `drain` is set and the running requests have ended, or until `stop` is set."""
         url = self.url
         self.control.open(self.dispatcher.on_message, self.dispatcher.on_damaged)
+        self._service.open()
         serving = asyncio.create_task(self._server.serve(self._listener))
         ticking = asyncio.create_task(self._tick())
         ending = asyncio.create_task(self._end(drain, stop))

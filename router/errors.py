@@ -49,6 +49,16 @@ def context_too_long(message: str, *, param: str) -> ApiError:
     return bad_request(message, param=param, code="context_length_exceeded")
 
 
+def template_too_costly() -> ApiError:
+    message = "The model's chat template needs more time or memory for these messages than this server gives it. Send fewer."
+    return bad_request(message, param="messages", code="template_too_costly")
+
+
+def template_failed() -> ApiError:
+    message = "The model's chat template could not be rendered. Try again."
+    return ApiError(500, ErrorBody(message, "server_error", None, "template_failed"))
+
+
 def unknown_model(model: str, served: str) -> ApiError:
     message = f"The model {printable(model)} does not exist; this server serves {served!r}."
     return ApiError(404, ErrorBody(message, "invalid_request_error", "model", "model_not_found"))

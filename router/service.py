@@ -24,13 +24,15 @@ from .generation import Choice, Prompt, Style, name_of
 from .grammars import Grammars, plan_of
 from .idempotency import Idempotency
 from .inbox import Inbox
+from .nursery import NurseryHandle
 from .openai import check_chat, check_token_ids, logprobs_of, max_new_of, prompts_of, sampling_of
 from .policy import Limits
 from .replies import Builder, DetokenizeReply, Frame, TokenizeReply
 from .response_bodies import ResponseBody, chat_of, in_words_of_responses, told_of
 from .response_replies import ResponseBuilder
 from .spans import end_request, operation_of
-from .tokenizer import Switches, Tokenizer
+from .templates import Templates
+from .tokenizer import GuardedChat, Switches, Tokenizer
 from .tool_bodies import Tool, as_template_tool, schema_of
 
 INLINE_BYTES = 2000  # of a body: about a millisecond of work, less than a trip to a thread costs under load
@@ -59,6 +61,7 @@ class Service:
         tokenizer: Tokenizer,
         served_model: str,
         clock: Callable[[], float],
+        nursery: NurseryHandle,
         tracing: Tracing | None = None,
     ) -> None:
         self.dispatcher = dispatcher
@@ -70,11 +73,22 @@ class Service:
         self.clock = clock
         self.replays = Idempotency(clock, dispatcher.events)
         self.grammars = Grammars()
+        setup = tokenizer.template_setup
+        self.templates: Templates | None = None
+        if setup is not None:
+            self.templates = Templates(setup, nursery, clock, dispatcher.events)
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
+
+    def open(self) -> None:
+        """On the event loop that serves."""
+        if self.templates is not None:
+            self.templates.warm()
 
     def close(self) -> None:
         self.replays.close()
         self.grammars.close()
+        if self.templates is not None:
+            self.templates.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def respond(self, body: ResponseBody, call: Call) -> Answer:
@@ -142,11 +156,15 @@ class Service:
         self._check_chars(sum(message.num_chars for message in said), "messages")
         self._check_chars(sum(len(tool.function.description or "") for tool in tools), "tools")
 
-        def encode() -> list[int]:
+        def guard() -> GuardedChat:
             messages = [message.as_template_input() for message in said]
-            return self.tokenizer.encode_chat(messages, switches, [as_template_tool(tool) for tool in tools])
+            return self.tokenizer.guard(messages, switches, [as_template_tool(tool) for tool in tools])
 
-        return await self._in_thread(call.size, encode)
+        guarded = await self._in_thread(call.size, guard)
+        assert self.templates is not None, "a chat was guarded, so there is a template"
+        rendered = await self.templates.render(guarded.data, is_long=call.size > INLINE_BYTES)
+        self._check_chars(guarded.num_chars_of(rendered), "messages")
+        return await self._in_thread(len(rendered), partial(self.tokenizer.encode_rendered, guarded, rendered))
 
     def _prompt(self, prompt: str | list[int]) -> Prompt:
         return Prompt(self.tokenizer.encode(prompt), prompt) if isinstance(prompt, str) else Prompt(prompt)

@@ -1,5 +1,7 @@
 """The model's tokenizer: prompts and chats to token ids. Importing it imports no torch.
 
+A chat takes three steps: `guard` here, rendering by the model's template elsewhere (see `templates`), `encode_rendered`.
+
 The text of a chat message stays text: where it spells a control token, that spelling is encoded letter by letter, so
 that no message can end its own turn or open another's. A raw completion prompt is the user's own and may use control
 tokens.
@@ -8,22 +10,37 @@ tokens.
 import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from inspect import signature
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
+import msgspec
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
 from ..cluster.errors import ConfigError, StartupError
 from .detokenizer import Detokenizer, TokenBytes
 from .errors import bad_request
+from .rendering import Chat, Setup
 from .tool_prompts import ChatMessage, is_native, written_out
 
 Switches = Mapping[str, bool | int | float | None]
 RESERVED_SWITCHES = frozenset((*signature(PreTrainedTokenizerFast.apply_chat_template).parameters, "messages"))
+
+
+@dataclass(frozen=True)
+class GuardedChat:
+    """A chat for its template, encoded, with `mark` and a number in place of each spelled control token."""
+
+    data: bytes
+    mark: str
+    spelled: list[str]
+
+    def num_chars_of(self, rendered: str) -> int:
+        """Without the marks."""
+        return len(rendered) - len(self.mark) * len(self.spelled)
 
 
 class Tokenizer:
@@ -57,14 +74,26 @@ class Tokenizer:
         """A raw prompt, with what the tokenizer puts around any text (such as a begin token)."""
         return self._encode(self._backend, text, add_special_tokens=add_special_tokens)
 
-    def encode_chat(
-        self, messages: Sequence[ChatMessage], switches: Switches | None = None, tools: Sequence[ChatMessage] = ()
-    ) -> list[int]:
-        """A chat, rendered by the model's template up to where the assistant begins to speak.
+    @property
+    def template_setup(self) -> Setup | None:
+        """What renders this model's chats; None without a template."""
+        if not self.has_chat_template:
+            return None
+        return Setup(chat_template=self._hf.chat_template, special_tokens=dict(self._hf.special_tokens_map))
 
-        `switches` are what templates of some models ask for beside the messages. Raises ApiError (400) when there is no
-        template, or when it refuses what it is given.
+    def guard(
+        self, messages: Sequence[ChatMessage], switches: Switches | None = None, tools: Sequence[ChatMessage] = ()
+    ) -> GuardedChat:
+        """A chat ready to be rendered by the model's template up to where the assistant begins to speak.
+
+        `switches` are what templates of some models ask for beside the messages. Raises ApiError (400).
         """
+        if not self.has_chat_template:
+            raise bad_request("this model has no chat template: use /v1/completions", param="messages")
+        taken = sorted(RESERVED_SWITCHES.intersection(switches or ()))
+        if taken:
+            text = f"chat_template_kwargs: {taken[0]} is not a switch of a template"
+            raise bad_request(text, param="chat_template_kwargs")
         spelled: list[str] = []
         mark = secrets.token_hex(16)
         if not self._is_native:
@@ -73,15 +102,19 @@ class Tokenizer:
         try:
             guarded = [_in_strings(guard, message) for message in messages]
             given = [_in_strings(guard, tool) for tool in tools]
-            rendered = self._render(guarded, given, switches or {})
+            data = msgspec.json.encode(Chat(messages=guarded, tools=given, switches=dict(switches or {})))
         except RecursionError:
             raise bad_request("messages: the arguments of a call are nested too deeply", param="messages") from None
+        return GuardedChat(data, mark, spelled)
+
+    def encode_rendered(self, chat: GuardedChat, rendered: str) -> list[int]:
+        """The ids of what the template made of a chat."""
         ids: list[int] = []
-        for i, part in enumerate(rendered.split(mark)):
+        for i, part in enumerate(rendered.split(chat.mark)):
             text = part
             if i:  # a number, an x, and what follows
                 number, _, text = part.partition("x")
-                ids += self._encode(self._plain, spelled[int(number)], add_special_tokens=False)
+                ids += self._encode(self._plain, chat.spelled[int(number)], add_special_tokens=False)
             if text:
                 ids += self._encode(self._backend, text, add_special_tokens=False)
         return ids
@@ -104,22 +137,6 @@ class Tokenizer:
             return f"{mark}{len(spelled) - 1}x"
 
         return self._special.sub(note, text)
-
-    def _render(self, messages: list[ChatMessage], tools: list[ChatMessage], switches: Switches) -> str:
-        if not self.has_chat_template:
-            raise bad_request("this model has no chat template: use /v1/completions", param="messages")
-        taken = sorted(RESERVED_SWITCHES.intersection(switches))
-        if taken:
-            text = f"chat_template_kwargs: {taken[0]} is not a switch of a template"
-            raise bad_request(text, param="chat_template_kwargs")
-        try:
-            given: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True, "tools": tools or None, **switches}
-            rendered: object = self._hf.apply_chat_template(messages, **given)
-        except (TemplateError, TypeError, ValueError) as error:
-            reason = str(error).splitlines()[0][:200] if str(error) else "template error"
-            raise bad_request(f"the model's chat template refuses these messages: {reason}", param="messages") from None
-        assert isinstance(rendered, str)
-        return rendered
 
     @staticmethod
     def _encode(backend: Backend, text: str, *, add_special_tokens: bool) -> list[int]:

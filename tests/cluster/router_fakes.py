@@ -1,7 +1,9 @@
 """A tiny tokenizer, scripted workers that speak the real control plane, and a router that runs in a thread."""
 
 import asyncio
+import atexit
 import contextlib
+import functools
 import http.client
 import json
 import secrets
@@ -36,6 +38,9 @@ from baton.cluster.messages import (
 )
 from baton.cluster.sockets import connect, make_socket, recv_parts, try_send
 from baton.router.app import Router
+from baton.router.errors import bad_request
+from baton.router.nursery import NurseryHandle
+from baton.router.rendering import RENDERED, Renderer
 from baton.router.room_effects import Timeouts
 from baton.router.tokenizer import load_tokenizer
 from tokenizers import Tokenizer as Backend
@@ -210,6 +215,23 @@ class Script:
         return [TokenLogprob(logprob=-0.5, top=top) for _ in ids]
 
 
+@functools.cache
+def shared_nursery():
+    """One for all routers of this process; it ends with it."""
+    handle = NurseryHandle()
+    atexit.register(handle.close)
+    return handle
+
+
+def encode_chat(tokenizer, messages, switches=None, tools=()):
+    """A chat's ids, rendered in this process."""
+    guarded = tokenizer.guard(messages, switches, tools)
+    reply = Renderer(tokenizer.template_setup).answer(guarded.data)
+    if reply[:1] != RENDERED:
+        raise bad_request(reply[1:].decode())
+    return tokenizer.encode_rendered(guarded, reply[1:].decode())
+
+
 class RunningRouter:
     """A router on an event loop in a thread."""
 
@@ -244,7 +266,7 @@ class RunningRouter:
     async def _serve(self):
         self.loop = asyncio.get_running_loop()
         self.drain, self.stop = asyncio.Event(), asyncio.Event()
-        self.router = Router(self._config, self.tokenizer, self._timeouts)
+        self.router = Router(self._config, self.tokenizer, shared_nursery(), self._timeouts)
         self._ready.set()
         await self.router.run(self.drain, self.stop)
 

@@ -249,7 +249,7 @@ def test_s22_an_error_inside_is_one_sentence_from_the_catalogue(start, caplog):
     def explode(*_):
         raise RuntimeError("secret at 0xdeadbeef in /etc/passwd of 10.0.0.1:8000")
 
-    running.tokenizer.encode_chat = explode
+    running.tokenizer.guard = explode
     reply = post(running)
     assert reply.status_code == 500
     assert reply.json()["error"]["message"] == "The server failed to handle the request."

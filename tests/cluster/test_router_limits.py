@@ -121,13 +121,14 @@ def test_many_empty_messages_are_refused_or_tokenised_off_the_event_loop(start):
     running, script = start()
     running.pair(script)
     threads = []
-    encode = running.tokenizer.encode_chat
-    running.tokenizer.encode_chat = lambda *args: threads.append(threading.current_thread().name) or encode(*args)
+    guard, encode = running.tokenizer.guard, running.tokenizer.encode_rendered
+    running.tokenizer.guard = lambda *args: threads.append(threading.current_thread().name) or guard(*args)
+    running.tokenizer.encode_rendered = lambda *args: threads.append(threading.current_thread().name) or encode(*args)
     empty = {"role": "user", "content": ""}
     assert post(running, messages=[empty] * 4000 + BODY["messages"]).status_code == 400  # by their roles alone
     assert post(running, messages=[empty] * 80 + BODY["messages"]).status_code in (200, 400)
     assert post(running).status_code == 200
-    assert [name.startswith("tokenize") for name in threads] == [True, False]
+    assert [name.startswith("tokenize") for name in threads] == [True, True, False, False]
 
 
 def connect(running):

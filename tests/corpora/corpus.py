@@ -33,6 +33,16 @@ def http_requests() -> list[Case]:
     return cases
 
 
+def templates() -> list[tuple[str, str, bool]]:
+    """Chat templates: name, text, and whether it is to be rendered."""
+    cases = []
+    for line in (HERE / "jinja_bombs.jsonl").read_text("utf-8").splitlines():
+        found = json.loads(line)
+        text = "".join(part if isinstance(part, str) else part[0] * part[1] for part in found["text"])
+        cases.append((found["name"], text, found["expect"] == "ok"))
+    return cases
+
+
 def data(case: Case) -> bytes:
     """The hostile value itself."""
     return b"".join(steps(case))

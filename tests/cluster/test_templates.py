@@ -1,0 +1,160 @@
+"""S19: templates that run wild end alone. Real workers, under one nursery for all tests of this process."""
+
+import asyncio
+import json
+import time
+from contextlib import asynccontextmanager
+
+import psutil
+import pytest
+from baton.router.errors import ApiError
+from baton.router.nursery import NurseryHandle
+from baton.router.rendering import Chat, Renderer, Setup
+from baton.router.templates import Templates
+from baton.router.tokenizer import load_tokenizer
+from baton.tests.cluster.router_fakes import TEMPLATE, in_thread, post, save_tokenizer, shared_nursery
+from baton.tests.corpora import corpus
+from msgspec.json import encode
+
+ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+WILD = (
+    "{% set last = messages[-1]['content'] %}{% if last == 'loop' %}" + ENDLESS + "{% elif last == 'bomb' %}"
+    "{% set ns = namespace(s='ab') %}{% for i in range(40) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}{{ ns.s | length }}"
+    "{% elif last == 'long' %}{{ last * 9999999 }}{% elif last == 'odd' %}{{ 1 / 0 }}{% endif %}" + TEMPLATE
+)
+
+
+def chat(content, **switches):
+    return encode(Chat(messages=[{"role": "user", "content": content}], switches=switches))
+
+
+@asynccontextmanager
+async def templates(template=WILD, nursery=None):
+    made = Templates(Setup(chat_template=template, special_tokens={}), nursery or shared_nursery(), time.monotonic)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+async def code_of(awaited):
+    """The length of what was rendered, or what the error is called."""
+    try:
+        return len(await awaited)
+    except ApiError as error:
+        return error.body.code or str(error.status)
+
+
+def test_s19_endless_large_and_broken_templates_fail_alone():
+    async def play():
+        async with templates() as made:
+            usual = await made.render(chat("hi"), is_long=False)
+            wild = ["loop", "bomb", "long", "odd"]
+            asked = [asyncio.create_task(code_of(made.render(chat(what), is_long=False))) for what in wild]
+            await asyncio.sleep(0)
+            beside = [await made.render(chat("hi"), is_long=False) for _ in range(5)]
+            assert not asked[0].done(), "the others wait for no endless loop"
+            assert beside == [usual] * 5
+            assert await asyncio.gather(*asked) == ["template_too_costly"] * 3 + ["400"]
+            assert await made.render(chat("hi"), is_long=False) == usual
+            assert made._events["template_cut"] == 3
+
+    asyncio.run(play())
+
+
+def test_s19_a_worker_that_dies_costs_its_chats_nothing_and_neither_does_a_nursery():
+    async def play(nursery):
+        async with templates(nursery=nursery) as made:
+            usual = await made.render(chat("hi"), is_long=False)
+            many = [asyncio.create_task(made.render(chat("hi"), is_long=False)) for _ in range(20)]
+            await kill_worker(made, nursery)
+            assert await asyncio.gather(*many) == [usual] * 20
+            died = asyncio.create_task(code_of(made.render(chat("loop"), is_long=False)))
+            await kill_worker(made, nursery)
+            assert not died.done(), "a death is forgiven"
+            await kill_worker(made, nursery)
+            assert await died == "template_failed"
+            for process in psutil.Process().children():
+                if process.pid not in others:
+                    process.kill()
+            assert await made.render(chat("hi"), is_long=False) == usual, "another nursery was started"
+
+    shared_nursery().fork()[1].close()  # it is there
+    others = {process.pid for process in psutil.Process().children()}
+    nursery = NurseryHandle()
+    try:
+        asyncio.run(play(nursery))
+    finally:
+        nursery.close()
+    assert {process.pid for process in psutil.Process().children()} <= others
+
+
+async def kill_worker(made, nursery):
+    """The newest one, once it has something to do."""
+    await asyncio.sleep(0)
+    key, pipe = max(made._pipes.items())
+    nursery.kill(pipe.number)
+    while made._pipes.get(key) is pipe:
+        await asyncio.sleep(0.005)
+
+
+@pytest.mark.slow
+def test_s19_nobody_else_has_to_wait_while_more_endless_templates_run_than_may():
+    async def play():
+        async with templates() as made:
+            await made.render(chat("hi"), is_long=False)
+            endless = [asyncio.create_task(code_of(made.render(chat("loop"), is_long=False))) for _ in range(8)]
+            usual = asyncio.create_task(code_of(made.render(chat("hi"), is_long=False)))
+            assert await asyncio.gather(*endless) == ["template_too_costly"] * 8
+            assert isinstance(await usual, int)
+            assert not made._lanes.num_open
+
+    asyncio.run(play())
+
+
+@pytest.mark.slow
+def test_s19_the_corpus_of_templates_is_rendered_or_refused():
+    async def play(name, template):
+        async with templates(template) as made:
+            return name, await code_of(made.render(chat("hi"), is_long=False))
+
+    async def all_of_them():
+        return await asyncio.gather(*(play(name, text) for name, text, _ in corpus.templates()))
+
+    outcomes = dict(asyncio.run(all_of_them()))
+    for name, _, is_fine in corpus.templates():
+        if is_fine:
+            assert outcomes[name] > 0, name
+        else:
+            assert outcomes[name] in ("template_too_costly", "400", 0), name
+
+
+def test_the_worker_renders_what_transformers_renders(tmp_path):
+    tokenizer = load_tokenizer(str(save_tokenizer(tmp_path)))
+    messages = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hellö", "name": None}]
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    tokenizer._hf.chat_template = (
+        "{{ bos_token }}{{ eos_token }}{{ tools | tojson }}{{ messages | tojson }}{{ thinking }}{% generation %}x"
+        "{% endgeneration %}{{ add_generation_prompt }}"
+    )
+    given = {"tokenize": False, "add_generation_prompt": True, "thinking": True}
+    expected = tokenizer._hf.apply_chat_template(messages, tools=tools, **given)
+    asked = Chat(messages=messages, tools=tools, switches={"thinking": True})
+    reply = Renderer(tokenizer.template_setup).answer(encode(asked))
+    assert reply == b"t" + expected.encode()
+
+
+@pytest.mark.slow
+def test_s19_a_router_whose_template_runs_wild_serves_on(tmp_path, start):
+    directory = save_tokenizer(tmp_path / "model", template=False)
+    config = json.loads((directory / "tokenizer_config.json").read_text())
+    (directory / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": WILD}))
+    running, script = start(model_dir=str(directory))
+    running.pair(script)
+    endless, replies = in_thread(lambda: post(running, messages=[{"role": "user", "content": "loop"}]))
+    assert post(running).status_code == 200
+    endless.join(30)
+    error = replies[0].json()["error"]
+    assert (replies[0].status_code, error["code"], error["param"]) == (400, "template_too_costly", "messages")
+    assert running.call(lambda: running.router.dispatcher.events["template_cut"]) == 1
+    assert post(running).status_code == 200
