@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ..cluster.messages import Reserve
-from ..engine.kv_pool import PoolExhausted
+from ..engine.kv_pool import PoolExhausted, launched
 from ..engine.loader import STAGING_SHARE, Engine
 from ..engine.page_table import pages_for
 from ..engine.request import Request
@@ -93,6 +93,7 @@ class Admission:
             features=None if features is None else features.flatten(1).view(torch.uint8),
             endpoint=message.prefill_endpoint,
             peer_instance=message.prefill_instance,
+            after=launched(self.engine.pool.device),
         )
 
     def _never(self, request: Request) -> Refusal | None:

@@ -15,6 +15,15 @@ class PoolExhausted(RuntimeError):
     """A pool has fewer pages to give than were asked for; the message has both numbers."""
 
 
+def launched(device: torch.device) -> torch.cuda.Event | None:
+    """An event behind all that was launched for `device` so far; None on the CPU, where it is done."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
 class KVPool:
     """The KV of all layers: `kv` `[num_pages, num_layers, 2, page_size, num_kv_heads, head_dim]`, 2 = K, V.
 

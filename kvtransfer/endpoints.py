@@ -327,7 +327,7 @@ class ReceiverEndpoint(Endpoint[Send]):
         assert pair is not None, "it expects the block"
         request = pair.rooms[block.room].request
         seed = digest_seed(block.room, block.epoch, block.block, block.size)
-        is_right = self._writer.copy(data, segments, request.pages, request.features, seed=seed, digest=block.digest)
+        is_right = self._writer.copy(data, segments, request, seed=seed, digest=block.digest)
         if not is_right or (self._clock() - now) * 1000 >= block.lease_ms:
             return [freed, *self.session.corrupt(peer, block, now)]
         self._slabs.counters.shm_blocks += 1
@@ -348,7 +348,7 @@ class ReceiverEndpoint(Endpoint[Send]):
             elif block_digest(block.room, block.epoch, block.block, payload, self._writer.crc) != block.digest:
                 raise DigestMismatch(f"block {block.block} of room {block.room} has not the digest of its header")
             else:
-                self._writer.write(payload, segments, room.request.pages, room.request.features)
+                self._writer.write(payload, segments, room.request)
         except DigestMismatch:
             return self.session.corrupt(peer, block, now)
         self.reach("receiver:block")
@@ -361,11 +361,7 @@ class ReceiverEndpoint(Endpoint[Send]):
             raise DigestMismatch(f"there is no key for block {block.block} of room {block.room}")
         name = BlockName(block.room, block.epoch, block.block, block.size, self.session.layout.wire.fingerprint)
         self._writer.open(
-            lambda plain: opener.open(name, block.attempt, payload, plain),
-            block.size,
-            segments,
-            room.request.pages,
-            room.request.features,
+            lambda plain: opener.open(name, block.attempt, payload, plain), block.size, segments, room.request
         )
 
     def _work(self) -> None:

@@ -1,10 +1,11 @@
 """Blocks out of pages and into pages. Everything else in this folder deals in numbers; here bytes move.
 
 Pages on the CPU are read and written through numpy, whose copies release the interpreter lock. Pages on a GPU go
-through pinned staging memory; the caller has synchronised the compute that wrote them before it announced them.
+through pinned staging memory and a stream of their own, see `DeviceCopies`: who offers pages has synchronised the compute
+that wrote them before it announces them, and who pulls says what must be done before they are written.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +16,7 @@ from crc32c import crc32c
 from ..cluster.errors import LocalProtocolError
 from .layout import Crc, KVLayout, Plane, Segment
 from .seal import TAG_BYTES, BlockName, Sealer
-from .transport import Planes
+from .transport import Planes, PullRequest
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -58,6 +59,29 @@ class StagingPool:
             self._spare.append(buffer)
 
 
+class DeviceCopies:
+    """Copies between a GPU's pages and pinned memory, on a stream of their own.
+
+    On the stream that computes, each block would wait for the forwards that were launched before it, and they are always
+    launched ahead; on this one, blocks move while forwards run.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def __repr__(self) -> str:
+        return f"DeviceCopies({self._stream})"
+
+    def run(self, copies: Iterable[tuple[torch.Tensor, torch.Tensor]], after: torch.cuda.Event | None = None) -> None:
+        """Each (target, source), not before `after`; returns when all are done."""
+        if after is not None and not after.query():  # type: ignore[no-untyped-call]
+            self._stream.wait_event(after)
+        with torch.cuda.stream(self._stream):
+            for target, source in copies:
+                target.copy_(source, non_blocking=True)
+        self._stream.synchronize()
+
+
 @dataclass(frozen=True)
 class Payload:
     """A block's bytes: in the pages themselves, or in a staging buffer that goes back to its pool after the send."""
@@ -74,8 +98,8 @@ class BlockReader:
         self._planes: dict[Plane, torch.Tensor] = {"kv": planes.kv}
         if planes.features is not None:
             self._planes["features"] = planes.features
-        self._device = planes.kv.device
         self._is_cuda = planes.kv.is_cuda
+        self._copies = DeviceCopies(planes.kv.device) if self._is_cuda else None
         self._arrays: dict[Plane, Bytes] = {} if self._is_cuda else {k: t.numpy() for k, t in self._planes.items()}
         self._pool = StagingPool(layout.wire.block_bytes + TAG_BYTES, is_pinned=self._is_cuda)
         self.crc: Crc = crc32c
@@ -98,8 +122,11 @@ class BlockReader:
     ) -> int:
         """Copies a block of `size` bytes into `target` and returns the crc32c of `seed` and the bytes."""
         if self._is_cuda:
-            self._gather_cuda(torch.from_numpy(target), segments, pages)
-            return self.crc(target[:size].data, seed)
+            staging = self._pool.take()
+            self._gather_cuda(staging, segments, pages)
+            seed = _copy(staging.numpy()[:size], target[:size], seed, self.crc)
+            self._pool.give(staging)
+            return seed
         for segment in segments:
             seed = _copy(self._run(segment, pages), _cut(target, segment), seed, self.crc)
         return seed
@@ -121,104 +148,97 @@ class BlockReader:
         return self._arrays[segment.plane][pages[segment.page_index], segment.lo : segment.hi]
 
     def _gather_cuda(self, staging: torch.Tensor, segments: Sequence[Segment], pages: Sequence[int]) -> None:
-        for segment in segments:
-            source = self._planes[segment.plane][pages[segment.page_index], segment.lo : segment.hi]
-            staging[segment.at : segment.at + source.numel()].copy_(source, non_blocking=True)
-        torch.cuda.current_stream(self._device).synchronize()
+        assert self._copies is not None
+        self._copies.run(
+            (
+                staging[segment.at : segment.at + segment.hi - segment.lo],
+                self._planes[segment.plane][pages[segment.page_index], segment.lo : segment.hi],
+            )
+            for segment in segments
+        )
 
 
 class BlockWriter:
-    """Writes checked blocks into decode's pages and a room's own feature rows."""
+    """Writes checked blocks into decode's pages and a room's own feature rows, which a `PullRequest` names."""
 
     def __init__(self, layout: KVLayout, planes: Planes) -> None:
         check_planes(layout, Planes(kv=planes.kv, features=None))
         self._kv = planes.kv
+        self._copies = DeviceCopies(planes.kv.device) if planes.kv.is_cuda else None
         self._array: Bytes | None = None if planes.kv.is_cuda else planes.kv.numpy()
         self._pool = StagingPool(layout.wire.block_bytes, is_pinned=planes.kv.is_cuda)
         self.crc: Crc = crc32c
 
-    def write(
-        self, payload: memoryview, segments: Sequence[Segment], pages: Sequence[int], features: torch.Tensor | None
-    ) -> None:
+    def write(self, payload: memoryview, segments: Sequence[Segment], request: PullRequest) -> None:
         """Copies a block to where it belongs; returns when the bytes are there."""
         data: Bytes = np.frombuffer(payload, dtype=np.uint8)
-        if self._kv.is_cuda:
-            self._scatter_cuda(data, segments, pages, features)
+        if self._copies is not None:
+            staging = self._pool.take()
+            np.copyto(staging.numpy()[: data.size], data)
+            self._scatter_cuda(staging, segments, request)
+            self._pool.give(staging)
             return
         for segment in segments:
-            np.copyto(self._own(segment, pages, features), _cut(data, segment))
+            np.copyto(self._own(segment, request), _cut(data, segment))
 
-    def copy(
-        self,
-        data: Bytes,
-        segments: Sequence[Segment],
-        pages: Sequence[int],
-        features: torch.Tensor | None,
-        *,
-        seed: int,
-        digest: int,
-    ) -> bool:
+    def copy(self, data: Bytes, segments: Sequence[Segment], request: PullRequest, *, seed: int, digest: int) -> bool:
         """Copies a block from memory that its writer may still change, and returns whether the copy is what was digested:
         the crc32c of `seed` and the bytes.
         """
-        if self._kv.is_cuda:
+        if self._copies is not None:
             staging = self._pool.take()
-            own: Bytes = staging.numpy()[: data.size]
-            np.copyto(own, data)
-            is_right = self.crc(own.data, seed) == digest
-            self._pool.give(staging)
+            is_right = _copy(data, staging.numpy()[: data.size], seed, self.crc) == digest
             if is_right:
-                self._scatter_cuda(own, segments, pages, features)
+                self._scatter_cuda(staging, segments, request)
+            self._pool.give(staging)
             return is_right
         for segment in segments:
-            seed = _copy(_cut(data, segment), self._own(segment, pages, features), seed, self.crc)
+            seed = _copy(_cut(data, segment), self._own(segment, request), seed, self.crc)
         return seed == digest
 
     def open(
-        self,
-        fill: Callable[[memoryview], None],
-        size: int,
-        segments: Sequence[Segment],
-        pages: Sequence[int],
-        features: torch.Tensor | None,
+        self, fill: Callable[[memoryview], None], size: int, segments: Sequence[Segment], request: PullRequest
     ) -> None:
         """As `write`, of the `size` bytes that `fill` puts into the buffer that it is given, or refuses with an error.
 
         A block that is one run of CPU memory is filled in place: until `fill` returns, those bytes are nobody's.
         """
-        if len(segments) == 1 and not self._kv.is_cuda:
-            fill(self._own(segments[0], pages, features).data)
+        if len(segments) == 1 and self._copies is None:
+            fill(self._own(segments[0], request).data)
             return
         staging = self._pool.take()
         try:
             buffer = staging.numpy()[:size].data
             fill(buffer)
-            self.write(buffer, segments, pages, features)
+            if self._copies is None:
+                self.write(buffer, segments, request)
+            else:
+                self._scatter_cuda(staging, segments, request)
         finally:
             self._pool.give(staging)
 
-    def _own(self, segment: Segment, pages: Sequence[int], features: torch.Tensor | None) -> Bytes:
+    def _own(self, segment: Segment, request: PullRequest) -> Bytes:
         """As `_target`, in CPU memory: a tensor's view costs several times an array's."""
         if segment.plane == "kv" and self._array is not None:
-            return self._array[pages[segment.page_index], segment.lo : segment.hi]
-        return self._target(segment, pages, features).numpy()
+            return self._array[request.pages[segment.page_index], segment.lo : segment.hi]
+        return self._target(segment, request).numpy()
 
-    def _target(self, segment: Segment, pages: Sequence[int], features: torch.Tensor | None) -> torch.Tensor:
+    def _target(self, segment: Segment, request: PullRequest) -> torch.Tensor:
         if segment.plane == "kv":
-            return self._kv[pages[segment.page_index], segment.lo : segment.hi]
-        assert features is not None, "the room brought its feature rows"
-        return features[segment.page_index, segment.lo : segment.hi]
+            return self._kv[request.pages[segment.page_index], segment.lo : segment.hi]
+        assert request.features is not None, "the room brought its feature rows"
+        return request.features[segment.page_index, segment.lo : segment.hi]
 
-    def _scatter_cuda(
-        self, data: Bytes, segments: Sequence[Segment], pages: Sequence[int], features: torch.Tensor | None
-    ) -> None:
-        staging = self._pool.take()
-        np.copyto(staging.numpy()[: data.size], data)
-        for segment in segments:
-            source = staging[segment.at : segment.at + segment.hi - segment.lo]
-            self._target(segment, pages, features).copy_(source, non_blocking=True)
-        torch.cuda.current_stream(self._kv.device).synchronize()
-        self._pool.give(staging)
+    def _scatter_cuda(self, staging: torch.Tensor, segments: Sequence[Segment], request: PullRequest) -> None:
+        """A block that lies whole in `staging`."""
+        assert self._copies is not None
+        self._copies.run(
+            (
+                (self._target(segment, request), staging[segment.at : segment.at + segment.hi - segment.lo])
+                for segment in segments
+            ),
+            after=request.after,
+        )
 
 
 def _copy(source: Bytes, target: Bytes, seed: int, crc: Crc) -> int:

@@ -38,7 +38,8 @@ class PullRequest:
     """Decode's side of a room. The pull starts at token `have` (a multiple of page_size).
 
     `pages[i]` receives prompt tokens [have + i*page_size, ...). `features` is the room's own landing place, uint8
-    `[len(pages), feature_page_bytes]`, row i for pages[i]; None without a feature plane.
+    `[len(pages), feature_page_bytes]`, row i for pages[i]; None without a feature plane. `after`: on a GPU, what was
+    launched before the pages and rows became the room's, and may still use them; nothing is written before that is done.
     """
 
     room: str
@@ -49,6 +50,7 @@ class PullRequest:
     features: torch.Tensor | None
     endpoint: str
     peer_instance: str
+    after: torch.cuda.Event | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -323,7 +323,7 @@ class PrefillWorker:
         rows = [row for chunk in chunks if chunk.is_last for row in sampling_rows(chunk.room.request)]
         sampled = self.engine.sampler.sample(output.logits[: len(rows)], self.engine.sampler.build(rows))
         if self.engine.pool.device.type == "cuda":
-            torch.cuda.synchronize(self.engine.pool.device)  # the link thread reads the pages from another stream
+            torch.cuda.current_stream(self.engine.pool.device).synchronize()  # the link thread reads pages on its own
         return sampled
 
     def _score(self, chunks: list[Chunk], output: ForwardOutput) -> None:
