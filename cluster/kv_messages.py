@@ -7,6 +7,8 @@ from msgspec import Meta, Struct
 from .message_parts import Count, Id, KeyBytes, Message, Port, Small, Text, Ticket, TokenId
 from .slab_messages import SlabBlock, SlabDown, SlabUp
 
+BLOCK_BYTES = 1 << 20  # what is pulled at once, unless a layout says otherwise
+
 
 class Layout(Struct, frozen=True, kw_only=True):
     """How the KV of a token looks in a pool, as both sides must agree; see `kvtransfer.layout`."""
@@ -19,7 +21,7 @@ class Layout(Struct, frozen=True, kw_only=True):
     head_dim: Annotated[int, Meta(ge=1, le=4096)]
     feature_ids: Annotated[list[Small], Meta(max_length=64)] = []  # layer outputs, in config order; empty: no feature plane
     feature_width: Small = 0  # K*H per token
-    block_bytes: Annotated[int, Meta(ge=4096, le=64 << 20)] = 1 << 20
+    block_bytes: Annotated[int, Meta(ge=4096, le=64 << 20)] = BLOCK_BYTES
     digest: Text = "crc32c"
 
 

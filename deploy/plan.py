@@ -2,8 +2,9 @@
 
     baton plan --model DIR --bandwidth 2.5 --prefill-rate 24000 --prompt 4000 --output 300 --rate 2
     baton plan --model DIR --pull tcp://10.0.0.2:7999 --prefill-rate 24000       the bandwidth is measured now
-    baton plan --model DIR --url http://127.0.0.1:8000                           all is measured on a running cluster,
-                                                                                 and the prediction compared with it
+    baton plan --model DIR --url http://127.0.0.1:8000 --within 25               all is measured on a running cluster,
+                                                                                 and the prediction compared with it:
+                                                                                 more than 25 % off is exit code 1
 
 On a running cluster prompts of up to two chunks give the prefill rate, the link and the fixed cost of a hand-off; longer
 prompts, which gave none of these, are then predicted and measured. See `sizing` for the calculation.
@@ -28,7 +29,7 @@ from .sizing import Load, Measured, Plan, handoff_of, plan_of
 
 PROG = "baton plan"
 SUMMARY = "Size a deployment: hand-off time, memory, workers, and when not to disaggregate."
-ROUNDS = 5  # of each prompt length; medians count
+EXIT_OFF = 1
 FASTEST = 1e12  # bytes per second: what a link is taken for when its share cannot be seen
 FIRST_ID, NUM_IDS = 10, 200  # token ids of made-up prompts, which every vocabulary has
 
@@ -54,6 +55,10 @@ class PlanConfig:
     chunk: int = setting(256, Setting(help="--chunk-size of prefill", unit="tokens", minimum=0, maximum=2**20))
     kv_memory_mb: int = setting(0, Setting(help="of a decode worker; 0: no bound", unit="MiB", minimum=0, maximum=2**24))
     max_running: int = setting(16, Setting(help="--max-running of decode", minimum=1, maximum=4096))
+    rounds: int = setting(5, Setting(help="of each prompt length on --url; medians count", minimum=1, maximum=1000))
+    within: float = setting(
+        0.0, Setting(help="a prediction on --url that is further off fails; 0: none does", unit="%", minimum=0, maximum=1e6)
+    )
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -100,8 +105,9 @@ def _run(config: PlanConfig) -> int:
         raise ConfigError("no model given; write --model DIR")
     shape = shape_of(Path(config.model), Path(config.draft) if config.draft else None, config.dtype)
     lines: list[str] = []
+    off = 0.0
     if config.url:
-        measured, lines = _on_cluster(config, shape)
+        measured, off, lines = _on_cluster(config, shape)
     else:
         link = measure(config.pull).bytes_per_s if config.pull else config.bandwidth * 1e9
         measured = Measured(
@@ -119,6 +125,9 @@ def _run(config: PlanConfig) -> int:
         max_running=config.max_running,
     )
     sys.stdout.write("\n".join([*lines, *_report(shape, measured, load, plan_of(shape, measured, load))]) + "\n")
+    if config.within and abs(off) > config.within / 100:
+        sys.stderr.write(f"{PROG}: the prediction is off by {off:+.0%}, more than {config.within:g} %; is it idle?\n")
+        return EXIT_OFF
     return 0
 
 
@@ -143,8 +152,8 @@ def _report(shape: KVShape, measured: Measured, load: Load, plan: Plan) -> list[
 # --- a running cluster ------------------------------------------------------------------------------------------------
 
 
-def _on_cluster(config: PlanConfig, shape: KVShape) -> tuple[Measured, list[str]]:
-    """What the cluster does, and how well that predicts prompts that were not used to find out."""
+def _on_cluster(config: PlanConfig, shape: KVShape) -> tuple[Measured, float, list[str]]:
+    """What the cluster does, and by which share that mispredicts prompts that were not used to find out."""
     if config.chunk < 8:
         raise ConfigError(f"--chunk {config.chunk}: measuring a cluster needs the --chunk-size of its prefill, at least 8")
     client = ChatClient(config.url, api_key=os.environ.get(KEY_VARIABLE, ""))
@@ -154,14 +163,15 @@ def _on_cluster(config: PlanConfig, shape: KVShape) -> tuple[Measured, list[str]
         raise ConfigError(f"--prompt {config.prompt} is one of the lengths that are measured; write another to predict")
     samples: dict[int, list[Sample]] = {size: [] for size in sizes}
     _ask(client, model, rng, config.chunk, shape)  # the first contact of a pair costs more
-    for _ in range(ROUNDS):
+    for _ in range(config.rounds):
         for size in sizes:
             samples[size].append(_ask(client, model, rng, size, shape))
     measured = fit(samples[sizes[0]], samples[sizes[1]], samples[sizes[2]], config.tpot_ms / 1e3)
     predicted = handoff_of(config.prompt, shape, measured, config.chunk).total_s
     seen = _median([sample.handoff_s for sample in samples[config.prompt]])
     text = f"hand-off of {config.prompt} tokens: predicted {predicted * 1e3:.1f} ms, measured {seen * 1e3:.1f} ms"
-    return measured, [f"{text} ({predicted / seen - 1:+.0%}, median of {ROUNDS})", ""]
+    off = predicted / seen - 1
+    return measured, off, [f"{text} ({off:+.0%}, median of {config.rounds})", ""]
 
 
 def _ask(client: ChatClient, model: str, rng: random.Random, tokens: int, shape: KVShape) -> Sample:

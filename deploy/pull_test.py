@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import zmq
 
 from ..cluster.errors import BatonError, ConfigError
+from ..cluster.kv_messages import BLOCK_BYTES
 from ..cluster.sockets import bind, check_bind_address, connect, make_socket, recv_parts, try_send
 
-BLOCK_BYTES = 1 << 20
 WINDOW = 6
 MEASURE_S = 2.0
 SERVE_S = 600.0
@@ -33,7 +33,9 @@ class Link:
     round_trip_s: float  # median
 
     def __str__(self) -> str:
-        return f"{self.bytes_per_s / 1e9:.2f} GB/s, round trip {self.round_trip_s * 1e6:.0f} us"
+        fast = self.bytes_per_s >= 1e8
+        rate = f"{self.bytes_per_s / 1e9:.2f} GB/s" if fast else f"{self.bytes_per_s / 1e6:.1f} MB/s"
+        return f"{rate}, round trip {self.round_trip_s * 1e6:.0f} us"
 
 
 def serve(

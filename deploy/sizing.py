@@ -4,7 +4,8 @@ A prompt of S tokens is computed in chunks; each is pulled while the next is com
 tokens, a prefill rate of r tokens/s, a link of B bytes/s and a fixed cost f per hand-off:
 
     chunk i is ready at          t_i = n / r + s * n * n / 2     n: tokens of chunks 0..i, s: what attention adds per token
-    and has landed at            l_i = max(t_i, l_(i-1)) + (its tokens) * b / B
+    and has landed at            l_i = max(t_i, l_(i-1)) + d_i / B     d_i: bytes of the blocks that it fills; the last
+                                                                       chunk takes what is left with it
     hand-off, as decode sees it  l_last - t_0 + f          from the first announcement to the last block
     exposed                      l_last - t_last + f       what is left when prefill is done; the first token is gone by then
     hidden completely when       B >= b * r
@@ -15,6 +16,7 @@ Workers: prefill by its rate at `PREFILL_BUSY` of its time; decode by Little's l
 import math
 from dataclasses import dataclass
 
+from ..cluster.kv_messages import BLOCK_BYTES
 from .checkpoints import KVShape
 
 PREFILL_BUSY = 0.7
@@ -70,13 +72,15 @@ class Plan:
 def handoff_of(tokens: int, shape: KVShape, measured: Measured, chunk: int) -> Handoff:
     """One hand-off of `tokens`, nothing cached on either side."""
     step = chunk or tokens
-    landed = 0.0
+    landed, sent = 0.0, 0
     first = None
-    for begin in range(0, tokens, step):
-        count = min(step, tokens - begin)
-        ready = prefill_s(begin + count, measured)
+    for end in (*range(step, tokens, step), tokens):
+        ready = prefill_s(end, measured)
         first = ready if first is None else first
-        landed = max(ready, landed) + count * shape.token_bytes / measured.bandwidth
+        due = end * shape.token_bytes
+        due -= due % BLOCK_BYTES if end < tokens else 0
+        if due > sent:
+            landed, sent = max(ready, landed) + (due - sent) / measured.bandwidth, due
     assert first is not None, "a prompt has a token"
     return Handoff(
         total_s=landed - first + measured.fixed_s, exposed_s=landed - ready + measured.fixed_s, prefill_s=ready

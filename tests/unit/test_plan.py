@@ -52,6 +52,17 @@ def test_a_slower_link_exposes_what_prefill_does_not_hide():
     assert handoff.exposed_s == pytest.approx(256 / 24000 + whole - handoff.prefill_s)
 
 
+def test_a_block_travels_when_the_chunk_that_fills_it_is_done():
+    small = KVShape(num_layers=4, num_kv_heads=4, head_dim=32, hidden_size=128)  # 512 tokens fill a block
+    tokens, chunk = 2048, 64
+    link_bound = Measured(prefill_rate=24000, bandwidth=1e7)
+    handoff = handoff_of(tokens, small, link_bound, chunk)
+    assert small.token_bytes * 512 == 1 << 20
+    assert handoff.total_s == pytest.approx(448 / 24000 + tokens * small.token_bytes / 1e7)
+    one_block = handoff_of(500, small, link_bound, chunk)
+    assert one_block.total_s == pytest.approx(436 / 24000 + 500 * small.token_bytes / 1e7)
+
+
 def test_workers_follow_the_load():
     load = Load(prompt=4000, output=300, rate=10, kv_memory=64 * 2**30, max_running=64)
     made = plan_of(LLAMA_8B, GPU, load)
@@ -99,6 +110,15 @@ def test_prefill_that_slows_with_the_context_is_learned_from_two_chunks():
     told = fit([sample(64, 0.003)], [chunk], [two], 0.02)
     assert told.slowing == pytest.approx(2e-7)
     assert prefill_s(2048, told) == pytest.approx(prefill_s(2048, true))
+
+
+@pytest.mark.parametrize(("off", "code"), [(0.2, 0), (-0.3, plan.EXIT_OFF), (0.3, plan.EXIT_OFF)])
+def test_a_prediction_that_is_further_off_than_allowed_fails(toy_checkpoint, capsys, monkeypatch, off, code):
+    monkeypatch.setattr(plan, "_on_cluster", lambda config, shape: (GPU, off, ["said"]))
+    flags = [f"--model={toy_checkpoint('llama')}", "--url=http://x"]
+    assert plan.main(flags) == 0
+    assert plan.main([*flags, "--within=25"]) == code
+    assert ("off by" in capsys.readouterr().err) == bool(code)
 
 
 def test_the_command_says_sizes_without_a_cluster(toy_checkpoint, capsys):
