@@ -19,6 +19,7 @@ import psutil
 from baton.tests.cluster.router_fakes import save_tokenizer
 from baton.tests.faults.cluster import FaultCluster, Forker, wait_until
 from baton.tests.faults.history import Promise, violations
+from baton.tests.faults.places import Lan, Loopback
 from baton.tests.faults.traffic import Ask, Call, Traffic
 from baton.tests.parity.toy_models import write_toy_checkpoint
 
@@ -36,7 +37,7 @@ class Scene:
 
     def __init__(self, bed: "Bed", cluster: FaultCluster) -> None:
         self.bed, self.cluster = bed, cluster
-        self.traffic = Traffic(cluster.port("router"), cluster.model)
+        self.traffic = Traffic(cluster.port("router"), cluster.model, cluster.place.address("router"))
         self.promise = Promise()
         self.victims: set[str] = set()
         self.notes: list[str] = []
@@ -82,6 +83,12 @@ class Scene:
         told = f"{role} counts {least:g} of {'+'.join(names)}"
         wait_until(lambda: self._sum(role, names) >= least, 10, told)
         return self._sum(role, names)
+
+    @property
+    def lan(self) -> Lan:
+        """The hosts, of a row that has them."""
+        assert isinstance(self.cluster.place, Lan)
+        return self.cluster.place
 
     # --- afterwards ---------------------------------------------------------------------------------------------------
 
@@ -159,8 +166,15 @@ class Bed:
         return made
 
     @contextmanager
-    def scene(self, **settings) -> Iterator[Scene]:
-        """A cluster at rest, ended behind the scene; `settings` as FaultCluster takes them."""
+    def scene(self, *, hosts: bool = False, **settings) -> Iterator[Scene]:
+        """A cluster at rest, ended behind the scene; `settings` as FaultCluster takes them. With `hosts` each node is on a
+        host of its own, and this thread on that of the clients.
+        """
+        with Lan() if hosts else Loopback() as place, self._scene(place=place, **settings) as scene:
+            yield scene
+
+    @contextmanager
+    def _scene(self, **settings) -> Iterator[Scene]:
         self._num += 1
         cluster = FaultCluster(self.forker, self.model, self._directory / f"cluster-{self._num}", **settings)
         scene = Scene(self, cluster)

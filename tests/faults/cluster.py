@@ -2,8 +2,9 @@
 
     nodes      router, prefill-0.., decode-0.. and with routers=2 router-1, which every worker serves as well; each has
                flags, environment and a log of its own
-    endpoints  loopback tcp, the same after every restart: `cluster.port(name)` is a router's HTTP port or a prefill
-               worker's KV port, `cluster.control_ports[name]` where workers register at a router
+    endpoints  those of the place, loopback tcp if none is given, the same after every restart: `cluster.port(name)` is a
+               router's HTTP port or a prefill worker's KV port, `cluster.control_ports[name]` where workers register at a
+               router
     flags      those of "prefill" or "decode" go to every worker of that role, of "*" to all workers
     prepare    by name, role or "*": functions that a node calls before its main in its first life, as `nursery` says
     proxies    with proxied=True a ZMTP proxy stands before the router for each worker and before each prefill worker's KV
@@ -13,9 +14,7 @@
 
 import json
 import os
-import random
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -25,10 +24,10 @@ from pathlib import Path
 
 import httpx
 from baton.tests.audit.watch import violations
+from baton.tests.faults.places import Loopback
 from baton.tests.faults.zmtp_proxy import Proxies, Proxy
 
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "PYTHONUNBUFFERED": "1"}
-PORTS = "FAULT_PORTS"  # environment: LOW-HIGH
 KEPT = ("PATH", "HOME", "PYTHONPATH", "TMPDIR", "LANG")
 
 
@@ -41,6 +40,7 @@ class Node:
     flags: dict[str, str]
     log: Path
     env: dict[str, str] = field(default_factory=dict)  # of all its lives
+    moves: tuple[str, ...] = ()  # what it calls first in all its lives
     armed: dict[str, str] = field(default_factory=dict)  # of this life only, as `prepare`
     prepare: list[str] = field(default_factory=list)
     pid: int = 0
@@ -102,7 +102,7 @@ class Forker:
         base = {name: os.environ[name] for name in KEPT if name in os.environ} | ENVIRONMENT
         order = {
             "name": key, "role": node.role, "argv": node.argv, "env": base | node.env | node.armed, "log": str(node.log),
-            "prepare": node.prepare,
+            "prepare": [*node.moves, *node.prepare],
         }  # fmt: skip
         self._process.stdin.write(json.dumps({"start": order}) + "\n")
         self._process.stdin.flush()
@@ -124,11 +124,11 @@ class Forker:
 
 
 class FaultCluster:
-    """Router, prefill and decode workers as processes of their own on loopback."""
+    """Router, prefill and decode workers as processes of their own."""
 
     def __init__(
         self, forker: Forker, model: Path, directory: Path,
-        *, routers=1, prefill=2, decode=2, flags=None, env=None, prepare=None, proxied=False,
+        *, routers=1, prefill=2, decode=2, flags=None, env=None, prepare=None, proxied=False, place=None,
     ) -> None:  # fmt: skip
         directory.mkdir(parents=True, exist_ok=True)
         self._forker, self._directory = forker, directory
@@ -137,10 +137,10 @@ class FaultCluster:
         assert routers == 1 or not proxied, "a proxy stands before one router"
         front = ["router", *(f"router-{i}" for i in range(1, routers))]
         names = [*front, *(f"prefill-{i}" for i in range(prefill)), *(f"decode-{i}" for i in range(decode))]
-        called = [name for name in names if not name.startswith("decode")]
-        ports = unused_ports(len(front) + len(called))
-        self.control_ports = dict(zip(front, ports, strict=False))
-        self._ports = dict(zip(called, ports[len(front) :], strict=True))
+        self.place: Loopback = place or Loopback()
+        ports = self.place.settle(names, directory)
+        self.control_ports = {name: ports[name][0] for name in front}
+        self._ports = {name: port for name, (_, port) in ports.items()}
         self._proxies = Proxies().__enter__() if proxied else None
         # a new client for every question costs more than the answer; connections are not kept, since routers end
         self._client = httpx.Client(timeout=5, trust_env=False, limits=httpx.Limits(max_keepalive_connections=0))
@@ -152,7 +152,7 @@ class FaultCluster:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port('router')}"
+        return f"http://{self.place.address('router')}:{self.port('router')}"
 
     @property
     def routers(self) -> list[Node]:
@@ -246,7 +246,7 @@ class FaultCluster:
     def status(self, router: str = "router") -> dict:
         """The document of /status; {} while the router does not answer."""
         try:
-            return self._client.get(f"http://127.0.0.1:{self.port(router)}/status").json()
+            return self._client.get(f"http://{self.place.address(router)}:{self.port(router)}/status").json()
         except httpx.HTTPError:
             return {}
 
@@ -321,19 +321,20 @@ class FaultCluster:
 
     def _node(self, name: str, model: Path, flags: dict, env: dict) -> Node:
         role = name.partition("-")[0]
-        own = {"model": str(model)}
-        control = {router: f"tcp://127.0.0.1:{port}" for router, port in self.control_ports.items()}
+        control = [f"tcp://{self.place.address(front)}:{port}" for front, port in self.control_ports.items()]
+        ports = (self.control_ports.get(name, 0), self._ports.get(name, 0))
+        own = {"model": str(model), **self.place.flags(name, control, ports)}
         if role == "router":
-            own |= {"control-bind": control[name], "port": str(self._ports[name]), "canary-s": "0"}
+            own |= {"canary-s": "0"}
         else:
-            own |= {"router": ",".join(control.values()), "device": "cpu", "dtype": "float32", "threads": "1"}
-            own |= {"kv-memory-mb": "48"}
+            own |= {"device": "cpu", "dtype": "float32", "threads": "1", "kv-memory-mb": "48"}
         if role == "prefill":
-            own |= {"kv-bind": f"tcp://127.0.0.1:{self._ports[name]}", "chunk-size": "64"}
+            own |= {"chunk-size": "64"}
         if self._proxies is not None:
-            own |= self._proxy(name, role, control["router"])
+            own |= self._proxy(name, role, control[0])
         given = {**({} if role == "router" else flags.get("*", {})), **flags.get(role, {}), **flags.get(name, {})}
-        return Node(name, role, own | given, self._directory / f"{name}.txt", env={**env, "AUDIT_REPORT": str(self._report)})
+        env = {**env, **self.place.env(name), "AUDIT_REPORT": str(self._report)}
+        return Node(name, role, own | given, self._directory / f"{name}.txt", env=env, moves=self.place.moves)
 
     def _proxy(self, name: str, role: str, control: str) -> dict[str, str]:
         """The flags that lead a worker and those who call it through proxies."""
@@ -345,26 +346,6 @@ class FaultCluster:
             self.kv[name] = self._proxies.add("tcp://127.0.0.1:0", f"tcp://127.0.0.1:{self._ports[name]}")
             own["kv-advertise"] = self.kv[name].endpoint
         return own
-
-
-def unused_ports(count: int) -> list[int]:
-    """Loopback ports for nodes through all their lives: below the range from which connections get theirs, and in the part
-    of it that is ours where several runs share a host.
-    """
-    low, _, high = os.environ.get(PORTS, "20000-32000").partition("-")
-    found: list[int] = []
-    for port in random.SystemRandom().sample(range(int(low), int(high)), int(high) - int(low)):
-        with socket.socket() as probe:
-            try:
-                if not probe.connect_ex(("127.0.0.1", port)):
-                    continue
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-        found.append(port)
-        if len(found) == count:
-            return found
-    raise AssertionError(f"fewer than {count} ports of {low}-{high} are free")
 
 
 def wait_until(predicate, timeout, what, pause=0.02):

@@ -12,9 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from baton.tests.faults.bed import Bed, Scene
+from baton.tests.faults.netns import missing
 
 MODULES = (
-    "rows_clients", "rows_damage", "rows_drain", "rows_floods", "rows_leaks", "rows_network", "rows_process",
+    "rows_clients", "rows_damage", "rows_drain", "rows_floods", "rows_hosts", "rows_leaks", "rows_network", "rows_process",
     "rows_readiness", "rows_routers", "rows_stalls", "rows_strangers",
 )  # fmt: skip
 
@@ -39,6 +40,7 @@ class Outcome:
     measured: str
     problems: list[str]
     seconds: float
+    skipped: str = ""  # why it was not played
 
 
 class Registry:
@@ -73,6 +75,8 @@ def load() -> dict[str, Row]:
 
 def attempt(bed: Bed, chosen: Row) -> Outcome:
     """Plays a row on a cluster of its own and judges it."""
+    if chosen.settings.get("hosts") and (reason := missing()):
+        return Outcome(row=chosen, measured="", problems=[], seconds=0.0, skipped=reason)
     began = time.monotonic()
     measured, problems = "", []
     try:
@@ -93,6 +97,6 @@ HEAD = ("| row | fault | criterion | result | measured | s |", "|---|---|---|---
 def as_line(outcome: Outcome) -> str:
     """A row of the table of a run, below HEAD."""
     row = outcome.row
-    result = "**fails**" if outcome.problems else "holds"
-    text = outcome.problems[0].splitlines()[0][:160] if outcome.problems else outcome.measured
+    result = "**fails**" if outcome.problems else "not run" if outcome.skipped else "holds"
+    text = outcome.problems[0].splitlines()[0][:160] if outcome.problems else outcome.measured or outcome.skipped
     return f"| {row.name} | {row.fault} | {row.criterion} | {result} | {text} | {outcome.seconds:.1f} |"

@@ -19,4 +19,6 @@ def bed(tmp_path_factory):
 @pytest.mark.parametrize("row", ROWS)
 def test_a_fault_costs_nothing_but_what_its_row_allows(bed, row):
     outcome = attempt(bed, row)
+    if outcome.skipped:
+        pytest.skip(outcome.skipped)
     assert not outcome.problems, "\n".join(outcome.problems)

@@ -83,8 +83,8 @@ class Call:
 class Traffic:
     """Starts calls and waits for them; `history` keeps all."""
 
-    def __init__(self, port: int, model: str) -> None:
-        self.port, self.model = port, model
+    def __init__(self, port: int, model: str, host: str = "127.0.0.1") -> None:
+        self.port, self.model, self.host = port, model, host
         self.history: list[Call] = []
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
@@ -159,12 +159,12 @@ class Traffic:
             call.ended = time.monotonic()
 
     async def _talk(self, call: Call, leave_at: int | None) -> None:
-        reader, writer = await asyncio.open_connection("127.0.0.1", call.port or self.port, limit=1 << 20)
+        reader, writer = await asyncio.open_connection(self.host, call.port or self.port, limit=1 << 20)
         try:
             body = call.ask.body(self.model)
             extra = "".join(f"{name}: {value}\r\n" for name, value in call.ask.headers)
             head = (
-                f"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n{extra}"
+                f"POST /v1/completions HTTP/1.1\r\nhost: {self.host}\r\ncontent-type: application/json\r\n{extra}"
                 f"x-baton-timeline: 1\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n"
             )
             writer.write(head.encode() + body)

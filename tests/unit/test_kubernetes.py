@@ -21,6 +21,7 @@ from baton.tests.kubernetes.manifests import (
     validate,
     workload,
 )
+from baton.tests.kubernetes.policies import Pod, is_allowed, labels_of, selects
 
 ROLES = {"router": RouterConfig, "prefill": PrefillConfig, "decode": DecodeConfig}
 kubectl = needs("kubectl")
@@ -124,46 +125,12 @@ def test_services_reach_pods_at_ports_that_they_have():
 # --- who may speak to whom --------------------------------------------------------------------------------------------
 
 
-def labels(component, name="baton"):
-    return {"app.kubernetes.io/name": name, "app.kubernetes.io/component": component}
+def pod(component):
+    return Pod(name=component, labels=labels_of(component))
 
 
-def selects(selector, own):
-    holds = {"In": lambda rule: own.get(rule["key"]) in rule["values"]}
-    return all(own.get(k) == v for k, v in selector.get("matchLabels", {}).items()) and all(
-        holds[rule["operator"]](rule) for rule in selector.get("matchExpressions", [])
-    )
-
-
-def admits(rules, side, other, other_namespace, port):
-    """Whether one of the rules lets `other` through; a peer without a namespaceSelector is of our own namespace."""
-    for rule in rules:
-        peers = rule.get(side)
-        is_peer = peers is None or any(
-            selects(peer.get("podSelector", {}), other)
-            and (selects(peer["namespaceSelector"], other_namespace) if "namespaceSelector" in peer else not other_namespace)
-            for peer in peers
-        )
-        if is_peer and any(allowed["port"] == port for allowed in rule["ports"]):
-            return True
-    return False
-
-
-def is_allowed(source, target, port, source_namespace=None, target_namespace=None):
-    """As the network does it: both ends must agree; an end that no policy selects agrees to everything."""
-    for own, direction, side, other, namespace in (
-        (source, "Egress", "to", target, target_namespace), (target, "Ingress", "from", source, source_namespace),
-    ):  # fmt: skip
-        policies = [d["spec"] for d in BASE if d["kind"] == "NetworkPolicy" and selects(d["spec"]["podSelector"], own)]
-        policies = [spec for spec in policies if direction in spec["policyTypes"]]
-        rules = [rule for spec in policies for rule in spec.get(direction.lower(), [])]
-        if policies and not admits(rules, side, other, namespace or {}, port):
-            return False
-    return True
-
-
-ROUTER, PREFILL, DECODE, KEYS = labels("router"), labels("prefill"), labels("decode"), labels("keys")
-CLIENT = {"app": "client"}
+ROUTER, PREFILL, DECODE, KEYS = pod("router"), pod("prefill"), pod("decode"), pod("keys")
+CLIENT = Pod(name="client", labels={"app": "client"})
 ALLOWED = [
     (CLIENT, ROUTER, 8000), (PREFILL, ROUTER, 7100), (DECODE, ROUTER, 7100), (DECODE, PREFILL, 7200),
     (DECODE, PREFILL, 7201),
@@ -178,27 +145,30 @@ FORBIDDEN = [
 
 @pytest.mark.parametrize(("source", "target", "port"), ALLOWED)
 def test_s34_what_serving_needs_is_allowed(source, target, port):
-    assert is_allowed(source, target, port)
+    assert is_allowed(BASE, source, target, port)
 
 
 @pytest.mark.parametrize(("source", "target", "port"), FORBIDDEN)
 def test_s34_nothing_else_is(source, target, port):
-    assert not is_allowed(source, target, port)
+    assert not is_allowed(BASE, source, target, port)
 
 
 def test_s34_only_monitoring_scrapes_workers_and_workers_ask_the_cluster_s_dns():
-    assert is_allowed({"app": "prometheus"}, DECODE, 9100, source_namespace={"baton.monitoring": "true"})
-    assert not is_allowed({"app": "prometheus"}, DECODE, 9100, source_namespace={"kubernetes.io/metadata.name": "x"})
+    scraper = {"name": "p", "labels": {"app": "prometheus"}}
+    assert is_allowed(BASE, Pod(**scraper, namespace={"baton.monitoring": "true"}), DECODE, 9100)
+    assert not is_allowed(BASE, Pod(**scraper, namespace={"kubernetes.io/metadata.name": "x"}), DECODE, 9100)
     system = {"kubernetes.io/metadata.name": "kube-system"}
-    assert is_allowed(DECODE, {"k8s-app": "kube-dns"}, 53, target_namespace=system)
-    assert not is_allowed(ROUTER, {"k8s-app": "kube-dns"}, 53, target_namespace=system)
+    dns = Pod(name="dns", labels={"k8s-app": "kube-dns"}, namespace=system)
+    for protocol in ("TCP", "UDP"):
+        assert is_allowed(BASE, DECODE, dns, 53, protocol)
+        assert not is_allowed(BASE, ROUTER, dns, 53, protocol)
 
 
 @kubectl
 def test_each_pod_monitor_names_a_port_of_the_pods_that_it_selects():
     seen = []
     for monitor in (d["spec"] for d in kustomized("multi-node") if d["kind"] == "PodMonitor"):
-        roles = [role for role in ROLES if selects(monitor["selector"], labels(role))]
+        roles = [role for role in ROLES if selects(monitor["selector"], labels_of(role))]
         for role in roles:
             names = {port["name"] for port in container_of(kustomized("multi-node"), role)["ports"]}
             assert monitor["podMetricsEndpoints"][0]["port"] in names
@@ -219,7 +189,7 @@ def test_every_gpu_worker_has_a_gpu_and_the_router_has_none():
 def test_an_eviction_takes_one_pod_of_a_role_at_a_time(role):
     budget = named(BASE)["PodDisruptionBudget", f"baton-{role}"]["spec"]
     assert budget["maxUnavailable"] == 1
-    assert [other for other in ROLES if selects(budget["selector"], labels(other))] == [role]
+    assert [other for other in ROLES if selects(budget["selector"], labels_of(other))] == [role]
 
 
 @kubectl
@@ -259,7 +229,8 @@ def test_the_key_job_makes_the_secret_that_the_pods_mount():
 
 
 def test_s34_the_key_job_reaches_the_api_server_alone():
-    assert is_allowed(KEYS, {"component": "kube-apiserver"}, 6443, target_namespace={"a": "b"})
+    api = Pod(name="api", labels={"component": "kube-apiserver"}, namespace={"a": "b"})
+    assert is_allowed(BASE, KEYS, api, 6443)
     for target, port in ((ROUTER, 7100), (ROUTER, 8000), (PREFILL, 7200), (DECODE, 9100)):
-        assert not is_allowed(KEYS, target, port)
-    assert not is_allowed(CLIENT, KEYS, 443)
+        assert not is_allowed(BASE, KEYS, target, port)
+    assert not is_allowed(BASE, CLIENT, KEYS, 443)
