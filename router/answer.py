@@ -7,8 +7,8 @@ the figures that close the answer wait a moment for decode's account of it; its 
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
+from msgspec import Struct
 from starlette.types import Receive, Scope, Send
 
 from .dispatch import Dispatcher
@@ -37,8 +37,7 @@ class ClientLeft(Exception):
     """Nobody waits for the answer any more."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Wish:
+class Wish(Struct, frozen=True, kw_only=True, gc=False):
     """How a client wants its answer."""
 
     is_stream: bool

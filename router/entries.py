@@ -8,6 +8,7 @@ request with eight choices is one request.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from ..cluster.messages import Cancel, Prefill, Reserve, Sampling
@@ -31,8 +32,7 @@ OUTCOMES = {
 }  # of a Broken's kinds; "failed" for any other
 
 
-@dataclass(frozen=True, kw_only=True)
-class Job:
+class Job(Struct, frozen=True, kw_only=True, gc=False):
     """One choice that a client wants."""
 
     prompt_ids: list[int]

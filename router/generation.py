@@ -1,7 +1,9 @@
 """One choice of an answer as it grows: tokens become text, stop strings end it, log probabilities get their names."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ..cluster.messages import TokenLogprob
 from .room_effects import Deliver
@@ -10,8 +12,7 @@ from .tokenizer import Tokenizer
 from .tool_calls import CallPart, CallReader
 
 
-@dataclass(frozen=True)
-class TokenText:
+class TokenText(Struct, frozen=True, gc=False):
     """One token with its log probability (None: nothing stands before it) and the best alternatives."""
 
     text: str
@@ -21,15 +22,14 @@ class TokenText:
     at: int  # characters of the choice's text before those that this token begins or goes on with
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(Struct, frozen=True, gc=False):
     """What one batch of tokens adds to a choice."""
 
     text: str
-    logprobs: list[TokenText] = field(default_factory=list)
-    ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenText] = []
+    ids: list[int] = []
     finish: str = ""  # "", "stop", "length" or "tool_calls"
-    calls: list[CallPart] = field(default_factory=list)
+    calls: list[CallPart] = []
 
     @property
     def whole_calls(self) -> list[CallPart]:
@@ -50,8 +50,7 @@ class Piece:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Style:
+class Style(Struct, frozen=True, kw_only=True, gc=False):
     """What a client wants of the text of its choices. `num_top` -1: no log probabilities."""
 
     stops: tuple[str, ...] = ()
@@ -63,8 +62,7 @@ class Style:
     calls_come_first: bool = False  # or not at all
 
 
-@dataclass(frozen=True)
-class Prompt:
+class Prompt(Struct, frozen=True, gc=False):
     """What is echoed; `text` None: what the ids spell."""
 
     ids: list[int]

@@ -3,11 +3,12 @@
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
+from msgspec import Struct
+
 from .registry import Registry, Worker
 
 
-@dataclass(frozen=True)
-class Need:
+class Need(Struct, frozen=True, gc=False):
     """What a request asks of its workers, in tokens."""
 
     prompt: int

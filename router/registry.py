@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from msgspec import Struct
+
 from ..cluster.messages import PROTOCOL_MAJOR, ControlUp, Hello, Refused, Rejected, Welcome, WorkerStats
 from .retries import Breaker
 
@@ -22,12 +24,47 @@ UNREACHABLE_S = 0.75  # a worker that reconnects says Hello within this time
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Load:
+class Load(Struct, frozen=True, gc=False):
     """What one attempt occupies on a worker."""
 
     pages: int
     tokens: int
+
+
+class Ledger:
+    """The attempts (room, epoch) on one worker, with their sums."""
+
+    __slots__ = ("_loads", "pages", "tokens")
+
+    def __init__(self) -> None:
+        self._loads: dict[tuple[str, int], Load] = {}
+        self.pages = self.tokens = 0
+
+    def __repr__(self) -> str:
+        return f"Ledger({len(self)} attempts, pages={self.pages}, tokens={self.tokens})"
+
+    def __len__(self) -> int:
+        return len(self._loads)
+
+    def __iter__(self) -> Iterator[tuple[str, int]]:
+        return iter(self._loads)
+
+    def __setitem__(self, attempt: tuple[str, int], load: Load) -> None:
+        self.drop(attempt)
+        self._loads[attempt] = load
+        self.pages += load.pages
+        self.tokens += load.tokens
+
+    def drop(self, attempt: tuple[str, int]) -> None:
+        """Idempotent."""
+        load = self._loads.pop(attempt, None)
+        if load is not None:
+            self.pages -= load.pages
+            self.tokens -= load.tokens
+
+    def clear(self) -> None:
+        self._loads.clear()
+        self.pages = self.tokens = 0
 
 
 @dataclass(eq=False)
@@ -39,7 +76,7 @@ class Worker:
     last_seen: float
     stats: WorkerStats | None = None
     is_draining: bool = False
-    ledger: dict[tuple[str, int], Load] = field(default_factory=dict)
+    ledger: Ledger = field(default_factory=Ledger)
     unreachable_since: float | None = None
     outbox: deque[bytes] = field(default_factory=deque)  # frames that its connection did not take yet
     breaker: Breaker = field(default_factory=Breaker)
@@ -81,11 +118,11 @@ class Worker:
     @property
     def num_tokens(self) -> int:
         """Prompt tokens of the placed attempts: the queue of a prefill worker."""
-        return sum(load.tokens for load in self.ledger.values())
+        return self.ledger.tokens
 
     @property
     def placed_pages(self) -> int:
-        return sum(load.pages for load in self.ledger.values())
+        return self.ledger.pages
 
     @property
     def free_pages(self) -> int:
@@ -223,7 +260,7 @@ class Registry:
         """Idempotent; the worker may be gone."""
         worker = self._workers.get(instance)
         if worker is not None:
-            worker.ledger.pop((room, epoch), None)
+            worker.ledger.drop((room, epoch))
             worker.breaker.left(room, epoch)
 
     def judge(self, instance: str, room: str, epoch: int, is_good: bool, now: float) -> bool:

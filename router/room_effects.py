@@ -1,6 +1,11 @@
-"""What a room asks of its surroundings, and the small records that it is made with."""
+"""What a room asks of its surroundings, and the small records that it is made with.
 
-from dataclasses import dataclass, field
+Effects are made several per message of a worker, so they are of the kind of struct that is quickest to make.
+"""
+
+from dataclasses import dataclass
+
+from msgspec import Struct
 
 from ..cluster.messages import Cancel, Prefill, Reserve, TokenLogprob
 
@@ -18,8 +23,7 @@ class Timeouts:
     pair_s: float = 5.0  # for a pair to come back, while a stream that has begun has none left
 
 
-@dataclass(frozen=True, kw_only=True)
-class Pair:
+class Pair(Struct, frozen=True, kw_only=True, gc=False):
     """The workers of one attempt. Where `prefill` is `decode`, that worker computes the prompt itself."""
 
     prefill: str  # instance
@@ -35,53 +39,46 @@ class Pair:
         return (self.decode,) if self.is_local else (self.prefill, self.decode)
 
 
-@dataclass(frozen=True)
-class Send:
+class Send(Struct, frozen=True, gc=False):
     """A message for a worker."""
 
     instance: str
     message: Reserve | Prefill | Cancel
 
 
-@dataclass(frozen=True)
-class Deliver:
+class Deliver(Struct, frozen=True, gc=False):
     """New output tokens for the client, in order; with the first ones what was asked of the prompt's."""
 
     ids: list[int]
     logprobs: list[TokenLogprob]
-    prompt: list[TokenLogprob] = field(default_factory=list)  # of its tokens from the second on
+    prompt: list[TokenLogprob] = []  # of its tokens from the second on
 
 
-@dataclass(frozen=True)
-class Ended:
+class Ended(Struct, frozen=True, gc=False):
     """The request is complete; "stop" or "length"."""
 
     reason: str
 
 
-@dataclass(frozen=True)
-class Settled:
+class Settled(Struct, frozen=True, gc=False):
     """What a stopped request cost is known now, or will never be."""
 
 
-@dataclass(frozen=True)
-class Broken:
+class Broken(Struct, frozen=True, gc=False):
     """The request failed for good."""
 
     kind: str
     message: str
 
 
-@dataclass(frozen=True)
-class Freed:
+class Freed(Struct, frozen=True, gc=False):
     """A worker holds nothing of an attempt any more."""
 
     instance: str
     epoch: int
 
 
-@dataclass(frozen=True)
-class Judged:
+class Judged(Struct, frozen=True, gc=False):
     """A worker has done its part of an attempt, or failed it by its own fault. A refusal is no fault."""
 
     instance: str
@@ -89,8 +86,7 @@ class Judged:
     is_good: bool
 
 
-@dataclass(frozen=True)
-class Requeued:
+class Requeued(Struct, frozen=True, gc=False):
     """The room wants another pair, not before `not_before` (monotonic seconds).
 
     `failure` is what failed the attempt, and what the client hears if nobody pays for another; None after a refusal,
@@ -101,8 +97,7 @@ class Requeued:
     failure: Broken | None = None
 
 
-@dataclass(frozen=True)
-class Closed:
+class Closed(Struct, frozen=True, gc=False):
     """Forget the room."""
 
 

@@ -5,9 +5,11 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ..cluster.trace_context import NOWHERE, TraceContext
 from ..cluster.tracing import Tracing, Untraced
@@ -39,8 +41,7 @@ INLINE_BYTES = 2000  # of a body: about a millisecond of work, less than a trip 
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Call:
+class Call(Struct, frozen=True, kw_only=True, gc=False):
     """What a generation request is beside its body."""
 
     arrived: float  # monotonic seconds
