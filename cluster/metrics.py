@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 import msgspec
+from msgspec import Struct
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -27,8 +28,7 @@ REPLAYS, PADDING, FALLBACKS = "graph_replays_", "graph_pad_rows_", "graph_fallba
 Families = dict[str, CounterMetricFamily | GaugeMetricFamily]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Handoff:
+class Handoff(Struct, frozen=True, kw_only=True):
     """What decode pulled for one choice."""
 
     num_bytes: int
@@ -37,8 +37,7 @@ class Handoff:
     """First announcement to last block."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class PromptWork:
+class PromptWork(Struct, frozen=True, kw_only=True):
     """What a prefill worker spent on one choice."""
 
     queue_s: float
@@ -47,8 +46,7 @@ class PromptWork:
     """From then to token 1."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class RequestRecord:
+class RequestRecord(Struct, frozen=True, kw_only=True):
     """One request that ended."""
 
     outcome: str
@@ -73,10 +71,6 @@ class RequestRecord:
     """Of the choices whose prefill said it."""
     handoffs: tuple[Handoff, ...] = ()
     """Of the choices for which something was pulled."""
-
-    @property
-    def handoff_bytes(self) -> int:
-        return sum(handoff.num_bytes for handoff in self.handoffs)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,11 +10,11 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 from ..cluster.log import fields
-from ..cluster.messages import ControlUp, Goodbye, Heartbeat, Hello, Tokens
+from ..cluster.messages import ControlUp, Goodbye, Heartbeat, Hello, TokenItem, Tokens
 from ..cluster.metrics import RouterMetrics
 from .admission import MAX_PROMPT_TOKENS, no_workers
 from .canary import Canaries
-from .entries import OUTCOMES, Entry, Job, Request, Tag, addressed, new_request
+from .entries import OUTCOMES, Entry, Job, Request, Tag, addressed, new_request, tested_workers
 from .errors import unavailable
 from .history import History
 from .inbox import Inbox
@@ -58,7 +58,7 @@ class Dispatcher:
     ) -> None:
         self.registry = registry
         self.metrics = metrics
-        self.events: Counter[str] = Counter()
+        self.events: Counter[str] = Counter(stale_message=0)
         self.is_draining = False
         self._postbox = Postbox(transmit, clock, soon)
         self._clock = clock
@@ -146,10 +146,10 @@ class Dispatcher:
         self._perform(entry, entry.room.cancel(now), now)
 
     def client_left(self, entry: Entry) -> None:
-        """Cancels and counts it as the client's doing."""
+        """Cancels and counts it as the client's doing, if it still runs."""
         if entry.room.is_live:
             self._count(entry, "cancelled", self._clock())
-        self.cancel(entry)
+            self.cancel(entry)
 
     def stopped(self, entry: Entry) -> None:
         """The router itself found the end, in a stop string. `Settled` follows in the inbox, unless it is settled now."""
@@ -181,15 +181,15 @@ class Dispatcher:
         worker = self.registry.get(message.instance)
         if worker is None:  # it will say Hello when it hears nothing from us
             self.events["unknown_worker"] += 1
+        elif isinstance(message, Tokens):
+            for item in message.items:
+                self._on_room_event(worker, item.room, item, now)
         elif isinstance(message, Heartbeat):
             self._on_heartbeat(identity, worker, message, now)
         elif isinstance(message, Goodbye):
             self.registry.drain(worker)
             logger.info("worker drains", extra=fields(role=worker.role, instance=worker.instance))
             self._check_queue(now)
-        elif isinstance(message, Tokens):
-            for item in message.items:
-                self._on_room_event(worker, item.room, item, now)
         else:
             worker.hear(message)
             self._on_room_event(worker, message.room, message, now)
@@ -208,16 +208,17 @@ class Dispatcher:
             self._check_queue(now)
 
     def _on_room_event(self, worker: Worker, room: str, event: RoomEvent, now: float) -> None:
-        entry = self._entries.get(room)
-        if entry is None:
+        if (entry := self._entries.get(room)) is None:
             if not self.canaries.on(worker, room, event, now):
                 self._on_orphan(worker, room, event, now)
             return
         stale = entry.room.num_stale
-        self._placer.heard(entry, worker, event, now)
-        entry.trace.heard(event, now)
+        if not isinstance(event, TokenItem):  # which teaches nobody anything
+            self._placer.heard(entry, worker, event, now)
+            entry.trace.heard(event, now)
         self._perform(entry, entry.room.on(event, worker.instance, now), now)
-        self.events["stale_message"] += entry.room.num_stale - stale
+        if entry.room.num_stale != stale:
+            self.events["stale_message"] += entry.room.num_stale - stale
 
     def _on_orphan(self, worker: Worker, room: str, event: RoomEvent, now: float) -> None:
         self.events["orphan_message"] += 1
@@ -269,7 +270,8 @@ class Dispatcher:
         for worker in self.registry:
             self._postbox.flush(worker, now)
         for entry in list(self._entries.values()):
-            self._tick_entry(entry, now)
+            if entry.room.is_due(now) or entry.inbox.is_unread:
+                self._tick_entry(entry, now)
         self._admit(now)
         self.canaries.tick(now, may_ask=not self._waiting and not self.is_draining)
 
@@ -308,17 +310,12 @@ class Dispatcher:
         for entry in self._waiting:
             if entry.room.phase is not Phase.QUEUED or entry.not_before > now:
                 continue
-            tested = self._tested() if entry.room.suspicion else set()
+            tested = tested_workers(self._entries.values()) if entry.room.suspicion else set()
             pair = self._placer.pair_for(entry, self.registry.doubtful(now), tested)
             if pair is None and entry.pairless_since is None:
                 return
             if pair is not None and tested.isdisjoint(pair.instances):
                 self._place(entry, pair, now)
-
-    def _tested(self) -> set[str]:
-        """The workers with a room on probation."""
-        pairs = [entry.room.pair for entry in self._entries.values() if entry.room.is_on_probation]
-        return {instance for pair in pairs if pair is not None for instance in pair.instances}
 
     def _place(self, entry: Entry, pair: Pair, now: float) -> None:
         self._waiting.leave(entry)
@@ -327,14 +324,22 @@ class Dispatcher:
         self._placer.book(entry, pair)
         self.intake.pace.note(now)
         self.events["local_prefill"] += pair.is_local
-        names = fields(room=entry.room.room, epoch=entry.room.epoch, prefill=pair.prefill, decode=pair.decode)
-        logger.debug("placed", extra=names)
+        if logger.isEnabledFor(logging.DEBUG):
+            names = fields(room=entry.room.room, epoch=entry.room.epoch, prefill=pair.prefill, decode=pair.decode)
+            logger.debug("placed", extra=names)
         self._perform(entry, effects, now)
 
     def _perform(self, entry: Entry, effects: Sequence[Effect], now: float) -> None:
         is_admission_due = False
         entry.request.note_phase(entry, now)
         for effect in effects:
+            if isinstance(effect, Freed):
+                self.registry.release(effect.instance, entry.room.room, effect.epoch)
+                is_admission_due = True
+                continue
+            if isinstance(effect, Judged):
+                self._reception.judge(entry.room.room, effect, now)
+                continue
             entry.trace.did(effect, now)
             if isinstance(effect, Deliver):
                 self._deliver(entry, effect, now)
@@ -343,11 +348,6 @@ class Dispatcher:
                 worker = self.registry.get(effect.instance)
                 if worker is not None:
                     self._postbox.post(worker, addressed(effect.message, entry.request), now)
-            elif isinstance(effect, Freed):
-                self.registry.release(effect.instance, entry.room.room, effect.epoch)
-                is_admission_due = True
-            elif isinstance(effect, Judged):
-                self._reception.judge(entry.room.room, effect, now)
             else:
                 is_admission_due |= self._perform_rare(entry, effect, now)
         if is_admission_due:

@@ -5,7 +5,7 @@ belong to the request: a choice that waits behind its own siblings does not wait
 request with eight choices is one request.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from msgspec import Struct
@@ -107,24 +107,34 @@ class Request:
     def record(self, now: float) -> RequestRecord:
         """The account of a request whose choices have all ended; its outcome is the first that is not ok."""
         rooms = [entry.room for entry in self.entries]
-        decodes = [room.decode_timeline for room in rooms if room.decode_timeline is not None]
-        prefills = [room.prefill_timeline for room in rooms if room.prefill_timeline is not None]
         firsts = [room.stamps.first_token for room in rooms if room.stamps.first_token is not None]
-        ended = max((room.stamps.ended for room in rooms if room.stamps.ended is not None), default=now)
+        ended = max([room.stamps.ended for room in rooms if room.stamps.ended is not None], default=now)
+        num_prompt = num_cached = num_output = num_drafted = num_accepted = 0
+        prompts: list[PromptWork] = []
+        handoffs: list[Handoff] = []
+        for room in rooms:
+            num_prompt += room.num_prompt
+            num_cached += room.cached_tokens
+            num_output += room.num_output
+            if (prefill := room.prefill_timeline) is not None:
+                prompts.append(PromptWork(queue_s=prefill.queue_ms / 1000, compute_s=prefill.prefill_ms / 1000))
+            if (decode := room.decode_timeline) is not None:
+                num_drafted += decode.drafted_tokens
+                num_accepted += decode.accepted_tokens
+                if decode.handoff_bytes:
+                    handoffs.append(Handoff(num_bytes=decode.handoff_bytes, seconds=decode.handoff_ms / 1000))
         return RequestRecord(
             outcome=self.outcome or "ok",
             e2e_s=ended - self.arrived,
             ttft_s=min(firsts) - self.arrived if firsts else None,
-            prompt_tokens=sum(room.num_prompt for room in rooms),
-            cached_tokens=sum(room.cached_tokens for room in rooms),
-            output_tokens=sum(room.num_output for room in rooms),
-            drafted_tokens=sum(decode.drafted_tokens for decode in decodes),
-            accepted_tokens=sum(decode.accepted_tokens for decode in decodes),
+            prompt_tokens=num_prompt,
+            cached_tokens=num_cached,
+            output_tokens=num_output,
+            drafted_tokens=num_drafted,
+            accepted_tokens=num_accepted,
             queued_s=self.waited(ended),
-            prompts=tuple(PromptWork(queue_s=p.queue_ms / 1000, compute_s=p.prefill_ms / 1000) for p in prefills),
-            handoffs=tuple(
-                Handoff(num_bytes=d.handoff_bytes, seconds=d.handoff_ms / 1000) for d in decodes if d.handoff_bytes
-            ),
+            prompts=tuple(prompts),
+            handoffs=tuple(handoffs),
         )
 
 
@@ -188,6 +198,12 @@ def new_request(jobs: Sequence[Job], now: float, tag: Tag | None = None) -> Requ
     arrived = min((job.arrived for job in jobs), default=now)
     priority, caller = (jobs[0].priority, jobs[0].caller) if jobs else (0, ANYONE)
     return Request(arrived=arrived, waiting_since=now, priority=priority, caller=caller, tag=tag or Tag())
+
+
+def tested_workers(entries: Iterable[Entry]) -> set[str]:
+    """The workers with a room on probation."""
+    pairs = [entry.room.pair for entry in entries if entry.room.is_on_probation]
+    return {instance for pair in pairs if pair is not None for instance in pair.instances}
 
 
 def addressed(message: Reserve | Prefill | Cancel, request: Request) -> Reserve | Prefill | Cancel:

@@ -20,10 +20,12 @@ InboxEvent = Deliver | Ended | Settled | Broken | Disconnected
 class Inbox:
     """Filled by the dispatcher, drained by one task of the same event loop."""
 
+    __slots__ = ("_clock", "_events", "_num_unread", "_owner", "_unread_since", "_waiter", "is_cut")
+
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._events: list[tuple[int, InboxEvent]] = []
-        self._wake = asyncio.Event()
+        self._waiter: asyncio.Future[None] | None = None  # of the reader, while there is nothing to read
         self._num_unread = 0  # tokens
         self._unread_since: float | None = None
         self._owner: asyncio.Task[object] | None = None
@@ -39,12 +41,17 @@ class Inbox:
             self._num_unread += len(event.ids)
         if self._unread_since is None:
             self._unread_since = self._clock()
-            self._wake.set()
+            if self._waiter is not None and not self._waiter.done():
+                self._waiter.set_result(None)
 
     async def take(self) -> list[tuple[int, InboxEvent]]:
         """Waits for events; all that there are, in order."""
-        await self._wake.wait()
-        self._wake.clear()
+        if not self._events:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
         events, self._events = self._events, []
         self._unread_since = None
         self._num_unread = 0
@@ -57,6 +64,11 @@ class Inbox:
     def unread_for(self, now: float) -> float:
         """Seconds for which the reader has left events lying: it waits for a client that does not read."""
         return 0.0 if self._unread_since is None else now - self._unread_since
+
+    @property
+    def is_unread(self) -> bool:
+        """Whether anything waits for the reader."""
+        return self._unread_since is not None
 
     @property
     def is_full(self) -> bool:

@@ -148,12 +148,17 @@ class Placer:
         return count > 1
 
     def _costs_of(self, worker: Worker) -> Costs:
-        return self._costs.setdefault(worker.hello.fingerprint, Costs())
+        fingerprint = worker.hello.fingerprint
+        if fingerprint not in self._costs:
+            self._costs[fingerprint] = Costs()
+        return self._costs[fingerprint]
 
 
 def choose(
     pairs: Sequence[tuple[Worker, Worker]], prefill: Picker, decode: Picker, prompt: Prompt
 ) -> tuple[Worker, Worker]:
     """One of the (prefill, decode) pairs: decode first, then one of its partners."""
+    if len(pairs) == 1:
+        return pairs[0]
     chosen = decode.pick(list(dict.fromkeys(partner for _, partner in pairs)), prompt)
     return prefill.pick([partner for partner, its in pairs if its is chosen], prompt), chosen

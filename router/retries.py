@@ -74,6 +74,8 @@ class Breaker:
         return "open" if now - self.opened_at < BREAKER_OPEN_S else "half open"
 
     def is_avoided(self, now: float) -> bool:
+        if self.opened_at is None and not self.allowed:  # as nearly always
+            return self.probe is not None
         is_full = self.allowed > 0 and len(self._held) >= self.allowed
         return self.state(now) == "open" or self.probe is not None or is_full
 

@@ -171,6 +171,13 @@ class Room:
             effects += self._attempt_failed("PeerLost", "a worker was lost", True, now)
         return effects
 
+    def is_due(self, now: float) -> bool:
+        """Whether `tick` may have something to do: for one of thousands of streams that go on it has not."""
+        if self.phase is not Phase.STREAMING:
+            return True
+        is_late = now - self._progress_at > self.timeouts.token_s or (self.deadline is not None and now >= self.deadline)
+        return is_late or self.epoch > 0  # then an earlier attempt may be held somewhere
+
     def tick(self, now: float) -> list[Effect]:
         """Ends what has made no progress for too long."""
         effects = self._holds.tick(now, self.timeouts.gone_s)
