@@ -26,6 +26,7 @@ class Guard:
     def __init__(self, keys: ApiKeys | None, operator_token: str = "") -> None:
         self._keys = keys
         self._token = operator_token
+        self._callers: dict[str, tuple[ApiKey, Caller]] = {}  # by key id, with the entry then
 
     def __repr__(self) -> str:
         return f"Guard({self._keys or 'everybody'})"
@@ -38,7 +39,14 @@ class Guard:
         if raw_path == STATUS and self._token and hmac.compare_digest(given.encode(), self._token.encode()):
             return ANYONE
         key = self._keys.find(given)
-        return caller_of(key) if key is not None else None
+        return self._known(key) if key is not None else None
+
+    def _known(self, key: ApiKey) -> Caller:
+        entry, caller = self._callers.get(key.id, (None, ANYONE))
+        if entry is not key:  # new, or the file was read again
+            caller = caller_of(key)
+            self._callers[key.id] = key, caller
+        return caller
 
 
 def must_see_all(caller: Caller) -> None:

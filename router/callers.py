@@ -83,8 +83,8 @@ class Gate:
         use = self._use_of(caller)
         if caller.max_requests and use.num_running >= caller.max_requests:
             raise _too_many(caller, f"{caller.max_requests} requests at once", 1.0)
-        asked = {"requests": (caller.requests_per_minute, 1), "tokens": (caller.tokens_per_minute, num_tokens)}
-        limited = [(what, *rest) for what, rest in asked.items() if rest[0]]
+        asked = (("requests", caller.requests_per_minute, 1), ("tokens", caller.tokens_per_minute, num_tokens))
+        limited = [limit for limit in asked if limit[1]]
         for what, per_minute, _ in limited:
             wait = self._bucket(use, what, per_minute, now).wait(now)
             if wait:

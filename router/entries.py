@@ -19,7 +19,7 @@ from .inbox import Inbox
 from .policy import Need
 from .prefixes import Prompt
 from .rooms import DEADLINE_EXCEEDED, Room
-from .timeline import Timeline, timeline_of
+from .timeline import Account, Timeline, account_of
 from .trace import Trace
 
 OUTCOMES = {
@@ -178,12 +178,13 @@ class Entry:
         """Its attempt failed; the next begins behind the output so far."""
         self.queued_at, self.not_before, self._prompt = now, not_before, None
 
-    def timeline(self, now: float) -> Timeline:
+    def account(self, now: float) -> Account:
+        """What there is to tell of it, without its tokens."""
         room, until = self.room, now
         if room.pair is None and room.stamps.ended is not None:  # no pair came
             until = room.stamps.ended
         waiting = until - self.queued_at if room.pair is None else 0.0
-        return timeline_of(
+        return account_of(
             self.room,
             arrived=self.job.arrived,
             tokenize_s=self.job.tokenize_s,
@@ -191,6 +192,9 @@ class Entry:
             now=now,
             trace=self.trace,
         )
+
+    def timeline(self, now: float) -> Timeline:
+        return self.account(now).timeline()
 
 
 def new_request(jobs: Sequence[Job], now: float, tag: Tag | None = None) -> Request:

@@ -1,13 +1,13 @@
 """The requests that run, and those that ended of late: what became of them, and no word of what was said in them.
 
 A request is kept whole while any of its rooms is open, since workers may still tell what it cost; then only its figures
-are, of the last `KEPT` requests. Who asks with an API key sees its own requests, an operator's key sees all.
+are, of the last `KEPT` requests, and nothing is made of them before somebody asks. Who asks with an API key sees its own
+requests, an operator's key sees all.
 """
 
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import islice
 
 from msgspec import Struct
@@ -15,7 +15,7 @@ from msgspec import Struct
 from .callers import Caller
 from .entries import Entry, Request
 from .room_parts import Phase
-from .timeline import Timeline
+from .timeline import Account, Timeline
 
 KEPT = 256
 SHORT = 8  # digits of an id that tell it apart for people, and that find it
@@ -79,13 +79,27 @@ class RequestView(Struct, frozen=True, kw_only=True):
     choices: list[ChoiceView]
 
 
-@dataclass(frozen=True)
-class Kept:
+class Kept(Struct, frozen=True, kw_only=True):
     """What is left of a request."""
 
     caller_id: str
-    row: RequestRow
-    view: RequestView
+    reply_id: str
+    arrived: float  # Unix seconds
+    state: str
+    outcome: str | None
+    accounts: list[Account]  # of its choices
+
+    def is_named(self, name: str) -> bool:
+        return _is_named(name, self.reply_id, [account.room for account in self.accounts])
+
+    def view(self) -> RequestView:
+        """All there is to tell of it."""
+        choices = [_choice(account) for account in self.accounts]
+        return RequestView(id=self.reply_id, arrived=self.arrived, state=self.state, outcome=self.outcome, choices=choices)
+
+    def row(self) -> RequestRow:
+        """Its line in a list."""
+        return _row(self, [account.timeline() for account in self.accounts])
 
 
 class History:
@@ -116,8 +130,8 @@ class History:
     def recent(self, caller: Caller, limit: int) -> RequestList:
         """The newest requests that `caller` may see, those that run before those that ended."""
         running = (request for request in reversed(self._open.values()) if caller.may_see(request.caller.id))
-        rows = [self._keep(request).row for request in islice(running, limit)]
-        ended = (kept.row for kept in reversed(self._ended) if caller.may_see(kept.caller_id))
+        rows = [self._keep(request).row() for request in islice(running, limit)]
+        ended = (kept.row() for kept in reversed(self._ended) if caller.may_see(kept.caller_id))
         return RequestList(now=round(self._wall(), 3), requests=rows + list(islice(ended, limit - len(rows))))
 
     def find(self, name: str, caller: Caller) -> RequestView | None:
@@ -125,24 +139,22 @@ class History:
         for request in reversed(self._open.values()):
             rooms = [entry.room.room for entry in request.entries]
             if caller.may_see(request.caller.id) and _is_named(name, request.tag.reply_id, rooms):
-                return self._keep(request).view
+                return self._keep(request).view()
         for kept in reversed(self._ended):
-            if caller.may_see(kept.caller_id) and _is_named(name, kept.view.id, [c.room for c in kept.view.choices]):
-                return kept.view
+            if caller.may_see(kept.caller_id) and kept.is_named(name):
+                return kept.view()
         return None
 
     def _keep(self, request: Request) -> Kept:
         now = self._clock()
-        timelines = [entry.timeline(now) for entry in request.entries]
-        arrived = round(self._wall() - (now - request.arrived), 3)
-        view = RequestView(
-            id=request.tag.reply_id,
-            arrived=arrived,
+        return Kept(
+            caller_id=request.caller.id,
+            reply_id=request.tag.reply_id,
+            arrived=round(self._wall() - (now - request.arrived), 3),
             state=state_of(request),
             outcome=request.outcome,
-            choices=[_choice(entry, timeline) for entry, timeline in zip(request.entries, timelines, strict=True)],
+            accounts=[entry.account(now) for entry in request.entries],
         )
-        return Kept(request.caller.id, _row(request, timelines, view), view)
 
 
 def _is_named(name: str, reply_id: str, rooms: Sequence[str]) -> bool:
@@ -162,30 +174,29 @@ def state_of(request: Request) -> str:
     return "ended"  # its figures are awaited
 
 
-def _choice(entry: Entry, timeline: Timeline) -> ChoiceView:
-    room = entry.room
+def _choice(account: Account) -> ChoiceView:
     return ChoiceView(
-        room=room.room,
-        state=room.phase.value,
-        prompt_tokens=room.num_prompt,
-        output_tokens=room.num_output,
-        timeline=timeline,
+        room=account.room,
+        state=account.phase,
+        prompt_tokens=account.num_prompt,
+        output_tokens=account.num_output,
+        timeline=account.timeline(),
     )
 
 
-def _row(request: Request, timelines: list[Timeline], view: RequestView) -> RequestRow:
-    first = timelines[0]
+def _row(kept: Kept, timelines: list[Timeline]) -> RequestRow:
+    first, accounts = timelines[0], kept.accounts
     handed = [t.handoff_bytes for t in timelines if t.handoff_bytes is not None]
     return RequestRow(
-        id=view.choices[0].room[:SHORT],
-        arrived=view.arrived,
-        state=view.state,
-        outcome=view.outcome,
-        choices=len(view.choices),
+        id=accounts[0].room[:SHORT],
+        arrived=kept.arrived,
+        state=kept.state,
+        outcome=kept.outcome,
+        choices=len(accounts),
         attempts=sum(t.attempts for t in timelines),
-        prompt_tokens=sum(choice.prompt_tokens for choice in view.choices),
-        cached_tokens=sum(entry.room.cached_tokens for entry in request.entries),
-        output_tokens=sum(choice.output_tokens for choice in view.choices),
+        prompt_tokens=sum(account.num_prompt for account in accounts),
+        cached_tokens=sum(account.cached_tokens for account in accounts),
+        output_tokens=sum(account.num_output for account in accounts),
         queue_ms=first.queue_ms,
         ttft_ms=first.ttft_ms,
         tpot_ms=first.tpot_ms,

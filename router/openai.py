@@ -6,7 +6,7 @@ served are named as such; a value that asks for nothing (null, the API's default
 
 import re
 import secrets
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import msgspec
 from msgspec import Struct
@@ -85,11 +85,10 @@ def prompts_of(body: CompletionBody) -> list[str | list[int]]:
     prompt = body.prompt
     if isinstance(prompt, str):
         prompts: list[str | list[int]] = [prompt]
-    elif set(map(type, prompt)) == {int}:
-        prompts = [[item for item in prompt if isinstance(item, int)]]
+    elif (kinds := set(map(type, prompt))) == {int}:
+        prompts = [cast(list[int], prompt)]
     else:
         prompts = [item for item in prompt if not isinstance(item, int)]
-        kinds = {type(item) for item in prompt}
         if len(kinds) > 1:
             raise bad_request("prompt mixes strings and token ids: give one kind", param="prompt")
     if not prompts or any(len(item) == 0 for item in prompts):
@@ -117,9 +116,9 @@ def logprobs_of(body: ChatBody | CompletionBody) -> int:
 
 def check_token_ids(body: CommonBody, prompt_ids: list[int], vocab_size: int) -> None:
     """Raises ApiError (400) for an id outside the vocabulary, wherever the body names one."""
-    named = {"prompt": prompt_ids, "stop_token_ids": body.stop_token_ids or []}
-    named["logit_bias"] = [int(token) for token in body.logit_bias or {}]
-    for param, ids in named.items():
+    biased = [int(token) for token in body.logit_bias] if body.logit_bias else ()
+    named = (("prompt", prompt_ids), ("stop_token_ids", body.stop_token_ids), ("logit_bias", biased))
+    for param, ids in named:
         if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
             wrong = next(i for i in ids if not 0 <= i < vocab_size)
             raise bad_request(f"{param}: token id {wrong} is outside the vocabulary of {vocab_size}", param=param)

@@ -67,6 +67,7 @@ class Service:
     ) -> None:
         self.dispatcher = dispatcher
         self.tracing = tracing or Untraced()
+        self._is_traced = not isinstance(self.tracing, Untraced)
         self.responses: Mapping[int, int] = {}  # of the HTTP server, by status
         self.tokenizer = tokenizer
         self.served_model = served_model
@@ -104,7 +105,8 @@ class Service:
     async def chat(self, body: ChatBody, call: Call, make_builder: Callable[[Frame], Builder] = ChatBuilder) -> Answer:
         """POST /v1/chat/completions. Raises ApiError."""
         self._check_model(body.model)
-        call = replace(call, grammar=await self.grammars.of(plan_of(body)))
+        if plan := plan_of(body):
+            call = replace(call, grammar=await self.grammars.of(plan))
         started = self.clock()
         tools = body.tools or () if body.calls_tools else ()
         ids = await self._encode_chat(body.messages, body.chat_template_kwargs, call, tools)
@@ -115,8 +117,9 @@ class Service:
         """POST /v1/completions. Raises ApiError."""
         self._check_model(body.model)
         prompts = prompts_of(body)
-        self._check_chars(max((len(p) for p in prompts if isinstance(p, str)), default=0), "prompt")
-        call = replace(call, grammar=await self.grammars.of(plan_of(body)))
+        self._check_chars(max([len(p) for p in prompts if isinstance(p, str)], default=0), "prompt")
+        if plan := plan_of(body):
+            call = replace(call, grammar=await self.grammars.of(plan))
         started = self.clock()
         read = await self._in_thread(call.size, lambda: [self._prompt(prompt) for prompt in prompts])
         frame = self._frame(body, "cmpl-")
@@ -223,15 +226,17 @@ class Service:
     def _submit(self, jobs: Sequence[Job], inbox: Inbox, reply_id: str, call: Call) -> list[Entry]:
         """In a span of its own, which ends with the last choice, or here when the request is refused."""
         span = self.tracing.begin(f"{operation_of(reply_id)} {self.served_model}", call.trace, call.arrived)
-
-        def on_end(request: Request, now: float) -> None:
-            end_request(self.tracing, request, self.served_model, now)
-
+        tag = Tag(reply_id=reply_id, span=span)
+        if self._is_traced:
+            tag = Tag(reply_id=reply_id, span=span, on_end=self._end_span)
         try:
-            return self.dispatcher.submit(jobs, inbox, Tag(reply_id=reply_id, span=span, on_end=on_end))
+            return self.dispatcher.submit(jobs, inbox, tag)
         except ApiError as error:
             span.end(self.clock(), {"baton.outcome": "rejected"}, error.body.code or str(error.status))
             raise
+
+    def _end_span(self, request: Request, now: float) -> None:
+        end_request(self.tracing, request, self.served_model, now)
 
     def _jobs(
         self, body: ChatBody | CompletionBody, ids: list[int], live: Limits, call: Call, tokenize_s: float

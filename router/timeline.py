@@ -2,8 +2,10 @@
 
 from msgspec import Struct
 
-from ..cluster.messages import DecodeTimeline
+from ..cluster.messages import DecodeTimeline, PrefillTimeline
 from ..cluster.transports import SHM, ZMQ_BLOCKS
+from .room_effects import Pair
+from .room_parts import Stamps
 from .rooms import Room
 from .trace import AttemptLog, Trace
 
@@ -42,51 +44,99 @@ class Timeline(Struct, frozen=True, kw_only=True):
     attempt_log: list[AttemptLog] = []
 
 
+class Account(Struct, frozen=True, kw_only=True):
+    """A room as it was at `now`, without its tokens: a timeline is made of it when somebody asks."""
+
+    room: str
+    phase: str
+    num_prompt: int
+    num_output: int
+    cached_tokens: int
+    epoch: int
+    pair: Pair | None
+    stamps: Stamps
+    prefill: PrefillTimeline | None
+    decode: DecodeTimeline | None
+    arrived: float
+    tokenize_s: float
+    queued_s: float
+    now: float
+    trace: Trace
+
+    def timeline(self) -> Timeline:
+        """As far as it is known."""
+        stamps, prefill, decode, pair = self.stamps, self.prefill, self.decode, self.pair
+        ended = stamps.ended if stamps.ended is not None else self.now
+        return Timeline(
+            queue_ms=_ms(self.queued_s),
+            tokenize_ms=_ms(self.tokenize_s),
+            prefill_queue_ms=round(prefill.queue_ms, 3) if prefill else None,
+            prefill_ms=round(prefill.prefill_ms, 3) if prefill else None,
+            cached_tokens=prefill.cached_tokens if prefill else None,
+            ttft_ms=_ms(stamps.first_token - self.arrived) if stamps.first_token is not None else None,
+            tpot_ms=_tpot_ms(stamps, self.num_output),
+            handoff_ms=round(decode.handoff_ms, 3) if decode else None,
+            handoff_bytes=decode.handoff_bytes if decode else None,
+            handoff_blocks=decode.handoff_blocks if decode else None,
+            handoff_transport=_transport(decode) if decode else None,
+            have_tokens=decode.have_tokens if decode else None,
+            draft_prefill_ms=round(decode.draft_prefill_ms, 3) if decode else None,
+            decode_queue_ms=round(decode.queue_ms, 3) if decode else None,
+            decode_ms=round(decode.decode_ms, 3) if decode else None,
+            verify_steps=decode.verify_steps if decode else None,
+            drafted=decode.drafted_tokens if decode else None,
+            accepted=decode.accepted_tokens if decode else None,
+            accept_length=_accept_length(decode) if decode else None,
+            e2e_ms=_ms(ended - self.arrived),
+            attempts=self.epoch + 1,
+            prefill_instance=pair.prefill if pair else None,
+            decode_instance=pair.decode if pair else None,
+            local_prefill=pair.is_local if pair else None,
+            attempt_log=[note.log(self.arrived) for note in self.trace.attempts],
+        )
+
+
+def account_of(
+    room: Room, *, arrived: float, tokenize_s: float, queued_s: float, now: float, trace: Trace | None = None
+) -> Account:
+    """The account of a room at `now`; times are monotonic seconds."""
+    return Account(
+        room=room.room,
+        phase=room.phase.value,
+        num_prompt=room.num_prompt,
+        num_output=room.num_output,
+        cached_tokens=room.cached_tokens,
+        epoch=room.epoch,
+        pair=room.pair,
+        stamps=room.stamps,
+        prefill=room.prefill_timeline,
+        decode=room.decode_timeline,
+        arrived=arrived,
+        tokenize_s=tokenize_s,
+        queued_s=queued_s,
+        now=now,
+        trace=trace or Trace(),
+    )
+
+
 def timeline_of(
     room: Room, *, arrived: float, tokenize_s: float, queued_s: float, now: float, trace: Trace | None = None
 ) -> Timeline:
     """The timeline of a room as far as it is known at `now`; times are monotonic seconds."""
-    stamps, prefill, decode = room.stamps, room.prefill_timeline, room.decode_timeline
-    ended = stamps.ended if stamps.ended is not None else now
-    return Timeline(
-        queue_ms=_ms(queued_s),
-        tokenize_ms=_ms(tokenize_s),
-        prefill_queue_ms=round(prefill.queue_ms, 3) if prefill else None,
-        prefill_ms=round(prefill.prefill_ms, 3) if prefill else None,
-        cached_tokens=prefill.cached_tokens if prefill else None,
-        ttft_ms=_ms(stamps.first_token - arrived) if stamps.first_token is not None else None,
-        tpot_ms=_tpot_ms(room),
-        handoff_ms=round(decode.handoff_ms, 3) if decode else None,
-        handoff_bytes=decode.handoff_bytes if decode else None,
-        handoff_blocks=decode.handoff_blocks if decode else None,
-        handoff_transport=_transport(decode) if decode else None,
-        have_tokens=decode.have_tokens if decode else None,
-        draft_prefill_ms=round(decode.draft_prefill_ms, 3) if decode else None,
-        decode_queue_ms=round(decode.queue_ms, 3) if decode else None,
-        decode_ms=round(decode.decode_ms, 3) if decode else None,
-        verify_steps=decode.verify_steps if decode else None,
-        drafted=decode.drafted_tokens if decode else None,
-        accepted=decode.accepted_tokens if decode else None,
-        accept_length=_accept_length(room),
-        e2e_ms=_ms(ended - arrived),
-        attempts=room.epoch + 1,
-        prefill_instance=room.pair.prefill if room.pair else None,
-        decode_instance=room.pair.decode if room.pair else None,
-        local_prefill=room.pair.is_local if room.pair else None,
-        attempt_log=[note.log(arrived) for note in trace.attempts] if trace is not None else [],
-    )
+    account = account_of(room, arrived=arrived, tokenize_s=tokenize_s, queued_s=queued_s, now=now, trace=trace)
+    return account.timeline()
 
 
 def _ms(seconds: float) -> float:
     return round(seconds * 1000, 3)
 
 
-def _tpot_ms(room: Room) -> float | None:
+def _tpot_ms(stamps: Stamps, num_output: int) -> float | None:
     """Mean time per token after the first."""
-    first, last = room.stamps.first_token, room.stamps.last_token
-    if first is None or last is None or room.num_output < 2:
+    first, last = stamps.first_token, stamps.last_token
+    if first is None or last is None or num_output < 2:
         return None
-    return _ms((last - first) / (room.num_output - 1))
+    return _ms((last - first) / (num_output - 1))
 
 
 def _transport(decode: DecodeTimeline) -> str | None:
@@ -98,10 +148,9 @@ def _transport(decode: DecodeTimeline) -> str | None:
     return SHM if decode.handoff_shm_blocks == decode.handoff_blocks else f"{SHM}+{ZMQ_BLOCKS}"
 
 
-def _accept_length(room: Room) -> float | None:
+def _accept_length(decode: DecodeTimeline) -> float | None:
     """Tokens committed per verify: the accepted drafts and the target's own.
 
     Not the output over the steps: the last verify of a request may commit more than the client gets.
     """
-    decode = room.decode_timeline
-    return round(1 + decode.accepted_tokens / decode.verify_steps, 4) if decode and decode.verify_steps else None
+    return round(1 + decode.accepted_tokens / decode.verify_steps, 4) if decode.verify_steps else None
