@@ -15,6 +15,7 @@ import zmq
 from ..cluster.codec import Decoder, control_down_decoder, encode
 from ..cluster.messages import (
     PROTOCOL_MAJOR,
+    YOUNG_FIELDS,
     Cancel,
     ControlDown,
     ControlUp,
@@ -65,7 +66,7 @@ class FakeWorker:
         self._hello = Hello(
             role=role, instance=self.instance, protocol=PROTOCOL_MAJOR, fingerprint="bench", model="bench",
             kv_endpoint="ipc:///nowhere" if is_prefill else "", pages_total=PAGES, page_size=16, max_context=1 << 24,
-            max_running=0,
+            max_running=0, takes=YOUNG_FIELDS,
         )  # fmt: skip
 
     def send(self, message: ControlUp) -> None:

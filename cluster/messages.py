@@ -67,8 +67,10 @@ class Sampling(Struct, frozen=True, kw_only=True):
     grammar: Annotated[str, Meta(max_length=131072)] = ""  # that the output follows, as llguidance reads it; "": none
 
 
-# Fields that workers of this protocol version may not know yet: who does says so in its Hello.
+# Fields of orders that workers of this protocol version may not know yet, and without which the answer would be another
+# or the cache another tenant's: who obeys one says so in its Hello, and who does not is never sent it.
 YOUNG_SAMPLING_FIELDS = ("min_new_tokens", "prompt_logprobs", "grammar")
+YOUNG_FIELDS = (*YOUNG_SAMPLING_FIELDS, "salt")
 
 
 class TokenLogprob(Struct, frozen=True, kw_only=True):
@@ -158,7 +160,7 @@ class Hello(Message, frozen=True, kw_only=True):
     host: Text = ""
     device: Text = "cpu"
     transport: Text = ""
-    takes: tuple[Text, ...] = ()  # of YOUNG_SAMPLING_FIELDS, those that it obeys
+    takes: tuple[Text, ...] = ()  # of YOUNG_FIELDS, those that it obeys
     local_prefill: bool = False  # a decode worker that takes a Reserve without a prefill worker
 
 

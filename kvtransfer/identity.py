@@ -4,7 +4,7 @@ import os
 import socket
 from collections.abc import Sequence
 
-from ..cluster.messages import PROTOCOL_MAJOR, YOUNG_SAMPLING_FIELDS, Hello, Layout
+from ..cluster.messages import PROTOCOL_MAJOR, YOUNG_FIELDS, Hello, Layout
 from ..cluster.transports import ZMQ_BLOCKS
 from ..engine.kv_pool import FeaturePlane, KVPool
 from .fingerprint import pair_fingerprint
@@ -69,7 +69,7 @@ def hello_of(
         max_context=max_context,
         max_running=max_running,
         spec_tokens=spec_tokens,
-        takes=YOUNG_SAMPLING_FIELDS,
+        takes=YOUNG_FIELDS,
         local_prefill=local_prefill,
         vocab_size=vocab_size,
         pid=os.getpid(),

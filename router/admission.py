@@ -1,19 +1,26 @@
 """What a request may ask of the workers that are there, and how long its output is when it does not say."""
 
-from collections.abc import Iterable
+from collections.abc import Collection
 
 from ..cluster.messages import YOUNG_SAMPLING_FIELDS, Sampling
 from ..cluster.sockets import CONTROL_MAX_FRAME
 from .errors import ApiError, bad_request, context_too_long, unavailable
 from .grammars import MAX_GRAMMAR
 from .openai import COMPLETION_MAX_TOKENS
-from .policy import Limits, Need, can_ever, live_pairs
+from .policy import Limits, Need, can_ever, live_pairs, obeyed
 from .registry import Registry, Worker
 
 # A prompt travels in one control frame: 5 bytes per id at most, and room for a grammar and the other sampling fields.
 MAX_PROMPT_TOKENS = (CONTROL_MAX_FRAME - MAX_GRAMMAR - (64 << 10)) // 5
 CHAT_MAX_TOKENS = 1024
 DEFAULTS = Sampling()
+# Young fields in the words of the API.
+SAID = {
+    "min_new_tokens": "min_tokens",
+    "prompt_logprobs": "echo with logprobs",
+    "grammar": "response_format and tools",
+    "salt": "the tenants of API keys",
+}
 
 
 def no_workers() -> ApiError:
@@ -48,13 +55,25 @@ def check_prompt(num_prompt: int, param: str, live: Limits) -> None:
         )
 
 
-def check_obeyed(sampling: Sampling, workers: Iterable[Worker]) -> None:
-    """Raises ApiError (503) where a worker would not obey a field, since it is of an older version."""
+def young_fields(sampling: Sampling, salt: str) -> tuple[str, ...]:
+    """The fields of an order that workers of an older version may not know, where they say something."""
     asked = [name for name in YOUNG_SAMPLING_FIELDS if getattr(sampling, name) != getattr(DEFAULTS, name)]
-    for worker in workers if asked else ():
-        strange = [name for name in asked if name not in worker.hello.takes]
-        if worker.is_serving and strange:
-            raise unavailable(f"Some workers are of an older version, which does not know {strange[0]}. Try again later.")
+    return (*asked, "salt") if salt else tuple(asked)
+
+
+def no_pair_for(need: Need, pairs: Collection[tuple[Worker, Worker]]) -> ApiError:
+    """503: why none of the live pairs serves a request, whatever its size; it names a field that they do not know."""
+    unknown = [name for name in need.asks if not any(obeyed(p, d, [name]) for p, d in pairs)] or need.asks
+    if not pairs or not unknown or any(obeyed(p, d, need.asks) for p, d in pairs):
+        return no_workers()
+    text = f"The workers that serve are of an older version, which does not know {SAID[unknown[0]]}. Try again later."
+    return unavailable(text)
+
+
+def check_obeyed(need: Need, live: Collection[tuple[Worker, Worker]]) -> None:
+    """Raises ApiError (503) where no pair would obey all fields of a request."""
+    if need.asks and not any(obeyed(p, d, need.asks) for p, d in live):
+        raise no_pair_for(need, live)
 
 
 def check_fits(need: Need, registry: Registry, live: Limits) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from ..cluster.log import fields
 from ..cluster.messages import ControlUp, Goodbye, Heartbeat, Hello, TokenItem, Tokens
 from ..cluster.metrics import RouterMetrics
-from .admission import MAX_PROMPT_TOKENS, no_workers
+from .admission import MAX_PROMPT_TOKENS, no_pair_for
 from .canary import Canaries
 from .entries import OUTCOMES, Entry, Job, Request, Tag, addressed, new_request, tested_workers
 from .errors import unavailable
@@ -278,8 +278,7 @@ class Dispatcher:
     def _tick_entry(self, entry: Entry, now: float) -> None:
         if entry.room.phase is Phase.QUEUED and entry.request.waited(now) > self._queue_timeout_s:
             message = f"No worker had room within {self._queue_timeout_s:g} s. Try again later."
-            self._perform(entry, entry.room.give_up("QueueTimeout", message, now), now)
-            return
+            return self._perform(entry, entry.room.give_up("QueueTimeout", message, now), now)
         if entry.room.num_output:
             self._check_pairs(entry, now)
         self._perform(entry, entry.room.tick(now), now)
@@ -294,12 +293,13 @@ class Dispatcher:
 
     def _check_pairs(self, entry: Entry, now: float) -> None:
         """Ends a wait that no worker can end. A client that has tokens already waits a while: workers are restarted."""
-        if entry.room.phase is not Phase.QUEUED or can_ever(live_pairs(self.registry), entry.need):
+        live = live_pairs(self.registry)
+        if entry.room.phase is not Phase.QUEUED or can_ever(live, entry.need):
             entry.pairless_since = None
             return
         since = entry.pairless_since = now if entry.pairless_since is None else entry.pairless_since
         if not entry.room.num_output:
-            self._perform(entry, entry.room.give_up("NoWorkers", str(no_workers()), now), now)
+            self._perform(entry, entry.room.give_up("NoWorkers", str(no_pair_for(entry.need, live)), now), now)
         elif now - since >= self._timeouts.pair_s:
             self._perform(entry, entry.room.give_up("PeerLost", "no pair is left to go on with", now), now)
 

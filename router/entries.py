@@ -7,6 +7,7 @@ request with eight choices is one request.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -14,6 +15,7 @@ from msgspec.structs import replace
 from ..cluster.messages import Cancel, Prefill, Reserve, Sampling
 from ..cluster.metrics import Handoff, PromptWork, RequestRecord
 from ..cluster.tracing import OpenSpan, Passing
+from .admission import young_fields
 from .callers import ANYONE, Caller
 from .inbox import Inbox
 from .policy import Need
@@ -43,9 +45,11 @@ class Job(Struct, frozen=True, kw_only=True, gc=False):
     priority: int = 0  # lower goes first
     caller: Caller = ANYONE
 
-    @property
+    @cached_property
     def need(self) -> Need:
-        return Need(len(self.prompt_ids), self.sampling.max_new_tokens)
+        """What its first attempt asks of its workers."""
+        asks = young_fields(self.sampling, self.caller.salt)
+        return Need(len(self.prompt_ids), self.sampling.max_new_tokens, asks=asks)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,7 +169,7 @@ class Entry:
         need, num_output = self.job.need, self.room.num_output
         if not num_output:
             return need
-        return Need(need.prompt + num_output, need.max_new - num_output, self.fingerprint)
+        return Need(need.prompt + num_output, need.max_new - num_output, self.fingerprint, need.asks)
 
     @property
     def prompt(self) -> Prompt:

@@ -1,7 +1,7 @@
 """Whether a request is taken: what it asks for, who asks, and how many wait already. Pure.
 
     never    it fits no pair, however idle                              400
-    not now  no pair serves                                             503 with Retry-After
+    not now  no pair serves, or none that knows all its fields          503 with Retry-After
     not you  the caller's own limits                                    429 with Retry-After
     not now  more than `max_queue` rooms wait: the one that would be    429 with Retry-After
              served last is turned away, be it this one or another's
@@ -12,11 +12,11 @@ Retry-After is what the queue takes to empty at the pace of the last while.
 import math
 from collections.abc import Sequence
 
-from .admission import check_fits, no_workers
+from .admission import check_fits, check_obeyed, no_workers
 from .callers import Gate
 from .entries import Entry, Job, Request
 from .errors import ApiError, overloaded
-from .policy import live_limits
+from .policy import live_limits, live_pairs
 from .registry import Registry
 from .waiting import WaitingList
 
@@ -70,6 +70,7 @@ class Intake:
         if live is None:
             raise no_workers()
         for job in jobs:
+            check_obeyed(job.need, live_pairs(self._registry))
             check_fits(job.need, self._registry, live)
         if jobs:
             self.gate.enter(jobs[0].caller, sum(job.need.total for job in jobs), now)

@@ -14,6 +14,7 @@ class Need(Struct, frozen=True, gc=False):
     prompt: int
     max_new: int
     fingerprint: str = ""  # of the workers that gave output already, which others would not go on with; "": any
+    asks: tuple[str, ...] = ()  # of YOUNG_FIELDS, those that must be obeyed
 
     @property
     def total(self) -> int:
@@ -81,7 +82,7 @@ def live_limits(registry: Registry) -> Limits | None:
 def can_ever(live: Iterable[tuple[Worker, Worker]], need: Need) -> bool:
     """Whether some pair could hold the request if it were idle."""
     return any(
-        _fits(d, need)
+        _suits(p, d, need)
         and _can_prefill(p, need)
         and need.total <= d.hello.max_context
         and d.pages_for(need.total) <= d.hello.pages_total
@@ -98,7 +99,7 @@ def able_pairs(
     now are worth waiting for: nobody goes back to a worker that failed it because the others are busy for a moment, and
     decode does not prefill in their place.
     """
-    able = [(p, d) for p, d in live if _fits(d, need) and _can_prefill(p, need) and _can_decode(d, need)]
+    able = [(p, d) for p, d in live if _suits(p, d, need) and _can_prefill(p, need) and _can_decode(d, need)]
     if len(able) < 2 or not (avoid or taken):
         return able
     both = [{p.instance, d.instance} for p, d in able]
@@ -106,9 +107,16 @@ def able_pairs(
     return [pair for pair, count in zip(able, counts, strict=True) if count == min(counts)]
 
 
-def _fits(decode: Worker, need: Need) -> bool:
-    """Whether its tokens are those that the request has already."""
-    return not need.fingerprint or decode.hello.fingerprint == need.fingerprint
+def obeyed(prefill: Worker, decode: Worker, fields: Collection[str]) -> bool:
+    """Whether both know these fields: a worker of an older version would drop them without a word."""
+    return all(name in decode.hello.takes and name in prefill.hello.takes for name in fields)
+
+
+def _suits(prefill: Worker, decode: Worker, need: Need) -> bool:
+    """Whether the pair's tokens are those that the request asks for, and of the kind that it has already."""
+    return (not need.fingerprint or decode.hello.fingerprint == need.fingerprint) and (
+        not need.asks or obeyed(prefill, decode, need.asks)
+    )
 
 
 def _can_prefill(worker: Worker, need: Need) -> bool:

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from ..cluster.trace_context import NOWHERE, TraceContext
 from ..cluster.tracing import Tracing, Untraced
-from .admission import check_obeyed, max_new_tokens, no_workers
+from .admission import max_new_tokens, no_workers
 from .answer import Answer, Wish
 from .api_bodies import ChatBody, CompletionBody, DetokenizeBody, Message, TokenizeBody
 from .callers import ANYONE, Caller
@@ -207,7 +207,6 @@ class Service:
         for prompt in prompts:
             check_token_ids(body, prompt.ids, self._vocab_size(live))
         jobs = [job for prompt in prompts for job in self._jobs(body, prompt.ids, live, call, tokenize_s)]
-        check_obeyed(jobs[0].sampling, self.dispatcher.registry)
         style = _style_of(body)
         tried = [prompt if body.wants_echo else None for prompt in prompts for _ in range(body.num_tries)]
         choices = [Choice(self.tokenizer, style, echo) for echo in tried]

@@ -18,7 +18,7 @@ from baton.cluster.codec import control_down_decoder, encode
 from baton.cluster.config import RouterConfig
 from baton.cluster.messages import (
     PROTOCOL_MAJOR,
-    YOUNG_SAMPLING_FIELDS,
+    YOUNG_FIELDS,
     Cancel,
     DecodeTimeline,
     Finished,
@@ -96,7 +96,7 @@ class FakeWorker:
             "max_context": 512,
             "max_running": 32,
             "vocab_size": 400,
-            "takes": YOUNG_SAMPLING_FIELDS,
+            "takes": YOUNG_FIELDS,
             "protocol": PROTOCOL_MAJOR,
         }
         self.hello = Hello(role=role, instance=self.instance, **(fields | hello))
