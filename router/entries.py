@@ -34,7 +34,7 @@ OUTCOMES = {
 }  # of a Broken's kinds; "failed" for any other
 
 
-class Job(Struct, frozen=True, kw_only=True, gc=False):
+class Job(Struct, frozen=True, kw_only=True, dict=True):  # a dict: for what is computed once
     """One choice that a client wants."""
 
     prompt_ids: list[int]
