@@ -9,10 +9,11 @@ them, owned by one thread that calls, in its loop, `receive()` and then `tick(no
                sent until a Welcome says who it is
 
 A router that answers no Hello for `LOST_AFTER_S` is lost, so is one whose place another took (a Welcome of another router
-id), so is one that takes so little that the outbox is full, and so is one whose connection broke or damaged a message: a
-message that is lost would leave a hole in a stream, or a room that nobody begins. `tick` reports a loss once, before
-`receive` hands over anything from the new router: the worker then drops all rooms, since nobody reads their tokens, and
-says so: a Hello of the next generation goes out before any other message, so that a router that was only slow does not
+id), so is one that takes so little that the outbox is full, and so is one whose connection broke: what it took along would
+leave a hole in a stream, or a room that nobody begins. What arrives damaged from the router is an order, or is repeated
+anyhow: a Hello that counts it as missed has every order said again that waits for its answer. `tick` reports a loss once,
+before `receive` hands over anything from the new router: the worker then drops all rooms, since nobody reads their tokens,
+and says so: a Hello of the next generation goes out before any other message, so that a router that was only slow does not
 wait for these rooms. A router takes a repeated Hello of a known instance and generation as a question, which it answers
 with Welcome without touching the worker's rooms.
 """
@@ -67,10 +68,12 @@ class LinkMachine:
         self.num_hellos = 0
         self._backoff_s = FIRST_BACKOFF_S
         self._next_hello = now
+        self._asked_at = float("-inf")
         self._asking_since: float | None = None  # first Hello that is unanswered
         self._was_heard = False
         self._is_doubted = False
         self._is_introduced = True  # False: a new generation that no Hello has told yet
+        self._has_missed = False  # what no Hello has told yet
         self._rejected = ""
         self._lost = ""
 
@@ -112,7 +115,7 @@ class LinkMachine:
             self._was_heard = False
             self._asking_since = None
             self._backoff_s = FIRST_BACKOFF_S
-            if self._is_introduced and not self._is_doubted:
+            if self._is_introduced and not self._is_doubted and not self._has_missed:
                 self._next_hello = now + (REJECTED_BACKOFF_S if self._rejected else QUIET_S)
         if self._asking_since is not None and self.connected and now - self._asking_since >= LOST_AFTER_S:
             self.connected = False
@@ -129,7 +132,8 @@ class LinkMachine:
         self._asking_since = now if self._asking_since is None else self._asking_since
         if was_sent:
             self.num_hellos += 1
-            self._is_introduced = True
+            self._is_introduced, self._has_missed = True, False
+            self._asked_at = now
             self._next_hello = now + self._backoff_s
             self._backoff_s = min(self._backoff_s * 2, LONGEST_BACKOFF_S)
         else:
@@ -141,10 +145,17 @@ class LinkMachine:
             self.connected = False
             self._lost = reason
 
-    def broke(self, reason: str = "the connection to the router broke") -> None:
-        """A message is gone, or with the connection all that were under way; nobody knows which rooms it was about."""
+    def broke(self) -> None:
+        """The connection is gone, with all that was under way; nobody knows which rooms that was about."""
         if self.connected:
-            self.give_up(reason)
+            self.give_up("the connection to the router broke")
+
+    def miss(self) -> None:
+        """A message of the router arrived damaged. It is told soon; who damages all it says is not told all the time."""
+        self.hello = msgspec.structs.replace(self.hello, missed=self.hello.missed + 1)
+        self._has_missed = True
+        if self.connected:
+            self._next_hello = min(self._next_hello, self._asked_at + FIRST_BACKOFF_S)
 
     def doubt(self) -> None:
         """A message could not be sent: ask who is there before the next one."""
@@ -289,7 +300,7 @@ class LinkQueues(ABC):
             self._num_malformed += 1
             logger.warning("message from the router dropped", extra=fields(reason=str(error)))
             if isinstance(error, DamagedMessage):
-                self._machine.broke("a message from it arrived damaged")
+                self._machine.miss()
             return None
 
 

@@ -140,10 +140,12 @@ class Hello(Message, frozen=True, kw_only=True):
     """A worker registers; sent again after every reconnect until a Welcome comes.
 
     `generation` grows each time this worker gave the router up and dropped all its rooms: a router that sees it grow
-    must not wait for those rooms.
+    must not wait for those rooms. `missed` counts this router's messages that arrived damaged: when it grows, the router
+    says again what this worker has not answered.
     """
 
     generation: Count = 0
+    missed: Count = 0
     role: Annotated[str, Meta(pattern="^(prefill|decode)$")]
     instance: Id
     protocol: Small

@@ -183,17 +183,15 @@ class DecodeWorker:
         )
         is_local = message.prefill_instance is None
         if is_local and request.ends_with_prompt(self.engine.model_config.eos_token_ids):  # the word that it did was lost
-            return self._send(
+            return self._turn_away(
                 Finished(room=request.room, epoch=request.epoch, instance=self.instance, reason="stop", output_tokens=0)
             )
         admitted = self.admission.admit(request, now, message.deadline_ms, is_local=is_local)
         if isinstance(admitted, Refusal):
             self._counters["refused"] += 1
-            reason, after_ms = admitted.reason, admitted.retry_after_ms
-            room, epoch = message.room, message.epoch
-            return self._send(
-                Refused(room=room, epoch=epoch, instance=self.instance, reason=reason, retry_after_ms=after_ms)
-            )
+            why, again_ms = admitted.reason, admitted.retry_after_ms
+            room, epoch, instance = message.room, message.epoch, self.instance
+            return self._turn_away(Refused(room=room, epoch=epoch, instance=instance, reason=why, retry_after_ms=again_ms))
         admitted.trace = carried_by(message)
         self.queues.add(admitted)
         self._counters["requests"] += 1
@@ -203,6 +201,11 @@ class DecodeWorker:
             self._counters["local_prefills"] += 1
         else:
             self._send(self.admission.pull_request(admitted, message))
+
+    def _turn_away(self, answer: Refused | Finished) -> None:
+        """Answers an order without taking it; said again it is no new one."""
+        self.queues.turned_away(answer.room, answer.epoch)
+        self._send(answer)
 
     def _cancel(self, room_id: str, epoch: int) -> None:
         """Gone answers when the pages of every attempt up to `epoch` are free; at once when none is here."""

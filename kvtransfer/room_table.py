@@ -29,7 +29,7 @@ class RoomTable(Generic[R]):
 
     def __init__(self) -> None:
         self._rooms: dict[tuple[str, int], R] = {}
-        self._closed: OrderedDict[str, int] = OrderedDict()  # room -> its newest epoch that ended here
+        self._closed: OrderedDict[str, int] = OrderedDict()  # room -> its newest epoch that ended or was turned away here
         self.on_left: Callable[[R], None] = lambda room: None  # hears of every attempt that leaves
 
     def __repr__(self) -> str:
@@ -75,6 +75,10 @@ class RoomTable(Generic[R]):
         """The attempts up to `epoch` that are here, oldest first; an order for one that comes later begins nothing."""
         self._remember(room, epoch)
         return self.up_to(room, epoch)
+
+    def turned_away(self, room: str, epoch: int) -> None:
+        """The attempt was answered without being taken: its order, said again, is no new one."""
+        self._remember(room, epoch)
 
     def up_to(self, room: str, epoch: int) -> list[R]:
         """The attempts of the room up to `epoch` that are here."""

@@ -166,16 +166,9 @@ class PrefillWorker:
         reason, retry_after_ms = self._why_not(message.prompt_ids, sampling)
         if reason:
             self._counters["refused"] += 1
-            self._send(
-                Refused(
-                    room=message.room,
-                    epoch=message.epoch,
-                    instance=self.instance,
-                    reason=reason,
-                    retry_after_ms=retry_after_ms,
-                )
-            )
-            return
+            room, epoch, instance = message.room, message.epoch, self.instance
+            refused = Refused(room=room, epoch=epoch, instance=instance, reason=reason, retry_after_ms=retry_after_ms)
+            return self._turn_away(refused)
         request = Request(
             room=message.room,
             epoch=message.epoch,
@@ -190,10 +183,15 @@ class PrefillWorker:
             ended = Finished(
                 room=message.room, epoch=message.epoch, instance=self.instance, reason="stop", output_tokens=0
             )
-            return self._send(ended)
+            return self._turn_away(ended)
         deadline = now + message.deadline_ms / 1000 if message.deadline_ms else None
         self.queues.add(Room(request=request, arrived=now, deadline=deadline, trace=carried_by(message)))
         self._counters["requests"] += 1
+
+    def _turn_away(self, answer: Refused | Finished) -> None:
+        """Answers an order without taking it; said again it is no new one."""
+        self.queues.turned_away(answer.room, answer.epoch)
+        self._send(answer)
 
     def _why_not(self, prompt_ids: list[int], sampling: SamplingParams) -> tuple[str, int]:
         """(why this prompt is refused or "", milliseconds after which trying again makes sense)."""

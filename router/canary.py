@@ -103,6 +103,11 @@ class Canaries:
         for canary in [one for one in self._canaries.values() if instance in one.room.instances]:
             self._perform(canary, canary.room.worker_lost(instance, now, is_dead=False), now)
 
+    def missed(self, instance: str, now: float) -> None:
+        """A worker has not heard an order."""
+        for canary in [one for one in self._canaries.values() if instance in one.room.instances]:
+            self._perform(canary, canary.room.say_again(instance, now), now)
+
     # --- where the next one goes --------------------------------------------------------------------------------------
 
     def _ask_next(self, now: float) -> None:

@@ -19,7 +19,6 @@ from .errors import unavailable
 from .history import History
 from .inbox import Inbox
 from .intake import OVERLOADED, Intake
-from .leftovers import Orphans
 from .placing import PairingPolicy, Placer
 from .policy import Limits, can_ever, live_limits, live_pairs
 from .postbox import Postbox, Soon, Transmit
@@ -72,7 +71,6 @@ class Dispatcher:
         self.intake = Intake(registry, self._waiting, max_queue)
         self.canaries = Canaries(registry, self._postbox, mint, canary_s)
         self._placer = Placer(registry, policy, self.canaries.proofs)
-        self._orphans = Orphans()
         self._reception = Reception(registry, self._postbox, self.events)
         self._retries = RetryBudget()
         self.history = History(clock)
@@ -195,10 +193,17 @@ class Dispatcher:
             self._on_room_event(worker, message.room, message, now)
 
     def _on_hello(self, identity: bytes, message: Hello, now: float) -> None:
-        worker = self._reception.hello(identity, message, now)
-        if worker is not None:
+        greeted = self._reception.hello(identity, message, now)
+        if greeted is None:
+            return
+        worker = greeted.worker
+        if greeted.has_dropped_all:
             self._settle_rooms_of(worker, now, is_dead=False)
             self._postbox.flush(worker, now)
+            return
+        self.canaries.missed(worker.instance, now)
+        for entry in self._rooms_of(worker):
+            self._perform(entry, entry.room.say_again(worker.instance, now), now)
 
     def _on_heartbeat(self, identity: bytes, worker: Worker, message: Heartbeat, now: float) -> None:
         self.registry.heartbeat(identity, worker.instance, message.stats, now)
@@ -210,7 +215,7 @@ class Dispatcher:
     def _on_room_event(self, worker: Worker, room: str, event: RoomEvent, now: float) -> None:
         if (entry := self._entries.get(room)) is None:
             if not self.canaries.on(worker, room, event, now):
-                self._on_orphan(worker, room, event, now)
+                self._reception.orphan(worker, room, event, now)
             return
         stale = entry.room.num_stale
         if not isinstance(event, TokenItem):  # which teaches nobody anything
@@ -219,12 +224,6 @@ class Dispatcher:
         self._perform(entry, entry.room.on(event, worker.instance, now), now)
         if entry.room.num_stale != stale:
             self.events["stale_message"] += entry.room.num_stale - stale
-
-    def _on_orphan(self, worker: Worker, room: str, event: RoomEvent, now: float) -> None:
-        self.events["orphan_message"] += 1
-        cancel = self._orphans.answer(room, worker.instance, event)
-        if cancel is not None:
-            self._postbox.post(worker, cancel, now)
 
     def lose(self, workers: Sequence[Worker]) -> None:
         """Forgets workers, then settles their rooms: none goes from one lost worker to the next."""

@@ -3,15 +3,27 @@
 import logging
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from ..cluster.log import fields
 from ..cluster.messages import Cancel, Hello, Rejected
-from .leftovers import Leftovers
+from .leftovers import Leftovers, Orphans
 from .postbox import Postbox
 from .registry import Registry, Worker
 from .room_effects import Judged
+from .room_parts import RoomEvent
 
 logger = logging.getLogger(__name__)
+
+DAMAGED = "a message of this worker arrived damaged; it may come back at once"
+
+
+@dataclass(frozen=True)
+class Greeted:
+    """A worker of whose rooms something was lost: all that it held, or else the orders that it has not heard."""
+
+    worker: Worker
+    has_dropped_all: bool
 
 
 class Reception:
@@ -22,17 +34,19 @@ class Reception:
         self._postbox = postbox
         self._events = events
         self._leftovers = Leftovers()
+        self._orphans = Orphans()
 
     def __repr__(self) -> str:
         return f"Reception({self._registry}, {self._leftovers})"
 
-    def hello(self, identity: bytes, message: Hello, now: float) -> Worker | None:
-        """Registers or refuses. The worker, when it says that it has dropped all its rooms."""
+    def hello(self, identity: bytes, message: Hello, now: float) -> Greeted | None:
+        """Registers or refuses. None, when that changes nothing for any room."""
         known = self._registry.get(message.instance)
         if known is not None and message.generation < known.hello.generation:  # was under way on an older connection
             self._events["stale_hello"] += 1
             return None
         has_dropped_all = known is not None and message.generation > known.hello.generation
+        has_missed = known is not None and message.missed > known.hello.missed
         answer = self._registry.hello(identity, message, now)
         worker = self._registry.get(message.instance)
         if worker is None:
@@ -44,15 +58,20 @@ class Reception:
             logger.info("worker registered", extra=fields(role=worker.role, instance=worker.instance, pid=message.pid))
         if has_dropped_all:
             worker.forget_rooms()
+        if worker.has_hole:  # it has not heard so
+            answer = Rejected(instance=worker.instance, reason=DAMAGED)
         self._postbox.post(worker, answer, now)
         for room, epoch in self._leftovers.take(message.instance, message.generation):
             self._postbox.post(worker, Cancel(room=room, epoch=epoch, instance=worker.instance), now)
         if has_dropped_all:
             logger.warning("worker dropped its rooms", extra=fields(role=worker.role, instance=worker.instance))
             self._events["worker_dropped_rooms"] += 1
-            return worker
+            return Greeted(worker, has_dropped_all=True)
         self._postbox.flush(worker, now)
-        return None
+        if not has_missed:
+            return None
+        self._events["damaged_order"] += 1
+        return Greeted(worker, has_dropped_all=False)
 
     def farewell(self, worker: Worker, rooms: Sequence[tuple[str, int]], now: float) -> None:
         """Forgets a worker. If it is only slow, it shall not go on working on `rooms` (name and newest epoch) for nobody."""
@@ -78,8 +97,15 @@ class Reception:
         for worker in self._registry:
             if worker.identity == identity:
                 self._events["damaged_message"] += 1
-                reason = "a message of this worker arrived damaged; it may come back at once"
-                self._postbox.post(worker, Rejected(instance=worker.instance, reason=reason), now)
+                worker.has_hole = True
+                self._postbox.post(worker, Rejected(instance=worker.instance, reason=DAMAGED), now)
+
+    def orphan(self, worker: Worker, room: str, event: RoomEvent, now: float) -> None:
+        """A worker speaks of a room that is over."""
+        self._events["orphan_message"] += 1
+        cancel = self._orphans.answer(room, worker.instance, event)
+        if cancel is not None:
+            self._postbox.post(worker, cancel, now)
 
     def probe(self, now: float) -> None:
         """Some connection ended. Says Welcome again, which changes nothing for who is there and finds out who is gone."""

@@ -80,6 +80,7 @@ class Worker:
     unreachable_since: float | None = None
     outbox: deque[bytes] = field(default_factory=deque)  # frames that its connection did not take yet
     breaker: Breaker = field(default_factory=Breaker)
+    has_hole: bool = False  # a message of it was lost: it must drop its rooms, since nobody knows of which one that told
     takes_prompts: bool = False  # a decode worker that may be given prompts without a prefill worker
     foreign_pages: int = 0  # used by what the ledger does not know, as of the last heartbeat
     foreign_rooms: int = 0  # of another router, likewise
@@ -138,6 +139,7 @@ class Worker:
         self.breaker.probe = None
         self.outbox.clear()
         self.foreign_pages = self.foreign_rooms = 0
+        self.has_hole = False
 
     def hear(self, message: ControlUp) -> None:
         """A word about a room. A worker that refuses is fuller than the ledger says, since it serves another router too: it

@@ -127,6 +127,11 @@ class Attempt:
         )
         return [reserve, prefill]
 
+    def is_answer_due(self, instance: str) -> bool:
+        """Whether this worker has not answered its order yet."""
+        is_awaited = not self.is_reserved if instance == self.pair.decode else self.first is None
+        return instance in self.instances and is_awaited
+
     def accepts(self, message: AttemptEvent, instance: str) -> bool:
         """Whether `message` of worker `instance` is of this attempt and from the one who may say it."""
         if message.epoch != self.epoch or instance not in self.instances:

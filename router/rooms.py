@@ -26,8 +26,10 @@ from ..cluster.messages import (
     Finished,
     FirstToken,
     Gone,
+    Prefill,
     PrefillTimeline,
     Refused,
+    Reserve,
     Reserved,
     Sampling,
     TokenItem,
@@ -125,9 +127,14 @@ class Room:
         self.phase = Phase.PREFILLING
         self._progress_at = now
         self._holds.add(pair.instances, self.epoch)
-        deadline_ms = 0 if self.deadline is None else max(1, int((self.deadline - now) * 1000))
-        orders = self._attempt.orders(self.room, self.prompt_ids, self.output_ids, self.sampling, deadline_ms)
-        return [Send(order.instance, order) for order in orders]
+        return [Send(order.instance, order) for order in self._orders(self._attempt, now)]
+
+    def say_again(self, instance: str, now: float) -> list[Effect]:
+        """A worker may not have heard its order: repeats it until it was answered. Who knows it drops the second one."""
+        attempt = self._attempt
+        if attempt is None or self.phase is not Phase.PREFILLING or not attempt.is_answer_due(instance):
+            return []
+        return [Send(instance, order) for order in self._orders(attempt, now) if order.instance == instance]
 
     def cancel(self, now: float) -> list[Effect]:
         """The client left, or has all it wants. Legal in every state, idempotent."""
@@ -280,6 +287,10 @@ class Room:
         if gone and self._attempt is not None and instance == self._attempt.pair.decode:
             effects += self._settle()
         return effects + (self._maybe_closed() if self.phase is Phase.CLOSING else [])
+
+    def _orders(self, attempt: Attempt, now: float) -> list[Reserve | Prefill]:
+        deadline_ms = 0 if self.deadline is None else max(1, int((self.deadline - now) * 1000))
+        return attempt.orders(self.room, self.prompt_ids, self.output_ids, self.sampling, deadline_ms)
 
     # --- tokens to the client -----------------------------------------------------------------------------------------
 

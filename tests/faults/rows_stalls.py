@@ -85,7 +85,7 @@ def under_reuse(scene: Scene) -> list[Call]:
     """Calls over links so slow, with so many blocks under way, that some wait in ZeroMQ and are read late."""
     asks = scene.known(workload(341, 12, prompt=(1900, 1900), max_tokens=8))
     for proxy in scene.cluster.kv.values():
-        proxy.down.bytes_per_s = 20e6
+        proxy.down.bytes_per_s = 10e6
     return finished(scene, scene.traffic.start(*asks))
 
 

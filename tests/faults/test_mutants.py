@@ -48,6 +48,7 @@ MUTANTS = {
     "ZAP is not enforced": Mutant(row="F55", says="with nobody to ask", prepare={}, play=without_enforcement),
 }
 LEARNING = (under_swaps, without_reuse, another_token)  # with the defence it holds first, and shows what the tokens are
+TRIES = 3  # a fault that needs two things at one moment may not happen in a run; a defence that is there holds in all
 QUICK = ("no digest, another request's bytes",)
 
 
@@ -71,5 +72,9 @@ def test_a_row_fails_without_its_defence(bed, name):
         whole = attempt(bed, replace(row, play=mutant.play, settings={**row.settings, "prepare": {}}))
         assert not whole.problems, whole.problems
     broken = replace(row, play=mutant.play or row.play, settings={**row.settings, "prepare": mutant.prepare})
-    problems = attempt(bed, broken).problems
-    assert any(mutant.says in problem for problem in problems), problems or "it holds"
+    problems = []
+    for _ in range(TRIES):
+        problems += attempt(bed, broken).problems
+        if any(mutant.says in problem for problem in problems):
+            return
+    raise AssertionError(problems or "it holds")

@@ -138,7 +138,7 @@ class Checker:
     def _check_success(self):
         """Where nothing was lost, nothing may fail; and one worker that dies takes nobody's answer with it."""
         world, faults = self.world, self.world.faults
-        is_lossless = faults.are_only("burst", "stop", "leave")
+        is_lossless = faults.are_only("burst", "stop", "leave", "order_flip")
         has_spare = min(world.num_prefills, world.num_decodes) > 1
         is_one_death = faults.are_only("kill", "kill_at", "stop", "leave") and world.num_deaths.total() == 1
         if not is_lossless and not (is_one_death and has_spare and not world.num_deaths["R"]):

@@ -4,16 +4,16 @@ from dataclasses import dataclass
 from random import Random
 
 KINDS = (
-    "control_loss", "control_duplicate", "control_reorder", "control_break", "kv_loss", "kv_duplicate", "kv_reorder",
-    "flip", "truncate", "delay", "congestion", "cut", "partition", "one_way", "kill", "kill_at", "stall", "hang", "freeze",
-    "jump", "leave", "stop", "slow", "drain", "usurp", "tight", "burst",
+    "control_loss", "control_duplicate", "control_reorder", "control_break", "order_flip", "report_flip", "kv_loss",
+    "kv_duplicate", "kv_reorder", "kv_flip", "flip", "truncate", "delay", "congestion", "cut", "partition", "one_way",
+    "kill", "kill_at", "stall", "hang", "freeze", "jump", "leave", "stop", "slow", "drain", "usurp", "tight", "burst",
 )  # fmt: skip
 # What neither loses nor changes a message and takes nobody away.
 HARMLESS = frozenset(("kv_duplicate", "kv_reorder", "control_duplicate", "congestion", "slow"))
 # What makes a worker look lost.
 LOSING = frozenset(
     ("kill", "kill_at", "partition", "one_way", "cut", "control_break", "control_loss", "delay", "stall", "hang", "freeze",
-     "jump", "usurp", "drain")
+     "jump", "usurp", "drain", "report_flip")
 )  # fmt: skip
 # The transitions at which a process may die: what it has just been sent, is about to send, or its scheduler is told.
 ROLE_VERBS = {
@@ -44,9 +44,12 @@ class Faults:
     control_duplicate: float = 0.0
     control_reorder: float = 0.0
     control_break: float = 0.0  # a message that the receiver's end finds damaged; the connection breaks
+    order_flip: float = 0.0  # one bit of a message of the router, of which its connection knows nothing
+    report_flip: float = 0.0  # the same of a worker's
     kv_loss: float = 0.0
     kv_duplicate: float = 0.0
     kv_reorder: float = 0.0
+    kv_flip: float = 0.0  # one bit of any other message than a block
     flip: float = 0.0  # one bit of a block or of its header
     truncate: float = 0.0
     delay: float = 0.0  # of 0.1 to 2 seconds
@@ -97,9 +100,12 @@ def draw(rng: Random) -> Faults:
         control_duplicate=rate(0.3),
         control_reorder=rate(0.3),
         control_break=rate(0.03),
+        order_flip=rate(0.1),
+        report_flip=rate(0.03),
         kv_loss=rate(0.25),
         kv_duplicate=rate(0.3),
         kv_reorder=rate(0.5),
+        kv_flip=rate(0.15),
         flip=rate(0.3),
         truncate=rate(0.1),
         delay=rate(0.08),

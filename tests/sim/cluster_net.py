@@ -299,7 +299,14 @@ class Network:
                 reached["control_break"] += 1
                 self.cut(line)
                 return None
+            flip = "report_flip" if packet.is_up else "order_flip"
+            if (rate := getattr(faults, flip)) and rng.random() < rate:
+                reached[flip] += 1
+                return self._changed(frames, self._flipped)
             return frames
+        if packet.verb != "Block" and faults.kv_flip and rng.random() < faults.kv_flip:
+            reached["kv_flip"] += 1
+            return self._changed(frames, self._flipped)
         if faults.truncate and rng.random() < faults.truncate:
             reached["truncate"] += 1
             return self._changed(frames, lambda data: data[: rng.randrange(len(data))])

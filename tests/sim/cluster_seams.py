@@ -264,6 +264,12 @@ def no_broken_connection():
     return patch.object(LinkMachine, "broke", lambda _: None), options
 
 
+def no_repeated_orders():
+    """The router does not hear that a worker missed an order of it."""
+    options = Options(faults=Faults(order_flip=0.1), num_clients=16, may_repeat=False)
+    return patch.object(Room, "say_again", lambda *_: []), options
+
+
 def no_lost_router():
     """Workers go on with the rooms of a router whose place another took, and that one does not tell them to stop.
 
@@ -273,7 +279,7 @@ def no_lost_router():
     @contextmanager
     def patched():
         with ExitStack() as stack:
-            for owner, name in ((DecodeWorker, "drop_rooms"), (PrefillWorker, "drop_rooms"), (Dispatcher, "_on_orphan")):
+            for owner, name in ((DecodeWorker, "drop_rooms"), (PrefillWorker, "drop_rooms"), (Reception, "orphan")):
                 stack.enter_context(patch.object(owner, name, lambda *_: None))
             yield
 
@@ -321,6 +327,7 @@ SEAMS = {
     "heartbeat": no_heartbeat,
     "generation": no_generation,
     "broken connection": no_broken_connection,
+    "repeated orders": no_repeated_orders,
     "lost router": no_lost_router,
     "fingerprint at the router": no_fingerprint,
     "fingerprint anywhere": no_fingerprint_anywhere,

@@ -77,6 +77,15 @@ def test_a_worker_that_dies_takes_no_answer_with_it(transition):
     assert num_deaths > 4
 
 
+def test_an_order_that_arrives_damaged_is_said_again_and_costs_no_attempt():
+    num_damaged = 0
+    for seed in range(20):
+        outcome = run(seed, Options(faults=Faults(order_flip=0.2), may_repeat=False))
+        assert outcome.violation == "", seed
+        num_damaged += outcome.reached["order_flip"]
+    assert num_damaged > 100
+
+
 def test_a_failing_seed_is_told_with_the_command_that_replays_it(capsys):
     switched_off, _ = SEAMS["digest"]()
     with switched_off:

@@ -30,6 +30,7 @@ SEEDS = {
     "heartbeat": (0, 1, 5, 7, 8, 9),
     "generation": (0, 1, 6, 10, 11, 14),
     "broken connection": (9, 15, 20, 30, 34),
+    "repeated orders": (0, 1, 2, 3, 4, 5),
     "lost router": (0, 1, 2, 3, 4, 5),
     "fingerprint at the router": (0, 1, 4, 5, 8, 9),
     "fingerprint anywhere": (0, 1, 4, 5, 8, 9),

@@ -7,7 +7,7 @@ clock are the test's. After every turn the pools must balance and free pages be 
 import random
 
 import pytest
-from baton.cluster.messages import Failed, Finished, FirstToken
+from baton.cluster.messages import Failed, Finished, FirstToken, Refused
 from baton.decode.queues import RoomState
 from baton.kvtransfer.link import Drop
 from baton.kvtransfer.transport import Complete
@@ -119,6 +119,25 @@ def test_random_cancels_in_any_order_leave_nothing_and_disturb_nobody(model, ref
         assert room in cancelled or len(got) in (1, 5, 12) or room not in pair.ends or isinstance(pair.ends[room], Failed)
     assert all(pair.gone[room] >= 2 for room in cancelled), "each cancel was answered by both"
     pair.assert_nothing_is_held()
+
+
+@pytest.mark.parametrize("is_local", [True, False])
+def test_an_order_that_was_refused_is_not_taken_when_it_is_said_again(model, is_local):
+    """The router has gone on without these two, and would never hear of what they hold."""
+    pair = Pair(model, pages=24)
+    cache = pair.decode.engine.cache
+    held = cache.alloc(cache.num_available)
+    pair.prefill.start_draining()
+    for _ in range(2):
+        pair.send(name(1), [7, 8, 9], is_local=is_local)
+        cache.allocator.release(held)
+        held = []
+    refused = [message for link in pair.links.values() for message in link.to_router]
+    assert [type(message) for message in refused] == [Refused] * (1 if is_local else 2)
+    assert pair.is_idle
+    pair.assert_nothing_is_held()
+    pair.send(name(1), [7, 8, 9], epoch=1, is_local=True)
+    assert pair.decode.num_rooms == 1, "the next attempt is another one"
 
 
 def test_losing_the_router_drops_every_room(model):
