@@ -20,6 +20,7 @@ from .tokenizer import Tokenizer, load_tokenizer
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a router until it is told to end; the process's exit code."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # texts come one at a time: its threads would only wait
     arguments = sys.argv[1:] if argv is None else argv
     return run_role("baton router", lambda: _start(arguments))
 

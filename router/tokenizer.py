@@ -140,7 +140,8 @@ class Tokenizer:
 
     @staticmethod
     def _encode(backend: Backend, text: str, *, add_special_tokens: bool) -> list[int]:
-        encoding = backend.encode(text, add_special_tokens=add_special_tokens)
+        """The ids alone: where each token stands in the text is a third of the work, and nobody asks."""
+        [encoding] = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = encoding.ids
         return ids
 
