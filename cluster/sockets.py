@@ -30,6 +30,7 @@ TICKET_USER = b"ticket"
 IPC_PATH_LIMIT = 107
 TOO_LONG = "a message of too many parts or bytes"  # what `recv_parts` drops
 DISCARD_PARTS = 4096  # in one call, about as many microseconds
+READABLE = int(zmq.POLLIN)
 MORE, LAST = int(zmq.NOBLOCK | zmq.SNDMORE), int(zmq.NOBLOCK)  # flags of a part; to join them each time is dear
 MESSAGES_PER_WAKE = 256  # an AsyncReceiver lets the event loop run after so many
 
@@ -255,7 +256,8 @@ class AsyncReceiver:
         try:
             return try_send(self._socket, parts)
         finally:
-            self._drain_soon()
+            if self._socket.getsockopt(zmq.EVENTS) & READABLE:  # sending may have taken the descriptor's edge
+                self._drain_soon()
 
     def close(self) -> None:
         """Stops reading; the socket stays open for its owner to close. Idempotent."""
