@@ -35,11 +35,9 @@ class _Pipe:
         return f"_Pipe(worker {self.number}, {len(self._unsent)} bytes unsent)"
 
     def send(self, data: bytes) -> None:
-        """Now, or when there is room."""
+        """With what else is sent in this turn of the loop, since each write wakes the worker; or when there is room."""
         if not self._unsent:
-            data = data[self._written(data) :]
-            if data:
-                self._loop.add_writer(self._end, self._on_room)
+            self._loop.call_soon(self._flush)
         self._unsent += data
 
     def read(self) -> bytes | None:
@@ -52,9 +50,15 @@ class _Pipe:
             return b""
 
     def close(self) -> None:
+        self._unsent.clear()
         self._loop.remove_reader(self._end)
         self._loop.remove_writer(self._end)
         self._end.close()
+
+    def _flush(self) -> None:
+        del self._unsent[: self._written(self._unsent)]
+        if self._unsent:
+            self._loop.add_writer(self._end, self._on_room)
 
     def _written(self, data: bytes | bytearray) -> int:
         """How much of it. Of a worker that is gone the reader hears."""
