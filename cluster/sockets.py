@@ -256,7 +256,7 @@ class AsyncReceiver:
         try:
             return try_send(self._socket, parts)
         finally:
-            if self._socket.getsockopt(zmq.EVENTS) & READABLE:  # sending may have taken the descriptor's edge
+            if int(self._socket.getsockopt(zmq.EVENTS)) & READABLE:  # sending may have taken the descriptor's edge
                 self._drain_soon()
 
     def close(self) -> None:
