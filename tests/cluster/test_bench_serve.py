@@ -1,0 +1,54 @@
+"""`baton bench serve` as a command against a router with scripted workers: figures, JSON, a picture, and clear ends."""
+
+import json
+import struct
+
+import pytest
+from baton.bench.router import free_port
+from baton.bench.serve import main
+from baton.bench.serve_plot import cdf, ticks
+
+
+@pytest.fixture
+def running(start):
+    router, script = start()
+    router.pair(script)
+    return router
+
+
+def test_a_closed_and_an_open_loop_end_with_figures_and_a_picture(running, tmp_path, capsys):
+    common = ["--url", running.url, "--input", "16-40", "--output", "4", "--requests", "12", "--json"]
+    for load in (["--concurrency", "1", "3"], ["--rate", "40"]):
+        picture = tmp_path / "load.png"
+        assert main([*common, *load, "--plot", str(picture), "--slo-ttft", "60000"]) == 0
+        levels = json.loads(capsys.readouterr().out)["levels"]
+        assert len(levels) == len(load) - 1
+        for level in levels:
+            assert (level["num_ok"], level["errors"]) == (12, {})
+            assert 0 < level["ttft"]["p50"] <= level["ttft"]["p99"] <= level["e2e"]["p99"]
+            assert level["goodput_per_s"] == level["requests_per_s"] > 0
+            assert level["server"]["retries"] == 0
+        head = picture.read_bytes()[:24]
+        assert head.startswith(b"\x89PNG\r\n\x1a\n")
+        assert struct.unpack(">II", head[16:24]) == (1280, 860)
+
+
+def test_nobody_there_is_one_line_and_exit_code_1(capsys):
+    assert main(["--url", f"http://127.0.0.1:{free_port()}"]) == 1
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_model_that_is_not_served_is_told_before_anything_is_measured(running, capsys):
+    assert main(["--url", running.url, "--model", "other"]) == 1
+    assert "answers nothing: HTTP 404 model_not_found" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("most", "expected"), [(0.0, [0, 1]), (1.0, [0, 0.2, 0.4, 0.6, 0.8, 1]), (37, [0, 10, 20, 30, 40])])
+def test_ticks_are_round_and_reach_the_end(most, expected):
+    assert ticks(most) == pytest.approx(expected)
+
+
+def test_a_distribution_ends_before_its_worst_half_percent():
+    assert cdf([3.0, 1.0, 2.0]) == [(1.0, 1 / 3), (2.0, 2 / 3), (3.0, 1.0)]
+    assert cdf([*range(1000), 1e9])[-1][0] < 1000
+    assert cdf([]) == []

@@ -1,0 +1,314 @@
+"""`baton bench serve` against a scripted endpoint in virtual time: what goes in as delays comes out as figures, exactly."""
+
+import asyncio
+import itertools
+import json
+import math
+import random
+
+import pytest
+from baton.bench.serve import Bench, Plan, model_of
+from baton.bench.serve_arguments import parse
+from baton.bench.serve_client import Call, Client, endpoint_of
+from baton.bench.serve_figures import Goals, figures_of, percentile, spread, ttft_ms
+from baton.bench.serve_load import Bound, Level, Run
+from baton.bench.serve_prompts import file_prompts, random_prompts
+from baton.bench.serve_server import said, totals
+from baton.bench.serve_table import as_table
+from baton.cluster.errors import BatonError, ConfigError
+from baton.tests.unit.virtual_time import run
+
+TTFT_S, GAP_S, NUM_TOKENS = 0.2, 0.05, 5
+SSE = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+class Wire:
+    """What a client writes to; the other end is a coroutine of the script."""
+
+    def __init__(self, endpoint, reader):
+        self.endpoint, self.reader = endpoint, reader
+        self.sent = b""
+        self.is_closed = False
+
+    def write(self, data):
+        self.sent += data
+        head, _, body = self.sent.partition(b"\r\n\r\n")
+        size = int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0] or 0)
+        if len(body) == size:
+            self.sent = b""
+            answer = self.endpoint.serve(head.decode(), json.loads(body or b"{}"), self)
+            self.endpoint.tasks.append(asyncio.ensure_future(answer))
+
+    async def drain(self):
+        pass
+
+    def close(self):
+        self.is_closed = True
+
+
+class Scripted:
+    """Answers as `script(number of the request)` says: "ok", "429", "frame", "cut", "early", "hang", "slow"."""
+
+    def __init__(self, script=lambda number: "ok", per_event=1):
+        self.script, self.per_event = script, per_event
+        self.bodies, self.wires, self.tasks = [], [], []
+
+    async def connect(self, host, port, **_):
+        if self.script(-1) == "refused":
+            raise ConnectionRefusedError
+        wire = Wire(self, asyncio.StreamReader())
+        self.wires.append(wire)
+        return wire.reader, wire
+
+    async def serve(self, head, body, wire):
+        if head.startswith("GET /v1/models "):
+            return wire.reader.feed_data(whole(200, b'{"data": [{"id": "toy"}]}'))
+        if head.startswith("GET"):
+            return wire.reader.feed_data(whole(404, b"{}"))
+        self.bodies.append(body)
+        what = self.script(len(self.bodies) - 1)
+        if what == "429":
+            return wire.reader.feed_data(whole(429, b'{"error": {"code": "overloaded"}}'))
+        if what == "hang":
+            return None
+        await asyncio.sleep(TTFT_S * (3 if what == "slow" else 1))
+        wire.reader.feed_data(SSE)
+        for i in range(NUM_TOKENS):
+            if i:
+                await asyncio.sleep(GAP_S)
+            if what == "cut" and i == 2:
+                return wire.reader.feed_eof()
+            wire.reader.feed_data(event({"choices": [{"text": "x", "token_ids": [7] * self.per_event}]}))
+        if what == "frame":
+            wire.reader.feed_data(event({"error": {"code": "server_error"}}))
+        elif what != "early":
+            num_output = NUM_TOKENS * self.per_event
+            wire.reader.feed_data(event({"choices": [], "usage": {"prompt_tokens": 11, "completion_tokens": num_output}}))
+            wire.reader.feed_data(b"e\r\ndata: [DONE]\n\n\r\n")
+        return wire.reader.feed_data(b"0\r\n\r\n")
+
+
+def whole(status, body):
+    return b"HTTP/1.1 %d X\r\ncontent-length: %d\r\n\r\n%b" % (status, len(body), body)
+
+
+def event(value):
+    data = f"data: {json.dumps(value)}\n\n".encode()
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+def measured(endpoint, level, bound, *, goals=None, questions=None, timeout_s=60.0, busy=None):
+    """The run of one level and its figures."""
+
+    async def main():
+        loop = asyncio.get_running_loop()
+        client = Client(endpoint_of("http://x:1"), loop.time, timeout_s=timeout_s, connect=endpoint.connect)
+        asked = questions or random_prompts(random.Random(1), inputs=(11, 11), outputs=(5, 5), vocab=256, prefix=0)
+        plan = Plan(
+            model="toy", common={}, questions=asked, bound=bound, goals=goals or Goals(), warmup=0, rng=random.Random(4)
+        )
+        if busy is not None:
+            loop.call_at(busy[0], lambda: setattr(loop, "now", loop.now + busy[1]))
+        return await Bench(client, plan).measure(level)
+
+    return run(main())
+
+
+def test_known_delays_come_out_as_they_are():
+    _, found = measured(Scripted(), Level(width=2), Bound(num_requests=10))
+    e2e = 1000 * (TTFT_S + (NUM_TOKENS - 1) * GAP_S)
+    for shown, expected in ((found.ttft, 200), (found.itl, 50), (found.tpot, 50), (found.e2e, e2e)):
+        assert (shown.mean, shown.p50, shown.p90, shown.p99) == pytest.approx((expected,) * 4)
+    assert (found.num_ok, found.errors, found.mean_prompt_tokens, found.mean_output_tokens) == (10, {}, 11, 5)
+    assert found.seconds == pytest.approx(5 * e2e / 1000), "two clients, five each"
+    assert found.requests_per_s == pytest.approx(10 / found.seconds)
+    assert found.output_tokens_per_s == pytest.approx(50 / found.seconds)
+
+
+def test_an_event_of_several_tokens_is_one_gap_and_shares_its_time():
+    _, found = measured(Scripted(per_event=4), Level(width=1), Bound(num_requests=2))
+    assert found.itl.mean == pytest.approx(50)
+    assert found.tpot.mean == pytest.approx(50 / 4)
+    assert found.mean_output_tokens == 20
+
+
+def test_a_closed_loop_keeps_its_width_and_its_connections():
+    endpoint = Scripted()
+    _, found = measured(endpoint, Level(width=3), Bound(num_requests=12))
+    assert len(endpoint.wires) <= 4, "kept, one for /metrics"
+    assert found.requests_per_s == pytest.approx(3 / 0.4)
+
+
+def test_a_duration_ends_the_run_and_what_began_is_waited_for():
+    running, found = measured(Scripted(), Level(width=1), Bound(seconds=1.0))
+    assert (len(running.calls), found.num_ok) == (3, 3)
+    assert found.seconds == pytest.approx(1.2)
+
+
+def test_an_open_loop_keeps_its_rate_whatever_becomes_of_the_answers():
+    running, found = measured(Scripted(lambda i: "slow"), Level(rate=20.0), Bound(num_requests=900))
+    dues = sorted(call.due for call in running.calls)
+    assert 900 / dues[-1] == pytest.approx(20.0, rel=0.1)
+    gaps = [after - before for before, after in itertools.pairwise(dues)]
+    deviation = math.sqrt(sum((gap - 0.05) ** 2 for gap in gaps) / len(gaps))
+    assert deviation == pytest.approx(0.05, rel=0.1), "Poisson: gaps deviate by their mean"
+    assert found.ttft.p99 == pytest.approx(600)
+    assert max(sum(call.due <= at < call.ended for call in running.calls) for at in dues[::50]) > 5
+
+
+def test_the_same_seed_asks_the_same_at_the_same_times():
+    def asked():
+        endpoint = Scripted()
+        running, _ = measured(endpoint, Level(rate=5.0), Bound(num_requests=20))
+        return [call.due for call in running.calls], [body["prompt"] for body in endpoint.bodies]
+
+    assert asked() == asked()
+
+
+def test_a_stall_of_the_client_itself_is_in_the_times_of_an_open_loop():
+    """For two seconds nothing is sent: requests that were due meanwhile have waited from then on."""
+    running, found = measured(Scripted(), Level(rate=10.0), Bound(num_requests=60), busy=(1.0, 2.0))
+    late = [call for call in running.calls if 1.0 < call.due < 3.0]
+    assert len(late) > 10
+    for call in late:
+        assert call.sent >= 3.0
+        assert ttft_ms(call) == pytest.approx(1000 * (3.0 - call.due + TTFT_S))
+    assert found.late_ms > 1000
+    assert found.ttft.p90 > 1000
+    assert found.e2e.p90 > 1000
+    assert "late (p99)" in as_table([found])
+
+
+def test_failures_are_counted_by_kind_and_are_in_no_time():
+    kinds = ["ok", "429", "cut", "frame", "early", "hang", "ok", "429"]
+    _, found = measured(Scripted(lambda i: kinds[i]), Level(width=1), Bound(num_requests=8), timeout_s=5.0)
+    assert found.errors == {
+        "HTTP 429 overloaded": 2, "broken off": 1, "error frame server_error": 1, "the stream ended early": 1,
+        "no end within 5 s": 1,
+    }  # fmt: skip
+    assert found.num_ok == 2
+    assert found.ttft.p99 == pytest.approx(200)
+    assert "2 x HTTP 429 overloaded" in as_table([found])
+
+
+def test_an_endpoint_that_is_not_there_is_an_error_of_every_request():
+    _, found = measured(Scripted(lambda i: "refused"), Level(width=1), Bound(num_requests=2))
+    assert (found.num_ok, found.errors) == (0, {"connection refused": 2})
+    assert json.loads(json.dumps(found.as_dict()))["ttft"]["p99"] is None
+    assert "| - / - / - / - |" in as_table([found])
+
+
+def test_a_kept_connection_that_was_closed_meanwhile_is_replaced_and_nobody_sees_it():
+    endpoint = Scripted()
+
+    async def main():
+        client = Client(endpoint_of("http://x:1"), asyncio.get_running_loop().time, connect=endpoint.connect)
+        first = await client.ask("/v1/completions", {}, 0.0)
+        endpoint.wires[0].reader.feed_eof()
+        return first, await client.ask("/v1/completions", {}, 0.0)
+
+    assert [call.error for call in run(main())] == ["", ""]
+    assert len(endpoint.wires) == 2
+
+
+def test_goodput_counts_the_requests_that_met_both_goals():
+    endpoint = Scripted(lambda i: "slow" if i % 2 else "ok")
+    _, found = measured(endpoint, Level(width=1), Bound(num_requests=10), goals=Goals(ttft_ms=300, itl_ms=60))
+    assert found.goodput_per_s == pytest.approx(found.requests_per_s / 2)
+    _, found = measured(endpoint, Level(width=1), Bound(num_requests=10), goals=Goals(itl_ms=40))
+    assert found.goodput_per_s == 0
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"), [([5.0], (5, 5, 5)), ([1.0, 2.0, 3.0], (2, 2.8, 2.98)), (list(range(101)), (50, 90, 99))]
+)
+def test_percentiles_lie_between_the_nearest_ranks(values, expected):
+    assert tuple(percentile(sorted(values), share) for share in (50, 90, 99)) == pytest.approx(expected)
+    assert spread(values).mean == sum(values) / len(values)
+
+
+def test_one_token_has_no_time_per_token():
+    call = Call(due=0.0, sent=0.0, ended=1.0, arrivals=[(1.0, 1)], num_output=1)
+    found = figures_of(Run(Level(width=1), 0.0, [call]), Goals(itl_ms=1.0))
+    assert math.isnan(found.tpot.mean)
+    assert found.goodput_per_s == 1.0
+
+
+def test_prompts_have_the_lengths_asked_for_and_share_what_they_shall():
+    asked = random_prompts(random.Random(2), inputs=(8, 12), outputs=(3, 4), vocab=300, prefix=6)
+    bodies = [question.body for question in itertools.islice(asked, 200)]
+    assert {len(body["prompt"]) for body in bodies} == {8, 9, 10, 11, 12}
+    assert {body["max_tokens"] for body in bodies} == {3, 4}
+    assert len({tuple(body["prompt"][:6]) for body in bodies}) == 1
+    assert len({tuple(body["prompt"]) for body in bodies}) == 200
+    assert all(3 <= token < 300 for body in bodies for token in body["prompt"])
+
+
+def test_a_file_of_prompts_is_asked_over_and_over(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "a", "max_tokens": 9}\n\n{"messages": [{"role": "user", "content": "b"}], "id": 4}\n')
+    asked = list(itertools.islice(file_prompts(path, random.Random(0), (5, 5)), 3))
+    assert [question.path for question in asked] == ["/v1/completions", "/v1/chat/completions", "/v1/completions"]
+    assert [question.body["max_tokens"] for question in asked] == [9, 5, 9]
+    assert "id" not in asked[1].body
+
+
+@pytest.mark.parametrize("line", ["{", "[]", "{}", '{"prompt": "a", "messages": []}', ""])
+def test_a_line_that_is_no_prompt_is_named(tmp_path, line):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(f'{{"prompt": "a"}}\n{line}\n' if line else "\n")
+    with pytest.raises(ConfigError, match="line 2" if line else "no line"):
+        file_prompts(path, random.Random(0), (5, 5))
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--rate", "0"], ["--rate", "x"], ["--rate", "1", "--concurrency", "2"], ["--input", "9-3"], ["--input", "0"],
+        ["--output", "a"], ["--requests", "0"], ["--shared-prefix", "512"], ["--slo-ttft", "-1"], ["--temperature", "nan"],
+    ],
+)  # fmt: skip
+def test_an_option_that_makes_no_sense_is_refused(argv, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        parse(argv)
+    assert "error" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("url", ["x", "ftp://a", "http://", "http://a:b", "http://[1"])
+def test_what_is_no_url_is_named(url):
+    with pytest.raises(ConfigError, match="--url"):
+        endpoint_of(url)
+
+
+def test_the_model_is_the_first_that_is_named():
+    async def main(endpoint):
+        clock = asyncio.get_running_loop().time
+        return await model_of(Client(endpoint_of("http://x:1/v1/"), clock, connect=endpoint.connect))
+
+    assert run(main(Scripted())) == "toy"
+    with pytest.raises(BatonError, match="cannot be reached"):
+        run(main(Scripted(lambda i: "refused")))
+
+
+def test_what_the_endpoint_says_is_the_difference_of_two_readings():
+    def metrics(factor):
+        lines = {
+            "baton_handoff_seconds_sum": 0.5, "baton_handoff_seconds_count": 10, "baton_handoff_bytes_total": 2e7,
+            "baton_prefill_seconds_sum": 1, "baton_prefill_seconds_count": 10, "baton_prefill_queue_seconds_sum": 0.2,
+            "baton_prompt_tokens_total": 1000, "baton_cached_prompt_tokens_total": 250, "baton_retries_total": 1,
+            'baton_worker_events_total{event="verify_steps",role="decode",worker="a"}': 40,
+            'baton_worker_events_total{event="verify_steps",role="decode",worker="b"}': 60,
+            'baton_worker_events_total{event="accepted_tokens",role="decode",worker="a"}': 150,
+            'baton_worker_events_total{event="drafted_tokens",role="decode",worker="a"}': 300,
+        }  # fmt: skip
+        return totals("".join(f"{name} {value * factor}\n" for name, value in lines.items()))
+
+    assert said(metrics(1), metrics(3)) == pytest.approx(
+        {
+            "accept_length": 2.5, "accepted_share": 0.5, "handoff_ms": 50, "handoff_mb": 2, "handoff_mb_per_s": 40,
+            "prefill_ms": 100, "prefill_wait_ms": 20, "cached_share": 0.25, "retries": 2,
+        }
+    )  # fmt: skip
+    assert totals("vllm_requests_total 1\n") == {}
+    assert totals("no metrics {") == {}
+    assert said({}, metrics(1)) == {}
