@@ -10,6 +10,7 @@
 #   ROWS=F01,F08         what `make faults` plays; default: all
 #   SHARDS=6             so many of them at a time, each on two cores of its own
 #   JUDGES=openai        which judges `make judges` asks; default: all
+#   CPU_WHEELS=OPTIONS   where `make lock` finds torch without CUDA; default: --also PyTorch's CPU wheels
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
@@ -28,9 +29,14 @@ SPREAD ?= -n 2
 ROWS ?=
 JUDGES ?=
 
+CPU_WHEELS ?= --also https://download.pytorch.org/whl/cpu
+BUILDER ?= docker
+DEVICE ?= cpu
+VERSION := $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' __init__.py)
+
 MODEL ?= $(HOME)/.cache/baton/models/smollm2-135m-instruct
 
-.PHONY: bench-router help venv install model demo lint sim test test-full faults judges deploy-check lock sbom clean
+.PHONY: bench-router help venv install model demo lint sim test test-full faults judges deploy-check lock image sbom clean
 
 help:
 	@printf '%s\n' 'make demo       a cluster on this machine answers one request (ARGS=--once: then stops)' \
@@ -44,7 +50,8 @@ help:
 	  'make bench-router  load on the router beside nginx, aiohttp and sglang-router (MODEL=DIR)' \
 	  'make install    .venv with baton and all it needs' \
 	  'make model      download and convert the demo model' \
-	  'make lock       requirements.lock: constraints.txt with the hashes of all files (asks PyPI)' \
+	  'make lock       requirements.lock and the locks of the images: constraints.txt with hashes (asks PyPI)' \
+	  'make image      a container image of every role (DEVICE=cuda, BUILDER=podman, ARGS=--build-arg=...)' \
 	  'make sbom       what baton installs, as CycloneDX, on stdout' \
 	  'make clean      remove .venv, .judges and what tools left'
 
@@ -102,7 +109,7 @@ faults: install
 # skipped and named
 deploy-check: install
 	$(BIN)/pytest -rs tests/unit/test_units.py tests/unit/test_kubernetes.py tests/unit/test_helm.py tests/unit/test_key_secret.py \
-	  tests/cluster/test_managed.py
+	  tests/unit/test_images.py tests/cluster/test_managed.py
 
 # the judges live apart, so that their dependencies cannot change what is judged
 .judges/.installed: tests/judges/requirements.txt | $(BIN)/python
@@ -117,6 +124,11 @@ judges: install .judges/.installed
 # needs the network; run it after every change of constraints.txt
 lock: install
 	cd / && $(CURDIR)/$(BIN)/python -m baton.deploy.lock hashes
+	cd / && $(CURDIR)/$(BIN)/python -m baton.deploy.image_locks cpu $(CPU_WHEELS)
+	cd / && $(CURDIR)/$(BIN)/python -m baton.deploy.image_locks cuda
+
+image:
+	$(BUILDER) build -f deploy/images/Dockerfile --build-arg DEVICE=$(DEVICE) -t baton:$(VERSION)$(filter-out -cpu,-$(DEVICE)) $(ARGS) .
 
 # the proxies beside it have a venv of their own; nginx and wrk come from the system
 bench-router: install model .bench-peers/.installed

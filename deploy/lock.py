@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from html.parser import HTMLParser
 from pathlib import Path
 
-from ..cluster.errors import BatonError
+from ..cluster.errors import BatonError, ConfigError
 from .command import run_command
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -165,19 +165,27 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("what", choices=("hashes", "sbom"))
     parser.add_argument("--index", default=PYPI, help="package index to ask (default: %(default)s)")
     parser.add_argument("--also", action="append", default=[], help="a further index whose files are accepted")
+    parser.add_argument("--lock", type=Path, default=LOCK, help="what the SBOM is of (default: %(default)s)")
     options = parser.parse_args(argv)
-    return run_command(parser.prog, lambda: _run(options.what, [options.index, *options.also]))
+    return run_command(parser.prog, lambda: _run(options.what, options.lock, [options.index, *options.also]))
 
 
-def _run(what: str, indexes: Sequence[str]) -> int:
+def _run(what: str, lock: Path, indexes: Sequence[str]) -> int:
     if what == "sbom":
-        document = sbom(requirements(LOCK.read_text(encoding="utf-8")))
+        document = sbom(requirements(_text_of(lock)))
         sys.stdout.write(json.dumps(document, indent=2) + "\n")
         return 0
     made = locked(requirements(PINS.read_text(encoding="utf-8")), indexes)
     LOCK.write_text(HEADER + "\n".join(requirement.as_line() for requirement in made) + "\n", encoding="utf-8")
     sys.stdout.write(f"{LOCK.name}: {len(made)} pins, {sum(len(r.hashes) for r in made)} hashes\n")
     return 0
+
+
+def _text_of(lock: Path) -> str:
+    try:
+        return lock.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--lock: {lock} cannot be read ({error.strerror}); name a lock file") from None
 
 
 if __name__ == "__main__":

@@ -1,0 +1,46 @@
+"""`python -m baton.deploy.alive URL...`: the container image's HEALTHCHECK: 0 when the process answers 200, else 1 and why.
+
+Several addresses stand for one process whose role is not known here: the first that takes a connection decides. A router
+answers at its port, a worker at --metrics-port. Python and nothing of ours is imported, since it runs every few seconds.
+"""
+
+import http.client
+import sys
+import urllib.parse
+from collections.abc import Sequence
+
+TIMEOUT_S = 3.0
+
+
+def ask(url: str) -> tuple[int, str]:
+    """Status and the first words of the answer. Raises OSError or http.client.HTTPException for no answer."""
+    parts = urllib.parse.urlsplit(url)
+    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=TIMEOUT_S)
+    try:
+        connection.request("GET", parts.path or "/")
+        answer = connection.getresponse()
+        return answer.status, answer.read(200).decode("utf-8", "replace").strip()
+    finally:
+        connection.close()
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command; the exit code, as Docker wants it."""
+    said = "no URL given"
+    for url in argv:
+        try:
+            status, words = ask(url)
+        except ConnectionRefusedError:
+            said = f"nobody listens at {', '.join(argv)}"
+            continue
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            sys.stdout.write(f"{url}: {error or type(error).__name__}\n")
+            return 1
+        sys.stdout.write(f"{url}: {status} {words}\n")
+        return 0 if status == 200 else 1
+    sys.stdout.write(f"{said}\n")
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

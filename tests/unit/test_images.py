@@ -1,0 +1,228 @@
+"""Container images: what is installed is locked, and no more than serving needs; compose and roles are of one mind."""
+
+import importlib.metadata
+import re
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+import yaml
+from baton.cluster.config import DecodeConfig, PrefillConfig, RouterConfig, load_config
+from baton.cluster.errors import BatonError
+from baton.deploy import alive, image_locks, lock
+from baton.deploy.image_locks import DEVICES, EXTRAS, IMAGES, UNUSED
+from baton.deploy.lock import LOCK, PINS, normalised, requirements
+from baton.tests.kubernetes.manifests import KUBERNETES, ROOT, needs, run
+from packaging.requirements import Requirement
+
+DEPLOY = ROOT / "deploy"
+DOCKERFILE = (IMAGES / "Dockerfile").read_text()
+COMPOSE = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
+ROLES = {"router": RouterConfig, "prefill": PrefillConfig, "decode": DecodeConfig}
+OF_TORCH = re.compile(r"nvidia-|cuda-")  # pinned exactly by torch itself
+
+
+def locked(device):
+    return {pin.name: pin for pin in requirements((IMAGES / f"{device}.lock").read_text())}
+
+
+# --- locks ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_each_wheel_of_an_image_is_a_file_of_the_lock_in_the_pinned_version(device):
+    known = {(pin.name, pin.version): set(pin.hashes) for pin in requirements(LOCK.read_text())}
+    for name, pin in locked(device).items():
+        assert len(pin.hashes) == 1, name
+        if name != "torch" and not OF_TORCH.match(name):
+            assert set(pin.hashes) <= known[name, pin.version], name
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_torch_is_the_pinned_one_built_for_the_device(device):
+    pinned = next(pin.version for pin in requirements(PINS.read_text()) if pin.name == "torch")
+    assert locked(device)["torch"].version == pinned + ("+cpu" if device == "cpu" else "")
+    assert any(OF_TORCH.match(name) for name in locked(device)) == (device == "cuda")
+
+
+@pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="the images' Python is 3.11")
+def test_an_image_has_what_serving_needs_and_no_test_tool():
+    seen, todo = set(), [Requirement(f"baton[{','.join(EXTRAS)}]")]
+    while todo:
+        wanted = todo.pop()
+        for line in importlib.metadata.requires(wanted.name) or ():
+            needed = Requirement(line)
+            markers = [{"extra": extra} for extra in wanted.extras] or [{"extra": ""}]
+            holds = needed.marker is None or any(needed.marker.evaluate(extra) for extra in markers)
+            name = normalised(needed.name)
+            if holds and (name, *needed.extras) not in seen and name not in UNUSED["cpu"]:
+                seen.add((name, *needed.extras))
+                todo.append(needed)
+    assert {name for name, *_ in seen} == set(locked("cpu"))
+
+
+def test_pip_s_report_becomes_pins_and_a_wheel_without_digest_is_refused():
+    def item(name, version, **archive):
+        return {"metadata": {"name": name, "version": version}, "download_info": {"archive_info": archive}}
+
+    report = {"install": [item("Z_b", "2", hashes={"sha256": "22"}), item("a.b", "1", hashes={"sha256": "11"})]}
+    assert [pin.as_line() for pin in image_locks.locked(report)] == [
+        "a-b==1 \\\n    --hash=sha256:11", "z-b==2 \\\n    --hash=sha256:22",
+    ]  # fmt: skip
+    with pytest.raises(BatonError, match="no SHA-256 for x 1"):
+        image_locks.locked({"install": [item("x", "1")]})
+
+
+def test_the_sbom_of_a_lock_that_cannot_be_read_is_an_error_and_no_trace(capsys, tmp_path):
+    assert lock.main(["sbom", "--lock", str(tmp_path / "no.lock")]) == 2
+    assert "no.lock cannot be read" in capsys.readouterr().err
+
+
+# --- the Dockerfile ---------------------------------------------------------------------------------------------------
+
+
+def final_stage():
+    """The instructions of what is shipped, continued lines joined, without comments."""
+    lines = [line for line in DOCKERFILE.splitlines() if not line.startswith("#")]
+    instructions = "\n".join(lines).replace("\\\n", " ").splitlines()
+    start = max(number for number, line in enumerate(instructions) if line.startswith("FROM "))
+    return [line.split(maxsplit=1) for line in instructions[start:] if line]
+
+
+@needs("hadolint")
+def test_hadolint_finds_no_fault():
+    done = run("hadolint", str(IMAGES / "Dockerfile"))
+    assert done.returncode == 0, done.stdout
+
+
+def test_what_is_shipped_runs_without_rights_and_brings_no_compiler():
+    stage = final_stage()
+    assert ["USER", "10001:10001"] in stage
+    assert ["ENTRYPOINT", '["baton"]'] in stage
+    assert {"HEALTHCHECK", "STOPSIGNAL"} <= {instruction for instruction, _ in stage}
+    copied = [words for instruction, words in stage if instruction == "COPY"]
+    assert copied == ["--from=built /opt/baton /opt/baton"]
+    ran = " ".join(words for instruction, words in stage if instruction == "RUN")
+    assert not re.search(r"apt|pip|gcc|curl", ran)
+
+
+def test_wheels_are_installed_by_hash_alone():
+    installs = [line for line in DOCKERFILE.replace("\\\n", " ").splitlines() if "pip --python" in line]
+    assert len(installs) == 2
+    for line in installs:
+        assert "--no-deps" in line
+        assert "--require-hashes" in line or "--no-index" in line
+
+
+def test_the_compiler_s_stand_in_hands_over_what_was_built_and_nothing_else():
+    script = (IMAGES / "cc").read_text()
+    assert script.startswith("#!/bin/sh\n")
+    assert (IMAGES / "cc").stat().st_mode & 0o111
+    for path in ("/opt/baton/lib/triton/driver.c", "/opt/baton/lib/triton/driver.so"):
+        assert path in script
+    assert "CC=/opt/baton/lib/triton/cc" in " ".join(words for instruction, words in final_stage() if instruction == "ENV")
+
+
+def test_triton_builds_one_file_the_one_that_the_image_brings():
+    driver = pytest.importorskip("triton.backends.nvidia.driver")
+    source = re.sub(r"\s+", " ", Path(driver.__file__).read_text(encoding="utf-8"))
+    assert source.count("compile_module_from_src(") == 1
+    assert 'os.path.join(dirname, "driver.c")' in source
+
+
+# --- alive ------------------------------------------------------------------------------------------------------------
+
+
+class Role(BaseHTTPRequestHandler):
+    def do_GET(self):
+        code = {"/health": 200, "/ready": 503}[self.path]
+        self.send_response(code)
+        self.end_headers()
+        self.wfile.write(b"as it is")
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def role():
+    server = HTTPServer(("127.0.0.1", 0), Role)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+NOBODY = "http://127.0.0.1:1/health"
+
+
+@pytest.mark.parametrize(
+    ("paths", "code", "said"),
+    [
+        (["/health"], 0, "200 as it is"),
+        (["/ready"], 1, "503 as it is"),
+        ([NOBODY, "/health"], 0, "200 as it is"),
+        ([NOBODY, "/ready", "/health"], 1, "503 as it is"),
+        ([NOBODY], 1, "nobody listens"),
+        ([], 1, "no URL given"),
+        (["ftp:/x"], 1, "ftp:/x"),
+    ],
+)
+def test_the_first_that_takes_a_connection_decides(paths, code, said, role, capsys):
+    urls = [f"{role}{path}" if path.startswith("/") else path for path in paths]
+    assert alive.main(urls) == code
+    assert said in capsys.readouterr().out
+
+
+def test_the_health_check_imports_nothing_of_ours_and_nothing_heavy():
+    source = (DEPLOY / "alive.py").read_text()
+    assert set(re.findall(r"^(?:import|from) (\S+)", source, re.MULTILINE)) == {
+        "collections.abc", "http.client", "sys", "urllib.parse",
+    }  # fmt: skip
+
+
+# --- compose ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_a_role_understands_what_compose_tells_it(role):
+    service = COMPOSE["services"][role]
+    name, flag, path, *more = service["command"]
+    assert (name, flag) == (role, "--config")
+    mounted = dict(volume.split(":")[1::-1] for volume in service["volumes"] if volume.startswith("./"))
+    assert (DEPLOY / mounted[path]).resolve() == KUBERNETES / "base" / "baton.toml"
+    read = load_config(ROLES[role], [f"--config={DEPLOY / mounted[path]}", *more], service.get("environment", {}))
+    asked = int(re.search(r":(\d+)/ready", service["healthcheck"]["test"][-1]).group(1))
+    if role == "router":
+        assert asked == read.port
+        assert service["ports"] == [f"127.0.0.1:{read.port}:{read.port}"]
+        assert "baton-control" in service["networks"]["default"]["aliases"]
+    else:
+        assert asked == read.metrics_port
+        assert read.router == "tcp://baton-control:7100"
+    if role == "prefill":
+        assert read.kv_advertise == f"tcp://prefill:{read.kv_bind.rpartition(':')[2]}"
+    assert float(service["stop_grace_period"].removesuffix("s")) > read.drain_timeout_s + 10
+
+
+@pytest.mark.parametrize("name", COMPOSE["services"])
+def test_a_container_is_confined(name):
+    service = COMPOSE["services"][name]
+    assert service["read_only"] is True
+    assert service["cap_drop"] == ["ALL"]
+    assert service["security_opt"] == ["no-new-privileges:true"]
+    writable = [volume for volume in service["volumes"] if not volume.endswith(":ro")]
+    assert writable == (["keys:/keys"] if name == "keys" else [])
+
+
+def test_a_gpu_worker_has_its_own_gpu_and_the_command_of_the_cpu_one_else():
+    gpus = []
+    for role, service in yaml.safe_load((DEPLOY / "compose.cuda.yaml").read_text())["services"].items():
+        assert [word.replace("cuda", "cpu") for word in service["command"]] == COMPOSE["services"][role]["command"]
+        (device,) = service["deploy"]["resources"]["reservations"]["devices"]
+        gpus += device["device_ids"]
+    assert gpus == ["0", "1"]
