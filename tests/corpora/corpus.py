@@ -43,6 +43,53 @@ def templates() -> list[tuple[str, str, bool]]:
     return cases
 
 
+def schemas() -> list[tuple[str, str, bool]]:
+    """JSON schemas, patterns of strings among them: name, text, and whether it must be refused."""
+    cases = []
+    for line in (HERE / "grammar_bombs.jsonl").read_text("utf-8").splitlines():
+        found = json.loads(line)
+        if found["type"] == "grammar":  # a client cannot send one
+            continue
+        text = "".join(part if isinstance(part, str) else part[0] * part[1] for part in found.get("text", ()))
+        if found["type"] == "regex":
+            text = json.dumps({"type": "string", "pattern": text})
+        elif "schema" in found:
+            text = json.dumps(found["schema"])
+        elif "make" in found:
+            text = _made(found["make"])
+        cases.append((found["name"], text, found["expect"] == "400"))
+    return cases
+
+
+def _made(how: dict) -> str:
+    """A schema of many parts, by the name of its kind and their number."""
+    count = how.get("n", 0)
+    match how["gen"]:
+        case "nest":  # as text: too deep to be written by a recursive encoder
+            return how["open"] * count + '{"type":"string"}' + how["close"] * count
+        case "enum":
+            return json.dumps({"enum": [f"v{i}" for i in range(count)]})
+        case "properties":
+            parts = {f"p{i}": {"type": "string"} for i in range(count)}
+            return json.dumps({"type": "object", "properties": parts, "required": list(parts)})
+        case "ref_doubling":  # each definition names the one below it twice
+            defs = {"d0": {"type": "string"}}
+            for i in range(count):
+                below = {"$ref": f"#/$defs/d{i}"}
+                defs[f"d{i + 1}"] = {"type": "object", "properties": {"a": below, "b": below}, "required": ["a", "b"]}
+            return json.dumps({"$defs": defs, "$ref": f"#/$defs/d{count}"})
+        case "anyof_tree":
+            return json.dumps(_tree(how["width"], how["depth"]))
+    raise ValueError(how["gen"])
+
+
+def _tree(width: int, depth: int) -> dict:
+    if not depth:
+        return {"type": "string"}
+    below = _tree(width, depth - 1)
+    return {"anyOf": [{"type": "object", "properties": {f"k{i}": below}, "required": [f"k{i}"]} for i in range(width)]}
+
+
 def data(case: Case) -> bytes:
     """The hostile value itself."""
     return b"".join(steps(case))

@@ -2,13 +2,17 @@
 
 import asyncio
 import json
+import subprocess
+import sys
 import time
 
+import numpy as np
 import pytest
 from baton.router.errors import ApiError
-from baton.router.grammars import MAX_GRAMMAR, Grammars, Plan, compiled
+from baton.router.grammars import LIMITS, MAX_GRAMMAR, Grammars, Plan, compiled
 from baton.router.tool_calls import CallReader
 from baton.router.tool_prompts import is_native, written_out
+from baton.tests.corpora.corpus import schemas
 from llguidance import LLMatcher, LLTokenizer
 
 ARGUMENTS = b'{"type":"object","properties":{"x":{"type":"integer"}},"required":["x"],"additionalProperties":false}'
@@ -91,6 +95,9 @@ REFUSED = {
 }
 
 
+BOMBS = schemas()
+
+
 def outcome(plan):
     try:
         return compiled(plan)
@@ -108,6 +115,43 @@ def test_a_hostile_schema_is_refused_or_compiled_in_bounds(name):
         assert found.body.message.isascii()
     else:
         assert len(found) <= MAX_GRAMMAR
+
+
+@pytest.mark.parametrize(("text", "is_refused"), [case[1:] for case in BOMBS], ids=[case[0] for case in BOMBS])
+def test_s18_the_corpus_of_schemas_is_refused_or_compiled_and_followed_in_bounds(bytes_tokenizer, text, is_refused):
+    started = time.process_time()
+    found = outcome(Plan(answer=text.encode("utf-8", "surrogatepass")))
+    if isinstance(found, ApiError):
+        assert (found.status, found.body.param) == (400, "response_format")
+        assert found.body.message.isascii()
+    else:
+        assert not is_refused
+        matcher = LLMatcher(bytes_tokenizer, found, log_level=0, limits=LIMITS)
+        for _ in range(64):
+            allowed = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8), bitorder="little").nonzero()[0]
+            if matcher.is_error() or not len(allowed) or not matcher.consume_token(int(allowed[len(allowed) // 2])):
+                break
+    assert time.process_time() - started < 2.0
+
+
+@pytest.mark.slow
+def test_s18_the_corpus_of_schemas_takes_no_512_mib():
+    code = """if True:
+        import resource
+        from baton.router.errors import ApiError
+        from baton.router.grammars import Plan, compiled
+        from baton.tests.corpora.corpus import schemas
+        peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        before = peak()
+        for _, text, _ in schemas():
+            try:
+                compiled(Plan(answer=text.encode("utf-8", "surrogatepass")))
+            except ApiError:
+                pass
+        print((peak() - before) // 1024)
+    """
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert int(done.stdout) < 512
 
 
 @pytest.mark.parametrize("name", REFUSED)
