@@ -271,6 +271,8 @@ def _owner_of(cls: type[RoleConfig]) -> Callable[[str], str]:
             return ""
         is_decode = cls is PrefillConfig and name in settings_of(DecodeSettings)
         why = ", and a prefill worker decodes nothing and owns no decode graphs" if is_decode else ""
+        if cls is UpConfig:
+            why = f", which `up` starts with what --config FILE has under {' and '.join(f'[{owner}]' for owner in owners)}"
         return f"; it is a setting of {' and '.join(f'`baton {owner}`' for owner in owners)}{why}"
 
     return owner_of

@@ -142,6 +142,11 @@ def test_m2_1_a_prefill_worker_that_is_asked_for_decode_graphs_says_that_it_owns
     assert "; it is a setting of `baton prefill`" in failure(DecodeConfig, "--chunk-size", "4")
 
 
+def test_up_says_where_a_setting_of_its_children_belongs():
+    words = "which `up` starts with what --config FILE has under [router] and [prefill]"
+    assert words in failure(UpConfig, "--max-queue", "4")
+
+
 def test_a_wrong_variable_names_itself():
     text = failure(PrefillConfig, env={"BATON_PREFILL_LEASE_S": "soon"})
     assert "BATON_PREFILL_LEASE_S" in text
