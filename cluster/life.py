@@ -29,6 +29,10 @@ EXIT_CANNOT_START = 1
 EXIT_CRASHED = 70  # EX_SOFTWARE of sysexits.h
 EXIT_INTERRUPTED = 130
 
+# How long a thread that computes keeps the interpreter lock from one that moves blocks, which asks for it after each copy.
+# CPython's own 5 ms is longer than a decode step.
+SWITCH_INTERVAL_S = 0.0002
+
 SERVING = f"{PACKAGE}.serving"  # audit event: from here on peers are heard, and an audit hook may be strict
 PARENT_VARIABLE = "BATON_PARENT_PID"  # set by the launcher for its children
 OPERATOR_VARIABLE = "BATON_OPERATOR_TOKEN"  # likewise: with it the launcher may read a router's /status without an API key
@@ -89,6 +93,7 @@ def run_role(prog: str, start: Callable[[], Serve], env: Mapping[str, str] = os.
     serving crashed (logged with its traceback), 130 on KeyboardInterrupt.
     """
     watch_parent(env)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     try:
         read_faults(env)  # a fault that nobody permitted keeps every role from starting
         serve = start()

@@ -3,10 +3,11 @@
 from collections.abc import Callable, Sequence
 
 from ..engine.speculative.draft_worker import MAX_PREFILL_ROWS
-from .queues import Room
+from .queues import Room, RoomState
 from .step_decoder import StepDecoder
 
 WARM_ROWS_PER_STEP = MAX_PREFILL_ROWS
+WORTH_ROWS = 128  # fewer wait for more to land: a forward of few rows costs one of many
 
 
 def warm(decoder: StepDecoder, rooms: Sequence[Room], clock: Callable[[], float]) -> bool:
@@ -16,7 +17,8 @@ def warm(decoder: StepDecoder, rooms: Sequence[Room], clock: Callable[[], float]
         # The last row needs the first output token, which comes with the end of the hand-off.
         ready = min(room.landed, room.request.num_tokens - 1)
         count = min(ready - room.warmed, budget)
-        if room.features is not None and count > 0:
+        is_worth = room.state is RoomState.WARMING or count >= min(WORTH_ROWS, budget)
+        if room.features is not None and count > 0 and is_worth:
             first = room.warmed - room.have
             rows = room.features.flatten(0, 1)[first : first + count]
             items.append((room, rows, room.warmed))

@@ -15,6 +15,7 @@ from ..kernels.paged_attention import QUERY_BLOCK, batched_attention, causal_ban
 from ..kernels.verify_attention import paged_verify, visible_columns
 from .errors import LifecycleError
 from .forward_batch import ForwardBatch
+from .host_copy import to_device
 from .kv_pool import KVPool
 from .layers import Attend
 
@@ -74,7 +75,7 @@ def plan(batch: ForwardBatch, page_size: int) -> AttentionMetadata:
     assert pages.shape[0] == len(batch.kv_lens) == batch.num_requests, (pages.shape, batch.kv_lens, batch.q_lens)
     assert longest <= pages.shape[1] * page_size, (longest, pages.shape, page_size)
     assert all(0 < q <= kv for q, kv in zip(batch.q_lens, batch.kv_lens, strict=True)), (batch.q_lens, batch.kv_lens)
-    lengths = torch.tensor(batch.kv_lens, dtype=torch.int64).to(device)
+    lengths = to_device(torch.tensor(batch.kv_lens, dtype=torch.int64), device)
     first = batch.q_lens[0] if batch.q_lens else 0
     is_short = first <= MAX_UNIFORM_ROWS or batch.tree_mask is not None
     is_uniform = all(q == first for q in batch.q_lens) and is_short and real_rows == batch.num_tokens
@@ -86,7 +87,7 @@ def plan(batch: ForwardBatch, page_size: int) -> AttentionMetadata:
         num_rows=batch.num_tokens,
         uniform_rows=first if is_uniform else 0,
         kv_lens=lengths,
-        q_starts=torch.tensor([0, *accumulate(batch.q_lens)], dtype=torch.int64).to(device),
+        q_starts=to_device(torch.tensor([0, *accumulate(batch.q_lens)], dtype=torch.int64), device),
         context_slots=_context_slots(pages, lengths, longest if device.type == "cpu" else 0, page_size),
     )
 

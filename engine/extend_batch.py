@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from .forward_batch import CaptureHidden, ForwardBatch, ForwardMode
+from .host_copy import to_device
 from .page_table import build_page_table, pages_for, slots_for
 from .prompt_logprobs import num_scored
 from .request import Request
@@ -30,12 +31,12 @@ def extend_batch(
     ids = [token for request, start, end in ranges for token in request.prompt_ids[start:end]]
     return ForwardBatch(
         mode=ForwardMode.EXTEND,
-        input_ids=torch.tensor(ids, dtype=torch.int64, device=device),
-        positions=torch.cat([torch.arange(start, end) for _, start, end in ranges]).to(device),
-        slots=torch.cat([slots_for(r.pages, start, end, page_size) for r, start, end in ranges]).to(device),
+        input_ids=to_device(torch.tensor(ids, dtype=torch.int64), device),
+        positions=to_device(torch.cat([torch.arange(start, end) for _, start, end in ranges]), device),
+        slots=to_device(torch.cat([slots_for(r.pages, start, end, page_size) for r, start, end in ranges]), device),
         page_table=build_page_table([r.pages[: pages_for(end, page_size)] for r, _, end in ranges], device),
         q_lens=rows,
         kv_lens=[end for _, _, end in ranges],
         capture_hidden=capture,
-        logit_rows=torch.cat((ends[final], torch.tensor(scored, dtype=torch.int64))).to(device),
+        logit_rows=to_device(torch.cat((ends[final], torch.tensor(scored, dtype=torch.int64))), device),
     )

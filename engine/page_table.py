@@ -4,6 +4,8 @@ from collections.abc import Sequence
 
 import torch
 
+from .host_copy import to_device
+
 
 def pages_for(num_tokens: int, page_size: int) -> int:
     """How many pages hold `num_tokens` tokens; 0 for none."""
@@ -28,4 +30,4 @@ def build_page_table(pages: Sequence[Sequence[int]], device: torch.device | str 
     """Page table `[B, P]` int64, P the longest list (at least 1); rows are padded with page 0."""
     width = max((len(row) for row in pages), default=0) or 1
     rows = [[*row, *([0] * (width - len(row)))] for row in pages]
-    return torch.tensor(rows, dtype=torch.int64, device=device).reshape(len(pages), width)
+    return to_device(torch.tensor(rows, dtype=torch.int64).reshape(len(pages), width), torch.device(device))

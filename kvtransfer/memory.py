@@ -5,6 +5,7 @@ through pinned staging memory and a stream of their own, see `DeviceCopies`: who
 that wrote them before it announces them, and who pulls says what must be done before they are written.
 """
 
+import ctypes
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -124,9 +125,9 @@ class BlockReader:
         if self._is_cuda:
             staging = self._pool.take()
             self._gather_cuda(staging, segments, pages)
-            seed = _copy(staging.numpy()[:size], target[:size], seed, self.crc)
+            _tensor_of(target[:size]).copy_(staging[:size])
             self._pool.give(staging)
-            return seed
+            return self.crc(target[:size].data, seed)
         for segment in segments:
             seed = _copy(self._run(segment, pages), _cut(target, segment), seed, self.crc)
         return seed
@@ -174,7 +175,7 @@ class BlockWriter:
         data: Bytes = np.frombuffer(payload, dtype=np.uint8)
         if self._copies is not None:
             staging = self._pool.take()
-            np.copyto(staging.numpy()[: data.size], data)
+            staging[: data.size].copy_(_tensor_of(data))
             self._scatter_cuda(staging, segments, request)
             self._pool.give(staging)
             return
@@ -187,7 +188,8 @@ class BlockWriter:
         """
         if self._copies is not None:
             staging = self._pool.take()
-            is_right = _copy(data, staging.numpy()[: data.size], seed, self.crc) == digest
+            staging[: data.size].copy_(_tensor_of(data))
+            is_right = self.crc(staging.numpy()[: data.size].data, seed) == digest
             if is_right:
                 self._scatter_cuda(staging, segments, request)
             self._pool.give(staging)
@@ -239,6 +241,12 @@ class BlockWriter:
             ),
             after=request.after,
         )
+
+
+def _tensor_of(array: Bytes) -> torch.Tensor:
+    """The same memory as a tensor, whose copies use several cores; read-only memory too, which torch does not know of."""
+    address = array.__array_interface__["data"][0]
+    return torch.frombuffer((ctypes.c_uint8 * array.size).from_address(address), dtype=torch.uint8)
 
 
 def _copy(source: Bytes, target: Bytes, seed: int, crc: Crc) -> int:

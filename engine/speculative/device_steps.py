@@ -15,6 +15,7 @@ import torch
 from ..graphs.breakable import Breaks, ReplayContext
 from ..graphs.family import BatchShape, GraphFamily, GraphLimits
 from ..graphs.inventory import FallbackReason, GraphKind, GraphPool
+from ..host_copy import to_device
 from ..target_graphs import captured_mode
 from .draft_graphs import parameters_of
 from .step_body import StepBody, StepKind
@@ -101,7 +102,7 @@ class DeviceSteps:
         """The device's list of slots, filled up with the padding slot."""
         if slots != self._told:
             listed = torch.tensor([*slots, *[0] * (self.max_requests - len(slots))], dtype=torch.int64)
-            self.slots.copy_(self.body.state.to_device(listed))
+            self.slots.copy_(to_device(listed, self.slots.device))
             self._told = slots
 
     def _is_fresh(self) -> bool:

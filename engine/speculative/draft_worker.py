@@ -14,6 +14,7 @@ from ..attention import PagedAttention, plan
 from ..errors import CheckpointError, LifecycleError, UnsupportedInput
 from ..forward_batch import CaptureHidden, ForwardBatch, ForwardMode
 from ..graphs.family import EAGER, PathDecision
+from ..host_copy import to_device
 from ..kv_pool import KVPool
 from ..padding import pad_rows
 from ..page_table import build_page_table, pages_for, slots_for
@@ -104,8 +105,8 @@ class DraftWorker:
         ends = torch.tensor([len(item.next_ids) for item in items]).cumsum(0) - 1
         final = [i for i, item in enumerate(items) if item.is_final]
         if final:
-            rows = torch.tensor([items[i].state_row for i in final], device=self.device)
-            self._remember(rows, out[ends[final].to(self.device)])
+            rows = torch.tensor([items[i].state_row for i in final])
+            self._remember(to_device(rows, self.device), out[to_device(ends[final], self.device)])
 
     @torch.no_grad()
     def prefill_rows(self, batch: ForwardBatch) -> torch.Tensor:
@@ -125,9 +126,9 @@ class DraftWorker:
         ids = [token for item in items for token in item.next_ids]
         return ForwardBatch(
             mode=ForwardMode.EXTEND,
-            input_ids=torch.tensor(ids, dtype=torch.int64, device=self.device),
-            positions=torch.cat([torch.arange(item.start, item.end) for item in items]).to(self.device),
-            slots=torch.cat([slots_for(i.pages, i.start, i.end, self.page_size) for i in items]).to(self.device),
+            input_ids=to_device(torch.tensor(ids, dtype=torch.int64), self.device),
+            positions=to_device(torch.cat([torch.arange(item.start, item.end) for item in items]), self.device),
+            slots=to_device(torch.cat([slots_for(i.pages, i.start, i.end, self.page_size) for i in items]), self.device),
             page_table=build_page_table(tables, self.device),
             q_lens=[len(item.next_ids) for item in items],
             kv_lens=[item.end for item in items],

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from ...kernels.step_glue import DRAFT_ROW, IS_DRAWN, NEWEST, PAGES, SEED, TOP_K
+from ..host_copy import to_device
 from ..sampling_params import SamplingParams
 from ..token_choice import Knobs
 
@@ -89,15 +90,9 @@ class StepState:
         integers = torch.tensor(rows, dtype=torch.int64)
         integers[:, SEED], integers[:, TOP_K], integers[:, IS_DRAWN] = knobs.seeds, knobs.top_k, knobs.is_drawn.long()
         reals = torch.stack((knobs.temperature, knobs.top_p, knobs.min_p), dim=1)
-        where = self.to_device(torch.tensor(slots, dtype=torch.int64))
-        self.integers.index_copy_(0, where, self.to_device(integers))
-        self._reals.index_copy_(0, where, self.to_device(reals))
-
-    def to_device(self, values: torch.Tensor) -> torch.Tensor:
-        """`values` from the host; the host does not wait for the copy."""
-        if self.device.type == "cpu":
-            return values
-        return values.pin_memory().to(self.device, non_blocking=True)
+        where = to_device(torch.tensor(slots, dtype=torch.int64), self.device)
+        self.integers.index_copy_(0, where, to_device(integers, self.device))
+        self._reals.index_copy_(0, where, to_device(reals, self.device))
 
     def read(self, slots: torch.Tensor) -> StepRows:
         """The rows of `slots` `[B]` int64."""
