@@ -1,6 +1,8 @@
 """The router process: what it is made of, how it serves, how it ends.
 
+    joining    behind a shared port: nothing is listened to before a pair has shown itself, for at most JOIN_S
     serving    new requests are taken
+    leaving    behind a shared port: new connections go to the others, those that stand are closed behind an answer
     draining   /ready is 503 and new requests get 503; running ones end, for at most drain_timeout_s
     stopping   what still runs gets an error; the listener closes
 """
@@ -43,6 +45,8 @@ logger = logging.getLogger(__name__)
 
 TICK_S = 0.1
 LAST_WRITES_S = 2  # for error frames, after the drain
+JOIN_S = 10.0  # then whoever asks may hear why nothing serves
+HAND_OVER_S = 2.0  # for clients with a kept connection to ask once more, and to find another router then
 
 
 class Router:
@@ -70,6 +74,7 @@ class Router:
         is_guarded = self._api_keys is not None and self._tls is not None
         is_trusted = config.trusted_network or is_guarded
         self._listener = _listen(config.host, config.port, trusted_network=is_trusted, share_port=config.share_port)
+        self._port = int(self._listener.getsockname()[1])
         try:
             keyring = load_keyring(config.keys, config.role)
             self.control = ControlSocket(config.control_bind, trusted_network=config.trusted_network, keyring=keyring)
@@ -109,7 +114,7 @@ class Router:
 
     @property
     def port(self) -> int:
-        return int(self._listener.getsockname()[1])
+        return self._port
 
     @property
     def url(self) -> str:
@@ -121,7 +126,7 @@ class Router:
         url = self.url
         self.control.open(self.dispatcher.on_message, self.dispatcher.on_damaged)
         self._service.open()
-        serving = asyncio.create_task(self._server.serve(self._listener))
+        serving = asyncio.create_task(self._serve())
         ticking = asyncio.create_task(self._tick())
         ending = asyncio.create_task(self._end(drain, stop))
         logger.info("router serves", extra=fields(url=url, control=self.control.endpoint, model=self.served_model))
@@ -144,6 +149,13 @@ class Router:
         self._listener.close()
         self.control.close()
 
+    async def _serve(self) -> None:
+        """Behind a shared port another router would have served who came too early to this one."""
+        began = time.monotonic()
+        while self._config.share_port and not self.dispatcher.is_ready and time.monotonic() - began < JOIN_S:
+            await asyncio.sleep(TICK_S)
+        await self._server.serve(self._listener)
+
     async def _tick(self) -> None:
         num_left = 0
         while True:
@@ -159,6 +171,9 @@ class Router:
         await drain.wait()
         self._notifier.stopping("draining")
         logger.info("router drains", extra=fields(running=self.dispatcher.num_running))
+        if self._config.share_port:
+            await self._server.hand_over(self._listener)
+            await _wait(stop, HAND_OVER_S)
         self.dispatcher.is_draining = self._server.is_draining = True
         deadline = time.monotonic() + self._config.drain_timeout_s
         while self.dispatcher.num_live and time.monotonic() < deadline and not stop.is_set():
@@ -181,12 +196,23 @@ def _api_keys(path: str) -> ApiKeys | None:
 
 
 def _listen(host: str, port: int, *, trusted_network: bool, share_port: bool) -> socket.socket:
-    """A listening socket. Raises ConfigError for an address open to others, StartupError for one that is taken."""
+    """A socket that listens, or a shared one that will.
+
+    Raises ConfigError for an address open to others, StartupError for one that is taken.
+    """
     address = f"tcp://{f'[{host}]' if ':' in host else host}:{port}"
     check_bind_address(address, trusted_network)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port), family=family, backlog=1024, reuse_port=share_port)
+        if not share_port:
+            return socket.create_server((host, port), family=family, backlog=1024)
+        shared = socket.socket(family)
+        for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):
+            shared.setsockopt(socket.SOL_SOCKET, option, 1)
+        if family == socket.AF_INET6:
+            shared.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        shared.bind((host, port))
+        return shared
     except OSError as error:
         reason = error.strerror or str(error)
         raise StartupError(f"cannot listen on {host} port {port}: {reason}; choose another --port") from None

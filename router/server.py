@@ -18,6 +18,7 @@ from .wire import HEAD_TIMEOUT_S, HttpProtocol
 SWEEP_S = 0.1
 MAX_BUFFERED = 256 << 20  # bytes of bodies that are being read, of all connections together
 MAX_CONNECTIONS = 10_000
+LAST_TURNS = 3  # of the loop, within which a closed server's descriptor is closed
 SPARE_DESCRIPTORS = 124  # for workers, files and libraries
 
 
@@ -56,6 +57,7 @@ class HttpServer:
         self.responses: Counter[int] = Counter()  # answers that began, by status
         self._app = app
         self._tls = tls
+        self._listening: asyncio.Server | None = None
         self._connections: set[HttpProtocol] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._num_buffered = 0  # bytes
@@ -66,17 +68,44 @@ class HttpServer:
     async def serve(self, listener: socket.socket) -> None:
         """Until it is cancelled."""
         own = listener.dup()  # the loop closes it, at a moment of its own
-        loop = asyncio.get_running_loop()
-        patience = HEAD_TIMEOUT_S if self._tls is not None else None  # with who has a descriptor and is no connection yet
-        server = await loop.create_server(
-            lambda: HttpProtocol(self), sock=own, ssl=self._tls, backlog=1024, ssl_handshake_timeout=patience
+        self._listening = await asyncio.get_running_loop().create_server(
+            lambda: HttpProtocol(self), sock=own, ssl=self._tls, backlog=1024, ssl_handshake_timeout=self._tls_patience_s
         )
         try:
             while True:
                 await asyncio.sleep(SWEEP_S)
                 self._sweep()
         finally:
-            server.close()
+            self._listening.close()
+
+    @property
+    def _tls_patience_s(self) -> float | None:
+        """With who has a descriptor and is no connection yet."""
+        return HEAD_TIMEOUT_S if self._tls is not None else None
+
+    async def hand_over(self, listener: socket.socket) -> None:
+        """Leaves the port to others that listen there: closes `listener`, and each connection behind its next answer.
+
+        Whom the kernel has put into this listener's queue is served: the queue is empty when it goes, but for who comes
+        within the microseconds between. With net.ipv4.tcp_migrate_req these go to the others.
+        """
+        self.is_draining = True
+        if self._listening is not None:
+            self._listening.close()
+            for _ in range(LAST_TURNS):  # the loop gives its descriptor back; from then on `listener` is the last
+                await asyncio.sleep(0)
+        waiting = []
+        with suppress(OSError):  # nobody waits, or it never listened
+            listener.setblocking(False)
+            while True:
+                waiting.append(listener.accept()[0])
+        listener.close()
+        for client in waiting:
+            with suppress(OSError):  # it left
+                client.setblocking(False)
+                await asyncio.get_running_loop().connect_accepted_socket(
+                    lambda: HttpProtocol(self), client, ssl=self._tls, ssl_handshake_timeout=self._tls_patience_s
+                )
 
     def drain(self) -> None:
         """Connections end with the answers that are under way; idle ones now."""

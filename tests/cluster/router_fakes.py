@@ -238,8 +238,8 @@ class RunningRouter:
     def __init__(self, directory, timeouts=None, **settings):
         model = str(settings.pop("model_dir"))
         control = f"ipc://{directory}/control-{secrets.token_hex(4)}"
-        settings = {"drain_timeout_s": 5.0, "canary_s": 0.0} | settings
-        config = RouterConfig(model=model, served_model=MODEL, port=0, control_bind=control, **settings)
+        settings = {"drain_timeout_s": 5.0, "canary_s": 0.0, "port": 0} | settings
+        config = RouterConfig(model=model, served_model=MODEL, control_bind=control, **settings)
         self.tokenizer = load_tokenizer(model)
         self._timeouts = timeouts
         self._config = config

@@ -2,9 +2,12 @@
 
 import os
 import signal
+import socket
+import threading
 
 import httpx
 import pytest
+from baton.tests.cluster.router_fakes import until
 from baton.tests.cluster.serving import complete, random_ids, serving, status, wait_until
 
 
@@ -28,3 +31,48 @@ def test_two_routers_share_a_port_and_the_workers_and_one_that_dies_is_not_misse
             assert httpx.get(f"{cluster.url}/health", timeout=10).status_code == 200
         assert tuple(complete(cluster, prompt, max_tokens=8)[0]) in texts
         wait_until(lambda: seen.add(status(cluster)["router"]["pid"]) or len(seen) == 3, 60, "another one answers")
+
+
+def instance(client, url):
+    answer = client.get(f"{url}/status")
+    return answer.json()["router"]["instance"], answer.headers.get("connection", "")
+
+
+def test_a_router_listens_once_it_is_ready_and_leaves_a_shared_port_without_refusing_anybody(start, monkeypatch):
+    monkeypatch.setattr("baton.router.app.HAND_OVER_S", 0.5)
+    leaving, script = start(share_port=True)
+    with socket.socket() as probe:
+        assert probe.connect_ex(("127.0.0.1", leaving.router.port)), "no pair, no listener"
+    leaving.pair(script)
+    until(lambda: _answers(leaving.url), "it listens")
+    with httpx.Client() as kept:
+        assert instance(kept, leaving.url) == (leaving.router.instance, "")
+        staying, script = start(share_port=True, port=leaving.router.port)
+        staying.pair(script)
+        until(lambda: instance(httpx, leaving.url)[0] == staying.router.instance, "the other one listens too")
+        statuses, is_over = [], threading.Event()
+
+        def ask():
+            while not is_over.is_set():
+                statuses.append(httpx.get(f"{leaving.url}/health").status_code)
+
+        threads = [threading.Thread(target=ask) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        leaving.begin_drain()
+        until(lambda: leaving.router._listener.fileno() == -1, "its listener is closed")
+        assert instance(kept, leaving.url) == (leaving.router.instance, "close"), "a kept connection is served once more"
+        assert instance(kept, leaving.url) == (staying.router.instance, "")
+        leaving.join()
+        is_over.set()
+        for thread in threads:
+            thread.join()
+    assert set(statuses) == {200}
+    assert instance(httpx, leaving.url)[0] == staying.router.instance
+
+
+def _answers(url):
+    try:
+        return httpx.get(f"{url}/health").status_code == 200
+    except httpx.ConnectError:
+        return False
