@@ -19,6 +19,10 @@ class RequestFailed(BatonError):
     """The server could not be reached, refused the request, or broke the stream off."""
 
 
+class NotShown(RequestFailed):
+    """The key is a good one, and this is not for it."""
+
+
 @dataclass(kw_only=True)
 class Answer:
     """One streamed answer, filled while it comes; complete when `finish_reason` is set."""
@@ -145,7 +149,8 @@ class ChatClient:
             raise RequestFailed(f"{self.url} asks for an API key: put one into the environment variable {KEY_VARIABLE}")
         if reply.status != 200:
             with reply:
-                raise RequestFailed(f"{self.url} answered {reply.status}: {_reason(reply.read())}")
+                kind = NotShown if reply.status == 403 else RequestFailed
+                raise kind(f"{self.url} answered {reply.status}: {_reason(reply.read())}")
         return reply
 
     def _lost(self, error: Exception) -> RequestFailed:

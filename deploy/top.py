@@ -24,7 +24,7 @@ from rich.text import Text
 from ..cluster.config_fields import Setting, check_fields, read_command_line, setting
 from ..cluster.errors import ConfigError
 from ..cluster.life import EXIT_OK
-from .client import KEY_VARIABLE, ChatClient, RequestFailed
+from .client import KEY_VARIABLE, ChatClient, NotShown, RequestFailed
 from .command import run_command
 
 PROG = "baton top"
@@ -33,6 +33,7 @@ ANSWER_S = 3.0  # longest wait for a router
 WINDOW_S = 5.0  # of a rate
 PIPE_WIDTH = 140  # columns
 NONE = "-"
+OWN = "this key shows its own requests; the cluster is shown to the key of an operator or an observer"
 TONES = {"serving": "green", "ok": "green", "draining": "yellow", "cancelled": "yellow", "failed": "red", "timeout": "red"}
 Document = Mapping[str, Any]
 
@@ -113,11 +114,12 @@ class RequestsPart(Struct, frozen=True):
 
 @dataclass(frozen=True, kw_only=True)
 class Look:
-    """What one router said; `fault` is why it said nothing."""
+    """What one router said; `fault` is why it said nothing, `note` why it said no more."""
 
     url: str
     at: float = 0.0  # monotonic seconds
     fault: str = ""
+    note: str = ""
     status: StatusPart | None = None
     requests: RequestsPart | None = None
     document: Document = field(default_factory=dict)  # both as they came, for scripts
@@ -138,14 +140,21 @@ class Rates:
 
 
 def look(client: ChatClient, num_requests: int, clock: Callable[[], float] = time.monotonic) -> Look:
-    """Asks one router."""
+    """Asks one router. A tenant's key is shown its own requests."""
+    note = ""
     try:
-        status = client.get("/status")
+        try:
+            status = client.get("/status")
+        except NotShown:
+            if not num_requests:
+                raise
+            status, note = None, OWN
         requests = client.get(f"/requests?limit={num_requests}") if num_requests else None
         return Look(
             url=client.url,
             at=clock(),
-            status=convert(status, StatusPart),
+            note=note,
+            status=convert(status, StatusPart | None),
             requests=convert(requests, RequestsPart | None),
             document={"status": status, "requests": requests["requests"] if requests else []},
         )
@@ -163,7 +172,7 @@ def render(looks: Sequence[Look], rates: Rates) -> RenderableType:
     parts: list[RenderableType] = []
     for seen in looks:
         if seen.status is None:
-            parts.append(Text(f"{seen.url}: {seen.fault}", style="red"))
+            parts.append(Text(f"{seen.url}: {seen.fault or seen.note}", style="red" if seen.fault else "dim"))
         else:
             parts += _router(seen.url, seen.status.router)
             parts.append(_workers(seen.status.workers, rates, seen.at))

@@ -16,6 +16,8 @@ from baton.deploy.top import Look, Rates, clients_of, main, render
 from baton.tests.cluster.router_fakes import post, until
 from rich.console import Console
 
+TENANT_S = {"url": "", "fault": "", "status": None, "requests": []}
+
 
 @pytest.fixture
 def running(start):
@@ -111,11 +113,12 @@ def test_a_router_with_keys_is_asked_with_the_one_of_the_environment(start, tmp_
     assert main(["--url", running.url, "--once"]) == 0
     monkeypatch.setenv(KEY_VARIABLE, add(path, {"name": "bob"})[0])
 
-    def is_told_why():
-        assert main(["--url", running.url, "--once"]) == 1
-        return "takes an operator's or an observer's key" in capsys.readouterr().err
-
-    until(is_told_why, "a tenant's key is known, and shown nothing")
+    until(lambda: main(["--url", running.url, "--once"]) == 0, "a tenant's key is known")
+    assert "this key shows its own requests" in capsys.readouterr().out.replace("\n", " ")
+    assert main(["--url", running.url, "--once", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["routers"][0] | {"url": ""} == TENANT_S
+    assert main(["--url", running.url, "--once", "--requests", "0"]) == 1
+    assert "takes an operator's or an observer's key" in capsys.readouterr().err
     monkeypatch.setenv(KEY_VARIABLE, "bk-\n")
     assert main(["--url", running.url, "--once"]) == 2
 
