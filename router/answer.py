@@ -31,6 +31,8 @@ from .rooms import DEADLINE_EXCEEDED, QUARANTINED
 
 SSE_HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-store"}
 JSON_HEADERS = {"content-type": "application/json"}
+RAW_SSE = [(name.encode(), value.encode()) for name, value in SSE_HEADERS.items()]
+RAW_JSON = [(name.encode(), value.encode()) for name, value in JSON_HEADERS.items()]
 
 
 class ClientLeft(Exception):
@@ -107,7 +109,7 @@ class Answer:
             return await _send_error(send, error)
         whole = [Piece.joined(pieces[index]) for index in self._best()]
         timeline = self._timeline() if self._wish.wants_timeline else None
-        await _send_start(send, 200, JSON_HEADERS)
+        await _send_start(send, 200, RAW_JSON)
         await _send_body(send, self._builder.whole(whole, self._usage(), timeline), is_last=True)
 
     async def _stream(self, send: Send) -> None:
@@ -125,7 +127,7 @@ class Answer:
                     data += self._builder.chunk(index, piece, usage)
                 if not is_started:
                     is_started = True
-                    await _send_start(send, 200, SSE_HEADERS)
+                    await _send_start(send, 200, RAW_SSE)
                 is_last = self._is_done and not (self._wants_accounts and self._is_settling)
                 if is_last:
                     data += self._closing()
@@ -159,7 +161,7 @@ class Answer:
 
     @property
     def _is_done(self) -> bool:
-        return all(choice.finish for choice in self._choices)
+        return all([choice.finish for choice in self._choices])
 
     @property
     def _wants_accounts(self) -> bool:
@@ -167,7 +169,7 @@ class Answer:
 
     @property
     def _is_settling(self) -> bool:
-        return any(entry.room.is_settling for entry in self._entries)
+        return any([entry.room.is_settling for entry in self._entries])
 
     async def _settle(self) -> None:
         """Waits for what the choices that a stop string ended have cost; the rooms themselves bound the wait."""
@@ -254,13 +256,13 @@ async def _watch(receive: Receive, inbox: Inbox) -> None:
 
 
 async def _send_error(send: Send, error: ApiError) -> None:
-    await _send_start(send, error.status, JSON_HEADERS | error.headers)
+    more = [(name.encode(), value.encode()) for name, value in error.headers.items()]
+    await _send_start(send, error.status, RAW_JSON + more)
     await _send_body(send, error.encode(), is_last=True)
 
 
-async def _send_start(send: Send, status: int, headers: dict[str, str]) -> None:
-    raw = [(name.encode(), value.encode()) for name, value in headers.items()]
-    await send({"type": "http.response.start", "status": status, "headers": raw})
+async def _send_start(send: Send, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+    await send({"type": "http.response.start", "status": status, "headers": headers})
 
 
 async def _send_body(send: Send, data: bytes, *, is_last: bool) -> None:

@@ -5,7 +5,7 @@ and `tick` is called several times a second.
 """
 
 import logging
-import secrets
+import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
@@ -53,7 +53,7 @@ class Dispatcher:
         timeouts: Timeouts | None = None,
         policy: PairingPolicy | None = None,
         soon: Soon | None = None,
-        mint: Callable[[], str] = lambda: secrets.token_hex(16),
+        mint: Callable[[], str] = lambda: os.urandom(16).hex(),
     ) -> None:
         self.registry = registry
         self.metrics = metrics

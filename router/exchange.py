@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from starlette.types import ASGIApp, Message, Scope
 
 from .errors import ApiError, internal
+from .head import Fields
 
 logger = logging.getLogger(__name__)
 
@@ -35,12 +36,13 @@ class Exchange:
     """Made when a request's head is there; `run` when the rest is."""
 
     __slots__ = (
-        "_body", "_has_left", "_head", "_is_chunked", "_is_head", "_is_reusable", "_leaving", "_line", "_on_leave",
-        "_status", "is_over", "scope",
+        "_body", "_fields", "_has_left", "_head", "_is_chunked", "_is_head", "_is_reusable", "_leaving", "_line",
+        "_on_leave", "_status", "is_over", "scope",
     )  # fmt: skip
 
-    def __init__(self, line: Line, scope: Scope, *, is_reusable: bool) -> None:
+    def __init__(self, line: Line, scope: Scope, fields: Fields, *, is_reusable: bool) -> None:
         self.scope = scope
+        self._fields = fields
         self.is_over = False
         self._line = line
         self._body = b""
@@ -55,6 +57,15 @@ class Exchange:
 
     def __repr__(self) -> str:
         return f"Exchange({self.scope['method']} {self.scope['path'][:40]!r}{', over' if self.is_over else ''})"
+
+    def header(self, name: bytes) -> str | None:
+        """The first value of a header field, by its name in lower case."""
+        values = self._fields.get(name)
+        return values[0].decode("latin-1") if values is not None else None
+
+    def headers(self, name: bytes) -> list[str]:
+        """All its values, in their order."""
+        return [value.decode("latin-1") for value in self._fields.get(name, ())]
 
     def complete(self, body: bytes) -> None:
         """The request is whole."""
@@ -101,7 +112,7 @@ class Exchange:
     async def send(self, message: Message) -> None:
         """A part of the answer; waits while the client does not read. Nothing happens after the client has left."""
         if message["type"] == "http.response.start":
-            self._status, self._head = message["status"], list(message.get("headers", ()))
+            self._status, self._head = message["status"], [*message.get("headers", ())]
             return
         if self._has_left or self.is_over:
             return
@@ -117,9 +128,9 @@ class Exchange:
 
     def _opening(self, body: bytes, is_last: bool) -> bytes:
         """The head of the answer, which goes out with the first part of its body."""
-        names = {name.lower() for name, _ in self._head}
+        has_length = any([name.lower() == b"content-length" for name, _ in self._head])
         is_old = self.scope["http_version"] == "1.0"
-        if b"content-length" not in names and self._status not in (204, 304):
+        if not has_length and self._status not in (204, 304):
             if is_last:
                 self._head.append((b"content-length", str(len(body)).encode()))
             elif is_old:

@@ -41,6 +41,8 @@ class Piece(Struct, frozen=True, gc=False):
     @classmethod
     def joined(cls, pieces: Sequence["Piece"]) -> "Piece":
         """All of a choice's pieces as one."""
+        if len(pieces) == 1:
+            return pieces[0]
         return cls(
             text="".join(piece.text for piece in pieces),
             logprobs=[token for piece in pieces for token in piece.logprobs],

@@ -24,7 +24,7 @@ from .errors import (
     not_found,
     unknown_model,
 )
-from .exchange import EXCHANGE
+from .exchange import EXCHANGE, Exchange
 from .idempotency import HEADER, Begin, Replay, checked_key, digest_of, seed_of
 from .openai import parse_body
 from .openapi import PAGE_POLICY, openapi_of, page_of
@@ -33,8 +33,8 @@ from .response_bodies import ResponseBody
 from .service import Call, Service
 from .status import ModelCard, ModelList, metrics_of, status_of, why_not_ready
 
-TIMELINE_HEADER = "x-baton-timeline"
-TIMEOUT_HEADER = "x-baton-timeout-ms"
+TIMELINE_HEADER = b"x-baton-timeline"
+TIMEOUT_HEADER = b"x-baton-timeout-ms"
 LONGEST_TIMEOUT_MS = 86_400_000
 
 
@@ -87,26 +87,26 @@ class Routes:
         return serve
 
     async def chat(self, request: Request) -> Answer | Replay:
-        raw, call = await self._call(request)
+        raw, call = self._call(request.scope)
         body = parse_body(raw, ChatBody)
-        return await self._answer(request, body, partial(self._service.chat, body, call))
+        return await self._answer(request.scope, body, partial(self._service.chat, body, call))
 
     async def complete(self, request: Request) -> Answer | Replay:
-        raw, call = await self._call(request)
+        raw, call = self._call(request.scope)
         body = parse_body(raw, CompletionBody)
-        return await self._answer(request, body, partial(self._service.complete, body, call))
+        return await self._answer(request.scope, body, partial(self._service.complete, body, call))
 
     async def respond(self, request: Request) -> Answer | Replay:
-        raw, call = await self._call(request)
+        raw, call = self._call(request.scope)
         body = parse_body(raw, ResponseBody)
-        return await self._answer(request, body, partial(self._service.respond, body, call))
+        return await self._answer(request.scope, body, partial(self._service.respond, body, call))
 
     async def tokenize(self, request: Request) -> Response:
-        raw, call = await self._call(request)
+        raw, call = self._call(request.scope)
         return _json(await self._service.tokenize(parse_body(raw, TokenizeBody), call))
 
     async def detokenize(self, request: Request) -> Response:
-        raw, call = await self._call(request)
+        raw, call = self._call(request.scope)
         return _json(await self._service.detokenize(parse_body(raw, DetokenizeBody), call))
 
     async def openapi(self, request: Request) -> Response:
@@ -116,31 +116,32 @@ class Routes:
         headers = {"content-type": "text/html; charset=utf-8", "content-security-policy": PAGE_POLICY}
         return Response(page_of(self._document), headers=headers)
 
-    async def _call(self, request: Request) -> tuple[bytes, Call]:
+    def _call(self, scope: Scope) -> tuple[bytes, Call]:
         """The body, and what the headers ask for. Raises ApiError."""
-        must_ask(request.scope[CALLER])
-        arrived, timeout_s = self._service.clock(), _timeout_of(request)
-        raw: bytes = request.scope[EXCHANGE].take_body()
-        wants_timeline = _wants_timeline(request)
+        must_ask(scope[CALLER])
+        exchange: Exchange = scope[EXCHANGE]
+        arrived, timeout_s = self._service.clock(), _timeout_of(exchange.header(TIMEOUT_HEADER))
+        raw = exchange.take_body()
         call = Call(
             arrived=arrived,
             size=len(raw),
-            wants_timeline=wants_timeline,
+            wants_timeline=_wants_timeline(exchange),
             timeout_s=timeout_s,
-            caller=request.scope[CALLER],
-            trace=context_of(request.headers.getlist("traceparent"), request.headers.getlist("tracestate")),
+            caller=scope[CALLER],
+            trace=context_of(exchange.headers(b"traceparent"), exchange.headers(b"tracestate")),
         )
         return raw, call
 
     async def _answer(
-        self, request: Request, body: ChatBody | CompletionBody | ResponseBody, begin: Begin
+        self, scope: Scope, body: ChatBody | CompletionBody | ResponseBody, begin: Begin
     ) -> Answer | Replay:
         """A new answer, or with an Idempotency-Key that of the request before."""
-        key = checked_key(request.headers.get(HEADER))
+        exchange: Exchange = scope[EXCHANGE]
+        key = checked_key(exchange.header(HEADER))
         if not key:
             return await begin()
-        key = f"{request.scope[CALLER].id} {key}"  # a client's keys are its own
-        form = f"{request.url.path} {_wants_timeline(request)}"
+        key = f"{scope[CALLER].id} {key}"  # a client's keys are its own
+        form = f"{scope['path']} {_wants_timeline(exchange)}"
         digest = digest_of(key, form, msgspec.json.encode(body, order="deterministic"))
         if body.seed is None:
             body.seed = seed_of(digest)
@@ -183,18 +184,18 @@ class Routes:
         )
 
 
-def _wants_timeline(request: Request) -> bool:
-    return request.headers.get(TIMELINE_HEADER) == "1"
+def _wants_timeline(exchange: Exchange) -> bool:
+    return exchange.header(TIMELINE_HEADER) == "1"
 
 
-def _timeout_of(request: Request) -> float:
+def _timeout_of(header: str | None) -> float:
     """Seconds after which the client wants no answer any more; 0 when it does not say. Raises ApiError (400)."""
-    raw = request.headers.get(TIMEOUT_HEADER)
-    if raw is None:
+    if header is None:
         return 0.0
-    milliseconds = int(raw) if raw.isascii() and raw.isdigit() and len(raw) <= 9 else 0
+    milliseconds = int(header) if header.isascii() and header.isdigit() and len(header) <= 9 else 0
     if not 0 < milliseconds <= LONGEST_TIMEOUT_MS:
-        raise bad_request(f"{TIMEOUT_HEADER} must be a whole number from 1 to {LONGEST_TIMEOUT_MS}")
+        text = f"{TIMEOUT_HEADER.decode()} must be a whole number from 1 to {LONGEST_TIMEOUT_MS}"
+        raise bad_request(text)
     return milliseconds / 1000
 
 

@@ -23,7 +23,7 @@ from .errors import ApiError, ErrorBody, bad_request, printable
 from .openai import SEED_MASK
 from .replies import is_whole_stream
 
-HEADER = "idempotency-key"
+HEADER = b"idempotency-key"
 LONGEST_KEY = 255
 KEEP_S = 600.0
 ABANDONED_S = 10.0

@@ -13,17 +13,22 @@ class Disconnected:
 
 
 MAX_UNREAD = 1 << 16  # tokens that wait for a client that reads slowly; with more it is cut off
+MANY = 256  # tokens for which a patient reader is woken, so that its work comes in small parts
 
 InboxEvent = Deliver | Ended | Settled | Broken | Disconnected
 
 
 class Inbox:
-    """Filled by the dispatcher, drained by one task of the same event loop."""
+    """Filled by the dispatcher, drained by one task of the same event loop.
 
-    __slots__ = ("_clock", "_events", "_num_unread", "_owner", "_unread_since", "_waiter", "is_cut")
+    A patient reader wants nothing before the end: it is woken for other events than tokens, and for `MANY` tokens.
+    """
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    __slots__ = ("_clock", "_events", "_is_patient", "_num_unread", "_owner", "_unread_since", "_waiter", "is_cut")
+
+    def __init__(self, clock: Callable[[], float], *, is_patient: bool = False) -> None:
         self._clock = clock
+        self._is_patient = is_patient
         self._events: list[tuple[int, InboxEvent]] = []
         self._waiter: asyncio.Future[None] | None = None  # of the reader, while there is nothing to read
         self._num_unread = 0  # tokens
@@ -39,14 +44,16 @@ class Inbox:
         self._events.append((index, event))
         if isinstance(event, Deliver):
             self._num_unread += len(event.ids)
+            if self._is_patient and self._num_unread < MANY:
+                return
         if self._unread_since is None:
             self._unread_since = self._clock()
             if self._waiter is not None and not self._waiter.done():
                 self._waiter.set_result(None)
 
     async def take(self) -> list[tuple[int, InboxEvent]]:
-        """Waits for events; all that there are, in order."""
-        if not self._events:
+        """Waits for something to read; all events that there are, in order."""
+        if self._unread_since is None:
             self._waiter = asyncio.get_running_loop().create_future()
             try:
                 await self._waiter
@@ -67,7 +74,7 @@ class Inbox:
 
     @property
     def is_unread(self) -> bool:
-        """Whether anything waits for the reader."""
+        """Whether the reader was called and has not come yet."""
         return self._unread_since is not None
 
     @property

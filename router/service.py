@@ -1,7 +1,7 @@
 """From a checked body to an answer: tokenise, measure against the workers' limits, submit."""
 
 import asyncio
-import secrets
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -210,7 +210,7 @@ class Service:
         style = _style_of(body)
         tried = [prompt if body.wants_echo else None for prompt in prompts for _ in range(body.num_tries)]
         choices = [Choice(self.tokenizer, style, echo) for echo in tried]
-        inbox = Inbox(self.clock)
+        inbox = Inbox(self.clock, is_patient=not body.stream and not style.stops)  # a stop string is looked for at once
         entries = self._submit(jobs, inbox, frame.id, call)
         wish = Wish(
             is_stream=bool(body.stream),
@@ -257,7 +257,7 @@ class Service:
 
     def _frame(self, body: ChatBody | CompletionBody, prefix: str) -> Frame:
         return Frame(
-            id=prefix + secrets.token_hex(12),
+            id=prefix + os.urandom(12).hex(),
             created=int(time.time()),
             model=self.served_model,
             num_top=logprobs_of(body),

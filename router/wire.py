@@ -18,8 +18,7 @@ the times, instead of a timer for each.
 import asyncio
 from collections import deque
 from http import HTTPStatus
-from typing import Any, Protocol, cast
-from urllib.parse import unquote_to_bytes
+from typing import Protocol, cast
 
 import httptools
 
@@ -28,7 +27,6 @@ from .errors import (
     ApiError,
     body_too_large,
     body_too_slow,
-    expectation_failed,
     head_too_large,
     head_too_slow,
     malformed,
@@ -38,6 +36,7 @@ from .errors import (
     unauthorized,
 )
 from .exchange import EXCHANGE, Exchange
+from .head import fault_of, fields_of, scope_of
 
 HEAD_TIMEOUT_S = 10.0
 BODY_TIMEOUT_S = 10.0
@@ -49,7 +48,6 @@ MAX_HEADERS = 64
 MAX_PENDING = 64
 WRITE_HIGH, WRITE_LOW = 64 << 10, 16 << 10
 NEVER = float("inf")
-CONTINUE = b"100-continue"
 
 
 class Refused(Exception):
@@ -177,19 +175,21 @@ class HttpProtocol(asyncio.Protocol):
     def on_headers_complete(self) -> None:
         self._has_begun, self._num_pending = False, 0
         self._num_heads += 1
-        version = self._parser.get_http_version()
-        self._check_head(version)
+        version, fields = self._parser.get_http_version(), fields_of(self._headers)
+        fault = fault_of(fields, version, self._server.max_body)
+        if fault is not None:
+            self._stop(fault)
         scope = scope_of(self._url, self._parser.get_method(), version, self._headers)
         caller = self._server.guard.caller_of(scope["raw_path"], self._headers)
         if caller is None:
             self._stop(unauthorized())
         scope[CALLER] = caller
-        exchange = Exchange(self, scope, is_reusable=self._parser.should_keep_alive() and not self._server.is_draining)
-        scope[EXCHANGE] = exchange
+        is_reusable = self._parser.should_keep_alive() and not self._server.is_draining
+        exchange = scope[EXCHANGE] = Exchange(self, scope, fields, is_reusable=is_reusable)
         self._incoming = exchange
         if self._exchange is None:
             self._await(BODY_TIMEOUT_S)
-            if any(name == b"expect" for name, _ in self._headers):
+            if b"expect" in fields:
                 self.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def on_body(self, body: bytes) -> None:
@@ -220,23 +220,6 @@ class HttpProtocol(asyncio.Protocol):
         self._num_head += num_bytes
         if self._num_head > MAX_HEAD_BYTES or len(self._headers) > MAX_HEADERS:
             self._stop(head_too_large(MAX_HEAD_BYTES, MAX_HEADERS))
-
-    def _check_head(self, version: str) -> None:
-        """What the parser lets through: hosts, lengths and expectations. Raises Refused."""
-        found: dict[bytes, list[bytes]] = {}
-        for name, value in self._headers:
-            found.setdefault(name, []).append(value)
-        num_hosts = len(found.get(b"host", ()))
-        if num_hosts > 1 or (num_hosts == 0 and version != "1.0") or version not in ("1.0", "1.1"):
-            self._stop(malformed())
-        codings = [value.lower() for value in found.get(b"transfer-encoding", ())]
-        if codings and (codings != [b"chunked"] or version == "1.0" or b"content-length" in found):
-            self._stop(malformed())
-        lengths = found.get(b"content-length", [b"0"])
-        if any(int(length[:20]) > self._server.max_body for length in lengths if length.isdigit()):
-            self._stop(body_too_large(self._server.max_body))
-        if [value.lower() for value in found.get(b"expect", [CONTINUE])] != [CONTINUE]:
-            self._stop(expectation_failed())
 
     def _stop(self, fault: ApiError) -> None:
         self._fault = fault
@@ -364,32 +347,3 @@ class HttpProtocol(asyncio.Protocol):
             if not self._resumed.done():
                 self._resumed.set_result(None)
             self._resumed = None
-
-
-def scope_of(url: bytes, method: bytes, version: str, headers: list[tuple[bytes, bytes]]) -> dict[str, Any]:
-    """The ASGI scope of a request. Raises Refused for a target that is no path."""
-    target = url
-    if not url.startswith(b"/"):  # a proxy's form, or OPTIONS *
-        try:
-            parts = httptools.parse_url(url)
-        except httptools.HttpParserInvalidURLError:
-            parts = None
-        path = (parts.path if parts is not None else None) or b"*"
-        target = path + (b"?" + parts.query if parts is not None and parts.query else b"")
-    raw_path, _, query = target.partition(b"?")
-    path = unquote_to_bytes(raw_path) if b"%" in raw_path else raw_path
-    return {
-        "type": "http",
-        "asgi": {"version": "3.0", "spec_version": "2.3"},
-        "http_version": version,
-        "scheme": "http",
-        "method": method.decode("ascii"),
-        "root_path": "",
-        "path": path.decode("utf-8", "replace"),
-        "raw_path": raw_path,
-        "query_string": query,
-        "headers": headers,
-        "client": None,
-        "server": None,
-        "state": {},
-    }
