@@ -17,6 +17,8 @@ from .app import Router
 from .nursery import NurseryHandle
 from .tokenizer import Tokenizer, load_tokenizer
 
+YOUNG_OBJECTS = 5000  # that the garbage collector lets come before it looks; by default 700, a request's or two
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a router until it is told to end; the process's exit code."""
@@ -44,6 +46,7 @@ def _start(argv: Sequence[str]) -> Callable[[], int]:
     run_phases([("loading the tokenizer", load), ("binding sockets", listen)])
     gc.collect()
     gc.freeze()  # what start-up made stays, and need not be looked through while serving
+    gc.set_threshold(YOUNG_OBJECTS)
     router = made[1]
     assert isinstance(router, Router)
     return lambda: _serve(router, nursery)
