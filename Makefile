@@ -43,7 +43,7 @@ help:
 	  'make test       lint, types, CPU tests (TESTS=tests/unit: some of them)' \
 	  'make test-full  the slow tests too' \
 	  'make faults     real processes die, hang and leave: the table of faults (ROWS=F01,F08: some of them)' \
-	  'make deploy-check  units, manifests and chart, asked of systemd-analyze, kubectl and helm where they are installed' \
+	  'make deploy-check  units, manifests and chart, asked of systemd, kubectl and helm where they are installed' \
 	  'make judges     clients that others wrote: openai, schemathesis, lm-eval and more (JUDGES=openai: some of them)' \
 	  'make sim        a simulated cluster under SEEDS=20000 mixes of faults' \
 	  'make lint       ruff and mypy --strict' \
@@ -109,7 +109,7 @@ faults: install
 # skipped and named
 deploy-check: install
 	$(BIN)/pytest -rs tests/unit/test_units.py tests/unit/test_kubernetes.py tests/unit/test_helm.py tests/unit/test_key_secret.py \
-	  tests/unit/test_images.py tests/cluster/test_managed.py
+	  tests/unit/test_images.py tests/kubernetes tests/cluster/test_managed.py tests/cluster/test_systemd_run.py
 
 # the judges live apart, so that their dependencies cannot change what is judged
 .judges/.installed: tests/judges/requirements.txt | $(BIN)/python
