@@ -27,7 +27,8 @@ from .room_effects import Effect, Pair
 
 MAX_EARLY_ITEMS = 256  # decode's items that wait for prefill's token 1
 PEER_LOST = "PeerLost"  # kind of a Failed: the other worker of the pair is gone
-HANDOFF_KINDS = frozenset(("TransferError", "HandoffAborted", "TransferTimeout", "DigestMismatch", "HandshakeRefused"))
+HANDOFF_ABORTED = "HandoffAborted"  # of decode: prefill gave the room up, of which it tells the router itself
+HANDOFF_KINDS = frozenset(("TransferError", HANDOFF_ABORTED, "TransferTimeout", "DigestMismatch", "HandshakeRefused"))
 T = TypeVar("T", PrefillTimeline, DecodeTimeline)
 
 AttemptEvent = Reserved | Refused | PromptLogprobs | FirstToken | TokenItem | Finished | Failed
@@ -69,6 +70,8 @@ class Attempt:
     first: FirstToken | None = None
     finished: Finished | None = None
     num_output: int = 0  # tokens that went to the client
+    aborted: Failed | None = None  # decode's word that prefill gave it up
+    _word_by: float = 0.0  # until then prefill's own is awaited
     _early: dict[int, TokenItem] = field(default_factory=dict)
     _scores: list[TokenLogprob] = field(default_factory=list)  # of the prompt's tokens from the second on
 
@@ -149,6 +152,18 @@ class Attempt:
         if message.kind == PEER_LOST:
             return tuple(instance for instance in self.instances if instance != message.instance)
         return self.instances if message.kind in HANDOFF_KINDS else (message.instance,)
+
+    def defers(self, message: Failed, until: float) -> bool:
+        """Whether to wait `until` prefill itself says why it gave the room up, or is found to have dropped all rooms."""
+        if message.kind != HANDOFF_ABORTED or message.instance != self.pair.decode or message is self.aborted:
+            return False
+        if self.aborted is None:
+            self.aborted, self._word_by = message, until
+        return True
+
+    def overdue_word(self, now: float) -> Failed | None:
+        """What decode said, when prefill has said nothing for long enough."""
+        return self.aborted if now >= self._word_by else None
 
     def keep(self, item: TokenItem) -> bool:
         """Notes tokens of decode; False for those that are known already."""

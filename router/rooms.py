@@ -171,7 +171,7 @@ class Room:
         if attempt is None or self.epoch not in epochs:
             return effects + (self._quarantine(now) if self.phase is Phase.QUEUED else [])
         # With token 1 here, prefill has done its part as far as the router can see; decode tells if the hand-off fails.
-        if instance == attempt.pair.decode or not attempt.has_first:
+        if instance == attempt.pair.decode or not attempt.has_first or attempt.aborted is not None:
             self.failed_on.add(instance)
             if is_dead:
                 self.suspicion.lost(instance, unreachable_since, attempt.placed_at)
@@ -180,7 +180,7 @@ class Room:
 
     def is_due(self, now: float) -> bool:
         """Whether `tick` may have something to do: for one of thousands of streams that go on it has not."""
-        if self.phase is not Phase.STREAMING:
+        if self.phase is not Phase.STREAMING or (self._attempt is not None and self._attempt.aborted is not None):
             return True
         is_late = now - self._progress_at > self.timeouts.token_s or (self.deadline is not None and now >= self.deadline)
         return is_late or self.epoch > 0  # then an earlier attempt may be held somewhere
@@ -193,10 +193,12 @@ class Room:
             return effects + (self._settle() if is_late else []) + self._maybe_closed()
         if self.is_live and self.deadline is not None and now >= self.deadline:
             return effects + self.give_up(DEADLINE_EXCEEDED, "the deadline passed", now)
-        if self.is_at_workers and now - self._progress_at > self._patience:
-            assert self._attempt is not None
-            effects += self._blame(self._attempt.waits_for)
-            effects += self._attempt_failed("Timeout", "a worker made no progress", True, now)
+        if self._attempt is not None and self.is_at_workers:
+            if (word := self._attempt.overdue_word(now)) is not None:
+                return effects + self._on_failed(self._attempt, word, now)
+            if now - self._progress_at > self._patience:
+                effects += self._blame(self._attempt.waits_for)
+                effects += self._attempt_failed("Timeout", "a worker made no progress", True, now)
         return effects
 
     @property
@@ -268,6 +270,8 @@ class Room:
 
     def _on_failed(self, attempt: Attempt, message: Failed, now: float) -> list[Effect]:
         effects: list[Effect] = []
+        if attempt.defers(message, now + self.timeouts.word_s):
+            return self._holds.drop(message.instance, self.epoch)
         if message.kind == DRAINING and self.num_output < self.sampling.max_new_tokens:
             return self._holds.drop(message.instance, self.epoch) + self._requeue(Requeued(now), now)
         if message.kind != DEADLINE_EXCEEDED:

@@ -304,8 +304,8 @@ def f33(scene: Scene) -> str:
 
 
 @row(
-    "F47", "a peer of the next version: a field more in every message, messages of an unknown type",
-    "unknown fields are ignored, unknown types refused; all complete", proxied=True,
+    "F47", "a peer of the next version: a field more in every message, messages of an unknown type, and an older one",
+    "unknown fields are ignored, unknown types refused, the older protocol with its reason; all complete", proxied=True,
 )  # fmt: skip
 def f47(scene: Scene) -> str:
     asks = scene.known(workload(471, 12, prompt=(50, 700), max_tokens=16))
@@ -319,11 +319,19 @@ def f47(scene: Scene) -> str:
         way.inject(novelty)
     calls = finished(scene, scene.traffic.start(*asks))
     assert not placed_again(calls), told(calls)
-    scene.cluster.restart("decode-0")
+    way, said = scene.cluster.control["decode-0"].up, scene.cluster.nodes["router"].said
+    way.clear()
+    way.rule(verb("Hello"), change(lambda message: [message.with_fields(protocol=0)]))
     scene.victims.add("decode-0")
+    scene.cluster.restart("decode-0")
+    wait_until(lambda: "protocol 0 is not" in said(), 20, "the older one is refused")
+    others = finished(scene, scene.traffic.start(*asks))
+    assert not placed_again(others), told(others)
+    way.clear()
+    way.rule(lambda message: bool(message.fields()), change(modern))
     scene.cluster.wait_whole(20)
     scene.rebase("decode-0")
-    calls += finished(scene, scene.traffic.start(*asks))
+    calls += others + finished(scene, scene.traffic.start(*asks))
     malformed = scene.cluster.status()["router"]["events"].get("control_malformed", 0)
     assert malformed == len(scene.cluster.workers), f"the router refused {malformed} unknown messages"
     return told(calls)

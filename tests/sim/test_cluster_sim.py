@@ -8,12 +8,15 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from unittest.mock import patch
 
 import pytest
+from baton.router.dispatch import Dispatcher
+from baton.router.retries import RetryBudget
 from baton.tests.sim import cluster_main
 from baton.tests.sim.cluster_faults import KINDS, TRANSITIONS, Faults
 from baton.tests.sim.cluster_seams import SEAMS
-from baton.tests.sim.cluster_world import Options, run
+from baton.tests.sim.cluster_world import Options, Settings, run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -84,6 +87,39 @@ def test_an_order_that_arrives_damaged_is_said_again_and_costs_no_attempt():
         assert outcome.violation == "", seed
         num_damaged += outcome.reached["order_flip"]
     assert num_damaged > 100
+
+
+def without_budget(owner, name, fault, seed):
+    """Forty clients, a worker that goes, and no attempt that is paid for."""
+    settings = Settings(max_running=8, step_s=0.08, prefill_pages=120, decode_pages=160, max_queue=64, chunk_size=8)
+    options = Options(faults=fault, settings=settings, num_clients=40, num_prefills=2, num_decodes=2)
+    with patch.object(owner, name, lambda *_: False):
+        return run(seed, options)
+
+
+@pytest.mark.parametrize(
+    ("fault", "seeds"),
+    [
+        (Faults(kill_at="P send Block"), (0, 1, 2)),
+        (Faults(kill_at="D send Tokens", kill_nth=4), (0, 1, 2)),
+        (Faults(cut=2), (6, 10)),  # a prefill worker gives its rooms up since it lost the router
+        (Faults(drain=1), (0, 1)),
+    ],
+)
+def test_a_worker_that_goes_costs_no_answer_though_the_retry_budget_is_empty(fault, seeds):
+    num_ok = 0
+    for seed in seeds:
+        outcome = without_budget(RetryBudget, "take", fault, seed)
+        assert outcome.violation == "", seed
+        if outcome.reached["kill_at"] <= 1:  # the second may be the last of its role
+            assert set(outcome.outcomes) == {"ok"}, seed
+            num_ok += outcome.outcomes["ok"]
+    assert num_ok > 40
+
+
+def test_a_death_that_had_to_be_paid_would_cost_answers():
+    fault = Faults(kill_at="D send Tokens", kill_nth=4)
+    assert without_budget(Dispatcher, "_may_retry", fault, 0).outcomes["PeerLost"] > 0
 
 
 def test_a_failing_seed_is_told_with_the_command_that_replays_it(capsys):
