@@ -52,7 +52,7 @@ class Figures:
 
     load: str
     seconds: float
-    """From the first request due to the last end."""
+    """From the begin to the last end, or to the end of an open loop's time."""
     num_ok: int
     errors: dict[str, int]
     """By kind."""
@@ -105,8 +105,7 @@ def e2e_ms(call: Call) -> float:
 def figures_of(run: Run, goals: Goals, server: dict[str, float] | None = None) -> Figures:
     """The figures of a run that is over."""
     good = [call for call in run.calls if not call.error]
-    seconds = max((call.ended for call in run.calls), default=run.began) - run.began
-    seconds = max(seconds, 1e-9)
+    seconds = max(1e-9, max([run.until, *(call.ended for call in run.calls)]) - run.began)
     num_prompt, num_output = (sum(getattr(call, name) for call in good) for name in ("num_prompt", "num_output"))
     count = max(1, len(good))
     return Figures(

@@ -47,6 +47,7 @@ class Run:
     began: float
     calls: list[Call] = field(default_factory=list)  # that ended, in that order
     num_begun: int = 0
+    until: float = 0.0  # an open loop of so many seconds lasts so long, also when its last request ended before
 
     @property
     def num_running(self) -> int:
@@ -89,6 +90,7 @@ async def _open(run: Run, questions: Iterator[Question], ask: Ask, bound: Bound,
     while len(begun) < bound.num_requests:
         due += rng.expovariate(run.level.rate)
         if due - run.began >= bound.seconds:
+            run.until = run.began + bound.seconds
             break
         await asyncio.sleep(max(0.0, due - clock()))
         begun.append(asyncio.ensure_future(run.ask(ask, next(questions), due)))

@@ -156,6 +156,14 @@ def test_an_open_loop_keeps_its_rate_whatever_becomes_of_the_answers():
     assert max(sum(call.due <= at < call.ended for call in running.calls) for at in dues[::50]) > 5
 
 
+def test_an_open_loop_of_some_seconds_lasts_so_long_though_nothing_comes_at_its_end():
+    running, found = measured(Scripted(), Level(rate=0.5), Bound(seconds=10.0))
+    assert 0 < len(running.calls) < 10
+    assert max(call.due for call in running.calls) < 10.0
+    assert found.seconds == pytest.approx(max(10.0, *(call.ended for call in running.calls)))
+    assert found.requests_per_s == pytest.approx(len(running.calls) / found.seconds)
+
+
 def test_the_same_seed_asks_the_same_at_the_same_times():
     def asked():
         endpoint = Scripted()
