@@ -121,6 +121,35 @@ def f46(scene: Scene) -> str:
     return f"{len(calls)} of {len(calls)} complete through {len(names)} restarts, {load.num_moved} moved to the other router"
 
 
+@row(
+    "F46v", "workers of another layout and fingerprint take the place of all others under load, one by one, and back again",
+    "0 errors, 0 refusals and 0 wrong tokens in >= 500 requests; no pair of both kinds", routers=2,
+    flags={"router": {"local-prefill": "off"}},
+)  # fmt: skip
+def f46v(scene: Scene) -> str:
+    asks = scene.known(workload(1461, 40, prompt=(30, 200), max_tokens=(8, 60)))
+    scene.promise = ALL_FINISH
+    load = Load(scene, asks, width=8)
+    workers = ["prefill-1", "decode-1", "prefill-0", "decode-0"]
+    scene.victims.update(workers)
+    seen = set()
+    for size, names in (("8", workers), ("16", workers[::-1])):  # there, and back
+        for name in names:
+            before = load.num_done
+            wait_until(lambda before=before: load.num_done >= before + 40, 60, "requests pass")
+            scene.cluster.nodes[name].flags["page-size"] = size
+            scene.cluster.restart(name, graceful=True)
+            scene.cluster.wait_whole(30)
+            scene.rebase(name)
+            seen |= {worker["fingerprint"] for worker in scene.cluster.status()["workers"]}
+    wait_until(lambda: load.num_done >= 500, 60, "500 requests")
+    calls = load.join()
+    assert len(seen) == 2, "both kinds were there"
+    assert all(call.end == "finished" for call in calls), [call for call in calls if call.end != "finished"]
+    again = sum(call.attempts > 1 for call in calls)
+    return f"{len(calls)} of {len(calls)} complete through {2 * len(workers)} restarts, {again} in a second attempt"
+
+
 class Load:
     """A steady load in the background. Clients know all routers; one that is refused before anything was accepted, since
     a router is away, asks the next at once.
