@@ -5,11 +5,13 @@ import threading
 
 import httpx
 import pytest
-from baton.tests.cluster.router_fakes import until
+from baton.cluster.messages import Prefill, Reserve
+from baton.tests.cluster.router_fakes import BODY, until
 from baton.tests.cluster.serving import random_ids, served_model, serving
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 TRACE = "4b" * 16
+PARENT = f"00-{TRACE}-00f067aa0ba902b7-01"
 
 
 @pytest.fixture
@@ -38,13 +40,30 @@ def collector():
     thread.join()
 
 
+@pytest.mark.parametrize(
+    ("parents", "states", "carried"),
+    [
+        ([PARENT], ["a=1", "b@c=2 , d=3"], (PARENT, "a=1,b@c=2,d=3")), ([PARENT], ["a=1", "a=2"], (PARENT, "")),
+        ([PARENT, PARENT], ["a=1"], ("", "")), (["no"], ["a=1"], ("", "")), ([], ["a=1"], ("", "")),
+    ],
+    ids=["good", "bad state", "two parents", "bad parent", "no parent"],
+)  # fmt: skip
+def test_the_headers_of_a_client_reach_both_workers_as_the_standard_says(start, parents, states, carried):
+    running, script = start()
+    prefill, decode = running.pair(script)
+    headers = [("traceparent", parent) for parent in parents] + [("tracestate", state) for state in states]
+    assert httpx.post(running.url + "/v1/chat/completions", json=BODY, headers=headers).status_code == 200
+    for order in (prefill.of(Prefill)[-1], decode.of(Reserve)[-1]):
+        assert (order.traceparent, order.tracestate) == carried
+
+
 @pytest.mark.slow
 def test_a_collector_gets_one_trace_of_three_processes(served_dir, collector):
     address, spans = collector
     env = {"OTEL_BSP_SCHEDULE_DELAY": "100"}
     with serving(served_dir, env=env, prefill=1, decode=1, kv_memory_mb=8, threads=1, otlp_endpoint=address) as cluster:
         body = {"model": served_model(cluster), "prompt": random_ids(20, 330, seed=1), "max_tokens": 8, "ignore_eos": True}
-        headers = [("traceparent", f"00-{TRACE}-00f067aa0ba902b7-01"), ("tracestate", "a=1"), ("tracestate", "b@c=2 , d=3")]
+        headers = [("traceparent", PARENT), ("tracestate", "a=1"), ("tracestate", "b@c=2 , d=3")]
         assert httpx.post(f"{cluster.url}/v1/completions", json=body, headers=headers, timeout=60).status_code == 200
         until(lambda: len(spans) >= 5, "five spans came", 20)
     assert {span.trace_id.hex() for _, span in spans} == {TRACE}
