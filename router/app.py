@@ -44,6 +44,7 @@ from .tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.1
+SEND_BUFFER = 128 << 10  # bytes that the kernel takes for a client that reads slowly; by itself it takes megabytes
 LAST_WRITES_S = 2  # for error frames, after the drain
 JOIN_S = 10.0  # then whoever asks may hear why nothing serves
 HAND_OVER_S = 2.0  # for clients with a kept connection to ask once more, and to find another router then
@@ -205,14 +206,16 @@ def _listen(host: str, port: int, *, trusted_network: bool, share_port: bool) ->
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         if not share_port:
-            return socket.create_server((host, port), family=family, backlog=1024)
-        shared = socket.socket(family)
-        for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):
-            shared.setsockopt(socket.SOL_SOCKET, option, 1)
-        if family == socket.AF_INET6:
-            shared.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        shared.bind((host, port))
-        return shared
+            made = socket.create_server((host, port), family=family, backlog=1024)
+        else:
+            made = socket.socket(family)
+            for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):
+                made.setsockopt(socket.SOL_SOCKET, option, 1)
+            if family == socket.AF_INET6:
+                made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            made.bind((host, port))
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)  # connections inherit it
+        return made
     except OSError as error:
         reason = error.strerror or str(error)
         raise StartupError(f"cannot listen on {host} port {port}: {reason}; choose another --port") from None

@@ -14,6 +14,7 @@ class Disconnected:
 
 MAX_UNREAD = 1 << 16  # tokens that wait for a client that reads slowly; with more it is cut off
 MANY = 256  # tokens for which a patient reader is woken, so that its work comes in small parts
+LOGPROB_COST = 2  # tokens that a log-probability counts for: it takes some 120 bytes, a token 36
 
 InboxEvent = Deliver | Ended | Settled | Broken | Disconnected
 
@@ -31,7 +32,7 @@ class Inbox:
         self._is_patient = is_patient
         self._events: list[tuple[int, InboxEvent]] = []
         self._waiter: asyncio.Future[None] | None = None  # of the reader, while there is nothing to read
-        self._num_unread = 0  # tokens
+        self._num_unread = 0  # tokens, and what counts as so many
         self._unread_since: float | None = None
         self._owner: asyncio.Task[object] | None = None
         self.is_cut = False
@@ -43,7 +44,7 @@ class Inbox:
         """Adds an event of choice `index`."""
         self._events.append((index, event))
         if isinstance(event, Deliver):
-            self._num_unread += len(event.ids)
+            self._num_unread += len(event.ids) + LOGPROB_COST * sum(1 + len(told.top) for told in event.logprobs)
             if self._is_patient and self._num_unread < MANY:
                 return
         if self._unread_since is None:

@@ -201,7 +201,7 @@ class Traffic:
             buffer += chunk
             *events, buffer = buffer.split(b"\n\n")
             for event in events:
-                _take_event(call, event.removeprefix(b"data: "))
+                take_event(call, event.removeprefix(b"data: "))
             if leave_at is not None and len(call.ids) >= leave_at:
                 raise asyncio.CancelledError
 
@@ -227,7 +227,8 @@ def _ended(call: Call, how: str) -> None:
         call.terminals.append(how)
 
 
-def _take_event(call: Call, data: bytes) -> None:
+def take_event(call: Call, data: bytes) -> None:
+    """What an event of a stream tells, for `call`."""
     call.after_end += bool(call.terminals)
     if data == b"[DONE]":
         call.terminals.append("finished" if call.has_finish else "done without a finish reason")

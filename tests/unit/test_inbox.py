@@ -1,0 +1,24 @@
+"""What waits for a client that reads slowly is bounded by what it takes, not by tokens alone."""
+
+from baton.cluster.messages import TokenLogprob
+from baton.router.inbox import MAX_UNREAD, Inbox
+from baton.router.room_effects import Deliver
+
+
+def filled(count, num_top):
+    """An inbox with `count` tokens, each with so many alternatives; -1: without a log-probability."""
+    inbox = Inbox(lambda: 0.0)
+    logprobs = [TokenLogprob(logprob=-1.0, top=[(i, -1.0) for i in range(num_top)])] if num_top >= 0 else []
+    for _ in range(count):
+        inbox.put(0, Deliver(ids=[5], logprobs=logprobs))
+    return inbox
+
+
+def test_plain_tokens_count_one():
+    assert not filled(MAX_UNREAD, -1).is_full
+    assert filled(MAX_UNREAD + 1, -1).is_full
+
+
+def test_log_probabilities_fill_an_inbox_sooner():
+    assert filled(MAX_UNREAD // 40, 20).is_full
+    assert not filled(MAX_UNREAD // 50, 20).is_full
