@@ -1,7 +1,7 @@
-"""Traces by the OpenTelemetry SDK: spans are batched in a thread of its own and sent as OTLP over HTTP.
+"""Traces by the OpenTelemetry SDK: spans are batched in a thread of its own (`otel_batches`) and sent as OTLP over HTTP.
 
 Imported only where traces are asked for: the packages are the extra `baton[otel]`. The SDK's environment variables apply
-(OTEL_EXPORTER_OTLP_HEADERS, OTEL_RESOURCE_ATTRIBUTES, OTEL_BSP_*); the collector's address is the setting.
+(OTEL_EXPORTER_OTLP_HEADERS, OTEL_RESOURCE_ATTRIBUTES, OTEL_BSP_SCHEDULE_DELAY); the collector's address is the setting.
 """
 
 import importlib.metadata
@@ -12,7 +12,6 @@ from opentelemetry.context import Context
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 from opentelemetry.trace import (
     NonRecordingSpan,
@@ -27,17 +26,18 @@ from opentelemetry.trace import (
 from opentelemetry.trace import Span as SdkSpan
 
 from .config_groups import TraceSettings
+from .otel_batches import BoundedBatches
 from .trace_context import TraceContext
 from .tracing import Attribute, OpenSpan, Span
 
 PATH = "/v1/traces"  # of OTLP over HTTP
-CLOSE_MS = 2000
+CLOSE_S = 2.0  # that a process waits for the collector at its end
 
 
 def exporting(config: TraceSettings, instance: str) -> "OtelTracing":
     """Traces to the collector that the settings name."""
     exporter = OTLPSpanExporter(endpoint=config.otlp_endpoint.rstrip("/") + PATH)
-    return OtelTracing(BatchSpanProcessor(exporter), config.role, instance, sample=config.trace_sample)
+    return OtelTracing(BoundedBatches(exporter, CLOSE_S), config.role, instance, sample=config.trace_sample)
 
 
 class OtelTracing:
@@ -62,11 +62,16 @@ class OtelTracing:
             }
         )
         sampler = ParentBased(TraceIdRatioBased(sample))
+        self._processor = processor
         self._provider = TracerProvider(sampler=sampler, resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(processor)
         self._tracer = self._provider.get_tracer("baton", _version())
         self._clock, self._wall = clock, wall
         self._is_closed = False
+
+    @property
+    def num_dropped(self) -> int:
+        return self._processor.num_dropped if isinstance(self._processor, BoundedBatches) else 0
 
     def begin(self, name: str, parent: TraceContext, start: float) -> OpenSpan:
         context = _context_of(parent) if parent else Context()
@@ -89,8 +94,7 @@ class OtelTracing:
     def close(self) -> None:
         if not self._is_closed:
             self._is_closed = True
-            self._provider.force_flush(CLOSE_MS)
-            self._provider.shutdown()
+            self._provider.shutdown()  # which sends what waits
 
     def nanoseconds(self, moment: float) -> int:
         """Unix time of a monotonic moment; by the clocks as they are now, since Unix time may be set meanwhile."""

@@ -44,6 +44,10 @@ class OpenSpan(Protocol):
 class Tracing(Protocol):
     """Takes spans. Its methods are called from the role's one thread."""
 
+    @property
+    def num_dropped(self) -> int:
+        """Spans that did not get to the collector."""
+
     def begin(self, name: str, parent: TraceContext, start: float) -> OpenSpan:
         """A span of a request that a client sent with `parent`, or with none: a trace of its own."""
 
@@ -56,6 +60,8 @@ class Tracing(Protocol):
 
 class Untraced:
     """Where nobody asked for traces: nothing is recorded, and a client's context goes on to workers, who may be asked."""
+
+    num_dropped = 0
 
     def begin(self, name: str, parent: TraceContext, start: float) -> OpenSpan:
         return Passing(parent)

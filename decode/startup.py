@@ -113,7 +113,8 @@ def _loop_of(
     worker.queues.on_left = DecodeSpans(tracing, time.monotonic).left
     feed = link.feeder(Watchdog(config.watchdog_s, notifier=notifier))
     loop = WorkerLoop(
-        worker, link, shutdown, drain_timeout_s=config.drain_timeout_s, feed=feed, tell=tell, notifier=notifier
-    )
+        worker, link, shutdown, drain_timeout_s=config.drain_timeout_s, feed=feed, tell=tell, notifier=notifier,
+        lost_spans=lambda: tracing.num_dropped,
+    )  # fmt: skip
     engine.runner.on_layer = loop.beat
     return loop

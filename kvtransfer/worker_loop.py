@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Collection
 from typing import Protocol
 
+import msgspec
+
 from ..cluster.life import EXIT_CRASHED, EXIT_OK, Shutdown
 from ..cluster.log import fields
 from ..cluster.messages import ControlUp, Goodbye, Heartbeat, Welcome, WorkerStats
@@ -96,6 +98,7 @@ class WorkerLoop:
         feed: Callable[[float], None] | None = None,
         tell: Callable[[WorkerStats], None] | None = None,
         notifier: Notifier | None = None,
+        lost_spans: Callable[[], int] = int,
     ) -> None:
         self.worker = worker
         self.link = link
@@ -105,6 +108,7 @@ class WorkerLoop:
         self._feed = feed or (lambda now: None)  # the watchdog's
         self._tell = tell or (lambda stats: None)  # of whoever else shows the worker's condition
         self._notifier = notifier or Notifier()
+        self._lost_spans = lost_spans  # of its traces, so far
         self._drain_until: float | None = None
         self._next_beat = 0.0
         self._is_busy = False  # the last step had work
@@ -181,5 +185,7 @@ class WorkerLoop:
             self._next_beat = now + self.link.heartbeat_s
             self.link.retain(self.worker.queues.names())
             stats = self.worker.stats()
+            if num_lost := self._lost_spans():
+                stats = msgspec.structs.replace(stats, counters=stats.counters | {"spans_dropped": num_lost})
             self._tell(stats)
             self.link.post(Heartbeat(instance=self.worker.instance, stats=stats))

@@ -165,6 +165,8 @@ class Router:
                 num_left = self.control.num_left
                 self.dispatcher.probe()
             self.dispatcher.tick(is_behind=self.control.is_behind)
+            if num_dropped := self._tracing.num_dropped:
+                self.dispatcher.events["spans_dropped"] = num_dropped
             self._watchdog.feed(time.monotonic())
             self._notifier.ready(f"serving at {self.url}")
 
