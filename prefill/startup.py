@@ -87,8 +87,7 @@ def start(config: PrefillConfig, instance: str) -> Serve:
     feed = link.feeder(Watchdog(config.watchdog_s, notifier=notifier))
     loop = WorkerLoop(
         worker, link, shutdown, drain_timeout_s=config.drain_timeout_s, feed=feed, tell=tell, notifier=notifier,
-        lost_spans=lambda: tracing.num_dropped,
-    )  # fmt: skip
+        lost_spans=lambda: tracing.num_dropped)  # fmt: skip
     engine.runner.on_layer = loop.beat
     return closing(tracing, loop.run)
 
