@@ -49,10 +49,12 @@ def totals(text: str) -> Reading:
 
 
 def said(before: Reading, after: Reading) -> dict[str, float]:
-    """Figures of the time between two readings; those without an event are left out."""
+    """Figures of the time between two readings; those without an event are left out, all where a counter began anew."""
     if not before or not after:
         return {}
     gone = {name: after.get(name, 0.0) - before.get(name, 0.0) for name in (*WANTED, *EVENTS)}
+    if min(gone.values()) < 0:  # a process was started anew meanwhile, or another router answered
+        return {}
     shown = {
         "accept_length": _ratio(gone["accepted"] + gone["verifies"], gone["verifies"]),
         "accepted_share": _ratio(gone["accepted"], gone["drafted"]),

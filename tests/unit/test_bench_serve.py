@@ -320,3 +320,4 @@ def test_what_the_endpoint_says_is_the_difference_of_two_readings():
     assert totals("vllm_requests_total 1\n") == {}
     assert totals("no metrics {") == {}
     assert said({}, metrics(1)) == {}
+    assert said(metrics(3), metrics(1)) == {}, "another process"
