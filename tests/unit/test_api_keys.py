@@ -2,6 +2,7 @@
 
 import hmac
 import re
+import sys
 import time
 from datetime import datetime, timezone
 
@@ -87,6 +88,33 @@ def test_every_presented_key_is_compared_in_constant_time(path, monkeypatch):
     for text in (secret, "bk-00000000-unknown", "", secret[:-1]):
         keys.find(text)
     assert [(len(a), len(b)) for a, b in compared] == [(64, 64)] * 4
+
+
+def steps_of(work):
+    """Every function that is called, with Python's own and those in C, in order."""
+    seen = []
+
+    def note(frame, event, arg):
+        if event in ("call", "c_call"):
+            seen.append(frame.f_code.co_name if event == "call" else arg.__name__)
+
+    sys.setprofile(note)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return seen[:-1]  # setprofile itself
+
+
+def test_s13_a_wrong_key_takes_the_same_steps_however_near_it_is(path):
+    """No clock is asked: times of wrong keys can differ by their content only where their steps do."""
+    secrets = [add(path, {"name": name})[0] for name in ("alice", "bob")]
+    keys = table(path)
+    wrong = [secret[:length] + "~" * (len(secret) - length) for secret in secrets for length in range(len(secret))]
+    steps = {text: steps_of(lambda text=text: keys.find(text)) for text in wrong}
+    assert all("compare_digest" in found for found in steps.values())
+    assert len({tuple(found) for found in steps.values()}) == 1
+    assert steps_of(lambda: keys.find(secrets[0])) != steps[wrong[0]], "a right one goes on"
 
 
 def test_keys_of_one_tenant_share_a_salt_and_others_do_not(path):

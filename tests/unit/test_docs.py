@@ -190,3 +190,10 @@ def test_every_path_that_is_named_exists(path):
     assert named
     for name in named:
         assert (ROOT / name).is_file() or (ROOT / "cluster" / name).is_file(), name
+
+
+def test_every_test_that_the_router_s_page_names_exists():
+    named = [name.split("::") for name in code(ROUTER.read_text()) if "::" in name]
+    assert len(named) >= 14
+    for path, function in named:
+        assert f"def {function}(" in (ROOT / path).read_text(), function
