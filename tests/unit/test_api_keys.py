@@ -1,5 +1,6 @@
 """Keys of clients: the file, who is found by a key, and the command that makes them."""
 
+import gc
 import hmac
 import re
 import sys
@@ -98,11 +99,13 @@ def steps_of(work):
         if event in ("call", "c_call"):
             seen.append(frame.f_code.co_name if event == "call" else arg.__name__)
 
+    gc.disable()  # whose callbacks would be among them
     sys.setprofile(note)
     try:
         work()
     finally:
         sys.setprofile(None)
+        gc.enable()
     return seen[:-1]  # setprofile itself
 
 
