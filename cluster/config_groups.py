@@ -192,4 +192,10 @@ class ScrapeSettings(RoleConfig):
 class WorkerLink(RoleConfig):
     """Router."""
 
-    router: str = setting(DEFAULT_CONTROL, Setting(help="control endpoint of each router, comma-separated", is_list=True))
+    router: str = setting(
+        DEFAULT_CONTROL,
+        Setting(
+            help="control endpoint of each router, comma-separated; dns+tcp://NAME:PORT: one at every address of the name",
+            is_list=True,
+        ),
+    )

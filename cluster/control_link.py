@@ -219,6 +219,11 @@ class LinkQueues(ABC):
         return self._machine.connected
 
     @property
+    def is_lost(self) -> bool:
+        """Whether `tick` has a loss to report."""
+        return self._machine.is_lost
+
+    @property
     def router(self) -> str:
         """The id of the router that welcomed this worker last; "" before the first."""
         return self._machine.router
@@ -344,18 +349,3 @@ class ControlLink(LinkQueues):
 
     def _next_message(self) -> Sequence[bytes | zmq.Frame] | None:
         return recv_parts(self.socket, 1, CONTROL_MAX_FRAME)
-
-
-def dial_all(
-    context: zmq.Context[Socket], endpoints: Sequence[str], hello: Hello, now: float, *, keyring: Keyring | None = None
-) -> list[ControlLink]:
-    """A link to each router. Raises ConfigError for an endpoint that cannot be, with none of them open."""
-    links: list[ControlLink] = []
-    try:
-        for endpoint in endpoints:
-            links.append(ControlLink(context, endpoint, hello, now, keyring=keyring))
-    except Exception:
-        for link in links:
-            link.close()
-        raise
-    return links

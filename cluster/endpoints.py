@@ -1,6 +1,7 @@
 """What an endpoint looks like: tcp://HOST:PORT or ipc:///PATH."""
 
 SCHEMES = ("tcp", "ipc")
+DISCOVERED = "dns+tcp://"  # in a list: every address of the name, which is asked again and again
 HIGHEST_PORT = 65535
 WILDCARDS = ("0.0.0.0", "[::]", "*")
 
@@ -19,10 +20,10 @@ def endpoints_of(text: str) -> tuple[str, ...]:
 
 
 def endpoints_fault(text: str) -> str:
-    """As `endpoint_fault`, of a list that is separated by commas and names no endpoint twice."""
+    """As `endpoint_fault`, of a list that is separated by commas, names none twice, and may have names to be asked."""
     endpoints = endpoints_of(text)
     for endpoint in endpoints:
-        if fault := endpoint_fault(endpoint):
+        if fault := endpoint_fault(endpoint.removeprefix("dns+") if endpoint.startswith(DISCOVERED) else endpoint):
             return fault if len(endpoints) == 1 else f"names {endpoint!r}, which {fault}"
         if endpoints.count(endpoint) > 1:
             return f"names {endpoint} twice: name each router once"

@@ -8,7 +8,6 @@ import zmq
 
 from ..cluster.ciphers import ciphers_of
 from ..cluster.config import DecodeConfig
-from ..cluster.control_link import ControlLink, dial_all
 from ..cluster.endpoints import endpoints_of
 from ..cluster.fault_points import reach_of
 from ..cluster.keyring import load_keyring
@@ -16,6 +15,7 @@ from ..cluster.life import Serve, Shutdown, run_phases
 from ..cluster.messages import WorkerStats
 from ..cluster.metrics_server import serve_metrics
 from ..cluster.notify import Notifier, notifier_of
+from ..cluster.router_links import RouterLinks, dial_routers
 from ..cluster.sockets import Socket
 from ..cluster.tracing import Tracing, closing, open_tracing
 from ..cluster.transports import transports_of
@@ -54,7 +54,7 @@ def start(config: DecodeConfig, instance: str) -> Serve:
 
     ciphers = ciphers_of(config.kv_cipher, has_keys=bool(config.keys), trusted_network=config.trusted_network)
 
-    def open_planes(context: zmq.Context[Socket]) -> tuple[list[ControlLink], ZmqBlocksReceiver]:
+    def open_planes(context: zmq.Context[Socket]) -> tuple[RouterLinks, ZmqBlocksReceiver]:
         transport = ZmqBlocksReceiver(
             instance,
             layout,
@@ -81,7 +81,7 @@ def start(config: DecodeConfig, instance: str) -> Serve:
             transports=transports,
         )
         try:
-            return dial_all(context, endpoints_of(config.router), hello, time.monotonic(), keyring=keyring), transport
+            return dial_routers(context, endpoints_of(config.router), hello, keyring), transport
         except Exception:
             transport.close()
             raise

@@ -11,17 +11,18 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 import zmq
 
-from ..cluster.control_link import ControlLink, LinkQueues
+from ..cluster.control_link import LinkQueues
 from ..cluster.errors import BatonError, LocalProtocolError, StartupError
 from ..cluster.messages import ControlDown, ControlUp
+from ..cluster.router_links import RouterLinks
 from ..cluster.watchdog import Watchdog
-from .owners import FromRouter, RoomOwners, RouterLost, ToRouter
+from .owners import EVERY, FromRouter, RoomOwners, RouterLost, ToRouter
 from .transport import Dropped, KVTransport, Lost, Offer, PullRequest, TransportEvent
 
 IDLE_WAIT_S = 0.2
@@ -80,17 +81,17 @@ class LinkFailed:
 Command = Offer | PullRequest | Advance | Drop
 LinkEvent = ControlDown | TransportEvent | Ended | RouterLost | LinkFailed
 Sourced = FromRouter | TransportEvent | Ended | RouterLost | LinkFailed  # an event before its room's owner was noted
-OpenPlanes = Callable[["zmq.Context[zmq.Socket[bytes]]"], tuple[Sequence[ControlLink], PollableTransport]]
+OpenPlanes = Callable[["zmq.Context[zmq.Socket[bytes]]"], tuple[RouterLinks, PollableTransport]]
 
 
 class LinkWork:
     """What the thread does in a turn, without the thread: commands in order, then what came in and what is due.
 
-    `deliver` hands an event to the scheduler; a router's number is its place in `controls`.
+    `deliver` hands an event to the scheduler; `controls` are the links by the routers' numbers, those that there are now.
     """
 
     def __init__(
-        self, controls: Sequence[LinkQueues], transport: KVTransport, deliver: Callable[[Sourced], None]
+        self, controls: Mapping[int, LinkQueues], transport: KVTransport, deliver: Callable[[Sourced], None]
     ) -> None:
         self.controls = controls
         self.transport = transport
@@ -109,11 +110,13 @@ class LinkWork:
                 self.transport.release(room, epoch, reason)
                 self._deliver(Ended(room=room, epoch=epoch))
             case ToRouter(router=router, message=message):
-                self.controls[router].send(message)
+                for number, control in self.controls.items():
+                    if router in (number, EVERY):
+                        control.send(message)
 
     def turn(self, now: float, *, is_behind: bool = False) -> None:
         """Take in what is there, without waiting. While the scheduler `is_behind`, the routers' messages wait."""
-        for router, control in enumerate(self.controls):
+        for router, control in self.controls.items():
             for message in [] if is_behind else control.receive():
                 self._deliver(FromRouter(router=router, message=message))
             lost = control.tick(now)
@@ -141,11 +144,11 @@ class WorkerLink:
         self._open_planes = open_planes
         self._commands: queue.SimpleQueue[Command | ToRouter] = queue.SimpleQueue()
         self._inbox: queue.SimpleQueue[Sourced] = queue.SimpleQueue()
-        self._owners = RoomOwners(0)
+        self._owners = RoomOwners()
         self._wake_r, self._wake_w = socket.socketpair()
         self._wake_r.setblocking(False)
         self._wake_w.setblocking(False)
-        self._started: queue.SimpleQueue[BatonError | int] = queue.SimpleQueue()  # what failed, or how many routers
+        self._started: queue.SimpleQueue[BatonError | None] = queue.SimpleQueue()  # what failed
         self._stopping = threading.Event()
         self._polled: list[zmq.Socket[bytes]] = []
         self._poller = zmq.Poller()
@@ -161,10 +164,9 @@ class WorkerLink:
     def start(self) -> None:
         """Open the sockets; raises what kept them from opening (StartupError for an address in use)."""
         self._thread.start()
-        started = self._started.get()
-        if isinstance(started, BatonError):
-            raise started
-        self._owners = RoomOwners(started)
+        failed = self._started.get()
+        if failed is not None:
+            raise failed
 
     def feeder(self, watchdog: Watchdog) -> Callable[[float], None]:
         """Feeds it on behalf of the scheduler, as long as this thread moves too."""
@@ -213,7 +215,7 @@ class WorkerLink:
     def _run(self) -> None:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
-            controls, transport = self._open_planes(context)
+            routers, transport = self._open_planes(context)
         except BatonError as error:
             self._started.put(error)
             context.term()
@@ -222,22 +224,22 @@ class WorkerLink:
             self._started.put(StartupError(f"the worker's sockets could not be opened: {error}"))
             context.term()
             return
-        self._started.put(len(controls))
-        work = LinkWork(controls, transport, self._inbox.put)
+        self._started.put(None)
+        work = LinkWork(routers.links, transport, self._inbox.put)
         try:
             while not self._stopping.is_set():
-                self._turn(work, controls, transport)
+                self._turn(work, routers, transport)
             self._perform_all(work)
         except Exception as error:
             self._inbox.put(LinkFailed(error=error))
         finally:
             transport.close()
-            for control in controls:
-                control.close()
+            routers.close()
             context.term()
 
-    def _turn(self, work: LinkWork, controls: Sequence[ControlLink], transport: PollableTransport) -> None:
+    def _turn(self, work: LinkWork, routers: RouterLinks, transport: PollableTransport) -> None:
         """Wait for the earliest of: a message, a block, a command, a deadline. Then do what is due."""
+        controls = routers.links.values()
         self._turned_at = now = time.monotonic()
         deadlines = [now + IDLE_WAIT_S, transport.next_deadline(now), *(control.next_deadline for control in controls)]
         wait = max(0.0, min(at for at in deadlines if at is not None) - now)
@@ -248,8 +250,9 @@ class WorkerLink:
         self._perform_all(work)
         work.turn(time.monotonic(), is_behind=is_behind)
         self.connected = any(control.connected for control in controls)
-        self.heartbeat_s = min(control.heartbeat_s for control in controls)
+        self.heartbeat_s = min((control.heartbeat_s for control in controls), default=self.heartbeat_s)
         self.transport_counters = transport.counters
+        routers.refresh()
 
     def _poller_for(self, sockets: list["zmq.Socket[bytes]"]) -> zmq.Poller:
         """A poller for `sockets` and the wake-up; the last one again while the sockets are the same."""

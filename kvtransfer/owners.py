@@ -16,6 +16,8 @@ from ..cluster.messages import Cancel, ControlDown, ControlUp, Goodbye, Heartbea
 
 logger = logging.getLogger(__name__)
 
+EVERY = -1  # in place of a router's number: all that there are when it is sent
+
 
 @dataclass(frozen=True, kw_only=True)
 class FromRouter:
@@ -27,7 +29,7 @@ class FromRouter:
 
 @dataclass(frozen=True, kw_only=True)
 class ToRouter:
-    """A message with the number of the router that shall get it."""
+    """A message with the number of the router that shall get it, or EVERY."""
 
     router: int
     message: ControlUp
@@ -45,13 +47,12 @@ class RouterLost:
 class RoomOwners:
     """Used by the scheduler's thread alone, in the order in which it takes events in and sends messages."""
 
-    def __init__(self, num_routers: int) -> None:
+    def __init__(self) -> None:
         self.num_foreign = 0  # messages about another router's room, dropped
-        self._num_routers = num_routers
         self._owner: dict[str, int] = {}
 
     def __repr__(self) -> str:
-        return f"RoomOwners({len(self._owner)} rooms of {self._num_routers} routers)"
+        return f"RoomOwners({len(self._owner)} rooms of {len(set(self._owner.values()))} routers)"
 
     def take(self, event: FromRouter | RouterLost) -> ControlDown | RouterLost | None:
         """What the worker shall see of it; None for a message about another router's room."""
@@ -72,7 +73,7 @@ class RoomOwners:
     def address(self, message: ControlUp) -> list[ToRouter]:
         """Who gets it: every router a word about the worker, a room's owner one about it, nobody one about a lost room."""
         if isinstance(message, (Heartbeat, Goodbye, Hello)):
-            return [ToRouter(router=router, message=message) for router in range(self._num_routers)]
+            return [ToRouter(router=EVERY, message=message)]
         if isinstance(message, Tokens):
             return self._split(message)
         owner = self._owner.get(message.room)

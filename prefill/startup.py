@@ -7,7 +7,6 @@ import zmq
 
 from ..cluster.ciphers import ciphers_of
 from ..cluster.config import PrefillConfig
-from ..cluster.control_link import ControlLink, dial_all
 from ..cluster.endpoints import endpoints_of, reached_at
 from ..cluster.fault_points import reach_of
 from ..cluster.keyring import load_keyring, split_key, with_key
@@ -15,6 +14,7 @@ from ..cluster.life import Serve, Shutdown, run_phases
 from ..cluster.messages import Layout
 from ..cluster.metrics_server import serve_metrics
 from ..cluster.notify import notifier_of
+from ..cluster.router_links import RouterLinks, dial_routers
 from ..cluster.sockets import Socket
 from ..cluster.tracing import Tracing, closing, open_tracing
 from ..cluster.transports import transports_of
@@ -47,7 +47,7 @@ def start(config: PrefillConfig, instance: str) -> Serve:
     layout = _layout_of(engine)
     ciphers = ciphers_of(config.kv_cipher, has_keys=bool(config.keys), trusted_network=config.trusted_network)
 
-    def open_planes(context: zmq.Context[Socket]) -> tuple[list[ControlLink], ZmqBlocksSender]:
+    def open_planes(context: zmq.Context[Socket]) -> tuple[RouterLinks, ZmqBlocksSender]:
         transport = ZmqBlocksSender(
             config.kv_bind,
             instance,
@@ -76,7 +76,7 @@ def start(config: PrefillConfig, instance: str) -> Serve:
             transports=transports,
         )
         try:
-            return dial_all(context, endpoints_of(config.router), hello, time.monotonic(), keyring=keyring), transport
+            return dial_routers(context, endpoints_of(config.router), hello, keyring), transport
         except Exception:
             transport.close()
             raise

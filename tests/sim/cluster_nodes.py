@@ -203,7 +203,7 @@ class SimLink:
         self.process = process
         self.commands = deque()
         self.inbox = deque()
-        self.owners = RoomOwners(1)
+        self.owners = RoomOwners()
         self.heartbeat_s = 0.25
         self.transport_counters = {}
 
@@ -265,7 +265,7 @@ class WorkerProcess(Process):
             self.transport = SimReceiver(self, layout, planes, settings.lease_s, settings.window)
         self.control = SimControl(self, self._hello(layout, pool), self.clock())
         self.link = SimLink(self)
-        self.work = LinkWork([self.control], self.transport, self._told)
+        self.work = LinkWork({0: self.control}, self.transport, self._told)
         self.worker = self._worker()
         self.shutdown = Shutdown()
         self.loop = WorkerLoop(self.worker, self.link, self.shutdown, drain_timeout_s=4.0, clock=self.clock)

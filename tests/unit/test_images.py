@@ -203,7 +203,7 @@ def test_a_role_understands_what_compose_tells_it(role):
         assert "baton-control" in service["networks"]["default"]["aliases"]
     else:
         assert asked == read.metrics_port
-        assert read.router == "tcp://baton-control:7100"
+        assert read.router == "dns+tcp://baton-control:7100"
     if role == "prefill":
         assert read.kv_advertise == f"tcp://prefill:{read.kv_bind.rpartition(':')[2]}"
     assert float(service["stop_grace_period"].removesuffix("s")) > read.drain_timeout_s + 10

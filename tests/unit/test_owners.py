@@ -16,7 +16,7 @@ from baton.cluster.messages import (
     Welcome,
     WorkerStats,
 )
-from baton.kvtransfer.owners import FromRouter, RoomOwners, RouterLost, ToRouter
+from baton.kvtransfer.owners import EVERY, FromRouter, RoomOwners, RouterLost, ToRouter
 
 ME = "aa" * 16
 ROOMS = A, B, C = "01" * 16, "02" * 16, "03" * 16
@@ -27,8 +27,8 @@ def reserve(room, kind=Reserve):
 
 
 def owners_of(*routers):
-    """Room A belongs to the first of `routers`, B to the second, and so on; there are two routers."""
-    owners = RoomOwners(2)
+    """Room A belongs to the first of `routers`, B to the second, and so on."""
+    owners = RoomOwners()
     for room, router in zip(ROOMS, routers, strict=False):
         assert owners.take(FromRouter(router=router, message=reserve(room))) is not None
     return owners
@@ -48,7 +48,7 @@ def item(room, seq=1):
 
 @pytest.mark.parametrize("kind", [Reserve, Prefill])
 def test_what_is_said_of_a_room_goes_to_the_router_that_opened_it(kind):
-    owners = RoomOwners(2)
+    owners = RoomOwners()
     owners.take(FromRouter(router=1, message=reserve(A, kind)))
     assert to(owners, finished(A)) == [(1, finished(A))]
 
@@ -56,7 +56,7 @@ def test_what_is_said_of_a_room_goes_to_the_router_that_opened_it(kind):
 def test_what_is_said_of_the_worker_goes_to_every_router():
     owners = owners_of(0)
     for message in (Heartbeat(instance=ME, stats=WorkerStats()), Goodbye(instance=ME)):
-        assert to(owners, message) == [(0, message), (1, message)]
+        assert to(owners, message) == [(EVERY, message)]
 
 
 def test_the_tokens_of_a_step_are_parted_by_router_and_stay_in_order():

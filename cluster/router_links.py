@@ -1,0 +1,81 @@
+"""A worker's links to its routers, each with a number that no other link gets: those it was told, and those found by name.
+
+A link begins when an address is found and ends when the address is no longer found and nobody answers there: a router
+that drains leaves the name first, and its streams last as long as it does. A number is never used again, since the rooms
+of a router that left may still be on their way out of the worker.
+"""
+
+import itertools
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+import zmq
+
+from .control_link import ControlLink
+from .keyring import Keyring
+from .log import fields
+from .messages import Hello
+from .router_names import RouterNames
+from .sockets import Socket
+
+logger = logging.getLogger(__name__)
+
+Dial = Callable[[str], ControlLink]
+
+
+class RouterLinks:
+    """`links` by number; changed by `refresh` alone, in the thread that owns the sockets."""
+
+    def __init__(self, names: RouterNames, dial: Dial) -> None:
+        """Raises ConfigError for an endpoint that cannot be, with no link open."""
+        self.links: dict[int, ControlLink] = {}
+        self._names = names
+        self._dial = dial
+        self._numbers = itertools.count()
+        self._wanted = set(names.fixed)
+        try:
+            for endpoint in names.fixed:
+                self._add(endpoint)
+        except Exception:
+            self.close()
+            raise
+        names.start()
+
+    def __repr__(self) -> str:
+        return f"RouterLinks({', '.join(map(repr, self.links.values())) or 'none'})"
+
+    def refresh(self) -> None:
+        """Take in what was found. To be called when all links were ticked, so that no loss is left to tell."""
+        found = self._names.take()
+        if found is not None:
+            self._wanted = {*self._names.fixed, *found}
+        linked = {link.endpoint for link in self.links.values()}
+        for endpoint in sorted(self._wanted - linked):
+            self._add(endpoint)
+            logger.info("router found", extra=fields(endpoint=endpoint))
+        for number, link in list(self.links.items()):
+            if link.endpoint not in self._wanted and not link.connected and not link.is_lost:
+                del self.links[number]
+                link.close()
+                logger.info("router left its name", extra=fields(endpoint=link.endpoint))
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._names.close()
+        for link in self.links.values():
+            link.close()
+
+    def _add(self, endpoint: str) -> None:
+        self.links[next(self._numbers)] = self._dial(endpoint)
+
+
+def dial_routers(
+    context: zmq.Context[Socket], endpoints: Sequence[str], hello: Hello, keyring: Keyring | None = None
+) -> RouterLinks:
+    """Links to the routers that `endpoints` name. Raises ConfigError for one that cannot be, with none open."""
+
+    def dial(endpoint: str) -> ControlLink:
+        return ControlLink(context, endpoint, hello, time.monotonic(), keyring=keyring)
+
+    return RouterLinks(RouterNames(endpoints), dial)
