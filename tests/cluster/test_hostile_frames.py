@@ -3,6 +3,8 @@
 The ports are those of real processes, so memory is the server's alone.
 """
 
+import contextlib
+import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -48,7 +50,7 @@ def test_s28_nothing_listens_but_what_must_and_only_on_loopback(plain_cluster, k
         assert planes == [*bulk, ("prefill-0", "kv"), ("router", "control"), ("router", "http")]
 
 
-def test_s28_by_default_only_http_is_on_the_network_and_the_rest_in_a_private_directory(served_dir):
+def test_s2_s28_s29_by_default_only_http_is_on_the_network_and_the_rest_in_a_private_directory(served_dir):
     with serving(served_dir, kv_memory_mb=8, threads=1) as cluster:
         directory = cluster._directory
         found = {child.name: listeners(child.pid) for child in cluster.children}
@@ -58,6 +60,24 @@ def test_s28_by_default_only_http_is_on_the_network_and_the_rest_in_a_private_di
             "decode-0": set(),
         }
         assert directory.stat().st_mode & 0o777 == 0o700
+        before = complete(cluster, PROMPT, max_tokens=8)[0]
+        pids = [child.pid for child in cluster.children]
+        for path in (f"{directory}/control", f"{directory}/kv-0"):
+            s2_s29_hostile_bytes_at_a_unix_socket(path)
+        assert complete(cluster, PROMPT, max_tokens=8)[0] == before
+        assert [child.pid for child in cluster.children] == pids, "no process ended"
+        assert not (directory / CANARY).exists(), "nobody loaded a pickle"
+
+
+def s2_s29_hostile_bytes_at_a_unix_socket(path):
+    """As at a port: messages of a peer that may connect, and bytes that are not ZeroMQ's."""
+    with dealer(f"ipc://{path}") as hostile:
+        assert send_all(hostile, hostile_frames())
+    for case in RAW:
+        with socket.socket(socket.AF_UNIX) as stranger, contextlib.suppress(OSError):
+            stranger.settimeout(5)
+            stranger.connect(path)
+            stranger.sendall(corpus.data(case))
 
 
 def test_s2_a_thousand_hostile_frames_of_a_peer_that_may_connect(port):

@@ -7,6 +7,7 @@ import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
+import psutil
 import pytest
 from baton.cluster import metrics_server
 from baton.cluster.config import DecodeConfig
@@ -15,6 +16,8 @@ from baton.cluster.life import Shutdown
 from baton.cluster.messages import Heartbeat, WorkerStats
 from baton.cluster.metrics_server import MetricsServer, serve_metrics
 from baton.kvtransfer.worker_loop import WorkerLoop
+from baton.tests.cluster.hostile import MIB, hostile_frames
+from baton.tests.corpora import corpus
 from baton.tests.unit.test_metrics import INSTANCE, samples, value
 from baton.tests.unit.test_worker_loop import FakeLink, FakeWorker
 
@@ -92,6 +95,25 @@ def test_a_client_that_trickles_keeps_the_next_one_waiting_for_a_bounded_time_on
             slow.sendall(b"x")
             time.sleep(0.05)
     assert scrape.result()[0] == 200
+
+
+def test_s2_s29_hostile_bytes_leave_it_serving_and_small(server, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    raw = [corpus.data(case) for case in (*corpus.load("zmtp_raw"), *corpus.http_requests())]
+    hostile = [*hostile_frames(), *raw]
+    process = psutil.Process()
+    assert get(server)[0] == 200
+    num_threads, resident = process.num_threads(), process.memory_info().rss
+    for data in hostile:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=5) as stranger, suppress(OSError):
+            stranger.sendall(data)
+            stranger.shutdown(socket.SHUT_WR)
+            while stranger.recv(4096):  # until it is done with this one: five connections wait at most
+                pass
+    assert get(server)[0] == 200
+    assert process.memory_info().rss - resident <= 20 * MIB
+    assert process.num_threads() <= num_threads + 1, "nobody is waited for"
+    assert list(tmp_path.iterdir()) == [], "nobody loaded a pickle"
 
 
 def test_a_port_in_use_and_an_open_address_are_refused_with_the_remedy(server):

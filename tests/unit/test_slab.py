@@ -13,6 +13,7 @@ import pytest
 from baton.kvtransfer import slab as slab_module
 from baton.kvtransfer.slab import MappedSlab, Slab, SlabDoor, SlabError, is_alive
 from baton.kvtransfer.transports.shm import SlotTable
+from baton.tests.cluster.hostile import hostile_frames
 
 TOKEN = "7" * 32
 
@@ -141,6 +142,20 @@ def test_a_descriptor_with_a_token_that_nobody_expects_is_closed(door):
     assert handed(slab._fd, door, token="8" * 32) is None
     assert handed(slab._fd, door, token="x") is None
     slab.close()
+
+
+def test_s2_s3_hostile_frames_and_descriptors_at_the_door_are_closed(door):
+    with open("/dev/null", "rb") as null:  # more descriptors than one, or none, and any bytes beside them
+        for number, frame in enumerate(hostile_frames()):
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
+                stranger.connect(slab_module._abstract(door.address))
+                socket.send_fds(stranger, [frame[:256] or b"?"], [null.fileno()] * (number % 4))
+            assert door.take(TOKEN, lambda token: token == TOKEN) is None
+    slab, connection, mapped = share(door)
+    assert bytes(mapped.block(0, 16)) == bytes(16)
+    mapped.close()
+    slab.close()
+    connection.close()
 
 
 def test_another_users_peer_is_refused_on_both_sides(door, monkeypatch):
