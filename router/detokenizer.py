@@ -7,6 +7,7 @@ character is withheld until its last byte has come, so that the pieces together 
 import codecs
 import json
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 
 from tokenizers import Tokenizer as Backend
 
@@ -46,6 +47,14 @@ class TokenBytes:
         """The token's bytes; none for an id that the tokenizer does not know (padding of the embedding)."""
         return self._bytes[token_id] if token_id < len(self._bytes) else b""
 
+    def joined(self, ids: Sequence[int], skipped: AbstractSet[int] = frozenset()) -> bytes:
+        """The bytes of several tokens but the skipped ones."""
+        known = self._bytes
+        try:
+            return b"".join([known[i] for i in ids if i not in skipped])
+        except IndexError:
+            return b"".join([self[i] for i in ids if i not in skipped])
+
     @property
     def longest(self) -> int:
         return max(map(len, self._bytes), default=1)
@@ -62,7 +71,7 @@ class Detokenizer:
 
     def feed(self, ids: Sequence[int]) -> str:
         """The text that `ids` complete."""
-        data = b"".join([self._table[i] for i in ids if i not in self._skipped])
+        data = self._table.joined(ids, self._skipped)
         if self._strip_next and data:
             self._strip_next = False
             data = data.removeprefix(b" ")

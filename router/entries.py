@@ -81,7 +81,10 @@ class Request:
         """How it ended, the first of its choices that did not end well counting; None while one runs."""
         if len(self.outcomes) < len(self.entries):
             return None
-        return next((outcome for outcome in self.outcomes.values() if outcome != "ok"), "ok")
+        for outcome in self.outcomes.values():
+            if outcome != "ok":
+                return outcome
+        return "ok"
 
     def waited(self, now: float) -> float:
         """Seconds during which none of the choices was at the workers."""

@@ -109,7 +109,8 @@ def able_pairs(
 
 def obeyed(prefill: Worker, decode: Worker, fields: Collection[str]) -> bool:
     """Whether both know these fields: a worker of an older version would drop them without a word."""
-    return all(name in decode.hello.takes and name in prefill.hello.takes for name in fields)
+    by_prefill, by_decode = prefill.hello.takes, decode.hello.takes
+    return all([name in by_decode and name in by_prefill for name in fields])
 
 
 def _suits(prefill: Worker, decode: Worker, need: Need) -> bool:

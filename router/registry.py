@@ -185,9 +185,10 @@ class Registry:
 
     def memo(self, name: str, make: Callable[[], T]) -> T:
         """What `make` gave last, or gives now: kept until a worker comes, goes or changes its state."""
-        if name not in self._memo:
-            self._memo[name] = make()
-        found: T = self._memo[name]
+        try:
+            found: T = self._memo[name]
+        except KeyError:
+            found = self._memo[name] = make()
         return found
 
     def drain(self, worker: Worker) -> None:
