@@ -6,15 +6,17 @@ one, reads nothing, and waits to be ended.
 
 import asyncio
 import json
+import socket
 import sys
 from collections.abc import Sequence
 
 import uvloop
 
 
-def request_of(key: str, num_tokens: int) -> bytes:
+def request_of(key: str, num_tokens: int, **more: object) -> bytes:
     """A streamed completion of token ids."""
     body = {"model": "bench", "prompt": list(range(100, 200)), "max_tokens": num_tokens, "stream": True, "ignore_eos": True}
+    body |= more
     content = json.dumps(body).encode()
     lines = ["POST /v1/completions HTTP/1.1", "host: bench", f"authorization: Bearer {key}", "connection: close"]
     return "\r\n".join([*lines, f"content-length: {len(content)}", "", ""]).encode() + content
@@ -43,10 +45,11 @@ class Client:
 async def run(port: int, key: str, num_streams: int, num_tokens: int) -> None:
     """Prints one line of JSON when all streams have begun, and one at the end."""
     if not num_streams:
-        _, writer = await asyncio.open_connection("127.0.0.1", port, limit=1)
-        writer.transport.pause_reading()  # type: ignore[attr-defined]
-        writer.write(request_of(key, num_tokens))
-        await asyncio.sleep(3600)
+        with socket.socket() as silent:
+            silent.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # else the kernel reads megabytes in its place
+            silent.connect(("127.0.0.1", port))
+            silent.sendall(request_of(key, num_tokens, return_token_ids=True))
+            await asyncio.sleep(3600)
     client = Client(port, request_of(key, num_tokens))
     tasks = []
     for number in range(num_streams):
