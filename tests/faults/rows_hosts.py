@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import re
+import statistics
 import subprocess
 import sys
 import time
@@ -12,7 +13,7 @@ from dataclasses import replace
 
 from baton.deploy import plan
 from baton.tests.faults.bed import Scene
-from baton.tests.faults.history import GRACE_S, Promise
+from baton.tests.faults.history import GRACE_S, RETRYABLE, Promise
 from baton.tests.faults.rows import row
 from baton.tests.faults.rows_network import finished, placed_again, told
 from baton.tests.faults.traffic import Ask, Call, workload
@@ -26,6 +27,7 @@ LINK = MBIT * 1e6 / 8  # bytes per second
 FRAMES_SHARE = 0.8  # of a link that must carry KV
 HURRY_S = 4.0
 PLAN_WITHIN = 25  # percent
+PLANS = 3
 
 
 def dropped(scene: Scene) -> int:
@@ -66,7 +68,8 @@ def f27(scene: Scene) -> str:
 def f27h(scene: Scene) -> str:
     asks = scene.known(workload(272, 24, prompt=(100, 900), max_tokens=24))
     nodes = list(scene.cluster.nodes)
-    scene.promise = Promise(deadline_s=21, spare_attempts=3 * len(asks))
+    # two workers that were only silent look like two that died: 500 request_quarantined
+    scene.promise = Promise(deadline_s=21, spare_attempts=3 * len(asks), statuses=(*RETRYABLE, 500, 504))
     scene.lan.lose(HEAVY_LOSS, nodes)
     began = time.monotonic()
     calls = scene.traffic.run(asks, width=8)
@@ -116,7 +119,7 @@ def f28(scene: Scene) -> str:
     share = handed_over(calls) / (time.monotonic() - began) / LINK
     scene.promise = Promise()
     all_over_tcp(scene)
-    assert share >= FRAMES_SHARE, f"KV took {share:.0%} of the cable; {told(calls)}"
+    assert FRAMES_SHARE <= share <= 1, f"KV took {share:.0%} of the cable; {told(calls)}"
     return f"{told(calls)}; KV took {share:.0%} of the cable; {under_deadlines(scene, asks)}"
 
 
@@ -134,17 +137,30 @@ def under_deadlines(scene: Scene, asks: list[Ask]) -> str:
 
 @row(
     "plan", f"every host's cable carries {MBIT} Mbit/s, and prompts are longer than those that told `baton plan` so",
-    f"it predicts their hand-off within {PLAN_WITHIN} %", hosts=True, prefill=1, decode=1,
-    flags={"prefill": {"chunk-size": "256"}},
+    f"it predicts their hand-off within {PLAN_WITHIN} %, by the median of {PLANS}; over a free cable it says how well",
+    hosts=True, prefill=1, decode=1, flags={"prefill": {"chunk-size": "256"}},
 )  # fmt: skip
 def plan80(scene: Scene) -> str:
+    free = [mispredicted(scene) for _ in range(PLANS)]
     scene.lan.slow(MBIT)
+    slow = [mispredicted(scene) for _ in range(PLANS)]
+    assert abs(statistics.median(slow)) <= PLAN_WITHIN, f"off by {slow} %"
+    return f"off by {signed(slow)} % at {MBIT} Mbit/s, by {signed(free)} % over a free cable"
+
+
+def mispredicted(scene: Scene) -> int:
+    """By how many percent `baton plan` is off."""
     said = io.StringIO()
     flags = [f"--url={scene.cluster.url}", f"--model={scene.bed.model}", "--dtype=float32", "--chunk=256", "--prompt=1500"]
     with contextlib.redirect_stdout(said):
-        code = plan.main([*flags, f"--within={PLAN_WITHIN}"])
-    assert code == 0, said.getvalue()
-    return said.getvalue().splitlines()[0]
+        assert plan.main(flags) == 0
+    found = re.search(r"\(([+-][0-9]+)%, median", said.getvalue())
+    assert found is not None, said.getvalue()
+    return int(found.group(1))
+
+
+def signed(percents: list[int]) -> str:
+    return ", ".join(f"{percent:+d}" for percent in percents)
 
 
 @row(
