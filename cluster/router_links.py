@@ -33,7 +33,7 @@ class RouterLinks:
         self._names = names
         self._dial = dial
         self._numbers = itertools.count()
-        self._wanted = set(names.fixed)
+        self._leaving: set[int] = set()  # their addresses are no longer found
         try:
             for endpoint in names.fixed:
                 self._add(endpoint)
@@ -49,16 +49,20 @@ class RouterLinks:
         """Take in what was found. To be called when all links were ticked, so that no loss is left to tell."""
         found = self._names.take()
         if found is not None:
-            self._wanted = {*self._names.fixed, *found}
-        linked = {link.endpoint for link in self.links.values()}
-        for endpoint in sorted(self._wanted - linked):
-            self._add(endpoint)
-            logger.info("router found", extra=fields(endpoint=endpoint))
-        for number, link in list(self.links.items()):
-            if link.endpoint not in self._wanted and not link.connected and not link.is_lost:
-                del self.links[number]
-                link.close()
-                logger.info("router left its name", extra=fields(endpoint=link.endpoint))
+            wanted = {*self._names.fixed, *found}
+            for endpoint in sorted(wanted - {link.endpoint for link in self.links.values()}):
+                self._add(endpoint)
+                logger.info("router found", extra=fields(endpoint=endpoint))
+            self._leaving = {number for number, link in self.links.items() if link.endpoint not in wanted}
+        for number in sorted(self._leaving):
+            self._leave(number, self.links[number])
+
+    def _leave(self, number: int, link: ControlLink) -> None:
+        if not link.connected and not link.is_lost:
+            del self.links[number]
+            self._leaving.discard(number)
+            link.close()
+            logger.info("router left its name", extra=fields(endpoint=link.endpoint))
 
     def close(self) -> None:
         """Idempotent."""
