@@ -32,6 +32,7 @@ NUM_PROMPT, NUM_NEW = 4, 2
 NEED = Need(NUM_PROMPT, NUM_NEW)
 SAMPLING = Sampling(temperature=0.0, max_new_tokens=NUM_NEW, ignore_eos=True)
 MAX_AT_ONCE = 4
+MAX_HELD = 64  # pairs whose proofs are kept while they are busy: one is enough to be ready
 MAX_PER_TURN = 16  # pairs that are asked within a quarter of the window, those that are new left out
 PASSED, FAILED, UNDECIDED = "passed", "failed", "undecided"
 
@@ -67,6 +68,7 @@ class Canaries:
         self._timeouts = Timeouts(reserve_s=window_s, first_token_s=window_s, token_s=window_s)  # the deadline is sooner
         self._canaries: dict[str, Canary] = {}  # by room
         self._next_at = 0.0
+        self._ticked_at: float | None = None
 
     def __repr__(self) -> str:
         return f"Canaries({len(self._canaries)} under way, {self.proofs})"
@@ -86,8 +88,14 @@ class Canaries:
         self.proofs.see(live_pairs(self._registry))
         for canary in list(self._canaries.values()):
             self._perform(canary, canary.room.tick(now), now)
-        if may_ask and sum(not canary.is_decided for canary in self._canaries.values()) < MAX_AT_ONCE:
-            self._ask_next(now)
+        urgent, due = self.proofs.urgent(), self.proofs.due(now)
+        elapsed = 0.0 if self._ticked_at is None else now - self._ticked_at
+        self._ticked_at = now
+        if urgent or due:
+            live = {(p.instance, d.instance): (p, d) for p, d in live_pairs(self._registry)}
+            self._hold([live[names] for names in due[-MAX_HELD:]], elapsed, may_ask=may_ask)
+            if may_ask and sum(not canary.is_decided for canary in self._canaries.values()) < MAX_AT_ONCE:
+                self._ask_next(urgent + (due if now >= self._next_at else []), live, now)
 
     def on(self, worker: Worker, room: str, event: RoomEvent, now: float) -> bool:
         """A worker spoke of a room; False when it is no canary's."""
@@ -110,12 +118,23 @@ class Canaries:
 
     # --- where the next one goes --------------------------------------------------------------------------------------
 
-    def _ask_next(self, now: float) -> None:
-        names = self.proofs.urgent() + (self.proofs.due(now) if now >= self._next_at else [])
-        busy = {canary.names for canary in self._canaries.values()}
-        live = {(p.instance, d.instance): (p, d) for p, d in live_pairs(self._registry)} if names else {}
+    @property
+    def _asked(self) -> set[Names]:
+        """Pairs with a canary under way."""
+        return {canary.names for canary in self._canaries.values()}
+
+    def _hold(self, due: list[tuple[Worker, Worker]], seconds: float, *, may_ask: bool) -> None:
+        """Who serves so many that it cannot be asked is not taken out of service for that."""
+        asked = self._asked
+        for prefill, decode in due:
+            names = prefill.instance, decode.instance
+            if names not in asked and not (may_ask and self._is_free(prefill, decode)):
+                self.proofs.hold(*names, seconds)
+
+    def _ask_next(self, names: list[Names], live: dict[Names, tuple[Worker, Worker]], now: float) -> None:
+        asked = self._asked
         for one in names:
-            if one not in busy and self._is_free(*live[one]):
+            if one not in asked and self._is_free(*live[one]):
                 self._next_at = now + self._window_s / 4 / min(len(self.proofs), MAX_PER_TURN)
                 self._begin(*live[one], now)
                 return

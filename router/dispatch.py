@@ -258,21 +258,18 @@ class Dispatcher:
     # --- time ---------------------------------------------------------------------------------------------------------
 
     def tick(self, *, is_behind: bool = False) -> None:
-        """Timers: silent workers, rooms without progress, waits that took too long, clients that do not read.
-
-        `is_behind`: workers may have spoken and were not heard yet.
-        """
+        """Timers of workers, rooms, waits and clients that do not read; `is_behind`: workers may have spoken unheard."""
         now = self._clock()
         self.registry.excuse(now, is_behind=is_behind)
         if overdue := self.registry.overdue(now):
             self.lose(overdue)
         for worker in self.registry:
             self._postbox.flush(worker, now)
+        self.canaries.tick(now, may_ask=not self._waiting and not self.is_draining)
         for entry in list(self._entries.values()):
             if entry.room.is_due(now) or entry.inbox.is_unread:
                 self._tick_entry(entry, now)
         self._admit(now)
-        self.canaries.tick(now, may_ask=not self._waiting and not self.is_draining)
 
     def _tick_entry(self, entry: Entry, now: float) -> None:
         if entry.room.phase is Phase.QUEUED and entry.request.waited(now) > self._queue_timeout_s:
@@ -390,6 +387,8 @@ class Dispatcher:
     def _deliver(self, entry: Entry, effect: Deliver, now: float) -> None:
         if entry.last_arrival:
             self.metrics.tokens_arrived(now - entry.last_arrival, len(effect.ids))
+            if entry.shown_epoch != entry.room.epoch:
+                self._placer.watch(entry, now)
         entry.last_arrival = now
         entry.inbox.put(entry.index, effect)
 

@@ -163,6 +163,7 @@ class Entry:
     number: int = 0  # by the order of joining; 0: not yet
     fingerprint: str = ""  # of the last attempt's pair
     last_arrival: float = 0.0
+    shown_epoch: int = -1  # of the attempt that has shown its pair
     trace: Trace = field(default_factory=Trace)
     _prompt: Prompt | None = None
 

@@ -20,6 +20,7 @@ from .proofs import Proofs
 from .registry import Load, Registry, Worker
 from .room_effects import Pair
 from .room_parts import HANDOFF_KINDS, RoomEvent
+from .trace import RUNNING
 
 _TOLD = (Reserved, FirstToken, Finished, Failed)
 
@@ -103,6 +104,13 @@ class Placer:
                 self._proofs.passed(pair.prefill, pair.decode, now - since_ms / 1000)
         elif isinstance(event, Failed) and event.kind in HANDOFF_KINDS:
             self._proofs.doubt(pair.prefill, pair.decode)
+
+    def watch(self, entry: Entry, now: float) -> None:
+        """New tokens came: a stream has shown its pair with decode's first one, which may be long before its end."""
+        note = entry.trace.last
+        if note is not None and note.num_tokens > 1 and note.outcome == RUNNING and note.epoch != entry.shown_epoch:
+            entry.shown_epoch = note.epoch
+            self._proofs.passed(note.prefill, note.decode, now)
 
     def _on_finished(self, entry: Entry, worker: Worker, event: Finished) -> None:
         costs = self._costs_of(worker)

@@ -17,6 +17,7 @@ from msgspec import Struct
 from .registry import Worker
 
 MAX_SHOWN = 64  # pairs in /status
+MAX_HELD_WINDOWS = 6  # streams of a minute on a full cluster, with the usual window
 NEVER = float("-inf")
 
 Names = tuple[str, str]  # instances of prefill and decode; equal where decode computes prompts itself
@@ -29,6 +30,7 @@ class Proof:
     passed_at: float = NEVER
     asked_at: float = NEVER  # when its last canary began, or whatever passed did
     failed_at: float = NEVER
+    held_s: float = 0.0  # for which it did not age since a request passed
     is_doubted: bool = True
     num_failures: int = 0  # of canaries, in a row
     kind: str = ""  # of the last failure, like the next
@@ -81,7 +83,7 @@ class Proofs:
         if proof is None or at <= max(proof.passed_at, proof.failed_at):
             return  # what was under way before it failed shows nothing of now
         proof.passed_at, proof.asked_at, proof.is_doubted = at, max(at, proof.asked_at), False
-        proof.num_failures, proof.kind, proof.message = 0, "", ""
+        proof.num_failures, proof.kind, proof.message, proof.held_s = 0, "", "", 0.0
         self.failing.discard((prefill, decode))
 
     def failed(self, prefill: str, decode: str, kind: str, message: str, now: float) -> None:
@@ -97,6 +99,14 @@ class Proofs:
         proof = self._proofs.get((prefill, decode))
         if proof is not None and not proof.num_failures:
             proof.is_doubted = True
+
+    def hold(self, prefill: str, decode: str, seconds: float) -> None:
+        """A pair that nothing speaks against was too busy to be asked: its proof does not age, for some windows."""
+        proof = self._proofs[prefill, decode]
+        is_well = not (proof.is_doubted or proof.num_failures) and proof.passed_at != NEVER
+        if is_well and proof.held_s < MAX_HELD_WINDOWS * self.window_s:
+            proof.held_s += seconds
+            proof.passed_at += seconds
 
     def asked(self, prefill: str, decode: str, now: float) -> None:
         """A canary begins."""

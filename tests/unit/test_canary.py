@@ -151,12 +151,13 @@ def test_requests_of_clients_that_pass_are_canaries_enough():
 
 
 @pytest.mark.parametrize("timeline", [DecodeTimeline(), DecodeTimeline(handoff_blocks=1, queue_ms=1000.0, decode_ms=9000.0)])
-def test_a_request_proves_what_was_handed_over_when_it_was(timeline):
-    """Nothing was pulled for one, and the other's blocks came before the window: a long stream shows nothing of the path."""
+def test_the_end_of_a_stream_shows_no_more_than_when_its_blocks_came(timeline):
     world = proven()
-    (entry,), _ = world.submit(2)
+    entry = streaming(world)
     world.now += WINDOW_S + 1.0
-    world.finish(entry.room.room, timeline=timeline)
+    told = Finished(room=entry.room.room, epoch=0, instance=D, reason="length", output_tokens=2, timeline=timeline)
+    world.dispatcher.on_message(b"d", told)
+    assert entry.room.phase.value == "closed"
     assert not world.is_ready
 
 
@@ -185,6 +186,49 @@ def test_nobody_waits_for_a_canary():
     assert world.dispatcher.num_queued
     world.wait(WINDOW_S)
     assert len(world.asked()) == 1, "somebody waits"
+
+
+def streaming(world, max_new=100):
+    """A client's request whose stream goes on."""
+    (entry,), _ = world.submit(max_new)
+    one = {"room": entry.room.room, "epoch": 0}
+    world.dispatcher.on_message(b"d", Reserved(instance=D, **one))
+    world.dispatcher.on_message(b"p", FirstToken(instance=P, token=9, **one))
+    world.dispatcher.on_message(b"d", Tokens(instance=D, items=[TokenItem(seq=1, ids=[8], **one)]))
+    return entry
+
+
+def test_a_stream_shows_its_pair_when_decode_gives_its_first_token_and_not_again():
+    world = Yard().join()
+    world.wait(0.1)
+    assert not world.is_ready
+    streaming(world)
+    assert world.is_ready
+    world.wait(WINDOW_S + HALF_S)
+    assert not world.is_ready, "canaries have got no answer since, and what goes on shows no hand-off"
+
+
+def test_a_pair_that_is_full_stays_ready_for_some_windows_unless_a_hand_off_fails():
+    world = Yard().join(max_running=2)
+    world.wait(0.1)
+    world.answer(world.asked()[0])
+    streaming(world), streaming(world)
+    world.wait(4 * WINDOW_S)
+    assert world.is_ready
+    assert len(world.asked()) == 1
+    world.wait(4 * WINDOW_S)
+    assert not world.is_ready, "not for ever"
+
+    world = Yard().join(max_running=2)
+    world.wait(0.1)
+    world.answer(world.asked()[0])
+    streaming(world)
+    world.wait(0.1)
+    (entry,), _ = world.submit(2)
+    failed = Failed(room=entry.room.room, epoch=0, instance=D, kind="TransferTimeout", message="m", retryable=True)
+    world.dispatcher.on_message(b"d", failed)
+    world.wait(WINDOW_S + 0.2)
+    assert not world.is_ready
 
 
 def test_a_busy_prefill_worker_is_left_alone():
