@@ -127,9 +127,12 @@ class Lan(Loopback):
 
     # --- what cables do -----------------------------------------------------------------------------------------------
 
-    def lose(self, percent: int, names: Iterable[str] = ()) -> None:
-        """Of the frames that come to these hosts (all, if none is named), so many are lost, by chance."""
-        rule = f"numgen random mod 100 < {percent} counter drop"
+    def lose(self, percent: int, names: Iterable[str] = (), *, spared: str = "") -> None:
+        """Of the packets that come to these hosts (all, if none is named), so many are lost, by chance; those that come from
+        the host `spared` arrive.
+        """
+        whose = f"ip saddr != {self.address(spared)} " if spared else ""
+        rule = f"{whose}numgen random mod 100 < {percent} counter drop"
         for name in names or self.names:
             text = f"table netdev loss {{ chain arriving {{ type filter hook ingress device eth0 priority 0; {rule}; }}; }}"
             self.filter(name, text)
