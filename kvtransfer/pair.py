@@ -118,14 +118,14 @@ class Pair:
         return Send(self.endpoint, attach)
 
     def fill(self, now: float) -> list[Send]:
-        """Pulls blocks until the window is full."""
+        """Pulls blocks until the window is full, those of the oldest room first: taken in turn, rooms that a slow link keeps
+        waiting would all be late together, and each link's last room is no later than it was.
+        """
         pulls: list[Send] = []
         for _ in range(self._window - self.num_in_flight):
             room = next((r for r in self.rooms.values() if r.has_block_to_pull), None)
             if room is None:
                 break
-            name = room.request.room
-            self.rooms[name] = self.rooms.pop(name)  # its turn is over
             if not room.in_flight:
                 room.heard_at = now
                 room.lease.renew(now)

@@ -109,7 +109,7 @@ def s34(scene: Scene) -> str:
 
 @row(
     "F28", f"every host's cable carries {MBIT} Mbit/s, and requests need more than that",
-    "all complete, KV takes >= 80 % of the cable; with deadlines those that cannot keep theirs are told in time",
+    "all complete, KV takes >= 80 % of the cable, with deadlines that of requests in time; who is late is told in time",
     hosts=True, prefill=1, decode=1, flags=COLD,
 )  # fmt: skip
 def f28(scene: Scene) -> str:
@@ -133,6 +133,7 @@ def under_deadlines(scene: Scene, asks: list[Ask]) -> str:
     assert took <= HURRY_S + GRACE_S, f"a client waited {took:.1f} s"
     in_time = [call for call in calls if call.end == "finished"]
     share = handed_over(in_time) / took / LINK
+    assert share >= FRAMES_SHARE, f"the KV of requests in time took {share:.0%} of the cable; {told(calls)}"
     return f"with {HURRY_S:g} s each {len(in_time)} of {len(calls)} in time, their KV {share:.0%} of the cable"
 
 
