@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
+from ..cluster.endpoints import bracketed
 from ..cluster.errors import BatonError, ConfigError
 
 LIMIT = 1 << 20  # bytes of one line of an answer
@@ -52,9 +53,13 @@ class Endpoint:
     path: str
     is_tls: bool
 
+    @property
+    def authority(self) -> str:
+        """Host and port, as a URL and a request name them."""
+        return f"{bracketed(self.host)}:{self.port}"
+
     def __str__(self) -> str:
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{'https' if self.is_tls else 'http'}://{host}:{self.port}{self.path}"
+        return f"{'https' if self.is_tls else 'http'}://{self.authority}{self.path}"
 
 
 def endpoint_of(url: str) -> Endpoint:
@@ -183,9 +188,8 @@ class Client:
 
     async def _exchange(self, method: str, path: str, body: bytes) -> tuple[Line, Head]:
         """Sends a request; the connection, and the head of the answer."""
-        host = f"[{self.endpoint.host}]" if ":" in self.endpoint.host else self.endpoint.host
         head = (
-            f"{method} {self.endpoint.path}{path} HTTP/1.1\r\nhost: {host}:{self.endpoint.port}\r\n{self._authorization}"
+            f"{method} {self.endpoint.path}{path} HTTP/1.1\r\nhost: {self.endpoint.authority}\r\n{self._authorization}"
             f"content-type: application/json\r\nx-baton-timeline: 1\r\ncontent-length: {len(body)}\r\n\r\n"
         ).encode()
         while True:

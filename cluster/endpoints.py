@@ -6,6 +6,11 @@ HIGHEST_PORT = 65535
 WILDCARDS = ("0.0.0.0", "[::]", "*")
 
 
+def bracketed(host: str) -> str:
+    """`host` as it stands before a port: an IPv6 address in brackets."""
+    return f"[{host}]" if ":" in host else host
+
+
 def endpoint_fault(endpoint: str) -> str:
     """What is wrong with `endpoint`, as the end of a sentence that begins with it; "" when nothing is."""
     scheme, _, address = endpoint.partition("://")

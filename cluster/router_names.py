@@ -4,13 +4,12 @@ libzmq resolves a name itself, but takes the first address alone, and asks in th
 resolver does not answer, nothing else moves. Here a thread of its own asks, and what it found is taken when it is there.
 """
 
-import ipaddress
 import logging
 import socket
 import threading
 from collections.abc import Callable, Sequence
 
-from .endpoints import DISCOVERED
+from .endpoints import DISCOVERED, bracketed
 from .log import fields
 
 logger = logging.getLogger(__name__)
@@ -70,7 +69,7 @@ class RouterNames:
             except OSError as error:
                 self._tell(name, str(error))
                 continue
-            self._known[name] = tuple(_endpoint(address, port) for address in found)
+            self._known[name] = tuple(f"tcp://{bracketed(address)}:{port}" for address in found)
             self._tell(name, "")
         every = tuple(dict.fromkeys(endpoint for name in self._names for endpoint in self._known.get(name, ())))
         with self._lock:
@@ -85,8 +84,3 @@ class RouterNames:
         while not self._closing.is_set():
             self.ask()
             self._closing.wait(self._ask_s)
-
-
-def _endpoint(address: str, port: str) -> str:
-    is_v6 = isinstance(ipaddress.ip_address(address.partition("%")[0]), ipaddress.IPv6Address)
-    return f"tcp://[{address}]:{port}" if is_v6 else f"tcp://{address}:{port}"

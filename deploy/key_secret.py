@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ..cluster.endpoints import bracketed
 from ..cluster.errors import BatonError, ConfigError
 from ..cluster.keyring import ROLES
 
@@ -55,8 +56,7 @@ def account_of(folder: Path, env: Mapping[str, str]) -> Account:
         raise ConfigError(f"{folder}: no service account ({error}); {remedy}") from None
     if NAME.fullmatch(namespace) is None:
         raise ConfigError(f"{folder / 'namespace'}: {namespace!r} is no namespace; {remedy}")
-    url = f"https://{f'[{host}]' if ':' in host else host}:{port}"
-    return Account(url=url, namespace=namespace, token=token, authority=folder / "ca.crt")
+    return Account(url=f"https://{bracketed(host)}:{port}", namespace=namespace, token=token, authority=folder / "ca.crt")
 
 
 def secret_of(name: str, folder: Path) -> dict[str, object]:

@@ -29,6 +29,7 @@ from typing import TextIO
 
 from ..cluster.ciphers import ciphers_of
 from ..cluster.config import RouterConfig, UpConfig, load_config
+from ..cluster.endpoints import bracketed
 from ..cluster.errors import StartupError
 from ..cluster.life import EXIT_CANNOT_START, EXIT_OK, OPERATOR_VARIABLE, Shutdown, report_cannot_start, run_role
 from ..cluster.log import PACKAGE, configure
@@ -94,7 +95,7 @@ class Cluster:
     def url(self) -> str:
         """Where clients reach the router."""
         scheme = "https" if self.config.tls_cert else "http"
-        return f"{scheme}://{_bracketed(WILDCARDS.get(self.config.host, self.config.host))}:{self.config.port}"
+        return f"{scheme}://{bracketed(WILDCARDS.get(self.config.host, self.config.host))}:{self.config.port}"
 
     @property
     def children(self) -> list[ChildInfo]:
@@ -254,10 +255,6 @@ def _is_running(pid: int) -> bool:
     except PermissionError:
         return True
     return True
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
 
 
 # --- the command ------------------------------------------------------------------------------------------------------

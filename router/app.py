@@ -19,6 +19,7 @@ from pathlib import Path
 
 from ..cluster.api_keys import ApiKeys
 from ..cluster.config import RouterConfig
+from ..cluster.endpoints import bracketed
 from ..cluster.errors import StartupError
 from ..cluster.keyring import load_keyring
 from ..cluster.life import OPERATOR_VARIABLE
@@ -119,8 +120,7 @@ class Router:
 
     @property
     def url(self) -> str:
-        host = f"[{self._config.host}]" if ":" in self._config.host else self._config.host
-        return f"{'http' if self._tls is None else 'https'}://{host}:{self.port}"
+        return f"{'http' if self._tls is None else 'https'}://{bracketed(self._config.host)}:{self.port}"
 
     async def run(self, drain: asyncio.Event, stop: asyncio.Event) -> None:
         """Serves until `drain` is set and the running requests have ended, or until `stop` is set."""
@@ -203,8 +203,7 @@ def _listen(host: str, port: int, *, trusted_network: bool, share_port: bool) ->
 
     Raises ConfigError for an address open to others, StartupError for one that is taken.
     """
-    address = f"tcp://{f'[{host}]' if ':' in host else host}:{port}"
-    check_bind_address(address, trusted_network)
+    check_bind_address(f"tcp://{bracketed(host)}:{port}", trusted_network)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         if not share_port:
