@@ -108,13 +108,16 @@ class Canaries:
 
     def lost(self, instance: str, now: float) -> None:
         """A worker is gone, or has dropped all its rooms."""
-        for canary in [one for one in self._canaries.values() if instance in one.room.instances]:
+        for canary in self._on_worker(instance):
             self._perform(canary, canary.room.worker_lost(instance, now, is_dead=False), now)
 
     def missed(self, instance: str, now: float) -> None:
         """A worker has not heard an order."""
-        for canary in [one for one in self._canaries.values() if instance in one.room.instances]:
+        for canary in self._on_worker(instance):
             self._perform(canary, canary.room.say_again(instance, now), now)
+
+    def _on_worker(self, instance: str) -> list[Canary]:
+        return [one for one in self._canaries.values() if instance in one.room.instances]
 
     # --- where the next one goes --------------------------------------------------------------------------------------
 

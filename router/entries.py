@@ -193,7 +193,7 @@ class Entry:
             until = room.stamps.ended
         waiting = until - self.queued_at if room.pair is None else 0.0
         return account_of(
-            self.room,
+            room,
             arrived=self.job.arrived,
             tokenize_s=self.job.tokenize_s,
             queued_s=self.queued_s + waiting,

@@ -97,7 +97,7 @@ class Account(Struct, frozen=True, kw_only=True):
 
 
 def account_of(
-    room: Room, *, arrived: float, tokenize_s: float, queued_s: float, now: float, trace: Trace | None = None
+    room: Room, *, arrived: float, tokenize_s: float, queued_s: float, now: float, trace: Trace
 ) -> Account:
     """The account of a room at `now`; times are monotonic seconds."""
     return Account(
@@ -115,16 +115,8 @@ def account_of(
         tokenize_s=tokenize_s,
         queued_s=queued_s,
         now=now,
-        trace=trace or Trace(),
+        trace=trace,
     )
-
-
-def timeline_of(
-    room: Room, *, arrived: float, tokenize_s: float, queued_s: float, now: float, trace: Trace | None = None
-) -> Timeline:
-    """The timeline of a room as far as it is known at `now`; times are monotonic seconds."""
-    account = account_of(room, arrived=arrived, tokenize_s=tokenize_s, queued_s=queued_s, now=now, trace=trace)
-    return account.timeline()
 
 
 def _ms(seconds: float) -> float:

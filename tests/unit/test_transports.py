@@ -8,7 +8,8 @@ from baton.cluster.transports import best_common, transports_fault, transports_o
 from baton.kvtransfer.sender import SenderSession
 from baton.kvtransfer.session import Send
 from baton.router.rooms import Room
-from baton.router.timeline import timeline_of
+from baton.router.timeline import account_of
+from baton.router.trace import Trace
 
 LAYOUT = m.Layout(fingerprint="f", dtype="float32", page_size=4, num_layers=1, num_kv_heads=1, head_dim=2, block_bytes=4096)
 
@@ -56,4 +57,5 @@ def test_prefill_answers_a_hello_with_the_choice_and_remembers_it_for_this_proce
 def test_the_timeline_says_how_the_blocks_came(blocks, shared, name):
     decode = m.DecodeTimeline(handoff_blocks=blocks, handoff_shm_blocks=shared)
     room = Room(room="a" * 32, prompt_ids=[1], sampling=m.Sampling(), created=0.0, decode_timeline=decode)
-    assert timeline_of(room, arrived=0.0, tokenize_s=0.0, queued_s=0.0, now=1.0).handoff_transport == name
+    account = account_of(room, arrived=0.0, tokenize_s=0.0, queued_s=0.0, now=1.0, trace=Trace())
+    assert account.timeline().handoff_transport == name
