@@ -123,15 +123,14 @@ def main(argv: Sequence[str]) -> int:
     add("--dtype", choices=("auto", *DTYPES), default="bfloat16", help="of the weights (default bfloat16)")
     options = parser.parse_args(list(argv))
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
-    device = resolve_device(options.device)
-    dtype = resolve_dtype(options.dtype, device)
     try:
+        device = resolve_device(options.device)
         write_checkpoint(
             options.folder,
             options.shape,
             options.accept_length,
             draft_vocab_size=options.draft_vocab,
-            dtype=dtype,
+            dtype=resolve_dtype(options.dtype, device),
             device=device,
         )
     except (ConfigError, CheckpointError, OSError) as error:
