@@ -5,6 +5,7 @@ its service manager would: it takes nothing new, ends what it has, and leaves. I
 so that nobody who reaches a socket can end a worker; for one of another host run the command there.
 """
 
+import itertools
 import os
 import socket
 import sys
@@ -62,10 +63,10 @@ def process_of(worker: Mapping[str, Any], host: str) -> psutil.Process:
         words = process.cmdline()
     except psutil.Error as error:
         raise ConfigError(f"PID {worker['pid']} cannot be looked at ({error}); is it in another container?") from None
-    pairs = zip(words, [*words[1:], ""], strict=True)
+    # no words at all: the kernel's own, or a program that is just being loaded
     is_role = any(
         word == f"baton.{worker['role']}" or (word.rpartition("/")[2] == "baton" and after == worker["role"])
-        for word, after in pairs
+        for word, after in itertools.pairwise([*words, ""])
     )
     if not is_role:
         raise ConfigError(f"PID {worker['pid']} is no baton {worker['role']} here; is it in another container?")

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 
+import psutil
 import pytest
 from baton.cluster.errors import ConfigError
 from baton.deploy import plan
@@ -152,6 +153,15 @@ def test_nobody_but_that_worker_of_this_host_is_ended():
         process_of(worker, "here")
     with pytest.raises(ConfigError, match="runs on here"):
         process_of(worker, "elsewhere")
-    with subprocess.Popen([sys.executable, "-c", "input()", "baton.decode"], stdin=subprocess.PIPE) as child:
+    started = [sys.executable, "-c", "print(flush=True); input()", "baton.decode"]
+    with subprocess.Popen(started, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        child.stdout.readline()  # before it is loaded, a process has no command line
         assert process_of({**worker, "pid": child.pid}, "here").pid == child.pid
         child.communicate(b"\n")
+
+
+def test_a_process_without_a_command_line_is_no_worker(monkeypatch):
+    worker = {"role": "decode", "instance": "a" * 32, "pid": os.getpid(), "host": "here"}
+    monkeypatch.setattr(psutil.Process, "cmdline", lambda process: [])
+    with pytest.raises(ConfigError, match="is no baton decode"):
+        process_of(worker, "here")
