@@ -1,8 +1,9 @@
 """`baton bench transfer`: how fast KV blocks come from one process into another one's pages.
 
-Every way is measured once in each round, so that all see the same machine. A second process holds the source; blocks are
-1 MiB, their destination is memory that exists. "of memcpy" and "of socket" are medians of the ratios within a round: of a
-copy in this process, and of a plain socket of the same kind (tcp, or unix for ipc) that sends the same bytes.
+Every way is measured once in each round, so that all see the same machine. A second process holds the source; pages are
+1 MiB, their destination is memory that exists, of the host or of a GPU. "of memcpy" and "of socket" are medians of the
+ratios within a round: of a copy in this process, and of a plain socket of the same kind (tcp, or unix for ipc) that sends
+the same bytes, both in the host's memory.
 """
 
 import argparse
@@ -34,19 +35,35 @@ from ..kvtransfer.heap import keep_blocks
 from ..kvtransfer.transport import Complete, Lost, PullRequest
 from ..kvtransfer.transports.zmq_blocks import ZmqBlocksReceiver
 from .arguments import at_least
-from .transfer_parts import BLOCK_BYTES, MEMCPY, PAGE_TOKENS, TCP, UNIX, Done, Way, Where, layout, memory, no_digest, ways
+from .transfer_parts import (
+    MEMCPY,
+    PAGE_BYTES,
+    PAGE_TOKENS,
+    TCP,
+    UNIX,
+    Done,
+    Setup,
+    Way,
+    Where,
+    layout,
+    memory,
+    no_digest,
+    ways,
+)
 
 PROG = "baton bench transfer"
+MAX_BLOCK_KIB = 64 << 10  # of a layout
 A = TypeVar("A", Where, Done)
 
 
 class Bench:
     """The receiving process, with the other one as its child. A context manager."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_pages: int, block_bytes: int = 1 << 20, source: str = "cpu", target: str = "cpu") -> None:
         self.child_cpu_s = 0.0  # spent on orders so far
-        self._num_blocks = num_blocks
-        self._planes, self._spare = memory(num_blocks, None), memory(num_blocks, seed=2)
+        self._num_pages, self._block_bytes, self._devices = num_pages, block_bytes, (source, target)
+        self._planes, self._spare = memory(num_pages, None, target), memory(num_pages, seed=2)
+        self._host = self._planes if target == "cpu" else memory(num_pages, None)
         self._stack = ExitStack()
         self._receivers: dict[Way, ZmqBlocksReceiver] = {}
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -64,7 +81,9 @@ class Bench:
             )
         )
         self._stack.callback(self._child.kill)
-        self._order(num_blocks=self._num_blocks, folder=str(self._folder), keys=str(self._folder / "prefill"))
+        source, target = self._devices
+        keys = str(self._folder / "prefill")
+        self._order(Setup(self._num_pages, self._block_bytes, source, target, str(self._folder), keys))
         self._where = self._hear(Where)
         tcp = self._stack.enter_context(socket.create_connection(("127.0.0.1", self._where.tcp_port)))
         unix = self._stack.enter_context(socket.socket(socket.AF_UNIX))
@@ -80,22 +99,27 @@ class Bench:
         self._child.wait(10)
         self._stack.close()
 
+    @property
+    def num_bytes(self) -> int:
+        """Moved by each measurement."""
+        return self._num_pages * PAGE_BYTES
+
     def copy(self) -> float:
         """Seconds of a copy of all blocks in this process."""
-        source, target = self._spare.kv.numpy(), self._planes.kv.numpy()
+        source, target = self._spare.kv.numpy(), self._host.kv.numpy()
         began = time.perf_counter()
-        for block in range(self._num_blocks):
-            np.copyto(target[block], source[block])
+        for page in range(self._num_pages):
+            np.copyto(target[page], source[page])
         return time.perf_counter() - began
 
     def socket(self, kind: str) -> float:
         """Seconds for all blocks through a plain socket."""
-        target = self._planes.kv.numpy()
-        self._order(raw=kind)
+        target = self._host.kv.numpy()
+        self._order({"raw": kind})
         began = time.perf_counter()
-        for block in range(self._num_blocks):
-            view, at = target[block].data, 0
-            while at < BLOCK_BYTES:
+        for page in range(self._num_pages):
+            view, at = target[page].data, 0
+            while at < PAGE_BYTES:
                 at += self._raw[kind].recv_into(view[at:])
         seconds = time.perf_counter() - began
         self.child_cpu_s += self._hear(Done).cpu_s
@@ -105,15 +129,15 @@ class Bench:
         """Seconds of the hand-off of a room with all blocks."""
         receiver = self._receivers.get(way) or self._open(way)
         room = secrets.token_hex(16)
-        self._order(offer=way.source, room=room)
+        self._order({"offer": way.source, "room": room})
         began = time.perf_counter()
         receiver.pull(
             PullRequest(
                 room=room,
                 epoch=0,
-                num_tokens=self._num_blocks * PAGE_TOKENS,
+                num_tokens=self._num_pages * PAGE_TOKENS,
                 have=0,
-                pages=tuple(range(self._num_blocks)),
+                pages=tuple(range(self._num_pages)),
                 features=None,
                 endpoint=self._where.endpoints[way.source],
                 peer_instance=self._where.instance,
@@ -133,7 +157,7 @@ class Bench:
     def _open(self, way: Way) -> ZmqBlocksReceiver:
         receiver = ZmqBlocksReceiver(
             secrets.token_hex(16),
-            layout(),
+            layout(self._block_bytes),
             self._planes,
             context=self._context,
             keyring=load_keyring(str(self._folder / "decode"), "decode") if way.is_keyed else None,
@@ -146,9 +170,9 @@ class Bench:
         self._receivers[way] = receiver
         return receiver
 
-    def _order(self, **order: object) -> None:
+    def _order(self, order: object) -> None:
         assert self._child.stdin is not None
-        self._child.stdin.write(json.dumps(order) + "\n")
+        self._child.stdin.write(msgspec.json.encode(order).decode() + "\n")
         self._child.stdin.flush()
 
     def _hear(self, kind: type[A]) -> A:
@@ -167,26 +191,25 @@ class Found:
     cpu: list[float] = field(default_factory=list)  # seconds of both processes per GB
 
 
-def measure(num_mib: int, num_rounds: int, windows: list[int]) -> dict[str, Found]:
+def measure(bench: Bench, num_rounds: int, windows: list[int]) -> dict[str, Found]:
     """Every way in each round; a round before them, which is not counted, opens the links."""
     found: dict[str, Found] = {}
-    gigabytes = num_mib * BLOCK_BYTES / 1e9
-    with Bench(num_mib) as bench:
-        tries: list[tuple[str, Callable[[], float]]] = [
-            (MEMCPY, bench.copy),
-            (TCP, partial(bench.socket, "tcp")),
-            (UNIX, partial(bench.socket, "unix")),
-        ]
-        tries += [(way.name, partial(bench.pull, way)) for way in ways(windows)]
-        for number in range(num_rounds + 1):
-            for name, attempt in tries:
-                cpu_s = -time.process_time() - bench.child_cpu_s
-                seconds = attempt()
-                cpu_s += time.process_time() + bench.child_cpu_s
-                if number:
-                    entry = found.setdefault(name, Found())
-                    entry.rates.append(gigabytes / seconds)
-                    entry.cpu.append(cpu_s / gigabytes)
+    gigabytes = bench.num_bytes / 1e9
+    tries: list[tuple[str, Callable[[], float]]] = [
+        (MEMCPY, bench.copy),
+        (TCP, partial(bench.socket, "tcp")),
+        (UNIX, partial(bench.socket, "unix")),
+    ]
+    tries += [(way.name, partial(bench.pull, way)) for way in ways(windows)]
+    for number in range(num_rounds + 1):
+        for name, attempt in tries:
+            cpu_s = -time.process_time() - bench.child_cpu_s
+            seconds = attempt()
+            cpu_s += time.process_time() + bench.child_cpu_s
+            if number:
+                entry = found.setdefault(name, Found())
+                entry.rates.append(gigabytes / seconds)
+                entry.cpu.append(cpu_s / gigabytes)
     return found
 
 
@@ -227,19 +250,40 @@ def machine() -> str:
     return f"{cores} cores of {_processor()}, {platform.system()} {platform.release().split('-')[0]}, load {load:.1f} before"
 
 
+def device(name: str) -> str:
+    """A device of this machine; anything else is a usage error."""
+    names = ["cpu", *(f"cuda:{number}" for number in range(torch.cuda.device_count()))]
+    if name not in names:
+        raise argparse.ArgumentTypeError(f"{name!r} is no device of this machine, which has {', '.join(names)}")
+    return name
+
+
+def block_kib(text: str) -> int:
+    """A block size that a layout may have; anything else is a usage error."""
+    size = at_least(4)(text)
+    if size > MAX_BLOCK_KIB:
+        raise argparse.ArgumentTypeError(f"{size} is above {MAX_BLOCK_KIB}")
+    return size
+
+
 def main(argv: Sequence[str]) -> int:
     """`baton bench transfer`; returns the exit code."""
     parser = argparse.ArgumentParser(prog=PROG, description=(__doc__ or "").split("\n\n")[0], allow_abbrev=False)
     parser.add_argument("--mib", type=at_least(8), default=128, help="bytes moved by each measurement (default 128)")
     parser.add_argument("--rounds", type=at_least(1), default=7, help="measurements of each way (default 7)")
     parser.add_argument("--windows", type=at_least(1), nargs="+", default=[4, 8], help="blocks in flight (default 4 8)")
+    parser.add_argument("--block-kib", type=block_kib, default=1024, help="size of a block (default 1024)")
+    where_from, where_to = "device of the source, such as cuda:0 (default cpu)", "of the destination (default cpu)"
+    parser.add_argument("--from", dest="source", type=device, default="cpu", metavar="DEVICE", help=where_from)
+    parser.add_argument("--to", dest="target", type=device, default="cpu", metavar="DEVICE", help=where_to)
     parser.add_argument("--json", action="store_true", help="one JSON object instead of the table")
     options = parser.parse_args(list(argv))
     torch.set_num_threads(1)
     keep_blocks()  # as the workers do
     where = machine()
     try:
-        found = measure(options.mib, options.rounds, list(dict.fromkeys(options.windows)))
+        with Bench(options.mib, options.block_kib << 10, options.source, options.target) as bench:
+            found = measure(bench, options.rounds, list(dict.fromkeys(options.windows)))
     except TransferError as error:
         sys.stderr.write(f"{PROG}: {error}\n")
         return 1

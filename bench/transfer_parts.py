@@ -9,7 +9,7 @@ from ..cluster.ciphers import AES_128_GCM, CRC32C, CURVE
 from ..cluster.messages import Layout
 from ..kvtransfer.transport import Planes
 
-BLOCK_BYTES = 1 << 20
+PAGE_BYTES = 1 << 20
 PAGE_TOKENS = 16
 GUARDS = ("plain", CRC32C, AES_128_GCM, CURVE)  # plain: not even a digest
 MEMCPY, TCP, UNIX = "memcpy", "tcp socket", "unix socket"
@@ -59,6 +59,17 @@ class Way:
         return f"{self.transport} {self.link} {self.guard}"
 
 
+class Setup(Struct, frozen=True):
+    """What both processes measure with; the first order."""
+
+    num_pages: int
+    block_bytes: int
+    source: str  # device of prefill's pages
+    target: str  # of decode's
+    folder: str  # for sockets
+    keys: str  # prefill's
+
+
 def ways(windows: list[int]) -> list[Way]:
     """All that are measured beside the sockets and memcpy."""
     made = [
@@ -70,20 +81,28 @@ def ways(windows: list[int]) -> list[Way]:
     return made + [Way("shm", "ipc", guard, window) for guard in ("plain", CRC32C) for window in windows]
 
 
-def layout() -> Layout:
-    """A layout whose pages are one block each."""
-    return Layout(fingerprint="bench", dtype="bfloat16", page_size=PAGE_TOKENS, num_layers=256, num_kv_heads=1, head_dim=64)
+def layout(block_bytes: int) -> Layout:
+    """A layout of pages of `PAGE_BYTES` bytes each."""
+    return Layout(
+        fingerprint="bench",
+        dtype="bfloat16",
+        page_size=PAGE_TOKENS,
+        num_layers=256,
+        num_kv_heads=1,
+        head_dim=64,
+        block_bytes=block_bytes,
+    )
 
 
-def memory(num_blocks: int, seed: int | None) -> Planes:
-    """Pages that exist: random bytes, or zeros without a seed."""
+def memory(num_pages: int, seed: int | None, device: str = "cpu") -> Planes:
+    """Pages that exist: random bytes, or ones without a seed."""
     if seed is None:
-        kv = torch.zeros(num_blocks, BLOCK_BYTES, dtype=torch.uint8)
+        kv = torch.zeros(num_pages, PAGE_BYTES, dtype=torch.uint8)
         kv.fill_(1)  # so that no page fault is measured
     else:
         generator = torch.Generator().manual_seed(seed)
-        kv = torch.randint(0, 256, (num_blocks, BLOCK_BYTES), dtype=torch.uint8, generator=generator)
-    return Planes(kv=kv, features=None)
+        kv = torch.randint(0, 256, (num_pages, PAGE_BYTES), dtype=torch.uint8, generator=generator)
+    return Planes(kv=kv.to(device), features=None)
 
 
 def no_digest(data: object, seed: int = 0) -> int:

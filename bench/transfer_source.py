@@ -1,6 +1,6 @@
 """The sending process of `baton bench transfer`: JSON orders on stdin, one answer a line on stdout.
 
-    {"num_blocks": n, "folder": dir, "keys": dir}   first; answered with where everything is
+    a `Setup`                                       first; answered with where everything is
     {"raw": "tcp" | "unix"}                         sends all bytes over that socket; the first one accepts it
     {"offer": source, "room": id}                   serves one room to its end
 """
@@ -10,7 +10,6 @@ import secrets
 import socket
 import sys
 import time
-from pathlib import Path
 
 import msgspec
 import torch
@@ -20,15 +19,16 @@ from ..cluster.keyring import load_keyring
 from ..kvtransfer.heap import keep_blocks
 from ..kvtransfer.transport import Dropped, Offer, Released
 from ..kvtransfer.transports.zmq_blocks import ZmqBlocksSender
-from .transfer_parts import PAGE_TOKENS, Done, Where, layout, memory, no_digest, ways
+from .transfer_parts import PAGE_TOKENS, Done, Setup, Where, layout, memory, no_digest, ways
 
 
 class Source:
     """Prefill's end of every way, over the same pages."""
 
-    def __init__(self, num_blocks: int, folder: Path, keys: str) -> None:
-        self._num_blocks = num_blocks
-        self._planes = memory(num_blocks, seed=1)
+    def __init__(self, setup: Setup) -> None:
+        self._num_pages, folder, keys = setup.num_pages, setup.folder, setup.keys
+        self._planes = memory(setup.num_pages, 1, setup.source)
+        self._host = self._planes if setup.source == "cpu" else memory(setup.num_pages, 1)
         self._instance = secrets.token_hex(16)
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._senders: dict[str, ZmqBlocksSender] = {}
@@ -38,7 +38,7 @@ class Source:
             sender = ZmqBlocksSender(
                 endpoint,
                 self._instance,
-                layout(),
+                layout(setup.block_bytes),
                 self._planes,
                 context=zmq.Context() if way.is_keyed else context,
                 keyring=load_keyring(keys, "prefill") if way.is_keyed else None,
@@ -64,14 +64,14 @@ class Source:
         """All blocks, in order, through a plain socket."""
         if kind not in self._raw:
             self._raw[kind] = self._listeners[kind].accept()[0]
-        pages = self._planes.kv.numpy()
-        for block in range(self._num_blocks):
-            self._raw[kind].sendall(pages[block].data)
+        pages = self._host.kv.numpy()
+        for page in range(self._num_pages):
+            self._raw[kind].sendall(pages[page].data)
 
     def offer(self, source: str, room: str) -> None:
         """One room with all blocks; returns when it has ended."""
-        sender, num_tokens = self._senders[source], self._num_blocks * PAGE_TOKENS
-        sender.offer(Offer(room=room, epoch=0, num_tokens=num_tokens, pages=tuple(range(self._num_blocks))))
+        sender, num_tokens = self._senders[source], self._num_pages * PAGE_TOKENS
+        sender.offer(Offer(room=room, epoch=0, num_tokens=num_tokens, pages=tuple(range(self._num_pages))))
         sender.advance(room, 0, num_tokens, first_token=1)
         while not any(isinstance(event, Released | Dropped) for event in sender.poll(0.5)):
             pass
@@ -88,8 +88,7 @@ def main() -> int:
     """Until stdin ends."""
     torch.set_num_threads(1)
     keep_blocks()
-    first = json.loads(sys.stdin.readline())
-    source = Source(first["num_blocks"], Path(first["folder"]), first["keys"])
+    source = Source(msgspec.json.decode(sys.stdin.readline(), type=Setup))
     _answer(source.where())
     for line in sys.stdin:
         order = json.loads(line)

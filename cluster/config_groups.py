@@ -152,7 +152,7 @@ class DecodeSettings(RoleConfig):
     local_prefill_tokens: int = setting(
         128, Setting(help="of prompts that decode computes itself, per step", unit="tokens", minimum=1, maximum=8192)
     )
-    pull_window: int = setting(6, Setting(help="blocks of a hand-off asked for and not yet received", minimum=1, maximum=64))
+    pull_window: int = setting(8, Setting(help="blocks of a hand-off asked for and not yet received", minimum=1, maximum=64))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,17 @@ from .message_parts import Count, Id, KeyBytes, Message, Port, Small, Text, Tick
 from .slab_messages import SlabBlock, SlabDown, SlabUp
 
 BLOCK_BYTES = 1 << 20  # what is pulled at once, unless a layout says otherwise
+BLOCK_TOKENS, MAX_BLOCK_BYTES = 32, 4 << 20
+
+
+def block_bytes_of(token_bytes: int) -> int:
+    """The block size for KV of `token_bytes` bytes per token: the memory of `BLOCK_TOKENS` tokens, within bounds.
+
+    Each block costs some messages and turns of both link threads, whatever its size: at 128 KiB a token, blocks of 1 MiB
+    hold eight tokens, and the interpreter is what bounds the hand-off. Larger ones than 4 MiB gain little more, and hold up
+    a slow link's other rooms for longer.
+    """
+    return min(max(BLOCK_BYTES, BLOCK_TOKENS * token_bytes), MAX_BLOCK_BYTES)
 
 
 class Layout(Struct, frozen=True, kw_only=True):

@@ -16,7 +16,7 @@ from ..cluster.errors import BatonError, ConfigError
 from ..cluster.kv_messages import BLOCK_BYTES
 from ..cluster.sockets import bind, check_bind_address, connect, make_socket, recv_parts, try_send
 
-WINDOW = 6
+WINDOW = 8
 MEASURE_S = 2.0
 SERVE_S = 600.0
 SILENCE_S = 3.0  # of the other end, before it is given up

@@ -16,7 +16,7 @@ Workers: prefill by its rate at `PREFILL_BUSY` of its time; decode by Little's l
 import math
 from dataclasses import dataclass
 
-from ..cluster.kv_messages import BLOCK_BYTES
+from ..cluster.kv_messages import block_bytes_of
 from .checkpoints import KVShape
 
 PREFILL_BUSY = 0.7
@@ -78,7 +78,7 @@ def handoff_of(tokens: int, shape: KVShape, measured: Measured, chunk: int) -> H
         ready = prefill_s(end, measured)
         first = ready if first is None else first
         due = end * shape.token_bytes
-        due -= due % BLOCK_BYTES if end < tokens else 0
+        due -= due % block_bytes_of(shape.token_bytes) if end < tokens else 0
         if due > sent:
             landed, sent = max(ready, landed) + (due - sent) / measured.bandwidth, due
     assert first is not None, "a prompt has a token"

@@ -4,6 +4,7 @@ import os
 import socket
 from collections.abc import Sequence
 
+from ..cluster.kv_messages import block_bytes_of
 from ..cluster.messages import PROTOCOL_MAJOR, YOUNG_FIELDS, Hello, Layout
 from ..cluster.transports import ZMQ_BLOCKS
 from ..engine.kv_pool import FeaturePlane, KVPool
@@ -24,6 +25,7 @@ def layout_of(pool: KVPool, *, model_fingerprint: str, feature_ids: Sequence[int
         feature_ids=feature_ids,
         feature_width=feature_width,
     )
+    token_bytes = pool.page_bytes // pool.page_size + feature_width * pool.dtype.itemsize
     return Layout(
         fingerprint=fingerprint,
         dtype=dtype,
@@ -33,6 +35,7 @@ def layout_of(pool: KVPool, *, model_fingerprint: str, feature_ids: Sequence[int
         head_dim=pool.head_dim,
         feature_ids=list(feature_ids),
         feature_width=feature_width,
+        block_bytes=block_bytes_of(token_bytes),
     )
 
 
@@ -70,6 +73,7 @@ def hello_of(
         max_running=max_running,
         spec_tokens=spec_tokens,
         takes=YOUNG_FIELDS,
+        takes_batches=True,
         local_prefill=local_prefill,
         vocab_size=vocab_size,
         pid=os.getpid(),

@@ -6,20 +6,19 @@ that wrote them before it announces them, and who pulls says what must be done b
 """
 
 import ctypes
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
-import numpy.typing as npt
 import torch
-from crc32c import crc32c
 
 from ..cluster.errors import LocalProtocolError
+from .hands import Hands, hands_of_host
 from .layout import Crc, KVLayout, Plane, Segment
+from .pinning import Bytes, Pin, no_pin, pin
 from .seal import TAG_BYTES, BlockName, Sealer
 from .transport import Planes, PullRequest
-
-Bytes = npt.NDArray[np.uint8]
 
 MAX_SPARE_STAGING = 16
 CACHED_BYTES = 256 << 10  # source and target together stay in a level 2 cache of 1 MiB
@@ -75,12 +74,42 @@ class DeviceCopies:
 
     def run(self, copies: Iterable[tuple[torch.Tensor, torch.Tensor]], after: torch.cuda.Event | None = None) -> None:
         """Each (target, source), not before `after`; returns when all are done."""
+        self.begin(copies, after)
+        self.finish()
+
+    def begin(self, copies: Iterable[tuple[torch.Tensor, torch.Tensor]], after: torch.cuda.Event | None = None) -> None:
+        """As `run`, but what the tensors hold is settled by `finish`."""
         if after is not None and not after.query():  # type: ignore[no-untyped-call]
             self._stream.wait_event(after)
         with torch.cuda.stream(self._stream):
             for target, source in copies:
                 target.copy_(source, non_blocking=True)
+
+    def finish(self) -> None:
+        """Returns when all copies that were begun are done."""
         self._stream.synchronize()
+
+
+@dataclass(frozen=True)
+class Filling:
+    """A block of `size` bytes on its way into a slot; its digest continues `seed`."""
+
+    slot: Bytes
+    segments: Sequence[Segment]
+    pages: Sequence[int]
+    size: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A block in foreign memory, whose digest continues `seed` and shall be `digest`."""
+
+    data: Bytes
+    segments: Sequence[Segment]
+    request: PullRequest
+    seed: int
+    digest: int
 
 
 @dataclass(frozen=True)
@@ -103,7 +132,9 @@ class BlockReader:
         self._copies = DeviceCopies(planes.kv.device) if self._is_cuda else None
         self._arrays: dict[Plane, Bytes] = {} if self._is_cuda else {k: t.numpy() for k, t in self._planes.items()}
         self._pool = StagingPool(layout.wire.block_bytes + TAG_BYTES, is_pinned=self._is_cuda)
-        self.crc: Crc = crc32c
+        self._hands = hands_of_host() if self._is_cuda else Hands(1)
+        self.crc: Crc = self._hands.crc
+        self.pin: Pin = partial(pin, device=planes.kv.device, is_read_only=False) if self._is_cuda else no_pin
 
     def read(self, segments: Sequence[Segment], pages: Sequence[int], size: int) -> Payload:
         """The `size` bytes of a block; zero-copy when it is one run of CPU memory."""
@@ -118,18 +149,28 @@ class BlockReader:
                 np.copyto(_cut(target, segment), self._run(segment, pages))
         return Payload(target[:size].data, staging)
 
-    def read_into(
-        self, target: Bytes, segments: Sequence[Segment], pages: Sequence[int], size: int, seed: int
-    ) -> int:
-        """Copies a block of `size` bytes into `target` and returns the crc32c of `seed` and the bytes."""
+    def fill(self, fillings: Sequence[Filling], *, is_pinned: bool = False) -> list[int]:
+        """Copies blocks into their slots and returns their digests. What `pin` took, `is_pinned`, a GPU writes itself: all
+        of them in one go, and each is digested by a thread of its own.
+        """
+        if not is_pinned:
+            return [self._fill(filling) for filling in fillings]
+        assert self._copies is not None
+        for filling in fillings:
+            self._copies.begin(self._gathered(_tensor_of(filling.slot), filling.segments, filling.pages))
+        self._copies.finish()
+        return self._hands.digests([(filling.slot[: filling.size].data, filling.seed) for filling in fillings], self.crc)
+
+    def _fill(self, filling: Filling) -> int:
+        target, seed = filling.slot, filling.seed
         if self._is_cuda:
             staging = self._pool.take()
-            self._gather_cuda(staging, segments, pages)
-            _tensor_of(target[:size]).copy_(staging[:size])
+            self._gather_cuda(staging, filling.segments, filling.pages)
+            self._hands.copy(target, staging.numpy()[: filling.size])
             self._pool.give(staging)
-            return self.crc(target[:size].data, seed)
-        for segment in segments:
-            seed = _copy(self._run(segment, pages), _cut(target, segment), seed, self.crc)
+            return self.crc(target[: filling.size].data, seed)
+        for segment in filling.segments:
+            seed = _copy(self._run(segment, filling.pages), _cut(target, segment), seed, self.crc)
         return seed
 
     def seal(self, payload: Payload, sealer: Sealer, name: BlockName) -> tuple[Payload, int]:
@@ -150,13 +191,14 @@ class BlockReader:
 
     def _gather_cuda(self, staging: torch.Tensor, segments: Sequence[Segment], pages: Sequence[int]) -> None:
         assert self._copies is not None
-        self._copies.run(
-            (
-                staging[segment.at : segment.at + segment.hi - segment.lo],
-                self._planes[segment.plane][pages[segment.page_index], segment.lo : segment.hi],
-            )
-            for segment in segments
-        )
+        self._copies.run(self._gathered(staging, segments, pages))
+
+    def _gathered(
+        self, staging: torch.Tensor, segments: Sequence[Segment], pages: Sequence[int]
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for segment in segments:
+            page = self._planes[segment.plane][pages[segment.page_index], segment.lo : segment.hi]
+            yield staging[segment.at : segment.at + segment.hi - segment.lo], page
 
 
 class BlockWriter:
@@ -168,35 +210,50 @@ class BlockWriter:
         self._copies = DeviceCopies(planes.kv.device) if planes.kv.is_cuda else None
         self._array: Bytes | None = None if planes.kv.is_cuda else planes.kv.numpy()
         self._pool = StagingPool(layout.wire.block_bytes, is_pinned=planes.kv.is_cuda)
-        self.crc: Crc = crc32c
+        self._hands = hands_of_host() if planes.kv.is_cuda else Hands(1)
+        self.crc: Crc = self._hands.crc
+        self.pin: Pin = partial(pin, device=planes.kv.device, is_read_only=True) if planes.kv.is_cuda else no_pin
 
     def write(self, payload: memoryview, segments: Sequence[Segment], request: PullRequest) -> None:
         """Copies a block to where it belongs; returns when the bytes are there."""
         data: Bytes = np.frombuffer(payload, dtype=np.uint8)
         if self._copies is not None:
             staging = self._pool.take()
-            staging[: data.size].copy_(_tensor_of(data))
+            self._hands.copy(staging.numpy(), data)
             self._scatter_cuda(staging, segments, request)
             self._pool.give(staging)
             return
         for segment in segments:
             np.copyto(self._own(segment, request), _cut(data, segment))
 
-    def copy(self, data: Bytes, segments: Sequence[Segment], request: PullRequest, *, seed: int, digest: int) -> bool:
-        """Copies a block from memory that its writer may still change, and returns whether the copy is what was digested:
-        the crc32c of `seed` and the bytes.
+    def land(self, arrivals: Sequence[Arrival], *, is_pinned: bool = False) -> list[bool]:
+        """Copies blocks from memory that their writer may still change, and returns whether each copy is what was digested.
+
+        What `pin` took, `is_pinned`, a GPU reads itself, all of them in one go, and each is digested where it stands, after
+        that: whatever was written there since the header was made, before or while the GPU read, is still there then.
         """
+        if not is_pinned:
+            return [self._land(arrival) for arrival in arrivals]
+        assert self._copies is not None
+        for one in arrivals:
+            self._copies.begin(self._scattered(_tensor_of(one.data), one.segments, one.request), one.request.after)
+        self._copies.finish()
+        digests = self._hands.digests([(one.data.data, one.seed) for one in arrivals], self.crc)
+        return [digest == one.digest for digest, one in zip(digests, arrivals, strict=True)]
+
+    def _land(self, arrival: Arrival) -> bool:
+        data, seed = arrival.data, arrival.seed
         if self._copies is not None:
             staging = self._pool.take()
-            staging[: data.size].copy_(_tensor_of(data))
-            is_right = self.crc(staging.numpy()[: data.size].data, seed) == digest
+            self._hands.copy(staging.numpy(), data)
+            is_right = self.crc(staging.numpy()[: data.size].data, seed) == arrival.digest
             if is_right:
-                self._scatter_cuda(staging, segments, request)
+                self._scatter_cuda(staging, arrival.segments, arrival.request)
             self._pool.give(staging)
             return is_right
-        for segment in segments:
-            seed = _copy(_cut(data, segment), self._own(segment, request), seed, self.crc)
-        return seed == digest
+        for segment in arrival.segments:
+            seed = _copy(_cut(data, segment), self._own(segment, arrival.request), seed, self.crc)
+        return seed == arrival.digest
 
     def open(
         self, fill: Callable[[memoryview], None], size: int, segments: Sequence[Segment], request: PullRequest
@@ -234,17 +291,17 @@ class BlockWriter:
     def _scatter_cuda(self, staging: torch.Tensor, segments: Sequence[Segment], request: PullRequest) -> None:
         """A block that lies whole in `staging`."""
         assert self._copies is not None
-        self._copies.run(
-            (
-                (self._target(segment, request), staging[segment.at : segment.at + segment.hi - segment.lo])
-                for segment in segments
-            ),
-            after=request.after,
-        )
+        self._copies.run(self._scattered(staging, segments, request), request.after)
+
+    def _scattered(
+        self, staging: torch.Tensor, segments: Sequence[Segment], request: PullRequest
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for segment in segments:
+            yield self._target(segment, request), staging[segment.at : segment.at + segment.hi - segment.lo]
 
 
 def _tensor_of(array: Bytes) -> torch.Tensor:
-    """The same memory as a tensor, whose copies use several cores; read-only memory too, which torch does not know of."""
+    """The same memory as a tensor, read-only memory too, which torch does not know of."""
     address = array.__array_interface__["data"][0]
     return torch.frombuffer((ctypes.c_uint8 * array.size).from_address(address), dtype=torch.uint8)
 

@@ -328,7 +328,9 @@ class SenderSession:
         if pull.block >= stream.ready_blocks(known.tokens_ready):
             self.counters.unexpected += 1
             return []
-        known.lease.renew(now)
+        for other in self._rooms.values():
+            if other.peer_instance == known.peer_instance:
+                other.lease.renew(now)  # decode pulls its oldest room first: the others wait for their turn
         known.quiet_since = now
         known.num_pulled = max(known.num_pulled, pull.block + 1)
         skipped = stream.have // self.layout.wire.page_size

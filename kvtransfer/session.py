@@ -20,7 +20,7 @@ from .transport import Offer, PullRequest, TransportEvent
 LEASE_S = 5.0
 REMIND_S = 0.3
 SILENCE_S = 1.0
-WINDOW = 6
+WINDOW = 8
 MAX_REPULLS = 2
 TOMBSTONE_S = 60.0
 MAX_TOMBSTONES = 4096

@@ -23,11 +23,9 @@ from collections.abc import Callable
 from contextlib import suppress
 
 import numpy as np
-import numpy.typing as npt
 
 from ..cluster.errors import BatonError
-
-Bytes = npt.NDArray[np.uint8]
+from .pinning import Bytes, Pin, Unpin
 
 # linux/fcntl.h; not every Python and platform names them
 F_ADD_SEALS, F_GET_SEALS = 1033, 1034
@@ -62,6 +60,7 @@ class Slab:
             os.close(self._fd)
             raise SlabError(f"no {size >> 20} MiB of shared memory: {error.strerror}") from None
         self._bytes: Bytes = np.frombuffer(self._map, dtype=np.uint8)
+        self._unpin: Unpin | None = None
 
     def __repr__(self) -> str:
         return f"Slab({self.id[:8]}, {self.num_slots} x {self.slot_bytes})"
@@ -70,6 +69,15 @@ class Slab:
     def size(self) -> int:
         """Bytes."""
         return self.num_slots * self.slot_bytes
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether a GPU may write the slots."""
+        return self._unpin is not None
+
+    def pin(self, pin: Pin) -> None:
+        """Lets a GPU write the slots if it can, until the slab is closed."""
+        self._unpin = pin(self._bytes)
 
     def slot(self, index: int) -> Bytes:
         """The bytes of a slot, uint8 `[slot_bytes]`."""
@@ -100,6 +108,9 @@ class Slab:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+        if self._unpin is not None:
+            self._unpin()
+            self._unpin = None
         self._bytes = np.empty(0, dtype=np.uint8)
         _unmap(self._map)
 
@@ -127,9 +138,19 @@ class MappedSlab:
         finally:
             os.close(fd)
         self._bytes: Bytes = np.frombuffer(self._map, dtype=np.uint8)
+        self._unpin: Unpin | None = None
 
     def __repr__(self) -> str:
         return f"MappedSlab({self.id[:8]}, {self.num_slots} x {self.slot_bytes})"
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether a GPU may read the slots."""
+        return self._unpin is not None
+
+    def pin(self, pin: Pin) -> None:
+        """Lets a GPU read the slots if it can, until the slab is closed."""
+        self._unpin = pin(self._bytes)
 
     def block(self, slot: int, size: int) -> Bytes | None:
         """The first `size` bytes of a slot; None when there is no such slot, or it is shorter. Their writer may change
@@ -141,6 +162,9 @@ class MappedSlab:
 
     def close(self) -> None:
         """Unmaps, and lets prefill know. Idempotent."""
+        if self._unpin is not None:
+            self._unpin()
+            self._unpin = None
         self._bytes = np.empty(0, dtype=np.uint8)
         _unmap(self._map)
         self.connection.close()

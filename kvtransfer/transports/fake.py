@@ -13,8 +13,9 @@ from ...cluster.errors import PeerLost
 from ...cluster.messages import Layout
 from ...cluster.transports import ZMQ_BLOCKS
 from ..endpoint import Clock, Delivered, Delivery
-from ..endpoints import ReceiverEndpoint, SenderEndpoint
 from ..memory import Payload
+from ..receiver_endpoint import ReceiverEndpoint
+from ..sender_endpoint import SenderEndpoint
 from ..session import LEASE_S, WINDOW, Peer
 from ..transport import Planes, TransportEvent
 from .shm import SLAB_BYTES

@@ -2,12 +2,16 @@
 
 import math
 from abc import abstractmethod
+from collections.abc import Iterator
 
 import zmq
 
 from ...cluster.sockets import Socket
 from ..endpoint import Clock, Endpoint, Queued
 from ..transport import TransportEvent
+
+MESSAGES_PER_SOCKET = 64  # read per turn, so that no peer keeps the others waiting
+TURN_S = 0.002  # nor the thread's other work: tokens on their way to clients wait for the end of a turn
 
 
 class Polling(Endpoint[Queued]):
@@ -44,3 +48,14 @@ class Polling(Endpoint[Queued]):
             if any(pollable in self._foreign for pollable, _ in ready):
                 break
         return self._take_events()
+
+
+def a_few(clock: Clock) -> Iterator[int]:
+    """Counts from 1 what may be read of one socket in a turn: one message at least, and none after `TURN_S`, since four
+    blocks of a GPU take longer than that, and each answer brings more of them.
+    """
+    until = clock() + TURN_S
+    for number in range(1, MESSAGES_PER_SOCKET + 1):
+        yield number
+        if clock() >= until:
+            return

@@ -18,7 +18,7 @@ Block, and decode says SlabUnusable.
 import logging
 import secrets
 import socket
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from ...cluster.log import fields as log_fields
@@ -33,9 +33,11 @@ from ...cluster.slab_messages import (
     SlotFree,
 )
 from ..layout import digest_seed
-from ..memory import BlockReader
+from ..memory import BlockReader, Filling
+from ..pinning import Bytes, Pin, no_pin
 from ..session import Peer, SendBlock
-from ..slab import Bytes, MappedSlab, Slab, SlabDoor, SlabError, is_alive
+from ..slab import MappedSlab, Slab, SlabDoor, SlabError, is_alive
+from ..slot_table import Slot, SlotTable
 
 logger = logging.getLogger(__name__)
 
@@ -44,8 +46,6 @@ SPARE_SLOTS = 2  # beside the window: blocks that are pulled again
 MIN_SLOTS = 2
 SWEEP_S = 0.5
 ASK_AGAIN_S = 30.0
-
-Holder = tuple[str, int, int]  # room, epoch, block
 
 
 @dataclass
@@ -61,55 +61,6 @@ class SlabCounters:
     def snapshot(self) -> dict[str, float]:
         """Name to total, for heartbeats."""
         return {f.name: float(getattr(self, f.name)) for f in fields(self)}
-
-
-@dataclass
-class _Slot:
-    """A block that stands in a slot."""
-
-    index: int
-    ends_at: float
-    header: SlabBlock | None = None  # None while it is being filled
-
-
-class SlotTable:
-    """Which block stands in which slot of a slab."""
-
-    def __init__(self, num_slots: int) -> None:
-        self.num_slots = num_slots
-        self._free = list(range(num_slots))
-        self._held: dict[Holder, _Slot] = {}
-
-    def __repr__(self) -> str:
-        return f"SlotTable({len(self._held)}/{self.num_slots} held)"
-
-    def take(self, holder: Holder, ends_at: float) -> _Slot | None:
-        """A slot for a block, the one in which it stands already if it does; None when all are in use."""
-        slot = self._held.get(holder)
-        if slot is None and self._free:
-            slot = self._held[holder] = _Slot(self._free.pop(), ends_at)
-        return slot
-
-    def free(self, holder: Holder, index: int) -> bool:
-        """Gives a slot back; False when this block does not stand there."""
-        slot = self._held.get(holder)
-        if slot is None or slot.index != index:
-            return False
-        self._give_back(holder)
-        return True
-
-    def free_where(self, is_over: Callable[[Holder, float], bool]) -> None:
-        """Gives back the slots whose holder and lease end are over."""
-        for holder in [holder for holder, slot in self._held.items() if is_over(holder, slot.ends_at)]:
-            self._give_back(holder)
-
-    def check_integrity(self) -> None:
-        """Every slot is free or held, once."""
-        indices = self._free + [slot.index for slot in self._held.values()]
-        assert sorted(indices) == list(range(self.num_slots)), indices
-
-    def _give_back(self, holder: Holder) -> None:
-        self._free.append(self._held.pop(holder).index)
 
 
 @dataclass
@@ -129,11 +80,13 @@ class _Lane:
 class SenderSlabs:
     """Prefill's slabs, one per connection that was granted one, all of them at most `max_bytes` together."""
 
-    def __init__(self, instance: str, block_bytes: int, *, lease_s: float, max_bytes: int = SLAB_BYTES) -> None:
-        """`block_bytes` is the largest slot that a peer may ask for."""
+    def __init__(
+        self, instance: str, block_bytes: int, *, lease_s: float, max_bytes: int = SLAB_BYTES, pin: Pin = no_pin
+    ) -> None:
+        """`block_bytes` is the largest slot that a peer may ask for; `pin` lets a GPU write slabs."""
         self.counters = SlabCounters()
         self._instance, self._block_bytes = instance, block_bytes
-        self._lease_s, self._max_bytes = lease_s, max_bytes
+        self._lease_s, self._max_bytes, self._pin = lease_s, max_bytes, pin
         self._lanes: dict[Peer, _Lane] = {}
         self._sweep_at = 0.0
 
@@ -152,32 +105,38 @@ class SenderSlabs:
                 self._fall_back(peer, f"decode cannot read the slab: {message.reason[:200]}")
         return None
 
-    def fill(self, item: SendBlock, reader: BlockReader, now: float) -> SlabBlock | None:
-        """Puts a block into a slot; None when it must go as a message."""
-        lane = self._lanes.get(item.peer)
+    def fill(self, items: Sequence[SendBlock], reader: BlockReader, now: float) -> list[SlabBlock]:
+        """Puts the first of some blocks for one peer into slots, as many as there are; the others must go as messages."""
+        lane = self._lanes.get(items[0].peer)
         if lane is None:
-            return None
-        slot = lane.slots.take((item.room, item.epoch, item.block), now + self._lease_s)
-        if slot is None:
-            self.counters.shm_full += 1
-            return None
-        if slot.header is None:
-            seed = digest_seed(item.room, item.epoch, item.block, item.size)
-            target = lane.slab.slot(slot.index)
-            slot.header = SlabBlock(
-                room=item.room,
-                epoch=item.epoch,
-                instance=self._instance,
-                block=item.block,
-                size=item.size,
-                digest=reader.read_into(target, item.segments, item.pages[item.first_page :], item.size, seed),
-                slab=lane.slab.id,
-                slot=slot.index,
-                lease_ms=int(self._lease_s * 1000),
-            )
+            return []
+        slab, held = lane.slab, list[tuple[SendBlock, Slot]]()
+        for item in items:
+            slot = lane.slots.take((item.room, item.epoch, item.block), now + self._lease_s)
+            if slot is None:
+                break
+            held.append((item, slot))
+        self.counters.shm_full += not held
+        fresh = [(item, slot) for item, slot in held if slot.header is None]
+        fillings = [_filling(item, slab.slot(slot.index)) for item, slot in fresh]
+        for (item, slot), digest in zip(fresh, reader.fill(fillings, is_pinned=slab.is_pinned), strict=True):
+            slot.header = self._header(item, slab, slot, digest)
             self.counters.shm_blocks += 1
             self.counters.shm_bytes += item.size
-        return slot.header
+        return [slot.header for _, slot in held if slot.header is not None]
+
+    def _header(self, item: SendBlock, slab: Slab, slot: Slot, digest: int) -> SlabBlock:
+        return SlabBlock(
+            room=item.room,
+            epoch=item.epoch,
+            instance=self._instance,
+            block=item.block,
+            size=item.size,
+            digest=digest,
+            slab=slab.id,
+            slot=slot.index,
+            lease_ms=int(self._lease_s * 1000),
+        )
 
     def forget(self, room: str, epoch: int) -> None:
         """The room ended: its slots are free."""
@@ -244,12 +203,19 @@ class SenderSlabs:
         except SlabError:
             slab.close()
             raise
+        slab.pin(self._pin)
         return _Lane(request, slab, SlotTable(num_slots), connection)
 
     def _fall_back(self, peer: Peer, reason: str) -> None:
         self.counters.shm_fallbacks += 1
         logger.warning("blocks go as messages", extra=log_fields(decode=self._lanes[peer].request.instance, reason=reason))
         self.drop(peer)
+
+
+def _filling(item: SendBlock, slot: Bytes) -> Filling:
+    seed = digest_seed(item.room, item.epoch, item.block, item.size)
+    return Filling(slot, item.segments, item.pages[item.first_page :], item.size, seed)
+
 
 @dataclass
 class _Asked:
@@ -265,7 +231,8 @@ class _Asked:
 class ReceiverSlabs:
     """Decode's slabs, at most one per prefill endpoint."""
 
-    def __init__(self, instance: str, *, window: int) -> None:
+    def __init__(self, instance: str, *, window: int, pin: Pin = no_pin) -> None:
+        self._pin = pin  # lets a GPU read slabs
         self.counters = SlabCounters()
         self._instance = instance
         self._num_slots = window + SPARE_SLOTS
@@ -317,6 +284,11 @@ class ReceiverSlabs:
         self._count()
         logger.info("blocks come through shared memory", extra=log_fields(endpoint=peer, slots=message.num_slots))
         return None
+
+    def is_pinned(self, peer: Peer) -> bool:
+        """Whether a GPU may read what `read` gives."""
+        asked = self._asked.get(peer)
+        return asked is not None and asked.slab is not None and asked.slab.is_pinned
 
     def read(self, peer: Peer, block: SlabBlock) -> Bytes | None:
         """The bytes of a block, which prefill may still change; None when that is no slot of a slab of this pair."""
@@ -383,7 +355,9 @@ class ReceiverSlabs:
         arrived = self._door.take(grant.token, expected.__contains__)
         if arrived is None:
             raise SlabError("the slab's descriptor did not arrive")
-        return MappedSlab(grant.slab, grant.num_slots, grant.slot_bytes, *arrived)
+        slab = MappedSlab(grant.slab, grant.num_slots, grant.slot_bytes, *arrived)
+        slab.pin(self._pin)
+        return slab
 
     def _note_fallback(self, peer: Peer, reason: str) -> None:
         self.counters.shm_fallbacks += 1

@@ -39,19 +39,19 @@ from ...cluster.sockets import (
 from ...cluster.tickets import Tickets
 from ...cluster.transports import ZMQ_BLOCKS
 from ..endpoint import RETRY_S, Clock, Delivered, Delivery
-from ..endpoints import ReceiverEndpoint, SenderEndpoint
 from ..memory import Payload
+from ..receiver_endpoint import ReceiverEndpoint
 from ..seal import TAG_BYTES
+from ..sender_endpoint import SenderEndpoint
 from ..session import LEASE_S, WINDOW, Peer, Send, SendBlock
 from ..transport import Lost, Planes, PullRequest
 from .bulk import BulkLink, BulkLinks, BulkPort, bulk_lane
-from .polling import Polling
+from .polling import Polling, a_few
 from .shm import SLAB_BYTES
 
 logger = logging.getLogger(__name__)
 
-MESSAGES_PER_FLUSH = 2  # the answers to so many go together, unless no more is there
-MESSAGES_PER_SOCKET = 64  # read per turn, so that no peer keeps the others waiting
+MESSAGES_PER_FLUSH = 2  # the answers to so many go together, unless no more is there; on a GPU one frame has enough
 
 
 class ZmqBlocksSender(SenderEndpoint, Polling[Send | SendBlock]):
@@ -154,7 +154,7 @@ class ZmqBlocksSender(SenderEndpoint, Polling[Send | SendBlock]):
         self._doorway.read()
         if self._bulk is not None:
             self._blocked.difference_update(bulk_lane(peer) for peer in self._bulk.read())
-        for _ in range(MESSAGES_PER_SOCKET):
+        for _ in a_few(self._clock):
             parts = recv_parts(self._socket, 3, 2 * KV_MAX_BYTES)
             if parts is None:
                 break
@@ -228,6 +228,7 @@ class ZmqBlocksReceiver(ReceiverEndpoint, Polling[Send]):
             clock=clock,
         )
         self._context = context
+        self._messages_per_flush = 1 if planes.kv.is_cuda else MESSAGES_PER_FLUSH
         self._max_frame = layout.block_bytes + BULK_FRAME_SLACK
         self._links: dict[Peer, Socket] = {}
         self._watches: dict[Peer, Watch] = {}  # each tells when its link's connection breaks or never begins
@@ -281,7 +282,7 @@ class ZmqBlocksReceiver(ReceiverEndpoint, Polling[Send]):
             self._work()
 
     def _turn_link(self, peer: Peer, link: Socket) -> None:
-        for number in range(1, MESSAGES_PER_SOCKET + 1):
+        for number in a_few(self._clock):
             parts = recv_parts(link, 2, self._max_frame + KV_MAX_BYTES)
             if parts is None:
                 break
@@ -290,7 +291,7 @@ class ZmqBlocksReceiver(ReceiverEndpoint, Polling[Send]):
                 self._drop_log.say(peer, TOO_LONG)
                 continue
             self._receive_frames(peer, [part.buffer for part in parts])
-            if number % MESSAGES_PER_FLUSH == 0:
+            if number % self._messages_per_flush == 0:
                 self._flush(self._clock())
 
     def _take_in(self, peer: Peer, events: list[tuple[int, int]]) -> None:
@@ -310,7 +311,7 @@ class ZmqBlocksReceiver(ReceiverEndpoint, Polling[Send]):
 
     def _turn_bulk(self, peer: Peer, bulk: BulkLink) -> None:
         broken = bulk.read_events()
-        for _ in range(MESSAGES_PER_SOCKET):
+        for _ in a_few(self._clock):
             frames = bulk.read_block()
             if frames is None:
                 break

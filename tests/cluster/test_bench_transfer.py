@@ -15,7 +15,7 @@ def run(*flags: str) -> subprocess.CompletedProcess[str]:
 
 def test_every_way_is_measured_and_nothing_is_left():
     before = sorted(os.listdir("/dev/shm"))
-    done = run("transfer", "--mib", "8", "--rounds", "1", "--windows", "4", "--json")
+    done = run("transfer", "--mib", "8", "--rounds", "1", "--windows", "4", "--block-kib", "2048", "--json")
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)
     names = [row["way"] for row in document["ways"]]
@@ -41,7 +41,12 @@ def test_ratios_are_those_within_a_round():
 
 
 def test_an_unknown_benchmark_and_a_wrong_number_are_refused_in_one_line():
-    for flags, words in [(("transfr",), "did you mean 'transfer'"), (("transfer", "--mib", "1"), "1 is below 8")]:
+    for flags, words in [
+        (("transfr",), "did you mean 'transfer'"),
+        (("transfer", "--mib", "1"), "1 is below 8"),
+        (("transfer", "--block-kib", "65537"), "65537 is above 65536"),
+        (("transfer", "--to", "cuda:99"), "'cuda:99' is no device of this machine, which has cpu"),
+    ]:
         done = run(*flags)
         assert done.returncode == 2
         assert words in done.stderr

@@ -1,14 +1,17 @@
 """Blocks between a GPU and the host: byte for byte, beside the forwards, and never before what was launched."""
 
 import os
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
 from baton.cluster.messages import Layout
 from baton.engine.kv_pool import launched
 from baton.kvtransfer.layout import KVLayout, digest_seed
-from baton.kvtransfer.memory import BlockReader, BlockWriter
+from baton.kvtransfer.memory import Arrival, BlockReader, BlockWriter, Filling
 from baton.kvtransfer.seal import KEY_BYTES, TAG_BYTES, BlockName, Opener, Sealer
+from baton.kvtransfer.slab import MappedSlab, Slab, SlabDoor
 from baton.kvtransfer.transport import Planes, PullRequest
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -21,6 +24,7 @@ LAYOUT = KVLayout(
     )
 )  # fmt: skip
 PAGES, TOKENS = 12, 75
+WAYS = ("message", "sealed", "slab", "pinned slab")
 LONG = 1_000_000_000  # cycles: half a second
 
 
@@ -42,10 +46,59 @@ def pull(where: Planes, after: torch.cuda.Event | None) -> PullRequest:
     )  # fmt: skip
 
 
-def move(source: Planes, target: Planes, way: str, after: torch.cuda.Event | None = None) -> None:
-    """Every block of a room, as messages, sealed messages, or through foreign memory."""
+class PinnedSlab:
+    """A slab as both ends see it, which the GPUs of both may touch. A context manager."""
+
+    def __init__(self, here: str, there: str) -> None:
+        self.slab, door = Slab(1, 1 << 20), SlabDoor()
+        connection = self.slab.hand_over(door.address, ROOM)
+        arrived = door.take(ROOM, lambda token: True)
+        assert arrived is not None
+        self.mapped = MappedSlab(self.slab.id, 1, 1 << 20, *arrived)
+        self.slab.pin(BlockReader(LAYOUT, planes(1, here)).pin)
+        self.mapped.pin(BlockWriter(LAYOUT, planes(2, there)).pin)
+        assert (self.slab.is_pinned, self.mapped.is_pinned) == (here == "cuda", there == "cuda")
+        connection.close()
+        door.close()
+
+    def __enter__(self) -> "PinnedSlab":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.slab.close()
+        self.mapped.close()
+
+
+def through_slab(
+    reader: BlockReader, writer: BlockWriter, request: PullRequest, pages: list[int], pinned: PinnedSlab
+) -> None:
+    """Every block through one slot, which a GPU writes or reads by itself where there is one."""
+    stream, slab, mapped = LAYOUT.stream(TOKENS, 0), pinned.slab, pinned.mapped
+    for block in range(stream.num_blocks):
+        segments, size = stream.segments(block), stream.block_size(block)
+        seed = digest_seed(ROOM, 0, block, size)
+        filling = Filling(slab.slot(0), segments, pages, size, seed)
+        (digest,) = reader.fill([filling], is_pinned=slab.is_pinned)
+        assert reader.fill([filling] * 3, is_pinned=slab.is_pinned) == [digest] * 3
+        data = mapped.block(0, size)
+        assert data is not None
+        arrival = Arrival(data, segments, request, seed, digest)
+        wrong = replace(arrival, digest=digest ^ 1)
+        assert writer.land([wrong, arrival, wrong], is_pinned=mapped.is_pinned) == [False, True, False]
+        slab.slot(0)[size - 1] ^= 1  # what comes there later is not what was digested
+        assert writer.land([arrival], is_pinned=mapped.is_pinned) == [False]
+        slab.slot(0)[size - 1] ^= 1
+        assert writer.land([arrival], is_pinned=mapped.is_pinned) == [True]
+
+
+def move(
+    source: Planes, target: Planes, way: str, after: torch.cuda.Event | None = None, pinned: PinnedSlab | None = None
+) -> None:
+    """Every block of a room, as messages, sealed messages, or through foreign memory, pinned or not."""
     stream, reader, writer = LAYOUT.stream(TOKENS, 0), BlockReader(LAYOUT, source), BlockWriter(LAYOUT, target)
     request, pages = pull(target, after), list(range(stream.num_pages))
+    if pinned is not None:
+        return through_slab(reader, writer, request, pages, pinned)
     key = os.urandom(KEY_BYTES)
     sealer, opener = Sealer(key), Opener(key)
     for block in range(stream.num_blocks):
@@ -53,9 +106,9 @@ def move(source: Planes, target: Planes, way: str, after: torch.cuda.Event | Non
         if way == "slab":
             slot = torch.empty(LAYOUT.wire.block_bytes, dtype=torch.uint8).numpy()
             seed = digest_seed(ROOM, 0, block, size)
-            digest = reader.read_into(slot, segments, pages, size, seed)
-            assert writer.copy(slot[:size], segments, request, seed=seed, digest=digest)
-            assert not writer.copy(slot[:size], segments, request, seed=seed, digest=digest ^ 1)
+            (digest,) = reader.fill([Filling(slot, segments, pages, size, seed)])
+            arrival = Arrival(slot[:size], segments, request, seed, digest)
+            assert writer.land([arrival, replace(arrival, digest=digest ^ 1)]) == [True, False]
             continue
         payload = reader.read(segments, pages, size)
         if way == "sealed":
@@ -71,42 +124,49 @@ def move(source: Planes, target: Planes, way: str, after: torch.cuda.Event | Non
             writer.write(payload.data, segments, request)
 
 
-@pytest.mark.parametrize("way", ["message", "sealed", "slab"])
+def slab_of(way: str, here: str, there: str) -> "AbstractContextManager[PinnedSlab | None]":
+    return PinnedSlab(here, there) if way == "pinned slab" else nullcontext()
+
+
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("here", "there"), [("cuda", "cuda"), ("cuda", "cpu"), ("cpu", "cuda")])
 def test_a_room_arrives_byte_for_byte_from_and_to_a_gpu(way: str, here: str, there: str) -> None:
     source, target, expected = planes(1, here), planes(2, there), planes(2, "cpu")
     torch.cuda.synchronize()
-    move(source, target, way)
-    move(planes(1, "cpu"), expected, way)
+    with slab_of(way, here, there) as pinned:
+        move(source, target, way, pinned=pinned)
+    move(planes(1, "cpu"), expected, "message")
     for got, wanted in ((target.kv, expected.kv), (target.features, expected.features)):
         assert got is not None
         assert wanted is not None
         assert torch.equal(got.cpu(), wanted)
 
 
-@pytest.mark.parametrize("way", ["message", "sealed", "slab"])
+@pytest.mark.parametrize("way", WAYS)
 def test_blocks_move_while_a_forward_runs(way: str) -> None:
     source, target = planes(1, "cuda"), planes(2, "cuda")
-    move(source, target, way)  # whatever is made or loaded at first
-    torch.cuda.synchronize()
-    torch.cuda._sleep(LONG)
-    forward = launched(torch.device("cuda"))
-    assert forward is not None
-    move(source, target, way)
-    assert not forward.query(), "the blocks waited for the forward"
-    torch.cuda.synchronize()
+    with slab_of(way, "cuda", "cuda") as pinned:  # the driver pins memory when the device has nothing to do
+        move(source, target, way, pinned=pinned)  # whatever is made or loaded at first
+        torch.cuda.synchronize()
+        torch.cuda._sleep(LONG)
+        forward = launched(torch.device("cuda"))
+        assert forward is not None
+        move(source, target, way, pinned=pinned)
+        assert not forward.query(), "the blocks waited for the forward"
+        torch.cuda.synchronize()
 
 
-@pytest.mark.parametrize("way", ["message", "sealed", "slab"])
+@pytest.mark.parametrize("way", WAYS)
 def test_no_block_is_written_before_what_still_uses_its_pages(way: str) -> None:
     source, target, expected = planes(1, "cuda"), planes(2, "cuda"), planes(2, "cpu")
-    move(planes(1, "cpu"), expected, way)
-    move(source, target, way)
-    torch.cuda.synchronize()
-    torch.cuda._sleep(LONG)
-    target.kv.fill_(7)  # the last write of the pages' owner before
-    before = launched(torch.device("cuda"))
-    move(source, target, way, after=before)
-    torch.cuda.synchronize()
+    move(planes(1, "cpu"), expected, "message")
+    with slab_of(way, "cuda", "cuda") as pinned:
+        move(source, target, way, pinned=pinned)
+        torch.cuda.synchronize()
+        torch.cuda._sleep(LONG)
+        target.kv.fill_(7)  # the last write of the pages' owner before
+        before = launched(torch.device("cuda"))
+        move(source, target, way, after=before, pinned=pinned)
+        torch.cuda.synchronize()
     used = list(pull(target, None).pages)
     assert torch.equal(target.kv.cpu()[used], expected.kv[used])

@@ -6,9 +6,9 @@ import pytest
 import torch
 from baton.cluster import messages as m
 from baton.cluster.codec import encode, kv_down_decoder
-from baton.kvtransfer.endpoints import SenderEndpoint
 from baton.kvtransfer.layout import block_digest
 from baton.kvtransfer.memory import Payload
+from baton.kvtransfer.sender_endpoint import SenderEndpoint
 from baton.kvtransfer.transport import Offer, Planes, Released
 
 P, D, ROOM = "1" * 32, "2" * 32, "a" * 32

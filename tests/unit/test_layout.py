@@ -2,8 +2,11 @@
 
 import msgspec
 import pytest
+import torch
 from baton.cluster.errors import HandshakeRefused, LocalProtocolError
 from baton.cluster.messages import Layout
+from baton.engine.kv_pool import KVPool
+from baton.kvtransfer.identity import layout_of
 from baton.kvtransfer.layout import KVLayout, RoomStream, agree, block_digest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -96,6 +99,20 @@ def test_a_page_holds_keys_and_values_of_all_layers_and_the_features_of_its_toke
 def test_a_room_that_does_not_start_at_a_page_of_its_prompt_is_refused(num_tokens: int, have: int) -> None:
     with pytest.raises(LocalProtocolError):
         KVLayout(make_layout()).stream(num_tokens, have)
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "num_kv_heads", "head_dim", "feature_width", "mib"),
+    [(30, 3, 64, 1728, 1), (16, 8, 64, 0, 1), (32, 8, 128, 0, 4), (28, 8, 128, 0, 3.5), (80, 8, 128, 24576, 4)],
+    ids=["smollm2-135m", "llama-3.2-1b", "llama-3.1-8b", "llama-3.2-3b", "llama-3.1-70b"],
+)
+def test_a_block_holds_32_tokens_but_one_to_four_mib(
+    num_layers: int, num_kv_heads: int, head_dim: int, feature_width: int, mib: float
+) -> None:
+    pool = KVPool(2, 16, num_layers, num_kv_heads, head_dim, torch.bfloat16, "meta")
+    layout = layout_of(pool, model_fingerprint="f", feature_ids=[0], feature_width=feature_width)
+    assert layout.block_bytes == mib * 2**20
+    assert layout.block_bytes >= 4096
 
 
 def test_layouts_agree_on_the_smaller_block() -> None:

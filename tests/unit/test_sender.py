@@ -259,6 +259,24 @@ def test_the_lease_ends_a_room_that_decode_does_not_pull(session: SenderSession)
     assert aborts(session.receive("d", pull(1), 109.0)) == [("d", 0)]
 
 
+def test_a_room_that_waits_while_decode_pulls_others_is_not_dropped_and_another_decodes_is(session: SenderSession) -> None:
+    greet(session, "d2", D2)
+    attached(session, is_final=True)
+    for room, peer, instance in (("b" * 32, "d", D), ("c" * 32, "d2", D2)):
+        session.offer(offer(room), 0.0)
+        session.receive(peer, attach(room, instance=instance), 0.0)
+        session.advance(room, 0, 10, 42, 0.0)
+    session.offer(offer("e" * 32), 0.0)  # nobody attached
+    session.advance("e" * 32, 0, 10, 42, 0.0)
+    dropped: list[object] = []
+    for now in range(1, 12):
+        session.receive("d", pull(now % 3), float(now))
+        dropped += events(session.tick(float(now)))
+    assert sorted(event.room for event in dropped if isinstance(event, Dropped)) == ["c" * 32, "e" * 32]
+    last = events(session.tick(16.0))
+    assert sorted(event.room for event in last if isinstance(event, Dropped)) == [ROOM, "b" * 32]
+
+
 def test_the_end_is_announced_again_while_decode_is_quiet_and_its_release_may_be_lost(session: SenderSession) -> None:
     attached(session)
     session.advance(ROOM, 0, 8, None, 0.0)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from baton.kvtransfer import slab as slab_module
 from baton.kvtransfer.slab import MappedSlab, Slab, SlabDoor, SlabError, is_alive
-from baton.kvtransfer.transports.shm import SlotTable
+from baton.kvtransfer.slot_table import SlotTable
 from baton.tests.cluster.hostile import hostile_frames
 
 TOKEN = "7" * 32
@@ -63,6 +63,39 @@ def test_decode_reads_what_prefill_writes_and_cannot_write_it(door):
     assert is_alive(connection)
     mapped.close()
     assert not is_alive(connection)
+    slab.close()
+    connection.close()
+
+
+def test_what_a_gpu_may_touch_is_withdrawn_once_and_before_it_is_unmapped(door):
+    slab, connection, mapped = share(door)
+    for end in (slab, mapped):
+        pinned: list[np.ndarray] = []
+        withdrawn: list[int] = []
+
+        def pin(memory, pinned=pinned, withdrawn=withdrawn):
+            pinned.append(memory)
+            return lambda: withdrawn.append(int(pinned.pop()[-1]))  # reads the memory, which must be there
+
+        assert not end.is_pinned
+        end.pin(pin)
+        assert end.is_pinned
+        assert pinned[0].size == 3 * 4096
+        assert not withdrawn
+        end.close()
+        end.close()
+        assert (withdrawn, end.is_pinned) == ([0], False)
+    connection.close()
+
+
+def test_where_the_driver_refuses_a_slab_is_not_pinned_and_works(door):
+    slab, connection, mapped = share(door)
+    for end in (slab, mapped):
+        end.pin(lambda memory: None)
+        assert not end.is_pinned
+    slab.slot(2)[:] = 7
+    assert bytes(mapped.block(2, 4096)) == b"\x07" * 4096
+    mapped.close()
     slab.close()
     connection.close()
 

@@ -1,0 +1,154 @@
+"""Copies and digests of large buffers by a few threads at once, since one core does either slower than a GPU's link carries.
+
+torch divides its copies among all cores, and each ends when the last of them has had its turn: milliseconds, where two
+workers and their router share a host. Here a part is taken by whoever is awake, and there are few.
+
+For bytes of a given length the checksum is affine in the one that it continues: crc(seed, B) = L(seed) ^ crc(0, B), where L
+is linear over GF(2) and depends on the length of B alone. So the parts of a buffer are digested apart, each from 0, and
+joined in order. L of a part's length is read off zeros, one bit of the seed at a time, and kept as a table for each byte.
+
+Reference: Mark Adler's crc32_combine in zlib, which gets L from powers of x instead.
+"""
+
+import os
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeVar
+
+import numpy as np
+from crc32c import crc32c
+
+from .layout import Crc
+from .pinning import Bytes
+
+PART_BYTES = 1 << 20  # of all parts but the first, which takes what is left over
+MAX_THREADS = 4
+CORES_PER_THREAD = 4  # of the host, which computes too
+
+Part = TypeVar("Part")
+Result = TypeVar("Result")
+Task = Callable[[], None]
+
+
+class Hands:
+    """`num_threads` threads for work that leaves the interpreter lock alone, the caller's among them."""
+
+    def __init__(self, num_threads: int) -> None:
+        self.num_threads = num_threads
+        self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=_work_off, args=(self._tasks,), name=f"hand-{number}", daemon=True)
+            for number in range(1, num_threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def __repr__(self) -> str:
+        return f"Hands({self.num_threads})"
+
+    def each(self, work: Callable[[Part], Result], parts: Sequence[Part]) -> list[Result]:
+        """`work` of every part, in order; raises what it raises."""
+        if len(parts) < 2 or self.num_threads < 2:
+            return [work(part) for part in parts]
+        done: queue.SimpleQueue[tuple[int, Result | None, Exception | None]] = queue.SimpleQueue()
+
+        def do(number: int) -> None:
+            try:
+                done.put((number, work(parts[number]), None))
+            except Exception as error:  # the caller's affair
+                done.put((number, None, error))
+
+        for number in range(1, len(parts)):
+            self._tasks.put(partial(do, number))
+        do(0)
+        ended = sorted((done.get() for _ in parts), key=lambda one: one[0])
+        for _, _, error in ended:
+            if error is not None:
+                raise error
+        return [result for _, result, _ in ended]  # type: ignore[misc]
+
+    def copy(self, target: Bytes, source: Bytes) -> None:
+        """Copies `source` to the beginning of `target`."""
+        cuts = cut(source.size, self.num_threads, PART_BYTES)
+        self.each(lambda part: np.copyto(target[part], source[part]), cuts)
+
+    def digests(self, items: Sequence[tuple[memoryview, int]], crc: Crc) -> list[int]:
+        """`crc` of each (bytes, seed). Of several the threads take one each, and no part of another's."""
+        if len(items) == 1:
+            return [crc(*items[0])]
+        alone = crc32c if isinstance(crc, SplitCrc) else crc
+        return self.each(lambda item: alone(*item), items)
+
+    def close(self) -> None:
+        """Ends the threads. Idempotent."""
+        for _ in self._threads:
+            self._tasks.put(None)
+        for thread in self._threads:
+            thread.join()
+        self._threads, self.num_threads = [], 1
+
+    @property
+    def crc(self) -> Crc:
+        """crc32c by these threads."""
+        return SplitCrc(self) if self.num_threads > 1 else crc32c
+
+
+class SplitCrc:
+    """crc32c(data, seed) of parts at once."""
+
+    def __init__(self, hands: Hands, part_bytes: int = PART_BYTES) -> None:
+        self._hands, self._part_bytes = hands, part_bytes
+        self._tables = _tables(part_bytes)
+
+    def __repr__(self) -> str:
+        return f"SplitCrc({self._hands})"
+
+    def __call__(self, data: memoryview, seed: int = 0) -> int:
+        """The crc32c of `data`, continuing `seed`."""
+        cuts = cut(data.nbytes, self._hands.num_threads, self._part_bytes)
+        first, *others = self._hands.each(lambda part: crc32c(data[part], 0 if part.start else seed), cuts)
+        for other in others:
+            first = self._shifted(first) ^ other
+        return first
+
+    def _shifted(self, crc: int) -> int:
+        a, b, c, d = self._tables
+        return a[crc & 255] ^ b[crc >> 8 & 255] ^ c[crc >> 16 & 255] ^ d[crc >> 24]
+
+
+def hands_of_host() -> Hands:
+    """As many as a host of so many cores can spare."""
+    return Hands(max(1, min(MAX_THREADS, len(os.sched_getaffinity(0)) // CORES_PER_THREAD)))
+
+
+def cut(size: int, most: int, part_bytes: int) -> list[slice]:
+    """[0, size) in at most so many parts: all but the first have `part_bytes` bytes, and the first has no fewer, unless it
+    is alone.
+    """
+    num_others = max(0, min(most, size // part_bytes) - 1)
+    first = size - num_others * part_bytes
+    starts = [first + number * part_bytes for number in range(num_others)]
+    return [slice(0, first), *(slice(start, start + part_bytes) for start in starts)]
+
+
+def _work_off(tasks: "queue.SimpleQueue[Task | None]") -> None:
+    while (task := tasks.get()) is not None:
+        task()
+        del task  # nothing is held of a buffer that may be unmapped
+
+
+def _tables(num_bytes: int) -> Sequence[Sequence[int]]:
+    """L of `num_bytes` bytes: a table for each byte of the seed, the lowest first."""
+    zeros = bytes(num_bytes)
+    base = crc32c(zeros)
+    bits = [crc32c(zeros, 1 << bit) ^ base for bit in range(32)]
+    return [[_joined(bits[8 * byte : 8 * byte + 8], value) for value in range(256)] for byte in range(4)]
+
+
+def _joined(bits: Sequence[int], value: int) -> int:
+    joined = 0
+    for bit, image in enumerate(bits):
+        joined ^= image if value >> bit & 1 else 0
+    return joined

@@ -1,0 +1,217 @@
+"""Decode's session joined to memory and to the wire format; a transport adds only the moving of frames.
+
+As `sender_endpoint`.
+"""
+
+import time
+from collections.abc import Sequence
+from itertools import islice, takewhile
+
+from ..cluster.ciphers import CRC32C
+from ..cluster.codec import BATCHED, encode, encode_batch, kv_down_frames
+from ..cluster.errors import DigestMismatch, LocalProtocolError, RemoteProtocolError
+from ..cluster.kv_messages import PairDown
+from ..cluster.messages import Block, KVWelcome, Layout, Release
+from ..cluster.slab_messages import SlabBlock, SlabDown, SlabUp
+from ..cluster.transports import SHM, ZMQ_BLOCKS
+from .endpoint import Clock, Endpoint
+from .layout import Crc, KVLayout, Segment, block_digest, digest_seed
+from .memory import Arrival, BlockWriter
+from .receiver import ReceiverSession
+from .seal import TAG_BYTES, BlockName
+from .session import LEASE_S, WINDOW, CloseLink, Effect, Notify, Peer, ReceiverRoom, Send
+from .transport import Offer, Planes, PullRequest
+from .transports.shm import ReceiverSlabs
+
+
+class ReceiverEndpoint(Endpoint[Send]):
+    """Decode's end of a transport, without the moving of frames."""
+
+    def __init__(
+        self,
+        instance: str,
+        layout: Layout,
+        planes: Planes,
+        *,
+        window: int = WINDOW,
+        lease_s: float = LEASE_S,
+        ciphers: Sequence[str] = (CRC32C,),
+        transports: Sequence[str] = (ZMQ_BLOCKS,),
+        clock: Clock = time.monotonic,
+    ) -> None:
+        super().__init__(clock)
+        self.session = ReceiverSession(
+            instance, layout, ciphers=ciphers, window=window, lease_s=lease_s, transports=transports
+        )
+        self._writer = BlockWriter(KVLayout(layout), planes)
+        self._decoder = kv_down_frames()
+        self._is_gathering = False  # what is to be sent waits for more of it
+        self._slabs = ReceiverSlabs(instance, window=window, pin=self._writer.pin)
+
+    def offer(self, offer: Offer) -> None:
+        raise LocalProtocolError(f"decode does not offer (room {offer.room})")
+
+    def advance(self, room: str, epoch: int, tokens_ready: int, first_token: int | None = None) -> None:
+        raise LocalProtocolError(f"decode does not advance (room {room})")
+
+    def pull(self, request: PullRequest) -> None:
+        self._perform(self.session.pull(request, self._clock()))
+        self._tell(request.endpoint, self._slabs.ask_again(request.endpoint, self._clock()))
+
+    def release(self, room: str, epoch: int, reason: str) -> None:
+        self._perform(self.session.release(room, epoch, reason, self._clock()))
+        self._forget_events(room, epoch)
+
+    @property
+    def counters(self) -> dict[str, float]:
+        """Name to total, for heartbeats."""
+        return {**self.session.counters.snapshot(), **self._slabs.counters.snapshot()}
+
+    def next_deadline(self, now: float) -> float | None:
+        """When `poll` must be called at the latest; None when only a message can bring news."""
+        times = [self.session.next_deadline(), self._slabs.next_deadline(), self._retry_at if self._outbox else None]
+        return min((t for t in times if t is not None), default=None)
+
+    def _close_link(self, peer: Peer) -> None:
+        """Forgets a peer that is not needed any more, or a connection that broke; prefill forgets what belonged to it."""
+        self._outbox.pop(peer, None)
+        self._slabs.drop(peer)
+
+    def _receive_frames(self, peer: Peer, frames: Sequence[memoryview]) -> None:
+        """One message of `peer`: a frame, and for a block its bytes."""
+        now = self._clock()
+        try:
+            if not 1 <= len(frames) <= 2:
+                raise RemoteProtocolError(f"{len(frames)} frames where one or two are expected")
+            message = self._decoder.decode(frames[0])
+            if isinstance(message, Block) != (len(frames) == 2):
+                raise RemoteProtocolError("a payload goes with a block, and with nothing else")
+        except RemoteProtocolError as error:
+            self.session.counters.malformed += 1
+            self._drop_log.say(peer, str(error))
+            return
+        if isinstance(message, SlabBlock | tuple):
+            blocks = message if isinstance(message, tuple) else (message,)
+            effects = self._receive_slab_blocks(peer, blocks, now)
+        else:
+            effects = self._receive(peer, message, frames, now)
+        self._perform(effects)
+
+    def _receive(
+        self, peer: Peer, message: Block | SlabDown | PairDown, frames: Sequence[memoryview], now: float
+    ) -> list[Effect]:
+        if isinstance(message, Block):
+            return self._receive_block(peer, message, frames[1], now)
+        if isinstance(message, SlabDown):
+            self._tell(peer, self._slabs.handle(peer, message))
+            return []
+        if isinstance(message, KVWelcome) and message.transport == SHM:
+            self._tell(peer, self._slabs.greet(peer, message.instance, message.layout.block_bytes, now))
+        effects = self.session.receive(peer, message, now)
+        pair = self.session.pair_of(peer)
+        if isinstance(message, KVWelcome) and pair is not None and pair.is_greeted(message.instance):
+            self._perform(effects)
+            self._admitted(peer, message)
+            return []
+        return effects
+
+    def _admitted(self, peer: Peer, welcome: KVWelcome) -> None:
+        """A Welcome that the session agreed to: what it says of the transport is taken up here."""
+
+    def use_crc(self, crc: Crc) -> None:
+        """Replaces crc32c, for benchmarks; the other end must use the same."""
+        self._writer.crc = crc
+
+    def _tell(self, peer: Peer, message: SlabUp | None) -> None:
+        if message is not None:
+            self._perform([Send(peer, message)])
+
+    def _receive_slab_blocks(self, peer: Peer, blocks: Sequence[SlabBlock], now: float) -> list[Effect]:
+        """All blocks of a frame at once. The copies are checked, not the slots, which prefill could change in between."""
+        effects: list[Effect] = []
+        expected: list[tuple[SlabBlock, Arrival]] = []
+        for block in blocks:
+            data = self._slabs.read(peer, block)
+            if data is None:
+                self.session.counters.unexpected += 1
+                effects.append(Send(peer, self._slabs.unusable(peer, block)))
+                continue
+            segments, pair = self.session.expect(peer, block, block.size), self.session.pair_of(peer)
+            if segments is None or pair is None:
+                effects.append(Send(peer, self._slabs.freed(block)))
+                continue
+            seed = digest_seed(block.room, block.epoch, block.block, block.size)
+            expected.append((block, Arrival(data, segments, pair.rooms[block.room].request, seed, block.digest)))
+        are_right = self._writer.land([one for _, one in expected], is_pinned=self._slabs.is_pinned(peer))
+        for (block, _), is_right in zip(expected, are_right, strict=True):
+            effects += [Send(peer, self._slabs.freed(block)), *self._settle_slab_block(peer, block, is_right, now)]
+        return effects
+
+    def _settle_slab_block(self, peer: Peer, block: SlabBlock, is_right: bool, now: float) -> list[Effect]:
+        if self.session.expect(peer, block, block.size) is None:
+            return []  # it came twice in its frame, or the one before it ended its room
+        if not is_right or (self._clock() - now) * 1000 >= block.lease_ms:
+            return self.session.corrupt(peer, block, now)
+        self._slabs.counters.shm_blocks += 1
+        self._slabs.counters.shm_bytes += block.size
+        self.reach("receiver:block")
+        return self.session.landed(peer, block, now)
+
+    def _receive_block(self, peer: Peer, block: Block, payload: memoryview, now: float) -> list[Effect]:
+        pair = self.session.pair_of(peer)
+        is_sealed = pair is not None and pair.is_sealing
+        segments = self.session.expect(peer, block, payload.nbytes - (TAG_BYTES if is_sealed else 0))
+        if segments is None or pair is None:
+            return []
+        room = pair.rooms[block.room]
+        try:
+            if is_sealed:
+                self._open(block, payload, segments, room)
+            elif block_digest(block.room, block.epoch, block.block, payload, self._writer.crc) != block.digest:
+                raise DigestMismatch(f"block {block.block} of room {block.room} has not the digest of its header")
+            else:
+                self._writer.write(payload, segments, room.request)
+        except DigestMismatch:
+            return self.session.corrupt(peer, block, now)
+        self.reach("receiver:block")
+        return self.session.landed(peer, block, now)
+
+    def _open(self, block: Block, payload: memoryview, segments: Sequence[Segment], room: ReceiverRoom) -> None:
+        """Lands a sealed block. Raises DigestMismatch when it is not authentic."""
+        opener = room.opener
+        if opener is None:
+            raise DigestMismatch(f"there is no key for block {block.block} of room {block.room}")
+        name = BlockName(block.room, block.epoch, block.block, block.size, self.session.layout.wire.fingerprint)
+        self._writer.open(
+            lambda plain: opener.open(name, block.attempt, payload, plain), block.size, segments, room.request
+        )
+
+    def _work(self) -> None:
+        now = self._clock()
+        self._slabs.sweep(now)
+        self._perform(self.session.tick(now))
+        self._flush(now)
+
+    def _perform(self, effects: Sequence[Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, Send):
+                self._post(effect)
+            elif isinstance(effect, Notify):
+                self._events.append(effect.event)
+            elif isinstance(effect, CloseLink):
+                self._close_link(effect.peer)
+        if not self._is_gathering:
+            self._flush(self._clock())
+
+    def _send_some(self, waiting: Sequence[Send]) -> int:
+        first = waiting[0]
+        if isinstance(first.message, Release):
+            self.reach("receiver:release")
+        if not isinstance(first.message, BATCHED):
+            return int(self._transmit(first.peer, encode(first.message), None) is not None)
+        leading = takewhile(lambda item: isinstance(item.message, BATCHED), islice(waiting, self.max_batch))
+        batch = [item.message for item in leading]
+        return len(batch) if self._transmit(first.peer, encode_batch(batch), None) is not None else 0
+
+    def _peer_lost(self, peer: Peer) -> None:
+        """A DEALER has one peer and keeps connecting to it."""

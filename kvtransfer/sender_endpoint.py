@@ -1,0 +1,220 @@
+"""Prefill's session joined to memory and to the wire format; a transport adds only the moving of frames.
+
+A transport implements `_transmit`, feeds `_receive_frames`, and calls `_work` whenever something may have happened. One
+thread uses an endpoint.
+"""
+
+import time
+from collections.abc import Sequence
+from itertools import islice
+
+from ..cluster.ciphers import CRC32C
+from ..cluster.codec import encode, encode_batch, kv_up_frames, messages_of
+from ..cluster.errors import LocalProtocolError, RemoteProtocolError
+from ..cluster.kv_messages import BLOCK_BYTES
+from ..cluster.messages import KVUp, KVWelcome, Layout, Release
+from ..cluster.slab_messages import SlabBlock, SlabUp
+from ..cluster.transports import SHM, ZMQ_BLOCKS
+from .endpoint import RETRY_S, Clock, Endpoint
+from .layout import Crc
+from .memory import BlockReader
+from .pending_reads import PendingReads
+from .prepared import Key, PreparedBlocks, key_of
+from .sender import SenderSession
+from .session import LEASE_S, Effect, Notify, Peer, Send, SendBlock
+from .transport import Dropped, Offer, Planes, PullRequest, Released
+from .transports.shm import SLAB_BYTES, SenderSlabs
+
+SLOTS_PER_FRAME = 2  # more, or two large ones, would let decode wait for bytes that are there
+GPU_SLOTS_PER_FRAME = 4  # half of a window: threads of both sides change less often, and each digests a block
+
+
+class SenderEndpoint(Endpoint["Send | SendBlock"]):
+    """Prefill's end of a transport, without the moving of frames."""
+
+    def __init__(
+        self,
+        instance: str,
+        layout: Layout,
+        planes: Planes,
+        *,
+        lease_s: float = LEASE_S,
+        ciphers: Sequence[str] = (CRC32C,),
+        transports: Sequence[str] = (ZMQ_BLOCKS,),
+        slab_bytes: int = SLAB_BYTES,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        super().__init__(clock)
+        self.session = SenderSession(instance, layout, lease_s=lease_s, ciphers=ciphers, transports=transports)
+        if self.session.layout.has_features != (planes.features is not None):
+            raise LocalProtocolError("a layout has features exactly when the planes have them")
+        self._lease_s = lease_s
+        self._reader = BlockReader(self.session.layout, planes)
+        self._decoder = kv_up_frames()
+        self._reads = PendingReads(self._reader.recycle)
+        self._prepared = PreparedBlocks(instance, layout.fingerprint, self._reader)  # what a full connection did not take
+        pin = self._reader.pin
+        self._slabs = SenderSlabs(instance, layout.block_bytes, lease_s=lease_s, max_bytes=slab_bytes, pin=pin)
+        self._waiting: set[Key] = set()  # the blocks in the outbox
+        self._slots_per_frame = _slots_per_frame(layout, planes)
+
+    def offer(self, offer: Offer) -> None:
+        self._perform(self.session.offer(offer, self._clock()))
+
+    def advance(self, room: str, epoch: int, tokens_ready: int, first_token: int | None = None) -> None:
+        self._perform(self.session.advance(room, epoch, tokens_ready, first_token, self._clock()))
+
+    def release(self, room: str, epoch: int, reason: str) -> None:
+        self._perform(self.session.release(room, epoch, reason, self._clock()))
+        self._slabs.forget(room, epoch)
+        self._reads.forget(room, epoch)
+        self._forget_events(room, epoch)
+
+    def pull(self, request: PullRequest) -> None:
+        raise LocalProtocolError(f"prefill does not pull (room {request.room})")
+
+    @property
+    def counters(self) -> dict[str, float]:
+        """Name to total, for heartbeats."""
+        return {**self.session.counters.snapshot(), **self._slabs.counters.snapshot()}
+
+    def next_deadline(self, now: float) -> float | None:
+        """When `poll` must be called at the latest; None when only a message can bring news."""
+        times = [self.session.next_deadline(), self._slabs.next_deadline(), self._retry_at if self._outbox else None]
+        if self._reads.is_waiting:
+            times.append(now + RETRY_S)
+        return min((t for t in times if t is not None), default=None)
+
+    def _receive_frames(self, peer: Peer, frames: Sequence[memoryview]) -> None:
+        """One message of `peer`: a single frame."""
+        try:
+            if len(frames) != 1:
+                raise RemoteProtocolError(f"{len(frames)} frames where one is expected")
+            messages: tuple[KVUp, ...] = messages_of(self._decoder.decode(frames[0]))
+        except RemoteProtocolError as error:
+            self.session.counters.malformed += 1
+            self._drop_log.say(peer, str(error))
+            return
+        now = self._clock()
+        effects: list[Effect] = []
+        for message in messages:
+            effects += self._receive(peer, message, now)
+        self._perform(effects)
+
+    def _receive(self, peer: Peer, message: KVUp, now: float) -> list[Effect]:
+        if isinstance(message, SlabUp):
+            return self._receive_slab(peer, message)
+        if isinstance(message, Release):
+            self.reach("sender:release")
+        return self.session.receive(peer, message, now)
+
+    def use_crc(self, crc: Crc) -> None:
+        """Replaces crc32c, for benchmarks; the other end must use the same."""
+        self._reader.crc = crc
+
+    def _receive_slab(self, peer: Peer, message: SlabUp) -> list[Effect]:
+        """A message about shared memory, which only peers send that were told to use it."""
+        if not self.session.speaks(peer, message.instance, SHM):
+            self.session.counters.unexpected += 1
+            return []
+        answer = self._slabs.handle(peer, message)
+        return [] if answer is None else [Send(peer, answer)]
+
+    def _work(self) -> None:
+        now = self._clock()
+        self._slabs.sweep(now)
+        self._perform(self.session.tick(now))
+        self._flush(now)
+        self._settle(now)
+
+    def _perform(self, effects: Sequence[Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, Send | SendBlock):
+                self._post(effect)
+            elif isinstance(effect, Notify):
+                assert isinstance(effect.event, Released | Dropped)
+                self._slabs.forget(effect.event.room, effect.event.epoch)
+                # reads that a hung peer never ends do not hold pages for ever; its digests would not match
+                self._reads.hold(effect.event, self._clock() + self._lease_s)
+        self._flush(self._clock())
+        self._settle(self._clock())
+
+    def _send_some(self, waiting: "Sequence[Send | SendBlock]") -> int:
+        item = waiting[0]
+        if isinstance(item, Send):
+            message = item.message
+            if isinstance(message, KVWelcome):
+                message = self._admit(item.peer, message)
+            return int(self._transmit(item.peer, encode(message), None) is not None)
+        if not self.session.is_open(item.room, item.epoch):  # its pages may be others' by now
+            self._forget(item)
+            return 1
+        filled = self._fill_slots(waiting)
+        if filled:
+            is_sent = self._transmit(item.peer, encode_batch([header for _, header in filled]), None) is not None
+        else:
+            is_sent = self._send_payload(item)
+        if not is_sent:
+            return 0
+        for block in [block for block, _ in filled] or [item]:
+            self._forget(block)
+            self.session.counters.blocks += 1
+            self.session.counters.bytes += block.size
+        return max(1, len(filled))
+
+    def _fill_slots(self, waiting: "Sequence[Send | SendBlock]") -> list[tuple[SendBlock, SlabBlock]]:
+        """The first few blocks that wait, in slots of the slab; none when the first must go as a message."""
+        items: list[SendBlock] = []
+        for item in islice(waiting, min(self.max_batch, self._slots_per_frame)):
+            if isinstance(item, Send) or item in self._prepared or not self.session.is_open(item.room, item.epoch):
+                break
+            items.append(item)
+        headers = self._slabs.fill(items, self._reader, self._clock()) if items else []
+        for _ in headers:
+            self.reach("sender:block")
+        return list(zip(items, headers, strict=False))
+
+    def _send_payload(self, item: SendBlock) -> bool:
+        self.reach("sender:block")
+        header, payload = self._prepared.get(item)
+        delivery = self._transmit(item.peer, encode(header), payload)
+        if delivery is None:
+            return False
+        self._prepared.sent(item)
+        self._reads.add(item.room, item.epoch, payload, delivery)
+        return True
+
+    def _forget(self, item: SendBlock) -> None:
+        """The block waits no more."""
+        self._waiting.discard(key_of(item))
+        self._prepared.drop(key_of(item))
+
+    def _admit(self, peer: Peer, welcome: KVWelcome) -> KVWelcome:
+        """A Welcome on its way out, with what the peer needs to know of this transport."""
+        return welcome
+
+    def _post(self, item: "Send | SendBlock") -> bool:
+        """As for every endpoint, but a block waits only once: whoever asks again for it gets the one that waits."""
+        if not isinstance(item, SendBlock):
+            return super()._post(item)
+        if key_of(item) in self._waiting:
+            return True
+        is_queued = super()._post(item)
+        if is_queued:
+            self._waiting.add(key_of(item))
+        return is_queued
+
+    def _peer_lost(self, peer: Peer) -> None:
+        self._waiting = {key for key in self._waiting if key[0] != peer}
+        self._prepared.drop_peer(peer)
+        self._slabs.drop(peer)
+        self.session.peer_gone(peer)
+
+    def _settle(self, now: float) -> None:
+        self._events += self._reads.settle(now)
+
+
+def _slots_per_frame(layout: Layout, planes: Planes) -> int:
+    if planes.kv.is_cuda:
+        return GPU_SLOTS_PER_FRAME
+    return SLOTS_PER_FRAME if layout.block_bytes <= BLOCK_BYTES else 1

@@ -1,0 +1,57 @@
+"""Which block stands in which slot of a slab, as prefill keeps it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ..cluster.slab_messages import SlabBlock
+
+Holder = tuple[str, int, int]  # room, epoch, block
+
+
+@dataclass
+class Slot:
+    """A block that stands in a slot."""
+
+    index: int
+    ends_at: float
+    header: SlabBlock | None = None  # None while it is being filled
+
+
+class SlotTable:
+    """Which block stands in which slot of a slab."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self._free = list(range(num_slots))
+        self._held: dict[Holder, Slot] = {}
+
+    def __repr__(self) -> str:
+        return f"SlotTable({len(self._held)}/{self.num_slots} held)"
+
+    def take(self, holder: Holder, ends_at: float) -> Slot | None:
+        """A slot for a block, the one in which it stands already if it does; None when all are in use."""
+        slot = self._held.get(holder)
+        if slot is None and self._free:
+            slot = self._held[holder] = Slot(self._free.pop(), ends_at)
+        return slot
+
+    def free(self, holder: Holder, index: int) -> bool:
+        """Gives a slot back; False when this block does not stand there."""
+        slot = self._held.get(holder)
+        if slot is None or slot.index != index:
+            return False
+        self._give_back(holder)
+        return True
+
+    def free_where(self, is_over: Callable[[Holder, float], bool]) -> None:
+        """Gives back the slots whose holder and lease end are over."""
+        for holder in [holder for holder, slot in self._held.items() if is_over(holder, slot.ends_at)]:
+            self._give_back(holder)
+
+    def check_integrity(self) -> None:
+        """Every slot is free or held, once."""
+        indices = self._free + [slot.index for slot in self._held.values()]
+        assert sorted(indices) == list(range(self.num_slots)), indices
+
+    def _give_back(self, holder: Holder) -> None:
+        self._free.append(self._held.pop(holder).index)
