@@ -1,6 +1,7 @@
 """Which pairs have passed a request of late, all the way: prefill, hand-off, decode. Pure.
 
-    new       nothing has passed yet                    due for a canary at once
+    new       nothing has passed yet                    due for a canary at once; where its decode worker was proven by
+                                                        itself, that counts until then
     proven    the last thing known is a request that    due again after half a window; it counts for a window
               passed, the router's own or a client's
     failing   a canary failed since                     due again after a quarter; clients' requests go elsewhere
@@ -30,6 +31,7 @@ class Proof:
     passed_at: float = NEVER
     asked_at: float = NEVER  # when its last canary began, or whatever passed did
     failed_at: float = NEVER
+    vouched_at: float = NEVER  # when a request passed its decode worker alone, before there was this pair
     held_s: float = 0.0  # for which it did not age since a request passed
     is_doubted: bool = True
     num_failures: int = 0  # of canaries, in a row
@@ -74,7 +76,7 @@ class Proofs:
             return
         self._seen = live
         names = [(prefill.instance, decode.instance) for prefill, decode in live]
-        self._proofs = {name: self._proofs.get(name) or Proof() for name in names}
+        self._proofs = {name: self._proofs.get(name) or self._new(name) for name in names}
         self.failing.intersection_update(names)
 
     def passed(self, prefill: str, decode: str, at: float) -> None:
@@ -124,7 +126,7 @@ class Proofs:
 
     def is_ready(self, now: float) -> bool:
         """Whether a request passed some pair within the window, and no canary failed there since."""
-        return any(self._state(proof, now) == "proven" for proof in self._proofs.values())
+        return any(self._counts(proof, now) for proof in self._proofs.values())
 
     def why_not(self, now: float) -> str:
         """One line for whoever asks, without names of workers or words of theirs; empty when ready."""
@@ -151,6 +153,15 @@ class Proofs:
     def _rest(self, proof: Proof) -> float:
         """Seconds from one canary to the next."""
         return self.window_s / 4 if proof.num_failures or proof.passed_at == NEVER else self.window_s / 2
+
+    def _new(self, names: Names) -> Proof:
+        """The first prefill worker takes over from decode workers that served alone: it ends nobody's service by that."""
+        alone = self._proofs.get((names[1], names[1]))
+        return Proof() if alone is None or alone.num_failures else Proof(vouched_at=alone.passed_at)
+
+    def _counts(self, proof: Proof, now: float) -> bool:
+        state = self._state(proof, now)
+        return state == "proven" or (state == "new" and now - proof.vouched_at <= self.window_s)
 
     def _state(self, proof: Proof, now: float) -> str:
         if proof.num_failures:

@@ -288,15 +288,6 @@ def test_clients_are_sent_past_a_failing_pair_where_another_serves():
         world.finish(entry.room.room, prefill=P2)
 
 
-def test_decode_computes_prompts_itself_while_every_hand_off_fails():
-    world = Yard().join(local_prefill=True)
-    world.wait(0.1)
-    world.fail(world.asked()[0])
-    (entry,), _ = world.submit(2)
-    assert entry.room.pair.is_local
-    assert not world.is_ready
-
-
 def test_without_another_way_a_failing_pair_is_tried_by_clients_too():
     world = Yard().join()
     world.wait(0.1)
