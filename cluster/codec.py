@@ -10,7 +10,8 @@ It tells damage, not malice: against that there are keys.
 """
 
 import zlib
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, Generic, TypeVar
 
 import msgspec
@@ -26,12 +27,15 @@ T = TypeVar("T")
 KV_MAX_BYTES = 16 << 10  # every KV-plane message but the payload of a block
 LONGEST_REASON = 200
 MAX_BATCH = 16  # messages in a frame of several
+BATCH_BYTES = 64 << 10  # of a control frame of several; a longer message goes alone
 
-# What is said of every block may go several to a frame, since a frame costs far more than what is in it.
+# What is said of every block or request may go several to a frame, since a frame costs far more than what is in it.
 BATCHED = (Pull, SlotFree, SlabBlock)
 _Size = msgspec.Meta(min_length=1, max_length=MAX_BATCH)
 KVUpFrame = KVUp | Annotated[tuple[Pull | SlotFree, ...], _Size]
 KVDownFrame = KVDown | Annotated[tuple[SlabBlock, ...], _Size]
+ControlUpFrame = ControlUp | Annotated[tuple[ControlUp, ...], _Size]
+ControlDownFrame = ControlDown | Annotated[tuple[ControlDown, ...], _Size]
 
 CRC_MARK = b"\xa3crc\xce"  # the key, and the type of a 32-bit number
 CRC_BYTES = 4
@@ -40,7 +44,12 @@ FIXMAP_MAX = 0x8F  # a map of 15 fields; one of more has its count in the two by
 
 def encode(message: Message) -> bytes:
     """The frame of a message."""
-    return _with_sum(_with_place_for_sum(msgspec.msgpack.encode(message)))
+    return framed([pack(message)])
+
+
+def pack(message: Message) -> bytes:
+    """A message that waits for its frame."""
+    return msgspec.msgpack.encode(message)
 
 
 def encode_batch(messages: Sequence[Message]) -> bytes:
@@ -48,14 +57,46 @@ def encode_batch(messages: Sequence[Message]) -> bytes:
 
     The checksum is the last one's last field and is that of the whole frame.
     """
-    num = len(messages)
-    assert 1 <= num <= MAX_BATCH, num
     assert all(isinstance(message, BATCHED) for message in messages), messages
+    return framed([pack(message) for message in messages])
+
+
+def framed(packed: Sequence[bytes]) -> bytes:
+    """The frame of 1 to MAX_BATCH packed messages, in their order."""
+    num = len(packed)
+    assert 1 <= num <= MAX_BATCH, num
     if num == 1:
-        return encode(messages[0])
+        return _with_sum(_with_place_for_sum(packed[0]))
     head = bytes((0x90 + num,)) if num < 16 else b"\xdc" + num.to_bytes(2, "big")
-    *others, last = map(msgspec.msgpack.encode, messages)
-    return _with_sum(b"".join((head, *others, _with_place_for_sum(last))))
+    return _with_sum(b"".join((head, *packed[:-1], _with_place_for_sum(packed[-1]))))
+
+
+def first_batch(waiting: Iterable[bytes], *, takes_several: bool) -> list[bytes]:
+    """Of packed messages those that leave next, in one frame: the first alone for a peer that does not take several."""
+    batch: list[bytes] = []
+    num_bytes = 0
+    for packed in waiting:
+        num_bytes += len(packed)
+        if batch and (not takes_several or len(batch) == MAX_BATCH or num_bytes > BATCH_BYTES):
+            break
+        batch.append(packed)
+    return batch
+
+
+def send_waiting(waiting: deque[bytes], transmit: Callable[[bytes], bool], *, takes_several: bool) -> bool:
+    """Transmits packed messages, in as few frames as the peer takes; False when it took no more, and the rest waits."""
+    while waiting:
+        batch = first_batch(waiting, takes_several=takes_several)
+        if not transmit(framed(batch)):
+            return False
+        for _ in batch:
+            waiting.popleft()
+    return True
+
+
+def messages_of(decoded: T | tuple[T, ...]) -> tuple[T, ...]:
+    """The messages of a decoded frame that may hold several."""
+    return decoded if isinstance(decoded, tuple) else (decoded,)
 
 
 def _with_place_for_sum(data: bytes) -> bytes:
@@ -109,14 +150,14 @@ def decoder(union_type: object, max_bytes: int) -> Decoder[T]:
     return Decoder(union_type, max_bytes)
 
 
-def control_up_decoder(max_bytes: int = CONTROL_MAX_FRAME) -> Decoder[ControlUp]:
-    """For the router: what workers send."""
-    return Decoder(ControlUp, max_bytes)
+def control_up_decoder(max_bytes: int = CONTROL_MAX_FRAME) -> Decoder[ControlUp | tuple[ControlUp, ...]]:
+    """For the router: what workers send, one message to a frame or several."""
+    return Decoder(ControlUpFrame, max_bytes)
 
 
-def control_down_decoder(max_bytes: int = CONTROL_MAX_FRAME) -> Decoder[ControlDown]:
-    """For a worker: what the router sends."""
-    return Decoder(ControlDown, max_bytes)
+def control_down_decoder(max_bytes: int = CONTROL_MAX_FRAME) -> Decoder[ControlDown | tuple[ControlDown, ...]]:
+    """For a worker: what the router sends, likewise."""
+    return Decoder(ControlDownFrame, max_bytes)
 
 
 def kv_up_decoder(max_bytes: int = KV_MAX_BYTES) -> Decoder[KVUp]:

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 import msgspec
 import zmq
 
-from .codec import control_down_decoder, encode
+from .codec import MAX_BATCH, control_down_decoder, encode, messages_of, pack, send_waiting
 from .dialer import Dialer
 from .errors import DamagedMessage, RemoteProtocolError
 from .keyring import Keyring
@@ -64,6 +64,7 @@ class LinkMachine:
         self.router = ""  # id of the router that welcomed us last
         self.connected = False
         self.heartbeat_s = 0.5
+        self.takes_batches = False  # the router, of frames
         self.num_stale = 0
         self.num_hellos = 0
         self._backoff_s = FIRST_BACKOFF_S
@@ -171,6 +172,7 @@ class LinkMachine:
         self._is_doubted = False
         self.router = message.router
         self.heartbeat_s = message.heartbeat_ms / 1000
+        self.takes_batches = message.takes_batches
         self._rejected = ""
         return not is_known
 
@@ -189,7 +191,7 @@ class LinkQueues(ABC):
     def __init__(self, hello: Hello, now: float) -> None:
         self._machine = LinkMachine(hello, now)
         self._decoder = control_down_decoder()
-        self._outbox: deque[bytes] = deque()
+        self._outbox: deque[bytes] = deque()  # packed
         self._heartbeat: Heartbeat | None = None  # only the newest is worth sending
         self._held: list[ControlDown] = []  # from a new router; handed over after the old one's loss was reported
         self._num_malformed = 0
@@ -244,15 +246,16 @@ class LinkQueues(ABC):
         )
 
     def send(self, message: ControlUp) -> None:
-        """Queue a message and send what can be sent; never blocks. A full outbox ends the connection: see `tick`."""
+        """Queue a message: it leaves with the next `tick`, or when a frame is full. A full outbox ends the connection."""
         if isinstance(message, Heartbeat):
             self._heartbeat = message
         elif len(self._outbox) < OUTBOX_LIMIT:
-            self._outbox.append(encode(message))
+            self._outbox.append(pack(message))
         else:
             self._num_overflowed += 1
             self._machine.give_up(f"it takes no messages: {OUTBOX_LIMIT} wait")
-        self._flush()
+        if len(self._outbox) >= MAX_BATCH:
+            self._flush()
 
     def receive(self) -> list[ControlDown]:
         """What the router sent, without waiting. A Welcome among it means: joined to this router just now."""
@@ -265,9 +268,9 @@ class LinkQueues(ABC):
             parts = self._next_message()
             if parts is None:
                 break
-            message = self._decode(parts)
-            if message is not None and self._machine.hear(message):
-                (self._held if self._machine.is_lost else messages).append(message)
+            for message in self._decode(parts):
+                if self._machine.hear(message):
+                    (self._held if self._machine.is_lost else messages).append(message)
         return messages
 
     def tick(self, now: float) -> str:
@@ -290,23 +293,22 @@ class LinkQueues(ABC):
                 self._heartbeat = None
             else:
                 self._machine.doubt()
-        while self._machine.can_send and self._outbox:
-            if self._transmit(self._outbox[0]):
-                self._outbox.popleft()
-            else:
-                self._machine.doubt()
+        if self._machine.can_send and not send_waiting(
+            self._outbox, self._transmit, takes_several=self._machine.takes_batches
+        ):
+            self._machine.doubt()
 
-    def _decode(self, parts: Sequence[bytes | zmq.Frame]) -> ControlDown | None:
+    def _decode(self, parts: Sequence[bytes | zmq.Frame]) -> Sequence[ControlDown]:
         try:
             if len(parts) != 1:
                 raise RemoteProtocolError("a control message is one frame")
-            return self._decoder.decode(parts[0])
+            return messages_of(self._decoder.decode(parts[0]))
         except RemoteProtocolError as error:
             self._num_malformed += 1
             logger.warning("message from the router dropped", extra=fields(reason=str(error)))
             if isinstance(error, DamagedMessage):
                 self._machine.miss()
-            return None
+            return ()
 
 
 class ControlLink(LinkQueues):

@@ -163,6 +163,7 @@ class Hello(Message, frozen=True, kw_only=True):
     device: Text = "cpu"
     transport: Text = ""
     takes: tuple[Text, ...] = ()  # of YOUNG_FIELDS, those that it obeys
+    takes_batches: bool = False  # frames of several messages
     local_prefill: bool = False  # a decode worker that takes a Reserve without a prefill worker
 
 
@@ -289,6 +290,7 @@ class Welcome(Message, frozen=True, kw_only=True):
     instance: Id  # the worker's, echoed
     router: Id
     heartbeat_ms: Annotated[int, Meta(ge=50, le=60000)] = 500
+    takes_batches: bool = False  # frames of several messages
 
 
 class Rejected(Message, frozen=True, kw_only=True):

@@ -11,7 +11,7 @@ from contextlib import suppress
 
 import zmq
 
-from ..cluster.codec import control_up_decoder, encode
+from ..cluster.codec import control_up_decoder, encode, messages_of
 from ..cluster.errors import DamagedMessage, PeerLost, RemoteProtocolError
 from ..cluster.keyring import Keyring
 from ..cluster.log import fields
@@ -159,19 +159,33 @@ class ControlSocket:
         try:
             if len(parts) != 2:
                 raise RemoteProtocolError(f"a control message is one frame, not {len(parts) - 1}")
-            message: ControlUp = self._decoder.decode(parts[1])
+            messages: tuple[ControlUp, ...] = messages_of(self._decoder.decode(parts[1]))
         except RemoteProtocolError as error:
             self.num_malformed += 1
             self._drop_log.say(parts[0].bytes.hex(), str(error))
             if isinstance(error, DamagedMessage):
                 self._on_damaged(parts[0].bytes)
             return
+        identity = parts[0].bytes
         user = user_of(parts[1]) if self.authenticator is not None else ""
+        self._hear_all(identity, user, messages)
+
+    def _hear_all(self, identity: bytes, user: str, messages: tuple[ControlUp, ...]) -> None:
+        """Each as if it had come alone: of one that cannot be handled the others know nothing."""
+        for number, message in enumerate(messages, 1):
+            try:
+                self._hear(identity, user, message)
+            except BaseException:
+                self._hear_all(identity, user, messages[number:])
+                raise
+
+    def _hear(self, identity: bytes, user: str, message: ControlUp) -> None:
+        assert self._on_message is not None
         fault = self._speakers.fault(user, message) if self.authenticator is not None else ""
         if fault:
-            self._deny(parts[0].bytes, user, message, fault)
+            self._deny(identity, user, message, fault)
         else:
-            self._on_message(parts[0].bytes, message)
+            self._on_message(identity, message)
 
     def _deny(self, identity: bytes, user: str, message: ControlUp, fault: str) -> None:
         self.num_denied += 1

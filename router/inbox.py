@@ -44,7 +44,9 @@ class Inbox:
         """Adds an event of choice `index`."""
         self._events.append((index, event))
         if isinstance(event, Deliver):
-            self._num_unread += len(event.ids) + LOGPROB_COST * sum(1 + len(told.top) for told in event.logprobs)
+            self._num_unread += len(event.ids)
+            if event.logprobs:
+                self._num_unread += LOGPROB_COST * sum(1 + len(told.top) for told in event.logprobs)
             if self._is_patient and self._num_unread < MANY:
                 return
         if self._unread_since is None:
@@ -82,6 +84,10 @@ class Inbox:
     def is_full(self) -> bool:
         """Whether the reader has left too much lying."""
         return self._num_unread > MAX_UNREAD
+
+    def has_stalled(self, now: float, longest_s: float) -> bool:
+        """Whether the reader has left something lying for longer, or too much."""
+        return self.is_full or self.unread_for(now) > longest_s
 
     def cut(self) -> None:
         """Stops a reader that is stuck in a write."""

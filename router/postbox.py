@@ -1,13 +1,13 @@
-"""Frames to workers: kept in order for a connection that takes none right now, given up with the worker."""
+"""Messages to workers: kept in order for a connection that takes none right now, given up with the worker."""
 
 from collections.abc import Callable
 
-from ..cluster.codec import encode
+from ..cluster.codec import encode, pack, send_waiting
 from ..cluster.errors import PeerLost
 from ..cluster.messages import ControlDown
 from .registry import Worker
 
-MAX_OUTBOX = 4096  # frames
+MAX_OUTBOX = 4096  # messages
 
 Transmit = Callable[[bytes, bytes], bool]  # (identity, frame); False: its queue is full; raises PeerLost
 
@@ -17,8 +17,8 @@ Soon = Callable[[Callable[[], None]], None]  # calls at the end of this turn of 
 class Postbox:
     """Sends through `transmit`, and marks a worker that cannot be reached with the time since when.
 
-    With `soon` what is posted in one turn of the loop leaves together: to wake ZeroMQ's thread for each frame alone costs
-    more than all else that is done for a request.
+    With `soon` what is posted in one turn of the loop leaves together, in as few frames as the worker takes: to wake
+    ZeroMQ's thread for each message alone costs more than all else that is done for a request.
     """
 
     def __init__(self, transmit: Transmit, clock: Callable[[], float], soon: Soon | None = None) -> None:
@@ -29,7 +29,7 @@ class Postbox:
 
     def post(self, worker: Worker, message: ControlDown, now: float) -> None:
         """Sends, now or with what else is posted in this turn of the loop, or keeps for `flush`."""
-        worker.outbox.append(encode(message))
+        worker.outbox.append(pack(message))
         if self._soon is None:
             self.flush(worker, now)
         else:
@@ -47,8 +47,9 @@ class Postbox:
 
     def flush(self, worker: Worker, now: float) -> None:
         """Sends what was kept, as far as the connection takes it."""
-        while worker.outbox and self._try(worker, worker.outbox[0], now):
-            worker.outbox.popleft()
+        send_waiting(
+            worker.outbox, lambda frame: self._try(worker, frame, now), takes_several=worker.hello.takes_batches
+        )
 
     def answer(self, identity: bytes, message: ControlDown) -> bool:
         """Sends to a connection that is no registered worker's; False when it took nothing."""

@@ -78,7 +78,7 @@ class Worker:
     is_draining: bool = False
     ledger: Ledger = field(default_factory=Ledger)
     unreachable_since: float | None = None
-    outbox: deque[bytes] = field(default_factory=deque)  # frames that its connection did not take yet
+    outbox: deque[bytes] = field(default_factory=deque)  # packed messages that its connection did not take yet
     breaker: Breaker = field(default_factory=Breaker)
     has_hole: bool = False  # a message of it was lost: it must drop its rooms, since nobody knows of which one that told
     takes_prompts: bool = False  # a decode worker that may be given prompts without a prefill worker
@@ -215,7 +215,7 @@ class Registry:
 
     def welcome(self, instance: str) -> Welcome:
         """What a registered worker is told, as often as it asks."""
-        return Welcome(instance=instance, router=self.router, heartbeat_ms=self.heartbeat_ms)
+        return Welcome(instance=instance, router=self.router, heartbeat_ms=self.heartbeat_ms, takes_batches=True)
 
     def heartbeat(self, identity: bytes, instance: str, stats: WorkerStats, now: float) -> bool:
         """Notes a heartbeat; False for a worker that is not registered."""

@@ -4,6 +4,7 @@ import asyncio
 import atexit
 import contextlib
 import functools
+import gc
 import http.client
 import json
 import secrets
@@ -42,6 +43,7 @@ from baton.router.errors import bad_request
 from baton.router.nursery import NurseryHandle
 from baton.router.rendering import RENDERED, Renderer
 from baton.router.room_effects import Timeouts
+from baton.router.templates import encoded
 from baton.router.tokenizer import load_tokenizer
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -107,6 +109,7 @@ class FakeWorker:
         self._outbox = []
         self._lock = threading.Lock()
         self.welcomed = threading.Event()
+        self.lost = threading.Event()  # the connection to the router ended once
         self._thread.start()
 
     def send(self, *messages):
@@ -124,11 +127,15 @@ class FakeWorker:
     def _run(self):
         context = zmq.Context()
         socket = make_socket(context, zmq.DEALER)
+        monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         connect(socket, self._endpoint)
         decoder = control_down_decoder()
         next_beat = 0.0
         while not self._stop.is_set():
             socket.poll(5)
+            if monitor.poll(0):
+                monitor.recv_multipart()
+                self.lost.set()
             while parts := recv_parts(socket, 1, 1 << 20):
                 message = decoder.decode(parts[0])
                 self.received.append(message)
@@ -145,6 +152,8 @@ class FakeWorker:
                 beat = Heartbeat(instance=self.instance, stats=self.stats)
                 if not self.welcomed.is_set() or self.beats:
                     try_send(socket, [encode(beat if self.welcomed.is_set() else self.hello)])
+        socket.disable_monitor()
+        monitor.close(linger=0)
         socket.close(linger=0)
         context.term()
 
@@ -226,7 +235,7 @@ def shared_nursery():
 def encode_chat(tokenizer, messages, switches=None, tools=()):
     """A chat's ids, rendered in this process."""
     guarded = tokenizer.guard(messages, switches, tools)
-    reply = Renderer(tokenizer.template_setup).answer(guarded.data)
+    reply = Renderer(tokenizer.template_setup).answer(encoded(guarded.chat))
     if reply[:1] != RENDERED:
         raise bad_request(reply[1:].decode())
     return tokenizer.encode_rendered(guarded, reply[1:].decode())
@@ -309,6 +318,19 @@ class RunningRouter:
         self.join()
         for worker in self.workers:
             worker.close()
+
+
+@contextlib.contextmanager
+def without_collector(*kinds):
+    """Gives a function: what there is of these types, while no garbage collector looks for what holds itself."""
+    gc.collect()
+    gc.freeze()  # what others keep is not looked at
+    gc.disable()
+    try:
+        yield lambda: [repr(thing) for thing in gc.get_objects() if type(thing) in kinds]
+    finally:
+        gc.enable()
+        gc.unfreeze()
 
 
 def until(condition, what, timeout=20.0):

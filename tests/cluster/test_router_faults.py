@@ -325,7 +325,8 @@ def test_drain_that_takes_too_long_ends_with_error_frames(start):
         events = [line for line in lines if line]
     assert "shutting down" in events[-1]
     running.join()
-    until(lambda: decode.of(Cancel), "decode was told")
+    # the last word has a moment to leave, and a worker drops the rooms of a router whose connection ended
+    until(lambda: decode.of(Cancel) or decode.lost.is_set(), "decode hears of it")
 
 
 def test_forty_requests_at_once_are_all_answered(start):

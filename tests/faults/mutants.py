@@ -7,7 +7,7 @@ import os
 
 import zmq
 from baton.cluster import codec, security
-from baton.kvtransfer import endpoints, prepared
+from baton.kvtransfer import prepared, receiver_endpoint
 from baton.kvtransfer.transports import zmq_blocks
 from baton.prefill.queues import RoomState
 from baton.prefill.worker import PrefillWorker
@@ -27,7 +27,7 @@ def no_tracker() -> None:
 
 def no_digest() -> None:
     """Every block has the right digest."""
-    endpoints.block_digest = prepared.block_digest = lambda *_: 0
+    receiver_endpoint.block_digest = prepared.block_digest = lambda *_: 0
 
 
 def no_checksum() -> None:

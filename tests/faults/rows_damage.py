@@ -91,7 +91,7 @@ def while_damaged(scene: Scene, way: Way, name: str, field: str, asks: list[Ask]
 
     A prompt goes where its like was, so that few may go to one worker: others follow until one has.
     """
-    rule = way.rule(verb(name), lowest_bit(field), times=1)
+    rule = way.rule(lambda message: name in message.types(), lowest_bit(field), times=1)
     calls: list[Call] = []
     for begin in range(0, len(asks), AT_ONCE):
         calls += finished(scene, scene.traffic.start(*asks[begin : begin + AT_ONCE]))

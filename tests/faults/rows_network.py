@@ -315,7 +315,7 @@ def f47(scene: Scene) -> str:
         return [message.with_fields(priority=3, tenant={"name": "x"}, hints=[1, 2.5, None])]
 
     for way in proxied(scene):
-        way.rule(lambda message: bool(message.fields()), change(modern))
+        way.rule(lambda message: bool(message.types()), change(modern))
         way.inject(novelty)
     calls = finished(scene, scene.traffic.start(*asks))
     assert not placed_again(calls), told(calls)
@@ -328,7 +328,7 @@ def f47(scene: Scene) -> str:
     others = finished(scene, scene.traffic.start(*asks))
     assert not placed_again(others), told(others)
     way.clear()
-    way.rule(lambda message: bool(message.fields()), change(modern))
+    way.rule(lambda message: bool(message.types()), change(modern))
     scene.cluster.wait_whole(20)
     scene.rebase("decode-0")
     calls += others + finished(scene, scene.traffic.start(*asks))

@@ -25,11 +25,19 @@ class Message:
         """The first frame as baton's messages are written: a MessagePack map; {} for anything else. Without its checksum,
         so that what is made of it is another message and not a damaged one.
         """
+        found = self._found()
+        return without_sum(found) if isinstance(found, dict) else {}
+
+    def types(self) -> set:
+        """Of the messages in the first frame, of which there may be several."""
+        found = self._found()
+        return {one.get("type") for one in (found if isinstance(found, list) else [found]) if isinstance(one, dict)}
+
+    def _found(self) -> object:
         try:
-            found = msgpack.unpackb(self.frames[0])
+            return msgpack.unpackb(self.frames[0])
         except Exception:
-            return {}
-        return {key: value for key, value in found.items() if key != "crc"} if isinstance(found, dict) else {}
+            return None
 
     def with_frame(self, index: int, frame: bytes) -> "Message":
         frames = list(self.frames)
@@ -37,7 +45,14 @@ class Message:
         return replace(self, frames=tuple(frames))
 
     def with_fields(self, **changes: object) -> "Message":
-        return self.with_frame(0, msgpack.packb(self.fields() | changes))
+        """Every message of the first frame has these."""
+        found = self._found()
+        changed = [without_sum(one) | changes for one in found] if isinstance(found, list) else self.fields() | changes
+        return self.with_frame(0, msgpack.packb(changed))
+
+
+def without_sum(fields: dict) -> dict:
+    return {key: value for key, value in fields.items() if key != "crc"}
 
 
 def frame_bytes(frame: bytes, flags: int = 0) -> bytes:

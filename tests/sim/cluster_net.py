@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from itertools import count
 from zlib import crc32
 
+import msgspec
+
 HEARTBEAT_TIMEOUT_S = 1.5  # a connection whose other end is not heard for so long is cut
 REDIAL_S = 0.25
 INFINITY = float("inf")
@@ -25,13 +27,13 @@ class Delivery:
     done = False
 
 
-def verb(frame):
-    """The type of a message, from its first bytes: a msgpack map whose first key is "type"."""
+def verbs(frame):
+    """The types of the messages of a frame. Of one it stands in the first bytes: a msgpack map whose first key is "type"."""
+    if 0x90 < frame[0] < 0xA0 or frame[0] == 0xDC:
+        return tuple(message["type"] for message in msgspec.msgpack.decode(frame))
     at = 1 if frame[0] < 0xDE else 3
-    if len(frame) < at + 7 or frame[at : at + 5] != b"\xa4type":
-        return "?"
     size = frame[at + 5] & 0x1F
-    return bytes(frame[at + 6 : at + 6 + size]).decode("ascii", "replace")
+    return (bytes(frame[at + 6 : at + 6 + size]).decode("ascii"),)
 
 
 class Timeline:
@@ -113,7 +115,7 @@ class Packet:
     line: Line
     is_up: bool
     frames: tuple
-    verb: str
+    verbs: tuple
     delivery: Delivery | None = None
 
 
@@ -220,12 +222,12 @@ class Network:
         if self.is_faulty and faults.congestion and rng.random() < faults.congestion:
             self.reached["congestion"] += 1
             return None
-        name = verb(frames[0])
-        death = self.on_transition(source, "send", name)
+        names = verbs(frames[0])
+        death = self._death(source, "send", names)
         if death == "before":
             self.on_kill(source)
             raise Died
-        packet = Packet(line, is_up, frames, name, Delivery())
+        packet = Packet(line, is_up, frames, names, Delivery())
         when = now + 0.0005 + 0.002 * rng.random()
         if self.is_faulty:
             when = self._delayed(packet, when)
@@ -270,12 +272,16 @@ class Network:
             frames = self._damaged(packet, frames)
             if frames is None:
                 return
-        self.timeline.note(packet.verb, line, "up" if packet.is_up else "down", len(frames[0]), crc32(frames[-1]))
-        death = self.on_transition(target, "recv", packet.verb)
+        self.timeline.note("+".join(packet.verbs), line, "up" if packet.is_up else "down", len(frames[0]), crc32(frames[-1]))
+        death = self._death(target, "recv", packet.verbs)
         if death != "before":
             target.deliver(line, packet.is_up, frames)
         if death:
             self.on_kill(target)
+
+    def _death(self, process, way, names):
+        """Whether a process dies of a frame: at the first of its messages that it may die at."""
+        return next((death for name in names if (death := self.on_transition(process, way, name))), "")
 
     def _damaged(self, packet, frames):
         """What is left of a message, or None."""
@@ -290,7 +296,7 @@ class Network:
             return None
         if again and rng.random() < again:
             reached[line.kind + "_duplicate"] += 1
-            copy = Packet(line, packet.is_up, frames, packet.verb)
+            copy = Packet(line, packet.is_up, frames, packet.verbs)
             if line.is_alive:
                 line.under_way[copy] = None
                 self.timeline.at(self.timeline.now + 0.3 * rng.random() ** 3, self._arrive, copy)
@@ -304,13 +310,13 @@ class Network:
                 reached[flip] += 1
                 return self._changed(frames, self._flipped)
             return frames
-        if packet.verb != "Block" and faults.kv_flip and rng.random() < faults.kv_flip:
+        if "Block" not in packet.verbs and faults.kv_flip and rng.random() < faults.kv_flip:
             reached["kv_flip"] += 1
             return self._changed(frames, self._flipped)
         if faults.truncate and rng.random() < faults.truncate:
             reached["truncate"] += 1
             return self._changed(frames, lambda data: data[: rng.randrange(len(data))])
-        if packet.verb == "Block" and faults.flip and rng.random() < faults.flip:
+        if "Block" in packet.verbs and faults.flip and rng.random() < faults.flip:
             reached["flip"] += 1
             return self._changed(frames, self._flipped)
         return frames

@@ -8,16 +8,17 @@
 from collections import deque
 from random import Random
 
-from baton.cluster.codec import control_up_decoder
+from baton.cluster.codec import control_up_decoder, messages_of
 from baton.cluster.control_link import LinkQueues
 from baton.cluster.errors import DamagedMessage, PeerLost, RemoteProtocolError
 from baton.cluster.life import EXIT_OK, Shutdown
 from baton.decode.worker import DecodeWorker
 from baton.kvtransfer.endpoint import Delivered
-from baton.kvtransfer.endpoints import ReceiverEndpoint, SenderEndpoint
 from baton.kvtransfer.identity import hello_of, layout_of, planes_of
 from baton.kvtransfer.link import LinkWork, incoming, outgoing
 from baton.kvtransfer.owners import FromRouter, RoomOwners
+from baton.kvtransfer.receiver_endpoint import ReceiverEndpoint
+from baton.kvtransfer.sender_endpoint import SenderEndpoint
 from baton.kvtransfer.worker_loop import WorkerLoop
 from baton.prefill.worker import PrefillWorker
 from baton.router.dispatch import Dispatcher
@@ -50,6 +51,7 @@ class RouterProcess(Process):
     def __init__(self, world, name, instance):
         super().__init__("R", name, instance, world.timeline)
         self.world = world
+        self._due = []  # what is to be done at the end of a turn
         self.dispatcher = Dispatcher(
             Registry(instance, world.settings.worker_timeout_s),
             self.transmit,
@@ -63,6 +65,7 @@ class RouterProcess(Process):
                 prefill=world.settings.prefill_policy, decode=world.settings.decode_policy,
                 local_prefill_max=world.settings.local_prefill_max, coin=Random(world.rng.getrandbits(64)),
             ),
+            soon=self._due.append,
             mint=lambda: f"{world.rng.getrandbits(128):032x}",
         )
         self.num_malformed = 0
@@ -77,14 +80,15 @@ class RouterProcess(Process):
         return self.world.network.send(line, False, (frame,)) is not None
 
     def deliver(self, line, is_up, frames):
+        identity = line.number.to_bytes(4, "big")
         try:
-            message = self._decoder.decode(frames[0])
+            messages = messages_of(self._decoder.decode(frames[0]))
         except RemoteProtocolError as error:
             self.num_malformed += 1
             if isinstance(error, DamagedMessage):
-                self.run(lambda: self.dispatcher.on_damaged(line.number.to_bytes(4, "big")))
+                self.run(lambda: self.dispatcher.on_damaged(identity))
             return
-        self.run(lambda: self.dispatcher.on_message(line.number.to_bytes(4, "big"), message))
+        self.run(lambda: [self.dispatcher.on_message(identity, message) for message in messages])
 
     def line_broke(self, line):
         self.world.timeline.at(self.world.timeline.now + 0.001, self._probe)
@@ -94,9 +98,11 @@ class RouterProcess(Process):
             self.run(self.dispatcher.probe)
 
     def run(self, action):
-        """Something happens in the router's only thread; then its clients read. None when it died in the middle."""
+        """A turn of the router's only thread; then its clients read. None when it died in the middle."""
         try:
             result = action()
+            while self._due:
+                self._due.pop()()
         except Died:
             return None
         self.world.clients_read()

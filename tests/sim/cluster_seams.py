@@ -11,10 +11,10 @@ import msgspec
 from baton.cluster.control_link import LinkMachine
 from baton.decode.queues import RoomState as DecodeState
 from baton.decode.worker import DecodeWorker
-from baton.kvtransfer import endpoints, pair, prepared, sender
+from baton.kvtransfer import pair, prepared, receiver_endpoint, sender
 from baton.kvtransfer.endpoint import Delivered
-from baton.kvtransfer.endpoints import SenderEndpoint
 from baton.kvtransfer.receiver import ReceiverSession
+from baton.kvtransfer.sender_endpoint import SenderEndpoint
 from baton.kvtransfer.session import Lease, SendBlock, SenderState
 from baton.kvtransfer.transport import Released
 from baton.prefill.queues import RoomState as PrefillState
@@ -38,7 +38,8 @@ def no_digest():
 
     @contextmanager
     def switched_off():
-        with patch.object(endpoints, "block_digest", lambda *_: 0), patch.object(prepared, "block_digest", lambda *_: 0):
+        patches = [patch.object(module, "block_digest", lambda *_: 0) for module in (receiver_endpoint, prepared)]
+        with patches[0], patches[1]:
             yield
 
     return switched_off(), Options(faults=Faults(flip=0.4))

@@ -19,8 +19,10 @@ LONG_ID = re.compile(r"([0-9a-f]{8})[0-9a-f]{24}")
 
 
 def as_json(frame):
-    """A frame as one line of JSON."""
-    return json.dumps(msgspec.msgpack.decode(frame), default=lambda value: f"{len(value)} bytes")
+    """The messages of a frame, each as one line of JSON."""
+    heard = msgspec.msgpack.decode(frame)
+    messages = heard if isinstance(heard, list) else [heard]
+    return [json.dumps(message, default=lambda value: f"{len(value)} bytes") for message in messages]
 
 
 def shorter(message):
@@ -37,7 +39,7 @@ def talk(seed=0):
         ends = (line.client.name, line.server.name)
         source, target = ends if packet.is_up else ends[::-1]
         payload = sum(len(frame) for frame in packet.frames[1:])
-        heard.append((self.timeline.now, source, target, as_json(packet.frames[0]), payload))
+        heard.extend((self.timeline.now, source, target, message, payload) for message in as_json(packet.frames[0]))
         arrive(self, packet)
 
     settings = Settings(head_dim=96, chunk_size=8, step_s=0.01)
@@ -63,7 +65,7 @@ def main(argv=None):
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
     if options.frame:
-        print(as_json(bytes.fromhex(options.frame)))
+        print("\n".join(as_json(bytes.fromhex(options.frame))))
         return
     for when, source, target, message, payload in of_one_request(talk(options.seed)):
         behind = f" + {payload} bytes" if payload else ""

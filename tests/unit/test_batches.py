@@ -1,5 +1,7 @@
 """Several small messages in one frame: what may be in it, and that nothing but the number of frames changes."""
 
+from dataclasses import replace
+
 import msgspec
 import pytest
 import torch
@@ -14,7 +16,7 @@ from baton.cluster.codec import (
 )
 from baton.cluster.errors import RemoteProtocolError
 from baton.cluster.slab_messages import SlabBlock, SlotFree
-from baton.kvtransfer.endpoints import SLOTS_PER_FRAME
+from baton.kvtransfer.sender_endpoint import SLOTS_PER_FRAME
 from baton.kvtransfer.transport import Complete, Lost, Offer, Planes, PullRequest, Released
 from baton.kvtransfer.transports.fake import FakeNetwork, FakeReceiver, FakeSender, Packet
 
@@ -161,6 +163,28 @@ def test_blocks_as_messages_go_one_by_one_however_many_were_asked_for_in_a_frame
     pair.check(pair.run())
     assert pair.wire.sizes(m.Block) == [1] * 13
     assert max(pair.wire.sizes(m.Pull)) == 6
+
+
+def test_a_block_that_its_frame_names_twice_lands_once_and_a_wrong_one_beside_it_is_pulled_again():
+    pair = Pair("shm", "zmq_blocks")
+    passed = pair.wire.pass_on
+    damaged = []
+
+    def twice(packet: Packet) -> list[Packet]:
+        held = None if packet.is_up else kv_down_frames().decode(packet.frames[0])
+        if not isinstance(held, tuple):
+            return passed(packet)
+        wrong = msgspec.structs.replace(held[0], digest=held[0].digest ^ 1)
+        sent = (held[1], wrong, held[1]) if not damaged else (held[0], held[1], held[0])
+        damaged.append(wrong.block)
+        return passed(replace(packet, frames=(encode_batch(sent),)))
+
+    pair.wire.fault = twice
+    pair.check(pair.run())
+    assert len(damaged) > 2
+    assert pair.receiver.session.counters.digest_mismatches == 1
+    counters = pair.receiver.session.counters
+    assert counters.duplicate_blocks + counters.unknown_room == len(damaged)  # the last one came when all was complete
 
 
 @pytest.mark.parametrize("kind", [m.Pull, SlabBlock, SlotFree])

@@ -16,17 +16,7 @@ from baton.cluster.control_link import (
     LinkMachine,
 )
 from baton.cluster.errors import StartupError
-from baton.cluster.messages import (
-    Cancel,
-    Gone,
-    Goodbye,
-    Heartbeat,
-    Hello,
-    Rejected,
-    Tokens,
-    Welcome,
-    WorkerStats,
-)
+from baton.cluster.messages import Cancel, Gone, Goodbye, Heartbeat, Hello, Rejected, Tokens, Welcome, WorkerStats
 from baton.cluster.sockets import bind, make_socket
 
 ME, OTHER = "aa" * 16, "bb" * 16
@@ -293,6 +283,7 @@ def test_a_worker_joins_and_messages_flow_both_ways(link, router):
     messages, _ = join(link, router)
     assert messages == [welcome()]
     link.send(Goodbye(instance=ME))
+    link.tick(time.monotonic())
     assert router.next_of(Goodbye).instance == ME
     router.send(Cancel(room=ROOM, epoch=0, instance=ME))
     messages, losses = turn(link, lambda messages, _: messages)
@@ -388,6 +379,7 @@ def test_what_was_meant_for_a_lost_router_is_not_sent_to_the_next(new_router, li
     successor.send(welcome(R2))
     turn(link, lambda *_: link.router == R2)
     link.send(Goodbye(instance=ME))
+    link.tick(time.monotonic())
     heard = [successor.next()]
     while not isinstance(heard[-1], Goodbye):
         heard.append(successor.next())

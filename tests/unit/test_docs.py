@@ -162,7 +162,7 @@ def test_messages_that_are_shown_are_messages():
 
 def test_the_frame_that_is_shown_decodes_to_what_is_shown():
     frame, decoded = re.search(r"--frame ([0-9a-f]+)\n(\{.*\})", PROTOCOL.read_text()).groups()
-    assert as_json(bytes.fromhex(frame)) == decoded
+    assert as_json(bytes.fromhex(frame)) == [decoded]
 
 
 def test_a_simulated_request_is_told_from_its_orders_to_its_finish():
