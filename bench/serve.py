@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ..cluster.errors import BatonError, ConfigError
+from ..cluster.tls_faults import tls_fault
 from .serve_arguments import PROG, parse
 from .serve_client import Call, Client, Unexpected, endpoint_of
 from .serve_figures import Figures, Goals, figures_of
@@ -153,11 +154,28 @@ async def model_of(client: Client) -> str:
         status, body = await client.get("/v1/models")
         if status == 200:
             return str(json.loads(body)["data"][0]["id"])
-        raise BatonError(f"{client.endpoint}/v1/models answers {status}; name the model with --model")
+        raise BatonError(f"{client.endpoint}/v1/models answers {status}{_words_of(body)}; name the model with --model")
     except (OSError, EOFError, Unexpected) as error:
-        raise BatonError(f"{client.endpoint} cannot be reached: {error or type(error).__name__}") from None
+        raise BatonError(why_not_reached(str(client.endpoint), error)) from None
     except (ValueError, KeyError, IndexError, TypeError):
         raise BatonError(f"{client.endpoint}/v1/models names no model; give one with --model") from None
+
+
+def why_not_reached(url: str, error: Exception) -> str:
+    """One line."""
+    if isinstance(error, ConnectionRefusedError):
+        return f"nothing listens at {url}"
+    if isinstance(error, EOFError):
+        return f"{url} closed the connection in place of an answer"
+    return tls_fault(url, error) or f"{url} cannot be reached: {error or type(error).__name__}"
+
+
+def _words_of(body: bytes) -> str:
+    """What an OpenAI error object says, in brackets."""
+    try:
+        return f" ({json.loads(body)['error']['message']})"
+    except (ValueError, KeyError, TypeError):
+        return ""
 
 
 def _show(options: argparse.Namespace, found: Sequence[tuple[Run, Figures]]) -> None:

@@ -5,19 +5,31 @@ answers at its port, a worker at --metrics-port. Python and nothing of ours is i
 """
 
 import http.client
+import ssl
 import sys
 import urllib.parse
 from collections.abc import Sequence
 
 TIMEOUT_S = 3.0
+TLS_WANTED = '"tls_wanted"'  # the code by which a router with a certificate refuses plain HTTP
 
 
 def ask(url: str) -> tuple[int, str]:
-    """Status and the first words of the answer. Raises OSError or http.client.HTTPException for no answer."""
+    """Status and the first words of the answer, over TLS where that is wanted: of this process, so nobody's certificate
+    is checked. Raises OSError or http.client.HTTPException for no answer.
+    """
     parts = urllib.parse.urlsplit(url)
-    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=TIMEOUT_S)
+    status, words = _get(http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=TIMEOUT_S), parts.path)
+    if status != 400 or TLS_WANTED not in words:
+        return status, words
+    context = ssl._create_unverified_context()
+    secured = http.client.HTTPSConnection(parts.hostname or "", parts.port, timeout=TIMEOUT_S, context=context)
+    return _get(secured, parts.path)
+
+
+def _get(connection: http.client.HTTPConnection, path: str) -> tuple[int, str]:
     try:
-        connection.request("GET", parts.path or "/")
+        connection.request("GET", path or "/")
         answer = connection.getresponse()
         return answer.status, answer.read(200).decode("utf-8", "replace").strip()
     finally:

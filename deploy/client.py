@@ -10,6 +10,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from ..cluster.errors import BatonError, ConfigError
+from ..cluster.tls_faults import tls_fault
 
 SILENCE_S = 120.0  # longest wait for the next bytes of a reply
 KEY_VARIABLE = "BATON_API_KEY"  # environment variable with the key of a router that asks for one
@@ -158,6 +159,8 @@ class ChatClient:
             return RequestFailed(f"nothing listens at {self.url}: start 'baton up', or name a cluster with --url")
         if isinstance(error, TimeoutError):
             return RequestFailed(f"{self.url} sent nothing for {self._silence_s:g} s")
+        if fault := tls_fault(self.url, error):
+            return RequestFailed(fault)
         return RequestFailed(f"the connection to {self.url} broke: {str(error) or type(error).__name__}")
 
 

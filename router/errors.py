@@ -1,6 +1,7 @@
 """What a client gets instead of an answer: one catalogue of OpenAI error objects."""
 
 import math
+from http import HTTPStatus
 
 import msgspec
 
@@ -40,6 +41,13 @@ class ApiError(Exception):
     def encode(self) -> bytes:
         return msgspec.json.encode(ErrorEnvelope(self.body))
 
+    def as_http(self) -> bytes:
+        """A whole answer outside of any request, behind which the connection ends."""
+        body, status = self.encode(), HTTPStatus(self.status)
+        headers = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"}
+        lines = [f"{name}: {value}" for name, value in (headers | self.headers).items()]
+        return "\r\n".join([f"HTTP/1.1 {status.value} {status.phrase}", *lines, "", ""]).encode("ascii") + body
+
 
 def bad_request(message: str, *, param: str | None = None, code: str | None = None) -> ApiError:
     return ApiError(400, ErrorBody(message, "invalid_request_error", param, code))
@@ -47,6 +55,10 @@ def bad_request(message: str, *, param: str | None = None, code: str | None = No
 
 def context_too_long(message: str, *, param: str) -> ApiError:
     return bad_request(message, param=param, code="context_length_exceeded")
+
+
+def nested_too_deeply() -> ApiError:
+    return bad_request("messages: the arguments of a call are nested too deeply", param="messages")
 
 
 def template_too_costly() -> ApiError:
@@ -57,6 +69,11 @@ def template_too_costly() -> ApiError:
 def template_failed() -> ApiError:
     message = "The model's chat template could not be rendered. Try again."
     return ApiError(500, ErrorBody(message, "server_error", None, "template_failed"))
+
+
+def grammar_too_costly(param: str) -> ApiError:
+    message = f"{param}: to follow this takes more time or memory than this server gives it. Ask for something simpler."
+    return bad_request(message, param=param, code="grammar_too_costly")
 
 
 def unknown_model(model: str, served: str) -> ApiError:
@@ -87,6 +104,10 @@ def body_too_slow() -> ApiError:
 
 def malformed() -> ApiError:
     return bad_request("This is not an HTTP request that can be read.")
+
+
+def tls_wanted() -> ApiError:
+    return bad_request("This port speaks TLS: write https:// in place of http://.", code="tls_wanted")
 
 
 def head_too_large(max_bytes: int, max_headers: int) -> ApiError:

@@ -3,7 +3,6 @@
 import asyncio
 import resource
 import socket
-import ssl
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -13,6 +12,8 @@ from starlette.types import ASGIApp
 
 from .auth import Guard
 from .exchange import Exchange
+from .tls import Certificate
+from .tls_door import TlsDoor
 from .wire import HEAD_TIMEOUT_S, HttpProtocol
 
 SWEEP_S = 0.1
@@ -20,6 +21,7 @@ MAX_BUFFERED = 256 << 20  # bytes of bodies that are being read, of all connecti
 MAX_CONNECTIONS = 10_000
 LAST_TURNS = 3  # of the loop, within which a closed server's descriptor is closed
 SPARE_DESCRIPTORS = 124  # for workers, files and libraries
+SPARE_IN_DOOR = 32  # of these, for who is over the number and hears it when TLS is there
 
 
 def connections_allowed(asked: int = 0) -> int:
@@ -46,18 +48,19 @@ class HttpServer:
         *,
         max_body: int,
         max_connections: int = 0,
-        tls: ssl.SSLContext | None = None,
+        certificate: Certificate | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.guard = guard
         self.max_body = max_body  # bytes
         self.max_connections = connections_allowed(max_connections)
         self.clock = clock
-        self.is_draining = False
+        self.is_leaving = False  # answers say that their connection ends behind them
+        self.is_draining = False  # connections end behind an answer also where it could not say so
         self.responses: Counter[int] = Counter()  # answers that began, by status
         self._app = app
-        self._tls = tls
-        self._listening: asyncio.Server | None = None
+        self._listening: asyncio.Server | TlsDoor | None = None
+        self._door = None if certificate is None else self._door_with(certificate)
         self._connections: set[HttpProtocol] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._num_buffered = 0  # bytes
@@ -68,9 +71,11 @@ class HttpServer:
     async def serve(self, listener: socket.socket) -> None:
         """Until it is cancelled."""
         own = listener.dup()  # the loop closes it, at a moment of its own
-        self._listening = await asyncio.get_running_loop().create_server(
-            lambda: HttpProtocol(self), sock=own, ssl=self._tls, backlog=1024, ssl_handshake_timeout=self._tls_patience_s
-        )
+        if self._door is not None:
+            self._door.open(own)
+            self._listening = self._door
+        else:
+            self._listening = await asyncio.get_running_loop().create_server(self._connection, sock=own, backlog=1024)
         try:
             while True:
                 await asyncio.sleep(SWEEP_S)
@@ -79,17 +84,28 @@ class HttpServer:
             self._listening.close()
 
     @property
-    def _tls_patience_s(self) -> float | None:
-        """With who has a descriptor and is no connection yet."""
-        return HEAD_TIMEOUT_S if self._tls is not None else None
+    def num_tls_failed(self) -> int:
+        """Who came to a port with TLS and did not get in."""
+        return 0 if self._door is None else self._door.num_failed
+
+    def _connection(self) -> HttpProtocol:
+        return HttpProtocol(self)
+
+    def _door_with(self, certificate: Certificate) -> TlsDoor:
+        def has_room(num_in_door: int) -> bool:
+            return num_in_door + len(self._connections) < self.max_connections + SPARE_IN_DOOR
+
+        return TlsDoor(certificate, self._connection, has_room, patience_s=HEAD_TIMEOUT_S, clock=self.clock)
 
     async def hand_over(self, listener: socket.socket) -> None:
-        """Leaves the port to others that listen there: closes `listener`, and each connection behind its next answer.
+        """Leaves the port to others that listen there: closes `listener`, and each connection behind the next answer that
+        says so. One whose head is out already, such as a stream's, is not: its client would find the connection closed
+        with its next request under way.
 
         Whom the kernel has put into this listener's queue is served: the queue is empty when it goes, but for who comes
         within the microseconds between. With net.ipv4.tcp_migrate_req these go to the others.
         """
-        self.is_draining = True
+        self.is_leaving = True
         if self._listening is not None:
             self._listening.close()
             for _ in range(LAST_TURNS):  # the loop gives its descriptor back; from then on `listener` is the last
@@ -101,21 +117,28 @@ class HttpServer:
                 waiting.append(listener.accept()[0])
         listener.close()
         for client in waiting:
+            if self._door is not None:
+                self._door.take(client)
+                continue
             with suppress(OSError):  # it left
                 client.setblocking(False)
-                await asyncio.get_running_loop().connect_accepted_socket(
-                    lambda: HttpProtocol(self), client, ssl=self._tls, ssl_handshake_timeout=self._tls_patience_s
-                )
+                await asyncio.get_running_loop().connect_accepted_socket(self._connection, client)
+
+    def begin_drain(self) -> None:
+        """Connections end with the answers that are under way."""
+        self.is_leaving = self.is_draining = True
 
     def drain(self) -> None:
-        """Connections end with the answers that are under way; idle ones now."""
-        self.is_draining = True
+        """The same, and idle ones end now."""
+        self.begin_drain()
         for connection in list(self._connections):
             connection.close_if_idle()
 
     async def close(self, grace_s: float) -> None:
         """Waits for the last answers, at most so long, and cuts what is left."""
         self.drain()
+        if self._door is not None:
+            self._door.abort()
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=grace_s)
         for task in self._tasks:
@@ -158,6 +181,8 @@ class HttpServer:
         task.add_done_callback(self._tasks.discard)
 
     def _sweep(self) -> None:
+        if self._door is not None:
+            self._door.sweep()
         now = self.clock()
         for connection in [one for one in self._connections if one.deadline <= now]:
             connection.on_deadline()

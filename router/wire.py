@@ -17,7 +17,6 @@ the times, instead of a timer for each.
 
 import asyncio
 from collections import deque
-from http import HTTPStatus
 from typing import Protocol, cast
 
 import httptools
@@ -59,6 +58,7 @@ class Host(Protocol):
 
     guard: Guard
     max_body: int
+    is_leaving: bool
     is_draining: bool
 
     def clock(self) -> float: ...
@@ -119,6 +119,7 @@ class HttpProtocol(asyncio.Protocol):
         exchanges = [self._exchange, *self._pending]
         self._exchange, self._incoming = None, None
         self._pending.clear()
+        del self._parser  # it holds methods of this object, which would wait for the garbage collector
         for exchange in exchanges:
             if exchange is not None:
                 exchange.left()
@@ -180,12 +181,11 @@ class HttpProtocol(asyncio.Protocol):
         if fault is not None:
             self._stop(fault)
         scope = scope_of(self._url, self._parser.get_method(), version, self._headers)
-        caller = self._server.guard.caller_of(scope["raw_path"], self._headers)
+        caller = self._server.guard.caller_of(scope["raw_path"], fields)
         if caller is None:
             self._stop(unauthorized())
         scope[CALLER] = caller
-        is_reusable = self._parser.should_keep_alive() and not self._server.is_draining
-        exchange = scope[EXCHANGE] = Exchange(self, scope, fields, is_reusable=is_reusable)
+        exchange = scope[EXCHANGE] = Exchange(self, scope, fields, is_reusable=self._parser.should_keep_alive())
         self._incoming = exchange
         if self._exchange is None:
             self._await(BODY_TIMEOUT_S)
@@ -227,9 +227,10 @@ class HttpProtocol(asyncio.Protocol):
 
     # --- the exchange's side ------------------------------------------------------------------------------------------
 
-    def answered(self, status: int) -> None:
-        """The head of an answer goes out."""
+    def answered(self, status: int) -> bool:
+        """The head of an answer goes out; False when it must say that the connection ends behind it."""
         self._server.answered(status)
+        return not self._server.is_leaving
 
     def write(self, data: bytes) -> None:
         """Does not wait."""
@@ -310,13 +311,8 @@ class HttpProtocol(asyncio.Protocol):
         self._incoming, self._has_begun = None, False
         if self._exchange is not None or self._transport is None:
             return
-        body = error.encode()
-        headers = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"}
-        lines = [f"{name}: {value}" for name, value in (headers | error.headers).items()]
-        status = HTTPStatus(error.status)
-        head = "\r\n".join([f"HTTP/1.1 {status.value} {status.phrase}", *lines, "", ""])
         self._server.answered(error.status)
-        self.write(head.encode("ascii") + body)
+        self.write(error.as_http())
         self._linger()
 
     def _linger(self) -> None:

@@ -1,10 +1,7 @@
 """Who may ask, over HTTP: keys, their limits, tenants that do not see each other's prefixes, TLS."""
 
 import itertools
-import json
 import socket
-import ssl
-import subprocess
 
 import httpx
 import pytest
@@ -211,24 +208,3 @@ def test_cached_prefixes_of_real_workers_do_not_cross_tenants(served_dir, tmp_pa
         found = [cached(secret) for secret in (alice, alice, bob, bob)]
     assert [tokens[:2] for tokens in found] == [(0, 0), (48, 48), (0, 0), (48, 48)]
     assert len({text for _, _, text in found}) == 1
-
-
-def test_with_a_certificate_http_is_tls_and_without_it_nothing_answers(tmp_path, start):
-    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
-    subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
-    made = ["-newkey", "rsa:2048", "-nodes", "-days", "2", "-keyout", key, "-out", cert]
-    subprocess.run(["openssl", "req", "-x509", *made, *subject], check=True, capture_output=True)
-    running, script = start(tls_cert=str(cert), tls_key=str(key))
-    running.pair(script)
-    assert running.url.startswith("https://")
-    trusting = ssl.create_default_context(cafile=str(cert))
-    with httpx.Client(verify=trusting, base_url=running.url) as client:
-        assert client.get("/ready").status_code == 200
-        with client.stream("POST", "/v1/chat/completions", json=BODY | {"stream": True}) as response:
-            events = [json.loads(line[6:]) for line in response.iter_lines() if line.startswith("data: {")]
-        assert events[-1]["choices"][0]["finish_reason"]
-    with pytest.raises(httpx.HTTPError):
-        httpx.get(running.url.replace("https", "http") + "/health")
-    with socket.create_connection(("127.0.0.1", running.router.port)) as connection:
-        with trusting.wrap_socket(connection, server_hostname="127.0.0.1") as secured:
-            assert secured.version() in ("TLSv1.2", "TLSv1.3")

@@ -4,7 +4,7 @@ import json
 import struct
 
 import pytest
-from baton.bench.router import free_port
+from baton.bench.router_rig import free_port
 from baton.bench.serve import main
 from baton.bench.serve_plot import cdf, ticks
 

@@ -11,8 +11,18 @@ import pytest
 from baton.cluster.messages import Reserve, TokenItem, Tokens
 from baton.deploy.api_keys import add
 from baton.router import dispatch, inbox, server, wire
+from baton.router.answer import Answer
+from baton.router.entries import Entry
 from baton.router.tokenizer import load_tokenizer
-from baton.tests.cluster.router_fakes import BODY, assert_nothing_left, open_request, post, save_tokenizer, until
+from baton.tests.cluster.router_fakes import (
+    BODY,
+    assert_nothing_left,
+    open_request,
+    post,
+    save_tokenizer,
+    until,
+    without_collector,
+)
 from baton.tests.corpora.corpus import data, http_requests
 
 CASES = http_requests()
@@ -188,6 +198,7 @@ def test_bodies_of_all_clients_together_have_a_bound(start, monkeypatch):
     head = REQUEST + b"content-length: 900000\r\n\r\n"
     with connect(running) as one, connect(running) as two:
         one.sendall(head + b"x" * 700_000)
+        until(lambda: running.call(lambda: running.router._server._num_buffered) == 700_000, "the first is there")
         two.sendall(head)
         with contextlib.suppress(ConnectionError):
             two.sendall(b"x" * 700_000)
@@ -222,8 +233,26 @@ def flood(worker, reserve, num_tokens):
         worker.send(Tokens(instance=worker.instance, items=[item]))
 
 
+@pytest.fixture
+def uncollected():
+    """uncollected(): what is held for requests, while no garbage collector looks for what holds itself."""
+    with without_collector(wire.HttpProtocol, Answer, Entry) as uncollected:
+        yield uncollected
+
+
+def test_who_leaves_takes_along_all_that_was_held_for_it(start, uncollected):
+    running, script = start()
+    running.pair(script)
+    assert post(running).status_code == 200
+    script.holds.set()
+    for stream in (True, False):
+        with contextlib.closing(open_request(running, stream=stream)):
+            until(lambda: running.call(lambda: running.router.dispatcher.num_running) == 1, "it runs")
+    until(lambda: uncollected() == [], "nothing is left of it")
+
+
 @pytest.mark.parametrize("bound", ["time", "tokens"])
-def test_f16_a_client_that_never_reads_is_cut_at_a_bound_of_time_or_of_tokens(start, monkeypatch, bound):
+def test_f16_a_client_that_never_reads_is_cut_at_a_bound_of_time_or_of_tokens(start, monkeypatch, bound, uncollected):
     if bound == "time":
         monkeypatch.setattr(dispatch, "CLIENT_STALL_S", 0.5)
     else:
@@ -238,6 +267,7 @@ def test_f16_a_client_that_never_reads_is_cut_at_a_bound_of_time_or_of_tokens(st
         until(lambda: running.call(lambda: running.router.dispatcher.events["client_stalled"]) == 1, "it is cut")
         assert_nothing_left(running)
         until(lambda: running.call(lambda: len(running.router._server._connections)) == 0, "its connection is gone")
+    until(lambda: uncollected() == [], "and so is all that was held for it")
     script.holds.clear()
     assert post(running).status_code == 200
 

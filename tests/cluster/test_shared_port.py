@@ -7,7 +7,8 @@ import threading
 
 import httpx
 import pytest
-from baton.tests.cluster.router_fakes import until
+from baton.cluster.messages import Reserve
+from baton.tests.cluster.router_fakes import open_request, until
 from baton.tests.cluster.serving import complete, random_ids, serving, status, wait_until
 
 
@@ -69,6 +70,31 @@ def test_a_router_listens_once_it_is_ready_and_leaves_a_shared_port_without_refu
             thread.join()
     assert set(statuses) == {200}
     assert instance(httpx, leaving.url)[0] == staying.router.instance
+
+
+def test_no_kept_connection_ends_unannounced_while_a_router_leaves_a_shared_port(start, monkeypatch):
+    monkeypatch.setattr("baton.router.app.HAND_OVER_S", 0.3)
+    leaving, script = start(share_port=True)
+    _, decode = leaving.pair(script)
+    until(lambda: _answers(leaving.url), "it listens")
+    script.holds.set()
+    streaming, whole = open_request(leaving, stream=True), open_request(leaving)
+    reserves = until(lambda: found if len(found := decode.of(Reserve)) == 2 else None, "both run")
+    stream = streaming.getresponse()  # its head comes with prefill's token
+    leaving.begin_drain()
+    until(lambda: leaving.router._listener.fileno() == -1, "its listener is closed")
+    for reserve in reserves:
+        script.stream(decode, reserve)
+    answer = whole.getresponse()
+    assert (answer.status, answer.headers["connection"]) == (200, "close"), "said while it still could be"
+    assert stream.headers["connection"] is None
+    assert stream.read().endswith(b"data: [DONE]\n\n")
+    streaming.request("GET", "/health")
+    answer = streaming.getresponse()
+    assert (answer.status, answer.headers["connection"]) == (200, "close"), "too late to say it: one request more"
+    streaming.close()
+    whole.close()
+    leaving.join()
 
 
 def _answers(url):

@@ -294,7 +294,7 @@ def test_the_model_is_the_first_that_is_named():
         return await model_of(Client(endpoint_of("http://x:1/v1/"), clock, connect=endpoint.connect))
 
     assert run(main(Scripted())) == "toy"
-    with pytest.raises(BatonError, match="cannot be reached"):
+    with pytest.raises(BatonError, match="nothing listens at http://x:1"):
         run(main(Scripted(lambda i: "refused")))
 
 

@@ -181,7 +181,7 @@ def test_the_first_that_takes_a_connection_decides(paths, code, said, role, caps
 def test_the_health_check_imports_nothing_of_ours_and_nothing_heavy():
     source = (DEPLOY / "alive.py").read_text()
     assert set(re.findall(r"^(?:import|from) (\S+)", source, re.MULTILINE)) == {
-        "collections.abc", "http.client", "sys", "urllib.parse",
+        "collections.abc", "http.client", "ssl", "sys", "urllib.parse",
     }  # fmt: skip
 
 

@@ -1,27 +1,123 @@
-"""Certificates that cannot be used are refused when the router starts."""
+"""The certificate of the HTTP endpoint: what cannot be used is refused in one line, what is replaced is taken over."""
+
+import os
+import ssl
 
 import pytest
 from baton.cluster.errors import ConfigError
-from baton.router.tls import tls_context
+from baton.cluster.tls_faults import tls_fault
+from baton.router.tls import LOOK_AGAIN_S, Certificate, certificate_of
+from baton.tests.cluster.certificates import DAY, Authority, pem
+from cryptography.hazmat.primitives.serialization import Encoding
+
+ISSUER = Authority()
+ONE, OTHER = ISSUER.issue("one"), ISSUER.issue("other")
+GOOD = pem(ONE[0]), pem(ONE[1])
+MISTAKES = {
+    "no files": (None, None, "--tls-cert .*chain.* cannot be read"),
+    "no key file": (GOOD[0], None, "--tls-key .*key.* cannot be read"),
+    "empty": (b"", b"", "holds no certificate in PEM"),
+    "no certificate": (b"-----BEGIN CERTIFICATE-----\nno\n-----END CERTIFICATE-----\n", GOOD[1], "cannot be used"),
+    "not PEM": (ONE[0].public_bytes(Encoding.DER), GOOD[1], "holds no certificate in PEM"),
+    "turned round": (GOOD[1], GOOD[0], "holds no certificate in PEM"),
+    "two certificates": (GOOD[0], GOOD[0], "holds no private key in PEM"),
+    "another's key": (GOOD[0], pem(OTHER[1]), "is not the key of the first certificate"),
+    "its authority first": (pem(ISSUER.certificate) + GOOD[0], GOOD[1], "the server's own certificate stands first"),
+    "a passphrase": (GOOD[0], pem(ONE[1], b"secret"), "openssl pkey -in .*key"),
+}
+
+
+@pytest.fixture
+def files(tmp_path):
+    return tmp_path / "chain.pem", tmp_path / "key.pem"
+
+
+@pytest.fixture
+def loaded(files):
+    """A certificate of its own clock: `loaded.later()` is its context after the files were looked at again."""
+    ISSUER.write(*files, "first")
+    return Loaded(files)
+
+
+class Loaded:
+    def __init__(self, files):
+        self.files, self.now = files, 0.0
+        self.certificate = Certificate(*map(str, files), monotonic=lambda: self.now)
+        self.num_writes = 0
+
+    def later(self):
+        self.now += LOOK_AGAIN_S
+        return self.certificate.context
+
+    def write(self, file, content):
+        """Its time of change is one that the file never had, whatever the file system rounds."""
+        self.num_writes += 1
+        file.write_bytes(content)
+        os.utime(file, (self.num_writes, self.num_writes))
 
 
 def test_without_files_there_is_no_tls():
-    assert tls_context("", "") is None
-
-
-@pytest.mark.parametrize("content", [None, "", "-----BEGIN CERTIFICATE-----\nno\n-----END CERTIFICATE-----\n"])
-def test_files_that_cannot_be_used_are_named_in_one_line(tmp_path, content):
-    paths = [tmp_path / "cert.pem", tmp_path / "key.pem"]
-    for path in paths:
-        if content is not None:
-            path.write_text(content)
-    with pytest.raises(ConfigError) as caught:
-        tls_context(*map(str, paths))
-    assert all(str(path) in str(caught.value) for path in paths)
-    assert "\n" not in str(caught.value)
+    assert certificate_of("", "") is None
 
 
 @pytest.mark.parametrize("given", [("a", ""), ("", "b")])
 def test_one_file_without_the_other_is_refused(given):
     with pytest.raises(ConfigError, match="belong together"):
-        tls_context(*given)
+        certificate_of(*given)
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_one_line_that_names_the_file(files, name):
+    *contents, said = MISTAKES[name]
+    for path, content in zip(files, contents, strict=True):
+        if content is not None:
+            path.write_bytes(content)
+    with pytest.raises(ConfigError, match=said) as caught:
+        certificate_of(*map(str, files))
+    assert "\n" not in str(caught.value)
+    assert "_ssl.c" not in str(caught.value)
+
+
+def test_replaced_files_are_taken_over_once_they_belong_together(loaded, caplog):
+    first = loaded.certificate.context
+    certificate, key = ISSUER.issue("second")
+    loaded.write(loaded.files[0], pem(certificate))
+    assert loaded.certificate.context is first, "files are not looked at all the time"
+    assert loaded.later() is first
+    assert "stays as it was" in caplog.text
+    loaded.write(loaded.files[1], pem(key))
+    second = loaded.later()
+    assert second is not first
+    assert loaded.later() is second
+    loaded.files[1].unlink()
+    assert loaded.later() is second
+    assert caplog.text.count("stays as it was") == 2
+
+
+@pytest.mark.parametrize(("ends_in", "said"), [(-DAY, "has ended"), (2 * DAY, "ends soon"), (20 * DAY, "")])
+def test_the_end_of_a_certificate_is_told_and_keeps_nobody_from_starting(files, caplog, ends_in, said):
+    ISSUER.write(*files, ends_in=ends_in)
+    Certificate(*map(str, files))
+    assert said in caplog.text
+    assert bool(caplog.records) == bool(said)
+
+
+def refusal(code, message):
+    error = ssl.SSLCertVerificationError(1, "certificate verify failed")
+    error.verify_code, error.verify_message = code, message
+    return error
+
+
+def test_what_a_client_says_of_tls_has_a_remedy(tmp_path):
+    unknown = refusal(20, "unable to get local issuer certificate")
+    assert "SSL_CERT_FILE" in tls_fault("https://x", unknown, {})
+    assert "which cannot be read" in tls_fault("https://x", unknown, {"SSL_CERT_FILE": str(tmp_path / "none")})
+    assert "which has not signed it" in tls_fault("https://x", unknown, {"SSL_CERT_FILE": str(tmp_path)})
+    ended = tls_fault("https://x", refusal(10, "certificate has expired"), {})
+    assert "has expired" in ended
+    assert "SSL_CERT_FILE" not in ended
+    assert "the name that it was made for" in tls_fault("https://x", refusal(62, "Hostname mismatch, not for 'x'."), {})
+    plain = ssl.SSLError(1, "wrong version number")
+    plain.reason = "WRONG_VERSION_NUMBER"
+    assert tls_fault("https://x", plain, {}) == "https://x does not speak TLS: write http://"
+    assert tls_fault("https://x", ConnectionResetError(), {}) == ""

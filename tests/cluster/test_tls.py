@@ -1,0 +1,126 @@
+"""HTTP over TLS: who gets in, who does not, and what a new certificate changes."""
+
+import json
+import socket
+import ssl
+
+import httpx
+import pytest
+from baton.deploy import alive
+from baton.tests.cluster.certificates import Authority, pem
+from baton.tests.cluster.router_fakes import BODY, until
+
+
+@pytest.fixture(scope="module")
+def authority():
+    return Authority()
+
+
+@pytest.fixture
+def trusting(authority):
+    made = ssl.create_default_context()
+    made.load_verify_locations(cadata=pem(authority.certificate).decode())
+    return made
+
+
+@pytest.fixture
+def files(tmp_path, authority):
+    paths = tmp_path / "cert.pem", tmp_path / "key.pem"
+    authority.write(*paths, "first")
+    return paths
+
+
+@pytest.fixture
+def secured(start, files):
+    """secured(**settings) -> (a router, its script)"""
+
+    def make(**settings):
+        return start(tls_cert=str(files[0]), tls_key=str(files[1]), **settings)
+
+    return make
+
+
+def connected(running):
+    return socket.create_connection(("127.0.0.1", running.router.port))
+
+
+def name_offered(running, trusting, **named):
+    with connected(running) as connection, trusting.wrap_socket(connection, server_hostname="127.0.0.1") as inside:
+        assert inside.version() in ("TLSv1.2", "TLSv1.3")
+        return dict(pair[0] for pair in inside.getpeercert()["subject"])["commonName"]
+
+
+def is_healthy(inside):
+    inside.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+    return inside.recv(1000).startswith(b"HTTP/1.1 200 ")
+
+
+def is_cut(client):
+    client.settimeout(5)
+    try:
+        return client.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+def test_with_a_certificate_http_is_tls_and_who_comes_without_hears_so(secured, trusting, capsys):
+    running, script = secured()
+    running.pair(script)
+    assert running.url.startswith("https://")
+    with httpx.Client(verify=trusting, base_url=running.url) as client:
+        assert client.get("/ready").status_code == 200
+        with client.stream("POST", "/v1/chat/completions", json=BODY | {"stream": True}) as response:
+            events = [json.loads(line[6:]) for line in response.iter_lines() if line.startswith("data: {")]
+        assert events[-1]["choices"][0]["finish_reason"]
+    plain = running.url.replace("https", "http")
+    answer = httpx.get(f"{plain}/health")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "tls_wanted")
+    with connected(running) as client:
+        client.sendall(b"\x16\x03\x01\x00\x05hello")
+        assert is_cut(client)
+    until(lambda: running.router.dispatcher.event_totals.get("tls_failed") == 2, "both are counted")
+    assert alive.main([f"{plain}/health"]) == 0, "the image's health check asks over TLS then"
+    assert "200" in capsys.readouterr().out
+
+
+def test_new_connections_get_a_new_certificate_and_those_that_stand_go_on(secured, files, authority, trusting):
+    running, script = secured()
+    running.pair(script)
+    with connected(running) as connection, trusting.wrap_socket(connection, server_hostname="127.0.0.1") as kept:
+        assert is_healthy(kept)
+        authority.write(*files, "second")
+        until(lambda: name_offered(running, trusting) == "second", "the new one is offered")
+        assert is_healthy(kept)
+
+
+def test_who_never_ends_a_handshake_counts_as_a_connection_and_is_cut(secured, trusting, monkeypatch):
+    monkeypatch.setattr("baton.router.server.HEAD_TIMEOUT_S", 0.6)
+    monkeypatch.setattr("baton.router.server.SPARE_IN_DOOR", 4)
+    running, _ = secured(max_connections=16)
+    door = running.router._server._door
+    clients = [connected(running) for _ in range(20)]
+    for client in clients[::2]:
+        client.sendall(b"\x16\x03\x01\x02\x00")  # the beginning of a hello of 512 bytes
+    until(lambda: len(door) == 20, "all stand in the door")
+    with connected(running) as beyond:
+        assert is_cut(beyond)
+        assert len(door) == 20, "and nobody else yet"
+    assert all(is_cut(client) for client in clients)
+    until(lambda: len(door) == 0, "the door is empty")
+    assert name_offered(running, trusting) == "first"
+    for client in clients:
+        client.close()
+
+
+@pytest.mark.slow
+def test_who_waits_at_a_shared_port_gets_in_while_the_router_leaves_it(secured, trusting, monkeypatch):
+    monkeypatch.setattr("baton.router.app.HAND_OVER_S", 0.4)
+    running, script = secured(share_port=True)
+    running.pair(script)
+    until(lambda: running.router._server._door._listener is not None, "it listens")
+    with connected(running) as waiting:
+        running.begin_drain()
+        until(lambda: running.router._listener.fileno() == -1, "its listener is closed")
+        with trusting.wrap_socket(waiting, server_hostname="127.0.0.1") as inside:
+            assert is_healthy(inside)
+    running.join()
