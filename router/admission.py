@@ -5,7 +5,7 @@ from collections.abc import Collection
 from ..cluster.messages import YOUNG_SAMPLING_FIELDS, Sampling
 from ..cluster.sockets import CONTROL_MAX_FRAME
 from .errors import ApiError, bad_request, context_too_long, unavailable
-from .grammars import MAX_GRAMMAR
+from .grammar_compiler import MAX_GRAMMAR
 from .openai import COMPLETION_MAX_TOKENS
 from .policy import Limits, Need, can_ever, live_pairs, obeyed
 from .registry import Registry, Worker
@@ -57,8 +57,11 @@ def check_prompt(num_prompt: int, param: str, live: Limits) -> None:
 
 def young_fields(sampling: Sampling, salt: str) -> tuple[str, ...]:
     """The fields of an order that workers of an older version may not know, where they say something."""
-    asked = [name for name in YOUNG_SAMPLING_FIELDS if getattr(sampling, name) != getattr(DEFAULTS, name)]
-    return (*asked, "salt") if salt else tuple(asked)
+    asked: tuple[str, ...] = ()
+    for name in YOUNG_SAMPLING_FIELDS:
+        if getattr(sampling, name) != getattr(DEFAULTS, name):
+            asked += (name,)
+    return (*asked, "salt") if salt else asked
 
 
 def no_pair_for(need: Need, pairs: Collection[tuple[Worker, Worker]]) -> ApiError:
@@ -72,8 +75,12 @@ def no_pair_for(need: Need, pairs: Collection[tuple[Worker, Worker]]) -> ApiErro
 
 def check_obeyed(need: Need, live: Collection[tuple[Worker, Worker]]) -> None:
     """Raises ApiError (503) where no pair would obey all fields of a request."""
-    if need.asks and not any(obeyed(p, d, need.asks) for p, d in live):
-        raise no_pair_for(need, live)
+    if not need.asks:
+        return
+    for prefill, decode in live:
+        if obeyed(prefill, decode, need.asks):
+            return
+    raise no_pair_for(need, live)
 
 
 def check_fits(need: Need, registry: Registry, live: Limits) -> None:

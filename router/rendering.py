@@ -1,8 +1,8 @@
 """Rendering a chat by the model's template, as a process of its own does it, and what is said to that process.
 
 A template is a program that came with the model. Jinja's sandbox keeps it from reaching out, but not from running for
-ever or from taking all memory, and what it does depends on what clients say. So it never runs in the router: see
-`template_worker` for the process, `templates` for those who ask it.
+ever or from taking all memory, and what it does depends on what clients say. So as it stands it never runs in the router:
+see `template_worker` for the process, `templates` for those who ask it, and `inline_templates` for those that are bounded.
 
 On the socket both ways: 4 bytes of length, little-endian, and that many bytes. To the worker first a Setup, then Chats,
 as JSON; back first READY, then a reply per Chat in their order: its kind, one byte, and a text in UTF-8. TOO_LARGE is the

@@ -26,14 +26,16 @@ from .generation import Choice, Prompt, Style, name_of
 from .grammars import Grammars, plan_of
 from .idempotency import Idempotency
 from .inbox import Inbox
+from .inline_templates import InlineRenderer, inline_renderer
 from .nursery import NurseryHandle
 from .openai import check_chat, check_token_ids, logprobs_of, max_new_of, prompts_of, sampling_of
 from .policy import Limits
+from .rendering import Chat
 from .replies import Builder, DetokenizeReply, Frame, TokenizeReply
 from .response_bodies import ResponseBody, chat_of, in_words_of_responses, told_of
 from .response_replies import ResponseBuilder
 from .spans import end_request, operation_of
-from .templates import Templates
+from .templates import Templates, encoded
 from .tokenizer import GuardedChat, Switches, Tokenizer
 from .tool_bodies import Tool, as_template_tool, schema_of
 
@@ -74,11 +76,13 @@ class Service:
         self.started = int(time.time())
         self.clock = clock
         self.replays = Idempotency(clock, dispatcher.events)
-        self.grammars = Grammars()
+        self.grammars = Grammars(nursery, clock, dispatcher.events)
         setup = tokenizer.template_setup
         self.templates: Templates | None = None
+        self._inline: InlineRenderer | None = None
         if setup is not None:
             self.templates = Templates(setup, nursery, clock, dispatcher.events)
+            self._inline = inline_renderer(setup)
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
 
     def open(self) -> None:
@@ -165,10 +169,16 @@ class Service:
             return self.tokenizer.guard(messages, switches, [as_template_tool(tool) for tool in tools])
 
         guarded = await self._in_thread(call.size, guard)
-        assert self.templates is not None, "a chat was guarded, so there is a template"
-        rendered = await self.templates.render(guarded.data, is_long=call.size > INLINE_BYTES)
+        rendered = await self._rendered(guarded.chat, is_long=call.size > INLINE_BYTES)
         self._check_chars(guarded.num_chars_of(rendered), "messages")
         return await self._in_thread(len(rendered), partial(self.tokenizer.encode_rendered, guarded, rendered))
+
+    async def _rendered(self, chat: Chat, *, is_long: bool) -> str:
+        """By the model's template: here, where that is known to take no time, or by a worker. Raises ApiError."""
+        assert self.templates is not None, "a chat was guarded, so there is a template"
+        if self._inline is not None and not is_long and (text := self._inline.render(chat)) is not None:
+            return text
+        return await self.templates.render(encoded(chat), is_long=is_long)
 
     def _prompt(self, prompt: str | list[int]) -> Prompt:
         return Prompt(self.tokenizer.encode(prompt), prompt) if isinstance(prompt, str) else Prompt(prompt)
@@ -204,12 +214,14 @@ class Service:
         live = self.dispatcher.limits()
         if live is None:  # then nobody knows the vocabulary either, which may be larger than the tokenizer's
             raise no_workers()
+        style, num_choices, num_tries = _style_of(body), body.num_choices, body.num_tries
+        jobs: list[Job] = []
+        choices: list[Choice] = []
         for prompt in prompts:
             check_token_ids(body, prompt.ids, self._vocab_size(live))
-        jobs = [job for prompt in prompts for job in self._jobs(body, prompt.ids, live, call, tokenize_s)]
-        style = _style_of(body)
-        tried = [prompt if body.wants_echo else None for prompt in prompts for _ in range(body.num_tries)]
-        choices = [Choice(self.tokenizer, style, echo) for echo in tried]
+            jobs += self._jobs(body, prompt.ids, live, call, tokenize_s)
+            echo = prompt if body.wants_echo else None
+            choices += [Choice(self.tokenizer, style, echo) for _ in range(num_tries)]
         inbox = Inbox(self.clock, is_patient=not body.stream and not style.stops)  # a stop string is looked for at once
         entries = self._submit(jobs, inbox, frame.id, call)
         wish = Wish(
@@ -217,8 +229,8 @@ class Service:
             wants_usage=body.wants_usage,
             wants_usage_always=body.wants_usage_always,
             wants_timeline=call.wants_timeline,
-            num_choices=body.num_choices,
-            num_tries=body.num_tries,
+            num_choices=num_choices,
+            num_tries=num_tries,
         )
         return Answer(self.dispatcher, self.clock, entries, inbox, choices, builder, wish)
 

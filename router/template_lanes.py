@@ -96,9 +96,10 @@ class _Worker:
 
 
 class Lanes:
-    """All workers of a router."""
+    """All workers of one kind of work. Who dies after `costly_s` at a piece of it died of that."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_aside: int = MAX_ASIDE, costly_s: float = COSTLY_S) -> None:
+        self._max_aside, self._costly_s = max_aside, costly_s
         self._num_made = 0
         self._waiting: dict[bool, deque[Rendering]] = {False: deque(), True: deque()}  # by is_long
         self._lanes: dict[bool, _Worker | None] = {False: None, True: None}
@@ -175,7 +176,7 @@ class Lanes:
 
     def _set_aside(self, is_long: bool, worker: _Worker, now: float) -> list[Effect]:
         done: list[Effect] = []
-        if len(self._aside) >= MAX_ASIDE:
+        if len(self._aside) >= self._max_aside:
             oldest = min(self._aside.values(), key=lambda one: one.since)
             if now - oldest.since < HURRIED_S:
                 return []
@@ -201,7 +202,7 @@ class Lanes:
         if not worker.sent:
             return []
         first = worker.sent.popleft()
-        is_costly = worker.is_ready and now - worker.since >= COSTLY_S
+        is_costly = worker.is_ready and now - worker.since >= self._costly_s
         first.num_deaths += 1
         if is_costly or first.num_deaths > 1:
             return [Failed(first, is_costly=is_costly)]

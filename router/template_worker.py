@@ -1,4 +1,4 @@
-"""The processes that render chat templates, so that a template that runs wild can be killed.
+"""The processes that render chat templates and compile grammars, so that one that runs wild can be killed.
 
     nursery   has the libraries loaded and no template; it forks a worker within milliseconds when the router asks for one,
               sets it aside (at the lowest priority) or kills it. It ends with the router, and its workers with it.
@@ -23,10 +23,12 @@ from enum import IntEnum
 import msgspec
 
 from ..cluster.life import SERVING
+from .grammar_compiler import GRAMMARS, GrammarCompiler
 from .rendering import READY, TOO_LARGE, Frames, Renderer, Setup, framed
 
 DEADLINE_S = 2.0  # of one chat, in a worker that is not starved
 MEMORY = 512 << 20  # bytes of address space that rendering may take
+GRAMMAR_MEMORY = 256 << 20  # that compiling a grammar may take
 COMMAND = struct.Struct("<BQ")
 LOWEST_PRIORITY = 19
 READ_BYTES = 1 << 18
@@ -62,6 +64,7 @@ class Nursery:
             selector.register(self._wakes, selectors.EVENT_READ)
             while self._is_asked(selector):
                 self._reap()
+        signal.set_wakeup_fd(-1)  # its socket goes with this object, and the dead are not awaited
         for pid in self._children.values():
             os.kill(pid, signal.SIGKILL)
 
@@ -137,29 +140,38 @@ def _work(end: socket.socket) -> None:
     """A worker's life: until the router closes its socket, or until one chat took too much memory."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # whose default is the end of the process
-    _limit()
+    _limit(MEMORY)
     sys.audit(SERVING)
     frames = Frames()
-    renderer: Renderer | None = None
+    trade: Renderer | GrammarCompiler | None = None
     with contextlib.suppress(ConnectionError):
         while data := end.recv(READ_BYTES):
             for frame in frames.feed(data):
-                if renderer is None:
-                    renderer = Renderer(msgspec.json.decode(frame, type=Setup))
+                if trade is None:
+                    trade = _trade_of(frame)
                     end.sendall(framed(READY))
                     continue
                 signal.setitimer(signal.ITIMER_REAL, DEADLINE_S)
-                reply = renderer.answer(frame)
+                reply = trade.answer(frame)
                 signal.setitimer(signal.ITIMER_REAL, 0)
                 end.sendall(framed(reply))
                 if reply == TOO_LARGE:
                     return
 
 
-def _limit() -> None:
+def _trade_of(frame: bytes) -> Renderer | GrammarCompiler:
+    """What the first frame makes of a worker."""
+    if frame != GRAMMARS:
+        return Renderer(msgspec.json.decode(frame, type=Setup))
+    made = GrammarCompiler()
+    _limit(GRAMMAR_MEMORY)
+    return made
+
+
+def _limit(memory: int) -> None:
     """Bounds the memory of this process from now on, and keeps chats out of core files."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    size = MEMORY + _address_space()
+    size = memory + _address_space()
     resource.setrlimit(resource.RLIMIT_AS, (size, size))
 
 

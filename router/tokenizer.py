@@ -11,30 +11,30 @@ import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from inspect import signature
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
 from ..cluster.errors import ConfigError, StartupError
 from .detokenizer import Detokenizer, TokenBytes
-from .errors import bad_request
+from .errors import bad_request, nested_too_deeply
 from .rendering import Chat, Setup
 from .tool_prompts import ChatMessage, is_native, written_out
+from .word_ids import word_ids
 
 Switches = Mapping[str, bool | int | float | None]
-RESERVED_SWITCHES = frozenset((*signature(PreTrainedTokenizerFast.apply_chat_template).parameters, "messages"))
+RENDERING = signature(PreTrainedTokenizerFast.apply_chat_template)
+RESERVED_SWITCHES = frozenset((*RENDERING.parameters, "messages", "conversations"))
 
 
 @dataclass(frozen=True)
 class GuardedChat:
-    """A chat for its template, encoded, with `mark` and a number in place of each spelled control token."""
+    """A chat for its template, with `mark` and a number in place of each spelled control token."""
 
-    data: bytes
+    chat: Chat
     mark: str
     spelled: list[str]
 
@@ -53,6 +53,8 @@ class Tokenizer:
         self._backend.no_padding()
         self._plain: Backend = Backend.from_str(self._backend.to_str())
         self._plain.encode_special_tokens = True
+        self._words = word_ids(self._backend)
+        self._has_frame = self._backend.num_special_tokens_to_add(False) > 0
         self.token_bytes = TokenBytes(self._backend)
         self.longest_token = max(1, self.token_bytes.longest)
         added = self._backend.get_added_tokens_decoder()
@@ -72,7 +74,9 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """A raw prompt, with what the tokenizer puts around any text (such as a begin token)."""
-        return self._encode(self._backend, text, add_special_tokens=add_special_tokens)
+        if add_special_tokens and self._has_frame:
+            return self._encode(self._backend, text, add_special_tokens=True)
+        return self._encode_text(text)
 
     @property
     def template_setup(self) -> Setup | None:
@@ -94,21 +98,20 @@ class Tokenizer:
         if taken:
             text = f"chat_template_kwargs: {taken[0]} is not a switch of a template"
             raise bad_request(text, param="chat_template_kwargs")
-        spelled: list[str] = []
-        mark = secrets.token_hex(16)
         if not self._is_native:
             messages, tools = written_out(messages, tools), ()
-        guard = partial(self._guard, mark=mark, spelled=spelled)
+        guard = _Guard(self._special)
         try:
             guarded = [_in_strings(guard, message) for message in messages]
             given = [_in_strings(guard, tool) for tool in tools]
-            data = msgspec.json.encode(Chat(messages=guarded, tools=given, switches=dict(switches or {})))
         except RecursionError:
-            raise bad_request("messages: the arguments of a call are nested too deeply", param="messages") from None
-        return GuardedChat(data, mark, spelled)
+            raise nested_too_deeply() from None
+        return GuardedChat(Chat(messages=guarded, tools=given, switches=dict(switches or {})), guard.mark, guard.spelled)
 
     def encode_rendered(self, chat: GuardedChat, rendered: str) -> list[int]:
         """The ids of what the template made of a chat."""
+        if not chat.spelled:
+            return self._encode_text(rendered)
         ids: list[int] = []
         for i, part in enumerate(rendered.split(chat.mark)):
             text = part
@@ -116,7 +119,7 @@ class Tokenizer:
                 number, _, text = part.partition("x")
                 ids += self._encode(self._plain, chat.spelled[int(number)], add_special_tokens=False)
             if text:
-                ids += self._encode(self._backend, text, add_special_tokens=False)
+                ids += self._encode_text(text)
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -127,16 +130,10 @@ class Tokenizer:
     def detokenizer(self, *, skip_special: bool = True) -> Detokenizer:
         return Detokenizer(self.token_bytes, skip_special=skip_special)
 
-    def _guard(self, text: str, mark: str, spelled: list[str]) -> str:
-        """Puts an unguessable mark in place of every spelled control token and notes what stood there."""
-        if self._special is None:
-            return text
-
-        def note(match: re.Match[str]) -> str:
-            spelled.append(match.group())
-            return f"{mark}{len(spelled) - 1}x"
-
-        return self._special.sub(note, text)
+    def _encode_text(self, text: str) -> list[int]:
+        """With control tokens, and nothing around it."""
+        ids = None if self._words is None else self._words.encode(text)
+        return self._encode(self._backend, text, add_special_tokens=False) if ids is None else ids
 
     @staticmethod
     def _encode(backend: Backend, text: str, *, add_special_tokens: bool) -> list[int]:
@@ -144,6 +141,25 @@ class Tokenizer:
         [encoding] = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = encoding.ids
         return ids
+
+
+class _Guard:
+    """Puts an unguessable mark and a number in place of every spelled control token, and notes what stood there."""
+
+    def __init__(self, special: re.Pattern[str] | None) -> None:
+        self._special = special
+        self.mark = ""  # made for the first one
+        self.spelled: list[str] = []
+
+    def __call__(self, text: str) -> str:
+        if self._special is None or self._special.search(text) is None:
+            return text
+        self.mark = self.mark or secrets.token_hex(16)
+        return self._special.sub(self._note, text)
+
+    def _note(self, match: re.Match[str]) -> str:
+        self.spelled.append(match.group())
+        return f"{self.mark}{len(self.spelled) - 1}x"
 
 
 def _in_strings(change: Callable[[str], str], value: Any) -> Any:  # noqa: ANN401 - JSON

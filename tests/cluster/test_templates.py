@@ -10,6 +10,7 @@ import pytest
 from baton.router.errors import ApiError
 from baton.router.nursery import NurseryHandle
 from baton.router.rendering import Chat, Renderer, Setup
+from baton.router.service import INLINE_BYTES
 from baton.router.templates import Templates
 from baton.router.tokenizer import load_tokenizer
 from baton.tests.cluster.router_fakes import TEMPLATE, in_thread, post, save_tokenizer, shared_nursery
@@ -92,9 +93,9 @@ def test_s19_a_worker_that_dies_costs_its_chats_nothing_and_neither_does_a_nurse
 async def kill_worker(made, nursery):
     """The newest one, once it has something to do."""
     await asyncio.sleep(0)
-    key, pipe = max(made._pipes.items())
+    key, pipe = max(made._shop._pipes.items())
     nursery.kill(pipe.number)
-    while made._pipes.get(key) is pipe:
+    while made._shop._pipes.get(key) is pipe:
         await asyncio.sleep(0.005)
 
 
@@ -107,11 +108,12 @@ def test_s19_nobody_else_has_to_wait_while_more_endless_templates_run_than_may()
             usual = asyncio.create_task(code_of(made.render(chat("hi"), is_long=False)))
             assert await asyncio.gather(*endless) == ["template_too_costly"] * 8
             assert isinstance(await usual, int)
-            assert not made._lanes.num_open
+            assert not made._shop._lanes.num_open
 
     asyncio.run(play())
 
 
+@pytest.mark.slow
 @pytest.mark.slow
 def test_s19_the_corpus_of_templates_is_rendered_or_refused():
     async def play(name, template):
@@ -158,3 +160,16 @@ def test_s19_a_router_whose_template_runs_wild_serves_on(tmp_path, start):
     assert (replies[0].status_code, error["code"], error["param"]) == (400, "template_too_costly", "messages")
     assert running.call(lambda: running.router.dispatcher.events["template_cut"]) == 1
     assert post(running).status_code == 200
+
+
+def test_a_short_chat_of_a_harmless_template_asks_no_worker_and_a_long_or_refused_one_does(start):
+    running, script = start()
+    running.pair(script)
+    templates, asked = running.router._service.templates, []
+    render = templates.render
+    templates.render = lambda chat, *, is_long: asked.append(is_long) or render(chat, is_long=is_long)
+    assert post(running).status_code == 200
+    assert asked == []
+    assert post(running, messages=[{"role": "user", "content": "refuse me"}]).status_code == 400
+    assert post(running, messages=[{"role": "user", "content": "a" * INLINE_BYTES}]).status_code in (200, 400)
+    assert asked == [False, True]

@@ -1,6 +1,5 @@
 """What a client asks of the form of its answer: grammars of plans, hostile schemas, and calls told apart from text."""
 
-import asyncio
 import json
 import subprocess
 import sys
@@ -9,7 +8,7 @@ import time
 import numpy as np
 import pytest
 from baton.router.errors import ApiError
-from baton.router.grammars import LIMITS, MAX_GRAMMAR, Grammars, Plan, compiled
+from baton.router.grammar_compiler import LIMITS, MAX_GRAMMAR, Plan, compiled
 from baton.router.tool_calls import CallReader
 from baton.router.tool_prompts import is_native, written_out
 from baton.tests.corpora.corpus import schemas
@@ -80,6 +79,11 @@ HOSTILE = {
     "redos": b'{"type":"string","pattern":"^(a{1,100}){1,100}$"}',
     "left recursion": b'{"$defs":{"a":{"anyOf":[{"$ref":"#/$defs/a"},{"type":"null"}]}},"$ref":"#/$defs/a"}',
     "long string": b'{"type":"string","minLength":1,"maxLength":1000000}',
+    "endless array": b'{"type":"array","minItems":1000000000}',
+    "many long arrays": json.dumps({"prefixItems": [{"type": "array", "maxItems": 9000, "items": {}}] * 1000}).encode(),
+    "long constant": json.dumps({"enum": ["a", {"b": "x" * 9000}]}).encode(),
+    "long pattern": json.dumps({"type": "string", "pattern": "x" * 9000}).encode(),
+    "long name": json.dumps({"properties": {"x" * 9000: {}}}).encode(),
     "many alternatives": json.dumps({"anyOf": [{"const": f"{i}{'x' * 20}"} for i in range(1200)]}).encode(),
 }
 REFUSED = {
@@ -117,6 +121,15 @@ def test_a_hostile_schema_is_refused_or_compiled_in_bounds(name):
         assert len(found) <= MAX_GRAMMAR
 
 
+def test_what_every_step_would_walk_through_has_a_bound_and_notes_have_none():
+    noted = {"type": "object", "description": "x" * 9000, "properties": {"description": {"title": "y" * 9000}}}
+    assert not isinstance(outcome(Plan(answer=json.dumps(noted).encode())), ApiError)
+    for name in ("long constant", "long pattern", "long name"):
+        assert "9000 characters" in outcome(Plan(answer=HOSTILE[name])).body.message
+    for name in ("endless array", "many long arrays"):
+        assert "minItems and maxItems" in outcome(Plan(answer=HOSTILE[name])).body.message
+
+
 @pytest.mark.parametrize(("text", "is_refused"), [case[1:] for case in BOMBS], ids=[case[0] for case in BOMBS])
 def test_s18_the_corpus_of_schemas_is_refused_or_compiled_and_followed_in_bounds(bytes_tokenizer, text, is_refused):
     started = time.process_time()
@@ -139,7 +152,7 @@ def test_s18_the_corpus_of_schemas_takes_no_512_mib():
     code = """if True:
         import resource
         from baton.router.errors import ApiError
-        from baton.router.grammars import Plan, compiled
+        from baton.router.grammar_compiler import Plan, compiled
         from baton.tests.corpora.corpus import schemas
         peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         before = peak()
@@ -160,30 +173,6 @@ def test_a_schema_that_cannot_be_followed_is_refused(name):
         with pytest.raises(ApiError) as caught:
             compiled(plan)
         assert (caught.value.status, caught.value.body.param) == (400, param)
-
-
-def test_a_plan_is_compiled_once_and_never_on_the_event_loop(monkeypatch):
-    seen = []
-
-    def slow(plan):
-        assert asyncio._get_running_loop() is None, "a thread of its own"
-        seen.append(plan)
-        return "grammar"
-
-    monkeypatch.setattr("baton.router.grammars.compiled", slow)
-
-    async def ask():
-        grammars = Grammars()
-        plan = Plan(answer=b'{"const": 1}')
-        assert [await grammars.of(plan) for _ in range(3)] == ["grammar"] * 3
-        assert await grammars.of(Plan()) == ""
-        for i in range(100):
-            await grammars.of(Plan(answer=b"%d" % i))
-        assert "64 kept" in repr(grammars)
-        grammars.close()
-
-    asyncio.run(ask())
-    assert len(seen) == 101
 
 
 @pytest.mark.parametrize("step", [1, 2, 7, 1000])

@@ -1,0 +1,78 @@
+"""S18: schemas that cost more than they may are cut with the process that compiles them. Real processes."""
+
+import asyncio
+import time
+from collections import Counter
+from contextlib import asynccontextmanager
+
+import pytest
+from baton.router.errors import ApiError
+from baton.router.grammar_compiler import Plan
+from baton.router.grammars import MAX_KEPT, Grammars
+from baton.tests.cluster.router_fakes import shared_nursery
+from baton.tests.corpora.corpus import schemas
+
+# an automaton with as many states as both numbers multiplied: minutes and gigabytes at whoever builds it
+ENDLESS = b'{"allOf":[{"type":"integer","multipleOf":9973},{"type":"integer","multipleOf":9967}]}'
+
+
+@asynccontextmanager
+async def grammars():
+    made = Grammars(shared_nursery(), time.monotonic, Counter())
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+async def outcome(made, schema):
+    """200, or status and code of the refusal, and the seconds that it took."""
+    began, found = time.monotonic(), (200, None)
+    try:
+        await made.of(Plan(answer=schema))
+    except ApiError as error:
+        found = error.status, error.body.code
+    return found, time.monotonic() - began
+
+
+def test_s18_a_schema_that_would_never_end_is_cut_and_others_are_compiled_meanwhile():
+    async def main():
+        async with grammars() as made:
+            costly = asyncio.create_task(outcome(made, ENDLESS))
+            found = []
+            while not costly.done():
+                found.append(await outcome(made, b'{"const": %d}' % len(found)))
+                await asyncio.sleep(0.02)
+            return costly.result(), found, made._events
+
+    (refusal, took), found, events = asyncio.run(main())
+    assert refusal == (400, "grammar_too_costly")
+    assert took < 10, "it has 2 s"
+    assert events["grammar_cut"] == 1
+    assert {code for code, _ in found} == {(200, None)}
+    assert sorted(seconds for _, seconds in found)[len(found) // 2] < 0.1, "nobody stands behind it"
+
+
+def test_a_plan_is_compiled_once_and_the_last_ones_are_kept():
+    async def main():
+        async with grammars() as made:
+            asked, reply_to = [], made._shop.reply_to
+            made._shop.reply_to = lambda data, *, is_long: asked.append(data) or reply_to(data, is_long=is_long)
+            plan = Plan(answer=b'{"const": 1}')
+            assert len({await made.of(plan) for _ in range(3)}) == 1
+            assert await made.of(Plan()) == ""
+            for i in range(MAX_KEPT + 5):
+                await made.of(Plan(answer=b'{"const": "%d"}' % i))
+            assert f"{MAX_KEPT} kept" in repr(made)
+            return asked
+
+    assert len(asyncio.run(main())) == 1 + MAX_KEPT + 5
+
+
+@pytest.mark.slow
+def test_s18_no_schema_of_the_corpus_is_answered_later_than_its_bound():
+    async def main():
+        async with grammars() as made:
+            return [(name, *await outcome(made, text.encode("utf-8", "surrogatepass"))) for name, text, _ in schemas()]
+
+    assert [(name, code, took) for name, code, took in asyncio.run(main()) if took > 5] == []
