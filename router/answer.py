@@ -148,13 +148,12 @@ class Answer:
     def _best(self) -> list[int]:
         """The tries that are the answer, prompt by prompt: those of the highest mean log probability."""
         wish = self._wish
+        if wish.num_tries == wish.num_choices:
+            return list(range(len(self._choices)))
         best: list[int] = []
         for first in range(0, len(self._choices), wish.num_tries):
             tries = range(first, first + wish.num_tries)
-            if wish.num_tries == wish.num_choices:
-                best += tries
-            else:
-                best += sorted(tries, key=lambda i: -self._choices[i].mean_logprob)[: wish.num_choices]
+            best += sorted(tries, key=lambda i: -self._choices[i].mean_logprob)[: wish.num_choices]
         return best
 
     # --- events -------------------------------------------------------------------------------------------------------
@@ -204,13 +203,16 @@ class Answer:
     # --- accounts -----------------------------------------------------------------------------------------------------
 
     def _usage(self) -> Usage:
-        rooms = [entry.room for entry in self._entries]
-        firsts = rooms[:: self._wish.num_tries]  # the choices of a prompt share it
-        num_prompt = sum(room.num_prompt for room in firsts)
-        num_output = sum(choice.num_tokens for choice in self._choices)
-        drafted = sum(room.decode_timeline.drafted_tokens for room in rooms if room.decode_timeline)
-        accepted = sum(room.decode_timeline.accepted_tokens for room in rooms if room.decode_timeline)
-        cached = sum(room.cached_tokens for room in firsts)
+        num_prompt = num_output = drafted = accepted = cached = 0
+        for number, (entry, choice) in enumerate(zip(self._entries, self._choices, strict=True)):
+            room = entry.room
+            num_output += choice.num_tokens
+            if number % self._wish.num_tries == 0:  # the choices of a prompt share it
+                num_prompt += room.num_prompt
+                cached += room.cached_tokens
+            if (decode := room.decode_timeline) is not None:
+                drafted += decode.drafted_tokens
+                accepted += decode.accepted_tokens
         return Usage(
             prompt_tokens=num_prompt,
             completion_tokens=num_output,

@@ -39,7 +39,7 @@ from .registry import Registry
 from .room_effects import Timeouts
 from .server import HttpServer
 from .service import Service
-from .tls import tls_context
+from .tls import certificate_of
 from .tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -72,8 +72,8 @@ class Router:
         self.instance = secrets.token_hex(16)
         self._tracing = open_tracing(config, self.instance)
         self._api_keys = _api_keys(config.api_keys)
-        self._tls = tls_context(config.tls_cert, config.tls_key)
-        is_guarded = self._api_keys is not None and self._tls is not None
+        self._certificate = certificate_of(config.tls_cert, config.tls_key)
+        is_guarded = self._api_keys is not None and self._certificate is not None
         is_trusted = config.trusted_network or is_guarded
         self._listener = _listen(config.host, config.port, trusted_network=is_trusted, share_port=config.share_port)
         self._port = int(self._listener.getsockname()[1])
@@ -106,7 +106,7 @@ class Router:
             Guard(self._api_keys, os.environ.get(OPERATOR_VARIABLE, "")),
             max_body=config.max_body_mb << 20,
             max_connections=config.max_connections,
-            tls=self._tls,
+            certificate=self._certificate,
         )
         self._service.responses = self._server.responses
         self.served_model = served
@@ -120,7 +120,7 @@ class Router:
 
     @property
     def url(self) -> str:
-        return f"{'http' if self._tls is None else 'https'}://{bracketed(self._config.host)}:{self.port}"
+        return f"{'http' if self._certificate is None else 'https'}://{bracketed(self._config.host)}:{self.port}"
 
     async def run(self, drain: asyncio.Event, stop: asyncio.Event) -> None:
         """Serves until `drain` is set and the running requests have ended, or until `stop` is set."""
@@ -167,6 +167,8 @@ class Router:
             self.dispatcher.tick(is_behind=self.control.is_behind)
             if num_dropped := self._tracing.num_dropped:
                 self.dispatcher.events["spans_dropped"] = num_dropped
+            if num_failed := self._server.num_tls_failed:
+                self.dispatcher.events["tls_failed"] = num_failed
             self._watchdog.feed(time.monotonic())
             self._notifier.ready(f"serving at {self.url}")
 
@@ -177,7 +179,8 @@ class Router:
         if self._config.share_port:
             await self._server.hand_over(self._listener)
             await _wait(stop, HAND_OVER_S)
-        self.dispatcher.is_draining = self._server.is_draining = True
+        self.dispatcher.is_draining = True
+        self._server.begin_drain()
         deadline = time.monotonic() + self._config.drain_timeout_s
         while self.dispatcher.num_live and time.monotonic() < deadline and not stop.is_set():
             await _wait(stop, TICK_S)

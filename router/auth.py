@@ -5,11 +5,11 @@ The decision is made on the path as the request line has it, before anything is 
 """
 
 import hmac
-from collections.abc import Iterable
 
 from ..cluster.api_keys import ApiKey, ApiKeys
 from .callers import ANYONE, Caller
 from .errors import forbidden
+from .head import Fields
 
 OPEN_PATHS = (b"/health", b"/ready", b"/")
 STATUS = b"/status"  # which the launcher may read
@@ -31,11 +31,11 @@ class Guard:
     def __repr__(self) -> str:
         return f"Guard({self._keys or 'everybody'})"
 
-    def caller_of(self, raw_path: bytes, headers: Iterable[tuple[bytes, bytes]]) -> Caller | None:
+    def caller_of(self, raw_path: bytes, fields: Fields) -> Caller | None:
         """Who asks for a path, as the request line has it; None when nobody knows them."""
         if self._keys is None or raw_path in OPEN_PATHS:
             return ANYONE
-        given = presented(headers)
+        given = presented(fields)
         if raw_path == STATUS and self._token and hmac.compare_digest(given.encode(), self._token.encode()):
             return ANYONE
         key = self._keys.find(given)
@@ -62,9 +62,9 @@ def must_ask(caller: Caller) -> None:
         raise forbidden("An observer's key shows the cluster; for answers use another key.", "observer_key")
 
 
-def presented(headers: Iterable[tuple[bytes, bytes]]) -> str:
+def presented(fields: Fields) -> str:
     """The key of `Authorization: Bearer ...`; "" without exactly one such header."""
-    values = [value for name, value in headers if name == b"authorization"]
+    values = fields.get(b"authorization", ())
     text = values[0].decode("latin-1") if len(values) == 1 else ""
     return text[len(SCHEME) :].strip() if text[: len(SCHEME)].lower() == SCHEME else ""
 

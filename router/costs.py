@@ -32,8 +32,9 @@ class Line:
     def add(self, tokens: int, seconds: float) -> None:
         """One sample."""
         self.num_samples += 1
-        news = (1.0, tokens, float(tokens) ** 2, seconds, tokens * seconds)
-        self._sums = [FORGETTING * old + new for old, new in zip(self._sums, news, strict=True)]
+        n, x, xx, y, xy = self._sums
+        old = FORGETTING
+        self._sums = [old * n + 1.0, old * x + tokens, old * xx + tokens**2, old * y + seconds, old * xy + tokens * seconds]
 
     def at(self, tokens: int) -> float:
         """Seconds for so many tokens; neither part of the line is below 0."""

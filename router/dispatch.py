@@ -119,12 +119,12 @@ class Dispatcher:
         now = self._clock()
         self.intake.check(jobs, now)
         request = new_request(jobs, now, tag)
-        request.entries = [self._enqueue(job, request, inbox, index, now) for index, job in enumerate(jobs)]
+        entries = request.entries = [self._enqueue(job, request, inbox, i, now) for i, job in enumerate(jobs)]
         self.history.begun(request)
         self._admit(now)
         self._turn_away(request, now)
-        self._retries.came(len(request.entries), now)
-        return request.entries
+        self._retries.came(len(jobs), now)
+        return entries
 
     def _turn_away(self, request: Request, now: float) -> None:
         """Keeps the queue within its bound. Raises ApiError when `request` itself would be served last."""
@@ -267,8 +267,12 @@ class Dispatcher:
             self._postbox.flush(worker, now)
         self.canaries.tick(now, may_ask=not self._waiting and not self.is_draining)
         for entry in list(self._entries.values()):
-            if entry.room.is_due(now) or entry.inbox.is_unread:
+            if entry.room.is_due(now):
                 self._tick_entry(entry, now)
+            if entry.inbox.is_unread and entry.inbox.has_stalled(now, CLIENT_STALL_S):
+                self.events["client_stalled"] += 1
+                self.client_left(entry)
+                entry.inbox.cut()
         self._admit(now)
 
     def _tick_entry(self, entry: Entry, now: float) -> None:
@@ -278,10 +282,6 @@ class Dispatcher:
         if entry.room.num_output:
             self._check_pairs(entry, now)
         self._perform(entry, entry.room.tick(now), now)
-        if entry.inbox.is_full or entry.inbox.unread_for(now) > CLIENT_STALL_S:
-            self.events["client_stalled"] += 1
-            self.client_left(entry)
-            entry.inbox.cut()
 
     def _check_queue(self, now: float) -> None:
         for entry in self._waiting:
@@ -332,19 +332,19 @@ class Dispatcher:
             if isinstance(effect, Freed):
                 self.registry.release(effect.instance, entry.room.room, effect.epoch)
                 is_admission_due = True
-                continue
-            if isinstance(effect, Judged):
+            elif isinstance(effect, Judged):
                 self._reception.judge(entry.room.room, effect, now)
-                continue
-            entry.trace.did(effect, now)
-            if isinstance(effect, Deliver):
+            elif isinstance(effect, Deliver):
+                entry.trace.delivered(len(effect.ids), now)
                 self._deliver(entry, effect, now)
                 is_admission_due |= bool(entry.room.suspicion)  # it may be off probation now
             elif isinstance(effect, Send):
+                entry.trace.sent(effect.message, now)
                 worker = self.registry.get(effect.instance)
                 if worker is not None:
                     self._postbox.post(worker, addressed(effect.message, entry.request), now)
             else:
+                entry.trace.did(effect, now)
                 is_admission_due |= self._perform_rare(entry, effect, now)
         if is_admission_due:
             self._admit(now)

@@ -113,13 +113,16 @@ class Request:
 
     def record(self, now: float) -> RequestRecord:
         """The account of a request whose choices have all ended; its outcome is the first that is not ok."""
-        rooms = [entry.room for entry in self.entries]
-        firsts = [room.stamps.first_token for room in rooms if room.stamps.first_token is not None]
-        ended = max([room.stamps.ended for room in rooms if room.stamps.ended is not None], default=now)
+        first = ended = None  # the first of the first tokens, the last of the ends
         num_prompt = num_cached = num_output = num_drafted = num_accepted = 0
         prompts: list[PromptWork] = []
         handoffs: list[Handoff] = []
-        for room in rooms:
+        for entry in self.entries:
+            room, stamps = entry.room, entry.room.stamps
+            if stamps.first_token is not None:
+                first = stamps.first_token if first is None else min(first, stamps.first_token)
+            if stamps.ended is not None:
+                ended = stamps.ended if ended is None else max(ended, stamps.ended)
             num_prompt += room.num_prompt
             num_cached += room.cached_tokens
             num_output += room.num_output
@@ -130,10 +133,11 @@ class Request:
                 num_accepted += decode.accepted_tokens
                 if decode.handoff_bytes:
                     handoffs.append(Handoff(num_bytes=decode.handoff_bytes, seconds=decode.handoff_ms / 1000))
+        ended = now if ended is None else ended
         return RequestRecord(
             outcome=self.outcome or "ok",
             e2e_s=ended - self.arrived,
-            ttft_s=min(firsts) - self.arrived if firsts else None,
+            ttft_s=first - self.arrived if first is not None else None,
             prompt_tokens=num_prompt,
             cached_tokens=num_cached,
             output_tokens=num_output,
@@ -207,9 +211,14 @@ class Entry:
 
 def new_request(jobs: Sequence[Job], now: float, tag: Tag | None = None) -> Request:
     """A request whose choices have no rooms yet."""
-    arrived = min((job.arrived for job in jobs), default=now)
-    priority, caller = (jobs[0].priority, jobs[0].caller) if jobs else (0, ANYONE)
-    return Request(arrived=arrived, waiting_since=now, priority=priority, caller=caller, tag=tag or Tag())
+    if not jobs:
+        return Request(arrived=now, waiting_since=now, tag=tag or Tag())
+    arrived = jobs[0].arrived
+    for job in jobs:
+        arrived = min(arrived, job.arrived)
+    return Request(
+        arrived=arrived, waiting_since=now, priority=jobs[0].priority, caller=jobs[0].caller, tag=tag or Tag()
+    )
 
 
 def tested_workers(entries: Iterable[Entry]) -> set[str]:

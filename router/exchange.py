@@ -25,7 +25,7 @@ EXCHANGE = "exchange"  # where a scope has its Exchange
 class Line(Protocol):
     """The connection under an exchange."""
 
-    def answered(self, status: int) -> None: ...
+    def answered(self, status: int) -> bool: ...
     def write(self, data: bytes) -> None: ...
     async def drained(self) -> None: ...
     def ended(self, *, is_reusable: bool) -> None: ...
@@ -65,7 +65,8 @@ class Exchange:
 
     def headers(self, name: bytes) -> list[str]:
         """All its values, in their order."""
-        return [value.decode("latin-1") for value in self._fields.get(name, ())]
+        values = self._fields.get(name)
+        return [value.decode("latin-1") for value in values] if values is not None else []
 
     def complete(self, body: bytes) -> None:
         """The request is whole."""
@@ -84,6 +85,7 @@ class Exchange:
             logger.exception("request failed")
         if not self.is_over:
             await self._fail()
+        self.scope.pop(EXCHANGE, None)  # each has the other: only the garbage collector would end them
 
     async def receive(self) -> Message:
         """The body, then the end of the connection."""
@@ -106,8 +108,9 @@ class Exchange:
         self._has_left = True
         if self._leaving is not None and not self._leaving.done():
             self._leaving.set_result(None)
-        if self._on_leave is not None and not self.is_over:
-            self._on_leave()
+        on_leave, self._on_leave = self._on_leave, None  # it holds all that was made for the answer
+        if on_leave is not None and not self.is_over:
+            on_leave()
 
     async def send(self, message: Message) -> None:
         """A part of the answer; waits while the client does not read. Nothing happens after the client has left."""
@@ -117,8 +120,8 @@ class Exchange:
         if self._has_left or self.is_over:
             return
         body, is_last = message.get("body", b""), not message.get("more_body", False)
-        if self._status > 0:
-            self._line.answered(self._status)
+        if self._status > 0 and not self._line.answered(self._status):
+            self._is_reusable = False
         data = self._opening(body, is_last) if self._status > 0 else b""
         self._line.write(data + self._framed(body, is_last))
         if is_last:
@@ -128,7 +131,9 @@ class Exchange:
 
     def _opening(self, body: bytes, is_last: bool) -> bytes:
         """The head of the answer, which goes out with the first part of its body."""
-        has_length = any([name.lower() == b"content-length" for name, _ in self._head])
+        has_length = False
+        for name, _ in self._head:
+            has_length = has_length or name.lower() == b"content-length"
         is_old = self.scope["http_version"] == "1.0"
         if not has_length and self._status not in (204, 304):
             if is_last:
@@ -164,6 +169,7 @@ class Exchange:
 
     async def _fail(self) -> None:
         """The application gave no answer, or a part of one: a client must not take that for the whole."""
+        self._on_leave = None
         if self._has_left:
             return
         if self._status >= 0:

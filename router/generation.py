@@ -43,13 +43,18 @@ class Piece(Struct, frozen=True, gc=False):
         """All of a choice's pieces as one."""
         if len(pieces) == 1:
             return pieces[0]
-        return cls(
-            text="".join(piece.text for piece in pieces),
-            logprobs=[token for piece in pieces for token in piece.logprobs],
-            ids=[token for piece in pieces for token in piece.ids],
-            finish=next((piece.finish for piece in pieces if piece.finish), ""),
-            calls=[part for piece in pieces for part in piece.calls],
-        )
+        texts: list[str] = []
+        logprobs: list[TokenText] = []
+        ids: list[int] = []
+        calls: list[CallPart] = []
+        finish = ""
+        for piece in pieces:
+            texts.append(piece.text)
+            logprobs += piece.logprobs
+            ids += piece.ids
+            calls += piece.calls
+            finish = finish or piece.finish
+        return cls("".join(texts), logprobs, ids, finish, calls)
 
 
 class Style(Struct, frozen=True, kw_only=True, gc=False):

@@ -28,13 +28,16 @@ def fault_of(fields: Fields, version: str, max_body: int) -> ApiError | None:
     num_hosts = len(fields.get(b"host", ()))
     if num_hosts > 1 or (num_hosts == 0 and version != "1.0") or version not in ("1.0", "1.1"):
         return malformed()
-    codings = [value.lower() for value in fields.get(b"transfer-encoding", ())]
-    if codings and (codings != [b"chunked"] or version == "1.0" or b"content-length" in fields):
+    codings = fields.get(b"transfer-encoding")
+    if codings is not None and (
+        len(codings) > 1 or codings[0].lower() != b"chunked" or version == "1.0" or b"content-length" in fields
+    ):
         return malformed()
     for length in fields.get(b"content-length", ()):
         if length.isdigit() and int(length[:20]) > max_body:
             return body_too_large(max_body)
-    if [value.lower() for value in fields.get(b"expect", [CONTINUE])] != [CONTINUE]:
+    expected = fields.get(b"expect")
+    if expected is not None and (len(expected) > 1 or expected[0].lower() != CONTINUE):
         return expectation_failed()
     return None
 

@@ -125,7 +125,9 @@ class History:
         self._num_open_rooms[key] -= 1
         if not self._num_open_rooms[key]:
             del self._num_open_rooms[key]
-            self._ended.append(self._keep(self._open.pop(key)))
+            request = self._open.pop(key)
+            self._ended.append(self._keep(request))
+            request.entries = []  # which have it: only the garbage collector would end them
 
     def recent(self, caller: Caller, limit: int) -> RequestList:
         """The newest requests that `caller` may see, those that run before those that ended."""

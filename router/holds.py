@@ -55,10 +55,12 @@ class Holds:
 
     def cancel(self, now: float) -> list[Effect]:
         """Asks whoever was not asked yet."""
-        fresh = [hold for hold in self._holds if hold.cancelled_at is None]
-        for hold in fresh:
-            hold.cancelled_at = now
-        return [self._ask(hold) for hold in fresh]
+        asked: list[Effect] = []
+        for hold in self._holds:
+            if hold.cancelled_at is None:
+                hold.cancelled_at = now
+                asked.append(self._ask(hold))
+        return asked
 
     def tick(self, now: float, gone_s: float) -> list[Effect]:
         """Asks again; a worker that has not answered for `gone_s` is taken to hold nothing, its own lease sees to that."""
@@ -77,7 +79,15 @@ class Holds:
 
     def finish(self, epoch: int) -> list[Effect]:
         """An attempt is complete: nothing of it is held anywhere."""
-        return self._free([hold for hold in self._holds if hold.epoch == epoch])
+        freed: list[Effect] = []
+        kept: list[Hold] = []
+        for hold in self._holds:
+            if hold.epoch == epoch:
+                freed.append(Freed(hold.instance, hold.epoch))
+            else:
+                kept.append(hold)
+        self._holds = kept
+        return freed
 
     def drop(self, instance: str, epoch: int) -> list[Effect]:
         """The worker itself said that it holds nothing of an attempt."""

@@ -69,11 +69,13 @@ class Intake:
         live = live_limits(self._registry)
         if live is None:
             raise no_workers()
+        num_tokens = 0
         for job in jobs:
             check_obeyed(job.need, live_pairs(self._registry))
             check_fits(job.need, self._registry, live)
+            num_tokens += job.need.total
         if jobs:
-            self.gate.enter(jobs[0].caller, sum(job.need.total for job in jobs), now)
+            self.gate.enter(jobs[0].caller, num_tokens, now)
 
     def surplus(self, request: Request) -> Entry | None:
         """Whoever must be turned away, now that `request` has come; None while the queue is within its bound.

@@ -27,6 +27,8 @@ COLDEST = 1e-3  # the lowest temperature above 0 that is served: logits divided 
 COMPLETION_MAX_TOKENS = 16
 # Of a message of an earlier answer, which may say them as long as they say nothing.
 HARMLESS_IN_MESSAGES = {"annotations": (b"[]",)}
+BODIES = (ChatBody, CompletionBody, ResponseBody)
+REFUSED = {kind: [(name, field) for name, field in kind.TABLE.items() if field.state == "refused"] for kind in BODIES}
 
 B = TypeVar("B", ChatBody, CompletionBody, ResponseBody, TokenizeBody, DetokenizeBody)
 
@@ -131,22 +133,22 @@ def _or(value: T | None, default: T) -> T:
     return default if value is None else value
 
 
-def _says_nothing(value: object, harmless: tuple[bytes, ...]) -> bool:
-    if not isinstance(value, msgspec.Raw):
-        return True
+def _says_nothing(value: msgspec.Raw, harmless: tuple[bytes, ...]) -> bool:
     compact = bytes(value).translate(None, b" \t\r\n")
     return compact == b"null" or compact in harmless
 
 
-def _check_refused(body: CommonBody | ResponseBody) -> None:
-    for name, field in body.TABLE.items():
-        if field.state == "refused" and not _says_nothing(getattr(body, name), field.harmless):
+def _check_refused(body: ChatBody | CompletionBody | ResponseBody) -> None:
+    for name, field in REFUSED[type(body)]:
+        value = getattr(body, name)
+        if isinstance(value, msgspec.Raw) and not _says_nothing(value, field.harmless):
             raise bad_request(f"{name} is not supported: {field.says}", param=name)
 
 
 def _check_message(message: Struct, number: int) -> None:
     for name in message.__struct_fields__:
-        if not _says_nothing(getattr(message, name), HARMLESS_IN_MESSAGES.get(name, ())):
+        value = getattr(message, name)
+        if isinstance(value, msgspec.Raw) and not _says_nothing(value, HARMLESS_IN_MESSAGES.get(name, ())):
             raise bad_request(f"messages[{number}].{name} is not supported", param="messages")
 
 

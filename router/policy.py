@@ -81,13 +81,12 @@ def live_limits(registry: Registry) -> Limits | None:
 
 def can_ever(live: Iterable[tuple[Worker, Worker]], need: Need) -> bool:
     """Whether some pair could hold the request if it were idle."""
-    return any(
-        _suits(p, d, need)
-        and _can_prefill(p, need)
-        and need.total <= d.hello.max_context
-        and d.pages_for(need.total) <= d.hello.pages_total
-        for p, d in live
-    )
+    total = need.total
+    for prefill, decode in live:
+        has_room = total <= decode.hello.max_context and decode.pages_for(total) <= decode.hello.pages_total
+        if has_room and _suits(prefill, decode, need) and _can_prefill(prefill, need):
+            return True
+    return False
 
 
 def able_pairs(
@@ -110,7 +109,10 @@ def able_pairs(
 def obeyed(prefill: Worker, decode: Worker, fields: Collection[str]) -> bool:
     """Whether both know these fields: a worker of an older version would drop them without a word."""
     by_prefill, by_decode = prefill.hello.takes, decode.hello.takes
-    return all([name in by_decode and name in by_prefill for name in fields])
+    for name in fields:  # noqa: SIM110 (asked several times per request, and a generator costs more than all the rest)
+        if name not in by_decode or name not in by_prefill:
+            return False
+    return True
 
 
 def _suits(prefill: Worker, decode: Worker, need: Need) -> bool:

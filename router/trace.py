@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from msgspec import Struct
 
 from ..cluster.messages import Cancel, Failed, FirstToken, Prefill, Refused, Reserve, Reserved
-from .room_effects import Broken, Deliver, Effect, Ended, Requeued, Send, Settled
+from .room_effects import Broken, Closed, Ended, Requeued, Settled
 from .room_parts import RoomEvent
 
 RUNNING, OK, REFUSED, FAILED, CANCELLED = "running", "ok", "refused", "failed", "cancelled"
@@ -99,27 +99,30 @@ class Trace:
         elif isinstance(event, (Refused, Failed)):
             note.last_word = event.kind if isinstance(event, Failed) else "Refused"
 
-    def did(self, effect: Effect, now: float) -> None:
-        """What the room asks for now."""
+    def delivered(self, num_tokens: int, now: float) -> None:
+        """Tokens go to the client."""
         note = self.last
-        if isinstance(effect, Deliver):
-            if note is not None:
-                note.num_tokens += len(effect.ids)
-                note.first_token = now if note.first_token is None else note.first_token
-        elif isinstance(effect, Send):
-            self._sent(effect.message, now)
-        elif note is not None:
-            if isinstance(effect, (Ended, Settled)):
-                note.end(OK, "", now)
-            elif isinstance(effect, Broken):
-                note.end(FAILED, effect.kind, now)
-            elif isinstance(effect, Requeued):
-                failure = effect.failure
-                note.end(FAILED if failure else REFUSED, failure.kind if failure else note.last_word, now)
+        if note is not None:
+            note.num_tokens += num_tokens
+            note.first_token = now if note.first_token is None else note.first_token
 
-    def _sent(self, message: Reserve | Prefill | Cancel, now: float) -> None:
+    def sent(self, message: Reserve | Prefill | Cancel, now: float) -> None:
+        """A worker is told something."""
         if isinstance(message, Reserve):
             prefill = message.prefill_instance or message.instance
             self.attempts.append(AttemptNote(message.epoch, prefill, message.instance, now))
         elif isinstance(message, Cancel) and self.last is not None and message.epoch == self.last.epoch:
             self.last.end(CANCELLED, "", now)
+
+    def did(self, effect: Ended | Settled | Broken | Requeued | Closed, now: float) -> None:
+        """What else the room asks for."""
+        note = self.last
+        if note is None:
+            return
+        if isinstance(effect, (Ended, Settled)):
+            note.end(OK, "", now)
+        elif isinstance(effect, Broken):
+            note.end(FAILED, effect.kind, now)
+        elif isinstance(effect, Requeued):
+            failure = effect.failure
+            note.end(FAILED if failure else REFUSED, failure.kind if failure else note.last_word, now)

@@ -49,8 +49,10 @@ class World:
         settings = {"max_queue": 8, "queue_timeout_s": 30.0} | settings
         self.dispatcher = Dispatcher(registry, self._transmit, lambda: self.now, RouterMetrics(), **settings)
 
-    def join(self, **decode):
+    def join(self, roles=("prefill", "decode"), **decode):
         for identity, instance, role, more in ((b"p", P, "prefill", {}), (b"d", D, "decode", decode)):
+            if role not in roles:
+                continue
             message = hello(instance=instance, role=role, **more)
             stats = WorkerStats(pages_total=message.pages_total, pages_free=message.pages_total)
             self.dispatcher.on_message(identity, message)

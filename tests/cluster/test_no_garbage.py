@@ -1,0 +1,35 @@
+"""What is made for a request is freed with its last reference: a garbage collector would look through it again and again."""
+
+import httpx
+import pytest
+from baton.router.entries import Entry, Request
+from baton.router.exchange import Exchange
+from baton.router.inbox import Inbox
+from baton.router.rooms import Room
+from baton.tests.cluster.router_fakes import ANSWER, MODEL, RunningRouter, Script, until, without_collector
+
+KINDS = (Entry, Exchange, Inbox, Request, Room)
+BODY = {"model": MODEL, "prompt": "hi", "max_tokens": 200}
+
+
+@pytest.fixture
+def url(tmp_path, model_dir):
+    running = RunningRouter(tmp_path, model_dir=model_dir)
+    running.pair(Script(running.tokenizer.encode(ANSWER)))
+    yield running.url
+    running.close()
+
+
+@pytest.mark.parametrize(
+    ("more", "status"),
+    [({}, 200), ({"stream": True}, 200), ({"n": 3}, 200), ({"stop": "is"}, 200), ({"max_tokens": -1}, 400)],
+    ids=["whole", "stream", "choices", "stopped", "refused"],
+)
+def test_a_request_that_is_over_leaves_nothing_to_the_garbage_collector(url, more, status):
+    def ask():
+        assert httpx.post(f"{url}/v1/completions", json=BODY | more, timeout=20).status_code == status
+
+    ask()  # what a first request leaves is there for good
+    with without_collector(*KINDS) as uncollected:
+        ask()
+        until(lambda: uncollected() == [], "all of it is freed")
