@@ -7,12 +7,13 @@ decode gives TOKENS (1) to each of its requests per step, all in one message, as
 import secrets
 import sys
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import zmq
 
-from ..cluster.codec import Decoder, control_down_decoder, encode
+from ..cluster.codec import control_down_decoder, messages_of, pack, send_waiting
 from ..cluster.messages import (
     PROTOCOL_MAJOR,
     YOUNG_FIELDS,
@@ -60,28 +61,30 @@ class FakeWorker:
         self.streams: dict[str, Stream] = {}
         self._next_beat = 0.0
         self._is_known = False
-        self._outbox: list[bytes] = []
-        self._decoder: Decoder[ControlDown] = control_down_decoder()
+        self._outbox: deque[bytes] = deque()
+        self._decoder = control_down_decoder()
         is_prefill = role == "prefill"
         self._hello = Hello(
             role=role, instance=self.instance, protocol=PROTOCOL_MAJOR, fingerprint="bench", model="bench",
             kv_endpoint="ipc:///nowhere" if is_prefill else "", pages_total=PAGES, page_size=16, max_context=1 << 24,
-            max_running=0, takes=YOUNG_FIELDS,
+            max_running=0, takes=YOUNG_FIELDS, takes_batches=True,
         )  # fmt: skip
 
     def send(self, message: ControlUp) -> None:
-        self._outbox.append(encode(message))
+        self._outbox.append(pack(message))
 
     def turn(self, now: float, *, is_stepping: bool) -> None:
         """Reads and answers what has come, and sends what is owed."""
         while (parts := recv_parts(self.socket, 1, CONTROL_MAX_FRAME)) is not None:
-            self._take(self._decoder.decode(parts[0]), is_stepping)
+            messages: tuple[ControlDown, ...] = messages_of(self._decoder.decode(parts[0]))
+            for message in messages:
+                self._take(message, is_stepping)
         if now >= self._next_beat:
             self._next_beat = now + HEARTBEAT_S
             stats = WorkerStats(pages_total=PAGES, pages_free=PAGES)
             self.send(Heartbeat(instance=self.instance, stats=stats) if self._is_known else self._hello)
-        while self._outbox and try_send(self.socket, [self._outbox[0]]):
-            del self._outbox[0]
+        is_batched = self._is_known  # the bench's router takes several
+        send_waiting(self._outbox, lambda frame: try_send(self.socket, [frame]), takes_several=is_batched)
 
     def step(self, num_tokens: int) -> None:
         """So many tokens for every stream."""
