@@ -17,6 +17,7 @@ from baton.deploy.keys import add, init
 from baton.router.control import ControlSocket
 
 REFUSAL_S = 0.5  # a handshake on loopback takes a few ms; who has not got through by then was refused
+PATIENCE_S = 20.0  # for who is to get through
 
 
 class Hosts:
@@ -72,7 +73,7 @@ class Front:
         self._made = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run(endpoint, keys)))
         self._thread.start()
-        assert self._made.wait(10)
+        assert self._made.wait(PATIENCE_S)
         self.endpoint = self.control.endpoint
 
     async def _run(self, endpoint, keys):
@@ -90,7 +91,7 @@ class Front:
         async def work():
             return function(*arguments)
 
-        return asyncio.run_coroutine_threadsafe(work(), self._loop).result(5)
+        return asyncio.run_coroutine_threadsafe(work(), self._loop).result(PATIENCE_S)
 
     def instances(self):
         return [message.instance for _, message in list(self.heard)]
@@ -98,7 +99,7 @@ class Front:
     def close(self):
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join(10)
+        self._thread.join(PATIENCE_S)
         assert not self._thread.is_alive(), "the control socket did not close"
 
 
@@ -117,9 +118,9 @@ def dealer(endpoint, keys=None, routing_id=None):
         context.term()
 
 
-def say(socket, *messages):
-    """Sends once the connection stands; False when it does not come to stand within REFUSAL_S."""
-    end = time.monotonic() + REFUSAL_S
+def say(socket, *messages, seconds=PATIENCE_S):
+    """Sends once the connection stands; False when it does not come to stand within `seconds`."""
+    end = time.monotonic() + seconds
     for message in messages:
         frame = message if isinstance(message, bytes) else encode(message)
         while not try_send(socket, [frame]):
@@ -129,7 +130,12 @@ def say(socket, *messages):
     return True
 
 
-def answer(socket, seconds=REFUSAL_S):
+def is_refused(socket, message):
+    """Whether no connection comes to stand."""
+    return not say(socket, message, seconds=REFUSAL_S)
+
+
+def answer(socket, seconds=PATIENCE_S):
     """The next message's bytes, None when none comes."""
     parts = recv_parts(socket, 2, 1 << 20) if socket.poll(int(seconds * 1000)) else None
     return parts[0].bytes if parts else None
@@ -139,7 +145,7 @@ def raw_send(endpoint, steps, patience=0.3):
     """Writes bytes to a port as they are; returns how many connections were there at the end (0: we were cut off)."""
     where = urlsplit(endpoint)
     with stdlib_socket.create_connection((where.hostname, where.port), timeout=60) as connection:
-        connection.settimeout(5)
+        connection.settimeout(PATIENCE_S)
         try:
             for step in steps:
                 connection.sendall(step)

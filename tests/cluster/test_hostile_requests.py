@@ -31,9 +31,9 @@ MEDIA = (
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory, model_dir):
-    running = RunningRouter(tmp_path_factory.mktemp("run"), model_dir=model_dir, worker_timeout_s=5.0)
+    running = RunningRouter(tmp_path_factory.mktemp("run"), model_dir=model_dir)
     running.pair(Script(ANSWER))
-    with httpx.Client(base_url=running.url, timeout=30) as running.client:  # a new one costs more than an answer
+    with httpx.Client(base_url=running.url, timeout=60) as running.client:  # a new one costs more than an answer
         yield running
     assert_nothing_left(running)
     running.close()

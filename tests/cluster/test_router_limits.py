@@ -5,26 +5,34 @@ import json
 import socket
 import threading
 import time
+from dataclasses import replace
 
 import httpx
 import openai
 import pytest
 from baton.cluster.messages import DecodeTimeline, Failed, Gone, Reserve, TokenItem, Tokens
 from baton.router import wire
-from baton.tests.cluster.router_fakes import BODY, assert_nothing_left, in_thread, post, until
+from baton.tests.cluster.router_fakes import BODY, PATIENCE, assert_nothing_left, in_thread, post, until
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_a_request_over_its_time_limit_is_504_or_an_error_frame(start, is_stream):
-    running, script = start(request_timeout_s=0.5)
+    running, script = start(request_timeout_s=20.0)
     script.holds.set()
     _, decode = running.pair(script)
-    reply = post(running, stream=is_stream)
+    _, replies = in_thread(lambda: post(running, stream=is_stream))
+    until(lambda: running.call(lambda: _num_output(running)) == 1, "the first token is there")
+    running.call(lambda: running.let_pass(21.0))
+    reply = until(lambda: replies, "an answer")[0]
     last = reply.text.strip().splitlines()[-1].removeprefix("data: ")
     assert json.loads(last)["error"]["code"] == "deadline_exceeded"
     assert reply.status_code == (200 if is_stream else 504)  # a stream had begun
-    assert 0 < decode.of(Reserve)[0].deadline_ms <= 500
+    assert 0 < decode.of(Reserve)[0].deadline_ms <= 20_000
     assert_nothing_left(running)
+
+
+def _num_output(running):
+    return max((entry.room.num_output for entry in running.router.dispatcher._entries.values()), default=0)
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
@@ -34,9 +42,9 @@ def test_a_client_that_names_its_patience_is_answered_when_it_ends_whoever_is_fr
     frozen._script = lambda worker, message: None  # beats, and does nothing
     began = time.monotonic()
     headers = {"x-baton-timeout-ms": "300"}
-    reply = httpx.post(running.url + "/v1/chat/completions", json=BODY, headers=headers, timeout=10)
+    reply = httpx.post(running.url + "/v1/chat/completions", json=BODY, headers=headers, timeout=60)
     assert (reply.status_code, reply.json()["error"]["code"]) == (504, "deadline_exceeded")
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < PATIENCE.token_s
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "1.5", "soon", "86400001", "9" * 30])
@@ -64,7 +72,7 @@ def test_a_worker_that_finds_the_deadline_passed_is_believed(start):
 @pytest.mark.parametrize("is_stream", [False, True])
 @pytest.mark.parametrize("answers", [True, False])
 def test_what_a_stop_string_cut_off_is_accounted_for_by_decodes_last_word(start, is_stream, answers):
-    running, script = start()
+    running, script = start(PATIENCE if answers else replace(PATIENCE, accounts_s=0.3))
     _, decode = running.pair(script)
 
     def endless(worker, message):
@@ -79,7 +87,7 @@ def test_what_a_stop_string_cut_off_is_accounted_for_by_decodes_last_word(start,
 
     decode._script = endless
     began = time.monotonic()
-    with openai.OpenAI(base_url=running.url + "/v1", api_key="none", max_retries=0, timeout=10) as client:
+    with openai.OpenAI(base_url=running.url + "/v1", api_key="none", max_retries=0, timeout=60) as client:
         asked = BODY | {"stop": "wörld", "extra_headers": {"x-baton-timeline": "1"}}
         if is_stream:
             chunks = list(client.chat.completions.create(stream=True, stream_options={"include_usage": True}, **asked))
@@ -90,7 +98,7 @@ def test_what_a_stop_string_cut_off_is_accounted_for_by_decodes_last_word(start,
     assert text == "Hello "
     assert last.usage.completion_tokens_details.accepted_prediction_tokens == (9 if answers else 0)
     assert last.timeline["accept_length"] == (2.8 if answers else None)
-    assert time.monotonic() - began < 2.0
+    assert time.monotonic() - began < PATIENCE.accounts_s
     if answers:
         assert "baton_accepted_tokens_total 9.0" in httpx.get(running.url + "/metrics").text
 
@@ -158,7 +166,7 @@ def test_a_head_that_is_not_sent_whole_in_time_is_cut(start, monkeypatch, sent):
         began = time.monotonic()
         connection.sendall(sent)
         reply = read_all(connection)
-    assert 0.2 < time.monotonic() - began < 3.0
+    assert 0.2 < time.monotonic() - began < wire.KEEP_ALIVE_S
     if sent in (b"GET /hea", HEAD):
         assert status_line(reply).startswith("HTTP/1.1 408 ")
     assert httpx.get(running.url + "/health").status_code == 200

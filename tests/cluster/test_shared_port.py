@@ -40,7 +40,7 @@ def instance(client, url):
 
 
 def test_a_router_listens_once_it_is_ready_and_leaves_a_shared_port_without_refusing_anybody(start, monkeypatch):
-    monkeypatch.setattr("baton.router.app.HAND_OVER_S", 0.5)
+    monkeypatch.setattr("baton.router.app.HAND_OVER_S", 60.0)
     leaving, script = start(share_port=True)
     with socket.socket() as probe:
         assert probe.connect_ex(("127.0.0.1", leaving.router.port)), "no pair, no listener"
@@ -64,6 +64,7 @@ def test_a_router_listens_once_it_is_ready_and_leaves_a_shared_port_without_refu
         until(lambda: leaving.router._listener.fileno() == -1, "its listener is closed")
         assert instance(kept, leaving.url) == (leaving.router.instance, "close"), "a kept connection is served once more"
         assert instance(kept, leaving.url) == (staying.router.instance, "")
+        leaving.begin_stop()
         leaving.join()
         is_over.set()
         for thread in threads:
@@ -73,7 +74,7 @@ def test_a_router_listens_once_it_is_ready_and_leaves_a_shared_port_without_refu
 
 
 def test_no_kept_connection_ends_unannounced_while_a_router_leaves_a_shared_port(start, monkeypatch):
-    monkeypatch.setattr("baton.router.app.HAND_OVER_S", 0.3)
+    monkeypatch.setattr("baton.router.app.HAND_OVER_S", 60.0)
     leaving, script = start(share_port=True)
     _, decode = leaving.pair(script)
     until(lambda: _answers(leaving.url), "it listens")
@@ -94,6 +95,7 @@ def test_no_kept_connection_ends_unannounced_while_a_router_leaves_a_shared_port
     assert (answer.status, answer.headers["connection"]) == (200, "close"), "too late to say it: one request more"
     streaming.close()
     whole.close()
+    leaving.begin_stop()
     leaving.join()
 
 

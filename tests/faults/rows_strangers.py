@@ -9,7 +9,7 @@ import msgpack
 import psutil
 from baton.cluster.keyring import read_key, split_key
 from baton.deploy.keys import remove
-from baton.tests.cluster.keyed_peers import Hosts, admit, curve, dealer, hello, say, stranger
+from baton.tests.cluster.keyed_peers import REFUSAL_S, Hosts, admit, curve, dealer, hello, say, stranger
 from baton.tests.faults.bed import Scene
 from baton.tests.faults.cluster import FaultCluster, wait_until
 from baton.tests.faults.mutants import ZAP_DIES_AT
@@ -128,7 +128,7 @@ def f33q(scene: Scene) -> str:
 
 def is_admitted(endpoint: str, keys: object, message: object) -> bool:
     with dealer(split_key(endpoint)[0], keys) as one:
-        return say(one, message)
+        return say(one, message, seconds=REFUSAL_S)
 
 
 @row(
