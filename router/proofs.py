@@ -1,7 +1,7 @@
 """Which pairs have passed a request of late, all the way: prefill, hand-off, decode. Pure.
 
     new       nothing has passed yet                    due for a canary at once; where its decode worker was proven by
-                                                        itself, that counts until then
+                                                        itself, or is by itself now, that counts until then
     proven    the last thing known is a request that    due again after half a window; it counts for a window
               passed, the router's own or a client's
     failing   a canary failed since                     due again after a quarter; clients' requests go elsewhere
@@ -31,7 +31,7 @@ class Proof:
     passed_at: float = NEVER
     asked_at: float = NEVER  # when its last canary began, or whatever passed did
     failed_at: float = NEVER
-    vouched_at: float = NEVER  # when a request passed its decode worker alone, before there was this pair
+    vouched_at: float = NEVER  # when a request passed its decode worker alone, or with prefill where it is alone now
     held_s: float = 0.0  # for which it did not age since a request passed
     is_doubted: bool = True
     num_failures: int = 0  # of canaries, in a row
@@ -76,7 +76,11 @@ class Proofs:
             return
         self._seen = live
         names = [(prefill.instance, decode.instance) for prefill, decode in live]
-        self._proofs = {name: self._proofs.get(name) or self._new(name) for name in names}
+        vouched = self._vouched()
+        self._proofs = {
+            name: self._proofs.get(name) or Proof(vouched_at=vouched.get((name[1], name[0] != name[1]), NEVER))
+            for name in names
+        }
         self.failing.intersection_update(names)
 
     def passed(self, prefill: str, decode: str, at: float) -> None:
@@ -154,10 +158,18 @@ class Proofs:
         """Seconds from one canary to the next."""
         return self.window_s / 4 if proof.num_failures or proof.passed_at == NEVER else self.window_s / 2
 
-    def _new(self, names: Names) -> Proof:
-        """The first prefill worker takes over from decode workers that served alone: it ends nobody's service by that."""
-        alone = self._proofs.get((names[1], names[1]))
-        return Proof() if alone is None or alone.num_failures else Proof(vouched_at=alone.passed_at)
+    def _vouched(self) -> dict[tuple[str, bool], float]:
+        """When a request passed each decode worker last, by (decode, whether it was alone); without failing pairs.
+
+        The first prefill worker takes over from decode workers that served alone, and these serve alone when the last one
+        leaves: neither ends anybody's service by that.
+        """
+        found: dict[tuple[str, bool], float] = {}
+        for (prefill, decode), proof in self._proofs.items():
+            if not proof.num_failures:
+                key = decode, prefill == decode
+                found[key] = max(proof.passed_at, found.get(key, NEVER))
+        return found
 
     def _counts(self, proof: Proof, now: float) -> bool:
         state = self._state(proof, now)
