@@ -85,13 +85,20 @@ class _Pipe:
 class Workshop:
     """Has work done for one router, on one event loop. Processes are made when there is something to do.
 
-    `setup` is the first frame that each of them gets; of `lanes` every workshop has its own.
+    `setup` is the first frame that each of them gets; of `lanes` every workshop has its own. `kind` is for the log.
     """
 
     def __init__(
-        self, setup: bytes, nursery: NurseryHandle, clock: Callable[[], float], lanes: Lanes | None = None
+        self,
+        setup: bytes,
+        nursery: NurseryHandle,
+        clock: Callable[[], float],
+        lanes: Lanes | None = None,
+        *,
+        kind: str = "template",
     ) -> None:
         self._setup = framed(setup)
+        self._kind = kind
         self._nursery = nursery
         self._clock = clock
         self._lanes = lanes or Lanes()
@@ -101,7 +108,7 @@ class Workshop:
         self._reply = b""  # that a worker has just given
 
     def __repr__(self) -> str:
-        return f"Workshop({self._lanes}, {len(self._pipes)} workers)"
+        return f"Workshop({self._lanes}, {len(self._pipes)} {self._kind} workers)"
 
     def close(self) -> None:
         """Ends all workers. Idempotent."""
@@ -145,7 +152,7 @@ class Workshop:
         try:
             number, end = self._nursery.fork()
         except OSError as error:
-            logger.warning("no template worker can be made", extra=fields(reason=str(error)))
+            logger.warning("no %s worker can be made", self._kind, extra=fields(reason=str(error)))
             asyncio.get_running_loop().call_soon(self._on_end, key)
             return
         self._pipes[key] = _Pipe(number, end, lambda: self._on_data(key))
