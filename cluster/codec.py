@@ -1,7 +1,8 @@
 """Messages to frames and back: MessagePack, decoded straight into the typed structs of `messages`.
 
 A frame from a peer is hostile until it is decoded. `Decoder.decode` raises `RemoteProtocolError` and nothing else, with
-one line that names the fault and never repeats the peer's bytes.
+one line that names the fault and never repeats the peer's bytes. `Frames` are of one message or of several: of several, what
+a peer of another release says beside them costs none of the others.
 
 The last field of every frame is "crc", a CRC-32 (zlib's) of all bytes before its value: blocks have digests, and without
 it a bit that flips in a small message would pass as another token. A frame with another sum is a `DamagedMessage`; one
@@ -12,12 +13,12 @@ It tells damage, not malice: against that there are keys.
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Annotated, Generic, TypeVar
+from typing import Annotated, Generic, TypeVar, get_args
 
 import msgspec
 import zmq
 
-from .errors import DamagedMessage, RemoteProtocolError
+from .errors import DamagedMessage, RemoteProtocolError, UnknownMessage
 from .messages import ControlDown, ControlUp, KVDown, KVUp, Message, Pull
 from .slab_messages import SlabBlock, SlotFree
 from .sockets import CONTROL_MAX_FRAME
@@ -32,10 +33,9 @@ BATCH_BYTES = 64 << 10  # of a control frame of several; a longer message goes a
 # What is said of every block or request may go several to a frame, since a frame costs far more than what is in it.
 BATCHED = (Pull, SlotFree, SlabBlock)
 _Size = msgspec.Meta(min_length=1, max_length=MAX_BATCH)
-KVUpFrame = KVUp | Annotated[tuple[Pull | SlotFree, ...], _Size]
-KVDownFrame = KVDown | Annotated[tuple[SlabBlock, ...], _Size]
-ControlUpFrame = ControlUp | Annotated[tuple[ControlUp, ...], _Size]
-ControlDownFrame = ControlDown | Annotated[tuple[ControlDown, ...], _Size]
+# The types of messages of either direction and plane: what is none of them is of another release, what is one and in the
+# wrong place is a fault.
+TYPES = frozenset(kind.__name__ for union in (ControlUp, ControlDown, KVUp, KVDown) for kind in get_args(union))
 
 CRC_MARK = b"\xa3crc\xce"  # the key, and the type of a 32-bit number
 CRC_BYTES = 4
@@ -135,7 +135,8 @@ class Decoder(Generic[T]):
         try:
             return self._decoder.decode(data)
         except Exception as error:  # whatever the decoder raises, the peer's bytes caused it
-            raise RemoteProtocolError(f"a frame of {size} bytes is not a message: {_reason(error)}") from None
+            kind = UnknownMessage if is_unknown(error) else RemoteProtocolError
+            raise kind(f"a frame of {size} bytes is not a message: {_reason(error)}") from None
 
 
 def is_damaged(data: bytes | memoryview) -> bool:
@@ -145,19 +146,56 @@ def is_damaged(data: bytes | memoryview) -> bool:
     return zlib.crc32(data[:-CRC_BYTES]) != int.from_bytes(data[-CRC_BYTES:], "big")
 
 
+class _Kind(msgspec.Struct):
+    """Of a message its type alone."""
+
+    type: str
+
+
+class Frames(Decoder[T | tuple[T, ...]], Generic[T]):
+    """Decodes frames of one message of `union_type`, or of 1 to MAX_BATCH of `batched`; at most `max_bytes` each."""
+
+    def __init__(self, union_type: object, batched: object, max_bytes: int) -> None:
+        super().__init__(union_type | Annotated[tuple[batched, ...], _Size], max_bytes)  # type: ignore[valid-type]
+        self._one: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(batched)
+        self._parts = msgspec.msgpack.Decoder(Annotated[list[msgspec.Raw], _Size])
+        self._kind = msgspec.msgpack.Decoder(_Kind)
+
+    def messages(self, frame: bytes | memoryview | zmq.Frame) -> tuple[tuple[T, ...], int]:
+        """(the messages of `frame`, how many beside them are of types that nobody here knows). Raises as `decode` does: a
+        frame of one message of an unknown type, and any in which something else is wrong, is refused as a whole.
+        """
+        try:
+            return messages_of(self.decode(frame)), 0
+        except UnknownMessage as refusal:
+            found = self._known(frame.buffer if isinstance(frame, zmq.Frame) else frame)
+            if found is None:
+                raise refusal
+            return found
+
+    def _known(self, data: bytes | memoryview) -> tuple[tuple[T, ...], int] | None:
+        """As `messages`, of a frame that has an unknown type in it; None where it has other faults, or is no array."""
+        try:
+            parts = self._parts.decode(data)
+            known = [part for part in parts if self._kind.decode(part).type in TYPES]
+            return tuple(self._one.decode(part) for part in known), len(parts) - len(known)
+        except Exception:  # as in `decode`
+            return None
+
+
 def decoder(union_type: object, max_bytes: int) -> Decoder[T]:
     """A decoder of any tagged union; annotate the result, as in `d: Decoder[KVUp] = decoder(KVUp, 4096)`."""
     return Decoder(union_type, max_bytes)
 
 
-def control_up_decoder(max_bytes: int = CONTROL_MAX_FRAME) -> Decoder[ControlUp | tuple[ControlUp, ...]]:
+def control_up_decoder(max_bytes: int = CONTROL_MAX_FRAME) -> Frames[ControlUp]:
     """For the router: what workers send, one message to a frame or several."""
-    return Decoder(ControlUpFrame, max_bytes)
+    return Frames(ControlUp, ControlUp, max_bytes)
 
 
-def control_down_decoder(max_bytes: int = CONTROL_MAX_FRAME) -> Decoder[ControlDown | tuple[ControlDown, ...]]:
+def control_down_decoder(max_bytes: int = CONTROL_MAX_FRAME) -> Frames[ControlDown]:
     """For a worker: what the router sends, likewise."""
-    return Decoder(ControlDownFrame, max_bytes)
+    return Frames(ControlDown, ControlDown, max_bytes)
 
 
 def kv_up_decoder(max_bytes: int = KV_MAX_BYTES) -> Decoder[KVUp]:
@@ -170,23 +208,32 @@ def kv_down_decoder(max_bytes: int = KV_MAX_BYTES) -> Decoder[KVDown]:
     return Decoder(KVDown, max_bytes)
 
 
-def kv_up_frames() -> Decoder[KVUp | tuple[Pull | SlotFree, ...]]:
+def kv_up_frames() -> Frames[KVUp]:
     """As `kv_up_decoder`, for frames that may hold several messages."""
-    return Decoder(KVUpFrame, KV_MAX_BYTES)
+    return Frames(KVUp, Pull | SlotFree, KV_MAX_BYTES)
 
 
-def kv_down_frames() -> Decoder[KVDown | tuple[SlabBlock, ...]]:
+def kv_down_frames() -> Frames[KVDown]:
     """As `kv_down_decoder`, for frames that may hold several messages."""
-    return Decoder(KVDownFrame, KV_MAX_BYTES)
+    return Frames(KVDown, SlabBlock, KV_MAX_BYTES)
+
+
+def unknown_messages(num: int) -> str:
+    """The line about messages of a frame that were left out."""
+    return f"{num} messages of unknown types in a frame of several"
+
+
+def is_unknown(error: Exception) -> bool:
+    """Whether a message, as far as it was read, has no other fault than its type."""
+    return isinstance(error, msgspec.ValidationError) and str(error).startswith("Invalid value")  # it quotes the tag
 
 
 def _reason(error: Exception) -> str:
     """One printable line about `error` that holds none of the peer's bytes."""
+    if is_unknown(error):
+        return "unknown message type"
     if isinstance(error, msgspec.ValidationError):
-        text = str(error)
-        if text.startswith("Invalid value"):  # msgspec would quote the unknown tag
-            return "unknown message type"
-        line = "".join(c if c.isprintable() and c.isascii() else "?" for c in text)
+        line = "".join(c if c.isprintable() and c.isascii() else "?" for c in str(error))
         return line[:LONGEST_REASON]
     if isinstance(error, RecursionError):
         return "nested too deeply"

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 import msgspec
 import zmq
 
-from .codec import MAX_BATCH, control_down_decoder, encode, messages_of, pack, send_waiting
+from .codec import MAX_BATCH, control_down_decoder, encode, pack, send_waiting, unknown_messages
 from .dialer import Dialer
 from .errors import DamagedMessage, RemoteProtocolError
 from .keyring import Keyring
@@ -51,7 +51,7 @@ class LinkCounters:
     """What a control link dropped, in messages since it was opened."""
 
     stale: int  # meant for another instance of this worker
-    malformed: int  # not of the protocol
+    malformed: int  # not of the protocol, as this release knows it
     overflowed: int  # dropped with the router that did not take them
     hellos: int  # Hellos sent
 
@@ -302,13 +302,19 @@ class LinkQueues(ABC):
         try:
             if len(parts) != 1:
                 raise RemoteProtocolError("a control message is one frame")
-            return messages_of(self._decoder.decode(parts[0]))
+            messages, num_unknown = self._decoder.messages(parts[0])
         except RemoteProtocolError as error:
-            self._num_malformed += 1
-            logger.warning("message from the router dropped", extra=fields(reason=str(error)))
+            self._drop(1, str(error))
             if isinstance(error, DamagedMessage):
                 self._machine.miss()
             return ()
+        if num_unknown:
+            self._drop(num_unknown, unknown_messages(num_unknown))
+        return messages
+
+    def _drop(self, num: int, reason: str) -> None:
+        self._num_malformed += num
+        logger.warning("message from the router dropped", extra=fields(reason=reason))
 
 
 class ControlLink(LinkQueues):

@@ -6,7 +6,8 @@
     ├── ProtocolError          a message is not of the protocol
     │   ├── LocalProtocolError     our own fault
     │   └── RemoteProtocolError    the peer's fault
-    │       └── DamagedMessage         or the road's: the message is not as it was sent
+    │       ├── DamagedMessage         or the road's: the message is not as it was sent
+    │       └── UnknownMessage         or nobody's: its type is that of another release
     ├── HandshakeRefused       two layouts do not agree; shows both
     ├── PeerLost               the peer went away, or is another instance now
     ├── TransferError          a hand-off failed
@@ -45,6 +46,10 @@ class RemoteProtocolError(ProtocolError):
 
 class DamagedMessage(RemoteProtocolError):
     """A message has not the checksum that it was sent with."""
+
+
+class UnknownMessage(RemoteProtocolError):
+    """A message is of a type that this release does not know."""
 
 
 class HandshakeRefused(BatonError):

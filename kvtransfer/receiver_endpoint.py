@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from itertools import islice, takewhile
 
 from ..cluster.ciphers import CRC32C
-from ..cluster.codec import BATCHED, encode, encode_batch, kv_down_frames
+from ..cluster.codec import BATCHED, encode, encode_batch, kv_down_frames, unknown_messages
 from ..cluster.errors import DigestMismatch, LocalProtocolError, RemoteProtocolError
 from ..cluster.kv_messages import PairDown
 from ..cluster.messages import Block, KVWelcome, Layout, Release
@@ -83,19 +83,24 @@ class ReceiverEndpoint(Endpoint[Send]):
         try:
             if not 1 <= len(frames) <= 2:
                 raise RemoteProtocolError(f"{len(frames)} frames where one or two are expected")
-            message = self._decoder.decode(frames[0])
-            if isinstance(message, Block) != (len(frames) == 2):
+            messages, num_unknown = self._decoder.messages(frames[0])
+            blocks = [message for message in messages if isinstance(message, SlabBlock)]
+            alone = messages[0] if messages and not blocks else None
+            if isinstance(alone, Block) != (len(frames) == 2):
                 raise RemoteProtocolError("a payload goes with a block, and with nothing else")
         except RemoteProtocolError as error:
-            self.session.counters.malformed += 1
-            self._drop_log.say(peer, str(error))
+            self._drop(peer, 1, str(error))
             return
-        if isinstance(message, SlabBlock | tuple):
-            blocks = message if isinstance(message, tuple) else (message,)
-            effects = self._receive_slab_blocks(peer, blocks, now)
+        if num_unknown:
+            self._drop(peer, num_unknown, unknown_messages(num_unknown))
+        if alone is None or isinstance(alone, SlabBlock):
+            self._perform(self._receive_slab_blocks(peer, blocks, now))
         else:
-            effects = self._receive(peer, message, frames, now)
-        self._perform(effects)
+            self._perform(self._receive(peer, alone, frames, now))
+
+    def _drop(self, peer: Peer, num: int, reason: str) -> None:
+        self.session.counters.malformed += num
+        self._drop_log.say(peer, reason)
 
     def _receive(
         self, peer: Peer, message: Block | SlabDown | PairDown, frames: Sequence[memoryview], now: float

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from itertools import islice
 
 from ..cluster.ciphers import CRC32C
-from ..cluster.codec import encode, encode_batch, kv_up_frames, messages_of
+from ..cluster.codec import encode, encode_batch, kv_up_frames, unknown_messages
 from ..cluster.errors import LocalProtocolError, RemoteProtocolError
 from ..cluster.kv_messages import BLOCK_BYTES
 from ..cluster.messages import KVUp, KVWelcome, Layout, Release
@@ -90,16 +90,21 @@ class SenderEndpoint(Endpoint["Send | SendBlock"]):
         try:
             if len(frames) != 1:
                 raise RemoteProtocolError(f"{len(frames)} frames where one is expected")
-            messages: tuple[KVUp, ...] = messages_of(self._decoder.decode(frames[0]))
+            messages, num_unknown = self._decoder.messages(frames[0])
         except RemoteProtocolError as error:
-            self.session.counters.malformed += 1
-            self._drop_log.say(peer, str(error))
+            self._drop(peer, 1, str(error))
             return
+        if num_unknown:
+            self._drop(peer, num_unknown, unknown_messages(num_unknown))
         now = self._clock()
         effects: list[Effect] = []
         for message in messages:
             effects += self._receive(peer, message, now)
         self._perform(effects)
+
+    def _drop(self, peer: Peer, num: int, reason: str) -> None:
+        self.session.counters.malformed += num
+        self._drop_log.say(peer, reason)
 
     def _receive(self, peer: Peer, message: KVUp, now: float) -> list[Effect]:
         if isinstance(message, SlabUp):

@@ -290,7 +290,7 @@ class TransferCounters:
     duplicate_blocks: int = 0
     repulls: int = 0
     digest_mismatches: int = 0
-    malformed: int = 0  # frames that did not decode, or had too many parts
+    malformed: int = 0  # frames that did not decode or had too many parts, and messages of unknown types
     refused_peers: int = 0
     blocks: int = 0  # sent by prefill, landed on decode
     bytes: int = 0

@@ -11,7 +11,7 @@ from contextlib import suppress
 
 import zmq
 
-from ..cluster.codec import control_up_decoder, encode, messages_of
+from ..cluster.codec import control_up_decoder, encode, unknown_messages
 from ..cluster.errors import DamagedMessage, PeerLost, RemoteProtocolError
 from ..cluster.keyring import Keyring
 from ..cluster.log import fields
@@ -159,16 +159,21 @@ class ControlSocket:
         try:
             if len(parts) != 2:
                 raise RemoteProtocolError(f"a control message is one frame, not {len(parts) - 1}")
-            messages: tuple[ControlUp, ...] = messages_of(self._decoder.decode(parts[1]))
+            messages, num_unknown = self._decoder.messages(parts[1])
         except RemoteProtocolError as error:
-            self.num_malformed += 1
-            self._drop_log.say(parts[0].bytes.hex(), str(error))
+            self._drop(parts[0], 1, str(error))
             if isinstance(error, DamagedMessage):
                 self._on_damaged(parts[0].bytes)
             return
+        if num_unknown:
+            self._drop(parts[0], num_unknown, unknown_messages(num_unknown))
         identity = parts[0].bytes
         user = user_of(parts[1]) if self.authenticator is not None else ""
         self._hear_all(identity, user, messages)
+
+    def _drop(self, identity: zmq.Frame, num: int, reason: str) -> None:
+        self.num_malformed += num
+        self._drop_log.say(identity.bytes.hex(), reason)
 
     def _hear_all(self, identity: bytes, user: str, messages: tuple[ControlUp, ...]) -> None:
         """Each as if it had come alone: of one that cannot be handled the others know nothing."""

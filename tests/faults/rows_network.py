@@ -4,8 +4,6 @@ import itertools
 import random
 import time
 
-import httpx
-import msgpack
 from baton.tests.faults.bed import Scene
 from baton.tests.faults.cluster import wait_until
 from baton.tests.faults.history import Promise
@@ -298,92 +296,3 @@ def f33(scene: Scene) -> str:
     # two workers lose their connection to the router, and each with it all its rooms: none is denied the next attempt
     scene.promise = Promise(all_finish=True, spare_attempts=2 * len(asks))
     return f"{told(calls + again)}"
-
-
-# --- versions and incarnations ----------------------------------------------------------------------------------------
-
-
-@row(
-    "F47", "a peer of the next version: a field more in every message, messages of an unknown type, and an older one",
-    "unknown fields are ignored, unknown types refused, the older protocol with its reason; all complete", proxied=True,
-)  # fmt: skip
-def f47(scene: Scene) -> str:
-    asks = scene.known(workload(471, 12, prompt=(50, 700), max_tokens=16))
-    novelty = Message((msgpack.packb({"type": "Migrate", "room": "a" * 32, "epoch": 0, "instance": "b" * 32}),))
-
-    def modern(message: Message) -> list[Message]:
-        return [message.with_fields(priority=3, tenant={"name": "x"}, hints=[1, 2.5, None])]
-
-    for way in proxied(scene):
-        way.rule(lambda message: bool(message.types()), change(modern))
-        way.inject(novelty)
-    calls = finished(scene, scene.traffic.start(*asks))
-    assert not placed_again(calls), told(calls)
-    way, said = scene.cluster.control["decode-0"].up, scene.cluster.nodes["router"].said
-    way.clear()
-    way.rule(verb("Hello"), change(lambda message: [message.with_fields(protocol=0)]))
-    scene.victims.add("decode-0")
-    scene.cluster.restart("decode-0")
-    wait_until(lambda: "protocol 0 is not" in said(), 20, "the older one is refused")
-    others = finished(scene, scene.traffic.start(*asks))
-    assert not placed_again(others), told(others)
-    way.clear()
-    way.rule(lambda message: bool(message.types()), change(modern))
-    scene.cluster.wait_whole(20)
-    scene.rebase("decode-0")
-    calls += others + finished(scene, scene.traffic.start(*asks))
-    malformed = scene.cluster.status()["router"]["events"].get("control_malformed", 0)
-    assert malformed == len(scene.cluster.workers), f"the router refused {malformed} unknown messages"
-    return told(calls)
-
-
-@row(
-    "F48", "a prefill worker of another layout, a handshake of another model",
-    "it gets no request, the handshake is refused; alone it makes the cluster not ready, with the reason",
-    quick=True, flags={"prefill-1": {"page-size": "8"}, "router": {"local-prefill": "off"}}, proxied=True,
-)  # fmt: skip
-def f48(scene: Scene) -> str:
-    asks = scene.known(workload(481, 12, prompt=(50, 300), max_tokens=12))
-    calls = finished(scene, scene.traffic.start(*asks))
-    assert scene.cluster.worker("prefill-1")["counters"].get("requests", 0) == 0, "nothing was sent to it"
-    fingerprints = {name: scene.cluster.worker(name)["fingerprint"] for name in ("prefill-0", "prefill-1", "decode-0")}
-    assert fingerprints["prefill-0"] == fingerprints["decode-0"] != fingerprints["prefill-1"]
-
-    def another(message: Message) -> list[Message]:
-        layout = message.fields()["layout"]
-        return [message.with_fields(layout={**layout, "fingerprint": "another model"})]
-
-    scene.cluster.restart("decode-0")  # a new worker greets
-    scene.victims.add("decode-0")
-    rule = scene.cluster.kv["prefill-0"].up.rule(verb("KVHello"), change(another))
-    scene.cluster.wait_whole(20)
-    scene.rebase("decode-0")
-    calls += finished(scene, scene.traffic.start(*asks))
-    assert rule.num_done, "the layouts met at the handshake"
-    scene.kill("prefill-0")
-    wait_until(lambda: "equal fingerprints" in httpx.get(f"{scene.cluster.url}/ready").text, 5, "/ready says why not")
-    return f"{told(calls)}; a hello of another layout reached prefill {rule.num_done} times"
-
-
-@row(
-    "F53", "prefill is killed mid-transfer and back on its port at once, blocks of its former life arrive late",
-    "they are refused; all complete, tokens equal", quick=True, **COLD,
-)  # fmt: skip
-def f53(scene: Scene) -> str:
-    asks = scene.known(workload(531, 8, **BLOCKS))
-    way = scene.cluster.kv["prefill-0"].down
-    rule = way.rule(verb("Block"), hold)
-    calls = scene.traffic.start(*asks)
-    rule.wait(2)
-    scene.kill("prefill-0")
-    way._rules.clear()
-    scene.cluster.start_node("prefill-0")
-    scene.cluster.wait_whole(20)
-    scene.rebase("prefill-0")
-    renewed = scene.traffic.start(*asks)  # the new process is greeted
-    late = way.release()
-    finished(scene, calls + renewed)
-    assert placed_again(calls), "somebody was on it"
-    late += len(way.held)
-    refused = scene.until_counted("decode", "stale_instance", "unknown_room", "stale_epoch", "unexpected")
-    return f"{told(calls + renewed)}; {late} late blocks, {refused:g} refused"

@@ -8,7 +8,7 @@
 from collections import deque
 from random import Random
 
-from baton.cluster.codec import control_up_decoder, messages_of
+from baton.cluster.codec import control_up_decoder
 from baton.cluster.control_link import LinkQueues
 from baton.cluster.errors import DamagedMessage, PeerLost, RemoteProtocolError
 from baton.cluster.life import EXIT_OK, Shutdown
@@ -82,7 +82,8 @@ class RouterProcess(Process):
     def deliver(self, line, is_up, frames):
         identity = line.number.to_bytes(4, "big")
         try:
-            messages = messages_of(self._decoder.decode(frames[0]))
+            messages, num_unknown = self._decoder.messages(frames[0])
+            self.num_malformed += num_unknown
         except RemoteProtocolError as error:
             self.num_malformed += 1
             if isinstance(error, DamagedMessage):

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import msgpack
 import msgspec
 import pytest
 import torch
@@ -194,6 +195,29 @@ def test_a_frame_that_gets_lost_costs_time_only(kind):
     pair.wire.lose = lambda held: len(held) > 1 and isinstance(held[0], kind) and not lost and not lost.append(held)
     pair.check(pair.run(4.0))
     assert len(lost[0]) > 1
+
+
+def test_a_message_of_a_type_that_nobody_knows_costs_no_block_of_its_frame():
+    pair = Pair("shm", "zmq_blocks")
+    passed = pair.wire.pass_on
+    num = {True: 0, False: 0}
+
+    def newer(packet: Packet) -> list[Packet]:
+        found = msgpack.unpackb(packet.frames[0])
+        if isinstance(found, list) and len(found) < MAX_BATCH:
+            num[packet.is_up] += 1
+            found.insert(1, {"type": "Pull2", "room": ROOM, "blocks": [1, 2]})
+            del found[-1]["crc"]
+            assert passed(packet)
+            packet = replace(packet, frames=(msgpack.packb(found),))
+            return [packet]
+        return passed(packet)
+
+    pair.wire.fault = newer
+    pair.check(pair.run())
+    assert min(num.values()) > 0
+    assert pair.sender.session.counters.malformed == num[True]
+    assert pair.receiver.session.counters.malformed == num[False]
 
 
 def test_what_a_full_peer_did_not_take_goes_later_and_is_counted_once():

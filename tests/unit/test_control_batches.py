@@ -1,7 +1,9 @@
 """Orders and answers that are due together share a frame, towards a peer that takes several: nothing else changes."""
 
 from collections import deque
+from contextlib import contextmanager
 
+import msgpack
 import pytest
 import zmq
 from baton.cluster.codec import (
@@ -15,7 +17,7 @@ from baton.cluster.codec import (
     pack,
 )
 from baton.cluster.control_link import OUTBOX_LIMIT, LinkQueues
-from baton.cluster.errors import RemoteProtocolError
+from baton.cluster.errors import DamagedMessage, RemoteProtocolError
 from baton.cluster.messages import Cancel, Gone, Welcome
 from baton.router.control import ControlSocket
 from baton.router.postbox import Postbox
@@ -186,6 +188,68 @@ def test_a_frame_of_nothing_of_too_many_or_of_the_other_direction_is_refused_as_
     assert decoder().decode(encode(mine(0))) == mine(0)
 
 
+@pytest.mark.parametrize("at", [(0,), (1,), (3,), (0, 2, 4)])
+@pytest.mark.parametrize("decoder", [control_up_decoder, control_down_decoder])
+def test_what_is_of_a_type_that_nobody_knows_costs_no_other_message_of_its_frame(decoder, at):
+    said = [(gone if decoder is control_up_decoder else cancel)(number) for number in range(3)]
+    assert decoder().messages(newer(said, at)) == (tuple(said), len(at))
+    with pytest.raises(RemoteProtocolError, match="unknown message type"):
+        decoder().messages(newer([], (0,)))
+
+
+@pytest.mark.parametrize("decoder", [control_up_decoder, control_down_decoder])
+def test_beside_a_type_that_nobody_knows_any_other_fault_has_its_whole_frame_refused(decoder):
+    mine, other = (gone, cancel) if decoder is control_up_decoder else (cancel, gone)
+    good, new = pack(mine(0)), msgpack.packb(MIGRATE)
+    for bad in (
+        pack(other(1)), b"\xc0", b"\x90", b"\xc1", msgpack.packb({"room": "a" * 32}), msgpack.packb(MIGRATE | {"type": 7}),
+        msgpack.packb({"type": type(mine(0)).__name__}), msgpack.packb(MIGRATE | {"type": b"Migrate"}), new[:-1],
+    ):  # fmt: skip
+        for parts in ([good, new, bad], [bad, new, good], [new, bad]):
+            with pytest.raises(RemoteProtocolError):
+                decoder().messages(bytes([0x90 + len(parts)]) + b"".join(parts))
+    with pytest.raises(RemoteProtocolError):
+        decoder().messages(b"\xdc\x00\x11" + new + good * MAX_BATCH)
+    with pytest.raises(DamagedMessage):
+        decoder().messages(newer([mine(0)], (0,))[:-1] + b"?")
+
+
+def test_a_worker_hears_the_orders_beside_one_of_a_newer_router_and_counts_it():
+    wire = Wire()
+    wire.inbox.append([newer([cancel(0), cancel(1)], (1, 1))])
+    assert wire.receive() == [cancel(0), cancel(1)]
+    assert wire.counters.malformed == 2
+
+
+def test_a_router_hears_what_a_newer_worker_says_beside_what_it_does_not_know_and_counts_it():
+    said = [gone(number) for number in range(3)]
+    taken = []
+    with control_socket(lambda identity, message: taken.append(message)) as control:
+        control._on_parts([zmq.Frame(b"p"), zmq.Frame(newer(said, (0, 2)))])
+        assert (taken, control.drops["control_malformed"]) == (said, 2)
+
+
+MIGRATE = {"type": "Migrate", "room": "a" * 32, "why": [None, {"x": 1.5}]}
+
+
+def newer(messages, at):
+    """A frame of a release to come: one with messages that this one does not know, in front of those at `at`."""
+    parts = [pack(message) for message in messages]
+    for index in reversed(at):
+        parts.insert(index, msgpack.packb(MIGRATE))
+    return framed(parts)
+
+
+@contextmanager
+def control_socket(take):
+    control = ControlSocket("tcp://127.0.0.1:*", trusted_network=False)
+    control._on_message = take
+    try:
+        yield control
+    finally:
+        control.close()
+
+
 def test_a_message_that_cannot_be_handled_costs_no_other_of_its_frame():
     said = [gone(number) for number in range(4)]
     taken = []
@@ -195,11 +259,7 @@ def test_a_message_that_cannot_be_handled_costs_no_other_of_its_frame():
         if message == said[1]:
             raise LookupError("a bug")
 
-    control = ControlSocket("tcp://127.0.0.1:*", trusted_network=False)
-    control._on_message = take
-    try:
+    with control_socket(take) as control:
         with pytest.raises(LookupError):
             control._on_parts([zmq.Frame(b"p"), zmq.Frame(framed([pack(message) for message in said]))])
-    finally:
-        control.close()
     assert taken == [(b"p", message) for message in said]
