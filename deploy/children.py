@@ -3,10 +3,12 @@
 import dataclasses
 import logging
 import os
+import random
 import socket
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +36,9 @@ logger = logging.getLogger(__name__)
 PATHS = ("model", "draft", "keys", "api_keys", "tls_cert", "tls_key")  # settings that may be relative paths
 
 PROG = "baton up"
-LAST_PORT = 65535
+LOWEST_PORT, LAST_PORT = 20_000, 65535  # the first of those that are chosen for a child
+PORTS_TRIED = 16
+GIVEN_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")  # IPv6's too
 ROUTER = "router"  # the name of that child
 
 Command = Callable[[str, Sequence[str]], list[str]]
@@ -190,12 +194,28 @@ def _absolute(path: str) -> str:
 
 
 def free_port(host: str) -> int:
-    """A TCP port of `host` that nobody listens on now."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        try:
-            probe.bind((host, 0))
-        except OSError as error:
-            raise StartupError(f"cannot listen on {host!r}: {error.strerror or error}; choose another --host") from None
-        port: int = probe.getsockname()[1]
-        return port
+    """A TCP port of `host` that nobody listens on now. If there is one, none of those that the system gives to whoever asks
+    for any: that could happen before the child listens. Raises StartupError.
+    """
+    own = range(LOWEST_PORT, _lowest_given())
+    for port in random.sample(own, min(PORTS_TRIED, len(own))):
+        with suppress(OSError):
+            return _bound(host, port)
+    try:
+        return _bound(host, 0)
+    except OSError as error:
+        raise StartupError(f"cannot listen on {host!r}: {error.strerror or error}; choose another --host") from None
+
+
+def _bound(host: str, port: int) -> int:
+    """The port that a socket gets. Raises OSError."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.bind((host, port))
+        return int(probe.getsockname()[1])
+
+
+def _lowest_given() -> int:
+    """The lowest port that the system gives to whoever asks for any; 0 where it does not say."""
+    with suppress(OSError, ValueError):
+        return int(GIVEN_PORTS.read_text().split()[0])
+    return 0

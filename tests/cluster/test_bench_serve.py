@@ -1,10 +1,10 @@
 """`baton bench serve` as a command against a router with scripted workers: figures, JSON, a picture, and clear ends."""
 
 import json
+import socket
 import struct
 
 import pytest
-from baton.bench.router_rig import free_port
 from baton.bench.serve import main
 from baton.bench.serve_plot import cdf, ticks
 
@@ -34,7 +34,9 @@ def test_a_closed_and_an_open_loop_end_with_figures_and_a_picture(running, tmp_p
 
 
 def test_nobody_there_is_one_line_and_exit_code_1(capsys):
-    assert main(["--url", f"http://127.0.0.1:{free_port()}"]) == 1
+    with socket.socket() as taken:  # and nobody listens
+        taken.bind(("127.0.0.1", 0))
+        assert main(["--url", f"http://127.0.0.1:{taken.getsockname()[1]}"]) == 1
     assert capsys.readouterr().err.count("\n") == 1
 
 

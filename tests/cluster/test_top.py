@@ -35,9 +35,12 @@ def looked(running):
     return top.look(client, 12)
 
 
+@pytest.fixture
 def free_url():
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        return f"http://127.0.0.1:{found.getsockname()[1]}"
+    """Where nobody listens, and nobody else can."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        yield f"http://127.0.0.1:{taken.getsockname()[1]}"
 
 
 def text_of(looks, rates=None, width=140):
@@ -61,8 +64,8 @@ def test_once_prints_workers_and_requests_of_every_router(running, capsys):
     assert "wörld" not in text
 
 
-def test_json_is_one_document_that_scripts_read(running, capsys):
-    assert main(["--url", f"{running.url},{free_url()}", "--once", "--json"]) == 0
+def test_json_is_one_document_that_scripts_read(running, free_url, capsys):
+    assert main(["--url", f"{running.url},{free_url}", "--once", "--json"]) == 0
     [line] = capsys.readouterr().out.splitlines()
     there, gone = json.loads(line)["routers"]
     assert {worker["role"] for worker in there["status"]["workers"]} == {"prefill", "decode"}
@@ -72,8 +75,8 @@ def test_json_is_one_document_that_scripts_read(running, capsys):
 
 
 @pytest.mark.parametrize("flags", [["--once"], ["--once", "--json"], []])
-def test_without_a_router_it_ends_with_one_line(flags, capsys):
-    assert main(["--url", free_url(), *flags]) == 1
+def test_without_a_router_it_ends_with_one_line(flags, free_url, capsys):
+    assert main(["--url", free_url, *flags]) == 1
     shown = capsys.readouterr()
     assert shown.out == ""
     assert shown.err.startswith("baton top: nothing listens at http://127.0.0.1:")

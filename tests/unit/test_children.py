@@ -2,6 +2,7 @@
 
 import logging
 import os
+import socket
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,9 @@ from baton.cluster.config import (
     ignored_settings,
     load_config,
 )
-from baton.cluster.errors import ConfigError
+from baton.cluster.errors import ConfigError, StartupError
 from baton.deploy import children
-from baton.deploy.children import child_configs, child_environment, child_specs
+from baton.deploy.children import child_configs, child_environment, child_specs, free_port
 from baton.deploy.launcher import Cluster
 
 
@@ -82,6 +83,19 @@ def test_a_port_of_0_in_the_routers_own_table_is_any_free_one(tmp_path):
     assert router.host == "::1"
     assert router.port not in (0, 8000)
     assert told(load_config(UpConfig, [*base, "--port", "8123"], {}))["router"].port == 8123
+
+
+def test_a_port_that_is_chosen_is_none_that_the_system_may_give_to_somebody_else_before_it_is_used(tmp_path, monkeypatch):
+    lowest = int(children.GIVEN_PORTS.read_text().split()[0])
+    assert all(children.LOWEST_PORT <= free_port(host) < lowest for host in ("127.0.0.1", "::1") * 4)
+    with socket.create_server(("127.0.0.1", free_port("127.0.0.1"))) as taken:
+        port = taken.getsockname()[1]
+        (tmp_path / "range").write_text(f"{port + 1} {port + 9}")
+        monkeypatch.setattr(children, "LOWEST_PORT", port)
+        monkeypatch.setattr(children, "GIVEN_PORTS", tmp_path / "range")
+        assert free_port("127.0.0.1") > lowest, "its own only one is taken"
+    with pytest.raises(StartupError, match="choose another --host"):
+        free_port("192.0.2.1")
 
 
 def test_links_stay_links(tmp_path, monkeypatch):

@@ -15,6 +15,7 @@ from baton.cluster.errors import ConfigError, StartupError
 from baton.cluster.life import Shutdown
 from baton.cluster.messages import Heartbeat, WorkerStats
 from baton.cluster.metrics_server import MetricsServer, serve_metrics
+from baton.deploy.children import free_port
 from baton.kvtransfer.worker_loop import WorkerLoop
 from baton.tests.cluster.hostile import MIB, hostile_frames
 from baton.tests.corpora import corpus
@@ -124,8 +125,7 @@ def test_a_port_in_use_and_an_open_address_are_refused_with_the_remedy(server):
 
 
 def test_a_port_that_is_asked_for_is_opened_and_told_what_every_heartbeat_says():
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        port = found.getsockname()[1]
+    port = free_port("127.0.0.1")
     tell = serve_metrics(DecodeConfig(model="m", metrics_port=port), INSTANCE)
     clock, link = [100.0], FakeLink()
     worker = FakeWorker(clock)
