@@ -115,7 +115,7 @@ def ports(cluster, keys=None):
 
 def _asks_for_tickets(number):
     """Whether a ZeroMQ port's greeting names the PLAIN mechanism."""
-    with socket.create_connection(("127.0.0.1", number), timeout=5) as connection:
+    with socket.create_connection(("127.0.0.1", number), timeout=30) as connection:
         connection.sendall(b"\xff" + bytes(8) + b"\x7f\x03")
         greeting = b""
         while len(greeting) < 32 and (data := connection.recv(64)):
@@ -123,7 +123,7 @@ def _asks_for_tickets(number):
     return greeting[12:32].rstrip(b"\0") == b"PLAIN"
 
 
-def send_all(peer, frames, seconds=20.0):
+def send_all(peer, frames, seconds=60.0):
     """Sends message after message as the peer takes them; False when it stops taking."""
     end = time.monotonic() + seconds
     for frame in frames:

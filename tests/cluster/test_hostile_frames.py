@@ -4,6 +4,7 @@ The ports are those of real processes, so memory is the server's alone.
 """
 
 import contextlib
+import gc
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -75,7 +76,7 @@ def s2_s29_hostile_bytes_at_a_unix_socket(path):
         assert send_all(hostile, hostile_frames())
     for case in RAW:
         with socket.socket(socket.AF_UNIX) as stranger, contextlib.suppress(OSError):
-            stranger.settimeout(5)
+            stranger.settimeout(30)
             stranger.connect(path)
             stranger.sendall(corpus.data(case))
 
@@ -88,7 +89,7 @@ def test_s2_a_thousand_hostile_frames_of_a_peer_that_may_connect(port):
     num_before, since, resident = port.num_malformed(), len(port.cluster.output.getvalue()), port.resident()
     with dealer(port.endpoint, port.curve()) as hostile:
         assert send_all(hostile, frames)
-        wait_until(lambda: port.num_malformed() - num_before == len(frames), 20, "each is dropped and counted")
+        wait_until(lambda: port.num_malformed() - num_before == len(frames), 60, "each is dropped and counted")
     for data in large:
         with dealer(port.endpoint, port.curve()) as hostile:
             say(hostile, data)
@@ -140,10 +141,13 @@ def test_s29_an_unauthenticated_peer_puts_no_megabyte_into_a_keyed_port(keyed_cl
 
 
 @pytest.mark.parametrize("decoder", [control_up_decoder, control_down_decoder, kv_up_decoder, kv_down_decoder])
-def test_s4_every_decoder_refuses_every_hostile_frame_at_once(decoder, tmp_path, monkeypatch):
+def test_s4_every_decoder_refuses_every_hostile_frame_at_once(decoder, tmp_path, monkeypatch, request):
     monkeypatch.chdir(tmp_path)
     decode = decoder().decode
-    for data in [*(corpus.data(case) for case in FRAMES), *hostile_frames()]:
+    frames = [*(corpus.data(case) for case in FRAMES), *hostile_frames()]
+    gc.disable()  # a look at all that this process has takes longer
+    request.addfinalizer(gc.enable)
+    for data in frames:
         started = time.thread_time()
         with pytest.raises(RemoteProtocolError):
             decode(data)
@@ -157,4 +161,4 @@ def test_a_message_of_many_parts_is_dropped_whole_and_others_are_served(port):
         assert say(hostile, b"\xc1")
         hostile.send_multipart([encode(hello("decode"))] * 1000)
         hostile.send_multipart([bytes(port.max_frame)] * 30)
-        wait_until(lambda: port.num_malformed() - num_before == 3, 10, "all are dropped")
+        wait_until(lambda: port.num_malformed() - num_before == 3, 60, "all are dropped")

@@ -11,6 +11,7 @@ from baton.cluster.sockets import CONTROL_HIGH_WATER, bind, connect, make_socket
 
 MESSAGES = 40 * CONTROL_HIGH_WATER
 PART = bytes(4096)
+STUCK_S = 0.3  # nothing goes on for so long: every queue is full
 STALL_S = 1.4  # longer than two intervals of heartbeats
 
 
@@ -23,12 +24,12 @@ def main(side):
     identity = server.recv_multipart()[0]
     reader, writer, address = (server, client, []) if side == "router" else (client, server, [identity])
     sent = 0
-    until = time.monotonic() + 0.1
+    until = time.monotonic() + STUCK_S
     while sent < MESSAGES and time.monotonic() < until:
         try:
             writer.send_multipart([*address, PART], zmq.NOBLOCK)
             sent += 1
-            until = time.monotonic() + 0.1
+            until = time.monotonic() + STUCK_S
         except zmq.ZMQError:
             time.sleep(0.01)
     theirs.destroy(linger=0)
@@ -40,6 +41,7 @@ def main(side):
             time.sleep(0.01)
         else:
             got += 1
+            until = time.monotonic() + 0.5
     assert got >= CONTROL_HIGH_WATER - 1, got
     print(f"sent {sent}, read {got}, alive")
     ours.destroy(linger=0)

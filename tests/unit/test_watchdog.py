@@ -46,7 +46,7 @@ HANGS = {
     "in Python": "while True: pass",
     "in C without the lock": "time.sleep(60)",
     "in C with the lock": "ctypes.PyDLL(None).sleep(60)",
-    "not at all": "for _ in range(8): time.sleep(0.1); dog.feed(time.monotonic())\ndog.stop(); time.sleep(1.2); sys.exit(5)",
+    "not at all": "for _ in range(12): time.sleep(0.1); dog.feed(time.monotonic())\ndog.stop(); time.sleep(2); sys.exit(5)",
 }
 
 
@@ -54,7 +54,8 @@ HANGS = {
 def test_a_hung_process_writes_its_stacks_and_dies_and_one_that_moves_lives(how):
     code = "import ctypes, sys, time\nfrom baton.cluster.watchdog import Watchdog\n"
     body = textwrap.indent(HANGS[how], "    ")
-    code += f"dog = Watchdog(0.5)\ndog.feed(time.monotonic())\ndef stuck():\n{body}\nstuck()\n"
+    limit_s = 1.0 if how == "not at all" else 0.2
+    code += f"dog = Watchdog({limit_s})\ndog.feed(time.monotonic())\ndef stuck():\n{body}\nstuck()\n"
     began = time.monotonic()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
     if how == "not at all":
