@@ -9,6 +9,7 @@ import pytest
 from baton.deploy import alive
 from baton.tests.cluster.certificates import Authority, pem
 from baton.tests.cluster.router_fakes import BODY, until
+from baton.tests.kubernetes.secret_volume import SecretVolume
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +92,20 @@ def test_new_connections_get_a_new_certificate_and_those_that_stand_go_on(secure
         authority.write(*files, "second")
         until(lambda: name_offered(running, trusting) == "second", "the new one is offered")
         assert is_healthy(kept)
+
+
+def test_a_router_follows_the_secret_that_its_pod_mounts(start, authority, trusting, tmp_path):
+    volume = SecretVolume(tmp_path / "tls")
+
+    def renew(name):
+        certificate, key = authority.issue(name)
+        volume.write({"tls.crt": pem(certificate), "tls.key": pem(key)})
+
+    renew("first")
+    running, _ = start(tls_cert=f"{volume.path}/tls.crt", tls_key=f"{volume.path}/tls.key")
+    assert name_offered(running, trusting) == "first"
+    renew("second")
+    until(lambda: name_offered(running, trusting) == "second", "the new one is offered")
 
 
 def test_who_never_ends_a_handshake_counts_as_a_connection_and_is_cut(secured, trusting, monkeypatch):

@@ -15,7 +15,7 @@ import yaml
 ROOT = Path(__file__).resolve().parents[2]
 KUBERNETES = ROOT / "deploy" / "kubernetes"
 CHART = ROOT / "deploy" / "helm" / "baton"
-OVERLAYS = ("cpu-demo", "single-node-gpu", "multi-node", "autoscaled")
+OVERLAYS = ("cpu-demo", "single-node-gpu", "multi-node", "autoscaled", "secured")
 WORKLOADS = ("Deployment", "StatefulSet")
 SCHEMAS = json.loads((ROOT / "tests" / "kubernetes" / "schemas-v1.34.json").read_text())
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast

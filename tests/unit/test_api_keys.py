@@ -13,6 +13,7 @@ from baton.cluster.api_keys import LOOK_AGAIN_S, ApiKeys, read_api_keys, write_a
 from baton.cluster.errors import ConfigError
 from baton.deploy.api_keys import add, revoke
 from baton.deploy.keys import main
+from baton.tests.kubernetes.secret_volume import SecretVolume
 
 ENTRY = '{"id":"00000001","name":"a","sha256":"' + "0" * 64 + '"}'
 
@@ -69,6 +70,20 @@ def test_a_new_key_works_without_a_restart_and_a_broken_file_changes_nothing(pat
     clock.now += LOOK_AGAIN_S
     assert keys.find(old).name == "alice"
     assert "stay as they were" in caplog.text
+
+
+def test_a_mounted_secret_that_changes_admits_and_revokes(path, tmp_path):
+    secrets = [add(path, {"name": name})[0] for name in ("alice", "bob")]
+    both = path.read_bytes()
+    revoke(path, secrets[1][3:11])
+    volume = SecretVolume(tmp_path / "api-keys")
+    volume.write({"api.json": path.read_bytes()})
+    clock = Clock()
+    keys = table(volume.path / "api.json", clock)
+    for content, known in ((both, [True, True]), (path.read_bytes(), [True, False])):
+        volume.write({"api.json": content})
+        clock.now += LOOK_AGAIN_S
+        assert [keys.find(secret) is not None for secret in secrets] == known
 
 
 def test_a_key_ends_at_its_moment(path):

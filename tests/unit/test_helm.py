@@ -98,6 +98,8 @@ OTHER = {
     "router.replicas": 3,
     "router.service.type": "LoadBalancer",
     "router.service.port": 8080,
+    "router.tls.secretName": "certificate",
+    "router.apiKeys.secretName": "clients",
     "router.autoscaling.enabled": True,
     "router.autoscaling.minReplicas": 3,
     "router.autoscaling.maxReplicas": 9,
@@ -107,6 +109,8 @@ OTHER = {
     "networkPolicy.monitoring": {"team": "observers"},
     "podMonitor.enabled": True,
     "podMonitor.interval": "1m",
+    "podMonitor.tlsConfig": {"insecureSkipVerify": True},
+    "podMonitor.authorization": {"credentials": {"name": "another", "key": "key"}},
 }
 OF_EVERY_ROLE = {
     "resources": {"requests": {"cpu": "7"}, "limits": {}},
@@ -119,7 +123,10 @@ OF_A_WORKER = {"replicas": 4, "device": "cpu", "gpus": 2, "gpuResource": "exampl
 OTHER |= {f"{role}.{key}": value for role in ("router", "prefill", "decode") for key, value in OF_EVERY_ROLE.items()}
 OTHER |= {f"{role}.{key}": value for role in ("prefill", "decode") for key, value in OF_A_WORKER.items()}
 # what acts only beside something else
+SECURED = yaml.safe_load((CHART / "presets" / "secured.yaml").read_text())
 BESIDE = {
+    "podMonitor.tlsConfig": SECURED,
+    "podMonitor.authorization": SECURED,
     "router.autoscaling": {"router": {"autoscaling": {"enabled": True}}},
     "podMonitor": {"podMonitor": {"enabled": True}},
 }
@@ -171,10 +178,12 @@ def test_every_value_was_looked_at():
     [
         ("router.autoscaling", {"enabled": True, "minReplicas": 9}, "minReplicas 9 is more than maxReplicas 8"),
         ("decode.gpu", 1, "gpu is not allowed"),
+        ("router", SECURED["router"], "name a Secret with one under podMonitor.authorization"),
     ],
 )
 def test_a_value_that_cannot_be_is_refused_by_name(path, value, said, tmp_path):
-    done = helm_template(*with_values(tmp_path, nested(path, value)))
+    monitored = with_values(tmp_path, {"podMonitor": {"enabled": True}})
+    done = helm_template(*monitored, *with_values(tmp_path, nested(path, value)))
     assert done.returncode != 0
     assert said in done.stderr
 
@@ -187,6 +196,7 @@ def test_a_value_that_cannot_be_is_refused_by_name(path, value, said, tmp_path):
         ("name", "A_b", "name"),
         ("model.path", "/elsewhere", "model.path"),
         ("keys.secret", "", "keys.secret"),
+        ("router.tls.secretName", "A_b", "router.tls.secretName"),
         ("drainTimeoutSeconds", "soon", "drainTimeoutSeconds"),
         ("drainTimeoutSeconds", 0, "drainTimeoutSeconds"),
         ("router.replicas", -1, "router.replicas"),

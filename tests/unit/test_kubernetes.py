@@ -1,6 +1,7 @@
 """The Kubernetes manifests: valid against pinned schemas, of one mind with the roles, and tight about who reaches whom."""
 
 import copy
+import os
 import shutil
 
 import jsonschema
@@ -17,7 +18,9 @@ from baton.tests.kubernetes.manifests import (
     kustomized,
     named,
     needs,
+    parsed,
     pod_of,
+    run,
     validate,
     workload,
 )
@@ -76,7 +79,7 @@ def test_a_role_understands_what_its_pod_tells_it(overlay, role, tmp_path):
     given = [entry for entry in container_of(kustomized(overlay), role)["env"] if "value" in entry]
     env = {entry["name"]: entry["value"].replace("$(POD_IP)", "10.0.0.9") for entry in given}
     read = load_config(ROLES[role], [f"--config={tmp_path}/baton.toml", *more], env)
-    assert read.keys == "/keys"
+    assert_files_are_mounted(read, pod_of(kustomized(overlay), role))
     ports = {port["containerPort"] for port in container_of(kustomized(overlay), role)["ports"]}
     if role == "router":
         assert ports == {read.port, int(read.control_bind.rpartition(":")[2])}
@@ -89,14 +92,83 @@ def test_a_role_understands_what_its_pod_tells_it(overlay, role, tmp_path):
     assert pod_of(kustomized(overlay), role)["terminationGracePeriodSeconds"] > read.drain_timeout_s + pause + 10
 
 
+def assert_files_are_mounted(read, pod):
+    """Every secret file that a role is told of comes as a folder, which alone follows a Secret that is renewed; nobody else
+    of the pod may read it, and no Secret is mounted that it is not told of.
+    """
+    assert read.keys == "/keys"
+    files = [getattr(read, name, "") for name in ("tls_cert", "tls_key", "api_keys")]
+    secrets = {volume["name"]: volume["secret"] for volume in pod["volumes"] if "secret" in volume}
+    mounts = {mount["mountPath"]: mount for mount in pod["containers"][0]["volumeMounts"] if mount["name"] in secrets}
+    assert set(mounts) == {read.keys} | {file.rpartition("/")[0] for file in files if file}
+    assert all(mount["readOnly"] and set(mount) == {"name", "mountPath", "readOnly"} for mount in mounts.values())
+    given = {f"{path}/{item['path']}" for path, mount in mounts.items() for item in secrets[mount["name"]]["items"]}
+    assert given == {file for file in files if file} | {f"/keys/{read.role}.key", "/keys/peers.json"}
+    assert {secret["defaultMode"] for secret in secrets.values()} == {0o440}
+
+
+@kubectl
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_probes_services_and_scrapers_speak_tls_where_the_router_does(overlay):
+    found = kustomized(overlay)
+    container = container_of(found, "router")
+    has_tls = any(word.startswith("--tls-cert=") for word in container["args"])
+    assert has_tls == (overlay == "secured")
+    name = "https" if has_tls else "http"
+    assert {"name": name, "containerPort": 8000} in container["ports"]
+    asked = [container[f"{kind}Probe"]["httpGet"] for kind in ("startup", "readiness", "liveness")]
+    assert {(probe["port"], probe.get("scheme", "HTTP")) for probe in asked} == {(name, name.upper())}
+    (port,) = named(found)["Service", "baton"]["spec"]["ports"]
+    assert port == {"name": name, "port": 443 if has_tls else 80, "targetPort": name}
+    for monitor in (d for d in found if (d["kind"], d["metadata"]["name"]) == ("PodMonitor", "baton-router")):
+        (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+        assert endpoint["port"] == name
+        assert (endpoint.get("scheme"), "tlsConfig" in endpoint) == (("https", True) if has_tls else (None, False))
+        assert ("authorization" in endpoint) == any(word.startswith("--api-keys=") for word in container["args"])
+
+
+@kubectl
+def test_the_components_go_with_an_overlay_that_has_no_monitor(tmp_path):
+    here = os.path.relpath(KUBERNETES, tmp_path.resolve())
+    whole = {
+        "resources": [f"{here}/overlays/cpu-demo"],
+        "components": [f"{here}/components/{c}" for c in ("api-keys", "tls")],
+    }
+    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(whole))
+    found = parsed(run("kubectl", "kustomize", str(tmp_path)))
+    assert set(named(found)) == set(named(kustomized("cpu-demo")))
+    for document in found:
+        validate(document)
+    ours, secured = (pod_of(documents, "router") for documents in (found, kustomized("secured")))
+    assert sorted(ours["containers"][0]["args"]) == sorted(secured["containers"][0]["args"])
+    assert {volume["name"] for volume in ours["volumes"]} == {volume["name"] for volume in secured["volumes"]}
+
+
+VOLUMES = {"configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "persistentVolumeClaim", "projected", "secret"}
+
+
+@kubectl
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_every_pod_may_run_where_the_restricted_profile_is_enforced(overlay):
+    """https://kubernetes.io/docs/concepts/security/pod-security-standards/"""
+    pods = [d["spec"]["template"]["spec"] for d in kustomized(overlay) if d["kind"] in ("Deployment", "StatefulSet", "Job")]
+    assert len(pods) == 4
+    for pod in pods:
+        own = pod["securityContext"]
+        assert (own["runAsNonRoot"], own["runAsUser"], own["seccompProfile"]) == (True, 10001, {"type": "RuntimeDefault"})
+        assert not {"hostNetwork", "hostPID", "hostIPC"} & set(pod)
+        assert all(set(volume) - {"name"} <= VOLUMES for volume in pod["volumes"])
+        (container,) = pod["containers"]
+        assert container["securityContext"] == {
+            "allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]},
+        }  # fmt: skip
+        assert all("hostPort" not in port for port in container.get("ports", []))
+
+
 @pytest.mark.parametrize("role", ROLES)
-def test_a_pod_is_confined_and_has_its_own_secret_key_alone(role, tmp_path):
-    pod, container = pod_of(BASE, role), container_of(BASE, role)
-    assert pod["securityContext"]["runAsNonRoot"]
+def test_a_pod_has_its_own_secret_key_alone(role, tmp_path):
+    pod = pod_of(BASE, role)
     assert pod["automountServiceAccountToken"] is False
-    own = container["securityContext"]
-    assert (own["readOnlyRootFilesystem"], own["allowPrivilegeEscalation"]) == (True, False)
-    assert own["capabilities"] == {"drop": ["ALL"]}
     keys = next(volume["secret"] for volume in pod["volumes"] if "secret" in volume)
     init(tmp_path / "host", list(ROLES), "here")
     mounted = tmp_path / "mounted"
@@ -165,12 +237,13 @@ def test_s34_only_monitoring_scrapes_workers_and_workers_ask_the_cluster_s_dns()
 
 
 @kubectl
-def test_each_pod_monitor_names_a_port_of_the_pods_that_it_selects():
+@pytest.mark.parametrize("overlay", ["multi-node", "secured"])
+def test_each_pod_monitor_names_a_port_of_the_pods_that_it_selects(overlay):
     seen = []
-    for monitor in (d["spec"] for d in kustomized("multi-node") if d["kind"] == "PodMonitor"):
+    for monitor in (d["spec"] for d in kustomized(overlay) if d["kind"] == "PodMonitor"):
         roles = [role for role in ROLES if selects(monitor["selector"], labels_of(role))]
         for role in roles:
-            names = {port["name"] for port in container_of(kustomized("multi-node"), role)["ports"]}
+            names = {port["name"] for port in container_of(kustomized(overlay), role)["ports"]}
             assert monitor["podMetricsEndpoints"][0]["port"] in names
         seen += roles
     assert sorted(seen) == sorted(ROLES)
@@ -215,8 +288,6 @@ def test_the_key_job_may_create_secrets_and_nothing_else():
     pod = objects["Job", "baton-keys"]["spec"]["template"]["spec"]
     assert [subject["name"] for subject in bound["subjects"]] == [pod["serviceAccountName"]]
     assert pod["serviceAccountName"] not in {pod_of(BASE, role)["serviceAccountName"] for role in ROLES}
-    own = pod["containers"][0]["securityContext"]
-    assert (own["readOnlyRootFilesystem"], own["allowPrivilegeEscalation"]) == (True, False)
 
 
 def test_the_key_job_makes_the_secret_that_the_pods_mount():

@@ -8,6 +8,7 @@ from baton.cluster.errors import ConfigError
 from baton.cluster.tls_faults import tls_fault
 from baton.router.tls import LOOK_AGAIN_S, Certificate, certificate_of
 from baton.tests.cluster.certificates import DAY, Authority, pem
+from baton.tests.kubernetes.secret_volume import SecretVolume
 from cryptography.hazmat.primitives.serialization import Encoding
 
 ISSUER = Authority()
@@ -92,6 +93,24 @@ def test_replaced_files_are_taken_over_once_they_belong_together(loaded, caplog)
     loaded.files[1].unlink()
     assert loaded.later() is second
     assert caplog.text.count("stays as it was") == 2
+
+
+def test_a_mounted_secret_that_is_renewed_is_taken_over_at_once(tmp_path, caplog):
+    volume = SecretVolume(tmp_path / "tls")
+
+    def renew(name):
+        certificate, key = ISSUER.issue(name)
+        volume.write({"tls.crt": pem(certificate), "tls.key": pem(key)})
+
+    renew("first")
+    loaded = Loaded((volume.path / "tls.crt", volume.path / "tls.key"))
+    contexts = [loaded.later()]
+    for name in ("second", "third"):
+        renew(name)
+        contexts.append(loaded.later())
+    assert len({id(context) for context in contexts}) == 3
+    assert loaded.later() is contexts[-1]
+    assert "stays as it was" not in caplog.text, "certificate and key change in one step"
 
 
 @pytest.mark.parametrize(("ends_in", "said"), [(-DAY, "has ended"), (2 * DAY, "ends soon"), (20 * DAY, "")])

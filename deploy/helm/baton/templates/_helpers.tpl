@@ -58,12 +58,12 @@ securityContext: {{- include "baton.podSecurity" . | nindent 2 }}
 {{- /* What every container of a role ends with. */ -}}
 {{- define "baton.container" -}}
 livenessProbe:
-  httpGet: {path: /health, port: {{ .probed }}}
+  httpGet: {path: /health, {{ include "baton.probed" . }}}
   periodSeconds: 5
   timeoutSeconds: 3
   failureThreshold: 4
 readinessProbe:
-  httpGet: {path: /ready, port: {{ .probed }}}
+  httpGet: {path: /ready, {{ include "baton.probed" . }}}
   periodSeconds: 2
   timeoutSeconds: 2
   failureThreshold: 2
@@ -76,6 +76,12 @@ volumeMounts:
   - {name: keys, mountPath: /keys, readOnly: true}
   - {name: models, mountPath: /models, readOnly: true}
   - {name: tmp, mountPath: /tmp}
+  {{- if and .own.tls .own.tls.secretName }}
+  - {name: tls, mountPath: /tls, readOnly: true}
+  {{- end }}
+  {{- if and .own.apiKeys .own.apiKeys.secretName }}
+  - {name: api-keys, mountPath: /api-keys, readOnly: true}
+  {{- end }}
 {{- end }}
 
 {{- define "baton.env" -}}
@@ -99,6 +105,50 @@ volumeMounts:
   persistentVolumeClaim: {claimName: {{ .root.Values.model.claim }}, readOnly: true}
 - name: tmp
   emptyDir: {sizeLimit: 2Gi}
+{{- with .own.tls }}
+{{- if .secretName }}
+# whole folders are mounted: a file of its own (subPath) would stay what it was when the Secret is renewed
+- name: tls
+  secret:
+    secretName: {{ .secretName }}
+    defaultMode: 0440
+    items:
+      - {key: tls.crt, path: tls.crt}
+      - {key: tls.key, path: tls.key}
+{{- end }}
+{{- end }}
+{{- with .own.apiKeys }}
+{{- if .secretName }}
+- name: api-keys
+  secret:
+    secretName: {{ .secretName }}
+    defaultMode: 0440
+    items:
+      - {key: api.json, path: api.json}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{- /* Of the port of the clients: also its name. */ -}}
+{{- define "baton.scheme" -}}
+{{ empty .Values.router.tls.secretName | ternary "http" "https" }}
+{{- end }}
+
+{{- /* What a probe asks, within braces; a kubelet takes any certificate. */ -}}
+{{- define "baton.probed" -}}
+port: {{ .probed }}{{ eq .probed "https" | ternary ", scheme: HTTPS" "" }}
+{{- end }}
+
+{{- /* The router's options for the Secrets that it mounts, as a list in JSON. */ -}}
+{{- define "baton.secretArgs" -}}
+{{- $args := list }}
+{{- with .Values.router.tls.secretName }}
+{{- $args = concat $args (list "--tls-cert=/tls/tls.crt" "--tls-key=/tls/tls.key") }}
+{{- end }}
+{{- with .Values.router.apiKeys.secretName }}
+{{- $args = append $args "--api-keys=/api-keys/api.json" }}
+{{- end }}
+{{- toJson $args }}
 {{- end }}
 
 {{- define "baton.selector" -}}
