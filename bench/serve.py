@@ -154,7 +154,10 @@ async def model_of(client: Client) -> str:
         status, body = await client.get("/v1/models")
         if status == 200:
             return str(json.loads(body)["data"][0]["id"])
-        raise BatonError(f"{client.endpoint}/v1/models answers {status}{_words_of(body)}; name the model with --model")
+        said = f"{client.endpoint}/v1/models answers {status}{_words_of(body)}"
+        if status == 401:
+            raise BatonError(f"{said}; put an API key into the environment variable {KEY_VARIABLE}")
+        raise BatonError(said if status == 400 else f"{said}; name the model with --model")
     except (OSError, EOFError, Unexpected) as error:
         raise BatonError(why_not_reached(str(client.endpoint), error)) from None
     except (ValueError, KeyError, IndexError, TypeError):

@@ -14,11 +14,11 @@ def tls_fault(url: str, error: Exception, env: Mapping[str, str] = os.environ) -
     if isinstance(error, ssl.SSLCertVerificationError):
         reason = error.verify_message.rstrip(".")
         fault = f"the certificate of {url} is not accepted ({reason})"
-        return f"{fault}; {_authority(env)}" if error.verify_code in UNKNOWN_AUTHORITY else f"{fault}: {_remedy(reason)}"
+        return f"{fault}; {_authority(env) if error.verify_code in UNKNOWN_AUTHORITY else _remedy(reason)}"
     if not isinstance(error, ssl.SSLError):
         return ""
     if error.reason in NO_TLS:
-        return f"{url} does not speak TLS: write http://"
+        return f"{url} does not speak TLS; write http://"
     reason = str(error.reason or error).replace("_", " ").lower()
     return f"no TLS connection to {url} ({reason}); its own log may say more"
 

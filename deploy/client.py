@@ -17,7 +17,7 @@ KEY_VARIABLE = "BATON_API_KEY"  # environment variable with the key of a router 
 
 
 class RequestFailed(BatonError):
-    """The server could not be reached, refused the request, or broke the stream off."""
+    """The server could not be reached, refused the request, or broke the stream off; a remedy follows a semicolon."""
 
 
 class NotShown(RequestFailed):
@@ -147,7 +147,7 @@ class ChatClient:
         reply = connection.getresponse()
         if reply.status == 401:
             reply.close()
-            raise RequestFailed(f"{self.url} asks for an API key: put one into the environment variable {KEY_VARIABLE}")
+            raise RequestFailed(f"{self.url} asks for an API key; put one into the environment variable {KEY_VARIABLE}")
         if reply.status != 200:
             with reply:
                 kind = NotShown if reply.status == 403 else RequestFailed
@@ -156,7 +156,7 @@ class ChatClient:
 
     def _lost(self, error: Exception) -> RequestFailed:
         if isinstance(error, ConnectionRefusedError):
-            return RequestFailed(f"nothing listens at {self.url}: start 'baton up', or name a cluster with --url")
+            return RequestFailed(f"nothing listens at {self.url}; start 'baton up', or name a cluster with --url")
         if isinstance(error, TimeoutError):
             return RequestFailed(f"{self.url} sent nothing for {self._silence_s:g} s")
         if fault := tls_fault(self.url, error):

@@ -144,8 +144,8 @@ def _cluster(url: str) -> list[Finding]:
         status = client.get("/status")
         return check_clock(status["router"]["clock"], time.time()) + check_pairing(status)
     except BatonError as error:
-        remedy = f"start the router, or correct --url; where it asks for a key, set {KEY_VARIABLE}"
-        return [Finding("pairing", FAIL, str(error), remedy)]
+        text, _, remedy = str(error).partition("; ")
+        return [Finding("pairing", FAIL, text, remedy or "correct --url, or look at the router's log")]
     except (KeyError, TypeError) as error:
         text = f"{url} has no /status as a router of this version has it ({error!r})"
         return [Finding("pairing", FAIL, text, "correct --url, or upgrade the router")]

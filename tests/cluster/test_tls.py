@@ -6,7 +6,8 @@ import ssl
 
 import httpx
 import pytest
-from baton.deploy import alive
+from baton.deploy import alive, chat, doctor, top
+from baton.deploy.api_keys import add
 from baton.tests.cluster.certificates import Authority, pem
 from baton.tests.cluster.router_fakes import BODY, until
 from baton.tests.kubernetes.secret_volume import SecretVolume
@@ -106,6 +107,33 @@ def test_a_router_follows_the_secret_that_its_pod_mounts(start, authority, trust
     assert name_offered(running, trusting) == "first"
     renew("second")
     until(lambda: name_offered(running, trusting) == "second", "the new one is offered")
+
+
+COMMANDS = {
+    "chat": lambda url: chat.main([f"--url={url}", "--once=hello"]),
+    "doctor": lambda url: doctor.main([f"--url={url}"]),
+    "top": lambda url: top.main([f"--url={url}", "--once"]),
+}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_that_is_not_let_in_says_the_one_thing_to_do(name, secured, authority, tmp_path, capsys, monkeypatch):
+    add(tmp_path / "api.json", {"name": "alice"})
+    (tmp_path / "ca.pem").write_bytes(pem(authority.certificate))
+    running, _ = secured(api_keys=str(tmp_path / "api.json"))
+    remedies = {
+        "write https://": running.url.replace("https", "http"),
+        "SSL_CERT_FILE": running.url,
+        "BATON_API_KEY": running.url,
+    }
+    monkeypatch.delenv("SSL_CERT_FILE", raising=False)
+    monkeypatch.delenv("BATON_API_KEY", raising=False)
+    for remedy, url in remedies.items():
+        assert COMMANDS[name](url) == 1
+        said = "".join(capsys.readouterr())
+        assert {other for other in remedies if other in said} == {remedy}, said
+        if remedy == "SSL_CERT_FILE":
+            monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "ca.pem"))
 
 
 def test_who_never_ends_a_handshake_counts_as_a_connection_and_is_cut(secured, trusting, monkeypatch):

@@ -61,6 +61,8 @@ class Scripted:
         return wire.reader, wire
 
     async def serve(self, head, body, wire):
+        if head.startswith("GET /v1/models ") and self.script(-1).isdigit():
+            return wire.reader.feed_data(whole(int(self.script(-1)), b'{"error": {"message": "No."}}'))
         if head.startswith("GET /v1/models "):
             return wire.reader.feed_data(whole(200, b'{"data": [{"id": "toy"}]}'))
         if head.startswith("GET"):
@@ -296,6 +298,9 @@ def test_the_model_is_the_first_that_is_named():
     assert run(main(Scripted())) == "toy"
     with pytest.raises(BatonError, match="nothing listens at http://x:1"):
         run(main(Scripted(lambda i: "refused")))
+    for status, remedy in (("400", r"\(No\.\)$"), ("401", "BATON_API_KEY$"), ("404", "--model$")):
+        with pytest.raises(BatonError, match=f"^http://x:1/v1/models answers {status} .*{remedy}"):
+            run(main(Scripted(lambda i, status=status: status)))
 
 
 def test_what_the_endpoint_says_is_the_difference_of_two_readings():

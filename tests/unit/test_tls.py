@@ -138,5 +138,5 @@ def test_what_a_client_says_of_tls_has_a_remedy(tmp_path):
     assert "the name that it was made for" in tls_fault("https://x", refusal(62, "Hostname mismatch, not for 'x'."), {})
     plain = ssl.SSLError(1, "wrong version number")
     plain.reason = "WRONG_VERSION_NUMBER"
-    assert tls_fault("https://x", plain, {}) == "https://x does not speak TLS: write http://"
+    assert tls_fault("https://x", plain, {}) == "https://x does not speak TLS; write http://"
     assert tls_fault("https://x", ConnectionResetError(), {}) == ""
