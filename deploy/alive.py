@@ -15,13 +15,15 @@ TLS_WANTED = '"tls_wanted"'  # the code by which a router with a certificate ref
 
 
 def ask(url: str) -> tuple[int, str]:
-    """Status and the first words of the answer, over TLS where that is wanted: of this process, so nobody's certificate
-    is checked. Raises OSError or http.client.HTTPException for no answer.
+    """Status and the first words of the answer, over TLS for https:// and where that is wanted (which the router counts as a
+    failed handshake). It is this process that is asked, so nobody's certificate is checked. Raises OSError or
+    http.client.HTTPException for no answer.
     """
     parts = urllib.parse.urlsplit(url)
-    status, words = _get(http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=TIMEOUT_S), parts.path)
-    if status != 400 or TLS_WANTED not in words:
-        return status, words
+    if parts.scheme != "https":
+        status, words = _get(http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=TIMEOUT_S), parts.path)
+        if status != 400 or TLS_WANTED not in words:
+            return status, words
     context = ssl._create_unverified_context()
     secured = http.client.HTTPSConnection(parts.hostname or "", parts.port, timeout=TIMEOUT_S, context=context)
     return _get(secured, parts.path)

@@ -81,8 +81,10 @@ def test_with_a_certificate_http_is_tls_and_who_comes_without_hears_so(secured, 
         client.sendall(b"\x16\x03\x01\x00\x05hello")
         assert is_cut(client)
     until(lambda: running.router.dispatcher.event_totals.get("tls_failed") == 2, "both are counted")
+    assert alive.main([f"{running.url}/health"]) == 0
+    assert running.router.dispatcher.event_totals.get("tls_failed") == 2, "a health check of https:// is no failure"
     assert alive.main([f"{plain}/health"]) == 0, "the image's health check asks over TLS then"
-    assert "200" in capsys.readouterr().out
+    assert capsys.readouterr().out.count(": 200 ") == 2
 
 
 def test_new_connections_get_a_new_certificate_and_those_that_stand_go_on(secured, files, authority, trusting):

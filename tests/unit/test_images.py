@@ -226,3 +226,17 @@ def test_a_gpu_worker_has_its_own_gpu_and_the_command_of_the_cpu_one_else():
         (device,) = service["deploy"]["resources"]["reservations"]["devices"]
         gpus += device["device_ids"]
     assert gpus == ["0", "1"]
+
+
+def test_with_tls_a_container_reads_a_folder_in_which_files_can_be_replaced():
+    whole = yaml.safe_load((DEPLOY / "compose.tls.yaml").read_text())
+    assert set(whole) == {"services"}
+    assert set(whole["services"]) == {"router"}
+    service = whole["services"]["router"]
+    assert set(service) == {"environment", "healthcheck", "volumes"}, "no command: of several files the last one has it"
+    read = load_config(RouterConfig, [f"--config={KUBERNETES / 'base' / 'baton.toml'}"], service["environment"])
+    assert (read.tls_cert, read.tls_key) == ("/tls/tls.crt", "/tls/tls.key")
+    asked = COMPOSE["services"]["router"]["healthcheck"]["test"]
+    assert service["healthcheck"] == {"test": [word.replace("http://", "https://") for word in asked]}
+    (volume,) = service["volumes"]
+    assert re.fullmatch(r"\$\{BATON_TLS:\?.*\}:/tls:ro", volume)
