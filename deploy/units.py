@@ -4,11 +4,14 @@
     etc/systemd/system/baton-prefill@.service     instance: index of its GPU
     etc/systemd/system/baton-decode@.service      likewise
     etc/systemd/system/baton.target               all of this host
+    etc/systemd/system/baton-router-secrets.path  with TLS or API keys: has the router take over what is replaced
+    etc/systemd/system/baton-router-secrets.service
     etc/baton/baton.toml                          the settings, a table per role
     etc/baton/prefill-0.env                       what one instance alone is told
     etc/baton/README                              what to do with it
 
-Secrets are not copied: the units load them from where they are (`LoadCredential=`), as root, for the one process.
+Secrets stay where they are, root's: keys of the links are loaded for the one process (`LoadCredential=`), at its start; TLS
+files and API keys are copied for it, at its start and when they change.
 """
 
 import argparse
@@ -39,6 +42,16 @@ OWN_WATCHDOG_S = 12.0
 LAST_WORDS_S = 15  # from the end of a drain to SIGKILL
 WORKERS: tuple[type[RoleConfig], ...] = (PrefillConfig, DecodeConfig)
 SECRETS = ("api_keys", "tls_cert", "tls_key")  # files of the router that only root needs to read
+SECRETS_UNIT, SECRETS_DIR = "baton-router-secrets", "%t/baton-router-secrets"
+SETTLE_S = 2  # from the first change of such a file to its copy: certificate and key come one after the other
+COPY = r"""/bin/sh -euc '\
+  owner=$$(stat -Lc %%u %t/baton-router); \
+  install -d -m 0711 "$$0"; \
+  while [ $$# -gt 0 ]; do \
+    cmp -s "$$2" "$$0/$$1" || { install -m 0400 -o "$$owner" "$$2" "$$0/.$$1"; mv "$$0/.$$1" "$$0/$$1"; }; \
+    shift 2; \
+  done' \
+ """  # arguments: where to, then name and file of each
 PLACEHOLDER = re.compile(r"@[A-Z_]+@")
 UNSAFE = re.compile(r"[^\x21-\x7e]|[%$\"'\\]")  # of a path in a unit: specifiers, variables, quotes, blanks
 
@@ -57,7 +70,7 @@ class Host:
     allow: tuple[str, ...] = ()  # networks beside localhost
     router_memory: str = "4G"
     worker_memory: str = "90%"
-    credentials: Mapping[str, str] = field(default_factory=dict)  # router setting -> path of a secret
+    secrets: Mapping[str, str] = field(default_factory=dict)  # router setting -> file
 
 
 def render(host: Host) -> dict[str, str]:
@@ -66,6 +79,8 @@ def render(host: Host) -> dict[str, str]:
     files = {CONFIG: _toml(host), f"{UNITS}/baton.target": _fill("baton.target", MEMBERS=" ".join(members(host)), ETC=ETC)}
     if host.has_router:
         files[f"{UNITS}/baton-router.service"] = _router(host)
+    if host.has_router and host.secrets:
+        files |= _takeover(host)
     for cls in WORKERS:
         files[f"{UNITS}/baton-{cls.role}@.service"] = _worker(host, cls.role)
     files.update(_instance_files(host))
@@ -95,13 +110,30 @@ def write(files: Mapping[str, str], prefix: Path) -> list[Path]:
 
 
 def _router(host: Host) -> str:
-    credentials = _key_lines(host, "router")
-    for setting, path in host.credentials.items():
-        credentials += [f"LoadCredential={setting}:{path}", f"Environment=BATON_ROUTER_{setting.upper()}=%d/{setting}"]
     return _fill(
         "router.service", COMMON=_common(host, "router"), COMMAND=host.command, CONFIG=CONFIG, ETC=ETC,
-        CREDENTIALS="\n".join(credentials), ROUTER_MEMORY=host.router_memory,
+        CREDENTIALS="\n".join(_key_lines(host, "router")), ROUTER_MEMORY=host.router_memory, SECRETS=_secrets(host),
+        SECRETS_UNIT=f"Wants={SECRETS_UNIT}.path" if host.secrets else "",
     )  # fmt: skip
+
+
+def _secrets(host: Host) -> str:
+    """Lines of the router's unit; "" without secrets."""
+    if not host.secrets:
+        return ""
+    names = [f"Environment=BATON_ROUTER_{setting.upper()}={SECRETS_DIR}/{setting}" for setting in host.secrets]
+    copy = COPY + " ".join([SECRETS_DIR, *(f"{setting} {path}" for setting, path in host.secrets.items())])
+    return "\n".join([*names, _fill("secrets.conf", COPY=copy).rstrip()])
+
+
+def _takeover(host: Host) -> dict[str, str]:
+    """The units that have a running router take over what is replaced."""
+    paths = dict.fromkeys(path for file in host.secrets.values() for path in (str(Path(file).parent), file))
+    watched = "\n".join(f"PathChanged={path}" for path in paths)
+    return {
+        f"{UNITS}/{SECRETS_UNIT}.path": _fill("secrets.path", ETC=ETC, WATCHED=watched),
+        f"{UNITS}/{SECRETS_UNIT}.service": _fill("secrets.service", ETC=ETC, SETTLE_S=str(SETTLE_S)),
+    }
 
 
 def _worker(host: Host, role: str) -> str:
@@ -166,7 +198,7 @@ def _readme(host: Host) -> str:
 
 
 def _check(host: Host) -> None:
-    for path in (host.command, host.keys, *host.credentials.values()):
+    for path in (host.command, host.keys, *host.secrets.values()):
         if path and (UNSAFE.search(path) or not path.startswith("/")):
             raise ConfigError(f"{path!r} cannot stand in a unit; write an absolute path without blanks, quotes, %, $ and \\")
     for memory in (host.router_memory, host.worker_memory):
@@ -211,7 +243,7 @@ def host_of(argv: Sequence[str]) -> tuple[Host, Path]:
         allow=tuple(_network(text) for text in options.allow),
         router_memory=options.router_memory,
         worker_memory=options.worker_memory,
-        credentials={name: path for name in SECRETS if (path := getattr(router, name))},
+        secrets={name: path for name in SECRETS if (path := getattr(router, name))},
     )
     return host, Path(options.prefix)
 

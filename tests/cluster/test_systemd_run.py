@@ -1,14 +1,21 @@
-"""The units under a real systemd: started in order, a hung loop ended by the manager's watchdog, a clean stop in time."""
+"""The units under a real systemd: started in order, a hung loop ended by the manager's watchdog, a clean stop in time;
+certificates and API keys replaced without a restart.
+"""
 
 import shutil
+import socket
+import ssl
+import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
+from baton.deploy.api_keys import add, revoke
 from baton.deploy.keys import init
-from baton.deploy.units import LAST_WORDS_S, WATCHDOG_S, main
+from baton.deploy.units import LAST_WORDS_S, SETTLE_S, WATCHDOG_S, main
 from baton.tests.cluster.booted import booted, missing, prepare
+from baton.tests.cluster.certificates import Authority, pem
 from baton.tests.parity.toy_models import reference_greedy, reference_model
 
 UNITS = ("baton-router.service", "baton-prefill@0.service", "baton-decode@1.service")
@@ -32,21 +39,33 @@ HANGS = "BATON_FAULT=prefill:chunk:1:hang\nBATON_ALLOW_FAULTS=1\nBATON_PREFILL_W
 
 
 @pytest.fixture
-def machine(tmp_path, served_dir):
+def files(tmp_path, served_dir):
+    """What is laid over the root directory, with a model and keys."""
     if reason := missing():
         pytest.skip(reason)
     files = tmp_path / "files"
-    command = prepare(files)
+    prepare(files)
     shutil.copytree(served_dir, files / "srv" / "model")
     (files / "srv" / "model").chmod(0o755)
     for path in (files / "srv" / "model").iterdir():
         path.chmod(0o644)
-    (tmp_path / "mine.toml").write_text(SETTINGS)
-    flags = [f"--config={tmp_path}/mine.toml", f"--command={command}", "--model=/srv/model", "--device=cpu"]
-    assert main([f"--prefix={files}", *flags]) == 0
     init(files / "etc" / "baton" / "keys", ["router", "prefill", "decode"], "here")
-    (files / "etc" / "baton" / "prefill-0.env").write_text(HANGS)
     (tmp_path / "machine").mkdir()
+    return files
+
+
+def install(files, settings, *flags):
+    """The units."""
+    mine = files.parent / "mine.toml"
+    mine.write_text(settings)
+    flags = [f"--config={mine}", "--command=/srv/bin/baton", "--model=/srv/model", "--device=cpu", *flags]
+    assert main([f"--prefix={files}", *flags]) == 0
+
+
+@pytest.fixture
+def machine(tmp_path, files):
+    install(files, SETTINGS)
+    (files / "etc" / "baton" / "prefill-0.env").write_text(HANGS)
     with booted(tmp_path / "machine", files) as made:
         yield made
 
@@ -95,3 +114,80 @@ def test_the_units_start_outlive_a_hung_loop_and_stop_in_time_under_a_real_syste
         ended = machine.show(unit, "ActiveState", "Result", "ExecMainStatus", "NRestarts")
         assert ended.pop("NRestarts") == ("1" if unit == prefill else "0")
         assert ended == {"ActiveState": "inactive", "Result": "success", "ExecMainStatus": "0"}, machine.journal(unit)
+
+
+# --- what is replaced while the router runs ---------------------------------------------------------------------------
+
+LIVE, API_KEYS = "etc/certificates/live", "etc/baton/api.json"
+SECURED = f"""
+[router]
+canary_s = 0
+api_keys = "/{API_KEYS}"
+tls_cert = "/{LIVE}/chain.pem"
+tls_key = "/{LIVE}/key.pem"
+"""
+
+
+class Outside:
+    """Who renews certificates as ACME clients do, by links to files of their own for each, and who manages API keys."""
+
+    def __init__(self, files):
+        self.authority = Authority()
+        self.files, self.machine = files, None
+        (files / LIVE).mkdir(parents=True)
+        (files / LIVE).parent.chmod(0o700)
+
+    def run(self, script):
+        """Here before the machine is booted, and there from then on."""
+        if self.machine is not None:
+            return self.machine.run("sh", "-euc", f"cd /; {script}")
+        subprocess.run(["sh", "-euc", script], cwd=self.files, check=True)
+        return ""
+
+    def renew(self, name):
+        certificate, key = self.authority.issue(name)
+        for kind, content in (("key", pem(key)), ("chain", pem(certificate))):
+            self.run(
+                f"printf '%s' '{content.decode()}' > {LIVE}/../{name}-{kind}.pem; chmod 600 {LIVE}/../{name}-{kind}.pem"
+            )
+            self.run(f"ln -sfn ../{name}-{kind}.pem {LIVE}/{kind}.pem")
+
+    def name_offered(self):
+        trusting = ssl.create_default_context(cadata=pem(self.authority.certificate).decode())
+        with self.machine.inside():
+            connection = socket.create_connection(("127.0.0.1", 8000), timeout=10)
+        with connection, trusting.wrap_socket(connection, server_hostname="localhost") as inside:
+            return dict(pair[0] for pair in inside.getpeercert()["subject"])["commonName"]
+
+    def status_for(self, key):
+        with self.machine.inside():
+            headers = {"authorization": f"Bearer {key}"}
+            return httpx.get("https://127.0.0.1:8000/v1/models", headers=headers, verify=False, timeout=10).status_code
+
+
+@pytest.mark.slow
+def test_a_router_takes_over_certificates_and_api_keys_that_are_replaced_under_a_real_systemd(tmp_path, files):
+    outside = Outside(files)
+    outside.renew("first")
+    install(files, SECURED, "--prefill=", "--decode=")
+    secret, key = add(files / API_KEYS, {"name": "alice"})
+    with booted(tmp_path / "machine", files) as machine:
+        outside.machine, router = machine, "baton-router.service"
+        wait_for(lambda: machine.show(router, "ActiveState") == {"ActiveState": "active"}, 120, machine.journal)
+        process = machine.show(router, "MainPID")
+        assert (outside.name_offered(), outside.status_for(secret)) == ("first", 200)
+        for name in ("second", "third"):
+            outside.renew(name)
+            wait_for(lambda name=name: outside.name_offered() == name, SETTLE_S + 20, machine.journal)
+        revoke(files / API_KEYS, key.id)
+        content = (files / API_KEYS).read_text()
+        outside.run(f"printf '%s' '{content}' > {API_KEYS}.new; mv {API_KEYS}.new {API_KEYS}")
+        wait_for(lambda: outside.status_for(secret) == 401, SETTLE_S + 20, machine.journal)
+        assert machine.show(router, "MainPID") == process
+        copies = machine.run("sh", "-c", "cd /run/baton-router-secrets && stat -c '%n %a %u' . *").splitlines()
+        owner = machine.run("stat", "-Lc", "%u", "/run/baton-router").strip()
+        assert owner != "0"
+        assert copies == [". 711 0", *(f"{name} 400 {owner}" for name in ("api_keys", "tls_cert", "tls_key"))]
+        machine.run("systemctl", "stop", router)
+        assert machine.show("baton-router-secrets.path", "ActiveState") == {"ActiveState": "inactive"}
+        assert "No such file" in machine.run("ls", "/run/baton-router-secrets")

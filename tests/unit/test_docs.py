@@ -32,7 +32,7 @@ PACES = {
     "LOOK_AGAIN_S", "LOOK_S", "deploy.findings.KEY_WARN_S", "deploy.findings.COMMAND_S", "deploy.findings.MAX_SKEW_S",
     "deploy.findings.STALE_S", "deploy.pull_test.SILENCE_S", "deploy.pull_test.SERVE_S", "deploy.pull_test.MEASURE_S",
     "deploy.doctor.ANSWER_S", "deploy.client.SILENCE_S", "deploy.top.ANSWER_S", "deploy.top.WINDOW_S",
-    "SWITCH_INTERVAL_S",
+    "SWITCH_INTERVAL_S", "deploy.units.SETTLE_S",
 }  # fmt: skip
 
 

@@ -10,7 +10,16 @@ from baton.cluster.config import DecodeConfig, PrefillConfig, RouterConfig, load
 from baton.cluster.errors import ConfigError
 from baton.deploy.units import OWN_WATCHDOG_S, UNITS, WATCHDOG_S, host_of, main, members, render
 
-MOST_EXPOSED = {"baton-router.service": 15, "baton-prefill@.service": 20, "baton-decode@.service": 20}  # tenths
+MOST_EXPOSED = {  # tenths
+    "baton-router.service": 15, "baton-router-secrets.service": 15,
+    "baton-prefill@.service": 20, "baton-decode@.service": 20,
+}  # fmt: skip
+ROLES = [unit for unit in MOST_EXPOSED if "secrets" not in unit]
+SECRETS = """[router]
+api_keys = "/etc/baton/api.json"
+tls_cert = "/etc/live/fullchain.pem"
+tls_key = "/etc/live/privkey.pem"
+"""
 COMMAND = f"--command={sys.executable}"
 systemd_analyze = pytest.mark.skipif(
     shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed: apt-get install systemd"
@@ -29,7 +38,7 @@ def lines_of(files, unit):
 @pytest.fixture
 def written(tmp_path):
     """The directory of the units as the command writes them, with everything switched on."""
-    (tmp_path / "mine.toml").write_text('[router]\napi_keys = "/etc/baton/api.json"\n')
+    (tmp_path / "mine.toml").write_text(SECRETS)
     argv = [f"--prefix={tmp_path}", "--model=/srv/m", COMMAND, f"--config={tmp_path}/mine.toml", "--allow=10.0.0.0/8"]
     assert main(argv) == 0
     return tmp_path / UNITS.lstrip("/")
@@ -38,6 +47,7 @@ def written(tmp_path):
 @systemd_analyze
 def test_systemd_finds_no_fault_in_the_units(written):
     names = ["baton-router.service", "baton-prefill@0.service", "baton-decode@1.service", "baton.target"]
+    names += ["baton-router-secrets.path", "baton-router-secrets.service"]
     done = subprocess.run(
         ["systemd-analyze", "verify", "--man=no", *(f"./{name}" for name in names)],
         cwd=written, capture_output=True, text=True, timeout=60, check=False,
@@ -94,13 +104,26 @@ def test_a_role_is_given_its_own_secret_key_and_no_other(role):
     assert not [line for line in lines_of(files_of("--keys="), unit) if "Credential" in line]
 
 
-def test_secrets_of_the_router_reach_it_as_credentials_and_not_by_path(tmp_path):
-    (tmp_path / "mine.toml").write_text('[router]\napi_keys = "/secret/api.json"\n')
+def test_secrets_of_the_router_reach_it_as_copies_at_its_start_and_whenever_they_are_replaced(tmp_path):
+    (tmp_path / "mine.toml").write_text(SECRETS)
     files = files_of(f"--config={tmp_path}/mine.toml")
     lines = lines_of(files, "baton-router.service")
-    assert "LoadCredential=api_keys:/secret/api.json" in lines
-    assert "Environment=BATON_ROUTER_API_KEYS=%d/api_keys" in lines
-    assert "/secret" not in files["/etc/baton/baton.toml"]
+    given = ["api_keys /etc/baton/api.json", "tls_cert /etc/live/fullchain.pem", "tls_key /etc/live/privkey.pem"]
+    text = files[f"{UNITS}/baton-router.service"]
+    assert text.count(" ".join(["%t/baton-router-secrets", *given])) == 2
+    for name in ("api_keys", "tls_cert", "tls_key"):
+        assert f"Environment=BATON_ROUTER_{name.upper()}=%t/baton-router-secrets/{name}" in lines
+        assert name not in files["/etc/baton/baton.toml"]
+    assert "Wants=baton-router-secrets.path" in lines
+    watched = ["/etc/baton", "/etc/baton/api.json", "/etc/live", "/etc/live/fullchain.pem", "/etc/live/privkey.pem"]
+    path = lines_of(files, "baton-router-secrets.path")
+    assert [line for line in path if line.startswith("PathChanged=")] == [f"PathChanged={name}" for name in watched]
+
+
+def test_without_such_secrets_nothing_is_copied_or_watched():
+    files = files_of()
+    assert not [name for name in files if "secrets" in name]
+    assert "secrets" not in files[f"{UNITS}/baton-router.service"]
 
 
 def test_the_target_names_the_workers_of_this_host():
@@ -142,7 +165,7 @@ def test_what_the_units_decide_is_refused_in_the_users_file(tmp_path):
         files_of(f"--config={tmp_path}/mine.toml")
 
 
-@pytest.mark.parametrize("unit", MOST_EXPOSED)
+@pytest.mark.parametrize("unit", ROLES)
 def test_the_sandbox_leaves_libzmq_what_it_aborts_without(unit):
     lines = lines_of(files_of(), unit)
     families = next(line for line in lines if line.startswith("RestrictAddressFamilies="))
