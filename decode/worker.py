@@ -130,7 +130,7 @@ class DecodeWorker:
     def expire(self, now: float) -> None:
         for room in self.queues:
             if room.request.fault and not room.is_over:
-                self._fail(room, "BadGrammar", room.request.fault, retryable=False)
+                self._fail(room, room.request.fault_kind, room.request.fault, retryable=room.request.is_fault_ours)
             elif room.deadline is not None and now >= room.deadline and not room.is_over:
                 self._fail(room, "DeadlineExceeded", "the deadline passed before the last token", retryable=False)
 

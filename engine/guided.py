@@ -1,62 +1,72 @@
 """Output that follows a grammar: which tokens may come next, as a mask per row that is sampled.
 
-The grammar is llguidance's (its own JSON form, or Lark text). It is compiled in a thread, beside the steps: a request
-whose grammar is not ready yet waits, and nobody else. A `Guide` then follows the tokens that were chosen, in any attempt,
-and looks ahead along drafts, so that a mask is that of the row's own branch; a draft that the grammar forbids is never the
-choice of the row before it, whatever stands behind it.
+The grammar is llguidance's (its own JSON form, or Lark text). It is compiled beside the steps, as `compilations` has it: a
+request whose grammar is not ready yet waits, and nobody else. A `Guide` then follows the tokens that were chosen, in any
+attempt, and looks ahead along drafts, so that a mask is that of the row's own branch; a draft that the grammar forbids is
+never the choice of the row before it, whatever stands behind it.
 
 Legend: R rows, W words of 32 tokens each.
 """
 
-from collections import OrderedDict
+import logging
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-MAX_KEPT = 64  # compiled grammars
+from .compilations import Compilation, Compilations, GuideError
+
+logger = logging.getLogger(__name__)
+
+MAX_SYMBOLS = 131072  # of a grammar, each of which takes some 600 bytes; routers send none of more
 
 Mask = npt.NDArray[np.int32]
-
-
-class GuideError(Exception):
-    """A grammar that cannot be followed here."""
 
 
 class Guide:
     """The place of one request in its grammar. `chosen` tokens are told by the caller; they never change."""
 
-    def __init__(self, matcher: "Future[LLMatcher]", vocab_size: int, eos_ids: Sequence[int]) -> None:
-        self._future = matcher
+    def __init__(
+        self, compilation: Compilation, compilations: Compilations, vocab_size: int, eos_ids: Sequence[int]
+    ) -> None:
+        self._compilation = compilation
+        self._compilations = compilations
         self._num_words = -(-vocab_size // 32)
         self._eos_ids = tuple(eos_ids)
+        self._matcher: LLMatcher | None = None  # this request's own
         self._num_consumed = 0
         self._is_lost = False
 
     def __repr__(self) -> str:
-        state = "pending" if not self._future.done() else self.fault or "ready"
-        return f"<Guide {state}, {self._num_consumed} tokens>"
+        return f"<Guide {self._compilation!r}, {self._num_consumed} tokens>"
 
     @property
     def is_ready(self) -> bool:
         """Whether `masks` may be asked for."""
-        return self._future.done() and not self.fault
+        return self._compilation.is_ready
 
     @property
     def fault(self) -> str:
         """Why the grammar cannot be followed, "" when it can or is not known yet."""
-        error = self._future.exception() if self._future.done() else None
-        return "" if error is None else str(error) or type(error).__name__
+        self._compilations.check(self._compilation)
+        return self._compilation.fault
+
+    @property
+    def is_fault_ours(self) -> bool:
+        """Whether another worker might follow it."""
+        return self._compilation.is_ours
 
     def masks(self, chosen: Sequence[int], branches: Sequence[Sequence[int]]) -> Mask:
         """Masks `[R, W]`: bit t % 32 of word t // 32 says that token t may come behind `chosen` and the branch of drafts.
 
         All bits are set behind a branch that the grammar forbids, which nobody will ask for; none where it has lost its way.
         """
-        matcher = self._future.result()
+        if self._matcher is None:
+            assert self._compilation.matcher is not None, "masks before is_ready"
+            self._matcher = self._compilation.matcher.deep_copy()
+        matcher = self._matcher
         self._follow(matcher, chosen)
         masks = np.zeros((len(branches), self._num_words), dtype=np.int32)
         path: list[int] = []  # drafts that the matcher has consumed
@@ -102,52 +112,47 @@ class Guide:
 
 
 class GrammarCompiler:
-    """Compiles grammars over a model's tokenizer in a thread of its own; the last ones are kept."""
+    """Compiles grammars over a model's tokenizer; the last ones are kept."""
 
     def __init__(self, tokenizer: Path, vocab_size: int, eos_ids: Sequence[int]) -> None:
         self._path = tokenizer
         self._vocab_size = vocab_size
         self._eos_ids = tuple(eos_ids)
-        self._limits = LLParserLimits(verbose_errors=False)
-        self._threads: ThreadPoolExecutor | None = None
+        self._limits = LLParserLimits(verbose_errors=False, max_grammar_size=MAX_SYMBOLS)
         self._tokenizer: LLTokenizer | None = None
-        self._kept: OrderedDict[str, LLMatcher] = OrderedDict()  # of the thread
+        self._fault = ""  # of the tokenizer
+        self._compilations = Compilations(self._compile)
 
     def __repr__(self) -> str:
-        return f"<GrammarCompiler {len(self._kept)} grammars>"
+        return f"<GrammarCompiler {self._compilations!r}>"
 
-    @property
-    def is_able(self) -> bool:
-        """Whether there is a tokenizer to compile for."""
-        return self._path.is_file()
+    def load(self) -> None:
+        """Reads the tokenizer, before anything is served: that takes half a second for each 50,000 tokens, in which no other
+        thread runs. Without a tokenizer that can be used the grammars that are asked for cannot be followed.
+        """
+        if not self._path.is_file():
+            self._fault = "the model's directory has no tokenizer.json, which guided decoding needs"
+            return
+        eos = self._eos_ids[0] if self._eos_ids else None
+        try:
+            self._tokenizer = LLTokenizer(str(self._path), n_vocab=self._vocab_size, eos_token=eos)
+        except Exception as error:  # whatever is wrong with it, the model can be served without
+            self._fault = f"guided decoding cannot use the model's tokenizer: {' '.join(str(error).split())[:200]}"
+            logger.warning("%s", self._fault)
 
     def guide(self, grammar: str) -> Guide | None:
         """The guide of a request, whose grammar is compiled meanwhile; None without a grammar."""
         if not grammar:
             return None
-        if self._threads is None:
-            self._threads = ThreadPoolExecutor(1, thread_name_prefix="grammar")
-        return Guide(self._threads.submit(self._compile, grammar), self._vocab_size, self._eos_ids)
+        return Guide(self._compilations.ask(grammar), self._compilations, self._vocab_size, self._eos_ids)
 
     def _compile(self, grammar: str) -> LLMatcher:
-        known = self._kept.get(grammar)
-        if known is None:
-            known = LLMatcher(self._load(), grammar, log_level=0, limits=self._limits)
-            if known.is_error():
-                raise GuideError(f"the grammar cannot be followed: {known.get_error()[:200]}")
-            self._kept[grammar] = known
-        self._kept.move_to_end(grammar)
-        if len(self._kept) > MAX_KEPT:
-            self._kept.popitem(last=False)
-        return known.deep_copy()
-
-    def _load(self) -> LLTokenizer:
         if self._tokenizer is None:
-            if not self.is_able:
-                raise GuideError("the model's directory has no tokenizer.json, which guided decoding needs")
-            eos = self._eos_ids[0] if self._eos_ids else None
-            self._tokenizer = LLTokenizer(str(self._path), n_vocab=self._vocab_size, eos_token=eos)
-        return self._tokenizer
+            raise GuideError(self._fault or "the tokenizer was not loaded")
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
+        if matcher.is_error():
+            raise GuideError(f"the grammar cannot be followed: {matcher.get_error()[:200]}")
+        return matcher
 
 
 def _has(bits: npt.NDArray[np.uint32], token: int) -> bool:

@@ -158,6 +158,7 @@ class EngineLoader:
             ("configure aux capture", self._configure_aux),
             ("load and share draft weights" if self.has_drafter else "skip draft weights", self._share),
             ("allocate pools", self._allocate),
+            ("load the tokenizer of grammars", self._load_grammars),
             ("capture graphs", self._capture),
         ]
 
@@ -268,6 +269,10 @@ class EngineLoader:
                 max_context=self._max_context,
             )
         self.lifecycle.advance(Phase.POOLS_ALLOCATED)
+
+    def _load_grammars(self) -> None:
+        assert self._engine is not None
+        self._engine.grammars.load()
 
     @property
     def _is_overlapped(self) -> bool:

@@ -82,6 +82,16 @@ class Request:
         """Why no token can ever be chosen; "" otherwise."""
         return "" if self.guide is None else self.guide.fault
 
+    @property
+    def is_fault_ours(self) -> bool:
+        """Whether with that fault another worker may help."""
+        return self.guide is not None and self.guide.is_fault_ours
+
+    @property
+    def fault_kind(self) -> str:
+        """Its name for the router, which blames this worker for what is its own only."""
+        return "GrammarsOverdue" if self.is_fault_ours else "BadGrammar"
+
     def sampling_behind(self, num_drafts: int) -> SamplingParams:
         """How the token behind the output and so many drafts is chosen: not yet one that would end the request too early."""
         params = self.sampling

@@ -128,7 +128,7 @@ class PrefillWorker:
     def expire(self, now: float) -> None:
         for room in self.queues:
             if room.request.fault and room.state is RoomState.QUEUED:
-                self._fail(room, "BadGrammar", room.request.fault, retryable=False)
+                self._fail(room, room.request.fault_kind, room.request.fault, retryable=room.request.is_fault_ours)
             is_due = room.deadline is not None and now >= room.deadline
             if is_due and room.state in (RoomState.QUEUED, RoomState.RUNNING):
                 self._fail(room, "DeadlineExceeded", "the deadline passed before the first token", retryable=False)

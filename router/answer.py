@@ -27,6 +27,7 @@ from .replies import (
     Usage,
 )
 from .room_effects import Broken, Deliver, Settled
+from .room_parts import BAD_GRAMMAR
 from .rooms import DEADLINE_EXCEEDED, QUARANTINED
 
 SSE_HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-store"}
@@ -237,6 +238,9 @@ def error_of(event: Broken) -> ApiError:
         return overloaded(event.message)
     if event.kind == "Refused":
         return bad_request("No worker takes this request: " + event.message[:200])
+    if event.kind == BAD_GRAMMAR:
+        message = "No worker can follow what response_format and tools ask for. Ask for something simpler."
+        return bad_request(message, code="grammar_too_costly")
     if event.kind == QUARANTINED:
         message = "Workers were lost while they served this request, so it is not tried again."
         return ApiError(500, ErrorBody(message, "server_error", None, "request_quarantined"))

@@ -27,6 +27,7 @@ from .room_effects import Effect, Pair
 
 MAX_EARLY_ITEMS = 256  # decode's items that wait for prefill's token 1
 PEER_LOST = "PeerLost"  # kind of a Failed: the other worker of the pair is gone
+BAD_GRAMMAR = "BadGrammar"  # no worker can follow what this request's answer must look like
 HANDOFF_ABORTED = "HandoffAborted"  # of decode: prefill gave the room up, of which it tells the router itself
 HANDOFF_KINDS = frozenset(("TransferError", HANDOFF_ABORTED, "TransferTimeout", "DigestMismatch", "HandshakeRefused"))
 T = TypeVar("T", PrefillTimeline, DecodeTimeline)
@@ -149,6 +150,8 @@ class Attempt:
 
     def at_fault(self, message: Failed) -> tuple[str, ...]:
         """The workers that a failure speaks against; a hand-off that failed speaks against both of its ends."""
+        if message.kind == BAD_GRAMMAR:
+            return ()
         if message.kind == PEER_LOST:
             return tuple(instance for instance in self.instances if instance != message.instance)
         return self.instances if message.kind in HANDOFF_KINDS else (message.instance,)

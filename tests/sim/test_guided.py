@@ -3,10 +3,12 @@
 import itertools
 import json
 import string
+import time
 
 import jsonschema
 import pytest
 from baton.cluster.messages import Failed
+from baton.engine import guided
 from baton.engine.guided import GrammarCompiler
 from baton.router.tokenizer import load_tokenizer
 from baton.tests.parity.eagle3_toys import write_oracle
@@ -21,6 +23,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 EOS = 2
 SAMPLED = {"temperature": 1.0, "ignore_eos": False, "max_new_tokens": 700}
+COSTLY = {"allOf": [{"type": "integer", "multipleOf": 151}, {"type": "integer", "multipleOf": 157}]}  # 0.1 s
 BAD = '{"grammars": [{"json_schema": {"type": "banana"}}]}'
 LETTERS = string.ascii_lowercase + string.digits + '{}[]":,-._ \\'
 
@@ -141,15 +144,61 @@ def test_a_grammar_that_cannot_be_followed_fails_its_request_and_no_other(models
     pair.assert_nothing_is_held()
 
 
+def test_a_grammar_that_takes_long_to_compile_takes_no_step_from_others(models):
+    pair = pair_of(models, False, pages=400)
+    mate, room = name(next(pair.numbers)), name(next(pair.numbers))
+    pair.send(mate, [5, 6, 7], is_local=True, max_new_tokens=700)
+    pair.run(until=lambda: len(pair.tokens.get(mate, ())) > 1)
+    pair.send(room, [5, 6, 7, 8], is_local=True, grammar=grammar_of(COSTLY), **SAMPLED | {"max_new_tokens": 8})
+    guide = next(one.request.guide for one in pair.decode.queues if one.request.guide is not None)
+    before = len(pair.tokens[mate])
+    pair.run(turns=pair.max_rounds, until=lambda: guide.is_ready)
+    assert len(pair.tokens[mate]) > before + 5
+    pair.run(until=lambda: room in pair.ends)
+    assert pair.tokens[room]
+    pair.cancel(mate)
+    pair.run()
+    pair.assert_nothing_is_held()
+
+
+def test_a_grammar_that_takes_too_long_to_compile_fails_its_request_and_no_other(models):
+    pair = pair_of(models, False)
+    for worker in (pair.prefill, pair.decode):
+        worker.engine.grammars._compilations._max_cpu_s = 0.02
+    bad, good = pair.answer([(grammar_of(COSTLY), 1), (grammar_of({"const": "fine"}), 1)])
+    assert text_of(models, good) == '"fine"'
+    assert bad == []
+    failed = pair.ends[pair.rooms[0]]
+    assert (failed.kind, failed.retryable) == ("BadGrammar", False)
+    assert "more than 0.02 s" in failed.message
+    pair.assert_nothing_is_held()
+
+
+def test_the_tokenizer_of_grammars_is_read_before_anything_is_served(models, monkeypatch):
+    """Since nothing else runs in its process meanwhile."""
+    pair = pair_of(models, False)
+    monkeypatch.setattr(guided, "LLTokenizer", None)
+    (ids,) = pair.answer([(grammar_of({"const": "fine"}), 1)])
+    assert text_of(models, ids) == '"fine"'
+
+
+def until(predicate):
+    end = time.monotonic() + 30
+    while not predicate():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
 def test_masks_look_ahead_along_each_branch_and_come_back(models):
     compiler = GrammarCompiler(models[False][0] / "tokenizer.json", 64, [EOS, 1])
+    compiler.load()
     guide = compiler.guide(grammar_of({"enum": ["ab", "ac"]}))
-    a, b, c, quote = (compiler._load().tokenize_str(text)[0] for text in ("a", "b", "c", '"'))
+    a, b, c, quote = (compiler._tokenizer.tokenize_str(text)[0] for text in ("a", "b", "c", '"'))
 
     def allowed(mask):
         return {token for token in range(64) if mask[token // 32] >> (token % 32) & 1}
 
-    guide._future.result()
+    until(lambda: guide.is_ready)
     ended = (quote, a, b, quote)
     branches = [(), (quote,), (quote, a), (quote, a, b), (quote, a, c), (a,), ended, (*ended, EOS)]
     for _ in range(2):

@@ -7,8 +7,10 @@ import time
 
 import numpy as np
 import pytest
+from baton.router.answer import error_of
 from baton.router.errors import ApiError
 from baton.router.grammar_compiler import LIMITS, MAX_GRAMMAR, Plan, compiled
+from baton.router.room_effects import Broken
 from baton.router.tool_calls import CallReader
 from baton.router.tool_prompts import is_native, written_out
 from baton.tests.corpora.corpus import schemas
@@ -173,6 +175,12 @@ def test_a_schema_that_cannot_be_followed_is_refused(name):
         with pytest.raises(ApiError) as caught:
             compiled(plan)
         assert (caught.value.status, caught.value.body.param) == (400, param)
+
+
+def test_a_grammar_that_workers_cannot_follow_is_the_request_s_fault():
+    error = error_of(Broken(kind="BadGrammar", message="the grammar takes more than 2 s to compile on host-7"))
+    assert (error.status, error.body.code) == (400, "grammar_too_costly")
+    assert "host-7" not in error.body.message
 
 
 @pytest.mark.parametrize("step", [1, 2, 7, 1000])

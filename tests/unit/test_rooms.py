@@ -188,6 +188,8 @@ def test_failure_that_is_not_retryable_is_final():
         ("PeerLost", P, {D}),
         ("BadLogits", D, {D}),
         ("DeadlineExceeded", D, set()),
+        ("BadGrammar", D, set()),
+        ("GrammarsOverdue", D, {D}),
     ],
 )
 def test_a_failure_speaks_against_whom_it_names(kind, sender, at_fault):

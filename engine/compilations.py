@@ -1,0 +1,171 @@
+"""Compiling grammars beside the steps, each for a bounded time.
+
+The compiler lets go of the interpreter's lock while it works, so that all it can take from the steps is processor time: its
+threads have a tenth of what a step has where both want the same core. A thread cannot be ended. One that has spent
+MAX_CPU_S on a grammar is given up: the requests that wait for it fail, also those that ask for the same again, another
+thread takes its place, and it goes on where nobody else wants the processor.
+
+    waiting    NUM_THREADS others are compiled; what no request waits for any more is not begun
+    running    in a thread of its own
+    given up   it took too long; while there are MAX_GIVEN_UP of these, no grammar that is not known is begun
+    kept       compiled, or not to be compiled: the last MAX_KEPT that were asked for
+"""
+
+import os
+import sys
+import threading
+import time
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+
+from llguidance import LLMatcher
+
+NUM_THREADS = 3  # as many as a router compiles at a time
+MAX_GIVEN_UP = 4
+MAX_KEPT = 64
+MAX_CPU_S = 2.0  # of processor time; the router's trial, with checks beside it, has as much of the clock
+NICE, NICEST = 10, 19  # a tenth of what a thread of steps gets of a core; what nobody else wants
+
+
+class GuideError(Exception):
+    """A grammar that cannot be followed here."""
+
+
+class Compilation:
+    """One grammar's. `fault` says why it cannot be followed, `is_ours`: by this worker, now."""
+
+    def __init__(self, grammar: str) -> None:
+        self.grammar = grammar
+        self.matcher: LLMatcher | None = None
+        self.fault = ""
+        self.is_ours = False
+        self._thread_id = 0  # the kernel's
+        self._clock: Callable[[], float] | None = None  # of what its thread has used
+        self._began = 0.0
+
+    def __repr__(self) -> str:
+        return f"<Compilation {'ready' if self.matcher is not None else self.fault or 'open'}>"
+
+    @property
+    def is_ready(self) -> bool:
+        return self.matcher is not None and not self.fault
+
+    @property
+    def cpu_s(self) -> float:
+        """Seconds of processor time that compiling has taken so far."""
+        if self._clock is None:
+            return 0.0
+        try:
+            return self._clock() - self._began
+        except OSError:  # the thread has just ended
+            return 0.0
+
+    def begin(self) -> None:
+        """This thread compiles from here on."""
+        self._thread_id = threading.get_native_id()
+        _yield_to_steps(self._thread_id, NICE)
+        clock = _clock_of_this_thread()
+        self._began = clock()
+        self._clock = clock
+
+    def step_back(self) -> None:
+        _yield_to_steps(self._thread_id, NICEST)
+
+
+class Compilations:
+    """Has grammars compiled by `compile_grammar`, which may raise. Asked by one thread."""
+
+    def __init__(self, compile_grammar: Callable[[str], LLMatcher], max_cpu_s: float = MAX_CPU_S) -> None:
+        self._compile = compile_grammar
+        self._max_cpu_s = max_cpu_s
+        self._lock = threading.Lock()
+        self._waiting: deque[weakref.ref[Compilation]] = deque()  # whoever is asked for is held by who asked
+        self._open: weakref.WeakValueDictionary[str, Compilation] = weakref.WeakValueDictionary()  # waiting and running
+        self._running: set[Compilation] = set()
+        self._given_up: set[Compilation] = set()
+        self._kept: OrderedDict[str, Compilation] = OrderedDict()
+
+    def __repr__(self) -> str:
+        return f"<Compilations {len(self._running)} running, {len(self._given_up)} given up, {len(self._kept)} kept>"
+
+    def ask(self, grammar: str) -> Compilation:
+        """Of this grammar, which is begun where it is not known."""
+        with self._lock:
+            known = self._kept.get(grammar) or self._open.get(grammar)
+            if known is None:
+                known = self._open[grammar] = Compilation(grammar)
+                self._waiting.append(weakref.ref(known))
+                self._pump()
+            elif grammar in self._kept:
+                self._kept.move_to_end(grammar)
+            return known
+
+    def check(self, compilation: Compilation) -> None:
+        """To be called now and then by who waits for it: gives up what takes too long."""
+        if compilation in self._running and compilation.cpu_s > self._max_cpu_s:
+            with self._lock:
+                if compilation in self._running:  # it has not ended meanwhile
+                    self._running.remove(compilation)
+                    self._given_up.add(compilation)
+                    compilation.fault = f"the grammar takes more than {self._max_cpu_s:g} s to compile"
+                    self._keep(compilation)
+                    compilation.step_back()
+                    self._pump()
+
+    def _pump(self) -> None:
+        """Begins what waits, as far as there are threads for it."""
+        while self._waiting and (len(self._running) < NUM_THREADS or len(self._given_up) >= MAX_GIVEN_UP):
+            compilation = self._waiting.popleft()()
+            if compilation is None:  # nobody waits for it any more
+                continue
+            if len(self._given_up) >= MAX_GIVEN_UP:
+                self._turn_away(compilation, f"{len(self._given_up)} grammars that take too long are being compiled here")
+                continue
+            self._running.add(compilation)
+            try:  # a daemon: at its end the process does not wait for one that never ends
+                threading.Thread(target=self._run, args=(compilation,), name="grammar", daemon=True).start()
+            except RuntimeError as error:  # too many of this user's
+                self._running.remove(compilation)
+                self._turn_away(compilation, f"no thread can be started for a grammar: {error}")
+
+    def _run(self, compilation: Compilation) -> None:
+        matcher, fault = None, ""
+        try:
+            compilation.begin()
+            matcher = self._compile(compilation.grammar)
+        except Exception as error:  # whatever it is, it is this grammar's alone
+            fault = str(error) or type(error).__name__
+        with self._lock:
+            if compilation in self._running:
+                compilation.matcher, compilation.fault = matcher, fault
+                self._keep(compilation)
+            self._running.discard(compilation)
+            self._given_up.discard(compilation)
+            self._pump()
+
+    def _turn_away(self, compilation: Compilation, fault: str) -> None:
+        compilation.fault, compilation.is_ours = fault, True
+        del self._open[compilation.grammar]
+
+    def _keep(self, compilation: Compilation) -> None:
+        self._kept[compilation.grammar] = compilation
+        self._open.pop(compilation.grammar, None)
+        if len(self._kept) > MAX_KEPT:
+            self._kept.popitem(last=False)
+
+
+def _clock_of_this_thread() -> Callable[[], float]:
+    """Seconds of processor time that it has used; where threads have no such clock, of the world's time."""
+    if sys.platform != "linux":
+        return time.monotonic
+    return partial(time.clock_gettime, time.pthread_getcpuclockid(threading.get_ident()))
+
+
+def _yield_to_steps(thread_id: int, nice: int) -> None:
+    """Lowers the priority of one thread, which Linux alone can."""
+    if sys.platform == "linux":
+        with suppress(OSError):  # a filter of system calls may not allow it
+            os.setpriority(os.PRIO_PROCESS, thread_id, nice)

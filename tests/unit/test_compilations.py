@@ -1,0 +1,155 @@
+"""Grammars are compiled beside the steps, each for a bounded time. Threads are real; what they compile is the tests'."""
+
+import os
+import sys
+import threading
+import time
+
+import pytest
+from baton.engine.compilations import MAX_GIVEN_UP, MAX_KEPT, NICE, NICEST, NUM_THREADS, Compilations
+
+PATIENCE_S = 30.0
+
+
+class Compiler:
+    """Compiles what `finish` names and what nobody holds; what is "endless" computes until then."""
+
+    def __init__(self, **settings):
+        self.begun, self.threads = [], {}
+        self._events = {}
+        self.compilations = Compilations(self._compile, **settings)
+
+    def ask(self, grammar):
+        if grammar.startswith(("held", "endless")):
+            self._events.setdefault(grammar, threading.Event())
+        return self.compilations.ask(grammar)
+
+    def finish(self, *grammars):
+        for grammar in grammars or self._events:
+            self._events[grammar].set()
+
+    def until(self, predicate):
+        end = time.monotonic() + PATIENCE_S
+        while not predicate():
+            assert time.monotonic() < end, self.compilations
+            time.sleep(0.001)
+
+    def until_given_up(self, compilation):
+        def is_given_up():
+            self.compilations.check(compilation)
+            return compilation.fault
+
+        self.until(is_given_up)
+
+    def _compile(self, grammar):
+        self.threads[grammar] = threading.get_native_id()
+        self.begun.append(grammar)
+        event = self._events.get(grammar)
+        if event is not None and grammar.startswith("held"):
+            event.wait(PATIENCE_S)
+        while event is not None and not event.is_set():
+            sum(range(1000))
+        if grammar.startswith("bad"):
+            raise ValueError("it is bad")
+        return f"matcher of {grammar}"
+
+
+@pytest.fixture
+def compiler():
+    made = Compiler(max_cpu_s=0.02)
+    yield made
+    made.finish()
+    made.until(lambda: "0 running, 0 given up" in repr(made.compilations))
+
+
+def test_a_grammar_is_compiled_once_whoever_asks_for_it_and_the_last_ones_are_kept(compiler):
+    first = compiler.ask("held")
+    assert compiler.ask("held") is first
+    assert not first.is_ready
+    compiler.finish("held")
+    compiler.until(lambda: first.is_ready)
+    assert compiler.ask("held").matcher == "matcher of held"
+    for i in range(MAX_KEPT):
+        other = compiler.ask(f"g{i}")
+        compiler.until(lambda: other.is_ready)  # noqa: B023
+    assert compiler.begun.count("held") == 1
+    again = compiler.ask("held")
+    compiler.until(lambda: again.is_ready)
+    assert compiler.begun.count("held") == 2
+
+
+def test_what_is_wrong_with_a_grammar_is_its_own(compiler):
+    bad, good = compiler.ask("bad"), compiler.ask("good")
+    compiler.until(lambda: bad.fault and good.is_ready)
+    assert (bad.fault, bad.is_ours, bad.is_ready) == ("it is bad", False, False)
+    assert compiler.ask("bad") is bad
+
+
+def test_a_grammar_that_takes_too_long_is_given_up_alone_and_not_tried_again(compiler):
+    endless = [compiler.ask(f"endless {i}") for i in range(NUM_THREADS)]
+    good = compiler.ask("good")
+    for one in endless:
+        compiler.until_given_up(one)
+        assert (one.fault, one.is_ours) == ("the grammar takes more than 0.02 s to compile", False)
+    compiler.until(lambda: good.is_ready)
+    assert [compiler.ask(one.grammar) for one in endless] == endless
+    compiler.finish()
+    compiler.until(lambda: "0 running, 0 given up" in repr(compiler.compilations))
+    assert not any(one.is_ready for one in endless), "its requests were told"
+    assert len(compiler.begun) == NUM_THREADS + 1
+
+
+def test_time_that_a_busy_machine_takes_speaks_against_no_grammar(compiler):
+    held = compiler.ask("held")
+    compiler.until(lambda: compiler.begun)
+    time.sleep(0.05)  # more than it may compute
+    compiler.compilations.check(held)
+    assert not held.fault
+    compiler.finish()
+    compiler.until(lambda: held.is_ready)
+
+
+def test_with_too_many_that_take_too_long_others_are_told_at_once_that_this_worker_cannot(compiler):
+    known = compiler.ask("known")
+    compiler.until(lambda: known.is_ready)
+    for i in range(MAX_GIVEN_UP):
+        compiler.until_given_up(compiler.ask(f"endless {i}"))
+    refused = compiler.ask("new")
+    assert refused.is_ours
+    assert "grammars that take too long" in refused.fault
+    assert compiler.ask("known") is known, "what is compiled serves on"
+    compiler.finish("endless 0")
+    compiler.until(lambda: f"{MAX_GIVEN_UP - 1} given up" in repr(compiler.compilations))
+    again = compiler.ask("new")
+    compiler.until(lambda: again.is_ready)
+
+
+def test_what_nobody_waits_for_any_more_is_not_begun(compiler):
+    held = [compiler.ask(f"held {i}") for i in range(NUM_THREADS)]
+    left, waiting = compiler.ask("left"), compiler.ask("waiting")
+    del left
+    compiler.finish()
+    compiler.until(lambda: waiting.is_ready)
+    assert sorted(compiler.begun) == sorted([one.grammar for one in held] + ["waiting"])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have no priority of their own")
+def test_compiling_yields_the_processor_to_steps_and_who_is_given_up_to_everybody(compiler):
+    own = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    endless = compiler.ask("endless")
+    compiler.until(lambda: compiler.begun)
+    thread = compiler.threads["endless"]
+    assert os.getpriority(os.PRIO_PROCESS, thread) == max(own, NICE)
+    compiler.until_given_up(endless)
+    assert os.getpriority(os.PRIO_PROCESS, thread) == NICEST
+    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == own
+
+
+def test_where_no_thread_can_be_started_the_request_alone_is_told(compiler, monkeypatch):
+    def refuse(self):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    refused = compiler.ask("new")
+    assert refused.is_ours
+    assert "can't start new thread" in refused.fault
