@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,22 @@ MATRIX = "gpu/test_path_matrix.py"  # its ids begin with the four fields that sa
 WAITING = ("cluster", "faults", "parity/test_cluster_tokens.py")
 
 
-def pytest_configure() -> None:
-    """One thread of torch where several test processes share the cores, in this process and in those that it starts."""
+def pytest_configure(config: pytest.Config) -> None:
+    """One thread of torch where several test processes share the cores, in this process and in those that it starts.
+
+    What hypothesis tries is the same in every run without the slow tests, so that equal code passes again; they draw anew.
+    No time is a failure of what is tested: a process may get no core for a while.
+    """
     if "PYTEST_XDIST_WORKER" in os.environ:
         os.environ["OMP_NUM_THREADS"] = "1"
+    with suppress(ImportError):  # on a machine for the tests of GPUs alone
+        from hypothesis import HealthCheck, settings
+
+        is_quick = "not slow" in config.option.markexpr
+        settings.register_profile(
+            "baton", deadline=None, derandomize=is_quick, suppress_health_check=[HealthCheck.too_slow]
+        )
+        settings.load_profile("baton")
 
 
 @pytest.hookimpl(optionalhook=True)
