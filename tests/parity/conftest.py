@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import functools
 import hashlib
 import json
 import os
@@ -77,11 +78,12 @@ def reference_greedy(
     """References of all PROMPTS by name, from the cache where model, prompt and versions are the same."""
     prompts = {prompt.name: prompt.token_ids(smollm2_tokenizer) for prompt in PROMPTS}
     paths = {name: _path(smollm2_dir, ids) for name, ids in prompts.items()}
-    with _alone(cache_dir() / "parity" / ".lock"):  # a test process beside this one waits and finds them
-        missing = [name for name, path in paths.items() if not path.is_file()]
-        model = _load(smollm2_dir) if missing else None
-        for name in missing:  # each is kept at once: an interrupted run is not lost
-            _write(paths[name], json.dumps(asdict(_greedy(model, name, prompts[name]))))
+    load = functools.cache(lambda: _load(smollm2_dir))
+    for waits in (False, True):  # a test process beside this one makes some of them: those that it is at come last
+        for i, (name, path) in enumerate(paths.items()):
+            with contextlib.ExitStack() as stack:
+                if not path.is_file() and stack.enter_context(_alone(i, waits=waits)) and not path.is_file():
+                    _write(path, json.dumps(asdict(_greedy(load(), name, prompts[name]))))
     found = [Reference(**json.loads(path.read_text(encoding="utf-8"))) for path in paths.values()]
     return {reference.name: reference for reference in found}
 
@@ -93,12 +95,17 @@ def _path(model_dir: Path, prompt_ids: list[int]) -> Path:
 
 
 @contextlib.contextmanager
-def _alone(lock: Path) -> Iterator[None]:
-    """No other process is in here; the kernel frees the lock of one that dies."""
+def _alone(number: int, *, waits: bool) -> Iterator[bool]:
+    """True: no other process is in here with this number. The kernel frees the lock of one that dies."""
+    lock = cache_dir() / "parity" / ".lock"
     lock.parent.mkdir(parents=True, exist_ok=True)
     with lock.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX if waits else fcntl.LOCK_EX | fcntl.LOCK_NB, 1, number)
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
 
 
 def _load(model_dir: Path) -> transformers.PreTrainedModel:
