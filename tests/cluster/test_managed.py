@@ -47,13 +47,13 @@ def test_a_worker_is_ready_after_its_router_pings_while_it_moves_is_killed_when_
         with managed(tmp_path / "r", "router", *flags, watchdog_s=WATCHDOG_S) as router:
             router.wait_for("READY=1", 60)
             assert httpx.get(f"{url}/health").status_code == 200
-            prefill.wait_for("READY=1", 20)
+            prefill.wait_for("READY=1", 60)
             with managed(tmp_path / "d", "decode", *own, watchdog_s=WATCHDOG_S) as decode:
                 decode.wait_for("READY=1", 90)
                 assert not prefill.watch(WATCHDOG_S, 1.5 * WATCHDOG_S)  # an idle loop moves
                 asking = ask(url, served_dir)
-                assert prefill.watch(WATCHDOG_S, 30)  # its I/O thread goes on, its loop does not
-                assert prefill.process.wait(10) == -signal.SIGABRT
+                assert prefill.watch(WATCHDOG_S, 60)  # its I/O thread goes on, its loop does not
+                assert prefill.process.wait(60) == -signal.SIGABRT
                 leave(decode)
             leave(router)
             asking.join(10)
