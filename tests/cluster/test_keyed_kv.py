@@ -17,7 +17,7 @@ from baton.kvtransfer.transport import Complete, Lost, Offer, Planes, PullReques
 from baton.kvtransfer.transports.zmq_blocks import ZmqBlocksReceiver, ZmqBlocksSender
 from baton.tests.cluster.keyed_peers import Hosts, admit, curve, dealer, is_refused
 
-DEADLINE_S = 15.0
+DEADLINE_S = 30.0
 PAGES = 24
 LAYOUT = Layout(
     fingerprint="f", dtype="float32", page_size=16, num_layers=8, num_kv_heads=2, head_dim=64, block_bytes=200_000

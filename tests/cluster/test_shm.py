@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from baton.tests.cluster import shm_peer
 
-DEADLINE_S = 20.0
-GONE_S = 5.0
+DEADLINE_S = 30.0
+GONE_S = 20.0
 BLOCKS = 24
 
 

@@ -24,7 +24,7 @@ from baton.tests.faults.zmtp_rules import (
 )
 from baton.tests.faults.zmtp_wire import Message, Parser
 
-DEADLINE_MS = 10_000
+DEADLINE_MS = 30_000
 BIG = bytes(range(256)) * 4096  # 1 MiB
 
 

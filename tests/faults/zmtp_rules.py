@@ -135,7 +135,7 @@ class Rule:
     times: int | None = None
     num_done: int = 0
 
-    def wait(self, count: int = 1, timeout: float = 10.0) -> None:
+    def wait(self, count: int = 1, timeout: float = 30.0) -> None:
         """Until `count` messages have matched."""
         end = time.monotonic() + timeout
         while self.num_done < count:

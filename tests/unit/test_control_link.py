@@ -207,7 +207,7 @@ class FakeRouter:
 
     def _bind(self, endpoint):
         """A closed socket leaves its port a moment later."""
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 30
         while True:
             try:
                 return bind(self.socket, endpoint)
@@ -217,7 +217,7 @@ class FakeRouter:
                     raise
 
     def next(self):
-        assert self.socket.poll(5000), "nothing came"
+        assert self.socket.poll(30_000), "nothing came"
         self.peer, frame = self.socket.recv_multipart()
         return self._decoder.decode(frame)
 
@@ -261,7 +261,7 @@ def link(context, router):
     link.close()
 
 
-def turn(link, is_done, seconds=10.0):
+def turn(link, is_done, seconds=30.0):
     """The worker's loop until `is_done(messages so far, losses so far)`."""
     messages, losses, deadline = [], [], time.monotonic() + seconds
     while not is_done(messages, losses):

@@ -94,7 +94,7 @@ def test_real_signals_drain_stop_and_end_a_process():
         for line, signum in (("up", signal.SIGTERM), ("drain", signal.SIGTERM), ("stop", signal.SIGINT)):
             assert child.stdout.readline() == line + "\n"
             child.send_signal(signum)
-        assert child.wait(10) == 128 + signal.SIGINT
+        assert child.wait(60) == 128 + signal.SIGINT
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="prctl is Linux's")
@@ -133,5 +133,5 @@ def test_a_child_whose_launcher_died_before_it_asked_is_told_at_once():
         """,
         env={"BATON_PARENT_PID": str(2**22)},
     )
-    out, _ = child.communicate(timeout=30)
+    out, _ = child.communicate(timeout=60)
     assert out == "Shutdown(draining)\n"

@@ -26,7 +26,7 @@ class Heard:
 def manager(tmp_path):
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listening:
         listening.bind(str(tmp_path / "notify"))
-        listening.settimeout(5)
+        listening.settimeout(30)
         yield listening
 
 
@@ -55,7 +55,7 @@ def test_an_abstract_address_is_reached():
         listening.bind(b"")  # the kernel chooses an abstract name
         name = listening.getsockname()[1:].decode()
         notifier_of({"NOTIFY_SOCKET": f"@{name}"}).ready("serving")
-        listening.settimeout(5)
+        listening.settimeout(30)
         assert listening.recv(4096).startswith(b"READY=1")
 
 

@@ -29,7 +29,7 @@ from baton.cluster.sockets import (
 )
 from baton.tests.cluster.keeping_context import KeepingContext
 
-DEADLINE_S = 10.0
+DEADLINE_S = 30.0
 
 
 @pytest.fixture
