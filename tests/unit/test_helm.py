@@ -197,6 +197,7 @@ def test_a_value_that_cannot_be_is_refused_by_name(path, value, said, tmp_path):
         ("model.path", "/elsewhere", "model.path"),
         ("keys.secret", "", "keys.secret"),
         ("router.tls.secretName", "A_b", "router.tls.secretName"),
+        ("router.args", ["--tls-cert=/etc/cert.pem"], "--tls-cert=/etc/cert.pem: name a Secret in router.tls"),
         ("drainTimeoutSeconds", "soon", "drainTimeoutSeconds"),
         ("drainTimeoutSeconds", 0, "drainTimeoutSeconds"),
         ("router.replicas", -1, "router.replicas"),
