@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import ssl
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
@@ -85,6 +86,18 @@ class ChatClient:
             return str(self.get("/v1/models")["data"][0]["id"])
         except (KeyError, IndexError, TypeError) as error:
             raise RequestFailed(f"{self.url}/v1/models lists no model") from error
+
+    def certificate_end(self) -> float | None:
+        """When the server's certificate ends, in seconds since the epoch; None without TLS. Raises RequestFailed."""
+        connection = self._connect()
+        try:
+            connection.connect()
+            shown = connection.sock.getpeercert() if isinstance(connection.sock, ssl.SSLSocket) else None
+            return ssl.cert_time_to_seconds(str(shown["notAfter"])) if shown else None
+        except OSError as error:
+            raise self._lost(error) from error
+        finally:
+            connection.close()
 
     def get(self, path: str) -> dict[str, Any]:
         """The JSON object at `path`; raises RequestFailed."""

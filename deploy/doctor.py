@@ -26,6 +26,7 @@ from .command import run_command
 from .findings import (
     FAIL,
     Finding,
+    check_certificate,
     check_clock,
     check_gpu,
     check_keys,
@@ -142,7 +143,9 @@ def _cluster(url: str) -> list[Finding]:
     client = ChatClient(url, api_key=os.environ.get(KEY_VARIABLE, ""), silence_s=ANSWER_S)
     try:
         status = client.get("/status")
-        return check_clock(status["router"]["clock"], time.time()) + check_pairing(status)
+        found = check_clock(status["router"]["clock"], time.time()) + check_pairing(status)
+        end = client.certificate_end()
+        return found if end is None else check_certificate(end, time.time()) + found
     except BatonError as error:
         text, _, remedy = str(error).partition("; ")
         return [Finding("pairing", FAIL, text, remedy or "correct --url, or look at the router's log")]

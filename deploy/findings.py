@@ -186,6 +186,15 @@ def check_clock(router: float, here: float) -> list[Finding]:
     return well("clock", "within a few seconds of the router's")
 
 
+def check_certificate(end: float, now: float) -> list[Finding]:
+    """Of a router with TLS: one that clients take has not ended yet. Both in seconds since the epoch."""
+    text = f"the router's certificate ends in {(end - now) / 86400:.1f} days"
+    if end - now < KEY_WARN_S:
+        remedy = "see why it was not renewed; --tls-cert and --tls-key may be replaced while the router serves"
+        return [Finding("tls", WARN, text, remedy)]
+    return well("tls", text)
+
+
 def check_pairing(status: Mapping[str, Any]) -> list[Finding]:
     """From a router's /status: workers of both roles are there, fresh, and can pair."""
     workers = [worker for worker in status.get("workers", []) if worker.get("state") == "serving"]

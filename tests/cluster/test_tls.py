@@ -8,7 +8,8 @@ import httpx
 import pytest
 from baton.deploy import alive, chat, doctor, top
 from baton.deploy.api_keys import add
-from baton.tests.cluster.certificates import Authority, pem
+from baton.deploy.findings import OK, WARN
+from baton.tests.cluster.certificates import DAY, Authority, pem
 from baton.tests.cluster.router_fakes import BODY, until
 from baton.tests.kubernetes.secret_volume import SecretVolume
 
@@ -136,6 +137,21 @@ def test_a_command_that_is_not_let_in_says_the_one_thing_to_do(name, secured, au
         assert {other for other in remedies if other in said} == {remedy}, said
         if remedy == "SSL_CERT_FILE":
             monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "ca.pem"))
+
+
+@pytest.mark.parametrize(("ends_in", "level"), [(2 * DAY, WARN), (30 * DAY, OK)])
+def test_the_doctor_tells_when_a_router_s_certificate_ends(
+    secured, authority, files, tmp_path, monkeypatch, capsys, ends_in, level
+):
+    authority.write(*files, ends_in=ends_in)
+    (tmp_path / "ca.pem").write_bytes(pem(authority.certificate))
+    monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "ca.pem"))
+    running, script = secured()
+    running.pair(script)
+    doctor.main([f"--url={running.url}", "--json"])
+    (told,) = (finding for finding in json.loads(capsys.readouterr().out) if finding["check"] == "tls")
+    assert (told["level"], bool(told["remedy"])) == (level, level != OK)
+    assert f"{ends_in.days - 1}.9 days" in told["text"] or f"{ends_in.days}.0 days" in told["text"]
 
 
 def test_who_never_ends_a_handshake_counts_as_a_connection_and_is_cut(secured, trusting, monkeypatch):
