@@ -39,7 +39,9 @@ class TextPart(Struct, tag_field="type", tag="text", forbid_unknown_fields=True)
     """One part of a message's content; only text is served."""
 
     text: str
-    prompt_cache_breakpoint: Unread = msgspec.UNSET  # ignored: prefixes are found by their tokens
+    # ignored: prefixes are found by their tokens
+    prompt_cache_breakpoint: Unread = msgspec.UNSET
+    cache_control: Unread = msgspec.UNSET
 
 
 class Message(Struct, forbid_unknown_fields=True):
@@ -55,6 +57,12 @@ class Message(Struct, forbid_unknown_fields=True):
     annotations: Unread = msgspec.UNSET
     audio: Unread = msgspec.UNSET
     function_call: Unread = msgspec.UNSET
+    # what clients add to an answer's message before they send it back; ignored
+    parsed: Unread = msgspec.UNSET
+    reasoning: Unread = msgspec.UNSET
+    reasoning_content: Unread = msgspec.UNSET
+    thinking_blocks: Unread = msgspec.UNSET
+    provider_specific_fields: Unread = msgspec.UNSET
 
     @property
     def num_chars(self) -> int:

@@ -143,15 +143,23 @@ class ChatBuilder:
         return self._chunk([ChatChunkChoice(index, Delta("assistant", ""))])
 
     def chunk(self, index: int, piece: Piece, usage: Usage | None = None) -> bytes:
-        """What a piece adds to the message; empty when it adds nothing."""
+        """What a piece adds to the message; empty when it adds nothing.
+
+        Clients read the first call of a chunk, as the API never sends two: each has chunks of its own.
+        """
         if not (piece.text or piece.calls or piece.logprobs or piece.finish or (self._frame.wants_ids and piece.ids)):
             return b""
         delta = Delta(content=piece.text) if piece.text or not (piece.finish or piece.calls) else Delta()
+        before = b""
         if piece.calls:
-            delta.tool_calls = [_delta_of(part) for part in piece.calls]
+            *others, last = _deltas_of(piece.calls)
+            for other in others:
+                before += self._chunk([ChatChunkChoice(index, Delta(content=delta.content, tool_calls=[other]))])
+                delta = Delta()
+            delta.tool_calls = [last]
         finish = piece.finish or None
         choice = ChatChunkChoice(index, delta, self._logprobs(piece), finish, self._ids(piece))
-        return self._chunk([choice], UNSET if usage is None else usage)
+        return before + self._chunk([choice], UNSET if usage is None else usage)
 
     def closing(self, usage: Usage | None, timeline: AnyTimeline | None) -> bytes:
         """The last chunk, which has no choices; empty when nobody asked for what it holds."""
@@ -188,10 +196,17 @@ def _message_of(piece: Piece) -> ChatMessage:
     return ChatMessage(piece.text or None, tool_calls=calls) if calls else ChatMessage(piece.text)
 
 
-def _delta_of(part: CallPart) -> DeltaCall:
-    if not part.id:
-        return DeltaCall(part.index, Called(part.arguments))
-    return DeltaCall(part.index, Called(part.arguments, part.name), part.id, "function")
+def _deltas_of(parts: Sequence[CallPart]) -> list[DeltaCall]:
+    """What a chunk adds to each call, in order."""
+    deltas: list[DeltaCall] = []
+    for part in parts:
+        if part.id:
+            deltas.append(DeltaCall(part.index, Called(part.arguments, part.name), part.id, "function"))
+        elif deltas and deltas[-1].index == part.index:
+            deltas[-1].function.arguments += part.arguments
+        else:
+            deltas.append(DeltaCall(part.index, Called(part.arguments)))
+    return deltas
 
 
 def chat_logprobs(token: TokenText, num_top: int) -> TokenLogprobs:

@@ -26,7 +26,9 @@ SEED_MASK = MAX_SEED
 COLDEST = 1e-3  # the lowest temperature above 0 that is served: logits divided by less leave the range of float32
 COMPLETION_MAX_TOKENS = 16
 # Of a message of an earlier answer, which may say them as long as they say nothing.
-HARMLESS_IN_MESSAGES = {"annotations": (b"[]",)}
+REFUSED_IN_MESSAGES: tuple[tuple[str, tuple[bytes, ...]], ...] = (
+    ("refusal", ()), ("annotations", (b"[]",)), ("audio", ()), ("function_call", ()),
+)  # fmt: skip
 BODIES = (ChatBody, CompletionBody, ResponseBody)
 REFUSED = {kind: [(name, field) for name, field in kind.TABLE.items() if field.state == "refused"] for kind in BODIES}
 
@@ -146,9 +148,9 @@ def _check_refused(body: ChatBody | CompletionBody | ResponseBody) -> None:
 
 
 def _check_message(message: Struct, number: int) -> None:
-    for name in message.__struct_fields__:
+    for name, harmless in REFUSED_IN_MESSAGES:
         value = getattr(message, name)
-        if isinstance(value, msgspec.Raw) and not _says_nothing(value, HARMLESS_IN_MESSAGES.get(name, ())):
+        if isinstance(value, msgspec.Raw) and not _says_nothing(value, harmless):
             raise bad_request(f"messages[{number}].{name} is not supported", param="messages")
 
 
@@ -184,7 +186,7 @@ def check_chat(body: ChatBody) -> None:
     _check_tools(body)
     if not any(message.text or message.tool_calls for message in body.messages):
         raise bad_request("all messages are empty: give at least one character", param="messages")
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise bad_request("top_logprobs needs logprobs: true", param="top_logprobs")
     if len(body.chat_template_kwargs or ()) > MAX_TEMPLATE_SWITCHES:
         text = f"chat_template_kwargs has more than {MAX_TEMPLATE_SWITCHES} switches"

@@ -52,6 +52,7 @@ class CalledFunction(Struct, forbid_unknown_fields=True):
 
     name: str
     arguments: str
+    parsed_arguments: Json = UNSET  # that a client made of them; ignored
 
 
 class ToolCall(Struct, tag_field="type", tag="function", forbid_unknown_fields=True):
@@ -59,6 +60,7 @@ class ToolCall(Struct, tag_field="type", tag="function", forbid_unknown_fields=T
 
     id: str
     function: CalledFunction
+    index: Json = UNSET  # of the chunk that it was put together from; ignored
 
 
 class TextFormat(Struct, tag_field="type", tag="text", forbid_unknown_fields=True):

@@ -19,6 +19,7 @@ from baton.router.openai import (
 from baton.router.replies import Frame, sse
 from baton.router.room_effects import Deliver
 from baton.router.tokenizer import load_tokenizer
+from baton.router.tool_calls import CallPart
 from baton.tests.cluster.router_fakes import save_tokenizer
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
@@ -150,6 +151,26 @@ def test_nothing_to_say_is_no_chunk():
     assert builder.closing(None, None) == b""
 
 
+def test_a_chunk_holds_one_call_and_says_of_it_what_several_parts_say():
+    """Clients read the first call of a chunk."""
+    parts = [
+        CallPart(0, arguments=' "x"}'), CallPart(1, "call_b", "f"), CallPart(1, arguments="{"), CallPart(1, arguments="}"),
+        CallPart(2, "call_c", "g"),
+    ]  # fmt: skip
+    builder = ChatBuilder(Frame(id="x", created=0, model="m", num_top=0))
+    piece = Piece("hi", [TokenText("a", b"a", -1.0, [], 0)], finish="tool_calls", calls=parts)
+    events = [json.loads(event.removeprefix(b"data: ")) for event in builder.chunk(0, piece).split(b"\n\n") if event]
+    choices = [event["choices"][0] for event in events]
+    assert [choice["delta"]["tool_calls"] for choice in choices] == [
+        [{"index": 0, "function": {"arguments": ' "x"}'}}],
+        [{"index": 1, "function": {"arguments": "{}", "name": "f"}, "id": "call_b", "type": "function"}],
+        [{"index": 2, "function": {"arguments": "", "name": "g"}, "id": "call_c", "type": "function"}],
+    ]
+    assert [choice["delta"].get("content") for choice in choices] == ["hi", None, None]
+    assert [choice["finish_reason"] for choice in choices] == [None, None, "tool_calls"]
+    assert [choice["logprobs"] is None for choice in choices] == [True, True, False]
+
+
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
     return load_tokenizer(str(save_tokenizer(tmp_path_factory.mktemp("tok"))))
@@ -180,6 +201,23 @@ def test_history_from_an_answers_own_message_is_taken():
     said |= {"function_call": None, "tool_calls": None, "name": None}
     parsed = chat(messages=[said, said | {"tool_calls": [], "annotations": []}])
     assert [message.as_template_input() for message in parsed.messages] == [{"role": "assistant", "content": "Hello"}] * 2
+
+
+def test_what_clients_add_to_an_answers_message_is_taken_and_says_nothing():
+    """`parse` of OpenAI's clients, litellm, and the AI SDK."""
+    function = {"name": "f", "arguments": "{}"}
+    call = {"id": "c", "type": "function", "function": function}
+    more = {"index": 0, "function": function | {"parsed_arguments": {"a": 1}}}
+    added = {"parsed": {"a": 1}, "reasoning_content": "hm", "provider_specific_fields": {"refusal": None}}
+    added |= {"reasoning": "hm", "thinking_blocks": [{"type": "thinking", "thinking": "hm"}]}
+    cached = [{"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}}]
+    said = {"role": "assistant", "content": None, "tool_calls": [call]}
+    plain, full = (
+        chat(messages=[{"role": "user", "content": content}, message]).messages
+        for content, message in (("hi", said), (cached, said | added | {"tool_calls": [call | more]}))
+    )
+    assert [m.as_template_input() for m in plain] == [m.as_template_input() for m in full]
+    assert chat(top_logprobs=0).logprobs is None
 
 
 @pytest.mark.parametrize("name", ["function_call", "audio", "refusal", "annotations"])
