@@ -6,6 +6,7 @@ from http import HTTPStatus
 import msgspec
 
 RETRY_AFTER_S = 1
+API_PATHS = ("/chat/completions", "/completions", "/responses", "/models")  # under /v1
 
 
 class ErrorBody(msgspec.Struct, frozen=True):
@@ -82,7 +83,16 @@ def unknown_model(model: str, served: str) -> ApiError:
 
 
 def not_found(path: str) -> ApiError:
-    return ApiError(404, ErrorBody(f"No such address: {printable(path)}", "invalid_request_error", None, "not_found"))
+    message = f"No such address: {printable(path)}"
+    asked = next((known for known in API_PATHS if path.rstrip("/").endswith(known)), None)
+    if asked is not None:
+        message += f"; it is /v1{asked}, so a client's base URL ends with /v1"
+    return ApiError(404, ErrorBody(message, "invalid_request_error", None, "not_found"))
+
+
+def body_is_encoded(coding: str) -> ApiError:
+    message = f"Content-Encoding {printable(coding)} is not read here. Send the body as it is."
+    return ApiError(415, ErrorBody(message, "invalid_request_error", None, "unsupported_content_encoding"))
 
 
 def unknown_request(name: str) -> ApiError:

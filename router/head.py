@@ -6,7 +6,7 @@ from urllib.parse import unquote_to_bytes
 
 import httptools
 
-from .errors import ApiError, body_too_large, expectation_failed, malformed
+from .errors import ApiError, body_is_encoded, body_too_large, expectation_failed, malformed
 
 CONTINUE = b"100-continue"
 Fields = dict[bytes, list[bytes]]  # values by name in lower case, in the order in which they came
@@ -36,10 +36,21 @@ def fault_of(fields: Fields, version: str, max_body: int) -> ApiError | None:
     for length in fields.get(b"content-length", ()):
         if length.isdigit() and int(length[:20]) > max_body:
             return body_too_large(max_body)
+    encoding = fields.get(b"content-encoding")
+    if encoding is not None and encoding[0].lower() != b"identity":
+        return body_is_encoded(encoding[0].decode("latin-1"))
     expected = fields.get(b"expect")
     if expected is not None and (len(expected) > 1 or expected[0].lower() != CONTINUE):
         return expectation_failed()
     return None
+
+
+def head_of_body(fields: Fields) -> bytes:
+    """A head that says how the body of a request with these fields is framed, and no more; empty without a body."""
+    for name in (b"transfer-encoding", b"content-length"):
+        if name in fields and fields[name][0].lstrip(b"0"):
+            return b"POST / HTTP/1.1\r\n%b: %b\r\n\r\n" % (name, fields[name][0])
+    return b""
 
 
 def scope_of(url: bytes, method: bytes, version: str, headers: list[tuple[bytes, bytes]]) -> dict[str, Any]:

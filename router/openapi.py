@@ -49,6 +49,7 @@ _GENERATING = {
     404: "Another model than the served one.",
     408: "The body did not arrive in time.",
     413: "The body is too large.",
+    415: "The body is compressed.",
     422: "The Idempotency-Key was used with another request.",
     429: "Too much waits; Retry-After says when to try again.",
     500: "A failure of the server.",
@@ -57,7 +58,7 @@ _GENERATING = {
     504: "The time limit is over.",
 }
 _READING = {401: _GENERATING[401]}
-_CONVERTING = {status: _GENERATING[status] for status in (400, 401, 403, 404, 408, 413)}
+_CONVERTING = {status: _GENERATING[status] for status in (400, 401, 403, 404, 408, 413, 415)}
 _WATCHING = {**_READING, 403: "Neither an operator's nor an observer's key."}
 
 OPERATIONS = (

@@ -35,7 +35,7 @@ from .errors import (
     unauthorized,
 )
 from .exchange import EXCHANGE, Exchange
-from .head import fault_of, fields_of, scope_of
+from .head import fault_of, fields_of, head_of_body, scope_of
 
 HEAD_TIMEOUT_S = 10.0
 BODY_TIMEOUT_S = 10.0
@@ -81,6 +81,8 @@ class HttpProtocol(asyncio.Protocol):
         self._fault: ApiError | None = None  # why nothing more is read
         self._is_discarding = False  # the answer was an error, and what still comes is thrown away
         self._is_last = False  # nothing behind the request that is being answered is read
+        self._rest: bytes | None = None  # of a request that wants another protocol: a head for the body that follows
+        self._is_resuming = False  # the parser reads that head
         self._is_paused = False  # the client does not read
         self._resumed: asyncio.Future[None] | None = None
         self._exchange: Exchange | None = None  # that is being answered
@@ -145,35 +147,61 @@ class HttpProtocol(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._is_discarding or self._is_last or self._fault is not None:
             return
-        incoming, num_heads, num_body = self._incoming, self._num_heads, self._num_body
-        try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserUpgrade:  # it is served in HTTP/1.1, and the connection is good for nothing else
-            self._is_last = True
-        except httptools.HttpParserError:
-            return self._refuse(self._fault or malformed())
+        incoming, num_heads, num_body, rest = self._incoming, self._num_heads, self._num_body, data
+        while rest:
+            try:
+                self._parser.feed_data(rest)
+                break
+            except httptools.HttpParserUpgrade as upgrade:
+                rest = self._read_on(rest[upgrade.args[0] :])
+            except httptools.HttpParserError:
+                return self._refuse(self._fault or malformed())
         if self._incoming is incoming and self._num_heads == num_heads:  # else the chunk also held a body, or its end
             self._num_pending = self._num_pending + len(data) if self._num_body == num_body else 0
         if self._num_pending > MAX_HEAD_BYTES:  # also one endless header, which the parser keeps to itself
             self._refuse(head_too_large(MAX_HEAD_BYTES, MAX_HEADERS))
 
+    def _read_on(self, data: bytes) -> bytes:
+        """What is still to be parsed behind a head that asks for another protocol, for which the parser takes `data`.
+
+        Nobody gets another one: what follows is that request's body, or the next request. Behind CONNECT it can be anything.
+        """
+        if self._parser.get_method() == b"CONNECT":
+            self._is_last = True
+            return b""
+        self._parser = httptools.HttpRequestParser(self)
+        if self._rest:
+            self._is_resuming = True
+            self._parser.feed_data(self._rest)
+            self._is_resuming = False
+        self._rest = None
+        return data
+
     # --- the parser's side --------------------------------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
+        if self._is_resuming:
+            return
         self._url, self._headers, self._num_head, self._has_begun = b"", [], 0, True
         if self._exchange is None:
             self._await(HEAD_TIMEOUT_S)
 
     def on_url(self, url: bytes) -> None:
+        if self._is_resuming:
+            return
         self._url += url
         self._count(len(url))
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        if self._is_resuming:
+            return
         if self._incoming is None:  # trailers are no headers: what was decided by these stays
             self._headers.append((name.lower(), value))
         self._count(len(name) + len(value))
 
     def on_headers_complete(self) -> None:
+        if self._is_resuming:
+            return
         self._has_begun, self._num_pending = False, 0
         self._num_heads += 1
         version, fields = self._parser.get_http_version(), fields_of(self._headers)
@@ -187,6 +215,8 @@ class HttpProtocol(asyncio.Protocol):
         scope[CALLER] = caller
         exchange = scope[EXCHANGE] = Exchange(self, scope, fields, is_reusable=self._parser.should_keep_alive())
         self._incoming = exchange
+        if self._parser.should_upgrade():
+            self._rest = head_of_body(fields)
         if self._exchange is None:
             self._await(BODY_TIMEOUT_S)
             if b"expect" in fields:
@@ -202,6 +232,8 @@ class HttpProtocol(asyncio.Protocol):
         self._body.append(body)
 
     def on_message_complete(self) -> None:
+        if self._rest:  # the parser does not see that there is a body
+            return
         exchange, self._incoming = self._incoming, None
         self._num_pending = 0
         assert exchange is not None

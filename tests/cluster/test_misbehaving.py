@@ -306,3 +306,61 @@ def test_s19_a_template_of_the_model_that_reaches_out_or_breaks_is_refused_and_r
     assert reply.status_code in (400, 500)
     assert INNER.search(reply.text) is None
     assert httpx.get(running.url + "/health").status_code == 200
+
+
+def parted(sent):
+    """A request in one piece, in two, and byte by byte, as far as its head ends."""
+    cut = sent.index(b"\r\n\r\n") + 4
+    return [(sent,), (sent[:cut], sent[cut:]), (sent[: cut - 2], sent[cut - 2 : cut + 3], sent[cut + 3 :])]
+
+
+@pytest.mark.parametrize("pieces", range(3))
+@pytest.mark.parametrize("is_chunked", [False, True])
+def test_who_offers_another_protocol_is_served_in_this_one_and_keeps_its_connection(keyed, is_chunked, pieces):
+    """As Java's client does with every first request over plain HTTP."""
+    running, secret = keyed
+    body = json.dumps({"model": "tiny", "prompt": "hi", "max_tokens": 2}).encode()
+    framed = b"%x\r\n%b\r\n0\r\nx: y\r\n\r\n" % (len(body), body) if is_chunked else body
+    length = b"transfer-encoding: chunked" if is_chunked else b"content-length: %d" % len(body)
+    upgrade = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABk\r\n"
+    head = REQUEST + upgrade + b"authorization: Bearer %b\r\n%b\r\n\r\n" % (secret.encode(), length)
+    read = b"GET /health HTTP/1.1\r\nhost: a\r\n" + upgrade + b"\r\n"
+    with connect(running) as connection:
+        for piece in parted(head + framed)[pieces]:
+            connection.sendall(piece)
+            time.sleep(0.01)  # that they do not come together
+        connection.sendall(read + head + framed + read)
+        answer = b""
+        while len(statuses(answer)) < 4 or not answer.endswith(b"}"):
+            part = connection.recv(1 << 16)
+            assert part, (answer, "closed before the last answer")
+            answer += part
+    assert statuses(answer) == [200] * 4
+    assert answer.count(b'"text_completion"') == answer.count(b'{"status":"ok"}') == 2
+
+
+def test_a_body_behind_such_an_offer_has_the_bounds_of_any_other(keyed):
+    running, secret = keyed
+    offer = b"connection: upgrade\r\nupgrade: websocket\r\n"
+    head = REQUEST + offer + b"authorization: Bearer %b\r\n" % secret.encode()
+    assert statuses(told(running, head + b"content-length: 100000000\r\n\r\n")) == [413]
+    assert statuses(told(running, head + b"content-length: 10\r\n\r\n{")) == [408]
+    assert statuses(told(running, REQUEST + offer + b"content-length: 2\r\n\r\n{}")) == [401]
+    chunks = head + b"transfer-encoding: chunked\r\n\r\n"
+    assert statuses(told(running, chunks + b"100000\r\n%b\r\n" % (b"x" * (1 << 20)) * 6)) == [413]
+    assert statuses(told(running, chunks + b"0\r\nx: " + b"a" * (1 << 20))) == [431]
+    many = b"GET /health HTTP/1.1\r\nhost: a\r\n" + offer + b"\r\n"
+    assert set(statuses(told(running, many * 2000))) <= {200, 429}
+    assert httpx.get(running.url + "/health").status_code == 200
+
+
+def test_a_body_in_an_encoding_and_an_address_without_its_beginning_are_told_what_to_change(keyed):
+    running, secret = keyed
+    headers = {"authorization": f"Bearer {secret}"}
+    packed = httpx.post(running.url + "/v1/completions", content=b"x", headers=headers | {"content-encoding": "gzip"})
+    assert (packed.status_code, "'gzip'" in packed.json()["error"]["message"]) == (415, True)
+    for path in ("/chat/completions", "/v1/v1/models", "/v1/chat/completions/"):
+        reply = httpx.post(running.url + path, headers=headers)
+        assert reply.status_code == 404
+        assert "base URL ends with /v1" in reply.json()["error"]["message"]
+    assert "base URL" not in httpx.post(running.url + "/v1/embeddings", headers=headers).text
