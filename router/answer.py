@@ -71,6 +71,7 @@ class Answer:
         self._choices = choices
         self._builder = builder
         self._wish = wish
+        self._named = [(b"x-request-id", entries[0].request.tag.reply_id.encode())]  # as /requests/ID knows it
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves the answer to the end, and leaves no room behind however it ends."""
@@ -107,10 +108,10 @@ class Answer:
                     pieces[index].append(piece)
             await self._settle()
         except ApiError as error:
-            return await _send_error(send, error)
+            return await self._send_error(send, error)
         whole = [Piece.joined(pieces[index]) for index in self._best()]
         timeline = self._timeline() if self._wish.wants_timeline else None
-        await _send_start(send, 200, RAW_JSON)
+        await _send_start(send, 200, RAW_JSON + self._named)
         await _send_body(send, self._builder.whole(whole, self._usage(), timeline), is_last=True)
 
     async def _stream(self, send: Send) -> None:
@@ -128,7 +129,7 @@ class Answer:
                     data += self._builder.chunk(index, piece, usage)
                 if not is_started:
                     is_started = True
-                    await _send_start(send, 200, RAW_SSE)
+                    await _send_start(send, 200, RAW_SSE + self._named)
                 is_last = self._is_done and not (self._wants_accounts and self._is_settling)
                 if is_last:
                     data += self._closing()
@@ -139,8 +140,13 @@ class Answer:
                 await _send_body(send, self._closing(), is_last=True)
         except ApiError as error:
             if not is_started:
-                return await _send_error(send, error)
+                return await self._send_error(send, error)
             await _send_body(send, self._builder.failed(error), is_last=True)
+
+    async def _send_error(self, send: Send, error: ApiError) -> None:
+        more = [(name.encode(), value.encode()) for name, value in error.headers.items()]
+        await _send_start(send, error.status, RAW_JSON + more + self._named)
+        await _send_body(send, error.encode(), is_last=True)
 
     def _closing(self) -> bytes:
         usage = self._usage() if self._wish.wants_usage else None
@@ -259,12 +265,6 @@ async def _watch(receive: Receive, inbox: Inbox) -> None:
         if message["type"] == "http.disconnect":
             inbox.put(0, Disconnected())
             return
-
-
-async def _send_error(send: Send, error: ApiError) -> None:
-    more = [(name.encode(), value.encode()) for name, value in error.headers.items()]
-    await _send_start(send, error.status, RAW_JSON + more)
-    await _send_body(send, error.encode(), is_last=True)
 
 
 async def _send_start(send: Send, status: int, headers: list[tuple[bytes, bytes]]) -> None:

@@ -102,11 +102,13 @@ class Service:
         try:
             asked = chat_of(body)
             check_chat(asked)
-            return await self.chat(asked, call, make_builder=partial(ResponseBuilder, told=told_of(body)))
+            return await self.chat(asked, call, partial(ResponseBuilder, told=told_of(body)), "resp_")
         except ApiError as error:
             raise in_words_of_responses(error) from None
 
-    async def chat(self, body: ChatBody, call: Call, make_builder: Callable[[Frame], Builder] = ChatBuilder) -> Answer:
+    async def chat(
+        self, body: ChatBody, call: Call, make_builder: Callable[[Frame], Builder] = ChatBuilder, prefix: str = "chatcmpl-"
+    ) -> Answer:
         """POST /v1/chat/completions. Raises ApiError."""
         self._check_model(body.model)
         if plan := plan_of(body):
@@ -114,7 +116,7 @@ class Service:
         started = self.clock()
         tools = body.tools or () if body.calls_tools else ()
         ids = await self._encode_chat(body.messages, body.chat_template_kwargs, call, tools)
-        frame = self._frame(body, "chatcmpl-")
+        frame = self._frame(body, prefix)
         return self._answer(body, [Prompt(ids)], call, self.clock() - started, frame, make_builder(frame))
 
     async def complete(self, body: CompletionBody, call: Call) -> Answer:

@@ -38,6 +38,21 @@ def test_a_response_is_one_message_with_its_usage(client):
     assert client.responses.create(model=MODEL, input=[*again, {"role": "user", "content": "on"}]).output_text == ANSWER
 
 
+def test_every_answer_has_its_id_in_a_header_by_which_it_is_found(served, client):
+    asked = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
+    made, talked = client.responses.create(model=MODEL, input="hi"), client.chat.completions.create(**asked)
+    streamed = client.responses.with_raw_response.create(model=MODEL, input="hi", stream=True)
+    first = next(iter(streamed.parse())).response
+    for name, told, prefix in (
+        (made.id, made._request_id, "resp_"),
+        (talked.id, talked._request_id, "chatcmpl-"),
+        (first.id, streamed.request_id, "resp_"),
+    ):
+        assert name == told
+        assert name.startswith(prefix)
+        assert httpx.get(f"{served.url}/requests/{name}").json()["id"] == name
+
+
 def test_an_answer_that_was_cut_says_so(client):
     made = client.responses.create(model=MODEL, input="hi", max_output_tokens=3)
     assert (made.status, made.incomplete_details.reason, made.output[0].status) == (
