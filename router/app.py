@@ -45,6 +45,7 @@ from .tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.1
+LOOK_S = 0.002  # libzmq tells that a connection has ended a moment before it lets go of it
 SEND_BUFFER = 128 << 10  # bytes that the kernel takes for a client that reads slowly; by itself it takes megabytes
 LAST_WRITES_S = 2  # for error frames, after the drain
 JOIN_S = 10.0  # then whoever asks may hear why nothing serves
@@ -110,6 +111,7 @@ class Router:
         )
         self._service.responses = self._server.responses
         self.served_model = served
+        self._has_looked = False  # since the last tick, for whose connection has ended
 
     def __repr__(self) -> str:
         return f"Router({self.url}, {self.dispatcher})"
@@ -125,7 +127,7 @@ class Router:
     async def run(self, drain: asyncio.Event, stop: asyncio.Event) -> None:
         """Serves until `drain` is set and the running requests have ended, or until `stop` is set."""
         url = self.url
-        self.control.open(self.dispatcher.on_message, self.dispatcher.on_damaged)
+        self.control.open(self.dispatcher.on_message, self.dispatcher.on_damaged, self._on_left)
         self._service.open()
         serving = asyncio.create_task(self._serve())
         ticking = asyncio.create_task(self._tick())
@@ -157,10 +159,17 @@ class Router:
             await asyncio.sleep(TICK_S)
         await self._server.serve(self._listener)
 
+    def _on_left(self) -> None:
+        """Looks at once who is gone, before anything is sent there; for whoever comes and goes not more than once a tick."""
+        if not self._has_looked:
+            self._has_looked = True
+            asyncio.get_running_loop().call_later(LOOK_S, self.dispatcher.probe)
+
     async def _tick(self) -> None:
         num_left = 0
         while True:
             await asyncio.sleep(TICK_S)
+            self._has_looked = False
             if self.control.num_left != num_left:
                 num_left = self.control.num_left
                 self.dispatcher.probe()

@@ -96,6 +96,7 @@ class ControlSocket:
         self._decoder = control_up_decoder()
         self._on_message: Callable[[bytes, ControlUp], None] | None = None
         self._on_damaged: Callable[[bytes], None] = lambda _: None
+        self._on_left: Callable[[], None] = lambda: None
         self._speakers = Speakers()
         self._sparingly = Sparingly()
         self._drop_log = DropLog("message dropped")
@@ -124,10 +125,15 @@ class ControlSocket:
         return is_discarding(self._socket)
 
     def open(
-        self, on_message: Callable[[bytes, ControlUp], None], on_damaged: Callable[[bytes], None] = lambda _: None
+        self,
+        on_message: Callable[[bytes, ControlUp], None],
+        on_damaged: Callable[[bytes], None] = lambda _: None,
+        on_left: Callable[[], None] = lambda: None,
     ) -> None:
-        """Hands every message to `on_message(identity, message)`; `on_damaged(identity)`: it sent one that was lost."""
-        self._on_message, self._on_damaged = on_message, on_damaged
+        """Hands every message to `on_message(identity, message)`; `on_damaged(identity)`: it sent one that was lost;
+        `on_left()`: somebody's connection has just ended.
+        """
+        self._on_message, self._on_damaged, self._on_left = on_message, on_damaged, on_left
         max_bytes = CONTROL_MAX_FRAME + MAX_IDENTITY
         self._receiver = AsyncReceiver(
             self._socket,
@@ -137,7 +143,7 @@ class ControlSocket:
             on_dropped=lambda: self._drop_log.say("", TOO_LONG),
         )
         self._door_receiver = AsyncReceiver(
-            self._doorway.socket, self._doorway.take, max_parts=MONITOR_PARTS, max_bytes=MONITOR_BYTES
+            self._doorway.socket, self._on_event, max_parts=MONITOR_PARTS, max_bytes=MONITOR_BYTES
         )
 
     def transmit(self, identity: bytes, frame: bytes) -> bool:
@@ -153,6 +159,12 @@ class ControlSocket:
         self._doorway.close()
         self._socket.close()
         self._context.term()
+
+    def _on_event(self, parts: list[zmq.Frame]) -> None:
+        num_left = self.num_left
+        self._doorway.take(parts)
+        if self.num_left != num_left:
+            self._on_left()
 
     def _on_parts(self, parts: list[zmq.Frame]) -> None:
         assert self._on_message is not None

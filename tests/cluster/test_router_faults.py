@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import httpx
@@ -11,6 +12,7 @@ import msgspec
 import openai
 import pytest
 from baton.cluster.messages import Cancel, Failed, FirstToken, Goodbye, Prefill, Refused, Reserve, TokenItem, Tokens
+from baton.router import app
 from baton.tests.cluster.router_fakes import (
     ANSWER,
     BODY,
@@ -236,6 +238,22 @@ def test_worker_that_vanishes_before_any_token_hangs_nobody(start, role):
     assert reply.json()["error"]["message"]
     assert_nothing_left(running)
     assert httpx.get(running.url + "/ready").status_code == 503
+
+
+def test_a_worker_whose_connection_has_ended_is_known_to_be_gone_before_anything_is_placed_there(start, monkeypatch):
+    running, script = start()
+    _, decode = running.pair(script)
+    other = running.add("decode", script.decode)
+    dispatcher, ticked = running.router.dispatcher, threading.Event()
+    until(lambda: running.call(lambda: sum(worker.is_serving for worker in dispatcher.registry)) == 3, "all three serve")
+    monkeypatch.setattr(dispatcher, "tick", lambda **_: ticked.set())
+    monkeypatch.setattr(app, "TICK_S", 600.0)  # its timers find nobody
+    assert ticked.wait(60)
+    decode.close()
+    gone = dispatcher.registry.get(decode.instance)
+    until(lambda: running.call(lambda: gone.unreachable_since is not None), "its end is noticed")
+    assert [post(running).status_code for _ in range(4)] == [200] * 4
+    assert len(other.of(Reserve)) == 4
 
 
 def test_worker_that_dropped_its_rooms_and_says_so_is_not_waited_for(start):
