@@ -4,18 +4,16 @@ import ast
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from baton.tests.source_trees import ROOT, Source, files_of_tests, forget, package_files
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
-ROOT = Path(__file__).resolve().parents[1]
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 
@@ -42,68 +40,6 @@ UNSAFE_MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marsha
 UNSAFE_CALLS = {"eval", "exec", "compile", "__import__"}
 UNSAFE_ATTRIBUTES = {("torch", "load"), ("np", "load"), ("numpy", "load"), ("yaml", "load")}
 UNSAFE_METHODS = {"send_pyobj", "recv_pyobj"}
-
-
-@dataclass(frozen=True)
-class Import:
-    """One imported module: `baton.cluster.messages`, `torch.nn` or, of ours, what is named after `from . import`."""
-
-    module: str
-    names: tuple[str, ...]
-    level: int
-    line: int
-
-
-class Source:
-    """One file of the package with its place in the house."""
-
-    def __init__(self, relative: str, text: str) -> None:
-        self.relative, self.text = relative, text
-        self.tree = ast.parse(text, relative)
-        parts = Path(relative).with_suffix("").parts
-        self.is_package = parts[-1] == "__init__"
-        self.module = ".".join(("baton", *(parts[:-1] if self.is_package else parts)))
-        self.folder = parts[0] if len(parts) > 1 else ""  # empty: the root
-
-    def imports(self) -> Iterator[Import]:
-        """Every import, wherever it stands (TYPE_CHECKING is no excuse); relative ones resolved."""
-        for node in ast.walk(self.tree):
-            if isinstance(node, ast.Import):
-                for alias in node.names:
-                    yield Import(alias.name, (), 0, node.lineno)
-            elif isinstance(node, ast.ImportFrom):
-                names = tuple(alias.name for alias in node.names)
-                yield Import(self._resolve(node), names, node.level, node.lineno)
-
-    def _resolve(self, node: ast.ImportFrom) -> str:
-        if not node.level:
-            return node.module or ""
-        base = self.module.split(".") if self.is_package else self.module.split(".")[:-1]
-        base = base[: len(base) - (node.level - 1)]
-        return ".".join([*base, *((node.module,) if node.module else ())])
-
-    def own_targets(self, known: set[str]) -> Iterator[tuple[str, int]]:
-        """The modules of ours that this file imports, with the line; `from . import x` means x where x is a module."""
-        for found in self.imports():
-            if found.module == "baton" or found.module.startswith("baton."):
-                submodules = [f"{found.module}.{name}" for name in found.names]
-                for target in [name for name in submodules if name in known] or [found.module]:
-                    yield target, found.line
-
-
-def package_files() -> list[Source]:
-    """All code files: the root's own and those of every folder that is not the tests, hidden, or a build's."""
-    skipped = {"tests", "build", "dist"}
-    paths = [*ROOT.glob("*.py")]
-    for folder in ROOT.iterdir():
-        if folder.is_dir() and folder.name not in skipped and not folder.name.startswith((".", "__")):
-            paths += folder.rglob("*.py")
-    return [Source(str(path.relative_to(ROOT)), path.read_text(encoding="utf-8")) for path in sorted(paths)]
-
-
-def test_files() -> list[Source]:
-    paths = sorted((ROOT / "tests").rglob("*.py"))
-    return [Source(str(path.relative_to(ROOT)), path.read_text(encoding="utf-8")) for path in paths]
 
 
 # --- the laws: each returns the violations of one file ----------------------------------------------------------------
@@ -233,11 +169,17 @@ def find_circles(sources: list[Source]) -> list[list[str]]:
     return sorted(sorted(circle) for circle in circles)
 
 
-test_files.__test__ = False  # type: ignore[attr-defined]
 test_import_violations.__test__ = False  # type: ignore[attr-defined]
 
 
 # --- the package keeps them -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", autouse=True)
+def trees_of_this_module():
+    """Parsed once for all tests, and kept for no other."""
+    yield
+    forget()
 
 
 def test_arrows_point_to_lower_floors_only():
@@ -255,7 +197,7 @@ def test_imports_are_relative_and_at_the_top():
 
 
 def test_tests_import_absolutely():
-    assert [violation for source in test_files() for violation in test_import_violations(source)] == []
+    assert [violation for source in files_of_tests() for violation in test_import_violations(source)] == []
 
 
 def test_there_are_no_circles():
@@ -267,7 +209,7 @@ def test_s1_nothing_turns_data_into_code():
 
 
 def test_files_and_functions_are_small():
-    assert [violation for source in package_files() + test_files() for violation in size_violations(source)] == []
+    assert [violation for source in package_files() + files_of_tests() for violation in size_violations(source)] == []
 
 
 def test_folders_are_listed_as_packages_and_have_no_init():
