@@ -2,6 +2,7 @@
 
 import shutil
 
+import httpx
 import pytest
 from baton.deploy.keys import init
 from baton.tests.cluster.router_fakes import routers, save_tokenizer
@@ -11,6 +12,13 @@ from baton.tests.parity.conftest import eagle3_dir, reference_greedy, smollm2_di
 __all__ = ["eagle3_dir", "reference_greedy", "smollm2_dir", "smollm2_tokenizer"]
 
 SMALL = {"transport": "tcp", "kv_memory_mb": 8, "threads": 1}  # settings of the shared clusters
+
+
+@pytest.fixture(scope="session", autouse=True)
+def patience_of_clients():
+    """A request that names no patience has a minute's, and not the 5 s of httpx: a router may get no core for a while."""
+    default = httpx._config.DEFAULT_TIMEOUT_CONFIG
+    default.connect = default.read = default.write = default.pool = 60.0
 
 
 @pytest.fixture(scope="session")

@@ -346,7 +346,7 @@ def without_collector(*kinds):
         gc.unfreeze()
 
 
-def until(condition, what, timeout=20.0):
+def until(condition, what, timeout=60.0):
     """Polls until `condition()` holds; its value."""
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:

@@ -34,4 +34,4 @@ def test_with_graphs_the_cluster_serves_the_tokens_of_transformers(reference_gre
             kinds = ("target_prefill", "target_verify", "draft_extend")
             return all(any(f'kind="{kind}"' in line for line in replays) for kind in kinds)
 
-        wait_until(replays_are_reported, 10, "replays in /metrics")
+        wait_until(replays_are_reported, 60, "replays in /metrics")

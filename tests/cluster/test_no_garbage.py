@@ -27,7 +27,7 @@ def url(tmp_path, model_dir):
 )
 def test_a_request_that_is_over_leaves_nothing_to_the_garbage_collector(url, more, status):
     def ask():
-        assert httpx.post(f"{url}/v1/completions", json=BODY | more, timeout=20).status_code == status
+        assert httpx.post(f"{url}/v1/completions", json=BODY | more, timeout=60).status_code == status
 
     ask()  # what a first request leaves is there for good
     with without_collector(*KINDS) as uncollected:

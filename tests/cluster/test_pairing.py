@@ -24,7 +24,7 @@ def turn(cluster, ids, max_tokens=9):
 @contextlib.contextmanager
 def busy(cluster):
     """A stream of somebody else runs meanwhile, on the decode worker that an idle cluster prefers."""
-    wait_until(lambda: not any(pages_held(cluster)[0].values()), 20, "every heartbeat says idle")
+    wait_until(lambda: not any(pages_held(cluster)[0].values()), 60, "every heartbeat says idle")
     body = {"model": served_model(cluster), "prompt": random_ids(20, 330), "max_tokens": 400, "ignore_eos": True}
     body["stream"] = True
     with httpx.stream("POST", f"{cluster.url}/v1/completions", json=body, timeout=60) as response:

@@ -18,7 +18,7 @@ def served(tmp_path_factory, model_dir):
 
 @pytest.fixture(scope="module")
 def client(served):
-    with openai.OpenAI(base_url=served.url + "/v1", api_key="none", max_retries=0, timeout=20) as made:
+    with openai.OpenAI(base_url=served.url + "/v1", api_key="none", max_retries=0, timeout=60) as made:
         yield made
 
 

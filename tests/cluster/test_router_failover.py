@@ -72,7 +72,7 @@ def begin(running, body):
     """A request in a thread: its JSON lines once it has ended."""
 
     def read():
-        with httpx.stream("POST", running.url + "/v1/chat/completions", json=BODY | body, timeout=20) as reply:
+        with httpx.stream("POST", running.url + "/v1/chat/completions", json=BODY | body, timeout=60) as reply:
             lines = [line.removeprefix("data: ") for line in reply.iter_lines() if line]
             return reply.status_code, lines
 
@@ -204,7 +204,7 @@ def test_what_both_attempts_cost_is_in_the_timeline(running):
     _, decode = running.pair(Breaking(output, 3))
     headers = {"x-baton-timeline": "1"}
     _, results = in_thread(
-        lambda: httpx.post(running.url + "/v1/chat/completions", json=BODY | LONG, headers=headers, timeout=20).json()
+        lambda: httpx.post(running.url + "/v1/chat/completions", json=BODY | LONG, headers=headers, timeout=60).json()
     )
     until(lambda: running.call(lambda: _output(running) == 4), "it has begun")
     running.add("decode", Relay(output).decode)
