@@ -9,6 +9,9 @@ import pytest
 from baton.router.errors import ApiError
 from baton.router.grammar_compiler import Plan
 from baton.router.grammars import MAX_KEPT, Grammars
+from baton.router.nursery import NurseryHandle
+from baton.router.rendering import Setup
+from baton.router.templates import Templates
 from baton.tests.cluster.router_fakes import shared_nursery
 from baton.tests.corpora.corpus import schemas
 
@@ -51,6 +54,29 @@ def test_s18_a_schema_that_would_never_end_is_cut_and_others_are_compiled_meanwh
     assert events["grammar_cut"] == 1
     assert {code for code, _ in found} == {(200, None)}
     assert sorted(seconds for _, seconds in found)[len(found) // 2] < took / 8, "nobody stands behind it"
+
+
+@pytest.mark.parametrize("kind", ["grammar", "template"])
+def test_the_log_says_which_kind_of_worker_cannot_be_made(kind, caplog):
+    class Barren(NurseryHandle):
+        def fork(self):
+            raise OSError("too many processes")
+
+    async def main():
+        if kind == "grammar":
+            made = Grammars(Barren(), time.monotonic, Counter())
+            asked = made.of(Plan(answer=b"{}"))
+        else:
+            made = Templates(Setup(chat_template="x", special_tokens={}), Barren(), time.monotonic)
+            asked = made.render(b"{}", is_long=False)
+        with pytest.raises(ApiError):
+            await asked
+        made.close()
+
+    asyncio.run(main())
+    said = [record for record in caplog.records if "worker can be made" in record.getMessage()]
+    assert {record.getMessage() for record in said} == {f"no {kind} worker can be made"}
+    assert all("too many processes" in str(vars(record)) for record in said)
 
 
 def test_a_plan_is_compiled_once_and_the_last_ones_are_kept():
