@@ -9,6 +9,9 @@ thread takes its place, and it goes on where nobody else wants the processor.
     running    in a thread of its own
     given up   it took too long; while there are MAX_GIVEN_UP of these, no grammar that is not known is begun
     kept       compiled, or not to be compiled: the last MAX_KEPT that were asked for
+
+What a compiled grammar holds follows from the time that it took: 60 to 200 MB for each second, with llguidance 1.9. So that
+time is what counts: of HELD_S in all, half is for those that are kept, and one that would exceed the rest is turned away.
 """
 
 import os
@@ -27,6 +30,8 @@ NUM_THREADS = 3  # as many as a router compiles at a time
 MAX_GIVEN_UP = 4
 MAX_KEPT = 64
 MAX_CPU_S = 2.0  # of processor time; the router's trial, with checks beside it, has as much of the clock
+HELD_S = 6.0  # of processor time that went into all that is in use or kept: half a gigabyte
+SMALL_S = 0.01  # what took less is never turned away for what others hold
 NICE, NICEST = 10, 19  # a tenth of what a thread of steps gets of a core; what nobody else wants
 
 
@@ -42,6 +47,7 @@ class Compilation:
         self.matcher: LLMatcher | None = None
         self.fault = ""
         self.is_ours = False
+        self.cost_s = 0.0  # processor time that went into the matcher
         self._thread_id = 0  # the kernel's
         self._clock: Callable[[], float] | None = None  # of what its thread has used
         self._began = 0.0
@@ -78,15 +84,19 @@ class Compilation:
 class Compilations:
     """Has grammars compiled by `compile_grammar`, which may raise. Asked by one thread."""
 
-    def __init__(self, compile_grammar: Callable[[str], LLMatcher], max_cpu_s: float = MAX_CPU_S) -> None:
+    def __init__(
+        self, compile_grammar: Callable[[str], LLMatcher], max_cpu_s: float = MAX_CPU_S, held_s: float = HELD_S
+    ) -> None:
         self._compile = compile_grammar
         self._max_cpu_s = max_cpu_s
+        self._held_s = held_s
         self._lock = threading.Lock()
         self._waiting: deque[weakref.ref[Compilation]] = deque()  # whoever is asked for is held by who asked
         self._open: weakref.WeakValueDictionary[str, Compilation] = weakref.WeakValueDictionary()  # waiting and running
         self._running: set[Compilation] = set()
         self._given_up: set[Compilation] = set()
         self._kept: OrderedDict[str, Compilation] = OrderedDict()
+        self._held: weakref.WeakSet[Compilation] = weakref.WeakSet()  # compiled, and kept or in use
 
     def __repr__(self) -> str:
         return f"<Compilations {len(self._running)} running, {len(self._given_up)} given up, {len(self._kept)} kept>"
@@ -138,13 +148,34 @@ class Compilations:
             matcher = self._compile(compilation.grammar)
         except Exception as error:  # whatever it is, it is this grammar's alone
             fault = str(error) or type(error).__name__
+        cost_s = compilation.cpu_s
         with self._lock:
             if compilation in self._running:
-                compilation.matcher, compilation.fault = matcher, fault
-                self._keep(compilation)
+                self._settle(compilation, matcher, fault, cost_s)
             self._running.discard(compilation)
             self._given_up.discard(compilation)
             self._pump()
+
+    def _settle(self, compilation: Compilation, matcher: LLMatcher | None, fault: str, cost_s: float) -> None:
+        if matcher is not None and cost_s > SMALL_S:
+            self._make_room(cost_s)
+            if sum(one.cost_s for one in self._held) + cost_s > self._held_s:
+                return self._turn_away(compilation, "the grammars in use here hold as much memory as they may")
+        compilation.matcher, compilation.fault = matcher, fault
+        if matcher is not None:
+            compilation.cost_s = cost_s
+            self._held.add(compilation)
+        return self._keep(compilation)
+
+    def _make_room(self, cost_s: float) -> None:
+        """Keeps no longer what with one more of this cost would be too much; of small ones that is never many."""
+        costly = [one for one in self._kept.values() if one.cost_s > SMALL_S]
+        total = sum(one.cost_s for one in costly) + cost_s
+        for one in costly:
+            if total <= self._held_s / 2:
+                break
+            total -= one.cost_s
+            del self._kept[one.grammar]
 
     def _turn_away(self, compilation: Compilation, fault: str) -> None:
         compilation.fault, compilation.is_ours = fault, True

@@ -9,6 +9,7 @@ import pytest
 from baton.engine.compilations import MAX_GIVEN_UP, MAX_KEPT, NICE, NICEST, NUM_THREADS, Compilations
 
 PATIENCE_S = 30.0
+COST_S = 0.02
 
 
 class Compiler:
@@ -43,11 +44,14 @@ class Compiler:
 
     def _compile(self, grammar):
         self.threads[grammar] = threading.get_native_id()
+        began = time.thread_time()
         self.begun.append(grammar)
         event = self._events.get(grammar)
         if event is not None and grammar.startswith("held"):
             event.wait(PATIENCE_S)
         while event is not None and not event.is_set():
+            sum(range(1000))
+        while grammar.startswith("costly") and time.thread_time() < began + COST_S:
             sum(range(1000))
         if grammar.startswith("bad"):
             raise ValueError("it is bad")
@@ -122,6 +126,30 @@ def test_with_too_many_that_take_too_long_others_are_told_at_once_that_this_work
     compiler.until(lambda: f"{MAX_GIVEN_UP - 1} given up" in repr(compiler.compilations))
     again = compiler.ask("new")
     compiler.until(lambda: again.is_ready)
+
+
+def test_what_is_kept_and_what_is_in_use_is_bounded_by_what_it_cost():
+    compiler = Compiler(held_s=6.5 * COST_S)
+
+    def ask(grammar):
+        asked = compiler.ask(grammar)
+        compiler.until(lambda: asked.is_ready or asked.fault)
+        return asked
+
+    cheap = ask("cheap")
+    assert cheap.is_ready
+    for i in range(9):
+        assert ask(f"costly {i}").is_ready, "nobody uses those before"
+        assert sum(one.cost_s for one in compiler.compilations._held) < 5 * COST_S
+    used = [ask(f"costly used {i}") for i in range(9)]
+    assert 3 <= sum(one.is_ready for one in used) <= 6
+    refused = used[-1]
+    assert refused.is_ours
+    assert "as much memory" in refused.fault
+    assert ask("another that is cheap").is_ready
+    assert ask("cheap") is cheap, "it was kept"
+    del used, refused
+    assert ask("costly used 8").is_ready, "it is asked for again, and there is room"
 
 
 def test_what_nobody_waits_for_any_more_is_not_begun(compiler):
