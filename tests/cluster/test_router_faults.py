@@ -256,6 +256,20 @@ def test_a_worker_whose_connection_has_ended_is_known_to_be_gone_before_anything
     assert len(other.of(Reserve)) == 4
 
 
+def test_whoever_comes_and_goes_has_workers_looked_for_once_a_tick_at_most(start, monkeypatch):
+    running, _ = start()
+    dispatcher, ticked, probes = running.router.dispatcher, threading.Event(), []
+    monkeypatch.setattr(dispatcher, "tick", lambda **_: ticked.set())
+    monkeypatch.setattr(dispatcher, "probe", lambda: probes.append(1))
+    monkeypatch.setattr(app, "TICK_S", 600.0)
+    assert ticked.wait(60)
+    for _ in range(50):
+        running.call(running.router._on_left)
+    until(lambda: probes, "they are looked for")
+    running.call(lambda: None)
+    assert probes == [1]
+
+
 def test_worker_that_dropped_its_rooms_and_says_so_is_not_waited_for(start):
     running, script = start()
     script.holds.set()
