@@ -1,5 +1,6 @@
 """A worker that cannot start says so in one line that names value and remedy, and exits with 1."""
 
+import json
 import os
 import shutil
 import socket
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+LAYERS = "eagle_aux_hidden_state_layer_ids"
 HEAD = Path(__file__).parents[2] / "assets" / "smollm2-135m-eagle3"
 
 
@@ -39,11 +41,13 @@ def test_a_head_for_another_hidden_size_names_both(toy_checkpoint):
 
 
 def test_layers_that_the_target_does_not_have_are_named(toy_checkpoint, tmp_path):
-    head = shutil.copytree(HEAD, tmp_path / "head")
-    text = (head / "config.json").read_text()
-    (head / "config.json").write_text(text.replace("26\n", "99\n"))
-    line = run("prefill", f"--model={toy_checkpoint('llama', hidden_size=576, vocab_size=49152)}", f"--draft={head}")
+    target, head = toy_checkpoint("llama"), shutil.copytree(HEAD, tmp_path / "head")
+    same = {name: json.loads((target / "config.json").read_text())[name] for name in ("hidden_size", "vocab_size")}
+    config = json.loads((head / "config.json").read_text()) | same | {"eagle_config": {LAYERS: [4, 15, 99]}}
+    (head / "config.json").write_text(json.dumps(config))
+    line = run("prefill", f"--model={target}", f"--draft={head}")
     assert "99" in line
+    assert LAYERS in line
 
 
 def test_an_address_in_use_is_named(toy_checkpoint):

@@ -41,20 +41,23 @@ def test_a_worker_is_ready_after_its_router_pings_while_it_moves_is_killed_when_
     url, control, flags = router_flags(served_dir)
     hang = {"BATON_FAULT": "prefill:chunk:1:hang", "BATON_ALLOW_FAULTS": "1"}
     own = (f"--model={served_dir}", f"--router={control}", *WORKER)
-    with managed(tmp_path / "p", "prefill", *own, watchdog_s=WATCHDOG_S, env=hang) as prefill:
-        prefill.wait_for("STATUS=waiting for a router", 90)
-        assert not prefill.has_heard("READY=1")  # nobody could give it work
+    with (
+        managed(tmp_path / "p", "prefill", *own, watchdog_s=WATCHDOG_S, env=hang) as prefill,
+        managed(tmp_path / "d", "decode", *own, watchdog_s=WATCHDOG_S) as decode,
+    ):
+        for worker in (prefill, decode):
+            worker.wait_for("STATUS=waiting for a router", 90)
+            assert not worker.has_heard("READY=1")  # nobody could give it work
         with managed(tmp_path / "r", "router", *flags, watchdog_s=WATCHDOG_S) as router:
             router.wait_for("READY=1", 60)
             assert httpx.get(f"{url}/health").status_code == 200
-            prefill.wait_for("READY=1", 60)
-            with managed(tmp_path / "d", "decode", *own, watchdog_s=WATCHDOG_S) as decode:
-                decode.wait_for("READY=1", 90)
-                assert not prefill.watch(WATCHDOG_S, 1.5 * WATCHDOG_S)  # an idle loop moves
-                asking = ask(url, served_dir)
-                assert prefill.watch(WATCHDOG_S, 60)  # its I/O thread goes on, its loop does not
-                assert prefill.process.wait(60) == -signal.SIGABRT
-                leave(decode)
+            for worker in (prefill, decode):
+                worker.wait_for("READY=1", 60)
+            assert not prefill.watch(WATCHDOG_S, 1.5 * WATCHDOG_S)  # an idle loop moves
+            asking = ask(url, served_dir)
+            assert prefill.watch(WATCHDOG_S, 60)  # its I/O thread goes on, its loop does not
+            assert prefill.process.wait(60) == -signal.SIGABRT
+            leave(decode)
             leave(router)
             asking.join(10)
 
