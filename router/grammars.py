@@ -17,7 +17,7 @@ from .nursery import NurseryHandle
 from .rendering import REFUSED, RENDERED
 from .template_lanes import SLOW_S, Lanes
 from .tool_bodies import ToolChoice, schema_of
-from .workshop import TooCostly, WorkerLost, Workshop
+from .workshop import NoWorker, TooCostly, WorkerLost, Workshop
 
 MAX_KEPT = 64
 MAX_WAITING = 64  # grammars to compile
@@ -79,6 +79,8 @@ class Grammars:
     async def _compiled(self, plan: Plan) -> str:
         try:
             reply = await self._shop.reply_to(msgspec.msgpack.encode(plan), is_long=plan.num_bytes > LONG)
+        except NoWorker:
+            raise overloaded("No schema can be compiled now. Try again later.") from None
         except (TooCostly, WorkerLost):  # who runs out of memory below Python dies of it
             reply = b""
         kind, text = reply[:1], reply[1:].decode()

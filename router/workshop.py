@@ -27,12 +27,17 @@ class WorkerLost(BatonError):
     """Processes died of the work, or could not be made."""
 
 
+class NoWorker(WorkerLost):
+    """None could be made, which says nothing of the work."""
+
+
 class _Pipe:
     """The socket to one worker, on the event loop."""
 
     def __init__(self, number: int, end: socket.socket, on_data: Callable[[], None]) -> None:
         self.number = number
         self.frames = Frames()
+        self.is_up = False  # it has said that it is ready
         self._end = end
         self._unsent = bytearray()
         self._loop = asyncio.get_running_loop()
@@ -106,6 +111,7 @@ class Workshop:
         self._answers: dict[Rendering, asyncio.Future[bytes]] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._reply = b""  # that a worker has just given
+        self._is_barren = False  # whoever was lost last had not come up
 
     def __repr__(self) -> str:
         return f"Workshop({self._lanes}, {len(self._pipes)} {self._kind} workers)"
@@ -118,7 +124,7 @@ class Workshop:
             self._end(key, is_idle=False)
 
     async def reply_to(self, data: bytes, *, is_long: bool) -> bytes:
-        """A worker's reply. Raises TooCostly and WorkerLost."""
+        """A worker's reply. Raises TooCostly, and WorkerLost or its NoWorker."""
         rendering = Rendering(data, is_long)
         answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._answers[rendering] = answer
@@ -144,7 +150,8 @@ class Workshop:
                 case Answered(rendering):
                     self._settle(rendering, self._reply)
                 case Failed(rendering, is_costly):
-                    self._settle(rendering, TooCostly() if is_costly else WorkerLost())
+                    lost = NoWorker() if self._is_barren else WorkerLost()
+                    self._settle(rendering, TooCostly() if is_costly else lost)
         if self._timer is None and self._lanes.num_open:
             self._timer = asyncio.get_running_loop().call_later(SLOW_S / 2, self._tick)
 
@@ -167,16 +174,18 @@ class Workshop:
                     return
         if data is not None:
             self._end(key, is_idle=True)
-            self._on_end(key)
+            self._on_end(key, was_up=pipe.is_up)
 
     def _on_reply(self, key: int, reply: bytes) -> None:
         if reply == READY:
+            self._pipes[key].is_up = True
             self._lanes.ready(key, self._clock())
             return
         self._reply = reply
         self._do(self._lanes.answered(key, self._clock(), is_last=reply == TOO_LARGE))
 
-    def _on_end(self, key: int) -> None:
+    def _on_end(self, key: int, *, was_up: bool = False) -> None:
+        self._is_barren = not was_up
         self._do(self._lanes.ended(key, self._clock()))
 
     def _tick(self) -> None:
@@ -184,6 +193,7 @@ class Workshop:
         for key in list(self._pipes):  # a loop that was late shall not blame workers that were not
             if key in self._pipes:
                 self._on_data(key)
+        self._is_barren = True  # whom it finds lost did not come up
         self._do(self._lanes.tick(self._clock()))
 
     def _end(self, key: int, *, is_idle: bool) -> None:

@@ -10,7 +10,7 @@ from baton.router.errors import ApiError
 from baton.router.grammar_compiler import Plan
 from baton.router.grammars import MAX_KEPT, Grammars
 from baton.router.nursery import NurseryHandle
-from baton.router.rendering import Setup
+from baton.router.rendering import Setup, framed
 from baton.router.templates import Templates
 from baton.tests.cluster.router_fakes import shared_nursery
 from baton.tests.corpora.corpus import schemas
@@ -69,14 +69,27 @@ def test_the_log_says_which_kind_of_worker_cannot_be_made(kind, caplog):
         else:
             made = Templates(Setup(chat_template="x", special_tokens={}), Barren(), time.monotonic)
             asked = made.render(b"{}", is_long=False)
-        with pytest.raises(ApiError):
+        with pytest.raises(ApiError) as caught:
             await asked
         made.close()
+        return caught.value
 
-    asyncio.run(main())
+    error = asyncio.run(main())
+    assert error.status == (429 if kind == "grammar" else 500), "no fault of the request"
     said = [record for record in caplog.records if "worker can be made" in record.getMessage()]
     assert {record.getMessage() for record in said} == {f"no {kind} worker can be made"}
     assert all("too many processes" in str(vars(record)) for record in said)
+
+
+def test_a_schema_whose_worker_does_not_come_up_is_not_called_costly(monkeypatch):
+    async def main():
+        async with grammars() as made:
+            monkeypatch.setattr(made._shop, "_setup", framed(b"no setup"))  # of which a worker dies
+            return await outcome(made, b"{}"), made._events
+
+    (found, _), events = asyncio.run(main())
+    assert found == (429, "overloaded")
+    assert not events["grammar_cut"]
 
 
 def test_a_plan_is_compiled_once_and_the_last_ones_are_kept():
