@@ -44,7 +44,7 @@ help:
 	  'make test-full  the slow tests too' \
 	  'make faults     real processes die, hang and leave: the table of faults (ROWS=F01,F08: some of them)' \
 	  'make deploy-check  units, manifests and chart, asked of systemd, kubectl and helm where they are installed' \
-	  'make judges     clients that others wrote: openai, schemathesis, lm-eval and more (JUDGES=openai: some of them)' \
+	  'make judges     clients that others wrote: openai, litellm, schemathesis, lm-eval and more (JUDGES=openai: some of them)' \
 	  'make sim        a simulated cluster under SEEDS=20000 mixes of faults' \
 	  'make lint       ruff and mypy --strict' \
 	  'make bench-router  load on the router beside nginx, aiohttp and sglang-router (MODEL=DIR)' \
@@ -112,10 +112,12 @@ deploy-check: install
 	  tests/unit/test_images.py tests/kubernetes tests/cluster/test_managed.py tests/cluster/test_systemd_run.py
 
 # the judges live apart, so that their dependencies cannot change what is judged
-.judges/.installed: tests/judges/requirements.txt | $(BIN)/python
+.judges/.installed: tests/judges/requirements.txt tests/judges/frameworks.txt | $(BIN)/python
 	$(BIN)/python -m venv .judges
 	.judges/bin/python -m pip --disable-pip-version-check install -q -r tests/judges/requirements.txt
 	.judges/bin/python -m pip --disable-pip-version-check install -q --no-deps guidellm==0.8.1
+	$(BIN)/python -m venv .judges/frameworks
+	.judges/frameworks/bin/python -m pip --disable-pip-version-check install -q -r tests/judges/frameworks.txt
 	@touch $@
 
 judges: install .judges/.installed

