@@ -233,7 +233,8 @@ def _invalid_field(reason: str) -> ApiError:
     path = re.match(r"\.?([A-Za-z_]+)", where)
     param = path.group(1) if path else (named.group(1) if named else None)
     place = f"{where.strip('`').lstrip('.')}: " if where else ""
+    remedy = "; parts of a message's content are text" if ".content[" in where else ""
     if text.startswith("Object contains unknown field") and named:
-        return bad_request(f"{place}{printable(named.group(1))} is not a field of this request", param=param)
+        return bad_request(f"{place}{printable(named.group(1))} is not a field of this request{remedy}", param=param)
     line = "".join(char if char.isascii() and char.isprintable() else "?" for char in f"{place}{text}")
-    return bad_request(line[:400], param=param)
+    return bad_request(line[:400] + remedy, param=param)

@@ -220,6 +220,14 @@ def test_what_clients_add_to_an_answers_message_is_taken_and_says_nothing():
     assert chat(top_logprobs=0).logprobs is None
 
 
+def test_who_sends_an_image_reads_that_parts_are_text_however_its_part_begins():
+    image = {"image_url": {"url": "http://x"}}
+    for part in ({"type": "image_url"} | image, image | {"type": "image_url"}):
+        with pytest.raises(ApiError, match=r"messages\[0\]\.content\[0\].*'image_url'.*content are text") as caught:
+            chat(messages=[{"role": "user", "content": [part]}])
+        assert caught.value.body.param == "messages"
+
+
 @pytest.mark.parametrize("name", ["function_call", "audio", "refusal", "annotations"])
 def test_what_a_message_says_and_is_not_served_is_named_with_its_place(name):
     messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "x", name: [{"id": "1"}]}]
