@@ -26,7 +26,7 @@ GRAMMARS = b"grammars"  # the first frame of a process that compiles, in place o
 MAX_GRAMMAR = 131072  # bytes; what a message to a worker takes
 MAX_SCHEMAS = MAX_GRAMMAR // 2  # bytes of a plan's schemas
 MAX_ITEMS = 16384  # elements of arrays that a schema counts, in all; llguidance writes out each of them
-MAX_TEXT = 8192  # characters of a constant, a name or a pattern: each mask of a step walks it from its beginning
+MAX_TEXT = 2048  # characters of a constant, a name or a pattern: each mask of a step walks it, up to 0.5 ms per 1000
 NOTES = frozenset({"description", "title", "$comment", "default", "examples"})  # which bind nobody
 MAX_SYMBOLS = 131072  # of a grammar, of which workers keep some 600 bytes each
 LIMITS = LLParserLimits(verbose_errors=False, max_grammar_size=MAX_SYMBOLS)
