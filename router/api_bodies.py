@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from .api_fields import CHAT, COMPLETION, Field
-from .tool_bodies import AnyFormat, AnyToolChoice, Tool, ToolCall
+from .tool_bodies import MAX_TOOLS, AnyFormat, AnyToolChoice, Tool, ToolCall
 
 MAX_CHOICES = 128  # rooms of a request: choices, or what best_of chooses from, times the number of prompts
 MAX_SEED = 2**63 - 1
@@ -155,7 +155,7 @@ class ChatBody(CommonBody, kw_only=True, forbid_unknown_fields=True):
     max_tokens: Positive | None = None
     max_completion_tokens: Positive | None = None
     chat_template_kwargs: dict[str, bool | int | float | None] | None = None
-    tools: Annotated[list[Tool], Meta(max_length=128)] | None = None
+    tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: AnyToolChoice | None = None
     parallel_tool_calls: bool | None = None
     functions: Unread = msgspec.UNSET

@@ -15,7 +15,7 @@ from ..cluster.messages import Sampling
 from .api_bodies import MAX_CHOICES, MAX_SEED, ChatBody, CommonBody, CompletionBody, DetokenizeBody, TokenizeBody
 from .errors import ApiError, bad_request, printable
 from .response_bodies import MAX_METADATA, ResponseBody
-from .tool_bodies import ToolChoice, schema_of
+from .tool_bodies import AllowedTools, ToolChoice, schema_of
 
 MAX_MESSAGES = 4096
 MAX_STOPS = 4
@@ -202,9 +202,16 @@ def _check_tools(body: ChatBody) -> None:
     if twice is not None:
         raise bad_request(f"tools: {twice} is there twice", param="tools")
     chosen = body.tool_choice
-    if isinstance(chosen, ToolChoice) and chosen.function.name not in names:
-        name = printable(chosen.function.name)
-        raise bad_request(f"tool_choice: {name} is not one of the tools", param="tool_choice")
+    wanted = [chosen] if isinstance(chosen, ToolChoice) else []
+    if isinstance(chosen, AllowedTools):
+        wanted = chosen.allowed_tools.tools
+    strange = next((choice.function.name for choice in wanted if choice.function.name not in names), None)
+    if strange is not None:
+        raise bad_request(f"tool_choice: {printable(strange)} is not one of the tools", param="tool_choice")
+    if isinstance(chosen, AllowedTools):  # the others are as if they were not there
+        allowed = {choice.function.name for choice in wanted}
+        body.tools = [tool for tool in body.tools or () if tool.function.name in allowed]
+        body.tool_choice = chosen.allowed_tools.mode
     if chosen == "required" and not names:
         raise bad_request("tool_choice required needs tools", param="tool_choice")
     if body.calls_tools:

@@ -10,6 +10,9 @@ from .api_bodies import ChatBody, Message, Positive, StreamOptions, Unread
 from .api_fields import RESPONSE, Field
 from .errors import ApiError, bad_request, printable
 from .tool_bodies import (
+    MAX_TOOLS,
+    AllowedFunctions,
+    AllowedTools,
     AnyFormat,
     AnyToolChoice,
     CalledFunction,
@@ -58,6 +61,13 @@ class ResponseToolChoice(Struct, tag_field="type", tag="function", forbid_unknow
     name: str
 
 
+class ResponseAllowedTools(Struct, tag_field="type", tag="allowed_tools", forbid_unknown_fields=True):
+    """`tool_choice`: some of the tools."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[ResponseToolChoice], Meta(min_length=1, max_length=MAX_TOOLS)]
+
+
 class FlatSchemaFormat(NamedSchema, tag_field="type", tag="json_schema", forbid_unknown_fields=True):
     """`text.format`: JSON of a schema, spelled flat."""
 
@@ -88,8 +98,8 @@ class ResponseBody(Struct, kw_only=True, forbid_unknown_fields=True):
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     priority: Annotated[int, Meta(ge=-100, le=100)] | None = None
     text: TextOptions | None = None
-    tools: Annotated[list[ResponseTool], Meta(max_length=128)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ResponseToolChoice | None = None
+    tools: Annotated[list[ResponseTool], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ResponseToolChoice | ResponseAllowedTools | None = None
     parallel_tool_calls: bool | None = None
     access_programs: Unread = msgspec.UNSET
     background: Unread = msgspec.UNSET
@@ -225,4 +235,6 @@ def _function_of(tool: ResponseTool) -> Function:
 
 def _choice_of(body: ResponseBody) -> AnyToolChoice | None:
     chosen = body.tool_choice
+    if isinstance(chosen, ResponseAllowedTools):
+        return AllowedTools(AllowedFunctions(chosen.mode, [ToolChoice(FunctionChoice(tool.name)) for tool in chosen.tools]))
     return ToolChoice(FunctionChoice(chosen.name)) if isinstance(chosen, ResponseToolChoice) else chosen

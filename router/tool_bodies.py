@@ -7,6 +7,7 @@ from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 Json = Raw | UnsetType
 FunctionName = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_-]{1,64}$(?!\n)")]  # Python's $ also stands before a line's end
+MAX_TOOLS = 128
 OPEN, CLOSE = "<tool_call>", "</tool_call>"  # around a call in the text of an answer
 ANY_OBJECT = b'{"type":"object"}'
 NO_PARAMETERS = b'{"type":"object","properties":{},"additionalProperties":false}'
@@ -44,7 +45,20 @@ class ToolChoice(Struct, tag_field="type", tag="function", forbid_unknown_fields
     function: FunctionChoice
 
 
-AnyToolChoice = Literal["none", "auto", "required"] | ToolChoice
+class AllowedFunctions(Struct, forbid_unknown_fields=True):
+    """Which functions, and whether one must be called."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[ToolChoice], Meta(min_length=1, max_length=MAX_TOOLS)]
+
+
+class AllowedTools(Struct, tag_field="type", tag="allowed_tools", forbid_unknown_fields=True):
+    """`tool_choice`: some of the tools."""
+
+    allowed_tools: AllowedFunctions
+
+
+AnyToolChoice = Literal["none", "auto", "required"] | ToolChoice | AllowedTools
 
 
 class CalledFunction(Struct, forbid_unknown_fields=True):

@@ -8,7 +8,9 @@ from baton.router.api_bodies import ChatBody, CompletionBody
 from baton.router.chat_replies import ChatBuilder
 from baton.router.errors import ApiError
 from baton.router.generation import Choice, Piece, Prompt, Style, TokenText
+from baton.router.grammars import plan_of
 from baton.router.openai import (
+    check_chat,
     check_token_ids,
     logprobs_of,
     max_new_of,
@@ -17,6 +19,7 @@ from baton.router.openai import (
     sampling_of,
 )
 from baton.router.replies import Frame, sse
+from baton.router.response_bodies import ResponseBody, chat_of, told_of
 from baton.router.room_effects import Deliver
 from baton.router.tokenizer import load_tokenizer
 from baton.router.tool_calls import CallPart
@@ -218,6 +221,32 @@ def test_what_clients_add_to_an_answers_message_is_taken_and_says_nothing():
     )
     assert [m.as_template_input() for m in plain] == [m.as_template_input() for m in full]
     assert chat(top_logprobs=0).logprobs is None
+
+
+def test_of_allowed_tools_alone_the_model_hears_and_calls_one():
+    functions = [{"name": name, "parameters": {"type": "object"}} for name in "abc"]
+    named = [{"type": "function", "name": name} for name in "ca"]
+    spelled = {
+        "tools": [{"type": "function", "function": function} for function in functions],
+        "tool_choice": {"type": "allowed_tools", "allowed_tools": {
+            "mode": "required", "tools": [{"type": "function", "function": {"name": name}} for name in "ca"],
+        }},
+    }  # fmt: skip
+    flat = {
+        "tools": [{"type": "function", **function} for function in functions],
+        "tool_choice": {"type": "allowed_tools", "mode": "required", "tools": named},
+    }
+    responded = parse_body(json.dumps({"model": "m", "input": "hi"} | flat).encode(), ResponseBody)
+    asked = chat_of(responded)
+    check_chat(asked)
+    for body in (chat(**spelled), asked):
+        plan = plan_of(body)
+        assert ([name for name, _ in plan.tools], plan.must_call, plan.may_repeat) == (["a", "c"], True, True)
+        assert [tool.function.name for tool in body.tools] == ["a", "c"]
+    assert json.loads(bytes(told_of(responded).tool_choice)) == flat["tool_choice"]
+    spelled["tool_choice"]["allowed_tools"]["tools"][0]["function"]["name"] = "d"
+    with pytest.raises(ApiError, match="'d' is not one of the tools"):
+        chat(**spelled)
 
 
 def test_who_sends_an_image_reads_that_parts_are_text_however_its_part_begins():
