@@ -113,17 +113,21 @@ class Compilations:
                 self._kept.move_to_end(grammar)
             return known
 
-    def check(self, compilation: Compilation) -> None:
-        """To be called now and then by who waits for it: gives up what takes too long."""
-        if compilation in self._running and compilation.cpu_s > self._max_cpu_s:
-            with self._lock:
-                if compilation in self._running:  # it has not ended meanwhile
-                    self._running.remove(compilation)
-                    self._given_up.add(compilation)
-                    compilation.fault = f"the grammar takes more than {self._max_cpu_s:g} s to compile"
-                    self._keep(compilation)
-                    compilation.step_back()
-                    self._pump()
+    def check(self) -> None:
+        """To be called now and then by who waits: gives up what takes too long, also what nobody waits for any more."""
+        for compilation in list(self._running):  # threads of grammars change it meanwhile
+            if compilation.cpu_s > self._max_cpu_s:
+                self._give_up(compilation)
+
+    def _give_up(self, compilation: Compilation) -> None:
+        with self._lock:
+            if compilation in self._running:  # it has not ended meanwhile
+                self._running.remove(compilation)
+                self._given_up.add(compilation)
+                compilation.fault = f"the grammar takes more than {self._max_cpu_s:g} s to compile"
+                self._keep(compilation)
+                compilation.step_back()
+                self._pump()
 
     def _pump(self) -> None:
         """Begins what waits, as far as there are threads for it."""
@@ -146,7 +150,7 @@ class Compilations:
         try:
             compilation.begin()
             matcher = self._compile(compilation.grammar)
-        except Exception as error:  # whatever it is, it is this grammar's alone
+        except BaseException as error:  # whatever it is, it is this grammar's alone; a panic of the compiler is no Exception
             fault = str(error) or type(error).__name__
         cost_s = compilation.cpu_s
         with self._lock:

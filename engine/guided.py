@@ -50,7 +50,8 @@ class Guide:
     @property
     def fault(self) -> str:
         """Why the grammar cannot be followed, "" when it can or is not known yet."""
-        self._compilations.check(self._compilation)
+        if not self._compilation.is_ready:
+            self._compilations.check()
         return self._compilation.fault
 
     @property

@@ -12,6 +12,10 @@ PATIENCE_S = 30.0
 COST_S = 0.02
 
 
+class Panic(BaseException):
+    """As native code raises it, which is no Exception."""
+
+
 class Compiler:
     """Compiles what `finish` names and what nobody holds; what is "endless" computes until then."""
 
@@ -37,7 +41,7 @@ class Compiler:
 
     def until_given_up(self, compilation):
         def is_given_up():
-            self.compilations.check(compilation)
+            self.compilations.check()
             return compilation.fault
 
         self.until(is_given_up)
@@ -55,6 +59,8 @@ class Compiler:
             sum(range(1000))
         if grammar.startswith("bad"):
             raise ValueError("it is bad")
+        if grammar.startswith("panic"):
+            raise Panic("it is broken")
         return f"matcher of {grammar}"
 
 
@@ -103,11 +109,26 @@ def test_a_grammar_that_takes_too_long_is_given_up_alone_and_not_tried_again(com
     assert len(compiler.begun) == NUM_THREADS + 1
 
 
+def test_what_nobody_waits_for_any_more_is_given_up_as_well_by_who_waits_for_its_thread(compiler):
+    for i in range(NUM_THREADS):
+        compiler.ask(f"endless {i}")  # whose request is cancelled at once
+    good = compiler.ask("good")
+    compiler.until(lambda: compiler.compilations.check() or good.is_ready)
+
+
+def test_a_compiler_that_panics_gives_its_thread_back_and_its_request_is_told(compiler):
+    broken = [compiler.ask(f"panic {i}") for i in range(NUM_THREADS)]
+    compiler.until(lambda: all(one.fault for one in broken))
+    assert {(one.fault, one.is_ours) for one in broken} == {("it is broken", False)}
+    good = compiler.ask("good")
+    compiler.until(lambda: good.is_ready)
+
+
 def test_time_that_a_busy_machine_takes_speaks_against_no_grammar(compiler):
     held = compiler.ask("held")
     compiler.until(lambda: compiler.begun)
     time.sleep(0.05)  # more than it may compute
-    compiler.compilations.check(held)
+    compiler.compilations.check()
     assert not held.fault
     compiler.finish()
     compiler.until(lambda: held.is_ready)
