@@ -34,7 +34,7 @@ def fault_of(fields: Fields, version: str, max_body: int) -> ApiError | None:
     ):
         return malformed()
     for length in fields.get(b"content-length", ()):
-        if length.isdigit() and int(length[:20]) > max_body:
+        if length.strip().isdigit() and int(length[:20]) > max_body:
             return body_too_large(max_body)
     encoding = fields.get(b"content-encoding")
     if encoding is not None and encoding[0].lower() != b"identity":
@@ -48,7 +48,7 @@ def fault_of(fields: Fields, version: str, max_body: int) -> ApiError | None:
 def head_of_body(fields: Fields) -> bytes:
     """A head that says how the body of a request with these fields is framed, and no more; empty without a body."""
     for name in (b"transfer-encoding", b"content-length"):
-        if name in fields and fields[name][0].lstrip(b"0"):
+        if name in fields and fields[name][0].strip().lstrip(b"0"):  # blanks behind a value are no part of it
             return b"POST / HTTP/1.1\r\n%b: %b\r\n\r\n" % (name, fields[name][0])
     return b""
 

@@ -354,6 +354,16 @@ def test_a_body_behind_such_an_offer_has_the_bounds_of_any_other(keyed):
     assert httpx.get(running.url + "/health").status_code == 200
 
 
+@pytest.mark.parametrize("offer", [b"", b"connection: upgrade\r\nupgrade: h2c\r\n"])
+def test_blanks_behind_a_length_are_no_part_of_it(keyed, offer):
+    running, secret = keyed
+    read = b"GET /health HTTP/1.1\r\nhost: a\r\ncontent-length: 0 \t\r\n" + offer + b"\r\n"
+    last = b"GET /health HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n"
+    assert statuses(told(running, read + last)) == [200, 200]
+    head = REQUEST + offer + b"authorization: Bearer %b\r\n" % secret.encode()
+    assert statuses(told(running, head + b"content-length: 100000000 \r\n\r\n")) == [413]
+
+
 def test_a_body_in_an_encoding_and_an_address_without_its_beginning_are_told_what_to_change(keyed):
     running, secret = keyed
     headers = {"authorization": f"Bearer {secret}"}
