@@ -3,7 +3,8 @@
 The compiler lets go of the interpreter's lock while it works, so that all it can take from the steps is processor time: its
 threads have a tenth of what a step has where both want the same core. A thread cannot be ended. One that has spent
 MAX_CPU_S on a grammar is given up: the requests that wait for it fail, also those that ask for the same again, another
-thread takes its place, and it goes on where nobody else wants the processor.
+thread takes its place, and it goes on where nobody else wants the processor. The interpreter's end under a thread that comes
+back from native code ends the process by SIGSEGV, so who leaves waits for what is running, LAST_S at most.
 
     waiting    NUM_THREADS others are compiled; what no request waits for any more is not begun
     running    in a thread of its own
@@ -32,6 +33,7 @@ MAX_KEPT = 64
 MAX_CPU_S = 2.0  # of processor time; the router's trial, with checks beside it, has as much of the clock
 HELD_S = 6.0  # of processor time that went into all that is in use or kept: half a gigabyte
 SMALL_S = 0.01  # what took less is never turned away for what others hold
+LAST_S = 5.0  # what is left of MAX_CPU_S on a busy machine
 NICE, NICEST = 10, 19  # a tenth of what a thread of steps gets of a core; what nobody else wants
 
 
@@ -48,6 +50,7 @@ class Compilation:
         self.fault = ""
         self.is_ours = False
         self.cost_s = 0.0  # processor time that went into the matcher
+        self.thread: threading.Thread | None = None
         self._thread_id = 0  # the kernel's
         self._clock: Callable[[], float] | None = None  # of what its thread has used
         self._began = 0.0
@@ -97,6 +100,7 @@ class Compilations:
         self._given_up: set[Compilation] = set()
         self._kept: OrderedDict[str, Compilation] = OrderedDict()
         self._held: weakref.WeakSet[Compilation] = weakref.WeakSet()  # compiled, and kept or in use
+        weakref.finalize(self, _leave, self._lock, self._waiting, self._running)  # at the process's end: threads hold this
 
     def __repr__(self) -> str:
         return f"<Compilations {len(self._running)} running, {len(self._given_up)} given up, {len(self._kept)} kept>"
@@ -139,8 +143,10 @@ class Compilations:
                 self._turn_away(compilation, f"{len(self._given_up)} grammars that take too long are being compiled here")
                 continue
             self._running.add(compilation)
-            try:  # a daemon: at its end the process does not wait for one that never ends
-                threading.Thread(target=self._run, args=(compilation,), name="grammar", daemon=True).start()
+            try:  # a daemon: the process does not wait for ever for one that never ends
+                thread = threading.Thread(target=self._run, args=(compilation,), name="grammar", daemon=True)
+                thread.start()
+                compilation.thread = thread  # one that did not start would hold it in turn
             except RuntimeError as error:  # too many of this user's
                 self._running.remove(compilation)
                 self._turn_away(compilation, f"no thread can be started for a grammar: {error}")
@@ -190,6 +196,17 @@ class Compilations:
         self._open.pop(compilation.grammar, None)
         if len(self._kept) > MAX_KEPT:
             self._kept.popitem(last=False)
+
+
+def _leave(lock: threading.Lock, waiting: deque[weakref.ref[Compilation]], running: set[Compilation]) -> None:
+    """Begins nothing more, and waits for what is running."""
+    with lock:
+        waiting.clear()
+        threads = [compilation.thread for compilation in running]
+    end = time.monotonic() + LAST_S
+    for thread in threads:
+        if thread is not None:
+            thread.join(max(0.0, end - time.monotonic()))
 
 
 def _clock_of_this_thread() -> Callable[[], float]:

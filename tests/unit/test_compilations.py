@@ -1,14 +1,31 @@
 """Grammars are compiled beside the steps, each for a bounded time. Threads are real; what they compile is the tests'."""
 
 import os
+import subprocess
 import sys
 import threading
 import time
+import weakref
 
 import pytest
 from baton.engine.compilations import MAX_GIVEN_UP, MAX_KEPT, NICE, NICEST, NUM_THREADS, Compilations
 
 PATIENCE_S = 30.0
+LEAVES = """
+from baton.engine.compilations import Compilations
+from llguidance import LLMatcher, LLTokenizer
+
+tokenizer = LLTokenizer("byte")
+schema = '{"allOf": [{"type": "integer", "multipleOf": 151}, {"type": "integer", "multipleOf": 157}]}'
+
+def compiled(grammar):
+    matcher = LLMatcher(tokenizer, grammar)
+    print("compiled", flush=True)
+    return matcher
+
+compilations = Compilations(compiled)
+asked = compilations.ask(LLMatcher.grammar_from_json_schema(schema))
+"""
 COST_S = 0.02
 
 
@@ -202,3 +219,17 @@ def test_where_no_thread_can_be_started_the_request_alone_is_told(compiler, monk
     refused = compiler.ask("new")
     assert refused.is_ours
     assert "can't start new thread" in refused.fault
+
+
+def test_a_process_that_leaves_waits_for_native_code_in_a_thread_which_would_end_it_by_a_signal():
+    left = subprocess.run([sys.executable, "-c", LEAVES], capture_output=True, text=True, timeout=PATIENCE_S)
+    assert (left.returncode, left.stdout, left.stderr) == (0, "compiled\n", "")
+
+
+def test_a_compiler_without_threads_is_left_to_nobody(compiler):
+    made = Compilations(str)
+    gone = weakref.ref(made)
+    asked = made.ask("g")
+    compiler.until(lambda: asked.is_ready and not asked.thread.is_alive())
+    del made
+    assert gone() is None
