@@ -147,9 +147,11 @@ class ControlSocket:
         )
 
     def transmit(self, identity: bytes, frame: bytes) -> bool:
-        """Sends without waiting; False when the worker's queue is full. Raises PeerLost."""
+        """Sends without waiting; False when the worker's queue is full, and after `close`, as timers may still have
+        something to say. Raises PeerLost.
+        """
         assert self._receiver is not None, "transmit before open"
-        return self._receiver.send([identity, frame])
+        return not self._socket.closed and self._receiver.send([identity, frame])
 
     def close(self) -> None:
         """Idempotent; what was sent has the socket's linger to leave."""

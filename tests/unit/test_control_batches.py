@@ -1,5 +1,6 @@
 """Orders and answers that are due together share a frame, towards a peer that takes several: nothing else changes."""
 
+import asyncio
 from collections import deque
 from contextlib import contextmanager
 
@@ -248,6 +249,15 @@ def control_socket(take):
         yield control
     finally:
         control.close()
+
+
+def test_what_timers_have_to_say_after_the_socket_is_closed_goes_nowhere():
+    async def main():
+        with control_socket(None) as control:
+            control.open(lambda *_: None)
+        assert not control.transmit(b"a worker", b"a frame")
+
+    asyncio.run(main())
 
 
 def test_a_message_that_cannot_be_handled_costs_no_other_of_its_frame():
