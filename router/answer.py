@@ -27,8 +27,8 @@ from .replies import (
     Usage,
 )
 from .room_effects import Broken, Deliver, Settled
-from .room_parts import BAD_GRAMMAR
-from .rooms import DEADLINE_EXCEEDED, QUARANTINED
+from .room_parts import BAD_GRAMMAR, DEADLINE_EXCEEDED, GRAMMARS_OVERDUE
+from .rooms import QUARANTINED
 
 SSE_HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-store"}
 JSON_HEADERS = {"content-type": "application/json"}
@@ -247,6 +247,8 @@ def error_of(event: Broken) -> ApiError:
     if event.kind == BAD_GRAMMAR:
         message = "No worker can follow what response_format and tools ask for. Ask for something simpler."
         return bad_request(message, code="grammar_too_costly")
+    if event.kind == GRAMMARS_OVERDUE:
+        return overloaded("The workers compile too many schemas already. Try again later.")
     if event.kind == QUARANTINED:
         message = "Workers were lost while they served this request, so it is not tried again."
         return ApiError(500, ErrorBody(message, "server_error", None, "request_quarantined"))

@@ -23,8 +23,8 @@ from .postbox import Postbox
 from .proofs import Names, Proofs
 from .registry import Load, Registry, Worker
 from .room_effects import Broken, Closed, Effect, Ended, Freed, Judged, Pair, Requeued, Send, Timeouts
-from .room_parts import RoomEvent
-from .rooms import DEADLINE_EXCEEDED, Room
+from .room_parts import DEADLINE_EXCEEDED, RoomEvent
+from .rooms import Room
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,8 @@ from .callers import ANYONE, Caller
 from .inbox import Inbox
 from .policy import Need
 from .prefixes import Prompt
-from .rooms import DEADLINE_EXCEEDED, Room
+from .room_parts import DEADLINE_EXCEEDED, GRAMMARS_OVERDUE
+from .rooms import Room
 from .timeline import Account, Timeline, account_of
 from .trace import Trace
 
@@ -29,6 +30,7 @@ OUTCOMES = {
     "Overloaded": "rejected",
     "NoWorkers": "rejected",
     "Refused": "rejected",
+    GRAMMARS_OVERDUE: "rejected",
     "Timeout": "timeout",
     DEADLINE_EXCEEDED: "timeout",
 }  # of a Broken's kinds; "failed" for any other

@@ -28,6 +28,9 @@ from .room_effects import Effect, Pair
 MAX_EARLY_ITEMS = 256  # decode's items that wait for prefill's token 1
 PEER_LOST = "PeerLost"  # kind of a Failed: the other worker of the pair is gone
 BAD_GRAMMAR = "BadGrammar"  # no worker can follow what this request's answer must look like
+GRAMMARS_OVERDUE = "GrammarsOverdue"  # this worker has grammars enough to compile; another may be free for one more
+DEADLINE_EXCEEDED = "DeadlineExceeded"  # also the kind of a worker's Failed
+BLAMELESS = frozenset((BAD_GRAMMAR, GRAMMARS_OVERDUE, DEADLINE_EXCEEDED))  # what a client asked for, and no worker's fault
 HANDOFF_ABORTED = "HandoffAborted"  # of decode: prefill gave the room up, of which it tells the router itself
 HANDOFF_KINDS = frozenset(("TransferError", HANDOFF_ABORTED, "TransferTimeout", "DigestMismatch", "HandshakeRefused"))
 T = TypeVar("T", PrefillTimeline, DecodeTimeline)
@@ -150,11 +153,15 @@ class Attempt:
 
     def at_fault(self, message: Failed) -> tuple[str, ...]:
         """The workers that a failure speaks against; a hand-off that failed speaks against both of its ends."""
-        if message.kind == BAD_GRAMMAR:
+        if message.kind in BLAMELESS:
             return ()
         if message.kind == PEER_LOST:
             return tuple(instance for instance in self.instances if instance != message.instance)
         return self.instances if message.kind in HANDOFF_KINDS else (message.instance,)
+
+    def unable(self, message: Failed) -> tuple[str, ...]:
+        """The workers that cannot serve this request, which speaks against none of them."""
+        return (message.instance,) if message.kind == GRAMMARS_OVERDUE else ()
 
     def defers(self, message: Failed, until: float) -> bool:
         """Whether to wait `until` prefill itself says why it gave the room up, or is found to have dropped all rooms."""

@@ -37,10 +37,9 @@ from ..cluster.messages import (
 from .holds import Holds
 from .retries import MAX_ATTEMPTS
 from .room_effects import Broken, Closed, Deliver, Effect, Ended, Freed, Judged, Pair, Requeued, Send, Settled, Timeouts
-from .room_parts import PEER_LOST, SCORING, Attempt, Phase, RoomEvent, Stamps, summed
+from .room_parts import DEADLINE_EXCEEDED, PEER_LOST, SCORING, Attempt, Phase, RoomEvent, Stamps, summed
 from .suspicion import MAX_DEATHS, Suspicion
 
-DEADLINE_EXCEEDED = "DeadlineExceeded"  # also the kind of a worker's Failed
 DRAINING = "Draining"  # of a worker's Failed: it leaves in order, which is no failure of the attempt
 QUARANTINED = "Quarantined"
 
@@ -274,8 +273,8 @@ class Room:
             return self._holds.drop(message.instance, self.epoch)
         if message.kind == DRAINING and self.num_output < self.sampling.max_new_tokens:
             return self._holds.drop(message.instance, self.epoch) + self._requeue(Requeued(now), now)
-        if message.kind != DEADLINE_EXCEEDED:
-            effects += self._blame(*attempt.at_fault(message))
+        self.failed_on.update(attempt.unable(message))
+        effects += self._blame(*attempt.at_fault(message))
         if message.kind == PEER_LOST:
             self.suspicion.suspect(attempt.at_fault(message), attempt.placed_at)
         effects += self._holds.drop(message.instance, self.epoch)

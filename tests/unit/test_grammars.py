@@ -183,6 +183,13 @@ def test_a_grammar_that_workers_cannot_follow_is_the_request_s_fault():
     assert "host-7" not in error.body.message
 
 
+def test_workers_that_have_too_many_grammars_to_compile_are_asked_again_later():
+    error = error_of(Broken(kind="GrammarsOverdue", message="4 grammars that take too long are being compiled on host-7"))
+    assert (error.status, error.body.code) == (429, "overloaded")
+    assert "retry-after" in {name.lower() for name in error.headers}
+    assert "host-7" not in error.body.message
+
+
 @pytest.mark.parametrize("step", [1, 2, 7, 1000])
 def test_calls_are_read_however_their_text_comes(step):
     tricky = '{"q": "a } \\" </tool_call> {", "n": [1, {"m": 2}]}'
