@@ -161,8 +161,8 @@ class Cluster:
         """
         self._hurry, self._drain_s = hurry or self._hurry, drain_s
         self._stopping.set()
-        if self._thread is not None:
-            self._thread.join()
+        while self._thread is not None and self._thread.is_alive():
+            self._thread.join(STEP_S)  # in a wait without end, a signal that is not its own would be heard behind it only
         self._remove_directory()
 
     def _supervise(self) -> None:

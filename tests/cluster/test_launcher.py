@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import threading
 import time
 from pathlib import Path
 
@@ -254,6 +255,25 @@ def test_sigterm_drains_and_ctrl_c_or_a_second_signal_does_not_wait(
         assert shortest <= time.monotonic() - began < longest
     assert ("drained" in err) is drains
     assert list(runtime.iterdir()) == []
+
+
+def test_a_signal_that_another_thread_is_given_is_heard_while_the_cluster_drains(launch):
+    cluster, output = launch(router=DRAINING, env={"DRAIN_S": "60"})
+    assert cluster.wait_ready(60)
+    hurry = threading.Event()
+    before = signal.signal(signal.SIGUSR1, lambda *_: hurry.set())
+
+    def interrupt():
+        poll_until(lambda: "draining" in output.getvalue())
+        signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    began = time.monotonic()
+    cluster.stop(hurry, drain_s=60)
+    thread.join()
+    signal.signal(signal.SIGUSR1, before)
+    assert time.monotonic() - began < 30.0
 
 
 def test_a_drain_time_of_zero_does_not_drain(runtime, monkeypatch):
