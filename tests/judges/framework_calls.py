@@ -16,6 +16,7 @@ os.environ |= {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "OPENAI_API_KEY": "none"}
 import agents
 import litellm
 import openai
+from call_groups import make_all
 from llama_index.core.agent.workflow import FunctionAgent
 from llama_index.core.llms import ChatMessage
 from llama_index.core.prompts import PromptTemplate
@@ -201,14 +202,7 @@ CALLS = (
 def main():
     agents.set_tracing_disabled(True)
     litellm.suppress_debug_info = True
-    failed = []
-    for call in CALLS:
-        try:
-            call()
-        except Exception as error:
-            failed.append(f"{call.__name__}: {type(error).__name__}: {error}"[:300])
-    print(f"{len(CALLS) - len(failed)} of {len(CALLS)} groups of calls {failed or ''}")
-    return 1 if failed else 0
+    return make_all(CALLS, "calls")
 
 
 if __name__ == "__main__":

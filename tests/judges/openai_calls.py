@@ -4,6 +4,7 @@ import json
 import sys
 
 import openai
+from call_groups import make_all
 from pydantic import BaseModel
 
 URL, MODEL = sys.argv[1:3]
@@ -189,14 +190,7 @@ CALLS = (
 
 
 def main():
-    failed = []
-    for call in CALLS:
-        try:
-            call()
-        except Exception as error:
-            failed.append(f"{call.__name__}: {type(error).__name__}: {error}"[:300])
-    print(f"{len(CALLS) - len(failed)} of {len(CALLS)} groups of typed calls {failed or ''}")
-    return 1 if failed else 0
+    return make_all(CALLS, "typed calls")
 
 
 if __name__ == "__main__":
