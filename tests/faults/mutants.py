@@ -11,6 +11,7 @@ from baton.kvtransfer import prepared, receiver_endpoint
 from baton.kvtransfer.transports import zmq_blocks
 from baton.prefill.queues import RoomState
 from baton.prefill.worker import PrefillWorker
+from baton.router.retries import Breaker
 
 ZAP_DIES_AT = "ZAP_DIES_AT"  # environment: the ZAP thread dies at the first question after this file is there
 
@@ -28,6 +29,11 @@ def no_tracker() -> None:
 def no_digest() -> None:
     """Every block has the right digest."""
     receiver_endpoint.block_digest = prepared.block_digest = lambda *_: 0
+
+
+def no_breaker() -> None:
+    """A router places requests with a worker that fails them all as with any other."""
+    Breaker.is_avoided = lambda self, now: False
 
 
 def no_checksum() -> None:

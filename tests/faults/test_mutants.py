@@ -13,6 +13,7 @@ from baton.tests.faults.rows_strangers import keyed
 HERE = "baton.tests.faults.mutants:"
 NO_DIGEST = {"*": [f"{HERE}no_digest"]}
 NO_CANCEL = {"prefill-0": [f"{HERE}no_cancel"]}
+NO_BREAKER = {"router": [f"{HERE}no_breaker"], "decode": ["baton.tests.faults.rows_storms:steps_of_a_device"]}
 NO_CHECKSUM = {"*": [f"{HERE}no_checksum"]}
 NO_LIMIT = {"*": [f"{HERE}no_frame_limit"]}
 NO_TRACKER = {"prefill-0": [f"{HERE}no_tracker"]}
@@ -45,6 +46,7 @@ MUTANTS = {
     "no cancel after prefill": Mutant(row="F14", says="prefill's pages free", prepare=NO_CANCEL),
     "no checksum of messages": Mutant(row="F33c", says="I2: token", prepare=NO_CHECKSUM, play=another_token),
     "no frame limit": Mutant(row="F33q", says="MiB more", prepare=NO_LIMIT),
+    "no breaker": Mutant(row="F50", says="ejected after", prepare=NO_BREAKER),
     "ZAP is not enforced": Mutant(row="F55", says="with nobody to ask", prepare={}, play=without_enforcement),
 }
 LEARNING = (under_swaps, without_reuse, another_token)  # with the defence it holds first, and shows what the tokens are
