@@ -23,6 +23,9 @@ CONTROL_HIGH_WATER = 64
 BULK_HIGH_WATER = 8
 BULK_FRAME_SLACK = 4096  # a bulk socket's frames are one block or a small message
 LINGER_MS = 200
+HANDSHAKE_MS = 2000
+PING_MS = 500  # between two heartbeats of who connects
+SILENCE_MS = 1500  # without an answer or a heartbeat, before a connection is given up
 CURVE_FRAME_SLACK = 64  # an encrypted frame is 33 bytes longer than what it holds
 ZAP_DOMAIN = b"baton"
 TICKET_DOMAIN = b"baton-ticket"
@@ -62,16 +65,16 @@ def make_socket(
     socket.setsockopt(zmq.SNDHWM, high_water)
     socket.setsockopt(zmq.LINGER, linger_ms)
     socket.setsockopt(zmq.SNDTIMEO, 1000)
-    socket.setsockopt(zmq.HANDSHAKE_IVL, 2000)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
     socket.setsockopt(zmq.RECONNECT_IVL, 100)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
     # libzmq 4.3 aborts the process when the timer of a PING finds a peer gone behind a queue that is full (its issues 3937,
     # 4364 and 4767). So only who connects sends PINGs, and its queue takes whatever the peer that it chose sends; who is
     # connected to bounds its queue, answers, and by the PING's TTL notices silence as soon.
     socket.setsockopt(zmq.RCVHWM, 0 if kind == zmq.DEALER else receive_high_water or high_water)
-    socket.setsockopt(zmq.HEARTBEAT_IVL, 500 if kind == zmq.DEALER else 0)
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 1500)
-    socket.setsockopt(zmq.HEARTBEAT_TTL, 1500)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, PING_MS if kind == zmq.DEALER else 0)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENCE_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TTL, SILENCE_MS)
     socket.setsockopt(zmq.TCP_KEEPALIVE, 1)  # finds a vanished host of a stranger, who need not send PINGs
     socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 30)
     if kind == zmq.ROUTER:

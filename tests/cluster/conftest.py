@@ -8,8 +8,9 @@ from baton.deploy.keys import init
 from baton.tests.cluster.router_fakes import routers, save_tokenizer
 from baton.tests.cluster.serving import serving
 from baton.tests.parity.conftest import eagle3_dir, reference_greedy, smollm2_dir, smollm2_tokenizer
+from baton.tests.patience import patience_with_peers
 
-__all__ = ["eagle3_dir", "reference_greedy", "smollm2_dir", "smollm2_tokenizer"]
+__all__ = ["eagle3_dir", "patience_with_peers", "reference_greedy", "smollm2_dir", "smollm2_tokenizer"]
 
 SMALL = {"transport": "tcp", "kv_memory_mb": 8, "threads": 1}  # settings of the shared clusters
 
@@ -19,6 +20,11 @@ def patience_of_clients():
     """A request that names no patience has a minute's, and not the 5 s of httpx: a router may get no core for a while."""
     default = httpx._config.DEFAULT_TIMEOUT_CONFIG
     default.connect = default.read = default.write = default.pool = 60.0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def patience_with_all_peers(patience_with_peers):
+    """Also of what a module's own fixtures make."""
 
 
 @pytest.fixture(scope="session")

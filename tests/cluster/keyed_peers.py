@@ -17,7 +17,7 @@ from baton.deploy.keys import add, init
 from baton.router.control import ControlSocket
 
 REFUSAL_S = 0.5  # a handshake on loopback takes a few ms; who has not got through by then was refused
-PATIENCE_S = 20.0  # for who is to get through
+PATIENCE_S = 60.0  # for who is to get through
 
 
 class Hosts:

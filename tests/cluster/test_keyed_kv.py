@@ -17,7 +17,8 @@ from baton.kvtransfer.transport import Complete, Lost, Offer, Planes, PullReques
 from baton.kvtransfer.transports.zmq_blocks import ZmqBlocksReceiver, ZmqBlocksSender
 from baton.tests.cluster.keyed_peers import Hosts, admit, curve, dealer, is_refused
 
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
+LEASE_S = 30.0  # of decode's rooms; a thread that gets no core for a while does not end one
 PAGES = 24
 LAYOUT = Layout(
     fingerprint="f", dtype="float32", page_size=16, num_layers=8, num_kv_heads=2, head_dim=64, block_bytes=200_000
@@ -33,8 +34,9 @@ def planes(seed):
 class Pair:
     """A prefill and a decode transport in contexts of their own, polled in turn."""
 
-    def __init__(self, endpoint, prefill, decode, lease_s=5.0, ciphers=(), decode_ciphers=None, window=6, **options):
+    def __init__(self, endpoint, prefill, decode, ciphers=(), decode_ciphers=None, window=6, **options):
         """`options` are of both transports."""
+        self.ahead = 0.0  # seconds that decode's clock is ahead
         self.source, self.target = planes(1), planes(2)
         self.instances = [secrets.token_hex(16) for _ in range(2)]
         self.events = []
@@ -42,16 +44,21 @@ class Pair:
         keys = load_keyring(str(prefill), "prefill") if prefill else None
         self.sender = ZmqBlocksSender(
             endpoint, self.instances[0], LAYOUT, self.source, context=self._contexts[0], keyring=keys, ciphers=ciphers,
-            **options,
+            lease_s=2 * LEASE_S, **options,
         )  # fmt: skip
         keys = load_keyring(str(decode), "decode") if decode else None
         self.receiver = ZmqBlocksReceiver(
-            self.instances[1], LAYOUT, self.target, context=self._contexts[1], keyring=keys, lease_s=lease_s,
-            ciphers=ciphers if decode_ciphers is None else decode_ciphers, window=window, **options,
+            self.instances[1], LAYOUT, self.target, context=self._contexts[1], keyring=keys, lease_s=LEASE_S,
+            ciphers=ciphers if decode_ciphers is None else decode_ciphers, window=window,
+            clock=lambda: time.monotonic() + self.ahead, **options,
         )  # fmt: skip
 
     def hand_off(self, endpoint=None):
         """Offers and pulls a room of 70 tokens; returns the terminal event of decode."""
+        return self.end_of(self.begin(endpoint))
+
+    def begin(self, endpoint=None):
+        """The room."""
         room = secrets.token_hex(16)
         self.sender.offer(Offer(room=room, epoch=0, num_tokens=70, pages=(3, 9, 4, 20, 7)))
         self.sender.advance(room, 0, 70, 42)
@@ -61,7 +68,15 @@ class Pair:
                 endpoint=endpoint or self.sender.endpoint, peer_instance=self.instances[0],
             )
         )  # fmt: skip
+        return room
+
+    def end_of(self, room):
         return self.turn(lambda events: [e for e in events if isinstance(e, Complete | Lost) and e.room == room])
+
+    def end_without_progress(self, room):
+        """The same, after as long a time as a room may be without any."""
+        self.ahead += LEASE_S
+        return self.end_of(room)
 
     def turn(self, is_done):
         end = time.monotonic() + DEADLINE_S
@@ -128,22 +143,21 @@ def test_s31_prefill_answers_listed_decode_keys_only(new_pair, hosts, caplog, wh
     decode = hosts.new("decode", "d1")
     admit(decode, hosts.prefill, "prefill")
     with caplog.at_level(logging.WARNING):
-        pair = new_pair("tcp://127.0.0.1:0", hosts.prefill, None if who == "no keys" else decode, lease_s=1.5)
+        pair = new_pair("tcp://127.0.0.1:0", hosts.prefill, None if who == "no keys" else decode)
         if who == "prefill's own role":
             other = hosts.new("prefill", "p1")
             admit(hosts.prefill, other, "prefill")
             with dealer(split_key(pair.sender.endpoint)[0], curve(other, "prefill", hosts.prefill)) as impostor:
                 assert is_refused(impostor, b"x")
         else:
-            lost = pair.hand_off(split_key(pair.sender.endpoint)[0] if who == "no keys" else None)
-            assert isinstance(lost, Lost)
-            assert [r.fields["reason"] for r in caplog.records if "no link to prefill" in r.getMessage()]
+            room = pair.begin(split_key(pair.sender.endpoint)[0] if who == "no keys" else None)
+            pair.turn(lambda _: [r.fields["reason"] for r in caplog.records if "no link to prefill" in r.getMessage()])
+            assert isinstance(pair.end_without_progress(room), Lost)
     counter = "handshakes_failed" if who == "no keys" else "peers_refused"
     pair.turn(lambda _: [pair.sender.counters[counter]] if pair.sender.counters[counter] else [])
     assert pair.sender.counters["bytes"] == 0
     if who == "unlisted":
         admit(hosts.prefill, decode, "decode")
-        pair.receiver.session._lease_s = DEADLINE_S
         assert isinstance(pair.hand_off(), Complete), "admitted without a restart of either"
 
 

@@ -14,8 +14,9 @@ from baton.cluster import messages as m
 from baton.cluster.codec import encode
 from baton.cluster.errors import ConfigError, LocalProtocolError, StartupError
 from baton.cluster.sockets import connect, make_socket, recv_parts, try_send
+from baton.kvtransfer import pair
 from baton.kvtransfer.layout import KVLayout
-from baton.kvtransfer.session import LEASE_S
+from baton.kvtransfer.pair import ANSWER_S
 from baton.kvtransfer.transport import (
     Complete,
     Dropped,
@@ -30,7 +31,8 @@ from baton.kvtransfer.transport import (
 from baton.kvtransfer.transports.zmq_blocks import ZmqBlocksReceiver, ZmqBlocksSender
 from baton.tests.cluster.keeping_context import KeepingContext
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
+LEASE_S = 30.0  # a thread that gets no core for a while does not end a room
 NUM_PAGES = 24
 LAYOUT = m.Layout(
     fingerprint="f",
@@ -64,7 +66,7 @@ class Prefill:
     def __init__(self, context: zmq.Context, endpoint: str, layout: m.Layout = LAYOUT) -> None:
         self.instance = secrets.token_hex(16)
         self.planes = planes_of(layout, 1)
-        self.sender = ZmqBlocksSender(endpoint, self.instance, layout, self.planes, context=context)
+        self.sender = ZmqBlocksSender(endpoint, self.instance, layout, self.planes, context=context, lease_s=LEASE_S)
         self.events: list[TransportEvent] = []
         self._commands: list[Callable[[], None]] = []
         self._stopping = threading.Event()
@@ -93,11 +95,6 @@ class Prefill:
     def stop(self) -> None:
         self._stopping.set()
         self._thread.join()
-
-
-@pytest.fixture(autouse=True)
-def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("baton.kvtransfer.pair.ANSWER_S", DEADLINE_S)  # a thread that gets no core is not a dead peer
 
 
 @pytest.fixture
@@ -134,7 +131,7 @@ def receiver(context: zmq.Context) -> Iterator[ZmqBlocksReceiver]:
 
 def new_receiver(context: zmq.Context, layout: m.Layout, **options: float) -> ZmqBlocksReceiver:
     planes = planes_of(layout, 2, with_features=False)
-    receiver = ZmqBlocksReceiver(secrets.token_hex(16), layout, planes, context=context, **options)
+    receiver = ZmqBlocksReceiver(secrets.token_hex(16), layout, planes, context=context, lease_s=LEASE_S, **options)
     receiver.planes = planes
     return receiver
 
@@ -261,7 +258,6 @@ def restart(start: Callable[..., Prefill], endpoint: str) -> Prefill:
 def test_a_restarted_prefill_worker_loses_its_rooms_quickly_and_the_next_ones_work(
     start: Callable[..., Prefill], receiver: ZmqBlocksReceiver, endpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.undo()
     old, room = start(endpoint), secrets.token_hex(16)
     receiver.pull(request_for(old, room, 64, (1, 2, 3, 4)))
     old.offer(room, 64, (5, 6, 7, 8), ready=48)
@@ -270,7 +266,9 @@ def test_a_restarted_prefill_worker_loses_its_rooms_quickly_and_the_next_ones_wo
     old.stop()
     died = time.monotonic()
     new = restart(start, old.sender.endpoint)
-    (lost,) = [event for event in poll_until(receiver, Lost) if isinstance(event, Lost)]
+    with monkeypatch.context() as quickly:
+        quickly.setattr(pair, "ANSWER_S", ANSWER_S)
+        (lost,) = [event for event in poll_until(receiver, Lost) if isinstance(event, Lost)]
     assert lost.kind == "PeerLost"
     assert time.monotonic() - died < LEASE_S
     room = secrets.token_hex(16)
@@ -367,7 +365,7 @@ def test_nobody_at_an_endpoint_ends_the_room_over_real_sockets_on_the_injected_c
     )
     receiver.pull(request_to("tcp://127.0.0.1:1"))
     assert receiver.poll(0.0) == []
-    now[0] = 2.0
+    now[0] = pair.GREETING_S
     (lost,) = receiver.poll(0.0)
     assert lost.kind == "PeerLost"
     receiver.close()

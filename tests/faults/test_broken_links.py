@@ -11,7 +11,10 @@ from baton.tests.cluster.keyed_peers import Front, hello
 from baton.tests.cluster.test_keyed_kv import Pair
 from baton.tests.faults.zmtp_proxy import Proxies
 from baton.tests.faults.zmtp_rules import cut, verb
+from baton.tests.patience import patience_with_peers
 
+__all__ = ["patience_with_peers"]
+pytestmark = pytest.mark.usefixtures("patience_with_peers")
 GARBAGE = b"\xff" * 200
 TOO_LONG = b"\x02" + (1 << 40).to_bytes(8, "big")  # the header of a frame of a tebibyte
 JUNK = [("down", GARBAGE), ("down", TOO_LONG), ("up", GARBAGE)]
@@ -50,7 +53,7 @@ def test_a_worker_registers_anew_after_junk(proxies, way, junk):
 
 @pytest.mark.parametrize(("way", "junk"), JUNK, ids=["garbage down", "a frame too long down", "garbage up"])
 def test_blocks_flow_again_after_junk_and_after_a_cut_in_a_block(proxies, way, junk):
-    pair = Pair("tcp://127.0.0.1:0", None, None, lease_s=10.0)
+    pair = Pair("tcp://127.0.0.1:0", None, None)
     proxy = proxies.add("tcp://127.0.0.1:0", pair.sender.endpoint)
     try:
         assert isinstance(pair.hand_off(proxy.endpoint), Complete)

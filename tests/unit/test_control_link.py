@@ -18,6 +18,7 @@ from baton.cluster.control_link import (
 from baton.cluster.errors import StartupError
 from baton.cluster.messages import Cancel, Gone, Goodbye, Heartbeat, Hello, Rejected, Tokens, Welcome, WorkerStats
 from baton.cluster.sockets import bind, make_socket
+from baton.tests.patience import patient_with_peers
 
 ME, OTHER = "aa" * 16, "bb" * 16
 R1, R2 = "01" * 16, "02" * 16
@@ -232,7 +233,7 @@ class FakeRouter:
 
 @pytest.fixture
 def context():
-    with zmq.Context() as context:
+    with patient_with_peers(), zmq.Context() as context:
         yield context
 
 

@@ -28,6 +28,7 @@ from baton.cluster.sockets import (
     try_send,
 )
 from baton.tests.cluster.keeping_context import KeepingContext
+from baton.tests.patience import patient_with_peers
 
 DEADLINE_S = 30.0
 
@@ -50,7 +51,8 @@ def wait_for(condition: Callable[[], object]) -> object:
 
 def linked(context: zmq.Context, **options: int) -> tuple[Socket, Socket]:
     """A ROUTER and a DEALER that are connected."""
-    router, dealer = make_socket(context, zmq.ROUTER, **options), make_socket(context, zmq.DEALER, **options)
+    with patient_with_peers():
+        router, dealer = make_socket(context, zmq.ROUTER, **options), make_socket(context, zmq.DEALER, **options)
     connect(dealer, bind(router, "tcp://127.0.0.1:0"))
     wait_for(lambda: try_send(dealer, [b"hello"]))
     wait_for(lambda: recv_parts(router, 2, 100))

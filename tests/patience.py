@@ -1,0 +1,28 @@
+"""Patience with peers that live in this process: their threads may get no core for a while, and are not dead.
+
+    pytestmark = pytest.mark.usefixtures("patience_with_peers")      with the fixture imported, or from a conftest
+"""
+
+import contextlib
+
+import pytest
+
+LONG_S = 60.0
+
+
+@contextlib.contextmanager
+def patient_with_peers():
+    """Sockets, links and transports that are made here wait long for an answer; those of other processes are as ever."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("HANDSHAKE_MS", "SILENCE_MS"):
+            patch.setattr(f"baton.cluster.sockets.{name}", int(LONG_S * 1000))
+        patch.setattr("baton.cluster.control_link.LOST_AFTER_S", LONG_S)
+        for name in ("pair.ANSWER_S", "pair.GREETING_S", "transports.bulk.JOIN_S"):
+            patch.setattr(f"baton.kvtransfer.{name}", LONG_S)
+        yield
+
+
+@pytest.fixture(scope="module")
+def patience_with_peers():
+    with patient_with_peers():
+        yield
