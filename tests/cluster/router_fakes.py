@@ -251,7 +251,7 @@ class RunningRouter:
         model = str(settings.pop("model_dir"))
         control = f"ipc://{directory}/control-{secrets.token_hex(4)}"
         # a process that gets no core, or looks for garbage, for a while has no dead workers
-        settings = {"drain_timeout_s": 5.0, "canary_s": 0.0, "port": 0, "worker_timeout_s": 60.0} | settings
+        settings = {"drain_timeout_s": 60.0, "canary_s": 0.0, "port": 0, "worker_timeout_s": 60.0} | settings
         config = RouterConfig(model=model, served_model=MODEL, control_bind=control, **settings)
         self.tokenizer = load_tokenizer(model)
         self._timeouts = timeouts

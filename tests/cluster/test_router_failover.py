@@ -96,6 +96,7 @@ def test_decode_that_vanishes_is_replaced_and_text_counts_and_logprobs_have_no_s
     body = LONG | {"stream": True, "stream_options": {"include_usage": True}, "logprobs": True, "top_logprobs": 1}
     results = begin(running, body)
     until(lambda: running.call(lambda: _output(running) == 1 + num_tokens), "the tokens are with the client")
+    until(lambda: dying.of(Reserve), "the first token may come before it")
     heir = running.add("decode", Relay(output).decode)
     dying.close()
     status, lines = until(lambda: results, "an answer")[0]
@@ -119,7 +120,7 @@ def until_heard(running, worker):
     """Until a heartbeat that it says after this has come."""
     num_beats = worker.num_beats
     until(lambda: worker.num_beats > num_beats, "it says one")
-    said = time.monotonic()
+    said = running.call(lambda: running.router.dispatcher._clock())
     until(lambda: running.call(lambda: running.router.dispatcher.registry.get(worker.instance).last_seen) > said, "another")
 
 
@@ -137,7 +138,7 @@ def test_prefill_that_vanishes_mid_stream_is_missed_by_nobody(running):
     until(lambda: running.call(lambda: _output(running) == 1), "token 1 is with the client")
     prefill.close()
     until(lambda: running.call(lambda: len(running.router.dispatcher.registry)) == 1, "prefill is lost")
-    script.stream(decode, decode.of(Reserve)[0])
+    script.stream(decode, until(lambda: decode.of(Reserve), "decode has it, too")[0])
     _, lines = until(lambda: results, "an answer")[0]
     assert [i for d in chunks(lines) for c in d["choices"] for i in c.get("token_ids", [])] == output
     assert len(decode.of(Reserve)) == 1

@@ -25,6 +25,7 @@ from baton.tests.cluster.router_fakes import (
     post,
     until,
 )
+from baton.tests.cluster.test_router_failover import until_heard
 
 
 def test_without_workers_it_is_alive_not_ready_and_answers_503(start):
@@ -60,8 +61,8 @@ def test_client_that_leaves_is_cancelled_on_both_workers(start, is_stream):
     until(lambda: decode.of(Reserve) and prefill.of(Prefill), "the room is placed")
     connection.close()
     room = decode.of(Reserve)[0].room
-    until(lambda: [c.room for c in decode.of(Cancel)] == [room], "decode was told")
-    until(lambda: [c.room for c in prefill.of(Cancel)] == [room], "prefill was told")
+    for worker in (decode, prefill):  # again and again, until it says Gone
+        until(lambda worker=worker: {c.room for c in worker.of(Cancel)} == {room}, f"{worker.role} was told")
     assert_nothing_left(running)
 
 
@@ -98,7 +99,7 @@ def test_stop_string_cancels_a_running_room_on_both_workers(start):
     assert reply["choices"][0]["message"]["content"] == "Hello "
     assert reply["choices"][0]["finish_reason"] == "stop"
     assert_nothing_left(running)
-    assert [c.room for c in decode.of(Cancel)] == [c.room for c in prefill.of(Cancel)] != []
+    assert {c.room for c in decode.of(Cancel)} == {c.room for c in prefill.of(Cancel)} != set()
 
 
 def test_full_queue_is_429_and_a_freed_slot_serves_the_waiting(start):
@@ -114,8 +115,8 @@ def test_full_queue_is_429_and_a_freed_slot_serves_the_waiting(start):
     assert int(reply.headers["retry-after"]) > 0
     script.holds.clear()
     script.stream(decode, decode.of(Reserve)[0])
-    first.join(30)
-    second.join(30)
+    first.join(60)
+    second.join(60)
     assert results[0].status_code == 200
     assert_nothing_left(running)
 
@@ -160,7 +161,7 @@ def test_refusal_puts_the_request_back_and_cancels_prefill(start):
     reply = post(running, max_tokens=200)
     assert reply.json()["choices"][0]["message"]["content"] == ANSWER
     assert [reserve.epoch for reserve in decode.of(Reserve)] == [0, 1]
-    assert len(prefill.of(Cancel)) == 1
+    assert {cancel.epoch for cancel in prefill.of(Cancel)} == {0}
     assert_nothing_left(running)
 
 
@@ -185,8 +186,7 @@ def test_failure_before_the_first_token_is_tried_once_more_on_another_pair(start
     for worker in running.workers[1:]:
         worker._script = fail_first
     assert post(running, max_tokens=200).json()["choices"][0]["message"]["content"] == ANSWER
-    reserves = [worker.of(Reserve) for worker in (running.workers[1], other)]
-    assert sorted(len(found) for found in reserves) == [1, 1]
+    assert [len(worker.of(Reserve)) for worker in (running.workers[1], other)] == [1, 1]
     assert_nothing_left(running)
 
 
@@ -217,7 +217,7 @@ def test_failure_after_the_first_token_is_an_error_frame_and_not_a_bare_end(star
         stream = client.chat.completions.create(stream=True, **BODY)
         first = next(iter(stream))
         assert first.choices[0].delta.role == "assistant"
-        fail_with(decode, decode.of(Reserve)[0], False)
+        fail_with(decode, until(lambda: decode.of(Reserve), "decode has it, too")[0], False)
         with pytest.raises(openai.APIError, match="failed"):
             list(stream)
     assert len(decode.of(Reserve)) == 1
@@ -226,9 +226,8 @@ def test_failure_after_the_first_token_is_an_error_frame_and_not_a_bare_end(star
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_worker_that_vanishes_before_any_token_hangs_nobody(start, role):
-    running, script = start(LITTLE_PATIENCE, worker_timeout_s=1.0)
-    prefill, decode = running.pair(script)
-    mute = prefill if role == "prefill" else decode
+    running, script = start()
+    mute = running.pair(script)[role == "decode"]
     mute._script = lambda worker, message: None
     _, results = in_thread(lambda: post(running))
     until(lambda: mute.of(Prefill if role == "prefill" else Reserve), "the room is placed")
@@ -292,9 +291,12 @@ def test_worker_that_dropped_its_rooms_and_says_so_is_not_waited_for(start):
 
 
 def test_worker_whose_loop_hangs_is_lost_though_its_connection_lives(start):
-    running, script = start(worker_timeout_s=2.0)
-    _, decode = running.pair(script)
+    running, script = start(worker_timeout_s=60.0)
+    prefill, decode = running.pair(script)
     decode.beats = False
+    for _ in range(2):
+        running.call(lambda: running.let_pass(40.0))
+        until_heard(running, prefill)
     until(lambda: httpx.get(running.url + "/ready").status_code == 503, "not ready")
     assert post(running).status_code == 503
     decode.beats = True
@@ -345,7 +347,7 @@ def test_drain_ends_running_streams_whole_and_takes_nothing_new(start):
         running.begin_drain()
         until(lambda: httpx.get(running.url + "/ready").status_code == 503, "not ready")
         assert post(running).status_code == 503
-        script.stream(decode, decode.of(Reserve)[0])
+        script.stream(decode, until(lambda: decode.of(Reserve), "decode has it, too")[0])
         assert [line for line in lines if line][-1] == "data: [DONE]"
     running.join()
 
@@ -384,7 +386,7 @@ def test_process_imports_no_torch_and_ends_with_0_on_sigterm(tmp_path, model_dir
     with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
         assert any("router serves" in line for line in process.stderr)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(10) == 0
+        assert process.wait(60) == 0
 
 
 def test_port_in_use_is_one_line_and_exit_code_1(tmp_path, model_dir, start):

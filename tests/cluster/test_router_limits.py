@@ -22,7 +22,7 @@ def test_a_request_over_its_time_limit_is_504_or_an_error_frame(start, is_stream
     script.holds.set()
     _, decode = running.pair(script)
     _, replies = in_thread(lambda: post(running, stream=is_stream))
-    until(lambda: running.call(lambda: _num_output(running)) == 1, "the first token is there")
+    until(lambda: decode.of(Reserve) and running.call(lambda: _num_output(running)) == 1, "the first token is there")
     running.call(lambda: running.let_pass(21.0))
     reply = until(lambda: replies, "an answer")[0]
     last = reply.text.strip().splitlines()[-1].removeprefix("data: ")
