@@ -139,6 +139,9 @@ def test_a_command_that_is_not_let_in_says_the_one_thing_to_do(name, secured, au
             monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "ca.pem"))
 
 
+HELLO = b"\x16\x03\x01\x02\x00"  # the beginning of one of 512 bytes
+
+
 @pytest.mark.parametrize(("ends_in", "level"), [(2 * DAY, WARN), (30 * DAY, OK)])
 def test_the_doctor_tells_when_a_router_s_certificate_ends(
     secured, authority, files, tmp_path, monkeypatch, capsys, ends_in, level
@@ -155,17 +158,26 @@ def test_the_doctor_tells_when_a_router_s_certificate_ends(
 
 
 def test_who_never_ends_a_handshake_counts_as_a_connection_and_is_cut(secured, trusting, monkeypatch):
-    monkeypatch.setattr("baton.router.server.HEAD_TIMEOUT_S", 2.0)
+    monkeypatch.setattr("baton.router.server.HEAD_TIMEOUT_S", 600.0)
     monkeypatch.setattr("baton.router.server.SPARE_IN_DOOR", 4)
     running, _ = secured(max_connections=16)
     door = running.router._server._door
     clients = [connected(running) for _ in range(20)]
     for client in clients[::2]:
-        client.sendall(b"\x16\x03\x01\x02\x00")  # the beginning of a hello of 512 bytes
-    until(lambda: len(door) == 20, "all stand in the door")
+        client.sendall(HELLO)
+    until(lambda: (len(door._silent), len(door._handshakes)) == (10, 10), "all stand in the door")
     with connected(running) as beyond:
         assert is_cut(beyond)
         assert len(door) == 20, "and nobody else yet"
+    for client in clients[::2]:
+        client.close()
+    until(lambda: len(door) == 10, "they left")
+    door._patience_s = 0.3  # of who comes from now on
+    clients[::2] = [connected(running), connected(running)] * 5
+    for client in clients[:4:2]:
+        client.sendall(HELLO)
+    clock = door._clock
+    door._clock = lambda: clock() + 600.0
     assert all(is_cut(client) for client in clients)
     until(lambda: len(door) == 0, "the door is empty")
     assert name_offered(running, trusting) == "first"
