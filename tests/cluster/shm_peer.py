@@ -106,7 +106,7 @@ def decode(pipe: Connection, endpoint: str, fault: str = "", is_elsewhere: bool 
                     features=None, endpoint=endpoint, peer_instance=instance,
                 )
             )  # fmt: skip
-            end, ended = time.monotonic() + 10.0, None
+            end, ended = time.monotonic() + 30.0, None
             while ended is None and time.monotonic() < end:
                 ended = next((e for e in receiver.poll(0.05) if isinstance(e, Complete | Lost)), None)
             if isinstance(ended, Complete):

@@ -1,5 +1,6 @@
 """Shared memory between real processes: right bytes, and nothing left whoever is killed and whenever."""
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -12,8 +13,8 @@ from pathlib import Path
 import pytest
 from baton.tests.cluster import shm_peer
 
-DEADLINE_S = 30.0
-GONE_S = 20.0
+DEADLINE_S = 60.0
+GONE_S = 60.0
 BLOCKS = 24
 
 
@@ -27,18 +28,21 @@ def wait_for(condition: Callable[[], object], seconds: float = DEADLINE_S) -> No
 def holds(pid: int) -> int:
     """Slabs that a process has mapped or open."""
     maps = Path(f"/proc/{pid}/maps").read_text().count("baton-slab")
-    links = [os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd") if _is_open(pid, fd)]
-    return maps + sum("baton-slab" in link for link in links)
+    return maps + sum("baton-slab" in link for link in _descriptors(pid))
 
 
-def _is_open(pid: int, fd: str) -> bool:
-    return os.path.islink(f"/proc/{pid}/fd/{fd}")
+def _descriptors(pid: int) -> list[str]:
+    """What each is of; the process may close some meanwhile."""
+    found = []
+    for fd in os.listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            found.append(os.readlink(f"/proc/{pid}/fd/{fd}"))
+    return found
 
 
 def sockets_of(pid: int) -> set[str]:
     """Their inodes."""
-    links = [os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd") if _is_open(pid, fd)]
-    return {link[8:-1] for link in links if link.startswith("socket:[")}
+    return {link[8:-1] for link in _descriptors(pid) if link.startswith("socket:[")}
 
 
 def named_sockets() -> set[str]:
