@@ -11,6 +11,7 @@ from baton.cluster.sockets import CONTROL_HIGH_WATER, bind, connect, make_socket
 
 MESSAGES = 40 * CONTROL_HIGH_WATER
 PART = bytes(4096)
+LEAST = 4 * CONTROL_HIGH_WATER  # the queues of both sides, and something on the way between
 STUCK_S = 0.3  # nothing goes on for so long: every queue is full
 STALL_S = 1.4  # longer than two intervals of heartbeats
 
@@ -25,7 +26,7 @@ def main(side):
     reader, writer, address = (server, client, []) if side == "router" else (client, server, [identity])
     sent = 0
     until = time.monotonic() + STUCK_S
-    while sent < MESSAGES and time.monotonic() < until:
+    while sent < MESSAGES and (sent < LEAST or time.monotonic() < until):
         try:
             writer.send_multipart([*address, PART], zmq.NOBLOCK)
             sent += 1
@@ -36,7 +37,8 @@ def main(side):
     time.sleep(STALL_S)
     got = 0
     until = time.monotonic() + 0.5
-    while time.monotonic() < until:
+    patience = time.monotonic() + 30.0
+    while time.monotonic() < (until if got >= CONTROL_HIGH_WATER - 1 else patience):
         if recv_parts(reader, 4, 1 << 20) is None:
             time.sleep(0.01)
         else:

@@ -1,7 +1,9 @@
 """A worker's own /metrics over real HTTP."""
 
 import http.client
+import http.server
 import socket
+import threading
 import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
@@ -34,7 +36,7 @@ def server():
 
 
 def get(server, path="/metrics", method="GET"):
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
     connection.request(method, path)
     reply = connection.getresponse()
     body = reply.read()
@@ -87,10 +89,19 @@ def test_a_client_that_says_nothing_keeps_the_next_one_waiting_for_a_bounded_tim
 
 
 def test_a_client_that_trickles_keeps_the_next_one_waiting_for_a_bounded_time_only(server, monkeypatch):
+    begun = threading.Event()
+
+    def tell(handler):
+        begun.set()
+        http.server.BaseHTTPRequestHandler.handle_one_request(handler)
+
+    monkeypatch.setattr(metrics_server._Handler, "handle_one_request", tell, raising=False)
     monkeypatch.setattr(metrics_server, "SCRAPE_TIMEOUT_S", 0.3)
     slow = socket.create_connection(("127.0.0.1", server.port))
     with slow, ThreadPoolExecutor(1) as others, suppress(ConnectionError):
         slow.sendall(b"GET /")
+        assert begun.wait(60)
+        monkeypatch.setattr(metrics_server, "SCRAPE_TIMEOUT_S", 60.0)  # of the next one, whose thread may get no core
         scrape = others.submit(get, server)
         while not scrape.done():
             slow.sendall(b"x")
@@ -132,6 +143,6 @@ def test_a_port_that_is_asked_for_is_opened_and_told_what_every_heartbeat_says()
     worker.stats = lambda: WorkerStats(pages_total=41)
     WorkerLoop(worker, link, Shutdown(), drain_timeout_s=1.0, clock=lambda: clock[0], tell=tell).beat()
     assert [type(message) for message in link.posted] == [Heartbeat]
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as reply:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as reply:
         assert value(samples(reply.read()), "baton_worker_pages", kind="total", **WHO) == 41
     tell.__self__.close()
