@@ -30,6 +30,8 @@ LONGEST_PAUSE_S = 30.0
 FORGIVEN_AFTER_S = 60.0
 TERM_AGAIN_S = 2.0  # after the first SIGTERM: a second one tells a draining role to leave now
 KILL_AFTER_S = 4.0
+LAST_LINE_S = 1.0  # to read what an ended child wrote: somebody else may have its output and keep it open
+WHY_S = 10.0  # the same for the line that says why the whole ends, and nobody waits for a restart
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +59,7 @@ class Process(Protocol):
     def kill(self) -> None:
         """Kill it and everything it started."""
 
-    def finish(self) -> str:
+    def finish(self, patience_s: float = LAST_LINE_S) -> str:
         """After its end: clean up; the one line with which it said why it cannot start, or ""."""
 
 
@@ -165,8 +167,9 @@ class Supervisor:
 
     def _ended(self, child: Child, code: int) -> None:
         assert child.process is not None
-        line, child.process = child.process.finish(), None
-        if code == EXIT_CANNOT_START and child.num_starts == 1:
+        is_hopeless = code == EXIT_CANNOT_START and child.num_starts == 1
+        line, child.process = child.process.finish(WHY_S if is_hopeless else LAST_LINE_S), None
+        if is_hopeless:
             self.failure = f"{child.spec.name}: {line or 'cannot start; its lines above say why'}"
             return
         now = self._clock()
@@ -235,11 +238,11 @@ class SpawnedProcess:
                 with suppress(psutil.NoSuchProcess):
                     process.kill()
 
-    def finish(self) -> str:
+    def finish(self, patience_s: float = LAST_LINE_S) -> str:
         """Kill what is left of its session, wait for its last line, and return its error."""
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
-        self._pump.join(timeout=1.0)
+        self._pump.join(timeout=patience_s)
         return self._error
 
     def _pass_lines(self) -> None:

@@ -34,7 +34,7 @@ class FakeProcess:
         self.received.append("kill")
         self.code = -signal.SIGKILL
 
-    def finish(self):
+    def finish(self, patience_s=0.0):
         return self.line
 
 
