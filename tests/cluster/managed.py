@@ -49,6 +49,17 @@ class Manager:
             assert code is None, self.log.read_text()
             assert time.monotonic() < deadline, f"no {line} in {self.words}\n{self.log.read_text()}"
 
+    def wait_for_pings(self, count, seconds):
+        """Until it has said so many more."""
+        so_far, deadline = self.num_pings, time.monotonic() + seconds
+        while self.num_pings < so_far + count:
+            assert time.monotonic() < deadline, f"{self.num_pings - so_far} pings\n{self.log.read_text()}"
+            time.sleep(0.05)
+
+    @property
+    def num_pings(self):
+        return sum(line == "WATCHDOG=1" for _, line in self.words)
+
     def watch(self, limit_s, seconds):
         """As the manager does: SIGABRT when no ping comes for `limit_s`. True when that was necessary within `seconds`."""
         until = time.monotonic() + seconds
