@@ -14,7 +14,7 @@ from baton.tests.kubernetes.policies import Pod, is_allowed, labels_of, ruleset
 Triple = tuple[str, str, int]  # source, target, port
 DNS = 53
 PORTS = (HTTP, CONTROL, KV, BULK, METRICS, DNS, 443, 6443)
-PATIENCE_S, SILENCE_S = 10.0, 0.5  # for what is allowed to connect; for what is forbidden to stay silent behind that
+PATIENCE_S, SILENCE_S = 60.0, 0.5  # for what is allowed to connect; for what is forbidden to stay silent behind that
 ENDS = {
     "router": (labels_of("router"), None),
     **{f"{role}-{i}": (labels_of(role), None) for role in ("prefill", "decode") for i in (0, 1)},
@@ -71,8 +71,10 @@ class Pods:
         for number in under_way:
             poller.register(number, select.POLLOUT)
         found, patience = set(), time.monotonic() + PATIENCE_S
-        until = patience
-        while (left := until - time.monotonic()) > 0:
+        until, is_last = patience, False
+        while not is_last:
+            left = max(0.0, until - time.monotonic())
+            is_last = not left  # what came while this process got no core is still looked at
             for number, _ in poller.poll(left * 1000):
                 poller.unregister(number)
                 triple, made = under_way[number]
@@ -82,15 +84,16 @@ class Pods:
                 until = time.monotonic() + SILENCE_S
         return found
 
-    def heard_by_dns(self) -> set[str]:
-        """Whose datagrams come to the name server."""
+    def heard_by_dns(self, expected: set[str]) -> set[str]:
+        """Whose datagrams come to the name server; waits as `connected` does."""
         for pod in self.all:
             with contextlib.suppress(PermissionError):  # its own host drops it
                 self._questions[pod.name].sendto(pod.name.encode(), (self._lan.address("dns"), DNS))
-        heard, until = set(), time.monotonic() + SILENCE_S
-        while (left := until - time.monotonic()) > 0:
-            if select.select([self._questions["dns"]], [], [], left)[0]:
-                heard.add(self._questions["dns"].recv(64).decode())
+        heard, until = set(), time.monotonic() + PATIENCE_S
+        while select.select([self._questions["dns"]], [], [], max(0.0, until - time.monotonic()))[0]:
+            heard.add(self._questions["dns"].recv(64).decode())
+            if expected <= heard:
+                until = time.monotonic() + SILENCE_S
         return heard - {"dns"}
 
     def _open(self, pod: Pod, kind: int, address: tuple[str, int] | None = None) -> socket.socket:
