@@ -61,7 +61,7 @@ def check_cluster(rounds, smollm2_dir, eagle3_dir, drafts, chunk, prefill, decod
             steps = sum(d["timeline"]["verify_steps"] for d in documents)
             accepted = sum(d["timeline"]["accepted"] for d in documents)
             assert 1 + accepted / steps > 1.5, "the drafter is heard"
-        wait_until(lambda: not any(pages_held(cluster)[0].values()), 5, "every page free again")
+        wait_until(lambda: not any(pages_held(cluster)[0].values()), 60, "every page free again")
 
 
 @pytest.mark.parametrize(("drafts", "chunk", "prefill", "decode"), QUICK)

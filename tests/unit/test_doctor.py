@@ -134,7 +134,8 @@ def test_fault_9_clocks_that_differ(capsys):
         one(capsys, "clock", "behind", f"--url={url}")
 
 
-def test_fault_10_a_link_that_is_slow_or_dead(capsys):
+def test_fault_10_a_link_that_is_slow_or_dead(capsys, monkeypatch):
+    monkeypatch.setattr("baton.deploy.pull_test.SILENCE_S", 30.0)  # its other end is a thread here
     endpoints, over = [], threading.Event()
     tell = {"on_ready": endpoints.append, "is_over": over.is_set}
     serving = threading.Thread(target=serve, args=("tcp://127.0.0.1:0",), kwargs={"trusted_network": False, **tell})
@@ -150,6 +151,7 @@ def test_fault_10_a_link_that_is_slow_or_dead(capsys):
     finally:
         over.set()
         serving.join()
+    monkeypatch.undo()
     one(capsys, "link", "cannot be reached", f"--pull={endpoints[0]}")
 
 
