@@ -348,6 +348,15 @@ class FaultCluster:
         return own
 
 
+class Late(AssertionError):
+    """A bound of time was passed: by the cluster, or because the machine had other work just then."""
+
+
+def in_time(took: float, bound: float, told: str) -> None:
+    if took > bound:
+        raise Late(told)
+
+
 def wait_until(predicate, timeout, what, pause=0.02):
     """Poll what real processes must reach; returns (value, seconds waited). `what` may be a function, for its text."""
     began = time.monotonic()
@@ -356,5 +365,5 @@ def wait_until(predicate, timeout, what, pause=0.02):
         if value:
             return value, time.monotonic() - began
         if time.monotonic() - began > timeout:
-            raise AssertionError(f"{what() if callable(what) else what}: not within {timeout} s")
+            raise Late(f"{what() if callable(what) else what}: not within {timeout} s")
         time.sleep(pause)

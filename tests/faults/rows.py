@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from baton.tests.faults.bed import Bed, Scene
+from baton.tests.faults.cluster import Late
 from baton.tests.faults.netns import missing
 
 MODULES = (
@@ -42,6 +43,7 @@ class Outcome:
     problems: list[str]
     seconds: float
     skipped: str = ""  # why it was not played
+    is_late: bool = False  # it failed by a bound of time alone
 
 
 class Registry:
@@ -79,7 +81,7 @@ def attempt(bed: Bed, chosen: Row) -> Outcome:
     if chosen.settings.get("hosts") and (reason := missing()):
         return Outcome(row=chosen, measured="", problems=[], seconds=0.0, skipped=reason)
     began = time.monotonic()
-    measured, problems = "", []
+    measured, problems, is_late = "", [], False
     try:
         with bed.scene(**chosen.settings) as scene:
             measured = chosen.play(scene)
@@ -89,7 +91,9 @@ def attempt(bed: Bed, chosen: Row) -> Outcome:
     except Exception as error:  # whatever a row runs into is its result; the next row has a cluster of its own
         at = next(f for f in reversed(traceback.extract_tb(error.__traceback__)) if "rows" in f.filename)
         problems = [f"{type(error).__name__} {error} in: {at.line}", *getattr(error, "__notes__", [])]
-    return Outcome(row=chosen, measured=measured, problems=problems, seconds=time.monotonic() - began)
+        is_late = isinstance(error, Late)
+    seconds = time.monotonic() - began
+    return Outcome(row=chosen, measured=measured, problems=problems, seconds=seconds, is_late=is_late)
 
 
 HEAD = ("| row | fault | criterion | result | measured | s |", "|---|---|---|---|---|---|")

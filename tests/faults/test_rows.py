@@ -4,6 +4,7 @@ import pytest
 from baton.tests.faults.bed import Bed
 from baton.tests.faults.rows import attempt, load
 
+TRIES = 3  # of a row that is late, on a machine that other tests share; `make faults` plays each once
 ROWS = [
     pytest.param(row, id=f"{name} {row.fault}", marks=[] if row.is_quick else [pytest.mark.slow])
     for name, row in load().items()
@@ -18,7 +19,10 @@ def bed(tmp_path_factory):
 
 @pytest.mark.parametrize("row", ROWS)
 def test_a_fault_costs_nothing_but_what_its_row_allows(bed, row):
-    outcome = attempt(bed, row)
-    if outcome.skipped:
-        pytest.skip(outcome.skipped)
+    for _ in range(TRIES):
+        outcome = attempt(bed, row)
+        if outcome.skipped:
+            pytest.skip(outcome.skipped)
+        if not outcome.is_late:
+            break
     assert not outcome.problems, "\n".join(outcome.problems)
