@@ -5,6 +5,7 @@ invariant was broken. `--trace SEED` plays one seed and prints its story.
 """
 
 import argparse
+import gc
 import json
 import multiprocessing
 import sys
@@ -17,6 +18,7 @@ from baton.tests.sim.cluster_faults import KINDS, TRANSITIONS
 from baton.tests.sim.cluster_world import Options, run
 
 SEEDS_PER_TASK = 20
+YOUNG_OBJECTS = 50_000  # a seed makes many, of which reference counts end nearly all: looking for more took a tenth of it
 MOST_FAILURES = 20  # then there is no point in going on
 
 
@@ -139,6 +141,8 @@ def main(argv=None):
     parser.add_argument("--trace", type=int, help="play this seed and print its story")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
+    gc.freeze()
+    gc.set_threshold(YOUNG_OBJECTS)
     if options.trace is not None:
         outcome = run(options.trace, Options(is_told=True))
         print("\n".join(outcome.story))
