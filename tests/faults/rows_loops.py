@@ -57,7 +57,7 @@ class NodeProcess:
         if self._node.is_up:
             os.kill(self._node.pid, signal.SIGKILL)
 
-    def finish(self) -> str:
+    def finish(self, patience_s: float = 0.0) -> str:
         self._ends.append(time.monotonic())
         return ""
 

@@ -37,9 +37,9 @@ def assert_same(reference, served):
     return True
 
 
-def some(references):
-    """A third of them and the shortest: of every length, and nothing that is not in the whole."""
-    return [*references[::3], min(references, key=lambda reference: len(reference.prompt_ids))]
+def share(references, number):
+    """One of as many parts as there are quick settings, each of every length, and the shortest."""
+    return [*references[number :: len(QUICK)], min(references, key=lambda reference: len(reference.prompt_ids))]
 
 
 def check_cluster(rounds, smollm2_dir, eagle3_dir, drafts, chunk, prefill, decode):
@@ -66,9 +66,10 @@ def check_cluster(rounds, smollm2_dir, eagle3_dir, drafts, chunk, prefill, decod
 
 @pytest.mark.parametrize(("drafts", "chunk", "prefill", "decode"), QUICK)
 def test_served_tokens_equal_transformers(reference_greedy, smollm2_dir, eagle3_dir, drafts, chunk, prefill, decode):
-    """All prompts in one setting, with a second round; a third of them in the others. All in all is in the full suite."""
-    whole = list(reference_greedy.values())
-    rounds = [whole, some(whole)] if chunk == 64 else [some(whole)]
+    """Each prompt in one of these settings, those of one again. All in all is in the full suite."""
+    number = [setting.values for setting in QUICK].index((drafts, chunk, prefill, decode))
+    part = share(list(reference_greedy.values()), number)
+    rounds = [part, part] if chunk == 64 else [part]
     check_cluster(rounds, smollm2_dir, eagle3_dir, drafts, chunk, prefill, decode)
 
 
