@@ -21,6 +21,7 @@ from .keyring import Curve
 CONTROL_MAX_FRAME = 1 << 20
 CONTROL_HIGH_WATER = 64
 BULK_HIGH_WATER = 8
+RECEIVE_HIGH_WATER = 4096  # of small messages: more than a worker says while this process gets no core for 15 seconds
 BULK_FRAME_SLACK = 4096  # a bulk socket's frames are one block or a small message
 LINGER_MS = 200
 HANDSHAKE_MS = 2000
@@ -47,7 +48,6 @@ def make_socket(
     *,
     max_frame: int = CONTROL_MAX_FRAME,
     high_water: int = CONTROL_HIGH_WATER,
-    receive_high_water: int | None = None,
     linger_ms: int = LINGER_MS,
     curve: Curve | None = None,
     ticket: str | None = None,
@@ -57,8 +57,8 @@ def make_socket(
     With a `ticket` of `Tickets` it shows that to whom it connects; with "" it is connected to, by who shows one.
 
     A peer's frame of more than `max_frame` bytes closes its connection. At most `high_water` messages are queued per
-    peer to be sent, and in a ROUTER as many that came; `receive_high_water`, when given, is the bound of the latter. A
-    DEALER queues nothing for a peer that is not connected: `try_send` returns False until it is.
+    peer to be sent, and in a ROUTER RECEIVE_HIGH_WATER that came. A DEALER queues nothing for a peer that is not connected:
+    `try_send` returns False until it is.
     """
     socket: Socket = context.socket(kind)
     socket.setsockopt(zmq.MAXMSGSIZE, max_frame + (CURVE_FRAME_SLACK if curve is not None else 0))
@@ -68,10 +68,11 @@ def make_socket(
     socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
     socket.setsockopt(zmq.RECONNECT_IVL, 100)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-    # libzmq 4.3 aborts the process when the timer of a PING finds a peer gone behind a queue that is full (its issues 3937,
-    # 4364 and 4767). So only who connects sends PINGs, and its queue takes whatever the peer that it chose sends; who is
-    # connected to bounds its queue, answers, and by the PING's TTL notices silence as soon.
-    socket.setsockopt(zmq.RCVHWM, 0 if kind == zmq.DEALER else receive_high_water or high_water)
+    # libzmq 4.3 stops reading behind a full queue. When the peer of such a connection is gone, a PING that falls due, or one
+    # that is answered, aborts the process (its issues 3937, 4364 and 4767). So only who connects sends PINGs, and its queue
+    # takes whatever the peer that it chose sends. Who is connected to answers, and by the PING's TTL notices silence; its
+    # queue is as long as no honest peer fills it, and bounded for the others.
+    socket.setsockopt(zmq.RCVHWM, 0 if kind == zmq.DEALER else RECEIVE_HIGH_WATER)
     socket.setsockopt(zmq.HEARTBEAT_IVL, PING_MS if kind == zmq.DEALER else 0)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENCE_MS)
     socket.setsockopt(zmq.HEARTBEAT_TTL, SILENCE_MS)

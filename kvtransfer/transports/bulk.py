@@ -69,7 +69,6 @@ class BulkPort:
             zmq.ROUTER,
             max_frame=MAX_FRAME,
             high_water=BULK_HIGH_WATER,
-            receive_high_water=CONTROL_HIGH_WATER,
             ticket="",
         )
         self._doorway = Doorway(self._socket)

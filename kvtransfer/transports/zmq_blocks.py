@@ -102,7 +102,6 @@ class ZmqBlocksSender(SenderEndpoint, Polling[Send | SendBlock]):
             zmq.ROUTER,
             max_frame=KV_MAX_BYTES,
             high_water=BULK_HIGH_WATER,
-            receive_high_water=CONTROL_HIGH_WATER,
             curve=keyring.called() if keyring is not None else None,
         )
         self._doorway = Doorway(self._socket)

@@ -1,8 +1,11 @@
 """A process whose reader stalls while more comes than its queue takes, and whose peer leaves then: it must live.
 
-`python -m baton.tests.unit.stalled_reader SIDE`: SIDE (dealer or router) stalls.
+`python -m baton.tests.unit.stalled_reader SIDE`: SIDE (dealer or router) stalls; `pinged` is a router whose peer has asked
+for a heartbeat behind its messages.
 """
 
+import socket
+import struct
 import sys
 import time
 
@@ -13,10 +16,43 @@ MESSAGES = 40 * CONTROL_HIGH_WATER
 PART = bytes(4096)
 LEAST = 4 * CONTROL_HIGH_WATER  # the queues of both sides, and something on the way between
 STUCK_S = 0.3  # nothing goes on for so long: every queue is full
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32)  # ZMTP 3.1
+READY = b"\x04\x1c\x05READY\x0bSocket-Type\0\0\0\x06DEALER"
+PING = b"\x04\x07\x04PING\0\x0f"
+SHORT = b"\0\x01m"  # a message
 STALL_S = 1.4  # longer than two intervals of heartbeats
 
 
+def pinged():
+    """All of it comes as one piece, which the socket's own thread has read when the peer leaves; the PING is answered when
+    the messages before it have found room."""
+    context = zmq.Context()
+    server = make_socket(context, zmq.ROUTER)
+    port = int(bind(server, "tcp://127.0.0.1:0").rpartition(":")[2])
+    with socket.create_connection(("127.0.0.1", port), timeout=30) as client:
+        client.sendall(GREETING + READY)
+        with client.makefile("rb") as answer:
+            answer.read(len(GREETING))
+            answer.read(answer.read(2)[1])  # its READY
+        client.sendall(LEAST * SHORT + PING + SHORT)
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset, which is seen at once
+        time.sleep(STUCK_S)
+    time.sleep(STUCK_S)
+    got, patience = 0, time.monotonic() + 30.0
+    while got < LEAST and time.monotonic() < patience:
+        if recv_parts(server, 4, 1 << 20) is None:
+            time.sleep(0.01)
+        else:
+            got += 1
+    assert got >= LEAST, got
+    time.sleep(STUCK_S)
+    print(f"read {got}, alive")
+    context.destroy(linger=0)
+
+
 def main(side):
+    if side == "pinged":
+        return pinged()
     ours, theirs = zmq.Context(), zmq.Context()
     server = make_socket(ours if side == "router" else theirs, zmq.ROUTER)
     client = make_socket(theirs if side == "router" else ours, zmq.DEALER)
@@ -47,6 +83,7 @@ def main(side):
     assert got >= CONTROL_HIGH_WATER - 1, got
     print(f"sent {sent}, read {got}, alive")
     ours.destroy(linger=0)
+    return None
 
 
 if __name__ == "__main__":
