@@ -28,7 +28,7 @@ from .replies import (
 )
 from .room_effects import Broken, Deliver, Settled
 from .room_parts import BAD_GRAMMAR, DEADLINE_EXCEEDED, GRAMMARS_OVERDUE
-from .rooms import QUARANTINED
+from .suspicion import QUARANTINED
 
 SSE_HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-store"}
 JSON_HEADERS = {"content-type": "application/json"}
@@ -117,9 +117,9 @@ class Answer:
     async def _stream(self, send: Send) -> None:
         """Headers go out with the first tokens, so that an early failure has a status of its own."""
         is_open = [False] * len(self._choices)
-        is_started = is_last = False
+        is_started = is_done = is_last = False
         try:
-            while not self._is_done:
+            while not is_done:
                 data = b""
                 for index, piece in self._absorb(await self._inbox.take()):
                     if not is_open[index]:
@@ -130,11 +130,11 @@ class Answer:
                 if not is_started:
                     is_started = True
                     await _send_start(send, 200, RAW_SSE + self._named)
-                is_last = self._is_done and not (self._wants_accounts and self._is_settling)
-                if is_last:
-                    data += self._closing()
+                if is_done := self._is_done:
+                    is_last = not (self._wants_accounts and self._is_settling)
+                    data += self._closing() if is_last else b""
                 if data:
-                    await _send_body(send, data, is_last=is_last)
+                    await send({"type": "http.response.body", "body": data, "more_body": not is_last})
             if not is_last:
                 await self._settle()
                 await _send_body(send, self._closing(), is_last=True)
@@ -186,13 +186,13 @@ class Answer:
         """The pieces of a batch of events. Raises ApiError for a failure and ClientLeft."""
         pieces = []
         for index, event in events:
-            if isinstance(event, Disconnected):
+            if isinstance(event, Deliver):
+                pieces.append((index, self._add(index, event)))
+            elif isinstance(event, Disconnected):
                 raise ClientLeft
-            if isinstance(event, Broken):
+            elif isinstance(event, Broken):
                 if not self._choices[index].finish:
                     raise error_of(event)
-            elif isinstance(event, Deliver):
-                pieces.append((index, self._add(index, event)))
             elif not isinstance(event, Settled):
                 pieces.append((index, self._choices[index].end(event.reason)))
         return pieces

@@ -66,7 +66,7 @@ class Detokenizer:
     def __init__(self, table: TokenBytes, *, skip_special: bool = True) -> None:
         self._table = table
         self._skipped = table.special if skip_special else frozenset()
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._rest = b""  # of a character that is not whole
         self._strip_next = table.strips_first_space
 
     def feed(self, ids: Sequence[int]) -> str:
@@ -75,11 +75,15 @@ class Detokenizer:
         if self._strip_next and data:
             self._strip_next = False
             data = data.removeprefix(b" ")
-        return self._decoder.decode(data)
+        data = self._rest + data
+        text, used = codecs.utf_8_decode(data, "replace", False)
+        self._rest = data[used:]
+        return text
 
     def flush(self) -> str:
         """A replacement character for an unfinished one, when no more tokens come."""
-        return self._decoder.decode(b"", True)
+        rest, self._rest = self._rest, b""
+        return rest.decode("utf-8", "replace")
 
 
 def _kinds(decoder: dict[str, object] | None) -> set[str]:

@@ -27,7 +27,8 @@ from .registry import Registry, Worker
 from .retries import RetryBudget
 from .room_effects import Broken, Closed, Deliver, Effect, Ended, Freed, Judged, Pair, Requeued, Send, Settled, Timeouts
 from .room_parts import PEER_LOST, Phase, RoomEvent
-from .rooms import QUARANTINED, Room
+from .rooms import Room
+from .suspicion import QUARANTINED
 from .waiting import WaitingList
 
 logger = logging.getLogger(__name__)
@@ -251,8 +252,7 @@ class Dispatcher:
     ) -> None:
         self.canaries.lost(worker.instance, now)
         for entry in self._rooms_of(worker):
-            room = entry.room
-            lost = room.worker_lost(worker.instance, now, is_dead=is_dead, unreachable_since=unreachable_since)
+            lost = entry.room.worker_lost(worker.instance, now, is_dead=is_dead, unreachable_since=unreachable_since)
             self._perform(entry, lost, now)
 
     # --- time ---------------------------------------------------------------------------------------------------------
@@ -267,8 +267,9 @@ class Dispatcher:
             self._postbox.flush(worker, now)
         self.canaries.tick(now, may_ask=not self._waiting and not self.is_draining)
         for entry in list(self._entries.values()):
-            if entry.room.is_due(now):
+            if now >= entry.quiet_until:
                 self._tick_entry(entry, now)
+                entry.quiet_until = entry.room.quiet_until
             if entry.inbox.is_unread and entry.inbox.has_stalled(now, CLIENT_STALL_S):
                 self.events["client_stalled"] += 1
                 self.client_left(entry)
@@ -329,19 +330,20 @@ class Dispatcher:
         is_admission_due = False
         entry.request.note_phase(entry, now)
         for effect in effects:
+            if isinstance(effect, Deliver):
+                entry.trace.delivered(len(effect.ids), now)
+                self._deliver(entry, effect, now)
+                is_admission_due |= bool(entry.room.suspicion)  # it may be off probation now
+                continue
+            entry.quiet_until = 0.0
             if isinstance(effect, Freed):
                 self.registry.release(effect.instance, entry.room.room, effect.epoch)
                 is_admission_due = True
             elif isinstance(effect, Judged):
                 self._reception.judge(entry.room.room, effect, now)
-            elif isinstance(effect, Deliver):
-                entry.trace.delivered(len(effect.ids), now)
-                self._deliver(entry, effect, now)
-                is_admission_due |= bool(entry.room.suspicion)  # it may be off probation now
             elif isinstance(effect, Send):
                 entry.trace.sent(effect.message, now)
-                worker = self.registry.get(effect.instance)
-                if worker is not None:
+                if (worker := self.registry.get(effect.instance)) is not None:
                     self._postbox.post(worker, addressed(effect.message, entry.request), now)
             else:
                 entry.trace.did(effect, now)

@@ -170,6 +170,7 @@ class Entry:
     fingerprint: str = ""  # of the last attempt's pair
     last_arrival: float = 0.0
     shown_epoch: int = -1  # of the attempt that has shown its pair
+    quiet_until: float = 0.0  # the room's, as of its last tick; 0 when more than tokens came since
     trace: Trace = field(default_factory=Trace)
     _prompt: Prompt | None = None
 

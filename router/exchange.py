@@ -25,6 +25,8 @@ EXCHANGE = "exchange"  # where a scope has its Exchange
 class Line(Protocol):
     """The connection under an exchange."""
 
+    is_paused: bool  # the client does not read
+
     def answered(self, status: int) -> bool: ...
     def write(self, data: bytes) -> None: ...
     async def drained(self) -> None: ...
@@ -126,7 +128,7 @@ class Exchange:
         self._line.write(data + self._framed(body, is_last))
         if is_last:
             self._end()
-        else:
+        elif self._line.is_paused:
             await self._line.drained()
 
     def _opening(self, body: bytes, is_last: bool) -> bytes:

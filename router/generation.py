@@ -106,11 +106,13 @@ class Choice:
         """
         if self.finish:
             return Piece("")
+        if self._echo is None and not self._style.is_silent:
+            return self._add_output(effect)
         pieces = [self._add_prompt(self._echo, effect.prompt)] if self._echo is not None else []
         self._echo = None
         if not self._style.is_silent:
             pieces.append(self._add_output(effect))
-        return pieces[0] if len(pieces) == 1 else Piece.joined(pieces)
+        return Piece.joined(pieces)
 
     def end(self, reason: str) -> Piece:
         """No more tokens come: what was withheld."""

@@ -26,6 +26,7 @@ from ..cluster.messages import (
 from .room_effects import Effect, Pair
 
 MAX_EARLY_ITEMS = 256  # decode's items that wait for prefill's token 1
+DRAINING = "Draining"  # of a worker's Failed: it leaves in order, which is no failure of the attempt
 PEER_LOST = "PeerLost"  # kind of a Failed: the other worker of the pair is gone
 BAD_GRAMMAR = "BadGrammar"  # no worker can follow what this request's answer must look like
 GRAMMARS_OVERDUE = "GrammarsOverdue"  # this worker has grammars enough to compile; another may be free for one more
@@ -174,6 +175,10 @@ class Attempt:
     def overdue_word(self, now: float) -> Failed | None:
         """What decode said, when prefill has said nothing for long enough."""
         return self.aborted if now >= self._word_by else None
+
+    def is_next(self, item: TokenItem) -> bool:
+        """Whether it follows at once what decode has given already, as it does in all but the strangest orders."""
+        return 0 < item.seq == self.num_output and len(item.ids) > 0 and not self._early
 
     def keep(self, item: TokenItem) -> bool:
         """Notes tokens of decode; False for those that are known already."""

@@ -37,11 +37,8 @@ from ..cluster.messages import (
 from .holds import Holds
 from .retries import MAX_ATTEMPTS
 from .room_effects import Broken, Closed, Deliver, Effect, Ended, Freed, Judged, Pair, Requeued, Send, Settled, Timeouts
-from .room_parts import DEADLINE_EXCEEDED, PEER_LOST, SCORING, Attempt, Phase, RoomEvent, Stamps, summed
-from .suspicion import MAX_DEATHS, Suspicion
-
-DRAINING = "Draining"  # of a worker's Failed: it leaves in order, which is no failure of the attempt
-QUARANTINED = "Quarantined"
+from .room_parts import DEADLINE_EXCEEDED, DRAINING, PEER_LOST, SCORING, Attempt, Phase, RoomEvent, Stamps, summed
+from .suspicion import MAX_DEATHS, QUARANTINED, Suspicion
 
 
 @dataclass(eq=False)
@@ -177,12 +174,14 @@ class Room:
             effects += self._attempt_failed("PeerLost", "a worker was lost", True, now)
         return effects
 
-    def is_due(self, now: float) -> bool:
-        """Whether `tick` may have something to do: for one of thousands of streams that go on it has not."""
-        if self.phase is not Phase.STREAMING or (self._attempt is not None and self._attempt.aborted is not None):
-            return True
-        is_late = now - self._progress_at > self.timeouts.token_s or (self.deadline is not None and now >= self.deadline)
-        return is_late or self.epoch > 0  # then an earlier attempt may be held somewhere
+    @property
+    def quiet_until(self) -> float:
+        """Before this moment `tick` has nothing to do if only tokens come: thousands of streams are not looked at."""
+        attempt = self._attempt
+        if self.phase is not Phase.STREAMING or attempt is None or attempt.aborted is not None or self.epoch > 0:
+            return 0.0  # of an earlier attempt something may be held somewhere
+        late = self._progress_at + self.timeouts.token_s
+        return late if self.deadline is None else min(late, self.deadline)
 
     def tick(self, now: float) -> list[Effect]:
         """Ends what has made no progress for too long."""
@@ -246,6 +245,8 @@ class Room:
 
     def _on_tokens(self, attempt: Attempt, item: TokenItem, now: float) -> list[Effect]:
         self._progress_at = now
+        if attempt.is_next(item):
+            return self._deliver(attempt, item, now) + self._maybe_finished(attempt, now)
         if not attempt.keep(item):
             self.num_stale += 1
             return []

@@ -8,6 +8,7 @@ its workers meanwhile, so that of many that were with a dead worker only the one
 from collections.abc import Iterable
 
 MAX_DEATHS = 2  # of workers that had the request
+QUARANTINED = "Quarantined"  # how the router calls what ends a request then
 
 
 class Suspicion:

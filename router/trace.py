@@ -101,10 +101,11 @@ class Trace:
 
     def delivered(self, num_tokens: int, now: float) -> None:
         """Tokens go to the client."""
-        note = self.last
-        if note is not None:
+        if self.attempts:
+            note = self.attempts[-1]
             note.num_tokens += num_tokens
-            note.first_token = now if note.first_token is None else note.first_token
+            if note.first_token is None:
+                note.first_token = now
 
     def sent(self, message: Reserve | Prefill | Cancel, now: float) -> None:
         """A worker is told something."""

@@ -83,7 +83,7 @@ class HttpProtocol(asyncio.Protocol):
         self._is_last = False  # nothing behind the request that is being answered is read
         self._rest: bytes | None = None  # of a request that wants another protocol: a head for the body that follows
         self._is_resuming = False  # the parser reads that head
-        self._is_paused = False  # the client does not read
+        self.is_paused = False  # the client does not read
         self._resumed: asyncio.Future[None] | None = None
         self._exchange: Exchange | None = None  # that is being answered
         self._pending: deque[Exchange] = deque()
@@ -130,11 +130,11 @@ class HttpProtocol(asyncio.Protocol):
         return False  # a client that stops sending has left
 
     def pause_writing(self) -> None:
-        self._is_paused = True
+        self.is_paused = True
         self._await(WRITE_STALL_S)
 
     def resume_writing(self) -> None:
-        self._is_paused = False
+        self.is_paused = False
         self._resume_writers()
         assert self._transport is not None
         if self._transport.is_closing():
@@ -272,7 +272,7 @@ class HttpProtocol(asyncio.Protocol):
 
     async def drained(self) -> None:
         """Waits while the client reads more slowly than it is written to."""
-        if not self._is_paused or self._transport is None or self._transport.is_closing():
+        if not self.is_paused or self._transport is None or self._transport.is_closing():
             return
         if self._resumed is None:
             self._resumed = asyncio.get_running_loop().create_future()
@@ -286,10 +286,10 @@ class HttpProtocol(asyncio.Protocol):
             return self._refuse(self._fault)
         if not is_reusable or self._is_last or self._server.is_draining:
             return self._close()
-        if self._is_paused and not self._transport.is_closing():  # who asks and does not read would have us hold answers
+        if self.is_paused and not self._transport.is_closing():  # who asks and does not read would have us hold answers
             self._transport.pause_reading()
             self._await(WRITE_STALL_S)
-        elif not self._is_paused:
+        elif not self.is_paused:
             self._go_on()
 
     def _go_on(self) -> None:
@@ -303,14 +303,14 @@ class HttpProtocol(asyncio.Protocol):
     def broken(self) -> None:
         """An answer ends in its middle. Who does not read hears nothing more."""
         self._exchange = None
-        if self._is_paused:
+        if self.is_paused:
             self.abort()
         else:
             self._close()
 
     def _begin(self, exchange: Exchange) -> None:
         self._exchange = exchange
-        self._await(WRITE_STALL_S if self._is_paused else None)
+        self._await(WRITE_STALL_S if self.is_paused else None)
         self._server.begin(exchange)
 
     # --- ends ---------------------------------------------------------------------------------------------------------
@@ -319,7 +319,7 @@ class HttpProtocol(asyncio.Protocol):
         """What was awaited did not come in time."""
         assert self._transport is not None
         self.deadline = NEVER
-        if self._is_paused or self._is_discarding or self._transport.is_closing():
+        if self.is_paused or self._is_discarding or self._transport.is_closing():
             self._transport.abort()
         elif self._incoming is not None:
             self._refuse(body_too_slow())

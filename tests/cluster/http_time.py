@@ -41,7 +41,7 @@ def seconds_left(running, connection):
         for line in server._connections:
             if line._transport.get_extra_info("peername") != name:
                 continue
-            is_ending = line._is_discarding or line._is_paused or line._transport.is_closing()
+            is_ending = line._is_discarding or line.is_paused or line._transport.is_closing()
             if is_ending or line.deadline == NEVER or waiting_bytes(line._transport.get_extra_info("socket")):
                 return None
             return line.deadline - server.clock()

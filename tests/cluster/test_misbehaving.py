@@ -115,7 +115,7 @@ def test_who_reads_late_gets_every_answer(start):
 
     def waits():
         lines = running.router._server._connections
-        if any(line._is_paused for line in lines):
+        if any(line.is_paused for line in lines):
             return "paused"
         return any(line._num_heads == num_asked and line.is_idle for line in lines)
 
