@@ -3,7 +3,7 @@
 `LinkMachine` decides and `LinkQueues` keeps what waits, and neither knows a socket; `ControlLink` is the DEALER around
 them, owned by one thread that calls, in its loop, `receive()` and then `tick(now)`.
 
-    greeting   Hello goes out with backoff until a Welcome comes; nothing else is sent
+    greeting   Hello goes out with backoff until a Welcome comes; nothing else is sent, and no order is taken
     connected  messages flow; after `QUIET_S` without a word from the router a Hello asks whether it still knows us
     doubted    connected, but a message could not be sent: the next peer may be another router, so nothing but Hello is
                sent until a Welcome says who it is
@@ -14,8 +14,9 @@ leave a hole in a stream, or a room that nobody begins. What arrives damaged fro
 anyhow: a Hello that counts it as missed has every order said again that waits for its answer. `tick` reports a loss once,
 before `receive` hands over anything from the new router: the worker then drops all rooms, since nobody reads their tokens,
 and says so: a Hello of the next generation goes out before any other message, so that a router that was only slow does not
-wait for these rooms. A router takes a repeated Hello of a known instance and generation as a question, which it answers
-with Welcome without touching the worker's rooms.
+wait for these rooms. What it orders before it has read that Hello counts as dropped when it has, so nobody would ever cancel
+it: orders are taken again behind a Welcome of the new generation. A router takes a repeated Hello of a known instance and
+generation as a question, which it answers with Welcome without touching the worker's rooms.
 """
 
 import logging
@@ -32,7 +33,7 @@ from .dialer import Dialer
 from .errors import DamagedMessage, RemoteProtocolError
 from .keyring import Keyring
 from .log import fields
-from .messages import ControlDown, ControlUp, Heartbeat, Hello, Rejected, Welcome
+from .messages import Cancel, ControlDown, ControlUp, Heartbeat, Hello, Rejected, Welcome
 from .sockets import CONTROL_MAX_FRAME, Socket, recv_parts, try_send
 
 logger = logging.getLogger(__name__)
@@ -51,6 +52,7 @@ class LinkCounters:
     """What a control link dropped, in messages since it was opened."""
 
     stale: int  # meant for another instance of this worker
+    early: int  # orders from before the router knew that all rooms were dropped: it places them again
     malformed: int  # not of the protocol, as this release knows it
     overflowed: int  # dropped with the router that did not take them
     hellos: int  # Hellos sent
@@ -66,6 +68,7 @@ class LinkMachine:
         self.heartbeat_s = 0.5
         self.takes_batches = False  # the router, of frames
         self.num_stale = 0
+        self.num_early = 0
         self.num_hellos = 0
         self._backoff_s = FIRST_BACKOFF_S
         self._next_hello = now
@@ -77,6 +80,7 @@ class LinkMachine:
         self._has_missed = False  # what no Hello has told yet
         self._rejected = ""
         self._lost = ""
+        self._welcomed = -1  # the generation of the last Welcome
 
     def __repr__(self) -> str:
         state = "greeting" if not self.connected else "doubted" if self._is_doubted else "connected"
@@ -107,6 +111,10 @@ class LinkMachine:
             return self._welcome(message)
         if isinstance(message, Rejected):
             self._reject(message)
+            return False
+        is_welcome = self.connected and not self._lost and self._welcomed == self.hello.generation
+        if not is_welcome and not isinstance(message, Cancel):
+            self.num_early += 1
             return False
         return True
 
@@ -165,6 +173,9 @@ class LinkMachine:
             self._next_hello = float("-inf")
 
     def _welcome(self, message: Welcome) -> bool:
+        if message.generation is not None and message.generation < self.hello.generation:
+            return False  # said before it heard that all rooms were dropped
+        self._welcomed = self.hello.generation
         is_known = self.connected and message.router == self.router
         if self.connected and not is_known:
             self._lost = f"router {self.router[:8]} was replaced by {message.router[:8]}"
@@ -240,6 +251,7 @@ class LinkQueues(ABC):
         """What was dropped so far."""
         return LinkCounters(
             stale=self._machine.num_stale,
+            early=self._machine.num_early,
             malformed=self._num_malformed,
             overflowed=self._num_overflowed,
             hellos=self._machine.num_hellos,

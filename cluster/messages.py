@@ -285,10 +285,11 @@ ControlUp = (
 
 
 class Welcome(Message, frozen=True, kw_only=True):
-    """Registration accepted."""
+    """Registration accepted, of the generation that the router has heard of: a worker of a newer one is not meant."""
 
     instance: Id  # the worker's, echoed
     router: Id
+    generation: Count | None = None  # None: of a router that does not say
     heartbeat_ms: Annotated[int, Meta(ge=50, le=60000)] = 500
     takes_batches: bool = False  # frames of several messages
 

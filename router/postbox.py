@@ -30,6 +30,14 @@ class Postbox:
     def post(self, worker: Worker, message: ControlDown, now: float) -> None:
         """Sends, now or with what else is posted in this turn of the loop, or keeps for `flush`."""
         worker.outbox.append(pack(message))
+        self._flush_soon(worker, now)
+
+    def greet(self, worker: Worker, message: ControlDown, now: float) -> None:
+        """Before all that waits: a worker takes no order before it is welcome."""
+        worker.outbox.appendleft(pack(message))
+        self._flush_soon(worker, now)
+
+    def _flush_soon(self, worker: Worker, now: float) -> None:
         if self._soon is None:
             self.flush(worker, now)
         else:

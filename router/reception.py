@@ -60,7 +60,7 @@ class Reception:
             worker.forget_rooms()
         if worker.has_hole:  # it has not heard so
             answer = Rejected(instance=worker.instance, reason=DAMAGED)
-        self._postbox.post(worker, answer, now)
+        self._postbox.greet(worker, answer, now)
         for room, epoch in self._leftovers.take(message.instance, message.generation):
             self._postbox.post(worker, Cancel(room=room, epoch=epoch, instance=worker.instance), now)
         if has_dropped_all:

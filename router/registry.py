@@ -215,7 +215,14 @@ class Registry:
 
     def welcome(self, instance: str) -> Welcome:
         """What a registered worker is told, as often as it asks."""
-        return Welcome(instance=instance, router=self.router, heartbeat_ms=self.heartbeat_ms, takes_batches=True)
+        generation = self._workers[instance].hello.generation
+        return Welcome(
+            instance=instance,
+            router=self.router,
+            generation=generation,
+            heartbeat_ms=self.heartbeat_ms,
+            takes_batches=True,
+        )
 
     def heartbeat(self, identity: bytes, instance: str, stats: WorkerStats, now: float) -> bool:
         """Notes a heartbeat; False for a worker that is not registered."""

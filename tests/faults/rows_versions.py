@@ -94,9 +94,13 @@ def f48(scene: Scene) -> str:
         layout = message.fields()["layout"]
         return [message.with_fields(layout={**layout, "fingerprint": "another model"})]
 
-    scene.cluster.restart("decode-0")  # a new worker greets
+    known = {scene.cluster.worker(name)["instance"] for name in ("decode-0", "decode-1")}
+    is_hello = verb("KVHello")
+    scene.cluster.restart("decode-0")  # a new worker greets; the other one may greet again when it was stalled
     scene.victims.add("decode-0")
-    rule = scene.cluster.kv["prefill-0"].up.rule(verb("KVHello"), change(another))
+    rule = scene.cluster.kv["prefill-0"].up.rule(
+        lambda message: is_hello(message) and message.fields()["instance"] not in known, change(another)
+    )
     scene.cluster.wait_whole(20)
     scene.rebase("decode-0")
     calls += finished(scene, scene.traffic.start(*asks))

@@ -29,8 +29,8 @@ HELLO = Hello(
 )  # fmt: skip
 
 
-def welcome(router=R1, instance=ME):
-    return Welcome(instance=instance, router=router)
+def welcome(router=R1, instance=ME, generation=None):
+    return Welcome(instance=instance, router=router, generation=generation)
 
 
 # --- decisions, without a socket --------------------------------------------------------------------------------------

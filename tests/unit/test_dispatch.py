@@ -155,7 +155,7 @@ def test_worker_that_reconnects_in_time_gets_what_waited_and_one_that_does_not_i
     world.dispatcher.tick()
     world.sent[b"d2"] = []
     world.dispatcher.on_message(b"d2", hello(instance=D, role="decode"))
-    assert [type(message).__name__ for message in world.sent[b"d2"]] == ["Reserve", "Welcome"]
+    assert [type(message).__name__ for message in world.sent[b"d2"]] == ["Welcome", "Reserve"]
     world.lost = {b"d2"}
     world.submit(16)
     world.now += UNREACHABLE_S + 0.1
