@@ -36,7 +36,8 @@ def serving(model, draft="", env=None, *, device="cpu", is_watched=True, **setti
         cluster.output, cluster.audit_report = output, report
         with _running(cluster, output):
             yield cluster
-        assert violations(report) == []
+        found = violations(report)
+        assert found == [], found
 
 
 @contextlib.contextmanager

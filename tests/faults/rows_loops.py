@@ -33,6 +33,8 @@ def die_in_service() -> None:
 CRASHED = 3
 BEATS = 2
 LOOP_S = 20.0
+LIVES = 4  # that are seen at least
+PATIENCE_S = 40.0  # beyond that, where a process takes seconds to start
 PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0)  # at least, between two of its lives
 
 
@@ -84,14 +86,14 @@ def f52(scene: Scene) -> str:
     supervisor = Supervisor([spec], spawn, rng=random.Random(0))
     load = Load(scene, asks, width=WIDTH)
     until = time.monotonic() + LOOP_S
-    while time.monotonic() < until:
+    while (now := time.monotonic()) < until or (len(starts) < LIVES and now < until + PATIENCE_S):
         supervisor.step()
         time.sleep(0.02)
     calls = load.join()
     assert not supervisor.failure
     supervisor.stop()
     assert all(call.end == "finished" for call in calls), [call for call in calls if call.end != "finished"]
-    assert len(starts) >= 4, f"it was started {len(starts)} times"
+    assert len(starts) >= LIVES, f"it was started {len(starts)} times"
     pauses = [start - end for start, end in zip(starts[1:], ends, strict=False)]
     assert all(pause >= least for pause, least in zip(pauses, PAUSES_S, strict=False)), pauses
     assert node.exits[1:-1] == [CRASHED] * len(node.exits[1:-1]), node.exits
