@@ -10,6 +10,7 @@ import psutil
 from baton.decode.worker import DecodeWorker
 from baton.tests.faults.bed import Scene
 from baton.tests.faults.cluster import ENVIRONMENT, wait_until
+from baton.tests.faults.paces import busy_pace
 from baton.tests.faults.rows import row
 from baton.tests.faults.rows_process import ALL_FINISH
 from baton.tests.faults.traffic import Ask, Call, workload
@@ -59,10 +60,9 @@ def repeated(calls: list[Call]) -> int:
 
 def goodput(scene: Scene, asks: list[Ask]) -> tuple[float, list[Call]]:
     """Tokens a second, all requests complete."""
-    began = time.monotonic()
     calls = scene.traffic.run(asks, width=WIDTH)
     assert all(call.end == "finished" for call in calls), [call for call in calls if call.end != "finished"]
-    return sum(len(call.ids) for call in calls) / (time.monotonic() - began), calls
+    return busy_pace(calls), calls
 
 
 @row(
