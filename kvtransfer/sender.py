@@ -254,6 +254,9 @@ class SenderSession:
         self._peers.move_to_end(peer)
         while len(self._peers) > self._max_peers:
             self._peers.popitem(last=False)
+        for known in self._rooms.values():
+            if known.peer_instance == hello.instance:
+                known.peer = peer  # a room of which nothing more is asked is reminded of there: its Release may be lost
         welcome = KVWelcome(instance=self.instance, layout=common, transport=transport, cipher=cipher)
         return [Send(peer, welcome)]
 

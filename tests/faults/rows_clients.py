@@ -96,7 +96,7 @@ def f14(scene: Scene) -> str:
 )
 def f15(scene: Scene) -> str:
     asks = scene.known(workload(115, 40, prompt=(30, 200), max_tokens=24))
-    others = scene.known(workload(1150, 4, prompt=(30, 100), max_tokens=600))
+    others = scene.known(workload(1150, 4, prompt=(30, 100), max_tokens=400))
     scene.promise = Promise(statuses=(429,))
     paces: dict[bool, list[float]] = {False: [], True: []}  # in turn, since what else runs changes; the best counts
     for leaves, count in ((False, 80), (True, 100)) * 2:

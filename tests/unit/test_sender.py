@@ -50,11 +50,16 @@ def events(effects: list[Effect]) -> list[object]:
     return [effect.event for effect in effects if isinstance(effect, Notify)]
 
 
-@pytest.fixture
-def session() -> SenderSession:
+def new_session() -> SenderSession:
+    """Greeted by "d"."""
     session = SenderSession(P, LAYOUT, lease_s=5.0, early_s=20.0)
     greet(session)
     return session
+
+
+@pytest.fixture
+def session() -> SenderSession:
+    return new_session()
 
 
 def attached(session: SenderSession, *, is_final: bool = False) -> None:
