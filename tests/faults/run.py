@@ -17,7 +17,7 @@ from baton.tests.faults.bed import Bed
 from baton.tests.faults.places import PORTS
 from baton.tests.faults.rows import HEAD, as_line, attempt, load
 
-LONGEST = ("cancels", "F16", "F15", "F46", "F38", "sites", "F25", "F22")  # begun first when there are shards
+LONGEST = ("F50", "F15", "F51", "F27h", "F27", "F38", "F46v", "F25", "F28", "F52", "F56", "plan", "F46", "F33b")  # begun first when sharded
 CORES_PER_SHARD = 2
 PORTS_PER_SHARD = 1500
 
