@@ -17,7 +17,8 @@ from baton.tests.faults.bed import Bed
 from baton.tests.faults.places import PORTS
 from baton.tests.faults.rows import HEAD, as_line, attempt, load
 
-LONGEST = ("F50", "F15", "F51", "F27h", "F27", "F38", "F46v", "F25", "F28", "F52", "F56", "plan", "F46", "F33b")  # begun first when sharded
+LONGEST = ("F50", "F15", "F51", "F27h", "F27", "F38", "F46v", "F25", "F28", "F52", "F56", "plan", "F46", "F33b")
+"""Begun first when there are shards."""
 CORES_PER_SHARD = 2
 PORTS_PER_SHARD = 1500
 
