@@ -23,7 +23,7 @@ from ..cluster.messages import (
     TokenItem,
     TokenLogprob,
 )
-from .room_effects import Effect, Pair
+from .room_effects import Effect, Pair, Timeouts
 
 MAX_EARLY_ITEMS = 256  # decode's items that wait for prefill's token 1
 DRAINING = "Draining"  # of a worker's Failed: it leaves in order, which is no failure of the attempt
@@ -98,6 +98,12 @@ class Attempt:
     def is_flooded(self) -> bool:
         """Whether too much waits for a token that does not come."""
         return len(self._early) > MAX_EARLY_ITEMS
+
+    def patience(self, timeouts: Timeouts) -> float:
+        """Seconds without progress after which it has failed."""
+        if self.num_output:
+            return timeouts.token_s
+        return timeouts.first_token_s if self.is_reserved else timeouts.reserve_s
 
     @property
     def is_complete(self) -> bool:

@@ -194,16 +194,10 @@ class Room:
         if self._attempt is not None and self.is_at_workers:
             if (word := self._attempt.overdue_word(now)) is not None:
                 return effects + self._on_failed(self._attempt, word, now)
-            if now - self._progress_at > self._patience:
+            if now - self._progress_at > self._attempt.patience(self.timeouts):
                 effects += self._blame(self._attempt.waits_for)
                 effects += self._attempt_failed("Timeout", "a worker made no progress", True, now)
         return effects
-
-    @property
-    def _patience(self) -> float:
-        if self.phase is Phase.STREAMING:
-            return self.timeouts.token_s
-        return self.timeouts.first_token_s if self._attempt and self._attempt.is_reserved else self.timeouts.reserve_s
 
     # --- events from workers ------------------------------------------------------------------------------------------
 
@@ -269,13 +263,16 @@ class Room:
         return self._maybe_finished(attempt, now)
 
     def _on_failed(self, attempt: Attempt, message: Failed, now: float) -> list[Effect]:
-        effects: list[Effect] = []
         if attempt.defers(message, now + self.timeouts.word_s):
-            return self._holds.drop(message.instance, self.epoch)
+            dropped = self._holds.drop(message.instance, self.epoch)
+            if self._holds.has(attempt.pair.prefill, self.epoch):
+                return dropped
+            self.failed_on.add(attempt.pair.prefill)  # it was heard before that it had dropped all its rooms
+            return dropped + self._attempt_failed("PeerLost", "a worker was lost", True, now)
         if message.kind == DRAINING and self.num_output < self.sampling.max_new_tokens:
             return self._holds.drop(message.instance, self.epoch) + self._requeue(Requeued(now), now)
         self.failed_on.update(attempt.unable(message))
-        effects += self._blame(*attempt.at_fault(message))
+        effects = self._blame(*attempt.at_fault(message))
         if message.kind == PEER_LOST:
             self.suspicion.suspect(attempt.at_fault(message), attempt.placed_at)
         effects += self._holds.drop(message.instance, self.epoch)
