@@ -89,10 +89,7 @@ class FakeWorker:
     def step(self, num_tokens: int) -> None:
         """So many tokens for every stream."""
         items, ended = [], []
-        self.turn_ = (getattr(self, "turn_", 0) + 1) % 8
-        for number, stream in enumerate(list(self.streams.values())):
-            if number % 8 != self.turn_:
-                continue
+        for stream in self.streams.values():
             ids = [TOKEN] * min(num_tokens, stream.num_wanted - stream.num_sent)
             items.append(TokenItem(room=stream.room, epoch=stream.epoch, seq=stream.num_sent, ids=ids))
             stream.num_sent += len(ids)
@@ -147,7 +144,7 @@ def serve(endpoint: str, step_s: float, num_tokens: int) -> None:
         poller.poll(max(1, round(1000 * min(HEARTBEAT_S, next_step - now if step_s else HEARTBEAT_S))))
         now = time.monotonic()
         if step_s and now >= next_step:
-            next_step += step_s / 8
+            next_step += step_s
             workers[1].step(num_tokens)
         for worker in workers:
             worker.turn(now, is_stepping=step_s > 0)
