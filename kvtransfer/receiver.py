@@ -227,8 +227,8 @@ class ReceiverSession:
     def link_lost(self, peer: Peer, now: float) -> list[Effect]:
         """The connection broke, and all that was under way with it; whoever answers there next must greet again."""
         pair = self._pairs.get(peer)
-        if pair is None or (not pair.rooms and now >= pair.idle_since + self._lease_s):
-            return []  # else the last Release may have gone down with it, and prefill would wait for its lease
+        if pair is None or not pair.rooms:
+            return []
         rooms = [room for room in pair.rooms.values() if room.state is not ReceiverState.GREETING]
         self.counters.repulls += pair.num_in_flight
         return [pair.hello(now), *(question for room in rooms for question in pair.ask_anew(room, now))]

@@ -3,7 +3,7 @@
 import pytest
 from baton.cluster import messages as m
 from baton.kvtransfer.receiver import ReceiverSession
-from baton.kvtransfer.session import LEASE_S, MAX_REPULLS, REMIND_S, SILENCE_S, Send
+from baton.kvtransfer.session import MAX_REPULLS, REMIND_S, SILENCE_S, Send
 from baton.tests.unit import test_sender as prefill
 from baton.tests.unit.test_receiver import (
     HELLO,
@@ -69,17 +69,6 @@ def test_a_room_that_is_not_attached_yet_asks_for_nothing_but_the_greeting() -> 
     session = new_session()
     session.pull(request(), 0.0)
     assert session.link_lost("p", 0.1) == [HELLO]
-
-
-def test_behind_the_last_release_a_lost_connection_is_made_anew_since_prefill_may_lack_it(pulling: ReceiverSession) -> None:
-    for block in range(3):
-        effects = land(pulling, block, now=1.0)
-    (release,) = sent(effects, m.Release)
-    assert pulling.num_rooms == 0
-    assert pulling.link_lost("p", 1.1) == [HELLO]
-    welcome(pulling, now=1.2)
-    assert sent(pulling.receive("p", announce(12, 5), 1.5), m.Release) == [release], "it was reminded"
-    assert pulling.link_lost("p", 1.0 + LEASE_S) == [], "its lease is over"
 
 
 def test_a_room_whose_release_was_lost_is_reminded_of_over_the_next_connection() -> None:
