@@ -112,7 +112,7 @@ class LinkMachine:
         if isinstance(message, Rejected):
             self._reject(message)
             return False
-        is_welcome = self.connected and not self._lost and self._welcomed == self.hello.generation
+        is_welcome = not self._lost and self._welcomed == self.hello.generation
         if not is_welcome and not isinstance(message, Cancel):
             self.num_early += 1
             return False

@@ -134,7 +134,7 @@ class Answer:
                     is_last = not (self._wants_accounts and self._is_settling)
                     data += self._closing() if is_last else b""
                 if data:
-                    await send({"type": "http.response.body", "body": data, "more_body": not is_last})
+                    await _send_body(send, data, is_last=is_last)
             if not is_last:
                 await self._settle()
                 await _send_body(send, self._closing(), is_last=True)

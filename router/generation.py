@@ -106,8 +106,6 @@ class Choice:
         """
         if self.finish:
             return Piece("")
-        if self._echo is None and not self._style.is_silent:
-            return self._add_output(effect)
         pieces = [self._add_prompt(self._echo, effect.prompt)] if self._echo is not None else []
         self._echo = None
         if not self._style.is_silent:

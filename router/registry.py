@@ -215,11 +215,10 @@ class Registry:
 
     def welcome(self, instance: str) -> Welcome:
         """What a registered worker is told, as often as it asks."""
-        generation = self._workers[instance].hello.generation
         return Welcome(
             instance=instance,
             router=self.router,
-            generation=generation,
+            generation=self._workers[instance].hello.generation,
             heartbeat_ms=self.heartbeat_ms,
             takes_batches=True,
         )
