@@ -215,7 +215,7 @@ class FirstToken(Message, frozen=True, kw_only=True):
     timeline: PrefillTimeline = PrefillTimeline()
 
 
-class TokenItem(Struct, frozen=True, kw_only=True):
+class TokenItem(Struct, frozen=True, kw_only=True, gc=False):
     """Tokens seq .. seq+len(ids)-1 of a room's output; prefill's token is seq 0, decode continues at 1."""
 
     room: Id

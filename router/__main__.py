@@ -17,7 +17,7 @@ from .app import Router
 from .nursery import NurseryHandle
 from .tokenizer import Tokenizer, load_tokenizer
 
-YOUNG_OBJECTS = 5000  # that the garbage collector lets come before it looks; by default 700, a request's or two
+YOUNG_OBJECTS = 20_000  # that the garbage collector lets come before it looks: more than a step of 2000 streams makes
 
 
 def main(argv: Sequence[str] | None = None) -> int:

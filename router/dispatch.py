@@ -270,7 +270,7 @@ class Dispatcher:
             if now >= entry.quiet_until:
                 self._tick_entry(entry, now)
                 entry.quiet_until = entry.room.quiet_until
-            if entry.inbox.is_unread and entry.inbox.has_stalled(now, CLIENT_STALL_S):
+            if entry.inbox.unread_since is not None and entry.inbox.has_stalled(now, CLIENT_STALL_S):
                 self.events["client_stalled"] += 1
                 self.client_left(entry)
                 entry.inbox.cut()

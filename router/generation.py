@@ -106,11 +106,10 @@ class Choice:
         """
         if self.finish:
             return Piece("")
-        pieces = [self._add_prompt(self._echo, effect.prompt)] if self._echo is not None else []
-        self._echo = None
-        if not self._style.is_silent:
-            pieces.append(self._add_output(effect))
-        return Piece.joined(pieces)
+        if self._echo is None:
+            return self._add_output(effect)
+        echo, self._echo = self._echo, None
+        return Piece.joined([self._add_prompt(echo, effect.prompt), self._add_output(effect)])
 
     def end(self, reason: str) -> Piece:
         """No more tokens come: what was withheld."""
@@ -148,6 +147,8 @@ class Choice:
         return Piece(text, named, list(ids))
 
     def _add_output(self, effect: Deliver) -> Piece:
+        if self._style.is_silent:
+            return Piece("")
         ids, names = effect.ids, []
         if self._stops is None and not effect.logprobs:
             text, used = self._detokenizer.feed(ids), len(ids)

@@ -25,7 +25,7 @@ class Inbox:
     A patient reader wants nothing before the end: it is woken for other events than tokens, and for `MANY` tokens.
     """
 
-    __slots__ = ("_clock", "_events", "_is_patient", "_num_unread", "_owner", "_unread_since", "_waiter", "is_cut")
+    __slots__ = ("_clock", "_events", "_is_patient", "_num_unread", "_owner", "_waiter", "is_cut", "unread_since")
 
     def __init__(self, clock: Callable[[], float], *, is_patient: bool = False) -> None:
         self._clock = clock
@@ -33,7 +33,7 @@ class Inbox:
         self._events: list[tuple[int, InboxEvent]] = []
         self._waiter: asyncio.Future[None] | None = None  # of the reader, while there is nothing to read
         self._num_unread = 0  # tokens, and what counts as so many
-        self._unread_since: float | None = None
+        self.unread_since: float | None = None  # the reader was called then and has not come yet
         self._owner: asyncio.Task[object] | None = None
         self.is_cut = False
 
@@ -49,21 +49,21 @@ class Inbox:
                 self._num_unread += LOGPROB_COST * sum(1 + len(told.top) for told in event.logprobs)
             if self._is_patient and self._num_unread < MANY:
                 return
-        if self._unread_since is None:
-            self._unread_since = self._clock()
+        if self.unread_since is None:
+            self.unread_since = self._clock()
             if self._waiter is not None and not self._waiter.done():
                 self._waiter.set_result(None)
 
     async def take(self) -> list[tuple[int, InboxEvent]]:
         """Waits for something to read; all events that there are, in order."""
-        if self._unread_since is None:
+        if self.unread_since is None:
             self._waiter = asyncio.get_running_loop().create_future()
             try:
                 await self._waiter
             finally:
                 self._waiter = None
         events, self._events = self._events, []
-        self._unread_since = None
+        self.unread_since = None
         self._num_unread = 0
         return events
 
@@ -73,12 +73,7 @@ class Inbox:
 
     def unread_for(self, now: float) -> float:
         """Seconds for which the reader has left events lying: it waits for a client that does not read."""
-        return 0.0 if self._unread_since is None else now - self._unread_since
-
-    @property
-    def is_unread(self) -> bool:
-        """Whether the reader was called and has not come yet."""
-        return self._unread_since is not None
+        return 0.0 if self.unread_since is None else now - self.unread_since
 
     @property
     def is_full(self) -> bool:

@@ -148,7 +148,11 @@ class Attempt:
 
     def accepts(self, message: AttemptEvent, instance: str) -> bool:
         """Whether `message` of worker `instance` is of this attempt and from the one who may say it."""
-        if message.epoch != self.epoch or instance not in self.instances:
+        if message.epoch != self.epoch:
+            return False
+        if isinstance(message, TokenItem):  # nearly every message is one
+            return instance == self.pair.decode
+        if instance not in self.instances:
             return False
         if isinstance(message, PromptLogprobs):
             return instance == self.pair.prefill and message.start == len(self._scores) + 1
@@ -156,7 +160,7 @@ class Attempt:
             return instance == self.pair.prefill != self.pair.decode
         if isinstance(message, Finished) and message.output_tokens == 0:  # what came before was the whole answer
             return self.num_before > 0 and self.num_output == 0
-        return instance == self.pair.decode or not isinstance(message, (Reserved, TokenItem, Finished))
+        return instance == self.pair.decode or not isinstance(message, (Reserved, Finished))
 
     def at_fault(self, message: Failed) -> tuple[str, ...]:
         """The workers that a failure speaks against; a hand-off that failed speaks against both of its ends."""

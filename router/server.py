@@ -14,7 +14,7 @@ from .auth import Guard
 from .exchange import Exchange
 from .tls import Certificate
 from .tls_door import TlsDoor
-from .wire import HEAD_TIMEOUT_S, HttpProtocol
+from .wire import HEAD_TIMEOUT_S, NEVER, HttpProtocol
 
 SWEEP_S = 0.1
 MAX_BUFFERED = 256 << 20  # bytes of bodies that are being read, of all connections together
@@ -64,6 +64,7 @@ class HttpServer:
         self._connections: set[HttpProtocol] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._num_buffered = 0  # bytes
+        self._next_deadline = NEVER  # of all connections; none is due before
 
     def __repr__(self) -> str:
         return f"HttpServer({len(self._connections)} connections, {len(self._tasks)} requests, {self._num_buffered} bytes)"
@@ -174,6 +175,12 @@ class HttpServer:
     def answered(self, status: int) -> None:
         self.responses[status] += 1
 
+    def deadline_in(self, seconds: float) -> float:
+        """The time, in monotonic seconds, at which what a connection awaits is overdue; it is looked at then."""
+        deadline = self.clock() + seconds
+        self._next_deadline = min(self._next_deadline, deadline)
+        return deadline
+
     def begin(self, exchange: Exchange) -> None:
         """The application answers."""
         task = asyncio.get_running_loop().create_task(exchange.run(self._app))
@@ -184,5 +191,8 @@ class HttpServer:
         if self._door is not None:
             self._door.sweep()
         now = self.clock()
+        if now < self._next_deadline:
+            return
         for connection in [one for one in self._connections if one.deadline <= now]:
             connection.on_deadline()
+        self._next_deadline = min([one.deadline for one in self._connections], default=NEVER)

@@ -61,7 +61,7 @@ class Host(Protocol):
     is_leaving: bool
     is_draining: bool
 
-    def clock(self) -> float: ...
+    def deadline_in(self, seconds: float) -> float: ...
     def joined(self, connection: "HttpProtocol") -> bool: ...
     def left(self, connection: "HttpProtocol") -> None: ...
     def may_buffer(self, num_bytes: int) -> bool: ...
@@ -318,7 +318,7 @@ class HttpProtocol(asyncio.Protocol):
     def on_deadline(self) -> None:
         """What was awaited did not come in time."""
         assert self._transport is not None
-        self.deadline = NEVER
+        self._await(None)
         if self.is_paused or self._is_discarding or self._transport.is_closing():
             self._transport.abort()
         elif self._incoming is not None:
@@ -354,21 +354,21 @@ class HttpProtocol(asyncio.Protocol):
         if transport.is_closing() or not transport.can_write_eof():
             return self._close()
         self._is_discarding = True
-        self.deadline = self._server.clock() + LINGER_S
+        self._await(LINGER_S)
         transport.resume_reading()
         transport.write_eof()
 
     def _close(self) -> None:
         assert self._transport is not None
         self._transport.close()
-        self.deadline = self._server.clock() + WRITE_STALL_S  # what is not read by then goes with the connection
+        self._await(WRITE_STALL_S)  # what is not read by then goes with the connection
 
     def _forget_body(self) -> None:
         self._server.unbuffer(self._num_body)
         self._body, self._num_body = [], 0
 
     def _await(self, seconds: float | None) -> None:
-        self.deadline = NEVER if seconds is None else self._server.clock() + seconds
+        self.deadline = NEVER if seconds is None else self._server.deadline_in(seconds)
 
     def _resume_writers(self) -> None:
         if self._resumed is not None:

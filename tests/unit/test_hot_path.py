@@ -62,9 +62,9 @@ def woken_by(*events):
         for number, event in enumerate(events, 1):
             await asyncio.sleep(0)
             assert not reader.done()
-            assert not inbox.is_unread
+            assert inbox.unread_since is None
             inbox.put(0, event)
-            assert inbox.is_unread == (number == len(events))
+            assert (inbox.unread_since is not None) == (number == len(events))
         return [event for _, event in await reader]
 
     return asyncio.run(read())
