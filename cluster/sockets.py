@@ -24,6 +24,7 @@ BULK_HIGH_WATER = 8
 RECEIVE_HIGH_WATER = 4096  # of small messages: more than a worker says while this process gets no core for 15 seconds
 BULK_FRAME_SLACK = 4096  # a bulk socket's frames are one block or a small message
 LINGER_MS = 200
+RECONNECT_MAX_MS = 1000
 HANDSHAKE_MS = 2000
 PING_MS = 500  # between two heartbeats of who connects
 SILENCE_MS = 1500  # without an answer or a heartbeat, before a connection is given up
@@ -51,6 +52,7 @@ def make_socket(
     linger_ms: int = LINGER_MS,
     curve: Curve | None = None,
     ticket: str | None = None,
+    reconnect_max_ms: int = RECONNECT_MAX_MS,
 ) -> Socket:
     """A socket of type `kind` (zmq.ROUTER, zmq.DEALER, ...) with baton's settings; authenticated and encrypted by `curve`.
 
@@ -58,7 +60,7 @@ def make_socket(
 
     A peer's frame of more than `max_frame` bytes closes its connection. At most `high_water` messages are queued per
     peer to be sent, and in a ROUTER RECEIVE_HIGH_WATER that came. A DEALER queues nothing for a peer that is not connected:
-    `try_send` returns False until it is.
+    `try_send` returns False until it is. It tries again after 100 ms, then twice as long and so on up to `reconnect_max_ms`.
     """
     socket: Socket = context.socket(kind)
     socket.setsockopt(zmq.MAXMSGSIZE, max_frame + (CURVE_FRAME_SLACK if curve is not None else 0))
@@ -67,7 +69,7 @@ def make_socket(
     socket.setsockopt(zmq.SNDTIMEO, 1000)
     socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
     socket.setsockopt(zmq.RECONNECT_IVL, 100)
-    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, reconnect_max_ms)
     # libzmq 4.3 stops reading behind a full queue. When the peer of such a connection is gone, a PING that falls due, or one
     # that is answered, aborts the process (its issues 3937, 4364 and 4767). So only who connects sends PINGs, and its queue
     # takes whatever the peer that it chose sends. Who is connected to answers, and by the PING's TTL notices silence; its

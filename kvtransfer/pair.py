@@ -78,6 +78,10 @@ class Pair:
             return None
         return self._asked_since + (GREETING_S if self.layout is None else ANSWER_S)
 
+    def ends_at(self, idle_s: float, lease_s: float) -> float:
+        """When it is forgotten while it has no rooms. Whom a question waits for may want a Release again, for a lease."""
+        return self.idle_since + (idle_s if self._asked_since is None else min(idle_s, lease_s))
+
     def welcome(self, ours: KVLayout, welcome: KVWelcome) -> None:
         """Takes the peer's answer in. Raises HandshakeRefused for one that does not follow from ours."""
         common = agree(ours.wire, welcome.layout)

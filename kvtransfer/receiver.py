@@ -227,8 +227,8 @@ class ReceiverSession:
     def link_lost(self, peer: Peer, now: float) -> list[Effect]:
         """The connection broke, and all that was under way with it; whoever answers there next must greet again."""
         pair = self._pairs.get(peer)
-        if pair is None or not pair.rooms:
-            return []
+        if pair is None or (not pair.rooms and now >= pair.idle_since + self._lease_s):
+            return []  # else its last Release may have gone down too, and prefill would keep the room for a lease
         rooms = [room for room in pair.rooms.values() if room.state is not ReceiverState.GREETING]
         self.counters.repulls += pair.num_in_flight
         return [pair.hello(now), *(question for room in rooms for question in pair.ask_anew(room, now))]
@@ -250,7 +250,7 @@ class ReceiverSession:
             if pair.rooms:
                 times += [pair.probe_at] if pair.gone_at is None else [pair.probe_at, pair.gone_at]
             else:
-                times.append(pair.idle_since + self._idle_link_s)
+                times.append(pair.ends_at(self._idle_link_s, self._lease_s))
         return min(times, default=None)
 
     # --- parts --------------------------------------------------------------------------------------------------------
@@ -362,7 +362,7 @@ class ReceiverSession:
             effects.insert(0, pair.hello(now))  # also to learn whether the process there is still the same
         if pair.rooms:
             effects += pair.fill(now)
-        elif now >= pair.idle_since + self._idle_link_s:
+        elif now >= pair.ends_at(self._idle_link_s, self._lease_s):
             del self._pairs[pair.endpoint]
             effects.append(CloseLink(pair.endpoint))
         return effects

@@ -51,6 +51,7 @@ from .shm import SLAB_BYTES
 
 logger = logging.getLogger(__name__)
 
+RECONNECT_MAX_MS = 200  # a prefill worker that has been restarted is there before a pull counts it as gone
 MESSAGES_PER_FLUSH = 2  # the answers to so many go together, unless no more is there; on a GPU one frame has enough
 
 
@@ -360,6 +361,7 @@ class ZmqBlocksReceiver(ReceiverEndpoint, Polling[Send]):
                 max_frame=self._max_frame,
                 high_water=CONTROL_HIGH_WATER,
                 curve=curve,
+                reconnect_max_ms=RECONNECT_MAX_MS,
             )
             watch = Watch(link, HANDSHAKE_FAILURES | zmq.EVENT_DISCONNECTED)
             try:

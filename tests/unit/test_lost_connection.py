@@ -2,8 +2,9 @@
 
 import pytest
 from baton.cluster import messages as m
-from baton.kvtransfer.receiver import ReceiverSession
-from baton.kvtransfer.session import MAX_REPULLS, REMIND_S, SILENCE_S, Send
+from baton.kvtransfer.pair import ANSWER_S
+from baton.kvtransfer.receiver import IDLE_LINK_S, ReceiverSession
+from baton.kvtransfer.session import LEASE_S, MAX_REPULLS, REMIND_S, SILENCE_S, CloseLink, Send
 from baton.tests.unit import test_sender as prefill
 from baton.tests.unit.test_receiver import (
     HELLO,
@@ -19,6 +20,8 @@ from baton.tests.unit.test_receiver import (
     sent,
     welcome,
 )
+
+RESTARTED = "f" * 32
 
 
 @pytest.fixture
@@ -69,6 +72,47 @@ def test_a_room_that_is_not_attached_yet_asks_for_nothing_but_the_greeting() -> 
     session = new_session()
     session.pull(request(), 0.0)
     assert session.link_lost("p", 0.1) == [HELLO]
+
+
+def test_behind_the_last_release_a_lost_connection_is_made_anew_since_prefill_may_lack_it(pulling: ReceiverSession) -> None:
+    for block in range(3):
+        effects = land(pulling, block, now=1.0)
+    (release,) = sent(effects, m.Release)
+    assert pulling.num_rooms == 0
+    assert pulling.link_lost("p", 1.1) == [HELLO]
+    welcome(pulling, now=1.2)
+    assert sent(pulling.receive("p", announce(12, 5), 1.5), m.Release) == [release], "it was reminded"
+    assert pulling.link_lost("p", 1.0 + LEASE_S) == [], "its lease is over"
+
+
+@pytest.mark.parametrize("is_answered", [True, False])
+def test_who_does_not_answer_behind_the_last_release_is_called_for_no_longer_than_a_lease(
+    pulling: ReceiverSession, is_answered: bool
+) -> None:
+    for block in range(3):
+        land(pulling, block, now=1.0)
+    pulling.link_lost("p", 1.1)
+    if is_answered:
+        welcome(pulling, now=1.2)
+    end = 1.0 + (IDLE_LINK_S if is_answered else LEASE_S)
+    assert pulling.next_deadline() == end
+    assert pulling.tick(end - 0.01) == []
+    assert pulling.tick(end) == [CloseLink("p")]
+
+
+def test_a_restarted_prefill_worker_is_not_given_up_for_a_greeting_that_its_predecessor_left_open(
+    pulling: ReceiverSession,
+) -> None:
+    for block in range(3):
+        land(pulling, block, now=1.0)
+    pulling.link_lost("p", 1.1)
+    now = 3.0
+    effects = pulling.pull(request(OTHER, peer=RESTARTED), now)
+    assert effects == [HELLO]
+    assert events(pulling.tick(now + ANSWER_S - 0.01)) == []
+    welcome(pulling, RESTARTED, now + ANSWER_S - 0.01)
+    assert events(pulling.tick(now + ANSWER_S)) == []
+    assert pulling.num_rooms == 1
 
 
 def test_a_room_whose_release_was_lost_is_reminded_of_over_the_next_connection() -> None:
