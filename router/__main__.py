@@ -5,6 +5,7 @@ import gc
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import uvloop
 
@@ -71,7 +72,8 @@ async def _run(router: Router) -> None:
             stop.set()
 
     def wake() -> None:
-        loop.call_soon_threadsafe(pass_on)
+        with suppress(RuntimeError):  # the loop has ended and the process has not
+            loop.call_soon_threadsafe(pass_on)
 
     shutdown = Shutdown(on_change=wake)
     shutdown.install()

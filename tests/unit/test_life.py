@@ -135,3 +135,21 @@ def test_a_child_whose_launcher_died_before_it_asked_is_told_at_once():
     )
     out, _ = child.communicate(timeout=60)
     assert out == "Shutdown(draining)\n"
+
+
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+def test_a_signal_that_comes_when_a_routers_loop_has_ended_is_quiet(loop):
+    done = run_child(
+        f"""
+        import signal, {loop}
+        from baton.router import __main__ as router
+
+        class Ended:
+            async def run(self, drain, stop): pass
+
+        {loop}.run(router._run(Ended()))
+        signal.raise_signal(signal.SIGTERM)
+        """
+    )
+    assert done.communicate(timeout=60) == ("", "")
+    assert done.returncode == 0
