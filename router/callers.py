@@ -61,8 +61,13 @@ class Bucket:
 
 @dataclass(eq=False)
 class _Use:
+    num_reading: int = 0
     num_running: int = 0
     buckets: dict[str, Bucket] = field(default_factory=dict)
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.num_running and not self.num_reading
 
 
 class Gate:
@@ -81,17 +86,28 @@ class Gate:
     def enter(self, caller: Caller, num_tokens: int, now: float) -> None:
         """One request more, of so many tokens of prompt and output. Raises ApiError (429) and counts nothing then."""
         use = self._use_of(caller)
-        if caller.max_requests and use.num_running >= caller.max_requests:
-            raise _too_many(caller, f"{caller.max_requests} requests at once", 1.0)
-        asked = (("requests", caller.requests_per_minute, 1), ("tokens", caller.tokens_per_minute, num_tokens))
-        limited = [limit for limit in asked if limit[1]]
-        for what, per_minute, _ in limited:
-            wait = self._bucket(use, what, per_minute, now).wait(now)
-            if wait:
-                raise _too_many(caller, f"{per_minute} {what} per minute", wait)
-        for what, per_minute, amount in limited:
-            self._bucket(use, what, per_minute, now).take(amount)
+        self._check(use, caller, use.num_running, now)
+        self.charge(caller, num_tokens, now)
         use.num_running += 1
+
+    def charge(self, caller: Caller, num_tokens: int, now: float) -> None:
+        """Counts one request, of so many tokens, against the rates."""
+        use = self._use_of(caller)
+        for what, per_minute, amount in _limits_of(caller, num_tokens):
+            self._bucket(use, what, per_minute, now).take(amount)
+
+    def begin(self, caller: Caller, now: float) -> None:
+        """The text of one request more is read; what it asks for is not known yet. Raises as `enter`."""
+        use = self._use_of(caller)
+        self._check(use, caller, use.num_running + use.num_reading, now)
+        use.num_reading += 1
+
+    def finish(self, caller: Caller) -> None:
+        """The text of a request that had begun is read, or never will be."""
+        use = self._uses.get(caller.id)
+        assert use is not None, caller
+        assert use.num_reading > 0, caller
+        use.num_reading -= 1
 
     def leave(self, caller: Caller) -> None:
         """A request that had entered has ended."""
@@ -100,11 +116,19 @@ class Gate:
         assert use.num_running > 0, caller
         use.num_running -= 1
 
+    def _check(self, use: _Use, caller: Caller, num_requests: int, now: float) -> None:
+        if caller.max_requests and num_requests >= caller.max_requests:
+            raise _too_many(caller, f"{caller.max_requests} requests at once", 1.0)
+        for what, per_minute, _ in _limits_of(caller, 0):
+            wait = self._bucket(use, what, per_minute, now).wait(now)
+            if wait:
+                raise _too_many(caller, f"{per_minute} {what} per minute", wait)
+
     def _use_of(self, caller: Caller) -> _Use:
         use = self._uses.setdefault(caller.id, _Use())
         self._uses.move_to_end(caller.id)
         if len(self._uses) > MAX_CALLERS:
-            idle = next((key for key, known in self._uses.items() if known is not use and not known.num_running), None)
+            idle = next((key for key, known in self._uses.items() if known is not use and known.is_idle), None)
             if idle is not None:
                 del self._uses[idle]
         return use
@@ -115,6 +139,12 @@ class Gate:
         if bucket is None or bucket.per_minute != per_minute:  # the key's entry was changed
             bucket = use.buckets[what] = Bucket(per_minute, float(per_minute), now)
         return bucket
+
+
+def _limits_of(caller: Caller, num_tokens: int) -> list[tuple[str, int, int]]:
+    """(what is limited, how much of it per minute, how much a request takes)."""
+    asked = (("requests", caller.requests_per_minute, 1), ("tokens", caller.tokens_per_minute, num_tokens))
+    return [limit for limit in asked if limit[1]]
 
 
 def _too_many(caller: Caller, limit: str, wait_s: float) -> ApiError:

@@ -38,8 +38,8 @@ class Exchange:
     """Made when a request's head is there; `run` when the rest is."""
 
     __slots__ = (
-        "_body", "_fields", "_has_left", "_head", "_is_chunked", "_is_head", "_is_reusable", "_leaving", "_line",
-        "_on_leave", "_status", "is_over", "scope",
+        "_body", "_fields", "_head", "_is_chunked", "_is_head", "_is_reusable", "_leaving", "_line", "_on_leave",
+        "_status", "has_left", "is_over", "scope",
     )  # fmt: skip
 
     def __init__(self, line: Line, scope: Scope, fields: Fields, *, is_reusable: bool) -> None:
@@ -51,7 +51,7 @@ class Exchange:
         self._is_reusable = is_reusable  # the connection, for another request
         self._is_head = scope["method"] == "HEAD"
         self._is_chunked = False
-        self._has_left = False
+        self.has_left = False  # the connection is gone
         self._leaving: asyncio.Future[None] | None = None
         self._on_leave: Callable[[], None] | None = None
         self._status = 0  # 0: nothing of the answer is known; -1: its head went out
@@ -91,23 +91,23 @@ class Exchange:
 
     async def receive(self) -> Message:
         """The body, then the end of the connection."""
-        if self._body is not None and not self._has_left and self._leaving is None:
+        if self._body is not None and not self.has_left and self._leaving is None:
             self._leaving = asyncio.get_running_loop().create_future()
             return {"type": "http.request", "body": self.take_body(), "more_body": False}
-        if not self._has_left and self._leaving is not None:
+        if not self.has_left and self._leaving is not None:
             await self._leaving
         return {"type": "http.disconnect"}
 
     def when_left(self, callback: Callable[[], None]) -> None:
         """Calls back when the client leaves before its answer is over; at once if it has."""
-        if self._has_left:
+        if self.has_left:
             callback()
         else:
             self._on_leave = callback
 
     def left(self) -> None:
         """The connection is gone."""
-        self._has_left = True
+        self.has_left = True
         if self._leaving is not None and not self._leaving.done():
             self._leaving.set_result(None)
         on_leave, self._on_leave = self._on_leave, None  # it holds all that was made for the answer
@@ -119,7 +119,7 @@ class Exchange:
         if message["type"] == "http.response.start":
             self._status, self._head = message["status"], [*message.get("headers", ())]
             return
-        if self._has_left or self.is_over:
+        if self.has_left or self.is_over:
             return
         body, is_last = message.get("body", b""), not message.get("more_body", False)
         if self._status > 0 and not self._line.answered(self._status):
@@ -172,7 +172,7 @@ class Exchange:
     async def _fail(self) -> None:
         """The application gave no answer, or a part of one: a client must not take that for the whole."""
         self._on_leave = None
-        if self._has_left:
+        if self.has_left:
             return
         if self._status >= 0:
             self._status = 0

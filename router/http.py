@@ -82,6 +82,8 @@ class Routes:
                 answer: ASGIApp = await handler(Request(scope, receive))
             except ApiError as error:
                 answer = _error_response(error)
+            except ClientDisconnect:
+                answer = Response(status_code=400)  # nobody reads it
             await answer(scope, receive, send)
 
         return serve
@@ -128,6 +130,7 @@ class Routes:
             wants_timeline=_wants_timeline(exchange),
             timeout_s=timeout_s,
             caller=scope[CALLER],
+            has_left=partial(_has_left, exchange),
             trace=context_of(exchange.headers(b"traceparent"), exchange.headers(b"tracestate")),
         )
         return raw, call
@@ -182,6 +185,11 @@ class Routes:
             created=self._service.started,
             max_model_len=live.context if live is not None else None,
         )
+
+
+def _has_left(exchange: Exchange) -> bool:
+    """Whether the work for it is for nobody; with an Idempotency-Key the client may come back for it."""
+    return exchange.has_left and exchange.header(HEADER) is None
 
 
 def _wants_timeline(exchange: Exchange) -> bool:

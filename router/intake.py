@@ -17,8 +17,9 @@ from .callers import Gate
 from .entries import Entry, Job, Request
 from .errors import ApiError, overloaded
 from .policy import live_limits, live_pairs
+from .reading import ReadingRoom
 from .registry import Registry
-from .waiting import WaitingList
+from .waiting import PRIORITY_S, WaitingList, rank_of
 
 OVERLOADED = "Overloaded"  # kind of a Broken
 LONGEST_RETRY_AFTER_S = 30
@@ -56,6 +57,7 @@ class Intake:
 
     def __init__(self, registry: Registry, waiting: WaitingList, max_queue: int) -> None:
         self.gate = Gate()
+        self.reading_room = ReadingRoom(self.gate)
         self.pace = Pace()
         self._registry = registry
         self._waiting = waiting
@@ -76,6 +78,17 @@ class Intake:
             num_tokens += job.need.total
         if jobs:
             self.gate.enter(jobs[0].caller, num_tokens, now)
+
+    def check_queue(self, priority: int, now: float) -> None:
+        """Before its text is read: a request of this priority is not the one that a full queue would turn away.
+
+        Raises ApiError (429) for one that is.
+        """
+        if not self._max_queue or len(self._waiting) < self._max_queue:
+            return
+        last = self._waiting.last()
+        if last is None or rank_of(last) <= now + PRIORITY_S * priority:
+            raise self.full(now)
 
     def surplus(self, request: Request) -> Entry | None:
         """Whoever must be turned away, now that `request` has come; None while the queue is within its bound.

@@ -6,13 +6,14 @@ served are named as such; a value that asks for nothing (null, the API's default
 
 import re
 import secrets
+from collections.abc import Sequence
 from typing import TypeVar, cast
 
 import msgspec
 from msgspec import Struct
 
 from ..cluster.messages import Sampling
-from .api_bodies import MAX_CHOICES, MAX_SEED, ChatBody, CommonBody, CompletionBody, DetokenizeBody, TokenizeBody
+from .api_bodies import MAX_CHOICES, MAX_SEED, ChatBody, CommonBody, CompletionBody, DetokenizeBody, Message, TokenizeBody
 from .errors import ApiError, bad_request, printable
 from .response_bodies import MAX_METADATA, ResponseBody
 from .tool_bodies import AllowedTools, ToolChoice, schema_of
@@ -176,13 +177,7 @@ def _check_common(body: CommonBody) -> None:
 
 def check_chat(body: ChatBody) -> None:
     """Raises ApiError (400) for a chat that asks for what cannot be."""
-    if not body.messages:
-        raise bad_request("messages is empty: give at least one message", param="messages")
-    if len(body.messages) > MAX_MESSAGES:
-        text = f"messages has {len(body.messages)} messages, at most {MAX_MESSAGES} are allowed"
-        raise bad_request(text, param="messages")
-    for number, message in enumerate(body.messages):
-        _check_message(message, number)
+    check_messages(body.messages)
     _check_tools(body)
     if not any(message.text or message.tool_calls for message in body.messages):
         raise bad_request("all messages are empty: give at least one character", param="messages")
@@ -194,6 +189,17 @@ def check_chat(body: ChatBody) -> None:
     both = (body.max_tokens, body.max_completion_tokens)
     if None not in both and both[0] != both[1]:
         raise bad_request("max_tokens and max_completion_tokens differ: give one of them", param="max_tokens")
+
+
+def check_messages(messages: Sequence[Message]) -> None:
+    """Raises ApiError (400) for messages that are none, too many, or of no known form."""
+    if not messages:
+        raise bad_request("messages is empty: give at least one message", param="messages")
+    if len(messages) > MAX_MESSAGES:
+        text = f"messages has {len(messages)} messages, at most {MAX_MESSAGES} are allowed"
+        raise bad_request(text, param="messages")
+    for number, message in enumerate(messages):
+        _check_message(message, number)
 
 
 def _check_tools(body: ChatBody) -> None:

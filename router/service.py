@@ -3,13 +3,15 @@
 import asyncio
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import TypeVar
 
 from msgspec import Struct
 from msgspec.structs import replace
+from starlette.requests import ClientDisconnect
 
 from ..cluster.trace_context import NOWHERE, TraceContext
 from ..cluster.tracing import Tracing, Untraced
@@ -28,7 +30,7 @@ from .idempotency import Idempotency
 from .inbox import Inbox
 from .inline_templates import InlineRenderer, inline_renderer
 from .nursery import NurseryHandle
-from .openai import check_chat, check_token_ids, logprobs_of, max_new_of, prompts_of, sampling_of
+from .openai import check_chat, check_messages, check_token_ids, logprobs_of, max_new_of, prompts_of, sampling_of
 from .policy import Limits
 from .rendering import Chat
 from .replies import Builder, DetokenizeReply, Frame, TokenizeReply
@@ -53,6 +55,7 @@ class Call(Struct, frozen=True, kw_only=True, gc=False):
     grammar: str = ""  # that the answer follows, once the body was read
     caller: Caller = ANYONE
     trace: TraceContext = NOWHERE  # of the client's span
+    has_left: Callable[[], bool] = lambda: False  # the client; what it asked for need not be read then
 
 
 class Service:
@@ -111,11 +114,12 @@ class Service:
     ) -> Answer:
         """POST /v1/chat/completions. Raises ApiError."""
         self._check_model(body.model)
-        if plan := plan_of(body):
-            call = replace(call, grammar=await self.grammars.of(plan))
-        started = self.clock()
-        tools = body.tools or () if body.calls_tools else ()
-        ids = await self._encode_chat(body.messages, body.chat_template_kwargs, call, tools)
+        with self._reading(call, body.priority):
+            if plan := plan_of(body):
+                call = replace(call, grammar=await self.grammars.of(plan))
+            started = self.clock()
+            tools = body.tools or () if body.calls_tools else ()
+            ids = await self._encode_chat(body.messages, body.chat_template_kwargs, call, tools)
         frame = self._frame(body, prefix)
         return self._answer(body, [Prompt(ids)], call, self.clock() - started, frame, make_builder(frame))
 
@@ -124,10 +128,11 @@ class Service:
         self._check_model(body.model)
         prompts = prompts_of(body)
         self._check_chars(max([len(p) for p in prompts if isinstance(p, str)], default=0), "prompt")
-        if plan := plan_of(body):
-            call = replace(call, grammar=await self.grammars.of(plan))
-        started = self.clock()
-        read = await self._in_thread(call.size, lambda: [self._prompt(prompt) for prompt in prompts])
+        with self._reading(call, body.priority):
+            if plan := plan_of(body):
+                call = replace(call, grammar=await self.grammars.of(plan))
+            started = self.clock()
+            read = await self._in_thread(call, call.size, lambda: [self._prompt(prompt) for prompt in prompts])
         frame = self._frame(body, "cmpl-")
         return self._answer(body, read, call, self.clock() - started, frame, CompletionBuilder(frame))
 
@@ -136,29 +141,50 @@ class Service:
         self._check_model(body.model or self.served_model)
         if (body.prompt is None) == (body.messages is None):
             raise bad_request("give prompt or messages, and not both", param="prompt")
-        if body.messages is not None:
-            ids = await self._encode_chat(body.messages, body.chat_template_kwargs, call)
-        else:
-            text, add_special_tokens = body.prompt or "", body.add_special_tokens is not False
-            work = partial(self.tokenizer.encode, text, add_special_tokens=add_special_tokens)
-            ids = await self._in_thread(call.size, work)
+        with self._counted(call):
+            if body.messages is not None:
+                check_messages(body.messages)
+                ids = await self._encode_chat(body.messages, body.chat_template_kwargs, call)
+            else:
+                text, add_special_tokens = body.prompt or "", body.add_special_tokens is not False
+                self._check_chars(len(text), "prompt")
+                work = partial(self.tokenizer.encode, text, add_special_tokens=add_special_tokens)
+                ids = await self._in_thread(call, call.size, work)
+            names = await self._in_thread(call, call.size, partial(self._names, ids)) if body.return_token_strs else None
         live = self.dispatcher.limits()
-        return TokenizeReply(
-            count=len(ids),
-            max_model_len=live.context if live is not None else None,
-            tokens=ids,
-            token_strs=[name_of(self.tokenizer.token_bytes[i]) for i in ids] if body.return_token_strs else None,
-        )
+        context = live.context if live is not None else None
+        return TokenizeReply(count=len(ids), max_model_len=context, tokens=ids, token_strs=names)
 
     async def detokenize(self, body: DetokenizeBody, call: Call) -> DetokenizeReply:
         """POST /detokenize. Raises ApiError."""
         self._check_model(body.model or self.served_model)
-        wrong = next((i for i in body.tokens if i >= len(self.tokenizer)), None)
+        with self._counted(call):
+            return DetokenizeReply(prompt=await self._in_thread(call, call.size, partial(self._decoded, body.tokens)))
+
+    def _reading(self, call: Call, priority: int | None) -> AbstractContextManager[None]:
+        """While the text of a request is read that waits for a worker then. Raises ApiError (429)."""
+        now, intake = self.clock(), self.dispatcher.intake
+        intake.check_queue(call.caller.priority_of(priority), now)
+        return intake.reading_room.reading(call.caller, call.size, now)
+
+    @contextmanager
+    def _counted(self, call: Call) -> Iterator[None]:
+        """While a request is answered that no worker sees; it counts against rates like others. Raises ApiError (429)."""
+        now, intake = self.clock(), self.dispatcher.intake
+        with intake.reading_room.reading(call.caller, call.size, now):
+            intake.gate.charge(call.caller, 0, now)
+            yield
+
+    def _names(self, ids: Sequence[int]) -> list[str]:
+        return [name_of(self.tokenizer.token_bytes[i]) for i in ids]
+
+    def _decoded(self, ids: Sequence[int]) -> str:
+        """Raises ApiError (400) for ids that there are not."""
+        wrong = next((i for i in ids if i >= len(self.tokenizer)), None)
         if wrong is not None:
             text = f"tokens: token id {wrong} is outside the vocabulary of {len(self.tokenizer)}"
             raise bad_request(text, param="tokens")
-        text = await self._in_thread(call.size, partial(self.tokenizer.decode, body.tokens))
-        return DetokenizeReply(prompt=text)
+        return self.tokenizer.decode(ids)
 
     async def _encode_chat(
         self, said: Sequence[Message], switches: Switches | None, call: Call, tools: Sequence[Tool] = ()
@@ -170,10 +196,10 @@ class Service:
             messages = [message.as_template_input() for message in said]
             return self.tokenizer.guard(messages, switches, [as_template_tool(tool) for tool in tools])
 
-        guarded = await self._in_thread(call.size, guard)
+        guarded = await self._in_thread(call, call.size, guard)
         rendered = await self._rendered(guarded.chat, is_long=call.size > INLINE_BYTES)
         self._check_chars(guarded.num_chars_of(rendered), "messages")
-        return await self._in_thread(len(rendered), partial(self.tokenizer.encode_rendered, guarded, rendered))
+        return await self._in_thread(call, len(rendered), partial(self.tokenizer.encode_rendered, guarded, rendered))
 
     async def _rendered(self, chat: Chat, *, is_long: bool) -> str:
         """By the model's template: here, where that is known to take no time, or by a worker. Raises ApiError."""
@@ -185,10 +211,17 @@ class Service:
     def _prompt(self, prompt: str | list[int]) -> Prompt:
         return Prompt(self.tokenizer.encode(prompt), prompt) if isinstance(prompt, str) else Prompt(prompt)
 
-    async def _in_thread(self, size: int, work: Callable[[], T]) -> T:
+    async def _in_thread(self, call: Call, size: int, work: Callable[[], T]) -> T:
+        """Work on so many bytes. Raises ClientDisconnect when its turn comes and nobody waits for it any more."""
         if size <= INLINE_BYTES:
             return work()
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+        def do() -> T:
+            if call.has_left():
+                raise ClientDisconnect
+            return work()
+
+        return await asyncio.get_running_loop().run_in_executor(self._threads, do)
 
     def _check_model(self, model: str) -> None:
         if model != self.served_model:
