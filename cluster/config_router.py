@@ -26,6 +26,16 @@ class HttpSettings(RoleConfig):
         True, Setting(help="let decode workers compute prompts while no prefill worker serves; off: such requests get 503")
     )
     max_body_mb: int = setting(4, Setting(help="largest request body", unit="MiB", minimum=1, maximum=1024))
+    chat_max_tokens: int = setting(
+        1024,
+        Setting(
+            help="output of a chat that does not ask for a length, for which decode reserves pages; 0: what is left of the "
+            "context",
+            unit="tokens",
+            minimum=0,
+            maximum=2**31 - 1,
+        ),
+    )
     share_port: bool = setting(
         False, Setting(help="let other routers of this host listen on the same port; each needs a --control-bind of its own")
     )

@@ -12,7 +12,6 @@ from .registry import Registry, Worker
 
 # A prompt travels in one control frame: 5 bytes per id at most, and room for a grammar and the other sampling fields.
 MAX_PROMPT_TOKENS = (CONTROL_MAX_FRAME - MAX_GRAMMAR - (64 << 10)) // 5
-CHAT_MAX_TOKENS = 1024
 DEFAULTS = Sampling()
 # Young fields in the words of the API.
 SAID = {
@@ -29,13 +28,17 @@ def no_workers() -> ApiError:
 
 
 
-def max_new_tokens(num_prompt: int, asked: int | None, *, is_chat: bool, live: Limits) -> int:
-    """The output length: what was asked, or the default as far as it fits. Raises ApiError for a prompt too long."""
+def max_new_tokens(num_prompt: int, asked: int | None, *, is_chat: bool, chat_max: int, live: Limits) -> int:
+    """The output length: what was asked, or the default as far as it fits (a chat's `chat_max`, 0: all that fits).
+
+    Raises ApiError for a prompt too long.
+    """
     param = "messages" if is_chat else "prompt"
     check_prompt(num_prompt, param, live)
     if asked is None:
         room = min(live.context, live.decode_tokens) - num_prompt
-        return max(1, min(CHAT_MAX_TOKENS if is_chat else COMPLETION_MAX_TOKENS, room))
+        default = (chat_max or room) if is_chat else COMPLETION_MAX_TOKENS
+        return max(1, min(default, room))
     if num_prompt + asked > live.context:
         raise context_too_long(
             f"This model's context is {live.context} tokens, but the request asks for {num_prompt + asked}: "

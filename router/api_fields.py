@@ -60,7 +60,7 @@ _COMMON: dict[str, Field] = {
 CHAT: Mapping[str, Field] = _COMMON | {
     "messages": _works("roles system, developer, user, assistant, tool; content is text or a list of text parts"),
     "max_tokens": _works("the same as max_completion_tokens"),
-    "max_completion_tokens": _works("default: what is left of the context, 1024 at most"),
+    "max_completion_tokens": _works("default: what is left of the context, `--chat-max-tokens` (1024) at most"),
     "logprobs": _works("of the model's own distribution, before temperature and penalties"),
     "top_logprobs": _works("up to 20, with logprobs"),
     "chat_template_kwargs": _works("added; switches of the model's own template: true, false, numbers"),
@@ -99,7 +99,7 @@ RESPONSE: Mapping[str, Field] = {
     "model": _works("the name in /v1/models; another one is a 404"),
     "input": _works("text, or items: messages of text, function calls and their outputs; reasoning is ignored"),
     "instructions": _works("a system message in front"),
-    "max_output_tokens": _works("default: what is left of the context, 1024 at most"),
+    "max_output_tokens": _works("default: what is left of the context, `--chat-max-tokens` (1024) at most"),
     "temperature": _works("as in a chat"),
     "top_p": _works("as in a chat"),
     "top_logprobs": _works("up to 20, with include"),

@@ -101,7 +101,10 @@ class Router:
             ),
         )
         served = config.served_model or Path(config.model).name
-        self._service = Service(self.dispatcher, tokenizer, served, time.monotonic, nursery, self._tracing)
+        chat_max = config.chat_max_tokens
+        self._service = Service(
+            self.dispatcher, tokenizer, served, time.monotonic, nursery, self._tracing, chat_max_tokens=chat_max
+        )
         self._server = HttpServer(
             Routes(self._service).app(),
             Guard(self._api_keys, os.environ.get(OPERATOR_VARIABLE, "")),

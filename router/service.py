@@ -69,12 +69,15 @@ class Service:
         clock: Callable[[], float],
         nursery: NurseryHandle,
         tracing: Tracing | None = None,
+        *,
+        chat_max_tokens: int,
     ) -> None:
         self.dispatcher = dispatcher
         self.tracing = tracing or Untraced()
         self._is_traced = not isinstance(self.tracing, Untraced)
         self.responses: Mapping[int, int] = {}  # of the HTTP server, by status
         self.tokenizer = tokenizer
+        self._chat_max_tokens = chat_max_tokens  # of output where a chat does not say; 0: all that fits
         self.served_model = served_model
         self.started = int(time.time())
         self.clock = clock
@@ -288,7 +291,8 @@ class Service:
         self, body: ChatBody | CompletionBody, ids: list[int], live: Limits, call: Call, tokenize_s: float
     ) -> list[Job]:
         is_chat = isinstance(body, ChatBody)
-        max_new = max_new_tokens(len(ids), max_new_of(body), is_chat=is_chat, live=live)
+        asked, chat_max = max_new_of(body), self._chat_max_tokens
+        max_new = max_new_tokens(len(ids), asked, is_chat=is_chat, chat_max=chat_max, live=live)
         return [
             Job(
                 prompt_ids=ids,

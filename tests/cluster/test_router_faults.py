@@ -121,6 +121,15 @@ def test_full_queue_is_429_and_a_freed_slot_serves_the_waiting(start):
     assert_nothing_left(running)
 
 
+@pytest.mark.parametrize(("chat_max_tokens", "expected"), [(7, 7), (100_000, None), (0, None)])
+def test_a_chat_that_does_not_say_gets_the_length_that_is_set_or_what_is_left(start, chat_max_tokens, expected):
+    running, script = start(chat_max_tokens=chat_max_tokens)
+    _, decode = running.pair(script, max_context=3000, pages_total=1000)
+    assert post(running, max_tokens=None).status_code == 200
+    reserve = decode.of(Reserve)[0]
+    assert reserve.sampling.max_new_tokens == (expected or 3000 - len(reserve.prompt_ids))
+
+
 def test_wait_that_takes_too_long_is_429(start):
     running, script = start(queue_timeout_s=0.3)
     running.pair(script, pages_total=4)
@@ -243,11 +252,9 @@ def test_a_worker_whose_connection_has_ended_is_known_to_be_gone_before_anything
     running, script = start()
     _, decode = running.pair(script)
     other = running.add("decode", script.decode)
-    dispatcher, ticked = running.router.dispatcher, threading.Event()
+    dispatcher = running.router.dispatcher
     until(lambda: running.call(lambda: sum(worker.is_serving for worker in dispatcher.registry)) == 3, "all three serve")
-    monkeypatch.setattr(dispatcher, "tick", lambda **_: ticked.set())
-    monkeypatch.setattr(app, "TICK_S", 600.0)  # its timers find nobody
-    assert ticked.wait(60)
+    stop_ticking(running, monkeypatch)  # its timers find nobody
     decode.close()
     gone = dispatcher.registry.get(decode.instance)
     until(lambda: running.call(lambda: gone.unreachable_since is not None), "its end is noticed")
@@ -255,17 +262,24 @@ def test_a_worker_whose_connection_has_ended_is_known_to_be_gone_before_anything
     assert len(other.of(Reserve)) == 4
 
 
+def stop_ticking(running, monkeypatch):
+    """After one tick more, which does nothing, there are no more; the router's loop itself sets the pace to none."""
+    ticked = threading.Event()
+
+    def tick(**_):
+        monkeypatch.setattr(app, "TICK_S", 600.0)
+        ticked.set()
+
+    monkeypatch.setattr(running.router.dispatcher, "tick", tick)
+    assert ticked.wait(60)
+
+
 def test_whoever_comes_and_goes_has_workers_looked_for_once_a_tick_at_most(start, monkeypatch):
     running, _ = start()
-    dispatcher, ticked, probes = running.router.dispatcher, threading.Event(), []
-
-    def leave_one_tick() -> None:  # in the router's own loop: between two of these its last tick could pass unseen
-        monkeypatch.setattr(dispatcher, "tick", lambda **_: ticked.set())
-        monkeypatch.setattr(dispatcher, "probe", lambda: probes.append(1))
-        monkeypatch.setattr(app, "TICK_S", 600.0)
-
-    running.call(leave_one_tick)
-    assert ticked.wait(60)
+    probes = []
+    monkeypatch.setattr(running.router.dispatcher, "probe", lambda: probes.append(1))
+    stop_ticking(running, monkeypatch)
+    probes.clear()
     for _ in range(50):
         running.call(running.router._on_left)
     until(lambda: probes, "they are looked for")
