@@ -89,6 +89,25 @@ def test_rates_hold_where_no_worker_is_asked_too(keyed, path, more):
     assert [ask().status_code for _ in range(3)] == [200, 200, 429]
 
 
+def test_full_queue_is_429_and_a_freed_slot_serves_the_waiting(start):
+    running, script = start(max_queue=1)
+    script.holds.set()
+    _, decode = running.pair(script, max_running=1)
+    first, _ = in_thread(lambda: post(running))
+    until(lambda: decode.of(Reserve), "the slot is taken")
+    second, results = in_thread(lambda: post(running))
+    until(lambda: running.call(lambda: running.router.dispatcher.num_queued) == 1, "the second waits")
+    reply = post(running)
+    assert reply.status_code == 429
+    assert int(reply.headers["retry-after"]) > 0
+    script.holds.clear()
+    script.stream(decode, decode.of(Reserve)[0])
+    first.join(60)
+    second.join(60)
+    assert results[0].status_code == 200
+    assert_nothing_left(running)
+
+
 def test_a_full_queue_refuses_before_it_reads_but_not_who_is_more_urgent(start):
     running, script = start(max_queue=1)
     script.holds.set()

@@ -102,34 +102,6 @@ def test_stop_string_cancels_a_running_room_on_both_workers(start):
     assert {c.room for c in decode.of(Cancel)} == {c.room for c in prefill.of(Cancel)} != set()
 
 
-def test_full_queue_is_429_and_a_freed_slot_serves_the_waiting(start):
-    running, script = start(max_queue=1)
-    script.holds.set()
-    _, decode = running.pair(script, max_running=1)
-    first, _ = in_thread(lambda: post(running))
-    until(lambda: decode.of(Reserve), "the slot is taken")
-    second, results = in_thread(lambda: post(running))
-    until(lambda: running.call(lambda: running.router.dispatcher.num_queued) == 1, "the second waits")
-    reply = post(running)
-    assert reply.status_code == 429
-    assert int(reply.headers["retry-after"]) > 0
-    script.holds.clear()
-    script.stream(decode, decode.of(Reserve)[0])
-    first.join(60)
-    second.join(60)
-    assert results[0].status_code == 200
-    assert_nothing_left(running)
-
-
-@pytest.mark.parametrize(("chat_max_tokens", "expected"), [(7, 7), (100_000, None), (0, None)])
-def test_a_chat_that_does_not_say_gets_the_length_that_is_set_or_what_is_left(start, chat_max_tokens, expected):
-    running, script = start(chat_max_tokens=chat_max_tokens)
-    _, decode = running.pair(script, max_context=3000, pages_total=1000)
-    assert post(running, max_tokens=None).status_code == 200
-    reserve = decode.of(Reserve)[0]
-    assert reserve.sampling.max_new_tokens == (expected or 3000 - len(reserve.prompt_ids))
-
-
 def test_wait_that_takes_too_long_is_429(start):
     running, script = start(queue_timeout_s=0.3)
     running.pair(script, pages_total=4)

@@ -237,3 +237,12 @@ def _ask_health(running):
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             connection.sendall(HEAD + b"connection: close\r\n\r\n")
         return read_all(connection)
+
+
+@pytest.mark.parametrize(("chat_max_tokens", "expected"), [(7, 7), (100_000, None), (0, None)])
+def test_a_chat_that_does_not_say_gets_the_length_that_is_set_or_what_is_left(start, chat_max_tokens, expected):
+    running, script = start(chat_max_tokens=chat_max_tokens)
+    _, decode = running.pair(script, max_context=3000, pages_total=1000)
+    assert post(running, max_tokens=None).status_code == 200
+    reserve = decode.of(Reserve)[0]
+    assert reserve.sampling.max_new_tokens == (expected or 3000 - len(reserve.prompt_ids))
