@@ -74,6 +74,7 @@ class Prompt(Struct, frozen=True, gc=False):
 
     ids: list[int]
     text: str | None = None
+    starts: Sequence[int] = ()  # of each id in `text`, where log probabilities are wanted
 
 
 class Choice:
@@ -135,8 +136,9 @@ class Choice:
 
     def _add_prompt(self, prompt: Prompt, logprobs: Sequence[TokenLogprob]) -> Piece:
         ids, style = prompt.ids, self._style
-        spelled, starts = self._spell(ids)
-        text = spelled if prompt.text is None else prompt.text
+        text, starts = self._spell(ids)
+        if prompt.text is not None:  # what the client wrote: control tokens, too, and before any normalising
+            text, starts = prompt.text, prompt.starts
         self._num_chars = len(text)
         if style.num_top < 0:
             return Piece(text, ids=list(ids))
@@ -163,7 +165,7 @@ class Choice:
         self.num_tokens += used
         return self._parted(Piece(text, names, list(ids[:used]), self.finish))
 
-    def _spell(self, ids: Sequence[int]) -> tuple[str, list[int]]:
+    def _spell(self, ids: Sequence[int]) -> tuple[str, Sequence[int]]:
         """The text of `ids`, and where each begins."""
         parts, starts = [], []
         for token in ids:

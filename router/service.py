@@ -131,11 +131,12 @@ class Service:
         self._check_model(body.model)
         prompts = prompts_of(body)
         self._check_chars(max([len(p) for p in prompts if isinstance(p, str)], default=0), "prompt")
+        read_one = partial(self._prompt, wants_starts=body.wants_echo and logprobs_of(body) >= 0)
         with self._reading(call, body.priority):
             if plan := plan_of(body):
                 call = replace(call, grammar=await self.grammars.of(plan))
             started = self.clock()
-            read = await self._in_thread(call, call.size, lambda: [self._prompt(prompt) for prompt in prompts])
+            read = await self._in_thread(call, call.size, lambda: [read_one(prompt) for prompt in prompts])
         frame = self._frame(body, "cmpl-")
         return self._answer(body, read, call, self.clock() - started, frame, CompletionBuilder(frame))
 
@@ -211,8 +212,13 @@ class Service:
             return text
         return await self.templates.render(encoded(chat), is_long=is_long)
 
-    def _prompt(self, prompt: str | list[int]) -> Prompt:
-        return Prompt(self.tokenizer.encode(prompt), prompt) if isinstance(prompt, str) else Prompt(prompt)
+    def _prompt(self, prompt: str | list[int], *, wants_starts: bool) -> Prompt:
+        if not isinstance(prompt, str):
+            return Prompt(prompt)
+        if not wants_starts:
+            return Prompt(self.tokenizer.encode(prompt), prompt)
+        ids, starts = self.tokenizer.encode_with_starts(prompt)
+        return Prompt(ids, prompt, starts)
 
     async def _in_thread(self, call: Call, size: int, work: Callable[[], T]) -> T:
         """Work on so many bytes. Raises ClientDisconnect when its turn comes and nobody waits for it any more."""

@@ -7,6 +7,7 @@ that no message can end its own turn or open another's. A raw completion prompt 
 tokens.
 """
 
+import json
 import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
@@ -51,6 +52,7 @@ class Tokenizer:
         self._backend: Backend = tokenizer.backend_tokenizer
         self._backend.no_truncation()
         self._backend.no_padding()
+        _keep_spaces(self._backend)
         self._plain: Backend = Backend.from_str(self._backend.to_str())
         self._plain.encode_special_tokens = True
         self._words = word_ids(self._backend)
@@ -77,6 +79,18 @@ class Tokenizer:
         if add_special_tokens and self._has_frame:
             return self._encode(self._backend, text, add_special_tokens=True)
         return self._encode_text(text)
+
+    def encode_with_starts(self, text: str) -> tuple[list[int], list[int]]:
+        """A raw prompt, and of each token the character of `text` that it begins or goes on with.
+
+        A token that spells nothing of it (such as a begin token) stands where the next one does.
+        """
+        [encoding] = self._backend.encode_batch([text])
+        starts, start = [], len(text)
+        for first, end in reversed(encoding.offsets):
+            start = first if first < end else start
+            starts.append(start)
+        return encoding.ids, starts[::-1]
 
     @property
     def template_setup(self) -> Setup | None:
@@ -137,10 +151,23 @@ class Tokenizer:
 
     @staticmethod
     def _encode(backend: Backend, text: str, *, add_special_tokens: bool) -> list[int]:
-        """The ids alone: where each token stands in the text is a third of the work, and nobody asks."""
+        """The ids alone: where each token stands in the text is a third of the work, and few ask."""
         [encoding] = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = encoding.ids
         return ids
+
+
+def _keep_spaces(backend: Backend) -> None:
+    """A token that begins with a space begins there, also where the tokenizer's file would trim it."""
+    processor = backend.post_processor
+    if processor is not None:
+        parts = json.loads(processor.__getstate__(), object_hook=_untrimmed)
+        processor.__setstate__(json.dumps(parts).encode())
+        backend.post_processor = processor
+
+
+def _untrimmed(part: dict[str, Any]) -> dict[str, Any]:
+    return part | {"trim_offsets": False} if "trim_offsets" in part else part
 
 
 class _Guard:

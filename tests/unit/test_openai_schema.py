@@ -304,8 +304,8 @@ def test_offsets_point_into_the_text_also_inside_a_character(tokenizer):
 
 
 def test_an_echoed_prompt_stands_before_the_output_with_its_log_probabilities(tokenizer):
-    ids = tokenizer.encode("one two")
-    choice = Choice(tokenizer, Style(num_top=1), Prompt(ids, "one two"))
+    ids, starts = tokenizer.encode_with_starts("one two")
+    choice = Choice(tokenizer, Style(num_top=1), Prompt(ids, "one two", starts))
     scores = [TokenLogprob(logprob=-float(i), top=[(token, -float(i))]) for i, token in enumerate(ids[1:], 1)]
     piece = choice.add(Deliver(tokenizer.encode("!"), [TokenLogprob(logprob=-9.0)], scores))
     assert piece.text == "one two!"
