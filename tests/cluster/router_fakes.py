@@ -15,7 +15,7 @@ from pathlib import Path
 import httpx
 import uvloop
 import zmq
-from baton.cluster.codec import control_down_decoder, encode
+from baton.cluster.codec import control_down_decoder, encode, framed, pack
 from baton.cluster.config import RouterConfig
 from baton.cluster.messages import (
     PROTOCOL_MAJOR,
@@ -114,9 +114,10 @@ class FakeWorker:
         self.lost = threading.Event()  # the connection to the router ended once
         self._thread.start()
 
-    def send(self, *messages):
+    def send(self, *messages, together=False):
+        frames = [messages] if together else [(message,) for message in messages]
         with self._lock:
-            self._outbox += messages
+            self._outbox += [framed([pack(message) for message in frame]) for frame in frames]
 
     def of(self, kind):
         return [message for message in list(self.received) if isinstance(message, kind)]
@@ -147,7 +148,7 @@ class FakeWorker:
                 else:
                     self._script(self, message)
             with self._lock:
-                while self._outbox and try_send(socket, [encode(self._outbox[0])]):
+                while self._outbox and try_send(socket, [self._outbox[0]]):
                     self._outbox.pop(0)
             if time.monotonic() >= next_beat:
                 next_beat = time.monotonic() + 0.1
