@@ -157,6 +157,8 @@ def load_config(
     config = cls(**values, explicit=explicit)  # type: ignore[arg-type]
     if isinstance(config, DecodeSettings):
         check_drafting(config)
+    if isinstance(config, RouterConfig):
+        check_own_port(config)
     if warns and cls is not UpConfig and not any(variable in env for variable in INTERNAL_VARIABLES):
         for warning in ignored_settings(config):
             logger.warning("%s", warning)
@@ -172,6 +174,12 @@ def check_drafting(config: DecodeSettings) -> None:
             f"--spec-tokens {tokens}: --spec-steps {steps} with --spec-topk {topk} needs {1 + steps} and makes at most "
             f"{most} tokens, the newest one included; write such a number, or 0"
         )
+
+
+def check_own_port(config: RouterConfig) -> None:
+    """ConfigError when the port that shall be a router's own is the one that others may share."""
+    if config.own_port and config.own_port == config.port:
+        raise ConfigError(f"--own-port {config.own_port} is the --port of the clients; choose another --own-port")
 
 
 def ignored_settings(config: RoleConfig) -> list[str]:

@@ -39,6 +39,15 @@ class HttpSettings(RoleConfig):
     share_port: bool = setting(
         False, Setting(help="let other routers of this host listen on the same port; each needs a --control-bind of its own")
     )
+    own_port: int = setting(
+        0,
+        Setting(
+            help="port at which this router answers and no other, to scrape and watch it also where --port is shared; 'up' "
+            "gives each further router the next one, and with 0 each of several a free one; 0: none",
+            minimum=0,
+            maximum=65535,
+        ),
+    )
     max_connections: int = setting(
         0, Setting(help="most connections of clients; 0: 10000, or what descriptors allow", minimum=0, maximum=2**20)
     )

@@ -1,10 +1,12 @@
 """The router process: what it is made of, how it serves, how it ends.
 
-    joining    behind a shared port: nothing is listened to before a pair has shown itself, for at most JOIN_S
+    joining    behind a shared port: it is not listened to before a pair has shown itself, for at most JOIN_S
     serving    new requests are taken
     leaving    behind a shared port: new connections go to the others, those that stand are closed behind an answer
     draining   /ready is 503 and new requests get 503; running ones end, for at most drain_timeout_s
     stopping   what still runs gets an error; the listener closes
+
+At --own-port the same is answered from before the first of these to the end of the last.
 """
 
 import asyncio
@@ -12,7 +14,6 @@ import contextlib
 import logging
 import os
 import secrets
-import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,24 +21,23 @@ from pathlib import Path
 from ..cluster.api_keys import ApiKeys
 from ..cluster.config import RouterConfig
 from ..cluster.endpoints import bracketed
-from ..cluster.errors import StartupError
 from ..cluster.keyring import load_keyring
 from ..cluster.life import OPERATOR_VARIABLE
 from ..cluster.log import fields
 from ..cluster.metrics import RouterMetrics
 from ..cluster.notify import Notifier
-from ..cluster.sockets import check_bind_address
 from ..cluster.tracing import open_tracing
 from ..cluster.watchdog import Watchdog
 from .auth import Guard
 from .control import ControlSocket
 from .dispatch import Dispatcher
 from .http import Routes
+from .listeners import open_listeners
 from .nursery import NurseryHandle
 from .placing import PairingPolicy
 from .registry import Registry
 from .room_effects import Timeouts
-from .server import HttpServer
+from .server import OWN_CONNECTIONS, Counts, HttpServer, connections_allowed
 from .service import Service
 from .tls import certificate_of
 from .tokenizer import Tokenizer
@@ -46,7 +46,6 @@ logger = logging.getLogger(__name__)
 
 TICK_S = 0.1
 LOOK_S = 0.002  # libzmq tells that a connection has ended a moment before it lets go of it
-SEND_BUFFER = 128 << 10  # bytes that the kernel takes for a client that reads slowly; by itself it takes megabytes
 LAST_WRITES_S = 2  # for error frames, after the drain
 JOIN_S = 10.0  # then whoever asks may hear why nothing serves
 HAND_OVER_S = 2.0  # for clients with a kept connection to ask once more, and to find another router then
@@ -76,13 +75,13 @@ class Router:
         self._certificate = certificate_of(config.tls_cert, config.tls_key)
         is_guarded = self._api_keys is not None and self._certificate is not None
         is_trusted = config.trusted_network or is_guarded
-        self._listener = _listen(config.host, config.port, trusted_network=is_trusted, share_port=config.share_port)
+        self._listener, self._own_listener = open_listeners(config, trusted_network=is_trusted)
         self._port = int(self._listener.getsockname()[1])
         try:
             keyring = load_keyring(config.keys, config.role)
             self.control = ControlSocket(config.control_bind, trusted_network=config.trusted_network, keyring=keyring)
         except Exception:
-            self._listener.close()
+            self._close_listeners()
             raise
         self.dispatcher = Dispatcher(
             Registry(self.instance, config.worker_timeout_s, local_prefill=config.local_prefill),
@@ -105,14 +104,7 @@ class Router:
         self._service = Service(
             self.dispatcher, tokenizer, served, time.monotonic, nursery, self._tracing, chat_max_tokens=chat_max
         )
-        self._server = HttpServer(
-            Routes(self._service).app(),
-            Guard(self._api_keys, os.environ.get(OPERATOR_VARIABLE, "")),
-            max_body=config.max_body_mb << 20,
-            max_connections=config.max_connections,
-            certificate=self._certificate,
-        )
-        self._service.responses = self._server.responses
+        self._server, self._own_server = self._servers()
         self.served_model = served
         self._has_looked = False  # since the last tick, for whose connection has ended
 
@@ -125,26 +117,31 @@ class Router:
 
     @property
     def url(self) -> str:
-        return f"{'http' if self._certificate is None else 'https'}://{bracketed(self._config.host)}:{self.port}"
+        return self._url_at(self.port)
+
+    @property
+    def own_url(self) -> str:
+        """Where no other router answers; "" without --own-port."""
+        return self._url_at(self._config.own_port) if self._own_listener is not None else ""
 
     async def run(self, drain: asyncio.Event, stop: asyncio.Event) -> None:
         """Serves until `drain` is set and the running requests have ended, or until `stop` is set."""
-        url = self.url
         self.control.open(self.dispatcher.on_message, self.dispatcher.on_damaged, self._on_left)
         self._service.open()
-        serving = asyncio.create_task(self._serve())
-        ticking = asyncio.create_task(self._tick())
-        ending = asyncio.create_task(self._end(drain, stop))
-        logger.info("router serves", extra=fields(url=url, control=self.control.endpoint, model=self.served_model))
+        tasks = {asyncio.create_task(work) for work in (self._serve(), self._tick(), self._end(drain, stop))}
+        if self._own_listener is not None:
+            tasks.add(asyncio.create_task(self._own_server.serve(self._own_listener)))
+        reached = {"url": self.url} | ({"own_url": self.own_url} if self.own_url else {})
+        logger.info("router serves", extra=fields(**reached, control=self.control.endpoint, model=self.served_model))
         try:
-            done, _ = await asyncio.wait({serving, ticking, ending}, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()  # a crash of the timers is a crash of the router
-            await self._server.close(LAST_WRITES_S)
+            await asyncio.gather(self._server.close(LAST_WRITES_S), self._own_server.close(LAST_WRITES_S))
         finally:
-            for task in (serving, ticking, ending):
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(serving, ticking, ending, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
             self.close()
 
     def close(self) -> None:
@@ -152,8 +149,32 @@ class Router:
         self._watchdog.stop()
         self._service.close()
         self._tracing.close()
-        self._listener.close()
+        self._close_listeners()
         self.control.close()
+
+    def _servers(self) -> tuple[HttpServer, HttpServer]:
+        """Of the clients' port and of the router's own: the same application, for the same callers."""
+        config, counts = self._config, Counts()
+        guard = Guard(self._api_keys, os.environ.get(OPERATOR_VARIABLE, ""))
+        app = Routes(self._service).app()
+
+        def server(max_connections: int) -> HttpServer:
+            return HttpServer(
+                app, guard, counts, max_body=config.max_body_mb << 20, max_connections=max_connections,
+                certificate=self._certificate,
+            )  # fmt: skip
+
+        self._service.responses = counts.responses
+        allowed = connections_allowed(config.max_connections, has_own_port=bool(config.own_port))
+        return server(allowed), server(OWN_CONNECTIONS)
+
+    def _url_at(self, port: int) -> str:
+        return f"{'http' if self._certificate is None else 'https'}://{bracketed(self._config.host)}:{port}"
+
+    def _close_listeners(self) -> None:
+        self._listener.close()
+        if self._own_listener is not None:
+            self._own_listener.close()
 
     async def _serve(self) -> None:
         """Behind a shared port another router would have served who came too early to this one."""
@@ -179,10 +200,10 @@ class Router:
             self.dispatcher.tick(is_behind=self.control.is_behind)
             if num_dropped := self._tracing.num_dropped:
                 self.dispatcher.events["spans_dropped"] = num_dropped
-            if num_failed := self._server.num_tls_failed:
+            if num_failed := self._server.num_tls_failed + self._own_server.num_tls_failed:
                 self.dispatcher.events["tls_failed"] = num_failed
             self._watchdog.feed(time.monotonic())
-            self._notifier.ready(f"serving at {self.url}")
+            self._notifier.ready(f"serving at {self.url}" + (f", alone at {self.own_url}" if self.own_url else ""))
 
     async def _end(self, drain: asyncio.Event, stop: asyncio.Event) -> None:
         await drain.wait()
@@ -211,27 +232,3 @@ async def _wait(event: asyncio.Event, seconds: float) -> None:
 def _api_keys(path: str) -> ApiKeys | None:
     """Raises ConfigError."""
     return ApiKeys(Path(path), time.time, time.monotonic) if path else None
-
-
-def _listen(host: str, port: int, *, trusted_network: bool, share_port: bool) -> socket.socket:
-    """A socket that listens, or a shared one that will.
-
-    Raises ConfigError for an address open to others, StartupError for one that is taken.
-    """
-    check_bind_address(f"tcp://{bracketed(host)}:{port}", trusted_network)
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        if not share_port:
-            made = socket.create_server((host, port), family=family, backlog=1024)
-        else:
-            made = socket.socket(family)
-            for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):
-                made.setsockopt(socket.SOL_SOCKET, option, 1)
-            if family == socket.AF_INET6:
-                made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            made.bind((host, port))
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)  # connections inherit it
-        return made
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise StartupError(f"cannot listen on {host} port {port}: {reason}; choose another --port") from None

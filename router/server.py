@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass, field
 
 from starlette.types import ASGIApp
 
@@ -19,55 +20,68 @@ from .wire import HEAD_TIMEOUT_S, NEVER, HttpProtocol
 SWEEP_S = 0.1
 MAX_BUFFERED = 256 << 20  # bytes of bodies that are being read, of all connections together
 MAX_CONNECTIONS = 10_000
+OWN_CONNECTIONS = 32  # of a router's own port, beside those of its clients: full of these, it can still be asked
 LAST_TURNS = 3  # of the loop, within which a closed server's descriptor is closed
 SPARE_DESCRIPTORS = 124  # for workers, files and libraries
 SPARE_IN_DOOR = 32  # of these, for who is over the number and hears it when TLS is there
 
 
-def connections_allowed(asked: int = 0) -> int:
-    """How many connections there may be: `asked`, or MAX_CONNECTIONS, as far as this process may have descriptors.
+@dataclass(eq=False)
+class Counts:
+    """What all servers of a process count together."""
+
+    responses: Counter[int] = field(default_factory=Counter)
+    """Answers that began, by status."""
+    num_buffered: int = 0
+    """Bytes of bodies that are being read."""
+
+
+def connections_allowed(asked: int = 0, *, has_own_port: bool = False) -> int:
+    """How many connections of clients there may be: `asked`, or MAX_CONNECTIONS, as far as this process may have
+    descriptors, some of which its own port takes.
 
     The soft limit on descriptors is raised as far as it may.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = (asked or MAX_CONNECTIONS) + SPARE_DESCRIPTORS
+    spare = SPARE_DESCRIPTORS + (OWN_CONNECTIONS + SPARE_IN_DOOR if has_own_port else 0)
+    wanted = (asked or MAX_CONNECTIONS) + spare
     if soft < wanted:
         with suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (min(wanted, hard), hard))
             soft = min(wanted, hard)
-    return min(asked or MAX_CONNECTIONS, max(16, soft - SPARE_DESCRIPTORS))
+    return min(asked or MAX_CONNECTIONS, max(16, soft - spare))
 
 
 class HttpServer:
-    """Serves `app` on a listening socket to those whom `guard` lets in."""
+    """Serves `app` on a listening socket to those whom `guard` lets in; each listener of a process has a server."""
 
     def __init__(
         self,
         app: ASGIApp,
         guard: Guard,
+        counts: Counts,
         *,
         max_body: int,
-        max_connections: int = 0,
+        max_connections: int,
         certificate: Certificate | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.guard = guard
         self.max_body = max_body  # bytes
-        self.max_connections = connections_allowed(max_connections)
+        self.max_connections = max_connections
         self.clock = clock
         self.is_leaving = False  # answers say that their connection ends behind them
         self.is_draining = False  # connections end behind an answer also where it could not say so
-        self.responses: Counter[int] = Counter()  # answers that began, by status
-        self._app = app
+        self._app, self._counts = app, counts
         self._listening: asyncio.Server | TlsDoor | None = None
         self._door = None if certificate is None else self._door_with(certificate)
         self._connections: set[HttpProtocol] = set()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._num_buffered = 0  # bytes
         self._next_deadline = NEVER  # of all connections; none is due before
 
     def __repr__(self) -> str:
-        return f"HttpServer({len(self._connections)} connections, {len(self._tasks)} requests, {self._num_buffered} bytes)"
+        num_bytes = self._counts.num_buffered
+        return f"HttpServer({len(self._connections)} connections, {len(self._tasks)} requests, {num_bytes} bytes)"
 
     async def serve(self, listener: socket.socket) -> None:
         """Until it is cancelled."""
@@ -164,16 +178,16 @@ class HttpServer:
 
     def may_buffer(self, num_bytes: int) -> bool:
         """Counts bytes of a body, unless all bodies together are too many."""
-        if self._num_buffered + num_bytes > MAX_BUFFERED:
+        if self._counts.num_buffered + num_bytes > MAX_BUFFERED:
             return False
-        self._num_buffered += num_bytes
+        self._counts.num_buffered += num_bytes
         return True
 
     def unbuffer(self, num_bytes: int) -> None:
-        self._num_buffered -= num_bytes
+        self._counts.num_buffered -= num_bytes
 
     def answered(self, status: int) -> None:
-        self.responses[status] += 1
+        self._counts.responses[status] += 1
 
     def deadline_in(self, seconds: float) -> float:
         """The time, in monotonic seconds, at which what a connection awaits is overdue; it is looked at then."""

@@ -194,7 +194,7 @@ def test_bodies_of_all_clients_together_have_a_bound(start, monkeypatch):
     head = REQUEST + b"content-length: 900000\r\n\r\n"
     with connect(running) as one, connect(running) as two:
         one.sendall(head + b"x" * 700_000)
-        until(lambda: running.call(lambda: running.router._server._num_buffered) == 700_000, "the first is there")
+        until(lambda: running.call(lambda: running.router._server._counts.num_buffered) == 700_000, "the first is there")
         two.sendall(head)
         with contextlib.suppress(ConnectionError):
             two.sendall(b"x" * 700_000)
@@ -202,7 +202,7 @@ def test_bodies_of_all_clients_together_have_a_bound(start, monkeypatch):
         assert first.startswith(b"HTTP/1.1 503 ")
         assert b"too_many_bodies" in first
         assert post(running).status_code == 200
-    until(lambda: running.call(lambda: running.router._server._num_buffered) == 0, "nothing is counted for nobody")
+    until(lambda: running.call(lambda: running.router._server._counts.num_buffered) == 0, "nothing is counted for nobody")
 
 
 def test_slow_heads_and_bodies_of_many_connections_end_in_time_and_harm_nobody(keyed):
