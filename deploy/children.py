@@ -7,7 +7,7 @@ import random
 import socket
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from ..cluster.config import (
     PrefillConfig,
     RouterConfig,
     UpConfig,
+    check_own_port,
     ignored_settings,
     known_variables,
     load_config,
@@ -68,8 +69,9 @@ def child_configs(
     plan += [(f"decode-{i}", DecodeConfig, {"router": control}) for i in range(config.decode)]
     children = [(name, child_config(cls, config, env, wiring, threads)) for name, cls, wiring in plan]
     children = _on_one_port(children)
-    for port in ("kv_bulk_port", "metrics_port"):
+    for port in ("kv_bulk_port", "metrics_port", "own_port"):
         children = _with_ports(children, port)
+    children = _with_own_ports(children)
     for warning in dict.fromkeys(text for _, child in children for text in ignored_settings(child)):
         logger.warning("%s", warning)
     return children
@@ -92,7 +94,7 @@ def _on_one_port(children: Sequence[tuple[str, RoleConfig]]) -> list[tuple[str, 
 
 
 def _with_ports(children: Sequence[tuple[str, RoleConfig]], setting: str) -> list[tuple[str, RoleConfig]]:
-    """A port that is given is the first worker's of its role, each other one takes the next; ConfigError beyond the last."""
+    """A port that is given is the first child's of its role, each other one takes the next; ConfigError beyond the last."""
     told: list[tuple[str, RoleConfig]] = []
     taken: Counter[str] = Counter()
     for name, child in children:
@@ -104,6 +106,24 @@ def _with_ports(children: Sequence[tuple[str, RoleConfig]], setting: str) -> lis
             changed: dict[str, Any] = {setting: port}
             child = dataclasses.replace(child, **changed)
             taken[child.role] += 1
+        told.append((name, child))
+    return told
+
+
+def _with_own_ports(children: Sequence[tuple[str, RoleConfig]]) -> list[tuple[str, RoleConfig]]:
+    """Each of several routers can be asked by itself: at a free port where none was given.
+
+    Raises ConfigError for a router whose own port is the clients'.
+    """
+    routers = [child for _, child in children if isinstance(child, RouterConfig)]
+    taken = {port for router in routers for port in (router.port, router.own_port)}
+    told: list[tuple[str, RoleConfig]] = []
+    for name, child in children:
+        if isinstance(child, RouterConfig):
+            if len(routers) > 1 and not child.own_port:
+                child = dataclasses.replace(child, own_port=_free_port_beside(taken, child.host))
+                taken.add(child.own_port)
+            check_own_port(child)
         told.append((name, child))
     return told
 
@@ -153,7 +173,8 @@ def child_config(
     child = load_config(cls, flags, told, prog=PROG, defaults=defaults, warns=False)
     fixed: dict[str, Value] = {name: _absolute(getattr(child, name)) for name in PATHS if name in own}
     if isinstance(child, RouterConfig):
-        fixed["port"] = child.port or free_port(child.host)
+        own_ports = range(child.own_port, child.own_port + config.routers)
+        fixed["port"] = child.port or _free_port_beside(own_ports, child.host)
     return dataclasses.replace(child, **fixed)  # type: ignore[arg-type]
 
 
@@ -205,6 +226,14 @@ def free_port(host: str) -> int:
         return _bound(host, 0)
     except OSError as error:
         raise StartupError(f"cannot listen on {host!r}: {error.strerror or error}; choose another --host") from None
+
+
+def _free_port_beside(taken: Container[int], host: str) -> int:
+    """One that is promised to nobody either. Raises StartupError."""
+    port = free_port(host)
+    while port in taken:
+        port = free_port(host)
+    return port
 
 
 def _bound(host: str, port: int) -> int:

@@ -128,6 +128,7 @@ def _endpoints(config: DoctorConfig, roles: Sequence[str], tables: Tables) -> di
     if "router" in roles and "router" in tables:
         router = load_config(RouterConfig, [f"--config={config.config}"], os.environ, warns=False)
         endpoints["--port"] = f"tcp://{router.host}:{router.port}" if router.port else ""
+        endpoints["--own-port"] = f"tcp://{router.host}:{router.own_port}" if router.own_port else ""
         endpoints["--control-bind"] = router.control_bind
     if "prefill" in roles and "prefill" in tables:
         endpoints["--kv-bind"] = load_config(PrefillConfig, [f"--config={config.config}"], os.environ, warns=False).kv_bind

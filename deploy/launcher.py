@@ -72,7 +72,7 @@ class Cluster:
         self.config = config  # from `start` on with host, port and drain time as the router was told
         self.failure = ""  # why the cluster cannot go on
         self._env, self._output, self._command_of = env, output or sys.stderr, command_of or role_command
-        self._ready: set[int] = set()  # pids of routers that have said so
+        self.own_urls: list[str] = []  # where each router answers alone, from `start` on; none of one without such a port
         self._token = secrets.token_hex(32)
         self._directory: Path | None = None
         self._supervisor: Supervisor | None = None
@@ -94,8 +94,7 @@ class Cluster:
     @property
     def url(self) -> str:
         """Where clients reach the router."""
-        scheme = "https" if self.config.tls_cert else "http"
-        return f"{scheme}://{bracketed(WILDCARDS.get(self.config.host, self.config.host))}:{self.config.port}"
+        return self._url_at(self.config.port)
 
     @property
     def children(self) -> list[ChildInfo]:
@@ -119,11 +118,13 @@ class Cluster:
         self._directory = _make_directory(self._env)
         try:
             children = child_configs(self.config, self._env, self._directory)
-            router = next(child for _, child in children if isinstance(child, RouterConfig))
+            routers = [child for _, child in children if isinstance(child, RouterConfig)]
+            router = routers[0]
             self.config = dataclasses.replace(
                 self.config, host=router.host, port=router.port, drain_timeout_s=router.drain_timeout_s,
                 tls_cert=router.tls_cert, tls_key=router.tls_key,
             )  # fmt: skip
+            self.own_urls = [self._url_at(router.own_port) for router in routers if router.own_port]
             env = {**self._env, OPERATOR_VARIABLE: self._token}
             specs = child_specs(children, self.config, env, self._directory, self._command_of)
         except Exception:
@@ -185,22 +186,26 @@ class Cluster:
     def _spawn(self, spec: ChildSpec) -> Process:
         return SpawnedProcess(spec, self._output, f"baton {spec.role}: ")
 
+    def _url_at(self, port: int) -> str:
+        scheme = "https" if self.config.tls_cert else "http"
+        return f"{scheme}://{bracketed(WILDCARDS.get(self.config.host, self.config.host))}:{port}"
+
     def _is_ready(self, all_workers: bool) -> bool:
-        """Asks the router; whoever else answers at its port, while ours finds it taken, is not it."""
-        if fetch(self.url, "/ready") is None:
+        """Asks each router by itself; whoever else answers at a port, while ours finds it taken, is none."""
+        if any(fetch(url, "/ready") is None for url in (self.url, *self.own_urls)):
             return False
-        document = fetch(self.url, "/status", self._token)
+        ours = {child.pid for child in self.children if child.role == ROUTER}
+        return {self._ready_pid(url, all_workers) for url in self.own_urls or [self.url]} == ours
+
+    def _ready_pid(self, url: str, all_workers: bool) -> int:
+        """The router that answers there, once it knows enough workers; 0: none."""
         try:
-            status = json.loads(document or "{}")
-            ours = {child.pid for child in self.children if child.role == ROUTER}
-            is_ours = status["router"]["pid"] in ours
-            roles = [worker["role"] for worker in status["workers"]]
+            status = json.loads(fetch(url, "/status", self._token) or "{}")
+            pid, roles = int(status["router"]["pid"]), [worker["role"] for worker in status["workers"]]
         except (ValueError, KeyError, TypeError):
-            return False
+            return 0
         wanted = {"prefill": self.config.prefill, "decode": self.config.decode} if all_workers else {}
-        if is_ours and all(roles.count(role) >= count for role, count in wanted.items()):
-            self._ready.add(status["router"]["pid"])  # routers behind one port answer in no order
-        return ours <= self._ready
+        return pid if all(roles.count(role) >= count for role, count in wanted.items()) else 0
 
     def _remove_directory(self) -> None:
         if self._directory is not None:
@@ -283,6 +288,8 @@ def _serve(cluster: Cluster, shutdown: Shutdown, notifier: Notifier) -> int:
     try:
         if cluster.wait_ready(float("inf"), all_workers=False, give_up=shutdown.drain):
             sys.stdout.write(f"ready  {cluster.url}  ({time.monotonic() - began:.1f} s)\n")
+            if cluster.own_urls:
+                sys.stdout.write(f"watch  baton top --url {','.join(cluster.own_urls)}\n")
             sys.stdout.flush()
             notifier.ready(f"serving at {cluster.url}")
         while not shutdown.drain.wait(0.2):

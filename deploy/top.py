@@ -3,8 +3,8 @@
     baton top --url http://a:8000,http://b:8000
     baton top --once --json          one JSON document, for scripts
 
-It asks what the routers' own page asks, /status and /requests, and shows no prompt and no text. Where routers ask for API
-keys, it sends the one in the environment variable BATON_API_KEY.
+It asks what the routers' own page asks, /status and /requests, and shows no prompt and no text. Of routers that share a port
+each is named by its --own-port. Where routers ask for API keys, it sends the one in the environment variable BATON_API_KEY.
 """
 
 import json
@@ -175,7 +175,7 @@ def render(looks: Sequence[Look], rates: Rates) -> RenderableType:
             parts.append(Text(f"{seen.url}: {seen.fault or seen.note}", style="red" if seen.fault else "dim"))
         else:
             parts += _router(seen.url, seen.status.router)
-            parts.append(_workers(seen.status.workers, rates, seen.at))
+            parts.append(_workers(seen, seen.status.workers, rates))
         if seen.requests is not None and seen.requests.requests:
             parts.append(_requests(seen.requests))
         parts.append(Text())
@@ -188,12 +188,13 @@ def _router(url: str, router: RouterPart) -> list[RenderableType]:
     return [Text.assemble((f"{router.model} ", "bold"), f"at {url} ", (state, TONES.get(state, "red")), load)]
 
 
-def _workers(workers: Sequence[WorkerPart], rates: Rates, now: float) -> Table:
+def _workers(seen: Look, workers: Sequence[WorkerPart], rates: Rates) -> Table:
     table = _table("role", "worker", "state", "run", "queue", "xfer", "pages", "tok/s", "hand-off", "accept", "beat")
     for worker in sorted(workers, key=lambda w: (w.role == "decode", w.instance)):
         is_decode, counters, name = worker.role == "decode", worker.counters, worker.instance
-        tokens = rates.of(f"{name} tokens", counters.get("tokens" if is_decode else "prompt_tokens", 0.0), now)
-        moved = rates.of(f"{name} bytes", counters.get("handoff_bytes" if is_decode else "bytes", 0.0), now)
+        point = f"{seen.url} {name}"  # routers that share a worker know it from different heartbeats
+        tokens = rates.of(f"{point} tokens", counters.get("tokens" if is_decode else "prompt_tokens", 0.0), seen.at)
+        moved = rates.of(f"{point} bytes", counters.get("handoff_bytes" if is_decode else "bytes", 0.0), seen.at)
         table.add_row(
             worker.role,
             name[:8],

@@ -17,7 +17,8 @@ from baton.cluster.config import UpConfig
 from baton.cluster.errors import StartupError
 from baton.deploy import supervise
 from baton.deploy.children import free_port
-from baton.deploy.launcher import Cluster, remove_stale_directories
+from baton.deploy.launcher import Cluster, fetch, remove_stale_directories
+from baton.deploy.top import clients_of
 
 ROUTER = """
     import http.server, json, os, signal, sys
@@ -87,10 +88,10 @@ def runtime():
 def launch(runtime):
     clusters = []
 
-    def start(port=0, config="", env=None, **scripts):
+    def start(port=0, config="", env=None, routers=1, **scripts):
         output = io.StringIO()
         env = {**os.environ, "XDG_RUNTIME_DIR": str(runtime), **(env or {})}
-        settings = UpConfig(model="m", config=config, **({} if port is None else {"port": port}))
+        settings = UpConfig(model="m", config=config, routers=routers, **({} if port is None else {"port": port}))
         cluster = Cluster(settings, env=env, output=output, command_of=commands(**scripts))
         clusters.append(cluster)
         cluster.start()
@@ -202,6 +203,40 @@ def start_main(runtime, *flags, **scripts):
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd="/",
         env={**os.environ, "XDG_RUNTIME_DIR": str(runtime)},
     )  # fmt: skip
+
+
+BOTH_PORTS = """
+    import socket, threading, time
+    def serve(port):
+        server = http.server.HTTPServer(("127.0.0.1", port), Handler, bind_and_activate=False)
+        server.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        server.server_bind()
+        server.server_activate()
+        server.serve_forever()
+    own_port = int(next(f for f in sys.argv if f.startswith("--own-port=")).partition("=")[2])
+    threading.Thread(target=serve, args=(port,), daemon=True).start()
+    while "HELD" in os.environ and "control-1" in " ".join(sys.argv) and not os.path.exists("go"): time.sleep(0.02)
+    serve(own_port)
+"""
+SHARING = ROUTER.replace('    http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()', BOTH_PORTS)
+
+
+def test_several_routers_are_ready_when_each_says_so_at_its_own_port(launch, runtime):
+    cluster, _ = launch(routers=2, router=SHARING, env={"HELD": "1"})
+    assert len(cluster.own_urls) == 2
+    poll_until(lambda: fetch(cluster.url, "/ready") is not None and fetch(cluster.own_urls[0], "/ready") is not None)
+    assert not cluster._is_ready(all_workers=True)
+    (next(runtime.iterdir()) / "go").touch()
+    assert cluster.wait_ready(60)
+
+
+def test_up_says_how_each_of_several_routers_is_watched(runtime):
+    with start_main(runtime, "--routers", "2", router=SHARING) as process:
+        assert process.stdout.readline().startswith("ready  http://127.0.0.1:")
+        command, urls = process.stdout.readline().split(" --url ")
+        process.send_signal(signal.SIGINT)
+    assert command == "watch  baton top"
+    assert len({client.url for client in clients_of(urls)}) == 2
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])

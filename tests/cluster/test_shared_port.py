@@ -18,22 +18,31 @@ def routers(cluster):
     return [child for child in cluster.children if child.role == "router"]
 
 
+def pid_at(url):
+    return httpx.get(f"{url}/status").json()["router"]["pid"]
+
+
 @pytest.mark.slow
 def test_two_routers_share_a_port_and_the_workers_and_one_that_dies_is_not_missed(served_dir):
     with serving(served_dir, prefill=1, decode=1, kv_memory_mb=8, threads=1, routers=2) as cluster:
         pids = {child.pid for child in routers(cluster)}
+        assert [pid_at(url) for url in cluster.own_urls] == [child.pid for child in routers(cluster)]
         seen = set()
         wait_until(lambda: seen.add(status(cluster)["router"]["pid"]) or seen == pids, 30, "both answer")
         prompt = random_ids(40, 330, seed=3)
-        texts = {tuple(complete(cluster, prompt, max_tokens=8)[0]) for _ in range(12)}
-        assert len(texts) == 1
+        texts, documents = zip(*(complete(cluster, prompt, max_tokens=8) for _ in range(12)), strict=True)
+        assert len(set(map(tuple, texts))) == 1
+        for document in documents:
+            told = [httpx.get(f"{url}/requests/{document['id']}").status_code for url in cluster.own_urls]
+            assert sorted(told) == [200, 404], "one router has it, and says so"
         victim = routers(cluster)[1].pid
         os.kill(victim, signal.SIGKILL)
         wait_until(lambda: routers(cluster)[1].pid != victim, 30, "the death is seen")
         for _ in range(8):
             assert httpx.get(f"{cluster.url}/health", timeout=10).status_code == 200
-        assert tuple(complete(cluster, prompt, max_tokens=8)[0]) in texts
+        assert complete(cluster, prompt, max_tokens=8)[0] in texts
         wait_until(lambda: seen.add(status(cluster)["router"]["pid"]) or len(seen) == 3, 60, "another one answers")
+        assert [pid_at(url) for url in cluster.own_urls] == [child.pid for child in routers(cluster)], "where it was before"
 
 
 def instance(client, url):

@@ -5,6 +5,7 @@ import io
 import json
 import socket
 import threading
+from dataclasses import replace
 
 import pytest
 from baton.cluster.errors import ConfigError
@@ -14,6 +15,7 @@ from baton.deploy.api_keys import add
 from baton.deploy.client import KEY_VARIABLE
 from baton.deploy.top import Look, Rates, clients_of, main, render
 from baton.tests.cluster.router_fakes import post, until
+from msgspec import structs
 from rich.console import Console
 
 TENANT_S = {"url": "", "fault": "", "status": None, "requests": []}
@@ -150,6 +152,19 @@ def test_a_rate_is_growth_over_the_last_seconds_and_begins_anew_with_a_new_proce
     rates = Rates()
     found = [rates.of("x", total, now) for now, total in ((0.0, 10.0), (1.0, 30.0), (4.0, 90.0), (9.0, 90.0), (10.0, 5.0))]
     assert found == [None, 20.0, 20.0, 0.0, None]
+
+
+def test_routers_that_share_a_worker_and_know_it_from_different_heartbeats_have_rates_of_their_own(running):
+    seen, rates = looked(running), Rates()
+
+    def look_at(url, at, tokens):
+        workers = [structs.replace(worker, counters={"tokens": tokens}) for worker in seen.status.workers]
+        return replace(seen, url=url, at=at, status=structs.replace(seen.status, workers=workers))
+
+    text_of([look_at("http://a:1", 0.0, 1000.0), look_at("http://b:1", 0.0, 900.0)], rates)
+    text = text_of([look_at("http://a:1", 1.0, 1200.0), look_at("http://b:1", 1.0, 1150.0)], rates)
+    decodes = [line.split() for line in text.splitlines() if line.startswith("decode")]
+    assert [line[7] for line in decodes] == ["200", "250"]
 
 
 def test_addresses_that_name_no_router_are_refused():

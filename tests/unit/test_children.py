@@ -170,6 +170,41 @@ def test_workers_of_a_role_never_share_a_metrics_port(tmp_path):
     assert ports == {"router": None, "prefill-0": 9100, "prefill-1": 9101, "decode-0": 9200, "decode-1": 9201}
 
 
+def own_ports_of(directory, *flags, env=None):
+    config = load_config(UpConfig, ["--model=x", "--port=8000", *flags], {})
+    children = child_configs(config, env or {}, directory)
+    return [child.own_port for _, child in children if isinstance(child, RouterConfig)]
+
+
+def test_each_of_several_routers_has_a_port_of_its_own_and_one_alone_only_where_it_is_asked_for(tmp_path):
+    assert own_ports_of(tmp_path) == [0]
+    assert own_ports_of(tmp_path, "--own-port=8001") == [8001]
+    assert own_ports_of(tmp_path, "--own-port=8001", "--routers=3") == [8001, 8002, 8003]
+    assert own_ports_of(tmp_path, "--routers=2", env={"BATON_ROUTER_OWN_PORT": "8001"}) == [8001, 8002]
+    chosen = own_ports_of(tmp_path, "--routers=4")
+    assert len({*chosen, 0, 8000}) == 6
+
+
+def test_a_port_that_is_chosen_is_not_promised_twice(tmp_path, monkeypatch):
+    def routers(chosen, *flags):
+        free = iter(chosen)
+        monkeypatch.setattr(children, "free_port", lambda host: next(free))
+        config = load_config(UpConfig, ["--model=x", "--port=0", "--routers=2", *flags], {})
+        made = [child for _, child in child_configs(config, {}, tmp_path) if isinstance(child, RouterConfig)]
+        return [(router.port, router.own_port) for router in made]
+
+    assert routers([8002, 8003, 8004], "--own-port=8001") == [(8003, 8001), (8003, 8002)]
+    assert routers([8002, 8009, 8002, 8004, 8004, 8005]) == [(8002, 8004), (8002, 8005)]
+
+
+@pytest.mark.parametrize("first", [8000, 7999])
+def test_an_own_port_that_is_the_clients_shows_before_anything_runs(tmp_path, first):
+    with pytest.raises(ConfigError, match="--own-port 8000 is the --port of the clients"):
+        own_ports_of(tmp_path, f"--own-port={first}", "--routers=2")
+    with pytest.raises(ConfigError, match="--own-port 65535 leaves no port for router-1"):
+        own_ports_of(tmp_path, "--own-port=65535", "--routers=2")
+
+
 def test_an_address_of_metrics_without_a_port_is_warned_of():
     assert ignored_settings(DecodeConfig(model="x", metrics_host="127.0.0.2")) == [
         "--metrics-host is ignored: --metrics-port 0 opens no port"

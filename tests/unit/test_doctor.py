@@ -111,10 +111,11 @@ def test_fault_5_a_role_that_nobody_admits(capsys, keys, tmp_path):
     one(capsys, "keys", "admits no prefill", f"--keys={keys}", "--roles=router,decode")
 
 
-def test_fault_6_a_port_that_somebody_has(capsys, model, tmp_path):
+@pytest.mark.parametrize("setting", ["port", "own_port"])
+def test_fault_6_a_port_that_somebody_has(capsys, model, tmp_path, setting):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        (tmp_path / "c.toml").write_text(f'[router]\nmodel = "{model}"\nport = {port}\n[prefill]\nmodel = "{model}"\n')
+        (tmp_path / "c.toml").write_text(f'[router]\nmodel = "{model}"\n{setting} = {port}\n[prefill]\nmodel = "{model}"\n')
         one(capsys, "ports", str(port), f"--config={tmp_path}/c.toml", "--roles=router")
 
 
