@@ -48,10 +48,11 @@ class Plan:
 
 
 class Bench:
-    """Levels one after the other on one endpoint."""
+    """Levels one after the other on one endpoint. `routers`: whose metrics are read, where that is not the endpoint."""
 
-    def __init__(self, client: Client, plan: Plan) -> None:
+    def __init__(self, client: Client, plan: Plan, routers: Sequence[Client] = ()) -> None:
         self._client, self._plan = client, plan
+        self._routers = routers or [client]
 
     async def ask(self, question: Question, due: float) -> Call:
         """One request."""
@@ -70,13 +71,13 @@ class Bench:
     async def measure(self, level: Level) -> tuple[Run, Figures]:
         """One level."""
         plan = self._plan
-        before, run = await read_metrics(self._client), begin(level)
+        before, run = await read_metrics(self._routers), begin(level)
         telling = asyncio.ensure_future(tell(run, _say, TERMINAL_S if sys.stderr.isatty() else FILE_S))
         try:
             await drive(run, plan.questions, self.ask, plan.bound, plan.rng)
         finally:
             telling.cancel()
-        return run, figures_of(run, plan.goals, said(before, await read_metrics(self._client)))
+        return run, figures_of(run, plan.goals, said(before, await read_metrics(self._routers)))
 
 
 def main(argv: Sequence[str]) -> int:
@@ -105,12 +106,17 @@ async def _run(options: argparse.Namespace) -> list[tuple[Run, Figures]]:
     if not key.isascii() or not key.isprintable():
         raise ConfigError(f"{KEY_VARIABLE} is no API key")
     client = Client(endpoint_of(options.url), clock, api_key=key, timeout_s=options.timeout)
+    endpoints = [endpoint_of(url.strip(), "--metrics") for url in options.metrics.split(",") if url.strip()]
+    routers = [Client(endpoint, clock, api_key=key, timeout_s=options.timeout) for endpoint in endpoints]
     try:
-        bench = Bench(client, await plan_of(options, client))
+        bench = Bench(client, await plan_of(options, client), routers)
+        if routers and not await read_metrics(routers):
+            raise BatonError(f"--metrics {options.metrics}: one shows no metrics of a router; correct it, or the key")
         await bench.warm_up()
         return [await bench.measure(level) for level in levels_of(options)]
     finally:
-        client.close()
+        for one in (client, *routers):
+            one.close()
 
 
 def levels_of(options: argparse.Namespace) -> list[Level]:

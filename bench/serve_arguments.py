@@ -23,6 +23,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def _add_load(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="the endpoint (http://127.0.0.1:8000)")
+    parser.add_argument(
+        "--metrics", default="", metavar="URL[,URL]", help="whose /metrics are read, such as the --own-port of each router"
+    )
     parser.add_argument("--model", default="", help="name of the model; else the first that the endpoint names")
     load = parser.add_mutually_exclusive_group()
     load.add_argument(

@@ -62,15 +62,15 @@ class Endpoint:
         return f"{'https' if self.is_tls else 'http'}://{self.authority}{self.path}"
 
 
-def endpoint_of(url: str) -> Endpoint:
+def endpoint_of(url: str, flag: str = "--url") -> Endpoint:
     """Raises ConfigError."""
     try:
         parts = urlsplit(url)
         port = parts.port
     except ValueError as error:
-        raise ConfigError(f"--url {url!r} is not a URL ({error}); write http://HOST:PORT") from None
+        raise ConfigError(f"{flag} {url!r} is not a URL ({error}); write http://HOST:PORT") from None
     if parts.scheme not in ("http", "https") or not parts.hostname or not url.isascii() or not url.isprintable():
-        raise ConfigError(f"--url {url!r} is not a URL; write http://HOST:PORT")
+        raise ConfigError(f"{flag} {url!r} is not a URL; write http://HOST:PORT")
     path = parts.path.rstrip("/").removesuffix("/v1")
     return Endpoint(parts.hostname, port or (443 if parts.scheme == "https" else 80), path, parts.scheme == "https")
 

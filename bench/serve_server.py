@@ -1,6 +1,6 @@
 """What an endpoint of ours says of itself while it is loaded: the difference of two readings of its /metrics."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -21,10 +21,17 @@ WANTED = {
 EVENTS = {"verifies": "verify_steps", "accepted": "accepted_tokens", "drafted": "drafted_tokens"}  # of decode workers
 
 
-async def read_metrics(client: Client) -> Reading:
-    """Empty where there is nothing of ours, or where the key may not read it. Several routers behind one port have counters
-    of their own each: what they say is of one.
+async def read_metrics(routers: Sequence[Client]) -> Reading:
+    """The sums of all. Empty where one has nothing of ours, or the key may not read it. Routers that share workers show the
+    counters of these each, of which shares alone are taken.
     """
+    readings = [await _read(client) for client in routers]
+    if not all(readings):
+        return {}
+    return {name: sum(reading.get(name, 0.0) for reading in readings) for name in (*WANTED, *EVENTS)}
+
+
+async def _read(client: Client) -> Reading:
     try:
         status, body = await client.get("/metrics")
     except (OSError, EOFError, Unexpected):

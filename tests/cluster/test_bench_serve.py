@@ -4,9 +4,12 @@ import json
 import socket
 import struct
 
+import httpx
 import pytest
 from baton.bench.serve import main
 from baton.bench.serve_plot import cdf, ticks
+from baton.deploy.children import free_port
+from baton.tests.cluster.router_fakes import until
 
 
 @pytest.fixture
@@ -31,6 +34,26 @@ def test_a_closed_and_an_open_loop_end_with_figures_and_a_picture(running, tmp_p
         head = picture.read_bytes()[:24]
         assert head.startswith(b"\x89PNG\r\n\x1a\n")
         assert struct.unpack(">II", head[16:24]) == (1280, 860)
+
+
+def test_metrics_of_routers_behind_one_port_are_read_at_their_own(start, capsys):
+    one, script = start(share_port=True, own_port=free_port("127.0.0.1"))
+    one.pair(script)
+    two, script = start(share_port=True, port=one.router.port, own_port=free_port("127.0.0.1"))
+    two.pair(script)
+    until(lambda: all(running.router._server._listening for running in (one, two)), "both listen")
+    urls = f"{one.router.own_url},{two.router.own_url}"
+    common = ["--url", one.url, "--input", "16", "--output", "4", "--warmup", "0", "--requests", "12", "--json"]
+    assert main([*common, "--metrics", urls]) == 0
+    (level,) = json.loads(capsys.readouterr().out)["levels"]
+    served = [httpx.get(f"{router.router.own_url}/requests?limit=100").json()["requests"] for router in (one, two)]
+    assert len(served[0]) + len(served[1]) == 12
+    assert level["server"]["handoff_mb"] == pytest.approx(4096 / 1e6), "whichever served"
+    for wrong, words in ((f"{urls},http://127.0.0.1:1", "shows no metrics of a router"), ("nowhere", "--metrics 'nowhere'")):
+        assert main([*common, "--metrics", wrong]) > 0
+        shown = capsys.readouterr().err
+        assert words in shown
+        assert shown.count("\n") == 1
 
 
 def test_nobody_there_is_one_line_and_exit_code_1(capsys):

@@ -13,7 +13,7 @@ from baton.bench.serve_client import Call, Client, endpoint_of
 from baton.bench.serve_figures import Goals, figures_of, percentile, spread, ttft_ms
 from baton.bench.serve_load import Bound, Level, Run
 from baton.bench.serve_prompts import file_prompts, random_prompts
-from baton.bench.serve_server import said, totals
+from baton.bench.serve_server import read_metrics, said, totals
 from baton.bench.serve_table import as_table
 from baton.cluster.errors import BatonError, ConfigError
 from baton.tests.unit.virtual_time import run
@@ -326,3 +326,18 @@ def test_what_the_endpoint_says_is_the_difference_of_two_readings():
     assert totals("no metrics {") == {}
     assert said({}, metrics(1)) == {}
     assert said(metrics(3), metrics(1)) == {}, "another process"
+
+
+def test_metrics_of_several_routers_are_added_and_nothing_is_said_where_one_shows_none():
+    class Router:
+        def __init__(self, status, prompt, retries):
+            self.answer = status, f"baton_prompt_tokens_total {prompt}\nbaton_retries_total {retries}\n".encode()
+
+        async def get(self, path):
+            assert path == "/metrics"
+            return self.answer
+
+    one, two, closed = Router(200, 100, 1), Router(200, 20, 2), Router(403, 7, 7)
+    found = run(read_metrics([one, two]))
+    assert (found["prompt"], found["retries"]) == (120, 3)
+    assert run(read_metrics([one, closed])) == {}
