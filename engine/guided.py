@@ -17,6 +17,7 @@ import numpy.typing as npt
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from .compilations import Compilation, Compilations, GuideError
+from .grammar_tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -134,9 +135,8 @@ class GrammarCompiler:
         if not self._path.is_file():
             self._fault = "the model's directory has no tokenizer.json, which guided decoding needs"
             return
-        eos = self._eos_ids[0] if self._eos_ids else None
         try:
-            self._tokenizer = LLTokenizer(str(self._path), n_vocab=self._vocab_size, eos_token=eos)
+            self._tokenizer = load_tokenizer(self._path, self._vocab_size, self._eos_ids)
         except Exception as error:  # whatever is wrong with it, the model can be served without
             self._fault = f"guided decoding cannot use the model's tokenizer: {' '.join(str(error).split())[:200]}"
             logger.warning("%s", self._fault)

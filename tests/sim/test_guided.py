@@ -177,7 +177,7 @@ def test_a_grammar_that_takes_too_long_to_compile_fails_its_request_and_no_other
 def test_the_tokenizer_of_grammars_is_read_before_anything_is_served(models, monkeypatch):
     """Since nothing else runs in its process meanwhile."""
     pair = pair_of(models, False)
-    monkeypatch.setattr(guided, "LLTokenizer", None)
+    monkeypatch.setattr(guided, "load_tokenizer", None)
     (ids,) = pair.answer([(grammar_of({"const": "fine"}), 1)])
     assert text_of(models, ids) == '"fine"'
 
