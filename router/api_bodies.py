@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from .api_fields import CHAT, COMPLETION, Field
+from .api_fields import CHAT, COMPLETION, MESSAGE, STREAM_OPTIONS, TEXT_PART, Field
 from .tool_bodies import MAX_TOOLS, AnyFormat, AnyToolChoice, Tool, ToolCall
 
 MAX_CHOICES = 128  # rooms of a request: choices, or what best_of chooses from, times the number of prompts
@@ -30,22 +30,27 @@ Unread = msgspec.Raw | msgspec.UnsetType  # any JSON: ignored, or looked at only
 class StreamOptions(Struct, forbid_unknown_fields=True):
     """`stream_options`."""
 
-    include_usage: bool = False
-    continuous_usage_stats: bool = False
-    include_obfuscation: bool = False
+    TABLE: ClassVar[Mapping[str, Field]] = STREAM_OPTIONS
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: Unread = msgspec.UNSET
 
 
 class TextPart(Struct, tag_field="type", tag="text", forbid_unknown_fields=True):
     """One part of a message's content; only text is served."""
 
+    TABLE: ClassVar[Mapping[str, Field]] = TEXT_PART
+
     text: str
-    # ignored: prefixes are found by their tokens
     prompt_cache_breakpoint: Unread = msgspec.UNSET
     cache_control: Unread = msgspec.UNSET
 
 
 class Message(Struct, forbid_unknown_fields=True):
     """One message of a chat."""
+
+    TABLE: ClassVar[Mapping[str, Field]] = MESSAGE
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
@@ -137,11 +142,11 @@ class CommonBody(Struct, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def wants_usage(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_usage
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @property
     def wants_usage_always(self) -> bool:
-        return self.wants_usage and self.stream_options is not None and self.stream_options.continuous_usage_stats
+        return self.wants_usage and self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
 
 class ChatBody(CommonBody, kw_only=True, forbid_unknown_fields=True):

@@ -2,6 +2,7 @@
 
 docs/api.md shows these tables, and the bodies in `api_bodies` have exactly these fields; tests compare all three, and the
 published schema with them. A refused field is let through when it is null or says one of `harmless`, which asks for nothing.
+Of an object inside of a body the table has only what does not work: INSIDE names those objects.
 """
 
 from collections.abc import Mapping
@@ -131,4 +132,68 @@ RESPONSE: Mapping[str, Field] = {
     "prompt_cache_key": _ignored("prefixes are found by their tokens"),
     "prompt_cache_options": _ignored("prefixes are found by their tokens"),
     "prompt_cache_retention": _ignored("prefixes stay as long as there is room"),
+}
+
+_OF_AN_ANSWER = _ignored("of an answer before")
+_BY_A_CLIENT = _ignored("clients add it to an answer")
+_BY_TOKENS = _ignored("prefixes are found by their tokens")
+_THOUGHTS = _ignored("thoughts of an answer before are not shown to the model")
+
+MESSAGE: Mapping[str, Field] = {
+    "refusal": _refused("text only"),
+    "annotations": _refused("nothing is cited", b"[]"),
+    "audio": _refused("text only"),
+    "function_call": _refused("deprecated by the API: use tool_calls"),
+    "parsed": _BY_A_CLIENT,
+    "reasoning": _BY_A_CLIENT,
+    "reasoning_content": _BY_A_CLIENT,
+    "thinking_blocks": _BY_A_CLIENT,
+    "provider_specific_fields": _BY_A_CLIENT,
+}
+TEXT_PART: Mapping[str, Field] = {"prompt_cache_breakpoint": _BY_TOKENS, "cache_control": _BY_TOKENS}
+CALL: Mapping[str, Field] = {"index": _BY_A_CLIENT}
+CALLED: Mapping[str, Field] = {"parsed_arguments": _BY_A_CLIENT}
+STREAM_OPTIONS: Mapping[str, Field] = {"include_obfuscation": _ignored("events are not padded")}
+TEXT_OPTIONS: Mapping[str, Field] = {"verbosity": _ignored("a hint")}
+RESPONSE_TOOL: Mapping[str, Field] = {
+    "output_schema": _ignored("a hint"),
+    "async": _refused("a call is answered in a later request", b"false"),
+    "defer_loading": _refused("nothing is searched", b"false"),
+    "allowed_callers": _refused("the model alone calls", b'["direct"]'),
+}
+OUTPUT_PART: Mapping[str, Field] = {"annotations": _OF_AN_ANSWER, "logprobs": _OF_AN_ANSWER, "parsed": _BY_A_CLIENT}
+INPUT_MESSAGE: Mapping[str, Field] = {"id": _OF_AN_ANSWER, "status": _OF_AN_ANSWER, "phase": _OF_AN_ANSWER}
+_CALLER: dict[str, Field] = {
+    "caller": _refused("the model alone calls", b'{"type":"direct"}'),
+    "namespace": _refused("functions have one name"),
+}
+INPUT_CALL: Mapping[str, Field] = _CALLER | {
+    "id": _OF_AN_ANSWER,
+    "status": _OF_AN_ANSWER,
+    "parsed_arguments": _BY_A_CLIENT,
+    "async": _refused("a call is answered in a later request", b"false"),
+    "async_": _refused("`async`, as Python's client dumps it", b"false"),
+}
+INPUT_CALL_OUTPUT: Mapping[str, Field] = _CALLER | {"id": _OF_AN_ANSWER, "status": _OF_AN_ANSWER}
+INPUT_REASONING: Mapping[str, Field] = {
+    "id": _OF_AN_ANSWER,
+    "status": _OF_AN_ANSWER,
+    "summary": _THOUGHTS,
+    "content": _THOUGHTS,
+    "encrypted_content": _THOUGHTS,
+}
+
+INSIDE: Mapping[str, Mapping[str, Field]] = {
+    "`stream_options`": STREAM_OPTIONS,
+    "a message of a chat": MESSAGE,
+    "a call of it": CALL,
+    "the call's `function`": CALLED,
+    "a part of type text or input_text": TEXT_PART,
+    "a part of type output_text": OUTPUT_PART,
+    "an item of type message": INPUT_MESSAGE,
+    "an item of type function_call": INPUT_CALL,
+    "an item of type function_call_output": INPUT_CALL_OUTPUT,
+    "an item of type reasoning": INPUT_REASONING,
+    "a tool of /v1/responses": RESPONSE_TOOL,
+    "`text` of /v1/responses": TEXT_OPTIONS,
 }

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from typing import TypeVar, cast
 
 import msgspec
-from msgspec import Struct
 
 from ..cluster.messages import Sampling
 from .api_bodies import MAX_CHOICES, MAX_SEED, ChatBody, CommonBody, CompletionBody, DetokenizeBody, Message, TokenizeBody
-from .errors import ApiError, bad_request, printable
+from .errors import bad_request, printable
+from .refusals import UNREADABLE, check_refused, refused_of, unreadable
 from .response_bodies import MAX_METADATA, ResponseBody
 from .tool_bodies import AllowedTools, ToolChoice, schema_of
 
@@ -26,12 +26,9 @@ MAX_TEMPLATE_SWITCHES = 32
 SEED_MASK = MAX_SEED
 COLDEST = 1e-3  # the lowest temperature above 0 that is served: logits divided by less leave the range of float32
 COMPLETION_MAX_TOKENS = 16
-# Of a message of an earlier answer, which may say them as long as they say nothing.
-REFUSED_IN_MESSAGES: tuple[tuple[str, tuple[bytes, ...]], ...] = (
-    ("refusal", ()), ("annotations", (b"[]",)), ("audio", ()), ("function_call", ()),
-)  # fmt: skip
 BODIES = (ChatBody, CompletionBody, ResponseBody)
-REFUSED = {kind: [(name, field) for name, field in kind.TABLE.items() if field.state == "refused"] for kind in BODIES}
+REFUSED = {kind: refused_of(kind) for kind in BODIES}
+REFUSED_IN_MESSAGES = refused_of(Message)
 
 B = TypeVar("B", ChatBody, CompletionBody, ResponseBody, TokenizeBody, DetokenizeBody)
 
@@ -40,13 +37,10 @@ def parse_body(raw: bytes, kind: type[B]) -> B:
     """The checked body. Raises ApiError (400) that names the field at fault."""
     try:
         body = msgspec.json.decode(raw, type=kind)
-    except msgspec.ValidationError as error:
-        raise _invalid_field(str(error)) from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise bad_request(f"The body is not valid JSON: {reason[:200]}") from None
+    except UNREADABLE as error:
+        raise unreadable(error) from None
     if not isinstance(body, (TokenizeBody, DetokenizeBody)):
-        _check_refused(body)
+        check_refused(body, REFUSED[type(body)])
     if isinstance(body, (ChatBody, CompletionBody)):
         _check_common(body)
     if isinstance(body, ChatBody):
@@ -136,25 +130,6 @@ def _or(value: T | None, default: T) -> T:
     return default if value is None else value
 
 
-def _says_nothing(value: msgspec.Raw, harmless: tuple[bytes, ...]) -> bool:
-    compact = bytes(value).translate(None, b" \t\r\n")
-    return compact == b"null" or compact in harmless
-
-
-def _check_refused(body: ChatBody | CompletionBody | ResponseBody) -> None:
-    for name, field in REFUSED[type(body)]:
-        value = getattr(body, name)
-        if isinstance(value, msgspec.Raw) and not _says_nothing(value, field.harmless):
-            raise bad_request(f"{name} is not supported: {field.says}", param=name)
-
-
-def _check_message(message: Struct, number: int) -> None:
-    for name, harmless in REFUSED_IN_MESSAGES:
-        value = getattr(message, name)
-        if isinstance(value, msgspec.Raw) and not _says_nothing(value, harmless):
-            raise bad_request(f"messages[{number}].{name} is not supported", param="messages")
-
-
 def _check_common(body: CommonBody) -> None:
     if len(body.stops) > MAX_STOPS:
         raise bad_request(f"stop has {len(body.stops)} strings, at most {MAX_STOPS} are allowed", param="stop")
@@ -199,7 +174,7 @@ def check_messages(messages: Sequence[Message]) -> None:
         text = f"messages has {len(messages)} messages, at most {MAX_MESSAGES} are allowed"
         raise bad_request(text, param="messages")
     for number, message in enumerate(messages):
-        _check_message(message, number)
+        check_refused(message, REFUSED_IN_MESSAGES, f"messages[{number}].", "messages")
 
 
 def _check_tools(body: ChatBody) -> None:
@@ -237,17 +212,3 @@ def _check_completion(body: CompletionBody) -> None:
         raise bad_request(text, param="best_of")
     if body.stream and body.num_tries > body.num_choices:
         raise bad_request("best_of greater than n cannot be streamed: give stream false", param="best_of")
-
-
-def _invalid_field(reason: str) -> ApiError:
-    """An ApiError from msgspec's "Expected `int`, got `str` - at `$.n`"."""
-    text, _, where = reason.partition(" - at `$")
-    named = re.search(r"(?:field|required field) `([^`]*)`", text)
-    path = re.match(r"\.?([A-Za-z_]+)", where)
-    param = path.group(1) if path else (named.group(1) if named else None)
-    place = f"{where.strip('`').lstrip('.')}: " if where else ""
-    remedy = "; parts of a message's content are text" if ".content[" in where else ""
-    if text.startswith("Object contains unknown field") and named:
-        return bad_request(f"{place}{printable(named.group(1))} is not a field of this request{remedy}", param=param)
-    line = "".join(char if char.isascii() and char.isprintable() else "?" for char in f"{place}{text}")
-    return bad_request(line[:400] + remedy, param=param)

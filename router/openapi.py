@@ -10,20 +10,26 @@ from typing import Any
 
 import msgspec
 
-from .api_bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from .api_bodies import ChatBody, CompletionBody, DetokenizeBody, Message, StreamOptions, TextPart, TokenizeBody
 from .api_fields import Field
 from .chat_replies import ChatChunk, ChatReply
 from .completion_replies import CompletionReply
 from .errors import ErrorEnvelope
 from .history import KEPT, RequestList, RequestView
 from .replies import DetokenizeReply, TokenizeReply
-from .response_bodies import ResponseBody
+from .response_bodies import ResponseBody, ResponseTool, TextOptions
+from .response_items import ITEMS, InputTextPart, OutputTextPart
 from .response_replies import Event, Response
 from .status import ModelCard, ModelList, Status
+from .tool_bodies import CalledFunction, ToolCall
 
 REF = "#/components/schemas/{name}"
 PAGE_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 Json = dict[str, Any]
+INNER = (
+    Message, TextPart, InputTextPart, OutputTextPart, ToolCall, CalledFunction, StreamOptions, TextOptions, ResponseTool,
+    *ITEMS.values(),
+)  # fmt: skip - objects inside of bodies that have tables of their own
 
 
 @dataclass(frozen=True)
@@ -82,12 +88,14 @@ OPERATIONS = (
 def openapi_of(served_model: str) -> Json:
     """The document, OpenAPI 3.1; `served_model` is the one name that requests may give."""
     kinds = {kind for op in OPERATIONS for kind in (op.body, op.reply, op.chunk) if kind is not None}
-    ordered = sorted({*kinds, ErrorEnvelope}, key=lambda kind: kind.__name__)
+    ordered = sorted({*kinds, *ITEMS.values(), ErrorEnvelope}, key=lambda kind: kind.__name__)
     _, schemas = msgspec.json.schema_components(ordered, ref_template=REF)
-    for kind in ordered:
+    for kind in {*ordered, *INNER}:
         _tell_fields(schemas[kind.__name__], getattr(kind, "TABLE", {}))
         if kind in {op.body for op in OPERATIONS}:
             schemas[kind.__name__]["properties"]["model"] = {"type": "string", "enum": [served_model]}
+    items = {"type": "array", "items": {"anyOf": [_ref(kind) for kind in ITEMS.values()]}}
+    schemas[ResponseBody.__name__]["properties"]["input"] |= {"anyOf": [{"type": "string"}, items]}
     paths: Json = {}
     for operation in OPERATIONS:
         paths.setdefault(operation.path, {})[operation.method] = _operation(operation, served_model)

@@ -1,21 +1,22 @@
 """POST /v1/responses: its body, and the chat that it asks for."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta, Raw, Struct
 
 from .api_bodies import ChatBody, Message, Positive, StreamOptions, Unread
-from .api_fields import RESPONSE, Field
-from .errors import ApiError, bad_request, printable
+from .api_fields import RESPONSE, RESPONSE_TOOL, TEXT_OPTIONS, Field
+from .errors import ApiError
+from .refusals import check_refused, refused_of
+from .response_items import messages_of
 from .tool_bodies import (
     MAX_TOOLS,
     AllowedFunctions,
     AllowedTools,
     AnyFormat,
     AnyToolChoice,
-    CalledFunction,
     Function,
     FunctionChoice,
     NamedSchema,
@@ -23,7 +24,6 @@ from .tool_bodies import (
     SchemaFormat,
     TextFormat,
     Tool,
-    ToolCall,
     ToolChoice,
 )
 
@@ -32,27 +32,18 @@ MAX_METADATA = 16
 PARAM_OF = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text"}  # of a chat's fields
 
 
-class InputPart(Struct):
-    """A part of a message: `input_text`, or `output_text` of an answer before."""
-
-    type: str
-    text: str | None = None
-
-
-class InputItem(Struct):
-    """An item of `input`: a message, a function call or its output. An answer's own items hold more that says nothing."""
-
-    type: str = "message"
-    role: str | None = None
-    content: str | list[InputPart] | None = None
-    call_id: str = ""
-    name: str = ""
-    arguments: str = "{}"
-    output: str | list[InputPart] = ""
-
-
 class ResponseTool(Function, tag_field="type", tag="function", kw_only=True, forbid_unknown_fields=True):
     """An entry of `tools`: a function, spelled flat."""
+
+    TABLE: ClassVar[Mapping[str, Field]] = RESPONSE_TOOL
+
+    output_schema: Unread = msgspec.UNSET
+    is_async: Unread = msgspec.field(default=msgspec.UNSET, name="async")
+    defer_loading: Unread = msgspec.UNSET
+    allowed_callers: Unread = msgspec.UNSET
+
+
+REFUSED_IN_TOOLS = refused_of(ResponseTool)
 
 
 class ResponseToolChoice(Struct, tag_field="type", tag="function", forbid_unknown_fields=True):
@@ -75,6 +66,8 @@ class FlatSchemaFormat(NamedSchema, tag_field="type", tag="json_schema", forbid_
 class TextOptions(Struct, forbid_unknown_fields=True):
     """`text`."""
 
+    TABLE: ClassVar[Mapping[str, Field]] = TEXT_OPTIONS
+
     format: TextFormat | ObjectFormat | FlatSchemaFormat | None = None
     verbosity: Unread = msgspec.UNSET
 
@@ -85,7 +78,7 @@ class ResponseBody(Struct, kw_only=True, forbid_unknown_fields=True):
     TABLE: ClassVar[Mapping[str, Field]] = RESPONSE
 
     model: str
-    input: str | list[InputItem]
+    input: str | list[Raw]  # items, of which each is read as what its type says
     instructions: str | None = None
     max_output_tokens: Positive | None = None
     temperature: Annotated[float, Meta(ge=0.0, le=100.0)] | None = None
@@ -164,7 +157,7 @@ def chat_of(body: ResponseBody) -> ChatBody:
         seed=body.seed,
         priority=body.priority,
         response_format=_format_of(body),
-        tools=[Tool(_function_of(tool)) for tool in body.tools or ()] or None,
+        tools=[Tool(_function_of(tool, number)) for number, tool in enumerate(body.tools or ())] or None,
         tool_choice=_choice_of(body),
         parallel_tool_calls=body.parallel_tool_calls,
         logprobs=wants_logprobs,
@@ -186,40 +179,7 @@ def _messages_of(body: ResponseBody) -> list[Message]:
     messages = [Message("system", body.instructions)] if body.instructions else []
     if isinstance(body.input, str):
         return [*messages, Message("user", body.input)]
-    for number, item in enumerate(body.input):
-        _add_item(messages, item, f"input[{number}]")
-    return messages
-
-
-def _add_item(messages: list[Message], item: InputItem, where: str) -> None:
-    if item.type == "function_call":
-        made = ToolCall(item.call_id, CalledFunction(item.name, item.arguments))
-        if messages and messages[-1].role == "assistant":
-            messages[-1].tool_calls = [*(messages[-1].tool_calls or ()), made]
-        else:
-            messages.append(Message("assistant", tool_calls=[made]))
-    elif item.type == "function_call_output":
-        messages.append(Message("tool", _text_of(item.output, f"{where}.output"), tool_call_id=item.call_id))
-    elif item.type == "message":
-        messages.append(_message_of(item, where))
-    elif item.type != "reasoning":
-        raise bad_request(f"{where}: items of type {printable(item.type)} are not supported", param="input")
-
-
-def _message_of(item: InputItem, where: str) -> Message:
-    if item.role not in ("system", "developer", "user", "assistant"):
-        raise bad_request(f"{where}.role is not system, developer, user or assistant", param="input")
-    role: Any = item.role
-    return Message(role, None if item.content is None else _text_of(item.content, where))
-
-
-def _text_of(content: str | list[InputPart], where: str) -> str:
-    if isinstance(content, str):
-        return content
-    for part in content:
-        if part.type not in ("input_text", "output_text", "text") or part.text is None:
-            raise bad_request(f"{where}: content of type {printable(part.type)} is not supported", param="input")
-    return "".join(part.text or "" for part in content)
+    return messages + messages_of(body.input)
 
 
 def _format_of(body: ResponseBody) -> AnyFormat | None:
@@ -229,7 +189,8 @@ def _format_of(body: ResponseBody) -> AnyFormat | None:
     return wanted
 
 
-def _function_of(tool: ResponseTool) -> Function:
+def _function_of(tool: ResponseTool, number: int) -> Function:
+    check_refused(tool, REFUSED_IN_TOOLS, f"tools[{number}].", "tools")
     return Function(tool.name, tool.description, tool.parameters, tool.strict)
 
 

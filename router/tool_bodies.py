@@ -1,9 +1,12 @@
 """Tools, calls of them and formats of answers, as requests spell them."""
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal
 
 import msgspec
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
+
+from .api_fields import CALL, CALLED, Field
 
 Json = Raw | UnsetType
 FunctionName = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_-]{1,64}$(?!\n)")]  # Python's $ also stands before a line's end
@@ -64,17 +67,21 @@ AnyToolChoice = Literal["none", "auto", "required"] | ToolChoice | AllowedTools
 class CalledFunction(Struct, forbid_unknown_fields=True):
     """What was called; `arguments` is JSON text."""
 
+    TABLE: ClassVar[Mapping[str, Field]] = CALLED
+
     name: str
     arguments: str
-    parsed_arguments: Json = UNSET  # that a client made of them; ignored
+    parsed_arguments: Json = UNSET
 
 
 class ToolCall(Struct, tag_field="type", tag="function", forbid_unknown_fields=True):
     """A call in an assistant's message."""
 
+    TABLE: ClassVar[Mapping[str, Field]] = CALL
+
     id: str
     function: CalledFunction
-    index: Json = UNSET  # of the chunk that it was put together from; ignored
+    index: Json = UNSET
 
 
 class TextFormat(Struct, tag_field="type", tag="text", forbid_unknown_fields=True):
