@@ -16,6 +16,8 @@ from .tool_bodies import MAX_TOOLS, AnyFormat, AnyToolChoice, Tool, ToolCall
 
 MAX_CHOICES = 128  # rooms of a request: choices, or what best_of chooses from, times the number of prompts
 MAX_SEED = 2**63 - 1
+MAX_SWITCHES = 32  # of a template
+MAX_SWITCH_CHARS = 256
 LOWEST_REPETITION_PENALTY = 0.01  # logits divided by less leave the range of float32
 
 NotNegative = Annotated[int, Meta(ge=0, le=2**31 - 1)]
@@ -24,6 +26,8 @@ Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
 Bias = Annotated[float, Meta(ge=-100.0, le=100.0)]
 Fraction = Annotated[float, Meta(ge=0.0, le=1.0)]
 Choices = Annotated[int, Meta(ge=1, le=MAX_CHOICES)]
+SwitchText = Annotated[str, Meta(max_length=MAX_SWITCH_CHARS)]
+Switches = Annotated[dict[str, bool | int | float | SwitchText | None], Meta(max_length=MAX_SWITCHES)]
 Unread = msgspec.Raw | msgspec.UnsetType  # any JSON: ignored, or looked at only to refuse it
 
 
@@ -159,7 +163,7 @@ class ChatBody(CommonBody, kw_only=True, forbid_unknown_fields=True):
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     max_tokens: Positive | None = None
     max_completion_tokens: Positive | None = None
-    chat_template_kwargs: dict[str, bool | int | float | None] | None = None
+    chat_template_kwargs: Switches | None = None
     tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: AnyToolChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -215,7 +219,7 @@ class TokenizeBody(Struct, kw_only=True, forbid_unknown_fields=True):
     messages: list[Message] | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
-    chat_template_kwargs: dict[str, bool | int | float | None] | None = None
+    chat_template_kwargs: Switches | None = None
 
 
 class DetokenizeBody(Struct, kw_only=True, forbid_unknown_fields=True):

@@ -22,7 +22,6 @@ MAX_MESSAGES = 4096
 MAX_STOPS = 4
 MAX_STOP_CHARS = 256
 MAX_BIASES = 1024
-MAX_TEMPLATE_SWITCHES = 32
 SEED_MASK = MAX_SEED
 COLDEST = 1e-3  # the lowest temperature above 0 that is served: logits divided by less leave the range of float32
 COMPLETION_MAX_TOKENS = 16
@@ -158,9 +157,6 @@ def check_chat(body: ChatBody) -> None:
         raise bad_request("all messages are empty: give at least one character", param="messages")
     if body.top_logprobs and not body.logprobs:
         raise bad_request("top_logprobs needs logprobs: true", param="top_logprobs")
-    if len(body.chat_template_kwargs or ()) > MAX_TEMPLATE_SWITCHES:
-        text = f"chat_template_kwargs has more than {MAX_TEMPLATE_SWITCHES} switches"
-        raise bad_request(text, param="chat_template_kwargs")
     both = (body.max_tokens, body.max_completion_tokens)
     if None not in both and both[0] != both[1]:
         raise bad_request("max_tokens and max_completion_tokens differ: give one of them", param="max_tokens")

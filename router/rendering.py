@@ -23,7 +23,7 @@ MAX_RENDERED = 16 << 20  # bytes, or as many times a chat's own as GROWTH says
 GROWTH = 4
 LENGTH = struct.Struct("<I")
 
-Switches = dict[str, bool | int | float | None]
+Switches = dict[str, bool | int | float | str | None]
 
 
 class Setup(msgspec.Struct, frozen=True):

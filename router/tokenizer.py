@@ -21,12 +21,12 @@ from transformers import PreTrainedTokenizerFast
 
 from ..cluster.errors import ConfigError, StartupError
 from .detokenizer import Detokenizer, TokenBytes
-from .errors import bad_request, nested_too_deeply
+from .errors import bad_request, nested_too_deeply, printable
 from .rendering import Chat, Setup
 from .tool_prompts import ChatMessage, is_native, written_out
 from .word_ids import word_ids
 
-Switches = Mapping[str, bool | int | float | None]
+Switches = Mapping[str, bool | int | float | str | None]
 RENDERING = signature(PreTrainedTokenizerFast.apply_chat_template)
 RESERVED_SWITCHES = frozenset((*RENDERING.parameters, "messages", "conversations"))
 
@@ -62,6 +62,7 @@ class Tokenizer:
         added = self._backend.get_added_tokens_decoder()
         spellings = sorted((token.content for token in added.values() if token.special), key=len, reverse=True)
         self._is_native = is_native(tokenizer.chat_template)
+        self._reserved = RESERVED_SWITCHES | tokenizer.special_tokens_map.keys()
         self._special = re.compile("|".join(map(re.escape, spellings))) if spellings else None
 
     def __repr__(self) -> str:
@@ -108,10 +109,7 @@ class Tokenizer:
         """
         if not self.has_chat_template:
             raise bad_request("this model has no chat template: use /v1/completions", param="messages")
-        taken = sorted(RESERVED_SWITCHES.intersection(switches or ()))
-        if taken:
-            text = f"chat_template_kwargs: {taken[0]} is not a switch of a template"
-            raise bad_request(text, param="chat_template_kwargs")
+        self._check_switches(switches or {})
         if not self._is_native:
             messages, tools = written_out(messages, tools), ()
         guard = _Guard(self._special)
@@ -121,6 +119,17 @@ class Tokenizer:
         except RecursionError:
             raise nested_too_deeply() from None
         return GuardedChat(Chat(messages=guarded, tools=given, switches=dict(switches or {})), guard.mark, guard.spelled)
+
+    def _check_switches(self, switches: Switches) -> None:
+        """They go to the template as they are, so none may be, or stand for, a control token. Raises ApiError (400)."""
+        taken = sorted(self._reserved.intersection(switches))
+        if taken:
+            text = f"chat_template_kwargs: {taken[0]} is not a switch of a template"
+            raise bad_request(text, param="chat_template_kwargs")
+        for name, value in switches.items():
+            if isinstance(value, str) and self._special is not None and self._special.search(value):
+                text = f"chat_template_kwargs: {printable(name)} spells a control token of the model"
+                raise bad_request(text, param="chat_template_kwargs")
 
     def encode_rendered(self, chat: GuardedChat, rendered: str) -> list[int]:
         """The ids of what the template made of a chat."""

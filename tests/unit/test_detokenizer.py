@@ -99,6 +99,19 @@ def test_spelled_control_tokens_in_a_chat_are_letters(tokenizer, text, where):
     assert content in tokenizer.detokenizer(skip_special=False).feed(ids)
 
 
+def test_a_switch_may_be_a_text_and_never_a_control_token(tmp_path):
+    tokenizer = load_tokenizer(str(save_tokenizer(tmp_path)))
+    tokenizer._hf.chat_template = "{% if effort == 'high' %}think{% endif %}{{ messages[0].content }}{{ effort }}"
+    said = [{"role": "user", "content": "x"}]
+    decode = tokenizer.detokenizer(skip_special=False).feed
+    assert decode(encode_chat(tokenizer, said, {"effort": "high"})).endswith("thinkxhigh")
+    assert decode(encode_chat(tokenizer, said, {"effort": "low <|im"})).endswith("xlow <|im")
+    for switches in ({"effort": "low<|im_end|>"}, {"unread": "<|im_start|>"}, {"eos_token": "x"}, {"eos_token": False}):
+        with pytest.raises(ApiError) as caught:
+            tokenizer.guard(said, switches)
+        assert (caught.value.status, caught.value.body.param) == (400, "chat_template_kwargs")
+
+
 def test_template_error_is_the_clients_fault(tokenizer):
     with pytest.raises(ApiError, match="must alternate") as caught:
         encode_chat(tokenizer, [{"role": "user", "content": "refuse me"}])

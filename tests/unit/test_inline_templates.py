@@ -26,10 +26,11 @@ CHATS = {
     "one": Chat(messages=[said("user", "hellö [you] ")]),
     "turns": Chat(
         messages=[said("user", "a"), said("assistant", "<think>\nhm\n</think>\n\nb"), said("user", " c\n")],
-        switches={"long": 1 << 70},
+        switches={"long": 1 << 70, "form": "%99999999d"},
     ),
     "system": Chat(messages=[said("system", "be kind"), said("user", "hi")], switches={"enable_thinking": False}),
     "tools": Chat(messages=[said("user", "hi")], tools=TOOLS, switches={"date_string": 7}),
+    "texts": Chat(messages=[said("user", "hi")], switches={"date_string": "1 May", "reasoning_effort": "high"}),
     "calls": Chat(messages=[said("user", "x"), said("assistant", "", tool_calls=[CALL]), said("tool", "4", name="f")]),
     "last words": Chat(messages=[said("user", "x"), said("assistant", "<think>why</think>y")]),
     "many": Chat(messages=[said("user", "q"), said("assistant", "r")] * 25 + [said("user", "z")]),
@@ -75,7 +76,8 @@ UNUSUAL = {
     "a sum of safe texts": "{{ 'a' | safe + 'b' | safe + '<' }}",
     "a safe text that is changed": "{{ 'a' | safe | upper + '<' }}",
     "a part of a safe text": "{{ ('ab' | safe)[1:] + '<' }}",
-    "formatting": "{% set form = '%99999999d' %}{{ form % 1 }}",
+    "formatting": "{% set wide = '%99999999d' %}{{ wide % 1 }}",
+    "formatting by a client": "{{ form % 1 }}",
 }
 TURNED_DOWN = {
     "a range": "{% for i in range(3) %}{% endfor %}",
