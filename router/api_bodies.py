@@ -28,6 +28,7 @@ Fraction = Annotated[float, Meta(ge=0.0, le=1.0)]
 Choices = Annotated[int, Meta(ge=1, le=MAX_CHOICES)]
 SwitchText = Annotated[str, Meta(max_length=MAX_SWITCH_CHARS)]
 Switches = Annotated[dict[str, bool | int | float | SwitchText | None], Meta(max_length=MAX_SWITCHES)]
+Tools = Annotated[list[Tool], Meta(max_length=MAX_TOOLS)]
 Unread = msgspec.Raw | msgspec.UnsetType  # any JSON: ignored, or looked at only to refuse it
 
 
@@ -164,7 +165,7 @@ class ChatBody(CommonBody, kw_only=True, forbid_unknown_fields=True):
     max_tokens: Positive | None = None
     max_completion_tokens: Positive | None = None
     chat_template_kwargs: Switches | None = None
-    tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
+    tools: Tools | None = None
     tool_choice: AnyToolChoice | None = None
     parallel_tool_calls: bool | None = None
     functions: Unread = msgspec.UNSET
@@ -212,7 +213,7 @@ class CompletionBody(CommonBody, kw_only=True, forbid_unknown_fields=True):
 
 
 class TokenizeBody(Struct, kw_only=True, forbid_unknown_fields=True):
-    """POST /tokenize: of a `prompt`, or of a chat's `messages` as the model's template writes them."""
+    """POST /tokenize: of a `prompt`, or of a chat's `messages` and `tools` as the model's template writes them."""
 
     model: str | None = None
     prompt: str | None = None
@@ -220,6 +221,7 @@ class TokenizeBody(Struct, kw_only=True, forbid_unknown_fields=True):
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
     chat_template_kwargs: Switches | None = None
+    tools: Tools | None = None
 
 
 class DetokenizeBody(Struct, kw_only=True, forbid_unknown_fields=True):

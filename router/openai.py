@@ -16,7 +16,7 @@ from .api_bodies import MAX_CHOICES, MAX_SEED, ChatBody, CommonBody, CompletionB
 from .errors import bad_request, printable
 from .refusals import UNREADABLE, check_refused, refused_of, unreadable
 from .response_bodies import MAX_METADATA, ResponseBody
-from .tool_bodies import AllowedTools, ToolChoice, schema_of
+from .tool_bodies import AllowedTools, Function, ToolChoice, schema_of
 
 MAX_MESSAGES = 4096
 MAX_STOPS = 4
@@ -48,6 +48,8 @@ def parse_body(raw: bytes, kind: type[B]) -> B:
         _check_completion(body)
     elif isinstance(body, ResponseBody) and len(body.metadata or {}) > MAX_METADATA:
         raise bad_request(f"metadata has more than {MAX_METADATA} pairs", param="metadata")
+    elif isinstance(body, TokenizeBody):
+        _check_tokenize(body)
     return body
 
 
@@ -151,7 +153,7 @@ def _check_common(body: CommonBody) -> None:
 
 def check_chat(body: ChatBody) -> None:
     """Raises ApiError (400) for a chat that asks for what cannot be."""
-    check_messages(body.messages)
+    _check_messages(body.messages)
     _check_tools(body)
     if not any(message.text or message.tool_calls for message in body.messages):
         raise bad_request("all messages are empty: give at least one character", param="messages")
@@ -162,22 +164,41 @@ def check_chat(body: ChatBody) -> None:
         raise bad_request("max_tokens and max_completion_tokens differ: give one of them", param="max_tokens")
 
 
-def check_messages(messages: Sequence[Message]) -> None:
-    """Raises ApiError (400) for messages that are none, too many, or of no known form."""
+def _check_messages(messages: Sequence[Message]) -> None:
     if not messages:
         raise bad_request("messages is empty: give at least one message", param="messages")
     if len(messages) > MAX_MESSAGES:
-        text = f"messages has {len(messages)} messages, at most {MAX_MESSAGES} are allowed"
-        raise bad_request(text, param="messages")
+        raise bad_request(f"messages has {len(messages)} messages, at most {MAX_MESSAGES} are allowed", param="messages")
     for number, message in enumerate(messages):
         check_refused(message, REFUSED_IN_MESSAGES, f"messages[{number}].", "messages")
 
 
-def _check_tools(body: ChatBody) -> None:
-    names = [tool.function.name for tool in body.tools or ()]
+def _check_functions(functions: Sequence[Function]) -> list[str]:
+    """Their names. A template may show all of them, so each must be readable, also one that may not be called."""
+    names = [function.name for function in functions]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise bad_request(f"tools: {twice} is there twice", param="tools")
+    for function in functions:
+        try:
+            is_object = isinstance(msgspec.json.decode(function.schema), dict)
+        except UNREADABLE:
+            is_object = False
+        if not is_object:
+            raise bad_request(f'tools: the parameters of {function.name} are not a schema of type "object"', param="tools")
+    return names
+
+
+def _check_tokenize(body: TokenizeBody) -> None:
+    if body.messages is not None:
+        _check_messages(body.messages)
+    elif body.tools:
+        raise bad_request("tools needs messages", param="tools")
+    _check_functions([tool.function for tool in body.tools or ()])
+
+
+def _check_tools(body: ChatBody) -> None:
+    names = _check_functions([tool.function for tool in body.tools or ()])
     chosen = body.tool_choice
     wanted = [chosen] if isinstance(chosen, ToolChoice) else []
     if isinstance(chosen, AllowedTools):

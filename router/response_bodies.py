@@ -138,8 +138,8 @@ def told_of(body: ResponseBody) -> Told:
         top_p=1.0 if body.top_p is None else body.top_p,
         top_logprobs=body.top_logprobs or 0,
         metadata=body.metadata or {},
-        text=Raw(msgspec.json.encode(body.text or TextOptions(TextFormat()))),
-        tools=Raw(msgspec.json.encode(body.tools or [])),
+        text=Raw(msgspec.json.encode(TextOptions((body.text and body.text.format) or TextFormat()))),
+        tools=Raw(msgspec.json.encode([_as_read(tool) for tool in body.tools or ()])),
         tool_choice=Raw(msgspec.json.encode(body.tool_choice or "auto")),
         parallel_tool_calls=body.parallel_tool_calls is not False,
     )
@@ -187,6 +187,11 @@ def _format_of(body: ResponseBody) -> AnyFormat | None:
     if isinstance(wanted, FlatSchemaFormat):
         return SchemaFormat(NamedSchema(wanted.name, wanted.schema, wanted.description, wanted.strict))
     return wanted
+
+
+def _as_read(tool: ResponseTool) -> ResponseTool:
+    """Without what is ignored, which may be anything."""
+    return ResponseTool(name=tool.name, description=tool.description, parameters=tool.parameters, strict=tool.strict)
 
 
 def _function_of(tool: ResponseTool, number: int) -> Function:

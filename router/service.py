@@ -30,7 +30,7 @@ from .idempotency import Idempotency
 from .inbox import Inbox
 from .inline_templates import InlineRenderer, inline_renderer
 from .nursery import NurseryHandle
-from .openai import check_chat, check_messages, check_token_ids, logprobs_of, max_new_of, prompts_of, sampling_of
+from .openai import check_chat, check_token_ids, logprobs_of, max_new_of, prompts_of, sampling_of
 from .policy import Limits
 from .rendering import Chat
 from .replies import Builder, DetokenizeReply, Frame, TokenizeReply
@@ -147,8 +147,7 @@ class Service:
             raise bad_request("give prompt or messages, and not both", param="prompt")
         with self._counted(call):
             if body.messages is not None:
-                check_messages(body.messages)
-                ids = await self._encode_chat(body.messages, body.chat_template_kwargs, call)
+                ids = await self._encode_chat(body.messages, body.chat_template_kwargs, call, body.tools or ())
             else:
                 text, add_special_tokens = body.prompt or "", body.add_special_tokens is not False
                 self._check_chars(len(text), "prompt")

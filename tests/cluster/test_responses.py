@@ -1,5 +1,7 @@
 """/v1/responses, /tokenize and the documents, with the official client over scripted workers."""
 
+import json
+
 import httpx
 import openai
 import pytest
@@ -133,6 +135,46 @@ def test_text_and_ids_go_both_ways(served):
         ("detokenize", {}),
     ):
         assert post(served, path, **wrong).status_code in (400, 404), (path, wrong)
+
+
+def test_a_chat_with_tools_has_as_many_tokens_as_tokenize_says(served):
+    functions = [{"name": name, "description": "Looks it up.", "parameters": {"type": "object"}} for name in ("look", "see")]
+    tools = [{"type": "function", "function": function} for function in functions]
+    asked = {"messages": [{"role": "user", "content": "hi"}]}
+    counts = [post(served, "tokenize", **asked, tools=shown).json()["count"] for shown in (None, [], tools[:1], tools)]
+    told = [
+        post(served, "v1/chat/completions", model=MODEL, **asked, tools=shown).json()["usage"]["prompt_tokens"]
+        for shown in (None, [], tools[:1], tools)
+    ]
+    assert counts == told
+    assert counts[0] == counts[1] < counts[2] < counts[3]
+    for wrong in (tools * 2, [{"type": "web_search"}], [{"type": "function", "function": {"name": "f", "parameters": "x"}}]):
+        for path, more in (("tokenize", {}), ("v1/chat/completions", {"model": MODEL})):
+            reply = post(served, path, **asked, **more, tools=wrong)
+            assert (reply.status_code, reply.json()["error"]["param"]) == (400, "tools"), reply.text
+    assert post(served, "tokenize", prompt="a", tools=tools).json()["error"]["param"] == "tools"
+    refused = [{"role": "user", "content": "hi", "audio": {"id": "x"}}]
+    assert post(served, "tokenize", messages=refused).json()["error"]["param"] == "messages"
+
+
+@pytest.mark.parametrize("damaged", ["\xff", "\\ud800", "\n"])
+def test_a_schema_that_is_no_text_is_the_clients_fault_wherever_it_stands(served, damaged):
+    parameters = {"type": "object", "title": "DAMAGED"}
+    tools = [{"type": "function", "function": {"name": name, "parameters": parameters}} for name in ("look", "see")]
+    flat = [{"type": "function", **tool["function"]} for tool in tools]
+    chat = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
+    one = {"tools": tools, "tool_choice": {"type": "function", "function": {"name": "look"}}}
+    asked = [
+        ("tokenize", {"messages": chat["messages"], "tools": tools}),
+        ("v1/chat/completions", chat | one | {"tools": [{"type": "function", "function": {"name": "look"}}, tools[1]]}),
+        ("v1/chat/completions", chat | {"tools": tools, "tool_choice": "none"}),
+        ("v1/chat/completions", chat | {"response_format": {"type": "json_schema", "json_schema": {"schema": parameters}}}),
+        ("v1/responses", {"model": MODEL, "input": "hi", "tools": flat, "tool_choice": "none"}),
+    ]
+    for path, body in asked:
+        raw = json.dumps(body).encode().replace(b"DAMAGED", damaged.encode("latin-1"))
+        reply = httpx.post(f"{served.url}/{path}", content=raw)
+        assert reply.status_code == 400, (path, reply.text)
 
 
 def test_the_document_and_its_page_are_served(served):
