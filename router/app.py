@@ -156,7 +156,7 @@ class Router:
         """Of the clients' port and of the router's own: the same application, for the same callers."""
         config, counts = self._config, Counts()
         guard = Guard(self._api_keys, os.environ.get(OPERATOR_VARIABLE, ""))
-        app = Routes(self._service).app()
+        app = Routes(self._service, is_keyed=self._api_keys is not None).app()
 
         def server(max_connections: int) -> HttpServer:
             return HttpServer(

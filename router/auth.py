@@ -1,5 +1,5 @@
-"""Who may ask: every path needs an API key, but the two that say whether the router lives and serves, and the page that
-asks for a key and shows nothing without one.
+"""Who may ask: every path needs an API key, but the two that say whether the router lives and serves, the page that asks
+for a key and shows nothing without one, and the two that describe the interface.
 
 The decision is made on the path as the request line has it, before anything is routed, read or rewritten.
 """
@@ -11,7 +11,7 @@ from .callers import ANYONE, Caller
 from .errors import forbidden
 from .head import Fields
 
-OPEN_PATHS = (b"/health", b"/ready", b"/")
+OPEN_PATHS = (b"/health", b"/ready", b"/", b"/docs", b"/openapi.json")
 STATUS = b"/status"  # which the launcher may read
 CALLER = "caller"  # where a scope has its Caller
 SCHEME = "bearer "

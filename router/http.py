@@ -25,26 +25,24 @@ from .errors import (
     unknown_model,
 )
 from .exchange import EXCHANGE, Exchange
-from .idempotency import HEADER, Begin, Replay, checked_key, digest_of, seed_of
+from .idempotency import Begin, Replay, checked_key, digest_of, seed_of
 from .openai import parse_body
 from .openapi import PAGE_POLICY, openapi_of, page_of
 from .overview import Overview
+from .request_headers import IDEMPOTENCY_KEY, LONGEST_TIMEOUT_MS, TIMELINE, TIMEOUT, TRACEPARENT, TRACESTATE
 from .response_bodies import ResponseBody
 from .service import Call, Service
 from .status import ModelCard, ModelList, metrics_of, status_of, why_not_ready
-
-TIMELINE_HEADER = b"x-baton-timeline"
-TIMEOUT_HEADER = b"x-baton-timeout-ms"
-LONGEST_TIMEOUT_MS = 86_400_000
 
 
 class Routes:
     """The endpoints over one service."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, *, is_keyed: bool) -> None:
         self._service = service
         self._started = service.clock()
-        self._document = openapi_of(service.served_model)
+        document = openapi_of(service.served_model, is_keyed=is_keyed)
+        self._document, self._page = msgspec.json.encode(document), page_of(document)
 
     def app(self) -> ASGIApp:
         """The ASGI application. What is asked most does not pass through Starlette's layers."""
@@ -112,17 +110,17 @@ class Routes:
         return _json(await self._service.detokenize(parse_body(raw, DetokenizeBody), call))
 
     async def openapi(self, request: Request) -> Response:
-        return _json(self._document)
+        return Response(self._document, headers={"content-type": "application/json"})
 
     async def docs(self, request: Request) -> Response:
         headers = {"content-type": "text/html; charset=utf-8", "content-security-policy": PAGE_POLICY}
-        return Response(page_of(self._document), headers=headers)
+        return Response(self._page, headers=headers)
 
     def _call(self, scope: Scope) -> tuple[bytes, Call]:
         """The body, and what the headers ask for. Raises ApiError."""
         must_ask(scope[CALLER])
         exchange: Exchange = scope[EXCHANGE]
-        arrived, timeout_s = self._service.clock(), _timeout_of(exchange.header(TIMEOUT_HEADER))
+        arrived, timeout_s = self._service.clock(), _timeout_of(exchange.header(TIMEOUT.name))
         raw = exchange.take_body()
         call = Call(
             arrived=arrived,
@@ -131,7 +129,7 @@ class Routes:
             timeout_s=timeout_s,
             caller=scope[CALLER],
             has_left=partial(_has_left, exchange),
-            trace=context_of(exchange.headers(b"traceparent"), exchange.headers(b"tracestate")),
+            trace=context_of(exchange.headers(TRACEPARENT.name), exchange.headers(TRACESTATE.name)),
         )
         return raw, call
 
@@ -140,7 +138,7 @@ class Routes:
     ) -> Answer | Replay:
         """A new answer, or with an Idempotency-Key that of the request before."""
         exchange: Exchange = scope[EXCHANGE]
-        key = checked_key(exchange.header(HEADER))
+        key = checked_key(exchange.header(IDEMPOTENCY_KEY.name))
         if not key:
             return await begin()
         key = f"{scope[CALLER].id} {key}"  # a client's keys are its own
@@ -189,11 +187,11 @@ class Routes:
 
 def _has_left(exchange: Exchange) -> bool:
     """Whether the work for it is for nobody; with an Idempotency-Key the client may come back for it."""
-    return exchange.has_left and exchange.header(HEADER) is None
+    return exchange.has_left and exchange.header(IDEMPOTENCY_KEY.name) is None
 
 
 def _wants_timeline(exchange: Exchange) -> bool:
-    return exchange.header(TIMELINE_HEADER) == "1"
+    return exchange.header(TIMELINE.name) == "1"
 
 
 def _timeout_of(header: str | None) -> float:
@@ -202,7 +200,7 @@ def _timeout_of(header: str | None) -> float:
         return 0.0
     milliseconds = int(header) if header.isascii() and header.isdigit() and len(header) <= 9 else 0
     if not 0 < milliseconds <= LONGEST_TIMEOUT_MS:
-        text = f"{TIMEOUT_HEADER.decode()} must be a whole number from 1 to {LONGEST_TIMEOUT_MS}"
+        text = f"{TIMEOUT.name.decode()} must be a whole number from 1 to {LONGEST_TIMEOUT_MS}"
         raise bad_request(text)
     return milliseconds / 1000
 

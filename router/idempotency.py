@@ -22,9 +22,8 @@ from .answer import Answer
 from .errors import ApiError, ErrorBody, bad_request, printable
 from .openai import SEED_MASK
 from .replies import is_whole_stream
+from .request_headers import LONGEST_KEY
 
-HEADER = b"idempotency-key"
-LONGEST_KEY = 255
 KEEP_S = 600.0
 ABANDONED_S = 10.0
 MAX_KEPT = 1024  # answers

@@ -12,11 +12,13 @@ import msgspec
 
 from .api_bodies import ChatBody, CompletionBody, DetokenizeBody, Message, StreamOptions, TextPart, TokenizeBody
 from .api_fields import Field
+from .auth import OPEN_PATHS
 from .chat_replies import ChatChunk, ChatReply
 from .completion_replies import CompletionReply
 from .errors import ErrorEnvelope
 from .history import KEPT, RequestList, RequestView
 from .replies import DetokenizeReply, TokenizeReply
+from .request_headers import REQUEST_HEADERS
 from .response_bodies import ResponseBody, ResponseTool, TextOptions
 from .response_items import ITEMS, InputTextPart, OutputTextPart
 from .response_replies import Event, Response
@@ -42,12 +44,29 @@ class Operation:
     reply: type | None = None
     chunk: type | None = None  # of a stream
     statuses: Mapping[int, str] | None = None  # beside 200
+    kind: str = "application/json"  # of what a reply without a type is
 
     @property
     def method(self) -> str:
         return "get" if self.body is None else "post"
 
+    @property
+    def is_generating(self) -> bool:
+        return self.chunk is not None
 
+    @property
+    def is_open(self) -> bool:
+        """Whether it asks for no key."""
+        return self.path.encode() in OPEN_PATHS
+
+
+_KEY = "key"  # the name of a scheme
+_SCHEMES = {_KEY: {"type": "http", "scheme": "bearer", "description": "An API key, as `baton keys api add` printed it."}}
+_RETRY_AFTER = {
+    "description": "Seconds until it may be worth another try.", "required": True,
+    "schema": {"type": "integer", "minimum": 1},
+}  # fmt: skip
+_RETRIED = (429, 503)  # statuses that have it
 _GENERATING = {
     400: "The request is not one that can be served; `param` names the field at fault.",
     401: "No valid key.",
@@ -64,7 +83,7 @@ _GENERATING = {
     504: "The time limit is over.",
 }
 _READING = {401: _GENERATING[401]}
-_CONVERTING = {status: _GENERATING[status] for status in (400, 401, 403, 404, 408, 413, 415)}
+_CONVERTING = {status: _GENERATING[status] for status in (400, 401, 403, 404, 408, 413, 415, 429)}
 _WATCHING = {**_READING, 403: "Neither an operator's nor an observer's key."}
 
 OPERATIONS = (
@@ -78,6 +97,7 @@ OPERATIONS = (
     Operation("/health", "Whether the router lives.", None, None, None, None),
     Operation("/ready", "Whether a request can be served now.", None, None, None, {503: "Not now."}),
     Operation("/status", "The router, its workers and their load.", None, Status, None, _WATCHING),
+    Operation("/metrics", "Counters and times, as Prometheus reads them.", None, None, None, _WATCHING, "text/plain"),
     Operation("/requests", "What became of recent requests.", None, RequestList, None, {**_READING, 400: _GENERATING[400]}),
     Operation(
         "/requests/{id}", "What became of one request.", None, RequestView, None, {**_READING, 404: "It is not remembered."}
@@ -85,8 +105,8 @@ OPERATIONS = (
 )
 
 
-def openapi_of(served_model: str) -> Json:
-    """The document, OpenAPI 3.1; `served_model` is the one name that requests may give."""
+def openapi_of(served_model: str, *, is_keyed: bool = False) -> Json:
+    """The document, OpenAPI 3.1; `served_model` is the one name that requests may give, `is_keyed`: who asks needs a key."""
     kinds = {kind for op in OPERATIONS for kind in (op.body, op.reply, op.chunk) if kind is not None}
     ordered = sorted({*kinds, *ITEMS.values(), ErrorEnvelope}, key=lambda kind: kind.__name__)
     _, schemas = msgspec.json.schema_components(ordered, ref_template=REF)
@@ -98,12 +118,13 @@ def openapi_of(served_model: str) -> Json:
     schemas[ResponseBody.__name__]["properties"]["input"] |= {"anyOf": [{"type": "string"}, items]}
     paths: Json = {}
     for operation in OPERATIONS:
-        paths.setdefault(operation.path, {})[operation.method] = _operation(operation, served_model)
+        made = paths.setdefault(operation.path, {})[operation.method] = _operation(operation, served_model)
+        made["security"] = [] if operation.is_open else [{_KEY: []}] if is_keyed else [{}, {_KEY: []}]
     return {
         "openapi": "3.1.0",
         "info": {"title": "baton", "version": "1", "description": "Disaggregated LLM serving."},
         "paths": paths,
-        "components": {"schemas": schemas},
+        "components": {"schemas": schemas, "securitySchemes": _SCHEMES},
     }
 
 
@@ -120,24 +141,36 @@ def _operation(operation: Operation, served_model: str) -> Json:
     made: Json = {"summary": operation.says, "operationId": f"{operation.method}{operation.path.replace('/', '_')}"}
     if operation.body is not None:
         made["requestBody"] = {"required": True, "content": {"application/json": {"schema": _ref(operation.body)}}}
-    if "{model}" in operation.path:
-        schema = {"type": "string", "enum": [served_model]}
-        made["parameters"] = [{"name": "model", "in": "path", "required": True, "schema": schema}]
-    if "{id}" in operation.path:
-        schema = {"type": "string", "description": "Of an answer, or the first 8 digits or more of a room."}
-        made["parameters"] = [{"name": "id", "in": "path", "required": True, "schema": schema}]
-    if operation.reply is RequestList:
-        bounds = {"type": "integer", "minimum": 1, "maximum": KEPT}
-        made["parameters"] = [{"name": "limit", "in": "query", "required": False, "schema": bounds}]
-    whole = {"type": "object"} if operation.reply is None else _ref(operation.reply)
-    content: Json = {"application/json": {"schema": whole}}
-    if operation.chunk is not None:
+    if parameters := _parameters(operation, served_model):
+        made["parameters"] = parameters
+    whole = {"type": "object"} if operation.kind == "application/json" else {"type": "string"}
+    content: Json = {operation.kind: {"schema": whole if operation.reply is None else _ref(operation.reply)}}
+    if operation.is_generating:
         content["text/event-stream"] = {"schema": {"type": "string", "description": "Events with `data` of the chunk type."}}
     made["responses"] = {"200": {"description": "The answer.", "content": content}}
     error = {"type": "object"} if operation.path == "/ready" else _ref(ErrorEnvelope)
     for status, says in (operation.statuses or {}).items():
-        made["responses"][str(status)] = {"description": says, "content": {"application/json": {"schema": error}}}
+        answer: Json = {"description": says, "content": {"application/json": {"schema": error}}}
+        if status in _RETRIED:
+            answer["headers"] = {"Retry-After": _RETRY_AFTER}
+        made["responses"][str(status)] = answer
     return made
+
+
+def _parameters(operation: Operation, served_model: str) -> list[Json]:
+    """What it takes beside a body."""
+    if "{model}" in operation.path:
+        return [{"name": "model", "in": "path", "required": True, "schema": {"type": "string", "enum": [served_model]}}]
+    if "{id}" in operation.path:
+        schema = {"type": "string", "description": "Of an answer, or the first 8 digits or more of a room."}
+        return [{"name": "id", "in": "path", "required": True, "schema": schema}]
+    if operation.reply is RequestList:
+        bounds = {"type": "integer", "minimum": 1, "maximum": KEPT}
+        return [{"name": "limit", "in": "query", "required": False, "schema": bounds}]
+    if operation.is_generating:
+        is_there = {"in": "header", "required": False}
+        return [{"name": f.name.decode(), **is_there, "description": f.says, "schema": f.schema} for f in REQUEST_HEADERS]
+    return []
 
 
 def _ref(kind: type) -> Json:
@@ -156,11 +189,15 @@ def page_of(document: Json) -> str:
 
 
 def _section(path: str, method: str, made: Json, document: Json) -> str:
-    lines = [f"<h2>{method.upper()} {html.escape(path)}</h2><p>{html.escape(made['summary'])}</p>"]
+    needs = " Needs an API key." * ({} not in made["security"] and bool(made["security"]))
+    lines = [f"<h2>{method.upper()} {html.escape(path)}</h2><p>{html.escape(made['summary'])}{needs}</p>"]
     body = made.get("requestBody")
     if body is not None:
         name = body["content"]["application/json"]["schema"]["$ref"].rsplit("/", 1)[-1]
         lines += _table(("field", "type", ""), _rows_of(document["components"]["schemas"][name]))
+    asked = [field for field in made.get("parameters", ()) if field["in"] == "header"]
+    headers = [(field["name"], _type_of(field["schema"]), field["description"]) for field in asked]
+    lines += _table(("header", "type", ""), headers) if headers else []
     statuses = [(code, "", answer["description"]) for code, answer in made["responses"].items()]
     return "\n".join([*lines, *_table(("status", "", ""), statuses)])
 

@@ -12,8 +12,9 @@ from baton.tests.cluster.serving import random_ids, served_model, serving
 
 ROUTES = (
     "/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/tiny", "/status", "/metrics", "/requests",
-    "/requests/00000000", "/docs", "/openapi.json", "/nowhere",
+    "/requests/00000000", "/nowhere",
 )  # fmt: skip
+OPEN = ("/health", "/ready", "/", "/docs", "/openapi.json")
 WATCHERS = (("bob", {}), ("eve", {"operator": True}), ("scraper", {"observer": True}))
 
 
@@ -39,7 +40,7 @@ def raw(running, *lines):
         return connection.recv(65536).split(b"\r\n")[0].decode()
 
 
-def test_s26_every_path_in_every_spelling_asks_for_a_key_but_the_two_probes_and_the_page_that_asks_for_it(keyed):
+def test_s26_every_path_in_every_spelling_asks_for_a_key_but_the_probes_the_page_and_the_interface(keyed):
     running, _, secret = keyed
     wrong = [[], ["Authorization: Bearer nonsense"], [f"Authorization: Basic {secret}"], [f"X-Api-Key: {secret}"],
              [f"Authorization: Bearer {secret}", f"Authorization: Bearer {secret}"]]  # fmt: skip
@@ -49,14 +50,27 @@ def test_s26_every_path_in_every_spelling_asks_for_a_key_but_the_two_probes_and_
     for route, method, headers in itertools.product(ROUTES, ("GET", "POST", "OPTIONS", "HEAD", "DELETE"), wrong):
         head = [f"{method} {route} HTTP/1.1", "Host: a", "Content-Length: 0", *headers]
         assert "401" in raw(running, *head), (route, headers)
-    for upper in ("/HEALTH", "/health/", "//health", "/health%20", "/ready/x"):
+    for upper in ("/HEALTH", "/health/", "//health", "/health%20", "/ready/x", "/docs/", "/docs/../status"):
         assert "401" in raw(running, f"GET {upper} HTTP/1.1", "Host: a"), upper
     assert "401" in raw(running, "GET /v1/models HTTP/1.1", "Host: a/health")
-    assert [httpx.get(running.url + path).status_code for path in ("/health", "/ready", "/")] == [200] * 3
+    assert [httpx.get(running.url + path).status_code for path in OPEN] == [200] * len(OPEN)
     assert ask(running, secret).status_code == 200
     reply = ask(running, "bk-00000000-x")
     assert reply.headers["www-authenticate"] == "Bearer"
     assert reply.json()["error"]["code"] == "invalid_api_key"
+
+
+def test_the_document_says_what_needs_a_key_and_so_it_is(keyed):
+    running, _, secret = keyed
+    assert httpx.get(running.url + "/docs").text.count("Needs an API key.") > 5
+    document = httpx.get(running.url + "/openapi.json").json()
+    [scheme] = document["components"]["securitySchemes"].values()
+    assert (scheme["type"], scheme["scheme"]) == ("http", "bearer")
+    assert secret not in str(document)
+    for path, ways in document["paths"].items():
+        for method, made in ways.items():
+            status = httpx.request(method, running.url + path, content=b"{}" if method == "post" else None).status_code
+            assert (status == 401) is bool(made["security"]), path
 
 
 def test_the_cluster_and_others_requests_are_shown_to_operators_and_observers_and_to_no_tenant(keyed):

@@ -9,6 +9,7 @@ from baton.router.api_bodies import ChatBody, CompletionBody
 from baton.router.errors import ApiError
 from baton.router.openai import parse_body
 from baton.router.openapi import OPERATIONS, openapi_of, page_of
+from baton.router.request_headers import REQUEST_HEADERS
 from baton.router.response_bodies import ResponseBody
 from openai.types import completion_create_params
 from openai.types.chat import chat_completion_stream_options_param
@@ -105,6 +106,28 @@ def test_the_document_shows_what_is_served_and_nothing_that_is_refused():
     for name in set(re.findall(r"#/components/schemas/(\w+)", text)):
         assert name in document["components"]["schemas"]
     assert set(document["paths"]) == {operation.path for operation in OPERATIONS}
+
+
+@pytest.mark.parametrize("is_keyed", [False, True])
+def test_the_document_says_who_may_ask_which_headers_are_read_and_when_to_come_again(is_keyed):
+    document = openapi_of("m", is_keyed=is_keyed)
+    [scheme] = document["components"]["securitySchemes"]
+    headers = [field.name.decode() for field in REQUEST_HEADERS]
+    for path, ways in document["paths"].items():
+        for method, made in ways.items():
+            asked = [[], [{scheme: []}]] if is_keyed else [[], [{}, {scheme: []}]]
+            assert made["security"] == asked[path not in ("/health", "/ready")], path
+            read = [field["name"] for field in made.get("parameters", ()) if field["in"] == "header"]
+            assert read == (headers if "text/event-stream" in made["responses"]["200"]["content"] else []), path
+            for status, answer in made["responses"].items():
+                assert ("Retry-After" in answer.get("headers", ())) is (status in ("429", "503")), (method, path, status)
+    assert list(document["paths"]["/metrics"]["get"]["responses"]["200"]["content"]) == ["text/plain"]
+
+
+def test_the_docs_show_the_headers():
+    expected = [(f"`{field.name.decode()}`", field.says) for field in REQUEST_HEADERS]
+    rows = DOCS.read_text().partition("| header | |\n|---|---|\n")[2].partition("\n\n")[0].splitlines()
+    assert [tuple(row.strip("| ").split(" | ")) for row in rows] == expected
 
 
 def test_the_page_has_every_operation_and_loads_nothing():
