@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from .dispatch import Dispatcher
 from .entries import Entry
-from .errors import ApiError, ErrorBody, bad_request, deadline_exceeded, overloaded, unavailable, upstream
+from .errors import RETRY_AFTER_S, ApiError, ErrorBody, bad_request, deadline_exceeded, overloaded, unavailable, upstream
 from .exchange import EXCHANGE, Exchange
 from .generation import Choice, Piece
 from .inbox import Disconnected, Inbox, InboxEvent
@@ -241,7 +241,7 @@ def error_of(event: Broken) -> ApiError:
     if event.kind == "NoWorkers" or event.kind == "Shutdown":
         return unavailable(event.message)
     if event.kind in ("QueueTimeout", OVERLOADED):
-        return overloaded(event.message)
+        return overloaded(event.message, max(RETRY_AFTER_S, event.retry_after_s))
     if event.kind == "Refused":
         return bad_request("No worker takes this request: " + event.message[:200])
     if event.kind == BAD_GRAMMAR:

@@ -132,7 +132,7 @@ class Dispatcher:
         while (last := self.intake.surplus(request)) is not None:
             full = self.intake.full(now)
             if last.request is not request:
-                self._perform(last, last.room.give_up(OVERLOADED, str(full), now), now)
+                self._perform(last, last.room.give_up(OVERLOADED, str(full), now, full.retry_after_s), now)
                 continue
             for entry in request.entries:
                 self._count(entry, "rejected", now)
@@ -247,9 +247,7 @@ class Dispatcher:
     def _rooms_of(self, worker: Worker) -> list[Entry]:
         return [entry for entry in self._entries.values() if worker.instance in entry.room.instances]
 
-    def _settle_rooms_of(
-        self, worker: Worker, now: float, *, is_dead: bool, unreachable_since: float | None = None
-    ) -> None:
+    def _settle_rooms_of(self, worker: Worker, now: float, *, is_dead: bool, unreachable_since: float | None = None) -> None:
         self.canaries.lost(worker.instance, now)
         for entry in self._rooms_of(worker):
             lost = entry.room.worker_lost(worker.instance, now, is_dead=is_dead, unreachable_since=unreachable_since)
@@ -279,7 +277,8 @@ class Dispatcher:
     def _tick_entry(self, entry: Entry, now: float) -> None:
         if entry.room.phase is Phase.QUEUED and entry.request.waited(now) > self._queue_timeout_s:
             message = f"No worker had room within {self._queue_timeout_s:g} s. Try again later."
-            return self._perform(entry, entry.room.give_up("QueueTimeout", message, now), now)
+            again_s = self.intake.pace.seconds_for(self.num_queued, now)
+            return self._perform(entry, entry.room.give_up("QueueTimeout", message, now, again_s), now)
         if entry.room.num_output:
             self._check_pairs(entry, now)
         self._perform(entry, entry.room.tick(now), now)

@@ -70,6 +70,7 @@ class Broken(Struct, frozen=True, gc=False):
 
     kind: str
     message: str
+    retry_after_s: int = 0  # until another try is worth while; 0: nobody knows
 
 
 class Freed(Struct, frozen=True, gc=False):

@@ -146,9 +146,9 @@ class Room:
             return self._close(now)
         return [Settled(), *self._close(now)]
 
-    def give_up(self, kind: str, message: str, now: float) -> list[Effect]:
+    def give_up(self, kind: str, message: str, now: float, retry_after_s: int = 0) -> list[Effect]:
         """Ends the request with an error."""
-        return [Broken(kind, message), *self._close(now)] if self.is_live else []
+        return [Broken(kind, message, retry_after_s), *self._close(now)] if self.is_live else []
 
     def worker_lost(
         self, instance: str, now: float, *, is_dead: bool = True, unreachable_since: float | None = None

@@ -24,10 +24,12 @@ from baton.cluster.messages import (
     WorkerStats,
 )
 from baton.cluster.metrics import RouterMetrics
+from baton.router.answer import error_of
 from baton.router.dispatch import CLIENT_STALL_S, Dispatcher
 from baton.router.entries import Job
 from baton.router.errors import ApiError
 from baton.router.inbox import Inbox
+from baton.router.intake import OVERLOADED
 from baton.router.registry import UNREACHABLE_S, Registry
 from baton.router.room_effects import Broken, Deliver, Ended, Settled
 from baton.router.status import metrics_of, status_of
@@ -191,7 +193,29 @@ def test_wait_is_bounded_also_behind_refusals():
     assert world.dispatcher.num_queued == 1
     world.now = 5.1
     world.dispatcher.tick()
-    assert [event.kind for event in events(inbox)] == ["QueueTimeout"]
+    (broken,) = events(inbox)
+    assert broken.kind == "QueueTimeout"
+    assert broken.retry_after_s == 17, "one got a pair within the last ten seconds or so, 5.1 s ago"
+    assert int(error_of(broken).headers["retry-after"]) == 17
+
+
+def test_who_is_displaced_hears_when_to_come_again_as_those_do_who_were_not_let_in():
+    world = World(max_queue=1).join(max_running=1)
+    world.submit(16)
+    world.now = 4.0
+    _, displaced = world.submit(16)
+    urgent = Job(prompt_ids=[5] * 16, sampling=Sampling(), arrived=4.0, tokenize_s=0.0, priority=-1)
+    world.dispatcher.submit([urgent], Inbox(lambda: world.now))
+    with pytest.raises(ApiError) as caught:
+        world.submit(16)
+    (broken,) = events(displaced)
+    assert broken.kind == OVERLOADED
+    assert caught.value.retry_after_s == broken.retry_after_s == error_of(broken).retry_after_s == 30
+
+
+def test_without_a_pace_it_is_a_second():
+    for kind in (OVERLOADED, "QueueTimeout", "GrammarsOverdue"):
+        assert error_of(Broken(kind, "x")).headers == {"retry-after": "1"}
 
 
 def test_without_a_pair_nothing_is_taken():
