@@ -87,9 +87,8 @@ def test_a_router_that_drains_is_watched_at_its_own_port_to_the_end(start_own):
     _, decode = running.pair(script)
     until(lambda: _connects(running.router.port), "it listens")
     script.holds.set()
-    held = open_request(running)
-    (reserve,) = until(lambda: decode.of(Reserve), "it runs")
-    with httpx.Client(base_url=own(running)) as watcher:
+    with contextlib.closing(open_request(running)) as held, httpx.Client(base_url=own(running)) as watcher:
+        (reserve,) = until(lambda: decode.of(Reserve), "it runs")
         assert watcher.get("/ready").status_code == 200
         running.begin_drain()
         until(lambda: watcher.get("/ready").status_code == 503, "it drains")
@@ -102,7 +101,6 @@ def test_a_router_that_drains_is_watched_at_its_own_port_to_the_end(start_own):
         assert held.getresponse().status == 200
         running.join()
     assert not _connects(running.router._config.own_port)
-    held.close()
 
 
 def test_the_own_port_has_the_certificate_and_asks_for_keys(start_own, tmp_path):
