@@ -1,9 +1,11 @@
 """Real workers under the router's pairing policies: who gets what, as the timelines tell."""
 
 import contextlib
+import shutil
 
 import httpx
 import pytest
+from baton.tests.cluster.router_fakes import save_tokenizer
 from baton.tests.cluster.serving import complete, pages_held, random_ids, served_model, serving, sse_events, wait_until
 
 PAGE = 16
@@ -11,8 +13,12 @@ SHORT = 8  # tokens that decode may compute itself
 
 
 @pytest.fixture(scope="module")
-def cluster(served_dir):
-    with serving(served_dir, prefill=1, decode=2, kv_memory_mb=8, threads=1, local_prefill_max=SHORT) as running:
+def cluster(tmp_path_factory, toy_checkpoint):
+    """Of a toy with room for a stream that outlasts all turns of a chat."""
+    directory = tmp_path_factory.mktemp("long")
+    shutil.copytree(toy_checkpoint("llama", vocab_size=330, max_position_embeddings=1 << 13), directory, dirs_exist_ok=True)
+    settings = {"decode_policy": "session", "local_prefill_max": SHORT, "kv_memory_mb": 32, "threads": 1}
+    with serving(save_tokenizer(directory), prefill=1, decode=2, **settings) as running:
         yield running
 
 
@@ -21,33 +27,94 @@ def turn(cluster, ids, max_tokens=9):
     return output, document["timeline"]
 
 
+def wait_idle(cluster):
+    def is_idle():
+        pages, num_rooms = pages_held(cluster)
+        return num_rooms == 0 and not any(pages.values())
+
+    wait_until(is_idle, 60, "no room, and every heartbeat says idle")
+
+
 @contextlib.contextmanager
 def busy(cluster):
-    """A stream of somebody else runs meanwhile, on the decode worker that an idle cluster prefers."""
-    wait_until(lambda: not any(pages_held(cluster)[0].values()), 60, "every heartbeat says idle")
-    body = {"model": served_model(cluster), "prompt": random_ids(20, 330), "max_tokens": 400, "ignore_eos": True}
+    """Meanwhile a stream of somebody else runs on the decode worker that an idle cluster prefers."""
+    wait_idle(cluster)
+    body = {"model": served_model(cluster), "prompt": random_ids(20, 330), "max_tokens": 8_000, "ignore_eos": True}
     body["stream"] = True
     with httpx.stream("POST", f"{cluster.url}/v1/completions", json=body, timeout=60) as response:
         assert response.status_code == 200
-        next(sse_events(response))
+        events = sse_events(response)  # without it the response would be closed
+        next(events)
         yield
+        wait_until(lambda: pages_held(cluster)[1] == 1, 10, "all rooms but this one's, which still runs, are closed")
 
 
 def test_after_the_first_of_ten_turns_only_the_pages_of_new_tokens_are_handed_over(cluster):
+    wait_idle(cluster)
     history = random_ids(100, 330, seed=1)
     output, first = turn(cluster, history)
     assert first["have_tokens"] == 0
     page_bytes, rest = divmod(first["handoff_bytes"], -(-len(history) // PAGE))
     assert (page_bytes > 0, rest) == (True, 0)
-    for number in range(2, 11):
-        known = (len(history) + len(output) - 1) // PAGE * PAGE  # whole pages; the newest token has no KV
-        history = history + output + random_ids(25, 330, seed=number)
-        with busy(cluster):  # the idle decode worker would be the obvious choice
+    with busy(cluster):  # the idle decode worker would be the obvious choice
+        for number in range(2, 11):
+            known = (len(history) + len(output) - 1) // PAGE * PAGE  # whole pages; the newest token has no KV
+            history = history + output + random_ids(25, 330, seed=number)
             output, told = turn(cluster, history)
-        assert told["decode_instance"] == first["decode_instance"], number
-        assert told["have_tokens"] == known, number
-        assert told["handoff_bytes"] == page_bytes * (-(-len(history) // PAGE) - known // PAGE), number
-        assert told["handoff_bytes"] <= page_bytes * 4, "of a history of up to 23 pages"
+            assert told["decode_instance"] == first["decode_instance"], number
+            assert told["have_tokens"] == known, number
+            assert told["handoff_bytes"] == page_bytes * (-(-len(history) // PAGE) - known // PAGE), number
+            assert told["handoff_bytes"] <= page_bytes * 4, "of a history of up to 26 pages"
+
+
+def ask(cluster, path, **body):
+    headers = {"x-baton-timeline": "1"}
+    answer = httpx.post(cluster.url + path, json={"model": served_model(cluster), **body}, headers=headers, timeout=60)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def said(cluster, messages, letters, seed):
+    """The model's answer, which is made of these letters alone; the ids of its prompt, its own, and the timeline."""
+    ids = [ask(cluster, "/tokenize", prompt=letter)["tokens"][0] for letter in letters]
+    body = {"messages": messages, "max_tokens": 9, "seed": seed, "logit_bias": {str(i): 100 for i in ids}}
+    answer = ask(cluster, "/v1/chat/completions", **body, return_token_ids=True)
+    [choice] = answer["choices"]
+    prompt = ask(cluster, "/tokenize", messages=messages)["tokens"]
+    return choice["message"], prompt, choice["token_ids"], answer["timeline"]
+
+
+def num_equal(ids, others):
+    """With how many tokens both begin."""
+    pairs = zip(ids, others, strict=False)
+    return next((i for i, (one, other) in enumerate(pairs) if one != other), min(len(ids), len(others)))
+
+
+def test_after_the_first_of_ten_turns_of_a_chat_only_the_pages_of_new_tokens_are_handed_over(cluster):
+    """What was handed over may be so again from the page on in which the new prompt leaves the last turn's tokens: at the
+    latest the page that was not full, at the earliest that of the answer's first token, as its text may be other tokens.
+    """
+    wait_idle(cluster)
+    messages = [{"role": "user", "content": "remember this: " + "x y " * 12}]
+    message, prompt, output, first = said(cluster, messages, "qz", seed=1)
+    assert first["have_tokens"] == 0
+    page_bytes, rest = divmod(first["handoff_bytes"], -(-len(prompt) // PAGE))
+    assert (page_bytes > 0, rest) == (True, 0)
+    was_respelled = set()
+    with busy(cluster):  # the idle decode worker would be the obvious choice
+        for number in range(2, 11):
+            held, num_before = prompt + output[:-1], len(prompt)  # the newest token has no KV
+            is_respelled = ask(cluster, "/tokenize", prompt=message["content"])["tokens"] != output
+            messages += [message, {"role": "user", "content": f"and {number}?"}]
+            message, prompt, output, told = said(cluster, messages, "qz" if number % 2 else "he", seed=number)
+            common = num_equal(held, prompt)
+            assert common == len(held) or (is_respelled and num_before <= common), number
+            was_respelled.add(is_respelled)
+            assert told["decode_instance"] == first["decode_instance"], number
+            assert told["have_tokens"] == common // PAGE * PAGE, number
+            assert told["handoff_bytes"] == page_bytes * (-(-len(prompt) // PAGE) - common // PAGE), number
+            assert told["handoff_bytes"] <= page_bytes * 4, "of a chat of up to 23 pages"
+    assert was_respelled == {True, False}, "the answer's text as it was said, and as other tokens"
 
 
 def test_short_prompts_are_computed_on_decode_once_measured_times_say_that_it_is_cheaper(cluster):
