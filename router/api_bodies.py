@@ -26,6 +26,7 @@ Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
 Bias = Annotated[float, Meta(ge=-100.0, le=100.0)]
 Fraction = Annotated[float, Meta(ge=0.0, le=1.0)]
 Choices = Annotated[int, Meta(ge=1, le=MAX_CHOICES)]
+NOT_EMPTY = Meta(extra_json_schema={"minLength": 1, "minItems": 1})  # as `openai` checks it, in words of its own
 SwitchText = Annotated[str, Meta(max_length=MAX_SWITCH_CHARS)]
 Switches = Annotated[dict[str, bool | int | float | SwitchText | None], Meta(max_length=MAX_SWITCHES)]
 Tools = Annotated[list[Tool], Meta(max_length=MAX_TOOLS)]
@@ -159,7 +160,7 @@ class ChatBody(CommonBody, kw_only=True, forbid_unknown_fields=True):
 
     TABLE: ClassVar[Mapping[str, Field]] = CHAT
 
-    messages: list[Message]
+    messages: Annotated[list[Message], NOT_EMPTY]
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     max_tokens: Positive | None = None
@@ -197,7 +198,7 @@ class CompletionBody(CommonBody, kw_only=True, forbid_unknown_fields=True):
 
     TABLE: ClassVar[Mapping[str, Field]] = COMPLETION
 
-    prompt: str | list[str | int | list[int]]
+    prompt: Annotated[str | list[str | int | list[int]], NOT_EMPTY]
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     echo: bool | None = None
     best_of: Choices | None = None

@@ -145,8 +145,8 @@ def _operation(operation: Operation, served_model: str) -> Json:
         made["parameters"] = parameters
     whole = {"type": "object"} if operation.kind == "application/json" else {"type": "string"}
     content: Json = {operation.kind: {"schema": whole if operation.reply is None else _ref(operation.reply)}}
-    if operation.is_generating:
-        content["text/event-stream"] = {"schema": {"type": "string", "description": "Events with `data` of the chunk type."}}
+    if operation.chunk is not None:
+        content["text/event-stream"] = {"schema": _event(operation.chunk)}
     made["responses"] = {"200": {"description": "The answer.", "content": content}}
     error = {"type": "object"} if operation.path == "/ready" else _ref(ErrorEnvelope)
     for status, says in (operation.statuses or {}).items():
@@ -171,6 +171,14 @@ def _parameters(operation: Operation, served_model: str) -> list[Json]:
         is_there = {"in": "header", "required": False}
         return [{"name": f.name.decode(), **is_there, "description": f.says, "schema": f.schema} for f in REQUEST_HEADERS]
     return []
+
+
+def _event(chunk: type) -> Json:
+    """An event of a stream, which is what the schema of a stream describes."""
+    told = {"contentMediaType": "application/json", "contentSchema": {"anyOf": [_ref(chunk), _ref(ErrorEnvelope)]}}
+    data = told if chunk is Event else {"anyOf": [{"const": "[DONE]"}, told]}
+    properties = {"event": {"type": "string"}, "data": {"type": "string", **data}}
+    return {"type": "object", "description": "Each event.", "properties": properties, "required": ["data"]}
 
 
 def _ref(kind: type) -> Json:

@@ -5,7 +5,8 @@ import shutil
 
 import httpx
 import pytest
-from baton.tests.cluster.router_fakes import save_tokenizer
+from baton.router.tokenizer import load_tokenizer
+from baton.tests.cluster.router_fakes import encode_chat, save_tokenizer
 from baton.tests.cluster.serving import complete, pages_held, random_ids, served_model, serving, sse_events, wait_until
 
 PAGE = 16
@@ -67,21 +68,17 @@ def test_after_the_first_of_ten_turns_only_the_pages_of_new_tokens_are_handed_ov
             assert told["handoff_bytes"] <= page_bytes * 4, "of a history of up to 26 pages"
 
 
-def ask(cluster, path, **body):
-    headers = {"x-baton-timeline": "1"}
-    answer = httpx.post(cluster.url + path, json={"model": served_model(cluster), **body}, headers=headers, timeout=60)
-    assert answer.status_code == 200, answer.text
-    return answer.json()
-
-
-def said(cluster, messages, letters, seed):
+def said(cluster, tokenizer, messages, letters, seed):
     """The model's answer, which is made of these letters alone; the ids of its prompt, its own, and the timeline."""
-    ids = [ask(cluster, "/tokenize", prompt=letter)["tokens"][0] for letter in letters]
-    body = {"messages": messages, "max_tokens": 9, "seed": seed, "logit_bias": {str(i): 100 for i in ids}}
-    answer = ask(cluster, "/v1/chat/completions", **body, return_token_ids=True)
-    [choice] = answer["choices"]
-    prompt = ask(cluster, "/tokenize", messages=messages)["tokens"]
-    return choice["message"], prompt, choice["token_ids"], answer["timeline"]
+    bias = {str(tokenizer.encode(letter)[0]): 100 for letter in letters}
+    body = {"model": served_model(cluster), "messages": messages, "max_tokens": 9, "seed": seed, "logit_bias": bias}
+    body["return_token_ids"] = True
+    headers = {"x-baton-timeline": "1"}
+    answer = httpx.post(f"{cluster.url}/v1/chat/completions", json=body, headers=headers, timeout=60)
+    assert answer.status_code == 200, answer.text
+    [choice] = answer.json()["choices"]
+    message = {"role": "assistant", "content": choice["message"]["content"]}
+    return message, encode_chat(tokenizer, messages), choice["token_ids"], answer.json()["timeline"]
 
 
 def num_equal(ids, others):
@@ -96,7 +93,8 @@ def test_after_the_first_of_ten_turns_of_a_chat_only_the_pages_of_new_tokens_are
     """
     wait_idle(cluster)
     messages = [{"role": "user", "content": "remember this: " + "x y " * 12}]
-    message, prompt, output, first = said(cluster, messages, "qz", seed=1)
+    tokenizer = load_tokenizer(cluster.config.model)
+    message, prompt, output, first = said(cluster, tokenizer, messages, "qz", seed=1)
     assert first["have_tokens"] == 0
     page_bytes, rest = divmod(first["handoff_bytes"], -(-len(prompt) // PAGE))
     assert (page_bytes > 0, rest) == (True, 0)
@@ -104,9 +102,9 @@ def test_after_the_first_of_ten_turns_of_a_chat_only_the_pages_of_new_tokens_are
     with busy(cluster):  # the idle decode worker would be the obvious choice
         for number in range(2, 11):
             held, num_before = prompt + output[:-1], len(prompt)  # the newest token has no KV
-            is_respelled = ask(cluster, "/tokenize", prompt=message["content"])["tokens"] != output
+            is_respelled = tokenizer.encode(message["content"]) != output
             messages += [message, {"role": "user", "content": f"and {number}?"}]
-            message, prompt, output, told = said(cluster, messages, "qz" if number % 2 else "he", seed=number)
+            message, prompt, output, told = said(cluster, tokenizer, messages, "qz" if number % 2 else "he", seed=number)
             common = num_equal(held, prompt)
             assert common == len(held) or (is_respelled and num_before <= common), number
             was_respelled.add(is_respelled)

@@ -3,6 +3,7 @@
 import json
 
 import httpx
+import jsonschema
 import openai
 import pytest
 from baton.tests.cluster.router_fakes import ANSWER, MODEL, RunningRouter, Script, encode_chat
@@ -187,6 +188,42 @@ def test_the_document_and_its_page_are_served(served):
     page = httpx.get(served.url + "/docs")
     assert page.headers["content-type"].startswith("text/html")
     assert "/v1/chat/completions" in page.text
+
+
+TOLD = [
+    ("v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "logprobs": True, "top_logprobs": 2, "n": 2}),
+    ("v1/completions", {"prompt": ["hi", "ho"], "logprobs": 2, "return_token_ids": True}),
+    ("v1/responses", {"input": "hi", "include": ["message.output_text.logprobs"], "top_logprobs": 2}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), TOLD, ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_answers_and_errors_are_what_the_document_says(served, path, body, is_stream):
+    document = httpx.get(served.url + "/openapi.json").json()
+    answers = document["paths"][f"/{path}"]["post"]["responses"]
+
+    def check(value, schema):
+        jsonschema.Draft202012Validator({**schema, "components": document["components"]}).validate(value)
+
+    headers = {"x-baton-timeline": "1"}
+    reply = httpx.post(f"{served.url}/{path}", json={"model": MODEL, "stream": is_stream, **body}, headers=headers)
+    told = answers["200"]["content"][reply.headers["content-type"].partition(";")[0]]["schema"]
+    if not is_stream:
+        check(reply.json(), told)
+        with pytest.raises(jsonschema.ValidationError):
+            check({**reply.json(), "object": 3}, told)
+    else:
+        events = [dict(line.split(": ", 1) for line in event.splitlines()) for event in reply.text.split("\n\n") if event]
+        data = told["properties"]["data"]
+        inner = data.get("anyOf", [data])[-1]["contentSchema"]
+        assert len(events) > 5
+        for event in events:
+            check(event, told)
+            if event["data"] != "[DONE]":
+                check(json.loads(event["data"]), inner)
+        assert (events[-1]["data"] == "[DONE]") is (path != "v1/responses")
+    check(post(served, path, model="other", **body).json(), answers["404"]["content"]["application/json"]["schema"])
 
 
 def test_a_field_that_an_older_worker_would_not_obey_is_not_sent_to_it(start):

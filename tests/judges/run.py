@@ -2,7 +2,7 @@
 
     openai         its client's typed calls over every feature that is served
     frameworks     litellm, LlamaIndex and OpenAI's agents SDK: what their guides show first
-    schemathesis   requests made from the server's own OpenAPI document: no answer may be a server error
+    schemathesis   requests made from the server's own OpenAPI document: no answer may be a server error, or not be in it
     JSONTestSuite  its bodies to every address that takes one: no hang, no crash, no server error
     raw HTTP       requests as no client library writes them, and damaged ones: each answered or closed in time
     lm-eval        log-likelihoods of a local task, compared with transformers
@@ -44,6 +44,10 @@ ROOT = HERE.parents[1]
 BIN = ROOT / ".judges" / "bin"
 FRAMEWORKS = ROOT / ".judges" / "frameworks" / "bin"
 CASES = 2000  # of schemathesis, at least
+CHECKS = (
+    "not_a_server_error", "unsupported_method", "status_code_conformance", "content_type_conformance",
+    "response_headers_conformance", "response_schema_conformance",
+)  # fmt: skip - of schemathesis
 UNASKED = ("idempotency-key", "x-baton-timeout-ms")
 CLOSE = 1e-3  # of log-likelihoods
 TIMEOUT_S = 540.0
@@ -101,14 +105,14 @@ def frameworks(bench: Bench) -> Verdict:
 
 
 def schemathesis(bench: Bench) -> Verdict:
-    """By the document, but for the headers with which a request gets another's answer, or none in time."""
+    """Asks by the document, but for the headers with which a request gets another's answer, or none in time."""
     document = httpx.get(f"{bench.url}/openapi.json", timeout=20).json()
     for made in (made for ways in document["paths"].values() for made in ways.values()):
         made["parameters"] = [one for one in made.get("parameters", ()) if one["name"] not in UNASKED]
     asked = bench.scratch / "openapi.json"
     asked.write_text(json.dumps(document))
     done = bench.run(
-        BIN / "schemathesis", "run", asked, "--url", bench.url, "--checks", "not_a_server_error,unsupported_method",
+        BIN / "schemathesis", "run", asked, "--url", bench.url, "--checks", ",".join(CHECKS),
         "--phases", "examples,coverage,fuzzing", "--max-examples", "250", "--workers", "1", "--seed", "1",
         "--continue-on-failure", "--suppress-health-check", "all", "--warnings", "off", "--request-timeout", "60",
     )  # fmt: skip
