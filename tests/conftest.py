@@ -10,7 +10,7 @@ import pytest
 HERE = Path(__file__).resolve().parent
 MATRIX = "gpu/test_path_matrix.py"  # its ids begin with the four fields that say which engine
 # Tests that wait for real processes and sockets: one at a time, so that their deadlines hold beside one that computes.
-WAITING = ("cluster", "faults", "parity/test_cluster_tokens.py")
+WAITING = ("cluster", "faults", "parity/test_cluster_tokens.py", "parity/test_guided_model.py")
 
 
 def pytest_configure(config: pytest.Config) -> None:
