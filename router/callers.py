@@ -87,14 +87,12 @@ class Gate:
         """One request more, of so many tokens of prompt and output. Raises ApiError (429) and counts nothing then."""
         use = self._use_of(caller)
         self._check(use, caller, use.num_running, now)
-        self.charge(caller, num_tokens, now)
+        self._charge(use, caller, num_tokens, now)
         use.num_running += 1
 
     def charge(self, caller: Caller, num_tokens: int, now: float) -> None:
         """Counts one request, of so many tokens, against the rates."""
-        use = self._use_of(caller)
-        for what, per_minute, amount in _limits_of(caller, num_tokens):
-            self._bucket(use, what, per_minute, now).take(amount)
+        self._charge(self._use_of(caller), caller, num_tokens, now)
 
     def begin(self, caller: Caller, now: float) -> None:
         """The text of one request more is read; what it asks for is not known yet. Raises as `enter`."""
@@ -123,6 +121,10 @@ class Gate:
             wait = self._bucket(use, what, per_minute, now).wait(now)
             if wait:
                 raise _too_many(caller, f"{per_minute} {what} per minute", wait)
+
+    def _charge(self, use: _Use, caller: Caller, num_tokens: int, now: float) -> None:
+        for what, per_minute, amount in _limits_of(caller, num_tokens):
+            self._bucket(use, what, per_minute, now).take(amount)
 
     def _use_of(self, caller: Caller) -> _Use:
         use = self._uses.setdefault(caller.id, _Use())

@@ -277,8 +277,8 @@ class Dispatcher:
     def _tick_entry(self, entry: Entry, now: float) -> None:
         if entry.room.phase is Phase.QUEUED and entry.request.waited(now) > self._queue_timeout_s:
             message = f"No worker had room within {self._queue_timeout_s:g} s. Try again later."
-            again_s = self.intake.pace.seconds_for(self.num_queued, now)
-            return self._perform(entry, entry.room.give_up("QueueTimeout", message, now, again_s), now)
+            gone = entry.room.give_up("QueueTimeout", message, now, self.intake.retry_after_s(now))
+            return self._perform(entry, gone, now)
         if entry.room.num_output:
             self._check_pairs(entry, now)
         self._perform(entry, entry.room.tick(now), now)

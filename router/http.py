@@ -81,7 +81,7 @@ class Routes:
             except ApiError as error:
                 answer = _error_response(error)
             except ClientDisconnect:
-                answer = Response(status_code=400)  # nobody reads it
+                answer = _unread_response()
             await answer(scope, receive, send)
 
         return serve
@@ -214,6 +214,11 @@ def _error_response(error: ApiError, headers: dict[str, str] | None = None) -> R
     return Response(error.encode(), error.status, all_headers)
 
 
+def _unread_response() -> Response:
+    """To a client that has left."""
+    return Response(status_code=400)
+
+
 async def _on_api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
     return _error_response(error)
@@ -230,7 +235,7 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
 
 
 async def _on_disconnect(request: Request, error: Exception) -> Response:
-    return Response(status_code=400)  # nobody reads it
+    return _unread_response()
 
 
 async def _on_exception(request: Request, error: Exception) -> Response:

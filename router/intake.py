@@ -19,7 +19,7 @@ from .errors import ApiError, overloaded
 from .policy import live_limits, live_pairs
 from .reading import ReadingRoom
 from .registry import Registry
-from .waiting import PRIORITY_S, WaitingList, rank_of
+from .waiting import WaitingList, rank, rank_of
 
 OVERLOADED = "Overloaded"  # kind of a Broken
 LONGEST_RETRY_AFTER_S = 30
@@ -87,7 +87,7 @@ class Intake:
         if not self._max_queue or len(self._waiting) < self._max_queue:
             return
         last = self._waiting.last()
-        if last is None or rank_of(last) <= now + PRIORITY_S * priority:
+        if last is None or rank_of(last) <= rank(now, priority):
             raise self.full(now)
 
     def surplus(self, request: Request) -> Entry | None:
@@ -103,4 +103,8 @@ class Intake:
     def full(self, now: float) -> ApiError:
         """What those hear who are turned away."""
         message = f"The queue is full: {self._max_queue} requests wait for a worker. Try again later."
-        return overloaded(message, self.pace.seconds_for(len(self._waiting), now))
+        return overloaded(message, self.retry_after_s(now))
+
+    def retry_after_s(self, now: float) -> int:
+        """What the queue takes to empty."""
+        return self.pace.seconds_for(len(self._waiting), now)

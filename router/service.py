@@ -32,13 +32,13 @@ from .inline_templates import InlineRenderer, inline_renderer
 from .nursery import NurseryHandle
 from .openai import check_chat, check_token_ids, logprobs_of, max_new_of, prompts_of, sampling_of
 from .policy import Limits
-from .rendering import Chat
+from .rendering import Chat, Switches
 from .replies import Builder, DetokenizeReply, Frame, TokenizeReply
 from .response_bodies import ResponseBody, chat_of, in_words_of_responses, told_of
 from .response_replies import ResponseBuilder
 from .spans import end_request, operation_of
 from .templates import Templates, encoded
-from .tokenizer import GuardedChat, Switches, Tokenizer
+from .tokenizer import GuardedChat, Tokenizer
 from .tool_bodies import Tool, as_template_tool, schema_of
 
 INLINE_BYTES = 2000  # of a body: about a millisecond of work, less than a trip to a thread costs under load

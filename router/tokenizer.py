@@ -10,7 +10,7 @@ tokens.
 import json
 import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from inspect import signature
 from pathlib import Path
@@ -22,11 +22,10 @@ from transformers import PreTrainedTokenizerFast
 from ..cluster.errors import ConfigError, StartupError
 from .detokenizer import Detokenizer, TokenBytes
 from .errors import bad_request, nested_too_deeply, printable
-from .rendering import Chat, Setup
+from .rendering import Chat, Setup, Switches
 from .tool_prompts import ChatMessage, is_native, written_out
 from .word_ids import word_ids
 
-Switches = Mapping[str, bool | int | float | str | None]
 RENDERING = signature(PreTrainedTokenizerFast.apply_chat_template)
 RESERVED_SWITCHES = frozenset((*RENDERING.parameters, "messages", "conversations"))
 
@@ -118,7 +117,7 @@ class Tokenizer:
             given = [_in_strings(guard, tool) for tool in tools]
         except RecursionError:
             raise nested_too_deeply() from None
-        return GuardedChat(Chat(messages=guarded, tools=given, switches=dict(switches or {})), guard.mark, guard.spelled)
+        return GuardedChat(Chat(messages=guarded, tools=given, switches=switches or {}), guard.mark, guard.spelled)
 
     def _check_switches(self, switches: Switches) -> None:
         """They go to the template as they are, so none may be, or stand for, a control token. Raises ApiError (400)."""

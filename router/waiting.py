@@ -50,6 +50,11 @@ class WaitingList:
         return next((entry for _, _, entry in reversed(self._entries) if not entry.room.num_output), None)
 
 
-def rank_of(entry: Entry) -> float:
+def rank(arrived: float, priority: int) -> float:
     """Lower goes first."""
-    return entry.request.arrived + PRIORITY_S * entry.request.priority
+    return arrived + PRIORITY_S * priority
+
+
+def rank_of(entry: Entry) -> float:
+    """Of a room that waits."""
+    return rank(entry.request.arrived, entry.request.priority)
