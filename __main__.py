@@ -51,7 +51,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def usage() -> str:
     """The text of `baton --help`."""
-    lines = ["usage: baton COMMAND [options]", "", "Disaggregated serving of large language models.", "", "commands:"]
+    lines = [
+        "usage: baton COMMAND [options]",
+        "",
+        "Disaggregated serving of large language models.",
+        "",
+        "commands:",
+    ]
     lines += [f"  {name:<9} {text}" for name, (_, text) in COMMANDS.items()]
     return "\n".join([*lines, "", "`baton COMMAND --help` shows a command's options."])
 

@@ -36,7 +36,13 @@ logger = logging.getLogger(__name__)
 
 
 def write_checkpoint(
-    folder: Path, shape: str, accept_length: int, *, draft_vocab_size: int, dtype: torch.dtype, device: torch.device
+    folder: Path,
+    shape: str,
+    accept_length: int,
+    *,
+    draft_vocab_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> None:
     """Write `folder`/target and `folder`/head, neither of which may exist; the weights are made on `device`.
 
@@ -113,13 +119,29 @@ def _shards(tensors: NamedTensors) -> Iterator[dict[str, torch.Tensor]]:
 
 def main(argv: Sequence[str]) -> int:
     """`baton bench checkpoint`; returns the exit code."""
-    parser = argparse.ArgumentParser(prog=PROG, description=(__doc__ or "").split("\n\n")[1], allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog=PROG, description=(__doc__ or "").split("\n\n")[1], allow_abbrev=False
+    )
     add = parser.add_argument
     add("folder", type=Path, metavar="DIR", help="where to: DIR/target and DIR/head")
-    add("--shape", choices=sorted(SHAPES), default="llama-3.1-8b", help="of the target (default llama-3.1-8b)")
-    add("--accept-length", type=at_least(1), default=3, help="tokens that each EAGLE3 step yields (default 3)")
-    add("--draft-vocab", type=at_least(4), default=DRAFT_VOCABULARY, help=f"of the head (default {DRAFT_VOCABULARY})")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where weights are made (default auto)")
+    add(
+        "--shape", choices=sorted(SHAPES), default="llama-3.1-8b", help="of the target (default llama-3.1-8b)"
+    )
+    add(
+        "--accept-length", type=at_least(1), default=3, help="tokens that each EAGLE3 step yields (default 3)"
+    )
+    add(
+        "--draft-vocab",
+        type=at_least(4),
+        default=DRAFT_VOCABULARY,
+        help=f"of the head (default {DRAFT_VOCABULARY})",
+    )
+    add(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="where weights are made (default auto)",
+    )
     add("--dtype", choices=("auto", *DTYPES), default="bfloat16", help="of the weights (default bfloat16)")
     options = parser.parse_args(list(argv))
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")

@@ -8,11 +8,23 @@ from ..cluster.config_fields import did_you_mean
 
 PACKAGE = "baton"
 BENCHES = {
-    "checkpoint": (".bench.checkpoint", "a model and a head of random weights in a real shape, to measure servers with"),
-    "engine": (".bench.engine", "decode, EAGLE3 and prefill steps of one engine, beside what the device could do"),
-    "router": (".bench.router", "requests and streams through the router, with workers that answer at once, beside proxies"),
+    "checkpoint": (
+        ".bench.checkpoint",
+        "a model and a head of random weights in a real shape, to measure servers with",
+    ),
+    "engine": (
+        ".bench.engine",
+        "decode, EAGLE3 and prefill steps of one engine, beside what the device could do",
+    ),
+    "router": (
+        ".bench.router",
+        "requests and streams through the router, with workers that answer at once, beside proxies",
+    ),
     "serve": (".bench.serve", "load on an OpenAI endpoint, closed or open loop: TTFT, ITL, goodput"),
-    "transfer": (".bench.transfer", "throughput of the KV hand-off, per transport, beside raw sockets and memcpy"),
+    "transfer": (
+        ".bench.transfer",
+        "throughput of the KV hand-off, per transport, beside raw sockets and memcpy",
+    ),
 }
 EXIT_USAGE = 2
 

@@ -96,7 +96,12 @@ class Bench:
         return dataclasses.replace(cell, accepted=accepted, path="+".join(sorted(stepper.paths)))
 
     def _cell(
-        self, kind: str, size: int, has_graphs: bool, run: Callable[[], object], works: Callable[[], list[Work]]
+        self,
+        kind: str,
+        size: int,
+        has_graphs: bool,
+        run: Callable[[], object],
+        works: Callable[[], list[Work]],
     ) -> Cell:
         forwards = self.rig.runner.counters.forwards
         before = dict(forwards)
@@ -116,7 +121,19 @@ class Bench:
         )
 
 
-HEAD = ("work", "graphs", "ms", "floor ms", "ratio", "device ms", "host ms", "GB", "TFLOP", "accepted", "ms a token")
+HEAD = (
+    "work",
+    "graphs",
+    "ms",
+    "floor ms",
+    "ratio",
+    "device ms",
+    "host ms",
+    "GB",
+    "TFLOP",
+    "accepted",
+    "ms a token",
+)
 
 
 def row_of(cell: Cell) -> str:
@@ -143,7 +160,9 @@ def profile_of(cell: Cell) -> str:
     """The kernels that take the longest, as the lines of a list."""
     lines = [f"{cell.kind}, {cell.size}, graphs {'on' if cell.has_graphs else 'off'}: ms, launches, kernel"]
     rest = sum(ms for _, ms, _ in cell.timing.kernels[TOP_KERNELS:])
-    lines += [f"  {ms:8.3f} {count:6.1f}  {name[:90]}" for name, ms, count in cell.timing.kernels[:TOP_KERNELS]]
+    lines += [
+        f"  {ms:8.3f} {count:6.1f}  {name[:90]}" for name, ms, count in cell.timing.kernels[:TOP_KERNELS]
+    ]
     return "\n".join([*lines, f"  {rest:8.3f}         all others", ""])
 
 
@@ -156,17 +175,53 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = made.add_argument
-    add("--shape", choices=sorted(SHAPES), default="llama-3.1-8b", help="a built-in model shape (default llama-3.1-8b)")
-    add("--model", default="", help="take the shape from this checkpoint's config.json instead (weights stay random)")
-    add("--draft-vocab", type=at_least(4), default=DRAFT_VOCABULARY, help=f"of the head (default {DRAFT_VOCABULARY})")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default auto: CUDA where there is one")
+    add(
+        "--shape",
+        choices=sorted(SHAPES),
+        default="llama-3.1-8b",
+        help="a built-in model shape (default llama-3.1-8b)",
+    )
+    add(
+        "--model",
+        default="",
+        help="take the shape from this checkpoint's config.json instead (weights stay random)",
+    )
+    add(
+        "--draft-vocab",
+        type=at_least(4),
+        default=DRAFT_VOCABULARY,
+        help=f"of the head (default {DRAFT_VOCABULARY})",
+    )
+    add(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="default auto: CUDA where there is one",
+    )
     add("--dtype", choices=("auto", *DTYPES), default="bfloat16", help="of weights and KV (default bfloat16)")
-    add("--batch", type=at_least(1), nargs="*", default=[1, 8, 32, 64, 128], help="requests of a step (none: no steps)")
+    add(
+        "--batch",
+        type=at_least(1),
+        nargs="*",
+        default=[1, 8, 32, 64, 128],
+        help="requests of a step (none: no steps)",
+    )
     add("--context", type=at_least(2), default=1024, help="tokens before the first step (default 1024)")
-    add("--prefill", type=at_least(2), nargs="*", default=[1024, 8192], help="tokens of a prompt (default 1024 8192)")
+    add(
+        "--prefill",
+        type=at_least(2),
+        nargs="*",
+        default=[1024, 8192],
+        help="tokens of a prompt (default 1024 8192)",
+    )
     add("--chunk-size", type=at_least(1), default=2048, help="tokens of one prefill forward (default 2048)")
     add("--spec-steps", type=at_least(1), default=3, help="drafts of an EAGLE3 chain (default 3)")
-    add("--accept-length", type=at_least(1), default=3, help="tokens that each EAGLE3 step yields, simulated (default 3)")
+    add(
+        "--accept-length",
+        type=at_least(1),
+        default=3,
+        help="tokens that each EAGLE3 step yields, simulated (default 3)",
+    )
     add("--graphs", choices=("both", "on", "off"), default="both", help="default both")
     add("--repeats", type=at_least(3), default=24, help="steps of each measurement (default 24)")
     add("--profile", action="store_true", help="the kernels of each cell that take the longest (CUDA)")
@@ -202,7 +257,11 @@ def settings_of(options: argparse.Namespace) -> RigSettings:
 
 
 def machine(device: torch.device) -> str:
-    where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    where = (
+        torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"CPU, {torch.get_num_threads()} threads"
+    )
     return f"{where}, torch {torch.__version__}, Python {platform.python_version()}"
 
 

@@ -78,7 +78,8 @@ class Counts:
         weights = self.body + (self.fc if has_fc else 0)
         return Work(
             num_bytes=self.itemsize * (weights + self.vocab + batch * (context + rows) * self.kv),
-            num_flops=batch * (2 * rows * weights + 2 * logit_rows * self.vocab + rows * context * self.attention),
+            num_flops=batch
+            * (2 * rows * weights + 2 * logit_rows * self.vocab + rows * context * self.attention),
         )
 
     def prefill(self, tokens: int) -> Work:

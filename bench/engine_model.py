@@ -23,7 +23,9 @@ STEP = AMPLITUDE * GAIN / 16  # what each forward of the head adds to COUNT
 
 
 @torch.no_grad()
-def random_target(config: ModelConfig, dtype: torch.dtype, device: torch.device, seed: int = 0) -> LlamaForCausalLM:
+def random_target(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, seed: int = 0
+) -> LlamaForCausalLM:
     """A model of `config` that says TOKEN whatever it reads."""
     model = LlamaForCausalLM(config, dtype=dtype, device=device)
     generator = torch.Generator(device).manual_seed(seed)

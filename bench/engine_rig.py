@@ -122,7 +122,9 @@ class Rig:
             self.config: ModelConfig = target_config(settings.shape, settings.model, Path(folder))
             _check_positions(settings, self.shape, self.config.max_position_embeddings)
             name = str(dtype).removeprefix("torch.")
-            self.head_config: Eagle3Config = head_config(self.config, name, settings.draft_vocab_size, Path(folder))
+            self.head_config: Eagle3Config = head_config(
+                self.config, name, settings.draft_vocab_size, Path(folder)
+            )
         model = random_target(self.config, dtype, device)
         self._lifecycle.advance(Phase.LOADED)
         model.set_aux_layer_ids(self.head_config.aux.ids)
@@ -133,8 +135,12 @@ class Rig:
         self._each = pages_for(settings.max_request + self.shape.spare_slots, PAGE_SIZE)
         num_pages = 1 + settings.max_batch * self._each + pages_for(settings.max_prompt, PAGE_SIZE)
         config = self.config
-        pool = KVPool(num_pages, PAGE_SIZE, config.num_layers, config.num_kv_heads, config.head_dim, dtype, device)
-        self.plane = FeaturePlane(num_pages, PAGE_SIZE, self.head_config.dims.target_feature_width, dtype, device)
+        pool = KVPool(
+            num_pages, PAGE_SIZE, config.num_layers, config.num_kv_heads, config.head_dim, dtype, device
+        )
+        self.plane = FeaturePlane(
+            num_pages, PAGE_SIZE, self.head_config.dims.target_feature_width, dtype, device
+        )
         self.drafter = self._drafter(head, num_pages)
         self.runner = ModelRunner(model, pool)
         self.sampler = Sampler(config.vocab_size, device)
@@ -195,7 +201,10 @@ class Rig:
         for start in range(0, request.num_prompt, self.settings.chunk_size):
             end = min(start + self.settings.chunk_size, request.num_prompt)
             batch = extend_batch(
-                [(request, start, end)], page_size=PAGE_SIZE, device=self.settings.device, capture=CaptureHidden.FULL
+                [(request, start, end)],
+                page_size=PAGE_SIZE,
+                device=self.settings.device,
+                capture=CaptureHidden.FULL,
             )
             output = self.runner.forward(batch)
             assert output.hidden is not None

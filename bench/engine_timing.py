@@ -58,7 +58,11 @@ def _profiled(run: Callable[[], object], wall: float, repeats: int) -> Timing:
         host = (time.perf_counter() - began) * 1e3
     events = profiler.events() or []
     on_device = [event for event in events if event.device_type.name == "CUDA"]
-    calls = [event for event in events if event.device_type.name == "CPU" and any(call in event.name for call in WAITS)]
+    calls = [
+        event
+        for event in events
+        if event.device_type.name == "CPU" and any(call in event.name for call in WAITS)
+    ]
     waited = sum(max(0.0, _microseconds(event) - SUBMIT_US) for event in calls) / 1e3
     return Timing(
         wall=wall,

@@ -55,8 +55,12 @@ def requests(bench: Bench, options: argparse.Namespace) -> list[str]:
         ways |= {"baton, token ids": (router, port, IDS), "baton, chat": (router, port, CHAT)}
         for _ in range(options.rounds):
             for name, (process, at, kind) in ways.items():
-                samples.setdefault(name, []).append(bench.load([process], at, kind, options.connections, options.seconds))
-                alone.setdefault(name, []).append(bench.load([process], at, kind, 1, options.seconds / 2).p50_ms)
+                samples.setdefault(name, []).append(
+                    bench.load([process], at, kind, options.connections, options.seconds)
+                )
+                alone.setdefault(name, []).append(
+                    bench.load([process], at, kind, 1, options.seconds / 2).p50_ms
+                )
             behind.setdefault("workers", []).append(bench.workers_alone(options.seconds / 2))
     behind["backend"] = alone["backend alone"]
     lines = header("way", "req/s best", "median", "p50 ms", "p99 ms", "alone p50 ms", "added p50 ms", "CPU us/request",
@@ -85,7 +89,10 @@ def pair(bench: Bench, options: argparse.Namespace) -> list[str]:
     finally:
         os.sched_setaffinity(0, cores)
     where = "a core each, all else on the others" if has_others else "all on the same cores"
-    return [*lines, f"two routers of {len(cores)} cores, {where}; their workers, asked directly: {base:.2f} ms"]
+    return [
+        *lines,
+        f"two routers of {len(cores)} cores, {where}; their workers, asked directly: {base:.2f} ms",
+    ]
 
 
 def header(*names: str) -> list[str]:
@@ -97,7 +104,14 @@ def row(name: str, runs: Sequence[Sample], alone_ms: float, base_ms: float, *mor
     """One way: the best of its runs, and what `header` says."""
     best = max(runs, key=lambda run: run.per_second)
     median = statistics.median(run.per_second for run in runs)
-    cells = [name, f"{best.per_second:.0f}", f"{median:.0f}", f"{best.p50_ms:.2f}", f"{best.p99_ms:.2f}", f"{alone_ms:.2f}"]
+    cells = [
+        name,
+        f"{best.per_second:.0f}",
+        f"{median:.0f}",
+        f"{best.p50_ms:.2f}",
+        f"{best.p99_ms:.2f}",
+        f"{alone_ms:.2f}",
+    ]
     cells += [f"{alone_ms - base_ms:.2f}", f"{min(run.cpu_us for run in runs):.0f}", *more]
     return "| " + " | ".join([*cells, str(sum(run.num_bad for run in runs))]) + " |"
 
@@ -123,22 +137,31 @@ def streams(bench: Bench, options: argparse.Namespace) -> list[str]:
             whole = json.loads(clients.stdout.readline())
         num_chunks = count * NUM_CHUNKS / 2
     kb, us = grown / 1024 / count, 1e6 * spent / num_chunks
-    return [f"{count} streams ({begun['begun']} begun, {whole['whole']} whole): {kb:.1f} KB each, {us:.0f} us CPU per chunk"]
+    return [
+        f"{count} streams ({begun['begun']} begun, {whole['whole']} whole): {kb:.1f} KB each, {us:.0f} us CPU per chunk"
+    ]
 
 
 def stall(bench: Bench, options: argparse.Namespace) -> list[str]:
     """Memory that a client costs that never reads, and when it is cut off."""
     with bench.router("0.002", "400") as (router, port):
-        clients = bench.start(sys.executable, "-m", "baton.bench.router_streams", str(port), bench.key, "1", "2000")
+        clients = bench.start(
+            sys.executable, "-m", "baton.bench.router_streams", str(port), bench.key, "1", "2000"
+        )
         clients.wait(60)  # what a first stream costs is no growth
         before = router.memory_info().rss
-        silent = bench.start(sys.executable, "-m", "baton.bench.router_streams", str(port), bench.key, "0", "10000000")
+        silent = bench.start(
+            sys.executable, "-m", "baton.bench.router_streams", str(port), bench.key, "0", "10000000"
+        )
         most, was_open, end = 0, False, "not cut off within 6 s"
         begun = time.monotonic()
         while was_open is False or time.monotonic() - begun < 6.0:
             time.sleep(0.1)
             most = max(most, router.memory_info().rss - before)
-            is_open = any(one.laddr.port == port and one.status == "ESTABLISHED" for one in router.net_connections("tcp"))
+            is_open = any(
+                one.laddr.port == port and one.status == "ESTABLISHED"
+                for one in router.net_connections("tcp")
+            )
             if is_open and not was_open:
                 was_open, begun = True, time.monotonic()
             elif was_open and not is_open:
@@ -173,15 +196,23 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=PROG, description="Load on the router, with workers that answer at once.")
-    parser.add_argument("--model", required=True, metavar="DIR", help="a directory with a tokenizer and a chat template")
+    parser = argparse.ArgumentParser(
+        prog=PROG, description="Load on the router, with workers that answer at once."
+    )
+    parser.add_argument(
+        "--model", required=True, metavar="DIR", help="a directory with a tokenizer and a chat template"
+    )
     names = ",".join(PARTS)
     parser.add_argument("--only", type=_parts, default=list(PARTS), metavar="PARTS", help=f"of {names} (all)")
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="rounds over all ways (3)")
-    parser.add_argument("--seconds", type=float, default=4.0, metavar="S", help="of load per way and round (4)")
+    parser.add_argument(
+        "--seconds", type=float, default=4.0, metavar="S", help="of load per way and round (4)"
+    )
     parser.add_argument("--connections", type=int, default=32, metavar="N", help="of the load (32)")
     parser.add_argument("--streams", type=int, default=2000, metavar="N", help="streams at once (2000)")
-    parser.add_argument("--peers-python", default="", metavar="FILE", help="an interpreter with aiohttp and sglang-router")
+    parser.add_argument(
+        "--peers-python", default="", metavar="FILE", help="an interpreter with aiohttp and sglang-router"
+    )
     return parser
 
 
@@ -189,7 +220,9 @@ def _parts(text: str) -> list[str]:
     names = text.split(",")
     unknown = [name for name in names if name not in PARTS]
     if unknown:
-        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(PARTS)}; separate them by commas")
+        raise argparse.ArgumentTypeError(
+            f"{unknown[0]!r} is none of {', '.join(PARTS)}; separate them by commas"
+        )
     return names
 
 

@@ -39,7 +39,12 @@ class DirectClient:
                 continue
             make = Prefill if hello.role == "prefill" else Reserve
             order = make(
-                room=room, epoch=0, instance=hello.instance, prompt_ids=prompt_ids, sampling=sampling, deadline_ms=0
+                room=room,
+                epoch=0,
+                instance=hello.instance,
+                prompt_ids=prompt_ids,
+                sampling=sampling,
+                deadline_ms=0,
             )
             found[hello.role] = [identity, encode(order)]
             welcome = Welcome(instance=hello.instance, router=me, heartbeat_ms=500, takes_batches=True)

@@ -14,7 +14,9 @@ ANSWER = (
     b'[{"index":0,"message":{"content":"AAAAAAAAAAAAAAAA","role":"assistant","refusal":null},"logprobs":null,'
     b'"finish_reason":"length"}],"usage":{"prompt_tokens":18,"completion_tokens":16,"total_tokens":34}}'
 )
-REPLY = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(ANSWER) + ANSWER
+REPLY = (
+    b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(ANSWER) + ANSWER
+)
 AIOHTTP = """
 import asyncio, sys, aiohttp
 from aiohttp import web
@@ -77,7 +79,16 @@ def commands(folder: Path, python: str, target: int, ports: dict[str, int]) -> d
     if python:
         url = f"http://127.0.0.1:{target}"
         found["aiohttp"] = [python, "-c", AIOHTTP, url, str(ports["aiohttp"])]
-        launch = ["-m", "sglang_router.launch_router", "--worker-urls", url, "--host", "127.0.0.1", "--log-level", "error"]
+        launch = [
+            "-m",
+            "sglang_router.launch_router",
+            "--worker-urls",
+            url,
+            "--host",
+            "127.0.0.1",
+            "--log-level",
+            "error",
+        ]
         port = ["--port", str(ports["sglang-router"]), "--prometheus-port", str(ports["metrics"])]
         found["sglang-router"] = [python, *launch, *port]
     return found

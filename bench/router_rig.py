@@ -67,7 +67,10 @@ class Bench:
         port = free_port()
         started = [self._start_router(port, ["--share-port"], (), core) for core in cores]
         routers = [router for router, _ in started]
-        until(lambda: all(listens(router, port) for router in routers), "the routers do not all listen within 60 s")
+        until(
+            lambda: all(listens(router, port) for router in routers),
+            "the routers do not all listen within 60 s",
+        )
         yield routers, port
         for processes in started:
             stop(processes)
@@ -77,8 +80,19 @@ class Bench:
     ) -> tuple[psutil.Process, psutil.Process]:
         """(router, its workers)."""
         control = self.control()
-        flags = [f"--model={self.model}", "--served-model=bench", f"--port={port}", f"--control-bind={control}"]
-        flags += [f"--api-keys={self.folder}/keys.json", "--max-queue=65536", "--log-level=error", "--canary-s=0", *more]
+        flags = [
+            f"--model={self.model}",
+            "--served-model=bench",
+            f"--port={port}",
+            f"--control-bind={control}",
+        ]
+        flags += [
+            f"--api-keys={self.folder}/keys.json",
+            "--max-queue=65536",
+            "--log-level=error",
+            "--canary-s=0",
+            *more,
+        ]
         kept = [] if core is None else ["taskset", "-c", str(core)]
         router = self.start(*kept, sys.executable, "-m", "baton.router", *flags)
         return router, self.start(sys.executable, "-m", "baton.bench.router_workers", control, *steps)
@@ -114,7 +128,9 @@ class Bench:
         path.write_text(text)
         return str(path)
 
-    def load(self, routers: Sequence[psutil.Process], port: int, kind: str, connections: int, seconds: float) -> Sample:
+    def load(
+        self, routers: Sequence[psutil.Process], port: int, kind: str, connections: int, seconds: float
+    ) -> Sample:
         """Loads one address, for whole seconds, since wrk knows no others."""
         url = f"http://127.0.0.1:{port}{PATHS[kind]}"
         before = sum(map(cpu_s, routers))

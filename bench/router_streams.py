@@ -15,10 +15,21 @@ import uvloop
 
 def request_of(key: str, num_tokens: int, **more: object) -> bytes:
     """A streamed completion of token ids."""
-    body = {"model": "bench", "prompt": list(range(100, 200)), "max_tokens": num_tokens, "stream": True, "ignore_eos": True}
+    body = {
+        "model": "bench",
+        "prompt": list(range(100, 200)),
+        "max_tokens": num_tokens,
+        "stream": True,
+        "ignore_eos": True,
+    }
     body |= more
     content = json.dumps(body).encode()
-    lines = ["POST /v1/completions HTTP/1.1", "host: bench", f"authorization: Bearer {key}", "connection: close"]
+    lines = [
+        "POST /v1/completions HTTP/1.1",
+        "host: bench",
+        f"authorization: Bearer {key}",
+        "connection: close",
+    ]
     return "\r\n".join([*lines, f"content-length: {len(content)}", "", ""]).encode() + content
 
 
@@ -46,7 +57,9 @@ async def run(port: int, key: str, num_streams: int, num_tokens: int) -> None:
     """Prints one line of JSON when all streams have begun, and one at the end."""
     if not num_streams:
         with socket.socket() as silent:
-            silent.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # else the kernel reads megabytes in its place
+            silent.setsockopt(
+                socket.SOL_SOCKET, socket.SO_RCVBUF, 4096
+            )  # else the kernel reads megabytes in its place
             silent.connect(("127.0.0.1", port))
             silent.sendall(request_of(key, num_tokens, return_token_ids=True))
             await asyncio.sleep(3600)

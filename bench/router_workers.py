@@ -107,7 +107,9 @@ class FakeWorker:
                 self._is_known = True
             case Prefill(room=room, epoch=epoch, sampling=sampling):
                 finish = "length" if sampling.max_new_tokens == 1 else ""
-                self.send(FirstToken(room=room, epoch=epoch, instance=self.instance, token=TOKEN, finish=finish))
+                self.send(
+                    FirstToken(room=room, epoch=epoch, instance=self.instance, token=TOKEN, finish=finish)
+                )
             case Reserve(room=room, epoch=epoch, sampling=sampling):
                 self.send(Reserved(room=room, epoch=epoch, instance=self.instance))
                 self._begin(room, epoch, sampling.max_new_tokens, is_stepping)
@@ -128,7 +130,11 @@ class FakeWorker:
         self._finish(room, epoch, num_wanted)
 
     def _finish(self, room: str, epoch: int, num_tokens: int) -> None:
-        self.send(Finished(room=room, epoch=epoch, instance=self.instance, reason="length", output_tokens=num_tokens))
+        self.send(
+            Finished(
+                room=room, epoch=epoch, instance=self.instance, reason="length", output_tokens=num_tokens
+            )
+        )
 
 
 def serve(endpoint: str, step_s: float, num_tokens: int) -> None:

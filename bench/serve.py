@@ -64,7 +64,9 @@ class Bench:
         if not self._plan.warmup:
             return
         run = begin(Level(width=min(4, self._plan.warmup)))
-        await drive(run, self._plan.questions, self.ask, Bound(num_requests=self._plan.warmup), self._plan.rng)
+        await drive(
+            run, self._plan.questions, self.ask, Bound(num_requests=self._plan.warmup), self._plan.rng
+        )
         if run.num_errors == len(run.calls):
             raise BatonError(f"{self._client.endpoint} answers nothing: {run.calls[0].error}")
 
@@ -111,7 +113,9 @@ async def _run(options: argparse.Namespace) -> list[tuple[Run, Figures]]:
     try:
         bench = Bench(client, await plan_of(options, client), routers)
         if routers and not await read_metrics(routers):
-            raise BatonError(f"--metrics {options.metrics}: one shows no metrics of a router; correct it, or the key")
+            raise BatonError(
+                f"--metrics {options.metrics}: one shows no metrics of a router; correct it, or the key"
+            )
         await bench.warm_up()
         return [await bench.measure(level) for level in levels_of(options)]
     finally:
@@ -121,7 +125,9 @@ async def _run(options: argparse.Namespace) -> list[tuple[Run, Figures]]:
 
 def levels_of(options: argparse.Namespace) -> list[Level]:
     """In the order given."""
-    return [Level(rate=rate) for rate in options.rate] or [Level(width=width) for width in options.concurrency]
+    return [Level(rate=rate) for rate in options.rate] or [
+        Level(width=width) for width in options.concurrency
+    ]
 
 
 async def plan_of(options: argparse.Namespace, client: Client) -> Plan:
@@ -151,7 +157,9 @@ def bound_of(options: argparse.Namespace) -> Bound:
     if not options.requests and not options.duration:
         return Bound(num_requests=100)
     never = Bound()
-    return Bound(num_requests=options.requests or never.num_requests, seconds=options.duration or never.seconds)
+    return Bound(
+        num_requests=options.requests or never.num_requests, seconds=options.duration or never.seconds
+    )
 
 
 async def model_of(client: Client) -> str:
@@ -196,7 +204,9 @@ def _show(options: argparse.Namespace, found: Sequence[tuple[Run, Figures]]) -> 
     if options.plot:
         title = f"{options.url}: {options.prompts or f'{_range(options.input)} tokens in, {_range(options.output)} out'}"
         try:
-            importlib.import_module(".serve_plot", __package__).draw([run for run, _ in found], Path(options.plot), title)
+            importlib.import_module(".serve_plot", __package__).draw(
+                [run for run, _ in found], Path(options.plot), title
+            )
         except OSError as error:
             raise BatonError(f"--plot {options.plot}: {error}") from None
 

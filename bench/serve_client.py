@@ -69,10 +69,17 @@ def endpoint_of(url: str, flag: str = "--url") -> Endpoint:
         port = parts.port
     except ValueError as error:
         raise ConfigError(f"{flag} {url!r} is not a URL ({error}); write http://HOST:PORT") from None
-    if parts.scheme not in ("http", "https") or not parts.hostname or not url.isascii() or not url.isprintable():
+    if (
+        parts.scheme not in ("http", "https")
+        or not parts.hostname
+        or not url.isascii()
+        or not url.isprintable()
+    ):
         raise ConfigError(f"{flag} {url!r} is not a URL; write http://HOST:PORT")
     path = parts.path.rstrip("/").removesuffix("/v1")
-    return Endpoint(parts.hostname, port or (443 if parts.scheme == "https" else 80), path, parts.scheme == "https")
+    return Endpoint(
+        parts.hostname, port or (443 if parts.scheme == "https" else 80), path, parts.scheme == "https"
+    )
 
 
 @dataclass(eq=False)
@@ -208,7 +215,9 @@ class Client:
                 raise
 
     async def _dial(self) -> Line:
-        reader, writer = await self._connect(self.endpoint.host, self.endpoint.port, ssl=self._tls, limit=LIMIT)
+        reader, writer = await self._connect(
+            self.endpoint.host, self.endpoint.port, ssl=self._tls, limit=LIMIT
+        )
         return Line(reader, writer)
 
     def _done_with(self, line: Line, head: Head) -> None:

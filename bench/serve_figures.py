@@ -1,9 +1,9 @@
 """From calls to figures. All times in milliseconds.
 
-    TTFT   due to first token. "Due" is when the request was sent in a closed loop, when it should have been in an open one
-    ITL    gap between two events of a stream that brought tokens: what a reader sees. One event may bring several
-    TPOT   from the first event to the last, by the tokens that came after the first event: one figure a request
-    e2e    due to the end of the stream
+TTFT   due to first token. "Due" is when the request was sent in a closed loop, when it should have been in an open one
+ITL    gap between two events of a stream that brought tokens: what a reader sees. One event may bring several
+TPOT   from the first event to the last, by the tokens that came after the first event: one figure a request
+e2e    due to the end of the stream
 """
 
 import math
@@ -76,7 +76,9 @@ class Figures:
         """For JSON, which has no NaN."""
         found = asdict(self)
         for name in ("ttft", "itl", "tpot", "e2e"):
-            found[name] = {share: None if math.isnan(value) else value for share, value in found[name].items()}
+            found[name] = {
+                share: None if math.isnan(value) else value for share, value in found[name].items()
+            }
         return found | {"late_ms": None if math.isnan(self.late_ms) else self.late_ms}
 
 
@@ -106,7 +108,9 @@ def figures_of(run: Run, goals: Goals, server: dict[str, float] | None = None) -
     """The figures of a run that is over."""
     good = [call for call in run.calls if not call.error]
     seconds = max(1e-9, max([run.until, *(call.ended for call in run.calls)]) - run.began)
-    num_prompt, num_output = (sum(getattr(call, name) for call in good) for name in ("num_prompt", "num_output"))
+    num_prompt, num_output = (
+        sum(getattr(call, name) for call in good) for name in ("num_prompt", "num_output")
+    )
     count = max(1, len(good))
     return Figures(
         load=str(run.level),

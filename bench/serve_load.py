@@ -1,10 +1,10 @@
 """How `baton bench serve` makes load. The clock is the event loop's.
 
-    closed loop   `width` clients, each asks again when its answer is whole. A slow endpoint is asked less often: a figure of
-                  its capacity, and of latency at that many clients
-    open loop     requests begin at the moments of a Poisson process, whatever became of those before. Latencies count from
-                  those moments and not from when this process got round to sending, so a stall of either side is in the
-                  figures (coordinated omission, G. Tene)
+closed loop   `width` clients, each asks again when its answer is whole. A slow endpoint is asked less often: a figure of
+              its capacity, and of latency at that many clients
+open loop     requests begin at the moments of a Poisson process, whatever became of those before. Latencies count from
+              those moments and not from when this process got round to sending, so a stall of either side is in the
+              figures (coordinated omission, G. Tene)
 """
 
 import asyncio
@@ -47,7 +47,9 @@ class Run:
     began: float
     calls: list[Call] = field(default_factory=list)  # that ended, in that order
     num_begun: int = 0
-    until: float = 0.0  # an open loop of so many seconds lasts so long, also when its last request ended before
+    until: float = (
+        0.0  # an open loop of so many seconds lasts so long, also when its last request ended before
+    )
 
     @property
     def num_running(self) -> int:
@@ -73,7 +75,9 @@ def begin(level: Level) -> Run:
     return Run(level, asyncio.get_running_loop().time())
 
 
-async def _closed(run: Run, questions: Iterator[Question], ask: Ask, bound: Bound, rng: random.Random) -> None:
+async def _closed(
+    run: Run, questions: Iterator[Question], ask: Ask, bound: Bound, rng: random.Random
+) -> None:
     clock = asyncio.get_running_loop().time
 
     async def client() -> None:

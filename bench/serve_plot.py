@@ -28,9 +28,15 @@ def draw(runs: Sequence[Run], path: Path, title: str) -> None:
     image = Image.new("RGB", SIZE, PAPER)
     pen = ImageDraw.Draw(image)
     panels = {
-        "TTFT, ms (share of requests)": [cdf([v for c in run.calls if (v := ttft_ms(c)) is not None]) for run in runs],
-        "ITL, ms (share of gaps)": [cdf([gap for call in run.calls for gap in gaps_ms(call)]) for run in runs],
-        "e2e, ms (share of requests)": [cdf([e2e_ms(call) for call in run.calls if not call.error]) for run in runs],
+        "TTFT, ms (share of requests)": [
+            cdf([v for c in run.calls if (v := ttft_ms(c)) is not None]) for run in runs
+        ],
+        "ITL, ms (share of gaps)": [
+            cdf([gap for call in run.calls for gap in gaps_ms(call)]) for run in runs
+        ],
+        "e2e, ms (share of requests)": [
+            cdf([e2e_ms(call) for call in run.calls if not call.error]) for run in runs
+        ],
         "output tokens/s over the run, s": [pace(run) for run in runs],
     }
     _legend(pen, runs, title)
@@ -44,7 +50,9 @@ def cdf(values: Sequence[float]) -> Points:
     ordered = sorted(values)
     kept = ordered[: max(2, math.ceil(0.995 * len(ordered)))]
     step = max(1, len(kept) // MAX_POINTS)
-    return [(value, (i + 1) / len(ordered)) for i, value in enumerate(kept) if i % step == 0 or i == len(kept) - 1]
+    return [
+        (value, (i + 1) / len(ordered)) for i, value in enumerate(kept) if i % step == 0 or i == len(kept) - 1
+    ]
 
 
 def pace(run: Run) -> Points:

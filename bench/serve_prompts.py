@@ -21,12 +21,16 @@ class Question:
     body: dict[str, Any]
 
 
-def random_prompts(rng: random.Random, *, inputs: Lengths, outputs: Lengths, vocab: int, prefix: int) -> Iterator[Question]:
+def random_prompts(
+    rng: random.Random, *, inputs: Lengths, outputs: Lengths, vocab: int, prefix: int
+) -> Iterator[Question]:
     """Without end. All begin with the same `prefix` tokens; ids are 3 to `vocab` - 1."""
     head = [rng.randrange(3, vocab) for _ in range(prefix)]
     while True:
         num_input, num_output = rng.randint(*inputs), rng.randint(*outputs)
-        ids = (head + [rng.randrange(3, vocab) for _ in range(max(1, num_input - prefix))])[: max(1, num_input)]
+        ids = (head + [rng.randrange(3, vocab) for _ in range(max(1, num_input - prefix))])[
+            : max(1, num_input)
+        ]
         yield Question(path=COMPLETION, body={"prompt": ids, "max_tokens": num_output})
 
 
@@ -49,7 +53,9 @@ def _read(path: Path) -> list[Question]:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--prompts {path} cannot be read: {error}") from None
-    found = [_question(line, f"--prompts {path}, line {i}") for i, line in enumerate(lines, 1) if line.strip()]
+    found = [
+        _question(line, f"--prompts {path}, line {i}") for i, line in enumerate(lines, 1) if line.strip()
+    ]
     if not found:
         raise ConfigError(f"--prompts {path} has no line")
     return found

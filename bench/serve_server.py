@@ -18,7 +18,11 @@ WANTED = {
     "cached": "baton_cached_prompt_tokens_total",
     "retries": "baton_retries_total",
 }
-EVENTS = {"verifies": "verify_steps", "accepted": "accepted_tokens", "drafted": "drafted_tokens"}  # of decode workers
+EVENTS = {
+    "verifies": "verify_steps",
+    "accepted": "accepted_tokens",
+    "drafted": "drafted_tokens",
+}  # of decode workers
 
 
 async def read_metrics(routers: Sequence[Client]) -> Reading:
@@ -41,7 +45,9 @@ async def _read(client: Client) -> Reading:
 
 def totals(text: str) -> Reading:
     """By the names above."""
-    names = {series: name for name, series in WANTED.items()} | {event: name for name, event in EVENTS.items()}
+    names = {series: name for name, series in WANTED.items()} | {
+        event: name for name, event in EVENTS.items()
+    }
     found: dict[str, float] = {}
     try:
         for family in text_string_to_metric_families(text):

@@ -59,7 +59,9 @@ A = TypeVar("A", Where, Done)
 class Bench:
     """The receiving process, with the other one as its child. A context manager."""
 
-    def __init__(self, num_pages: int, block_bytes: int = 1 << 20, source: str = "cpu", target: str = "cpu") -> None:
+    def __init__(
+        self, num_pages: int, block_bytes: int = 1 << 20, source: str = "cpu", target: str = "cpu"
+    ) -> None:
         self.child_cpu_s = 0.0  # spent on orders so far
         self._num_pages, self._block_bytes, self._devices = num_pages, block_bytes, (source, target)
         self._planes, self._spare = memory(num_pages, None, target), memory(num_pages, seed=2)
@@ -150,7 +152,9 @@ class Bench:
         if isinstance(ended, Lost):
             raise TransferError(f"{way.name}: {ended.reason}")
         if way.transport == "shm" and ended.num_shm_blocks < ended.num_blocks:
-            raise TransferError(f"{way.name}: {ended.num_blocks - ended.num_shm_blocks} blocks came as messages")
+            raise TransferError(
+                f"{way.name}: {ended.num_blocks - ended.num_shm_blocks} blocks came as messages"
+            )
         self.child_cpu_s += self._hear(Done).cpu_s
         return seconds
 
@@ -254,7 +258,9 @@ def device(name: str) -> str:
     """A device of this machine; anything else is a usage error."""
     names = ["cpu", *(f"cuda:{number}" for number in range(torch.cuda.device_count()))]
     if name not in names:
-        raise argparse.ArgumentTypeError(f"{name!r} is no device of this machine, which has {', '.join(names)}")
+        raise argparse.ArgumentTypeError(
+            f"{name!r} is no device of this machine, which has {', '.join(names)}"
+        )
     return name
 
 
@@ -268,13 +274,24 @@ def block_kib(text: str) -> int:
 
 def main(argv: Sequence[str]) -> int:
     """`baton bench transfer`; returns the exit code."""
-    parser = argparse.ArgumentParser(prog=PROG, description=(__doc__ or "").split("\n\n")[0], allow_abbrev=False)
-    parser.add_argument("--mib", type=at_least(8), default=128, help="bytes moved by each measurement (default 128)")
+    parser = argparse.ArgumentParser(
+        prog=PROG, description=(__doc__ or "").split("\n\n")[0], allow_abbrev=False
+    )
+    parser.add_argument(
+        "--mib", type=at_least(8), default=128, help="bytes moved by each measurement (default 128)"
+    )
     parser.add_argument("--rounds", type=at_least(1), default=7, help="measurements of each way (default 7)")
-    parser.add_argument("--windows", type=at_least(1), nargs="+", default=[4, 8], help="blocks in flight (default 4 8)")
+    parser.add_argument(
+        "--windows", type=at_least(1), nargs="+", default=[4, 8], help="blocks in flight (default 4 8)"
+    )
     parser.add_argument("--block-kib", type=block_kib, default=1024, help="size of a block (default 1024)")
-    where_from, where_to = "device of the source, such as cuda:0 (default cpu)", "of the destination (default cpu)"
-    parser.add_argument("--from", dest="source", type=device, default="cpu", metavar="DEVICE", help=where_from)
+    where_from, where_to = (
+        "device of the source, such as cuda:0 (default cpu)",
+        "of the destination (default cpu)",
+    )
+    parser.add_argument(
+        "--from", dest="source", type=device, default="cpu", metavar="DEVICE", help=where_from
+    )
     parser.add_argument("--to", dest="target", type=device, default="cpu", metavar="DEVICE", help=where_to)
     parser.add_argument("--json", action="store_true", help="one JSON object instead of the table")
     options = parser.parse_args(list(argv))

@@ -1,8 +1,8 @@
 """The sending process of `baton bench transfer`: JSON orders on stdin, one answer a line on stdout.
 
-    a `Setup`                                       first; answered with where everything is
-    {"raw": "tcp" | "unix"}                         sends all bytes over that socket; the first one accepts it
-    {"offer": source, "room": id}                   serves one room to its end
+a `Setup`                                       first; answered with where everything is
+{"raw": "tcp" | "unix"}                         sends all bytes over that socket; the first one accepts it
+{"offer": source, "room": id}                   serves one room to its end
 """
 
 import json

@@ -36,7 +36,9 @@ class ApiKey(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit
     id: Annotated[str, Meta(pattern=r"^[0-9a-f]{8}\Z")]
     name: Name
     sha256: Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
-    tenant: Name | None = None  # whose prompts may share cached prefixes with this key's; None: of this name only
+    tenant: Name | None = (
+        None  # whose prompts may share cached prefixes with this key's; None: of this name only
+    )
     priority: Priority = 0  # lower goes first; a request may ask for a later place, not for an earlier one
     requests_per_minute: Limit = 0
     tokens_per_minute: Limit = 0  # of prompts, and of outputs as asked for
@@ -75,7 +77,9 @@ def hash_of(key: str) -> str:
 
 def read_api_keys(path: Path) -> list[ApiKey]:
     """The entries. Raises ConfigError, also when others could have written the file."""
-    keys = read_owned(path, ApiKeysFile, forbidden=0o022, fault="writable by others", remedy=f"chmod go-w {path}").keys
+    keys = read_owned(
+        path, ApiKeysFile, forbidden=0o022, fault="writable by others", remedy=f"chmod go-w {path}"
+    ).keys
     if len({key.id for key in keys}) < len(keys):
         raise ConfigError(f"{path}: two entries have the same id; remove one")
     return keys

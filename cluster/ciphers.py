@@ -20,7 +20,9 @@ CHOICES = (AUTO, AES_128_GCM, CURVE, CRC32C)
 
 CIPHER_SETTING = Setting(help="how KV blocks are protected; auto: sealed with --keys", choices=CHOICES)
 BULK_PORT_SETTING = Setting(
-    help="port of sealed KV blocks; under up the first one of several; 0: any free one", minimum=0, maximum=65535
+    help="port of sealed KV blocks; under up the first one of several; 0: any free one",
+    minimum=0,
+    maximum=65535,
 )
 
 
@@ -37,7 +39,9 @@ def ciphers_of(choice: str, *, has_keys: bool, trusted_network: bool) -> tuple[s
             "add --trusted-network if only trusted hosts can reach that link, or leave --kv-cipher out"
         )
     if choice in (AES_128_GCM, CURVE) and not has_keys:
-        raise ConfigError(f"--kv-cipher {choice} needs keys: make them with `baton keys init` and name them with --keys")
+        raise ConfigError(
+            f"--kv-cipher {choice} needs keys: make them with `baton keys init` and name them with --keys"
+        )
     if choice not in CHOICES:
         raise ConfigError(f"--kv-cipher {choice!r} is none of {', '.join(CHOICES)}")
     return (choice,)

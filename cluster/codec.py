@@ -35,7 +35,9 @@ BATCHED = (Pull, SlotFree, SlabBlock)
 _Size = msgspec.Meta(min_length=1, max_length=MAX_BATCH)
 # The types of messages of either direction and plane: what is none of them is of another release, what is one and in the
 # wrong place is a fault.
-TYPES = frozenset(kind.__name__ for union in (ControlUp, ControlDown, KVUp, KVDown) for kind in get_args(union))
+TYPES = frozenset(
+    kind.__name__ for union in (ControlUp, ControlDown, KVUp, KVDown) for kind in get_args(union)
+)
 
 CRC_MARK = b"\xa3crc\xce"  # the key, and the type of a 32-bit number
 CRC_BYTES = 4
@@ -225,7 +227,9 @@ def unknown_messages(num: int) -> str:
 
 def is_unknown(error: Exception) -> bool:
     """Whether a message, as far as it was read, has no other fault than its type."""
-    return isinstance(error, msgspec.ValidationError) and str(error).startswith("Invalid value")  # it quotes the tag
+    return isinstance(error, msgspec.ValidationError) and str(error).startswith(
+        "Invalid value"
+    )  # it quotes the tag
 
 
 def _reason(error: Exception) -> str:

@@ -51,7 +51,9 @@ COMMAND_LINE, ENVIRONMENT, FILE = "command line", "environment", "file"
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerConfig(WorkerLink, ModelSettings, EngineSettings, NetworkSettings, ScrapeSettings, TraceSettings, LogSettings):
+class WorkerConfig(
+    WorkerLink, ModelSettings, EngineSettings, NetworkSettings, ScrapeSettings, TraceSettings, LogSettings
+):
     """What both kinds of worker share."""
 
 
@@ -63,7 +65,8 @@ class PrefillConfig(PrefillSettings, WorkerConfig):
     summary: ClassVar[str] = "Run a prefill worker: prompts in, KV caches and first tokens out."
 
     kv_bind: str = setting(
-        "tcp://127.0.0.1:0", Setting(help="where decode workers pull KV blocks; port 0: any free one", is_endpoint=True)
+        "tcp://127.0.0.1:0",
+        Setting(help="where decode workers pull KV blocks; port 0: any free one", is_endpoint=True),
     )
     kv_advertise: str = setting(
         "",
@@ -72,7 +75,9 @@ class PrefillConfig(PrefillSettings, WorkerConfig):
             metavar="ENDPOINT",
         ),
     )
-    max_queue: int = setting(256, Setting(help="most requests waiting for a forward", minimum=1, maximum=65536))
+    max_queue: int = setting(
+        256, Setting(help="most requests waiting for a forward", minimum=1, maximum=65536)
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +98,9 @@ class RouterConfig(
     summary: ClassVar[str] = "Run the router: one OpenAI-compatible endpoint in front of the workers."
 
     control_bind: str = setting(DEFAULT_CONTROL, Setting(help="where workers register", is_endpoint=True))
-    max_queue: int = setting(256, Setting(help="most requests waiting for a free worker", minimum=1, maximum=65536))
+    max_queue: int = setting(
+        256, Setting(help="most requests waiting for a free worker", minimum=1, maximum=65536)
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,12 +119,18 @@ class UpConfig(
     """Cluster on this host."""
 
     role: ClassVar[str] = "up"
-    summary: ClassVar[str] = "Start a router, prefill workers and decode workers on this host and supervise them."
+    summary: ClassVar[str] = (
+        "Start a router, prefill workers and decode workers on this host and supervise them."
+    )
 
-    routers: int = setting(1, Setting(help="number of router processes behind one port", minimum=1, maximum=64))
+    routers: int = setting(
+        1, Setting(help="number of router processes behind one port", minimum=1, maximum=64)
+    )
     prefill: int = setting(1, Setting(help="number of prefill workers", minimum=1, maximum=64))
     decode: int = setting(1, Setting(help="number of decode workers", minimum=1, maximum=64))
-    transport: str = setting("ipc", Setting(help="how the processes reach each other", choices=("ipc", "tcp")))
+    transport: str = setting(
+        "ipc", Setting(help="how the processes reach each other", choices=("ipc", "tcp"))
+    )
 
 
 ROLES: tuple[type[RoleConfig], ...] = (UpConfig, RouterConfig, PrefillConfig, DecodeConfig)
@@ -179,18 +192,26 @@ def check_drafting(config: DecodeSettings) -> None:
 def check_own_port(config: RouterConfig) -> None:
     """ConfigError when the port that shall be a router's own is the one that others may share."""
     if config.own_port and config.own_port == config.port:
-        raise ConfigError(f"--own-port {config.own_port} is the --port of the clients; choose another --own-port")
+        raise ConfigError(
+            f"--own-port {config.own_port} is the --port of the clients; choose another --own-port"
+        )
 
 
 def ignored_settings(config: RoleConfig) -> list[str]:
     """One line per setting that was given and has no effect beside the others; `up` asks this of its children."""
     lines = []
     if isinstance(config, DecodeSettings) and isinstance(config, EngineSettings):
-        given = [flag_of(name) for name in settings_of(DecodeSettings) if name[:5] == "spec_" and _is_given(config, name)]
+        given = [
+            flag_of(name)
+            for name in settings_of(DecodeSettings)
+            if name[:5] == "spec_" and _is_given(config, name)
+        ]
         if config.no_draft:
             lines += [f"{flag} is ignored: --no-draft serves without speculation" for flag in given]
         elif not config.draft:
-            lines += [f"{flag} is ignored: nothing drafts without a head, name one with --draft" for flag in given]
+            lines += [
+                f"{flag} is ignored: nothing drafts without a head, name one with --draft" for flag in given
+            ]
     if isinstance(config, EngineSettings) and config.pages and _is_given(config, "kv_memory_mb"):
         lines.append("--kv-memory-mb is ignored: --pages sets the size of the KV pool")
     if isinstance(config, WorkerConfig) and _is_given(config, "metrics_host") and not config.metrics_port:
@@ -198,8 +219,14 @@ def ignored_settings(config: RoleConfig) -> list[str]:
     if isinstance(config, TraceSettings) and _is_given(config, "trace_sample") and not config.otlp_endpoint:
         lines.append("--trace-sample is ignored: without --otlp-endpoint nothing is traced")
     if isinstance(config, PrefillConfig) and config.kv_bulk_port and not _has_bulk_port(config):
-        lines.append("--kv-bulk-port is ignored: KV blocks have a port of their own only with --keys, over tcp")
-    if isinstance(config, RouterConfig) and config.request_timeout_s and config.queue_timeout_s > config.request_timeout_s:
+        lines.append(
+            "--kv-bulk-port is ignored: KV blocks have a port of their own only with --keys, over tcp"
+        )
+    if (
+        isinstance(config, RouterConfig)
+        and config.request_timeout_s
+        and config.queue_timeout_s > config.request_timeout_s
+    ):
         lines.append("--queue-timeout-s is ignored: --request-timeout-s ends a request before")
     if isinstance(config, RouterConfig) and config.local_prefill_max and not config.local_prefill:
         lines.append("--local-prefill-max is ignored: with --local-prefill off decode computes no prompts")
@@ -264,7 +291,10 @@ def _read_file(cls: type[RoleConfig], path: str) -> dict[str, Value]:
     roles = {known.role: known for known in ROLES}
     for name, table in tables.items():
         if name not in roles:
-            hint = did_you_mean(name, roles, "[{}]") or f"; known tables: {', '.join(f'[{role}]' for role in roles)}"
+            hint = (
+                did_you_mean(name, roles, "[{}]")
+                or f"; known tables: {', '.join(f'[{role}]' for role in roles)}"
+            )
             raise ConfigError(f"{path}: unknown table [{name}]{hint}")
         check_keys(roles[name], table, f"{path}, table [{name}]", _owner_of(roles[name]))
     return read_table(cls, tables.get(cls.role, {}), f"{path}, table [{cls.role}]")
@@ -289,4 +319,6 @@ def _owner_of(cls: type[RoleConfig]) -> Callable[[str], str]:
 def _check_required(cls: type[RoleConfig], values: Mapping[str, Value]) -> None:
     if "model" in settings_of(cls) and not values.get("model"):
         variable = f"{_env_prefix(cls)}MODEL"
-        raise ConfigError(f'no model given; write --model DIR, set {variable}, or put model = "DIR" under [{cls.role}]')
+        raise ConfigError(
+            f'no model given; write --model DIR, set {variable}, or put model = "DIR" under [{cls.role}]'
+        )

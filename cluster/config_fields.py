@@ -51,7 +51,9 @@ class Setting:
     maximum: float | None = None
     is_endpoint: bool = False  # tcp://host:port or ipc:///path
     is_list: bool = False  # of endpoints, separated by commas
-    fault_of: Callable[[str], str] | None = None  # what is wrong with a text, as the end of a sentence; "": nothing
+    fault_of: Callable[[str], str] | None = (
+        None  # what is wrong with a text, as the end of a sentence; "": nothing
+    )
 
 
 def setting(default: T, description: Setting) -> T:
@@ -285,10 +287,14 @@ def read_toml(path: str) -> dict[str, Mapping[str, object]]:
     try:
         document = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"--config {path}: cannot be read ({error.strerror or error}); check the path") from None
+        raise ConfigError(
+            f"--config {path}: cannot be read ({error.strerror or error}); check the path"
+        ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config {path}: is not valid TOML: {error}") from None
     for name, table in document.items():
         if not isinstance(table, dict):
-            raise ConfigError(f"{path}: {name!r} stands outside of a table; put it under a role, such as [prefill]")
+            raise ConfigError(
+                f"{path}: {name!r} stands outside of a table; put it under a role, such as [prefill]"
+            )
     return dict(document)

@@ -14,16 +14,29 @@ class HttpSettings(RoleConfig):
     """HTTP endpoint."""
 
     host: str = setting("127.0.0.1", Setting(help="address that clients reach"))
-    port: int = setting(8000, Setting(help="port that clients reach; 0: any free one", minimum=0, maximum=65535))
+    port: int = setting(
+        8000, Setting(help="port that clients reach; 0: any free one", minimum=0, maximum=65535)
+    )
     queue_timeout_s: float = setting(
-        30.0, Setting(help="a request that waits longer for a free worker gets 429", unit="s", minimum=0, maximum=3600)
+        30.0,
+        Setting(
+            help="a request that waits longer for a free worker gets 429", unit="s", minimum=0, maximum=3600
+        ),
     )
     request_timeout_s: float = setting(
         600.0,
-        Setting(help="a request that takes longer ends with an error; 0: no limit", unit="s", minimum=0, maximum=86400),
+        Setting(
+            help="a request that takes longer ends with an error; 0: no limit",
+            unit="s",
+            minimum=0,
+            maximum=86400,
+        ),
     )
     local_prefill: bool = setting(
-        True, Setting(help="let decode workers compute prompts while no prefill worker serves; off: such requests get 503")
+        True,
+        Setting(
+            help="let decode workers compute prompts while no prefill worker serves; off: such requests get 503"
+        ),
     )
     max_body_mb: int = setting(4, Setting(help="largest request body", unit="MiB", minimum=1, maximum=1024))
     chat_max_tokens: int = setting(
@@ -37,7 +50,10 @@ class HttpSettings(RoleConfig):
         ),
     )
     share_port: bool = setting(
-        False, Setting(help="let other routers of this host listen on the same port; each needs a --control-bind of its own")
+        False,
+        Setting(
+            help="let other routers of this host listen on the same port; each needs a --control-bind of its own"
+        ),
     )
     own_port: int = setting(
         0,
@@ -49,7 +65,10 @@ class HttpSettings(RoleConfig):
         ),
     )
     max_connections: int = setting(
-        0, Setting(help="most connections of clients; 0: 10000, or what descriptors allow", minimum=0, maximum=2**20)
+        0,
+        Setting(
+            help="most connections of clients; 0: 10000, or what descriptors allow", minimum=0, maximum=2**20
+        ),
     )
     canary_s: float = setting(
         10.0,
@@ -71,9 +90,14 @@ class ClientSettings(RoleConfig):
     """Who may ask."""
 
     api_keys: str = setting(
-        "", Setting(help="file of API keys (`baton keys api add`), of which clients must give one", metavar="FILE")
+        "",
+        Setting(
+            help="file of API keys (`baton keys api add`), of which clients must give one", metavar="FILE"
+        ),
     )
-    tls_cert: str = setting("", Setting(help="certificate chain, PEM: HTTP is TLS; needs --tls-key", metavar="FILE"))
+    tls_cert: str = setting(
+        "", Setting(help="certificate chain, PEM: HTTP is TLS; needs --tls-key", metavar="FILE")
+    )
     tls_key: str = setting("", Setting(help="private key of --tls-cert, PEM", metavar="FILE"))
 
 
@@ -82,11 +106,15 @@ class PairingSettings(RoleConfig):
     """Choice of workers."""
 
     prefill_policy: str = setting(
-        "cache-aware", Setting(help="how a prefill worker is chosen among those that serve", choices=PREFILL_POLICIES)
+        "cache-aware",
+        Setting(help="how a prefill worker is chosen among those that serve", choices=PREFILL_POLICIES),
     )
     decode_policy: str = setting(
         "session",
-        Setting(help="how a decode worker is chosen; session: the one that holds the chat so far", choices=DECODE_POLICIES),
+        Setting(
+            help="how a decode worker is chosen; session: the one that holds the chat so far",
+            choices=DECODE_POLICIES,
+        ),
     )
     local_prefill_max: int = setting(
         0,

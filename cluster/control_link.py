@@ -204,7 +204,9 @@ class LinkQueues(ABC):
         self._decoder = control_down_decoder()
         self._outbox: deque[bytes] = deque()  # packed
         self._heartbeat: Heartbeat | None = None  # only the newest is worth sending
-        self._held: list[ControlDown] = []  # from a new router; handed over after the old one's loss was reported
+        self._held: list[
+            ControlDown
+        ] = []  # from a new router; handed over after the old one's loss was reported
         self._num_malformed = 0
         self._num_overflowed = 0
 

@@ -68,7 +68,9 @@ class Dialer:
     def _open(self) -> None:
         curve = self._keyring.calling(self._router_key(self._keyring)) if self._keyring is not None else None
         self.socket = make_socket(self._context, zmq.DEALER, curve=curve)
-        self._watch = Watch(self.socket, HANDSHAKE_FAILURES | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        self._watch = Watch(
+            self.socket, HANDSHAKE_FAILURES | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+        )
         try:
             connect(self.socket, self._endpoint)
         except Exception:
@@ -80,7 +82,9 @@ class Dialer:
         routers = keyring.peers.of_role("router")
         if not routers:
             path = keyring.peers.path
-            raise ConfigError(f"{path}: lists no router; add its key with `baton keys add {path.parent} KEY --role router`")
+            raise ConfigError(
+                f"{path}: lists no router; add its key with `baton keys add {path.parent} KEY --role router`"
+            )
         return routers[self.num_failures % len(routers)].public
 
     def _dial_again(self, now: float) -> None:
@@ -90,13 +94,18 @@ class Dialer:
             self._failed(str(error), now)
 
     def _failed(self, reason: str, now: float) -> None:
-        with suppress(zmq.ZMQError):  # libzmq may have forgotten the endpoint itself, or it was never connected
+        with suppress(
+            zmq.ZMQError
+        ):  # libzmq may have forgotten the endpoint itself, or it was never connected
             self.socket.disconnect(self._endpoint)
         self.num_failures += 1
         self._redial_at = now + self._pause_s
         self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
         if self._sparingly.is_due(reason):
-            logger.warning("no connection to the router", extra=fields(to=self._endpoint, reason=reason, **self._advice()))
+            logger.warning(
+                "no connection to the router",
+                extra=fields(to=self._endpoint, reason=reason, **self._advice()),
+            )
 
     def _advice(self) -> dict[str, str]:
         if self._keyring is None:

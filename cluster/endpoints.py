@@ -28,7 +28,9 @@ def endpoints_fault(text: str) -> str:
     """As `endpoint_fault`, of a list that is separated by commas, names none twice, and may have names to be asked."""
     endpoints = endpoints_of(text)
     for endpoint in endpoints:
-        if fault := endpoint_fault(endpoint.removeprefix("dns+") if endpoint.startswith(DISCOVERED) else endpoint):
+        if fault := endpoint_fault(
+            endpoint.removeprefix("dns+") if endpoint.startswith(DISCOVERED) else endpoint
+        ):
             return fault if len(endpoints) == 1 else f"names {endpoint!r}, which {fault}"
         if endpoints.count(endpoint) > 1:
             return f"names {endpoint} twice: name each router once"
@@ -71,5 +73,7 @@ def advertise_fault(bind: str, advertised: str) -> str:
     if is_wildcard(advertised):
         return f"--kv-advertise: {advertised!r} is no address that decode workers can call: name this host's"
     if advertised.startswith("tcp://") and advertised.endswith(":0") and not bind.startswith("tcp://"):
-        return f"--kv-advertise: {advertised!r} has the bound port, and --kv-bind {bind} has none: name a port"
+        return (
+            f"--kv-advertise: {advertised!r} has the bound port, and --kv-bind {bind} has none: name a port"
+        )
     return ""

@@ -1,22 +1,22 @@
 """The tree of errors that cross a process or floor boundary.
 
-    BatonError
-    ├── ConfigError            a setting, file or command line is wrong; the message names the value and the remedy
-    ├── StartupError           the process cannot start (port in use, model does not load)
-    ├── ProtocolError          a message is not of the protocol
-    │   ├── LocalProtocolError     our own fault
-    │   └── RemoteProtocolError    the peer's fault
-    │       ├── DamagedMessage         or the road's: the message is not as it was sent
-    │       └── UnknownMessage         or nobody's: its type is that of another release
-    ├── HandshakeRefused       two layouts do not agree; shows both
-    ├── PeerLost               the peer went away, or is another instance now
-    ├── TransferError          a hand-off failed
-    │   ├── HandoffAborted         prefill gave it up, and has told the router why
-    │   ├── TransferTimeout        no progress within the lease
-    │   └── DigestMismatch         a block's bytes were wrong more often than allowed
-    ├── Draining               a worker leaves and hands its rooms back; nobody is at fault
-    ├── OutOfPages             a pool cannot hold what was asked
-    └── DeadlineExceeded       a request took longer than it may
+BatonError
+├── ConfigError            a setting, file or command line is wrong; the message names the value and the remedy
+├── StartupError           the process cannot start (port in use, model does not load)
+├── ProtocolError          a message is not of the protocol
+│   ├── LocalProtocolError     our own fault
+│   └── RemoteProtocolError    the peer's fault
+│       ├── DamagedMessage         or the road's: the message is not as it was sent
+│       └── UnknownMessage         or nobody's: its type is that of another release
+├── HandshakeRefused       two layouts do not agree; shows both
+├── PeerLost               the peer went away, or is another instance now
+├── TransferError          a hand-off failed
+│   ├── HandoffAborted         prefill gave it up, and has told the router why
+│   ├── TransferTimeout        no progress within the lease
+│   └── DigestMismatch         a block's bytes were wrong more often than allowed
+├── Draining               a worker leaves and hands its rooms back; nobody is at fault
+├── OutOfPages             a pool cannot hold what was asked
+└── DeadlineExceeded       a request took longer than it may
 """
 
 

@@ -97,7 +97,9 @@ def read_faults(env: Mapping[str, str]) -> tuple[Fault, ...]:
     if not text:
         return ()
     if env.get(PERMISSION) != "1":
-        raise ConfigError(f"{VARIABLE}={text} breaks this process on purpose; unset it, or set {PERMISSION}=1 in a test")
+        raise ConfigError(
+            f"{VARIABLE}={text} breaks this process on purpose; unset it, or set {PERMISSION}=1 in a test"
+        )
     return tuple(_fault(part) for part in text.split(","))
 
 

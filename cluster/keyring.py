@@ -107,7 +107,9 @@ class AllowList:
         try:
             found = self.path.stat()
         except OSError as error:
-            raise ConfigError(f"{self.path}: cannot be read ({error.strerror}); make it with `baton keys init`") from None
+            raise ConfigError(
+                f"{self.path}: cannot be read ({error.strerror}); make it with `baton keys init`"
+            ) from None
         stamp = (found.st_mtime_ns, found.st_ino, found.st_size)
         if self._read is None or self._read[0] != stamp:
             self._read = (stamp, tuple(read_peers(self.path.parent)))
@@ -179,11 +181,15 @@ def read_key(directory: Path, role: str) -> KeyFile:
 def read_peers(directory: Path) -> list[Peer]:
     """The peers of a directory. Raises ConfigError, also when others could have written the list."""
     path = directory / PEERS
-    peers = read_owned(path, PeersFile, forbidden=0o022, fault="writable by others", remedy=f"chmod go-w {path}").peers
+    peers = read_owned(
+        path, PeersFile, forbidden=0o022, fault="writable by others", remedy=f"chmod go-w {path}"
+    ).peers
     seen: set[str] = set()
     for peer in peers:
         if peer.public in seen:
-            raise ConfigError(f"{path}: key {peer.public[:8]}.. stands there twice; a key has one role and one name")
+            raise ConfigError(
+                f"{path}: key {peer.public[:8]}.. stands there twice; a key has one role and one name"
+            )
         seen.add(peer.public)
     return peers
 
@@ -237,4 +243,6 @@ def write_owned(path: Path, content: Struct) -> None:
             os.fsync(file.fileno())
         os.replace(beside, path)
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be written ({error.strerror or error}); check the directory") from None
+        raise ConfigError(
+            f"{path}: cannot be written ({error.strerror or error}); check the directory"
+        ) from None

@@ -30,7 +30,9 @@ class Layout(Struct, frozen=True, kw_only=True):
     num_layers: Annotated[int, Meta(ge=1, le=4096)]
     num_kv_heads: Annotated[int, Meta(ge=1, le=4096)]
     head_dim: Annotated[int, Meta(ge=1, le=4096)]
-    feature_ids: Annotated[list[Small], Meta(max_length=64)] = []  # layer outputs, in config order; empty: no feature plane
+    feature_ids: Annotated[
+        list[Small], Meta(max_length=64)
+    ] = []  # layer outputs, in config order; empty: no feature plane
     feature_width: Small = 0  # K*H per token
     block_bytes: Annotated[int, Meta(ge=4096, le=64 << 20)] = BLOCK_BYTES
     digest: Text = "crc32c"
@@ -66,7 +68,9 @@ class KVWelcome(Message, frozen=True, kw_only=True):
 
     def __repr__(self) -> str:
         """Without the ticket, which belongs in no log."""
-        return f"KVWelcome({self.instance}, cipher={self.cipher!r}, bulk_port={self.bulk_port}, {self.layout})"
+        return (
+            f"KVWelcome({self.instance}, cipher={self.cipher!r}, bulk_port={self.bulk_port}, {self.layout})"
+        )
 
 
 class KVRefused(Message, frozen=True, kw_only=True):

@@ -35,7 +35,9 @@ SWITCH_INTERVAL_S = 0.0002
 
 SERVING = f"{PACKAGE}.serving"  # audit event: from here on peers are heard, and an audit hook may be strict
 PARENT_VARIABLE = "BATON_PARENT_PID"  # set by the launcher for its children
-OPERATOR_VARIABLE = "BATON_OPERATOR_TOKEN"  # likewise: with it the launcher may read a router's /status without an API key
+OPERATOR_VARIABLE = (
+    "BATON_OPERATOR_TOKEN"  # likewise: with it the launcher may read a router's /status without an API key
+)
 PR_SET_PDEATHSIG = 1
 
 Phase = tuple[str, Callable[[], None]]

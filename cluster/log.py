@@ -15,7 +15,9 @@ from collections.abc import Mapping
 from typing import TextIO
 
 PACKAGE = __name__.partition(".")[0]
-PRIVATE_FIELDS = frozenset({"prompt", "prompt_ids", "prompt_text", "messages", "content", "text", "ids", "output_ids"})
+PRIVATE_FIELDS = frozenset(
+    {"prompt", "prompt_ids", "prompt_text", "messages", "content", "text", "ids", "output_ids"}
+)
 SHORT_IDS = frozenset({"room", "instance", "peer", "router"})  # 32 hex chars; 8 tell them apart for people
 
 
@@ -25,15 +27,24 @@ def fields(**values: object) -> dict[str, object]:
 
 
 def configure(
-    role: str, instance: str = "", *, level: str = "info", log_format: str = "text", stream: TextIO | None = None
+    role: str,
+    instance: str = "",
+    *,
+    level: str = "info",
+    log_format: str = "text",
+    stream: TextIO | None = None,
 ) -> None:
     """Send all records of this process to `stream` (default stderr), replacing earlier handlers.
 
     `level` is for baton's own records; other libraries are heard from warning on, with "debug" from info on.
     """
     handler = logging.StreamHandler(stream or sys.stderr)
-    handler.setFormatter(JsonFormatter(role, instance) if log_format == "json" else TextFormatter(role, instance))
-    logging.basicConfig(handlers=[handler], level=logging.INFO if level == "debug" else logging.WARNING, force=True)
+    handler.setFormatter(
+        JsonFormatter(role, instance) if log_format == "json" else TextFormatter(role, instance)
+    )
+    logging.basicConfig(
+        handlers=[handler], level=logging.INFO if level == "debug" else logging.WARNING, force=True
+    )
     logging.getLogger(PACKAGE).setLevel(level.upper())
 
 
@@ -47,7 +58,9 @@ class TextFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """The record as text."""
         clock = time.strftime("%H:%M:%S", time.localtime(record.created))
-        words = [f"{clock}.{int(record.msecs):03d} {record.levelname:<5} {self._who} {_one_line(record.getMessage())}"]
+        words = [
+            f"{clock}.{int(record.msecs):03d} {record.levelname:<5} {self._who} {_one_line(record.getMessage())}"
+        ]
         words += [f"{name}={_as_text(name, value)}" for name, value in fields_of(record).items()]
         line = " ".join(words)
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line

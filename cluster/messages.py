@@ -63,8 +63,12 @@ class Sampling(Struct, frozen=True, kw_only=True):
     min_new_tokens: Small = 0  # before so many no token ends the output
     ignore_eos: bool = False
     logprobs: Annotated[int, Meta(ge=-1, le=20)] = -1  # -1: none; 0: the chosen token's; k: also the top k
-    prompt_logprobs: Annotated[int, Meta(ge=-1, le=20)] = -1  # the same of the prompt's tokens from the second on
-    grammar: Annotated[str, Meta(max_length=131072)] = ""  # that the output follows, as llguidance reads it; "": none
+    prompt_logprobs: Annotated[
+        int, Meta(ge=-1, le=20)
+    ] = -1  # the same of the prompt's tokens from the second on
+    grammar: Annotated[str, Meta(max_length=131072)] = (
+        ""  # that the output follows, as llguidance reads it; "": none
+    )
 
 
 # Fields of orders that workers of this protocol version may not know yet, and without which the answer would be another
@@ -128,7 +132,9 @@ class WorkerStats(Struct, frozen=True, kw_only=True):
     queued: Count = 0
     transferring: Count = 0
     graphs: GraphCounts = GraphCounts()
-    accept_length: float | None = None  # tokens committed per verify, recent average; None without a drafter or history
+    accept_length: float | None = (
+        None  # tokens committed per verify, recent average; None without a drafter or history
+    )
     spec_steps: Small | None = None  # draft steps of the newest verify; None without a drafter
     counters: dict[Text, float] = {}  # monotonic; name -> total
 
@@ -277,7 +283,17 @@ class Goodbye(Message, frozen=True, kw_only=True):
 
 
 ControlUp = (
-    Hello | Heartbeat | Reserved | Refused | PromptLogprobs | FirstToken | Tokens | Finished | Failed | Gone | Goodbye
+    Hello
+    | Heartbeat
+    | Reserved
+    | Refused
+    | PromptLogprobs
+    | FirstToken
+    | Tokens
+    | Finished
+    | Failed
+    | Gone
+    | Goodbye
 )
 
 

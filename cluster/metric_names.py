@@ -51,8 +51,12 @@ HANDOFF_BYTES = _counter("handoff_bytes", "KV and feature bytes pulled.")
 TTFT = _histogram("time_to_first_token_seconds", "Request read to first token.", TTFT_BUCKETS)
 GAP = _histogram("inter_token_seconds", "Mean gap of the tokens of one message.", GAP_BUCKETS)
 REQUEST_SECONDS = _histogram("request_seconds", "Request read to last token.", REQUEST_BUCKETS)
-QUEUE_WAIT = _histogram("queue_wait_seconds", "Time of a request with none of its choices at a worker.", WAIT_BUCKETS)
-PREFILL_QUEUE = _histogram("prefill_queue_seconds", "Prompt at its prefill worker to its first forward.", WAIT_BUCKETS)
+QUEUE_WAIT = _histogram(
+    "queue_wait_seconds", "Time of a request with none of its choices at a worker.", WAIT_BUCKETS
+)
+PREFILL_QUEUE = _histogram(
+    "prefill_queue_seconds", "Prompt at its prefill worker to its first forward.", WAIT_BUCKETS
+)
 PREFILL = _histogram("prefill_seconds", "First forward of a prompt to its first token.", TTFT_BUCKETS)
 HANDOFF_SECONDS = _histogram("handoff_seconds", "First announcement to last block landed.", HANDOFF_BUCKETS)
 HANDOFF_RATE = _histogram("handoff_bytes_per_second", "Bytes of a hand-off by its time.", RATE_BUCKETS)
@@ -65,7 +69,9 @@ RETRIES = _counter("retries", "Attempts that another pair went on with.")
 ROUTER_EVENTS = _counter("router_events", "Rarer things.", "event")
 READY = _gauge("ready", "Whether /ready says so.")
 CANARIES = _counter("canaries", "Tiny requests of the router's own.", "outcome")
-FAILING_PAIRS = _gauge("failing_pairs", "Canaries in a row that failed on a pair.", "prefill", "decode", "kind")
+FAILING_PAIRS = _gauge(
+    "failing_pairs", "Canaries in a row that failed on a pair.", "prefill", "decode", "kind"
+)
 
 WORKER_UP = _gauge("worker_up", "Registered workers.", *WORKER, "state")
 WORKER_PAGES = _gauge("worker_pages", "KV pages.", *WORKER, "kind")
@@ -74,8 +80,12 @@ WORKER_GRAPHS = _gauge("worker_graphs", "Captured graphs.", *WORKER, "kind")
 WORKER_ACCEPT_LENGTH = _gauge("worker_accept_length", "Tokens committed per verify, of late.", *WORKER)
 WORKER_SPEC_STEPS = _gauge("worker_spec_steps", "Draft steps of the newest verify.", *WORKER)
 WORKER_GRAPH_REPLAYS = _counter("worker_graph_replays", "Forwards that replayed a graph.", *WORKER, "kind")
-WORKER_GRAPH_PADDING = _counter("worker_graph_pad_rows", "Rows that graphs computed for nobody.", *WORKER, "kind")
-WORKER_GRAPH_FALLBACKS = _counter("worker_graph_fallbacks", "Forwards that ran eagerly.", *WORKER, "kind", "reason")
+WORKER_GRAPH_PADDING = _counter(
+    "worker_graph_pad_rows", "Rows that graphs computed for nobody.", *WORKER, "kind"
+)
+WORKER_GRAPH_FALLBACKS = _counter(
+    "worker_graph_fallbacks", "Forwards that ran eagerly.", *WORKER, "kind", "reason"
+)
 WORKER_EVENTS = _counter("worker_events", "A worker's own counters.", *WORKER, "event")
 
 OF_EVENT = {"worker_lost": WORKER_DEATHS, "breaker_opened": EJECTIONS, "requeued": RETRIES}  # of the router

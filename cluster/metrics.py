@@ -24,7 +24,11 @@ from .tally import Tally
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 OUTCOMES = ("ok", "rejected", "cancelled", "failed", "timeout")
-REPLAYS, PADDING, FALLBACKS = "graph_replays_", "graph_pad_rows_", "graph_fallback_"  # of counters in heartbeats
+REPLAYS, PADDING, FALLBACKS = (
+    "graph_replays_",
+    "graph_pad_rows_",
+    "graph_fallback_",
+)  # of counters in heartbeats
 Families = dict[str, CounterMetricFamily | GaugeMetricFamily]
 
 
@@ -196,7 +200,14 @@ def _version() -> str:
 
 def router_families(router: RouterRecord) -> list[Metric]:
     """The router's condition; events that have a metric of their own are not shown again."""
-    shown = (names.QUEUED, names.RUNNING, names.RESPONSES, *names.OF_EVENT.values(), names.ROUTER_EVENTS, *names.OF_CANARIES)
+    shown = (
+        names.QUEUED,
+        names.RUNNING,
+        names.RESPONSES,
+        *names.OF_EVENT.values(),
+        names.ROUTER_EVENTS,
+        *names.OF_CANARIES,
+    )
     families = _families(*shown)
     _add(families, names.READY, (), router.is_ready)
     for outcome, total in sorted(router.canaries.items()):
@@ -226,8 +237,16 @@ def worker_families(workers: Iterable[WorkerRecord]) -> list[Metric]:
 def _add_worker(families: Families, who: tuple[str, str], stats: WorkerStats) -> None:
     _add(families, names.WORKER_UP, (*who, stats.state), 1)
     kinds: dict[MetricName, Mapping[str, float]] = {
-        names.WORKER_PAGES: {"total": stats.pages_total, "free": stats.pages_free, "cached": stats.pages_cached},
-        names.WORKER_REQUESTS: {"running": stats.running, "queued": stats.queued, "transferring": stats.transferring},
+        names.WORKER_PAGES: {
+            "total": stats.pages_total,
+            "free": stats.pages_free,
+            "cached": stats.pages_cached,
+        },
+        names.WORKER_REQUESTS: {
+            "running": stats.running,
+            "queued": stats.queued,
+            "transferring": stats.transferring,
+        },
         names.WORKER_GRAPHS: msgspec.structs.asdict(stats.graphs),
     }
     for name, values in kinds.items():

@@ -68,7 +68,9 @@ class MetricsServer:
             self._server = _Server((host, port), _handler_of(self))
         except OSError as error:
             reason = error.strerror or str(error)
-            raise StartupError(f"cannot listen on {host} port {port}: {reason}; choose another --metrics-port") from None
+            raise StartupError(
+                f"cannot listen on {host} port {port}: {reason}; choose another --metrics-port"
+            ) from None
         self._thread = threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True)
 
     def __repr__(self) -> str:

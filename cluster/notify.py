@@ -62,7 +62,9 @@ class NotifySocket:
             self._is_failing = False
         except OSError as error:
             if not self._is_failing:
-                logger.warning("the service manager cannot be told of this process: %s", error.strerror or error)
+                logger.warning(
+                    "the service manager cannot be told of this process: %s", error.strerror or error
+                )
             self._is_failing = True
 
 
@@ -113,7 +115,9 @@ def notifier_of(env: Mapping[str, str], pid: int | None = None) -> Notifier:
     if not address:
         return Notifier()
     if address[0] not in "/@":
-        raise ConfigError(f"{SOCKET_VARIABLE}={address} is neither a path nor @NAME; unset it, or let the manager set it")
+        raise ConfigError(
+            f"{SOCKET_VARIABLE}={address} is neither a path nor @NAME; unset it, or let the manager set it"
+        )
     return Notifier(NotifySocket(address), _limit_of(env, os.getpid() if pid is None else pid))
 
 
@@ -128,5 +132,7 @@ def _limit_of(env: Mapping[str, str], pid: int) -> float:
     if not text or env.get(PID_VARIABLE, str(pid)) != str(pid):
         return 0.0
     if not (text.isascii() and text.isdigit()):
-        raise ConfigError(f"{LIMIT_VARIABLE}={text} is no number of microseconds; unset it, or let the manager set it")
+        raise ConfigError(
+            f"{LIMIT_VARIABLE}={text} is no number of microseconds; unset it, or let the manager set it"
+        )
     return int(text) / 1e6

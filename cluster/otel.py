@@ -75,12 +75,16 @@ class OtelTracing:
 
     def begin(self, name: str, parent: TraceContext, start: float) -> OpenSpan:
         context = _context_of(parent) if parent else Context()
-        span = self._tracer.start_span(name, context, kind=SpanKind.SERVER, start_time=self.nanoseconds(start))
+        span = self._tracer.start_span(
+            name, context, kind=SpanKind.SERVER, start_time=self.nanoseconds(start)
+        )
         return _Open(self, span, parent.state)
 
     def record(self, span: Span) -> None:
         if span.parent:
-            made = self._tracer.start_span(span.name, _context_of(span.parent), start_time=self.nanoseconds(span.start))
+            made = self._tracer.start_span(
+                span.name, _context_of(span.parent), start_time=self.nanoseconds(span.start)
+            )
             self.finish(made, span.end, span.attributes, span.error)
 
     def finish(self, span: SdkSpan, at: float, attributes: Mapping[str, Attribute], error: str) -> None:

@@ -23,16 +23,22 @@ Resolve = Callable[[str, int], Sequence[str]]
 def addresses_of(name: str, port: int) -> list[str]:
     """The addresses of `name` in order, of one family, since a host may have both. Raises OSError."""
     found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
-    families = [family for family in (socket.AF_INET, socket.AF_INET6) if any(info[0] == family for info in found)]
+    families = [
+        family for family in (socket.AF_INET, socket.AF_INET6) if any(info[0] == family for info in found)
+    ]
     return sorted({str(info[4][0]) for info in found if info[0] == families[0]})
 
 
 class RouterNames:
     """Asks for the names among `endpoints` from `start` to `close`; `take` is for the thread that dials."""
 
-    def __init__(self, endpoints: Sequence[str], *, resolve: Resolve = addresses_of, ask_s: float = ASK_S) -> None:
+    def __init__(
+        self, endpoints: Sequence[str], *, resolve: Resolve = addresses_of, ask_s: float = ASK_S
+    ) -> None:
         self.fixed = tuple(endpoint for endpoint in endpoints if not endpoint.startswith(DISCOVERED))
-        self._names = [endpoint.removeprefix(DISCOVERED) for endpoint in endpoints if endpoint.startswith(DISCOVERED)]
+        self._names = [
+            endpoint.removeprefix(DISCOVERED) for endpoint in endpoints if endpoint.startswith(DISCOVERED)
+        ]
         self._resolve = resolve
         self._ask_s = ask_s
         self._known: dict[str, tuple[str, ...]] = {}  # by name; kept while a question fails
@@ -71,7 +77,9 @@ class RouterNames:
                 continue
             self._known[name] = tuple(f"tcp://{bracketed(address)}:{port}" for address in found)
             self._tell(name, "")
-        every = tuple(dict.fromkeys(endpoint for name in self._names for endpoint in self._known.get(name, ())))
+        every = tuple(
+            dict.fromkeys(endpoint for name in self._names for endpoint in self._known.get(name, ()))
+        )
         with self._lock:
             self._found = every
 

@@ -21,7 +21,9 @@ from .keyring import Curve
 CONTROL_MAX_FRAME = 1 << 20
 CONTROL_HIGH_WATER = 64
 BULK_HIGH_WATER = 8
-RECEIVE_HIGH_WATER = 4096  # of small messages: more than a worker says while this process gets no core for 15 seconds
+RECEIVE_HIGH_WATER = (
+    4096  # of small messages: more than a worker says while this process gets no core for 15 seconds
+)
 BULK_FRAME_SLACK = 4096  # a bulk socket's frames are one block or a small message
 LINGER_MS = 200
 RECONNECT_MAX_MS = 1000
@@ -36,7 +38,10 @@ IPC_PATH_LIMIT = 107
 TOO_LONG = "a message of too many parts or bytes"  # what `recv_parts` drops
 DISCARD_PARTS = 4096  # in one call, about as many microseconds
 READABLE = int(zmq.POLLIN)
-MORE, LAST = int(zmq.NOBLOCK | zmq.SNDMORE), int(zmq.NOBLOCK)  # flags of a part; to join them each time is dear
+MORE, LAST = (
+    int(zmq.NOBLOCK | zmq.SNDMORE),
+    int(zmq.NOBLOCK),
+)  # flags of a part; to join them each time is dear
 MESSAGES_PER_WAKE = 256  # an AsyncReceiver lets the event loop run after so many
 
 Part = bytes | memoryview | zmq.Frame
@@ -262,7 +267,9 @@ class AsyncReceiver:
         try:
             return try_send(self._socket, parts)
         finally:
-            if int(self._socket.getsockopt(zmq.EVENTS)) & READABLE:  # sending may have taken the descriptor's edge
+            if (
+                int(self._socket.getsockopt(zmq.EVENTS)) & READABLE
+            ):  # sending may have taken the descriptor's edge
                 self._drain_soon()
 
     def close(self) -> None:
@@ -305,7 +312,9 @@ def _check_ipc_path(endpoint: str) -> None:
     if scheme != "ipc" or path in ("", "*") or path.startswith("@"):
         return
     if len(os.fsencode(path)) > IPC_PATH_LIMIT:
-        raise StartupError(f"cannot listen on {endpoint}: an ipc path has at most {IPC_PATH_LIMIT} bytes, shorten it")
+        raise StartupError(
+            f"cannot listen on {endpoint}: an ipc path has at most {IPC_PATH_LIMIT} bytes, shorten it"
+        )
     if not os.path.isdir(os.path.dirname(path) or "."):
         raise StartupError(f"cannot listen on {endpoint}: its directory does not exist, create it")
     with stdlib_socket.socket(stdlib_socket.AF_UNIX, stdlib_socket.SOCK_STREAM) as probe:
@@ -314,7 +323,9 @@ def _check_ipc_path(endpoint: str) -> None:
             probe.connect(path)
         except OSError:
             return
-    raise StartupError(f"cannot listen on {endpoint}: address in use, stop the process that has it or choose another")
+    raise StartupError(
+        f"cannot listen on {endpoint}: address in use, stop the process that has it or choose another"
+    )
 
 
 def _bind_remedy(error: zmq.ZMQError) -> str:

@@ -21,7 +21,9 @@ class Tally:
     def __init__(self, name: MetricName) -> None:
         self._name = name
         self._bounds = name.buckets
-        self._counts = [0] * (len(name.buckets) + 1)  # of the values above the bound before and at most this one
+        self._counts = [0] * (
+            len(name.buckets) + 1
+        )  # of the values above the bound before and at most this one
         self._sum = 0.0
 
     def __repr__(self) -> str:

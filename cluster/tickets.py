@@ -22,7 +22,9 @@ class Tickets:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._unused: OrderedDict[str, tuple[str, float]] = OrderedDict()  # ticket -> user, end; the oldest first
+        self._unused: OrderedDict[str, tuple[str, float]] = (
+            OrderedDict()
+        )  # ticket -> user, end; the oldest first
 
     def __repr__(self) -> str:
         return f"Tickets(unused={len(self._unused)})"

@@ -56,5 +56,7 @@ def best_common(ours: Sequence[str], theirs: Sequence[str]) -> str:
     """The transport of a pair; a peer that names none is older than the choice. Raises HandshakeRefused, showing both."""
     common = [name for name in TRANSPORTS if name in ours and name in (theirs or (ZMQ_BLOCKS,))]
     if not common:
-        raise HandshakeRefused(f"no common transport: ours {list(ours)}, theirs {[name[:32] for name in theirs]}")
+        raise HandshakeRefused(
+            f"no common transport: ours {list(ours)}, theirs {[name[:32] for name in theirs]}"
+        )
     return common[0]

@@ -36,14 +36,18 @@ class Admission:
         self.spare_tokens = spare_tokens
         self.is_draining = False
 
-    def admit(self, request: Request, now: float, deadline_ms: int, *, is_local: bool = False) -> Room | Refusal:
+    def admit(
+        self, request: Request, now: float, deadline_ms: int, *, is_local: bool = False
+    ) -> Room | Refusal:
         """Give `request` its pages and return its room, or say why not. `is_local`: its prompt is computed here."""
         refusal = self._never(request) or self._not_now()
         if refusal is not None:
             return refusal
         engine = self.engine
         is_scored = is_local and request.sampling.prompt_logprobs >= 0  # then every row must be computed
-        held = engine.cache.match(request.prompt_ids, 0 if is_scored else request.num_prompt - 1, request.salt)
+        held = engine.cache.match(
+            request.prompt_ids, 0 if is_scored else request.num_prompt - 1, request.salt
+        )
         try:
             fresh = engine.cache.alloc(self.pages_needed(request) - len(held))
         except PoolExhausted as error:
@@ -56,7 +60,9 @@ class Admission:
         if features is not None and not self._staging_fits(features):
             engine.cache.allocator.release(request.pages)
             request.pages = []
-            return Refusal(reason="features of other hand-offs fill the staging area", retry_after_ms=RETRY_AFTER_MS)
+            return Refusal(
+                reason="features of other hand-offs fill the staging area", retry_after_ms=RETRY_AFTER_MS
+            )
         return Room(
             request=request,
             arrived=now,
@@ -102,7 +108,9 @@ class Admission:
         if not prompt or max(request.prompt_ids) >= vocab_size:
             return _never(f"a prompt needs at least one token, all below the vocabulary size {vocab_size}")
         if prompt + output > engine.max_context:
-            return _never(f"{prompt} prompt + {output} output tokens exceed the context of {engine.max_context}")
+            return _never(
+                f"{prompt} prompt + {output} output tokens exceed the context of {engine.max_context}"
+            )
         if self.pages_needed(request) > engine.num_pages:
             return _never(
                 f"{prompt} prompt + {output} output tokens need {self.pages_needed(request)} pages, "

@@ -18,7 +18,9 @@ class RoomState(Enum):
     PULLING = "pulling"  # pages are reserved and blocks land in them; owner: the transport and its lease
     WARMING = "warming"  # everything landed, the draft prefill is not done; owner: the scheduler
     RUNNING = "running"  # in the decode batch; owner: the scheduler
-    CLOSING = "closing"  # given up while pulling; the pages wait until the transport says that nothing writes them
+    CLOSING = (
+        "closing"  # given up while pulling; the pages wait until the transport says that nothing writes them
+    )
     SETTLING = "settling"  # ended; the pages wait until the steps that were launched with it were read
 
 

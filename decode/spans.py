@@ -64,4 +64,8 @@ def _handoff(room: Room) -> dict[str, Attribute]:
 
 
 def _local(room: Room) -> dict[str, Attribute]:
-    return {"baton.prompt_tokens": room.request.num_prompt, "baton.cached_tokens": room.have, "baton.chunks": room.chunks}
+    return {
+        "baton.prompt_tokens": room.request.num_prompt,
+        "baton.cached_tokens": room.have,
+        "baton.chunks": room.chunks,
+    }

@@ -1,12 +1,12 @@
 """A decode server: KV caches in, tokens out, drafted with EAGLE3.
 
-    1. Reserve arrives            pages for prompt + output and a place in the batch are held, or the room is refused at once
-    2. pull                       blocks land in the room's own pages; a prefix that is cached here is not pulled
-       without a prefill worker   decode computes the prompt itself, some rows between two steps of the batch
-    3. draft prefill              runs over the aux features as they land, within a budget of rows per step
-    4. the batch                  a warm room joins: draft -> verify -> accept -> extend, tokens to the router in one frame
-                                  a step is launched before the one before it is read; what that one gives goes out meanwhile
-    5. end                        one road for every end: `_close` gives the pages back, to the prefix cache first
+1. Reserve arrives            pages for prompt + output and a place in the batch are held, or the room is refused at once
+2. pull                       blocks land in the room's own pages; a prefix that is cached here is not pulled
+   without a prefill worker   decode computes the prompt itself, some rows between two steps of the batch
+3. draft prefill              runs over the aux features as they land, within a budget of rows per step
+4. the batch                  a warm room joins: draft -> verify -> accept -> extend, tokens to the router in one frame
+                              a step is launched before the one before it is read; what that one gives goes out meanwhile
+5. end                        one road for every end: `_close` gives the pages back, to the prefix cache first
 """
 
 import logging
@@ -130,9 +130,13 @@ class DecodeWorker:
     def expire(self, now: float) -> None:
         for room in self.queues:
             if room.request.fault and not room.is_over:
-                self._fail(room, room.request.fault_kind, room.request.fault, retryable=room.request.is_fault_ours)
+                self._fail(
+                    room, room.request.fault_kind, room.request.fault, retryable=room.request.is_fault_ours
+                )
             elif room.deadline is not None and now >= room.deadline and not room.is_over:
-                self._fail(room, "DeadlineExceeded", "the deadline passed before the last token", retryable=False)
+                self._fail(
+                    room, "DeadlineExceeded", "the deadline passed before the last token", retryable=False
+                )
 
     def start_draining(self) -> None:
         self.admission.is_draining = True
@@ -182,21 +186,33 @@ class DecodeWorker:
             guide=self.engine.grammars.guide(sampling.grammar),
         )
         is_local = message.prefill_instance is None
-        if is_local and request.ends_with_prompt(self.engine.model_config.eos_token_ids):  # the word that it did was lost
+        if is_local and request.ends_with_prompt(
+            self.engine.model_config.eos_token_ids
+        ):  # the word that it did was lost
             return self._turn_away(
-                Finished(room=request.room, epoch=request.epoch, instance=self.instance, reason="stop", output_tokens=0)
+                Finished(
+                    room=request.room,
+                    epoch=request.epoch,
+                    instance=self.instance,
+                    reason="stop",
+                    output_tokens=0,
+                )
             )
         admitted = self.admission.admit(request, now, message.deadline_ms, is_local=is_local)
         if isinstance(admitted, Refusal):
             self._counters["refused"] += 1
             why, again_ms = admitted.reason, admitted.retry_after_ms
             room, epoch, instance = message.room, message.epoch, self.instance
-            return self._turn_away(Refused(room=room, epoch=epoch, instance=instance, reason=why, retry_after_ms=again_ms))
+            return self._turn_away(
+                Refused(room=room, epoch=epoch, instance=instance, reason=why, retry_after_ms=again_ms)
+            )
         admitted.trace = carried_by(message)
         self.queues.add(admitted)
         self._counters["requests"] += 1
         self._counters["have_tokens"] += admitted.have
-        self._send(Reserved(room=message.room, epoch=message.epoch, instance=self.instance, have=admitted.have))
+        self._send(
+            Reserved(room=message.room, epoch=message.epoch, instance=self.instance, have=admitted.have)
+        )
         if is_local:
             self._counters["local_prefills"] += 1
         else:
@@ -229,7 +245,11 @@ class DecodeWorker:
         request = room.request
         room.landed = request.num_computed = request.num_prompt
         room.landed_at = now
-        room.handoff_s, room.handoff_bytes, room.handoff_blocks = event.seconds, event.num_bytes, event.num_blocks
+        room.handoff_s, room.handoff_bytes, room.handoff_blocks = (
+            event.seconds,
+            event.num_bytes,
+            event.num_blocks,
+        )
         room.handoff_shm_blocks = event.num_shm_blocks
         self._counters["handoff_bytes"] += event.num_bytes
         self._counters["handoff_blocks"] += event.num_blocks
@@ -247,7 +267,9 @@ class DecodeWorker:
         if room is None:
             return
         if room.state is RoomState.PULLING:
-            is_aborted = kind == "HandoffAborted"  # also when the request ended with its first token: no failure of ours
+            is_aborted = (
+                kind == "HandoffAborted"
+            )  # also when the request ended with its first token: no failure of ours
             self._counters["handoffs_aborted" if is_aborted else "failed"] += 1
             level = logging.DEBUG if is_aborted else logging.INFO
             logger.log(level, "hand-off lost", extra=fields(room=room_id, kind=kind, reason=reason))
@@ -296,7 +318,12 @@ class DecodeWorker:
         )
         logger.info(
             "decode completed",
-            extra=fields(room=request.room, tokens=request.num_output, verifies=room.verify_steps, accepted=room.accepted),
+            extra=fields(
+                room=request.room,
+                tokens=request.num_output,
+                verifies=room.verify_steps,
+                accepted=room.accepted,
+            ),
         )
         self._close(room)
 
@@ -321,7 +348,9 @@ class DecodeWorker:
         self.queues.remove(room)
         if room.gone_epoch >= 0 and not self.queues.up_to(request.room, room.gone_epoch):
             timeline = room.timeline(self._clock())
-            self._send(Gone(room=request.room, epoch=room.gone_epoch, instance=self.instance, timeline=timeline))
+            self._send(
+                Gone(room=request.room, epoch=room.gone_epoch, instance=self.instance, timeline=timeline)
+            )
 
     # --- one step -----------------------------------------------------------------------------------------------------
 

@@ -21,11 +21,15 @@ def ask(url: str) -> tuple[int, str]:
     """
     parts = urllib.parse.urlsplit(url)
     if parts.scheme != "https":
-        status, words = _get(http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=TIMEOUT_S), parts.path)
+        status, words = _get(
+            http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=TIMEOUT_S), parts.path
+        )
         if status != 400 or TLS_WANTED not in words:
             return status, words
     context = ssl._create_unverified_context()
-    secured = http.client.HTTPSConnection(parts.hostname or "", parts.port, timeout=TIMEOUT_S, context=context)
+    secured = http.client.HTTPSConnection(
+        parts.hostname or "", parts.port, timeout=TIMEOUT_S, context=context
+    )
     return _get(secured, parts.path)
 
 

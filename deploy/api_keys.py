@@ -32,10 +32,14 @@ def add(path: Path, fields: dict[str, object]) -> tuple[str, ApiKey]:
     try:
         key = msgspec.convert({"id": key_id, "sha256": digest, **fields}, ApiKey)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{error}; names are letters, digits, '.', '_' and '-', limits whole numbers from 0") from None
+        raise ConfigError(
+            f"{error}; names are letters, digits, '.', '_' and '-', limits whole numbers from 0"
+        ) from None
     keys = read_api_keys(path) if path.exists() else []
     if any(known.name == key.name and known.tenant != key.tenant for known in keys):
-        raise ConfigError(f"{path}: {key.name!r} belongs to another tenant there; give the same --tenant, or another --name")
+        raise ConfigError(
+            f"{path}: {key.name!r} belongs to another tenant there; give the same --tenant, or another --name"
+        )
     write_api_keys(path, [*keys, key])
     return secret, key
 
@@ -55,21 +59,33 @@ def add_commands(commands: "argparse._SubParsersAction[Any]") -> None:
 
     def command(name: str, text: str) -> argparse.ArgumentParser:
         description = f"{text[0].upper()}{text[1:]}."
-        made: argparse.ArgumentParser = commands.add_parser(name, help=text, description=description, allow_abbrev=False)
+        made: argparse.ArgumentParser = commands.add_parser(
+            name, help=text, description=description, allow_abbrev=False
+        )
         made.add_argument("file", metavar="FILE", type=Path, help="what --api-keys names")
         return made
 
     made = command("add", "make a key and print it")
     made.set_defaults(action=_add)
     made.add_argument("--name", required=True, help="whose it is")
-    made.add_argument("--tenant", help="whose prompts may share cached prefixes with it (those of the same name)")
-    made.add_argument("--priority", type=int, default=0, metavar="N", help="lower goes first, -100 to 100 (0)")
+    made.add_argument(
+        "--tenant", help="whose prompts may share cached prefixes with it (those of the same name)"
+    )
+    made.add_argument(
+        "--priority", type=int, default=0, metavar="N", help="lower goes first, -100 to 100 (0)"
+    )
     role = made.add_mutually_exclusive_group()
-    role.add_argument("--operator", action="store_true", help="it sees workers, metrics and everybody's requests, too")
-    role.add_argument("--observer", action="store_true", help="it sees these and asks for nothing else: for a scraper")
+    role.add_argument(
+        "--operator", action="store_true", help="it sees workers, metrics and everybody's requests, too"
+    )
+    role.add_argument(
+        "--observer", action="store_true", help="it sees these and asks for nothing else: for a scraper"
+    )
     made.add_argument("--days", type=float, metavar="D", help="how long it is valid (for ever)")
     for name, text in LIMITS.items():
-        made.add_argument("--" + name.replace("_", "-"), type=int, default=0, metavar="N", help=f"{text}; 0: no limit (0)")
+        made.add_argument(
+            "--" + name.replace("_", "-"), type=int, default=0, metavar="N", help=f"{text}; 0: no limit (0)"
+        )
     command("list", "show whose keys there are").set_defaults(action=_list)
     made = command("revoke", "admit a key no longer")
     made.set_defaults(action=_revoke)
@@ -100,7 +116,11 @@ def _revoke(options: argparse.Namespace) -> list[str]:
 def _line(key: ApiKey, now: float) -> str:
     marks = [f"tenant {key.tenant}"] if key.tenant else []
     marks += [f"priority {key.priority}"] if key.priority else []
-    marks += [f"{getattr(key, name)} {text.partition(',')[0]}" for name, text in LIMITS.items() if getattr(key, name)]
+    marks += [
+        f"{getattr(key, name)} {text.partition(',')[0]}"
+        for name, text in LIMITS.items()
+        if getattr(key, name)
+    ]
     marks += [role for role in ("operator", "observer") if getattr(key, role)]
     if key.not_after is not None:
         marks.append(f"{'until' if key.is_valid(now) else 'ended'} {key.not_after:%Y-%m-%d %H:%M:%S} UTC")

@@ -53,7 +53,9 @@ def read_config(directory: Path) -> dict[str, Any]:
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror or error}); name a checkpoint directory") from None
+        raise ConfigError(
+            f"{path}: cannot be read ({error.strerror or error}); name a checkpoint directory"
+        ) from None
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: is not JSON ({error}); copy the checkpoint again") from None
     if not isinstance(document, dict):
@@ -106,7 +108,9 @@ def _count(config: Mapping[str, Any], key: str, source: Path, default: int | Non
     value = config.get(key)
     value = default if value is None else value
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"{source}/config.json: {key} is {value!r}, not a number above 0; copy the checkpoint again")
+        raise ConfigError(
+            f"{source}/config.json: {key} is {value!r}, not a number above 0; copy the checkpoint again"
+        )
     return value
 
 
@@ -139,7 +143,9 @@ def _shard_fault(path: Path) -> str:
         return f"{path}: is missing"
     header = _header(path)
     try:
-        ends = [entry["data_offsets"][1] for name, entry in json.loads(header).items() if name != "__metadata__"]
+        ends = [
+            entry["data_offsets"][1] for name, entry in json.loads(header).items() if name != "__metadata__"
+        ]
         expected = 8 + len(header) + max(ends, default=0)
     except (ValueError, KeyError, TypeError, AttributeError, IndexError):
         return f"{path}: is no safetensors file"

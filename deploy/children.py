@@ -51,9 +51,7 @@ def role_command(role: str, flags: Sequence[str]) -> list[str]:
     return [sys.executable, *safe, "-m", f"{PACKAGE}.{role}", *flags]
 
 
-def child_configs(
-    config: UpConfig, env: Mapping[str, str], directory: Path
-) -> list[tuple[str, RoleConfig]]:
+def child_configs(config: UpConfig, env: Mapping[str, str], directory: Path) -> list[tuple[str, RoleConfig]]:
     """The finished config of every child by name, its endpoints in `directory` or on free ports, the router first."""
     is_ipc = config.transport == "ipc"
     controls = _controls(config.routers, directory if is_ipc else None)
@@ -225,7 +223,9 @@ def free_port(host: str) -> int:
     try:
         return _bound(host, 0)
     except OSError as error:
-        raise StartupError(f"cannot listen on {host!r}: {error.strerror or error}; choose another --host") from None
+        raise StartupError(
+            f"cannot listen on {host!r}: {error.strerror or error}; choose another --host"
+        ) from None
 
 
 def _free_port_beside(taken: Container[int], host: str) -> int:

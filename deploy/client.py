@@ -68,7 +68,13 @@ class ChatClient:
             host.encode("idna")
         except ValueError as error:  # such as brackets without their other half, or a port that is no number
             raise ConfigError(f"--url {url!r} is not a URL ({error}); write http://HOST:PORT") from None
-        if parts.scheme not in ("http", "https") or not host or not url.isascii() or not url.isprintable() or " " in url:
+        if (
+            parts.scheme not in ("http", "https")
+            or not host
+            or not url.isascii()
+            or not url.isprintable()
+            or " " in url
+        ):
             raise ConfigError(f"--url {url!r} is not a URL; write http://HOST:PORT")
         self._is_tls, self._host, self._port = parts.scheme == "https", host, port
         self._path = parts.path.rstrip("/")
@@ -160,7 +166,9 @@ class ChatClient:
         reply = connection.getresponse()
         if reply.status == 401:
             reply.close()
-            raise RequestFailed(f"{self.url} asks for an API key; put one into the environment variable {KEY_VARIABLE}")
+            raise RequestFailed(
+                f"{self.url} asks for an API key; put one into the environment variable {KEY_VARIABLE}"
+            )
         if reply.status != 200:
             with reply:
                 kind = NotShown if reply.status == 403 else RequestFailed
@@ -169,7 +177,9 @@ class ChatClient:
 
     def _lost(self, error: Exception) -> RequestFailed:
         if isinstance(error, ConnectionRefusedError):
-            return RequestFailed(f"nothing listens at {self.url}; start 'baton up', or name a cluster with --url")
+            return RequestFailed(
+                f"nothing listens at {self.url}; start 'baton up', or name a cluster with --url"
+            )
         if isinstance(error, TimeoutError):
             return RequestFailed(f"{self.url} sent nothing for {self._silence_s:g} s")
         if fault := tls_fault(self.url, error):

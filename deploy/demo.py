@@ -39,7 +39,9 @@ Row = tuple[str, str, str]  # step, figure, remark
 class DemoConfig:
     """Demo."""
 
-    prompt: str = setting("Explain in a few sentences why the sky is blue.", Setting(help="the user's message"))
+    prompt: str = setting(
+        "Explain in a few sentences why the sky is blue.", Setting(help="the user's message")
+    )
     max_tokens: int = setting(160, Setting(help="longest answer", unit="tokens", minimum=1, maximum=4096))
     port: int = setting(8000, Setting(help="port of the router; 0: any free one", minimum=0, maximum=65535))
     no_draft: bool = setting(False, Setting(help="serve without speculation"))
@@ -52,7 +54,9 @@ class DemoConfig:
 def draft_dir() -> Path:
     """The EAGLE3 head that the repository ships; ConfigError when this is no checkout."""
     if not (DRAFT_DIR / "config.json").is_file():
-        raise ConfigError(f"no draft head in {DRAFT_DIR}: run from a checkout of the repository, or with --no-draft")
+        raise ConfigError(
+            f"no draft head in {DRAFT_DIR}: run from a checkout of the repository, or with --no-draft"
+        )
     return DRAFT_DIR
 
 
@@ -161,7 +165,11 @@ def timeline_rows(answer: Answer) -> list[Row]:
         ("prefill queue", ms("prefill_queue_ms"), ""),
         ("prefill", ms("prefill_ms"), f"{count('cached_tokens')} tokens from the prefix cache"),
         ("first token (TTFT)", ms("ttft_ms"), "sampled by prefill, before the hand-off ends"),
-        ("hand-off", ms("handoff_ms"), f"{count('handoff_bytes') / 2**20:.2f} MiB in {count('handoff_blocks')} blocks"),
+        (
+            "hand-off",
+            ms("handoff_ms"),
+            f"{count('handoff_bytes') / 2**20:.2f} MiB in {count('handoff_blocks')} blocks",
+        ),
         ("per token (TPOT)", ms("tpot_ms"), f"{answer.num_tokens} tokens, ended by {answer.finish_reason}"),
         ("verify steps", str(count("verify_steps") or ""), drafts),
         ("accept length", accept, "tokens committed per verify"),
@@ -172,7 +180,9 @@ def timeline_rows(answer: Answer) -> list[Row]:
 
 def timeline_table(answer: Answer) -> Table:
     """The timeline for the terminal."""
-    table = Table(title="the road of this request", title_justify="left", box=None, pad_edge=False, show_header=False)
+    table = Table(
+        title="the road of this request", title_justify="left", box=None, pad_edge=False, show_header=False
+    )
     table.add_column()
     table.add_column(justify="right", style="bold")
     table.add_column(style="dim")

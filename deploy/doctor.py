@@ -51,17 +51,33 @@ Tables = Mapping[str, Mapping[str, object]]
 class DoctorConfig:
     """Doctor."""
 
-    config: str = setting("", Setting(help="TOML file of the roles; their ports and model are looked at", metavar="FILE"))
+    config: str = setting(
+        "", Setting(help="TOML file of the roles; their ports and model are looked at", metavar="FILE")
+    )
     model: str = setting("", Setting(help="checkpoint directory; empty: that of --config", metavar="DIR"))
-    draft: str = setting("", Setting(help="directory of an EAGLE3 head; empty: that of --config", metavar="DIR"))
+    draft: str = setting(
+        "", Setting(help="directory of an EAGLE3 head; empty: that of --config", metavar="DIR")
+    )
     device: str = setting("auto", Setting(help="where the model shall run", choices=("auto", "cpu", "cuda")))
     keys: str = setting("", Setting(help="directory of keys; empty: links without keys", metavar="DIR"))
-    roles: str = setting("router,prefill,decode", Setting(help="roles of this host, separated by commas", metavar="ROLES"))
-    url: str = setting("", Setting(help="a running router, whose workers and clock are looked at", metavar="URL"))
-    pull: str = setting("", Setting(help="endpoint of --serve-pull elsewhere: measure the link", metavar="ENDPOINT"))
-    least: float = setting(0.1, Setting(help="least that --pull must bring", unit="GB/s", minimum=0, maximum=10000))
-    serve_pull: str = setting("", Setting(help="be the other end of --pull, for ten minutes", metavar="ENDPOINT"))
-    trusted_network: bool = setting(False, Setting(help="allow --serve-pull on other addresses than loopback"))
+    roles: str = setting(
+        "router,prefill,decode", Setting(help="roles of this host, separated by commas", metavar="ROLES")
+    )
+    url: str = setting(
+        "", Setting(help="a running router, whose workers and clock are looked at", metavar="URL")
+    )
+    pull: str = setting(
+        "", Setting(help="endpoint of --serve-pull elsewhere: measure the link", metavar="ENDPOINT")
+    )
+    least: float = setting(
+        0.1, Setting(help="least that --pull must bring", unit="GB/s", minimum=0, maximum=10000)
+    )
+    serve_pull: str = setting(
+        "", Setting(help="be the other end of --pull, for ten minutes", metavar="ENDPOINT")
+    )
+    trusted_network: bool = setting(
+        False, Setting(help="allow --serve-pull on other addresses than loopback")
+    )
     json: bool = setting(False, Setting(help="one JSON array of findings"))
 
     def __post_init__(self) -> None:
@@ -70,7 +86,9 @@ class DoctorConfig:
 
 def main(argv: Sequence[str]) -> int:
     """The command; its exit code."""
-    return run_command(PROG, lambda: _run(DoctorConfig(**read_command_line(DoctorConfig, argv, PROG, SUMMARY))))  # type: ignore[arg-type]
+    return run_command(
+        PROG, lambda: _run(DoctorConfig(**read_command_line(DoctorConfig, argv, PROG, SUMMARY)))
+    )  # type: ignore[arg-type]
 
 
 def examine(config: DoctorConfig) -> list[Finding]:
@@ -131,7 +149,9 @@ def _endpoints(config: DoctorConfig, roles: Sequence[str], tables: Tables) -> di
         endpoints["--own-port"] = f"tcp://{router.host}:{router.own_port}" if router.own_port else ""
         endpoints["--control-bind"] = router.control_bind
     if "prefill" in roles and "prefill" in tables:
-        endpoints["--kv-bind"] = load_config(PrefillConfig, [f"--config={config.config}"], os.environ, warns=False).kv_bind
+        endpoints["--kv-bind"] = load_config(
+            PrefillConfig, [f"--config={config.config}"], os.environ, warns=False
+        ).kv_bind
     return {name: at for name, at in endpoints.items() if at.startswith("tcp://") and not at.endswith(":0")}
 
 

@@ -31,7 +31,9 @@ class DrainConfig:
     """Drain."""
 
     url: str = setting("http://127.0.0.1:8000", Setting(help="router that knows the worker", metavar="URL"))
-    timeout_s: float = setting(60.0, Setting(help="longest wait for its end", unit="s", minimum=0, maximum=3600))
+    timeout_s: float = setting(
+        60.0, Setting(help="longest wait for its end", unit="s", minimum=0, maximum=3600)
+    )
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -45,9 +47,15 @@ def main(argv: Sequence[str]) -> int:
 def worker_of(status: Mapping[str, Any], node: str) -> Mapping[str, Any]:
     """The one worker that `node` names. Raises ConfigError."""
     workers = status.get("workers", [])
-    found = [worker for worker in workers if node and (worker["instance"].startswith(node) or str(worker["pid"]) == node)]
+    found = [
+        worker
+        for worker in workers
+        if node and (worker["instance"].startswith(node) or str(worker["pid"]) == node)
+    ]
     if len(found) != 1:
-        known = ", ".join(f"{worker['role']} {worker['instance'][:8]} (pid {worker['pid']})" for worker in workers)
+        known = ", ".join(
+            f"{worker['role']} {worker['instance'][:8]} (pid {worker['pid']})" for worker in workers
+        )
         what = "no worker" if not found else f"{len(found)} workers"
         raise ConfigError(f"{node!r} names {what}; known: {known or 'none'}")
     worker: Mapping[str, Any] = found[0]
@@ -57,19 +65,25 @@ def worker_of(status: Mapping[str, Any], node: str) -> Mapping[str, Any]:
 def process_of(worker: Mapping[str, Any], host: str) -> psutil.Process:
     """Its process. Raises ConfigError when it runs elsewhere, or when that PID is now something else."""
     if worker["host"] != host:
-        raise ConfigError(f"{worker['role']} {worker['instance'][:8]} runs on {worker['host']}; run `{PROG}` there")
+        raise ConfigError(
+            f"{worker['role']} {worker['instance'][:8]} runs on {worker['host']}; run `{PROG}` there"
+        )
     try:
         process = psutil.Process(worker["pid"])
         words = process.cmdline()
     except psutil.Error as error:
-        raise ConfigError(f"PID {worker['pid']} cannot be looked at ({error}); is it in another container?") from None
+        raise ConfigError(
+            f"PID {worker['pid']} cannot be looked at ({error}); is it in another container?"
+        ) from None
     # no words at all: the kernel's own, or a program that is just being loaded
     is_role = any(
         word == f"baton.{worker['role']}" or (word.rpartition("/")[2] == "baton" and after == worker["role"])
         for word, after in itertools.pairwise([*words, ""])
     )
     if not is_role:
-        raise ConfigError(f"PID {worker['pid']} is no baton {worker['role']} here; is it in another container?")
+        raise ConfigError(
+            f"PID {worker['pid']} is no baton {worker['role']} here; is it in another container?"
+        )
     return process
 
 

@@ -60,18 +60,24 @@ def check_versions(
         try:
             version = version_of(wanted.name)
         except importlib.metadata.PackageNotFoundError:
-            found.append(Finding("versions", FAIL, f"{wanted.name} is not installed", f"pip install '{text}'"))
+            found.append(
+                Finding("versions", FAIL, f"{wanted.name} is not installed", f"pip install '{text}'")
+            )
             continue
         if not wanted.specifier.contains(version, prereleases=True):
             remedy = f"pip install '{wanted.name}{wanted.specifier}'"
-            found.append(Finding("versions", FAIL, f"{wanted.name} {version} is not {wanted.specifier}", remedy))
+            found.append(
+                Finding("versions", FAIL, f"{wanted.name} {version} is not {wanted.specifier}", remedy)
+            )
     return found or well("versions", f"{num_wanted} dependencies as required")
 
 
 def check_gpu(device: str, run: Callable[[Sequence[str]], str] | None = None) -> list[Finding]:
     """With device cuda there are GPUs; several of them are joined by NVLink."""
     ask = run or output_of
-    listed = ask(["nvidia-smi", "--query-gpu=index,name,driver_version,memory.total", "--format=csv,noheader"])
+    listed = ask(
+        ["nvidia-smi", "--query-gpu=index,name,driver_version,memory.total", "--format=csv,noheader"]
+    )
     gpus = [line.strip() for line in listed.splitlines() if line.strip()]
     if not gpus:
         if device == "cuda":
@@ -92,7 +98,9 @@ def check_ports(endpoints: Mapping[str, str]) -> list[Finding]:
         host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
         host = host.strip("[]")
         try:
-            with socket.create_server((host, int(port)), family=socket.AF_INET6 if ":" in host else socket.AF_INET):
+            with socket.create_server(
+                (host, int(port)), family=socket.AF_INET6 if ":" in host else socket.AF_INET
+            ):
                 pass
         except (OSError, ValueError, OverflowError) as error:
             reason = getattr(error, "strerror", None) or str(error)
@@ -135,7 +143,9 @@ def check_keys(directory: Path, roles: Sequence[str], now: float) -> list[Findin
         try:
             read_key(directory, role)
         except ConfigError as error:
-            found.append(Finding("keys", FAIL, str(error).rpartition("; ")[0], str(error).rpartition("; ")[2]))
+            found.append(
+                Finding("keys", FAIL, str(error).rpartition("; ")[0], str(error).rpartition("; ")[2])
+            )
     try:
         peers = read_peers(directory)
     except ConfigError as error:
@@ -148,7 +158,11 @@ def check_keys(directory: Path, roles: Sequence[str], now: float) -> list[Findin
         ends = [peer.not_after.timestamp() for peer in valid if peer.not_after is not None]
         if valid and len(ends) == len(valid) and max(ends) - now < KEY_WARN_S:
             remedy = f"baton keys add {directory} NEWKEY --role {role} --name {valid[0].name}"
-            found.append(Finding("keys", WARN, f"the last {role} key ends within {KEY_WARN_S / 86400:.0f} days", remedy))
+            found.append(
+                Finding(
+                    "keys", WARN, f"the last {role} key ends within {KEY_WARN_S / 86400:.0f} days", remedy
+                )
+            )
     return found or well("keys", f"{directory}: {', '.join(roles)}; {len(peers)} admitted")
 
 
@@ -161,19 +175,27 @@ def check_model(model: Path, draft: Path | None) -> list[Finding]:
             found += _head_findings(config, read_config(draft), model, draft)
     except ConfigError as error:
         return [Finding("model", FAIL, str(error).rpartition("; ")[0], str(error).rpartition("; ")[2])]
-    return found or well("model", f"{model}: whole, identity {identity_of(model)} (equal on every host that serves it)")
+    return found or well(
+        "model", f"{model}: whole, identity {identity_of(model)} (equal on every host that serves it)"
+    )
 
 
-def _head_findings(config: Mapping[str, Any], head: Mapping[str, Any], model: Path, draft: Path) -> list[Finding]:
+def _head_findings(
+    config: Mapping[str, Any], head: Mapping[str, Any], model: Path, draft: Path
+) -> list[Finding]:
     found = []
     for key in ("hidden_size", "vocab_size"):
         if key in head and head[key] != config.get(key):
             text = f"{draft} was trained for {key} {head[key]}, {model} has {config.get(key)}"
-            found.append(Finding("model", FAIL, text, "name the head of this model with --draft, or write --no-draft"))
+            found.append(
+                Finding("model", FAIL, text, "name the head of this model with --draft, or write --no-draft")
+            )
     beyond = [layer for layer in feature_layers(head) if layer >= int(config.get("num_hidden_layers", 0))]
     if beyond:
         text = f"{draft} reads layer {beyond[0]}, {model} has {config.get('num_hidden_layers')}"
-        found.append(Finding("model", FAIL, text, "name the head of this model with --draft, or write --no-draft"))
+        found.append(
+            Finding("model", FAIL, text, "name the head of this model with --draft, or write --no-draft")
+        )
     return found
 
 
@@ -190,7 +212,9 @@ def check_certificate(end: float, now: float) -> list[Finding]:
     """Of a router with TLS: one that clients take has not ended yet. Both in seconds since the epoch."""
     text = f"the router's certificate ends in {(end - now) / 86400:.1f} days"
     if end - now < KEY_WARN_S:
-        remedy = "see why it was not renewed; --tls-cert and --tls-key may be replaced while the router serves"
+        remedy = (
+            "see why it was not renewed; --tls-cert and --tls-key may be replaced while the router serves"
+        )
         return [Finding("tls", WARN, text, remedy)]
     return well("tls", text)
 
@@ -207,8 +231,12 @@ def check_pairing(status: Mapping[str, Any]) -> list[Finding]:
         if worker["heartbeat_age_s"] > STALE_S:
             name = f"{worker['role']} {worker['instance'][:8]} on {worker['host']}"
             text = f"{name} is silent for {worker['heartbeat_age_s']} s"
-            found.append(Finding("pairing", FAIL, text, f"look at its log; baton drain {worker['instance'][:8]}"))
-    prints = {role: {w["fingerprint"] for w in workers if w["role"] == role} for role in ("prefill", "decode")}
+            found.append(
+                Finding("pairing", FAIL, text, f"look at its log; baton drain {worker['instance'][:8]}")
+            )
+    prints = {
+        role: {w["fingerprint"] for w in workers if w["role"] == role} for role in ("prefill", "decode")
+    }
     for role, other in (("prefill", "decode"), ("decode", "prefill")):
         alone = prints[role] - prints[other]
         if prints[other] and alone:
@@ -224,7 +252,14 @@ def check_link(endpoint: str, measure: Callable[[str], Any], least: float) -> li
     try:
         link = measure(endpoint)
     except BatonError as error:
-        return [Finding("link", FAIL, str(error).partition(": ")[0], str(error).partition(": ")[2] or "check the address")]
+        return [
+            Finding(
+                "link",
+                FAIL,
+                str(error).partition(": ")[0],
+                str(error).partition(": ")[2] or "check the address",
+            )
+        ]
     if link.bytes_per_s < least:
         text = f"{endpoint}: {link}, less than {least / 1e9:g} GB/s"
         remedy = "check that the traffic takes the fast interface (ip route get), its MTU and its load; see baton plan"

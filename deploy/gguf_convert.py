@@ -136,7 +136,9 @@ class _HFTensors:
 
     def __iter__(self) -> Iterator[tuple[str, FloatArray]]:
         for name, tensor in self._tensors.items():
-            weight: FloatArray = gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32, copy=False)
+            weight: FloatArray = gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(
+                np.float32, copy=False
+            )
             heads = self._heads.get(name.split(".")[-2])
             yield name, unpermute(weight, heads) if heads else weight
 

@@ -44,7 +44,10 @@ HEADER = (
 def wanted(pyproject: Mapping[str, Any], device: str) -> list[str]:
     """What the image of a device has: what baton needs to serve there, and to export traces."""
     project = pyproject["project"]
-    lines = [*project["dependencies"], *(line for extra in EXTRAS for line in project["optional-dependencies"][extra])]
+    lines = [
+        *project["dependencies"],
+        *(line for extra in EXTRAS for line in project["optional-dependencies"][extra]),
+    ]
     return [line for line in lines if normalised(Requirement(line).name) not in UNUSED[device]]
 
 
@@ -53,8 +56,27 @@ def pip_arguments(requirements: Path, report: Path, options: argparse.Namespace)
     tag = "cp" + PYTHON.replace(".", "")
     platforms = [f"manylinux_2_{minor}_x86_64" for minor in range(NEWEST_GLIBC, 4, -1)]
     platforms += ["manylinux2014_x86_64", "manylinux2010_x86_64", "manylinux1_x86_64", "any"]
-    words = ["install", "--dry-run", "--quiet", "--ignore-installed", "--only-binary=:all:", "--target", str(report.parent)]
-    words += ["--python-version", PYTHON, "--implementation", "cp", "--abi", tag, "--abi", "abi3", "--abi", "none"]
+    words = [
+        "install",
+        "--dry-run",
+        "--quiet",
+        "--ignore-installed",
+        "--only-binary=:all:",
+        "--target",
+        str(report.parent),
+    ]
+    words += [
+        "--python-version",
+        PYTHON,
+        "--implementation",
+        "cp",
+        "--abi",
+        tag,
+        "--abi",
+        "abi3",
+        "--abi",
+        "none",
+    ]
     words += [word for platform in platforms for word in ("--platform", platform)]
     words += ["--constraint", str(PINS), "--requirement", str(requirements), "--report", str(report)]
     words += ["--index-url", options.index]
@@ -76,7 +98,9 @@ def locked(report: Mapping[str, Any]) -> list[Pin]:
 
 def main(argv: Sequence[str]) -> int:
     """The command; the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m baton.deploy.image_locks", description="Pins of an image.")
+    parser = argparse.ArgumentParser(
+        prog="python -m baton.deploy.image_locks", description="Pins of an image."
+    )
     parser.add_argument("device", choices=DEVICES)
     parser.add_argument("--index", default=PYPI, help="package index to ask (default: %(default)s)")
     parser.add_argument("--also", action="append", default=[], help="a further index")

@@ -51,12 +51,16 @@ def account_of(folder: Path, env: Mapping[str, str]) -> Account:
     if not host:
         raise ConfigError(f"KUBERNETES_SERVICE_HOST is not set; {remedy}")
     try:
-        token, namespace = ((folder / name).read_text(encoding="utf-8").strip() for name in ("token", "namespace"))
+        token, namespace = (
+            (folder / name).read_text(encoding="utf-8").strip() for name in ("token", "namespace")
+        )
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{folder}: no service account ({error}); {remedy}") from None
     if NAME.fullmatch(namespace) is None:
         raise ConfigError(f"{folder / 'namespace'}: {namespace!r} is no namespace; {remedy}")
-    return Account(url=f"https://{bracketed(host)}:{port}", namespace=namespace, token=token, authority=folder / "ca.crt")
+    return Account(
+        url=f"https://{bracketed(host)}:{port}", namespace=namespace, token=token, authority=folder / "ca.crt"
+    )
 
 
 def secret_of(name: str, folder: Path) -> dict[str, object]:
@@ -83,7 +87,9 @@ def create(account: Account, secret: Mapping[str, object]) -> bool:
         with error:
             return _refused(error.code, error.read(MAX_ANSWER_BYTES))
     except OSError as error:  # ssl's errors and urllib's are such
-        raise BatonError(f"{account.url} does not answer ({error}); is egress to the API server allowed?") from None
+        raise BatonError(
+            f"{account.url} does not answer ({error}); is egress to the API server allowed?"
+        ) from None
 
 
 def _refused(code: int, body: bytes) -> bool:
@@ -112,11 +118,15 @@ def make_secret(name: str, account: Account, make_keys: MakeKeys) -> str:
 def add_command(parser: argparse.ArgumentParser, make_keys: MakeKeys) -> None:
     """The arguments of `baton keys secret`, and what it does."""
     parser.add_argument("name", metavar="NAME", help="the Secret's name")
-    parser.add_argument("--account", type=Path, default=ACCOUNT, metavar="DIR", help="folder of the account (%(default)s)")
+    parser.add_argument(
+        "--account", type=Path, default=ACCOUNT, metavar="DIR", help="folder of the account (%(default)s)"
+    )
 
     def act(options: argparse.Namespace) -> list[str]:
         if NAME.fullmatch(options.name) is None:
-            raise ConfigError(f"{options.name!r} is no name of a Secret; take lower case letters, digits and '-'")
+            raise ConfigError(
+                f"{options.name!r} is no name of a Secret; take lower case letters, digits and '-'"
+            )
         return [make_secret(options.name, account_of(options.account, os.environ), make_keys)]
 
     parser.set_defaults(action=act)

@@ -59,12 +59,16 @@ def init(directory: Path, roles: list[str], name: str) -> list[Peer]:
     try:
         directory.mkdir(mode=NOBODY_ELSE, parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"{directory}: cannot be made ({error.strerror or error}); choose another DIR") from None
+        raise ConfigError(
+            f"{directory}: cannot be made ({error.strerror or error}); choose another DIR"
+        ) from None
     if directory.stat().st_mode & 0o022:
         raise ConfigError(f"{directory}: is writable by others; chmod 700 {directory}")
     for role in roles:
         if (directory / f"{role}.key").exists():
-            raise ConfigError(f"{directory}: has a {role} key already; replace it with `{PROG} rotate {directory}`")
+            raise ConfigError(
+                f"{directory}: has a {role} key already; replace it with `{PROG} rotate {directory}`"
+            )
     peers = read_peers(directory) if (directory / PEERS).exists() else []
     write_peers(directory, [*peers, *made])
     for key in keys:
@@ -153,19 +157,28 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
     def command(name: str, text: str, action: Action) -> argparse.ArgumentParser:
-        made = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.", allow_abbrev=False)
+        made = commands.add_parser(
+            name, help=text, description=f"{text[0].upper()}{text[1:]}.", allow_abbrev=False
+        )
         made.add_argument("directory", metavar="DIR", type=Path, help="what --keys names")
         made.set_defaults(action=action)
         return made
 
     several = {"dest": "roles", "action": "append", "choices": ROLES, "metavar": "ROLE"}
-    window = {"type": float, "default": WINDOW_H, "metavar": "H", "help": f"hours that older keys stay ({WINDOW_H:g})"}
+    window = {
+        "type": float,
+        "default": WINDOW_H,
+        "metavar": "H",
+        "help": f"hours that older keys stay ({WINDOW_H:g})",
+    }
     made = command("init", "make key pairs", _init)
     made.add_argument("--role", help="router, prefill or decode; may be repeated (all three)", **several)  # type: ignore[arg-type]
     made.add_argument("--name", default=_host(), help="who this is (the host's name)")
     made = command("add", "admit a peer's key", _add)
     made.add_argument("public", metavar="KEY", help="its public key, as init or rotate printed it")
-    made.add_argument("--role", required=True, choices=ROLES, metavar="ROLE", help="router, prefill or decode")
+    made.add_argument(
+        "--role", required=True, choices=ROLES, metavar="ROLE", help="router, prefill or decode"
+    )
     made.add_argument("--name", required=True, help="who it is; its older keys end after the window")
     made.add_argument("--window-h", **window)  # type: ignore[arg-type]
     made = command("rotate", "replace this host's key pairs", _rotate)
@@ -175,7 +188,9 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument("public", metavar="KEY", help="the public key")
     command("list", "show who is admitted", _list)
     text = "make key pairs as a Secret of the Kubernetes cluster that this runs in"
-    made = commands.add_parser("secret", help=text, description=f"{text[0].upper()}{text[1:]}.", allow_abbrev=False)
+    made = commands.add_parser(
+        "secret", help=text, description=f"{text[0].upper()}{text[1:]}.", allow_abbrev=False
+    )
     add_secret_command(made, init)
     text = "the API keys of clients"
     clients = commands.add_parser("api", help=text, description=f"{text[0].upper()}{text[1:]}.")
@@ -195,7 +210,9 @@ def _add(options: argparse.Namespace) -> list[str]:
 def _rotate(options: argparse.Namespace) -> list[str]:
     roles = _once(options.roles) or own_roles(options.directory)
     if not roles:
-        raise ConfigError(f"{options.directory}: has no key to replace; make one with `{PROG} init {options.directory}`")
+        raise ConfigError(
+            f"{options.directory}: has no key to replace; make one with `{PROG} init {options.directory}`"
+        )
     return _lines(rotate(options.directory, roles, _seconds(options.window_h), time.time()))
 
 
@@ -213,7 +230,9 @@ def _lines(peers: list[Peer], own: set[str] | None = None, now: float = 0.0) -> 
     for peer in peers:
         marks = ["own"] if peer.public in (own or ()) else []
         if peer.not_after is not None:
-            marks.append(f"{'until' if peer.is_valid(now) else 'ended'} {peer.not_after:%Y-%m-%d %H:%M:%S} UTC")
+            marks.append(
+                f"{'until' if peer.is_valid(now) else 'ended'} {peer.not_after:%Y-%m-%d %H:%M:%S} UTC"
+            )
         lines.append(f"{peer.role:<8} {peer.name:<16} {peer.public}  {', '.join(marks)}".rstrip())
     return lines
 

@@ -31,7 +31,14 @@ from ..cluster.ciphers import ciphers_of
 from ..cluster.config import RouterConfig, UpConfig, load_config
 from ..cluster.endpoints import bracketed
 from ..cluster.errors import StartupError
-from ..cluster.life import EXIT_CANNOT_START, EXIT_OK, OPERATOR_VARIABLE, Shutdown, report_cannot_start, run_role
+from ..cluster.life import (
+    EXIT_CANNOT_START,
+    EXIT_OK,
+    OPERATOR_VARIABLE,
+    Shutdown,
+    report_cannot_start,
+    run_role,
+)
 from ..cluster.log import PACKAGE, configure
 from ..cluster.notify import Notifier, notifier_of
 from .children import PROG, ROUTER, Command, child_configs, child_specs, role_command
@@ -72,7 +79,9 @@ class Cluster:
         self.config = config  # from `start` on with host, port and drain time as the router was told
         self.failure = ""  # why the cluster cannot go on
         self._env, self._output, self._command_of = env, output or sys.stderr, command_of or role_command
-        self.own_urls: list[str] = []  # where each router answers alone, from `start` on; none of one without such a port
+        self.own_urls: list[
+            str
+        ] = []  # where each router answers alone, from `start` on; none of one without such a port
         self._token = secrets.token_hex(32)
         self._directory: Path | None = None
         self._supervisor: Supervisor | None = None
@@ -151,7 +160,9 @@ class Cluster:
             if self._is_ready(all_workers):
                 return True
             if time.monotonic() > deadline:
-                raise StartupError(f"{self.url} was not ready within {timeout:g} s; the children's lines say why")
+                raise StartupError(
+                    f"{self.url} was not ready within {timeout:g} s; the children's lines say why"
+                )
             self._stopping.wait(0.1)
         return False
 
@@ -163,7 +174,9 @@ class Cluster:
         self._hurry, self._drain_s = hurry or self._hurry, drain_s
         self._stopping.set()
         while self._thread is not None and self._thread.is_alive():
-            self._thread.join(STEP_S)  # in a wait without end, a signal that is not its own would be heard behind it only
+            self._thread.join(
+                STEP_S
+            )  # in a wait without end, a signal that is not its own would be heard behind it only
         self._remove_directory()
 
     def _supervise(self) -> None:
@@ -220,7 +233,9 @@ def fetch(url: str, path: str, token: str = "") -> bytes | None:
     scheme, _, address = url.partition("://")
     connection = http.client.HTTPConnection(address, timeout=2.0)
     if scheme == "https":
-        connection = http.client.HTTPSConnection(address, timeout=2.0, context=ssl._create_unverified_context())
+        connection = http.client.HTTPSConnection(
+            address, timeout=2.0, context=ssl._create_unverified_context()
+        )
     try:
         connection.request("GET", path, headers={"authorization": f"Bearer {token}"} if token else {})
         response = connection.getresponse()
@@ -235,7 +250,9 @@ def fetch(url: str, path: str, token: str = "") -> bytes | None:
 def _runtime_parent(env: Mapping[str, str]) -> Path:
     """Where runtime directories go: $XDG_RUNTIME_DIR if it can be used, else the temporary directory."""
     candidate = env.get("XDG_RUNTIME_DIR", "")
-    is_usable = candidate and len(candidate.encode()) <= LONGEST_DIRECTORY - 24 and os.access(candidate, os.W_OK)
+    is_usable = (
+        candidate and len(candidate.encode()) <= LONGEST_DIRECTORY - 24 and os.access(candidate, os.W_OK)
+    )
     return Path(candidate) if is_usable else Path("/tmp")
 
 
@@ -297,7 +314,11 @@ def _serve(cluster: Cluster, shutdown: Shutdown, notifier: Notifier) -> int:
             if cluster.failure:
                 raise StartupError(cluster.failure)
         notifier.stopping("draining")
-        if shutdown.first_signal == signal.SIGTERM and not shutdown.stop.is_set() and cluster.config.drain_timeout_s:
+        if (
+            shutdown.first_signal == signal.SIGTERM
+            and not shutdown.stop.is_set()
+            and cluster.config.drain_timeout_s
+        ):
             cluster.stop(shutdown.stop, drain_s=cluster.config.drain_timeout_s + LAST_FRAMES_S)
         return EXIT_OK
     except StartupError as error:

@@ -116,7 +116,9 @@ def fetch_page(index: str, name: str) -> str:
             return ""
         raise BatonError(f"{url} answered {error.code}; try again, or name another --index") from None
     except OSError as error:
-        raise BatonError(f"{url} does not answer ({error}); check the network, or name another --index") from None
+        raise BatonError(
+            f"{url} does not answer ({error}); check the network, or name another --index"
+        ) from None
 
 
 def locked(pins: Iterable[Requirement], indexes: Sequence[str]) -> list[Requirement]:
@@ -125,7 +127,9 @@ def locked(pins: Iterable[Requirement], indexes: Sequence[str]) -> list[Requirem
     for pin in pins:
         digests = {digest for index in indexes for digest in digests_of(fetch_page(index, pin.name), pin)}
         if not digests:
-            raise BatonError(f"no file of {pin.name} {pin.version} on {', '.join(indexes)}: correct constraints.txt")
+            raise BatonError(
+                f"no file of {pin.name} {pin.version} on {', '.join(indexes)}: correct constraints.txt"
+            )
         found.append(replace(pin, hashes=tuple(sorted(digests))))
     return found
 
@@ -161,10 +165,14 @@ def sbom(pins: Iterable[Requirement]) -> dict[str, object]:
 
 def main(argv: Sequence[str]) -> int:
     """The command; the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m baton.deploy.lock", description="Pins, hashes and an SBOM.")
+    parser = argparse.ArgumentParser(
+        prog="python -m baton.deploy.lock", description="Pins, hashes and an SBOM."
+    )
     parser.add_argument("what", choices=("hashes", "sbom"))
     parser.add_argument("--index", default=PYPI, help="package index to ask (default: %(default)s)")
-    parser.add_argument("--also", action="append", default=[], help="a further index whose files are accepted")
+    parser.add_argument(
+        "--also", action="append", default=[], help="a further index whose files are accepted"
+    )
     parser.add_argument("--lock", type=Path, default=LOCK, help="what the SBOM is of (default: %(default)s)")
     options = parser.parse_args(argv)
     return run_command(parser.prog, lambda: _run(options.what, options.lock, [options.index, *options.also]))
@@ -176,7 +184,9 @@ def _run(what: str, lock: Path, indexes: Sequence[str]) -> int:
         sys.stdout.write(json.dumps(document, indent=2) + "\n")
         return 0
     made = locked(requirements(PINS.read_text(encoding="utf-8")), indexes)
-    LOCK.write_text(HEADER + "\n".join(requirement.as_line() for requirement in made) + "\n", encoding="utf-8")
+    LOCK.write_text(
+        HEADER + "\n".join(requirement.as_line() for requirement in made) + "\n", encoding="utf-8"
+    )
     sys.stdout.write(f"{LOCK.name}: {len(made)} pins, {sum(len(r.hashes) for r in made)} hashes\n")
     return 0
 

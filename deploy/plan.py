@@ -39,25 +39,45 @@ class PlanConfig:
     """Plan."""
 
     model: str = setting("", Setting(help="checkpoint directory (required)", metavar="DIR"))
-    draft: str = setting("", Setting(help="directory of an EAGLE3 head, whose features travel too", metavar="DIR"))
+    draft: str = setting(
+        "", Setting(help="directory of an EAGLE3 head, whose features travel too", metavar="DIR")
+    )
     dtype: str = setting("bfloat16", Setting(help="type of the KV cache", choices=tuple(DTYPE_BYTES)))
     url: str = setting("", Setting(help="a running cluster to measure", metavar="URL"))
-    pull: str = setting("", Setting(help="measure the link to `baton doctor --serve-pull`", metavar="ENDPOINT"))
+    pull: str = setting(
+        "", Setting(help="measure the link to `baton doctor --serve-pull`", metavar="ENDPOINT")
+    )
     bandwidth: float = setting(1.1, Setting(help="of the link", unit="GB/s", minimum=0.001, maximum=10000))
     prefill_rate: float = setting(
         10000.0, Setting(help="of one prefill worker", unit="tokens/s", minimum=1, maximum=1e9)
     )
-    fixed_ms: float = setting(1.0, Setting(help="of each hand-off, beside its bytes", unit="ms", minimum=0, maximum=60000))
-    tpot_ms: float = setting(20.0, Setting(help="per token, of a full decode worker", unit="ms", minimum=0.01, maximum=6e4))
+    fixed_ms: float = setting(
+        1.0, Setting(help="of each hand-off, beside its bytes", unit="ms", minimum=0, maximum=60000)
+    )
+    tpot_ms: float = setting(
+        20.0, Setting(help="per token, of a full decode worker", unit="ms", minimum=0.01, maximum=6e4)
+    )
     prompt: int = setting(2048, Setting(help="tokens of a prompt", minimum=1, maximum=2**24))
     output: int = setting(256, Setting(help="tokens of an answer", minimum=1, maximum=2**24))
     rate: float = setting(1.0, Setting(help="requests per second", minimum=0.0001, maximum=1e6))
-    chunk: int = setting(256, Setting(help="--chunk-size of prefill", unit="tokens", minimum=0, maximum=2**20))
-    kv_memory_mb: int = setting(0, Setting(help="of a decode worker; 0: no bound", unit="MiB", minimum=0, maximum=2**24))
+    chunk: int = setting(
+        256, Setting(help="--chunk-size of prefill", unit="tokens", minimum=0, maximum=2**20)
+    )
+    kv_memory_mb: int = setting(
+        0, Setting(help="of a decode worker; 0: no bound", unit="MiB", minimum=0, maximum=2**24)
+    )
     max_running: int = setting(16, Setting(help="--max-running of decode", minimum=1, maximum=4096))
-    rounds: int = setting(5, Setting(help="of each prompt length on --url; medians count", minimum=1, maximum=1000))
+    rounds: int = setting(
+        5, Setting(help="of each prompt length on --url; medians count", minimum=1, maximum=1000)
+    )
     within: float = setting(
-        0.0, Setting(help="a prediction on --url that is further off fails; 0: none does", unit="%", minimum=0, maximum=1e6)
+        0.0,
+        Setting(
+            help="a prediction on --url that is further off fails; 0: none does",
+            unit="%",
+            minimum=0,
+            maximum=1e6,
+        ),
     )
 
     def __post_init__(self) -> None:
@@ -124,9 +144,13 @@ def _run(config: PlanConfig) -> int:
         kv_memory=config.kv_memory_mb * 2.0**20,
         max_running=config.max_running,
     )
-    sys.stdout.write("\n".join([*lines, *_report(shape, measured, load, plan_of(shape, measured, load))]) + "\n")
+    sys.stdout.write(
+        "\n".join([*lines, *_report(shape, measured, load, plan_of(shape, measured, load))]) + "\n"
+    )
     if config.within and abs(off) > config.within / 100:
-        sys.stderr.write(f"{PROG}: the prediction is off by {off:+.0%}, more than {config.within:g} %; is it idle?\n")
+        sys.stderr.write(
+            f"{PROG}: the prediction is off by {off:+.0%}, more than {config.within:g} %; is it idle?\n"
+        )
         return EXIT_OFF
     return 0
 
@@ -137,11 +161,27 @@ def _report(shape: KVShape, measured: Measured, load: Load, plan: Plan) -> list[
 
     handoff = plan.handoff
     return [
-        row("KV of a token", f"{shape.kv_bytes / 1024:.1f} KiB", f"and {shape.feature_bytes / 1024:.1f} KiB to draft from"),
-        row("prefill", f"{measured.prefill_rate:.0f} tok/s", f"a prompt of {load.prompt} in {_ms(handoff.prefill_s)}"),
-        row("link", f"{measured.bandwidth / 1e9:.2f} GB/s", f"hides them from {plan.hiding_bandwidth / 1e9:.2f} GB/s on"),
+        row(
+            "KV of a token",
+            f"{shape.kv_bytes / 1024:.1f} KiB",
+            f"and {shape.feature_bytes / 1024:.1f} KiB to draft from",
+        ),
+        row(
+            "prefill",
+            f"{measured.prefill_rate:.0f} tok/s",
+            f"a prompt of {load.prompt} in {_ms(handoff.prefill_s)}",
+        ),
+        row(
+            "link",
+            f"{measured.bandwidth / 1e9:.2f} GB/s",
+            f"hides them from {plan.hiding_bandwidth / 1e9:.2f} GB/s on",
+        ),
         row("hand-off", _ms(handoff.total_s), f"{_ms(handoff.exposed_s)} of it after prefill"),
-        row("KV of a request", f"{plan.request_bytes / 2**20:.1f} MiB", f"{load.prompt} + {load.output} tokens, on decode"),
+        row(
+            "KV of a request",
+            f"{plan.request_bytes / 2**20:.1f} MiB",
+            f"{load.prompt} + {load.output} tokens, on decode",
+        ),
         row("decode worker", f"{plan.places} at once", f"at {measured.tpot_s * 1e3:.1f} ms per token"),
         row("prefill workers", str(plan.num_prefill), f"for {load.rate:g} requests/s"),
         row("decode workers", str(plan.num_decode), ""),
@@ -155,12 +195,16 @@ def _report(shape: KVShape, measured: Measured, load: Load, plan: Plan) -> list[
 def _on_cluster(config: PlanConfig, shape: KVShape) -> tuple[Measured, float, list[str]]:
     """What the cluster does, and by which share that mispredicts prompts that were not used to find out."""
     if config.chunk < 8:
-        raise ConfigError(f"--chunk {config.chunk}: measuring a cluster needs the --chunk-size of its prefill, at least 8")
+        raise ConfigError(
+            f"--chunk {config.chunk}: measuring a cluster needs the --chunk-size of its prefill, at least 8"
+        )
     client = ChatClient(config.url, api_key=os.environ.get(KEY_VARIABLE, ""))
     model, rng = client.model(), random.Random()
     sizes = [config.chunk // 4, config.chunk, 2 * config.chunk, config.prompt]
     if config.prompt in sizes[:-1]:
-        raise ConfigError(f"--prompt {config.prompt} is one of the lengths that are measured; write another to predict")
+        raise ConfigError(
+            f"--prompt {config.prompt} is one of the lengths that are measured; write another to predict"
+        )
     samples: dict[int, list[Sample]] = {size: [] for size in sizes}
     _ask(client, model, rng, config.chunk, shape)  # the first contact of a pair costs more
     for _ in range(config.rounds):
@@ -185,7 +229,9 @@ def _ask(client: ChatClient, model: str, rng: random.Random, tokens: int, shape:
     }
     told = client.post("/v1/completions", body).get("timeline") or {}
     if not told.get("handoff_bytes") or not told.get("prefill_ms"):
-        raise BatonError("the cluster handed nothing over: it needs a prefill worker, and --local-prefill-max 0")
+        raise BatonError(
+            "the cluster handed nothing over: it needs a prefill worker, and --local-prefill-max 0"
+        )
     expected = tokens * shape.token_bytes
     if not 0.5 * expected <= told["handoff_bytes"] <= 2 * expected + 2**20:
         text = f"{tokens} tokens travelled as {told['handoff_bytes']} bytes, {expected} were expected"

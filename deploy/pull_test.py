@@ -39,7 +39,11 @@ class Link:
 
 
 def serve(
-    endpoint: str, *, trusted_network: bool, on_ready: Callable[[str], None], is_over: Callable[[], bool] = lambda: False
+    endpoint: str,
+    *,
+    trusted_network: bool,
+    on_ready: Callable[[str], None],
+    is_over: Callable[[], bool] = lambda: False,
 ) -> int:
     """Answers until `SERVE_S` have passed or `is_over`; how many blocks went out. Raises ConfigError, StartupError."""
     check_bind_address(endpoint, trusted_network)
@@ -107,7 +111,9 @@ def _ask(socket: "zmq.Socket[bytes]", what: bytes, endpoint: str) -> None:
     until = time.monotonic() + SILENCE_S
     while not try_send(socket, [what]):
         if time.monotonic() > until:
-            raise BatonError(f"{endpoint} cannot be reached: start `baton doctor --serve-pull` there, and open its port")
+            raise BatonError(
+                f"{endpoint} cannot be reached: start `baton doctor --serve-pull` there, and open its port"
+            )
         time.sleep(0.01)
 
 

@@ -83,7 +83,9 @@ def handoff_of(tokens: int, shape: KVShape, measured: Measured, chunk: int) -> H
             landed, sent = max(ready, landed) + (due - sent) / measured.bandwidth, due
     assert first is not None, "a prompt has a token"
     return Handoff(
-        total_s=landed - first + measured.fixed_s, exposed_s=landed - ready + measured.fixed_s, prefill_s=ready
+        total_s=landed - first + measured.fixed_s,
+        exposed_s=landed - ready + measured.fixed_s,
+        prefill_s=ready,
     )
 
 

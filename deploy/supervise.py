@@ -126,7 +126,9 @@ class Supervisor:
     def drain(self, role: str, timeout_s: float, hurry: threading.Event | None = None) -> None:
         """SIGTERM to the children of `role` alone; returns when they ended, time is up or `hurry` is set. `stop` follows."""
         deadline = self._clock() + timeout_s
-        leaving = [child.process for child in self.children if child.spec.role == role and child.process is not None]
+        leaving = [
+            child.process for child in self.children if child.spec.role == role and child.process is not None
+        ]
         for process in leaving:
             process.terminate()
         while any(process.poll() is None for process in leaving) and self._clock() < deadline:
@@ -176,7 +178,9 @@ class Supervisor:
         child.num_failures = 1 if now - child.started_at >= FORGIVEN_AFTER_S else child.num_failures + 1
         pause = pause_after(child.num_failures, self._rng)
         child.due_at = now + pause
-        extra = fields(child=child.spec.name, end=_describe(code), pause_s=round(pause, 2), reason=line or "unknown")
+        extra = fields(
+            child=child.spec.name, end=_describe(code), pause_s=round(pause, 2), reason=line or "unknown"
+        )
         logger.warning("child ended, will be restarted", extra=extra)
 
 

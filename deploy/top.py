@@ -34,7 +34,14 @@ WINDOW_S = 5.0  # of a rate
 PIPE_WIDTH = 140  # columns
 NONE = "-"
 OWN = "this key shows its own requests; the cluster is shown to the key of an operator or an observer"
-TONES = {"serving": "green", "ok": "green", "draining": "yellow", "cancelled": "yellow", "failed": "red", "timeout": "red"}
+TONES = {
+    "serving": "green",
+    "ok": "green",
+    "draining": "yellow",
+    "cancelled": "yellow",
+    "failed": "red",
+    "timeout": "red",
+}
 Document = Mapping[str, Any]
 
 
@@ -42,9 +49,13 @@ Document = Mapping[str, Any]
 class TopConfig:
     """Top."""
 
-    url: str = setting("http://127.0.0.1:8000", Setting(help="addresses of routers, separated by commas", metavar="URL"))
+    url: str = setting(
+        "http://127.0.0.1:8000", Setting(help="addresses of routers, separated by commas", metavar="URL")
+    )
     every: float = setting(1.0, Setting(help="time between two looks", unit="s", minimum=0.1, maximum=3600))
-    requests: int = setting(12, Setting(help="most recent requests shown of each router; 0: none", minimum=0, maximum=256))
+    requests: int = setting(
+        12, Setting(help="most recent requests shown of each router; 0: none", minimum=0, maximum=256)
+    )
     once: bool = setting(False, Setting(help="look once and end"))
     json: bool = setting(False, Setting(help="print what the routers say, a line of JSON for each look"))
 
@@ -133,7 +144,9 @@ class Rates:
 
     def of(self, name: str, total: float, now: float) -> float | None:
         """None before there are two looks; a total that fell belongs to another process and begins anew."""
-        points = [(at, was) for at, was in self._points.get(name, []) if now - at <= WINDOW_S and was <= total]
+        points = [
+            (at, was) for at, was in self._points.get(name, []) if now - at <= WINDOW_S and was <= total
+        ]
         self._points[name] = [*points, (now, total)]
         then, was = self._points[name][0]
         return (total - was) / (now - then) if now > then else None
@@ -189,12 +202,18 @@ def _router(url: str, router: RouterPart) -> list[RenderableType]:
 
 
 def _workers(seen: Look, workers: Sequence[WorkerPart], rates: Rates) -> Table:
-    table = _table("role", "worker", "state", "run", "queue", "xfer", "pages", "tok/s", "hand-off", "accept", "beat")
+    table = _table(
+        "role", "worker", "state", "run", "queue", "xfer", "pages", "tok/s", "hand-off", "accept", "beat"
+    )
     for worker in sorted(workers, key=lambda w: (w.role == "decode", w.instance)):
         is_decode, counters, name = worker.role == "decode", worker.counters, worker.instance
         point = f"{seen.url} {name}"  # routers that share a worker know it from different heartbeats
-        tokens = rates.of(f"{point} tokens", counters.get("tokens" if is_decode else "prompt_tokens", 0.0), seen.at)
-        moved = rates.of(f"{point} bytes", counters.get("handoff_bytes" if is_decode else "bytes", 0.0), seen.at)
+        tokens = rates.of(
+            f"{point} tokens", counters.get("tokens" if is_decode else "prompt_tokens", 0.0), seen.at
+        )
+        moved = rates.of(
+            f"{point} bytes", counters.get("handoff_bytes" if is_decode else "bytes", 0.0), seen.at
+        )
         table.add_row(
             worker.role,
             name[:8],
@@ -212,7 +231,19 @@ def _workers(seen: Look, workers: Sequence[WorkerPart], rates: Rates) -> Table:
 
 
 def _requests(listed: RequestsPart) -> Table:
-    table = _table("request", "state", "age", "prompt", "output", "ttft", "tpot", "hand-off", "accept", "tries", "workers")
+    table = _table(
+        "request",
+        "state",
+        "age",
+        "prompt",
+        "output",
+        "ttft",
+        "tpot",
+        "hand-off",
+        "accept",
+        "tries",
+        "workers",
+    )
     for row in listed.requests:
         state, handed = row.outcome or row.state, row.handoff_bytes
         is_apart = row.prefill != row.decode
@@ -244,7 +275,13 @@ def ms(value: float | None) -> str:
     """Milliseconds, or seconds where they are many."""
     if value is None:
         return NONE
-    return f"{value / 1000:.1f} s" if value >= 10_000 else f"{value:.0f} ms" if value >= 100 else f"{value:.1f} ms"
+    return (
+        f"{value / 1000:.1f} s"
+        if value >= 10_000
+        else f"{value:.0f} ms"
+        if value >= 100
+        else f"{value:.1f} ms"
+    )
 
 
 def age(seconds: float) -> str:
@@ -319,6 +356,9 @@ def _repeat(
 
 
 def _write_json(looks: list[Look]) -> None:
-    routers = [{"url": seen.url, "fault": seen.fault, "status": None, "requests": None, **seen.document} for seen in looks]
+    routers = [
+        {"url": seen.url, "fault": seen.fault, "status": None, "requests": None, **seen.document}
+        for seen in looks
+    ]
     sys.stdout.write(json.dumps({"routers": routers}) + "\n")
     sys.stdout.flush()

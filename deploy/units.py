@@ -65,7 +65,9 @@ class Host:
     prefill: tuple[int, ...] = (0,)  # GPU indices
     decode: tuple[int, ...] = (1,)
     has_router: bool = True
-    kv_bind: str = ""  # tcp://ADDRESS:PORT of the first prefill worker; empty: a socket in its runtime directory
+    kv_bind: str = (
+        ""  # tcp://ADDRESS:PORT of the first prefill worker; empty: a socket in its runtime directory
+    )
     keys: str = f"{ETC}/keys"  # empty: no keys
     allow: tuple[str, ...] = ()  # networks beside localhost
     router_memory: str = "4G"
@@ -76,7 +78,10 @@ class Host:
 def render(host: Host) -> dict[str, str]:
     """The files by their absolute paths. Raises ConfigError for settings that no unit can hold."""
     _check(host)
-    files = {CONFIG: _toml(host), f"{UNITS}/baton.target": _fill("baton.target", MEMBERS=" ".join(members(host)), ETC=ETC)}
+    files = {
+        CONFIG: _toml(host),
+        f"{UNITS}/baton.target": _fill("baton.target", MEMBERS=" ".join(members(host)), ETC=ETC),
+    }
     if host.has_router:
         files[f"{UNITS}/baton-router.service"] = _router(host)
     if host.has_router and host.secrets:
@@ -91,7 +96,9 @@ def render(host: Host) -> dict[str, str]:
 def members(host: Host) -> list[str]:
     """The units of this host, in the order of their start."""
     router = ["baton-router.service"] if host.has_router else []
-    return router + [f"baton-{role}@{gpu}.service" for role in ("prefill", "decode") for gpu in getattr(host, role)]
+    return router + [
+        f"baton-{role}@{gpu}.service" for role in ("prefill", "decode") for gpu in getattr(host, role)
+    ]
 
 
 def write(files: Mapping[str, str], prefix: Path) -> list[Path]:
@@ -104,7 +111,9 @@ def write(files: Mapping[str, str], prefix: Path) -> list[Path]:
             path.write_text(text, encoding="utf-8")
             path.chmod(0o644)
         except OSError as error:
-            raise ConfigError(f"{path}: cannot be written ({error.strerror or error}); choose another --prefix") from None
+            raise ConfigError(
+                f"{path}: cannot be written ({error.strerror or error}); choose another --prefix"
+            ) from None
         written.append(path)
     return written
 
@@ -121,7 +130,9 @@ def _secrets(host: Host) -> str:
     """Lines of the router's unit; "" without secrets."""
     if not host.secrets:
         return ""
-    names = [f"Environment=BATON_ROUTER_{setting.upper()}={SECRETS_DIR}/{setting}" for setting in host.secrets]
+    names = [
+        f"Environment=BATON_ROUTER_{setting.upper()}={SECRETS_DIR}/{setting}" for setting in host.secrets
+    ]
     copy = COPY + " ".join([SECRETS_DIR, *(f"{setting} {path}" for setting, path in host.secrets.items())])
     return "\n".join([*names, _fill("secrets.conf", COPY=copy).rstrip()])
 
@@ -157,7 +168,9 @@ def _key_lines(host: Host, role: str) -> list[str]:
     if not host.keys:
         return []
     names = (f"{role}.key", "peers.json")
-    return [f"LoadCredential={name}:{host.keys}/{name}" for name in names] + [f"Environment=BATON_{role.upper()}_KEYS=%d"]
+    return [f"LoadCredential={name}:{host.keys}/{name}" for name in names] + [
+        f"Environment=BATON_{role.upper()}_KEYS=%d"
+    ]
 
 
 def _fill(template: str, **values: str) -> str:
@@ -171,7 +184,9 @@ def _fill(template: str, **values: str) -> str:
 
 
 def _toml(host: Host) -> str:
-    lines = ["# Settings of baton on this host; `baton ROLE --help` explains each. After a change restart the role's unit."]
+    lines = [
+        "# Settings of baton on this host; `baton ROLE --help` explains each. After a change restart the role's unit."
+    ]
     for role, table in host.tables.items():
         lines += ["", f"[{role}]"]
         lines += [f"{name} = {msgspec.json.encode(value).decode()}" for name, value in table.items()]
@@ -188,7 +203,11 @@ def _instance_files(host: Host) -> dict[str, str]:
 
 
 def _readme(host: Host) -> str:
-    keys = f"Keys are read from {host.keys}: baton keys init {host.keys}" if host.keys else "The links have no keys."
+    keys = (
+        f"Keys are read from {host.keys}: baton keys init {host.keys}"
+        if host.keys
+        else "The links have no keys."
+    )
     return (
         f"baton on this host: {' '.join(members(host))}\n\n{keys}\n\n"
         "systemctl daemon-reload\nsystemctl enable --now baton.target\nbaton doctor\n\n"
@@ -200,15 +219,21 @@ def _readme(host: Host) -> str:
 def _check(host: Host) -> None:
     for path in (host.command, host.keys, *host.secrets.values()):
         if path and (UNSAFE.search(path) or not path.startswith("/")):
-            raise ConfigError(f"{path!r} cannot stand in a unit; write an absolute path without blanks, quotes, %, $ and \\")
+            raise ConfigError(
+                f"{path!r} cannot stand in a unit; write an absolute path without blanks, quotes, %, $ and \\"
+            )
     for memory in (host.router_memory, host.worker_memory):
         if not re.fullmatch(r"[0-9]+[KMGT%]?|infinity", memory):
             raise ConfigError(f"memory {memory!r} is not understood; write such as 4G, 90% or infinity")
     shared = set(host.prefill) & set(host.decode)
     if not host.prefill and not host.decode and not host.has_router:
-        raise ConfigError("nothing would run on this host; name GPUs with --prefill or --decode, or leave out --no-router")
+        raise ConfigError(
+            "nothing would run on this host; name GPUs with --prefill or --decode, or leave out --no-router"
+        )
     if shared and host.tables["prefill"].get("device") != "cpu":
-        raise ConfigError(f"--prefill and --decode both name GPU {min(shared)}; give each worker a GPU of its own")
+        raise ConfigError(
+            f"--prefill and --decode both name GPU {min(shared)}; give each worker a GPU of its own"
+        )
 
 
 # --- the command line -------------------------------------------------------------------------------------------------
@@ -259,7 +284,11 @@ def _own_flags(cls: type[RoleConfig], options: argparse.Namespace) -> list[str]:
     flags = {"draft": options.draft, "router": options.router, "device": options.device}
     if not options.no_router:
         flags["control-bind"] = options.router  # the address of this host
-    return [f"--{name}={value}" for name, value in flags.items() if value and name.replace("-", "_") in settings_of(cls)]
+    return [
+        f"--{name}={value}"
+        for name, value in flags.items()
+        if value and name.replace("-", "_") in settings_of(cls)
+    ]
 
 
 def _table(config: RoleConfig) -> dict[str, Value]:
@@ -283,8 +312,12 @@ def _own_command() -> str:
 
 def _gpus(text: str, flag: str) -> tuple[int, ...]:
     parts = [part for part in text.split(",") if part]
-    if not all(part.isascii() and part.isdigit() and len(part) < 4 for part in parts) or len(set(parts)) < len(parts):
-        raise ConfigError(f"{flag} {text!r} is no list of GPU indices; write such as 0,1, or nothing for none")
+    if not all(part.isascii() and part.isdigit() and len(part) < 4 for part in parts) or len(
+        set(parts)
+    ) < len(parts):
+        raise ConfigError(
+            f"{flag} {text!r} is no list of GPU indices; write such as 0,1, or nothing for none"
+        )
     return tuple(int(part) for part in parts)
 
 
@@ -309,13 +342,26 @@ def _parser() -> argparse.ArgumentParser:
     add("--draft", metavar="DIR", default="", help="directory of an EAGLE3 head")
     add("--config", metavar="FILE", default="", help="TOML file with further settings, a table per role")
     add("--device", default="", metavar="auto|cpu|cuda", help="where the model runs")
-    add("--prefill", metavar="GPUS", default="0", help="GPU of each prefill worker of this host (%(default)s)")
+    add(
+        "--prefill", metavar="GPUS", default="0", help="GPU of each prefill worker of this host (%(default)s)"
+    )
     add("--decode", metavar="GPUS", default="1", help="GPU of each decode worker of this host (%(default)s)")
     add("--no-router", action="store_true", help="the router runs elsewhere")
     add("--router", metavar="ENDPOINT", default="", help=f"where workers find it ({DEFAULT_CONTROL})")
-    add("--kv-bind", metavar="ENDPOINT", default="", help="address of the first prefill worker, for decode on other hosts")
+    add(
+        "--kv-bind",
+        metavar="ENDPOINT",
+        default="",
+        help="address of the first prefill worker, for decode on other hosts",
+    )
     add("--keys", metavar="DIR", default=f"{ETC}/keys", help="keys of this host (%(default)s); empty: none")
-    add("--allow", metavar="NETWORK", action="append", default=[], help="who else may be spoken to; may be repeated")
+    add(
+        "--allow",
+        metavar="NETWORK",
+        action="append",
+        default=[],
+        help="who else may be spoken to; may be repeated",
+    )
     add("--command", metavar="PATH", default="", help="the baton command (this one)")
     add("--router-memory", metavar="SIZE", default="4G", help="most memory of the router (%(default)s)")
     add("--worker-memory", metavar="SIZE", default="90%", help="most memory of a worker (%(default)s)")

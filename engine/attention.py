@@ -72,9 +72,16 @@ def plan(batch: ForwardBatch, page_size: int) -> AttentionMetadata:
     real_rows, longest = sum(batch.q_lens), max(batch.kv_lens, default=0)
     pages, device = batch.page_table, batch.page_table.device
     assert real_rows <= batch.num_tokens, (real_rows, batch.num_tokens)
-    assert pages.shape[0] == len(batch.kv_lens) == batch.num_requests, (pages.shape, batch.kv_lens, batch.q_lens)
+    assert pages.shape[0] == len(batch.kv_lens) == batch.num_requests, (
+        pages.shape,
+        batch.kv_lens,
+        batch.q_lens,
+    )
     assert longest <= pages.shape[1] * page_size, (longest, pages.shape, page_size)
-    assert all(0 < q <= kv for q, kv in zip(batch.q_lens, batch.kv_lens, strict=True)), (batch.q_lens, batch.kv_lens)
+    assert all(0 < q <= kv for q, kv in zip(batch.q_lens, batch.kv_lens, strict=True)), (
+        batch.q_lens,
+        batch.kv_lens,
+    )
     lengths = to_device(torch.tensor(batch.kv_lens, dtype=torch.int64), device)
     first = batch.q_lens[0] if batch.q_lens else 0
     is_short = first <= MAX_UNIFORM_ROWS or batch.tree_mask is not None
@@ -95,7 +102,9 @@ def plan(batch: ForwardBatch, page_size: int) -> AttentionMetadata:
 def _context_slots(pages: torch.Tensor, lengths: torch.Tensor, longest: int, page_size: int) -> torch.Tensor:
     columns = torch.arange(longest, device=pages.device)
     used = pages[:, : -(-longest // page_size)]
-    slots = (used[:, :, None] * page_size + torch.arange(page_size, device=pages.device)).flatten(1)[:, :longest]
+    slots = (used[:, :, None] * page_size + torch.arange(page_size, device=pages.device)).flatten(1)[
+        :, :longest
+    ]
     return slots.masked_fill(columns >= lengths[:, None], 0)
 
 
@@ -145,7 +154,9 @@ class PagedAttention:
     def _band(self, metadata: AttentionMetadata) -> torch.Tensor:
         batch = metadata.batch
         block = min(max(batch.q_lens, default=0), QUERY_BLOCK)
-        return causal_band(max(batch.kv_lens, default=0), block, self.pool.dtype, metadata.context_slots.device)
+        return causal_band(
+            max(batch.kv_lens, default=0), block, self.pool.dtype, metadata.context_slots.device
+        )
 
     def _attend_nothing(
         self, metadata: AttentionMetadata, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
@@ -211,9 +222,13 @@ class PagedAttention:
         store_kv(self.pool.kv, layer, store_rows, k, v)
         out = torch.zeros_like(q)
         start = 0
-        for request, (q_len, kv_len) in enumerate(zip(metadata.batch.q_lens, metadata.batch.kv_lens, strict=True)):
+        for request, (q_len, kv_len) in enumerate(
+            zip(metadata.batch.q_lens, metadata.batch.kv_lens, strict=True)
+        ):
             mine = key_rows[request, :kv_len]
             keys, values = gather_kv(self.pool.kv, layer, torch.cat((mine, mine + self.pool.page_size)))
-            out[start : start + q_len] = extend_attention(q[start : start + q_len], keys, values, band, self.scale)
+            out[start : start + q_len] = extend_attention(
+                q[start : start + q_len], keys, values, band, self.scale
+            )
             start += q_len
         return out

@@ -88,19 +88,26 @@ class Compilations:
     """Has grammars compiled by `compile_grammar`, which may raise. Asked by one thread."""
 
     def __init__(
-        self, compile_grammar: Callable[[str], LLMatcher], max_cpu_s: float = MAX_CPU_S, held_s: float = HELD_S
+        self,
+        compile_grammar: Callable[[str], LLMatcher],
+        max_cpu_s: float = MAX_CPU_S,
+        held_s: float = HELD_S,
     ) -> None:
         self._compile = compile_grammar
         self._max_cpu_s = max_cpu_s
         self._held_s = held_s
         self._lock = threading.Lock()
         self._waiting: deque[weakref.ref[Compilation]] = deque()  # whoever is asked for is held by who asked
-        self._open: weakref.WeakValueDictionary[str, Compilation] = weakref.WeakValueDictionary()  # waiting and running
+        self._open: weakref.WeakValueDictionary[str, Compilation] = (
+            weakref.WeakValueDictionary()
+        )  # waiting and running
         self._running: set[Compilation] = set()
         self._given_up: set[Compilation] = set()
         self._kept: OrderedDict[str, Compilation] = OrderedDict()
         self._held: weakref.WeakSet[Compilation] = weakref.WeakSet()  # compiled, and kept or in use
-        weakref.finalize(self, _leave, self._lock, self._waiting, self._running)  # at the process's end: threads hold this
+        weakref.finalize(
+            self, _leave, self._lock, self._waiting, self._running
+        )  # at the process's end: threads hold this
 
     def __repr__(self) -> str:
         return f"<Compilations {len(self._running)} running, {len(self._given_up)} given up, {len(self._kept)} kept>"
@@ -140,7 +147,9 @@ class Compilations:
             if compilation is None:  # nobody waits for it any more
                 continue
             if len(self._given_up) >= MAX_GIVEN_UP:
-                self._turn_away(compilation, f"{len(self._given_up)} grammars that take too long are being compiled here")
+                self._turn_away(
+                    compilation, f"{len(self._given_up)} grammars that take too long are being compiled here"
+                )
                 continue
             self._running.add(compilation)
             try:  # a daemon: the process does not wait for ever for one that never ends
@@ -156,7 +165,9 @@ class Compilations:
         try:
             compilation.begin()
             matcher = self._compile(compilation.grammar)
-        except BaseException as error:  # whatever it is, it is this grammar's alone; a panic of the compiler is no Exception
+        except (
+            BaseException
+        ) as error:  # whatever it is, it is this grammar's alone; a panic of the compiler is no Exception
             fault = str(error) or type(error).__name__
         cost_s = compilation.cpu_s
         with self._lock:
@@ -170,7 +181,9 @@ class Compilations:
         if matcher is not None and cost_s > SMALL_S:
             self._make_room(cost_s)
             if sum(one.cost_s for one in self._held) + cost_s > self._held_s:
-                return self._turn_away(compilation, "the grammars in use here hold as much memory as they may")
+                return self._turn_away(
+                    compilation, "the grammars in use here hold as much memory as they may"
+                )
         compilation.matcher, compilation.fault = matcher, fault
         if matcher is not None:
             compilation.cost_s = cost_s

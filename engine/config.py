@@ -55,16 +55,18 @@ class EngineConfig:
 
 
 def resolve_device(device: str) -> torch.device:
-    """"auto" takes CUDA when there is one; "cuda" without a CUDA device is a CheckpointError naming the remedy."""
+    """ "auto" takes CUDA when there is one; "cuda" without a CUDA device is a CheckpointError naming the remedy."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
-        raise CheckpointError("device cuda: this machine has no usable CUDA device; start with --device cpu or auto")
+        raise CheckpointError(
+            "device cuda: this machine has no usable CUDA device; start with --device cpu or auto"
+        )
     return torch.device(device)
 
 
 def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    """"auto" is bfloat16 on CUDA and on CPUs that multiply it natively (half the bytes per step), else float32."""
+    """ "auto" is bfloat16 on CUDA and on CPUs that multiply it natively (half the bytes per step), else float32."""
     if dtype == "auto":
         return torch.bfloat16 if device.type == "cuda" or has_native_bfloat16() else torch.float32
     if dtype not in DTYPES:
@@ -90,7 +92,11 @@ def resolve_checkpoint(model: str) -> Path:
     if path.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1:
         raise CheckpointError(f"model {model!r} is neither a directory nor a hub id (owner/name)")
     try:
-        return Path(snapshot_download(model, allow_patterns=["*.json", "*.safetensors", "*.model", "*.jinja"]))
+        return Path(
+            snapshot_download(model, allow_patterns=["*.json", "*.safetensors", "*.model", "*.jinja"])
+        )
     except Exception as error:
         reason = str(error).strip().splitlines()[0][:200]
-        raise CheckpointError(f"model {model!r} could not be fetched from the hub ({reason}); name a directory") from error
+        raise CheckpointError(
+            f"model {model!r} could not be fetched from the hub ({reason}); name a directory"
+        ) from error

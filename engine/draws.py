@@ -133,7 +133,9 @@ def ranked_ids(logits: torch.Tensor, width: int) -> torch.Tensor:
     A top-k of floats leaves the order of equals open, so it is taken of integers in which the id decides: the float's
     bits as an ordered int32 above, the reversed id below.
     """
-    bits = (logits.float() + 0.0).view(torch.int32).to(torch.int64)  # + 0.0 turns -0.0, which equals 0.0, into it
+    bits = (
+        (logits.float() + 0.0).view(torch.int32).to(torch.int64)
+    )  # + 0.0 turns -0.0, which equals 0.0, into it
     ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     ids = torch.arange(logits.shape[1], device=logits.device)
     return ((ordered << 32) + (0xFFFFFFFF - ids)).topk(width, dim=1).indices

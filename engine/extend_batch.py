@@ -33,7 +33,9 @@ def extend_batch(
         mode=ForwardMode.EXTEND,
         input_ids=to_device(torch.tensor(ids, dtype=torch.int64), device),
         positions=to_device(torch.cat([torch.arange(start, end) for _, start, end in ranges]), device),
-        slots=to_device(torch.cat([slots_for(r.pages, start, end, page_size) for r, start, end in ranges]), device),
+        slots=to_device(
+            torch.cat([slots_for(r.pages, start, end, page_size) for r, start, end in ranges]), device
+        ),
         page_table=build_page_table([r.pages[: pages_for(end, page_size)] for r, _, end in ranges], device),
         q_lens=rows,
         kv_lens=[end for _, _, end in ranges],

@@ -52,7 +52,11 @@ class FixedRows:
         Raises LifecycleError when rows and lengths of the batch do not belong together.
         """
         n, end = batch.num_requests, num_requests * self.num_rows
-        if any(q != self.num_rows for q in batch.q_lens) or batch.page_table.shape[0] != n or len(batch.kv_lens) != n:
+        if (
+            any(q != self.num_rows for q in batch.q_lens)
+            or batch.page_table.shape[0] != n
+            or len(batch.kv_lens) != n
+        ):
             raise LifecycleError(
                 f"{n} requests with {batch.q_lens} rows, {len(batch.kv_lens)} lengths and {batch.page_table.shape[0]} "
                 f"rows of pages do not make {self.num_rows} rows per request"
@@ -107,6 +111,8 @@ def attend_rows(
     def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         recorded_store_kv(pool.kv, layer, rows, k, v)
         grouped = q.reshape(num_requests, -1, *q.shape[1:])
-        return recorded_paged_verify(grouped, pool.kv, layer, page_table, kv_lens, scale, tree_mask).view(q.shape)
+        return recorded_paged_verify(grouped, pool.kv, layer, page_table, kv_lens, scale, tree_mask).view(
+            q.shape
+        )
 
     return attend

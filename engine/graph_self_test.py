@@ -68,7 +68,9 @@ class SelfTest:
             difference = self._difference(trial)
             if difference:
                 name = f"{trial.family.kind.value} {trial.bucket}"
-                logger.error("graph %s differs from the eager path at %d: %s; dropped", name, trial.size, difference)
+                logger.error(
+                    "graph %s differs from the eager path at %d: %s; dropped", name, trial.size, difference
+                )
                 trial.family.drop(trial.bucket)
                 trial.family.pool.count_fallback(trial.family.kind, FallbackReason.CAPTURE_FAILED)
                 dropped += 1
@@ -161,7 +163,9 @@ class SelfTest:
             context.decision = EAGER
             self.runner.forward(context)
             mode = ForwardMode.TARGET_VERIFY if num_rows > 1 else ForwardMode.DECODE
-            batch = chain_batch(chain, ids, mode=mode, tree_mask=mask, capture=CaptureHidden(family.limits.hidden))
+            batch = chain_batch(
+                chain, ids, mode=mode, tree_mask=mask, capture=CaptureHidden(family.limits.hidden)
+            )
             batch.decision = decision
             output = self.runner.forward(batch)
             return output.logits, output.hidden
@@ -234,7 +238,8 @@ class SelfTest:
         lens = [min(whole, size - start) for start in range(0, size, whole)]
         starts = [start // pool.page_size + 1 for start in range(0, size, whole)]
         tables = [
-            list(range(first, first + pages_for(n, pool.page_size))) for first, n in zip(starts, lens, strict=True)
+            list(range(first, first + pages_for(n, pool.page_size)))
+            for first, n in zip(starts, lens, strict=True)
         ]
         slots = [slots_for(table, 0, n, pool.page_size) for table, n in zip(tables, lens, strict=True)]
         return ForwardBatch(
@@ -255,7 +260,9 @@ class SelfTest:
         next_page = 1
         for i in range(size):
             length = 1 + i * 5 % spread
-            count = min(pages_for(length + num_rows, pool.page_size), pool.num_pages - 1)  # one request always fits
+            count = min(
+                pages_for(length + num_rows, pool.page_size), pool.num_pages - 1
+            )  # one request always fits
             if next_page + count > pool.num_pages:
                 break
             prompt_ids = self._ids(length).tolist()

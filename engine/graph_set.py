@@ -90,7 +90,12 @@ class GraphSet:
         runner.graphs = replace(runner.graphs or TargetGraphs(), verifies=verifies)
 
     def capture_draft(
-        self, drafter: DraftWorker, max_batch: int, shapes: Sequence[DraftShape], max_context: int, max_tokens: int
+        self,
+        drafter: DraftWorker,
+        max_batch: int,
+        shapes: Sequence[DraftShape],
+        max_context: int,
+        max_tokens: int,
     ) -> None:
         """The draft's part of the same steps, and its prefill up to `max_tokens` tokens."""
         self._lifecycle.require(Phase.POOLS_ALLOCATED)
@@ -98,13 +103,19 @@ class GraphSet:
         max_pages = planned_pages(shapes, max_context, pool.page_size)
         buckets = batch_buckets(min(max_batch, pool.num_pages - 1))
         common = (self.pool, head, pool, buckets)
-        prefill = DraftPrefillGraphs(self.pool, head, pool, token_buckets(min(max_tokens, _usable_slots(pool))))
+        prefill = DraftPrefillGraphs(
+            self.pool, head, pool, token_buckets(min(max_tokens, _usable_slots(pool)))
+        )
         extends = tuple(DraftExtendGraphs(*common, num_rows=s.num_path, max_pages=max_pages) for s in shapes)
         chains = [shape for shape in shapes if shape.steps and not shape.is_tree]
         loops = tuple(DraftLoopGraphs(*common, num_rows=s.num_nodes, max_pages=max_pages) for s in chains)
         trees = [TreeLoopGraphs(*common, shape=s, max_pages=max_pages) for s in shapes if s.is_tree]
         prefill.tokens.capture()
-        families: tuple[DraftExtendGraphs | DraftLoopGraphs | TreeLoopGraphs, ...] = (*extends, *loops, *trees)
+        families: tuple[DraftExtendGraphs | DraftLoopGraphs | TreeLoopGraphs, ...] = (
+            *extends,
+            *loops,
+            *trees,
+        )
         for graphs in families:
             graphs.capture()
         tree = trees[0] if trees else None
@@ -117,7 +128,11 @@ class GraphSet:
         steps.capture(self.pool, batch_buckets(min(steps.max_requests, pool.num_pages - 1)))
 
     def self_test(
-        self, runner: ModelRunner, drafter: DraftWorker | None, max_context: int, steps: DeviceSteps | None = None
+        self,
+        runner: ModelRunner,
+        drafter: DraftWorker | None,
+        max_context: int,
+        steps: DeviceSteps | None = None,
     ) -> None:
         """Drop every graph that differs from the eager path; leaves the KV pools as they were, zeros."""
         tests: list[SelfTest | StepSelfTest] = [SelfTest(runner, drafter, max_context)]
@@ -150,7 +165,11 @@ class GraphSet:
         held = {name: len(kinds.get(kind.value, ())) for name, kind in GRAPH_NAMES.items()}
         decode = sum(rows == 1 for rows in kinds.get(GraphKind.TARGET_VERIFY.value, ()))
         verify = held.pop("verify") - decode
-        return held | ({"decode": decode} if decode or not verify else {}) | ({"verify": verify} if verify else {})
+        return (
+            held
+            | ({"decode": decode} if decode or not verify else {})
+            | ({"verify": verify} if verify else {})
+        )
 
     def counters(self) -> dict[str, float]:
         """Replays by kind and fallbacks by kind and reason since the start; monotonic."""

@@ -138,7 +138,9 @@ class GrammarCompiler:
         try:
             self._tokenizer = load_tokenizer(self._path, self._vocab_size, self._eos_ids)
         except Exception as error:  # whatever is wrong with it, the model can be served without
-            self._fault = f"guided decoding cannot use the model's tokenizer: {' '.join(str(error).split())[:200]}"
+            self._fault = (
+                f"guided decoding cannot use the model's tokenizer: {' '.join(str(error).split())[:200]}"
+            )
             logger.warning("%s", self._fault)
 
     def guide(self, grammar: str) -> Guide | None:

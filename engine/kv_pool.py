@@ -63,7 +63,9 @@ class KVPool:
     @property
     def page_bytes(self) -> int:
         """Bytes of one page over all layers, K and V."""
-        return self.num_layers * 2 * self.page_size * self.num_kv_heads * self.head_dim * self.kv.element_size()
+        return (
+            self.num_layers * 2 * self.page_size * self.num_kv_heads * self.head_dim * self.kv.element_size()
+        )
 
     @property
     def num_slots(self) -> int:
@@ -74,14 +76,21 @@ class KVPool:
         return self.kv.view(self.num_pages, -1).view(torch.uint8)
 
     def __repr__(self) -> str:
-        return f"<KVPool {self.num_pages} pages x {self.page_bytes} B, {self.num_layers} layers, {self.device}>"
+        return (
+            f"<KVPool {self.num_pages} pages x {self.page_bytes} B, {self.num_layers} layers, {self.device}>"
+        )
 
 
 class FeaturePlane:
     """Aux hidden features beside a KV pool, under its page ids: `[num_pages, page_size, width]`, zero-initialised."""
 
     def __init__(
-        self, num_pages: int, page_size: int, width: int, dtype: torch.dtype, device: torch.device | str = "cpu"
+        self,
+        num_pages: int,
+        page_size: int,
+        width: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
     ) -> None:
         _check_sizes(num_pages=num_pages, page_size=page_size)
         if width < 1:
@@ -115,7 +124,9 @@ class FeaturePlane:
         return self.features.view(self.num_pages, -1).view(torch.uint8)
 
     def __repr__(self) -> str:
-        return f"<FeaturePlane {self.num_pages} pages x {self.page_bytes} B, width {self.width}, {self.device}>"
+        return (
+            f"<FeaturePlane {self.num_pages} pages x {self.page_bytes} B, width {self.width}, {self.device}>"
+        )
 
 
 class PageAllocator:
@@ -189,7 +200,9 @@ class PageAllocator:
         for page in range(1, self.num_pages):
             assert self._refs[page] >= 0, f"page {page} has {self._refs[page]} owners"
             is_free = page in free
-            assert is_free == (self._refs[page] == 0), f"page {page}: {self._refs[page]} owners, free {is_free}"
+            assert is_free == (self._refs[page] == 0), (
+                f"page {page}: {self._refs[page]} owners, free {is_free}"
+            )
 
     def _notify(self, page: int, change: int) -> None:
         if self._observer is not None:
@@ -209,6 +222,8 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 def _check_sizes(*, num_pages: int, page_size: int) -> None:
     if num_pages < 2:
-        raise ValueError(f"a pool of {num_pages} pages has none to give: page 0 is the padding sink, use at least 2")
+        raise ValueError(
+            f"a pool of {num_pages} pages has none to give: page 0 is the padding sink, use at least 2"
+        )
     if page_size < 1:
         raise ValueError(f"page_size {page_size}: a page holds at least 1 token")

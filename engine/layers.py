@@ -23,7 +23,13 @@ class Linear:
     """y = x W^T + b with `weight` `[out, in]`, its rows split into named `parts` of the checkpoint."""
 
     def __init__(
-        self, in_size: int, parts: dict[str, int], *, bias: bool, dtype: torch.dtype, device: torch.device | str
+        self,
+        in_size: int,
+        parts: dict[str, int],
+        *,
+        bias: bool,
+        dtype: torch.dtype,
+        device: torch.device | str,
     ) -> None:
         self.parts = parts
         out_size = sum(parts.values())
@@ -64,11 +70,19 @@ class GatedMLP:
     """down(silu(gate(x)) * up(x)), `[T, H]` -> `[T, H]`."""
 
     def __init__(
-        self, hidden_size: int, intermediate_size: int, *, bias: bool, dtype: torch.dtype, device: torch.device | str
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        bias: bool,
+        dtype: torch.dtype,
+        device: torch.device | str,
     ) -> None:
         halves = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
         self.gate_up = Linear(hidden_size, halves, bias=bias, dtype=dtype, device=device)
-        self.down = Linear(intermediate_size, {"down_proj": hidden_size}, bias=bias, dtype=dtype, device=device)
+        self.down = Linear(
+            intermediate_size, {"down_proj": hidden_size}, bias=bias, dtype=dtype, device=device
+        )
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(gated_linear(x, self.gate_up.weight, self.gate_up.bias))
@@ -99,7 +113,11 @@ class SelfAttention:
         qk_norm_eps: float | None = None,
     ) -> None:
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
-        parts = {"q_proj": num_heads * head_dim, "k_proj": num_kv_heads * head_dim, "v_proj": num_kv_heads * head_dim}
+        parts = {
+            "q_proj": num_heads * head_dim,
+            "k_proj": num_kv_heads * head_dim,
+            "v_proj": num_kv_heads * head_dim,
+        }
         self.qkv = Linear(input_size, parts, bias=qkv_bias, dtype=dtype, device=device)
         self.output = Linear(
             num_heads * head_dim, {"o_proj": hidden_size}, bias=output_bias, dtype=dtype, device=device
@@ -118,7 +136,9 @@ class SelfAttention:
         heads = self.qkv(x).view(x.shape[0], split + self.num_kv_heads, self.head_dim)
         qk, v = heads[:, :split], heads[:, split:]
         if self.q_norm is not None and self.k_norm is not None:
-            qk = torch.cat((self.q_norm(qk[:, : self.num_heads]), self.k_norm(qk[:, self.num_heads :])), dim=1)
+            qk = torch.cat(
+                (self.q_norm(qk[:, : self.num_heads]), self.k_norm(qk[:, self.num_heads :])), dim=1
+            )
         qk = apply_rope(qk, cos, sin)
         q, k = qk[:, : self.num_heads], qk[:, self.num_heads :]
         return self.output(attend(layer, q, k, v).flatten(1))
@@ -134,7 +154,9 @@ class SelfAttention:
 class DecoderLayer:
     """Pre-norm attention and MLP on a residual stream."""
 
-    def __init__(self, attention: SelfAttention, mlp: GatedMLP, input_norm: RMSNorm, post_norm: RMSNorm) -> None:
+    def __init__(
+        self, attention: SelfAttention, mlp: GatedMLP, input_norm: RMSNorm, post_norm: RMSNorm
+    ) -> None:
         self.attention = attention
         self.mlp = mlp
         self.input_norm = input_norm
@@ -146,7 +168,13 @@ class DecoderLayer:
         return (self.input_norm(hidden), hidden) if delta is None else self.input_norm.add(delta, hidden)
 
     def __call__(
-        self, normed: torch.Tensor, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, layer: int, attend: Attend
+        self,
+        normed: torch.Tensor,
+        hidden: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        layer: int,
+        attend: Attend,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """What `enter` gave -> the residual stream `[T, H]` behind attention, and what the MLP adds to it `[T, H]`."""
         normed, hidden = self.post_norm.add(self.attention(normed, cos, sin, layer, attend), hidden)

@@ -33,7 +33,9 @@ class Lifecycle:
     def advance(self, to: Phase) -> None:
         """Enter `to`; LifecycleError names both phases unless `to` is the very next one."""
         if to != self.phase + 1:
-            raise LifecycleError(f"cannot enter {to.name} from {self.phase.name}: {Phase(to - 1).name} must come first")
+            raise LifecycleError(
+                f"cannot enter {to.name} from {self.phase.name}: {Phase(to - 1).name} must come first"
+            )
         self.phase = to
 
     def require(self, phase: Phase) -> None:

@@ -141,7 +141,9 @@ class EngineLoader:
     Graphs, when the config wants them, are captured on `backend`, by default on that of the device.
     """
 
-    def __init__(self, config: EngineConfig, *, has_drafter: bool, backend: GraphBackend | None = None) -> None:
+    def __init__(
+        self, config: EngineConfig, *, has_drafter: bool, backend: GraphBackend | None = None
+    ) -> None:
         self.config = config
         self._shape = DraftShape.of(config.spec_steps, config.spec_topk, config.spec_tokens)
         self._backend = backend
@@ -218,7 +220,13 @@ class EngineLoader:
         config, model = self.config, self._model_config
         num_pages = config.pages + 1 if config.pages else self._affordable_pages()  # page 0 is the sink
         pool = KVPool(
-            num_pages, config.page_size, model.num_layers, model.num_kv_heads, model.head_dim, self._dtype, self._device
+            num_pages,
+            config.page_size,
+            model.num_layers,
+            model.num_kv_heads,
+            model.head_dim,
+            self._dtype,
+            self._device,
         )
         features, drafter = None, None
         if self._draft_config is not None and not self.has_drafter:
@@ -291,7 +299,9 @@ class EngineLoader:
                 if engine.steps is not None:
                     graphs.capture_steps(engine.steps)
             else:
-                graphs.capture_prefill(engine.runner, config.chunk_size or min(WHOLE_PROMPT_TOKENS, self._max_context))
+                graphs.capture_prefill(
+                    engine.runner, config.chunk_size or min(WHOLE_PROMPT_TOKENS, self._max_context)
+                )
             if config.graph_self_test:
                 graphs.self_test(engine.runner, engine.drafter, self._max_context, engine.steps)
             graphs.log_report()
@@ -299,7 +309,9 @@ class EngineLoader:
 
     def _step_policy(self, head: Eagle3Head) -> StepPolicy | None:
         """Steps that follow load and acceptance, where that is wanted."""
-        if self.config.spec_adaptive == "off" or (self.config.spec_adaptive == "auto" and self._device.type != "cuda"):
+        if self.config.spec_adaptive == "off" or (
+            self.config.spec_adaptive == "auto" and self._device.type != "cuda"
+        ):
             return None
         is_vocabulary = re.compile("embed_tokens|lm_head")
         target, draft = (

@@ -80,11 +80,15 @@ def read_json(path: Path) -> dict[str, object]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise CheckpointError(f"{path}: no such file; give the directory of a Hugging Face checkpoint") from None
+        raise CheckpointError(
+            f"{path}: no such file; give the directory of a Hugging Face checkpoint"
+        ) from None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: cannot be read as JSON ({error}); fetch the file again") from None
     if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: holds a {type(value).__name__}, not a JSON object; fetch the file again")
+        raise CheckpointError(
+            f"{path}: holds a {type(value).__name__}, not a JSON object; fetch the file again"
+        )
     return value
 
 
@@ -137,7 +141,9 @@ def _refuse_unsupported(reader: ConfigReader) -> None:
     if reader.raw.get("hidden_act", "silu") not in ("silu", "swish"):
         raise reader.error("hidden_act", "only silu is supported")
     if reader.raw.get("quantization_config"):
-        raise reader.error("quantization_config", "quantised weights are not supported; use the original checkpoint")
+        raise reader.error(
+            "quantization_config", "quantised weights are not supported; use the original checkpoint"
+        )
     for key in ("num_experts", "num_local_experts"):
         if reader.raw.get(key):
             raise reader.error(key, "mixture-of-experts models are not supported; use a dense one")
@@ -146,7 +152,11 @@ def _refuse_unsupported(reader: ConfigReader) -> None:
         raise reader.error("layer_types", "only full_attention is supported")
     has_window = reader.flag("use_sliding_window", False) and bool(reader.raw.get("sliding_window"))
     # Layers below max_window_layers attend fully, so a window that starts behind the last layer is not in use.
-    if has_window and not layer_types and reader.count("max_window_layers", 28) < reader.count("num_hidden_layers"):
+    if (
+        has_window
+        and not layer_types
+        and reader.count("max_window_layers", 28) < reader.count("num_hidden_layers")
+    ):
         raise reader.error("use_sliding_window", "sliding-window attention is not supported; set it to false")
 
 
@@ -157,9 +167,13 @@ def _head_shape(reader: ConfigReader, family: str, hidden: int, heads: int) -> t
         raise reader.error("num_key_value_heads", f"it must divide num_attention_heads = {heads}")
     head_dim = reader.count("head_dim", 128 if family == "qwen3" else max(hidden // heads, 1))
     if reader.raw.get("head_dim") is None and family != "qwen3" and hidden % heads:
-        raise reader.error("num_attention_heads", f"it must divide hidden_size = {hidden}, or head_dim must be given")
+        raise reader.error(
+            "num_attention_heads", f"it must divide hidden_size = {hidden}, or head_dim must be given"
+        )
     if head_dim % 2:
-        raise reader.error("head_dim", f"head dimension {head_dim} is odd; rotary embedding needs an even one")
+        raise reader.error(
+            "head_dim", f"head dimension {head_dim} is odd; rotary embedding needs an even one"
+        )
     return kv_heads, head_dim
 
 
@@ -178,7 +192,9 @@ def _eos_token_ids(reader: ConfigReader, generation_path: Path) -> tuple[int, ..
     vocab_size = reader.count("vocab_size")
     unknown = [token for token in found if token >= vocab_size]
     if unknown:
-        logger.warning("%s: end tokens %s are outside the vocabulary of %d, left out", reader.source, unknown, vocab_size)
+        logger.warning(
+            "%s: end tokens %s are outside the vocabulary of %d, left out", reader.source, unknown, vocab_size
+        )
     return tuple(token for token in found if token < vocab_size)
 
 

@@ -70,7 +70,9 @@ class ModelRunner:
         rows = hidden if batch.logit_rows is None else hidden.index_select(0, batch.logit_rows)
         self.counters.count(path)
         return ForwardOutput(
-            path=path, logits=self.model.compute_logits(rows), hidden=features if batch.capture_hidden else None
+            path=path,
+            logits=self.model.compute_logits(rows),
+            hidden=features if batch.capture_hidden else None,
         )
 
     def decide(self, batch: ForwardBatch) -> PathDecision:
@@ -82,7 +84,11 @@ class ModelRunner:
         return batch.decision
 
     def _run(
-        self, batch: ForwardBatch, metadata: AttentionMetadata | None, decision: PathDecision, aux_ids: tuple[int, ...]
+        self,
+        batch: ForwardBatch,
+        metadata: AttentionMetadata | None,
+        decision: PathDecision,
+        aux_ids: tuple[int, ...],
     ) -> tuple[str, Hidden]:
         """The path that ran, and what it gave."""
         graphs = self.graphs or TargetGraphs()
@@ -115,7 +121,9 @@ class ModelRunner:
         wanted = (rows, len(ids) * self.model.config.hidden_size)
         if features is None or tuple(features.shape) != wanted:
             got = "none" if features is None else list(features.shape)
-            raise LifecycleError(f"features of layers {list(ids)} are {list(wanted)}, but the forward captured {got}")
+            raise LifecycleError(
+                f"features of layers {list(ids)} are {list(wanted)}, but the forward captured {got}"
+            )
 
     def _bind(self, metadata: AttentionMetadata) -> Attend:
         attend, on_layer = self.attention.bind(metadata), self.on_layer

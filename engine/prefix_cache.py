@@ -122,12 +122,16 @@ class PrefixCache:
             assert len(node.key) == self.page_size + self.lookahead + (node.parent is self._root), node.page
             assert self.allocator.refs(node.page) >= 1, f"page {node.page} is cached and free"
             shared = self.allocator.refs(node.page) > 1
-            assert node.num_busy == shared + sum(child.num_busy > 0 for child in node.children.values()), node.page
+            assert node.num_busy == shared + sum(child.num_busy > 0 for child in node.children.values()), (
+                node.page
+            )
             assert (node.num_busy == 0) == (node.page in rank), node.page
             for key, child in node.children.items():
                 assert child.parent is node, child.page
                 assert child.key == key, child.page
-                assert node.page not in rank or rank[child.page] < rank[node.page], "a parent goes before its child"
+                assert node.page not in rank or rank[child.page] < rank[node.page], (
+                    "a parent goes before its child"
+                )
 
     def __repr__(self) -> str:
         state = "" if self.enabled else " off,"

@@ -11,7 +11,9 @@ from .request import Request
 
 MAX_SCORED_LOGITS = 1 << 24  # of one forward: 64 MiB of float32
 
-Score = tuple[float, list[tuple[int, float]]]  # log probability of the token, and the likeliest (id, log probability)
+Score = tuple[
+    float, list[tuple[int, float]]
+]  # log probability of the token, and the likeliest (id, log probability)
 
 
 def num_scored(request: Request, start: int, end: int) -> int:

@@ -53,8 +53,15 @@ class _RopeReader:
         value = self.settings.get(name)
         if value is None:
             value = default
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
-            raise self.error(f"{self.key}.{name}", value, f"rope_type {self.rope_type!r} needs a positive number here")
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not math.isfinite(value)
+            or value <= 0
+        ):
+            raise self.error(
+                f"{self.key}.{name}", value, f"rope_type {self.rope_type!r} needs a positive number here"
+            )
         return float(value)
 
     @property
@@ -77,12 +84,16 @@ class _RopeReader:
         top = self.raw.get("original_max_position_embeddings")
         if isinstance(top, int):
             return top
-        return int(self.number("original_max_position_embeddings", fallback if isinstance(fallback, int) else None))
+        return int(
+            self.number("original_max_position_embeddings", fallback if isinstance(fallback, int) else None)
+        )
 
     def check_partial(self) -> None:
         partial = self.settings.get("partial_rotary_factor") or self.raw.get("partial_rotary_factor") or 1.0
         if partial != 1.0:
-            raise self.error("partial_rotary_factor", partial, "only full rotary embedding (1.0) is supported")
+            raise self.error(
+                "partial_rotary_factor", partial, "only full rotary embedding (1.0) is supported"
+            )
 
     def yarn_attention_factor(self, factor: float) -> float:
         if self.settings.get("attention_factor") is not None:
@@ -199,9 +210,13 @@ class RotaryEmbedding:
         dtype: torch.dtype | None = None,
     ) -> None:
         if head_dim % 2:
-            raise ValueError(f"head_dim {head_dim} is odd; rotary embedding pairs dimensions, use an even one")
+            raise ValueError(
+                f"head_dim {head_dim} is odd; rotary embedding pairs dimensions, use an even one"
+            )
         self.max_position = max_position
-        angles = torch.arange(max_position, dtype=torch.float32)[:, None] * inverse_frequencies(config, head_dim)
+        angles = torch.arange(max_position, dtype=torch.float32)[:, None] * inverse_frequencies(
+            config, head_dim
+        )
         cos, sin = angles.cos() * config.attention_factor, angles.sin() * config.attention_factor
         self._table = torch.cat((cos, sin), dim=-1).to(device)
         self._ready = None if dtype is None else (dtype, *_signed(self._table, dtype))

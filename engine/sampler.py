@@ -24,7 +24,16 @@ import numpy.typing as npt
 import torch
 
 from ..kernels.noise import gumbel, seed_tensor
-from .draws import CHUNK_LOGITS, NUCLEUS_WIDTH, Draw, draw_free, draw_ranked, is_argmax, ranked_ids, scaled_logits
+from .draws import (
+    CHUNK_LOGITS,
+    NUCLEUS_WIDTH,
+    Draw,
+    draw_free,
+    draw_ranked,
+    is_argmax,
+    ranked_ids,
+    scaled_logits,
+)
 from .guided import Mask
 from .request import Request
 from .sampling_params import SamplingParams
@@ -36,16 +45,23 @@ def validate_params(params: SamplingParams, vocab_size: int) -> None:
     """Raise ValueError, naming the value, for parameters that no sampler can serve."""
     bad_bias = [token for token, bias in params.logit_bias.items() if not math.isfinite(bias)]
     foreign, endless = (
-        [token for token in ids if not 0 <= token < vocab_size] for ids in (params.logit_bias, params.stop_token_ids)
+        [token for token in ids if not 0 <= token < vocab_size]
+        for ids in (params.logit_bias, params.stop_token_ids)
     )
     for is_wrong, text in (
         (not 0 <= params.temperature < math.inf, f"temperature {params.temperature}: finite, >= 0"),
         (params.top_k < 0, f"top_k {params.top_k}: 0 (off) or more"),
         (not 0 <= params.top_p <= 1, f"top_p {params.top_p}: in [0, 1]"),
         (not 0 <= params.min_p <= 1, f"min_p {params.min_p}: in [0, 1]"),
-        (not math.isfinite(params.frequency_penalty), f"frequency_penalty {params.frequency_penalty}: finite"),
+        (
+            not math.isfinite(params.frequency_penalty),
+            f"frequency_penalty {params.frequency_penalty}: finite",
+        ),
         (not math.isfinite(params.presence_penalty), f"presence_penalty {params.presence_penalty}: finite"),
-        (not 0 < params.repetition_penalty < math.inf, f"repetition_penalty {params.repetition_penalty}: > 0, finite"),
+        (
+            not 0 < params.repetition_penalty < math.inf,
+            f"repetition_penalty {params.repetition_penalty}: > 0, finite",
+        ),
         (bool(bad_bias), f"logit_bias of tokens {bad_bias}: finite"),
         (bool(foreign), f"logit_bias of tokens {foreign}: ids in [0, {vocab_size})"),
         (bool(endless), f"stop_token_ids {endless}: ids in [0, {vocab_size})"),
@@ -143,7 +159,9 @@ class SamplingBatch:
 
     def at(self, positions: torch.Tensor) -> "SamplingBatch":
         """The same rows at `positions` int64 `[R]`, where only the device knows them."""
-        return replace(self, draws=tuple(replace(draw, positions=positions[draw.rows]) for draw in self.draws))
+        return replace(
+            self, draws=tuple(replace(draw, positions=positions[draw.rows]) for draw in self.draws)
+        )
 
     def adjust(self, logits: torch.Tensor) -> torch.Tensor:
         """`logits` after penalties, bias and masks; the caller's tensor is never written."""
@@ -191,13 +209,19 @@ class Sampler:
     @torch.no_grad()
     def sample(self, logits: torch.Tensor, batch: SamplingBatch) -> SampleOutput:
         """Choose from `logits` `[R, V]` float32, one row per row of `batch`; `logits` is left as it is."""
-        assert logits.shape == (batch.num_rows, self.vocab_size), (logits.shape, batch.num_rows, self.vocab_size)
+        assert logits.shape == (batch.num_rows, self.vocab_size), (
+            logits.shape,
+            batch.num_rows,
+            self.vocab_size,
+        )
         adjusted = batch.adjust(logits)
         highest, tokens = adjusted.max(dim=1)  # a NaN in the row comes out as the highest
         bad_rows = ~torch.isfinite(highest)
         for draw in batch.draws:
             rows = adjusted[draw.rows]
-            tokens[draw.rows] = draw_ranked(rows, draw) if draw.width else draw_free(rows, draw, self._vocabulary)
+            tokens[draw.rows] = (
+                draw_ranked(rows, draw) if draw.width else draw_free(rows, draw, self._vocabulary)
+            )
         tokens.masked_fill_(bad_rows, 0)
         if batch.logprob_rows is None:
             return SampleOutput(tokens=tokens, bad_rows=bad_rows)
@@ -220,8 +244,12 @@ def propose(
     tokens = logits.argmax(dim=1)
     if drawn:
         rows = torch.tensor(drawn, device=logits.device)
-        temperature = torch.tensor([params[i].temperature for i in drawn], dtype=torch.float64, device=logits.device)
-        noise = gumbel(seed_tensor([params[i].seed for i in drawn], logits.device), positions[rows], target_ids)
+        temperature = torch.tensor(
+            [params[i].temperature for i in drawn], dtype=torch.float64, device=logits.device
+        )
+        noise = gumbel(
+            seed_tensor([params[i].seed for i in drawn], logits.device), positions[rows], target_ids
+        )
         logits = logits[rows].double()
         tokens[rows] = (noise + scaled_logits(logits, logits.amax(dim=1), temperature)).argmax(dim=1)
     return tokens
@@ -266,7 +294,9 @@ def _plan_draw(
     rows: Sequence[SamplingRow], group: list[int], width: int, is_limited: bool, device: torch.device | str
 ) -> Draw:
     params = [rows[i].params for i in group]
-    reals = torch.tensor([[p.temperature, p.top_p, p.min_p] for p in params], dtype=torch.float64, device=device)
+    reals = torch.tensor(
+        [[p.temperature, p.top_p, p.min_p] for p in params], dtype=torch.float64, device=device
+    )
     return Draw(
         rows=torch.tensor(group, device=device),
         temperature=reals[:, 0],
@@ -282,7 +312,9 @@ def _plan_draw(
 def _plan_bias(
     rows: Sequence[SamplingRow], vocab_size: int, device: torch.device | str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-    entries = [(i, token, bias) for i, row in enumerate(rows) for token, bias in row.params.logit_bias.items()]
+    entries = [
+        (i, token, bias) for i, row in enumerate(rows) for token, bias in row.params.logit_bias.items()
+    ]
     if not entries:
         return None
     index, tokens, values = zip(*entries, strict=True)
@@ -306,8 +338,12 @@ def _plan_banned(
     return torch.tensor(index, device=device), (bits & 1 == 0).flatten(1)[:, :vocab_size]
 
 
-def _plan_penalties(rows: Sequence[SamplingRow], vocab_size: int, device: torch.device | str) -> _Edits | None:
-    arrays: dict[int, _Ids] = {}  # rows of one request share their lists: converted once each, keyed by identity
+def _plan_penalties(
+    rows: Sequence[SamplingRow], vocab_size: int, device: torch.device | str
+) -> _Edits | None:
+    arrays: dict[
+        int, _Ids
+    ] = {}  # rows of one request share their lists: converted once each, keyed by identity
     index, tokens, counts, knobs = [], [], [], []
     for i, row in enumerate(rows):
         if not row.params.needs_penalties:

@@ -48,7 +48,9 @@ class StepSelfTest:
                 difference = self._difference(kind, family, bucket, size) if bucket in family.captured else ""
                 if difference:
                     name = f"{family.kind.value} {bucket}"
-                    logger.error("graph %s differs from the eager path at %d: %s; dropped", name, size, difference)
+                    logger.error(
+                        "graph %s differs from the eager path at %d: %s; dropped", name, size, difference
+                    )
                     family.drop(bucket)
                     family.pool.count_fallback(family.kind, FallbackReason.CAPTURE_FAILED)
                     dropped += 1
@@ -86,7 +88,9 @@ class StepSelfTest:
         spread = max(min(2 * pool.page_size, self._body.max_context - spare), 1)
         for i in range(size):
             length = 1 + i * 5 % spread
-            count = min(pages_for(length + spare, pool.page_size), pool.num_pages - 1)  # one request always fits
+            count = min(
+                pages_for(length + spare, pool.page_size), pool.num_pages - 1
+            )  # one request always fits
             if next_page + count > pool.num_pages:
                 break
             knobs = KNOBS[i % (len(KNOBS) if kind.is_ranked else 2)]

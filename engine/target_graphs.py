@@ -90,7 +90,9 @@ class VerifyGraphs:
             pool, max_requests=max(buckets), num_rows=num_rows, max_pages=max_pages, has_tree=has_tree
         )
         limits = GraphLimits(is_by_token=False, rows=num_rows, pages=max_pages, hidden=captured_mode(model))
-        self.family: GraphFamily[ReplayContext, Hidden] = GraphFamily(graphs, GraphKind.TARGET_VERIFY, buckets, limits)
+        self.family: GraphFamily[ReplayContext, Hidden] = GraphFamily(
+            graphs, GraphKind.TARGET_VERIFY, buckets, limits
+        )
         self._scale = pool.head_dim**-0.5
 
     def capture(self) -> None:
@@ -102,12 +104,16 @@ class VerifyGraphs:
     def takes(self, num_requests: int) -> bool:
         """Whether a step of so many requests, N rows each, would run as a graph."""
         limits = self.family.limits
-        return self.family.peek(BatchShape(size=num_requests, rows=limits.rows, hidden=limits.hidden)).is_graph
+        return self.family.peek(
+            BatchShape(size=num_requests, rows=limits.rows, hidden=limits.hidden)
+        ).is_graph
 
     def run(self, batch: ForwardBatch, decision: PathDecision) -> Hidden:
         """The result is the caller's."""
         self.rows.plan(batch, decision.bucket)
-        replayed = self.family.replay(decision, ReplayContext(num_rows=batch.num_tokens // self.rows.num_rows))
+        replayed = self.family.replay(
+            decision, ReplayContext(num_rows=batch.num_tokens // self.rows.num_rows)
+        )
         return own(replayed, batch.num_tokens)
 
     def _forward(self, bucket: int, _: Breaks[ReplayContext]) -> Hidden:

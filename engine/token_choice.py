@@ -35,11 +35,15 @@ class Knobs:
     is_drawn: torch.Tensor
 
     @classmethod
-    def of(cls, params: Sequence[SamplingParams], vocab_size: int, device: torch.device | str = "cpu") -> "Knobs":
+    def of(
+        cls, params: Sequence[SamplingParams], vocab_size: int, device: torch.device | str = "cpu"
+    ) -> "Knobs":
         """One slot for each of `params`."""
         drawn = [not is_argmax(p) for p in params]
         reals = [[p.temperature if d else 1.0, p.top_p, p.min_p] for p, d in zip(params, drawn, strict=True)]
-        temperature, top_p, min_p = torch.tensor(reals, dtype=torch.float64).reshape(-1, 3).to(device).unbind(1)
+        temperature, top_p, min_p = (
+            torch.tensor(reals, dtype=torch.float64).reshape(-1, 3).to(device).unbind(1)
+        )
         limits = [p.top_k if 0 < p.top_k < vocab_size else vocab_size for p in params]
         return cls(
             seeds=seed_tensor([p.seed for p in params], device),
@@ -55,7 +59,9 @@ class Knobs:
         each = num_rows // max(self.seeds.shape[0], 1)
         if each <= 1:
             return self
-        return Knobs(**{f.name: getattr(self, f.name)[:, None].expand(-1, each).reshape(-1) for f in fields(self)})
+        return Knobs(
+            **{f.name: getattr(self, f.name)[:, None].expand(-1, each).reshape(-1) for f in fields(self)}
+        )
 
     def draw(self, rows: torch.Tensor, positions: torch.Tensor, width: int, *, has_top_k: bool) -> Draw:
         """`rows` of these, which are as many as `positions`, drawn together; legend of `Draw`."""
@@ -141,7 +147,9 @@ def _choose_on_cuda(
     is_drawn: torch.Tensor,
     is_ranked: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    knobs = Knobs(seeds=seeds, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, is_drawn=is_drawn)
+    knobs = Knobs(
+        seeds=seeds, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, is_drawn=is_drawn
+    )
     return choose_fixed(logits, positions, knobs, is_ranked=is_ranked)
 
 

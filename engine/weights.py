@@ -31,14 +31,20 @@ def find_shards(path: Path) -> list[Path]:
     if (path / SINGLE_FILE).is_file():
         return [path / SINGLE_FILE]
     if not (path / INDEX_FILE).is_file():
-        raise CheckpointError(f"{path}: neither {SINGLE_FILE} nor {INDEX_FILE} is there; fetch the weights again")
+        raise CheckpointError(
+            f"{path}: neither {SINGLE_FILE} nor {INDEX_FILE} is there; fetch the weights again"
+        )
     weight_map = read_json(path / INDEX_FILE).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-        raise CheckpointError(f"{path / INDEX_FILE}: weight_map is missing or malformed; fetch the file again")
+        raise CheckpointError(
+            f"{path / INDEX_FILE}: weight_map is missing or malformed; fetch the file again"
+        )
     names = sorted(set(weight_map.values()))
     for name in names:
         if Path(name).name != name:
-            raise CheckpointError(f"{path / INDEX_FILE}: shard {name!r} points outside the checkpoint directory")
+            raise CheckpointError(
+                f"{path / INDEX_FILE}: shard {name!r} points outside the checkpoint directory"
+            )
         if not (path / name).is_file():
             raise CheckpointError(
                 f"{path / name}: shard is missing, {INDEX_FILE} lists {len(names)} files; fetch it again"
@@ -54,7 +60,9 @@ def iter_safetensors(path: Path) -> NamedTensors:
                 for name in opened.keys():  # noqa: SIM118  not a mapping
                     yield name, opened.get_tensor(name)
         except SafetensorError as error:
-            raise CheckpointError(f"{shard}: not a complete safetensors file ({error}); fetch it again") from None
+            raise CheckpointError(
+                f"{shard}: not a complete safetensors file ({error}); fetch it again"
+            ) from None
 
 
 def fill_tensors(wanted: dict[str, torch.Tensor], path: Path, ignored: tuple[str, ...] = ()) -> None:
@@ -81,11 +89,15 @@ def fill_tensors(wanted: dict[str, torch.Tensor], path: Path, ignored: tuple[str
                 f"{path}: tensor {name} is {tensor.dtype}; supported are float32, float16 and bfloat16"
             )
         if name not in missing:
-            raise CheckpointError(f"{path}: tensor {name} is in more than one shard; fetch the checkpoint again")
+            raise CheckpointError(
+                f"{path}: tensor {name} is in more than one shard; fetch the checkpoint again"
+            )
         target.copy_(tensor)
         del missing[name]
     if missing:
-        raise CheckpointError(f"{path}: {_some(list(missing))} missing from the weights; fetch the checkpoint again")
+        raise CheckpointError(
+            f"{path}: {_some(list(missing))} missing from the weights; fetch the checkpoint again"
+        )
     if unexpected:
         raise CheckpointError(
             f"{path}: {_some(unexpected)} unknown to this architecture; the weights belong to another config"

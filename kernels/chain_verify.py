@@ -28,7 +28,9 @@ def _chain_verify_kernel(
     m_draft = i_node < num_nodes - 1
     b_draft = tl.load(p_tokens + o_node + 1, mask=m_draft, other=-1)
     b_target = tl.load(p_targets + o_node, mask=m_draft, other=-2)
-    accept_len = 1 + tl.min(tl.where(b_draft == b_target, BLOCK, tl.minimum(i_node, num_nodes - 1)), axis=0).to(tl.int64)
+    accept_len = 1 + tl.min(
+        tl.where(b_draft == b_target, BLOCK, tl.minimum(i_node, num_nodes - 1)), axis=0
+    ).to(tl.int64)
     tl.store(p_accept_len + i_request, tl.minimum(accept_len, tl.load(p_limits + i_request)))
 
 

@@ -32,7 +32,9 @@ def choose_token_reference(
     token_ids = torch.arange(logits.shape[1], device=logits.device) if token_ids is None else token_ids
     if each > 1:
         knobs = (seeds, temperature, min_p, is_drawn)
-        seeds, temperature, min_p, is_drawn = (knob.repeat_interleave(each, output_size=logits.shape[0]) for knob in knobs)
+        seeds, temperature, min_p, is_drawn = (
+            knob.repeat_interleave(each, output_size=logits.shape[0]) for knob in knobs
+        )
     highest, likeliest = logits.max(dim=1)  # a NaN in the row comes out as the highest
     scaled = (logits.double() - highest.double()[:, None]) / temperature[:, None]
     scores = gumbel(seeds, positions, token_ids) + scaled
@@ -71,7 +73,9 @@ def _highest_kernel(
     highest = tl.max(b_logits, axis=0)
     o_out = i_row * num_splits + tl.program_id(1)
     tl.store(p_highest + o_out, highest)
-    tl.store(p_likeliest + o_out, tl.min(tl.where((b_logits == highest) & m_token, i_token, vocab_size), axis=0))
+    tl.store(
+        p_likeliest + o_out, tl.min(tl.where((b_logits == highest) & m_token, i_token, vocab_size), axis=0)
+    )
 
 
 @jit_varying("vocab_size", "num_splits", "row_stride", "rows_each")
@@ -184,7 +188,11 @@ def choose_token_triton(
         torch.empty((num_rows, num_splits), dtype=dtype, device=logits.device)
         for dtype in (torch.float32, torch.int32, torch.float64)
     )
-    drawn, grid, blocks = is_drawn.contiguous().view(torch.uint8), (num_rows, num_splits), next_power_of_2(num_splits)
+    drawn, grid, blocks = (
+        is_drawn.contiguous().view(torch.uint8),
+        (num_rows, num_splits),
+        next_power_of_2(num_splits),
+    )
     found = (highest, likeliest)
     sizes, each = (vocab_size, num_splits, logits.stride(0)), (num_splits, num_rows // seeds.shape[0])
     _highest_kernel[grid](logits, *found, *sizes, SPLIT=SPLIT, num_warps=4)

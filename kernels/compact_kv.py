@@ -20,7 +20,9 @@ def compact_kv_reference(kv: torch.Tensor, sources: torch.Tensor, targets: torch
     """The definition, and the CPU path."""
     num_layers, page_size = kv.shape[1], kv.shape[3]
     planes = torch.arange(2 * num_layers, device=kv.device) * page_size
-    read, written = ((kv_rows(slots.flatten(), kv)[:, None] + planes).flatten() for slots in (sources, targets))
+    read, written = (
+        (kv_rows(slots.flatten(), kv)[:, None] + planes).flatten() for slots in (sources, targets)
+    )
     flat = kv.view(-1, kv.shape[4] * kv.shape[5])
     flat.index_copy_(0, written, flat[read])
 

@@ -57,7 +57,9 @@ def _store_kv_kernel(
     tl.store(p_kv + o_kv + o_value, tl.where(is_real, b_v, 0.0), mask=m_tile)
 
 
-def store_kv_triton(kv: torch.Tensor, layer: int, rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+def store_kv_triton(
+    kv: torch.Tensor, layer: int, rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> None:
     """Launch `store_kv`: `kv` `[num_pages, L, 2, page_size, N, D]`, `rows` int64 `[T]`, `k`, `v` `[T, N, D]`.
 
     Raises ValueError when shapes or dtypes do not fit the pool.
@@ -89,7 +91,12 @@ def store_kv_triton(kv: torch.Tensor, layer: int, rows: torch.Tensor, k: torch.T
 
 def check_kv(kv: torch.Tensor, rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     """ValueError unless `k`, `v` are `[T, N, D]` of the pool's sizes and dtype, one row each of `rows` `[T]`."""
-    if k.shape != v.shape or k.shape != (rows.shape[0], *kv.shape[4:]) or k.dtype != kv.dtype or v.dtype != kv.dtype:
+    if (
+        k.shape != v.shape
+        or k.shape != (rows.shape[0], *kv.shape[4:])
+        or k.dtype != kv.dtype
+        or v.dtype != kv.dtype
+    ):
         raise ValueError(
             f"store_kv: k {tuple(k.shape)} {k.dtype}, v {tuple(v.shape)} {v.dtype} for {rows.shape[0]} rows do not fit "
             f"a pool of {kv.shape[4]} heads x {kv.shape[5]} {kv.dtype}"

@@ -54,7 +54,9 @@ def _paged_verify_cuda(
     return paged_verify_triton(q, kv, layer, page_table, kv_lens, scale, tree_mask)
 
 
-def recorded_store_kv(kv: torch.Tensor, layer: int, rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+def recorded_store_kv(
+    kv: torch.Tensor, layer: int, rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> None:
     """`kv_store.store_kv` as one operation: `kv` is mutated."""
     torch.ops.baton.store_kv.default(kv, layer, rows, k, v)
 

@@ -59,7 +59,9 @@ def _as_words(plane: torch.Tensor, staging: torch.Tensor) -> tuple[torch.Tensor,
     raise AssertionError("every number is a multiple of 1")
 
 
-def copy_pages_triton(plane: torch.Tensor, pages: torch.Tensor, staging: torch.Tensor, *, is_gather: bool) -> None:
+def copy_pages_triton(
+    plane: torch.Tensor, pages: torch.Tensor, staging: torch.Tensor, *, is_gather: bool
+) -> None:
     """Launch on `plane` uint8 `[num_pages, page_bytes]`, `pages` int `[M]`, `staging` uint8 `[M, page_bytes]`.
 
     Page numbers are not checked. Raises ValueError for shapes and dtypes that do not fit.

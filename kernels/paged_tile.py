@@ -127,14 +127,34 @@ def attend_columns(
         i_column = first + i_offset
         m_column = i_column < full_end
         b_k, b_v = load_kv_tile(
-            p_kv, p_pages, i_column, m_column, page_stride, slot_stride, o_value, True, PAGE_SIZE, HEAD_DIM, BLOCK_DIM
+            p_kv,
+            p_pages,
+            i_column,
+            m_column,
+            page_stride,
+            slot_stride,
+            o_value,
+            True,
+            PAGE_SIZE,
+            HEAD_DIM,
+            BLOCK_DIM,
         )
         b_max, b_sum, b_out = fold_tile(b_q, b_k, b_v, m_column[None, :], b_max, b_sum, b_out, scale, True)
     for first in range(full_end, end, BLOCK_COLUMNS):
         i_column = first + i_offset
         m_column = i_column < end
         b_k, b_v = load_kv_tile(
-            p_kv, p_pages, i_column, m_column, page_stride, slot_stride, o_value, False, PAGE_SIZE, HEAD_DIM, BLOCK_DIM
+            p_kv,
+            p_pages,
+            i_column,
+            m_column,
+            page_stride,
+            slot_stride,
+            o_value,
+            False,
+            PAGE_SIZE,
+            HEAD_DIM,
+            BLOCK_DIM,
         )
         i_node = i_column - context
         m_seen = i_node[None, :] <= i_query[:, None]
@@ -142,7 +162,9 @@ def attend_columns(
             m_new = (i_query < num_rows)[:, None] & (m_column & (i_node >= 0))[None, :]
             b_seen = tl.load(p_tree_mask + i_query[:, None] * window + i_node[None, :], mask=m_new, other=0)
             m_seen = (b_seen != 0) | (i_node < 0)[None, :]
-        b_max, b_sum, b_out = fold_tile(b_q, b_k, b_v, m_seen & m_column[None, :], b_max, b_sum, b_out, scale, False)
+        b_max, b_sum, b_out = fold_tile(
+            b_q, b_k, b_v, m_seen & m_column[None, :], b_max, b_sum, b_out, scale, False
+        )
     return b_max, b_sum, b_out
 
 

@@ -65,7 +65,17 @@ def _rope_kernel(
     i_head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
     m_head = i_head < num_heads
     b_y = rotated_tile(
-        p_x, p_cos, p_sin, i_token, i_token >= 0, i_head, m_head, token_stride, head_stride, HEAD_DIM, BLOCK_DIM
+        p_x,
+        p_cos,
+        p_sin,
+        i_token,
+        i_token >= 0,
+        i_head,
+        m_head,
+        token_stride,
+        head_stride,
+        HEAD_DIM,
+        BLOCK_DIM,
     )
     i_dim = tl.arange(0, BLOCK_DIM)
     o_y = (i_token * num_heads + i_head[:, None]) * HEAD_DIM + i_dim[None, :]

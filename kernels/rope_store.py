@@ -66,7 +66,9 @@ def _rope_store_kernel(
             p_q, p_cos, p_sin, i_token, m_token, i_head, m_head, q_stride, q_head_stride, HEAD_DIM, BLOCK_DIM
         )
         o_out = (i_token * num_heads + i_head[:, None]) * HEAD_DIM + i_dim[None, :]
-        tl.store(p_out + o_out, b_q.to(p_out.dtype.element_ty), mask=m_head[:, None] & m_dim[None, :] & m_token)
+        tl.store(
+            p_out + o_out, b_q.to(p_out.dtype.element_ty), mask=m_head[:, None] & m_dim[None, :] & m_token
+        )
     else:
         i_head = (i_block - num_q_blocks) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
         m_head = i_head < kv_heads
@@ -100,7 +102,9 @@ def rope_store_triton(
     check_tables(q, cos, signed_sin)
     check_kv(kv, rows, k, v)
     if q.shape[0] != k.shape[0] or q.shape[2] != k.shape[2] or q.dtype != kv.dtype:
-        raise ValueError(f"rope_store: q {tuple(q.shape)} {q.dtype} does not fit k {tuple(k.shape)} {k.dtype}")
+        raise ValueError(
+            f"rope_store: q {tuple(q.shape)} {q.dtype} does not fit k {tuple(k.shape)} {k.dtype}"
+        )
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     num_tokens, num_heads, head_dim = q.shape
     page_size, kv_heads = kv.shape[3], kv.shape[4]

@@ -53,7 +53,9 @@ def silu_mul_triton(gate_up: torch.Tensor) -> torch.Tensor:
 
 def _check(gate_up: torch.Tensor) -> None:
     if gate_up.shape[-1] % 2:
-        raise ValueError(f"silu_mul: the last dimension {gate_up.shape[-1]} is odd; gate and up must be equally wide")
+        raise ValueError(
+            f"silu_mul: the last dimension {gate_up.shape[-1]} is odd; gate and up must be equally wide"
+        )
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:

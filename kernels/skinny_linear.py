@@ -27,7 +27,9 @@ MIN_ROWS_TILE = 16
 SHARED_BYTES = 192 * 1024
 
 
-def gated_linear_reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def gated_linear_reference(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
     """The definition, and the CPU path: both halves and silu are rounded to the dtype before the product."""
     gate, up = F.linear(x, weight, bias).chunk(2, dim=-1)
     return F.silu(gate) * up
@@ -145,9 +147,15 @@ def linear_triton(
 
 def _check(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, is_gated: bool) -> None:
     if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1] or not weight.is_contiguous():
-        raise ValueError(f"linear: x {tuple(x.shape)} does not fit weight {tuple(weight.shape)}; expected [T, H], [N, H]")
-    if x.dtype != weight.dtype or (bias is not None and (bias.dtype != x.dtype or bias.shape != weight.shape[:1])):
-        raise ValueError(f"linear: x {x.dtype}, weight {weight.dtype} and bias must have one dtype, a bias for each output")
+        raise ValueError(
+            f"linear: x {tuple(x.shape)} does not fit weight {tuple(weight.shape)}; expected [T, H], [N, H]"
+        )
+    if x.dtype != weight.dtype or (
+        bias is not None and (bias.dtype != x.dtype or bias.shape != weight.shape[:1])
+    ):
+        raise ValueError(
+            f"linear: x {x.dtype}, weight {weight.dtype} and bias must have one dtype, a bias for each output"
+        )
     if is_gated and weight.shape[0] % 2:
         raise ValueError(f"gated_linear: {weight.shape[0]} outputs are odd; gate and up must be equally wide")
 

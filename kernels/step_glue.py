@@ -105,11 +105,15 @@ def _places_kernel(
     o_cell = i_request * NUM_PLACES + i_place
     tl.store(p_grid + o_cell, tl.minimum(b_position, MAX_CONTEXT - 1), mask=m_place)
     tl.store(p_grid + num_cells + o_cell, tl.where(m_stored, b_page * PAGE_SIZE + b_offset, 0), mask=m_place)
-    tl.store(p_grid + 2 * num_cells + o_cell, tl.where(m_stored, b_page * TARGET_PAGE + b_offset, 0), mask=m_place)
+    tl.store(
+        p_grid + 2 * num_cells + o_cell, tl.where(m_stored, b_page * TARGET_PAGE + b_offset, 0), mask=m_place
+    )
     b_draft = tl.where(m_stored & is_warm, b_page * DRAFT_PAGE + b_offset, 0)
     tl.store(p_grid + 3 * num_cells + o_cell, b_draft, mask=m_place)
     tl.store(p_rows + i_request, length)
-    tl.store(p_rows + num_requests + i_request, tl.where(is_active, tl.minimum(capacity - length, NUM_PLACES), 0))
+    tl.store(
+        p_rows + num_requests + i_request, tl.where(is_active, tl.minimum(capacity - length, NUM_PLACES), 0)
+    )
     tl.store(p_rows + 2 * num_requests + i_request, tl.where(is_active, length + NUM_NODES, 0))
     tl.store(p_rows + 3 * num_requests + i_request, tl.where(is_active, length + NUM_PATH, 0))
 
@@ -322,9 +326,13 @@ def _check_outcome(
 ) -> None:
     _check_state(table)
     count = slots.shape[0]
-    is_shaped = tokens.shape == path.shape == (count, path.shape[-1]) and all(x.shape == (count,) for x in counts)
+    is_shaped = tokens.shape == path.shape == (count, path.shape[-1]) and all(
+        x.shape == (count,) for x in counts
+    )
     is_integer = all(x.dtype == torch.int64 for x in (slots, tokens, path, *counts))
-    is_flagged = all(x.dtype == torch.bool and (x.numel() % count == 0 if count else not x.numel()) for x in flags)
+    is_flagged = all(
+        x.dtype == torch.bool and (x.numel() % count == 0 if count else not x.numel()) for x in flags
+    )
     if not (is_shaped and is_integer and is_flagged):
         raise ValueError(
             f"step_outcome: tokens {tuple(tokens.shape)}, path {tuple(path.shape)} and counts "

@@ -39,7 +39,12 @@ def tree_verify_reference(
     accept_len = limits.to(torch.int64).clamp(max=1)[:, None]
     path = [node]
     for _ in range(1, num_nodes):
-        is_child = (parents == node) & (tokens == targets.gather(1, node)) & (nodes > node) & (nodes < limits[:, None])
+        is_child = (
+            (parents == node)
+            & (tokens == targets.gather(1, node))
+            & (nodes > node)
+            & (nodes < limits[:, None])
+        )
         child = torch.where(is_child, nodes, num_nodes).amin(dim=1, keepdim=True)
         node = torch.where(child < num_nodes, child, node)  # without a child it stays, and finds none again
         accept_len = accept_len + (child < num_nodes)

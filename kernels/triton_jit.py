@@ -39,7 +39,9 @@ def jit_varying(*names: str) -> Callable[[Callable[..., object]], Kernel]:
     """
 
     def decorate(function: Callable[..., object]) -> Kernel:
-        kernel: Kernel = _NoTriton() if triton is None else triton.jit(function, do_not_specialize=list(names))
+        kernel: Kernel = (
+            _NoTriton() if triton is None else triton.jit(function, do_not_specialize=list(names))
+        )
         return kernel
 
     return decorate
@@ -47,7 +49,9 @@ def jit_varying(*names: str) -> Callable[[Callable[..., object]], Kernel]:
 
 class _NoTriton:
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., object]:
-        raise RuntimeError("this platform has no Triton; keep the tensors on the CPU, where torch computes the same")
+        raise RuntimeError(
+            "this platform has no Triton; keep the tensors on the CPU, where torch computes the same"
+        )
 
     def __call__(self, *args: object, **kwargs: object) -> tl.tensor:
         return self[()]

@@ -23,7 +23,9 @@ MIN_SPLIT = 64
 MAX_SPLITS = 64
 
 
-def visible_columns(kv_lens: torch.Tensor, num_rows: int, length: int, tree_mask: torch.Tensor | None) -> torch.Tensor:
+def visible_columns(
+    kv_lens: torch.Tensor, num_rows: int, length: int, tree_mask: torch.Tensor | None
+) -> torch.Tensor:
     """Which of `length` context rows each new row sees: bool `[B, Q, length]`.
 
     All rows before the new ones and of these the ones up to itself; or all but the last W rows, and of those the ones
@@ -56,7 +58,9 @@ def paged_verify_reference(
     slots = page_table.to(torch.int64)[:, :, None] * page_size + torch.arange(page_size, device=q.device)
     visible = visible_columns(kv_lens.to(torch.int64), q.shape[1], slots[0].numel(), tree_mask)
     used = visible.any(dim=1)
-    rows = kv_rows(torch.where(used, slots.flatten(1), 0), kv).flatten()  # unused ones read the sink, which is zeros
+    rows = kv_rows(
+        torch.where(used, slots.flatten(1), 0), kv
+    ).flatten()  # unused ones read the sink, which is zeros
     keys, values = gather_kv(kv, layer, torch.cat((rows, rows + page_size)))
     shape = (q.shape[0], -1, *kv.shape[4:])
     mask = torch.zeros(visible.shape, dtype=q.dtype, device=q.device).masked_fill_(~visible, float("-inf"))
@@ -128,7 +132,9 @@ def _verify_kernel(
     m_rows = m_row[:, None] & (i_dim < HEAD_DIM)[None, :]
     o_q = i_request * q_batch_stride + i_query * q_row_stride + i_head * q_head_stride
     b_q = tl.load(p_q + o_q[:, None] + i_dim[None, :], mask=m_rows, other=0.0)
-    split_start, full_end, split_end = _split_bounds(kv_len, context, i_split, num_splits, MIN_SPLIT, BLOCK_COLUMNS)
+    split_start, full_end, split_end = _split_bounds(
+        kv_len, context, i_split, num_splits, MIN_SPLIT, BLOCK_COLUMNS
+    )
     p_row_mask = p_tree_mask + i_request * num_rows * window
     b_max, b_sum, b_out = attend_columns(
         b_q, i_query, p_kv + o_layer + i_kv_head * HEAD_DIM, p_pages + i_request * table_stride, p_row_mask, split_start,

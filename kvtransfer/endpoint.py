@@ -12,7 +12,9 @@ from .memory import Payload
 from .session import Peer, Send, SendBlock
 from .transport import TransportEvent
 
-MAX_OUTBOX = 4096  # messages per peer that wait for room in its queue; what is beyond gets lost, as on a network
+MAX_OUTBOX = (
+    4096  # messages per peer that wait for room in its queue; what is beyond gets lost, as on a network
+)
 RETRY_S = 0.001
 MAX_RETRY_S = 0.05
 

@@ -12,7 +12,9 @@ from .fingerprint import pair_fingerprint
 from .transport import Planes
 
 
-def layout_of(pool: KVPool, *, model_fingerprint: str, feature_ids: Sequence[int], feature_width: int) -> Layout:
+def layout_of(
+    pool: KVPool, *, model_fingerprint: str, feature_ids: Sequence[int], feature_width: int
+) -> Layout:
     """The wire layout of the pool's pages, with the fingerprint that the router pairs by."""
     dtype = str(pool.dtype).removeprefix("torch.")
     fingerprint = pair_fingerprint(

@@ -43,7 +43,9 @@ class KVLayout:
 
     def __post_init__(self) -> None:
         if self.wire.dtype not in ITEM_BYTES:
-            raise LocalProtocolError(f"dtype {self.wire.dtype!r} has no wire format, use one of {sorted(ITEM_BYTES)}")
+            raise LocalProtocolError(
+                f"dtype {self.wire.dtype!r} has no wire format, use one of {sorted(ITEM_BYTES)}"
+            )
 
     @cached_property
     def kv_page_bytes(self) -> int:

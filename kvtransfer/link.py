@@ -80,7 +80,9 @@ class LinkFailed:
 
 Command = Offer | PullRequest | Advance | Drop
 LinkEvent = ControlDown | TransportEvent | Ended | RouterLost | LinkFailed
-Sourced = FromRouter | TransportEvent | Ended | RouterLost | LinkFailed  # an event before its room's owner was noted
+Sourced = (
+    FromRouter | TransportEvent | Ended | RouterLost | LinkFailed
+)  # an event before its room's owner was noted
 OpenPlanes = Callable[["zmq.Context[zmq.Socket[bytes]]"], tuple[RouterLinks, PollableTransport]]
 
 
@@ -187,7 +189,9 @@ class WorkerLink:
         """All events so far; waits up to `timeout` seconds for the first."""
         events: list[LinkEvent] = []
         try:
-            events += incoming(self._owners, self._inbox.get(timeout=timeout) if timeout > 0 else self._inbox.get_nowait())
+            events += incoming(
+                self._owners, self._inbox.get(timeout=timeout) if timeout > 0 else self._inbox.get_nowait()
+            )
             while True:
                 events += incoming(self._owners, self._inbox.get_nowait())
         except queue.Empty:
@@ -241,9 +245,15 @@ class WorkerLink:
         """Wait for the earliest of: a message, a block, a command, a deadline. Then do what is due."""
         controls = routers.links.values()
         self._turned_at = now = time.monotonic()
-        deadlines = [now + IDLE_WAIT_S, transport.next_deadline(now), *(control.next_deadline for control in controls)]
+        deadlines = [
+            now + IDLE_WAIT_S,
+            transport.next_deadline(now),
+            *(control.next_deadline for control in controls),
+        ]
         wait = max(0.0, min(at for at in deadlines if at is not None) - now)
-        is_behind = self._inbox.qsize() >= INBOX_LIMIT  # then the routers' messages wait in their own bounded queues
+        is_behind = (
+            self._inbox.qsize() >= INBOX_LIMIT
+        )  # then the routers' messages wait in their own bounded queues
         heard = [] if is_behind else [control.socket for control in controls]
         self._poller_for([*transport.pollables(), *heard]).poll(int(wait * 1000) + (wait > 0))
         self._drain_wake()

@@ -32,9 +32,16 @@ def check_planes(layout: KVLayout, planes: Planes) -> None:
 
 
 def _check_plane(name: str, plane: torch.Tensor, page_bytes: int) -> None:
-    if plane.dtype != torch.uint8 or plane.dim() != 2 or plane.shape[1] != page_bytes or not plane.is_contiguous():
+    if (
+        plane.dtype != torch.uint8
+        or plane.dim() != 2
+        or plane.shape[1] != page_bytes
+        or not plane.is_contiguous()
+    ):
         given = f"{plane.dtype} {list(plane.shape)}"
-        raise LocalProtocolError(f"the {name} plane must be contiguous uint8 [num_pages, {page_bytes}], not {given}")
+        raise LocalProtocolError(
+            f"the {name} plane must be contiguous uint8 [num_pages, {page_bytes}], not {given}"
+        )
 
 
 class StagingPool:
@@ -72,12 +79,16 @@ class DeviceCopies:
     def __repr__(self) -> str:
         return f"DeviceCopies({self._stream})"
 
-    def run(self, copies: Iterable[tuple[torch.Tensor, torch.Tensor]], after: torch.cuda.Event | None = None) -> None:
+    def run(
+        self, copies: Iterable[tuple[torch.Tensor, torch.Tensor]], after: torch.cuda.Event | None = None
+    ) -> None:
         """Each (target, source), not before `after`; returns when all are done."""
         self.begin(copies, after)
         self.finish()
 
-    def begin(self, copies: Iterable[tuple[torch.Tensor, torch.Tensor]], after: torch.cuda.Event | None = None) -> None:
+    def begin(
+        self, copies: Iterable[tuple[torch.Tensor, torch.Tensor]], after: torch.cuda.Event | None = None
+    ) -> None:
         """As `run`, but what the tensors hold is settled by `finish`."""
         if after is not None and not after.query():  # type: ignore[no-untyped-call]
             self._stream.wait_event(after)
@@ -130,7 +141,9 @@ class BlockReader:
             self._planes["features"] = planes.features
         self._is_cuda = planes.kv.is_cuda
         self._copies = DeviceCopies(planes.kv.device) if self._is_cuda else None
-        self._arrays: dict[Plane, Bytes] = {} if self._is_cuda else {k: t.numpy() for k, t in self._planes.items()}
+        self._arrays: dict[Plane, Bytes] = (
+            {} if self._is_cuda else {k: t.numpy() for k, t in self._planes.items()}
+        )
         self._pool = StagingPool(layout.wire.block_bytes + TAG_BYTES, is_pinned=self._is_cuda)
         self._hands = hands_of_host() if self._is_cuda else Hands(1)
         self.crc: Crc = self._hands.crc
@@ -159,7 +172,9 @@ class BlockReader:
         for filling in fillings:
             self._copies.begin(self._gathered(_tensor_of(filling.slot), filling.segments, filling.pages))
         self._copies.finish()
-        return self._hands.digests([(filling.slot[: filling.size].data, filling.seed) for filling in fillings], self.crc)
+        return self._hands.digests(
+            [(filling.slot[: filling.size].data, filling.seed) for filling in fillings], self.crc
+        )
 
     def _fill(self, filling: Filling) -> int:
         target, seed = filling.slot, filling.seed
@@ -212,7 +227,9 @@ class BlockWriter:
         self._pool = StagingPool(layout.wire.block_bytes, is_pinned=planes.kv.is_cuda)
         self._hands = hands_of_host() if planes.kv.is_cuda else Hands(1)
         self.crc: Crc = self._hands.crc
-        self.pin: Pin = partial(pin, device=planes.kv.device, is_read_only=True) if planes.kv.is_cuda else no_pin
+        self.pin: Pin = (
+            partial(pin, device=planes.kv.device, is_read_only=True) if planes.kv.is_cuda else no_pin
+        )
 
     def write(self, payload: memoryview, segments: Sequence[Segment], request: PullRequest) -> None:
         """Copies a block to where it belongs; returns when the bytes are there."""
@@ -236,7 +253,9 @@ class BlockWriter:
             return [self._land(arrival) for arrival in arrivals]
         assert self._copies is not None
         for one in arrivals:
-            self._copies.begin(self._scattered(_tensor_of(one.data), one.segments, one.request), one.request.after)
+            self._copies.begin(
+                self._scattered(_tensor_of(one.data), one.segments, one.request), one.request.after
+            )
         self._copies.finish()
         digests = self._hands.digests([(one.data.data, one.seed) for one in arrivals], self.crc)
         return [digest == one.digest for digest, one in zip(digests, arrivals, strict=True)]

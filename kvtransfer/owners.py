@@ -12,7 +12,18 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from ..cluster.log import fields
-from ..cluster.messages import Cancel, ControlDown, ControlUp, Goodbye, Heartbeat, Hello, Prefill, Reserve, TokenItem, Tokens
+from ..cluster.messages import (
+    Cancel,
+    ControlDown,
+    ControlUp,
+    Goodbye,
+    Heartbeat,
+    Hello,
+    Prefill,
+    Reserve,
+    TokenItem,
+    Tokens,
+)
 
 logger = logging.getLogger(__name__)
 

@@ -118,7 +118,9 @@ class Pair:
         """Asks for a room's announcements."""
         room.heard_at = now
         request = room.request
-        attach = Attach(room=request.room, epoch=request.epoch, instance=self._hello.instance, have=request.have)
+        attach = Attach(
+            room=request.room, epoch=request.epoch, instance=self._hello.instance, have=request.have
+        )
         return Send(self.endpoint, attach)
 
     def fill(self, now: float) -> list[Send]:

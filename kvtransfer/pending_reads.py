@@ -15,7 +15,9 @@ class PendingReads:
     def __init__(self, recycle: Callable[[torch.Tensor], None]) -> None:
         self._recycle = recycle
         self._pages: dict[tuple[str, int], list[Delivery]] = {}  # by room and epoch
-        self._held: list[tuple[Released | Dropped, float]] = []  # waits until those are done, or the time has come
+        self._held: list[
+            tuple[Released | Dropped, float]
+        ] = []  # waits until those are done, or the time has come
         self._staging: list[tuple[Delivery, torch.Tensor]] = []
 
     def __repr__(self) -> str:

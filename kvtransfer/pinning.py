@@ -22,7 +22,10 @@ Bytes = npt.NDArray[np.uint8]
 Unpin = Callable[[], None]
 Pin = Callable[[Bytes], Unpin | None]
 
-PORTABLE, READ_ONLY = 0x01, 0x08  # driver_types.h: for every context of the process; for mappings without PROT_WRITE
+PORTABLE, READ_ONLY = (
+    0x01,
+    0x08,
+)  # driver_types.h: for every context of the process; for mappings without PROT_WRITE
 
 
 def no_pin(memory: Bytes) -> Unpin | None:
@@ -37,9 +40,13 @@ def pin(memory: Bytes, device: torch.device, *, is_read_only: bool) -> Unpin | N
     address = memory.__array_interface__["data"][0]
     cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     with torch.cuda.device(device):
-        code = int(cudart.cudaHostRegister(address, memory.size, PORTABLE | (READ_ONLY if is_read_only else 0)))
+        code = int(
+            cudart.cudaHostRegister(address, memory.size, PORTABLE | (READ_ONLY if is_read_only else 0))
+        )
     if code:
-        logger.warning("the GPU's driver pins no shared memory", extra=fields(bytes=memory.size, cuda_error=code))
+        logger.warning(
+            "the GPU's driver pins no shared memory", extra=fields(bytes=memory.size, cuda_error=code)
+        )
         return None
     return partial(_unpin, address, device)
 

@@ -112,7 +112,9 @@ class ReceiverSession:
             effects += self._lose(old, "TransferError", "a newer attempt was asked for", now)
         pair = self._pairs.get(request.endpoint)
         if pair is None:
-            pair = Pair(request.endpoint, self._hello, window=self._window, silence_s=self._silence_s, now=now)
+            pair = Pair(
+                request.endpoint, self._hello, window=self._window, silence_s=self._silence_s, now=now
+            )
             self._pairs[request.endpoint] = pair
             effects.append(pair.hello(now))
         elif not pair.rooms:
@@ -185,7 +187,9 @@ class ReceiverSession:
             self.counters.stale_instance += 1
         elif room.is_landed(block.block):
             self.counters.duplicate_blocks += 1
-        elif block.block not in room.in_flight or not size == block.size == room.stream.block_size(block.block):
+        elif block.block not in room.in_flight or not size == block.size == room.stream.block_size(
+            block.block
+        ):
             self.counters.unexpected += 1
         else:
             return room.stream.segments(block.block)
@@ -305,7 +309,9 @@ class ReceiverSession:
             room.heard_at = now  # else a reminder would keep overdue blocks from being asked for
         return [*self._finish_if_complete(room, now), *pair.fill(now)]
 
-    def _answer_stranger(self, pair: Pair, message: Announce | Abort, room: ReceiverRoom | None) -> list[Effect]:
+    def _answer_stranger(
+        self, pair: Pair, message: Announce | Abort, room: ReceiverRoom | None
+    ) -> list[Effect]:
         """A message about an attempt that is not open here: prefill need not keep it."""
         if room is not None:
             self.counters.stale_epoch += 1
@@ -386,7 +392,9 @@ class ReceiverSession:
         if room.state is ReceiverState.GREETING:
             return []
         request = room.request
-        abort = Abort(room=request.room, epoch=request.epoch, instance=self.instance, reason=reason[:MAX_REASON])
+        abort = Abort(
+            room=request.room, epoch=request.epoch, instance=self.instance, reason=reason[:MAX_REASON]
+        )
         return [Send(request.endpoint, abort)]
 
     def _close(self, room: ReceiverRoom, state: ReceiverState, reason: str, now: float) -> None:

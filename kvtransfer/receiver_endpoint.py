@@ -69,7 +69,11 @@ class ReceiverEndpoint(Endpoint[Send]):
 
     def next_deadline(self, now: float) -> float | None:
         """When `poll` must be called at the latest; None when only a message can bring news."""
-        times = [self.session.next_deadline(), self._slabs.next_deadline(), self._retry_at if self._outbox else None]
+        times = [
+            self.session.next_deadline(),
+            self._slabs.next_deadline(),
+            self._retry_at if self._outbox else None,
+        ]
         return min((t for t in times if t is not None), default=None)
 
     def _close_link(self, peer: Peer) -> None:
@@ -146,10 +150,15 @@ class ReceiverEndpoint(Endpoint[Send]):
                 effects.append(Send(peer, self._slabs.freed(block)))
                 continue
             seed = digest_seed(block.room, block.epoch, block.block, block.size)
-            expected.append((block, Arrival(data, segments, pair.rooms[block.room].request, seed, block.digest)))
+            expected.append(
+                (block, Arrival(data, segments, pair.rooms[block.room].request, seed, block.digest))
+            )
         are_right = self._writer.land([one for _, one in expected], is_pinned=self._slabs.is_pinned(peer))
         for (block, _), is_right in zip(expected, are_right, strict=True):
-            effects += [Send(peer, self._slabs.freed(block)), *self._settle_slab_block(peer, block, is_right, now)]
+            effects += [
+                Send(peer, self._slabs.freed(block)),
+                *self._settle_slab_block(peer, block, is_right, now),
+            ]
         return effects
 
     def _settle_slab_block(self, peer: Peer, block: SlabBlock, is_right: bool, now: float) -> list[Effect]:
@@ -172,8 +181,12 @@ class ReceiverEndpoint(Endpoint[Send]):
         try:
             if is_sealed:
                 self._open(block, payload, segments, room)
-            elif block_digest(block.room, block.epoch, block.block, payload, self._writer.crc) != block.digest:
-                raise DigestMismatch(f"block {block.block} of room {block.room} has not the digest of its header")
+            elif (
+                block_digest(block.room, block.epoch, block.block, payload, self._writer.crc) != block.digest
+            ):
+                raise DigestMismatch(
+                    f"block {block.block} of room {block.room} has not the digest of its header"
+                )
             else:
                 self._writer.write(payload, segments, room.request)
         except DigestMismatch:
@@ -181,12 +194,16 @@ class ReceiverEndpoint(Endpoint[Send]):
         self.reach("receiver:block")
         return self.session.landed(peer, block, now)
 
-    def _open(self, block: Block, payload: memoryview, segments: Sequence[Segment], room: ReceiverRoom) -> None:
+    def _open(
+        self, block: Block, payload: memoryview, segments: Sequence[Segment], room: ReceiverRoom
+    ) -> None:
         """Lands a sealed block. Raises DigestMismatch when it is not authentic."""
         opener = room.opener
         if opener is None:
             raise DigestMismatch(f"there is no key for block {block.block} of room {block.room}")
-        name = BlockName(block.room, block.epoch, block.block, block.size, self.session.layout.wire.fingerprint)
+        name = BlockName(
+            block.room, block.epoch, block.block, block.size, self.session.layout.wire.fingerprint
+        )
         self._writer.open(
             lambda plain: opener.open(name, block.attempt, payload, plain), block.size, segments, room.request
         )

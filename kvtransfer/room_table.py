@@ -29,14 +29,18 @@ class RoomTable(Generic[R]):
 
     def __init__(self) -> None:
         self._rooms: dict[tuple[str, int], R] = {}
-        self._closed: OrderedDict[str, int] = OrderedDict()  # room -> its newest epoch that ended or was turned away here
+        self._closed: OrderedDict[str, int] = (
+            OrderedDict()
+        )  # room -> its newest epoch that ended or was turned away here
         self.on_left: Callable[[R], None] = lambda room: None  # hears of every attempt that leaves
 
     def __repr__(self) -> str:
         counts: dict[object, int] = {}
         for room in self._rooms.values():
             counts[room.state] = counts.get(room.state, 0) + 1
-        return f"<{type(self).__name__} {', '.join(f'{state} {n}' for state, n in counts.items()) or 'empty'}>"
+        return (
+            f"<{type(self).__name__} {', '.join(f'{state} {n}' for state, n in counts.items()) or 'empty'}>"
+        )
 
     def __iter__(self) -> Iterator[R]:
         return iter(list(self._rooms.values()))

@@ -39,7 +39,10 @@ class BlockName:
     @property
     def associated_data(self) -> bytes:
         """Of fixed widths up to the fingerprint, which comes last: no two names give the same bytes."""
-        return _PLACE.pack(bytes.fromhex(self.room), self.epoch, self.block, self.size) + self.fingerprint.encode()
+        return (
+            _PLACE.pack(bytes.fromhex(self.room), self.epoch, self.block, self.size)
+            + self.fingerprint.encode()
+        )
 
 
 class Sealer:

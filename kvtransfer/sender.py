@@ -43,7 +43,9 @@ from .session import (
 )
 from .transport import Dropped, Offer, Released
 
-EARLY_S = 330.0  # longer than a router waits for a first token, so that no prompt is failed while it is queued
+EARLY_S = (
+    330.0  # longer than a router waits for a first token, so that no prompt is failed while it is queued
+)
 MAX_EARLY = 4096
 MAX_PEERS = 1024
 MAX_REASON = 1024
@@ -120,7 +122,9 @@ class SenderSession:
         """
         expected = self.layout.stream(offer.num_tokens, 0).num_pages
         if offer.num_tokens < 1 or len(offer.pages) != expected:
-            raise LocalProtocolError(f"{offer.num_tokens} tokens lie in {expected} pages, not in {len(offer.pages)}")
+            raise LocalProtocolError(
+                f"{offer.num_tokens} tokens lie in {expected} pages, not in {len(offer.pages)}"
+            )
         effects: list[Effect] = []
         old = self._rooms.get(offer.room)
         if old is not None:
@@ -136,7 +140,9 @@ class SenderSession:
                 effects += self._attach(early.peer, self._peers[early.peer], early.attach, now)
         return effects
 
-    def advance(self, room: str, epoch: int, tokens_ready: int, first_token: int | None, now: float) -> list[Effect]:
+    def advance(
+        self, room: str, epoch: int, tokens_ready: int, first_token: int | None, now: float
+    ) -> list[Effect]:
         """Announces progress; nothing happens when the room has ended meanwhile."""
         known = self._rooms.get(room)
         if known is None or known.offer.epoch != epoch:
@@ -307,7 +313,9 @@ class SenderSession:
         early = self._early.pop(room)
         return self._abort(early.peer, room, early.attach.epoch, "prefill got no such request")
 
-    def _answer_stranger(self, peer: Peer, message: Pull | Release | Abort, known: SenderRoom | None) -> list[Effect]:
+    def _answer_stranger(
+        self, peer: Peer, message: Pull | Release | Abort, known: SenderRoom | None
+    ) -> list[Effect]:
         """A message about a room that this peer does not hold open here."""
         early = self._early.get(message.room)
         if isinstance(message, Abort) and early is not None and early.attach.epoch <= message.epoch:
@@ -386,4 +394,6 @@ class SenderSession:
 
 def _may_speak(known: SenderRoom, message: Pull | Release | Abort) -> bool:
     """Only the attached process speaks for a room; before anybody attached, an Abort is believed."""
-    return known.peer_instance == message.instance or (known.peer_instance == "" and isinstance(message, Abort))
+    return known.peer_instance == message.instance or (
+        known.peer_instance == "" and isinstance(message, Abort)
+    )

@@ -45,16 +45,22 @@ class SenderEndpoint(Endpoint["Send | SendBlock"]):
         clock: Clock = time.monotonic,
     ) -> None:
         super().__init__(clock)
-        self.session = SenderSession(instance, layout, lease_s=lease_s, ciphers=ciphers, transports=transports)
+        self.session = SenderSession(
+            instance, layout, lease_s=lease_s, ciphers=ciphers, transports=transports
+        )
         if self.session.layout.has_features != (planes.features is not None):
             raise LocalProtocolError("a layout has features exactly when the planes have them")
         self._lease_s = lease_s
         self._reader = BlockReader(self.session.layout, planes)
         self._decoder = kv_up_frames()
         self._reads = PendingReads(self._reader.recycle)
-        self._prepared = PreparedBlocks(instance, layout.fingerprint, self._reader)  # what a full connection did not take
+        self._prepared = PreparedBlocks(
+            instance, layout.fingerprint, self._reader
+        )  # what a full connection did not take
         pin = self._reader.pin
-        self._slabs = SenderSlabs(instance, layout.block_bytes, lease_s=lease_s, max_bytes=slab_bytes, pin=pin)
+        self._slabs = SenderSlabs(
+            instance, layout.block_bytes, lease_s=lease_s, max_bytes=slab_bytes, pin=pin
+        )
         self._waiting: set[Key] = set()  # the blocks in the outbox
         self._slots_per_frame = _slots_per_frame(layout, planes)
 
@@ -80,7 +86,11 @@ class SenderEndpoint(Endpoint["Send | SendBlock"]):
 
     def next_deadline(self, now: float) -> float | None:
         """When `poll` must be called at the latest; None when only a message can bring news."""
-        times = [self.session.next_deadline(), self._slabs.next_deadline(), self._retry_at if self._outbox else None]
+        times = [
+            self.session.next_deadline(),
+            self._slabs.next_deadline(),
+            self._retry_at if self._outbox else None,
+        ]
         if self._reads.is_waiting:
             times.append(now + RETRY_S)
         return min((t for t in times if t is not None), default=None)
@@ -156,7 +166,9 @@ class SenderEndpoint(Endpoint["Send | SendBlock"]):
             return 1
         filled = self._fill_slots(waiting)
         if filled:
-            is_sent = self._transmit(item.peer, encode_batch([header for _, header in filled]), None) is not None
+            is_sent = (
+                self._transmit(item.peer, encode_batch([header for _, header in filled]), None) is not None
+            )
         else:
             is_sent = self._send_payload(item)
         if not is_sent:
@@ -171,7 +183,11 @@ class SenderEndpoint(Endpoint["Send | SendBlock"]):
         """The first few blocks that wait, in slots of the slab; none when the first must go as a message."""
         items: list[SendBlock] = []
         for item in islice(waiting, min(self.max_batch, self._slots_per_frame)):
-            if isinstance(item, Send) or item in self._prepared or not self.session.is_open(item.room, item.epoch):
+            if (
+                isinstance(item, Send)
+                or item in self._prepared
+                or not self.session.is_open(item.room, item.epoch)
+            ):
                 break
             items.append(item)
         headers = self._slabs.fill(items, self._reader, self._clock()) if items else []

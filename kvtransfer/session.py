@@ -232,7 +232,9 @@ def check_request(layout: KVLayout, request: PullRequest) -> None:
         shape = (pages, layout.feature_page_bytes)
         given = None if request.features is None else tuple(request.features.shape)
         if given != shape:
-            raise LocalProtocolError(f"the features of {pages} pages need a uint8 tensor {shape}, not {given}")
+            raise LocalProtocolError(
+                f"the features of {pages} pages need a uint8 tensor {shape}, not {given}"
+            )
 
 
 # --- what is left of closed rooms -------------------------------------------------------------------------------------
@@ -286,7 +288,9 @@ class TransferCounters:
     stale_epoch: int = 0  # messages of another attempt than the open one
     stale_instance: int = 0  # messages of another process than the expected one
     unknown_room: int = 0
-    unexpected: int = 0  # legal messages that make no sense now: a pull of what is not ready, a block not asked for
+    unexpected: int = (
+        0  # legal messages that make no sense now: a pull of what is not ready, a block not asked for
+    )
     duplicate_blocks: int = 0
     repulls: int = 0
     digest_mismatches: int = 0

@@ -29,7 +29,12 @@ from .pinning import Bytes, Pin, Unpin
 
 # linux/fcntl.h; not every Python and platform names them
 F_ADD_SEALS, F_GET_SEALS = 1033, 1034
-F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW, F_SEAL_FUTURE_WRITE = 0x01, 0x02, 0x04, 0x10  # the last since Linux 5.1
+F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW, F_SEAL_FUTURE_WRITE = (
+    0x01,
+    0x02,
+    0x04,
+    0x10,
+)  # the last since Linux 5.1
 SEALS = F_SEAL_SEAL | F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_FUTURE_WRITE
 BACKLOG = 64
 TOKEN_BYTES = 32  # hex
@@ -94,7 +99,9 @@ class Slab:
         except OSError as error:
             connection.close()
             is_elsewhere = error.errno == errno.ECONNREFUSED
-            reason = "it is on another host, or its network is" if is_elsewhere else error.strerror or str(error)
+            reason = (
+                "it is on another host, or its network is" if is_elsewhere else error.strerror or str(error)
+            )
             raise SlabError(f"decode cannot be reached for shared memory: {reason}") from None
         except SlabError:
             connection.close()
@@ -118,7 +125,9 @@ class Slab:
 class MappedSlab:
     """Decode's end: the same slots, read-only."""
 
-    def __init__(self, slab_id: str, num_slots: int, slot_bytes: int, fd: int, connection: socket.socket) -> None:
+    def __init__(
+        self, slab_id: str, num_slots: int, slot_bytes: int, fd: int, connection: socket.socket
+    ) -> None:
         """Maps `fd` and closes it. Raises SlabError, and closes `connection`, unless it is a sealed slab of this user and of
         this very size.
         """
@@ -215,7 +224,10 @@ class SlabDoor:
             if len(fds) == 1 and is_expected(token) and token not in self._arrived:
                 self._arrived[token] = (fds[0], connection)
                 return
-        except (OSError, SlabError):  # a stranger, or a peer that died on the way: its grant will find nothing
+        except (
+            OSError,
+            SlabError,
+        ):  # a stranger, or a peer that died on the way: its grant will find nothing
             pass
         for fd in fds:
             os.close(fd)

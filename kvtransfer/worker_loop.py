@@ -21,7 +21,9 @@ from .owners import RouterLost
 logger = logging.getLogger(__name__)
 
 IDLE_WAIT_S = 0.05  # how long an idle loop may sleep before it looks at the shutdown events
-FAREWELL_S = 0.3  # from Goodbye to the end at least: what the router sent before it heard is refused, not lost
+FAREWELL_S = (
+    0.3  # from Goodbye to the end at least: what the router sent before it heard is refused, not lost
+)
 
 
 class Rooms(Protocol):
@@ -139,7 +141,9 @@ class WorkerLoop:
                 logger.error("the link thread failed", exc_info=error)
                 return EXIT_CRASHED
             case RouterLost(reason=reason, rooms=rooms):
-                logger.warning("rooms of a lost router are dropped", extra=fields(reason=reason, rooms=len(rooms)))
+                logger.warning(
+                    "rooms of a lost router are dropped", extra=fields(reason=reason, rooms=len(rooms))
+                )
                 self.worker.drop_rooms(rooms, reason)
             case Welcome():
                 self._next_beat = 0.0  # the router lets nobody serve before its first heartbeat

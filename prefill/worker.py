@@ -1,12 +1,12 @@
 """A prefill server: prompts in, KV caches and first tokens out.
 
-    1. Prefill arrives            the prompt waits; refused at once if it can never be held or the queue is full
-    2. admission                  cached prefix pages are shared, the rest allocated; the room is offered to its reader
-    3. chunks                     each forward computes the next part of some prompts and keeps the aux features beside
-                                  their KV; each part is announced as soon as it is final
-    4. first token                sampled here, streamed by the router at once; the same token closes the offer
-    5. hand-off                   pages are pinned and read by decode until Release, Abort or the end of the lease
-    6. end                        one road for every end: `_close` gives the pages back, to the prefix cache first
+1. Prefill arrives            the prompt waits; refused at once if it can never be held or the queue is full
+2. admission                  cached prefix pages are shared, the rest allocated; the room is offered to its reader
+3. chunks                     each forward computes the next part of some prompts and keeps the aux features beside
+                              their KV; each part is announced as soon as it is final
+4. first token                sampled here, streamed by the router at once; the same token closes the offer
+5. hand-off                   pages are pinned and read by decode until Release, Abort or the end of the lease
+6. end                        one road for every end: `_close` gives the pages back, to the prefix cache first
 """
 
 import logging
@@ -82,7 +82,17 @@ class PrefillWorker:
         self._clock = clock
         self._is_draining = False
         self._counters: dict[str, float] = dict.fromkeys(
-            ("prompt_tokens", "cached_tokens", "requests", "handed_off", "dropped", "cancelled", "refused", "steps"), 0
+            (
+                "prompt_tokens",
+                "cached_tokens",
+                "requests",
+                "handed_off",
+                "dropped",
+                "cancelled",
+                "refused",
+                "steps",
+            ),
+            0,
         )
 
     def __repr__(self) -> str:
@@ -128,10 +138,14 @@ class PrefillWorker:
     def expire(self, now: float) -> None:
         for room in self.queues:
             if room.request.fault and room.state is RoomState.QUEUED:
-                self._fail(room, room.request.fault_kind, room.request.fault, retryable=room.request.is_fault_ours)
+                self._fail(
+                    room, room.request.fault_kind, room.request.fault, retryable=room.request.is_fault_ours
+                )
             is_due = room.deadline is not None and now >= room.deadline
             if is_due and room.state in (RoomState.QUEUED, RoomState.RUNNING):
-                self._fail(room, "DeadlineExceeded", "the deadline passed before the first token", retryable=False)
+                self._fail(
+                    room, "DeadlineExceeded", "the deadline passed before the first token", retryable=False
+                )
 
     def start_draining(self) -> None:
         self._is_draining = True
@@ -151,7 +165,9 @@ class PrefillWorker:
             running=self.queues.count(RoomState.RUNNING),
             queued=self.queues.count(RoomState.QUEUED),
             transferring=self.queues.count(RoomState.HANDED),
-            graphs=GraphCounts(**self.engine.graph_counts),  # the loader of this role captures no decode graphs
+            graphs=GraphCounts(
+                **self.engine.graph_counts
+            ),  # the loader of this role captures no decode graphs
             counters=self._counters | self.engine.graph_counters | self.link.transport_counters,
         )
 
@@ -167,7 +183,9 @@ class PrefillWorker:
         if reason:
             self._counters["refused"] += 1
             room, epoch, instance = message.room, message.epoch, self.instance
-            refused = Refused(room=room, epoch=epoch, instance=instance, reason=reason, retry_after_ms=retry_after_ms)
+            refused = Refused(
+                room=room, epoch=epoch, instance=instance, reason=reason, retry_after_ms=retry_after_ms
+            )
             return self._turn_away(refused)
         request = Request(
             room=message.room,
@@ -292,7 +310,10 @@ class PrefillWorker:
             self._counters["cached_tokens"] += room.cached_tokens
             self._send(
                 Offer(
-                    room=request.room, epoch=request.epoch, num_tokens=request.num_prompt, pages=tuple(request.pages)
+                    room=request.room,
+                    epoch=request.epoch,
+                    num_tokens=request.num_prompt,
+                    pages=tuple(request.pages),
                 )
             )
             if room.cached_tokens:
@@ -321,7 +342,9 @@ class PrefillWorker:
         rows = [row for chunk in chunks if chunk.is_last for row in sampling_rows(chunk.room.request)]
         sampled = self.engine.sampler.sample(output.logits[: len(rows)], self.engine.sampler.build(rows))
         if self.engine.pool.device.type == "cuda":
-            torch.cuda.current_stream(self.engine.pool.device).synchronize()  # the link thread reads pages on its own
+            torch.cuda.current_stream(
+                self.engine.pool.device
+            ).synchronize()  # the link thread reads pages on its own
         return sampled
 
     def _score(self, chunks: list[Chunk], output: ForwardOutput) -> None:
@@ -377,12 +400,16 @@ class PrefillWorker:
         )
         logger.info(
             "prefill completed",
-            extra=fields(room=request.room, tokens=request.num_prompt, cached=room.cached_tokens, chunks=room.chunks),
+            extra=fields(
+                room=request.room, tokens=request.num_prompt, cached=room.cached_tokens, chunks=room.chunks
+            ),
         )
         self.reach("prefill:first")
         room.state = RoomState.HANDED
         self._send(
-            Advance(room=request.room, epoch=request.epoch, tokens_ready=request.num_prompt, first_token=token)
+            Advance(
+                room=request.room, epoch=request.epoch, tokens_ready=request.num_prompt, first_token=token
+            )
         )
 
     def _send(self, item: Command | ControlUp) -> None:

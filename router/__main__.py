@@ -18,12 +18,16 @@ from .app import Router
 from .nursery import NurseryHandle
 from .tokenizer import Tokenizer, load_tokenizer
 
-YOUNG_OBJECTS = 20_000  # that the garbage collector lets come before it looks: more than a step of 2000 streams makes
+YOUNG_OBJECTS = (
+    20_000  # that the garbage collector lets come before it looks: more than a step of 2000 streams makes
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a router until it is told to end; the process's exit code."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # texts come one at a time: its threads would only wait
+    os.environ.setdefault(
+        "TOKENIZERS_PARALLELISM", "false"
+    )  # texts come one at a time: its threads would only wait
     arguments = sys.argv[1:] if argv is None else argv
     return run_role("baton router", lambda: _start(arguments))
 

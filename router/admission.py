@@ -26,8 +26,6 @@ def no_workers() -> ApiError:
     return unavailable("No prefill and decode worker of the same model are ready. Try again soon.")
 
 
-
-
 def max_new_tokens(num_prompt: int, asked: int | None, *, is_chat: bool, chat_max: int, live: Limits) -> int:
     """The output length: what was asked, or the default as far as it fits (a chat's `chat_max`, 0: all that fits).
 

@@ -13,7 +13,16 @@ from starlette.types import Receive, Scope, Send
 
 from .dispatch import Dispatcher
 from .entries import Entry
-from .errors import RETRY_AFTER_S, ApiError, ErrorBody, bad_request, deadline_exceeded, overloaded, unavailable, upstream
+from .errors import (
+    RETRY_AFTER_S,
+    ApiError,
+    ErrorBody,
+    bad_request,
+    deadline_exceeded,
+    overloaded,
+    unavailable,
+    upstream,
+)
 from .exchange import EXCHANGE, Exchange
 from .generation import Choice, Piece
 from .inbox import Disconnected, Inbox, InboxEvent
@@ -71,7 +80,9 @@ class Answer:
         self._choices = choices
         self._builder = builder
         self._wish = wish
-        self._named = [(b"x-request-id", entries[0].request.tag.reply_id.encode())]  # as /requests/ID knows it
+        self._named = [
+            (b"x-request-id", entries[0].request.tag.reply_id.encode())
+        ]  # as /requests/ID knows it
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves the answer to the end, and leaves no room behind however it ends."""
@@ -150,7 +161,10 @@ class Answer:
 
     def _closing(self) -> bytes:
         usage = self._usage() if self._wish.wants_usage else None
-        return self._builder.closing(usage, self._timeline() if self._wish.wants_timeline else None) + self._builder.end
+        return (
+            self._builder.closing(usage, self._timeline() if self._wish.wants_timeline else None)
+            + self._builder.end
+        )
 
     def _best(self) -> list[int]:
         """The tries that are the answer, prompt by prompt: those of the highest mean log probability."""

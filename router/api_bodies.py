@@ -26,7 +26,9 @@ Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
 Bias = Annotated[float, Meta(ge=-100.0, le=100.0)]
 Fraction = Annotated[float, Meta(ge=0.0, le=1.0)]
 Choices = Annotated[int, Meta(ge=1, le=MAX_CHOICES)]
-NOT_EMPTY = Meta(extra_json_schema={"minLength": 1, "minItems": 1})  # as `openai` checks it, in words of its own
+NOT_EMPTY = Meta(
+    extra_json_schema={"minLength": 1, "minItems": 1}
+)  # as `openai` checks it, in words of its own
 SwitchText = Annotated[str, Meta(max_length=MAX_SWITCH_CHARS)]
 Switches = Annotated[dict[str, bool | int | float | SwitchText | None], Meta(max_length=MAX_SWITCHES)]
 Tools = Annotated[list[Tool], Meta(max_length=MAX_TOOLS)]
@@ -89,7 +91,10 @@ class Message(Struct, forbid_unknown_fields=True):
 
     def as_template_input(self) -> dict[str, Any]:
         """What chat templates expect."""
-        fields: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.text}
+        fields: dict[str, Any] = {
+            "role": "system" if self.role == "developer" else self.role,
+            "content": self.text,
+        }
         if self.name:
             fields["name"] = self.name
         if self.tool_call_id:
@@ -152,7 +157,11 @@ class CommonBody(Struct, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def wants_usage_always(self) -> bool:
-        return self.wants_usage and self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
+        return (
+            self.wants_usage
+            and self.stream_options is not None
+            and bool(self.stream_options.continuous_usage_stats)
+        )
 
 
 class ChatBody(CommonBody, kw_only=True, forbid_unknown_fields=True):
@@ -237,4 +246,8 @@ def _as_template_call(call: ToolCall) -> dict[str, Any]:
     arguments: object = call.function.arguments
     with contextlib.suppress(msgspec.DecodeError, RecursionError):
         arguments = msgspec.json.decode(call.function.arguments)
-    return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
+    return {
+        "id": call.id,
+        "type": "function",
+        "function": {"name": call.function.name, "arguments": arguments},
+    }

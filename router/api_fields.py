@@ -36,8 +36,12 @@ def _refused(says: str, *harmless: bytes) -> Field:
 _COMMON: dict[str, Field] = {
     "model": _works("the name in /v1/models; another one is a 404"),
     "stream": _works("server-sent events, ended by `[DONE]`"),
-    "stream_options": _works("`include_usage`; `continuous_usage_stats`: in every chunk; `include_obfuscation` is ignored"),
-    "n": _works("up to 128 choices over all prompts; the prompt is computed once and found in the prefix cache"),
+    "stream_options": _works(
+        "`include_usage`; `continuous_usage_stats`: in every chunk; `include_obfuscation` is ignored"
+    ),
+    "n": _works(
+        "up to 128 choices over all prompts; the prompt is computed once and found in the prefix cache"
+    ),
     "stop": _works("a string, or up to 4 of up to 256 characters"),
     "seed": _works("equal seeds give equal answers; choice i takes seed + i"),
     "temperature": _works("0 is greedy; between 0 and 0.001 counts as 0.001; up to 100"),
@@ -50,8 +54,12 @@ _COMMON: dict[str, Field] = {
     "min_p": _works("added; relative to the likeliest token"),
     "repetition_penalty": _works("added; over prompt and output"),
     "min_tokens": _works("added; no end token and no stop string counts before"),
-    "priority": _works("added; -100 to 100, lower goes first: a step is worth 10 s of waiting; never before its key's"),
-    "response_format": _works("text, json_object, or json_schema, which answers always follow; in completions added"),
+    "priority": _works(
+        "added; -100 to 100, lower goes first: a step is worth 10 s of waiting; never before its key's"
+    ),
+    "response_format": _works(
+        "text, json_object, or json_schema, which answers always follow; in completions added"
+    ),
     "ignore_eos": _works("added; the model's end tokens do not end the answer"),
     "stop_token_ids": _works("added; up to 1024"),
     "skip_special_tokens": _works("added; default true"),
@@ -59,14 +67,22 @@ _COMMON: dict[str, Field] = {
 }
 
 CHAT: Mapping[str, Field] = _COMMON | {
-    "messages": _works("roles system, developer, user, assistant, tool; content is text or a list of text parts"),
+    "messages": _works(
+        "roles system, developer, user, assistant, tool; content is text or a list of text parts"
+    ),
     "max_tokens": _works("the same as max_completion_tokens"),
-    "max_completion_tokens": _works("default: what is left of the context, `--chat-max-tokens` (1024) at most"),
+    "max_completion_tokens": _works(
+        "default: what is left of the context, `--chat-max-tokens` (1024) at most"
+    ),
     "logprobs": _works("of the model's own distribution, before temperature and penalties"),
     "top_logprobs": _works("up to 20, with logprobs"),
-    "chat_template_kwargs": _works("added; the template's own switches: true, false, numbers, text of up to 256 characters"),
+    "chat_template_kwargs": _works(
+        "added; the template's own switches: true, false, numbers, text of up to 256 characters"
+    ),
     "tools": _works("up to 128 functions; arguments always follow their schema"),
-    "tool_choice": _works("none, auto, required, one function, or allowed_tools: the others are not shown to the model"),
+    "tool_choice": _works(
+        "none, auto, required, one function, or allowed_tools: the others are not shown to the model"
+    ),
     "parallel_tool_calls": _works("false: one call at most"),
     "functions": _refused("deprecated by the API: use tools", b"[]"),
     "function_call": _refused("deprecated by the API: use tool_choice", b'"none"'),
@@ -92,13 +108,17 @@ COMPLETION: Mapping[str, Field] = _COMMON | {
     "max_tokens": _works("default 16; 0 with echo: the prompt's log probabilities only"),
     "logprobs": _works("up to 20, of the model's own distribution; the chosen token is always among them"),
     "echo": _works("the prompt before the answer, with its log probabilities when logprobs is given"),
-    "best_of": _works("so many are generated, the n of the highest mean log probability are returned; not with stream"),
+    "best_of": _works(
+        "so many are generated, the n of the highest mean log probability are returned; not with stream"
+    ),
     "suffix": _refused("nothing is inserted", b'""'),
 }
 
 RESPONSE: Mapping[str, Field] = {
     "model": _works("the name in /v1/models; another one is a 404"),
-    "input": _works("text, or items: messages of text, function calls and their outputs; reasoning is ignored"),
+    "input": _works(
+        "text, or items: messages of text, function calls and their outputs; reasoning is ignored"
+    ),
     "instructions": _works("a system message in front"),
     "max_output_tokens": _works("default: what is left of the context, `--chat-max-tokens` (1024) at most"),
     "temperature": _works("as in a chat"),
@@ -112,7 +132,9 @@ RESPONSE: Mapping[str, Field] = {
     "priority": _works("added; as in a chat"),
     "text": _works("`format`: text, json_object or json_schema; `verbosity` is ignored"),
     "tools": _works("up to 128 functions; there are no built-in tools"),
-    "tool_choice": _works("none, auto, required, one function, or allowed_tools: the others are not shown to the model"),
+    "tool_choice": _works(
+        "none, auto, required, one function, or allowed_tools: the others are not shown to the model"
+    ),
     "parallel_tool_calls": _works("false: one call at most"),
     "background": _refused("the answer comes on this connection", b"false"),
     "conversation": _refused("nothing is stored: send the whole input"),
@@ -161,7 +183,11 @@ RESPONSE_TOOL: Mapping[str, Field] = {
     "defer_loading": _refused("nothing is searched", b"false"),
     "allowed_callers": _refused("the model alone calls", b'["direct"]'),
 }
-OUTPUT_PART: Mapping[str, Field] = {"annotations": _OF_AN_ANSWER, "logprobs": _OF_AN_ANSWER, "parsed": _BY_A_CLIENT}
+OUTPUT_PART: Mapping[str, Field] = {
+    "annotations": _OF_AN_ANSWER,
+    "logprobs": _OF_AN_ANSWER,
+    "parsed": _BY_A_CLIENT,
+}
 INPUT_MESSAGE: Mapping[str, Field] = {"id": _OF_AN_ANSWER, "status": _OF_AN_ANSWER, "phase": _OF_AN_ANSWER}
 _CALLER: dict[str, Field] = {
     "caller": _refused("the model alone calls", b'{"type":"direct"}'),

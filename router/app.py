@@ -79,7 +79,9 @@ class Router:
         self._port = int(self._listener.getsockname()[1])
         try:
             keyring = load_keyring(config.keys, config.role)
-            self.control = ControlSocket(config.control_bind, trusted_network=config.trusted_network, keyring=keyring)
+            self.control = ControlSocket(
+                config.control_bind, trusted_network=config.trusted_network, keyring=keyring
+            )
         except Exception:
             self._close_listeners()
             raise
@@ -96,13 +98,21 @@ class Router:
             timeouts=timeouts,
             soon=_soon,
             policy=PairingPolicy(
-                prefill=config.prefill_policy, decode=config.decode_policy, local_prefill_max=config.local_prefill_max
+                prefill=config.prefill_policy,
+                decode=config.decode_policy,
+                local_prefill_max=config.local_prefill_max,
             ),
         )
         served = config.served_model or Path(config.model).name
         chat_max = config.chat_max_tokens
         self._service = Service(
-            self.dispatcher, tokenizer, served, time.monotonic, nursery, self._tracing, chat_max_tokens=chat_max
+            self.dispatcher,
+            tokenizer,
+            served,
+            time.monotonic,
+            nursery,
+            self._tracing,
+            chat_max_tokens=chat_max,
         )
         self._server, self._own_server = self._servers()
         self.served_model = served
@@ -132,7 +142,9 @@ class Router:
         if self._own_listener is not None:
             tasks.add(asyncio.create_task(self._own_server.serve(self._own_listener)))
         reached = {"url": self.url} | ({"own_url": self.own_url} if self.own_url else {})
-        logger.info("router serves", extra=fields(**reached, control=self.control.endpoint, model=self.served_model))
+        logger.info(
+            "router serves", extra=fields(**reached, control=self.control.endpoint, model=self.served_model)
+        )
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
@@ -203,7 +215,9 @@ class Router:
             if num_failed := self._server.num_tls_failed + self._own_server.num_tls_failed:
                 self.dispatcher.events["tls_failed"] = num_failed
             self._watchdog.feed(time.monotonic())
-            self._notifier.ready(f"serving at {self.url}" + (f", alone at {self.own_url}" if self.own_url else ""))
+            self._notifier.ready(
+                f"serving at {self.url}" + (f", alone at {self.own_url}" if self.own_url else "")
+            )
 
     async def _end(self, drain: asyncio.Event, stop: asyncio.Event) -> None:
         await drain.wait()

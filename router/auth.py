@@ -83,4 +83,3 @@ def caller_of(key: ApiKey) -> Caller:
         is_operator=key.operator,
         is_observer=key.observer,
     )
-

@@ -51,7 +51,9 @@ class Bucket:
 
     def wait(self, now: float) -> float:
         """Seconds until something may be taken."""
-        self.level = min(float(self.per_minute), self.level + (now - self.filled_at) * self.per_minute / MINUTE_S)
+        self.level = min(
+            float(self.per_minute), self.level + (now - self.filled_at) * self.per_minute / MINUTE_S
+        )
         self.filled_at = now
         return 0.0 if self.level >= 1.0 else (1.0 - self.level) * MINUTE_S / self.per_minute
 
@@ -77,7 +79,9 @@ class Gate:
         self._uses: OrderedDict[str, _Use] = OrderedDict()  # by id, the last to ask at the end
 
     def __repr__(self) -> str:
-        return f"Gate({len(self._uses)} callers, {sum(use.num_running for use in self._uses.values())} requests)"
+        return (
+            f"Gate({len(self._uses)} callers, {sum(use.num_running for use in self._uses.values())} requests)"
+        )
 
     def num_running(self, caller: Caller) -> int:
         use = self._uses.get(caller.id)
@@ -130,7 +134,9 @@ class Gate:
         use = self._uses.setdefault(caller.id, _Use())
         self._uses.move_to_end(caller.id)
         if len(self._uses) > MAX_CALLERS:
-            idle = next((key for key, known in self._uses.items() if known is not use and known.is_idle), None)
+            idle = next(
+                (key for key, known in self._uses.items() if known is not use and known.is_idle), None
+            )
             if idle is not None:
                 del self._uses[idle]
         return use

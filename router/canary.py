@@ -59,13 +59,17 @@ class Canary:
 class Canaries:
     """Of one router. Driven by the dispatcher's tick; `proofs` is what they and clients' requests have shown."""
 
-    def __init__(self, registry: Registry, postbox: Postbox, mint: Callable[[], str], window_s: float) -> None:
+    def __init__(
+        self, registry: Registry, postbox: Postbox, mint: Callable[[], str], window_s: float
+    ) -> None:
         self.proofs = Proofs(window_s)
         self.outcomes: Counter[str] = Counter()
         self._registry, self._postbox, self._mint = registry, postbox, mint
         self._window_s = window_s
         self._patience_s = window_s / 2
-        self._timeouts = Timeouts(reserve_s=window_s, first_token_s=window_s, token_s=window_s)  # the deadline is sooner
+        self._timeouts = Timeouts(
+            reserve_s=window_s, first_token_s=window_s, token_s=window_s
+        )  # the deadline is sooner
         self._canaries: dict[str, Canary] = {}  # by room
         self._next_at = 0.0
         self._ticked_at: float | None = None
@@ -154,9 +158,17 @@ class Canaries:
         vocab = decode.hello.vocab_size or NUM_PROMPT + 1
         prompt = [i % vocab for i in range(1, NUM_PROMPT + 1)]
         room = Room(
-            self._mint(), prompt, SAMPLING, now, self._timeouts, max_attempts=1, deadline=now + self._patience_s
+            self._mint(),
+            prompt,
+            SAMPLING,
+            now,
+            self._timeouts,
+            max_attempts=1,
+            deadline=now + self._patience_s,
         )
-        pair = Pair(prefill=prefill.instance, decode=decode.instance, prefill_endpoint=prefill.hello.kv_endpoint)
+        pair = Pair(
+            prefill=prefill.instance, decode=decode.instance, prefill_endpoint=prefill.hello.kv_endpoint
+        )
         canary = self._canaries[room.room] = Canary(room, (prefill.instance, decode.instance))
         effects = room.place(pair, now)
         load = Load(pages=decode.pages_for(NEED.total), tokens=NEED.total)

@@ -135,7 +135,15 @@ class ChatBuilder:
         ]
         frame = self._frame
         return compact(
-            ChatReply(frame.id, "chat.completion", frame.created, frame.model, choices, usage, raw_timeline(timeline))
+            ChatReply(
+                frame.id,
+                "chat.completion",
+                frame.created,
+                frame.model,
+                choices,
+                usage,
+                raw_timeline(timeline),
+            )
         )
 
     def opening(self, index: int) -> bytes:
@@ -147,14 +155,22 @@ class ChatBuilder:
 
         Clients read the first call of a chunk, as the API never sends two: each has chunks of its own.
         """
-        if not (piece.text or piece.calls or piece.logprobs or piece.finish or (self._frame.wants_ids and piece.ids)):
+        if not (
+            piece.text
+            or piece.calls
+            or piece.logprobs
+            or piece.finish
+            or (self._frame.wants_ids and piece.ids)
+        ):
             return b""
         delta = Delta(content=piece.text) if piece.text or not (piece.finish or piece.calls) else Delta()
         before = b""
         if piece.calls:
             *others, last = _deltas_of(piece.calls)
             for other in others:
-                before += self._chunk([ChatChunkChoice(index, Delta(content=delta.content, tool_calls=[other]))])
+                before += self._chunk(
+                    [ChatChunkChoice(index, Delta(content=delta.content, tool_calls=[other]))]
+                )
                 delta = Delta()
             delta.tool_calls = [last]
         finish = piece.finish or None

@@ -80,7 +80,9 @@ class CompletionBuilder:
         timeline: Raw | UnsetType = UNSET,
     ) -> CompletionReply:
         frame = self._frame
-        return CompletionReply(frame.id, "text_completion", frame.created, frame.model, choices, usage, timeline)
+        return CompletionReply(
+            frame.id, "text_completion", frame.created, frame.model, choices, usage, timeline
+        )
 
     def _choice(self, index: int, piece: Piece) -> CompletionChoice:
         ids = piece.ids if self._frame.wants_ids else UNSET
@@ -102,5 +104,7 @@ def _top_of(token: TokenText) -> dict[str, float] | None:
     """The likeliest tokens, and the one that stands there."""
     if token.logprob is None:
         return None
-    top = {text: finite(value) for text, _, value in reversed(token.top)}  # of two with one name the likelier counts
+    top = {
+        text: finite(value) for text, _, value in reversed(token.top)
+    }  # of two with one name the likelier counts
     return top if token.text in top else top | {token.text: finite(token.logprob)}

@@ -16,7 +16,15 @@ from ..cluster.errors import DamagedMessage, PeerLost, RemoteProtocolError
 from ..cluster.keyring import Keyring
 from ..cluster.log import fields
 from ..cluster.messages import ControlUp, Finished, FirstToken, Hello, Rejected, Reserved, Tokens
-from ..cluster.security import MONITOR_BYTES, MONITOR_PARTS, Authenticator, Doorway, DropLog, Sparingly, user_of
+from ..cluster.security import (
+    MONITOR_BYTES,
+    MONITOR_PARTS,
+    Authenticator,
+    Doorway,
+    DropLog,
+    Sparingly,
+    user_of,
+)
 from ..cluster.sockets import (
     CONTROL_MAX_FRAME,
     TOO_LONG,
@@ -32,7 +40,12 @@ logger = logging.getLogger(__name__)
 
 MAX_IDENTITY = 256  # bytes; ZeroMQ's own limit is 255
 WORKER_ROLES = ("prefill", "decode")
-ROLE_OF_VERB: dict[type, str] = {FirstToken: "prefill", Reserved: "decode", Tokens: "decode", Finished: "decode"}
+ROLE_OF_VERB: dict[type, str] = {
+    FirstToken: "prefill",
+    Reserved: "decode",
+    Tokens: "decode",
+    Finished: "decode",
+}
 INSTANCES_PER_USER = 1024  # worker processes that share one key
 
 
@@ -41,7 +54,9 @@ class Speakers:
 
     def __init__(self) -> None:
         self._user_of: dict[str, str] = {}
-        self._instances: dict[str, OrderedDict[str, None]] = {}  # of each user, the last to say Hello at the end
+        self._instances: dict[
+            str, OrderedDict[str, None]
+        ] = {}  # of each user, the last to say Hello at the end
 
     def __repr__(self) -> str:
         return f"Speakers({len(self._user_of)} instances of {len(self._instances)} users)"
@@ -82,7 +97,9 @@ class ControlSocket:
         self.num_denied = 0  # messages that their sender's key may not say
         self.authenticator: Authenticator | None = None
         self._context: zmq.Context[Socket] = zmq.Context()
-        self._socket = make_socket(self._context, zmq.ROUTER, curve=keyring.called() if keyring is not None else None)
+        self._socket = make_socket(
+            self._context, zmq.ROUTER, curve=keyring.called() if keyring is not None else None
+        )
         self._doorway = Doorway(self._socket)
         self._door_receiver: AsyncReceiver | None = None
         self._receiver: AsyncReceiver | None = None

@@ -34,7 +34,13 @@ class Line:
         self.num_samples += 1
         n, x, xx, y, xy = self._sums
         old = FORGETTING
-        self._sums = [old * n + 1.0, old * x + tokens, old * xx + tokens**2, old * y + seconds, old * xy + tokens * seconds]
+        self._sums = [
+            old * n + 1.0,
+            old * x + tokens,
+            old * xx + tokens**2,
+            old * y + seconds,
+            old * xy + tokens * seconds,
+        ]
 
     def at(self, tokens: int) -> float:
         """Seconds for so many tokens; neither part of the line is below 0."""
@@ -67,7 +73,9 @@ class Costs:
         """KV of `num_tokens` was pulled."""
         self.handoff.add(num_tokens, timeline.handoff_ms / 1000)
 
-    def is_local_cheaper(self, *, new_on_prefill: int, new_on_decode: int, queued_tokens: int, running: int) -> bool:
+    def is_local_cheaper(
+        self, *, new_on_prefill: int, new_on_decode: int, queued_tokens: int, running: int
+    ) -> bool:
         """Whether decode, with `running` requests, should compute a prompt of which it lacks `new_on_decode` tokens.
 
         `queued_tokens` wait on prefill, which lacks `new_on_prefill`. As long as decode's own times are not known prefill's

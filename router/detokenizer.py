@@ -28,7 +28,9 @@ class TokenBytes:
             to_bytes = _byte_fallback
         else:
             known = "ByteLevel, ByteFallback and Metaspace"
-            raise ConfigError(f"the tokenizer's decoder {sorted(kinds)} is not supported: use a model with {known}")
+            raise ConfigError(
+                f"the tokenizer's decoder {sorted(kinds)} is not supported: use a model with {known}"
+            )
         self.strips_first_space = to_bytes is _byte_fallback and _strips_first_space(decoder)
         added = backend.get_added_tokens_decoder()
         vocab = backend.get_vocab(with_added_tokens=True)
@@ -108,7 +110,11 @@ def _strips_first_space(decoder: dict[str, object]) -> bool:
 
 def _byte_alphabet() -> dict[str, int]:
     """GPT-2's printable stand-in for each byte."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    printable = [
+        *range(ord("!"), ord("~") + 1),
+        *range(ord("¡"), ord("¬") + 1),
+        *range(ord("®"), ord("ÿ") + 1),
+    ]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(b): b for b in printable} | {chr(256 + n): b for n, b in enumerate(others)}
 

@@ -25,7 +25,20 @@ from .postbox import Postbox, Soon, Transmit
 from .reception import Reception
 from .registry import Registry, Worker
 from .retries import RetryBudget
-from .room_effects import Broken, Closed, Deliver, Effect, Ended, Freed, Judged, Pair, Requeued, Send, Settled, Timeouts
+from .room_effects import (
+    Broken,
+    Closed,
+    Deliver,
+    Effect,
+    Ended,
+    Freed,
+    Judged,
+    Pair,
+    Requeued,
+    Send,
+    Settled,
+    Timeouts,
+)
 from .room_parts import PEER_LOST, Phase, RoomEvent
 from .rooms import Room
 from .suspicion import QUARANTINED
@@ -231,7 +244,9 @@ class Dispatcher:
         now = self._clock()
         lost = [(worker, worker.unreachable_since) for worker in workers]
         for worker in workers:
-            self._reception.farewell(worker, [(entry.room.room, entry.room.epoch) for entry in self._rooms_of(worker)], now)
+            self._reception.farewell(
+                worker, [(entry.room.room, entry.room.epoch) for entry in self._rooms_of(worker)], now
+            )
         for worker, since in lost:
             self._settle_rooms_of(worker, now, is_dead=not worker.is_draining, unreachable_since=since)
         self._check_queue(now)
@@ -247,10 +262,14 @@ class Dispatcher:
     def _rooms_of(self, worker: Worker) -> list[Entry]:
         return [entry for entry in self._entries.values() if worker.instance in entry.room.instances]
 
-    def _settle_rooms_of(self, worker: Worker, now: float, *, is_dead: bool, unreachable_since: float | None = None) -> None:
+    def _settle_rooms_of(
+        self, worker: Worker, now: float, *, is_dead: bool, unreachable_since: float | None = None
+    ) -> None:
         self.canaries.lost(worker.instance, now)
         for entry in self._rooms_of(worker):
-            lost = entry.room.worker_lost(worker.instance, now, is_dead=is_dead, unreachable_since=unreachable_since)
+            lost = entry.room.worker_lost(
+                worker.instance, now, is_dead=is_dead, unreachable_since=unreachable_since
+            )
             self._perform(entry, lost, now)
 
     # --- time ---------------------------------------------------------------------------------------------------------
@@ -295,7 +314,9 @@ class Dispatcher:
             return
         since = entry.pairless_since = now if entry.pairless_since is None else entry.pairless_since
         if not entry.room.num_output:
-            self._perform(entry, entry.room.give_up("NoWorkers", str(no_pair_for(entry.need, live)), now), now)
+            self._perform(
+                entry, entry.room.give_up("NoWorkers", str(no_pair_for(entry.need, live)), now), now
+            )
         elif now - since >= self._timeouts.pair_s:
             self._perform(entry, entry.room.give_up("PeerLost", "no pair is left to go on with", now), now)
 
@@ -321,7 +342,9 @@ class Dispatcher:
         self.intake.pace.note(now)
         self.events["local_prefill"] += pair.is_local
         if logger.isEnabledFor(logging.DEBUG):
-            names = fields(room=entry.room.room, epoch=entry.room.epoch, prefill=pair.prefill, decode=pair.decode)
+            names = fields(
+                room=entry.room.room, epoch=entry.room.epoch, prefill=pair.prefill, decode=pair.decode
+            )
             logger.debug("placed", extra=names)
         self._perform(entry, effects, now)
 
@@ -350,7 +373,9 @@ class Dispatcher:
         if is_admission_due:
             self._admit(now)
 
-    def _perform_rare(self, entry: Entry, effect: Ended | Settled | Broken | Requeued | Closed, now: float) -> bool:
+    def _perform_rare(
+        self, entry: Entry, effect: Ended | Settled | Broken | Requeued | Closed, now: float
+    ) -> bool:
         room = entry.room
         if isinstance(effect, (Ended, Settled)):
             self._placer.ended(entry)

@@ -60,7 +60,9 @@ class Tag:
 
     reply_id: str = ""  # that the answer has
     span: OpenSpan = field(default_factory=Passing)
-    on_end: Callable[["Request", float], None] = lambda request, now: None  # hears when its last choice has ended
+    on_end: Callable[["Request", float], None] = lambda request, now: (
+        None
+    )  # hears when its last choice has ended
 
 
 @dataclass(eq=False)
@@ -129,7 +131,9 @@ class Request:
             num_cached += room.cached_tokens
             num_output += room.num_output
             if (prefill := room.prefill_timeline) is not None:
-                prompts.append(PromptWork(queue_s=prefill.queue_ms / 1000, compute_s=prefill.prefill_ms / 1000))
+                prompts.append(
+                    PromptWork(queue_s=prefill.queue_ms / 1000, compute_s=prefill.prefill_ms / 1000)
+                )
             if (decode := room.decode_timeline) is not None:
                 num_drafted += decode.drafted_tokens
                 num_accepted += decode.accepted_tokens

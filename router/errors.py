@@ -45,9 +45,15 @@ class ApiError(Exception):
     def as_http(self) -> bytes:
         """A whole answer outside of any request, behind which the connection ends."""
         body, status = self.encode(), HTTPStatus(self.status)
-        headers = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"}
+        headers = {
+            "content-type": "application/json",
+            "content-length": str(len(body)),
+            "connection": "close",
+        }
         lines = [f"{name}: {value}" for name, value in (headers | self.headers).items()]
-        return "\r\n".join([f"HTTP/1.1 {status.value} {status.phrase}", *lines, "", ""]).encode("ascii") + body
+        return (
+            "\r\n".join([f"HTTP/1.1 {status.value} {status.phrase}", *lines, "", ""]).encode("ascii") + body
+        )
 
 
 def bad_request(message: str, *, param: str | None = None, code: str | None = None) -> ApiError:
@@ -105,7 +111,9 @@ def method_not_allowed(allowed: str) -> ApiError:
 
 
 def body_too_large(limit: int) -> ApiError:
-    return ApiError(413, ErrorBody(f"The request body is larger than {limit} bytes.", "invalid_request_error"))
+    return ApiError(
+        413, ErrorBody(f"The request body is larger than {limit} bytes.", "invalid_request_error")
+    )
 
 
 def body_too_slow() -> ApiError:
@@ -140,7 +148,9 @@ def head_too_slow() -> ApiError:
 
 def too_many_connections() -> ApiError:
     message = "Too many connections are open. Try again soon."
-    return ApiError(503, ErrorBody(message, "service_unavailable", None, "too_many_connections"), RETRY_AFTER_S)
+    return ApiError(
+        503, ErrorBody(message, "service_unavailable", None, "too_many_connections"), RETRY_AFTER_S
+    )
 
 
 def too_many_pending(limit: int) -> ApiError:
@@ -153,7 +163,9 @@ def overloaded(message: str, retry_after_s: int = RETRY_AFTER_S) -> ApiError:
 
 
 def rate_limited(message: str, wait_s: float) -> ApiError:
-    return ApiError(429, ErrorBody(message, "rate_limit_error", None, "rate_limit_exceeded"), max(1, math.ceil(wait_s)))
+    return ApiError(
+        429, ErrorBody(message, "rate_limit_error", None, "rate_limit_exceeded"), max(1, math.ceil(wait_s))
+    )
 
 
 def unauthorized() -> ApiError:
@@ -179,7 +191,9 @@ def deadline_exceeded() -> ApiError:
 
 
 def internal() -> ApiError:
-    return ApiError(500, ErrorBody("The server failed to handle the request.", "server_error", None, "internal"))
+    return ApiError(
+        500, ErrorBody("The server failed to handle the request.", "server_error", None, "internal")
+    )
 
 
 def printable(text: str, limit: int = 80) -> str:

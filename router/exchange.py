@@ -18,7 +18,9 @@ from .head import Fields
 
 logger = logging.getLogger(__name__)
 
-STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
+STATUS_LINES = {
+    status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus
+}
 EXCHANGE = "exchange"  # where a scope has its Exchange
 
 
@@ -58,7 +60,9 @@ class Exchange:
         self._head: list[tuple[bytes, bytes]] = []
 
     def __repr__(self) -> str:
-        return f"Exchange({self.scope['method']} {self.scope['path'][:40]!r}{', over' if self.is_over else ''})"
+        return (
+            f"Exchange({self.scope['method']} {self.scope['path'][:40]!r}{', over' if self.is_over else ''})"
+        )
 
     def header(self, name: bytes) -> str | None:
         """The first value of a header field, by its name in lower case."""

@@ -35,8 +35,13 @@ class Piece(Struct, frozen=True, gc=False):
     def whole_calls(self) -> list[CallPart]:
         """The calls of a whole answer, each in one part."""
         firsts = [part for part in self.calls if part.id]
-        joined = ["".join(part.arguments for part in self.calls if part.index == first.index) for first in firsts]
-        return [CallPart(first.index, first.id, first.name, text) for first, text in zip(firsts, joined, strict=True)]
+        joined = [
+            "".join(part.arguments for part in self.calls if part.index == first.index) for first in firsts
+        ]
+        return [
+            CallPart(first.index, first.id, first.name, text)
+            for first, text in zip(firsts, joined, strict=True)
+        ]
 
     @classmethod
     def joined(cls, pieces: Sequence["Piece"]) -> "Piece":
@@ -145,7 +150,9 @@ class Choice:
         if len(logprobs) != len(ids) - 1:
             raise ValueError(f"{len(logprobs)} log probabilities of a prompt of {len(ids)} tokens")
         known: list[TokenLogprob | None] = [None, *logprobs]
-        named = [self._named(token, logprob, at) for token, logprob, at in zip(ids, known, starts, strict=True)]
+        named = [
+            self._named(token, logprob, at) for token, logprob, at in zip(ids, known, starts, strict=True)
+        ]
         return Piece(text, named, list(ids))
 
     def _add_output(self, effect: Deliver) -> Piece:

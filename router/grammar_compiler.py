@@ -26,7 +26,9 @@ GRAMMARS = b"grammars"  # the first frame of a process that compiles, in place o
 MAX_GRAMMAR = 131072  # bytes; what a message to a worker takes
 MAX_SCHEMAS = MAX_GRAMMAR // 2  # bytes of a plan's schemas
 MAX_ITEMS = 16384  # elements of arrays that a schema counts, in all; llguidance writes out each of them
-MAX_TEXT = 2048  # characters of a constant, a name or a pattern: each mask of a step walks it, up to 0.5 ms per 1000
+MAX_TEXT = (
+    2048  # characters of a constant, a name or a pattern: each mask of a step walks it, up to 0.5 ms per 1000
+)
 NOTES = frozenset({"description", "title", "$comment", "default", "examples"})  # which bind nobody
 MAX_SYMBOLS = 131072  # of a grammar, of which workers keep some 600 bytes each
 LIMITS = LLParserLimits(verbose_errors=False, max_grammar_size=MAX_SYMBOLS)
@@ -82,7 +84,9 @@ class GrammarCompiler:
 def check_size(plan: Plan) -> None:
     """Raises ApiError (400)."""
     if plan.num_bytes > MAX_SCHEMAS:
-        raise bad_request(f"{plan.param}: {plan.num_bytes} bytes of schemas are more than {MAX_SCHEMAS}", param=plan.param)
+        raise bad_request(
+            f"{plan.param}: {plan.num_bytes} bytes of schemas are more than {MAX_SCHEMAS}", param=plan.param
+        )
 
 
 def compiled(plan: Plan) -> str:
@@ -96,7 +100,9 @@ def compiled(plan: Plan) -> str:
         made = _schema_grammar(schema, "tools", f"tools: the parameters of {name}")
         known = made["json_schema"]
         if not isinstance(known, dict) or known.get("type") != "object":
-            raise bad_request(f'tools: the parameters of {name} are not a schema of type "object"', param="tools")
+            raise bad_request(
+                f'tools: the parameters of {name} are not a schema of type "object"', param="tools"
+            )
         parts.append({**made, "name": f"arguments_{i}"})
     if plan.tools:
         parts.insert(0, {"name": "main", "lark_grammar": _lark(plan)})
@@ -111,7 +117,8 @@ def _schema_grammar(schema: bytes, param: str, what: str) -> dict[str, object]:
     try:
         _check_counts(schema, param, what)
         grammar = LLMatcher.grammar_from_json_schema(
-            schema.decode(), overrides={"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+            schema.decode(),
+            overrides={"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "},
         )
         _check(grammar, param, what)
         part: dict[str, object] = json.loads(grammar)["grammars"][0]
@@ -128,7 +135,9 @@ def _check_counts(schema: bytes, param: str, what: str) -> None:
     while todo:
         part = todo.pop()
         if isinstance(part, dict):
-            num_items += sum(int(part[key]) for key in ("minItems", "maxItems") if isinstance(part.get(key), int))
+            num_items += sum(
+                int(part[key]) for key in ("minItems", "maxItems") if isinstance(part.get(key), int)
+            )
             todo += part
             todo += [value for key, value in part.items() if key not in NOTES or isinstance(value, dict)]
         elif isinstance(part, list):
@@ -136,9 +145,13 @@ def _check_counts(schema: bytes, param: str, what: str) -> None:
         elif isinstance(part, str):
             longest = max(longest, len(part))
     if num_items > MAX_ITEMS:
-        raise bad_request(f"{what}: minItems and maxItems add up to {num_items}, more than {MAX_ITEMS}", param=param)
+        raise bad_request(
+            f"{what}: minItems and maxItems add up to {num_items}, more than {MAX_ITEMS}", param=param
+        )
     if longest > MAX_TEXT:
-        raise bad_request(f"{what}: a text of {longest} characters must be met, more than {MAX_TEXT}", param=param)
+        raise bad_request(
+            f"{what}: a text of {longest} characters must be met, more than {MAX_TEXT}", param=param
+        )
 
 
 def _check(grammar: str, param: str, what: str) -> None:
@@ -156,7 +169,7 @@ def _lark(plan: Plan) -> str:
     """The frame around the schemas: where calls may stand."""
     any_tool = " | ".join(f"tool_{i}" for i in range(len(plan.tools)))
     more = f"({json.dumps(chr(10) + OPEN + chr(10))} any)*" if plan.may_repeat else ""
-    rules = ["%llguidance {}", f"any: {any_tool}", f'first: {json.dumps(OPEN + chr(10))} any']
+    rules = ["%llguidance {}", f"any: {any_tool}", f"first: {json.dumps(OPEN + chr(10))} any"]
     if plan.must_call:
         rules.insert(1, f"start: first {more}")
     elif plan.answer is not None:

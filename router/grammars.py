@@ -44,8 +44,12 @@ def plan_of(body: ChatBody | CompletionBody) -> Plan:
 class Grammars:
     """Has plans compiled and keeps the last ones. Used on one event loop."""
 
-    def __init__(self, nursery: NurseryHandle, clock: Callable[[], float], events: Counter[str] | None = None) -> None:
-        self._shop = Workshop(GRAMMARS, nursery, clock, Lanes(max_aside=SLOW_ONES, costly_s=SLOW_S), kind="grammar")
+    def __init__(
+        self, nursery: NurseryHandle, clock: Callable[[], float], events: Counter[str] | None = None
+    ) -> None:
+        self._shop = Workshop(
+            GRAMMARS, nursery, clock, Lanes(max_aside=SLOW_ONES, costly_s=SLOW_S), kind="grammar"
+        )
         self._events = Counter() if events is None else events
         self._kept: OrderedDict[Plan, str] = OrderedDict()
         self._num_waiting = 0

@@ -30,7 +30,10 @@ def fault_of(fields: Fields, version: str, max_body: int) -> ApiError | None:
         return malformed()
     codings = fields.get(b"transfer-encoding")
     if codings is not None and (
-        len(codings) > 1 or codings[0].lower() != b"chunked" or version == "1.0" or b"content-length" in fields
+        len(codings) > 1
+        or codings[0].lower() != b"chunked"
+        or version == "1.0"
+        or b"content-length" in fields
     ):
         return malformed()
     for length in fields.get(b"content-length", ()):

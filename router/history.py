@@ -95,7 +95,9 @@ class Kept(Struct, frozen=True, kw_only=True):
     def view(self) -> RequestView:
         """All there is to tell of it."""
         choices = [_choice(account) for account in self.accounts]
-        return RequestView(id=self.reply_id, arrived=self.arrived, state=self.state, outcome=self.outcome, choices=choices)
+        return RequestView(
+            id=self.reply_id, arrived=self.arrived, state=self.state, outcome=self.outcome, choices=choices
+        )
 
     def row(self) -> RequestRow:
         """Its line in a list."""

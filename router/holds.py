@@ -20,7 +20,9 @@ class Hold:
 
     def is_due(self, now: float) -> bool:
         """Whether its Cancel should go out again: the last one, or the Gone that answers it, may be lost."""
-        return self.cancelled_at is not None and now - self.cancelled_at >= CANCEL_AGAIN_S * (2**self.num_cancels - 1)
+        return self.cancelled_at is not None and now - self.cancelled_at >= CANCEL_AGAIN_S * (
+            2**self.num_cancels - 1
+        )
 
     def is_overdue(self, now: float, gone_s: float) -> bool:
         return self.cancelled_at is not None and now - self.cancelled_at > gone_s
@@ -91,7 +93,9 @@ class Holds:
 
     def drop(self, instance: str, epoch: int) -> list[Effect]:
         """The worker itself said that it holds nothing of an attempt."""
-        self._holds = [hold for hold in self._holds if not (hold.instance == instance and hold.epoch == epoch)]
+        self._holds = [
+            hold for hold in self._holds if not (hold.instance == instance and hold.epoch == epoch)
+        ]
         return [Freed(instance, epoch)]
 
     def _free(self, holds: Iterable[Hold]) -> list[Effect]:

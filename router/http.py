@@ -206,7 +206,9 @@ def _timeout_of(header: str | None) -> float:
 
 
 def _json(value: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    return Response(msgspec.json.encode(value), status, {"content-type": "application/json"} | (headers or {}))
+    return Response(
+        msgspec.json.encode(value), status, {"content-type": "application/json"} | (headers or {})
+    )
 
 
 def _error_response(error: ApiError, headers: dict[str, str] | None = None) -> Response:

@@ -25,7 +25,16 @@ class Inbox:
     A patient reader wants nothing before the end: it is woken for other events than tokens, and for `MANY` tokens.
     """
 
-    __slots__ = ("_clock", "_events", "_is_patient", "_num_unread", "_owner", "_waiter", "is_cut", "unread_since")
+    __slots__ = (
+        "_clock",
+        "_events",
+        "_is_patient",
+        "_num_unread",
+        "_owner",
+        "_waiter",
+        "is_cut",
+        "unread_since",
+    )
 
     def __init__(self, clock: Callable[[], float], *, is_patient: bool = False) -> None:
         self._clock = clock

@@ -78,7 +78,11 @@ class _Environment(ImmutableSandboxedEnvironment):
             return obj[attribute]
         if kind is Namespace:
             return Environment.getattr(self, obj, attribute)
-        return getattr(obj, attribute) if kind is LoopContext and attribute in OF_LOOPS else super().getattr(obj, attribute)
+        return (
+            getattr(obj, attribute)
+            if kind is LoopContext and attribute in OF_LOOPS
+            else super().getattr(obj, attribute)
+        )
 
 
 def inline_renderer(setup: Setup) -> InlineRenderer | None:

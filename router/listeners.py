@@ -7,19 +7,27 @@ from ..cluster.endpoints import bracketed
 from ..cluster.errors import StartupError
 from ..cluster.sockets import check_bind_address
 
-SEND_BUFFER = 128 << 10  # bytes that the kernel takes for a client that reads slowly; by itself it takes megabytes
+SEND_BUFFER = (
+    128 << 10
+)  # bytes that the kernel takes for a client that reads slowly; by itself it takes megabytes
 
 
-def open_listeners(config: RouterConfig, *, trusted_network: bool) -> tuple[socket.socket, socket.socket | None]:
+def open_listeners(
+    config: RouterConfig, *, trusted_network: bool
+) -> tuple[socket.socket, socket.socket | None]:
     """The clients' port and, with --own-port, the router's own.
 
     Raises ConfigError for an address open to others, StartupError for a port that is taken.
     """
-    shared = _listen(config.host, config.port, "--port", trusted_network=trusted_network, is_shared=config.share_port)
+    shared = _listen(
+        config.host, config.port, "--port", trusted_network=trusted_network, is_shared=config.share_port
+    )
     if not config.own_port:
         return shared, None
     try:
-        return shared, _listen(config.host, config.own_port, "--own-port", trusted_network=trusted_network, is_shared=False)
+        return shared, _listen(
+            config.host, config.own_port, "--own-port", trusted_network=trusted_network, is_shared=False
+        )
     except Exception:
         shared.close()
         raise

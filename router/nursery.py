@@ -89,7 +89,9 @@ class NurseryHandle:
         own, other = _channel()
         with other:
             number = other.fileno()
-            process = subprocess.Popen((*PROGRAM, str(number)), stdin=subprocess.DEVNULL, pass_fds=(number,), cwd="/")
+            process = subprocess.Popen(
+                (*PROGRAM, str(number)), stdin=subprocess.DEVNULL, pass_fds=(number,), cwd="/"
+            )
         self._reap = process.wait
         return own
 

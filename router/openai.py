@@ -12,7 +12,16 @@ from typing import TypeVar, cast
 import msgspec
 
 from ..cluster.messages import Sampling
-from .api_bodies import MAX_CHOICES, MAX_SEED, ChatBody, CommonBody, CompletionBody, DetokenizeBody, Message, TokenizeBody
+from .api_bodies import (
+    MAX_CHOICES,
+    MAX_SEED,
+    ChatBody,
+    CommonBody,
+    CompletionBody,
+    DetokenizeBody,
+    Message,
+    TokenizeBody,
+)
 from .errors import bad_request, printable
 from .refusals import UNREADABLE, check_refused, refused_of, unreadable
 from .response_bodies import MAX_METADATA, ResponseBody
@@ -23,7 +32,9 @@ MAX_STOPS = 4
 MAX_STOP_CHARS = 256
 MAX_BIASES = 1024
 SEED_MASK = MAX_SEED
-COLDEST = 1e-3  # the lowest temperature above 0 that is served: logits divided by less leave the range of float32
+COLDEST = (
+    1e-3  # the lowest temperature above 0 that is served: logits divided by less leave the range of float32
+)
 COMPLETION_MAX_TOKENS = 16
 BODIES = (ChatBody, CompletionBody, ResponseBody)
 REFUSED = {kind: refused_of(kind) for kind in BODIES}
@@ -121,7 +132,9 @@ def check_token_ids(body: CommonBody, prompt_ids: list[int], vocab_size: int) ->
     for param, ids in named:
         if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
             wrong = next(i for i in ids if not 0 <= i < vocab_size)
-            raise bad_request(f"{param}: token id {wrong} is outside the vocabulary of {vocab_size}", param=param)
+            raise bad_request(
+                f"{param}: token id {wrong} is outside the vocabulary of {vocab_size}", param=param
+            )
 
 
 T = TypeVar("T")
@@ -133,7 +146,9 @@ def _or(value: T | None, default: T) -> T:
 
 def _check_common(body: CommonBody) -> None:
     if len(body.stops) > MAX_STOPS:
-        raise bad_request(f"stop has {len(body.stops)} strings, at most {MAX_STOPS} are allowed", param="stop")
+        raise bad_request(
+            f"stop has {len(body.stops)} strings, at most {MAX_STOPS} are allowed", param="stop"
+        )
     if not all(0 < len(stop) <= MAX_STOP_CHARS for stop in body.stops):
         raise bad_request(f"every stop string must have 1 to {MAX_STOP_CHARS} characters", param="stop")
     if body.min_tokens and body.max_tokens is not None and body.min_tokens > body.max_tokens:
@@ -145,7 +160,9 @@ def _check_common(body: CommonBody) -> None:
         raise bad_request("stream_options needs stream: true", param="stream_options")
     biases = body.logit_bias or {}
     if len(biases) > MAX_BIASES:
-        raise bad_request(f"logit_bias has {len(biases)} tokens, at most {MAX_BIASES} are allowed", param="logit_bias")
+        raise bad_request(
+            f"logit_bias has {len(biases)} tokens, at most {MAX_BIASES} are allowed", param="logit_bias"
+        )
     wrong = next((key for key in biases if not re.fullmatch(r"[0-9]{1,9}", key)), None)
     if wrong is not None:
         raise bad_request(f"logit_bias: {printable(wrong)} is not a token id", param="logit_bias")
@@ -168,7 +185,9 @@ def _check_messages(messages: Sequence[Message]) -> None:
     if not messages:
         raise bad_request("messages is empty: give at least one message", param="messages")
     if len(messages) > MAX_MESSAGES:
-        raise bad_request(f"messages has {len(messages)} messages, at most {MAX_MESSAGES} are allowed", param="messages")
+        raise bad_request(
+            f"messages has {len(messages)} messages, at most {MAX_MESSAGES} are allowed", param="messages"
+        )
     for number, message in enumerate(messages):
         check_refused(message, REFUSED_IN_MESSAGES, f"messages[{number}].", "messages")
 
@@ -185,7 +204,9 @@ def _check_functions(functions: Sequence[Function]) -> list[str]:
         except UNREADABLE:
             is_object = False
         if not is_object:
-            raise bad_request(f'tools: the parameters of {function.name} are not a schema of type "object"', param="tools")
+            raise bad_request(
+                f'tools: the parameters of {function.name} are not a schema of type "object"', param="tools"
+            )
     return names
 
 

@@ -10,7 +10,15 @@ from typing import Any
 
 import msgspec
 
-from .api_bodies import ChatBody, CompletionBody, DetokenizeBody, Message, StreamOptions, TextPart, TokenizeBody
+from .api_bodies import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    Message,
+    StreamOptions,
+    TextPart,
+    TokenizeBody,
+)
 from .api_fields import Field
 from .auth import OPEN_PATHS
 from .chat_replies import ChatChunk, ChatReply
@@ -29,7 +37,15 @@ REF = "#/components/schemas/{name}"
 PAGE_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 Json = dict[str, Any]
 INNER = (
-    Message, TextPart, InputTextPart, OutputTextPart, ToolCall, CalledFunction, StreamOptions, TextOptions, ResponseTool,
+    Message,
+    TextPart,
+    InputTextPart,
+    OutputTextPart,
+    ToolCall,
+    CalledFunction,
+    StreamOptions,
+    TextOptions,
+    ResponseTool,
     *ITEMS.values(),
 )  # fmt: skip - objects inside of bodies that have tables of their own
 
@@ -61,7 +77,13 @@ class Operation:
 
 
 _KEY = "key"  # the name of a scheme
-_SCHEMES = {_KEY: {"type": "http", "scheme": "bearer", "description": "An API key, as `baton keys api add` printed it."}}
+_SCHEMES = {
+    _KEY: {
+        "type": "http",
+        "scheme": "bearer",
+        "description": "An API key, as `baton keys api add` printed it.",
+    }
+}
 _RETRY_AFTER = {
     "description": "Seconds until it may be worth another try.", "required": True,
     "schema": {"type": "integer", "minimum": 1},
@@ -88,19 +110,51 @@ _WATCHING = {**_READING, 403: "Neither an operator's nor an observer's key."}
 
 OPERATIONS = (
     Operation("/v1/chat/completions", "An answer to a chat.", ChatBody, ChatReply, ChatChunk, _GENERATING),
-    Operation("/v1/completions", "What follows a text.", CompletionBody, CompletionReply, CompletionReply, _GENERATING),
-    Operation("/v1/responses", "An answer, in the words of the Responses API.", ResponseBody, Response, Event, _GENERATING),
-    Operation("/tokenize", "The token ids of a text or of a chat.", TokenizeBody, TokenizeReply, None, _CONVERTING),
+    Operation(
+        "/v1/completions",
+        "What follows a text.",
+        CompletionBody,
+        CompletionReply,
+        CompletionReply,
+        _GENERATING,
+    ),
+    Operation(
+        "/v1/responses",
+        "An answer, in the words of the Responses API.",
+        ResponseBody,
+        Response,
+        Event,
+        _GENERATING,
+    ),
+    Operation(
+        "/tokenize", "The token ids of a text or of a chat.", TokenizeBody, TokenizeReply, None, _CONVERTING
+    ),
     Operation("/detokenize", "The text of token ids.", DetokenizeBody, DetokenizeReply, None, _CONVERTING),
     Operation("/v1/models", "The served model.", None, ModelList, None, _READING),
-    Operation("/v1/models/{model}", "The served model.", None, ModelCard, None, {**_READING, 404: _GENERATING[404]}),
+    Operation(
+        "/v1/models/{model}", "The served model.", None, ModelCard, None, {**_READING, 404: _GENERATING[404]}
+    ),
     Operation("/health", "Whether the router lives.", None, None, None, None),
     Operation("/ready", "Whether a request can be served now.", None, None, None, {503: "Not now."}),
     Operation("/status", "The router, its workers and their load.", None, Status, None, _WATCHING),
-    Operation("/metrics", "Counters and times, as Prometheus reads them.", None, None, None, _WATCHING, "text/plain"),
-    Operation("/requests", "What became of recent requests.", None, RequestList, None, {**_READING, 400: _GENERATING[400]}),
     Operation(
-        "/requests/{id}", "What became of one request.", None, RequestView, None, {**_READING, 404: "It is not remembered."}
+        "/metrics", "Counters and times, as Prometheus reads them.", None, None, None, _WATCHING, "text/plain"
+    ),
+    Operation(
+        "/requests",
+        "What became of recent requests.",
+        None,
+        RequestList,
+        None,
+        {**_READING, 400: _GENERATING[400]},
+    ),
+    Operation(
+        "/requests/{id}",
+        "What became of one request.",
+        None,
+        RequestView,
+        None,
+        {**_READING, 404: "It is not remembered."},
     ),
 )
 
@@ -134,13 +188,21 @@ def _tell_fields(schema: Json, table: Mapping[str, Field]) -> None:
         if field.state == "refused":
             del schema["properties"][name]
         else:
-            schema["properties"][name]["description"] = f"{'Ignored: ' * (field.state == 'ignored')}{field.says}"
+            schema["properties"][name]["description"] = (
+                f"{'Ignored: ' * (field.state == 'ignored')}{field.says}"
+            )
 
 
 def _operation(operation: Operation, served_model: str) -> Json:
-    made: Json = {"summary": operation.says, "operationId": f"{operation.method}{operation.path.replace('/', '_')}"}
+    made: Json = {
+        "summary": operation.says,
+        "operationId": f"{operation.method}{operation.path.replace('/', '_')}",
+    }
     if operation.body is not None:
-        made["requestBody"] = {"required": True, "content": {"application/json": {"schema": _ref(operation.body)}}}
+        made["requestBody"] = {
+            "required": True,
+            "content": {"application/json": {"schema": _ref(operation.body)}},
+        }
     if parameters := _parameters(operation, served_model):
         made["parameters"] = parameters
     whole = {"type": "object"} if operation.kind == "application/json" else {"type": "string"}
@@ -160,7 +222,14 @@ def _operation(operation: Operation, served_model: str) -> Json:
 def _parameters(operation: Operation, served_model: str) -> list[Json]:
     """What it takes beside a body."""
     if "{model}" in operation.path:
-        return [{"name": "model", "in": "path", "required": True, "schema": {"type": "string", "enum": [served_model]}}]
+        return [
+            {
+                "name": "model",
+                "in": "path",
+                "required": True,
+                "schema": {"type": "string", "enum": [served_model]},
+            }
+        ]
     if "{id}" in operation.path:
         schema = {"type": "string", "description": "Of an answer, or the first 8 digits or more of a room."}
         return [{"name": "id", "in": "path", "required": True, "schema": schema}]
@@ -169,13 +238,19 @@ def _parameters(operation: Operation, served_model: str) -> list[Json]:
         return [{"name": "limit", "in": "query", "required": False, "schema": bounds}]
     if operation.is_generating:
         is_there = {"in": "header", "required": False}
-        return [{"name": f.name.decode(), **is_there, "description": f.says, "schema": f.schema} for f in REQUEST_HEADERS]
+        return [
+            {"name": f.name.decode(), **is_there, "description": f.says, "schema": f.schema}
+            for f in REQUEST_HEADERS
+        ]
     return []
 
 
 def _event(chunk: type) -> Json:
     """An event of a stream, which is what the schema of a stream describes."""
-    told = {"contentMediaType": "application/json", "contentSchema": {"anyOf": [_ref(chunk), _ref(ErrorEnvelope)]}}
+    told = {
+        "contentMediaType": "application/json",
+        "contentSchema": {"anyOf": [_ref(chunk), _ref(ErrorEnvelope)]},
+    }
     data = told if chunk is Event else {"anyOf": [{"const": "[DONE]"}, told]}
     properties = {"event": {"type": "string"}, "data": {"type": "string", **data}}
     return {"type": "object", "description": "Each event.", "properties": properties, "required": ["data"]}
@@ -228,7 +303,9 @@ def _type_of(schema: Json) -> str:
     return str(schema.get("type", "any"))
 
 
-def _table(heads: Sequence[str], rows: Iterator[tuple[str, str, str]] | Sequence[tuple[str, str, str]]) -> list[str]:
+def _table(
+    heads: Sequence[str], rows: Iterator[tuple[str, str, str]] | Sequence[tuple[str, str, str]]
+) -> list[str]:
     made = "".join(
         "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
     )

@@ -31,7 +31,11 @@ def prefill_load(worker: Worker) -> float:
 
 def decode_load(worker: Worker) -> float:
     """The share of its places that is taken, and that of its pages."""
-    return worker.num_taken / max(1, worker.hello.max_running) + 1.0 - worker.free_pages / worker.hello.pages_total
+    return (
+        worker.num_taken / max(1, worker.hello.max_running)
+        + 1.0
+        - worker.free_pages / worker.hello.pages_total
+    )
 
 
 class Picker:

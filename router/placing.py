@@ -1,8 +1,8 @@
 """Where attempts go: a pair is chosen by policies and booked in the registry's ledger; what workers say teaches the next.
 
-    prompt on prefill    known to be there from the placing on: whoever comes behind waits for it in the same queue
-    rest of it           prompt and output are on decode once the room ended; the newest token has no KV
-    what it really had   `have` of decode's Reserved corrects a wrong belief
+prompt on prefill    known to be there from the placing on: whoever comes behind waits for it in the same queue
+rest of it           prompt and output are on decode once the room ended; the newest token has no KV
+what it really had   `have` of decode's Reserved corrects a wrong belief
 """
 
 from collections.abc import Sequence
@@ -31,14 +31,18 @@ class PairingPolicy:
 
     prefill: str = "cache-aware"
     decode: str = "session"
-    local_prefill_max: int = 0  # tokens new to decode that it may compute itself when that is cheaper; 0: never
+    local_prefill_max: int = (
+        0  # tokens new to decode that it may compute itself when that is cheaper; 0: never
+    )
     coin: Random = field(default_factory=Random)
 
 
 class Placer:
     """Chooses and books pairs."""
 
-    def __init__(self, registry: Registry, policy: PairingPolicy | None = None, proofs: Proofs | None = None) -> None:
+    def __init__(
+        self, registry: Registry, policy: PairingPolicy | None = None, proofs: Proofs | None = None
+    ) -> None:
         policy = policy or PairingPolicy()
         self._registry, self._proofs = registry, Proofs() if proofs is None else proofs
         self._local_prefill_max = policy.local_prefill_max
@@ -65,9 +69,15 @@ class Placer:
             return None
         prompt = entry.prompt
         prefill, decode = choose(pairs, self._prefill, self._decode, prompt)
-        if prefill is not decode and not entry.room.suspicion and self._is_better_on_decode(prefill, decode, prompt):
+        if (
+            prefill is not decode
+            and not entry.room.suspicion
+            and self._is_better_on_decode(prefill, decode, prompt)
+        ):
             prefill = decode
-        return Pair(prefill=prefill.instance, decode=decode.instance, prefill_endpoint=prefill.hello.kv_endpoint)
+        return Pair(
+            prefill=prefill.instance, decode=decode.instance, prefill_endpoint=prefill.hello.kv_endpoint
+        )
 
     def book(self, entry: Entry, pair: Pair) -> None:
         """The attempt goes there; called when the room has its epoch."""
@@ -100,7 +110,9 @@ class Placer:
         elif isinstance(event, Finished) and worker.instance == pair.decode:
             self._on_finished(entry, worker, event)
             if event.timeline.handoff_blocks or pair.is_local:
-                since_ms = event.timeline.queue_ms + event.timeline.decode_ms  # decode has had the last block for so long
+                since_ms = (
+                    event.timeline.queue_ms + event.timeline.decode_ms
+                )  # decode has had the last block for so long
                 self._proofs.passed(pair.prefill, pair.decode, now - since_ms / 1000)
         elif isinstance(event, Failed) and event.kind in HANDOFF_KINDS:
             self._proofs.doubt(pair.prefill, pair.decode)
@@ -108,7 +120,12 @@ class Placer:
     def watch(self, entry: Entry, now: float) -> None:
         """New tokens came: a stream has shown its pair with decode's first one, which may be long before its end."""
         note = entry.trace.last
-        if note is not None and note.num_tokens > 1 and note.outcome == RUNNING and note.epoch != entry.shown_epoch:
+        if (
+            note is not None
+            and note.num_tokens > 1
+            and note.outcome == RUNNING
+            and note.epoch != entry.shown_epoch
+        ):
             entry.shown_epoch = note.epoch
             self._proofs.passed(note.prefill, note.decode, now)
 

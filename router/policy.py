@@ -13,7 +13,9 @@ class Need(Struct, frozen=True, gc=False):
 
     prompt: int
     max_new: int
-    fingerprint: str = ""  # of the workers that gave output already, which others would not go on with; "": any
+    fingerprint: str = (
+        ""  # of the workers that gave output already, which others would not go on with; "": any
+    )
     asks: tuple[str, ...] = ()  # of YOUNG_FIELDS, those that must be obeyed
 
     @property
@@ -90,7 +92,10 @@ def can_ever(live: Iterable[tuple[Worker, Worker]], need: Need) -> bool:
 
 
 def able_pairs(
-    live: Iterable[tuple[Worker, Worker]], need: Need, avoid: Collection[str] = (), taken: Collection[str] = ()
+    live: Iterable[tuple[Worker, Worker]],
+    need: Need,
+    avoid: Collection[str] = (),
+    taken: Collection[str] = (),
 ) -> list[tuple[Worker, Worker]]:
     """Those pairs that can hold the request now, with the fewest workers in `avoid`, then in `taken`; empty: all are full.
 
@@ -131,4 +136,3 @@ def _can_decode(worker: Worker, need: Need) -> bool:
     hello = worker.hello
     has_slot = hello.max_running == 0 or worker.num_taken < hello.max_running
     return has_slot and need.total <= hello.max_context and worker.pages_for(need.total) <= worker.free_pages
-

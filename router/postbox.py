@@ -56,7 +56,9 @@ class Postbox:
     def flush(self, worker: Worker, now: float) -> None:
         """Sends what was kept, as far as the connection takes it."""
         send_waiting(
-            worker.outbox, lambda frame: self._try(worker, frame, now), takes_several=worker.hello.takes_batches
+            worker.outbox,
+            lambda frame: self._try(worker, frame, now),
+            takes_several=worker.hello.takes_batches,
         )
 
     def answer(self, identity: bytes, message: ControlDown) -> bool:

@@ -55,7 +55,9 @@ class PrefixIndex:
 
     def __init__(self, max_pages: int = MAX_PAGES) -> None:
         self._max_pages = max_pages
-        self._holders: OrderedDict[bytes, tuple[str, ...]] = OrderedDict()  # the last to get a page stands last
+        self._holders: OrderedDict[bytes, tuple[str, ...]] = (
+            OrderedDict()
+        )  # the last to get a page stands last
 
     def __repr__(self) -> str:
         return f"PrefixIndex({len(self)} of {self._max_pages} pages)"

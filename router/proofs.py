@@ -31,7 +31,9 @@ class Proof:
     passed_at: float = NEVER
     asked_at: float = NEVER  # when its last canary began, or whatever passed did
     failed_at: float = NEVER
-    vouched_at: float = NEVER  # when a request passed its decode worker alone, or with prefill where it is alone now
+    vouched_at: float = (
+        NEVER  # when a request passed its decode worker alone, or with prefill where it is alone now
+    )
     held_s: float = 0.0  # for which it did not age since a request passed
     is_doubted: bool = True
     num_failures: int = 0  # of canaries, in a row
@@ -78,7 +80,8 @@ class Proofs:
         names = [(prefill.instance, decode.instance) for prefill, decode in live]
         vouched = self._vouched()
         self._proofs = {
-            name: self._proofs.get(name) or Proof(vouched_at=vouched.get((name[1], name[0] != name[1]), NEVER))
+            name: self._proofs.get(name)
+            or Proof(vouched_at=vouched.get((name[1], name[0] != name[1]), NEVER))
             for name in names
         }
         self.failing.intersection_update(names)
@@ -125,7 +128,9 @@ class Proofs:
 
     def due(self, now: float) -> list[Names]:
         """Pairs whose turn it is, who was asked longest ago first."""
-        found = [(p.asked_at, names) for names, p in self._proofs.items() if now - p.asked_at >= self._rest(p)]
+        found = [
+            (p.asked_at, names) for names, p in self._proofs.items() if now - p.asked_at >= self._rest(p)
+        ]
         return [names for _, names in sorted(found)]
 
     def is_ready(self, now: float) -> bool:
@@ -145,7 +150,9 @@ class Proofs:
 
     def status(self, now: float) -> list[PairStatus]:
         """The worst first, at most `MAX_SHOWN`."""
-        shown = sorted(self._proofs.items(), key=lambda item: (-item[1].num_failures, item[1].passed_at))[:MAX_SHOWN]
+        shown = sorted(self._proofs.items(), key=lambda item: (-item[1].num_failures, item[1].passed_at))[
+            :MAX_SHOWN
+        ]
         return [self._shown(names, proof, now) for names, proof in shown]
 
     def failures(self) -> Iterable[tuple[str, str, str, int]]:

@@ -42,7 +42,9 @@ class Reception:
     def hello(self, identity: bytes, message: Hello, now: float) -> Greeted | None:
         """Registers or refuses. None, when that changes nothing for any room."""
         known = self._registry.get(message.instance)
-        if known is not None and message.generation < known.hello.generation:  # was under way on an older connection
+        if (
+            known is not None and message.generation < known.hello.generation
+        ):  # was under way on an older connection
             self._events["stale_hello"] += 1
             return None
         has_dropped_all = known is not None and message.generation > known.hello.generation
@@ -51,11 +53,15 @@ class Reception:
         worker = self._registry.get(message.instance)
         if worker is None:
             reason = getattr(answer, "reason", "")
-            logger.warning("worker rejected", extra=fields(role=message.role, instance=message.instance, reason=reason))
+            logger.warning(
+                "worker rejected", extra=fields(role=message.role, instance=message.instance, reason=reason)
+            )
             self._postbox.answer(identity, answer)
             return None
         if known is None:
-            logger.info("worker registered", extra=fields(role=worker.role, instance=worker.instance, pid=message.pid))
+            logger.info(
+                "worker registered", extra=fields(role=worker.role, instance=worker.instance, pid=message.pid)
+            )
         if has_dropped_all:
             worker.forget_rooms()
         if worker.has_hole:  # it has not heard so
@@ -64,7 +70,9 @@ class Reception:
         for room, epoch in self._leftovers.take(message.instance, message.generation):
             self._postbox.post(worker, Cancel(room=room, epoch=epoch, instance=worker.instance), now)
         if has_dropped_all:
-            logger.warning("worker dropped its rooms", extra=fields(role=worker.role, instance=worker.instance))
+            logger.warning(
+                "worker dropped its rooms", extra=fields(role=worker.role, instance=worker.instance)
+            )
             self._events["worker_dropped_rooms"] += 1
             return Greeted(worker, has_dropped_all=True)
         self._postbox.flush(worker, now)
@@ -79,7 +87,9 @@ class Reception:
         if worker.is_draining and not rooms:
             logger.info("worker left", extra=fields(role=worker.role, instance=worker.instance))
         else:
-            logger.warning("worker lost", extra=fields(role=worker.role, instance=worker.instance, reason=reason))
+            logger.warning(
+                "worker lost", extra=fields(role=worker.role, instance=worker.instance, reason=reason)
+            )
             self._events["worker_lost"] += 1
         for room, epoch in rooms:
             self._postbox.post(worker, Cancel(room=room, epoch=epoch, instance=worker.instance), now)
@@ -90,7 +100,9 @@ class Reception:
         """A worker did its part of an attempt, or failed it."""
         if self._registry.judge(verdict.instance, room, verdict.epoch, verdict.is_good, now):
             self._events["breaker_opened"] += 1
-            logger.warning("worker fails too often: avoided for a while", extra=fields(instance=verdict.instance))
+            logger.warning(
+                "worker fails too often: avoided for a while", extra=fields(instance=verdict.instance)
+            )
 
     def damaged(self, identity: bytes, now: float) -> None:
         """A message of a worker was lost, which would leave a hole in a stream: it shall drop its rooms and begin anew."""

@@ -16,7 +16,9 @@ Refused = list[tuple[str, str, Field]]  # attribute, name in JSON, and what the 
 def refused_of(kind: type[Struct]) -> Refused:
     """The fields of a type that its table refuses."""
     table: Mapping[str, Field] = getattr(kind, "TABLE", {})
-    known = [(info.name, info.encode_name) for info in msgspec.structs.fields(kind) if info.encode_name in table]
+    known = [
+        (info.name, info.encode_name) for info in msgspec.structs.fields(kind) if info.encode_name in table
+    ]
     return [(attribute, name, table[name]) for attribute, name in known if table[name].state == "refused"]
 
 
@@ -51,6 +53,8 @@ def _invalid_field(reason: str, inside: str) -> ApiError:
     place = f"{where}: " if where else ""
     remedy = "; parts of a message's content are text" if ".content[" in where else ""
     if text.startswith("Object contains unknown field") and named:
-        return bad_request(f"{place}{printable(named.group(1))} is not a field of this request{remedy}", param=param)
+        return bad_request(
+            f"{place}{printable(named.group(1))} is not a field of this request{remedy}", param=param
+        )
     line = "".join(char if char.isascii() and char.isprintable() else "?" for char in f"{place}{text}")
     return bad_request(line[:400] + remedy, param=param)

@@ -78,16 +78,22 @@ class Worker:
     is_draining: bool = False
     ledger: Ledger = field(default_factory=Ledger)
     unreachable_since: float | None = None
-    outbox: deque[bytes] = field(default_factory=deque)  # packed messages that its connection did not take yet
+    outbox: deque[bytes] = field(
+        default_factory=deque
+    )  # packed messages that its connection did not take yet
     breaker: Breaker = field(default_factory=Breaker)
-    has_hole: bool = False  # a message of it was lost: it must drop its rooms, since nobody knows of which one that told
+    has_hole: bool = (
+        False  # a message of it was lost: it must drop its rooms, since nobody knows of which one that told
+    )
     takes_prompts: bool = False  # a decode worker that may be given prompts without a prefill worker
     foreign_pages: int = 0  # used by what the ledger does not know, as of the last heartbeat
     foreign_rooms: int = 0  # of another router, likewise
 
     def __repr__(self) -> str:
         pages = f"{self.free_pages}/{self.hello.pages_total}"
-        return f"Worker({self.hello.role} {self.instance[:8]} {self.state} rooms={self.num_rooms} pages={pages})"
+        return (
+            f"Worker({self.hello.role} {self.instance[:8]} {self.state} rooms={self.num_rooms} pages={pages})"
+        )
 
     @property
     def instance(self) -> str:

@@ -18,7 +18,12 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models
 from transformers import PreTrainedTokenizerFast
 
-READY, RENDERED, REFUSED, TOO_LARGE = b"+", b"t", b"r", b"m"  # kinds: the text; why not, in one line; memory or text
+READY, RENDERED, REFUSED, TOO_LARGE = (
+    b"+",
+    b"t",
+    b"r",
+    b"m",
+)  # kinds: the text; why not, in one line; memory or text
 MAX_RENDERED = 16 << 20  # bytes, or as many times a chat's own as GROWTH says
 GROWTH = 4
 LENGTH = struct.Struct("<I")
@@ -89,13 +94,21 @@ class Renderer:
             return TOO_LARGE
         except (TemplateError, TypeError, ValueError) as error:
             return REFUSED + _first_line(error)
-        except Exception as error:  # a template may do anything; its words could be ours, so only their kind is told
+        except (
+            Exception
+        ) as error:  # a template may do anything; its words could be ours, so only their kind is told
             return REFUSED + type(error).__name__.encode()
         return RENDERED + text if len(text) <= max(MAX_RENDERED, GROWTH * len(data)) else TOO_LARGE
 
     def _render(self, chat: Chat) -> str:
-        given: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True, "tools": chat.tools or None}
-        rendered: object = self._hf.apply_chat_template(chat.messages, **(given | self._special_tokens | chat.switches))
+        given: dict[str, Any] = {
+            "tokenize": False,
+            "add_generation_prompt": True,
+            "tools": chat.tools or None,
+        }
+        rendered: object = self._hf.apply_chat_template(
+            chat.messages, **(given | self._special_tokens | chat.switches)
+        )
         assert isinstance(rendered, str)
         return rendered
 

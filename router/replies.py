@@ -116,7 +116,11 @@ def sse_error(error: ApiError) -> bytes:
 
 def is_whole_stream(last: bytes) -> bool:
     """Whether the last bytes of a stream say that it is complete."""
-    return last.endswith(DONE) or b"event: response.completed\n" in last or b"event: response.incomplete\n" in last
+    return (
+        last.endswith(DONE)
+        or b"event: response.completed\n" in last
+        or b"event: response.incomplete\n" in last
+    )
 
 
 def compact(value: object) -> bytes:

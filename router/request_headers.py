@@ -29,7 +29,9 @@ TIMEOUT = HeaderField(
     "milliseconds after which the answer is a 504, or an error frame once it streams",
     {"type": "integer", "minimum": 1, "maximum": LONGEST_TIMEOUT_MS},
 )
-TIMELINE = HeaderField(b"x-baton-timeline", "1: the answer tells where its time went", {"type": "string", "enum": ["1"]})
+TIMELINE = HeaderField(
+    b"x-baton-timeline", "1: the answer tells where its time went", {"type": "string", "enum": ["1"]}
+)
 TRACEPARENT = HeaderField(
     b"traceparent", "the client's span, by the W3C's rules; what is none is passed over", {"type": "string"}
 )

@@ -29,7 +29,11 @@ from .tool_bodies import (
 
 LOGPROBS = "message.output_text.logprobs"
 MAX_METADATA = 16
-PARAM_OF = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text"}  # of a chat's fields
+PARAM_OF = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "response_format": "text",
+}  # of a chat's fields
 
 
 class ResponseTool(Function, tag_field="type", tag="function", kw_only=True, forbid_unknown_fields=True):
@@ -191,7 +195,9 @@ def _format_of(body: ResponseBody) -> AnyFormat | None:
 
 def _as_read(tool: ResponseTool) -> ResponseTool:
     """Without what is ignored, which may be anything."""
-    return ResponseTool(name=tool.name, description=tool.description, parameters=tool.parameters, strict=tool.strict)
+    return ResponseTool(
+        name=tool.name, description=tool.description, parameters=tool.parameters, strict=tool.strict
+    )
 
 
 def _function_of(tool: ResponseTool, number: int) -> Function:
@@ -202,5 +208,7 @@ def _function_of(tool: ResponseTool, number: int) -> Function:
 def _choice_of(body: ResponseBody) -> AnyToolChoice | None:
     chosen = body.tool_choice
     if isinstance(chosen, ResponseAllowedTools):
-        return AllowedTools(AllowedFunctions(chosen.mode, [ToolChoice(FunctionChoice(tool.name)) for tool in chosen.tools]))
+        return AllowedTools(
+            AllowedFunctions(chosen.mode, [ToolChoice(FunctionChoice(tool.name)) for tool in chosen.tools])
+        )
     return ToolChoice(FunctionChoice(chosen.name)) if isinstance(chosen, ResponseToolChoice) else chosen

@@ -1,10 +1,10 @@
 """Answers of /v1/responses: one object, or the events by which it grows.
 
-    response.created, response.in_progress
-    per item     response.output_item.added ... response.output_item.done
-    a message    response.content_part.added, response.output_text.delta ... .done, response.content_part.done
-    a call       response.function_call_arguments.delta ... .done
-    response.completed, or response.incomplete at max_output_tokens, or response.failed
+response.created, response.in_progress
+per item     response.output_item.added ... response.output_item.done
+a message    response.content_part.added, response.output_text.delta ... .done, response.content_part.done
+a call       response.function_call_arguments.delta ... .done
+response.completed, or response.incomplete at max_output_tokens, or response.failed
 """
 
 import secrets
@@ -149,7 +149,9 @@ class ResponseBuilder:
     def opening(self, index: int) -> bytes:
         """The response before anything of it is there."""
         made = self._response("in_progress")
-        return self._event("response.created", response=made) + self._event("response.in_progress", response=made)
+        return self._event("response.created", response=made) + self._event(
+            "response.in_progress", response=made
+        )
 
     def chunk(self, index: int, piece: Piece, usage: Usage | None = None) -> bytes:
         """What a piece adds to the items."""
@@ -185,11 +187,16 @@ class ResponseBuilder:
             made.content = [OutputText("")]
         item = self._items[-1]
         assert item.content is not UNSET
-        content, logprobs = item.content[0], [chat_logprobs(token, self._frame.num_top) for token in piece.logprobs]
+        content, logprobs = (
+            item.content[0],
+            [chat_logprobs(token, self._frame.num_top) for token in piece.logprobs],
+        )
         content.text += piece.text
         content.logprobs = content.logprobs + logprobs
         if piece.text or logprobs:
-            events += self._event("response.output_text.delta", **self._place(), delta=piece.text, logprobs=logprobs)
+            events += self._event(
+                "response.output_text.delta", **self._place(), delta=piece.text, logprobs=logprobs
+            )
         return events
 
     def _add_call(self, part: CallPart) -> bytes:
@@ -209,7 +216,9 @@ class ResponseBuilder:
         events = self._close_item()
         self._items.append(item)
         self._is_open = True
-        return events + self._event("response.output_item.added", output_index=len(self._items) - 1, item=item)
+        return events + self._event(
+            "response.output_item.added", output_index=len(self._items) - 1, item=item
+        )
 
     def _close_item(self) -> bytes:
         if not self._is_open:

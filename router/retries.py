@@ -12,14 +12,19 @@ BUDGET_STEP_S = 1.0  # how finely the window slides
 BREAKER_FAILURES = 3  # within the window: the worker is avoided
 BREAKER_WINDOW_S = 30.0
 BREAKER_OPEN_S = 10.0  # then one attempt may show that it is well again
-FIRST_RETURN, FULL_RETURN = 2, 16  # attempts at once of a worker that is well again: at first, and when none is counted
+FIRST_RETURN, FULL_RETURN = (
+    2,
+    16,
+)  # attempts at once of a worker that is well again: at first, and when none is counted
 
 
 class RetryBudget:
     """Repeated attempts may be a fifth of the rooms: of those that came within the window, or of those that live now."""
 
     def __init__(self) -> None:
-        self._steps: deque[list[float]] = deque()  # [begin, rooms, repeated attempts] of each step of the window
+        self._steps: deque[list[float]] = (
+            deque()
+        )  # [begin, rooms, repeated attempts] of each step of the window
 
     def __repr__(self) -> str:
         return f"RetryBudget({self._sum(2):g} of {self._sum(1):g} rooms)"

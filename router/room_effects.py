@@ -15,10 +15,16 @@ class Timeouts:
     """Longest time without progress per state, in seconds."""
 
     reserve_s: float = 10.0  # decode's answer to Reserve, which it gives between two steps
-    first_token_s: float = 300.0  # a prompt may wait behind others on prefill, whose liveness the heartbeat shows
+    first_token_s: float = (
+        300.0  # a prompt may wait behind others on prefill, whose liveness the heartbeat shows
+    )
     token_s: float = 60.0
-    gone_s: float = 30.0  # a worker that lives answers a Cancel, which is repeated; else its own lease frees the room
-    suspect_s: float = 2.0  # until a silent worker is known to live or to be dead; its heartbeats stop counting before
+    gone_s: float = (
+        30.0  # a worker that lives answers a Cancel, which is repeated; else its own lease frees the room
+    )
+    suspect_s: float = (
+        2.0  # until a silent worker is known to live or to be dead; its heartbeats stop counting before
+    )
     accounts_s: float = 0.3  # decode's last word on what a stopped room cost
     word_s: float = 1.0  # prefill's own word on why it gave a hand-off up, when decode has told that it did
     pair_s: float = 5.0  # for a pair to come back, while a stream that has begun has none left

@@ -29,11 +29,17 @@ MAX_EARLY_ITEMS = 256  # decode's items that wait for prefill's token 1
 DRAINING = "Draining"  # of a worker's Failed: it leaves in order, which is no failure of the attempt
 PEER_LOST = "PeerLost"  # kind of a Failed: the other worker of the pair is gone
 BAD_GRAMMAR = "BadGrammar"  # no worker can follow what this request's answer must look like
-GRAMMARS_OVERDUE = "GrammarsOverdue"  # this worker has grammars enough to compile; another may be free for one more
+GRAMMARS_OVERDUE = (
+    "GrammarsOverdue"  # this worker has grammars enough to compile; another may be free for one more
+)
 DEADLINE_EXCEEDED = "DeadlineExceeded"  # also the kind of a worker's Failed
-BLAMELESS = frozenset((BAD_GRAMMAR, GRAMMARS_OVERDUE, DEADLINE_EXCEEDED))  # what a client asked for, and no worker's fault
+BLAMELESS = frozenset(
+    (BAD_GRAMMAR, GRAMMARS_OVERDUE, DEADLINE_EXCEEDED)
+)  # what a client asked for, and no worker's fault
 HANDOFF_ABORTED = "HandoffAborted"  # of decode: prefill gave the room up, of which it tells the router itself
-HANDOFF_KINDS = frozenset(("TransferError", HANDOFF_ABORTED, "TransferTimeout", "DigestMismatch", "HandshakeRefused"))
+HANDOFF_KINDS = frozenset(
+    ("TransferError", HANDOFF_ABORTED, "TransferTimeout", "DigestMismatch", "HandshakeRefused")
+)
 T = TypeVar("T", PrefillTimeline, DecodeTimeline)
 
 AttemptEvent = Reserved | Refused | PromptLogprobs | FirstToken | TokenItem | Finished | Failed
@@ -158,7 +164,9 @@ class Attempt:
             return instance == self.pair.prefill and message.start == len(self._scores) + 1
         if isinstance(message, FirstToken):
             return instance == self.pair.prefill != self.pair.decode
-        if isinstance(message, Finished) and message.output_tokens == 0:  # what came before was the whole answer
+        if (
+            isinstance(message, Finished) and message.output_tokens == 0
+        ):  # what came before was the whole answer
             return self.num_before > 0 and self.num_output == 0
         return instance == self.pair.decode or not isinstance(message, (Reserved, Finished))
 

@@ -36,8 +36,31 @@ from ..cluster.messages import (
 )
 from .holds import Holds
 from .retries import MAX_ATTEMPTS
-from .room_effects import Broken, Closed, Deliver, Effect, Ended, Freed, Judged, Pair, Requeued, Send, Settled, Timeouts
-from .room_parts import DEADLINE_EXCEEDED, DRAINING, PEER_LOST, SCORING, Attempt, Phase, RoomEvent, Stamps, summed
+from .room_effects import (
+    Broken,
+    Closed,
+    Deliver,
+    Effect,
+    Ended,
+    Freed,
+    Judged,
+    Pair,
+    Requeued,
+    Send,
+    Settled,
+    Timeouts,
+)
+from .room_parts import (
+    DEADLINE_EXCEEDED,
+    DRAINING,
+    PEER_LOST,
+    SCORING,
+    Attempt,
+    Phase,
+    RoomEvent,
+    Stamps,
+    summed,
+)
 from .suspicion import MAX_DEATHS, QUARANTINED, Suspicion
 
 
@@ -178,7 +201,12 @@ class Room:
     def quiet_until(self) -> float:
         """Before this moment `tick` has nothing to do if only tokens come: thousands of streams are not looked at."""
         attempt = self._attempt
-        if self.phase is not Phase.STREAMING or attempt is None or attempt.aborted is not None or self.epoch > 0:
+        if (
+            self.phase is not Phase.STREAMING
+            or attempt is None
+            or attempt.aborted is not None
+            or self.epoch > 0
+        ):
             return 0.0  # of an earlier attempt something may be held somewhere
         late = self._progress_at + self.timeouts.token_s
         return late if self.deadline is None else min(late, self.deadline)
@@ -246,7 +274,9 @@ class Room:
             return []
         if attempt.is_flooded:
             blamed = self._blame(attempt.pair.decode)
-            return blamed + self._attempt_failed("RemoteProtocolError", "tokens arrived out of order", True, now)
+            return blamed + self._attempt_failed(
+                "RemoteProtocolError", "tokens arrived out of order", True, now
+            )
         return self._advance(attempt, now)
 
     def _on_finished(self, attempt: Attempt, message: Finished, now: float) -> list[Effect]:
@@ -304,7 +334,10 @@ class Room:
         if attempt.num_output == 0 and first is not None:
             self.phase = Phase.STREAMING
             # Prefill's queue no longer carries this room, though its pages wait for the hand-off.
-            done: list[Effect] = [Judged(attempt.pair.prefill, self.epoch, True), Freed(attempt.pair.prefill, self.epoch)]
+            done: list[Effect] = [
+                Judged(attempt.pair.prefill, self.epoch, True),
+                Freed(attempt.pair.prefill, self.epoch),
+            ]
             effects += [*self._deliver(attempt, attempt.head(), now), *done]
             if first.finish:
                 return [*effects, Ended(first.finish), *self._close(now)]
@@ -338,7 +371,9 @@ class Room:
 
     def _attempt_failed(self, kind: str, message: str, retryable: bool, now: float) -> list[Effect]:
         self._num_failed += 1
-        if self.num_output >= self.sampling.max_new_tokens:  # all there; what is missing is the word that it is
+        if (
+            self.num_output >= self.sampling.max_new_tokens
+        ):  # all there; what is missing is the word that it is
             is_stop = self.output_ids[-1] in self.sampling.stop_token_ids
             return [Ended("stop" if is_stop else "length"), *self._close(now)]
         if quarantined := self._quarantine(now):

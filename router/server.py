@@ -20,7 +20,9 @@ from .wire import HEAD_TIMEOUT_S, NEVER, HttpProtocol
 SWEEP_S = 0.1
 MAX_BUFFERED = 256 << 20  # bytes of bodies that are being read, of all connections together
 MAX_CONNECTIONS = 10_000
-OWN_CONNECTIONS = 32  # of a router's own port, beside those of its clients: full of these, it can still be asked
+OWN_CONNECTIONS = (
+    32  # of a router's own port, beside those of its clients: full of these, it can still be asked
+)
 LAST_TURNS = 3  # of the loop, within which a closed server's descriptor is closed
 SPARE_DESCRIPTORS = 124  # for workers, files and libraries
 SPARE_IN_DOOR = 32  # of these, for who is over the number and hears it when TLS is there
@@ -90,7 +92,9 @@ class HttpServer:
             self._door.open(own)
             self._listening = self._door
         else:
-            self._listening = await asyncio.get_running_loop().create_server(self._connection, sock=own, backlog=1024)
+            self._listening = await asyncio.get_running_loop().create_server(
+                self._connection, sock=own, backlog=1024
+            )
         try:
             while True:
                 await asyncio.sleep(SWEEP_S)
@@ -123,7 +127,9 @@ class HttpServer:
         self.is_leaving = True
         if self._listening is not None:
             self._listening.close()
-            for _ in range(LAST_TURNS):  # the loop gives its descriptor back; from then on `listener` is the last
+            for _ in range(
+                LAST_TURNS
+            ):  # the loop gives its descriptor back; from then on `listener` is the last
                 await asyncio.sleep(0)
         waiting = []
         with suppress(OSError):  # nobody waits, or it never listened

@@ -113,7 +113,11 @@ class Service:
             raise in_words_of_responses(error) from None
 
     async def chat(
-        self, body: ChatBody, call: Call, make_builder: Callable[[Frame], Builder] = ChatBuilder, prefix: str = "chatcmpl-"
+        self,
+        body: ChatBody,
+        call: Call,
+        make_builder: Callable[[Frame], Builder] = ChatBuilder,
+        prefix: str = "chatcmpl-",
     ) -> Answer:
         """POST /v1/chat/completions. Raises ApiError."""
         self._check_model(body.model)
@@ -147,13 +151,19 @@ class Service:
             raise bad_request("give prompt or messages, and not both", param="prompt")
         with self._counted(call):
             if body.messages is not None:
-                ids = await self._encode_chat(body.messages, body.chat_template_kwargs, call, body.tools or ())
+                ids = await self._encode_chat(
+                    body.messages, body.chat_template_kwargs, call, body.tools or ()
+                )
             else:
                 text, add_special_tokens = body.prompt or "", body.add_special_tokens is not False
                 self._check_chars(len(text), "prompt")
                 work = partial(self.tokenizer.encode, text, add_special_tokens=add_special_tokens)
                 ids = await self._in_thread(call, call.size, work)
-            names = await self._in_thread(call, call.size, partial(self._names, ids)) if body.return_token_strs else None
+            names = (
+                await self._in_thread(call, call.size, partial(self._names, ids))
+                if body.return_token_strs
+                else None
+            )
         live = self.dispatcher.limits()
         context = live.context if live is not None else None
         return TokenizeReply(count=len(ids), max_model_len=context, tokens=ids, token_strs=names)
@@ -162,7 +172,9 @@ class Service:
         """POST /detokenize. Raises ApiError."""
         self._check_model(body.model or self.served_model)
         with self._counted(call):
-            return DetokenizeReply(prompt=await self._in_thread(call, call.size, partial(self._decoded, body.tokens)))
+            return DetokenizeReply(
+                prompt=await self._in_thread(call, call.size, partial(self._decoded, body.tokens))
+            )
 
     def _reading(self, call: Call, priority: int | None) -> AbstractContextManager[None]:
         """While the text of a request is read that waits for a worker then. Raises ApiError (429)."""
@@ -202,7 +214,9 @@ class Service:
         guarded = await self._in_thread(call, call.size, guard)
         rendered = await self._rendered(guarded.chat, is_long=call.size > INLINE_BYTES)
         self._check_chars(guarded.num_chars_of(rendered), "messages")
-        return await self._in_thread(call, len(rendered), partial(self.tokenizer.encode_rendered, guarded, rendered))
+        return await self._in_thread(
+            call, len(rendered), partial(self.tokenizer.encode_rendered, guarded, rendered)
+        )
 
     async def _rendered(self, chat: Chat, *, is_long: bool) -> str:
         """By the model's template: here, where that is known to take no time, or by a worker. Raises ApiError."""
@@ -265,7 +279,9 @@ class Service:
             jobs += self._jobs(body, prompt.ids, live, call, tokenize_s)
             echo = prompt if body.wants_echo else None
             choices += [Choice(self.tokenizer, style, echo) for _ in range(num_tries)]
-        inbox = Inbox(self.clock, is_patient=not body.stream and not style.stops)  # a stop string is looked for at once
+        inbox = Inbox(
+            self.clock, is_patient=not body.stream and not style.stops
+        )  # a stop string is looked for at once
         entries = self._submit(jobs, inbox, frame.id, call)
         wish = Wish(
             is_stream=bool(body.stream),

@@ -36,8 +36,14 @@ def waits_of(entry: Entry, now: float) -> list[Span]:
 
 
 def _wait(entry: Entry, start: float, end: float, epoch: int) -> Span:
-    attributes: dict[str, Attribute] = {"baton.room": entry.room.room, "baton.epoch": epoch, "baton.choice": entry.index}
-    return Span(name="queue", parent=entry.request.tag.span.context, start=start, end=end, attributes=attributes)
+    attributes: dict[str, Attribute] = {
+        "baton.room": entry.room.room,
+        "baton.epoch": epoch,
+        "baton.choice": entry.index,
+    }
+    return Span(
+        name="queue", parent=entry.request.tag.span.context, start=start, end=end, attributes=attributes
+    )
 
 
 def _attributes(request: Request, model: str, outcome: str) -> dict[str, Attribute]:

@@ -145,7 +145,9 @@ def _num_serving(registry: Registry, role: str) -> int:
 
 def _worker_status(worker: Worker, now: float) -> WorkerStatus:
     hello = worker.hello
-    stats = worker.stats or WorkerStats(state="starting", pages_total=hello.pages_total, pages_free=hello.pages_total)
+    stats = worker.stats or WorkerStats(
+        state="starting", pages_total=hello.pages_total, pages_free=hello.pages_total
+    )
     return WorkerStatus(
         role=hello.role,
         instance=hello.instance,

@@ -92,7 +92,10 @@ class _Worker:
     def has_room(self, rendering: Rendering) -> bool:
         if not self.sent:
             return True
-        return len(self.sent) < MAX_AHEAD and sum(len(r.data) for r in self.sent) + len(rendering.data) <= MAX_AHEAD_BYTES
+        return (
+            len(self.sent) < MAX_AHEAD
+            and sum(len(r.data) for r in self.sent) + len(rendering.data) <= MAX_AHEAD_BYTES
+        )
 
 
 class Lanes:
@@ -127,7 +130,10 @@ class Lanes:
     def answered(self, key: int, now: float, *, is_last: bool = False) -> list[Effect]:
         """A worker has answered the first of its chats; `is_last`: and leaves."""
         if key in self._aside:
-            return [Answered(self._aside.pop(key).sent.popleft()), End(key, is_idle=False)]  # it goes on with the next
+            return [
+                Answered(self._aside.pop(key).sent.popleft()),
+                End(key, is_idle=False),
+            ]  # it goes on with the next
         is_long = self._lane_of(key)
         worker = None if is_long is None else self._lanes[is_long]
         if is_long is None or worker is None:
@@ -166,7 +172,9 @@ class Lanes:
 
     def _lane_of(self, key: int) -> bool | None:
         """Whose worker it is, by is_long."""
-        return next((is_long for is_long, one in self._lanes.items() if one is not None and one.key == key), None)
+        return next(
+            (is_long for is_long, one in self._lanes.items() if one is not None and one.key == key), None
+        )
 
     def _lose(self, is_long: bool, now: float) -> list[Effect]:
         """A lane is without its worker."""

@@ -23,7 +23,9 @@ MAX_DEPTH = 100  # of nodes in nodes
 CHARS_PER_UNIT = 8  # of a text: what they cost beside a node
 FIELD_UNITS, CALL_UNITS = 4, 20  # what a field costs that is not there, and a namespace
 FUNCTIONS = frozenset({"raise_exception", "namespace", "strftime_now"})
-ABSENT = frozenset({"range", "dict", "lipsum", "cycler", "joiner", "self", "super", "caller", "varargs", "kwargs"})
+ABSENT = frozenset(
+    {"range", "dict", "lipsum", "cycler", "joiner", "self", "super", "caller", "varargs", "kwargs"}
+)
 TESTS = frozenset({"defined", "undefined", "none", "string", "mapping", "number", "sequence", "iterable"})
 TESTS |= frozenset({"true", "false", "boolean", "integer", "float"})
 ITEM_TESTS = frozenset({"equalto", "==", "eq", "ne", "!="}) | TESTS  # of an item, or of a field of it
@@ -152,7 +154,9 @@ class _Rules(NodeTransformer):
         return node
 
     def visit_If(self, node: nodes.If) -> nodes.Node:
-        paid = [(branch, _round(branch)) for branch in (node.body, node.else_) if _cost(branch) > BRANCH_UNITS]
+        paid = [
+            (branch, _round(branch)) for branch in (node.body, node.else_) if _cost(branch) > BRANCH_UNITS
+        ]
         self._inside(node)
         for branch, payment in paid:
             branch.insert(0, payment)
@@ -222,7 +226,9 @@ class _Rules(NodeTransformer):
             for keyword in node.kwargs:
                 _public(node, keyword.key)
                 keyword.value = _step(self._expr(keyword.value), "_kept")
-        elif not (name == "strftime_now" and not node.kwargs and len(node.args) == 1 and _is_date(node.args[0])):
+        elif not (
+            name == "strftime_now" and not node.kwargs and len(node.args) == 1 and _is_date(node.args[0])
+        ):
             raise TurnedDown(f"it calls {name} in a way of its own")
         return node
 
@@ -286,13 +292,19 @@ def _is_brief(left: nodes.Expr, operand: nodes.Operand) -> bool:
     """Whether a comparison takes no longer than what the template spells out: one side is a constant."""
     right = operand.expr
     if operand.op in ("in", "notin"):
-        is_list = isinstance(right, (nodes.List, nodes.Tuple)) and all(isinstance(i, nodes.Const) for i in right.items)
+        is_list = isinstance(right, (nodes.List, nodes.Tuple)) and all(
+            isinstance(i, nodes.Const) for i in right.items
+        )
         return is_list and isinstance(left, (nodes.Const, nodes.Name, nodes.Getattr, nodes.Getitem))
     return isinstance(left, nodes.Const) or isinstance(right, nodes.Const)
 
 
 def _is_date(node: nodes.Expr) -> bool:
-    return isinstance(node, nodes.Const) and isinstance(node.value, str) and DATE.fullmatch(node.value) is not None
+    return (
+        isinstance(node, nodes.Const)
+        and isinstance(node.value, str)
+        and DATE.fullmatch(node.value) is not None
+    )
 
 
 def _public(node: nodes.Node, name: str) -> nodes.Node:
@@ -310,7 +322,9 @@ def _check_text(text: str) -> None:
 def _check_options(node: nodes.Filter) -> None:
     """The arguments of filters that are more than values."""
     given = [argument.value if isinstance(argument, nodes.Const) else None for argument in node.args]
-    named = {str(one.key): one.value.value if isinstance(one.value, nodes.Const) else None for one in node.kwargs}
+    named = {
+        str(one.key): one.value.value if isinstance(one.value, nodes.Const) else None for one in node.kwargs
+    }
     if node.name == "tojson":
         is_fine = not given and named.keys() <= {"ensure_ascii", "indent", "sort_keys"}
         is_fine = is_fine and all(type(value) is bool or value in range(9) for value in named.values())

@@ -36,14 +36,20 @@ KEPT = SCALARS | LISTS | {dict, Safe}
 MAX_STRIPPED = 100  # kinds of characters at a text's ends
 MAX_BITS = 64  # of an integer: to divide or to show a long one takes as long as the square of its length
 NO_NUMBER = 16  # units: to find that a text is none
-OPERATORS: dict[str, Callable[[Value, Value], Value]] = {"-": operator.sub, "/": operator.truediv, "//": operator.floordiv}
+OPERATORS: dict[str, Callable[[Value, Value], Value]] = {
+    "-": operator.sub,
+    "/": operator.truediv,
+    "//": operator.floordiv,
+}
 OPERATORS |= {"%": operator.mod}
 OF_SCALARS = ("trim", "upper", "lower", "title", "capitalize", "string", "int", "float")
 OF_TEXT = ("strip", "lstrip", "rstrip", "upper", "lower", "title", "capitalize", "startswith", "endswith")
 SEARCHES = ("split", "rsplit", "find", "count")
 OF_MAPPINGS = ("items", "keys", "values", "get")
 PER_ITEM = ("selectattr", "rejectattr", "select", "reject", "map")
-FILTERS = frozenset((*OF_SCALARS, *PER_ITEM, "length", "count", "default", "d", "tojson", "list", "first", "last", "items"))
+FILTERS = frozenset(
+    (*OF_SCALARS, *PER_ITEM, "length", "count", "default", "d", "tojson", "list", "first", "last", "items")
+)
 FILTERS |= {"join", "replace", "safe"}
 METHODS = frozenset((*OF_TEXT, *SEARCHES, *OF_MAPPINGS, "replace", "join"))
 
@@ -164,7 +170,9 @@ class Meter:
     def _two(self, left: Value, right: Value) -> Value:
         if type(left) is Safe or type(right) is Safe:
             raise Unusual
-        if type(left) is not type(right) and not (isinstance(left, (int, float)) and isinstance(right, (int, float))):
+        if type(left) is not type(right) and not (
+            isinstance(left, (int, float)) and isinstance(right, (int, float))
+        ):
             raise Unusual
         return self.made(left + right)
 
@@ -188,7 +196,9 @@ class Meter:
             raise Unusual
         return value in of
 
-    def as_json(self, value: Value, ensure_ascii: bool = False, indent: int | None = None, sort_keys: bool = False) -> str:
+    def as_json(
+        self, value: Value, ensure_ascii: bool = False, indent: int | None = None, sort_keys: bool = False
+    ) -> str:
         """As `transformers` writes it, which escapes nothing for HTML."""
         self.spend(12)  # for a writer of its own
         self._weigh(value, 1 if indent is None else 4, 0)
@@ -226,7 +236,9 @@ class Meter:
         return self._replace(value, old, new, count)
 
     def _join_by_text(self, between: Value, value: Value) -> str:
-        if type(between) is not str or not (type(value) in LISTS and all(type(item) is str for item in value)):
+        if type(between) is not str or not (
+            type(value) in LISTS and all(type(item) is str for item in value)
+        ):
             raise Unusual
         return self.joined(value, between)
 
@@ -330,7 +342,9 @@ class Meter:
         @pass_context
         def step(context: Context, value: Value, *given: Value, **options: Value) -> Value:
             self.spend(1 + 16 * length_hint(self._items(value)))
-            return iter(list(work(context, value, *given, **options)))  # all at once, since that was paid; read once
+            return iter(
+                list(work(context, value, *given, **options))
+            )  # all at once, since that was paid; read once
 
         return step
 

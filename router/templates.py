@@ -29,7 +29,11 @@ class Templates:
     """Renders for one router, on one event loop. Workers are made when there is something to render."""
 
     def __init__(
-        self, setup: Setup, nursery: NurseryHandle, clock: Callable[[], float], events: Counter[str] | None = None
+        self,
+        setup: Setup,
+        nursery: NurseryHandle,
+        clock: Callable[[], float],
+        events: Counter[str] | None = None,
     ) -> None:
         self._shop = Workshop(msgspec.json.encode(setup), nursery, clock)
         self._events = Counter() if events is None else events
@@ -43,7 +47,9 @@ class Templates:
         encoded = msgspec.json.encode(WARM)
         for is_long in (False, True):
             task = asyncio.get_running_loop().create_task(self.render(encoded, is_long=is_long))
-            task.add_done_callback(lambda done: done.cancelled() or done.exception())  # some templates refuse such a chat
+            task.add_done_callback(
+                lambda done: done.cancelled() or done.exception()
+            )  # some templates refuse such a chat
             self._warming.append(task)
 
     def close(self) -> None:

@@ -32,7 +32,11 @@ class Certificate:
     """
 
     def __init__(
-        self, chain: str, key: str, monotonic: Callable[[], float] = time.monotonic, clock: Callable[[], float] = time.time
+        self,
+        chain: str,
+        key: str,
+        monotonic: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = time.time,
     ) -> None:
         self._chain, self._key = chain, key
         self._monotonic, self._clock = monotonic, clock
@@ -79,7 +83,9 @@ class Certificate:
             return
         now = datetime.fromtimestamp(self._clock(), timezone.utc)
         if begin > now:
-            logger.warning("--tls-cert %s is not valid yet: clients refuse it until %s", self._chain, _date(begin))
+            logger.warning(
+                "--tls-cert %s is not valid yet: clients refuse it until %s", self._chain, _date(begin)
+            )
         if (end - now).total_seconds() < SOON_S:
             verb = "has ended: clients refuse it" if end < now else "ends soon"
             logger.warning("--tls-cert %s %s (%s)", self._chain, verb, _date(end))
@@ -122,17 +128,23 @@ def _check_content(chain: str, key: str) -> None:
         raise ConfigError(f"--tls-cert {chain} holds no certificate in PEM; {remedy}")
     secret = _content("--tls-key", key)
     if PEM_KEY not in secret:
-        raise ConfigError(f"--tls-key {key} holds no private key in PEM; give the one that --tls-cert was made with")
+        raise ConfigError(
+            f"--tls-key {key} holds no private key in PEM; give the one that --tls-cert was made with"
+        )
     if any(mark in secret for mark in LOCKED):
         remedy = f"take it off with `openssl pkey -in {key} -out FILE`, and let nobody else read FILE"
-        raise ConfigError(f"--tls-key {key} is locked with a passphrase, which nobody types at a start; {remedy}")
+        raise ConfigError(
+            f"--tls-key {key} is locked with a passphrase, which nobody types at a start; {remedy}"
+        )
 
 
 def _content(flag: str, path: str) -> bytes:
     try:
         return Path(path).read_bytes()
     except OSError as error:
-        raise ConfigError(f"{flag} {path} cannot be read ({error.strerror}); give a PEM file that can") from None
+        raise ConfigError(
+            f"{flag} {path} cannot be read ({error.strerror}); give a PEM file that can"
+        ) from None
 
 
 def _reason_of(error: OSError) -> str:

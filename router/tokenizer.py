@@ -59,7 +59,9 @@ class Tokenizer:
         self.token_bytes = TokenBytes(self._backend)
         self.longest_token = max(1, self.token_bytes.longest)
         added = self._backend.get_added_tokens_decoder()
-        spellings = sorted((token.content for token in added.values() if token.special), key=len, reverse=True)
+        spellings = sorted(
+            (token.content for token in added.values() if token.special), key=len, reverse=True
+        )
         self._is_native = is_native(tokenizer.chat_template)
         self._reserved = RESERVED_SWITCHES | tokenizer.special_tokens_map.keys()
         self._special = re.compile("|".join(map(re.escape, spellings))) if spellings else None
@@ -100,7 +102,10 @@ class Tokenizer:
         return Setup(chat_template=self._hf.chat_template, special_tokens=dict(self._hf.special_tokens_map))
 
     def guard(
-        self, messages: Sequence[ChatMessage], switches: Switches | None = None, tools: Sequence[ChatMessage] = ()
+        self,
+        messages: Sequence[ChatMessage],
+        switches: Switches | None = None,
+        tools: Sequence[ChatMessage] = (),
     ) -> GuardedChat:
         """A chat ready to be rendered by the model's template up to where the assistant begins to speak.
 
@@ -117,7 +122,9 @@ class Tokenizer:
             given = [_in_strings(guard, tool) for tool in tools]
         except RecursionError:
             raise nested_too_deeply() from None
-        return GuardedChat(Chat(messages=guarded, tools=given, switches=switches or {}), guard.mark, guard.spelled)
+        return GuardedChat(
+            Chat(messages=guarded, tools=given, switches=switches or {}), guard.mark, guard.spelled
+        )
 
     def _check_switches(self, switches: Switches) -> None:
         """They go to the template as they are, so none may be, or stand for, a control token. Raises ApiError (400)."""
@@ -212,9 +219,13 @@ def load_tokenizer(model: str) -> Tokenizer:
     """The tokenizer of a model directory or hub id. Raises ConfigError or StartupError in one line."""
     path = Path(model)
     if path.is_dir() and not (path / "tokenizer.json").is_file():
-        raise ConfigError(f"{model} has no tokenizer.json: give a Hugging Face directory with a fast tokenizer")
+        raise ConfigError(
+            f"{model} has no tokenizer.json: give a Hugging Face directory with a fast tokenizer"
+        )
     if not path.is_dir() and (path.is_absolute() or model.startswith(".") or model.count("/") != 1):
-        raise ConfigError(f"model {model!r} is neither a directory nor a hub id: give one of them with --model")
+        raise ConfigError(
+            f"model {model!r} is neither a directory nor a hub id: give one of them with --model"
+        )
     try:
         return Tokenizer(PreTrainedTokenizerFast.from_pretrained(model))
     except (OSError, ValueError) as error:

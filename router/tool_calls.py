@@ -90,14 +90,18 @@ class CallReader:
 
     def _read_text(self) -> str:
         """Up to the next call. Between calls nothing is said."""
-        self._is_plain |= self._only_first and not self.num_calls and not OPEN.startswith(self._held[: len(OPEN)])
+        self._is_plain |= (
+            self._only_first and not self.num_calls and not OPEN.startswith(self._held[: len(OPEN)])
+        )
         at = -1 if self._is_plain else self._held.find(OPEN)
         if self._is_plain:
             said, self._held = self._held, ""
         elif at >= 0:
             said, self._held, self._is_in_call = self._held[:at], self._held[at + len(OPEN) :], True
         else:
-            keep = next(n for n in range(min(len(OPEN) - 1, len(self._held)), -1, -1) if self._held.endswith(OPEN[:n]))
+            keep = next(
+                n for n in range(min(len(OPEN) - 1, len(self._held)), -1, -1) if self._held.endswith(OPEN[:n])
+            )
             cut = len(self._held) - keep
             said, self._held = self._held[:cut], self._held[cut:]
         return said if not self.num_calls else ""

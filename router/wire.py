@@ -81,7 +81,9 @@ class HttpProtocol(asyncio.Protocol):
         self._fault: ApiError | None = None  # why nothing more is read
         self._is_discarding = False  # the answer was an error, and what still comes is thrown away
         self._is_last = False  # nothing behind the request that is being answered is read
-        self._rest: bytes | None = None  # of a request that wants another protocol: a head for the body that follows
+        self._rest: bytes | None = (
+            None  # of a request that wants another protocol: a head for the body that follows
+        )
         self._is_resuming = False  # the parser reads that head
         self.is_paused = False  # the client does not read
         self._resumed: asyncio.Future[None] | None = None
@@ -108,7 +110,9 @@ class HttpProtocol(asyncio.Protocol):
     # --- the transport's side -----------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = transport = cast(asyncio.Transport, transport)  # uvloop's are not of asyncio's class
+        self._transport = transport = cast(
+            asyncio.Transport, transport
+        )  # uvloop's are not of asyncio's class
         transport.set_write_buffer_limits(WRITE_HIGH, WRITE_LOW)
         self._await(HEAD_TIMEOUT_S)
         if not self._server.joined(self):
@@ -156,7 +160,9 @@ class HttpProtocol(asyncio.Protocol):
                 rest = self._read_on(rest[upgrade.args[0] :])
             except httptools.HttpParserError:
                 return self._refuse(self._fault or malformed())
-        if self._incoming is incoming and self._num_heads == num_heads:  # else the chunk also held a body, or its end
+        if (
+            self._incoming is incoming and self._num_heads == num_heads
+        ):  # else the chunk also held a body, or its end
             self._num_pending = self._num_pending + len(data) if self._num_body == num_body else 0
         if self._num_pending > MAX_HEAD_BYTES:  # also one endless header, which the parser keeps to itself
             self._refuse(head_too_large(MAX_HEAD_BYTES, MAX_HEADERS))
@@ -213,7 +219,9 @@ class HttpProtocol(asyncio.Protocol):
         if caller is None:
             self._stop(unauthorized())
         scope[CALLER] = caller
-        exchange = scope[EXCHANGE] = Exchange(self, scope, fields, is_reusable=self._parser.should_keep_alive())
+        exchange = scope[EXCHANGE] = Exchange(
+            self, scope, fields, is_reusable=self._parser.should_keep_alive()
+        )
         self._incoming = exchange
         if self._parser.should_upgrade():
             self._rest = head_of_body(fields)
@@ -286,7 +294,9 @@ class HttpProtocol(asyncio.Protocol):
             return self._refuse(self._fault)
         if not is_reusable or self._is_last or self._server.is_draining:
             return self._close()
-        if self.is_paused and not self._transport.is_closing():  # who asks and does not read would have us hold answers
+        if (
+            self.is_paused and not self._transport.is_closing()
+        ):  # who asks and does not read would have us hold answers
             self._transport.pause_reading()
             self._await(WRITE_STALL_S)
         elif not self.is_paused:

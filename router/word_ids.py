@@ -18,12 +18,16 @@ from tokenizers import AddedToken, models
 from tokenizers import Tokenizer as Backend
 
 ID = "I"  # four bytes, or more
-MAX_CHARS = 4000  # of a text; a longer one is encoded in a thread, where the tokenizer lets others run meanwhile
+MAX_CHARS = (
+    4000  # of a text; a longer one is encoded in a thread, where the tokenizer lets others run meanwhile
+)
 MAX_WORDS = 1 << 15
 MAX_WORD_CHARS = 64
 LONE_SPACE = re.compile(r"(?<=\S) (?=\S)")
 SPACE = "\u0120"  # how byte-level tokenizers write it
-SIMPLE = re.compile(r"([A-Za-z]+)([.,:;!?)]?)")  # for all ways of cutting: letters, with the space before them, and a sign
+SIMPLE = re.compile(
+    r"([A-Za-z]+)([.,:;!?)]?)"
+)  # for all ways of cutting: letters, with the space before them, and a sign
 IN_SIMPLE = re.compile(r"[A-Za-z]*[.,:;!?)]?")
 CUTS = frozenset(
     f"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{{L}}\\p{{N}}]?{letters}|{digits}"
@@ -117,7 +121,11 @@ def word_ids(backend: Backend) -> WordIds | None:
     """None for a tokenizer of another kind."""
     is_known = _is_bpe(backend.model) and _said(backend.normalizer) in (None, {"type": "NFC"})
     is_known = is_known and _cuts(_said(backend.pre_tokenizer))
-    return WordIds(backend) if is_known and all(map(_is_apart, backend.get_added_tokens_decoder().values())) else None
+    return (
+        WordIds(backend)
+        if is_known and all(map(_is_apart, backend.get_added_tokens_decoder().values()))
+        else None
+    )
 
 
 def _said(part: Any) -> Any:  # noqa: ANN401 - a part of a tokenizer, as its file has it
@@ -136,7 +144,10 @@ def _cuts(pre_tokenizer: Mapping[str, Any] | None) -> bool:
             return True
         case {"type": "Sequence", "pretokenizers": [{"type": "Digits"}, last]}:
             return _cuts(last)
-        case {"type": "Sequence", "pretokenizers": [{"type": "Split", "pattern": {"Regex": cut}} as split, last]}:
+        case {
+            "type": "Sequence",
+            "pretokenizers": [{"type": "Split", "pattern": {"Regex": cut}} as split, last],
+        }:
             is_usual = split["behavior"] == "Isolated" and not split["invert"]
             is_last = last["type"] == "ByteLevel" and not last["add_prefix_space"] and not last["use_regex"]
             return is_usual and is_last and cut in CUTS

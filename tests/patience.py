@@ -1,6 +1,6 @@
 """Patience with peers that live in this process: their threads may get no core for a while, and are not dead.
 
-    pytestmark = pytest.mark.usefixtures("patience_with_peers")      with the fixture imported, or from a conftest
+pytestmark = pytest.mark.usefixtures("patience_with_peers")      with the fixture imported, or from a conftest
 """
 
 import contextlib

@@ -65,7 +65,9 @@ class Breaks(Generic[ContextT]):
 class _Break(Generic[ContextT]):
     """One break of one graph. Its references are strong: an address whose tensor is dead belongs to someone else."""
 
-    def __init__(self, body: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+    def __init__(
+        self, body: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> None:
         self.body = body
         self.args = args
         self.kwargs = kwargs
@@ -176,7 +178,9 @@ class BreakableGraph(Generic[ContextT, OutputT]):
         if self.is_captured:
             raise GraphError(f"{self.name} is already captured")
         if torch.is_inference_mode_enabled():
-            raise GraphError(f"{self.name} cannot be captured in inference mode; no_grad is what a capture needs")
+            raise GraphError(
+                f"{self.name} cannot be captured in inference mode; no_grad is what a capture needs"
+            )
         if self.backend.is_capturing:
             raise GraphError(f"{self.name} cannot be captured inside the capture of another graph")
         for _ in range(self.backend.num_warm_ups):

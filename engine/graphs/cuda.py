@@ -42,7 +42,9 @@ class CudaBackend(GraphBackend):
     name = "cuda"
     num_warm_ups = 2
 
-    def __init__(self, device: torch.device | str = "cuda", *, generators: Sequence[torch.Generator] = ()) -> None:
+    def __init__(
+        self, device: torch.device | str = "cuda", *, generators: Sequence[torch.Generator] = ()
+    ) -> None:
         super().__init__()
         self.device = torch.device(device)
         if self.device.index is None:

@@ -86,7 +86,11 @@ class GraphFamily(Generic[ContextT, OutputT]):
         A bucket that cannot be captured is logged and runs eagerly.
         """
         logger.info(
-            "capturing %d %s graphs, %d down to %d", len(self.buckets), self.kind.value, self.buckets[-1], self.buckets[0]
+            "capturing %d %s graphs, %d down to %d",
+            len(self.buckets),
+            self.kind.value,
+            self.buckets[-1],
+            self.buckets[0],
         )
         for bucket in reversed(self.buckets):
             try:
@@ -99,7 +103,12 @@ class GraphFamily(Generic[ContextT, OutputT]):
                     rows=self.limits.rows,
                 )
             except RuntimeError as error:  # a graph's own errors and the device's, out of memory among them
-                logger.error("graph %s %d cannot be captured, its batches run eagerly: %s", self.kind.value, bucket, error)
+                logger.error(
+                    "graph %s %d cannot be captured, its batches run eagerly: %s",
+                    self.kind.value,
+                    bucket,
+                    error,
+                )
             else:
                 logger.debug("captured %s %d", self.kind.value, bucket)
 

@@ -43,7 +43,9 @@ class HostReadGuard(TorchFunctionMode):
         finally:
             self._is_suspended = before
 
-    def __torch_function__(self, func: Operation, types: object, args: Args = (), kwargs: Kwargs | None = None) -> object:
+    def __torch_function__(
+        self, func: Operation, types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
         name = getattr(func, "__name__", "")
         if name in self._forbidden and not self._is_suspended:
             raise CaptureRefused(
@@ -51,7 +53,9 @@ class HostReadGuard(TorchFunctionMode):
                 "do it before or after the graph, or in a break"
             )
         if func in HOST_BUILDERS and not self._is_suspended and next(tensors_of(args), None) is None:
-            raise CaptureRefused(f"torch.{name} inside a capture builds a tensor from host data; build it before")
+            raise CaptureRefused(
+                f"torch.{name} inside a capture builds a tensor from host data; build it before"
+            )
         return func(*args, **(kwargs or {}))
 
 
@@ -87,7 +91,9 @@ def _objection(func: OpOverload, args: Args, kwargs: Kwargs) -> str | None:
     elif torch.Tag.dynamic_output_shape in func.tags:
         return "has an output whose shape depends on data; give it a fixed size"
     if torch.Tag.inplace_view in func.tags:
-        return "changes the shape or memory of a tensor in place, which a replay would do again; make a new view"
+        return (
+            "changes the shape or memory of a tensor in place, which a replay would do again; make a new view"
+        )
     if name.startswith("aten::lift") and any(tensor.dim() > 0 for tensor in tensors_of(args)):
         return "builds a tensor from host data (torch.tensor, from_numpy); build it once, before the capture"
     if name in COPIES and _devices(args, kwargs) > 1:

@@ -117,7 +117,12 @@ class PooledGraph(Generic[ContextT, OutputT]):
     """A graph in the inventory; its replays are counted there."""
 
     def __init__(
-        self, graph: BreakableGraph[ContextT, OutputT], kind: GraphKind, bucket: int, pool: "GraphPool", rows: int = 0
+        self,
+        graph: BreakableGraph[ContextT, OutputT],
+        kind: GraphKind,
+        bucket: int,
+        pool: "GraphPool",
+        rows: int = 0,
     ) -> None:
         self.graph = graph
         self.kind = kind
@@ -154,7 +159,9 @@ class GraphPool:
     With `as_one_break` nothing is recorded and every forward runs eagerly behind the same interface.
     """
 
-    def __init__(self, backend: GraphBackend, *, checks_pointers: bool = False, as_one_break: bool = False) -> None:
+    def __init__(
+        self, backend: GraphBackend, *, checks_pointers: bool = False, as_one_break: bool = False
+    ) -> None:
         self.backend = backend
         self.checks_pointers = checks_pointers
         self.as_one_break = as_one_break
@@ -244,14 +251,20 @@ class GraphPool:
             own_bytes=sum(graph.graph.num_bytes for graph in mine),
             pool_growth_bytes=sum(graph.pool_growth_bytes for graph in mine),
             capture_seconds=sum(graph.capture_seconds for graph in mine),
-            replays={bucket: count for (k, bucket), count in sorted(self._replays.items(), key=_by_bucket) if k is kind},
+            replays={
+                bucket: count
+                for (k, bucket), count in sorted(self._replays.items(), key=_by_bucket)
+                if k is kind
+            },
             pad_rows=self._pad_rows[kind],
             fallbacks={reason.value: count for (k, reason), count in self._fallbacks.items() if k is kind},
         )
 
     def __repr__(self) -> str:
         counts = Counter(kind.value for kind, *_ in self._graphs)
-        return f"<GraphPool {self.backend.name}, graphs {dict(counts)}, {sum(self._replays.values())} replays>"
+        return (
+            f"<GraphPool {self.backend.name}, graphs {dict(counts)}, {sum(self._replays.values())} replays>"
+        )
 
 
 def _by_bucket(item: tuple[tuple[GraphKind, int], int]) -> int:

@@ -23,7 +23,9 @@ class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
 
-    def __torch_dispatch__(self, func: Operation, types: object, args: Args = (), kwargs: Kwargs | None = None) -> object:
+    def __torch_dispatch__(
+        self, func: Operation, types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
         return self.dispatch(func, args, kwargs or {})
 
     @abstractmethod

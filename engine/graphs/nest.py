@@ -51,7 +51,9 @@ def copy_into(target: object, source: object, *, where: str) -> None:
     targets, sources = list(tensors_of(target)), list(tensors_of(source))
     shapes = [[(tuple(t.shape), t.dtype) for t in tensors] for tensors in (targets, sources)]
     if shapes[0] != shapes[1]:
-        raise GraphError(f"{where} returned {shapes[1]}, but {shapes[0]} at capture; graphs have fixed shapes")
+        raise GraphError(
+            f"{where} returned {shapes[1]}, but {shapes[0]} at capture; graphs have fixed shapes"
+        )
     for into, value in zip(targets, sources, strict=True):
         if into is not value:
             into.copy_(value)

@@ -11,7 +11,11 @@ def load_rows(static: torch.Tensor, values: torch.Tensor, end: int, *, name: str
     GraphError, with both sides, when width or dtype differ or the rows do not fit: what is not copied would be replayed.
     """
     n = values.shape[0]
-    if values.shape[1:] != static.shape[1:] or values.dtype != static.dtype or not n <= end <= static.shape[0]:
+    if (
+        values.shape[1:] != static.shape[1:]
+        or values.dtype != static.dtype
+        or not n <= end <= static.shape[0]
+    ):
         raise GraphError(
             f"{name} {tuple(values.shape)} {values.dtype} for a bucket of {end} rows does not fit the static buffer "
             f"{tuple(static.shape)} {static.dtype}"

@@ -78,7 +78,9 @@ def _find_out_overload(func: OpOverload) -> OpOverload | None:
 def _same_arguments(rest: list[tuple[str, str]], wanted: list[tuple[str, str]]) -> bool:
     """Equal, or `wanted` has dtype, layout, device and the like behind, which an output already answers."""
     options = {"dtype", "layout", "device", "pin_memory", "memory_format"}
-    return rest == wanted or (rest == wanted[: len(rest)] and {name for name, _ in wanted[len(rest) :]} <= options)
+    return rest == wanted or (
+        rest == wanted[: len(rest)] and {name for name, _ in wanted[len(rest) :]} <= options
+    )
 
 
 def _has_kernel(overload: OpOverload) -> bool:

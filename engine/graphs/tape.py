@@ -119,7 +119,9 @@ class TapeBackend(GraphBackend):
 class _Recorder(DispatchMode):
     """Runs each operation and writes down what a replay must repeat of it."""
 
-    def __init__(self, segment: TapeSegment, memory: TapeMemory, maker: StepMaker, guard: HostReadGuard) -> None:
+    def __init__(
+        self, segment: TapeSegment, memory: TapeMemory, maker: StepMaker, guard: HostReadGuard
+    ) -> None:
         super().__init__()
         self._segment = segment
         self._memory = memory
@@ -143,7 +145,11 @@ class _Recorder(DispatchMode):
     def _write_down(self, call: Call, result: object, known: set[int]) -> None:
         func, args, kwargs = call
         outputs = [None if storage_of(t) in known else self._memory.bind(t) for t in tensors_of(result)]
-        bound = (func, tuple(map(self._bind, args)), {name: self._bind(value) for name, value in kwargs.items()})
+        bound = (
+            func,
+            tuple(map(self._bind, args)),
+            {name: self._bind(value) for name, value in kwargs.items()},
+        )
         step = self._maker.make(bound, outputs)
         if step is not None:
             self._segment.steps.append(step)

@@ -36,7 +36,13 @@ class AttentionBridge:
 
     @classmethod
     def empty(
-        cls, max_tokens: int, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+        cls,
+        max_tokens: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> "AttentionBridge":
         q, k, v, out = (
             torch.zeros((max_tokens, heads, head_dim), dtype=dtype, device=device)
@@ -101,7 +107,9 @@ class TokenGraphs(Generic[OutputT]):
 
     def capture(self) -> None:
         def forward(bucket: int, breaks: Breaks[AttendContext]) -> OutputT:
-            return self._body([static[:bucket] for static in self.inputs.values()], self.bridge.attend(breaks))
+            return self._body(
+                [static[:bucket] for static in self.inputs.values()], self.bridge.attend(breaks)
+            )
 
         def context(bucket: int) -> AttendContext:
             return AttendContext(num_rows=bucket, attend=attend_nothing)

@@ -22,16 +22,22 @@ class LlamaForCausalLM:
 
     takes_input_embeds = True
 
-    def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device | str = "cpu"
+    ) -> None:
         self.config = config
         self.dtype = dtype
         self.device = torch.device(device)
         self.aux_layer_ids: tuple[int, ...] | None = None
         self.embed_tokens = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
-        self.lm_head = self.embed_tokens if config.tie_word_embeddings else torch.empty_like(self.embed_tokens)
+        self.lm_head = (
+            self.embed_tokens if config.tie_word_embeddings else torch.empty_like(self.embed_tokens)
+        )
         self.layers = [_decoder_layer(config, dtype, self.device) for _ in range(config.num_layers)]
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device)
-        self.rotary = RotaryEmbedding(config.rope, config.head_dim, config.max_position_embeddings, device, dtype)
+        self.rotary = RotaryEmbedding(
+            config.rope, config.head_dim, config.max_position_embeddings, device, dtype
+        )
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         """`[T]` int64 -> `[T, H]`."""
@@ -75,7 +81,9 @@ class LlamaForCausalLM:
         where = f"aux layer ids {list(chosen)} for {type(self).__name__} with {len(self.layers)} layers"
         for layer in chosen:
             if not 0 <= layer < len(self.layers):
-                raise CheckpointError(f"{where}: {layer} is not a layer; ids run from 0 to {len(self.layers) - 1}")
+                raise CheckpointError(
+                    f"{where}: {layer} is not a layer; ids run from 0 to {len(self.layers) - 1}"
+                )
             if chosen.count(layer) > 1:
                 raise CheckpointError(f"{where}: {layer} is listed twice; correct the draft's config")
         if self.aux_layer_ids not in (None, chosen):
@@ -97,7 +105,9 @@ class LlamaForCausalLM:
 
     def __repr__(self) -> str:
         config = self.config
-        return f"<{config.architecture} {config.num_layers} x {config.hidden_size}, {self.dtype}, {self.device}>"
+        return (
+            f"<{config.architecture} {config.num_layers} x {config.hidden_size}, {self.dtype}, {self.device}>"
+        )
 
 
 def _decoder_layer(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> DecoderLayer:
@@ -113,6 +123,8 @@ def _decoder_layer(config: ModelConfig, dtype: torch.dtype, device: torch.device
         output_bias=config.attention_output_bias,
         qk_norm_eps=config.rms_norm_eps if config.qk_norm else None,
     )
-    mlp = GatedMLP(config.hidden_size, config.intermediate_size, bias=config.mlp_bias, dtype=dtype, device=device)
+    mlp = GatedMLP(
+        config.hidden_size, config.intermediate_size, bias=config.mlp_bias, dtype=dtype, device=device
+    )
     norms = [RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device) for _ in range(2)]
     return DecoderLayer(attention, mlp, *norms)

@@ -36,7 +36,9 @@ class StepCosts:
     def step(self, shape: DraftShape, batch_size: int) -> float:
         """One step: verify, the draft's levels but the first, which is remembered, and draft extend."""
         levels = max(shape.steps - 1, 0) * self.forward(batch_size * shape.topk)
-        return self.forward(batch_size * shape.num_nodes) + self.draft * (levels + self.forward(batch_size * shape.num_path))
+        return self.forward(batch_size * shape.num_nodes) + self.draft * (
+            levels + self.forward(batch_size * shape.num_path)
+        )
 
 
 def expected_tokens(shape: DraftShape, share_kept: float) -> float:

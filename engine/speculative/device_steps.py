@@ -20,7 +20,9 @@ from ..target_graphs import captured_mode
 from .draft_graphs import parameters_of
 from .step_body import StepBody, StepKind
 
-UNREAD_STEPS = 3  # reports that may wait on the host: that of a step under way, of the one before it, and one to spare
+UNREAD_STEPS = (
+    3  # reports that may wait on the host: that of a step under way, of the one before it, and one to spare
+)
 
 
 class Report:
@@ -51,7 +53,8 @@ class DeviceSteps:
         self._told: tuple[int, ...] = ()
         is_cuda, width = device.type == "cuda", max(kind.report_width for kind in self.kinds)
         self._hosts = [
-            torch.zeros(max_requests * width, dtype=torch.int64, pin_memory=is_cuda) for _ in range(UNREAD_STEPS)
+            torch.zeros(max_requests * width, dtype=torch.int64, pin_memory=is_cuda)
+            for _ in range(UNREAD_STEPS)
         ]
         self._arrays = [host.numpy() for host in self._hosts]
         self._events = [
@@ -67,7 +70,9 @@ class DeviceSteps:
         runner, drafter = self.body.runner, self.body.drafter
         self._frozen = None if drafter is None else drafter.states.hidden
         for kind in self.kinds:
-            limits = GraphLimits(is_by_token=False, rows=kind.shape.num_nodes, hidden=captured_mode(runner.model))
+            limits = GraphLimits(
+                is_by_token=False, rows=kind.shape.num_nodes, hidden=captured_mode(runner.model)
+            )
             name = GraphKind.RANKED_STEP if kind.is_ranked else GraphKind.DECODE_STEP
             family: GraphFamily[ReplayContext, torch.Tensor] = GraphFamily(graphs, name, buckets, limits)
             self.families[kind] = family
@@ -117,7 +122,11 @@ class DeviceSteps:
     def _parameters(self) -> list[tuple[str, torch.Tensor]]:
         drafter = self.body.drafter
         own = [*self.body.runner.model.tensors()]
-        return own if drafter is None else own + [(f"draft {name}", x) for name, x in parameters_of(drafter.head)]
+        return (
+            own
+            if drafter is None
+            else own + [(f"draft {name}", x) for name, x in parameters_of(drafter.head)]
+        )
 
     def __repr__(self) -> str:
         return f"<DeviceSteps {len(self.kinds)} kinds, {self._num_launched} launched, {self.body.state!r}>"

@@ -47,7 +47,9 @@ def load_dflash_config(path: Path, target: ModelConfig, *, dtype: str | None = N
     fields = Fields(file=file, dialect=0, values={**raw, **inner})
     hidden = fields.integer("hidden_size")
     if hidden != target.hidden_size:
-        problem = f"is {hidden}, but the target has {target.hidden_size}; use the drafter trained for this target"
+        problem = (
+            f"is {hidden}, but the target has {target.hidden_size}; use the drafter trained for this target"
+        )
         raise fields.error("hidden_size", problem)
     given = fields.integers(IDS_KEY)
     ids = _default_ids(fields, target.num_layers) if given is None else given
@@ -72,5 +74,7 @@ def _default_ids(fields: Fields, num_layers: int) -> tuple[int, ...]:
     if count == 1:
         return (num_layers // 2,)
     if num_layers - 3 < count:
-        raise fields.error(IDS_KEY, f"is absent, and {num_layers} layers of the target have no {count} defaults")
+        raise fields.error(
+            IDS_KEY, f"is absent, and {num_layers} layers of the target have no {count} defaults"
+        )
     return tuple(round(1 + i * (num_layers - 4) / (count - 1)) for i in range(count))

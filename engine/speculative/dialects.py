@@ -14,37 +14,118 @@ IdConvention = Literal["auto", "output", "input"]
 
 _NETWORK_KEYS = frozenset(
     {
-        "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
-        "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor",
-        "max_position_embeddings", "vocab_size", "draft_vocab_size", "tie_word_embeddings", "attention_bias",
-        "mlp_bias", "bias", "target_hidden_size", "num_aux_hidden_states", "norm_before_fc", "fc_norm",
-        "norm_output", "norm_before_residual", "use_aux_hidden_state", "eagle_aux_hidden_state_layer_ids", "qk_norm",
+        "hidden_size",
+        "intermediate_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "rms_norm_eps",
+        "rope_theta",
+        "rope_scaling",
+        "rope_parameters",
+        "partial_rotary_factor",
+        "max_position_embeddings",
+        "vocab_size",
+        "draft_vocab_size",
+        "tie_word_embeddings",
+        "attention_bias",
+        "mlp_bias",
+        "bias",
+        "target_hidden_size",
+        "num_aux_hidden_states",
+        "norm_before_fc",
+        "fc_norm",
+        "norm_output",
+        "norm_before_residual",
+        "use_aux_hidden_state",
+        "eagle_aux_hidden_state_layer_ids",
+        "qk_norm",
     }
 )
 # Keys of the trainers and of transformers' own dumps that say nothing about what the head computes. num_hidden_layers
 # is among them because one public head carries its target's: the loader counts the layers in the tensors instead.
 _IGNORED_KEYS = frozenset(
     {
-        "_name_or_path", "architectures", "auto_map", "model_type", "transformers_version", "torch_dtype", "dtype",
-        "use_cache", "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id",
-        "initializer_range", "num_hidden_layers", "pretraining_tp", "attention_dropout", "hidden_dropout",
-        "output_attentions", "output_hidden_states", "return_dict", "return_dict_in_generate", "use_sliding_window",
-        "max_window_layers", "layer_types", "torchscript", "use_bfloat16", "tf_legacy_loss", "pruned_heads",
-        "tie_encoder_decoder", "chunk_size_feed_forward", "is_encoder_decoder", "is_decoder",
-        "cross_attention_hidden_size", "add_cross_attention", "finetuning_task", "id2label", "label2id",
-        "num_labels", "problem_type", "task_specific_params", "tokenizer_class", "prefix", "max_length",
-        "min_length", "do_sample", "early_stopping", "num_beams", "num_beam_groups", "diversity_penalty",
-        "temperature", "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty",
-        "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids", "num_return_sequences",
-        "output_scores", "forced_bos_token_id", "forced_eos_token_id", "remove_invalid_values",
-        "exponential_decay_length_penalty", "suppress_tokens", "begin_suppress_tokens", "unk_token_id",
-        "target_model_name_or_path", "has_no_defaults_at_init",
+        "_name_or_path",
+        "architectures",
+        "auto_map",
+        "model_type",
+        "transformers_version",
+        "torch_dtype",
+        "dtype",
+        "use_cache",
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+        "sep_token_id",
+        "decoder_start_token_id",
+        "initializer_range",
+        "num_hidden_layers",
+        "pretraining_tp",
+        "attention_dropout",
+        "hidden_dropout",
+        "output_attentions",
+        "output_hidden_states",
+        "return_dict",
+        "return_dict_in_generate",
+        "use_sliding_window",
+        "max_window_layers",
+        "layer_types",
+        "torchscript",
+        "use_bfloat16",
+        "tf_legacy_loss",
+        "pruned_heads",
+        "tie_encoder_decoder",
+        "chunk_size_feed_forward",
+        "is_encoder_decoder",
+        "is_decoder",
+        "cross_attention_hidden_size",
+        "add_cross_attention",
+        "finetuning_task",
+        "id2label",
+        "label2id",
+        "num_labels",
+        "problem_type",
+        "task_specific_params",
+        "tokenizer_class",
+        "prefix",
+        "max_length",
+        "min_length",
+        "do_sample",
+        "early_stopping",
+        "num_beams",
+        "num_beam_groups",
+        "diversity_penalty",
+        "temperature",
+        "top_k",
+        "top_p",
+        "typical_p",
+        "repetition_penalty",
+        "length_penalty",
+        "no_repeat_ngram_size",
+        "encoder_no_repeat_ngram_size",
+        "bad_words_ids",
+        "num_return_sequences",
+        "output_scores",
+        "forced_bos_token_id",
+        "forced_eos_token_id",
+        "remove_invalid_values",
+        "exponential_decay_length_penalty",
+        "suppress_tokens",
+        "begin_suppress_tokens",
+        "unk_token_id",
+        "target_model_name_or_path",
+        "has_no_defaults_at_init",
     }
 )
 _SPECULATORS_KEYS = frozenset(
     {
-        "speculators_model_type", "speculators_version", "speculators_config", "transformer_layer_config",
-        "embed_requires_grad", "has_own_embed_tokens",
+        "speculators_model_type",
+        "speculators_version",
+        "speculators_config",
+        "transformer_layer_config",
+        "embed_requires_grad",
+        "has_own_embed_tokens",
     }
 )
 # What Model-Optimizer exports for the network that we run; another value is another network.
@@ -118,7 +199,9 @@ def flatten(file: Path, raw: dict[str, object]) -> Fields:
     fields = Fields(file=file, dialect=dialect, values=values)
     _check_activation(fields, values.pop("hidden_act", "silu"))
     for key in sorted(values.keys() - _NETWORK_KEYS - _IGNORED_KEYS):
-        raise fields.error(key, f"= {values[key]!r} is not known to baton and may change what the head computes")
+        raise fields.error(
+            key, f"= {values[key]!r} is not known to baton and may change what the head computes"
+        )
     return fields
 
 
@@ -126,13 +209,17 @@ def _dialect_of(file: Path, raw: dict[str, object]) -> int:
     kind = raw.get("speculators_model_type")
     if kind is not None:
         if kind != "eagle3":
-            raise CheckpointError(f"{file}: speculators_model_type {kind!r} is not supported; use an eagle3 head")
+            raise CheckpointError(
+                f"{file}: speculators_model_type {kind!r} is not supported; use an eagle3 head"
+            )
         return 4
     names = raw.get("architectures")
     name = names[0] if isinstance(names, list) and len(names) == 1 else names
     if name in _NATIVE_ARCHITECTURES:
         eagle = raw.get("eagle_config")
-        is_modelopt = isinstance(eagle, dict) and bool(eagle.keys() & (_MODELOPT_FIXED.keys() | _MODELOPT_ANY))
+        is_modelopt = isinstance(eagle, dict) and bool(
+            eagle.keys() & (_MODELOPT_FIXED.keys() | _MODELOPT_ANY)
+        )
         return 3 if is_modelopt else 2
     if name == "LlamaForCausalLM" and raw.get("draft_vocab_size") is not None:
         return 1
@@ -149,7 +236,9 @@ def _flatten_native(file: Path, raw: dict[str, object], dialect: int) -> dict[st
         raise CheckpointError(f"{file}: eagle_config is {eagle!r}, expected an object")
     for key, value in eagle.items():
         if key in _MODELOPT_FIXED and value != _MODELOPT_FIXED[key]:
-            raise CheckpointError(f"{file}: eagle_config.{key} = {value!r}: only {_MODELOPT_FIXED[key]!r} is supported")
+            raise CheckpointError(
+                f"{file}: eagle_config.{key} = {value!r}: only {_MODELOPT_FIXED[key]!r} is supported"
+            )
         if key not in _EAGLE_CONFIG_KEYS | _MODELOPT_ANY | _MODELOPT_FIXED.keys():
             raise CheckpointError(f"{file}: eagle_config.{key} = {value!r} is not known to baton")
         if key in _EAGLE_CONFIG_KEYS:
@@ -160,7 +249,9 @@ def _flatten_native(file: Path, raw: dict[str, object], dialect: int) -> dict[st
         values["fc_norm"] = values.pop("use_aux_norm")
     target_kind = values.pop("target_model_type", None)
     if target_kind is not None and target_kind not in _PLAIN_TARGETS:
-        raise CheckpointError(f"{file}: target_model_type = {target_kind!r}: supported are {sorted(_PLAIN_TARGETS)}")
+        raise CheckpointError(
+            f"{file}: target_model_type = {target_kind!r}: supported are {sorted(_PLAIN_TARGETS)}"
+        )
     # Two trainers give norm_output two meanings; only heads with per-feature norms were trained with a normed feedback.
     if not values.get("fc_norm"):
         values.pop("norm_output", None)
@@ -170,10 +261,14 @@ def _flatten_native(file: Path, raw: dict[str, object], dialect: int) -> dict[st
 def _flatten_speculators(file: Path, raw: dict[str, object]) -> dict[str, object]:
     layer = raw.get("transformer_layer_config")
     if not isinstance(layer, dict):
-        raise CheckpointError(f"{file}: transformer_layer_config is {layer!r}, expected the config of the draft layer")
+        raise CheckpointError(
+            f"{file}: transformer_layer_config is {layer!r}, expected the config of the draft layer"
+        )
     kind = layer.get("model_type")
     if kind not in ("llama", "qwen3"):
-        raise CheckpointError(f"{file}: transformer_layer_config.model_type = {kind!r}: supported are llama and qwen3")
+        raise CheckpointError(
+            f"{file}: transformer_layer_config.model_type = {kind!r}: supported are llama and qwen3"
+        )
     values = dict(layer)
     values |= {k: v for k, v in raw.items() if k not in _SPECULATORS_KEYS}
     values["qk_norm"] = kind == "qwen3"

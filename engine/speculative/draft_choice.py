@@ -60,7 +60,12 @@ class DraftSampling:
         return chosen
 
     def rank(
-        self, logits: torch.Tensor, positions: torch.Tensor, target_ids: torch.Tensor, count: int, num_requests: int
+        self,
+        logits: torch.Tensor,
+        positions: torch.Tensor,
+        target_ids: torch.Tensor,
+        count: int,
+        num_requests: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The `count` likeliest indices into the draft vocabulary, likeliest first, int64, and their log probabilities,
         float32 and at most 0; each `[R, count]`.

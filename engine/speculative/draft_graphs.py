@@ -44,7 +44,9 @@ def parameters_of(head: Eagle3Head) -> NamedTensors:
 def require_shared(head: Eagle3Head) -> None:
     """LifecycleError before the target's weights are shared: the graph would keep reading what they replace."""
     if not head.is_shared:
-        raise LifecycleError(f"graphs of {head!r} need the target's embedding and lm_head, which are shared before")
+        raise LifecycleError(
+            f"graphs of {head!r} need the target's embedding and lm_head, which are shared before"
+        )
 
 
 class DraftPrefillGraphs:
@@ -86,7 +88,14 @@ class DraftExtendGraphs:
     """Draft rows from the features of a verify, N per request, and the state of the row that was accepted last."""
 
     def __init__(
-        self, graphs: GraphPool, head: Eagle3Head, pool: KVPool, buckets: Sequence[int], *, num_rows: int, max_pages: int
+        self,
+        graphs: GraphPool,
+        head: Eagle3Head,
+        pool: KVPool,
+        buckets: Sequence[int],
+        *,
+        num_rows: int,
+        max_pages: int,
     ) -> None:
         require_shared(head)
         most = max(buckets)
@@ -115,9 +124,13 @@ class DraftExtendGraphs:
         """Fed-back hidden `[B, H]` and logits `[B, Vd]` of row accept_len - 1 of each request; the caller's."""
         assert batch.features is not None
         self.rows.plan(batch, decision.bucket)
-        load_rows(self.features, batch.features, decision.bucket * self.rows.num_rows, name="draft extend features")
+        load_rows(
+            self.features, batch.features, decision.bucket * self.rows.num_rows, name="draft extend features"
+        )
         load_rows(self.accept_len, accept_len, decision.bucket, name="accept_len")
-        return own(self.family.replay(decision, ReplayContext(num_rows=batch.num_requests)), batch.num_requests)
+        return own(
+            self.family.replay(decision, ReplayContext(num_rows=batch.num_requests)), batch.num_requests
+        )
 
     def _forward(self, bucket: int, _: Breaks[ReplayContext]) -> tuple[torch.Tensor, torch.Tensor]:
         rows, count = self.rows, bucket * self.rows.num_rows
@@ -136,7 +149,14 @@ class LoopGraphs(ABC, Generic[Drafts]):
     """All draft steps of a verify in one graph, by batch size; how they draft is the subclass's `_forward`."""
 
     def __init__(
-        self, graphs: GraphPool, head: Eagle3Head, pool: KVPool, buckets: Sequence[int], *, num_rows: int, max_pages: int
+        self,
+        graphs: GraphPool,
+        head: Eagle3Head,
+        pool: KVPool,
+        buckets: Sequence[int],
+        *,
+        num_rows: int,
+        max_pages: int,
     ) -> None:
         """`num_rows`: draft slots planned for per request."""
         require_shared(head)
@@ -147,12 +167,16 @@ class LoopGraphs(ABC, Generic[Drafts]):
         self.logits = torch.zeros((most, head.config.draft_vocab_size), dtype=torch.float32, device=device)
         self.sampling = DraftSampling(most, device)
         limits = GraphLimits(is_by_token=False, rows=num_rows, pages=max_pages)
-        self.family: GraphFamily[ReplayContext, Drafts] = GraphFamily(graphs, GraphKind.DRAFT_DECODE, buckets, limits)
+        self.family: GraphFamily[ReplayContext, Drafts] = GraphFamily(
+            graphs, GraphKind.DRAFT_DECODE, buckets, limits
+        )
 
     def _rows_of(self, bucket: int) -> DraftRows:
         """The static inputs of the first `bucket` requests."""
         rows = self.rows
-        positions, slots = (x[: bucket * rows.num_rows].view(bucket, -1) for x in (rows.positions, rows.slots))
+        positions, slots = (
+            x[: bucket * rows.num_rows].view(bucket, -1) for x in (rows.positions, rows.slots)
+        )
         return DraftRows(
             pool=rows.pool,
             positions=positions,

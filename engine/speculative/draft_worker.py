@@ -73,10 +73,14 @@ class DraftWorker:
     ) -> None:
         config = head.config
         if not head.is_shared:
-            raise LifecycleError("a drafter needs the target's embedding and lm_head, which are shared before")
+            raise LifecycleError(
+                "a drafter needs the target's embedding and lm_head, which are shared before"
+            )
         for name, given in (("head", head.dtype), ("draft KV", dtype)):
             if str(given) != f"torch.{config.dims.self_dtype}":
-                raise CheckpointError(f"{name} in {given}, but {config.path} was resolved for {config.dims.self_dtype}")
+                raise CheckpointError(
+                    f"{name} in {given}, but {config.path} was resolved for {config.dims.self_dtype}"
+                )
         self.row_multiple = row_multiple
         self.head = head
         self.page_size = page_size
@@ -127,8 +131,12 @@ class DraftWorker:
         return ForwardBatch(
             mode=ForwardMode.EXTEND,
             input_ids=to_device(torch.tensor(ids, dtype=torch.int64), self.device),
-            positions=to_device(torch.cat([torch.arange(item.start, item.end) for item in items]), self.device),
-            slots=to_device(torch.cat([slots_for(i.pages, i.start, i.end, self.page_size) for i in items]), self.device),
+            positions=to_device(
+                torch.cat([torch.arange(item.start, item.end) for item in items]), self.device
+            ),
+            slots=to_device(
+                torch.cat([slots_for(i.pages, i.start, i.end, self.page_size) for i in items]), self.device
+            ),
             page_table=build_page_table(tables, self.device),
             q_lens=[len(item.next_ids) for item in items],
             kv_lens=[item.end for item in items],
@@ -138,13 +146,19 @@ class DraftWorker:
 
     @torch.no_grad()
     def propose(
-        self, chain: ChainPlan, state_rows: torch.Tensor, slots: torch.Tensor, params: Sequence[SamplingParams]
+        self,
+        chain: ChainPlan,
+        state_rows: torch.Tensor,
+        slots: torch.Tensor,
+        params: Sequence[SamplingParams],
     ) -> torch.Tensor:
         """Draft N-1 tokens per request, target ids `[B, N-1]`; N-2 forwards, for the first proposal is remembered.
 
         `state_rows` `[B]` int64; `slots` `[B, N]` where draft KV may be written (slot 0: nowhere).
         """
-        return self.draft_rows(chain, slots, (self.states.hidden[state_rows], self.states.logits[state_rows]), params)
+        return self.draft_rows(
+            chain, slots, (self.states.hidden[state_rows], self.states.logits[state_rows]), params
+        )
 
     @torch.no_grad()
     def draft_rows(
@@ -210,7 +224,9 @@ class DraftWorker:
         sampling = DraftSampling(plan.num_requests, self.device)
         sampling.load(params)
 
-        def forward(level: int, hidden: torch.Tensor, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        def forward(
+            level: int, hidden: torch.Tensor, tokens: torch.Tensor, mask: torch.Tensor
+        ) -> torch.Tensor:
             first, shared = (level - 1) * shape.topk, (plan.num_requests, shape.topk)
             batch = chain_batch(
                 plan,
@@ -229,7 +245,11 @@ class DraftWorker:
 
     @torch.no_grad()
     def first_proposals(
-        self, shape: DraftShape, positions: torch.Tensor, state_rows: torch.Tensor, params: Sequence[SamplingParams]
+        self,
+        shape: DraftShape,
+        positions: torch.Tensor,
+        state_rows: torch.Tensor,
+        params: Sequence[SamplingParams],
     ) -> torch.Tensor:
         """What `shape` would draft for `positions` `[B]`, one position behind the newest token; target ids `[B, topk]`."""
         sampling = DraftSampling(len(params), self.device)
@@ -287,7 +307,9 @@ class DraftWorker:
     def _forward(self, batch: ForwardBatch, phase: DraftPhase) -> torch.Tensor:
         padded = pad_rows(batch, self.row_multiple)
         if padded.input_embeds is not None:
-            raise UnsupportedInput("a draft head takes no input_embeds: its hidden input are the target's features")
+            raise UnsupportedInput(
+                "a draft head takes no input_embeds: its hidden input are the target's features"
+            )
         assert padded.features is not None
         attend = self._attention.bind(plan(padded, self.page_size))
         out = self.head.forward(padded.features, padded.input_ids, padded.positions, attend, phase)

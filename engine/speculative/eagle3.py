@@ -71,7 +71,9 @@ class Eagle3Head:
     `target_ids` `[Vd]` int64 is the target token of each draft token.
     """
 
-    def __init__(self, config: Eagle3Config, *, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, config: Eagle3Config, *, dtype: torch.dtype, device: torch.device | str = "cpu"
+    ) -> None:
         self.config = config
         self.dtype = dtype
         self.device = torch.device(device)
@@ -145,7 +147,9 @@ class Eagle3Head:
         are the tokens one to the right of `positions` `[T]`. Raises LifecycleError before `share`.
         """
         if self._rotary is None or self.embed_tokens is None:
-            raise LifecycleError("the draft head runs before the target's embedding and lm_head were shared with it")
+            raise LifecycleError(
+                "the draft head runs before the target's embedding and lm_head were shared with it"
+            )
         if phase is DraftPhase.FROM_TARGET_FEATURES:
             hidden = self.project(hidden)
         assert hidden.shape[-1] == self.config.dims.self_width, (hidden.shape, self.config.dims)

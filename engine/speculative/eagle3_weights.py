@@ -14,7 +14,9 @@ _LEGACY_FC_NORMS = {"aux_norm_low.weight": 0, "aux_norm_mid.weight": 1, "aux_nor
 
 
 @torch.no_grad()
-def load_eagle3(config: Eagle3Config, *, dtype: torch.dtype, device: torch.device | str = "cpu") -> Eagle3Head:
+def load_eagle3(
+    config: Eagle3Config, *, dtype: torch.dtype, device: torch.device | str = "cpu"
+) -> Eagle3Head:
     """The head of `config` with its own weights converted to `dtype` on `device`, the target's not yet shared with it.
 
     Raises CheckpointError naming file, tensor and both shapes when the checkpoint is not exactly what the config says.
@@ -48,7 +50,9 @@ def _read(path: Path) -> dict[str, torch.Tensor]:
     for name, tensor in iter_safetensors(path):
         ours = _canonical(name)
         if ours in tensors:
-            raise CheckpointError(f"{path}: tensor {name} and another one are both {ours}; fetch the checkpoint again")
+            raise CheckpointError(
+                f"{path}: tensor {name} and another one are both {ours}; fetch the checkpoint again"
+            )
         tensors[ours] = tensor
     return tensors
 
@@ -81,7 +85,9 @@ def _target_ids(config: Eagle3Config, tensors: dict[str, torch.Tensor]) -> torch
     if t2d is not None:
         _check_shape(config, "t2d", t2d, (config.vocab_size,))
         if not torch.equal(t2d.bool().nonzero().flatten(), ids):
-            raise CheckpointError(f"{config.path}: d2t and t2d name different tokens; fetch the checkpoint again")
+            raise CheckpointError(
+                f"{config.path}: d2t and t2d name different tokens; fetch the checkpoint again"
+            )
     return ids
 
 
@@ -116,7 +122,9 @@ def _check_names(config: Eagle3Config, needed: set[str], found: set[str]) -> Non
 def _check_tensor(config: Eagle3Config, name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
     _check_shape(config, name, tensor, shape)
     if tensor.dtype not in LOADABLE:
-        raise CheckpointError(f"{config.path}: tensor {name} is {tensor.dtype}; use float32, float16 or bfloat16")
+        raise CheckpointError(
+            f"{config.path}: tensor {name} is {tensor.dtype}; use float32, float16 or bfloat16"
+        )
 
 
 def _check_shape(config: Eagle3Config, name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:

@@ -8,7 +8,11 @@ from .spec_config import DraftDims
 
 
 def idle_draft_batch(
-    dims: DraftDims, phase: DraftPhase, *, mode: ForwardMode = ForwardMode.IDLE, device: torch.device | str = "cpu"
+    dims: DraftDims,
+    phase: DraftPhase,
+    *,
+    mode: ForwardMode = ForwardMode.IDLE,
+    device: torch.device | str = "cpu",
 ) -> ForwardBatch:
     """No rows, with `features` as a forward of `phase` takes them: `[0, K*Ht]` of the target's or `[0, H]` of its own."""
     is_from_target = phase is DraftPhase.FROM_TARGET_FEATURES

@@ -60,7 +60,9 @@ def device_steps(
     state = StepState(max_requests + 1, max_pages, runner.model.config.vocab_size, runner.pool.device)
     if drafter is not None:
         drafter.states.reserve(max_requests)
-    kinds = [kind_of(shape, is_ranked=is_ranked, watched=watched) for shape in every for is_ranked in (False, True)]
+    kinds = [
+        kind_of(shape, is_ranked=is_ranked, watched=watched) for shape in every for is_ranked in (False, True)
+    ]
     return make(StepBody(runner, drafter, state, max_context), kinds, max_requests)
 
 
@@ -129,7 +131,9 @@ class OverlappedDecoder(SpecDecoder):
 
     @property
     def counters(self) -> dict[str, float]:
-        fallbacks = {f"overlap_fallback_{reason}": float(count) for reason, count in sorted(self.fallbacks.items())}
+        fallbacks = {
+            f"overlap_fallback_{reason}": float(count) for reason, count in sorted(self.fallbacks.items())
+        }
         return fallbacks | {"overlapped_steps": float(self.num_launched)}
 
     def can_launch(self, requests: Sequence[Request]) -> bool:
@@ -218,7 +222,9 @@ class OverlappedDecoder(SpecDecoder):
             if request not in self._slots:
                 self._slots[request] = state.open()
         if joining:
-            state.write([self._slots[request] for request in joining], [self._joining(request) for request in joining])
+            state.write(
+                [self._slots[request] for request in joining], [self._joining(request) for request in joining]
+            )
         self._stale.difference_update(joining)
         return _Batch(
             requests=list(requests),
@@ -248,8 +254,12 @@ class OverlappedDecoder(SpecDecoder):
         if self.policy is None or not any(is_warm for _, is_warm in told):
             return
         accept_lens = [min(row[width + ACCEPTED], useful_rows) for row, _ in told]
-        would_match = [row[width + WOULD_MATCH] for row, _ in told] if flight.kind.watched is not None else None
-        self._observe(self.policy, useful_rows - 1, [is_warm for _, is_warm in told], accept_lens, would_match)
+        would_match = (
+            [row[width + WOULD_MATCH] for row, _ in told] if flight.kind.watched is not None else None
+        )
+        self._observe(
+            self.policy, useful_rows - 1, [is_warm for _, is_warm in told], accept_lens, would_match
+        )
 
     def __repr__(self) -> str:
         return f"<OverlappedDecoder {self.num_launched} launched, fallbacks {dict(self.fallbacks)}, {self.steps!r}>"

@@ -194,7 +194,9 @@ def check_ids(
     """CheckpointError unless `ids`, which stand in the config at `key` as `raw`, are different layers of `target`."""
     num_layers, model = target.num_layers, target.architecture
     if len(set(raw)) != len(raw):
-        raise fields.error(key, f"{list(raw)} names a layer of the {model} target twice; each feature needs its own layer")
+        raise fields.error(
+            key, f"{list(raw)} names a layer of the {model} target twice; each feature needs its own layer"
+        )
     low = 1 if used == "input" else 0
     for value, layer in zip(raw, ids, strict=True):
         if not 0 <= layer < num_layers:
@@ -220,7 +222,8 @@ def _vocabulary(fields: Fields, target: ModelConfig) -> tuple[int, int]:
     vocab = fields.integer("vocab_size")
     if vocab != target.vocab_size:
         raise fields.error(
-            "vocab_size", f"is {vocab}, but the target has {target.vocab_size}; use the head trained for this target"
+            "vocab_size",
+            f"is {vocab}, but the target has {target.vocab_size}; use the head trained for this target",
         )
     draft = fields.optional_integer("draft_vocab_size") or vocab
     if draft > vocab:

@@ -138,11 +138,15 @@ class SpecDecoder:
         self, drafter: DraftWorker, request: Request, features: torch.Tensor, start: int
     ) -> DraftPrefill:
         end = start + features.shape[0]
-        assert end < request.num_tokens, f"{request!r}: draft row {end - 1} needs token {end}, which is not there yet"
+        assert end < request.num_tokens, (
+            f"{request!r}: draft row {end - 1} needs token {end}, which is not there yet"
+        )
         warmth = self._warm.get(request)
         if warmth is None:
             warmth = self._warm[request] = _Warmth(row=drafter.states.open(), covered=start)
-        assert start <= warmth.covered, f"{request!r}: draft rows {warmth.covered}..{start - 1} would stay unwritten"
+        assert start <= warmth.covered, (
+            f"{request!r}: draft rows {warmth.covered}..{start - 1} would stay unwritten"
+        )
         warmth.covered = max(warmth.covered, end)
         return DraftPrefill(
             pages=request.pages,
@@ -178,10 +182,16 @@ class SpecDecoder:
         warm = [self.is_warm(request) for request in requests]
         shape, useful_rows = self._shape_to_run(requests, warm)
         plan = plan_chain(
-            requests, shape.spare_slots, page_size=self._page_size, max_context=self.max_context, device=self._device
+            requests,
+            shape.spare_slots,
+            page_size=self._page_size,
+            max_context=self.max_context,
+            device=self._device,
         )
         rows, slots = self._draft_places(requests, warm, plan)
-        newest = torch.tensor([request.bonus_token for request in requests], dtype=torch.int64, device=self._device)
+        newest = torch.tensor(
+            [request.bonus_token for request in requests], dtype=torch.int64, device=self._device
+        )
         return _Step(
             requests=requests,
             warm=warm,
@@ -216,7 +226,9 @@ class SpecDecoder:
         """Draft state rows `[B]` and draft KV slots `[B, S]`; a cold request keeps neither state nor KV."""
         rows = [self._warm[r].row if is_warm else PAD_ROW for r, is_warm in zip(requests, warm, strict=True)]
         is_kept = torch.tensor(warm, dtype=torch.bool, device=self._device)
-        return torch.tensor(rows, dtype=torch.int64, device=self._device), torch.where(is_kept[:, None], plan.slots, 0)
+        return torch.tensor(rows, dtype=torch.int64, device=self._device), torch.where(
+            is_kept[:, None], plan.slots, 0
+        )
 
     def _draft(self, step: _Step) -> _Step:
         """The step with its drafts behind the newest tokens."""
@@ -279,7 +291,12 @@ class SpecDecoder:
         self.drafter.extend(plan, step.rows, slots, verdict.tokens, features, verdict.accept_len)
 
     def _commit(
-        self, step: _Step, sampled: SampleOutput, verdict: Verdict, first_proposals: torch.Tensor | None, path: str
+        self,
+        step: _Step,
+        sampled: SampleOutput,
+        verdict: Verdict,
+        first_proposals: torch.Tensor | None,
+        path: str,
     ) -> StepResult:
         """Append what was accepted: the one place of a step where the host waits for the device."""
         num_rows = verdict.path.shape[1]
@@ -331,7 +348,9 @@ class SpecDecoder:
         request.num_computed = request.num_tokens - 1
         if warmth is not None:
             warmth.covered += count
-            assert warmth.covered == request.num_computed, f"{request!r}: draft KV covers {warmth.covered} rows"
+            assert warmth.covered == request.num_computed, (
+                f"{request!r}: draft KV covers {warmth.covered} rows"
+            )
         return tokens[:count]
 
     def __repr__(self) -> str:
@@ -354,7 +373,9 @@ def _logprobs_of(
         rows = [b * num_rows + node for node in paths[b][: len(committed)]] if wanted >= 0 else []
         out.append(
             [
-                TokenLogprob(logprob=chosen[r], top=list(zip(ids[r][:wanted], values[r][:wanted], strict=True)))
+                TokenLogprob(
+                    logprob=chosen[r], top=list(zip(ids[r][:wanted], values[r][:wanted], strict=True))
+                )
                 for r in rows
             ]
         )

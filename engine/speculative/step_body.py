@@ -50,7 +50,9 @@ class StepKind:
 class StepBody:
     """Steps of `runner` and `drafter` over `state`; `max_context` in tokens."""
 
-    def __init__(self, runner: ModelRunner, drafter: DraftWorker | None, state: StepState, max_context: int) -> None:
+    def __init__(
+        self, runner: ModelRunner, drafter: DraftWorker | None, state: StepState, max_context: int
+    ) -> None:
         self.runner = runner
         self.drafter = drafter
         self.state = state
@@ -87,7 +89,9 @@ class StepBody:
             draft_page=2 * pool.page_size,
         )
 
-    def _draft(self, rows: StepRows, places: Places, shape: DraftShape) -> tuple[torch.Tensor, DraftTree | None]:
+    def _draft(
+        self, rows: StepRows, places: Places, shape: DraftShape
+    ) -> tuple[torch.Tensor, DraftTree | None]:
         """Tokens `[B, N]`, the newest first, and of a tree what its nodes are."""
         newest, drafter = rows.newest[:, None], self.drafter
         if drafter is None or shape.steps == 0:
@@ -180,4 +184,3 @@ class StepBody:
 
     def _draft_sampling(self, rows: StepRows) -> DraftSampling:
         return DraftSampling.over(rows.knobs.seeds, rows.knobs.temperature, rows.knobs.is_drawn)
-

@@ -63,7 +63,9 @@ class StepState:
         self.max_pages = max_pages
         self.device = torch.device(device)
         self.integers = torch.zeros((num_slots, PAGES + max_pages), dtype=torch.int64, device=device)
-        self._reals = torch.ones((num_slots, 3), dtype=torch.float64, device=device)  # temperature, top_p, min_p
+        self._reals = torch.ones(
+            (num_slots, 3), dtype=torch.float64, device=device
+        )  # temperature, top_p, min_p
         self._free = list(range(num_slots - 1, PAD_SLOT, -1))
 
     @property
@@ -84,11 +86,26 @@ class StepState:
         """Set `slots` to the state of `joining`, behind whatever the device was told before; waits for nothing."""
         knobs = Knobs.of([each.sampling for each in joining], self.vocab_size)
         rows = [
-            [j.newest, j.length, j.remaining, j.capacity, j.draft_row, 0, 0, 0, *j.pages, *[0] * self._missing(j)]
+            [
+                j.newest,
+                j.length,
+                j.remaining,
+                j.capacity,
+                j.draft_row,
+                0,
+                0,
+                0,
+                *j.pages,
+                *[0] * self._missing(j),
+            ]
             for j in joining
         ]
         integers = torch.tensor(rows, dtype=torch.int64)
-        integers[:, SEED], integers[:, TOP_K], integers[:, IS_DRAWN] = knobs.seeds, knobs.top_k, knobs.is_drawn.long()
+        integers[:, SEED], integers[:, TOP_K], integers[:, IS_DRAWN] = (
+            knobs.seeds,
+            knobs.top_k,
+            knobs.is_drawn.long(),
+        )
         reals = torch.stack((knobs.temperature, knobs.top_p, knobs.min_p), dim=1)
         where = to_device(torch.tensor(slots, dtype=torch.int64), self.device)
         self.integers.index_copy_(0, where, to_device(integers, self.device))
@@ -113,4 +130,6 @@ class StepState:
         return missing
 
     def __repr__(self) -> str:
-        return f"<StepState {self.num_open} of {self.integers.shape[0] - 1} slots, {self.max_pages} pages each>"
+        return (
+            f"<StepState {self.num_open} of {self.integers.shape[0] - 1} slots, {self.max_pages} pages each>"
+        )

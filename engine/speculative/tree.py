@@ -97,7 +97,9 @@ def grow_tree(
 def _children(frontier: _Frontier, tokens: torch.Tensor, scores: torch.Tensor) -> _Candidates:
     """The k children `[B, k, k]` of each frontier node as candidates, with the scores of their branches."""
     parents = frontier.numbers[:, :, None].expand_as(tokens)
-    return _Candidates(tokens.flatten(1), (frontier.scores[:, :, None] + scores).flatten(1), parents.flatten(1))
+    return _Candidates(
+        tokens.flatten(1), (frontier.scores[:, :, None] + scores).flatten(1), parents.flatten(1)
+    )
 
 
 def _expand(
@@ -125,14 +127,18 @@ def _prune(shape: DraftShape, levels: list[_Candidates]) -> DraftTree:
     # Numbers ascend, and every parent of a kept node is kept: its place is how many have lower numbers.
     parent_nodes = (numbers[:, None, :] < parent_numbers[:, :, None]).sum(dim=2)
     k = shape.topk
-    depths = torch.where(numbers <= k, numbers.clamp(max=1), 2 + (numbers - 1 - k).div(k * k, rounding_mode="floor"))
+    depths = torch.where(
+        numbers <= k, numbers.clamp(max=1), 2 + (numbers - 1 - k).div(k * k, rounding_mode="floor")
+    )
     parents = torch.nn.functional.pad(parent_nodes, (1, 0), value=-1)
     return DraftTree(tokens.gather(1, kept), parents, depths, ancestors(parents, shape.steps))
 
 
 def ancestors(parents: torch.Tensor, num_levels: int) -> torch.Tensor:
     """Bool `[B, N, N]`: whether a node is an ancestor of another, or itself. `parents` `[B, N]`, -1 for roots."""
-    itself = torch.eye(parents.shape[1], dtype=torch.bool, device=parents.device).expand(parents.shape[0], -1, -1)
+    itself = torch.eye(parents.shape[1], dtype=torch.bool, device=parents.device).expand(
+        parents.shape[0], -1, -1
+    )
     seen = itself
     for _ in range(num_levels):
         seen = itself | (_rows(seen, parents.clamp(min=0)) & (parents >= 0)[:, :, None])

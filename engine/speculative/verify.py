@@ -28,7 +28,11 @@ class Verdict(NamedTuple):
 
 
 def judge(
-    shape: DraftShape, tokens: torch.Tensor, tree: DraftTree | None, targets: torch.Tensor, limits: torch.Tensor
+    shape: DraftShape,
+    tokens: torch.Tensor,
+    tree: DraftTree | None,
+    targets: torch.Tensor,
+    limits: torch.Tensor,
 ) -> Verdict:
     """The verdict on `tokens` `[B, N]`, root first, given the target's choice `targets` `[B, N]` behind each.
 
@@ -36,7 +40,9 @@ def judge(
     """
     if tree is None:
         accept_len = chain_verify(tokens, targets, limits)
-        return Verdict(accept_len, targets, torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape))
+        return Verdict(
+            accept_len, targets, torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
+        )
     walked = tree_verify(tokens, tree.parents, targets, limits)
     return Verdict(walked.accept_len, walked.tokens[:, : shape.num_path], walked.path[:, : shape.num_path])
 

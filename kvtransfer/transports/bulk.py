@@ -63,7 +63,9 @@ class BulkPort:
         """`endpoint`: where the CURVE socket is bound. Raises StartupError when its neighbour cannot be."""
         self.num_malformed = 0
         self._tickets = tickets
-        self._ways: OrderedDict[Peer, bytes | None] = OrderedDict()  # who got a ticket -> routing id, once it was used
+        self._ways: OrderedDict[Peer, bytes | None] = (
+            OrderedDict()
+        )  # who got a ticket -> routing id, once it was used
         self._socket = make_socket(
             context,
             zmq.ROUTER,
@@ -157,7 +159,9 @@ class BulkLink:
             high_water=CONTROL_HIGH_WATER,
             ticket=ticket,
         )
-        self.watch = Watch(self.socket, HANDSHAKE_FAILURES | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        self.watch = Watch(
+            self.socket, HANDSHAKE_FAILURES | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+        )
         try:
             connect(self.socket, endpoint)
         except ConfigError:
@@ -165,7 +169,9 @@ class BulkLink:
             raise
 
     def __repr__(self) -> str:
-        return f"BulkLink({'joined' if self.is_joined else 'connected' if self.is_connected else 'connecting'})"
+        return (
+            f"BulkLink({'joined' if self.is_joined else 'connected' if self.is_connected else 'connecting'})"
+        )
 
     def pollables(self) -> list[Socket]:
         return [self.socket, self.watch.socket]
@@ -201,7 +207,9 @@ class BulkLink:
 class BulkLinks:
     """Decode's ends: one per prefill endpoint that gave a ticket."""
 
-    def __init__(self, context: zmq.Context[Socket], poller: zmq.Poller, max_frame: int, clock: Clock) -> None:
+    def __init__(
+        self, context: zmq.Context[Socket], poller: zmq.Poller, max_frame: int, clock: Clock
+    ) -> None:
         """`poller` always knows the links' pollables; `max_frame`: bytes of the largest block as it comes."""
         self._context = context
         self._poller = poller
@@ -244,7 +252,9 @@ class BulkLinks:
         for peer in late:
             del self._awaited[peer]
             endpoint = split_key(peer)[0]
-            logger.warning("prefill's port for blocks does not answer", extra=fields(endpoint=endpoint, waited_s=JOIN_S))
+            logger.warning(
+                "prefill's port for blocks does not answer", extra=fields(endpoint=endpoint, waited_s=JOIN_S)
+            )
         return late
 
     def open(self, peer: Peer, welcome: KVWelcome) -> None:
@@ -269,7 +279,9 @@ class BulkLinks:
         event, value = events[0]
         if event != zmq.EVENT_DISCONNECTED and self._sparingly.is_due(peer):
             reason = failure_text(event, value)
-            logger.warning("no link for prefill's blocks", extra=fields(endpoint=split_key(peer)[0], reason=reason))
+            logger.warning(
+                "no link for prefill's blocks", extra=fields(endpoint=split_key(peer)[0], reason=reason)
+            )
         return event == zmq.EVENT_DISCONNECTED
 
     def forget(self, peer: Peer) -> None:

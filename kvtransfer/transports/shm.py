@@ -81,7 +81,13 @@ class SenderSlabs:
     """Prefill's slabs, one per connection that was granted one, all of them at most `max_bytes` together."""
 
     def __init__(
-        self, instance: str, block_bytes: int, *, lease_s: float, max_bytes: int = SLAB_BYTES, pin: Pin = no_pin
+        self,
+        instance: str,
+        block_bytes: int,
+        *,
+        lease_s: float,
+        max_bytes: int = SLAB_BYTES,
+        pin: Pin = no_pin,
     ) -> None:
         """`block_bytes` is the largest slot that a peer may ask for; `pin` lets a GPU write slabs."""
         self.counters = SlabCounters()
@@ -178,7 +184,9 @@ class SenderSlabs:
             lane = lane or self._open(request)
         except SlabError as error:
             self.counters.shm_fallbacks += 1
-            logger.warning("no shared memory for decode", extra=log_fields(decode=request.instance, reason=str(error)))
+            logger.warning(
+                "no shared memory for decode", extra=log_fields(decode=request.instance, reason=str(error))
+            )
             return SlabDenied(instance=self._instance, token=request.token, reason=str(error))
         self._lanes[peer] = lane
         self.counters.slabs = len(self._lanes)
@@ -208,7 +216,10 @@ class SenderSlabs:
 
     def _fall_back(self, peer: Peer, reason: str) -> None:
         self.counters.shm_fallbacks += 1
-        logger.warning("blocks go as messages", extra=log_fields(decode=self._lanes[peer].request.instance, reason=reason))
+        logger.warning(
+            "blocks go as messages",
+            extra=log_fields(decode=self._lanes[peer].request.instance, reason=reason),
+        )
         self.drop(peer)
 
 
@@ -246,7 +257,11 @@ class ReceiverSlabs:
     def greet(self, peer: Peer, prefill: str, slot_bytes: int, now: float) -> SlabRequest | None:
         """The request that follows a handshake in which process `prefill` agreed on shared memory; None if it had one."""
         asked = self._asked.get(peer)
-        if asked is not None and asked.prefill == prefill and (asked.slab is not None or now < asked.retry_at):
+        if (
+            asked is not None
+            and asked.prefill == prefill
+            and (asked.slab is not None or now < asked.retry_at)
+        ):
             return None
         self.drop(peer)
         try:
@@ -271,7 +286,11 @@ class ReceiverSlabs:
     def handle(self, peer: Peer, message: SlabDown) -> SlabUnusable | None:
         """Takes the answer to a request in, and returns what prefill must know."""
         asked = self._asked.get(peer)
-        if asked is None or (asked.prefill, asked.token) != (message.instance, message.token) or asked.slab is not None:
+        if (
+            asked is None
+            or (asked.prefill, asked.token) != (message.instance, message.token)
+            or asked.slab is not None
+        ):
             return None
         if isinstance(message, SlabDenied):
             self._note_fallback(peer, message.reason[:200])
@@ -282,7 +301,9 @@ class ReceiverSlabs:
             self._note_fallback(peer, str(error))
             return SlabUnusable(instance=self._instance, slab=message.slab, reason=str(error))
         self._count()
-        logger.info("blocks come through shared memory", extra=log_fields(endpoint=peer, slots=message.num_slots))
+        logger.info(
+            "blocks come through shared memory", extra=log_fields(endpoint=peer, slots=message.num_slots)
+        )
         return None
 
     def is_pinned(self, peer: Peer) -> bool:

@@ -52,7 +52,9 @@ from .shm import SLAB_BYTES
 logger = logging.getLogger(__name__)
 
 RECONNECT_MAX_MS = 200  # a prefill worker that has been restarted is there before a pull counts it as gone
-MESSAGES_PER_FLUSH = 2  # the answers to so many go together, unless no more is there; on a GPU one frame has enough
+MESSAGES_PER_FLUSH = (
+    2  # the answers to so many go together, unless no more is there; on a GPU one frame has enough
+)
 
 
 class ZmqBlocksSender(SenderEndpoint, Polling[Send | SendBlock]):
@@ -126,7 +128,11 @@ class ZmqBlocksSender(SenderEndpoint, Polling[Send | SendBlock]):
         """The sockets whose readability means that `poll` has work."""
         if not self._is_open:
             return []
-        return [self._socket, self._doorway.socket, *(self._bulk.pollables() if self._bulk is not None else [])]
+        return [
+            self._socket,
+            self._doorway.socket,
+            *(self._bulk.pollables() if self._bulk is not None else []),
+        ]
 
     @property
     def counters(self) -> dict[str, float]:
@@ -172,7 +178,9 @@ class ZmqBlocksSender(SenderEndpoint, Polling[Send | SendBlock]):
     def _admit(self, peer: Peer, welcome: KVWelcome) -> KVWelcome:
         if self._bulk is None or welcome.cipher == CURVE:
             return welcome
-        return msgspec.structs.replace(welcome, bulk_port=self._bulk.port, bulk_ticket=self._bulk.ticket_for(peer))
+        return msgspec.structs.replace(
+            welcome, bulk_port=self._bulk.port, bulk_ticket=self._bulk.ticket_for(peer)
+        )
 
     def _lane(self, item: Send | SendBlock) -> str:
         """Blocks that wait for their own connection hold nothing else up."""
@@ -245,7 +253,9 @@ class ZmqBlocksReceiver(ReceiverEndpoint, Polling[Send]):
         try:
             self._link(request.endpoint)
         except ConfigError as error:
-            self._events.append(Lost(room=request.room, epoch=request.epoch, kind="PeerLost", reason=str(error)))
+            self._events.append(
+                Lost(room=request.room, epoch=request.epoch, kind="PeerLost", reason=str(error))
+            )
             return
         super().pull(request)
 
@@ -256,7 +266,11 @@ class ZmqBlocksReceiver(ReceiverEndpoint, Polling[Send]):
 
     def next_deadline(self, now: float) -> float | None:
         """When `poll` must be called at the latest; None when only a message can bring news."""
-        times = [super().next_deadline(now), self._bulk.join_by, now + RETRY_S if self._bulk.must_join else None]
+        times = [
+            super().next_deadline(now),
+            self._bulk.join_by,
+            now + RETRY_S if self._bulk.must_join else None,
+        ]
         return min((at for at in times if at is not None), default=None)
 
     def close(self) -> None:
@@ -301,7 +315,9 @@ class ZmqBlocksReceiver(ReceiverEndpoint, Polling[Send]):
         for event, value in events:
             if event == zmq.EVENT_DISCONNECTED:
                 self._close_link(peer)
-                self._perform(self.session.link_lost(peer, self._clock()))  # opens another while rooms need it
+                self._perform(
+                    self.session.link_lost(peer, self._clock())
+                )  # opens another while rooms need it
                 return
             reason = failure_text(event, value)
             if self._sparingly.is_due(peer + reason):
@@ -326,7 +342,9 @@ class ZmqBlocksReceiver(ReceiverEndpoint, Polling[Send]):
         pair, now = self.session.pair_of(peer), self._clock()
         if pair is not None:
             refusal = pair.fall_back()
-            self._perform(self.session.receive(peer, refusal, now) if refusal else self.session.link_lost(peer, now))
+            self._perform(
+                self.session.receive(peer, refusal, now) if refusal else self.session.link_lost(peer, now)
+            )
 
     def _receive_bulk(self, peer: Peer, frames: Sequence[memoryview]) -> None:
         """A message that anybody may have sent: only a block is taken, and only if it is the one that was asked for."""
@@ -347,7 +365,9 @@ class ZmqBlocksReceiver(ReceiverEndpoint, Polling[Send]):
         assert payload is None, "decode sends no payloads"
         try:
             link = self._link(peer)
-        except ConfigError as error:  # the peer's key was listed when the room was opened, and is not any more
+        except (
+            ConfigError
+        ) as error:  # the peer's key was listed when the room was opened, and is not any more
             raise PeerLost(str(error)) from None
         return Delivered() if try_send(link, [header]) else None
 
@@ -384,7 +404,9 @@ class ZmqBlocksReceiver(ReceiverEndpoint, Polling[Send]):
             raise ConfigError(f"prefill at {endpoint} uses no keys; start it with --keys")
         if self._keyring.peers.find(key, ("prefill",)) is None:
             path = self._keyring.peers.path.parent
-            raise ConfigError(f"prefill at {endpoint} has an unlisted key; `baton keys add {path} {key} --role prefill`")
+            raise ConfigError(
+                f"prefill at {endpoint} has an unlisted key; `baton keys add {path} {key} --role prefill`"
+            )
         return endpoint, self._keyring.calling(key)
 
     def _close_link(self, peer: Peer) -> None:

@@ -15,7 +15,9 @@ from types import CodeType, FrameType
 NETWORKS = tuple(filter(None, os.environ.get("AUDIT_NETWORKS", "").split(",")))  # count as local, too
 SERVING = "baton.serving"
 CODE = frozenset({"exec", "compile", "marshal.loads"})
-COMMANDS = frozenset({"subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.fork", "os.forkpty", "pty.spawn"})
+COMMANDS = frozenset(
+    {"subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.fork", "os.forkpty", "pty.spawn"}
+)
 UNPICKLING = "pickle.find_class"
 NETWORK = frozenset({"socket.connect", "socket.sendto", "socket.getaddrinfo", "socket.gethostbyname"})
 JUDGED = CODE | COMMANDS | NETWORK | {UNPICKLING, SERVING}
@@ -68,7 +70,9 @@ class Watch:
         while frame is not None and len(stack) < 12:
             stack.append(f"{frame.f_code.co_filename}:{frame.f_lineno}")
             frame = frame.f_back
-        line = json.dumps({"pid": os.getpid(), "event": event, "arguments": repr(arguments)[:300], "stack": stack})
+        line = json.dumps(
+            {"pid": os.getpid(), "event": event, "arguments": repr(arguments)[:300], "stack": stack}
+        )
         with open(self._report, "a", encoding="utf-8") as file:
             file.write(line + "\n")
         raise Violation(f"{event} in {stack[0] if stack else 'no frame'}")

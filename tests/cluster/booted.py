@@ -105,7 +105,17 @@ class Machine:
 
     def run(self, *command: str) -> str:
         """What a command, run there by root, wrote."""
-        whole = ["nsenter", f"--target={self.pid}", "--mount", "--pid", "--net", "--cgroup", "--uts", "--ipc", *command]
+        whole = [
+            "nsenter",
+            f"--target={self.pid}",
+            "--mount",
+            "--pid",
+            "--net",
+            "--cgroup",
+            "--uts",
+            "--ipc",
+            *command,
+        ]
         done = subprocess.run(whole, capture_output=True, text=True, timeout=120, check=False, cwd="/")
         return done.stdout + done.stderr
 

@@ -32,7 +32,16 @@ class Browser:
         theirs_in, ours_out = os.pipe()
         # the browser reads from descriptor 3 and writes to 4
         script = f'exec "$@" 3<&{theirs_in} 4>&{theirs_out} {theirs_in}<&- {theirs_out}>&-'
-        command = ["bash", "-c", script, "bash", find_chromium(), *FLAGS, f"--user-data-dir={profile}", "about:blank"]
+        command = [
+            "bash",
+            "-c",
+            script,
+            "bash",
+            find_chromium(),
+            *FLAGS,
+            f"--user-data-dir={profile}",
+            "about:blank",
+        ]
         self._process = subprocess.Popen(
             command, pass_fds=(theirs_in, theirs_out), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
@@ -57,7 +66,9 @@ class Browser:
         """The result of one command; raises AssertionError for an error, and when it takes too long."""
         self._number += 1
         message = {"id": self._number, "method": method, "params": params or {}}
-        os.write(self._out, json.dumps(message | ({"sessionId": session} if session else {})).encode() + b"\0")
+        os.write(
+            self._out, json.dumps(message | ({"sessionId": session} if session else {})).encode() + b"\0"
+        )
         deadline = time.monotonic() + PATIENCE_S
         while True:
             reply = self._read(deadline)
@@ -121,14 +132,21 @@ class Page:
                 if value := self.run(expression):
                     return value
             time.sleep(0.02)
-        raise AssertionError(f"not within {timeout} s: {what}; the page says {self.run('document.body.innerText')!r}")
+        raise AssertionError(
+            f"not within {timeout} s: {what}; the page says {self.run('document.body.innerText')!r}"
+        )
 
     def key(self, name, text="", modifiers=0):
         """One press of a key."""
         for kind in ("keyDown", "keyUp"):
             code = {"Enter": 13, "Tab": 9, "Escape": 27}.get(name, 0)
             press = {"key": name, "code": name, "windowsVirtualKeyCode": code, "modifiers": modifiers}
-            self.call("Input.dispatchKeyEvent", type=kind, **press, **({"text": text} if text and kind == "keyDown" else {}))
+            self.call(
+                "Input.dispatchKeyEvent",
+                type=kind,
+                **press,
+                **({"text": text} if text and kind == "keyDown" else {}),
+            )
 
     def type(self, text):
         self.call("Input.insertText", text=text)

@@ -18,7 +18,9 @@ from baton.tests.cluster.serving import status
 from baton.tests.corpora import corpus
 
 MIB = 1 << 20
-CANARY = "BATON_CANARY"  # the file that a pickle of the corpora makes in the working directory when it is loaded
+CANARY = (
+    "BATON_CANARY"  # the file that a pickle of the corpora makes in the working directory when it is loaded
+)
 LISTENING = "00010000"  # __SO_ACCEPTCON in /proc/net/unix
 PICKLE = b"cposix\nsystem\n(S'touch BATON_CANARY'\ntR."
 
@@ -76,7 +78,11 @@ class Port:
     def warnings(self, since=0):
         """What it logged as a warning or worse, from character `since` of the cluster's output."""
         text = self.cluster.output.getvalue()[since:]
-        return [line for line in text.splitlines() if re.match(rf"{self.child}\s*\|.*(WARNING|ERROR|Traceback)", line)]
+        return [
+            line
+            for line in text.splitlines()
+            if re.match(rf"{self.child}\s*\|.*(WARNING|ERROR|Traceback)", line)
+        ]
 
 
 def listeners(pid):
@@ -136,8 +142,13 @@ def send_all(peer, frames, seconds=60.0):
 
 def hostile_frames():
     """About a thousand frames, none of them a message: the corpus, pickles, extension types, nests and timestamps."""
-    frames = [data for case in corpus.load("msgpack_frames") if len(data := corpus.data(case)) <= KV_MAX_BYTES]
-    pickles = [PICKLE, *(pickle.dumps({"room": "a" * 32, "type": "Hello"}, protocol) for protocol in range(6))]
+    frames = [
+        data for case in corpus.load("msgpack_frames") if len(data := corpus.data(case)) <= KV_MAX_BYTES
+    ]
+    pickles = [
+        PICKLE,
+        *(pickle.dumps({"room": "a" * 32, "type": "Hello"}, protocol) for protocol in range(6)),
+    ]
     for blob in pickles:
         binary = b"\xc5" + struct.pack(">H", len(blob)) + blob
         extension = [b"\xc8" + struct.pack(">HB", len(blob), kind) + blob for kind in (0, 1, 42, 127, 255)]

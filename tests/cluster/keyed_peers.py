@@ -55,7 +55,9 @@ def stranger(server):
     """Keys that nobody lists."""
     key = make_key("decode", "stranger")
     serving = "router" if (server / "router.key").exists() else "prefill"
-    return Curve(bytes.fromhex(key.public), bytes.fromhex(key.secret), bytes.fromhex(read_key(server, serving).public))
+    return Curve(
+        bytes.fromhex(key.public), bytes.fromhex(key.secret), bytes.fromhex(read_key(server, serving).public)
+    )
 
 
 def hello(role, instance=None):

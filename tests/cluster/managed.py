@@ -22,12 +22,21 @@ class Manager:
         self._ear = threading.Thread(target=self._listen, daemon=True)
         self._ear.start()
         self.log = directory / "log"
-        told = {**os.environ, **(env or {}), "NOTIFY_SOCKET": str(directory / "notify"), "OMP_NUM_THREADS": "1"}
+        told = {
+            **os.environ,
+            **(env or {}),
+            "NOTIFY_SOCKET": str(directory / "notify"),
+            "OMP_NUM_THREADS": "1",
+        }
         if watchdog_s:
             told["WATCHDOG_USEC"] = str(int(watchdog_s * 1e6))
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-P", "-m", f"baton.{role}", *flags], env=told, cwd="/", stdout=log, stderr=log
+                [sys.executable, "-P", "-m", f"baton.{role}", *flags],
+                env=told,
+                cwd="/",
+                stdout=log,
+                stderr=log,
             )
 
     def _listen(self):

@@ -177,14 +177,18 @@ class Script:
     def prefill(self, worker, message):
         if isinstance(message, Prefill):
             ids = self.outputs(message.sampling)
-            timeline = PrefillTimeline(prefill_ms=2.0, prompt_tokens=len(message.prompt_ids), cached_tokens=16)
+            timeline = PrefillTimeline(
+                prefill_ms=2.0, prompt_tokens=len(message.prompt_ids), cached_tokens=16
+            )
             worker.send(
                 FirstToken(
                     room=message.room,
                     epoch=message.epoch,
                     instance=worker.instance,
                     token=ids[0],
-                    logprob=self.logprobs(ids[:1], message.sampling)[0] if message.sampling.logprobs >= 0 else None,
+                    logprob=self.logprobs(ids[:1], message.sampling)[0]
+                    if message.sampling.logprobs >= 0
+                    else None,
                     finish="length" if len(ids) == 1 else "",
                     timeline=timeline,
                 )
@@ -217,7 +221,9 @@ class Script:
                 instance=worker.instance,
                 reason="length" if len(ids) == reserve.sampling.max_new_tokens else self.finish,
                 output_tokens=len(ids),
-                timeline=DecodeTimeline(verify_steps=10, drafted_tokens=30, accepted_tokens=12, handoff_bytes=4096),
+                timeline=DecodeTimeline(
+                    verify_steps=10, drafted_tokens=30, accepted_tokens=12, handoff_bytes=4096
+                ),
             )
         )
 
@@ -395,5 +401,7 @@ def open_request(running, headers=None, **more):
 
 def assert_nothing_left(running):
     dispatcher = running.router.dispatcher
-    until(lambda: running.call(lambda: dispatcher.num_open + dispatcher.num_queued) == 0, "every room is closed")
+    until(
+        lambda: running.call(lambda: dispatcher.num_open + dispatcher.num_queued) == 0, "every room is closed"
+    )
     assert running.call(lambda: sum(worker.num_rooms for worker in dispatcher.registry)) == 0

@@ -65,7 +65,9 @@ def complete(cluster, prompt_ids, *, max_tokens=64, timeout=120.0, **body):
         **body,
     }
     body["model"] = served_model(cluster)
-    answer = httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=timeout, headers={"x-baton-timeline": "1"})
+    answer = httpx.post(
+        f"{cluster.url}/v1/completions", json=body, timeout=timeout, headers={"x-baton-timeline": "1"}
+    )
     assert answer.status_code == 200, answer.text
     document = answer.json()
     return document["choices"][0]["token_ids"], document
@@ -99,7 +101,9 @@ def wait_until(predicate, timeout, what):
 def pages_held(cluster):
     """Pages in use on any worker, and rooms on the router, from one status."""
     document = status(cluster)
-    held = {f"{w['role']}-{w['instance'][:4]}": w["pages_total"] - w["pages_free"] for w in document["workers"]}
+    held = {
+        f"{w['role']}-{w['instance'][:4]}": w["pages_total"] - w["pages_free"] for w in document["workers"]
+    }
     return held, document["router"]["open_rooms"]
 
 

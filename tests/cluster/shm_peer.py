@@ -20,14 +20,22 @@ from baton.kvtransfer.transport import Complete, Lost, Offer, Planes, PullReques
 from baton.kvtransfer.transports.zmq_blocks import ZmqBlocksReceiver, ZmqBlocksSender
 
 LAYOUT = Layout(
-    fingerprint="f", dtype="bfloat16", page_size=16, num_layers=24, num_kv_heads=1, head_dim=64, block_bytes=64 << 10
+    fingerprint="f",
+    dtype="bfloat16",
+    page_size=16,
+    num_layers=24,
+    num_kv_heads=1,
+    head_dim=64,
+    block_bytes=64 << 10,
 )  # pages of 96 KiB, a room of 16 pages has 24 blocks
 NUM_PAGES, PAGE_BYTES, NUM_ROOMS = 16, 96 << 10, 40
 CLONE_NEWNET = 0x40000000
 
 
 def content() -> torch.Tensor:
-    return torch.randint(0, 256, (NUM_PAGES, PAGE_BYTES), dtype=torch.uint8, generator=torch.Generator().manual_seed(5))
+    return torch.randint(
+        0, 256, (NUM_PAGES, PAGE_BYTES), dtype=torch.uint8, generator=torch.Generator().manual_seed(5)
+    )
 
 
 def room_name(index: int) -> str:
@@ -66,11 +74,19 @@ def prefill(pipe: Connection, endpoint: str, fault: str = "", max_file: int = 0)
     planes = Planes(kv=content(), features=None)
     instance = f"{os.getpid():032x}"
     sender = ZmqBlocksSender(
-        endpoint, instance, LAYOUT, planes, context=zmq.Context(), transports=("shm", "zmq_blocks"), lease_s=60.0
+        endpoint,
+        instance,
+        LAYOUT,
+        planes,
+        context=zmq.Context(),
+        transports=("shm", "zmq_blocks"),
+        lease_s=60.0,
     )
     sender.reach = _dying(fault)
     for index in range(NUM_ROOMS):
-        sender.offer(Offer(room=room_name(index), epoch=0, num_tokens=NUM_PAGES * 16, pages=tuple(range(NUM_PAGES))))
+        sender.offer(
+            Offer(room=room_name(index), epoch=0, num_tokens=NUM_PAGES * 16, pages=tuple(range(NUM_PAGES)))
+        )
         sender.advance(room_name(index), 0, NUM_PAGES * 16, 7)
     pipe.send(instance)
     while not pipe.poll():

@@ -44,10 +44,23 @@ def test_s26_every_path_in_every_spelling_asks_for_a_key_but_the_probes_the_page
     running, _, secret = keyed
     wrong = [[], ["Authorization: Bearer nonsense"], [f"Authorization: Basic {secret}"], [f"X-Api-Key: {secret}"],
              [f"Authorization: Bearer {secret}", f"Authorization: Bearer {secret}"]]  # fmt: skip
-    spelled = ["{}", "/{}", "/v1/..{}", "/health/..{}", "{}/", "{}?key=" + secret, "/%2e{}", "http://health{}"]
+    spelled = [
+        "{}",
+        "/{}",
+        "/v1/..{}",
+        "/health/..{}",
+        "{}/",
+        "{}?key=" + secret,
+        "/%2e{}",
+        "http://health{}",
+    ]
     for route, spelling in itertools.product(ROUTES, spelled):
-        assert raw(running, f"GET {spelling.format(route)} HTTP/1.1", "Host: a").startswith("HTTP/1.1 401"), spelling
-    for route, method, headers in itertools.product(ROUTES, ("GET", "POST", "OPTIONS", "HEAD", "DELETE"), wrong):
+        assert raw(running, f"GET {spelling.format(route)} HTTP/1.1", "Host: a").startswith("HTTP/1.1 401"), (
+            spelling
+        )
+    for route, method, headers in itertools.product(
+        ROUTES, ("GET", "POST", "OPTIONS", "HEAD", "DELETE"), wrong
+    ):
         head = [f"{method} {route} HTTP/1.1", "Host: a", "Content-Length: 0", *headers]
         assert "401" in raw(running, *head), (route, headers)
     for upper in ("/HEALTH", "/health/", "//health", "/health%20", "/ready/x", "/docs/", "/docs/../status"):
@@ -69,7 +82,9 @@ def test_the_document_says_what_needs_a_key_and_so_it_is(keyed):
     assert secret not in str(document)
     for path, ways in document["paths"].items():
         for method, made in ways.items():
-            status = httpx.request(method, running.url + path, content=b"{}" if method == "post" else None).status_code
+            status = httpx.request(
+                method, running.url + path, content=b"{}" if method == "post" else None
+            ).status_code
             assert (status == 401) is bool(made["security"]), path
 
 
@@ -85,7 +100,15 @@ def test_the_cluster_and_others_requests_are_shown_to_operators_and_observers_an
     closed = ("/status", "/metrics", "/status?", "/metrics?x=1")
     for secret, method, address in itertools.product((alice, bob), ("GET", "HEAD"), closed):
         assert get(address, secret, method).status_code == 403, address
-    for address in ("//status", "/status/", "/v1/../status", "/%73tatus", "/STATUS", "/metrics%20", "http://a/metrics"):
+    for address in (
+        "//status",
+        "/status/",
+        "/v1/../status",
+        "/%73tatus",
+        "/STATUS",
+        "/metrics%20",
+        "http://a/metrics",
+    ):
         line = raw(running, f"GET {address} HTTP/1.1", "Host: a", f"Authorization: Bearer {bob}")
         assert line.split()[1] in ("403", "404"), (address, line)
     refused = get("/status", bob).json()["error"]
@@ -169,7 +192,9 @@ def test_an_idempotency_key_is_its_clients_own(keyed):
     for who, content in ((secret, "one"), (secret, "one"), (other, "two")):
         headers = {"authorization": f"Bearer {who}", "idempotency-key": "same"}
         body = BODY | {"messages": [{"role": "user", "content": content}]}
-        replies.append(httpx.post(running.url + "/v1/chat/completions", json=body, headers=headers, timeout=60))
+        replies.append(
+            httpx.post(running.url + "/v1/chat/completions", json=body, headers=headers, timeout=60)
+        )
     assert [reply.status_code for reply in replies] == [200] * 3
     assert replies[0].content == replies[1].content != replies[2].content
 
@@ -214,10 +239,20 @@ def test_cached_prefixes_of_real_workers_do_not_cross_tenants(served_dir, tmp_pa
     with serving(served_dir, prefill=1, decode=1, kv_memory_mb=8, threads=1, api_keys=str(path)) as cluster:
 
         def cached(secret):
-            body = {"model": served_model(cluster), "prompt": prompt, "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+            body = {
+                "model": served_model(cluster),
+                "prompt": prompt,
+                "max_tokens": 4,
+                "temperature": 0,
+                "ignore_eos": True,
+            }
             headers = {"authorization": f"Bearer {secret}", "x-baton-timeline": "1"}
             reply = httpx.post(f"{cluster.url}/v1/completions", json=body, headers=headers, timeout=60).json()
-            return reply["timeline"]["cached_tokens"], reply["timeline"]["have_tokens"], reply["choices"][0]["text"]
+            return (
+                reply["timeline"]["cached_tokens"],
+                reply["timeline"]["have_tokens"],
+                reply["choices"][0]["text"],
+            )
 
         found = [cached(secret) for secret in (alice, alice, bob, bob)]
     assert [tokens[:2] for tokens in found] == [(0, 0), (48, 48), (0, 0), (48, 48)]

@@ -43,13 +43,30 @@ def test_metrics_of_routers_behind_one_port_are_read_at_their_own(start, capsys)
     two.pair(script)
     until(lambda: all(running.router._server._listening for running in (one, two)), "both listen")
     urls = f"{one.router.own_url},{two.router.own_url}"
-    common = ["--url", one.url, "--input", "16", "--output", "4", "--warmup", "0", "--requests", "12", "--json"]
+    common = [
+        "--url",
+        one.url,
+        "--input",
+        "16",
+        "--output",
+        "4",
+        "--warmup",
+        "0",
+        "--requests",
+        "12",
+        "--json",
+    ]
     assert main([*common, "--metrics", urls]) == 0
     (level,) = json.loads(capsys.readouterr().out)["levels"]
-    served = [httpx.get(f"{router.router.own_url}/requests?limit=100").json()["requests"] for router in (one, two)]
+    served = [
+        httpx.get(f"{router.router.own_url}/requests?limit=100").json()["requests"] for router in (one, two)
+    ]
     assert len(served[0]) + len(served[1]) == 12
     assert level["server"]["handoff_mb"] == pytest.approx(4096 / 1e6), "whichever served"
-    for wrong, words in ((f"{urls},http://127.0.0.1:1", "shows no metrics of a router"), ("nowhere", "--metrics 'nowhere'")):
+    for wrong, words in (
+        (f"{urls},http://127.0.0.1:1", "shows no metrics of a router"),
+        ("nowhere", "--metrics 'nowhere'"),
+    ):
         assert main([*common, "--metrics", wrong]) > 0
         shown = capsys.readouterr().err
         assert words in shown
@@ -68,7 +85,9 @@ def test_a_model_that_is_not_served_is_told_before_anything_is_measured(running,
     assert "answers nothing: HTTP 404 model_not_found" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("most", "expected"), [(0.0, [0, 1]), (1.0, [0, 0.2, 0.4, 0.6, 0.8, 1]), (37, [0, 10, 20, 30, 40])])
+@pytest.mark.parametrize(
+    ("most", "expected"), [(0.0, [0, 1]), (1.0, [0, 0.2, 0.4, 0.6, 0.8, 1]), (37, [0, 10, 20, 30, 40])]
+)
 def test_ticks_are_round_and_reach_the_end(most, expected):
     assert ticks(most) == pytest.approx(expected)
 

@@ -26,7 +26,9 @@ def test_every_way_is_measured_and_nothing_is_left():
     wanted = {f"zmq {link}, {guard}, window 4" for link in ("tcp", "ipc") for guard in guards}
     assert set(names[3:]) == wanted | {f"shm, {guard}, window 4" for guard in ("plain", "crc32c")}
     assert all(row["median"] > 0 and len(row["rates"]) == 1 for row in document["ways"])
-    wait_until(lambda: set(os.listdir("/dev/shm")) <= before, 20, "nothing is left")  # others have names there for a moment
+    wait_until(
+        lambda: set(os.listdir("/dev/shm")) <= before, 20, "nothing is left"
+    )  # others have names there for a moment
 
 
 def test_ratios_are_those_within_a_round():
@@ -39,7 +41,9 @@ def test_ratios_are_those_within_a_round():
     row = summary(found)[-1]
     assert (row["best"], row["median"], row["of_memcpy"], row["of_socket"]) == (2.0, 1.0, 0.1, 0.25)
     assert row["cpu_s_per_gb"] == 0.25
-    assert "| zmq ipc, plain, window 4 | 2.00 | 1.00 | 0.10 | 0.25 | 0.25 |" in as_table(summary(found), "here")
+    assert "| zmq ipc, plain, window 4 | 2.00 | 1.00 | 0.10 | 0.25 | 0.25 |" in as_table(
+        summary(found), "here"
+    )
 
 
 def test_an_unknown_benchmark_and_a_wrong_number_are_refused_in_one_line(capsys):

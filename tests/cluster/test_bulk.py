@@ -92,7 +92,12 @@ def test_with_keys_blocks_are_sealed_by_default_and_take_their_own_connection(ne
 
 @pytest.mark.parametrize(
     ("ciphers", "decode_ciphers", "has_bulk", "is_readable"),
-    [((), (), True, False), ((CRC32C,), (CRC32C,), True, True), ((), (CURVE,), False, False), ((CURVE,), (), False, False)],
+    [
+        ((), (), True, False),
+        ((CRC32C,), (CRC32C,), True, True),
+        ((), (CURVE,), False, False),
+        ((CURVE,), (), False, False),
+    ],
     ids=["sealed", "trusted", "decode wants curve", "prefill wants curve"],
 )
 def test_what_a_wire_tap_reads(new_pair, ciphers, decode_ciphers, has_bulk, is_readable):
@@ -224,7 +229,9 @@ def test_who_stole_a_ticket_is_sent_nothing_that_it_can_read(new_pair, monkeypat
 
         def poll_beside_a_thief(timeout):
             if len(stolen) == 1:
-                stolen.append(thieves.enter_context(caller(bulk_of(pair), ticket=stolen[0], max_frame=1 << 20)))
+                stolen.append(
+                    thieves.enter_context(caller(bulk_of(pair), ticket=stolen[0], max_frame=1 << 20))
+                )
                 assert say(stolen[1], b"")
             return poll(timeout)
 
@@ -290,7 +297,11 @@ def test_decode_takes_blocks_and_nothing_else_from_a_wire_that_anybody_can_write
     assert isinstance(pair.hand_off(), Complete)
     ((peer, _),) = pair.receiver._bulk.items()
     name = {"room": "a" * 32, "epoch": 0, "instance": pair.instances[0]}
-    forged = [m.Abort(**name), m.Announce(**name, tokens_ready=70), m.KVRefused(instance="c" * 32, reason="no")]
+    forged = [
+        m.Abort(**name),
+        m.Announce(**name, tokens_ready=70),
+        m.KVRefused(instance="c" * 32, reason="no"),
+    ]
     for message in forged:
         pair.receiver._receive_bulk(peer, [memoryview(encode(message))])
         pair.receiver._receive_bulk(peer, [memoryview(encode(message)), memoryview(b"x")])

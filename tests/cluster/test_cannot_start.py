@@ -42,7 +42,9 @@ def test_a_head_for_another_hidden_size_names_both(toy_checkpoint):
 
 def test_layers_that_the_target_does_not_have_are_named(toy_checkpoint, tmp_path):
     target, head = toy_checkpoint("llama"), shutil.copytree(HEAD, tmp_path / "head")
-    same = {name: json.loads((target / "config.json").read_text())[name] for name in ("hidden_size", "vocab_size")}
+    same = {
+        name: json.loads((target / "config.json").read_text())[name] for name in ("hidden_size", "vocab_size")
+    }
     config = json.loads((head / "config.json").read_text()) | same | {"eagle_config": {LAYERS: [4, 15, 99]}}
     (head / "config.json").write_text(json.dumps(config))
     line = run("prefill", f"--model={target}", f"--draft={head}")

@@ -16,7 +16,10 @@ class Scored(Script):
 
     def __init__(self, tokenizer):
         super().__init__([])
-        self._ids = {seed: [token for char in text for token in tokenizer.encode(char)] for seed, (text, _) in TRIES.items()}
+        self._ids = {
+            seed: [token for char in text for token in tokenizer.encode(char)]
+            for seed, (text, _) in TRIES.items()
+        }
 
     def outputs(self, sampling):
         return self._ids[sampling.seed]
@@ -30,7 +33,10 @@ class Scored(Script):
             assert message.sampling.prompt_logprobs == 1
             items = [scored(number) for number in range(1, len(message.prompt_ids))]
             one = {"room": message.room, "epoch": message.epoch, "instance": worker.instance}
-            worker.send(PromptLogprobs(start=1, items=items[:2], **one), PromptLogprobs(start=3, items=items[2:], **one))
+            worker.send(
+                PromptLogprobs(start=1, items=items[:2], **one),
+                PromptLogprobs(start=3, items=items[2:], **one),
+            )
         super().prefill(worker, message)
 
 
@@ -52,7 +58,11 @@ def assert_is_echoed(tokenizer, choice, prompt, seed):
     told = choice["logprobs"]
     assert choice["text"] == prompt + output
     assert choice["token_ids"] == [*ids, *(tokenizer.encode(char)[0] for char in output)]
-    assert told["token_logprobs"] == [None, *(-5.0 - number for number in range(1, len(ids))), *[value] * len(output)]
+    assert told["token_logprobs"] == [
+        None,
+        *(-5.0 - number for number in range(1, len(ids))),
+        *[value] * len(output),
+    ]
     assert told["top_logprobs"][0] is None
     assert all(name in top for name, top in zip(told["tokens"][1:], told["top_logprobs"][1:], strict=True))
     assert told["text_offset"][len(ids) :] == [len(prompt) + i for i in range(len(output))]
@@ -62,8 +72,18 @@ def assert_is_echoed(tokenizer, choice, prompt, seed):
 
 @pytest.mark.parametrize("num_best", [1, 2])
 def test_of_several_tries_behind_an_echoed_prompt_those_of_the_best_output_are_returned(served, num_best):
-    body = {"model": MODEL, "prompt": PROMPTS, "best_of": 3, "n": num_best, "seed": SEED, "echo": True, "logprobs": 1}
-    reply = httpx.post(f"{served.url}/v1/completions", json=body | {"max_tokens": 9, "return_token_ids": True}).json()
+    body = {
+        "model": MODEL,
+        "prompt": PROMPTS,
+        "best_of": 3,
+        "n": num_best,
+        "seed": SEED,
+        "echo": True,
+        "logprobs": 1,
+    }
+    reply = httpx.post(
+        f"{served.url}/v1/completions", json=body | {"max_tokens": 9, "return_token_ids": True}
+    ).json()
     expected = [(prompt, seed) for prompt in PROMPTS for seed in list(TRIES)[:num_best]]
     assert [choice["index"] for choice in reply["choices"]] == list(range(len(expected)))
     for choice, (prompt, seed) in zip(reply["choices"], expected, strict=True):

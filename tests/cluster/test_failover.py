@@ -9,7 +9,15 @@ from functools import partial
 
 import httpx
 import pytest
-from baton.tests.cluster.serving import at_once, pages_held, served_model, serving, sse_events, status, wait_until
+from baton.tests.cluster.serving import (
+    at_once,
+    pages_held,
+    served_model,
+    serving,
+    sse_events,
+    status,
+    wait_until,
+)
 
 pytestmark = pytest.mark.smollm2
 
@@ -29,7 +37,10 @@ WAYS = [
 
 @pytest.fixture(scope="module")
 def cluster(smollm2_dir, eagle3_dir):
-    with serving(smollm2_dir, eagle3_dir, prefill=2, decode=2, chunk_size=64) as running, httpx.Client(timeout=120) as made:
+    with (
+        serving(smollm2_dir, eagle3_dir, prefill=2, decode=2, chunk_size=64) as running,
+        httpx.Client(timeout=120) as made,
+    ):
         running.client = made  # one for all: to make one takes longer than a short answer
         yield running
 
@@ -58,7 +69,9 @@ class Stream:
         }  # fmt: skip
 
     def run(self):
-        with self._client.stream("POST", self._url, json=self._body, headers={"x-baton-timeline": "1"}) as response:
+        with self._client.stream(
+            "POST", self._url, json=self._body, headers={"x-baton-timeline": "1"}
+        ) as response:
             assert response.status_code == 200, response.read()
             for event in sse_events(response):
                 self.error = event.get("error") or self.error
@@ -130,7 +143,9 @@ def test_a_killed_decode_worker_costs_no_stream_a_token(cluster, prompts, whole)
         moment = rng.randrange(2, NUM_TOKENS - 8)
         many = streams_over_a_kill(cluster, prompts, moment)
         assert [stream.error for stream in many] == [None] * len(many), f"killed at token {moment}"
-        assert [stream.ids for stream in many] == [stream.ids for stream in whole], f"killed at token {moment}"
+        assert [stream.ids for stream in many] == [stream.ids for stream in whole], (
+            f"killed at token {moment}"
+        )
         assert [stream.usage["completion_tokens"] for stream in many] == [NUM_TOKENS] * len(many)
         assert [s.usage["prompt_tokens"] for s in many] == [len(ids) for ids in prompts]
         if any(stream.timeline["attempts"] == 2 for stream in many):

@@ -103,7 +103,9 @@ def test_a_plan_is_compiled_once_and_the_last_ones_are_kept():
     async def main():
         async with grammars() as made:
             asked, reply_to = [], made._shop.reply_to
-            made._shop.reply_to = lambda data, *, is_long: asked.append(data) or reply_to(data, is_long=is_long)
+            made._shop.reply_to = lambda data, *, is_long: (
+                asked.append(data) or reply_to(data, is_long=is_long)
+            )
             plan = Plan(answer=b'{"const": 1}')
             assert len({await made.of(plan) for _ in range(3)}) == 1
             assert await made.of(Plan()) == ""
@@ -119,6 +121,9 @@ def test_a_plan_is_compiled_once_and_the_last_ones_are_kept():
 def test_s18_no_schema_of_the_corpus_is_answered_later_than_its_bound():
     async def main():
         async with grammars() as made:
-            return [(name, *await outcome(made, text.encode("utf-8", "surrogatepass"))) for name, text, _ in schemas()]
+            return [
+                (name, *await outcome(made, text.encode("utf-8", "surrogatepass")))
+                for name, text, _ in schemas()
+            ]
 
     assert [(name, code, took) for name, code, took in asyncio.run(main()) if took > 5] == []

@@ -21,8 +21,12 @@ def test_with_graphs_the_cluster_serves_the_tokens_of_transformers(reference_gre
         assert workers["prefill"]["prefill"] > 0
         assert all(count == 0 for kind, count in workers["prefill"].items() if kind != "prefill"), workers
         assert workers["decode"]["prefill"] == workers["decode"]["decode"] == 0, workers
-        assert all(workers["decode"][kind] > 0 for kind in ("verify", "draft", "draft_extend", "draft_prefill")), workers
-        answers = at_once([partial(complete, cluster, r.prompt_ids, max_tokens=NUM_TOKENS) for r in references], 3)
+        assert all(
+            workers["decode"][kind] > 0 for kind in ("verify", "draft", "draft_extend", "draft_prefill")
+        ), workers
+        answers = at_once(
+            [partial(complete, cluster, r.prompt_ids, max_tokens=NUM_TOKENS) for r in references], 3
+        )
         same = [assert_same(r, ids) for r, (ids, _) in zip(references, answers, strict=True)]
         assert sum(same) >= len(same) - 1, "more ties than real text has"
         timelines = [document["timeline"] for _, document in answers]
@@ -30,7 +34,9 @@ def test_with_graphs_the_cluster_serves_the_tokens_of_transformers(reference_gre
 
         def replays_are_reported() -> bool:
             text = httpx.get(f"{cluster.url}/metrics").text
-            replays = [line for line in text.splitlines() if line.startswith("baton_worker_graph_replays_total{")]
+            replays = [
+                line for line in text.splitlines() if line.startswith("baton_worker_graph_replays_total{")
+            ]
             kinds = ("target_prefill", "target_verify", "draft_extend")
             return all(any(f'kind="{kind}"' in line for line in replays) for kind in kinds)
 

@@ -11,7 +11,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from baton.cluster.codec import control_down_decoder, control_up_decoder, encode, kv_down_decoder, kv_up_decoder
+from baton.cluster.codec import (
+    control_down_decoder,
+    control_up_decoder,
+    encode,
+    kv_down_decoder,
+    kv_up_decoder,
+)
 from baton.cluster.errors import RemoteProtocolError
 from baton.tests.cluster.hostile import CANARY, MIB, hostile_frames, listeners, ports, send_all
 from baton.tests.cluster.keyed_peers import answer, dealer, hello, raw_send, say
@@ -45,7 +51,11 @@ def port(request, cluster_ports):
 def test_s28_nothing_listens_but_what_must_and_only_on_loopback(plain_cluster, keyed_cluster):
     for cluster in (plain_cluster, keyed_cluster):
         found = {child.name: listeners(child.pid) for child in cluster.children}
-        assert found == {"router": {("tcp", "127.0.0.1")}, "prefill-0": {("tcp", "127.0.0.1")}, "decode-0": set()}
+        assert found == {
+            "router": {("tcp", "127.0.0.1")},
+            "prefill-0": {("tcp", "127.0.0.1")},
+            "decode-0": set(),
+        }
         planes = sorted((port.child, port.plane) for port in ports(cluster))
         bulk = [("prefill-0", "bulk")] if cluster is keyed_cluster else []
         assert planes == [*bulk, ("prefill-0", "kv"), ("router", "control"), ("router", "http")]
@@ -89,7 +99,9 @@ def test_s2_a_thousand_hostile_frames_of_a_peer_that_may_connect(port):
     num_before, since, resident = port.num_malformed(), len(port.cluster.output.getvalue()), port.resident()
     with dealer(port.endpoint, port.curve()) as hostile:
         assert send_all(hostile, frames)
-        wait_until(lambda: port.num_malformed() - num_before == len(frames), 60, "each is dropped and counted")
+        wait_until(
+            lambda: port.num_malformed() - num_before == len(frames), 60, "each is dropped and counted"
+        )
     for data in large:
         with dealer(port.endpoint, port.curve()) as hostile:
             say(hostile, data)
@@ -104,7 +116,9 @@ def test_s2_hostile_frames_at_the_http_port_are_refused(cluster_ports):
     port = cluster_ports["http"]
     resident = port.resident()
     with ThreadPoolExecutor(16) as pool:
-        ends = list(pool.map(lambda frame: raw_send(port.endpoint, [frame or b"\x00"], 0.05), hostile_frames()))
+        ends = list(
+            pool.map(lambda frame: raw_send(port.endpoint, [frame or b"\x00"], 0.05), hostile_frames())
+        )
     assert len(ends) >= 1000
     assert port.resident() - resident <= 20 * MIB
 
@@ -140,7 +154,9 @@ def test_s29_an_unauthenticated_peer_puts_no_megabyte_into_a_keyed_port(keyed_cl
         assert port.resident() - resident <= 8 * MIB, port
 
 
-@pytest.mark.parametrize("decoder", [control_up_decoder, control_down_decoder, kv_up_decoder, kv_down_decoder])
+@pytest.mark.parametrize(
+    "decoder", [control_up_decoder, control_down_decoder, kv_up_decoder, kv_down_decoder]
+)
 def test_s4_every_decoder_refuses_every_hostile_frame_at_once(decoder, tmp_path, monkeypatch, request):
     monkeypatch.chdir(tmp_path)
     decode = decoder().decode

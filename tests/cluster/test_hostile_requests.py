@@ -33,7 +33,9 @@ MEDIA = (
 def served(tmp_path_factory, model_dir):
     running = RunningRouter(tmp_path_factory.mktemp("run"), model_dir=model_dir)
     running.pair(Script(ANSWER))
-    with httpx.Client(base_url=running.url, timeout=60) as running.client:  # a new one costs more than an answer
+    with httpx.Client(
+        base_url=running.url, timeout=60
+    ) as running.client:  # a new one costs more than an answer
         yield running
     assert_nothing_left(running)
     running.close()
@@ -103,7 +105,14 @@ def test_s17_what_is_no_number_or_none_that_can_be_reaches_no_worker(served, nam
 
 
 def test_s20_there_is_nothing_that_takes_tensors_or_files(served):
-    for path in ("/v1/embeddings", "/v1/files", "/v1/uploads", "/v1/images/generations", "/v1/audio/speech", "/generate"):
+    for path in (
+        "/v1/embeddings",
+        "/v1/files",
+        "/v1/uploads",
+        "/v1/images/generations",
+        "/v1/audio/speech",
+        "/generate",
+    ):
         assert ask(served, path, {"model": MODEL, "input": "x"}).status_code == 404, path
     for field in ("prompt_embeds", "input_embeds", "pixel_values", "file"):
         assert is_refused(ask(served, COMPLETE, COMPLETION | {field: "gASVAA=="}), field), field
@@ -134,9 +143,19 @@ def test_s23_long_and_odd_prompts_are_measured_before_they_are_tokenised(served)
         assert ask(served, COMPLETE, COMPLETION | {"prompt": "x" * 5_000_000}).status_code == 413
     finally:
         served.tokenizer.encode = encode
-    for text in ("\0" * 50, "\u202e\u200d" * 20, "e\u0301" * 100, "\U0001f469\u200d" * 30, "\ufeff", " " * 200):
+    for text in (
+        "\0" * 50,
+        "\u202e\u200d" * 20,
+        "e\u0301" * 100,
+        "\U0001f469\u200d" * 30,
+        "\ufeff",
+        " " * 200,
+    ):
         assert ask(served, COMPLETE, COMPLETION | {"prompt": text}).status_code == 200, ascii(text)
-    for path, body in ((COMPLETE, rb'{"model":"tiny","prompt":"\ud800"}'), (COMPLETE, b'{"model":"tiny","prompt":"\xff"}')):
+    for path, body in (
+        (COMPLETE, rb'{"model":"tiny","prompt":"\ud800"}'),
+        (COMPLETE, b'{"model":"tiny","prompt":"\xff"}'),
+    ):
         assert is_refused(ask(served, path, body))
 
 
@@ -151,20 +170,33 @@ def test_s25_what_is_no_json_is_refused_and_deep_json_costs_nothing(served):
 
 
 def test_s27_names_in_a_request_reach_no_path(served, tmp_path):
-    for name in ("../../etc/passwd", "/etc/passwd", str(tmp_path), "tiny\0", "tiny/../tiny", "%2e%2e", "", "x" * 10_000):
+    for name in (
+        "../../etc/passwd",
+        "/etc/passwd",
+        str(tmp_path),
+        "tiny\0",
+        "tiny/../tiny",
+        "%2e%2e",
+        "",
+        "x" * 10_000,
+    ):
         for path, body in ((CHAT, BODY), (COMPLETE, COMPLETION)):
             reply = ask(served, path, body | {"model": name})
             assert reply.status_code == 404, name[:20]
             assert reply.json()["error"]["code"] == "model_not_found"
     for field in ("lora_path", "adapter", "guided_grammar_file"):
         assert is_refused(ask(served, COMPLETE, COMPLETION | {field: "/etc/passwd"}), field)
-    answers = [served.client.get(path).status_code for path in ("/v1/models/..%2f..%2fetc%2fpasswd", "/v1/models/x")]
+    answers = [
+        served.client.get(path).status_code for path in ("/v1/models/..%2f..%2fetc%2fpasswd", "/v1/models/x")
+    ]
     assert answers == [404, 404]
 
 
 def test_what_was_refused_disturbed_nobody(served):
     replies = []
-    steady = threading.Thread(target=lambda: replies.extend(ask(served, COMPLETE, COMPLETION) for _ in range(20)))
+    steady = threading.Thread(
+        target=lambda: replies.extend(ask(served, COMPLETE, COMPLETION) for _ in range(20))
+    )
     steady.start()
     for _ in range(20):
         ask(served, COMPLETE, COMPLETION | {"logprobs": 10**9})

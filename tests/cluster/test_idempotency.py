@@ -30,8 +30,10 @@ def test_a_second_request_gets_the_same_bytes_and_no_worker_hears_of_it(start, i
     prefill, _ = running.pair(script)
     first, second = ask(running, stream=is_stream), ask(running, stream=is_stream)
     assert (first.status_code, first.content) == (200, second.content)
-    assert first.text.endswith("[DONE]\n\n") if is_stream else ANSWER.startswith(
-        first.json()["choices"][0]["message"]["content"]
+    assert (
+        first.text.endswith("[DONE]\n\n")
+        if is_stream
+        else ANSWER.startswith(first.json()["choices"][0]["message"]["content"])
     )
     assert second.headers["content-type"] == first.headers["content-type"]
     assert len(prefill.of(Prefill)) == 1

@@ -27,7 +27,9 @@ def num_refused(cluster):
 
 
 @pytest.mark.parametrize("who", ["unlisted", "no keys", "a decode key as prefill"])
-def test_s31_a_worker_with_other_keys_does_not_register_and_says_why(keyed_cluster, served_dir, shared_keys, tmp_path, who):
+def test_s31_a_worker_with_other_keys_does_not_register_and_says_why(
+    keyed_cluster, served_dir, shared_keys, tmp_path, who
+):
     role = "prefill" if who == "a decode key as prefill" else "decode"
     mine = tmp_path / "mine"
     init(mine, [role], "intruder")
@@ -35,8 +37,15 @@ def test_s31_a_worker_with_other_keys_does_not_register_and_says_why(keyed_clust
     add(mine, router.public, "router", "r", 3600, 0.0)
     if role == "prefill":  # its key is listed, as another role's
         add(shared_keys, read_key(mine, "prefill").public, "decode", "intruder", 3600, 0.0)
-    control = next(flag for flag in keyed_cluster._supervisor.children[0].spec.argv if flag.startswith("--control-bind="))
-    flags = [f"--router={control.partition('=')[2]}", f"--model={served_dir}", "--device=cpu", "--kv-memory-mb=8"]
+    control = next(
+        flag for flag in keyed_cluster._supervisor.children[0].spec.argv if flag.startswith("--control-bind=")
+    )
+    flags = [
+        f"--router={control.partition('=')[2]}",
+        f"--model={served_dir}",
+        "--device=cpu",
+        "--kv-memory-mb=8",
+    ]
     flags += [] if who == "no keys" else [f"--keys={mine}"]
     said = tmp_path / "said"
     with said.open("wb") as output:

@@ -21,7 +21,13 @@ DEADLINE_S = 60.0
 LEASE_S = 30.0  # of decode's rooms; a thread that gets no core for a while does not end one
 PAGES = 24
 LAYOUT = Layout(
-    fingerprint="f", dtype="float32", page_size=16, num_layers=8, num_kv_heads=2, head_dim=64, block_bytes=200_000
+    fingerprint="f",
+    dtype="float32",
+    page_size=16,
+    num_layers=8,
+    num_kv_heads=2,
+    head_dim=64,
+    block_bytes=200_000,
 )
 
 
@@ -71,7 +77,9 @@ class Pair:
         return room
 
     def end_of(self, room):
-        return self.turn(lambda events: [e for e in events if isinstance(e, Complete | Lost) and e.room == room])
+        return self.turn(
+            lambda events: [e for e in events if isinstance(e, Complete | Lost) and e.room == room]
+        )
 
     def end_without_progress(self, room):
         """The same, after as long a time as a room may be without any."""
@@ -121,7 +129,11 @@ def test_every_byte_lands_through_curve(new_pair, hosts, tmp_path, scheme):
     assert torch.equal(pair.target.kv[[11, 2, 17, 5, 23]], pair.source.kv[[3, 9, 4, 20, 7]])
     assert isinstance(pair.turn(lambda events: [e for e in events if isinstance(e, Released)]), Released)
     counters = pair.sender.counters
-    assert (counters["peers_refused"], counters["handshakes_failed"], counters["authentication_failures"]) == (0, 0, 0)
+    assert (
+        counters["peers_refused"],
+        counters["handshakes_failed"],
+        counters["authentication_failures"],
+    ) == (0, 0, 0)
 
 
 @pytest.mark.parametrize("endpoint", ["no key", "unlisted key", "a decode worker's key"])
@@ -147,11 +159,17 @@ def test_s31_prefill_answers_listed_decode_keys_only(new_pair, hosts, caplog, wh
         if who == "prefill's own role":
             other = hosts.new("prefill", "p1")
             admit(hosts.prefill, other, "prefill")
-            with dealer(split_key(pair.sender.endpoint)[0], curve(other, "prefill", hosts.prefill)) as impostor:
+            with dealer(
+                split_key(pair.sender.endpoint)[0], curve(other, "prefill", hosts.prefill)
+            ) as impostor:
                 assert is_refused(impostor, b"x")
         else:
             room = pair.begin(split_key(pair.sender.endpoint)[0] if who == "no keys" else None)
-            pair.turn(lambda _: [r.fields["reason"] for r in caplog.records if "no link to prefill" in r.getMessage()])
+            pair.turn(
+                lambda _: [
+                    r.fields["reason"] for r in caplog.records if "no link to prefill" in r.getMessage()
+                ]
+            )
             assert isinstance(pair.end_without_progress(room), Lost)
     counter = "handshakes_failed" if who == "no keys" else "peers_refused"
     pair.turn(lambda _: [pair.sender.counters[counter]] if pair.sender.counters[counter] else [])

@@ -91,7 +91,9 @@ def launch(runtime):
     def start(port=0, config="", env=None, routers=1, **scripts):
         output = io.StringIO()
         env = {**os.environ, "XDG_RUNTIME_DIR": str(runtime), **(env or {})}
-        settings = UpConfig(model="m", config=config, routers=routers, **({} if port is None else {"port": port}))
+        settings = UpConfig(
+            model="m", config=config, routers=routers, **({} if port is None else {"port": port})
+        )
         cluster = Cluster(settings, env=env, output=output, command_of=commands(**scripts))
         clusters.append(cluster)
         cluster.start()
@@ -146,7 +148,9 @@ def test_a_killed_child_comes_back_with_another_pid(launch):
 
 
 def test_children_that_ignore_sigterm_and_their_children_are_ended(launch, runtime, monkeypatch):
-    monkeypatch.setattr(supervise, "TERM_AGAIN_S", 0.3)  # the times themselves are a matter of unit/test_supervise.py
+    monkeypatch.setattr(
+        supervise, "TERM_AGAIN_S", 0.3
+    )  # the times themselves are a matter of unit/test_supervise.py
     monkeypatch.setattr(supervise, "KILL_AFTER_S", 0.6)
     cluster, output = launch(prefill=STUBBORN)
     assert cluster.wait_ready(60)
@@ -161,7 +165,9 @@ def test_children_that_ignore_sigterm_and_their_children_are_ended(launch, runti
 
 def test_a_child_that_cannot_start_stops_the_rest_and_its_line_is_the_error(launch):
     cluster, output = launch(router=WORKER, decode=CANNOT)
-    with pytest.raises(StartupError, match=r"^decode-0: head was trained for hidden size 9; choose another --draft$"):
+    with pytest.raises(
+        StartupError, match=r"^decode-0: head was trained for hidden size 9; choose another --draft$"
+    ):
         cluster.wait_ready(60)
     cluster.stop()
     assert [child.pid for child in cluster.children] == [None, None, None]
@@ -183,7 +189,9 @@ def test_directories_of_dead_launchers_are_removed_and_others_stay(tmp_path):
     for name in (f"baton-{dead.pid}-x", f"baton-{os.getpid()}-x", "baton-notes-x"):
         (tmp_path / name).mkdir()
     remove_stale_directories(tmp_path)
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == sorted([f"baton-{os.getpid()}-x", "baton-notes-x"])
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == sorted(
+        [f"baton-{os.getpid()}-x", "baton-notes-x"]
+    )
 
 
 MAIN = """
@@ -197,7 +205,9 @@ MAIN = """
 
 def start_main(runtime, *flags, **scripts):
     all_scripts = {"router": ROUTER, "prefill": WORKER, "decode": WORKER, **scripts}
-    code = textwrap.dedent(MAIN).format(scripts={role: textwrap.dedent(text) for role, text in all_scripts.items()})
+    code = textwrap.dedent(MAIN).format(
+        scripts={role: textwrap.dedent(text) for role, text in all_scripts.items()}
+    )
     return subprocess.Popen(
         [sys.executable, "-c", code, "--model", "m", "--port", "0", *flags],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd="/",
@@ -218,13 +228,17 @@ BOTH_PORTS = """
     while "HELD" in os.environ and "control-1" in " ".join(sys.argv) and not os.path.exists("go"): time.sleep(0.02)
     serve(own_port)
 """
-SHARING = ROUTER.replace('    http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()', BOTH_PORTS)
+SHARING = ROUTER.replace(
+    '    http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()', BOTH_PORTS
+)
 
 
 def test_several_routers_are_ready_when_each_says_so_at_its_own_port(launch, runtime):
     cluster, _ = launch(routers=2, router=SHARING, env={"HELD": "1"})
     assert len(cluster.own_urls) == 2
-    poll_until(lambda: fetch(cluster.url, "/ready") is not None and fetch(cluster.own_urls[0], "/ready") is not None)
+    poll_until(
+        lambda: fetch(cluster.url, "/ready") is not None and fetch(cluster.own_urls[0], "/ready") is not None
+    )
     assert not cluster._is_ready(all_workers=True)
     (next(runtime.iterdir()) / "go").touch()
     assert cluster.wait_ready(60)
@@ -248,13 +262,18 @@ def test_up_says_ready_and_a_signal_ends_everything(runtime, signum):
         began = time.monotonic()
         process.send_signal(signum)
         assert process.wait(60) == 0
-        assert time.monotonic() - began < 30.0, "nothing is waited for; the times are a matter of unit/test_supervise.py"
+        assert time.monotonic() - began < 30.0, (
+            "nothing is waited for; the times are a matter of unit/test_supervise.py"
+        )
     assert all(is_gone(pid) for pid in tree)
     assert list(runtime.iterdir()) == []
 
 
-DRAINING = ROUTER.replace("lambda *_: os._exit(0)", "drain").replace(
-    "    open(os.path", '''    def drain(*_):
+DRAINING = (
+    ROUTER.replace("lambda *_: os._exit(0)", "drain")
+    .replace(
+        "    open(os.path",
+        """    def drain(*_):
         print("draining", flush=True)
         def end():
             time.sleep(float(os.environ["DRAIN_S"]))
@@ -262,8 +281,10 @@ DRAINING = ROUTER.replace("lambda *_: os._exit(0)", "drain").replace(
             os._exit(0)
         threading.Thread(target=end).start()
         signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
-    open(os.path'''
-).replace("import http.server,", "import http.server, threading, time,")
+    open(os.path""",
+    )
+    .replace("import http.server,", "import http.server, threading, time,")
+)
 
 
 @pytest.mark.parametrize(
@@ -334,7 +355,11 @@ def test_up_with_a_child_that_cannot_start_exits_with_1_and_that_line(runtime):
 
 def test_up_without_a_model_is_one_line_and_exit_code_1():
     done = subprocess.run(
-        [sys.executable, "-m", "baton", "up", "--port", "0"], cwd="/", capture_output=True, text=True, check=False
+        [sys.executable, "-m", "baton", "up", "--port", "0"],
+        cwd="/",
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 1
     assert done.stderr.count("\n") == 1
@@ -351,6 +376,8 @@ def test_up_without_a_model_is_one_line_and_exit_code_1():
     ],
 )
 def test_the_baton_command_answers_for_itself(argv, code, words):
-    done = subprocess.run([sys.executable, "-m", "baton", *argv], cwd="/", capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "baton", *argv], cwd="/", capture_output=True, text=True, check=False
+    )
     assert done.returncode == code
     assert words in done.stdout + done.stderr

@@ -13,12 +13,25 @@ from baton.tests.cluster.managed import managed
 WATCHDOG_S = 2.0
 DRAIN_S = 30.0
 QUIET = "--watchdog-s=0"  # the process's own watchdog stays out of it
-WORKER = ("--device=cpu", "--dtype=float32", "--kv-memory-mb=8", "--threads=1", f"--drain-timeout-s={DRAIN_S}", QUIET)
+WORKER = (
+    "--device=cpu",
+    "--dtype=float32",
+    "--kv-memory-mb=8",
+    "--threads=1",
+    f"--drain-timeout-s={DRAIN_S}",
+    QUIET,
+)
 
 
 def router_flags(model):
     port, control = free_port("127.0.0.1"), f"tcp://127.0.0.1:{free_port('127.0.0.1')}"
-    flags = (f"--model={model}", f"--port={port}", f"--control-bind={control}", f"--drain-timeout-s={DRAIN_S}", QUIET)
+    flags = (
+        f"--model={model}",
+        f"--port={port}",
+        f"--control-bind={control}",
+        f"--drain-timeout-s={DRAIN_S}",
+        QUIET,
+    )
     flags += ("--canary-s=0",)  # the request that hangs is the test's
     return f"http://127.0.0.1:{port}", control, flags
 
@@ -54,7 +67,9 @@ def test_a_worker_is_ready_after_its_router_pings_while_it_moves_is_killed_when_
             assert httpx.get(f"{url}/health").status_code == 200
             for worker in (prefill, decode):
                 worker.wait_for("READY=1", 60)
-            prefill.wait_for_pings(2 * PINGS_PER_LIMIT, 60)  # an idle loop moves; at which pace is for unit/test_notify.py
+            prefill.wait_for_pings(
+                2 * PINGS_PER_LIMIT, 60
+            )  # an idle loop moves; at which pace is for unit/test_notify.py
             asking = ask(url, served_dir)
             assert prefill.watch(WATCHDOG_S, 60)  # its I/O thread goes on, its loop does not
             assert prefill.process.wait(60) == -signal.SIGABRT

@@ -82,7 +82,9 @@ def test_pipelined_requests_are_answered_one_after_another_in_their_order(keyed)
     sent = b""
     for number in (3, 1, 2):
         body = json.dumps({"model": "tiny", "prompt": "hi", "max_tokens": number}).encode()
-        sent += REQUEST + f"authorization: Bearer {secret}\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body
+        sent += (
+            REQUEST + f"authorization: Bearer {secret}\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body
+        )
     answer = told(running, sent)
     assert statuses(answer) == [200] * 3
     assert [int(n) for n in re.findall(rb'"completion_tokens":(\d+)', answer)] == [3, 1, 2]
@@ -135,7 +137,11 @@ def test_who_reads_late_gets_every_answer(start):
 def test_requests_that_come_before_an_answer_have_a_bound(keyed):
     running, secret = keyed
     body = json.dumps({"model": "tiny", "prompt": "hi", "max_tokens": 2}).encode()
-    first = REQUEST + b"authorization: Bearer %b\r\ncontent-length: %d\r\n\r\n%b" % (secret.encode(), len(body), body)
+    first = REQUEST + b"authorization: Bearer %b\r\ncontent-length: %d\r\n\r\n%b" % (
+        secret.encode(),
+        len(body),
+        body,
+    )
     answer = told(running, first + b"GET /health HTTP/1.1\r\nhost: a\r\n\r\n" * 500)
     assert statuses(answer) == [200] * (1 + wire.MAX_PENDING) + [429]
 
@@ -194,7 +200,10 @@ def test_bodies_of_all_clients_together_have_a_bound(start, monkeypatch):
     head = REQUEST + b"content-length: 900000\r\n\r\n"
     with connect(running) as one, connect(running) as two:
         one.sendall(head + b"x" * 700_000)
-        until(lambda: running.call(lambda: running.router._server._counts.num_buffered) == 700_000, "the first is there")
+        until(
+            lambda: running.call(lambda: running.router._server._counts.num_buffered) == 700_000,
+            "the first is there",
+        )
         two.sendall(head)
         with contextlib.suppress(ConnectionError):
             two.sendall(b"x" * 700_000)
@@ -202,7 +211,10 @@ def test_bodies_of_all_clients_together_have_a_bound(start, monkeypatch):
         assert first.startswith(b"HTTP/1.1 503 ")
         assert b"too_many_bodies" in first
         assert post(running).status_code == 200
-    until(lambda: running.call(lambda: running.router._server._counts.num_buffered) == 0, "nothing is counted for nobody")
+    until(
+        lambda: running.call(lambda: running.router._server._counts.num_buffered) == 0,
+        "nothing is counted for nobody",
+    )
 
 
 def test_slow_heads_and_bodies_of_many_connections_end_in_time_and_harm_nobody(keyed):
@@ -219,9 +231,17 @@ def test_slow_heads_and_bodies_of_many_connections_end_in_time_and_harm_nobody(k
 
 def check_slow(running, secret, slow, let_pass):
     headers = {"authorization": f"Bearer {secret}"}
-    assert httpx.post(running.url + "/v1/chat/completions", json=BODY, headers=headers, timeout=ENDS_S).status_code == 200
+    assert (
+        httpx.post(
+            running.url + "/v1/chat/completions", json=BODY, headers=headers, timeout=ENDS_S
+        ).status_code
+        == 200
+    )
     for connection in slow:
-        until(lambda connection=connection: seconds_left(running, connection) is not None, "all that it sent is read")
+        until(
+            lambda connection=connection: seconds_left(running, connection) is not None,
+            "all that it sent is read",
+        )
     let_pass(max(wire.HEAD_TIMEOUT_S, wire.BODY_TIMEOUT_S))
     ends = [statuses(connection.recv(1 << 16)) for connection in slow]
     assert ends == [[], [408], [408]] * 50
@@ -253,7 +273,9 @@ def test_who_leaves_takes_along_all_that_was_held_for_it(start, uncollected):
 
 
 @pytest.mark.parametrize("bound", ["time", "tokens"])
-def test_f16_a_client_that_never_reads_is_cut_at_a_bound_of_time_or_of_tokens(start, monkeypatch, bound, uncollected):
+def test_f16_a_client_that_never_reads_is_cut_at_a_bound_of_time_or_of_tokens(
+    start, monkeypatch, bound, uncollected
+):
     if bound == "time":
         monkeypatch.setattr(dispatch, "CLIENT_STALL_S", 0.5)
     else:
@@ -261,13 +283,20 @@ def test_f16_a_client_that_never_reads_is_cut_at_a_bound_of_time_or_of_tokens(st
     running, script = start(worker_timeout_s=20)
     _, decode = running.pair(script, max_context=4_000_000, pages_total=300_000)
     script.holds.set()
-    connection = open_request(running, stream=True, max_tokens=3_000_000, ignore_eos=True, return_token_ids=True)
+    connection = open_request(
+        running, stream=True, max_tokens=3_000_000, ignore_eos=True, return_token_ids=True
+    )
     connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     flood(decode, until(lambda: decode.of(Reserve), "it runs")[0], 2_900_000)
     with contextlib.closing(connection):
-        until(lambda: running.call(lambda: running.router.dispatcher.events["client_stalled"]) == 1, "it is cut")
+        until(
+            lambda: running.call(lambda: running.router.dispatcher.events["client_stalled"]) == 1, "it is cut"
+        )
         assert_nothing_left(running)
-        until(lambda: running.call(lambda: len(running.router._server._connections)) == 0, "its connection is gone")
+        until(
+            lambda: running.call(lambda: len(running.router._server._connections)) == 0,
+            "its connection is gone",
+        )
     until(lambda: uncollected() == [], "and so is all that was held for it")
     script.holds.clear()
     assert post(running).status_code == 200
@@ -290,9 +319,17 @@ def test_s22_an_error_inside_is_one_sentence_from_the_catalogue(start, caplog):
 
 @pytest.mark.parametrize(
     "template",
-    ["{{ ''.__class__.__mro__[1].__subclasses__() }}", "{{ messages.append(1) }}", "{{ x.y.z }}", "{% if %}", "{{ 1/0 }}"],
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.append(1) }}",
+        "{{ x.y.z }}",
+        "{% if %}",
+        "{{ 1/0 }}",
+    ],
 )
-def test_s19_a_template_of_the_model_that_reaches_out_or_breaks_is_refused_and_reaches_nothing(tmp_path, start, template):
+def test_s19_a_template_of_the_model_that_reaches_out_or_breaks_is_refused_and_reaches_nothing(
+    tmp_path, start, template
+):
     directory = save_tokenizer(tmp_path / "model", template=False)
     config = json.loads((directory / "tokenizer_config.json").read_text())
     (directory / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": template}))
@@ -313,7 +350,9 @@ def parted(sent):
 
 @pytest.mark.parametrize("pieces", range(3))
 @pytest.mark.parametrize("is_chunked", [False, True])
-def test_who_offers_another_protocol_is_served_in_this_one_and_keeps_its_connection(keyed, is_chunked, pieces):
+def test_who_offers_another_protocol_is_served_in_this_one_and_keeps_its_connection(
+    keyed, is_chunked, pieces
+):
     """As Java's client does with every first request over plain HTTP."""
     running, secret = keyed
     body = json.dumps({"model": "tiny", "prompt": "hi", "max_tokens": 2}).encode()
@@ -364,7 +403,9 @@ def test_blanks_behind_a_length_are_no_part_of_it(keyed, offer):
 def test_a_body_in_an_encoding_and_an_address_without_its_beginning_are_told_what_to_change(keyed):
     running, secret = keyed
     headers = {"authorization": f"Bearer {secret}"}
-    packed = httpx.post(running.url + "/v1/completions", content=b"x", headers=headers | {"content-encoding": "gzip"})
+    packed = httpx.post(
+        running.url + "/v1/completions", content=b"x", headers=headers | {"content-encoding": "gzip"}
+    )
     assert (packed.status_code, "'gzip'" in packed.json()["error"]["message"]) == (415, True)
     for path in ("/chat/completions", "/v1/v1/models", "/v1/chat/completions/"):
         reply = httpx.post(running.url + path, headers=headers)

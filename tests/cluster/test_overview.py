@@ -98,7 +98,11 @@ def test_every_answer_is_counted_by_its_status_also_what_never_became_a_request(
         connection.sendall(b"no HTTP at all\r\n\r\n")
         assert connection.recv(65536).startswith(b"HTTP/1.1 400")
     found = samples(httpx.get(running.url + "/metrics").content)
-    counts = {dict(labels)["status"]: n for (name, labels), n in found.items() if name == "baton_http_responses_total"}
+    counts = {
+        dict(labels)["status"]: n
+        for (name, labels), n in found.items()
+        if name == "baton_http_responses_total"
+    }
     assert counts == {"200": 2, "404": 1, "400": 2}
 
 

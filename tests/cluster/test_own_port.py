@@ -60,12 +60,20 @@ def test_each_router_behind_one_port_tells_of_itself_at_its_own_and_of_no_other(
         one.router.instance, two.router.instance
     ]  # fmt: skip
     answered = ask(own(two)).json()["id"]
-    assert [httpx.get(f"{own(router)}/requests/{answered}").status_code for router in (one, two)] == [404, 200]
+    assert [httpx.get(f"{own(router)}/requests/{answered}").status_code for router in (one, two)] == [
+        404,
+        200,
+    ]
     assert [count(router, OK) for router in (one, two)] == [0, 1]
     seen = set()
-    until(lambda: seen.add(httpx.get(f"{one.url}/status").json()["router"]["instance"]) or len(seen) == 2, "both answer")
+    until(
+        lambda: seen.add(httpx.get(f"{one.url}/status").json()["router"]["instance"]) or len(seen) == 2,
+        "both answer",
+    )
     answered = [ask(one.url).json()["id"] for _ in range(8)]
-    found = [[httpx.get(f"{own(router)}/requests/{id}").status_code for router in (one, two)] for id in answered]
+    found = [
+        [httpx.get(f"{own(router)}/requests/{id}").status_code for router in (one, two)] for id in answered
+    ]
     assert all(sorted(statuses) == [200, 404] for statuses in found)
     of_each = [[statuses[i] for statuses in found].count(200) for i in (0, 1)]
     assert [count(one, OK), count(two, OK)] == [of_each[0], of_each[1] + 1]
@@ -107,10 +115,14 @@ def test_the_own_port_has_the_certificate_and_asks_for_keys(start_own, tmp_path)
     authority = Authority()
     authority.write(tmp_path / "cert.pem", tmp_path / "key.pem")
     trusting = ssl.create_default_context(cadata=pem(authority.certificate).decode())
-    scraper = {"authorization": f"Bearer {add(tmp_path / 'api.json', {'name': 'scraper', 'observer': True})[0]}"}
+    scraper = {
+        "authorization": f"Bearer {add(tmp_path / 'api.json', {'name': 'scraper', 'observer': True})[0]}"
+    }
     tenant = {"authorization": f"Bearer {add(tmp_path / 'api.json', {'name': 'alice'})[0]}"}
     running, script = start_own(
-        api_keys=str(tmp_path / "api.json"), tls_cert=str(tmp_path / "cert.pem"), tls_key=str(tmp_path / "key.pem")
+        api_keys=str(tmp_path / "api.json"),
+        tls_cert=str(tmp_path / "cert.pem"),
+        tls_key=str(tmp_path / "key.pem"),
     )
     running.pair(script)
     assert own(running).startswith("https://")
@@ -118,7 +130,12 @@ def test_the_own_port_has_the_certificate_and_asks_for_keys(start_own, tmp_path)
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "tls_wanted")
     until(lambda: running.router.dispatcher.event_totals.get("tls_failed") == 1, "it is counted")
     with httpx.Client(verify=trusting, base_url=own(running)) as client:
-        assert [client.get(path).status_code for path in ("/health", "/", "/metrics", "/status")] == [200, 200, 401, 401]
+        assert [client.get(path).status_code for path in ("/health", "/", "/metrics", "/status")] == [
+            200,
+            200,
+            401,
+            401,
+        ]
         assert [client.get("/metrics", headers=key).status_code for key in (tenant, scraper)] == [403, 200]
         assert client.post("/v1/chat/completions", json=BODY, headers=tenant).status_code == 200
 
@@ -139,8 +156,13 @@ def test_bodies_at_both_ports_have_one_bound(start_own, monkeypatch):
     running, script = start_own()
     running.pair(script)
     with socket.create_connection(("127.0.0.1", running.router.port)) as client:
-        client.sendall(b"POST /tokenize HTTP/1.1\r\nhost: a\r\ncontent-length: 900000\r\n\r\n" + b"x" * 700_000)
-        until(lambda: running.call(lambda: running.router._server._counts.num_buffered) == 700_000, "it is there")
+        client.sendall(
+            b"POST /tokenize HTTP/1.1\r\nhost: a\r\ncontent-length: 900000\r\n\r\n" + b"x" * 700_000
+        )
+        until(
+            lambda: running.call(lambda: running.router._server._counts.num_buffered) == 700_000,
+            "it is there",
+        )
         large = httpx.post(f"{own(running)}/tokenize", content=b"x" * 700_000)
         assert (large.status_code, large.json()["error"]["code"]) == (503, "too_many_bodies")
         assert ask(own(running)).status_code == 200
@@ -150,7 +172,9 @@ def test_bodies_at_both_ports_have_one_bound(start_own, monkeypatch):
 def test_descriptors_of_the_own_port_are_kept_free(monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda which: (1024, 1024))
     assert connections_allowed() == 1024 - SPARE_DESCRIPTORS
-    assert connections_allowed(has_own_port=True) == 1024 - SPARE_DESCRIPTORS - OWN_CONNECTIONS - SPARE_IN_DOOR
+    assert (
+        connections_allowed(has_own_port=True) == 1024 - SPARE_DESCRIPTORS - OWN_CONNECTIONS - SPARE_IN_DOOR
+    )
     assert connections_allowed(100, has_own_port=True) == 100
 
 
@@ -159,7 +183,9 @@ def test_an_own_port_is_bound_like_the_clients_and_shared_with_nobody():
     config = RouterConfig(model="m", port=0, own_port=port, share_port=True)
     listeners = open_listeners(config, trusted_network=False)
     try:
-        with pytest.raises(StartupError, match=rf"127\.0\.0\.1 port {port}: .* in use.*; choose another --own-port$"):
+        with pytest.raises(
+            StartupError, match=rf"127\.0\.0\.1 port {port}: .* in use.*; choose another --own-port$"
+        ):
             open_listeners(config, trusted_network=False)
         with pytest.raises(ConfigError, match=r"0\.0\.0\.0"):
             open_listeners(RouterConfig(model="m", host="0.0.0.0", own_port=port), trusted_network=False)
@@ -171,7 +197,10 @@ def test_an_own_port_is_bound_like_the_clients_and_shared_with_nobody():
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--port=8123", "--own-port=8123"], "--own-port 8123 is the --port of the clients; choose another --own-port"),
+        (
+            ["--port=8123", "--own-port=8123"],
+            "--own-port 8123 is the --port of the clients; choose another --own-port",
+        ),
         (["--own-port=70000"], "--own-port: 70000 is above the largest allowed, 65535"),
         (["--own-port=x"], "--own-port: 'x' is not a whole number"),
         (["--own-port={taken}"], "cannot listen on 127.0.0.1 port {taken}: Address already in use"),
@@ -183,7 +212,9 @@ def test_an_own_port_that_cannot_be_is_one_line(flags, words, model_dir, tmp_pat
         port = taken.getsockname()[1]
         command = [sys.executable, "-P", "-m", "baton.router", f"--model={model_dir}", "--port=0"]
         command += [f"--control-bind=ipc://{tmp_path}/c", *(flag.format(taken=port) for flag in flags)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ, cwd="/", check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=120, env=os.environ, cwd="/", check=False
+        )
     said = [line for line in done.stderr.splitlines() if " INFO " not in line]
     assert (done.returncode, len(said)) == (1, 1), done.stderr
     assert said[0].startswith(f"baton router: {words.format(taken=port)}")

@@ -34,9 +34,17 @@ def running(start):
     prefill, decode = running.pair(script)
     counters = {"tokens": 5000.0, "handoff_bytes": 3e9}
     decode.stats = WorkerStats(
-        pages_total=64, pages_free=40, running=2, accept_length=2.31, spec_steps=3, graphs=GraphCounts(), counters=counters
+        pages_total=64,
+        pages_free=40,
+        running=2,
+        accept_length=2.31,
+        spec_steps=3,
+        graphs=GraphCounts(),
+        counters=counters,
     )
-    prefill.stats = WorkerStats(pages_total=64, pages_free=58, counters={"prompt_tokens": 9000.0, "bytes": 3e9})
+    prefill.stats = WorkerStats(
+        pages_total=64, pages_free=58, counters={"prompt_tokens": 9000.0, "bytes": 3e9}
+    )
     running.prefill, running.decode = prefill, decode
     return running
 
@@ -54,7 +62,10 @@ def text_of(page, selector):
 def move(running, step):
     """What the workers say as time goes by."""
     before = running.decode.stats.counters
-    counters = {"tokens": before["tokens"] + 90.0 * step, "handoff_bytes": before["handoff_bytes"] + 8e6 * step}
+    counters = {
+        "tokens": before["tokens"] + 90.0 * step,
+        "handoff_bytes": before["handoff_bytes"] + 8e6 * step,
+    }
     running.decode.stats = WorkerStats(
         pages_total=64, pages_free=40 - step, running=2, accept_length=2.31, spec_steps=3, counters=counters
     )
@@ -127,7 +138,9 @@ def test_a_phone_needs_no_sideways_scrolling(browser, running):
     page.until(f"{ROWS} === 1", "the request is shown")
     width, most = page.run("[document.documentElement.scrollWidth, innerWidth]")
     assert width <= most
-    assert page.run("[...document.querySelectorAll('td')].every(cell => cell.dataset.label)"), "cells name their column"
+    assert page.run("[...document.querySelectorAll('td')].every(cell => cell.dataset.label)"), (
+        "cells name their column"
+    )
     small = "[...document.querySelectorAll('header button')].filter(b => b.checkVisibility() && b.offsetHeight < 24).length"
     assert page.run(small) == 0
 
@@ -165,10 +178,24 @@ def test_a_screen_reader_is_told_what_everything_is(browser, running):
     page.until(f"{ROWS} === 1", "the request is shown")
     told = page.accessible()
     roles = {role for role, _ in told}
-    assert {"banner", "main", "table", "columnheader", "rowheader", "heading", "status", "button", "meter"} <= roles
+    assert {
+        "banner",
+        "main",
+        "table",
+        "columnheader",
+        "rowheader",
+        "heading",
+        "status",
+        "button",
+        "meter",
+    } <= roles
     assert ("table", "Workers, with their load") in told
     assert ("table", "Recent requests, the newest first") in told
-    assert all(name for role, name in told if role in ("button", "meter", "heading", "table", "columnheader", "textbox"))
+    assert all(
+        name
+        for role, name in told
+        if role in ("button", "meter", "heading", "table", "columnheader", "textbox")
+    )
     assert ("status", "") in told or any(role == "status" for role, _ in told)
     assert page.run("document.documentElement.lang") == "en"
 
@@ -210,7 +237,9 @@ def test_with_keys_the_page_asks_for_one_and_never_puts_it_into_an_address(brows
     assert page.run("document.activeElement.id") == "key"
     page.type("bk-00000000-wrong")
     page.key("Enter", "\r")
-    page.until("document.getElementById('refused').innerText === 'This key is not valid.'", "a wrong key is told")
+    page.until(
+        "document.getElementById('refused').innerText === 'This key is not valid.'", "a wrong key is told"
+    )
     page.type(key)
     page.key("Enter", "\r")
     page.until("document.querySelectorAll('#worker-table tbody tr').length === 2", "the workers are shown")

@@ -7,7 +7,15 @@ import httpx
 import pytest
 from baton.router.tokenizer import load_tokenizer
 from baton.tests.cluster.router_fakes import encode_chat, save_tokenizer
-from baton.tests.cluster.serving import complete, pages_held, random_ids, served_model, serving, sse_events, wait_until
+from baton.tests.cluster.serving import (
+    complete,
+    pages_held,
+    random_ids,
+    served_model,
+    serving,
+    sse_events,
+    wait_until,
+)
 
 PAGE = 16
 SHORT = 8  # tokens that decode may compute itself
@@ -17,7 +25,11 @@ SHORT = 8  # tokens that decode may compute itself
 def cluster(tmp_path_factory, toy_checkpoint):
     """Of a toy with room for a stream that outlasts all turns of a chat."""
     directory = tmp_path_factory.mktemp("long")
-    shutil.copytree(toy_checkpoint("llama", vocab_size=330, max_position_embeddings=1 << 13), directory, dirs_exist_ok=True)
+    shutil.copytree(
+        toy_checkpoint("llama", vocab_size=330, max_position_embeddings=1 << 13),
+        directory,
+        dirs_exist_ok=True,
+    )
     settings = {"decode_policy": "session", "local_prefill_max": SHORT, "kv_memory_mb": 32, "threads": 1}
     with serving(save_tokenizer(directory), prefill=1, decode=2, **settings) as running:
         yield running
@@ -40,14 +52,21 @@ def wait_idle(cluster):
 def busy(cluster):
     """Meanwhile a stream of somebody else runs on the decode worker that an idle cluster prefers."""
     wait_idle(cluster)
-    body = {"model": served_model(cluster), "prompt": random_ids(20, 330), "max_tokens": 8_000, "ignore_eos": True}
+    body = {
+        "model": served_model(cluster),
+        "prompt": random_ids(20, 330),
+        "max_tokens": 8_000,
+        "ignore_eos": True,
+    }
     body["stream"] = True
     with httpx.stream("POST", f"{cluster.url}/v1/completions", json=body, timeout=60) as response:
         assert response.status_code == 200
         events = sse_events(response)  # without it the response would be closed
         next(events)
         yield
-        wait_until(lambda: pages_held(cluster)[1] == 1, 10, "all rooms but this one's, which still runs, are closed")
+        wait_until(
+            lambda: pages_held(cluster)[1] == 1, 10, "all rooms but this one's, which still runs, are closed"
+        )
 
 
 def test_after_the_first_of_ten_turns_only_the_pages_of_new_tokens_are_handed_over(cluster):
@@ -71,7 +90,13 @@ def test_after_the_first_of_ten_turns_only_the_pages_of_new_tokens_are_handed_ov
 def said(cluster, tokenizer, messages, letters, seed):
     """The model's answer, which is made of these letters alone; the ids of its prompt, its own, and the timeline."""
     bias = {str(tokenizer.encode(letter)[0]): 100 for letter in letters}
-    body = {"model": served_model(cluster), "messages": messages, "max_tokens": 9, "seed": seed, "logit_bias": bias}
+    body = {
+        "model": served_model(cluster),
+        "messages": messages,
+        "max_tokens": 9,
+        "seed": seed,
+        "logit_bias": bias,
+    }
     body["return_token_ids"] = True
     headers = {"x-baton-timeline": "1"}
     answer = httpx.post(f"{cluster.url}/v1/chat/completions", json=body, headers=headers, timeout=60)
@@ -104,7 +129,9 @@ def test_after_the_first_of_ten_turns_of_a_chat_only_the_pages_of_new_tokens_are
             held, num_before = prompt + output[:-1], len(prompt)  # the newest token has no KV
             is_respelled = tokenizer.encode(message["content"]) != output
             messages += [message, {"role": "user", "content": f"and {number}?"}]
-            message, prompt, output, told = said(cluster, tokenizer, messages, "qz" if number % 2 else "he", seed=number)
+            message, prompt, output, told = said(
+                cluster, tokenizer, messages, "qz" if number % 2 else "he", seed=number
+            )
             common = num_equal(held, prompt)
             assert common == len(held) or (is_respelled and num_before <= common), number
             was_respelled.add(is_respelled)

@@ -1,6 +1,5 @@
 """What is refused before its text is read, over HTTP: by a caller's limits, by a full queue, by what is read already."""
 
-
 import threading
 
 import httpx
@@ -69,7 +68,9 @@ def test_what_is_read_counts_as_a_request_of_its_key(keyed):
     until(lambda: encoding.num_long, "its text is read")
     for path in ("/v1/completions", "/tokenize"):
         body = {"model": BODY["model"], "prompt": "a"}
-        reply = httpx.post(running.url + path, json=body, headers={"authorization": f"Bearer {one}"}, timeout=60)
+        reply = httpx.post(
+            running.url + path, json=body, headers={"authorization": f"Bearer {one}"}, timeout=60
+        )
         assert code_of(reply) == (429, "rate_limit_exceeded")
     encoding.goes_on.set()
     thread.join(60)
@@ -83,7 +84,9 @@ def test_rates_hold_where_no_worker_is_asked_too(keyed, path, more):
     few, _ = add(keys, {"name": "bob", "requests_per_minute": 3})
 
     def ask():
-        return httpx.post(running.url + path, json=more, headers={"authorization": f"Bearer {few}"}, timeout=60)
+        return httpx.post(
+            running.url + path, json=more, headers={"authorization": f"Bearer {few}"}, timeout=60
+        )
 
     until(lambda: ask().status_code == 200, "the new key works")
     assert [ask().status_code for _ in range(3)] == [200, 200, 429]
@@ -181,7 +184,10 @@ def test_tokenize_measures_before_it_reads(start):
     running.pair(script)
     encoding = Encoding(running.tokenizer)
     for more in ({"prompt": "x" * 3_000_000}, {"messages": [{"role": "user", "content": "x" * 3_000_000}]}):
-        assert code_of(httpx.post(running.url + "/tokenize", json=more, timeout=60)) == (400, "context_length_exceeded")
+        assert code_of(httpx.post(running.url + "/tokenize", json=more, timeout=60)) == (
+            400,
+            "context_length_exceeded",
+        )
     assert encoding.num_long == 0
     for messages in ([], [{"role": "user", "content": "a"}] * 20_000):
         reply = httpx.post(running.url + "/tokenize", json={"messages": messages}, timeout=60)

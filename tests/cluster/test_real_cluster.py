@@ -22,7 +22,10 @@ QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 
 @pytest.fixture(scope="module")
 def clusters(smollm2_dir, eagle3_dir):
-    with serving(smollm2_dir, chunk_size=64) as plain, serving(smollm2_dir, eagle3_dir, chunk_size=64) as drafting:
+    with (
+        serving(smollm2_dir, chunk_size=64) as plain,
+        serving(smollm2_dir, eagle3_dir, chunk_size=64) as drafting,
+    ):
         yield {NO_DRAFT: plain, DRAFT: drafting}
 
 
@@ -48,7 +51,9 @@ def test_a_fixed_seed_gives_the_same_tokens_alone_in_a_batch_cold_cached_and_dra
     alone = [sampled(plain, ids, seed) for seed, ids in enumerate(prompts)]
     jobs = [partial(sampled, plain, ids, seed) for seed, ids in enumerate(prompts)]
     assert at_once(jobs, 4) == alone, "in a batch, after a prefix-cache hit"
-    assert [sampled(drafting, ids, seed) for seed, ids in enumerate(prompts)] == alone, "drafts never change a token"
+    assert [sampled(drafting, ids, seed) for seed, ids in enumerate(prompts)] == alone, (
+        "drafts never change a token"
+    )
     others = [sampled(plain, ids, seed + 1000) for seed, ids in enumerate(prompts)]
     assert all(a != b for a, b in zip(alone, others, strict=True)), "another seed says something else"
 
@@ -96,7 +101,9 @@ def test_the_openai_client_chats_and_completes_streaming_and_not(clusters, kind)
         text = client.completions.create(**common, logprobs=2, n=2)
         assert text.choices[0].text == text.choices[1].text
         assert len(text.choices[0].logprobs.token_logprobs) == 16
-        streamed = "".join(chunk.choices[0].text for chunk in client.completions.create(**common, stream=True))
+        streamed = "".join(
+            chunk.choices[0].text for chunk in client.completions.create(**common, stream=True)
+        )
         assert streamed == text.choices[0].text
         with pytest.raises(openai.NotFoundError):
             client.chat.completions.create(model="another", messages=QUESTION)
@@ -149,10 +156,18 @@ async def storm(url, model, prompts, count, width, rng):
 
     async def one(client, i):
         nonlocal finished
-        body = {"model": model, "prompt": rng.choice(prompts), "max_tokens": 64, "ignore_eos": True, "stream": i % 2 == 0}
+        body = {
+            "model": model,
+            "prompt": rng.choice(prompts),
+            "max_tokens": 64,
+            "ignore_eos": True,
+            "stream": i % 2 == 0,
+        }
         async with gate:
             try:
-                await asyncio.wait_for(client.post(f"{url}/v1/completions", json=body), rng.expovariate(1 / 0.7))
+                await asyncio.wait_for(
+                    client.post(f"{url}/v1/completions", json=body), rng.expovariate(1 / 0.7)
+                )
                 finished += 1
             except (TimeoutError, asyncio.TimeoutError):
                 return
@@ -173,7 +188,9 @@ def test_200_requests_cancelled_at_random_moments_leave_every_page_free_within_1
         finished = asyncio.run(storm(cluster.url, model, [list(ids) for ids in prompts], 200, 24, rng))
         began = time.monotonic()
         assert finished < 150, "most were cut off"
-        wait_until(lambda: pages_held(cluster) == ({k: 0 for k in pages_held(cluster)[0]}, 0), 60, "every page free")
+        wait_until(
+            lambda: pages_held(cluster) == ({k: 0 for k in pages_held(cluster)[0]}, 0), 60, "every page free"
+        )
         took.append(time.monotonic() - began)
     assert min(took) <= FREE_S, took
     workers = {worker["role"]: worker for worker in status(cluster)["workers"]}
@@ -201,10 +218,14 @@ def test_bad_input_is_one_error_object_and_everybody_lives(clusters):
     ]
     for body, code in cases:
         content = body if isinstance(body, bytes) else None
-        answer = httpx.post(f"{cluster.url}/v1/completions", content=content, json=None if content else body, timeout=20)
+        answer = httpx.post(
+            f"{cluster.url}/v1/completions", content=content, json=None if content else body, timeout=20
+        )
         assert answer.status_code == code, (body if content else str(body)[:100], answer.text)
         assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
-    too_long = httpx.post(f"{cluster.url}/v1/completions", json={**good, "prompt": [1] * 9000}).json()["error"]["message"]
+    too_long = httpx.post(f"{cluster.url}/v1/completions", json={**good, "prompt": [1] * 9000}).json()[
+        "error"
+    ]["message"]
     assert "9000" in too_long
     assert "8192" in too_long
     assert {worker["pid"] for worker in status(cluster)["workers"]} == before
@@ -243,14 +264,25 @@ def test_status_and_metrics_say_what_the_workers_are(clusters):
     assert roles["prefill"]["graphs"]["decode"] == 0
     metrics = httpx.get(f"{cluster.url}/metrics").text
     assert "baton_" in metrics
-    assert httpx.get(f"{cluster.url}/health").status_code == httpx.get(f"{cluster.url}/ready").status_code == 200
+    assert (
+        httpx.get(f"{cluster.url}/health").status_code == httpx.get(f"{cluster.url}/ready").status_code == 200
+    )
 
 
 def test_a_stream_shows_its_first_token_while_the_others_are_still_to_come(clusters, prompts):
     cluster = clusters[DRAFT]
     model = httpx.get(f"{cluster.url}/v1/models").json()["data"][0]["id"]
-    body = {"model": model, "max_tokens": 48, "ignore_eos": True, "stream": True, "return_token_ids": True, "temperature": 0}
-    for prompt in prompts[:3]:  # a router that gets no core for as long as a step takes finds both of them waiting
+    body = {
+        "model": model,
+        "max_tokens": 48,
+        "ignore_eos": True,
+        "stream": True,
+        "return_token_ids": True,
+        "temperature": 0,
+    }
+    for prompt in prompts[
+        :3
+    ]:  # a router that gets no core for as long as a step takes finds both of them waiting
         counts = []
         asked = body | {"prompt": list(prompt)}
         with httpx.stream("POST", f"{cluster.url}/v1/completions", json=asked, timeout=60) as response:
@@ -267,14 +299,18 @@ def prefill_workers(cluster):
     return [worker for worker in status(cluster)["workers"] if worker["role"] == "prefill"]
 
 
-def test_prompts_are_served_without_a_prefill_worker_and_by_it_again_once_it_is_back(clusters, reference_greedy):
+def test_prompts_are_served_without_a_prefill_worker_and_by_it_again_once_it_is_back(
+    clusters, reference_greedy
+):
     """Every prefill worker is dead: decode computes the prompts, and the client's tokens do not change."""
     cluster = clusters[DRAFT]
     references = [r for r in reference_greedy.values() if 64 < len(r.prompt_ids) < 200][:2]
     assert len(references) == 2, "prompts of several chunks that are quickly computed"
     expected = [complete(cluster, r.prompt_ids, max_tokens=24)[0] for r in references[:1]]
     running = []
-    stream = threading.Thread(target=lambda: running.append(complete(cluster, references[0].prompt_ids, max_tokens=200)[0]))
+    stream = threading.Thread(
+        target=lambda: running.append(complete(cluster, references[0].prompt_ids, max_tokens=200)[0])
+    )
     stream.start()
     wait_until(lambda: status(cluster)["router"]["running"], 60, "the stream runs")
     old = prefill_workers(cluster)[0]["instance"]
@@ -288,6 +324,8 @@ def test_prompts_are_served_without_a_prefill_worker_and_by_it_again_once_it_is_
     local = [document["timeline"]["local_prefill"] for _, document in answers]
     assert local[0], "the first one at least found no prefill worker"
     assert status(cluster)["router"]["events"]["local_prefill"] >= sum(local)
-    back = wait_until(lambda: [w for w in prefill_workers(cluster) if w["state"] == "serving"], 120, "a restart")
+    back = wait_until(
+        lambda: [w for w in prefill_workers(cluster) if w["state"] == "serving"], 120, "a restart"
+    )
     assert back[0]["instance"] != old
     assert not complete(cluster, references[1].prompt_ids, max_tokens=4)[1]["timeline"]["local_prefill"]

@@ -30,15 +30,25 @@ def post(served, path, **body):
 
 
 def test_a_response_is_one_message_with_its_usage(client):
-    made = client.responses.create(model=MODEL, input="hi", instructions="Be brief.", metadata={"a": "b"}, temperature=0.5)
+    made = client.responses.create(
+        model=MODEL, input="hi", instructions="Be brief.", metadata={"a": "b"}, temperature=0.5
+    )
     assert made.output_text == ANSWER
-    assert (made.status, made.object, made.instructions, made.metadata) == ("completed", "response", "Be brief.", {"a": "b"})
+    assert (made.status, made.object, made.instructions, made.metadata) == (
+        "completed",
+        "response",
+        "Be brief.",
+        {"a": "b"},
+    )
     assert (made.temperature, made.store, made.error) == (0.5, False, None)
     assert made.usage.total_tokens == made.usage.input_tokens + made.usage.output_tokens
     assert made.usage.input_tokens_details.cached_tokens == 16
     assert Response.model_validate(made.model_dump()).output[0].role == "assistant"
     again = [{"role": "user", "content": "hi"}, *[item.model_dump() for item in made.output]]
-    assert client.responses.create(model=MODEL, input=[*again, {"role": "user", "content": "on"}]).output_text == ANSWER
+    assert (
+        client.responses.create(model=MODEL, input=[*again, {"role": "user", "content": "on"}]).output_text
+        == ANSWER
+    )
 
 
 def test_every_answer_has_its_id_in_a_header_by_which_it_is_found(served, client):
@@ -64,7 +74,11 @@ def test_an_answer_that_was_cut_says_so(client):
 
 
 def test_the_events_of_a_stream_grow_into_the_whole(client):
-    events = list(client.responses.create(model=MODEL, input="hi", stream=True, include=["message.output_text.logprobs"]))
+    events = list(
+        client.responses.create(
+            model=MODEL, input="hi", stream=True, include=["message.output_text.logprobs"]
+        )
+    )
     assert [event.sequence_number for event in events] == list(range(len(events)))
     kinds = [event.type for event in events]
     assert kinds[:4] == [
@@ -74,7 +88,12 @@ def test_the_events_of_a_stream_grow_into_the_whole(client):
         "response.output_text.done", "response.content_part.done", "response.output_item.done", "response.completed",
     ]  # fmt: skip
     assert set(kinds[4:-4]) == {"response.output_text.delta"}
-    assert "".join(event.delta for event in events[4:-4]) == events[-4].text == events[-1].response.output_text == ANSWER
+    assert (
+        "".join(event.delta for event in events[4:-4])
+        == events[-4].text
+        == events[-1].response.output_text
+        == ANSWER
+    )
     assert events[-1].response.usage.output_tokens > 10
     assert len(events[-4].logprobs) == events[-1].response.usage.output_tokens
     assert {event.item_id for event in events[4:-4]} == {events[-1].response.output[0].id}
@@ -94,7 +113,10 @@ def test_the_stream_helper_of_the_client_takes_the_events(client):
         ({"input": []}, "input"),
         ({"input": [{"role": "robot", "content": "x"}]}, "input"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "http://x"}]}]}, "input"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "http://x"}]}]},
+            "input",
+        ),
         ({"input": "x" * 50_000}, "input"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"max_output_tokens": 100_000}, "input"),
@@ -114,7 +136,9 @@ def test_what_is_not_served_is_named_in_the_words_of_responses(served, wrong, pa
 def test_an_answer_under_an_idempotency_key_is_given_again(served):
     def ask():
         body = {"model": MODEL, "input": "hi", "stream": True}
-        return httpx.post(served.url + "/v1/responses", json=body, headers={"idempotency-key": "k-responses"}).text
+        return httpx.post(
+            served.url + "/v1/responses", json=body, headers={"idempotency-key": "k-responses"}
+        ).text
 
     assert ask() == ask()
 
@@ -139,17 +163,29 @@ def test_text_and_ids_go_both_ways(served):
 
 
 def test_a_chat_with_tools_has_as_many_tokens_as_tokenize_says(served):
-    functions = [{"name": name, "description": "Looks it up.", "parameters": {"type": "object"}} for name in ("look", "see")]
+    functions = [
+        {"name": name, "description": "Looks it up.", "parameters": {"type": "object"}}
+        for name in ("look", "see")
+    ]
     tools = [{"type": "function", "function": function} for function in functions]
     asked = {"messages": [{"role": "user", "content": "hi"}]}
-    counts = [post(served, "tokenize", **asked, tools=shown).json()["count"] for shown in (None, [], tools[:1], tools)]
+    counts = [
+        post(served, "tokenize", **asked, tools=shown).json()["count"]
+        for shown in (None, [], tools[:1], tools)
+    ]
     told = [
-        post(served, "v1/chat/completions", model=MODEL, **asked, tools=shown).json()["usage"]["prompt_tokens"]
+        post(served, "v1/chat/completions", model=MODEL, **asked, tools=shown).json()["usage"][
+            "prompt_tokens"
+        ]
         for shown in (None, [], tools[:1], tools)
     ]
     assert counts == told
     assert counts[0] == counts[1] < counts[2] < counts[3]
-    for wrong in (tools * 2, [{"type": "web_search"}], [{"type": "function", "function": {"name": "f", "parameters": "x"}}]):
+    for wrong in (
+        tools * 2,
+        [{"type": "web_search"}],
+        [{"type": "function", "function": {"name": "f", "parameters": "x"}}],
+    ):
         for path, more in (("tokenize", {}), ("v1/chat/completions", {"model": MODEL})):
             reply = post(served, path, **asked, **more, tools=wrong)
             assert (reply.status_code, reply.json()["error"]["param"]) == (400, "tools"), reply.text
@@ -161,15 +197,23 @@ def test_a_chat_with_tools_has_as_many_tokens_as_tokenize_says(served):
 @pytest.mark.parametrize("damaged", ["\xff", "\\ud800", "\n"])
 def test_a_schema_that_is_no_text_is_the_clients_fault_wherever_it_stands(served, damaged):
     parameters = {"type": "object", "title": "DAMAGED"}
-    tools = [{"type": "function", "function": {"name": name, "parameters": parameters}} for name in ("look", "see")]
+    tools = [
+        {"type": "function", "function": {"name": name, "parameters": parameters}} for name in ("look", "see")
+    ]
     flat = [{"type": "function", **tool["function"]} for tool in tools]
     chat = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
     one = {"tools": tools, "tool_choice": {"type": "function", "function": {"name": "look"}}}
     asked = [
         ("tokenize", {"messages": chat["messages"], "tools": tools}),
-        ("v1/chat/completions", chat | one | {"tools": [{"type": "function", "function": {"name": "look"}}, tools[1]]}),
+        (
+            "v1/chat/completions",
+            chat | one | {"tools": [{"type": "function", "function": {"name": "look"}}, tools[1]]},
+        ),
         ("v1/chat/completions", chat | {"tools": tools, "tool_choice": "none"}),
-        ("v1/chat/completions", chat | {"response_format": {"type": "json_schema", "json_schema": {"schema": parameters}}}),
+        (
+            "v1/chat/completions",
+            chat | {"response_format": {"type": "json_schema", "json_schema": {"schema": parameters}}},
+        ),
         ("v1/responses", {"model": MODEL, "input": "hi", "tools": flat, "tool_choice": "none"}),
     ]
     for path, body in asked:
@@ -191,7 +235,10 @@ def test_the_document_and_its_page_are_served(served):
 
 
 TOLD = [
-    ("v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "logprobs": True, "top_logprobs": 2, "n": 2}),
+    (
+        "v1/chat/completions",
+        {"messages": [{"role": "user", "content": "hi"}], "logprobs": True, "top_logprobs": 2, "n": 2},
+    ),
     ("v1/completions", {"prompt": ["hi", "ho"], "logprobs": 2, "return_token_ids": True}),
     ("v1/responses", {"input": "hi", "include": ["message.output_text.logprobs"], "top_logprobs": 2}),
 ]
@@ -207,14 +254,20 @@ def test_answers_and_errors_are_what_the_document_says(served, path, body, is_st
         jsonschema.Draft202012Validator({**schema, "components": document["components"]}).validate(value)
 
     headers = {"x-baton-timeline": "1"}
-    reply = httpx.post(f"{served.url}/{path}", json={"model": MODEL, "stream": is_stream, **body}, headers=headers)
+    reply = httpx.post(
+        f"{served.url}/{path}", json={"model": MODEL, "stream": is_stream, **body}, headers=headers
+    )
     told = answers["200"]["content"][reply.headers["content-type"].partition(";")[0]]["schema"]
     if not is_stream:
         check(reply.json(), told)
         with pytest.raises(jsonschema.ValidationError):
             check({**reply.json(), "object": 3}, told)
     else:
-        events = [dict(line.split(": ", 1) for line in event.splitlines()) for event in reply.text.split("\n\n") if event]
+        events = [
+            dict(line.split(": ", 1) for line in event.splitlines())
+            for event in reply.text.split("\n\n")
+            if event
+        ]
         data = told["properties"]["data"]
         inner = data.get("anyOf", [data])[-1]["contentSchema"]
         assert len(events) > 5
@@ -223,7 +276,10 @@ def test_answers_and_errors_are_what_the_document_says(served, path, body, is_st
             if event["data"] != "[DONE]":
                 check(json.loads(event["data"]), inner)
         assert (events[-1]["data"] == "[DONE]") is (path != "v1/responses")
-    check(post(served, path, model="other", **body).json(), answers["404"]["content"]["application/json"]["schema"])
+    check(
+        post(served, path, model="other", **body).json(),
+        answers["404"]["content"]["application/json"]["schema"],
+    )
 
 
 def test_a_field_that_an_older_worker_would_not_obey_is_not_sent_to_it(start):
@@ -231,6 +287,10 @@ def test_a_field_that_an_older_worker_would_not_obey_is_not_sent_to_it(start):
     running.pair(script, takes=())
     body = {"model": MODEL, "prompt": "hi"}
     assert post(running, "v1/completions", **body).status_code == 200
-    for young in ({"min_tokens": 2}, {"echo": True, "logprobs": 1}, {"response_format": {"type": "json_object"}}):
+    for young in (
+        {"min_tokens": 2},
+        {"echo": True, "logprobs": 1},
+        {"response_format": {"type": "json_object"}},
+    ):
         reply = post(running, "v1/completions", **body, **young)
         assert (reply.status_code, reply.headers["retry-after"]) == (503, "1"), reply.text

@@ -21,7 +21,9 @@ class Load:
         self.cluster, self.answers = cluster, answers
         self.done, self.wrong = [], []
         self._stop = threading.Event()
-        self._threads = [threading.Thread(target=self._run, args=(i,), daemon=True) for i in range(NUM_CLIENTS)]
+        self._threads = [
+            threading.Thread(target=self._run, args=(i,), daemon=True) for i in range(NUM_CLIENTS)
+        ]
         for thread in self._threads:
             thread.start()
 
@@ -79,7 +81,9 @@ def test_all_processes_behind_one_port_are_restarted_in_turn_and_no_request_fail
                 pid = cluster.children[i].pid
                 os.kill(pid, signal.SIGTERM)
                 wait_until(lambda i=i, pid=pid: cluster.children[i].pid not in (pid, None), 60, "it is back")
-                wait_until(lambda seen=seen: is_whole(cluster, seen), 60, lambda seen=seen: f"whole again: {seen}")
+                wait_until(
+                    lambda seen=seen: is_whole(cluster, seen), 60, lambda seen=seen: f"whole again: {seen}"
+                )
             wait_until(lambda: len(load.done) >= LEAST, 60, f"{LEAST} requests")
         finally:
             load.close()

@@ -72,7 +72,9 @@ def begin(running, body):
     """A request in a thread: its JSON lines once it has ended."""
 
     def read():
-        with httpx.stream("POST", running.url + "/v1/chat/completions", json=BODY | body, timeout=60) as reply:
+        with httpx.stream(
+            "POST", running.url + "/v1/chat/completions", json=BODY | body, timeout=60
+        ) as reply:
             lines = [line.removeprefix("data: ") for line in reply.iter_lines() if line]
             return reply.status_code, lines
 
@@ -93,7 +95,12 @@ def test_decode_that_vanishes_is_replaced_and_text_counts_and_logprobs_have_no_s
     output = answer_of(running)
     breaking = Breaking(output, num_tokens)
     _, dying = running.pair(breaking)
-    body = LONG | {"stream": True, "stream_options": {"include_usage": True}, "logprobs": True, "top_logprobs": 1}
+    body = LONG | {
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "logprobs": True,
+        "top_logprobs": 1,
+    }
     results = begin(running, body)
     until(lambda: running.call(lambda: _output(running) == 1 + num_tokens), "the tokens are with the client")
     until(lambda: dying.of(Reserve), "the first token may come before it")
@@ -104,7 +111,13 @@ def test_decode_that_vanishes_is_replaced_and_text_counts_and_logprobs_have_no_s
     assert status == 200
     assert text_of(documents) == ANSWER
     assert [i for d in documents for c in d["choices"] for i in c.get("token_ids", [])] == output
-    named = [t["token"] for d in documents for c in d["choices"] if c.get("logprobs") for t in c["logprobs"]["content"]]
+    named = [
+        t["token"]
+        for d in documents
+        for c in d["choices"]
+        if c.get("logprobs")
+        for t in c["logprobs"]["content"]
+    ]
     assert len(named) == len(output)
     usage = next(d["usage"] for d in documents if d.get("usage"))
     reserve = dying.of(Reserve)[0]
@@ -121,7 +134,12 @@ def until_heard(running, worker):
     num_beats = worker.num_beats
     until(lambda: worker.num_beats > num_beats, "it says one")
     said = running.call(lambda: running.router.dispatcher._clock())
-    until(lambda: running.call(lambda: running.router.dispatcher.registry.get(worker.instance).last_seen) > said, "another")
+    until(
+        lambda: (
+            running.call(lambda: running.router.dispatcher.registry.get(worker.instance).last_seen) > said
+        ),
+        "another",
+    )
 
 
 def _output(running):
@@ -205,7 +223,9 @@ def test_what_both_attempts_cost_is_in_the_timeline(running):
     _, decode = running.pair(Breaking(output, 3))
     headers = {"x-baton-timeline": "1"}
     _, results = in_thread(
-        lambda: httpx.post(running.url + "/v1/chat/completions", json=BODY | LONG, headers=headers, timeout=60).json()
+        lambda: httpx.post(
+            running.url + "/v1/chat/completions", json=BODY | LONG, headers=headers, timeout=60
+        ).json()
     )
     until(lambda: running.call(lambda: _output(running) == 4), "it has begun")
     running.add("decode", Relay(output).decode)

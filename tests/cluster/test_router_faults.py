@@ -11,7 +11,17 @@ import httpx
 import msgspec
 import openai
 import pytest
-from baton.cluster.messages import Cancel, Failed, FirstToken, Goodbye, Prefill, Refused, Reserve, TokenItem, Tokens
+from baton.cluster.messages import (
+    Cancel,
+    Failed,
+    FirstToken,
+    Goodbye,
+    Prefill,
+    Refused,
+    Reserve,
+    TokenItem,
+    Tokens,
+)
 from baton.router import app
 from baton.tests.cluster.router_fakes import (
     ANSWER,
@@ -36,7 +46,11 @@ def test_without_workers_it_is_alive_not_ready_and_answers_503(start):
     assert reply.status_code == 503
     assert int(reply.headers["retry-after"]) > 0
     assert post(running, n=0).status_code == 400
-    body = {"model": MODEL, "prompt": [399], "max_tokens": 1}  # beyond the tokenizer, within the workers' vocabulary
+    body = {
+        "model": MODEL,
+        "prompt": [399],
+        "max_tokens": 1,
+    }  # beyond the tokenizer, within the workers' vocabulary
     assert httpx.post(running.url + "/v1/completions", json=body).status_code == 503
     running.add("prefill", script.prefill)
     running.add("decode", script.decode, fingerprint="another")
@@ -110,7 +124,9 @@ def test_wait_that_takes_too_long_is_429(start):
     until(lambda: running.call(lambda: running.router.dispatcher.num_running) == 1, "the pages are taken")
     started, reply = time.monotonic(), post(running)
     assert time.monotonic() - started < PATIENCE.token_s
-    assert (reply.status_code, int(reply.headers["retry-after"]) >= 10) == (429, True), "one room a while is the pace"
+    assert (reply.status_code, int(reply.headers["retry-after"]) >= 10) == (429, True), (
+        "one room a while is the pace"
+    )
     holder.close()
     assert_nothing_left(running)
 
@@ -133,7 +149,9 @@ def test_refusal_puts_the_request_back_and_cancels_prefill(start):
     def refuse_once(worker, message):
         if isinstance(message, Reserve) and message.epoch == 0:
             worker.send(
-                Refused(room=message.room, epoch=0, instance=worker.instance, reason="full", retry_after_ms=50)
+                Refused(
+                    room=message.room, epoch=0, instance=worker.instance, reason="full", retry_after_ms=50
+                )
             )
         else:
             script.decode(worker, message)
@@ -156,7 +174,10 @@ def test_failure_before_the_first_token_is_tried_once_more_on_another_pair(start
     running.pair(script)
     other = running.add("decode", script.decode)
     until(lambda: len(running.call(lambda: list(running.router.dispatcher.registry))) == 3, "three workers")
-    until(lambda: running.call(lambda: all(w.is_serving for w in running.router.dispatcher.registry)), "all serve")
+    until(
+        lambda: running.call(lambda: all(w.is_serving for w in running.router.dispatcher.registry)),
+        "all serve",
+    )
 
     def fail_first(worker, message):
         if isinstance(message, Reserve) and message.epoch == 0:
@@ -220,12 +241,17 @@ def test_worker_that_vanishes_before_any_token_hangs_nobody(start, role):
     assert httpx.get(running.url + "/ready").status_code == 503
 
 
-def test_a_worker_whose_connection_has_ended_is_known_to_be_gone_before_anything_is_placed_there(start, monkeypatch):
+def test_a_worker_whose_connection_has_ended_is_known_to_be_gone_before_anything_is_placed_there(
+    start, monkeypatch
+):
     running, script = start()
     _, decode = running.pair(script)
     other = running.add("decode", script.decode)
     dispatcher = running.router.dispatcher
-    until(lambda: running.call(lambda: sum(worker.is_serving for worker in dispatcher.registry)) == 3, "all three serve")
+    until(
+        lambda: running.call(lambda: sum(worker.is_serving for worker in dispatcher.registry)) == 3,
+        "all three serve",
+    )
     stop_ticking(running, monkeypatch)  # its timers find nobody
     decode.close()
     gone = dispatcher.registry.get(decode.instance)
@@ -263,7 +289,9 @@ def test_worker_that_dropped_its_rooms_and_says_so_is_not_waited_for(start):
     running, script = start()
     script.holds.set()
     _, decode = running.pair(script)
-    with httpx.stream("POST", running.url + "/v1/chat/completions", json=BODY | {"stream": True}, timeout=60) as reply:
+    with httpx.stream(
+        "POST", running.url + "/v1/chat/completions", json=BODY | {"stream": True}, timeout=60
+    ) as reply:
         lines = reply.iter_lines()
         next(lines)
         began = time.monotonic()
@@ -306,7 +334,9 @@ def test_tokens_of_a_room_that_is_over_are_answered_with_cancel(start):
     running, script = start()
     prefill, decode = running.pair(script)
     for _ in range(3):
-        decode.send(Tokens(instance=decode.instance, items=[TokenItem(room="ab" * 16, epoch=0, seq=1, ids=[5])]))
+        decode.send(
+            Tokens(instance=decode.instance, items=[TokenItem(room="ab" * 16, epoch=0, seq=1, ids=[5])])
+        )
     prefill.send(FirstToken(room="cd" * 16, epoch=0, instance=prefill.instance, token=5))
     until(lambda: decode.of(Cancel), "decode is told")
     until(lambda: prefill.of(Cancel), "prefill is told")
@@ -327,7 +357,9 @@ def test_drain_ends_running_streams_whole_and_takes_nothing_new(start):
     running, script = start()
     script.holds.set()
     _, decode = running.pair(script)
-    with httpx.stream("POST", running.url + "/v1/chat/completions", json=BODY | {"stream": True}, timeout=60) as reply:
+    with httpx.stream(
+        "POST", running.url + "/v1/chat/completions", json=BODY | {"stream": True}, timeout=60
+    ) as reply:
         lines = reply.iter_lines()
         next(lines)
         running.begin_drain()
@@ -342,7 +374,9 @@ def test_drain_that_takes_too_long_ends_with_error_frames(start):
     running, script = start(drain_timeout_s=0.3)
     script.holds.set()
     _, decode = running.pair(script)
-    with httpx.stream("POST", running.url + "/v1/chat/completions", json=BODY | {"stream": True}, timeout=60) as reply:
+    with httpx.stream(
+        "POST", running.url + "/v1/chat/completions", json=BODY | {"stream": True}, timeout=60
+    ) as reply:
         lines = reply.iter_lines()
         next(lines)
         running.begin_drain()
@@ -383,4 +417,3 @@ def test_port_in_use_is_one_line_and_exit_code_1(tmp_path, model_dir, start):
     assert done.returncode == 1
     assert str(running.router.port) in done.stderr.splitlines()[-1]
     assert "Traceback" not in done.stderr
-

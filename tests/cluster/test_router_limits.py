@@ -22,7 +22,10 @@ def test_a_request_over_its_time_limit_is_504_or_an_error_frame(start, is_stream
     script.holds.set()
     _, decode = running.pair(script)
     _, replies = in_thread(lambda: post(running, stream=is_stream))
-    until(lambda: decode.of(Reserve) and running.call(lambda: _num_output(running)) == 1, "the first token is there")
+    until(
+        lambda: decode.of(Reserve) and running.call(lambda: _num_output(running)) == 1,
+        "the first token is there",
+    )
     running.call(lambda: running.let_pass(21.0))
     reply = until(lambda: replies, "an answer")[0]
     last = reply.text.strip().splitlines()[-1].removeprefix("data: ")
@@ -51,7 +54,9 @@ def test_a_client_that_names_its_patience_is_answered_when_it_ends_whoever_is_fr
 @pytest.mark.parametrize("value", ["0", "-1", "1.5", "soon", "86400001", "9" * 30])
 def test_a_patience_that_is_no_number_of_milliseconds_is_refused(start, value):
     running, _ = start()
-    reply = httpx.post(running.url + "/v1/chat/completions", json=BODY, headers={"x-baton-timeout-ms": value}, timeout=60)
+    reply = httpx.post(
+        running.url + "/v1/chat/completions", json=BODY, headers={"x-baton-timeout-ms": value}, timeout=60
+    )
     assert (reply.status_code, "x-baton-timeout-ms" in reply.json()["error"]["message"]) == (400, True)
 
 
@@ -84,14 +89,18 @@ def test_what_a_stop_string_cut_off_is_accounted_for_by_decodes_last_word(start,
             worker.send(Tokens(instance=worker.instance, items=[item]))
         elif answers:
             account = DecodeTimeline(verify_steps=5, drafted_tokens=15, accepted_tokens=9, handoff_bytes=512)
-            worker.send(Gone(room=message.room, epoch=message.epoch, instance=worker.instance, timeline=account))
+            worker.send(
+                Gone(room=message.room, epoch=message.epoch, instance=worker.instance, timeline=account)
+            )
 
     decode._script = endless
     began = time.monotonic()
     with openai.OpenAI(base_url=running.url + "/v1", api_key="none", max_retries=0, timeout=60) as client:
         asked = BODY | {"stop": "wörld", "extra_headers": {"x-baton-timeline": "1"}}
         if is_stream:
-            chunks = list(client.chat.completions.create(stream=True, stream_options={"include_usage": True}, **asked))
+            chunks = list(
+                client.chat.completions.create(stream=True, stream_options={"include_usage": True}, **asked)
+            )
             text, last = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices), chunks[-1]
         else:
             last = client.chat.completions.create(**asked)
@@ -119,7 +128,9 @@ def test_a_stream_without_accounts_ends_without_waiting_for_them(start):
             held.append(message)
 
     decode._script = endless
-    with httpx.stream("POST", running.url + "/v1/chat/completions", json=BODY | {"stream": True, "stop": "wörld"}) as reply:
+    with httpx.stream(
+        "POST", running.url + "/v1/chat/completions", json=BODY | {"stream": True, "stop": "wörld"}
+    ) as reply:
         lines = [line for line in reply.iter_lines() if line]
     assert lines[-1] == "data: [DONE]"
     entries = running.call(lambda: list(running.router.dispatcher._entries.values()))
@@ -132,9 +143,13 @@ def test_many_empty_messages_are_refused_or_tokenised_off_the_event_loop(start):
     threads = []
     guard, encode = running.tokenizer.guard, running.tokenizer.encode_rendered
     running.tokenizer.guard = lambda *args: threads.append(threading.current_thread().name) or guard(*args)
-    running.tokenizer.encode_rendered = lambda *args: threads.append(threading.current_thread().name) or encode(*args)
+    running.tokenizer.encode_rendered = lambda *args: (
+        threads.append(threading.current_thread().name) or encode(*args)
+    )
     empty = {"role": "user", "content": ""}
-    assert post(running, messages=[empty] * 4000 + BODY["messages"]).status_code == 400  # by their roles alone
+    assert (
+        post(running, messages=[empty] * 4000 + BODY["messages"]).status_code == 400
+    )  # by their roles alone
     assert post(running, messages=[empty] * 80 + BODY["messages"]).status_code in (200, 400)
     assert post(running).status_code == 200
     assert [name.startswith("tokenize") for name in threads] == [True, True, False, False]
@@ -206,7 +221,10 @@ def test_a_head_over_its_bounds_is_431(start, lines):
 
 def test_an_endless_target_is_431_and_bytes_that_are_no_http_are_400(start):
     running, _ = start()
-    for sent, status in ((b"GET /" + b"a" * 20_000 + b" HTTP/1.1\r\n\r\n", "431"), (b"\x16\x03\x01\x02\x00\r\n\r\n", "400")):
+    for sent, status in (
+        (b"GET /" + b"a" * 20_000 + b" HTTP/1.1\r\n\r\n", "431"),
+        (b"\x16\x03\x01\x02\x00\r\n\r\n", "400"),
+    ):
         with connect(running) as connection:
             connection.sendall(sent)
             assert status_line(read_all(connection)).split()[1] == status
@@ -240,7 +258,9 @@ def _ask_health(running):
 
 
 @pytest.mark.parametrize(("chat_max_tokens", "expected"), [(7, 7), (100_000, None), (0, None)])
-def test_a_chat_that_does_not_say_gets_the_length_that_is_set_or_what_is_left(start, chat_max_tokens, expected):
+def test_a_chat_that_does_not_say_gets_the_length_that_is_set_or_what_is_left(
+    start, chat_max_tokens, expected
+):
     running, script = start(chat_max_tokens=chat_max_tokens)
     _, decode = running.pair(script, max_context=3000, pages_total=1000)
     assert post(running, max_tokens=None).status_code == 200

@@ -57,7 +57,11 @@ class TappedPair:
         said = [bytes(data) for relay in self.relays for data in (relay.heard, relay.told)]
         assert sum(map(len, said)) > 2000, "both connections pass the relays"
         width = self.pair.source.kv.shape[1]
-        pieces = [bytes(self.pair.source.kv[p, at : at + PIECE].numpy()) for p in SOURCE for at in range(0, width, 8192)]
+        pieces = [
+            bytes(self.pair.source.kv[p, at : at + PIECE].numpy())
+            for p in SOURCE
+            for at in range(0, width, 8192)
+        ]
         return sum(piece in data for piece in pieces for data in said)
 
     @property
@@ -76,7 +80,9 @@ def settle(tapped):
     """A first room, after which the slab stands and the bulk connection too."""
     tapped.hand_off()
     tapped.pair.turn(lambda _: [True] if tapped.counters["slabs"] else [])
-    tapped.pair.turn(lambda _: [True] if [link for _, link in tapped.pair.receiver._bulk.items() if link.is_joined] else [])
+    tapped.pair.turn(
+        lambda _: [True] if [link for _, link in tapped.pair.receiver._bulk.items() if link.is_joined] else []
+    )
 
 
 def test_keyed_workers_of_one_host_share_memory_and_say_nothing_readable(tapped):
@@ -103,7 +109,9 @@ def lose_the_slab_on_prefill(workers):
     return act
 
 
-@pytest.mark.parametrize("lose", [lose_the_slab_on_decode, lose_the_slab_on_prefill], ids=["decode", "prefill"])
+@pytest.mark.parametrize(
+    "lose", [lose_the_slab_on_decode, lose_the_slab_on_prefill], ids=["decode", "prefill"]
+)
 def test_a_slab_lost_in_the_middle_of_a_hand_off_leaves_the_rest_to_sealed_blocks(tapped, lose):
     workers = tapped()
     settle(workers)
@@ -116,7 +124,9 @@ def test_a_slab_lost_in_the_middle_of_a_hand_off_leaves_the_rest_to_sealed_block
     assert workers.num_readable() == 0
 
 
-@pytest.mark.parametrize(("ciphers", "is_readable"), [((), False), ((CRC32C,), True)], ids=["auto", "trusted"])
+@pytest.mark.parametrize(
+    ("ciphers", "is_readable"), [((), False), ((CRC32C,), True)], ids=["auto", "trusted"]
+)
 def test_without_shared_memory_no_byte_of_a_page_crosses_a_socket_in_the_clear_unless_the_link_is_trusted(
     tapped, ciphers, is_readable
 ):

@@ -99,7 +99,9 @@ def lines(caplog, words):
 
 @pytest.mark.parametrize("scheme", ["tcp", "ipc"])
 def test_a_listed_worker_gets_through_in_both_directions(new_front, hosts, tmp_path, scheme):
-    front = new_front("tcp://127.0.0.1:0" if scheme == "tcp" else f"ipc://{tmp_path}/control", keys=hosts.router)
+    front = new_front(
+        "tcp://127.0.0.1:0" if scheme == "tcp" else f"ipc://{tmp_path}/control", keys=hosts.router
+    )
     with dealer(front.endpoint, curve(hosts.decode, "decode", hosts.router)) as worker:
         message = hello("decode")
         assert say(worker, message)
@@ -168,7 +170,9 @@ def test_s33_with_a_list_that_cannot_be_read_nobody_gets_in(front, hosts):
 
 
 @pytest.mark.parametrize("enforced", [True, False])
-def test_s33_when_the_zap_thread_dies_nobody_new_gets_in_and_who_is_in_stays(front, hosts, monkeypatch, caplog, enforced):
+def test_s33_when_the_zap_thread_dies_nobody_new_gets_in_and_who_is_in_stays(
+    front, hosts, monkeypatch, caplog, enforced
+):
     keys = curve(hosts.decode, "decode", hosts.router)
     if not enforced:  # libzmq's default, to show that the law can fail
         front.close()
@@ -280,10 +284,14 @@ def test_a_link_joins_a_keyed_router_and_hears_it(front, hosts, new_link):
     identity, message = front.heard[0]
     welcome = Welcome(instance=message.instance, router="a" * 32)
     front.call(front.control.transmit, identity, encode(welcome))
-    wait_until(lambda: link.tick(time.monotonic()) or link.receive() == [welcome], PATIENCE_S, "Welcome heard")
+    wait_until(
+        lambda: link.tick(time.monotonic()) or link.receive() == [welcome], PATIENCE_S, "Welcome heard"
+    )
 
 
-@pytest.mark.parametrize("who", ["unlisted worker", "router without keys", "worker with another router's key"])
+@pytest.mark.parametrize(
+    "who", ["unlisted worker", "router without keys", "worker with another router's key"]
+)
 def test_a_worker_that_cannot_join_says_why_and_joins_when_it_may(new_front, hosts, new_link, caplog, who):
     front = new_front(keys=None if who == "router without keys" else hosts.router)
     keys, reason = hosts.new("decode", "d1"), "refused our key"
@@ -318,7 +326,9 @@ def test_a_worker_without_keys_says_that_the_router_may_want_them(front, new_lin
     with caplog.at_level(logging.WARNING):
         assert not registers(front, link, 3 * FIRST_PAUSE_S)
         assert not registers(front, link, is_enough=lambda: lines(caplog, "no connection to the router"))
-    assert {"--keys" in line.fields["remedy"] for line in lines(caplog, "no connection to the router")} == {True}
+    assert {"--keys" in line.fields["remedy"] for line in lines(caplog, "no connection to the router")} == {
+        True
+    }
 
 
 def test_a_worker_that_lists_no_router_does_not_start(front, hosts, new_link):
@@ -327,7 +337,9 @@ def test_a_worker_that_lists_no_router_does_not_start(front, hosts, new_link):
 
 
 @pytest.mark.parametrize("is_restarted", [False, True])
-def test_s32_while_the_router_key_is_replaced_workers_reach_old_and_new(new_front, hosts, new_link, is_restarted):
+def test_s32_while_the_router_key_is_replaced_workers_reach_old_and_new(
+    new_front, hosts, new_link, is_restarted
+):
     before = read_key(hosts.router, "router")
     rotate(hosts.router, ["router"], 3600, time.time())
     admit(hosts.decode, hosts.router, "router")
@@ -382,7 +394,9 @@ def test_the_largest_frame_fits_through_a_curve_link_and_a_larger_one_does_not(h
 
 def test_nothing_is_left_when_the_control_socket_cannot_be_bound(front, hosts):
     with pytest.raises(Exception, match="in use"):
-        ControlSocket(front.endpoint, trusted_network=False, keyring=load_keyring(str(hosts.router), "router"))
+        ControlSocket(
+            front.endpoint, trusted_network=False, keyring=load_keyring(str(hosts.router), "router")
+        )
 
 
 def test_an_unknown_peer_is_told_apart_from_a_full_one(front):

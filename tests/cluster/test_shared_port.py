@@ -41,8 +41,12 @@ def test_two_routers_share_a_port_and_the_workers_and_one_that_dies_is_not_misse
         for _ in range(8):
             assert httpx.get(f"{cluster.url}/health", timeout=10).status_code == 200
         assert complete(cluster, prompt, max_tokens=8)[0] in texts
-        wait_until(lambda: seen.add(status(cluster)["router"]["pid"]) or len(seen) == 3, 60, "another one answers")
-        assert [pid_at(url) for url in cluster.own_urls] == [child.pid for child in routers(cluster)], "where it was before"
+        wait_until(
+            lambda: seen.add(status(cluster)["router"]["pid"]) or len(seen) == 3, 60, "another one answers"
+        )
+        assert [pid_at(url) for url in cluster.own_urls] == [child.pid for child in routers(cluster)], (
+            "where it was before"
+        )
 
 
 def instance(client, url):
@@ -84,7 +88,9 @@ def ask_once(port, gate):
         return connection.getresponse().status
 
 
-def test_a_router_listens_once_it_is_ready_and_leaves_a_shared_port_without_refusing_anybody(start, monkeypatch):
+def test_a_router_listens_once_it_is_ready_and_leaves_a_shared_port_without_refusing_anybody(
+    start, monkeypatch
+):
     monkeypatch.setattr("baton.router.app.HAND_OVER_S", 60.0)
     leaving, script = start(share_port=True)
     with socket.socket() as probe:
@@ -108,7 +114,9 @@ def test_a_router_listens_once_it_is_ready_and_leaves_a_shared_port_without_refu
             thread.start()
         leaving.begin_drain()
         until(lambda: leaving.router._listener.fileno() == -1, "its listener is closed")
-        assert instance(kept, leaving.url) == (leaving.router.instance, "close"), "a kept connection is served once more"
+        assert instance(kept, leaving.url) == (leaving.router.instance, "close"), (
+            "a kept connection is served once more"
+        )
         assert instance(kept, leaving.url) == (staying.router.instance, "")
         leaving.begin_stop()
         leaving.join()
@@ -138,7 +146,9 @@ def test_no_kept_connection_ends_unannounced_while_a_router_leaves_a_shared_port
     assert stream.read().endswith(b"data: [DONE]\n\n")
     streaming.request("GET", "/health")
     answer = streaming.getresponse()
-    assert (answer.status, answer.headers["connection"]) == (200, "close"), "too late to say it: one request more"
+    assert (answer.status, answer.headers["connection"]) == (200, "close"), (
+        "too late to say it: one request more"
+    )
     streaming.close()
     whole.close()
     leaving.begin_stop()

@@ -146,10 +146,16 @@ def test_a_killed_prefill_worker_leaves_no_slab_and_its_successor_shares_memory_
     assert all(is_right is True for kind, is_right, _ in outcomes if kind == "complete")
     assert outcomes[1][0] == "lost"
     successor = start(shm_peer.prefill, endpoint)
-    assert hand_over(successor, decode, 10, 14)[-1] == ("complete", True, BLOCKS)  # the first may come before the connection
+    assert hand_over(successor, decode, 10, 14)[-1] == (
+        "complete",
+        True,
+        BLOCKS,
+    )  # the first may come before the connection
 
 
-@pytest.mark.parametrize("fault", ["receiver:block:30", *map(slow, ["receiver:block:1", "receiver:release:1"])])
+@pytest.mark.parametrize(
+    "fault", ["receiver:block:30", *map(slow, ["receiver:block:1", "receiver:release:1"])]
+)
 def test_a_killed_decode_worker_leaves_no_slab_and_its_successor_shares_memory_again(start, endpoint, fault):
     prefill = start(shm_peer.prefill, endpoint)
     decode = start(shm_peer.decode, endpoint, fault)
@@ -183,7 +189,9 @@ def test_a_kill_of_both_frees_the_memory(start, endpoint):
 
 
 def test_f39_prefill_that_may_not_make_the_memory_falls_back(start, endpoint):
-    prefill = start(shm_peer.prefill, endpoint, "", 64 << 10)  # EFBIG stands for ENOSPC: a memfd has no tmpfs of its own
+    prefill = start(
+        shm_peer.prefill, endpoint, "", 64 << 10
+    )  # EFBIG stands for ENOSPC: a memfd has no tmpfs of its own
     decode = start(shm_peer.decode, endpoint)
     assert hand_over(prefill, decode, 0, 3) == [("complete", True, 0)] * 3
     assert holds(prefill.pid) == holds(decode.pid) == 0

@@ -95,7 +95,14 @@ def test_s9_inner_fields_are_refused_at_the_public_port_by_name(client, bodies, 
 
 def test_s3_an_address_in_a_request_is_never_connected_to(client, bodies, bait, plain_cluster):
     urls = [bait.address, f"tcp://{bait.address}", f"http://{bait.address}/x"]
-    names = ["x-request-id", "x-forwarded-for", "x-forwarded-host", "forwarded", "referer", "x-baton-timeline"]
+    names = [
+        "x-request-id",
+        "x-forwarded-for",
+        "x-forwarded-host",
+        "forwarded",
+        "referer",
+        "x-baton-timeline",
+    ]
     for url, (route, body) in itertools.product(urls, bodies.items()):
         headers = dict.fromkeys(names, url)
         answer = client.post(route, json={**body, "user": url}, headers=headers)
@@ -112,7 +119,23 @@ def test_s3_an_address_in_a_request_is_never_connected_to(client, bodies, bait, 
 def test_s6_every_shape_of_a_prompt_is_answered_or_refused(client, bodies):
     body = bodies["/v1/completions"]
     good = ["hi", ["hi"], ["hi", "ho"], [5, 6], [[5, 6]], [[5], [6, 7, 8]]]
-    bad = ["", [], [[]], [""], ["hi", []], [[5], []], [[5], 6], ["hi", 5], [["hi"]], [[[5]]], None, 5, {}, [None], [5.5]]
+    bad = [
+        "",
+        [],
+        [[]],
+        [""],
+        ["hi", []],
+        [[5], []],
+        [[5], 6],
+        ["hi", 5],
+        [["hi"]],
+        [[[5]]],
+        None,
+        5,
+        {},
+        [None],
+        [5.5],
+    ]
     for prompt in good:
         for n in (1, 2):
             answer = client.post("/v1/completions", json={**body, "prompt": prompt, "n": n})
@@ -131,12 +154,20 @@ def test_s7_extreme_integers_are_answered_or_refused_and_cost_no_memory(client, 
         for value in (number, [number], [[number]], {str(number): number}):
             answer = client.post(route, json={**bodies[route], field: value})
             assert answer.status_code == 200 or is_error_object(answer), (field, value, answer.text)
-    assert [port.resident() - old <= 50 * MIB for port, old in zip(everyone, before, strict=True)] == [True, True]
+    assert [port.resident() - old <= 50 * MIB for port, old in zip(everyone, before, strict=True)] == [
+        True,
+        True,
+    ]
 
 
 @pytest.mark.parametrize("rounds", [10, pytest.param(200, marks=pytest.mark.slow)])
 def test_s8_many_choices_of_many_prompts_leave_nothing(plain_cluster, client, bodies, rounds):
-    body = {**bodies["/v1/completions"], "prompt": [[7, 8, 9, i] for i in range(4)], "n": 8, "temperature": 0.7}
+    body = {
+        **bodies["/v1/completions"],
+        "prompt": [[7, 8, 9, i] for i in range(4)],
+        "n": 8,
+        "temperature": 0.7,
+    }
 
     def ask(i):
         answer = client.post("/v1/completions", json={**body, "seed": i})
@@ -164,7 +195,13 @@ async def ask_together(cluster, prompts, count):
     """The tokens of `count` requests, all with one id, as many at once as the router takes connections."""
     host, _, port = cluster.url.removeprefix("http://").partition(":")
     gate = asyncio.Semaphore(MOST_AT_ONCE)
-    body = {"model": served_model(cluster), "max_tokens": 4, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    body = {
+        "model": served_model(cluster),
+        "max_tokens": 4,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
 
     async def ask(i):
         document = json.dumps({**body, "prompt": prompts[i % len(prompts)], "user": "the same"}).encode()

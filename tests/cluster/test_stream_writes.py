@@ -84,14 +84,18 @@ def tokens_of(worker, output, spans):
     rooms = [(reserve.room, reserve.epoch) for reserve in worker.of(Reserve)]
     assert len(rooms) == NUM_CHOICES * len(ASKED)
     items = [
-        TokenItem(room=room, epoch=epoch, seq=first, ids=output[first:end]) for first, end in spans for room, epoch in rooms
+        TokenItem(room=room, epoch=epoch, seq=first, ids=output[first:end])
+        for first, end in spans
+        for room, epoch in rooms
     ]
     return Tokens(instance=worker.instance, items=items)
 
 
 def ends_of(worker, num):
     return [
-        Finished(room=reserve.room, epoch=reserve.epoch, instance=worker.instance, reason="stop", output_tokens=num)
+        Finished(
+            room=reserve.room, epoch=reserve.epoch, instance=worker.instance, reason="stop", output_tokens=num
+        )
         for reserve in worker.of(Reserve)
     ]
 
@@ -102,7 +106,9 @@ def test_a_step_is_one_write_to_each_stream_whatever_it_holds_and_the_end_comes_
     script.holds.set()  # what decode says is said below
     _, decode = running.pair(script)
     with contextlib.ExitStack() as stack:
-        opened = [stack.enter_context(httpx.stream("POST", running.url + path, json=body)) for path, body in ASKED]
+        opened = [
+            stack.enter_context(httpx.stream("POST", running.url + path, json=body)) for path, body in ASKED
+        ]
         readers = [Reader(response) for response in opened]
         for reader in readers:
             reader.read(TEXT[:1])

@@ -78,11 +78,19 @@ def wait_for(predicate, seconds, what):
 
 
 def complete(machine, model, num_tokens):
-    body = {"model": "model", "prompt": PROMPT, "max_tokens": num_tokens, "temperature": 0, "return_token_ids": True}
+    body = {
+        "model": "model",
+        "prompt": PROMPT,
+        "max_tokens": num_tokens,
+        "temperature": 0,
+        "return_token_ids": True,
+    }
     with machine.inside():
         answer = httpx.post(f"{machine.url}/v1/completions", json={**body, "ignore_eos": True}, timeout=60)
     assert answer.status_code == 200, answer.text
-    assert answer.json()["choices"][0]["token_ids"] == reference_greedy(reference_model(model), PROMPT, num_tokens)
+    assert answer.json()["choices"][0]["token_ids"] == reference_greedy(
+        reference_model(model), PROMPT, num_tokens
+    )
 
 
 def open_rooms(machine):
@@ -100,7 +108,9 @@ def test_the_units_start_outlive_a_hung_loop_and_stop_in_time_under_a_real_syste
     complete(machine, served_dir, 24)  # prefill hangs, the router notices, decode computes the prompt itself
     machine.run("rm", "/etc/baton/prefill-0.env")  # its next life is without a fault
     prefill = UNITS[1]
-    wait_for(lambda: machine.show(prefill, "NRestarts") == {"NRestarts": "1"}, 2 * WATCHDOG_S, machine.journal)
+    wait_for(
+        lambda: machine.show(prefill, "NRestarts") == {"NRestarts": "1"}, 2 * WATCHDOG_S, machine.journal
+    )
     assert f"Watchdog timeout (limit {WATCHDOG_S}s)" in machine.journal(prefill)
     wait_for(lambda: states(machine) == ["active"] * 3, 60, machine.journal)
     with ThreadPoolExecutor(1) as asking:
@@ -113,7 +123,9 @@ def test_the_units_start_outlive_a_hung_loop_and_stop_in_time_under_a_real_syste
     for unit in UNITS:
         ended = machine.show(unit, "ActiveState", "Result", "ExecMainStatus", "NRestarts")
         assert ended.pop("NRestarts") == ("1" if unit == prefill else "0")
-        assert ended == {"ActiveState": "inactive", "Result": "success", "ExecMainStatus": "0"}, machine.journal(unit)
+        assert ended == {"ActiveState": "inactive", "Result": "success", "ExecMainStatus": "0"}, (
+            machine.journal(unit)
+        )
 
 
 # --- what is replaced while the router runs ---------------------------------------------------------------------------
@@ -162,18 +174,24 @@ class Outside:
     def status_for(self, key):
         with self.machine.inside():
             headers = {"authorization": f"Bearer {key}"}
-            return httpx.get("https://127.0.0.1:8000/v1/models", headers=headers, verify=False, timeout=10).status_code
+            return httpx.get(
+                "https://127.0.0.1:8000/v1/models", headers=headers, verify=False, timeout=10
+            ).status_code
 
 
 @pytest.mark.slow
-def test_a_router_takes_over_certificates_and_api_keys_that_are_replaced_under_a_real_systemd(tmp_path, files):
+def test_a_router_takes_over_certificates_and_api_keys_that_are_replaced_under_a_real_systemd(
+    tmp_path, files
+):
     outside = Outside(files)
     outside.renew("first")
     install(files, SECURED, "--prefill=", "--decode=")
     secret, key = add(files / API_KEYS, {"name": "alice"})
     with booted(tmp_path / "machine", files) as machine:
         outside.machine, router = machine, "baton-router.service"
-        wait_for(lambda: machine.show(router, "ActiveState") == {"ActiveState": "active"}, 120, machine.journal)
+        wait_for(
+            lambda: machine.show(router, "ActiveState") == {"ActiveState": "active"}, 120, machine.journal
+        )
         process = machine.show(router, "MainPID")
         assert (outside.name_offered(), outside.status_for(secret)) == ("first", 200)
         for name in ("second", "third"):
@@ -184,7 +202,9 @@ def test_a_router_takes_over_certificates_and_api_keys_that_are_replaced_under_a
         outside.run(f"printf '%s' '{content}' > {API_KEYS}.new; mv {API_KEYS}.new {API_KEYS}")
         wait_for(lambda: outside.status_for(secret) == 401, SETTLE_S + 20, machine.journal)
         assert machine.show(router, "MainPID") == process
-        copies = machine.run("sh", "-c", "cd /run/baton-router-secrets && stat -c '%n %a %u' . *").splitlines()
+        copies = machine.run(
+            "sh", "-c", "cd /run/baton-router-secrets && stat -c '%n %a %u' . *"
+        ).splitlines()
         owner = machine.run("stat", "-Lc", "%u", "/run/baton-router").strip()
         assert owner != "0"
         assert copies == [". 711 0", *(f"{name} 400 {owner}" for name in ("api_keys", "tls_cert", "tls_key"))]

@@ -31,7 +31,9 @@ def chat(content, **switches):
 
 @asynccontextmanager
 async def templates(template=WILD, nursery=None):
-    made = Templates(Setup(chat_template=template, special_tokens={}), nursery or shared_nursery(), time.monotonic)
+    made = Templates(
+        Setup(chat_template=template, special_tokens={}), nursery or shared_nursery(), time.monotonic
+    )
     try:
         yield made
     finally:
@@ -107,7 +109,9 @@ def test_s19_nobody_else_has_to_wait_while_more_endless_templates_run_than_may()
     async def play():
         async with templates() as made:
             await made.render(chat("hi"), is_long=False)
-            endless = [asyncio.create_task(code_of(made.render(chat("loop"), is_long=False))) for _ in range(8)]
+            endless = [
+                asyncio.create_task(code_of(made.render(chat("loop"), is_long=False))) for _ in range(8)
+            ]
             usual = asyncio.create_task(code_of(made.render(chat("hi"), is_long=False)))
             assert await asyncio.gather(*endless) == ["template_too_costly"] * 8
             assert isinstance(await usual, int)

@@ -48,7 +48,10 @@ def connected(running):
 
 
 def name_offered(running, trusting, **named):
-    with connected(running) as connection, trusting.wrap_socket(connection, server_hostname="127.0.0.1") as inside:
+    with (
+        connected(running) as connection,
+        trusting.wrap_socket(connection, server_hostname="127.0.0.1") as inside,
+    ):
         assert inside.version() in ("TLSv1.2", "TLSv1.3")
         return dict(pair[0] for pair in inside.getpeercert()["subject"])["commonName"]
 
@@ -88,10 +91,15 @@ def test_with_a_certificate_http_is_tls_and_who_comes_without_hears_so(secured, 
     assert capsys.readouterr().out.count(": 200 ") == 2
 
 
-def test_new_connections_get_a_new_certificate_and_those_that_stand_go_on(secured, files, authority, trusting):
+def test_new_connections_get_a_new_certificate_and_those_that_stand_go_on(
+    secured, files, authority, trusting
+):
     running, script = secured()
     running.pair(script)
-    with connected(running) as connection, trusting.wrap_socket(connection, server_hostname="127.0.0.1") as kept:
+    with (
+        connected(running) as connection,
+        trusting.wrap_socket(connection, server_hostname="127.0.0.1") as kept,
+    ):
         assert is_healthy(kept)
         authority.write(*files, "second")
         until(lambda: name_offered(running, trusting) == "second", "the new one is offered")
@@ -120,7 +128,9 @@ COMMANDS = {
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_command_that_is_not_let_in_says_the_one_thing_to_do(name, secured, authority, tmp_path, capsys, monkeypatch):
+def test_a_command_that_is_not_let_in_says_the_one_thing_to_do(
+    name, secured, authority, tmp_path, capsys, monkeypatch
+):
     add(tmp_path / "api.json", {"name": "alice"})
     (tmp_path / "ca.pem").write_bytes(pem(authority.certificate))
     running, _ = secured(api_keys=str(tmp_path / "api.json"))

@@ -28,7 +28,9 @@ def running(start):
     decode.stats = WorkerStats(pages_total=64, pages_free=40, accept_length=2.31, counters={"tokens": 7.0})
     assert post(running).status_code == 200
     until(lambda: looked(running).requests.requests[0].outcome == "ok", "the request ended")
-    until(lambda: any(worker.accept_length for worker in looked(running).status.workers), "a heartbeat says so")
+    until(
+        lambda: any(worker.accept_length for worker in looked(running).status.workers), "a heartbeat says so"
+    )
     return running
 
 
@@ -85,7 +87,9 @@ def test_without_a_router_it_ends_with_one_line(flags, free_url, capsys):
     assert shown.err.count("\n") == 1
 
 
-@pytest.mark.parametrize("body", [b"[]", b"{}", b'{"router": 1, "workers": 2}', b"no", b'{"router": {}, "workers": [{}]}'])
+@pytest.mark.parametrize(
+    "body", [b"[]", b"{}", b'{"router": 1, "workers": 2}', b"no", b'{"router": {}, "workers": [{}]}']
+)
 def test_who_is_no_router_is_told_in_one_line(body, capsys):
     class Other(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
@@ -150,7 +154,10 @@ def test_it_looks_again_until_it_is_interrupted(running, capsys, monkeypatch):
 
 def test_a_rate_is_growth_over_the_last_seconds_and_begins_anew_with_a_new_process():
     rates = Rates()
-    found = [rates.of("x", total, now) for now, total in ((0.0, 10.0), (1.0, 30.0), (4.0, 90.0), (9.0, 90.0), (10.0, 5.0))]
+    found = [
+        rates.of("x", total, now)
+        for now, total in ((0.0, 10.0), (1.0, 30.0), (4.0, 90.0), (9.0, 90.0), (10.0, 5.0))
+    ]
     assert found == [None, 20.0, 20.0, 0.0, None]
 
 

@@ -24,7 +24,9 @@ def collector():
             body = self.rfile.read(int(self.headers["content-length"]))
             for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
                 names = {a.key: a.value.string_value for a in resource.resource.attributes}
-                spans.extend((names["service.name"], span) for scope in resource.scope_spans for span in scope.spans)
+                spans.extend(
+                    (names["service.name"], span) for scope in resource.scope_spans for span in scope.spans
+                )
             self.send_response(200)
             self.end_headers()
 
@@ -61,10 +63,20 @@ def test_the_headers_of_a_client_reach_both_workers_as_the_standard_says(start, 
 def test_a_collector_gets_one_trace_of_three_processes(served_dir, collector):
     address, spans = collector
     env = {"OTEL_BSP_SCHEDULE_DELAY": "100"}
-    with serving(served_dir, env=env, prefill=1, decode=1, kv_memory_mb=8, threads=1, otlp_endpoint=address) as cluster:
-        body = {"model": served_model(cluster), "prompt": random_ids(20, 330, seed=1), "max_tokens": 8, "ignore_eos": True}
+    with serving(
+        served_dir, env=env, prefill=1, decode=1, kv_memory_mb=8, threads=1, otlp_endpoint=address
+    ) as cluster:
+        body = {
+            "model": served_model(cluster),
+            "prompt": random_ids(20, 330, seed=1),
+            "max_tokens": 8,
+            "ignore_eos": True,
+        }
         headers = [("traceparent", PARENT), ("tracestate", "a=1"), ("tracestate", "b@c=2 , d=3")]
-        assert httpx.post(f"{cluster.url}/v1/completions", json=body, headers=headers, timeout=60).status_code == 200
+        assert (
+            httpx.post(f"{cluster.url}/v1/completions", json=body, headers=headers, timeout=60).status_code
+            == 200
+        )
         until(lambda: len(spans) >= 5, "five spans came", 20)
     assert {span.trace_id.hex() for _, span in spans} == {TRACE}
     names = sorted((service, span.name.split()[0]) for service, span in spans)
@@ -76,4 +88,6 @@ def test_a_collector_gets_one_trace_of_three_processes(served_dir, collector):
     root = next(span for _, span in spans if span.name.startswith("text_completion"))
     for _, span in spans:
         assert span is root or span.parent_span_id == root.span_id
-        assert root.start_time_unix_nano - 2e7 <= span.start_time_unix_nano <= span.end_time_unix_nano, span.name
+        assert root.start_time_unix_nano - 2e7 <= span.start_time_unix_nano <= span.end_time_unix_nano, (
+            span.name
+        )

@@ -66,7 +66,9 @@ class Prefill:
     def __init__(self, context: zmq.Context, endpoint: str, layout: m.Layout = LAYOUT) -> None:
         self.instance = secrets.token_hex(16)
         self.planes = planes_of(layout, 1)
-        self.sender = ZmqBlocksSender(endpoint, self.instance, layout, self.planes, context=context, lease_s=LEASE_S)
+        self.sender = ZmqBlocksSender(
+            endpoint, self.instance, layout, self.planes, context=context, lease_s=LEASE_S
+        )
         self.events: list[TransportEvent] = []
         self._commands: list[Callable[[], None]] = []
         self._stopping = threading.Event()
@@ -131,13 +133,20 @@ def receiver(context: zmq.Context) -> Iterator[ZmqBlocksReceiver]:
 
 def new_receiver(context: zmq.Context, layout: m.Layout, **options: float) -> ZmqBlocksReceiver:
     planes = planes_of(layout, 2, with_features=False)
-    receiver = ZmqBlocksReceiver(secrets.token_hex(16), layout, planes, context=context, lease_s=LEASE_S, **options)
+    receiver = ZmqBlocksReceiver(
+        secrets.token_hex(16), layout, planes, context=context, lease_s=LEASE_S, **options
+    )
     receiver.planes = planes
     return receiver
 
 
 def request_for(
-    prefill: Prefill, room: str, num_tokens: int, pages: tuple[int, ...], have: int = 0, layout: m.Layout = LAYOUT
+    prefill: Prefill,
+    room: str,
+    num_tokens: int,
+    pages: tuple[int, ...],
+    have: int = 0,
+    layout: m.Layout = LAYOUT,
 ) -> PullRequest:
     width = KVLayout(layout).feature_page_bytes
     return PullRequest(
@@ -182,7 +191,9 @@ def wait_for(condition: Callable[[], object]) -> None:
         time.sleep(0.002)
 
 
-@pytest.mark.parametrize("layout", [LAYOUT, WITHOUT_FEATURES, BIG_PAGES], ids=["features", "plain", "zero-copy"])
+@pytest.mark.parametrize(
+    "layout", [LAYOUT, WITHOUT_FEATURES, BIG_PAGES], ids=["features", "plain", "zero-copy"]
+)
 @pytest.mark.parametrize("have", [0, 32])
 def test_every_byte_lands_and_no_other_page_changes(
     context: zmq.Context, start: Callable[..., Prefill], endpoint: str, layout: m.Layout, have: int
@@ -358,7 +369,9 @@ def test_an_endpoint_that_nobody_can_connect_to_loses_the_room_at_once(receiver:
     assert (lost.kind, "nonsense" in lost.reason) == ("PeerLost", True)
 
 
-def test_nobody_at_an_endpoint_ends_the_room_over_real_sockets_on_the_injected_clock(context: zmq.Context) -> None:
+def test_nobody_at_an_endpoint_ends_the_room_over_real_sockets_on_the_injected_clock(
+    context: zmq.Context,
+) -> None:
     now = [0.0]
     receiver = ZmqBlocksReceiver(
         "a" * 32, LAYOUT, planes_of(LAYOUT, 2, with_features=False), context=context, clock=lambda: now[0]

@@ -76,7 +76,11 @@ def _made(how: dict) -> str:
             defs = {"d0": {"type": "string"}}
             for i in range(count):
                 below = {"$ref": f"#/$defs/d{i}"}
-                defs[f"d{i + 1}"] = {"type": "object", "properties": {"a": below, "b": below}, "required": ["a", "b"]}
+                defs[f"d{i + 1}"] = {
+                    "type": "object",
+                    "properties": {"a": below, "b": below},
+                    "required": ["a", "b"],
+                }
             return json.dumps({"$defs": defs, "$ref": f"#/$defs/d{count}"})
         case "anyof_tree":
             return json.dumps(_tree(how["width"], how["depth"]))
@@ -87,7 +91,11 @@ def _tree(width: int, depth: int) -> dict:
     if not depth:
         return {"type": "string"}
     below = _tree(width, depth - 1)
-    return {"anyOf": [{"type": "object", "properties": {f"k{i}": below}, "required": [f"k{i}"]} for i in range(width)]}
+    return {
+        "anyOf": [
+            {"type": "object", "properties": {f"k{i}": below}, "required": [f"k{i}"]} for i in range(width)
+        ]
+    }
 
 
 def data(case: Case) -> bytes:

@@ -1,12 +1,12 @@
 """Where rows are tried: a toy model, a fresh cluster for each row, and the checks that follow every row.
 
-    with bed.scene() as scene      a whole, idle cluster of 2 prefill and 2 decode workers; `flags`, `prefill=1` and the
-                                   like make another one
-    scene.verdict()                after the row: every promise of history.py, and
-        I4   5 s after the last request nothing is held anywhere: pages, rooms, file descriptors, shared memory
-        I6   the router has grown by no more than ROUTER_GROWTH since it was fresh
-        I8   no process but the victims ended
-        S1   no node did what the audit hook of tests/audit forbids
+with bed.scene() as scene      a whole, idle cluster of 2 prefill and 2 decode workers; `flags`, `prefill=1` and the
+                               like make another one
+scene.verdict()                after the row: every promise of history.py, and
+    I4   5 s after the last request nothing is held anywhere: pages, rooms, file descriptors, shared memory
+    I6   the router has grown by no more than ROUTER_GROWTH since it was fresh
+    I8   no process but the victims ended
+    S1   no node did what the audit hook of tests/audit forbids
 """
 
 import os

@@ -1,15 +1,15 @@
 """A cluster of real processes whose nodes can be killed, stopped, armed with faults and started again one by one.
 
-    nodes      router, prefill-0.., decode-0.. and with routers=2 router-1, which every worker serves as well; each has
-               flags, environment and a log of its own
-    endpoints  those of the place, loopback tcp if none is given, the same after every restart: `cluster.port(name)` is a
-               router's HTTP port or a prefill worker's KV port, `cluster.control_ports[name]` where workers register at a
-               router
-    flags      those of "prefill" or "decode" go to every worker of that role, of "*" to all workers
-    prepare    by name, role or "*": functions that a node calls before its main in its first life, as `nursery` says
-    proxies    with proxied=True a ZMTP proxy stands before the router for each worker and before each prefill worker's KV
-               port: `cluster.control["decode-0"]`, `cluster.kv["prefill-0"]`; "up" is towards the router or prefill
-    audit      every node runs under the hook of tests/audit; `audit_lines` is what it found
+nodes      router, prefill-0.., decode-0.. and with routers=2 router-1, which every worker serves as well; each has
+           flags, environment and a log of its own
+endpoints  those of the place, loopback tcp if none is given, the same after every restart: `cluster.port(name)` is a
+           router's HTTP port or a prefill worker's KV port, `cluster.control_ports[name]` where workers register at a
+           router
+flags      those of "prefill" or "decode" go to every worker of that role, of "*" to all workers
+prepare    by name, role or "*": functions that a node calls before its main in its first life, as `nursery` says
+proxies    with proxied=True a ZMTP proxy stands before the router for each worker and before each prefill worker's KV
+           port: `cluster.control["decode-0"]`, `cluster.kv["prefill-0"]`; "up" is towards the router or prefill
+audit      every node runs under the hook of tests/audit; `audit_lines` is what it found
 """
 
 import json
@@ -27,7 +27,12 @@ from baton.tests.audit.watch import violations
 from baton.tests.faults.places import Loopback
 from baton.tests.faults.zmtp_proxy import Proxies, Proxy
 
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "PYTHONUNBUFFERED": "1"}
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "OMP_WAIT_POLICY": "passive",
+    "PYTHONUNBUFFERED": "1",
+}
 KEPT = ("PATH", "HOME", "PYTHONPATH", "TMPDIR", "LANG")
 
 
@@ -88,7 +93,9 @@ class Forker:
     def wait_down(self, node: Node, timeout: float) -> int:
         """The exit code, negative for a signal."""
         with self._changed:
-            assert self._changed.wait_for(lambda: not node.is_up, timeout), f"{node.name} did not end in {timeout} s"
+            assert self._changed.wait_for(lambda: not node.is_up, timeout), (
+                f"{node.name} did not end in {timeout} s"
+            )
         return node.exits[-1]
 
     def close(self) -> None:
@@ -143,7 +150,9 @@ class FaultCluster:
         self._ports = {name: port for name, (_, port) in ports.items()}
         self._proxies = Proxies().__enter__() if proxied else None
         # a new client for every question costs more than the answer; connections are not kept, since routers end
-        self._client = httpx.Client(timeout=5, trust_env=False, limits=httpx.Limits(max_keepalive_connections=0))
+        self._client = httpx.Client(
+            timeout=5, trust_env=False, limits=httpx.Limits(max_keepalive_connections=0)
+        )
         self.control: dict[str, Proxy] = {}
         self.kv: dict[str, Proxy] = {}
         self.nodes = {name: self._node(name, model, flags or {}, env or {}) for name in names}
@@ -165,7 +174,10 @@ class FaultCluster:
     @property
     def audit_lines(self) -> list[str]:
         """What a node did that no serving node may do."""
-        return [f"S1: {found['event']} {found['arguments']} at {found['stack']}" for found in violations(self._report)]
+        return [
+            f"S1: {found['event']} {found['arguments']} at {found['stack']}"
+            for found in violations(self._report)
+        ]
 
     def port(self, name: str) -> int:
         """A router's HTTP port, or the KV port of a prefill worker."""
@@ -280,7 +292,9 @@ class FaultCluster:
 
     def is_known(self, name: str, pid: int) -> bool:
         """Whether some router counts the process `pid` among its serving workers."""
-        workers = [worker for document in self.all_status().values() for worker in document.get("workers", [])]
+        workers = [
+            worker for document in self.all_status().values() for worker in document.get("workers", [])
+        ]
         return any(w["pid"] == pid and w["state"] == "serving" for w in workers)
 
     def is_whole(self) -> bool:
@@ -288,11 +302,14 @@ class FaultCluster:
         pids = {node.pid for node in self.workers if node.is_up}
         documents = [document.get("workers", []) for document in self.all_status().values()]
         return bool(documents) and all(
-            {w["pid"] for w in workers} == pids and all(w["state"] == "serving" for w in workers) for workers in documents
+            {w["pid"] for w in workers} == pids and all(w["state"] == "serving" for w in workers)
+            for workers in documents
         )
 
     def wait_whole(self, timeout: float) -> None:
-        wait_until(self.is_whole, timeout, lambda: f"a whole cluster: {self.all_status()}\n{self.last_lines()}")
+        wait_until(
+            self.is_whole, timeout, lambda: f"a whole cluster: {self.all_status()}\n{self.last_lines()}"
+        )
 
     def held(self) -> dict[str, int]:
         """What is in use anywhere, by name; empty when everything has been given back."""
@@ -332,7 +349,11 @@ class FaultCluster:
             own |= {"chunk-size": "64"}
         if self._proxies is not None:
             own |= self._proxy(name, role, control[0])
-        given = {**({} if role == "router" else flags.get("*", {})), **flags.get(role, {}), **flags.get(name, {})}
+        given = {
+            **({} if role == "router" else flags.get("*", {})),
+            **flags.get(role, {}),
+            **flags.get(name, {}),
+        }
         env = {**env, **self.place.env(name), "AUDIT_REPORT": str(self._report)}
         return Node(name, role, own | given, self._directory / f"{name}.txt", env=env, moves=self.place.moves)
 
@@ -341,7 +362,10 @@ class FaultCluster:
         if role == "router":
             return {}
         self.control[name] = self._proxies.add("tcp://127.0.0.1:0", control)
-        own = {"router": self.control[name].endpoint, "transports": "zmq_blocks"}  # shared memory passes a proxy by
+        own = {
+            "router": self.control[name].endpoint,
+            "transports": "zmq_blocks",
+        }  # shared memory passes a proxy by
         if role == "prefill":
             self.kv[name] = self._proxies.add("tcp://127.0.0.1:0", f"tcp://127.0.0.1:{self._ports[name]}")
             own["kv-advertise"] = self.kv[name].endpoint

@@ -31,7 +31,11 @@ def main() -> int:
                 beats[i] = 0.0
             if link.connected and now >= beats[i]:
                 beats[i] = now + link.heartbeat_s
-                link.send(Heartbeat(instance=link._machine.hello.instance, stats=WorkerStats(pages_total=8, pages_free=8)))
+                link.send(
+                    Heartbeat(
+                        instance=link._machine.hello.instance, stats=WorkerStats(pages_total=8, pages_free=8)
+                    )
+                )
     for link in links:
         link.close()
     context.term()

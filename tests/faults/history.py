@@ -1,9 +1,9 @@
 """What the clients of a run saw, against what they were promised. It shares no code with the cluster.
 
-    I1   each accepted request has exactly one terminal event, and nothing behind it
-    I2   its tokens are those of the run without faults, or a strict prefix of them and an error behind
-    I9   attempts of all requests / requests <= 1.2, and at most 10 more than requests when these are few
-    I10  nobody waits beyond its deadline and a second
+I1   each accepted request has exactly one terminal event, and nothing behind it
+I2   its tokens are those of the run without faults, or a strict prefix of them and an error behind
+I9   attempts of all requests / requests <= 1.2, and at most 10 more than requests when these are few
+I10  nobody waits beyond its deadline and a second
 """
 
 from dataclasses import dataclass
@@ -72,7 +72,9 @@ def _tokens(call: Call, reference: list[int] | None) -> list[str]:
 
 def _time(call: Call, promise: Promise) -> list[str]:
     took = call.ended - call.started
-    return [f"I10: took {took:.1f} s of {promise.deadline_s} s"] if took > promise.deadline_s + GRACE_S else []
+    return (
+        [f"I10: took {took:.1f} s of {promise.deadline_s} s"] if took > promise.deadline_s + GRACE_S else []
+    )
 
 
 def _attempts(calls: list[Call], promise: Promise) -> list[str]:

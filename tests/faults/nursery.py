@@ -15,7 +15,13 @@ import signal
 import sys
 import traceback
 
-PRELOADED = ("baton.prefill.startup", "baton.decode.startup", "baton.router.app", "baton.router.tokenizer", "uvloop")
+PRELOADED = (
+    "baton.prefill.startup",
+    "baton.decode.startup",
+    "baton.router.app",
+    "baton.router.tokenizer",
+    "uvloop",
+)
 AUDIT = "baton.tests.audit.sitecustomize"
 SERVER = 0  # the return of `serve` in the process that forks; a child returns its exit code
 
@@ -82,7 +88,10 @@ class Nursery:
             os.close(descriptor)
         self._children = {}
         os.setsid()
-        null, log = os.open(os.devnull, os.O_RDONLY), os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        null, log = (
+            os.open(os.devnull, os.O_RDONLY),
+            os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600),
+        )
         for source, target in ((null, 0), (log, 1), (log, 2)):
             os.dup2(source, target)
         os.close(null)

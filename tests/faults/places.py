@@ -46,7 +46,10 @@ class Loopback:
         routers = [name for name in called if name.startswith("router")]
         ports = unused_ports(len(routers) + len(called))
         control = dict(zip(routers, ports, strict=False))
-        return {name: (control.get(name, 0), port) for name, port in zip(called, ports[len(routers) :], strict=True)}
+        return {
+            name: (control.get(name, 0), port)
+            for name, port in zip(called, ports[len(routers) :], strict=True)
+        }
 
     def address(self, name: str) -> str:
         """Of a node's host, as others reach it."""
@@ -100,7 +103,12 @@ class Lan(Loopback):
             self._switch, f"ip link add {port} type veth peer name eth0 netns {path_of(own)}",
             f"ip link set {port} master br0 {size} up",
         )  # fmt: skip
-        do(own, "ip link set lo up", f"ip addr add {self.address(name)}/24 dev eth0", f"ip link set eth0 {size} up")
+        do(
+            own,
+            "ip link set lo up",
+            f"ip addr add {self.address(name)}/24 dev eth0",
+            f"ip link set eth0 {size} up",
+        )
 
     def inside(self, name: str) -> contextlib.AbstractContextManager[None]:
         """This thread is on that host meanwhile."""
@@ -110,7 +118,11 @@ class Lan(Loopback):
         for name in names:
             self.add(name)
         self._keys = make_keys(names, directory / "keys")
-        return {n: (CONTROL, HTTP) if n.startswith("router") else (0, KV) for n in names if not n.startswith("decode")}
+        return {
+            n: (CONTROL, HTTP) if n.startswith("router") else (0, KV)
+            for n in names
+            if not n.startswith("decode")
+        }
 
     def address(self, name: str) -> str:
         return f"{NETWORK}.{list(self._hosts).index(name) + 1}"
@@ -120,10 +132,16 @@ class Lan(Loopback):
         if name.startswith("router"):
             return own
         own["router"] = ",".join(control)
-        return own | ({"kv-advertise": f"tcp://{self.address(name)}:{KV}"} if name.startswith("prefill") else {})
+        return own | (
+            {"kv-advertise": f"tcp://{self.address(name)}:{KV}"} if name.startswith("prefill") else {}
+        )
 
     def env(self, name: str) -> dict[str, str]:
-        return {HOST: path_of(self._hosts[name]), HOST_NAME: name, "AUDIT_NETWORKS": f"{NETWORK}.0/24,0.0.0.0/32"}
+        return {
+            HOST: path_of(self._hosts[name]),
+            HOST_NAME: name,
+            "AUDIT_NETWORKS": f"{NETWORK}.0/24,0.0.0.0/32",
+        }
 
     # --- what cables do -----------------------------------------------------------------------------------------------
 

@@ -88,7 +88,9 @@ def attempt(bed: Bed, chosen: Row) -> Outcome:
             problems = scene.verdict()
             if problems:
                 problems.append(scene.cluster.last_lines())
-    except Exception as error:  # whatever a row runs into is its result; the next row has a cluster of its own
+    except (
+        Exception
+    ) as error:  # whatever a row runs into is its result; the next row has a cluster of its own
         at = next(f for f in reversed(traceback.extract_tb(error.__traceback__)) if "rows" in f.filename)
         problems = [f"{type(error).__name__} {error} in: {at.line}", *getattr(error, "__notes__", [])]
         is_late = isinstance(error, Late)
@@ -103,5 +105,7 @@ def as_line(outcome: Outcome) -> str:
     """A row of the table of a run, below HEAD."""
     row = outcome.row
     result = "**fails**" if outcome.problems else "not run" if outcome.skipped else "holds"
-    text = outcome.problems[0].splitlines()[0][:160] if outcome.problems else outcome.measured or outcome.skipped
+    text = (
+        outcome.problems[0].splitlines()[0][:160] if outcome.problems else outcome.measured or outcome.skipped
+    )
     return f"| {row.name} | {row.fault} | {row.criterion} | {result} | {text} | {outcome.seconds:.1f} |"

@@ -23,22 +23,31 @@ HEARTBEAT_S = 1.0  # what /status says of a worker may be so old
 CONTEXT = 2048
 
 
-@row("F07", "a prompt is too long, or its prefill aborts", "400 by both paths; no token of an incomplete KV cache")
+@row(
+    "F07",
+    "a prompt is too long, or its prefill aborts",
+    "400 by both paths; no token of an incomplete KV cache",
+)
 def f07(scene: Scene) -> str:
     long = tuple([5] * CONTEXT)
     asks = [Ask(prompt=long, max_tokens=1, stream=stream) for stream in (True, False)]
     refused = scene.traffic.wait(scene.traffic.start(*asks))
     assert [call.status for call in refused] == [400, 400]
     assert all(str(CONTEXT) in call.error["message"] and not call.ids for call in refused)
-    calls = play_fault(scene, "prefill-0", "prefill:chunk:4:abort", workload(107, 6, prompt=LONG, max_tokens=8), -6)
+    calls = play_fault(
+        scene, "prefill-0", "prefill:chunk:4:abort", workload(107, 6, prompt=LONG, max_tokens=8), -6
+    )
     scene.promise = Promise(statuses=(400,))  # these two were to be refused; the others have all finished
     assert all(call.end == "finished" for call in calls), calls
     return f"400 and 400; {placed_again(calls)}"
 
 
 @row(
-    "F13", "a client leaves in the middle of its prompt",
-    "given back on both workers <= 200 ms; batch mates unaffected", quick=True, flags=UNCACHED,
+    "F13",
+    "a client leaves in the middle of its prompt",
+    "given back on both workers <= 200 ms; batch mates unaffected",
+    quick=True,
+    flags=UNCACHED,
 )
 def f13(scene: Scene) -> str:
     mates = scene.known(workload(113, 4, prompt=(30, 60), max_tokens=200))
@@ -49,7 +58,12 @@ def f13(scene: Scene) -> str:
         (call,) = scene.traffic.start(ask, leave_after=0.05)
         scene.traffic.wait([call])
         assert not call.ids, "it left before its first token"
-        wait_until(lambda: num_open(scene) <= sum(not mate.ended for mate in calls), 2, "Gone from both workers", pause=0.01)
+        wait_until(
+            lambda: num_open(scene) <= sum(not mate.ended for mate in calls),
+            2,
+            "Gone from both workers",
+            pause=0.01,
+        )
         took.append(time.monotonic() - call.ended)
     scene.traffic.wait(calls)
     assert all(mate.end == "finished" and mate.attempts == 1 for mate in calls)
@@ -63,8 +77,12 @@ def num_open(scene: Scene) -> int:
 
 
 @row(
-    "F14", "a client leaves after prefill is done, before decode began",
-    "prefill's pages free <= 1 s, while decode is deaf and mute", quick=True, prefill=1, decode=1,
+    "F14",
+    "a client leaves after prefill is done, before decode began",
+    "prefill's pages free <= 1 s, while decode is deaf and mute",
+    quick=True,
+    prefill=1,
+    decode=1,
 )
 def f14(scene: Scene) -> str:
     asks = scene.known(workload(114, 1, prompt=LONG, max_tokens=40))
@@ -81,8 +99,12 @@ def f14(scene: Scene) -> str:
 
     wait_until(is_free, 1.0 + HEARTBEAT_S, "prefill's pages free")
     freed = time.monotonic() - left
-    wait_until(lambda: not scene.cluster.worker("decode-0"), 3, "decode still sleeps: the router has given it up")
-    wait_until(lambda: scene.cluster.is_whole() and not scene.cluster.held(), PAUSE_S + 1, "decode's pages free, too")
+    wait_until(
+        lambda: not scene.cluster.worker("decode-0"), 3, "decode still sleeps: the router has given it up"
+    )
+    wait_until(
+        lambda: scene.cluster.is_whole() and not scene.cluster.held(), PAUSE_S + 1, "decode's pages free, too"
+    )
     slept = time.monotonic() - left
     assert call.end == "cancelled"
     assert len(call.ids) == 1, "prefill's token came; decode had not begun"
@@ -90,7 +112,8 @@ def f14(scene: Scene) -> str:
 
 
 @row(
-    "F15", "200 clients leave in the middle of their streams",
+    "F15",
+    "200 clients leave in the middle of their streams",
     "no page held after 2 s; the others' streams equal, in one attempt, at >= 95 % of their pace beside clients that stay",
     prepare={"decode": ["baton.tests.faults.rows_storms:steps_of_a_device"]},
 )
@@ -98,7 +121,10 @@ def f15(scene: Scene) -> str:
     asks = scene.known(workload(115, 40, prompt=(30, 200), max_tokens=24))
     others = scene.known(workload(1150, 4, prompt=(30, 100), max_tokens=400))
     scene.promise = Promise(statuses=(429,))
-    paces: dict[bool, list[float]] = {False: [], True: []}  # in turn, since what else runs changes; the best counts
+    paces: dict[bool, list[float]] = {
+        False: [],
+        True: [],
+    }  # in turn, since what else runs changes; the best counts
     for leaves, count in ((False, 80), (True, 100)) * 2:
         steady = scene.traffic.start(*others)
         wait_until(lambda steady=steady: all(call.ids for call in steady), 10, "the steady streams run")
@@ -112,7 +138,9 @@ def f15(scene: Scene) -> str:
         wait_until(lambda: not scene.cluster.held(), 2.0 + HEARTBEAT_S, "every page free")
     took = time.monotonic() - left
     stayed, gone = max(paces[False]), max(paces[True])
-    assert gone >= 0.95 * stayed, f"{gone:.0f} tokens/s beside clients that leave, {stayed:.0f} beside those that stay"
+    assert gone >= 0.95 * stayed, (
+        f"{gone:.0f} tokens/s beside clients that leave, {stayed:.0f} beside those that stay"
+    )
     return (
         f"free after {took:.2f} s (heartbeat included); the others: {gone:.0f} tokens/s, {stayed:.0f} beside clients that "
         f"stay, longest gap {longest_pause(steady):.2f} s"
@@ -145,7 +173,11 @@ def leave_in_groups(scene: Scene, asks: list[Ask], rng: random.Random, *, width:
             running = [call for call in running if not call.ended]
             time.sleep(0.001)
         way = rng.random()
-        moment = {"leave_after": rng.uniform(0, 0.25)} if way < 0.6 else {"leave_at": rng.randint(1, ask.max_tokens)}
+        moment = (
+            {"leave_after": rng.uniform(0, 0.25)}
+            if way < 0.6
+            else {"leave_at": rng.randint(1, ask.max_tokens)}
+        )
         running += scene.traffic.start(ask, **({} if way > 0.95 else moment))
         calls.append(running[-1])
     return scene.traffic.wait(calls)
@@ -171,13 +203,19 @@ def cancels(scene: Scene) -> str:
     return play_cancels(scene, 10000)
 
 
-@row("cancel500", "500 clients leave at random moments", "nothing is held 5 s later; no descriptor leaks", quick=True)
+@row(
+    "cancel500",
+    "500 clients leave at random moments",
+    "nothing is held 5 s later; no descriptor leaks",
+    quick=True,
+)
 def cancel500(scene: Scene) -> str:
     return play_cancels(scene, 500)
 
 
 @row(
-    "F16", "a client does not read for 6 s while its stream is fast",
+    "F16",
+    "a client does not read for 6 s while its stream is fast",
     "router grows <= 8 MB; the others' tokens equal, 99 % of their gaps <= 1.2 x and 20 ms of those beside one that reads",
 )
 def f16(scene: Scene) -> str:
@@ -193,8 +231,12 @@ def f16(scene: Scene) -> str:
     with socket.socket() as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         sock.connect(("127.0.0.1", scene.cluster.port("router")))
-        body = silent.body(scene.cluster.model).replace(b'"return_token_ids"', b'"logprobs": 5, "return_token_ids"')
-        sock.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+        body = silent.body(scene.cluster.model).replace(
+            b'"return_token_ids"', b'"logprobs": 5, "return_token_ids"'
+        )
+        sock.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body
+        )
         calls = scene.traffic.start(*others)
         until = time.monotonic() + 6.0
         peak = 0
@@ -231,7 +273,11 @@ def read_to_the_end(sock: socket.socket) -> bytes:
 POISON = (77,) * 5  # the beginning of a prompt
 
 
-@row("F49", "a prompt crashes every prefill worker that computes it", "two workers die of it, then 500 for it alone")
+@row(
+    "F49",
+    "a prompt crashes every prefill worker that computes it",
+    "two workers die of it, then 500 for it alone",
+)
 def f49(scene: Scene) -> str:
     asks = scene.known(workload(149, 12, prompt=(30, 100), max_tokens=30))
     scene.promise = Promise(statuses=(500,))
@@ -269,7 +315,8 @@ def fear_poison() -> None:
 
 
 @row(
-    "F51", "five times as many requests as the cluster serves",
+    "F51",
+    "five times as many requests as the cluster serves",
     "429 with Retry-After for the rest; admitted ones complete; goodput >= 90 % of the peak, first tokens <= 3 x",
     flags={**UNCACHED, "router": {"max-queue": "32"}},
     prepare={"decode": ["baton.tests.faults.rows_storms:steps_of_a_device"]},

@@ -48,7 +48,9 @@ def under_another_first_token(scene: Scene) -> list[Call]:
     until: dict[str, float] = {}  # by room
 
     def is_early(message: Message) -> bool:
-        return is_final(message) and time.monotonic() < until.setdefault(message.fields()["room"], time.monotonic() + 0.5)
+        return is_final(message) and time.monotonic() < until.setdefault(
+            message.fields()["room"], time.monotonic() + 0.5
+        )
 
     rule = scene.cluster.kv["prefill-0"].down.rule(is_early, lowest_bit("first_token"))
     calls = finished(scene, scene.traffic.start(*asks))
@@ -76,7 +78,9 @@ def f33c(scene: Scene) -> str:
         calls += ordered
     for node, name, field in REPORTS:
         reported = while_damaged(scene, scene.cluster.control[node].up, name, field, asks)
-        assert all(call.attempts <= 2 for call in reported), f"{name} costs an attempt at most: {told(reported)}"
+        assert all(call.attempts <= 2 for call in reported), (
+            f"{name} costs an attempt at most: {told(reported)}"
+        )
         calls += reported
     found = scene.cluster.status()["router"]["events"]
     assert (found["damaged_order"], found["damaged_message"]) == (len(ORDERS), len(REPORTS))

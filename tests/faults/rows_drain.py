@@ -23,8 +23,11 @@ def ask_to_leave(scene: Scene, name: str) -> float:
 
 
 @row(
-    "F42", "SIGTERM to prefill under load",
-    "out of rotation at once; stays until its blocks are pulled; 0 failed, exit 0", quick=True, flags=UNCACHED,
+    "F42",
+    "SIGTERM to prefill under load",
+    "out of rotation at once; stays until its blocks are pulled; 0 failed, exit 0",
+    quick=True,
+    flags=UNCACHED,
 )
 def f42(scene: Scene) -> str:
     asks = scene.known(workload(142, 12, prompt=(400, 600), max_tokens=8))
@@ -41,7 +44,9 @@ def f42(scene: Scene) -> str:
     late = scene.traffic.start(*asks[:4])
     assert scene.cluster.wait_down("prefill-0", 20) == DRAINED
     scene.traffic.wait([*calls, *late])
-    again = [call.attempts for call in calls if call.attempts > 1]  # those whose Prefill met the Goodbye on its way
+    again = [
+        call.attempts for call in calls if call.attempts > 1
+    ]  # those whose Prefill met the Goodbye on its way
     assert max(again, default=2) == 2, again
     assert len(again) <= len(calls) // 2, "its own prompts were finished there"
     in_time(out, 0.5, f"out of rotation after {out:.2f} s")
@@ -61,8 +66,10 @@ def f43(scene: Scene) -> str:
 
 
 @row(
-    "F45", "a second SIGTERM to the router, or the end of its grace",
-    "every client gets an error frame, then the process leaves", flags={"router": {"drain-timeout-s": "2"}},
+    "F45",
+    "a second SIGTERM to the router, or the end of its grace",
+    "every client gets an error frame, then the process leaves",
+    flags={"router": {"drain-timeout-s": "2"}},
 )
 def f45(scene: Scene) -> str:
     asks = scene.known(workload(145, 4, prompt=(30, 100), max_tokens=1200))
@@ -73,7 +80,9 @@ def f45(scene: Scene) -> str:
         scene.victims.add("router")
         scene.cluster.signal("router", signal.SIGTERM)
         if is_second:
-            wait_until(lambda: "router drains" in scene.cluster.nodes["router"].said(), 2, "the router drains")
+            wait_until(
+                lambda: "router drains" in scene.cluster.nodes["router"].said(), 2, "the router drains"
+            )
             scene.cluster.signal("router", signal.SIGTERM)
         began = time.monotonic()
         scene.traffic.wait(calls, 10)

@@ -16,7 +16,11 @@ from baton.tests.faults.rows import row
 from baton.tests.faults.rows_clients import p99, usual_gap
 from baton.tests.faults.traffic import Ask, Call, take_event, workload
 
-BEGINNINGS = (b"", b"POST /v1/comp", b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 900\r\n\r\n{")
+BEGINNINGS = (
+    b"",
+    b"POST /v1/comp",
+    b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 900\r\n\r\n{",
+)
 
 
 @contextlib.contextmanager
@@ -46,7 +50,8 @@ def is_over(connection: socket.socket) -> bool:
 
 
 @row(
-    "F18", "600 clients send the beginning of a head or of a body and then nothing",
+    "F18",
+    "600 clients send the beginning of a head or of a body and then nothing",
     "each is closed within 10 s and a sweep; others complete, their first tokens come as before within 2 x and 50 ms",
 )
 def f18(scene: Scene) -> str:
@@ -63,7 +68,8 @@ def f18(scene: Scene) -> str:
 
 
 @row(
-    "F36", "more connections than the router has descriptors for, while streams run",
+    "F36",
+    "more connections than the router has descriptors for, while streams run",
     "new ones are refused or wait; running streams complete, tokens equal; new requests are served 5 s later at most",
 )
 def f36(scene: Scene) -> str:
@@ -92,7 +98,9 @@ class SlowReaders:
     """Clients in a thread that read their streams at so many bytes a second, until `hurry` lets them read at once."""
 
     def __init__(self, scene: Scene, ask: Ask, count: int, bytes_per_s: int) -> None:
-        body = ask.body(scene.cluster.model).replace(b'"return_token_ids"', b'"logprobs": 20, "return_token_ids"')
+        body = ask.body(scene.cluster.model).replace(
+            b'"return_token_ids"', b'"logprobs": 20, "return_token_ids"'
+        )
         head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
         self.data: dict[socket.socket, bytearray] = {}
         self._rate, self._hurry, self._stop = bytes_per_s, threading.Event(), threading.Event()
@@ -128,7 +136,9 @@ class SlowReaders:
                     selector.register(sock, selectors.EVENT_READ)
                 for key, _ in selector.select(0.1):
                     with contextlib.suppress(BlockingIOError):
-                        self.data[key.fileobj] += key.fileobj.recv(int(self._rate * step_s) if is_slow else 1 << 16)
+                        self.data[key.fileobj] += key.fileobj.recv(
+                            int(self._rate * step_s) if is_slow else 1 << 16
+                        )
 
 
 ROOMY = {"router": {"max-queue": "256", "queue-timeout-s": "60"}, "decode": {"kv-memory-mb": "128"}}
@@ -160,7 +170,9 @@ def f17(scene: Scene) -> str:
         assert not readers.num_done, "that was not slow"
         assert peak <= 100 * PER_STREAM, f"the router grew by {peak >> 20} MB"
         readers.hurry()
-        wait_until(lambda: readers.num_done == 100, 20, lambda: f"{readers.num_done} of 100 slow clients have all")
+        wait_until(
+            lambda: readers.num_done == 100, 20, lambda: f"{readers.num_done} of 100 slow clients have all"
+        )
     finally:
         readers.close()
     expected = scene.bed.references[slow.key]

@@ -82,7 +82,9 @@ def f27h(scene: Scene) -> str:
     again = scene.traffic.run(asks, width=8)
     assert all(call.end == "finished" for call in again), "whole again, it serves"
     num = sum(call.end == "finished" for call in calls)
-    return f"{num} of {len(calls)} complete, the rest with errors; {lost} packets lost; {told(again)} afterwards"
+    return (
+        f"{num} of {len(calls)} complete, the rest with errors; {lost} packets lost; {told(again)} afterwards"
+    )
 
 
 @row(
@@ -97,14 +99,18 @@ def s34(scene: Scene) -> str:
             cluster.start_node(name)
         cluster.wait_whole(40)
         scene.rebase(*cluster.nodes)
-        calls = finished(scene, scene.traffic.run(scene.known(workload(341, 24, prompt=(100, 900), max_tokens=24))))
+        calls = finished(
+            scene, scene.traffic.run(scene.known(workload(341, 24, prompt=(100, 900), max_tokens=24)))
+        )
         assert not placed_again(calls), told(calls)
         all_over_tcp(scene)
         pods.listen()
         connected = pods.connected(allowed(policies))
     assert connected == allowed(policies), connected ^ allowed(policies)
     num = len(ENDS) * (len(ENDS) - 1) * len(PORTS)
-    return f"{told(calls)}; {len(connected)} of {num} pairs and ports connect, {num - len(connected)} time out"
+    return (
+        f"{told(calls)}; {len(connected)} of {num} pairs and ports connect, {num - len(connected)} time out"
+    )
 
 
 @row(
@@ -134,7 +140,9 @@ def under_deadlines(scene: Scene, asks: list[Ask]) -> str:
     in_time = [call for call in calls if call.end == "finished"]
     share = handed_over(in_time) / took / LINK
     assert share >= FRAMES_SHARE, f"the KV of requests in time took {share:.0%} of the cable; {told(calls)}"
-    return f"with {HURRY_S:g} s each {len(in_time)} of {len(calls)} in time, their KV {share:.0%} of the cable"
+    return (
+        f"with {HURRY_S:g} s each {len(in_time)} of {len(calls)} in time, their KV {share:.0%} of the cable"
+    )
 
 
 @row(
@@ -153,7 +161,13 @@ def plan80(scene: Scene) -> str:
 def mispredicted(scene: Scene) -> int:
     """By how many percent `baton plan` is off."""
     said = io.StringIO()
-    flags = [f"--url={scene.cluster.url}", f"--model={scene.bed.model}", "--dtype=float32", "--chunk=256", "--prompt=1500"]
+    flags = [
+        f"--url={scene.cluster.url}",
+        f"--model={scene.bed.model}",
+        "--dtype=float32",
+        "--chunk=256",
+        "--prompt=1500",
+    ]
     with contextlib.redirect_stdout(said):
         assert plan.main(flags) == 0
     found = re.search(r"\(([+-][0-9]+)%, median", said.getvalue())
@@ -176,7 +190,9 @@ def doctor(scene: Scene) -> str:
         whole = findings(scene, "decode-0", f"--pull={endpoint}", f"--url={scene.cluster.url}")
         scene.lan.slow(MBIT, ["prefill-0"])
         slow = findings(scene, "decode-0", f"--pull={endpoint}")
-        scene.lan.filter("prefill-0", "table inet cut { chain i { type filter hook input priority 0; policy drop; }; }")
+        scene.lan.filter(
+            "prefill-0", "table inet cut { chain i { type filter hook input priority 0; policy drop; }; }"
+        )
         cut = findings(scene, "decode-0", f"--pull={endpoint}")
         serving.terminate()
     scene.lan.heal()

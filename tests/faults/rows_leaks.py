@@ -44,7 +44,9 @@ def killed_under_load(scene: Scene, name: str) -> str:
         scene.rebase(name)
         calls += some
     ends = {end: sum(call.end == end for call in calls) for end in sorted({call.end for call in calls})}
-    return f"{KILLS} kills, ends {ends}, the longest {longest_call:.1f} s; all free after {longest_held:.2f} s"
+    return (
+        f"{KILLS} kills, ends {ends}, the longest {longest_call:.1f} s; all free after {longest_held:.2f} s"
+    )
 
 
 def held_for(scene: Scene, since: float) -> float:

@@ -74,7 +74,9 @@ def f52(scene: Scene) -> str:
     scene.kill(name)
     node = scene.cluster.nodes[name]
     node.prepare = ["baton.tests.faults.rows_loops:die_in_service"]
-    scene.promise = Promise(all_finish=True, spare_attempts=WIDTH * (len(PAUSES_S) + 1))  # of each life's rooms
+    scene.promise = Promise(
+        all_finish=True, spare_attempts=WIDTH * (len(PAUSES_S) + 1)
+    )  # of each life's rooms
     starts: list[float] = []
     ends: list[float] = []
 

@@ -9,7 +9,18 @@ from baton.tests.faults.cluster import wait_until
 from baton.tests.faults.history import Promise
 from baton.tests.faults.rows import row
 from baton.tests.faults.traffic import Ask, Call, workload
-from baton.tests.faults.zmtp_rules import anything, change, cut, duplicate, flip, hold, nth, overtaken, share, verb
+from baton.tests.faults.zmtp_rules import (
+    anything,
+    change,
+    cut,
+    duplicate,
+    flip,
+    hold,
+    nth,
+    overtaken,
+    share,
+    verb,
+)
 from baton.tests.faults.zmtp_wire import Message
 
 WHOLE = Promise(all_finish=True)
@@ -182,7 +193,9 @@ def f31(scene: Scene) -> str:
     before = scene.until_counted("decode", "unknown_room", "stale_epoch", least=before + 1)
     [call] = scene.traffic.start(asks[1])
     wait_until(lambda: sum(rule.num_done for rule in rules) > late, 10, "a block is held")
-    wait_until(lambda: sum(len(way.held) > 0 for way in ways) == len(ways), 20, "the second attempt is held as well")
+    wait_until(
+        lambda: sum(len(way.held) > 0 for way in ways) == len(ways), 20, "the second attempt is held as well"
+    )
     for way in ways:
         way._rules.clear()
     late += sum(way.release() for way in ways)
@@ -241,7 +254,9 @@ def f35(scene: Scene) -> str:
     num = sum(rule.num_done for rule in rules)
     names = ("stale_epoch", "unknown_room", "stale_instance", "unexpected", "malformed", "duplicate_blocks")
     refused = scene.until_counted("decode", *names, least=9 * num)
-    assert scene.counted("decode", "digest_mismatches") == 0, "each was refused before its bytes were looked at"
+    assert scene.counted("decode", "digest_mismatches") == 0, (
+        "each was refused before its bytes were looked at"
+    )
     return f"{told(calls)}; {refused:g} forged messages refused"
 
 
@@ -282,12 +297,18 @@ def f33(scene: Scene) -> str:
     asks = scene.known(workload(331, 16, **BLOCKS))
     rng = random.Random(33)
     for proxy in scene.cluster.kv.values():
-        proxy.down.rule(nth(2, verb("Block"), every=9), lambda way, m: flip(0, rng.randrange(800))(way, m), times=3)
+        proxy.down.rule(
+            nth(2, verb("Block"), every=9), lambda way, m: flip(0, rng.randrange(800))(way, m), times=3
+        )
         proxy.down.rule(nth(3, verb("Block")), cut(5000))
         proxy.up.rule(nth(5, verb("Pull")), cut(7))
     calls = scene.traffic.start(*asks)
     wait_until(lambda: any(call.ids for call in calls), 10, "it runs", pause=0.002)
-    for proxy in [*scene.cluster.kv.values(), scene.cluster.control["decode-0"], scene.cluster.control["prefill-1"]]:
+    for proxy in [
+        *scene.cluster.kv.values(),
+        scene.cluster.control["decode-0"],
+        scene.cluster.control["prefill-1"],
+    ]:
         proxy.up.inject(rng.randbytes(500))
         proxy.down.inject(rng.randbytes(500))
     finished(scene, calls)

@@ -23,7 +23,12 @@ FROM_DEATH_S = 2.5  # what a death may add to a first token: detection, then the
 
 def reached(calls: list[Call], tokens: int) -> None:
     """Until some call has so many tokens."""
-    wait_until(lambda: max(len(call.ids) for call in calls) >= tokens, 20, f"a stream of {tokens} tokens", pause=0.002)
+    wait_until(
+        lambda: max(len(call.ids) for call in calls) >= tokens,
+        20,
+        f"a stream of {tokens} tokens",
+        pause=0.002,
+    )
 
 
 def placed_again(calls: list[Call]) -> str:
@@ -35,7 +40,9 @@ def worst_ttft(calls: list[Call]) -> float:
     return max(call.ttft for call in calls)
 
 
-def play_fault(scene: Scene, name: str, fault: str, asks: list[Ask], code: int = -signal.SIGKILL) -> list[Call]:
+def play_fault(
+    scene: Scene, name: str, fault: str, asks: list[Ask], code: int = -signal.SIGKILL
+) -> list[Call]:
     """Requests to a cluster with one armed node; all must finish, the node must have died of its fault."""
     scene.known(asks)
     scene.promise = ALL_FINISH
@@ -45,13 +52,25 @@ def play_fault(scene: Scene, name: str, fault: str, asks: list[Ask], code: int =
     return scene.traffic.wait(calls)
 
 
-@row("F01", "a prefill worker is killed while requests queue there", "20 of 20 complete, seen within 2 s", quick=True)
+@row(
+    "F01",
+    "a prefill worker is killed while requests queue there",
+    "20 of 20 complete, seen within 2 s",
+    quick=True,
+)
 def f01(scene: Scene) -> str:
     asks = scene.known(workload(101, 20, prompt=(200, 400), max_tokens=8))
-    scene.promise = Promise(all_finish=True, spare_attempts=len(asks))  # each may have queued at the one that dies
+    scene.promise = Promise(
+        all_finish=True, spare_attempts=len(asks)
+    )  # each may have queued at the one that dies
     scene.cluster.signal("prefill-0", signal.SIGSTOP)  # so that they queue; a toy prefills too fast
     calls = scene.traffic.start(*asks)
-    wait_until(lambda: scene.cluster.worker("prefill-0").get("placed", 0) >= 5, 10, "prompts queue at prefill-0", pause=0.01)
+    wait_until(
+        lambda: scene.cluster.worker("prefill-0").get("placed", 0) >= 5,
+        10,
+        "prompts queue at prefill-0",
+        pause=0.01,
+    )
     pid = scene.cluster.nodes["prefill-0"].pid
     scene.kill("prefill-0")
     seen = scene.detected("prefill-0", pid)
@@ -61,8 +80,10 @@ def f01(scene: Scene) -> str:
 
 
 @row(
-    "F02", "a prefill worker is killed in the middle of a prompt",
-    "all complete, worst first token <= without fault + 2.5 s", flags=UNCACHED,
+    "F02",
+    "a prefill worker is killed in the middle of a prompt",
+    "all complete, worst first token <= without fault + 2.5 s",
+    flags=UNCACHED,
 )
 def f02(scene: Scene) -> str:
     asks = workload(102, 12, prompt=(300, 500), max_tokens=8)
@@ -71,13 +92,18 @@ def f02(scene: Scene) -> str:
     calls = play_fault(scene, "prefill-0", "prefill:chunk:5", asks)
     assert any(call.attempts > 1 for call in calls), "somebody was there"
     after = worst_ttft(calls)
-    assert after <= before + FROM_DEATH_S, f"worst first token after {after:.2f} s, {before:.2f} s without the fault"
+    assert after <= before + FROM_DEATH_S, (
+        f"worst first token after {after:.2f} s, {before:.2f} s without the fault"
+    )
     return f"{placed_again(calls)}, first token {before:.2f} -> {after:.2f} s"
 
 
 @row(
-    "F03", "a prefill worker is killed with half of a prompt's blocks sent",
-    "all complete, nothing leaked on decode", quick=True, flags=UNCACHED,
+    "F03",
+    "a prefill worker is killed with half of a prompt's blocks sent",
+    "all complete, nothing leaked on decode",
+    quick=True,
+    flags=UNCACHED,
 )
 def f03(scene: Scene) -> str:
     calls = play_fault(scene, "prefill-0", "sender:block:2", workload(103, 4, prompt=LONG, max_tokens=8))
@@ -86,8 +112,11 @@ def f03(scene: Scene) -> str:
 
 
 @row(
-    "F04", "prefill is killed when decode has every block, before it saw the Release",
-    "no second attempt", quick=True, prefill=1,
+    "F04",
+    "prefill is killed when decode has every block, before it saw the Release",
+    "no second attempt",
+    quick=True,
+    prefill=1,
 )
 def f04(scene: Scene) -> str:
     calls = play_fault(scene, "prefill-0", "sender:release:1", workload(104, 1, prompt=LONG, max_tokens=30))
@@ -97,14 +126,19 @@ def f04(scene: Scene) -> str:
 
 @row("F05", "an error in prefill's sender alone", "the worker leaves with 70, all complete", flags=UNCACHED)
 def f05(scene: Scene) -> str:
-    calls = play_fault(scene, "prefill-0", "sender:block:2:raise", workload(105, 6, prompt=LONG, max_tokens=8), CRASHED)
+    calls = play_fault(
+        scene, "prefill-0", "sender:block:2:raise", workload(105, 6, prompt=LONG, max_tokens=8), CRASHED
+    )
     assert any(call.attempts > 1 for call in calls), "somebody pulled there"
     return placed_again(calls)
 
 
 @row(
-    "F06", "decode is killed before its first token, its Release not sent",
-    "all complete; prefill computes no whole page again", quick=True, prefill=1,
+    "F06",
+    "decode is killed before its first token, its Release not sent",
+    "all complete; prefill computes no whole page again",
+    quick=True,
+    prefill=1,
 )
 def f06(scene: Scene) -> str:
     asks = workload(106, 4, prompt=(300, 500), max_tokens=12)
@@ -117,7 +151,9 @@ def f06(scene: Scene) -> str:
     assert again, "somebody was there"
     extra = computed(scene) - sum(len(ask.prompt) for ask in asks)
     allowed = sum(16 + call.attempts for call in again)  # the last page is never shared
-    assert extra <= allowed, f"{extra} prompt tokens computed again, at most {allowed} lie outside whole pages"
+    assert extra <= allowed, (
+        f"{extra} prompt tokens computed again, at most {allowed} lie outside whole pages"
+    )
     return f"{placed_again(calls)}, {extra} of {before} prompt tokens computed again"
 
 
@@ -127,8 +163,10 @@ def computed(scene: Scene) -> int:
 
 
 @row(
-    "F08", "decode is killed at its 10th step under 8 streams",
-    "every client sees its contiguous, equal tokens", quick=True,
+    "F08",
+    "decode is killed at its 10th step under 8 streams",
+    "every client sees its contiguous, equal tokens",
+    quick=True,
 )
 def f08(scene: Scene) -> str:
     calls = play_fault(scene, "decode-0", "decode:step:10", workload(108, 8, prompt=(30, 200), max_tokens=40))
@@ -138,11 +176,14 @@ def f08(scene: Scene) -> str:
 
 def longest_pause(calls: list[Call]) -> float:
     """Seconds between two arrivals of a stream, the most of all."""
-    return max(after - before for call in calls for (before, _), (after, _) in itertools.pairwise(call.arrivals))
+    return max(
+        after - before for call in calls for (before, _), (after, _) in itertools.pairwise(call.arrivals)
+    )
 
 
 @row(
-    "F09", "every decode worker is killed",
+    "F09",
+    "every decode worker is killed",
     "503 with Retry-After <= 2 s; streams end with an error frame; serves <= 10 s after restart",
 )
 def f09(scene: Scene) -> str:
@@ -180,7 +221,8 @@ def serves_again(scene: Scene, ask: Ask, names: list[str], within: float) -> flo
 
 
 @row(
-    "F10", "every prefill worker is killed",
+    "F10",
+    "every prefill worker is killed",
     "running streams unaffected; new requests complete on decode alone",
 )
 def f10(scene: Scene) -> str:
@@ -202,7 +244,8 @@ def f10(scene: Scene) -> str:
 
 
 @row(
-    "F11", "the router is killed under streams, then restarted",
+    "F11",
+    "the router is killed under streams, then restarted",
     "clients see a reset; workers drop their rooms <= 2 s; new requests served <= 3 s after the restart",
 )
 def f11(scene: Scene) -> str:
@@ -225,7 +268,11 @@ def f11(scene: Scene) -> str:
 
 def dropped_at(scene: Scene, name: str) -> float | None:
     """The time of day at which a worker logged that it dropped its rooms."""
-    lines = [line for line in scene.cluster.nodes[name].said().splitlines() if "rooms of a lost router are dropped" in line]
+    lines = [
+        line
+        for line in scene.cluster.nodes[name].said().splitlines()
+        if "rooms of a lost router are dropped" in line
+    ]
     return time_of_day(lines[-1]) if lines else None
 
 
@@ -236,13 +283,17 @@ def time_of_day(line: str) -> float:
 
 
 @row(
-    "F12", "the router is killed; its client asks again with the same Idempotency-Key, twice at once",
+    "F12",
+    "the router is killed; its client asks again with the same Idempotency-Key, twice at once",
     "the same text as before the death, from one run more",
 )
 def f12(scene: Scene) -> str:
     key = secrets.token_hex(8)  # and no seed: it follows from the key
     ask = Ask(
-        prompt=tuple(range(3, 60)), max_tokens=300, sampling=(("temperature", 1.5),), headers=(("idempotency-key", key),)
+        prompt=tuple(range(3, 60)),
+        max_tokens=300,
+        sampling=(("temperature", 1.5),),
+        headers=(("idempotency-key", key),),
     )
     (cut,) = scene.traffic.start(ask)
     reached([cut], 20)
@@ -270,7 +321,9 @@ def num_runs(scene: Scene) -> int:
 @row("sites", "a worker is killed, aborted or raises at every fault point in turn", "all complete each time")
 def sites(scene: Scene) -> str:
     asks = scene.known(workload(199, 10, prompt=(300, 800), max_tokens=20))
-    scene.promise = Promise(all_finish=True, spare_attempts=10 * len(SITES))  # each time the budget is a new router's
+    scene.promise = Promise(
+        all_finish=True, spare_attempts=10 * len(SITES)
+    )  # each time the budget is a new router's
     scene.victims.add("router")
     for at, action in SITES:
         name = "prefill-0" if at.startswith(("prefill", "sender")) else "decode-0"

@@ -20,13 +20,17 @@ def ready(scene: Scene) -> httpx.Response:
 
 def until_ready(scene: Scene, status: int, within: float) -> float:
     """Seconds until /ready answers so."""
-    return wait_until(lambda: ready(scene).status_code == status, within, lambda: f"{status}: {scene.cluster.status()}")[1]
+    return wait_until(
+        lambda: ready(scene).status_code == status, within, lambda: f"{status}: {scene.cluster.status()}"
+    )[1]
 
 
 def states(scene: Scene) -> dict[str, str]:
     """Of the pairs, by their names."""
     names = {scene.cluster.worker(node.name)["instance"]: node.name for node in scene.cluster.workers}
-    return {f"{names[p['prefill']]} {names[p['decode']]}": p["state"] for p in scene.cluster.status()["pairs"]}
+    return {
+        f"{names[p['prefill']]} {names[p['decode']]}": p["state"] for p in scene.cluster.status()["pairs"]
+    }
 
 
 @row(
@@ -39,7 +43,11 @@ def cut_off(scene: Scene) -> str:
     asks = scene.known(workload(991, 8, prompt=(100, 300), max_tokens=8))
     scene.promise = ALL_FINISH
     until_ready(scene, 200, 5)
-    wait_until(lambda: set(states(scene).values()) == {"proven"}, 3 * CANARY_S, lambda: f"all pairs proven: {states(scene)}")
+    wait_until(
+        lambda: set(states(scene).values()) == {"proven"},
+        3 * CANARY_S,
+        lambda: f"all pairs proven: {states(scene)}",
+    )
     for proxy in scene.cluster.kv.values():
         proxy.freeze()
     lost = until_ready(scene, 503, CANARY_S + TICKS_S)
@@ -51,14 +59,25 @@ def cut_off(scene: Scene) -> str:
     assert bad["reason"], bad
     shown = httpx.get(f"{scene.cluster.url}/metrics").text
     assert "baton_ready 0.0" in shown
-    assert f'baton_failing_pairs{{decode="{bad["decode"]}",kind="{bad["kind"]}",prefill="{bad["prefill"]}"}}' in shown
+    assert (
+        f'baton_failing_pairs{{decode="{bad["decode"]}",kind="{bad["kind"]}",prefill="{bad["prefill"]}"}}'
+        in shown
+    )
     for proxy in scene.cluster.kv.values():
         proxy.thaw()
     healed = until_ready(scene, 200, CANARY_S + TICKS_S)
-    wait_until(lambda: set(states(scene).values()) == {"proven"}, 4 * CANARY_S, lambda: f"all pairs healed: {states(scene)}")
+    wait_until(
+        lambda: set(states(scene).values()) == {"proven"},
+        4 * CANARY_S,
+        lambda: f"all pairs healed: {states(scene)}",
+    )
     scene.cluster.kv["prefill-0"].freeze()
     cut = {"prefill-0 decode-0": "failing", "prefill-0 decode-1": "failing"}
-    wait_until(lambda: cut.items() <= states(scene).items(), 3 * CANARY_S, lambda: f"both its pairs fail: {states(scene)}")
+    wait_until(
+        lambda: cut.items() <= states(scene).items(),
+        3 * CANARY_S,
+        lambda: f"both its pairs fail: {states(scene)}",
+    )
     began, statuses = time.monotonic(), set()
     calls = scene.traffic.start(*asks)
     while time.monotonic() - began < CANARY_S:
@@ -68,7 +87,11 @@ def cut_off(scene: Scene) -> str:
     assert statuses == {200}, "one pair that serves is enough"
     assert all(call.attempts == 1 for call in calls), [call.attempts for call in calls]
     scene.cluster.kv["prefill-0"].thaw()
-    wait_until(lambda: set(states(scene).values()) == {"proven"}, 4 * CANARY_S, lambda: f"all pairs healed: {states(scene)}")
+    wait_until(
+        lambda: set(states(scene).values()) == {"proven"},
+        4 * CANARY_S,
+        lambda: f"all pairs healed: {states(scene)}",
+    )
     return (
         f"not ready after {lost:.1f} s ({bad['kind']}), ready {healed:.1f} s after it healed; one cut off: ready, "
         f"{len(calls)} of {len(calls)} complete in one attempt each"

@@ -9,7 +9,14 @@ from baton.tests.faults.cluster import in_time, wait_until
 from baton.tests.faults.history import Promise
 from baton.tests.faults.rows import row
 from baton.tests.faults.rows_drain import DRAINED
-from baton.tests.faults.rows_process import ALL_FINISH, dropped_at, longest_pause, placed_again, serves_again, time_of_day
+from baton.tests.faults.rows_process import (
+    ALL_FINISH,
+    dropped_at,
+    longest_pause,
+    placed_again,
+    serves_again,
+    time_of_day,
+)
 from baton.tests.faults.rows_stalls import TIGHT
 from baton.tests.faults.traffic import Ask, Call, workload
 
@@ -71,8 +78,14 @@ def f44(scene: Scene) -> str:
         call.may_be_cut = not call.status  # nobody listens: not accepted
     assert all(call.status == 503 or (call.end == "cut" and not call.status) for call in late), late
     scene.traffic.wait([*leaving, *staying, *elsewhere])
-    assert all(call.end == "finished" for call in (*leaving, *staying, *elsewhere)), (leaving, staying, elsewhere)
-    assert all(call.attempts == 1 for call in (*staying, *elsewhere)), "the other's requests went on where they were"
+    assert all(call.end == "finished" for call in (*leaving, *staying, *elsewhere)), (
+        leaving,
+        staying,
+        elsewhere,
+    )
+    assert all(call.attempts == 1 for call in (*staying, *elsewhere)), (
+        "the other's requests went on where they were"
+    )
     assert scene.cluster.wait_down("router", 5) == DRAINED
     scene.cluster.heal()
     scene.rebase("router")
@@ -92,7 +105,9 @@ def f38r(scene: Scene) -> str:
     assert ok + sum(call.status == 429 for call in calls) == len(calls) == 80
     assert ok >= 72, f"{ok} of {len(calls)} complete"
     refused = int(scene.counted("decode", "refused"))
-    scene.promise = Promise(statuses=(429,), deadline_s=60, spare_attempts=refused)  # they cost nothing but the message
+    scene.promise = Promise(
+        statuses=(429,), deadline_s=60, spare_attempts=refused
+    )  # they cost nothing but the message
     assert refused <= ok, f"{refused} refusals for {ok} requests"
     return f"{ok} of {len(calls)} complete, {len(calls) - ok} told 429; workers refused {refused:g} times"
 

@@ -90,7 +90,9 @@ def f56(scene: Scene) -> str:
         scene.traffic.run(asks, width=6)
         with deaf_scrapers(scene, 20):
             after = least_gap(scene, asks)
-        wait_until(lambda: min(dropped(scene).values()) > 0, 20, lambda: f"losses are counted: {dropped(scene)}")
+        wait_until(
+            lambda: min(dropped(scene).values()) > 0, 20, lambda: f"losses are counted: {dropped(scene)}"
+        )
         lost = dropped(scene)
         took = {}
         for name in ("decode-0", "prefill-0", "router"):
@@ -109,4 +111,6 @@ def f56(scene: Scene) -> str:
     gaps = f"99 % of the gaps <= {1000 * after:.0f} ms, {1000 * normal:.0f} ms without"
     assert after <= 1.2 * normal + 0.02, gaps
     ends = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in took.items())
-    return f"{gaps}; {hole.num_taken} connections, {sum(lost.values()):g} spans lost and counted; ends: {ends}"
+    return (
+        f"{gaps}; {hole.num_taken} connections, {sum(lost.values()):g} spans lost and counted; ends: {ends}"
+    )

@@ -81,7 +81,9 @@ def f22(scene: Scene) -> str:
     return f"found in {took:.1f} s, {told(calls)}"
 
 
-ROUNDS = 4  # where prefill has to share its cores it may be slower than the links, and nothing waits to be sent
+ROUNDS = (
+    4  # where prefill has to share its cores it may be slower than the links, and nothing waits to be sent
+)
 
 
 def under_reuse(scene: Scene) -> list[Call]:
@@ -94,7 +96,10 @@ def under_reuse(scene: Scene) -> list[Call]:
 
 # Pages that were given back are given out in the other order: the second time blocks are no runs, and are staged to be sent.
 # A window of 8 fits into what the kernel and the proxy hold.
-STAGED = {**COLD, "flags": {"prefill": {"prefix-cache": "off"}, "decode": {"prefix-cache": "off", "pull-window": "32"}}}
+STAGED = {
+    **COLD,
+    "flags": {"prefill": {"prefix-cache": "off"}, "decode": {"prefix-cache": "off", "pull-window": "32"}},
+}
 
 
 @row(

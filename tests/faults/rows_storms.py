@@ -82,7 +82,9 @@ def f50(scene: Scene) -> str:
         wait_until(scene.cluster.is_whole, 5, "its death was seen")
         paces["alone"].append(goodput(scene, asks * 3)[0])
         file = scene.bed.new_directory() / "fails"
-        scene.cluster.restart("decode-0", prepare=["baton.tests.faults.rows_storms:fail_always"], env={FAILS_AT: str(file)})
+        scene.cluster.restart(
+            "decode-0", prepare=["baton.tests.faults.rows_storms:fail_always"], env={FAILS_AT: str(file)}
+        )
         scene.cluster.wait_whole(20)
         scene.rebase("decode-0")
         serves(scene, "decode-0", asks)
@@ -139,7 +141,11 @@ def f54(scene: Scene) -> str:
         stdin=subprocess.PIPE, cwd="/", env=os.environ | ENVIRONMENT,
     )  # fmt: skip
     try:
-        wait_until(lambda: num_known(scene) == NUM_WORKERS + 2, 20, lambda: f"all workers known, {num_known(scene)} are")
+        wait_until(
+            lambda: num_known(scene) == NUM_WORKERS + 2,
+            20,
+            lambda: f"all workers known, {num_known(scene)} are",
+        )
         said = len(scene.cluster.nodes["router"].said())
         scene.kill("router")
         scene.cluster.start_node("router")

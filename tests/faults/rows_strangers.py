@@ -28,7 +28,9 @@ READY = Message((PROPERTIES,), is_command=True).wire()
 def ports(cluster: FaultCluster) -> dict[str, str]:
     """Node -> the ZeroMQ endpoint that it listens on."""
     found = {"router": f"tcp://127.0.0.1:{cluster.control_ports['router']}"}
-    return found | {n.name: f"tcp://127.0.0.1:{cluster.port(n.name)}" for n in cluster.workers if n.role == "prefill"}
+    return found | {
+        n.name: f"tcp://127.0.0.1:{cluster.port(n.name)}" for n in cluster.workers if n.role == "prefill"
+    }
 
 
 def resident(cluster: FaultCluster) -> dict[str, int]:
@@ -84,7 +86,11 @@ def flood(scene: Scene, num_frames: int, asks: list) -> str:
     samples: list[Message] = []
     for proxy in proxies:
         for way in (proxy.up, proxy.down):
-            way.watch(lambda message: len(message.frames) == 1 and len(samples) < 500 and bool(samples.append(message)))
+            way.watch(
+                lambda message: (
+                    len(message.frames) == 1 and len(samples) < 500 and bool(samples.append(message))
+                )
+            )
     finished(scene, scene.traffic.start(*asks))
     before, rng = resident(scene.cluster), random.Random(33)
     calls = scene.traffic.start(*asks)
@@ -144,9 +150,15 @@ def keyed(scene: Scene, prepare: list[str]) -> str:
     """F55 on a cluster with keys whose router and prefill worker were prepared so."""
     place = scene.bed.new_directory()
     hosts, trigger = Hosts(place), place / "zap-dies"
-    flags = {"router": {"keys": hosts.router}, "prefill": {"keys": hosts.prefill}, "decode": {"keys": hosts.decode}}
+    flags = {
+        "router": {"keys": hosts.router},
+        "prefill": {"keys": hosts.prefill},
+        "decode": {"keys": hosts.decode},
+    }
     both = {"router": prepare, "prefill": prepare}
-    with scene.bed.scene(prefill=1, decode=1, flags=flags, env={ZAP_DIES_AT: str(trigger)}, prepare=both) as own:
+    with scene.bed.scene(
+        prefill=1, decode=1, flags=flags, env={ZAP_DIES_AT: str(trigger)}, prepare=both
+    ) as own:
         asks = own.known(workload(551, 6, prompt=(50, 700), max_tokens=240))
         control, kv = ports(own.cluster).values()
         other = hosts.new("decode", "d1")
@@ -165,7 +177,9 @@ def keyed(scene: Scene, prepare: list[str]) -> str:
         admit(hosts.router, other, "decode")
         for port, server in ((control, hosts.router), (kv, hosts.prefill)):
             assert not is_admitted(port, stranger(server), message), "a stranger, with nobody to ask"
-        assert not is_admitted(control, curve(other, "decode", hosts.router), message), "a listed key, with nobody to ask"
+        assert not is_admitted(control, curve(other, "decode", hosts.router), message), (
+            "a listed key, with nobody to ask"
+        )
         finished(own, calls)
         calls += finished(own, own.traffic.start(*(replace(ask, max_tokens=16) for ask in asks)))
         nodes = [own.cluster.nodes[name] for name in ("router", "prefill-0")]

@@ -26,7 +26,10 @@ class Newer:
         self.num_beside: Counter[str] = Counter()  # such messages, by plane and direction
 
     def on(self, plane: str, way: Way) -> None:
-        way.rule(lambda message: bool(message.types()), change(lambda message: [self._made(f"{plane} {way.name}", message)]))
+        way.rule(
+            lambda message: bool(message.types()),
+            change(lambda message: [self._made(f"{plane} {way.name}", message)]),
+        )
 
     def _made(self, where: str, message: Message) -> Message:
         richer = message.with_fields(priority=3, tenant={"name": "x"}, hints=[1, 2.5, None])
@@ -73,7 +76,9 @@ def f47(scene: Scene) -> str:
     def malformed() -> int:
         return scene.cluster.status()["router"]["events"].get("control_malformed", 0)
 
-    wait_until(lambda: malformed() >= due, 5, lambda: f"the router refused {malformed()} unknown messages of {due}")
+    wait_until(
+        lambda: malformed() >= due, 5, lambda: f"the router refused {malformed()} unknown messages of {due}"
+    )
     assert malformed() == due, f"the router refused {malformed()} unknown messages of {due}"
     return f"{told(calls)}; {sum(newer.num_beside.values())} unknown messages between others"
 
@@ -87,7 +92,9 @@ def f48(scene: Scene) -> str:
     asks = scene.known(workload(481, 12, prompt=(50, 300), max_tokens=12))
     calls = finished(scene, scene.traffic.start(*asks))
     assert scene.cluster.worker("prefill-1")["counters"].get("requests", 0) == 0, "nothing was sent to it"
-    fingerprints = {name: scene.cluster.worker(name)["fingerprint"] for name in ("prefill-0", "prefill-1", "decode-0")}
+    fingerprints = {
+        name: scene.cluster.worker(name)["fingerprint"] for name in ("prefill-0", "prefill-1", "decode-0")
+    }
     assert fingerprints["prefill-0"] == fingerprints["decode-0"] != fingerprints["prefill-1"]
 
     def another(message: Message) -> list[Message]:
@@ -96,7 +103,9 @@ def f48(scene: Scene) -> str:
 
     known = {scene.cluster.worker(name)["instance"] for name in ("decode-0", "decode-1")}
     is_hello = verb("KVHello")
-    scene.cluster.restart("decode-0")  # a new worker greets; the other one may greet again when it was stalled
+    scene.cluster.restart(
+        "decode-0"
+    )  # a new worker greets; the other one may greet again when it was stalled
     scene.victims.add("decode-0")
     rule = scene.cluster.kv["prefill-0"].up.rule(
         lambda message: is_hello(message) and message.fields()["instance"] not in known, change(another)
@@ -106,7 +115,9 @@ def f48(scene: Scene) -> str:
     calls += finished(scene, scene.traffic.start(*asks))
     assert rule.num_done, "the layouts met at the handshake"
     scene.kill("prefill-0")
-    wait_until(lambda: "equal fingerprints" in httpx.get(f"{scene.cluster.url}/ready").text, 5, "/ready says why not")
+    wait_until(
+        lambda: "equal fingerprints" in httpx.get(f"{scene.cluster.url}/ready").text, 5, "/ready says why not"
+    )
     return f"{told(calls)}; a hello of another layout reached prefill {rule.num_done} times"
 
 

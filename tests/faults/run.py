@@ -17,7 +17,22 @@ from baton.tests.faults.bed import Bed
 from baton.tests.faults.places import PORTS
 from baton.tests.faults.rows import HEAD, as_line, attempt, load
 
-LONGEST = ("F50", "F15", "F51", "F27h", "F27", "F38", "F46v", "F25", "F28", "F52", "F56", "plan", "F46", "F33b")
+LONGEST = (
+    "F50",
+    "F15",
+    "F51",
+    "F27h",
+    "F27",
+    "F38",
+    "F46v",
+    "F25",
+    "F28",
+    "F52",
+    "F56",
+    "plan",
+    "F46",
+    "F33b",
+)
 """Begun first when there are shards."""
 CORES_PER_SHARD = 2
 PORTS_PER_SHARD = 1500
@@ -27,7 +42,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="make faults")
     parser.add_argument("--rows", default="", help="names, separated by commas; empty: all")
     parser.add_argument("--quick", action="store_true", help="only the rows that `make test` plays")
-    parser.add_argument("--shards", type=int, default=1, help="so many rows at a time, each on two cores of its own")
+    parser.add_argument(
+        "--shards", type=int, default=1, help="so many rows at a time, each on two cores of its own"
+    )
     parser.add_argument("--out", default="build/faults.md", help="where the table goes")
     options = parser.parse_args()
     rows = load()
@@ -40,7 +57,10 @@ def main() -> int:
     cores = sorted(os.sched_getaffinity(0))
     wanted = CORES_PER_SHARD * options.shards
     if options.shards > 1 and len(cores) < wanted:
-        print(f"--shards {options.shards} needs {wanted} cores, and {len(cores)} are here: ask for fewer", file=sys.stderr)
+        print(
+            f"--shards {options.shards} needs {wanted} cores, and {len(cores)} are here: ask for fewer",
+            file=sys.stderr,
+        )
         return 2
     began = time.monotonic()
     lines = play(names) if options.shards == 1 else play_sharded(names, options.shards, cores)
@@ -49,7 +69,9 @@ def main() -> int:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(table)
     num_failed = sum("| **fails** |" in line for line in lines)
-    print(f"\n{table}\n{len(lines)} rows, {num_failed} fail, {time.monotonic() - began:.0f} s; written to {path}")
+    print(
+        f"\n{table}\n{len(lines)} rows, {num_failed} fail, {time.monotonic() - began:.0f} s; written to {path}"
+    )
     return 1 if num_failed else 0
 
 
@@ -61,7 +83,10 @@ def play(names: list[str]) -> list[str]:
             outcome = attempt(bed, rows[name])
             lines.append(as_line(outcome))
             result = "FAILS" if outcome.problems else "not run" if outcome.skipped else "holds"
-            print(f"{name:8} {result} {outcome.seconds:6.1f} s  {outcome.measured or outcome.skipped}", flush=True)
+            print(
+                f"{name:8} {result} {outcome.seconds:6.1f} s  {outcome.measured or outcome.skipped}",
+                flush=True,
+            )
             for problem in outcome.problems[:12]:
                 print(f"    {problem}", flush=True)
     return lines

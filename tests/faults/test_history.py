@@ -12,7 +12,13 @@ REFERENCES = {ASK.key: [10, 11, 12, 13, 14]}
 
 
 def call(**fields):
-    good = {"status": 200, "ids": [10, 11, 12, 13], "terminals": ["finished"], "ended": 2.0, "has_finish": True}
+    good = {
+        "status": 200,
+        "ids": [10, 11, 12, 13],
+        "terminals": ["finished"],
+        "ended": 2.0,
+        "has_finish": True,
+    }
     made = Call(ASK, 1.0)
     for name, value in {**good, **fields}.items():
         setattr(made, name, value)
@@ -81,7 +87,16 @@ FAILED = b'data: {"error":{"message":"m","type":"t"}}\n\n'
         ([TOKENS % b'"length"', DONE, FAILED, b""], ["finished", "error"]),
         ([], ["cut"]),
     ],
-    ids=["whole", "error frame", "bare end", "no done", "last chunk without an end", "done alone", "two ends", "nothing"],
+    ids=[
+        "whole",
+        "error frame",
+        "bare end",
+        "no done",
+        "last chunk without an end",
+        "done alone",
+        "two ends",
+        "nothing",
+    ],
 )
 def test_a_client_records_the_end_that_it_saw(events, ends):
     chunks = [b"%x\r\n%b\r\n" % (len(event), event) for event in events]

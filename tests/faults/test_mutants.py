@@ -41,15 +41,23 @@ def without_reuse(scene):
 
 
 MUTANTS = {
-    "no digest, another request's bytes": Mutant(row="F35b", says="I2: token", prepare=NO_DIGEST, play=under_swaps),
-    "memory is reused before it is sent": Mutant(row="F34", says="wrong digests", prepare=NO_TRACKER, play=without_reuse),
+    "no digest, another request's bytes": Mutant(
+        row="F35b", says="I2: token", prepare=NO_DIGEST, play=under_swaps
+    ),
+    "memory is reused before it is sent": Mutant(
+        row="F34", says="wrong digests", prepare=NO_TRACKER, play=without_reuse
+    ),
     "no cancel after prefill": Mutant(row="F14", says="prefill's pages free", prepare=NO_CANCEL),
     "no checksum of messages": Mutant(row="F33c", says="I2: token", prepare=NO_CHECKSUM, play=another_token),
     "no frame limit": Mutant(row="F33q", says="MiB more", prepare=NO_LIMIT),
     "no breaker": Mutant(row="F50", says="ejected after", prepare=NO_BREAKER),
     "ZAP is not enforced": Mutant(row="F55", says="with nobody to ask", prepare={}, play=without_enforcement),
 }
-LEARNING = (under_swaps, without_reuse, another_token)  # with the defence it holds first, and shows what the tokens are
+LEARNING = (
+    under_swaps,
+    without_reuse,
+    another_token,
+)  # with the defence it holds first, and shows what the tokens are
 TRIES = 3  # a fault that needs two things at one moment may not happen in a run; a defence that is there holds in all
 QUICK = ("no digest, another request's bytes",)
 
@@ -66,7 +74,9 @@ def bed(all_mutants_bed):
     return all_mutants_bed
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.slow]) for n in MUTANTS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.slow]) for n in MUTANTS]
+)
 def test_a_row_fails_without_its_defence(bed, name):
     mutant = MUTANTS[name]
     row = load()[mutant.row]

@@ -102,7 +102,11 @@ def ends(new_ends):
 
 @pytest.mark.parametrize("size", [1, 7, 64, 100, 1 << 20])
 def test_framing_is_the_same_however_the_bytes_are_cut(size):
-    messages = [Message((b"\x05READY",), is_command=True), Message((b"a", b"", BIG[:300])), Message((BIG[:255],))]
+    messages = [
+        Message((b"\x05READY",), is_command=True),
+        Message((b"a", b"", BIG[:300])),
+        Message((BIG[:255],)),
+    ]
     wire = b"g" * 64 + b"".join(message.wire() for message in messages)
     parser, found = Parser(), []
     for start in range(0, len(wire), size):
@@ -236,7 +240,9 @@ def test_delay_keeps_the_order_and_a_rate_is_not_passed(ends):
 def test_a_share_of_the_messages_is_lost_and_the_same_seed_loses_the_same(ends):
     arrived = []
     for _ in range(2):
-        rule = ends.proxy.up.rule(share(0.3, random.Random(4), lambda message: message.frames[0] != b"end"), drop)
+        rule = ends.proxy.up.rule(
+            share(0.3, random.Random(4), lambda message: message.frames[0] != b"end"), drop
+        )
         for i in range(100):
             ends.up(str(i).encode())
         ends.up(b"end")

@@ -33,8 +33,15 @@ class Ask:
         return self.prompt, self.sampling
 
     def body(self, model: str) -> bytes:
-        common = {"model": model, "prompt": list(self.prompt), "max_tokens": self.max_tokens, "ignore_eos": True}
-        return json.dumps({**common, "stream": self.stream, "return_token_ids": True, **dict(self.sampling)}).encode()
+        common = {
+            "model": model,
+            "prompt": list(self.prompt),
+            "max_tokens": self.max_tokens,
+            "ignore_eos": True,
+        }
+        return json.dumps(
+            {**common, "stream": self.stream, "return_token_ids": True, **dict(self.sampling)}
+        ).encode()
 
 
 @dataclass(eq=False)
@@ -183,7 +190,9 @@ class Traffic:
     async def _read_head(self, call: Call, reader: asyncio.StreamReader) -> None:
         lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
         call.status = int(lines[0].split()[1])
-        call.headers = {k.strip().lower(): v.strip() for k, _, v in (line.partition(":") for line in lines[1:] if line)}
+        call.headers = {
+            k.strip().lower(): v.strip() for k, _, v in (line.partition(":") for line in lines[1:] if line)
+        }
 
     async def _read_whole(self, call: Call, reader: asyncio.StreamReader) -> None:
         """An answer that is no stream: it counts when all of it came."""
@@ -196,8 +205,12 @@ class Traffic:
     async def _read_stream(self, call: Call, reader: asyncio.StreamReader, leave_at: int | None) -> None:
         """Server-sent events, to the last chunk or the end of the connection."""
         buffer = b""
-        is_chunked = call.headers.get("transfer-encoding") == "chunked"  # not where the whole answer was there at once
-        async for chunk in _chunks(reader) if is_chunked else _rest(reader, int(call.headers["content-length"])):
+        is_chunked = (
+            call.headers.get("transfer-encoding") == "chunked"
+        )  # not where the whole answer was there at once
+        async for chunk in (
+            _chunks(reader) if is_chunked else _rest(reader, int(call.headers["content-length"]))
+        ):
             buffer += chunk
             *events, buffer = buffer.split(b"\n\n")
             for event in events:
@@ -262,7 +275,9 @@ def _take_whole(call: Call, body: bytes) -> None:
     call.terminals.append("finished" if call.has_finish else "done without a finish reason")
 
 
-def workload(seed: int, count: int, *, prompt=(16, 300), max_tokens=(8, 32), stream: bool = True) -> list[Ask]:
+def workload(
+    seed: int, count: int, *, prompt=(16, 300), max_tokens=(8, 32), stream: bool = True
+) -> list[Ask]:
     """`count` random requests, greedy and sampled in turn; equal arguments give equal requests."""
     rng = random.Random(seed)
     asks = []
@@ -270,5 +285,7 @@ def workload(seed: int, count: int, *, prompt=(16, 300), max_tokens=(8, 32), str
         ids = tuple(rng.randrange(3, 330) for _ in range(rng.randint(*prompt)))
         sampling = GREEDY if i % 2 else {**SAMPLED, "seed": rng.randrange(2**31)}
         length = rng.randint(*max_tokens) if isinstance(max_tokens, tuple) else max_tokens
-        asks.append(Ask(prompt=ids, max_tokens=length, sampling=tuple(sorted(sampling.items())), stream=stream))
+        asks.append(
+            Ask(prompt=ids, max_tokens=length, sampling=tuple(sorted(sampling.items())), stream=stream)
+        )
     return asks

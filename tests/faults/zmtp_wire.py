@@ -19,7 +19,9 @@ class Message:
     def wire(self) -> bytes:
         last = len(self.frames) - 1
         flags = COMMAND if self.is_command else 0
-        return b"".join(frame_bytes(frame, flags | (MORE if i < last else 0)) for i, frame in enumerate(self.frames))
+        return b"".join(
+            frame_bytes(frame, flags | (MORE if i < last else 0)) for i, frame in enumerate(self.frames)
+        )
 
     def fields(self) -> dict:
         """The first frame as baton's messages are written: a MessagePack map; {} for anything else. Without its checksum,
@@ -31,7 +33,11 @@ class Message:
     def types(self) -> set:
         """Of the messages in the first frame, of which there may be several."""
         found = self._found()
-        return {one.get("type") for one in (found if isinstance(found, list) else [found]) if isinstance(one, dict)}
+        return {
+            one.get("type")
+            for one in (found if isinstance(found, list) else [found])
+            if isinstance(one, dict)
+        }
 
     def _found(self) -> object:
         try:
@@ -47,7 +53,11 @@ class Message:
     def with_fields(self, **changes: object) -> "Message":
         """Every message of the first frame has these."""
         found = self._found()
-        changed = [without_sum(one) | changes for one in found] if isinstance(found, list) else self.fields() | changes
+        changed = (
+            [without_sum(one) | changes for one in found]
+            if isinstance(found, list)
+            else self.fields() | changes
+        )
         return self.with_frame(0, msgpack.packb(changed))
 
 

@@ -14,7 +14,10 @@ from baton.kvtransfer.seal import KEY_BYTES, TAG_BYTES, BlockName, Opener, Seale
 from baton.kvtransfer.slab import MappedSlab, Slab, SlabDoor
 from baton.kvtransfer.transport import Planes, PullRequest
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 ROOM = "ab" * 16
 LAYOUT = KVLayout(
@@ -92,10 +95,18 @@ def through_slab(
 
 
 def move(
-    source: Planes, target: Planes, way: str, after: torch.cuda.Event | None = None, pinned: PinnedSlab | None = None
+    source: Planes,
+    target: Planes,
+    way: str,
+    after: torch.cuda.Event | None = None,
+    pinned: PinnedSlab | None = None,
 ) -> None:
     """Every block of a room, as messages, sealed messages, or through foreign memory, pinned or not."""
-    stream, reader, writer = LAYOUT.stream(TOKENS, 0), BlockReader(LAYOUT, source), BlockWriter(LAYOUT, target)
+    stream, reader, writer = (
+        LAYOUT.stream(TOKENS, 0),
+        BlockReader(LAYOUT, source),
+        BlockWriter(LAYOUT, target),
+    )
     request, pages = pull(target, after), list(range(stream.num_pages))
     if pinned is not None:
         return through_slab(reader, writer, request, pages, pinned)
@@ -116,7 +127,12 @@ def move(
             sealed, attempt = reader.seal(payload, sealer, name)
             assert sealed.data.nbytes == size + TAG_BYTES
 
-            def fill(plain: memoryview, name: BlockName = name, attempt: int = attempt, data: memoryview = sealed.data):
+            def fill(
+                plain: memoryview,
+                name: BlockName = name,
+                attempt: int = attempt,
+                data: memoryview = sealed.data,
+            ):
                 opener.open(name, attempt, data, plain)
 
             writer.open(fill, size, segments, request)

@@ -13,7 +13,10 @@ from baton.tests.cluster.serving import at_once, complete, pages_held, random_id
 from baton.tests.parity.eagle3_toys import head_config, head_tensors, write_head
 from baton.tests.parity.toy_models import reference_greedy, reference_model
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 VOCAB = 330  # of the tokenizer
 AUX_IDS = (0, 2, 4)
@@ -24,7 +27,9 @@ PROMPT_LENGTHS = (3, 17, 64, 150)
 @pytest.fixture(scope="module")
 def model(toy_checkpoint, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("served") / "toy"
-    return save_tokenizer(shutil.copytree(toy_checkpoint("llama", vocab_size=VOCAB, num_hidden_layers=6), folder))
+    return save_tokenizer(
+        shutil.copytree(toy_checkpoint("llama", vocab_size=VOCAB, num_hidden_layers=6), folder)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -64,11 +69,15 @@ def test_workers_are_on_the_device_with_their_own_graphs_and_keep_no_page(cluste
     kind, running = cluster
     workers = {worker["role"]: worker for worker in status(running)["workers"]}
     assert {worker["device"] for worker in workers.values()} == {"cuda"}
-    graphs = {role: {name for name, count in worker["graphs"].items() if count} for role, worker in workers.items()}
+    graphs = {
+        role: {name for name, count in worker["graphs"].items() if count} for role, worker in workers.items()
+    }
     wanted = {"draft_prefill", "verify", "draft", "draft_extend"} if kind == "draft" else {"decode"}
     if kind == "draft, no graphs":
         assert graphs == {"prefill": set(), "decode": set()}
     else:
         assert graphs["prefill"] == {"prefill"}
         assert graphs["decode"] >= wanted
-    wait_until(lambda: pages_held(running) == (dict.fromkeys(pages_held(running)[0], 0), 0), 10, "every page free")
+    wait_until(
+        lambda: pages_held(running) == (dict.fromkeys(pages_held(running)[0], 0), 0), 10, "every page free"
+    )

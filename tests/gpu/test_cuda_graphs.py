@@ -9,7 +9,10 @@ from baton.engine.graphs.cuda import CudaBackend
 from baton.tests.parity.graph_laws import LAWS, ROWS, Law
 from baton.tests.parity.graph_toys import HIDDEN, ToyBucket, ToyDecoder
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,10 @@ from baton.engine.speculative.spec_decoder import SpecDecoder
 from baton.tests.parity.eagle3_toys import head_config, head_tensors, write_head
 from baton.tests.parity.toy_engine import random_ids
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 STEPS = 3
 
@@ -49,8 +52,12 @@ def serve(engine: Engine, size: int) -> tuple[list[list[int]], set[str]]:
     requests = []
     for i in range(size):
         params = SamplingParams(temperature=float(i % 2), seed=i, max_new_tokens=12, ignore_eos=True)
-        request = Request(room=f"{i:032x}", epoch=0, prompt_ids=random_ids(9 + 7 * i, seed=i), sampling=params)
-        request.pages = engine.cache.alloc(-(-(request.num_prompt + 12 + engine.shape.spare_slots) // engine.page_size))
+        request = Request(
+            room=f"{i:032x}", epoch=0, prompt_ids=random_ids(9 + 7 * i, seed=i), sampling=params
+        )
+        request.pages = engine.cache.alloc(
+            -(-(request.num_prompt + 12 + engine.shape.spare_slots) // engine.page_size)
+        )
         batch = extend_batch(
             [(request, 0, request.num_prompt)],
             page_size=engine.page_size,

@@ -29,7 +29,8 @@ def test_every_operation_runs_on_the_device():
 
 
 @pytest.mark.skipif(
-    torch.cuda.is_available() and torch.cuda.mem_get_info()[0] < 12 << 30, reason="needs 12 GiB of free device memory"
+    torch.cuda.is_available() and torch.cuda.mem_get_info()[0] < 12 << 30,
+    reason="needs 12 GiB of free device memory",
 )
 def test_pages_beyond_two_billion_values_are_reached():
     """Page 20000 of this pool begins at value 2.6e9: a 32-bit offset would wrap."""

@@ -16,7 +16,10 @@ from baton.engine.speculative.spec_decoder import SpecDecoder
 from baton.tests.parity.eagle3_toys import head_config, head_tensors, write_head
 from baton.tests.parity.toy_engine import random_ids
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 DRAFTS = {
     "off": None,
@@ -66,7 +69,9 @@ def begun(engine: Engine, decoder: SpecDecoder, size: int) -> list[Request]:
     requests = []
     for i in range(size):
         params = SamplingParams(max_new_tokens=LENGTH, ignore_eos=True, **KNOBS[i])
-        request = Request(room=f"{i:032x}", epoch=0, prompt_ids=random_ids(9 + 7 * i, seed=i), sampling=params)
+        request = Request(
+            room=f"{i:032x}", epoch=0, prompt_ids=random_ids(9 + 7 * i, seed=i), sampling=params
+        )
         spare = engine.shape.spare_slots
         request.pages = engine.cache.alloc(-(-(request.num_prompt + LENGTH + spare) // engine.page_size))
         has_draft = engine.drafter is not None
@@ -102,7 +107,9 @@ def run_waiting(decoder: SpecDecoder, requests: list[Request]) -> None:
 
 
 @pytest.mark.parametrize(("drafts", "graphs"), [*((drafts, True) for drafts in DRAFTS), ("chain", False)])
-def test_steps_launched_ahead_give_the_tokens_of_steps_that_wait(target: Path, head: Path, drafts: str, graphs: bool):
+def test_steps_launched_ahead_give_the_tokens_of_steps_that_wait(
+    target: Path, head: Path, drafts: str, graphs: bool
+):
     waiting, ahead = (load(target, head, drafts, overlap=overlap, graphs=graphs) for overlap in ("off", "on"))
     for size in (1, 4):
         decoder = waiting.decoder()
@@ -124,7 +131,9 @@ def test_a_steady_step_neither_waits_for_the_device_nor_allocates(target: Path, 
     engine = load(target, head, drafts, overlap="auto")
     decoder = engine.decoder()
     assert isinstance(decoder, OverlappedDecoder), "on a GPU steps are launched ahead by default"
-    assert all(family.captured == (1, 2, 4) for family in engine.steps.families.values()), "the self-test drops none"
+    assert all(family.captured == (1, 2, 4) for family in engine.steps.families.values()), (
+        "the self-test drops none"
+    )
     requests = begun(engine, decoder, 4)
     flight = decoder.launch(requests)
     for _ in range(2):

@@ -63,7 +63,13 @@ TOOL = {
 
 
 def lite(provider, said="SAY:hello world", *, url=SAYING_URL, model=SAYING_MODEL, **more):
-    asked = {"model": f"{provider}/{model}", "api_base": f"{url}/v1", "api_key": "none", "num_retries": 0, "timeout": 60}
+    asked = {
+        "model": f"{provider}/{model}",
+        "api_base": f"{url}/v1",
+        "api_key": "none",
+        "num_retries": 0,
+        "timeout": 60,
+    }
     return litellm.completion(**asked | {"messages": [{"role": "user", "content": said}]} | more)
 
 
@@ -72,7 +78,9 @@ def litellm_answers():
         whole = lite(provider)
         assert whole.choices[0].message.content == "hello world"
         assert whole.usage.total_tokens == whole.usage.prompt_tokens + whole.usage.completion_tokens
-        built = litellm.stream_chunk_builder(list(lite(provider, stream=True, stream_options={"include_usage": True})))
+        built = litellm.stream_chunk_builder(
+            list(lite(provider, stream=True, stream_options={"include_usage": True}))
+        )
         assert built.choices[0].message.content == "hello world"
         assert built.usage.total_tokens == whole.usage.total_tokens
 
@@ -81,11 +89,15 @@ def litellm_tools():
     for provider in PROVIDERS:
         said = [{"role": "user", "content": calls_of("Rome", "Oslo")}]
         whole = lite(provider, messages=said, tools=[TOOL]).choices[0].message
-        streamed = litellm.stream_chunk_builder(list(lite(provider, messages=said, tools=[TOOL], stream=True)))
+        streamed = litellm.stream_chunk_builder(
+            list(lite(provider, messages=said, tools=[TOOL], stream=True))
+        )
         for message in (whole, whole.model_dump(), streamed.choices[0].message):
             calls = message["tool_calls"]
             assert [json.loads(call["function"]["arguments"])["city"] for call in calls] == ["Rome", "Oslo"]
-            results = [{"role": "tool", "tool_call_id": call["id"], "content": weather("Oslo")} for call in calls]
+            results = [
+                {"role": "tool", "tool_call_id": call["id"], "content": weather("Oslo")} for call in calls
+            ]
             reply = lite(provider, messages=[*said, message, *results], tools=[TOOL])
             assert reply.choices[0].message.content == "sunny in Oslo"
 
@@ -166,17 +178,26 @@ async def streamed(agent, said):
 
 def agents_tools():
     for model in models():
-        agent = agents.Agent(name="a", instructions="Be brief.", model=model, tools=[agents.function_tool(weather)])
-        for result in (run(agents.Runner.run(agent, calls_of("Rome"))), run(streamed(agent, calls_of("Rome")))):
+        agent = agents.Agent(
+            name="a", instructions="Be brief.", model=model, tools=[agents.function_tool(weather)]
+        )
+        for result in (
+            run(agents.Runner.run(agent, calls_of("Rome"))),
+            run(streamed(agent, calls_of("Rome"))),
+        ):
             assert result.final_output == "sunny in Rome"
             again = [*result.to_input_list(), {"role": "user", "content": "SAY:again"}]
             assert run(agents.Runner.run(agent, again)).final_output == "again"
 
 
 def agents_sessions_and_settings():
-    settings = agents.ModelSettings(store=False, metadata={"a": "b"}, include_usage=True, verbosity="low", top_p=0.9)
+    settings = agents.ModelSettings(
+        store=False, metadata={"a": "b"}, include_usage=True, verbosity="low", top_p=0.9
+    )
     for model in models():
-        agent = agents.Agent(name="a", model=model, tools=[agents.function_tool(weather)], model_settings=settings)
+        agent = agents.Agent(
+            name="a", model=model, tools=[agents.function_tool(weather)], model_settings=settings
+        )
         session = agents.SQLiteSession("s")
         run(agents.Runner.run(agent, calls_of("Rome"), session=session))
         result = run(agents.Runner.run(agent, "SAY:more", session=session))

@@ -27,7 +27,9 @@ class Paint(BaseModel):
 
 
 def chat(**more):
-    return CLIENT.chat.completions.create(**{"model": MODEL, "messages": MESSAGES, "max_completion_tokens": 60} | more)
+    return CLIENT.chat.completions.create(
+        **{"model": MODEL, "messages": MESSAGES, "max_completion_tokens": 60} | more
+    )
 
 
 def complete(**more):
@@ -44,7 +46,15 @@ def models():
 
 
 def chat_whole():
-    reply = chat(n=2, seed=1, temperature=0.7, top_p=0.9, frequency_penalty=0.1, presence_penalty=0.1, logit_bias={"5": -1})
+    reply = chat(
+        n=2,
+        seed=1,
+        temperature=0.7,
+        top_p=0.9,
+        frequency_penalty=0.1,
+        presence_penalty=0.1,
+        logit_bias={"5": -1},
+    )
     assert [choice.index for choice in reply.choices] == [0, 1]
     assert reply.usage.total_tokens == reply.usage.prompt_tokens + reply.usage.completion_tokens
 
@@ -58,7 +68,10 @@ def chat_content_parts():
 def chat_stream():
     chunks = list(chat(stream=True, seed=2, stream_options={"include_usage": True}))
     assert chunks[-1].usage.completion_tokens > 0
-    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == chat(seed=2).choices[0].message.content
+    assert (
+        "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+        == chat(seed=2).choices[0].message.content
+    )
 
 
 def chat_logprobs():
@@ -91,20 +104,31 @@ def chat_tools():
         call = reply.choices[0].message.tool_calls[0]
         assert set(json.loads(call.function.arguments)) == {"kind", "ok"}
     result = {"role": "tool", "tool_call_id": call.id, "content": "done"}
-    assert chat(messages=[*MESSAGES, reply.choices[0].message, result], tools=[TOOL], tool_choice="none").choices
+    assert chat(
+        messages=[*MESSAGES, reply.choices[0].message, result], tools=[TOOL], tool_choice="none"
+    ).choices
     assert chat(tools=[TOOL], tool_choice="auto").choices
 
 
 def chat_stream_helper():
     asked = {"model": MODEL, "messages": MESSAGES, "max_completion_tokens": 200}
-    with CLIENT.chat.completions.stream(**asked, tools=[TOOL], tool_choice="required", parallel_tool_calls=False) as stream:
+    with CLIENT.chat.completions.stream(
+        **asked, tools=[TOOL], tool_choice="required", parallel_tool_calls=False
+    ) as stream:
         for _ in stream:
             pass
         assert stream.get_final_completion().choices[0].message.tool_calls[0].function.name == "paint"
 
 
 def chat_ignored():
-    assert chat(user="me", store=False, metadata={"a": "b"}, service_tier="auto", reasoning_effort="low", verbosity="low").id
+    assert chat(
+        user="me",
+        store=False,
+        metadata={"a": "b"},
+        service_tier="auto",
+        reasoning_effort="low",
+        verbosity="low",
+    ).id
 
 
 def completions_whole():
@@ -117,7 +141,9 @@ def completions_echo():
     choice = complete(echo=True, logprobs=2, max_tokens=1).choices[0]
     assert choice.text.startswith("hello")
     assert choice.logprobs.token_logprobs[0] is None
-    assert len(choice.logprobs.tokens) == len(choice.logprobs.text_offset) == len(choice.logprobs.top_logprobs)
+    assert (
+        len(choice.logprobs.tokens) == len(choice.logprobs.text_offset) == len(choice.logprobs.top_logprobs)
+    )
     assert complete(echo=True, max_tokens=0).choices[0].text == "hello"
 
 
@@ -145,7 +171,9 @@ def responses_stream():
 
 
 def responses_parse():
-    assert isinstance(CLIENT.responses.parse(model=MODEL, input="hello", text_format=Paint).output_parsed, Paint)
+    assert isinstance(
+        CLIENT.responses.parse(model=MODEL, input="hello", text_format=Paint).output_parsed, Paint
+    )
 
 
 def responses_tools():

@@ -20,7 +20,9 @@ DAMAGED = 12  # copies of each case
 LONGEST = 4096  # bytes of a case that is damaged
 CONNECTIONS = 200
 SLACK_S = 5.0  # of two busy cores
-INNER = re.compile(rb"0x[0-9a-f]{4}|/(?:etc|tmp|work|root|home)/|Traceback|\.py\b|\d+\.\d+\.\d+\.\d+|:\d{4,5}\b")
+INNER = re.compile(
+    rb"0x[0-9a-f]{4}|/(?:etc|tmp|work|root|home)/|Traceback|\.py\b|\d+\.\d+\.\d+\.\d+|:\d{4,5}\b"
+)
 STATUS = re.compile(rb"HTTP/1\.1 (\d{3}) ")
 BODY = re.compile(rb"\r\n\r\n(\{.*?\}\})")
 
@@ -41,7 +43,9 @@ class Told:
 def bound_of(expect: str) -> float:
     """Seconds after which a connection must have come to its end: refused ones soon, others when nothing more is asked."""
     refused_s = max(wire.HEAD_TIMEOUT_S, wire.BODY_TIMEOUT_S) + wire.LINGER_S
-    return SLACK_S + (refused_s if expect in ("reject", "reject-body", "partial") else wire.KEEP_ALIVE_S + refused_s)
+    return SLACK_S + (
+        refused_s if expect in ("reject", "reject-body", "partial") else wire.KEEP_ALIVE_S + refused_s
+    )
 
 
 def tell(port: int, sent: bytes, bound_s: float) -> Told | None:
@@ -66,7 +70,11 @@ def damaged(case: Case, coin: random.Random) -> bytes:
     for _ in range(coin.randint(1, 3)):
         at = coin.randrange(len(sent))
         kind = coin.choice(("change", "lose", "double"))
-        sent[at : at + 1] = {"change": bytes([coin.randrange(256)]), "lose": b"", "double": sent[at : at + 1] * 2}[kind]
+        sent[at : at + 1] = {
+            "change": bytes([coin.randrange(256)]),
+            "lose": b"",
+            "double": sent[at : at + 1] * 2,
+        }[kind]
     return bytes(sent)
 
 
@@ -80,7 +88,10 @@ def fault_of(case: Case, told: Told | None, *, is_keyed: bool, is_whole: bool) -
         return f"answered {strange[0]}"
     if 200 not in found and INNER.search(told.answer):
         return "shows what is inside"
-    if any(set(json.loads(body)["error"]) != {"message", "type", "param", "code"} for body in BODY.findall(told.answer)):
+    if any(
+        set(json.loads(body)["error"]) != {"message", "type", "param", "code"}
+        for body in BODY.findall(told.answer)
+    ):
         return "no error object"
     if not is_whole:
         return ""
@@ -107,7 +118,9 @@ def judged(port: int, *, is_keyed: bool, seed: int = 1) -> tuple[int, float, lis
         told = tell(port, raw, bound_of(case.expect if is_whole else "either"))
         fault = fault_of(case, told, is_keyed=is_keyed, is_whole=is_whole)
         is_refusal = told is not None and case.expect in ("reject", "reject-body")
-        return (told.seconds if told is not None and is_refusal and is_whole else 0.0), fault and f"{case.name}: {fault}"
+        return (
+            told.seconds if told is not None and is_refusal and is_whole else 0.0
+        ), fault and f"{case.name}: {fault}"
 
     with ThreadPoolExecutor(CONNECTIONS) as pool:
         results = list(pool.map(play, sent))

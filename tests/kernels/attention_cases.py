@@ -32,7 +32,9 @@ def poisoned_pool(
         for index in range(needed[request]):
             table[request, index] = page = pages.pop()
             rows = min(page_size, length - index * page_size)
-            pool[page, layer, :, :rows] = randn(2, rows, kv_heads, head_dim, dtype=dtype, seed=1000 * page + request)
+            pool[page, layer, :, :rows] = randn(
+                2, rows, kv_heads, head_dim, dtype=dtype, seed=1000 * page + request
+            )
     return pool, table
 
 
@@ -44,7 +46,12 @@ def definition(
 
 
 def check_extend(
-    device: str, lens: list[tuple[int, int]], heads: tuple[int, int], head_dim: int, page_size: int, dtype: torch.dtype
+    device: str,
+    lens: list[tuple[int, int]],
+    heads: tuple[int, int],
+    head_dim: int,
+    page_size: int,
+    dtype: torch.dtype,
 ) -> None:
     """Requests of (new rows, context rows) and three padding rows of NaN behind them."""
     num_heads, kv_heads = heads
@@ -66,7 +73,13 @@ def check_extend(
 
 
 def tree_definition(
-    q: torch.Tensor, pool: torch.Tensor, layer: int, pages: torch.Tensor, kv_len: int, scale: float, seen: torch.Tensor
+    q: torch.Tensor,
+    pool: torch.Tensor,
+    layer: int,
+    pages: torch.Tensor,
+    kv_len: int,
+    scale: float,
+    seen: torch.Tensor,
 ) -> torch.Tensor:
     """One request in float64, row by row, over the columns that `seen` bool `[Q, W]` and the prefix give it."""
     keys, values = (
@@ -126,7 +139,11 @@ def check_verify(
         min_split=32,
     )
     on_cpu = verify_attention.paged_verify_reference(q, pool, 0, table, lengths, scale, trees)
-    seen = torch.ones(num_rows, num_rows, dtype=torch.bool).tril().repeat(len(kv_lens), 1, 1) if trees is None else trees
+    seen = (
+        torch.ones(num_rows, num_rows, dtype=torch.bool).tril().repeat(len(kv_lens), 1, 1)
+        if trees is None
+        else trees
+    )
     for request, kv_len in enumerate(kv_lens):
         expected = tree_definition(q[request], pool, 0, table[request], kv_len, scale, seen[request])
         assert_close(out[request], expected)
@@ -147,7 +164,9 @@ def walk(tokens: list[int], parents: list[int], targets: list[int], limit: int) 
     return path
 
 
-def check_tree_verify(device: str, num_requests: int, num_nodes: int, vocabulary: int, is_chain: bool = False) -> None:
+def check_tree_verify(
+    device: str, num_requests: int, num_nodes: int, vocabulary: int, is_chain: bool = False
+) -> None:
     """Few tokens, so that walks go deep and siblings collide; limits from 0 to all nodes."""
     generator = torch.Generator().manual_seed(num_nodes)
     shape = num_requests, num_nodes
@@ -176,7 +195,9 @@ def check_compact_kv(device: str, num_moves: int, shape: tuple[int, ...], dtype:
     num_layers, page_size, num_heads, head_dim = shape
     count = num_moves + 3  # slots of each request, scattered
     order = torch.randperm(3 * count, generator=torch.Generator().manual_seed(8)) + page_size
-    pool = randn(2 + 3 * count // page_size, num_layers, 2, page_size, num_heads, head_dim, dtype=dtype, seed=9)
+    pool = randn(
+        2 + 3 * count // page_size, num_layers, 2, page_size, num_heads, head_dim, dtype=dtype, seed=9
+    )
     pool[0] = 0
     slots = order.view(3, count)
     sources, targets = slots[:, 3:].clone(), slots[:, 1 : 1 + num_moves].clone()
@@ -202,7 +223,13 @@ def attention_cases() -> Iterator[tuple[Callable[..., None], tuple[object, ...]]
     for heads, head_dim in zip(HEADS, HEAD_DIMS, strict=True):
         for lens in (RAGGED, BORDERS):
             yield check_extend, (lens, heads, head_dim, *next(turns))
-        for num_rows, splits, is_tree in ((1, 1, False), (1, 4, False), (4, 3, False), (7, 1, True), (7, 3, True)):
+        for num_rows, splits, is_tree in (
+            (1, 1, False),
+            (1, 4, False),
+            (4, 3, False),
+            (7, 1, True),
+            (7, 3, True),
+        ):
             lens = [0, num_rows, 31, 32, 33, 97]
             yield check_verify, (num_rows, lens, heads, head_dim, *next(turns), splits, is_tree)
     yield check_extend, ([], (2, 1), 64, 16, FLOAT32)

@@ -52,7 +52,9 @@ def row_benches(tokens: int, device: str) -> Iterator[Bench]:
     x, residual = random(tokens, HIDDEN, device=device), random(tokens, HIDDEN, device=device)
     weight = random(HIDDEN, device=device)
     yield Bench(f"rms_norm {tokens}", lambda: rms_norm(x, weight, 1e-5), size(x, x, weight))
-    yield Bench(f"add_rms_norm {tokens}", lambda: add_rms_norm(x, residual, weight, 1e-5), 4 * size(x) + size(weight))
+    yield Bench(
+        f"add_rms_norm {tokens}", lambda: add_rms_norm(x, residual, weight, 1e-5), 4 * size(x) + size(weight)
+    )
     gate_up = random(tokens, 2 * INTERMEDIATE, device=device)
     yield Bench(f"silu_mul {tokens}", lambda: silu_mul(gate_up), size(gate_up) * 3 // 2)
     projected = random(tokens, HEADS + 2 * KV_HEADS, HEAD_DIM, device=device)
@@ -74,7 +76,9 @@ def linear_benches(tokens: int, device: str) -> Iterator[Bench]:
     for name, out, inner in (("qkv", qkv, HIDDEN), ("o", HIDDEN, HIDDEN), ("down", HIDDEN, INTERMEDIATE)):
         x, weight = random(tokens, inner, device=device), random(out, inner, device=device)
         flops = 2 * tokens * weight.numel()
-        yield Bench(f"linear {name} {tokens}", lambda x=x, weight=weight: linear(x, weight), size(weight, x), flops)
+        yield Bench(
+            f"linear {name} {tokens}", lambda x=x, weight=weight: linear(x, weight), size(weight, x), flops
+        )
     x, weight = random(tokens, HIDDEN, device=device), random(2 * INTERMEDIATE, HIDDEN, device=device)
     flops = 2 * tokens * weight.numel()
     yield Bench(f"gated_linear {tokens}", lambda: gated_linear(x, weight), size(weight, x), flops)
@@ -95,7 +99,11 @@ def attention_benches(batch: int, context: int, device: str) -> Iterator[Bench]:
     context_bytes = batch * context * 2 * KV_HEADS * HEAD_DIM * 2
     for num_rows, kind in ((1, "decode"), (4, "chain"), (16, "tree")):
         q = random(batch, num_rows, HEADS, HEAD_DIM, device=device)
-        mask = torch.ones(batch, num_rows, num_rows, dtype=torch.bool, device=device).tril() if kind == "tree" else None
+        mask = (
+            torch.ones(batch, num_rows, num_rows, dtype=torch.bool, device=device).tril()
+            if kind == "tree"
+            else None
+        )
         yield Bench(
             f"paged_verify {kind} {batch}x{context}",
             lambda q=q, mask=mask: paged_verify(q, pool, 1, table, lens, scale, mask),
@@ -129,7 +137,9 @@ def verdict_benches(batch: int, num_nodes: int, device: str) -> Iterator[Bench]:
     parents = (torch.arange(num_nodes, device=device) - 1).repeat(batch, 1)
     limits = torch.full((batch,), num_nodes, device=device)
     moved = 5 * size(tokens) + 2 * size(limits)
-    yield Bench(f"tree_verify {batch}x{num_nodes}", lambda: tree_verify(tokens, parents, tokens, limits), moved)
+    yield Bench(
+        f"tree_verify {batch}x{num_nodes}", lambda: tree_verify(tokens, parents, tokens, limits), moved
+    )
     pool, _, _ = paged(batch, 64, device)
     slots = torch.arange(PAGE_SIZE, PAGE_SIZE + 4 * batch, device=device).view(batch, 4)
     kept = 2 * slots.numel() * pool.shape[1] * 2 * pool.shape[4] * pool.shape[5] * pool.element_size()
@@ -145,8 +155,15 @@ def glue_benches(batch: int, device: str) -> Iterator[Bench]:
     sizes = PlaceSizes(4, 4, 4, PAGE_SIZE, 1024, 2 * LAYERS * PAGE_SIZE, 2 * PAGE_SIZE)
     yield Bench(f"step_places {batch}", lambda: step_places(state, sizes), 8 * 20 * batch)
     tokens = torch.zeros((batch, 4), dtype=torch.int64, device=device)
-    slots, flags = torch.arange(1, batch + 1, device=device), torch.zeros(4 * batch, dtype=torch.bool, device=device)
-    yield Bench(f"chain_verify {batch}", lambda: chain_verify(tokens, tokens, slots), 2 * size(tokens) + 2 * size(slots))
+    slots, flags = (
+        torch.arange(1, batch + 1, device=device),
+        torch.zeros(4 * batch, dtype=torch.bool, device=device),
+    )
+    yield Bench(
+        f"chain_verify {batch}",
+        lambda: chain_verify(tokens, tokens, slots),
+        2 * size(tokens) + 2 * size(slots),
+    )
     outcome = (slots, tokens, tokens, slots, flags, flags, slots)
     yield Bench(f"step_outcome {batch}", lambda: step_outcome(state, *outcome), 4 * size(tokens))
 
@@ -155,8 +172,14 @@ def choice_benches(rows: int, vocab_size: int, device: str) -> Iterator[Bench]:
     """The likeliest token of each row, and one drawn."""
     logits = torch.randn(rows, vocab_size, device=device)
     seeds, ids = torch.arange(rows, device=device), torch.arange(vocab_size, device=device)
-    warm, off = torch.ones(rows, dtype=torch.float64, device=device), torch.zeros(rows, dtype=torch.float64, device=device)
-    for kind, is_drawn in (("likeliest", torch.zeros_like(seeds).bool()), ("drawn", torch.ones_like(seeds).bool())):
+    warm, off = (
+        torch.ones(rows, dtype=torch.float64, device=device),
+        torch.zeros(rows, dtype=torch.float64, device=device),
+    )
+    for kind, is_drawn in (
+        ("likeliest", torch.zeros_like(seeds).bool()),
+        ("drawn", torch.ones_like(seeds).bool()),
+    ):
         yield Bench(
             f"choose_token {kind} {rows}x{vocab_size}",
             lambda is_drawn=is_drawn: choose_token(logits, seeds, seeds, warm, off, is_drawn, ids),
@@ -194,7 +217,9 @@ def main() -> None:
     bandwidth = 2 * size(source) / milliseconds(lambda: target.copy_(source)) * 1e3
     a, b = random(8192, 8192, device="cuda"), random(8192, 8192, device="cuda")
     rate = 2 * 8192**3 / milliseconds(lambda: a @ b) * 1e3
-    print(f"{torch.cuda.get_device_name()}: copy {bandwidth / 1e9:.0f} GB/s, matmul {rate / 1e12:.0f} TFLOP/s")
+    print(
+        f"{torch.cuda.get_device_name()}: copy {bandwidth / 1e9:.0f} GB/s, matmul {rate / 1e12:.0f} TFLOP/s"
+    )
     print(f"{'operation':36} {'us':>9} {'GB/s':>7} {'TFLOP/s':>8} {'floor':>6}")
     for bench in registry("cuda", is_small=False):
         seconds = milliseconds(bench.run) / 1e3

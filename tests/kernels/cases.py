@@ -7,7 +7,16 @@ there. `assert_close` says how far the results may be apart and what has been se
 from collections.abc import Callable, Iterator
 
 import torch
-from baton.kernels import kv_store, page_copy, rms_norm, rope, rope_store, select_rows, silu_mul, skinny_linear
+from baton.kernels import (
+    kv_store,
+    page_copy,
+    rms_norm,
+    rope,
+    rope_store,
+    select_rows,
+    silu_mul,
+    skinny_linear,
+)
 
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
 DTYPES = (FLOAT32, BFLOAT16)
@@ -76,7 +85,9 @@ def check_silu_mul(device: str, shape: tuple[int, ...], dtype: torch.dtype) -> N
     assert_rounds_alike(silu_mul.silu_mul_triton(x.to(device)), silu_mul.silu_mul_reference(x))
 
 
-def check_linear(device: str, sizes: tuple[int, int, int], has_bias: bool, is_gated: bool, dtype: torch.dtype) -> None:
+def check_linear(
+    device: str, sizes: tuple[int, int, int], has_bias: bool, is_gated: bool, dtype: torch.dtype
+) -> None:
     """Rows and columns beside x are NaN; tiles so small that every edge falls inside one."""
     num_rows, in_size, out_size = sizes
     wide = torch.full((num_rows + 1, in_size + 3), NAN, dtype=dtype)
@@ -85,7 +96,11 @@ def check_linear(device: str, sizes: tuple[int, int, int], has_bias: bool, is_ga
     bias = randn(out_size, dtype=dtype, seed=2) if has_bias else None
     x = wide[:num_rows, :in_size]
     shape = skinny_linear.SkinnyShape(out=16, inner=32, num_warps=4, num_stages=2)
-    on_device = wide.to(device)[:num_rows, :in_size], weight.to(device), None if bias is None else bias.to(device)
+    on_device = (
+        wide.to(device)[:num_rows, :in_size],
+        weight.to(device),
+        None if bias is None else bias.to(device),
+    )
     out = skinny_linear.linear_triton(*on_device, is_gated=is_gated, shape=shape)
     reference = skinny_linear.gated_linear_reference if is_gated else torch.nn.functional.linear
     packed = x.contiguous()  # oneDNN with AMX reads the NaN beside rows that lie apart (torch 2.13)
@@ -111,7 +126,12 @@ def check_rope(device: str, num_tokens: int, heads: int, head_dim: int, dtype: t
 
 
 def store_inputs(
-    heads: tuple[int, int], head_dim: int, page_size: int, num_real: int, dtype: torch.dtype, num_padding: int = 2
+    heads: tuple[int, int],
+    head_dim: int,
+    page_size: int,
+    num_real: int,
+    dtype: torch.dtype,
+    num_padding: int = 2,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """A pool `[7, 3, 2, page_size, K, D]` of random content, projections `[T, N + 2K, D]`, and their slots.
 
@@ -126,7 +146,9 @@ def store_inputs(
     return pool, projected, slots
 
 
-def stored(pool: torch.Tensor, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def stored(
+    pool: torch.Tensor, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> torch.Tensor:
     """The pool after a loop over the rows, the sink cleared."""
     after, page_size = pool.clone(), pool.shape[3]
     for row, slot in enumerate(slots.tolist()):
@@ -148,7 +170,9 @@ def check_store_kv(
     rows, after = kv_store.kv_rows(slots, pool), pool.to(device)
     k, v = projected[:, 1 : 1 + kv_heads], projected[:, 1 + kv_heads :]
     on_device = projected.to(device)
-    kv_store.store_kv_triton(after, 2, rows.to(device), on_device[:, 1 : 1 + kv_heads], on_device[:, 1 + kv_heads :])
+    kv_store.store_kv_triton(
+        after, 2, rows.to(device), on_device[:, 1 : 1 + kv_heads], on_device[:, 1 + kv_heads :]
+    )
     assert torch.equal(after.cpu(), stored(pool, 2, slots, k, v))
 
 
@@ -197,7 +221,9 @@ def check_page_copy(device: str, page_bytes: int, num_picked: int, margin: int) 
     assert torch.equal(target.cpu(), expected)
 
 
-def check_select_rows(device: str, accept_lens: list[int], rows_each: int, width: int, dtype: torch.dtype) -> None:
+def check_select_rows(
+    device: str, accept_lens: list[int], rows_each: int, width: int, dtype: torch.dtype
+) -> None:
     hidden = torch.full((len(accept_lens) * rows_each, width), NAN, dtype=dtype)
     expected = torch.zeros(len(accept_lens), width, dtype=dtype)
     for request, length in enumerate(accept_lens):
@@ -211,6 +237,7 @@ def check_select_rows(device: str, accept_lens: list[int], rows_each: int, width
 
 
 # --- the list ---------------------------------------------------------------------------------------------------------
+
 
 def rows_cases() -> Iterator[tuple[Callable[..., None], tuple[object, ...]]]:
     for dtype in DTYPES:
@@ -240,5 +267,12 @@ def pool_cases() -> Iterator[tuple[Callable[..., None], tuple[object, ...]]]:
         for lens, rows_each, width in (([], 3, 8), ([1], 1, 1), ([3, 0, 1, 4], 4, 123), ([5, 2], 5, 2049)):
             yield check_select_rows, (lens, rows_each, width, dtype)
     # widths of 8-, 4-, 2- and 1-byte words; margins that leave both strides multiples of 8, and that do not
-    for page_bytes, num_picked, margin in ((16384, 3, 0), (16388, 2, 4), (1026, 1, 6), (37, 5, 3), (40, 6, 5), (16, 0, 0)):
+    for page_bytes, num_picked, margin in (
+        (16384, 3, 0),
+        (16388, 2, 4),
+        (1026, 1, 6),
+        (37, 5, 3),
+        (40, 6, 5),
+        (16, 0, 0),
+    ):
         yield check_page_copy, (page_bytes, num_picked, margin)

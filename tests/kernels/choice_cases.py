@@ -78,7 +78,9 @@ def check_step_outcome(device: str, count: int, num_nodes: int, num_path: int) -
     generator, rng = torch.Generator().manual_seed(count + num_nodes), random.Random(num_path)
     table = torch.randint(1, 50, (count + 3, PAGES + 2), generator=generator)
     table[:, REMAINING] = torch.tensor([0, *(rng.choice([0, 1, 3, 99]) for _ in range(count + 2))])
-    slots = (torch.randperm(count + 2, generator=generator)[:count] + 1) * (torch.arange(count) < max(count - 2, 1))
+    slots = (torch.randperm(count + 2, generator=generator)[:count] + 1) * (
+        torch.arange(count) < max(count - 2, 1)
+    )
     table[0] = 0
     wide = torch.randint(0, num_nodes, (count, num_nodes), generator=generator)
     tokens, path = 100 + wide[:, :num_path], wide[:, :num_path].sort(dim=1).values

@@ -46,10 +46,14 @@ def interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     # Triton loads this at the first launch, and its import wants compiled functions.
     importlib.import_module("triton.experimental.gluon")
     replace_kernels(
-        monkeypatch, lambda kernel: interpreting.InterpretedFunction(kernel.fn), ("triton.language", "baton.kernels.")
+        monkeypatch,
+        lambda kernel: interpreting.InterpretedFunction(kernel.fn),
+        ("triton.language", "baton.kernels."),
     )
     correct_bfloat16(monkeypatch, interpreting, tl)
-    with np.errstate(over="ignore"):  # as on hardware; an invalid operation, such as inf - inf, still fails the test
+    with np.errstate(
+        over="ignore"
+    ):  # as on hardware; an invalid operation, such as inf - inf, still fails the test
         yield
 
 
@@ -91,7 +95,9 @@ def compiled_for_h200(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[t
     monkeypatch.setattr(driver, "_active", AbsentH200())
 
     def twin_of(kernel):
-        return CompileOnly(kernel, compiled) if kernel.__name__.endswith("_kernel") else kernel  # helpers stay
+        return (
+            CompileOnly(kernel, compiled) if kernel.__name__.endswith("_kernel") else kernel
+        )  # helpers stay
 
     replace_kernels(monkeypatch, twin_of, ("baton.kernels.",))
     return compiled

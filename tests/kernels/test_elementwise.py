@@ -19,12 +19,17 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> tor
 def test_rms_norm_equals_its_definition(shape: tuple[int, ...], dtype: torch.dtype):
     x, weight = randn(*shape, dtype=dtype), 1 + randn(shape[-1], dtype=dtype, seed=1)
     torch.testing.assert_close(
-        rms_norm(x, weight, 1e-2), rms_norm_reference(x, weight, 1e-2), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype]
+        rms_norm(x, weight, 1e-2),
+        rms_norm_reference(x, weight, 1e-2),
+        atol=TOLERANCE[dtype],
+        rtol=TOLERANCE[dtype],
     )
 
 
 def test_rms_norm_makes_the_mean_square_one():
-    assert rms_norm(randn(4, 64) * 30, torch.ones(64), 0.0).pow(2).mean(-1) == pytest.approx([1.0] * 4, abs=1e-5)
+    assert rms_norm(randn(4, 64) * 30, torch.ones(64), 0.0).pow(2).mean(-1) == pytest.approx(
+        [1.0] * 4, abs=1e-5
+    )
 
 
 @pytest.mark.parametrize("weight", [torch.ones(7), torch.ones(8, dtype=torch.bfloat16)])
@@ -54,7 +59,9 @@ def test_rope_with_signed_tables_equals_its_definition(shape: tuple[int, int, in
     angles = randn(shape[0], shape[2] // 2, seed=1)
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
     ours = apply_rope(x, torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))
-    torch.testing.assert_close(ours, rope_reference(x, cos, sin), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    torch.testing.assert_close(
+        ours, rope_reference(x, cos, sin), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype]
+    )
 
 
 def test_rope_keeps_lengths_and_makes_scores_depend_on_distance_alone():

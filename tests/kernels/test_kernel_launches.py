@@ -18,7 +18,13 @@ from baton.kernels.rope_store import rope_store_triton
 from baton.kernels.select_rows import select_last_rows, select_last_rows_triton
 from baton.kernels.silu_mul import silu_mul_reference, silu_mul_triton
 from baton.kernels.skinny_linear import gated_linear, linear, linear_triton
-from baton.kernels.step_glue import PlaceSizes, step_outcome, step_outcome_triton, step_places, step_places_triton
+from baton.kernels.step_glue import (
+    PlaceSizes,
+    step_outcome,
+    step_outcome_triton,
+    step_places,
+    step_places_triton,
+)
 from baton.kernels.tree_verify import tree_verify, tree_verify_triton
 from baton.kernels.verify_attention import MAX_SPLITS, choose_splits, paged_verify, paged_verify_triton
 from baton.tests.kernels import bench_kernels
@@ -81,7 +87,9 @@ def test_cuda_tensors_always_reach_a_launcher(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize("num_bytes", [0, 99 * 1024, 163 * 1024])
-def test_a_device_without_room_for_the_tiles_multiplies_by_the_library(num_bytes: int, monkeypatch: pytest.MonkeyPatch):
+def test_a_device_without_room_for_the_tiles_multiplies_by_the_library(
+    num_bytes: int, monkeypatch: pytest.MonkeyPatch
+):
     trap_launchers(monkeypatch)
     monkeypatch.setattr(skinny_linear, "shared_bytes", lambda device: num_bytes)
     monkeypatch.setattr(skinny_linear, "silu_mul", silu_mul_reference)
@@ -105,7 +113,9 @@ def test_every_operation_is_in_the_bench_registry():
     assert all(bench.num_bytes > 0 for bench in benches)
 
 
-def test_every_kernel_compiles_for_an_h200_and_fits_its_shared_memory(compiled_for_h200: list[tuple[str, object]]):
+def test_every_kernel_compiles_for_an_h200_and_fits_its_shared_memory(
+    compiled_for_h200: list[tuple[str, object]],
+):
     x, projected = randn(3, 4096, dtype=torch.bfloat16), randn(3, 48, 128, dtype=torch.bfloat16)
     q, k, v = projected.split([32, 8, 8], dim=1)
     pool, table, lens = bench_kernels.paged(2, 40, "cpu")
@@ -146,9 +156,14 @@ def test_every_kernel_compiles_for_an_h200_and_fits_its_shared_memory(compiled_f
     }  # fmt: skip
     for name, kernel in compiled_for_h200:
         assert kernel.asm["cubin"], name
-        assert kernel.metadata.shared <= (skinny_linear.SHARED_BYTES if name == "_skinny_kernel" else SHARED_BYTES), name
+        assert kernel.metadata.shared <= (
+            skinny_linear.SHARED_BYTES if name == "_skinny_kernel" else SHARED_BYTES
+        ), name
     by_name = dict(compiled_for_h200)
-    for name in ("_extend_kernel", "_verify_kernel"):  # the last launched, with wide tiles: Hopper's matrix instructions
+    for name in (
+        "_extend_kernel",
+        "_verify_kernel",
+    ):  # the last launched, with wide tiles: Hopper's matrix instructions
         assert "wgmma" in by_name[name].asm["ptx"], name
 
 

@@ -47,7 +47,9 @@ def test_gathered_rows_are_those_of_their_slots_and_layer():
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize("heads", [(1, 1), (6, 2), (9, 3), (4, 4)])
-@pytest.mark.parametrize("lengths", [(1, 1), (7, 1), (7, 3), (QUERY_BLOCK + 37, QUERY_BLOCK + 5), (QUERY_BLOCK, 1)])
+@pytest.mark.parametrize(
+    "lengths", [(1, 1), (7, 1), (7, 3), (QUERY_BLOCK + 37, QUERY_BLOCK + 5), (QUERY_BLOCK, 1)]
+)
 def test_extend_equals_the_definition(lengths: tuple[int, int], heads: tuple[int, int], dtype: torch.dtype):
     (kv_len, q_len), (num_heads, kv_heads) = lengths, heads
     num_pages = -(-kv_len // 8)
@@ -63,7 +65,9 @@ def test_extend_equals_the_definition(lengths: tuple[int, int], heads: tuple[int
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize("q_len", [1, 4])
 @pytest.mark.parametrize("heads", [(1, 1), (6, 2), (4, 4)])
-def test_batched_equals_the_definition_request_by_request(heads: tuple[int, int], q_len: int, dtype: torch.dtype):
+def test_batched_equals_the_definition_request_by_request(
+    heads: tuple[int, int], q_len: int, dtype: torch.dtype
+):
     num_heads, kv_heads = heads
     kv_lens, longest = [5, 17, 4], 17
     kv = randn(9, 1, 2, 8, kv_heads, 6).to(dtype)

@@ -27,7 +27,10 @@ def main() -> None:
     """Writes the schemas to stdout."""
     core, monitor = (json.loads(Path(path).read_text(encoding="utf-8")) for path in sys.argv[1:3])
     core = _plain(core["$defs"])
-    monitor = {f"monitoring.{name[1:]}": schema for name, schema in _plain(monitor["definitions"], "monitoring.").items()}
+    monitor = {
+        f"monitoring.{name[1:]}": schema
+        for name, schema in _plain(monitor["definitions"], "monitoring.").items()
+    }
     monitor["monitoring.PodMonitor"] = {
         "type": "object",
         "properties": {
@@ -39,7 +42,9 @@ def main() -> None:
         "required": ["apiVersion", "kind", "metadata", "spec"],
         "additionalProperties": False,
     }
-    kinds = {kind: f"{PREFIX}{group}.{kind}" for kind, group in KINDS.items()} | {"PodMonitor": "monitoring.PodMonitor"}
+    kinds = {kind: f"{PREFIX}{group}.{kind}" for kind, group in KINDS.items()} | {
+        "PodMonitor": "monitoring.PodMonitor"
+    }
     both = core | monitor
     wanted = _reached(both, kinds.values())
     document = {

@@ -14,7 +14,10 @@ from baton.tests.kubernetes.policies import Pod, is_allowed, labels_of, ruleset
 Triple = tuple[str, str, int]  # source, target, port
 DNS = 53
 PORTS = (HTTP, CONTROL, KV, BULK, METRICS, DNS, 443, 6443)
-PATIENCE_S, SILENCE_S = 60.0, 0.5  # for what is allowed to connect; for what is forbidden to stay silent behind that
+PATIENCE_S, SILENCE_S = (
+    60.0,
+    0.5,
+)  # for what is allowed to connect; for what is forbidden to stay silent behind that
 ENDS = {
     "router": (labels_of("router"), None),
     **{f"{role}-{i}": (labels_of(role), None) for role in ("prefill", "decode") for i in (0, 1)},
@@ -31,7 +34,11 @@ def allowed(documents: Iterable[Mapping]) -> set[Triple]:
     """What the policies say of every pair of ENDS and every port."""
     ends = [Pod(name=name, labels=own, namespace=of) for name, (own, of) in ENDS.items()]
     pairs = itertools.permutations(ends, 2)
-    return {(a.name, b.name, port) for (a, b), port in itertools.product(pairs, PORTS) if is_allowed(documents, a, b, port)}
+    return {
+        (a.name, b.name, port)
+        for (a, b), port in itertools.product(pairs, PORTS)
+        if is_allowed(documents, a, b, port)
+    }
 
 
 class Pods:
@@ -42,7 +49,10 @@ class Pods:
         for name in ENDS:
             if name not in lan.names:
                 lan.add(name)
-        self.all = [Pod(name=name, labels=own, address=lan.address(name), namespace=of) for name, (own, of) in ENDS.items()]
+        self.all = [
+            Pod(name=name, labels=own, address=lan.address(name), namespace=of)
+            for name, (own, of) in ENDS.items()
+        ]
         for pod in self.all:
             lan.filter(pod.name, ruleset(documents, pod, self.all))
         self._questions: dict[str, socket.socket] = {}
@@ -78,7 +88,9 @@ class Pods:
             for number, _ in poller.poll(left * 1000):
                 poller.unregister(number)
                 triple, made = under_way[number]
-                assert made.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == 0, f"{triple} is refused, not dropped"
+                assert made.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == 0, (
+                    f"{triple} is refused, not dropped"
+                )
                 found.add(triple)
             if expected <= found and until == patience:
                 until = time.monotonic() + SILENCE_S

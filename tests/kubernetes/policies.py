@@ -15,7 +15,10 @@ import yaml
 
 Labels = Mapping[str, str]
 MANIFESTS = Path(__file__).resolve().parents[2] / "deploy" / "kubernetes" / "base"
-HOOKS = {"Ingress": ("from", "input", "saddr"), "Egress": ("to", "output", "daddr")}  # rule field, hook, whose address
+HOOKS = {
+    "Ingress": ("from", "input", "saddr"),
+    "Egress": ("to", "output", "daddr"),
+}  # rule field, hook, whose address
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +57,9 @@ def is_peer(peer: Mapping, other: Pod) -> bool:
     if unknown := set(peer) - {"podSelector", "namespaceSelector"}:
         raise ValueError(f"peer with {sorted(unknown)}")
     is_near = other.namespace is None
-    if "namespaceSelector" in peer and not (other.namespace and selects(peer["namespaceSelector"], other.namespace)):
+    if "namespaceSelector" in peer and not (
+        other.namespace and selects(peer["namespaceSelector"], other.namespace)
+    ):
         return False
     return ("namespaceSelector" in peer or is_near) and selects(peer.get("podSelector", {}), other.labels)
 
@@ -64,10 +69,16 @@ def of_pod(documents: Iterable[Mapping], pod: Pod, direction: str) -> list[Mappi
     if pod.namespace is not None:
         return []
     specs = [document["spec"] for document in documents if document["kind"] == "NetworkPolicy"]
-    return [spec for spec in specs if selects(spec["podSelector"], pod.labels) and direction in spec["policyTypes"]]
+    return [
+        spec
+        for spec in specs
+        if selects(spec["podSelector"], pod.labels) and direction in spec["policyTypes"]
+    ]
 
 
-def is_allowed(documents: Iterable[Mapping], source: Pod, target: Pod, port: int, protocol: str = "TCP") -> bool:
+def is_allowed(
+    documents: Iterable[Mapping], source: Pod, target: Pod, port: int, protocol: str = "TCP"
+) -> bool:
     """As the network does it: both ends must agree; an end that no policy selects agrees to everything."""
     for own, direction, other in ((source, "Egress", target), (target, "Ingress", source)):
         specs = of_pod(documents, own, direction)
@@ -113,4 +124,6 @@ def _lines(rule: Mapping, side: str, address: str, pods: list[Pod]) -> list[str]
         if set(port) - {"port", "protocol"} or not isinstance(port["port"], int):
             raise ValueError(f"port {port}")
         by_protocol.setdefault(port.get("protocol", "TCP").lower(), []).append(str(port["port"]))
-    return [f"{whom}{protocol} dport {{ {', '.join(ports)} }} accept" for protocol, ports in by_protocol.items()]
+    return [
+        f"{whom}{protocol} dport {{ {', '.join(ports)} }} accept" for protocol, ports in by_protocol.items()
+    ]

@@ -71,7 +71,12 @@ class Step:
     def __init__(self, model: LlamaForCausalLM, num_requests: int, context: int) -> None:
         config, batch = model.config, decode_batch(num_requests, context)
         pool = KVPool(
-            int(batch.page_table.max()) + 1, PAGE, config.num_layers, config.num_kv_heads, config.head_dim, torch.float32
+            int(batch.page_table.max()) + 1,
+            PAGE,
+            config.num_layers,
+            config.num_kv_heads,
+            config.head_dim,
+            torch.float32,
         )
         paged = PagedAttention(pool)
         fixed = paged.bind(plan(batch, PAGE))
@@ -90,7 +95,9 @@ class Step:
         hidden, _ = self.model.body(self.model.embed(self.batch.input_ids), self.batch.positions, attend)
         return self.model.compute_logits(hidden)
 
-    def _capture(self, backend: TapeBackend, fixed: Attend | None) -> BreakableGraph[AttendContext, torch.Tensor]:
+    def _capture(
+        self, backend: TapeBackend, fixed: Attend | None
+    ) -> BreakableGraph[AttendContext, torch.Tensor]:
         def forward(breaks: Breaks[AttendContext]) -> torch.Tensor:
             attend_rows = breaks.graph_break(attention)
 

@@ -79,7 +79,10 @@ def reference_greedy(
     prompts = {prompt.name: prompt.token_ids(smollm2_tokenizer) for prompt in PROMPTS}
     paths = {name: _path(smollm2_dir, ids) for name, ids in prompts.items()}
     load = functools.cache(lambda: _load(smollm2_dir))
-    for waits in (False, True):  # a test process beside this one makes some of them: those that it is at come last
+    for waits in (
+        False,
+        True,
+    ):  # a test process beside this one makes some of them: those that it is at come last
         for i, (name, path) in enumerate(paths.items()):
             with contextlib.ExitStack() as stack:
                 if not path.is_file() and stack.enter_context(_alone(i, waits=waits)) and not path.is_file():

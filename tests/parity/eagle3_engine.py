@@ -68,7 +68,9 @@ class Engine:
     ) -> Request:
         """A request with its prompt computed, its first token sampled and its draft KV written in chunks."""
         request = Request(room=f"{self.next_page:032x}", epoch=0, prompt_ids=list(prompt), sampling=params)
-        wanted = pages or pages_for(len(prompt) + params.max_new_tokens + self.decoder.shape.spare_slots, PAGE_SIZE)
+        wanted = pages or pages_for(
+            len(prompt) + params.max_new_tokens + self.decoder.shape.spare_slots, PAGE_SIZE
+        )
         request.pages = list(range(self.next_page, self.next_page + wanted))[::-1]
         self.next_page += wanted
         n = len(prompt)
@@ -84,7 +86,9 @@ class Engine:
         )
         output = self.runner.forward(batch)
         sampler = self.decoder.sampler
-        request.append(sampler.sample(output.logits[-1:], sampler.build(sampling_rows(request))).tokens.tolist(), ())
+        request.append(
+            sampler.sample(output.logits[-1:], sampler.build(sampling_rows(request))).tokens.tolist(), ()
+        )
         request.num_computed = n
         if output.hidden is not None:
             for start in range(0, n, chunk):
@@ -114,7 +118,10 @@ class Engine:
     def accept_lens(self) -> list[int]:
         """Of the steps that offered all drafts."""
         return [
-            n for r in self.results for n, drafted in zip(r.accept_lens, r.drafted, strict=True) if drafted == self.steps
+            n
+            for r in self.results
+            for n, drafted in zip(r.accept_lens, r.drafted, strict=True)
+            if drafted == self.steps
         ]
 
 
@@ -204,7 +211,8 @@ def head_layer(
     normed = rms(hidden, w[p + "hidden_norm.weight"])
     pair = torch.cat((rms(embeds, w[p + "input_layernorm.weight"]), normed), -1)
     q, k, v = (
-        (pair @ w[f"{p}self_attn.{n}_proj.weight"].T).view(count, -1, SHAPE["head_dim"]).transpose(0, 1) for n in "qkv"
+        (pair @ w[f"{p}self_attn.{n}_proj.weight"].T).view(count, -1, SHAPE["head_dim"]).transpose(0, 1)
+        for n in "qkv"
     )
     q, k, v = rotate(q), rotate(k).repeat_interleave(2, 0), v.repeat_interleave(2, 0)
     scores = q @ k.transpose(1, 2) / SHAPE["head_dim"] ** 0.5
@@ -213,7 +221,9 @@ def head_layer(
     residual = normed if switches.get("norm_before_residual") else hidden
     residual = residual + mixed.transpose(0, 1).reshape(count, -1) @ w[p + "self_attn.o_proj.weight"].T
     x = rms(residual, w[p + "post_attention_layernorm.weight"])
-    gated = torch.nn.functional.silu(x @ w[p + "mlp.gate_proj.weight"].T) * (x @ w[p + "mlp.up_proj.weight"].T)
+    gated = torch.nn.functional.silu(x @ w[p + "mlp.gate_proj.weight"].T) * (
+        x @ w[p + "mlp.up_proj.weight"].T
+    )
     return residual + gated @ w[p + "mlp.down_proj.weight"].T
 
 

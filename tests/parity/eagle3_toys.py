@@ -68,7 +68,11 @@ def head_config(dialect: int, ids: tuple[int, ...] = DEFAULT_IDS, **changes: obj
         return config | {"architectures": ["LlamaForCausalLM"], "model_type": "llama"} | changes
     eagle: dict[str, object] = {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": list(ids)}
     if dialect == 3:
-        eagle |= {"use_last_layernorm": True, "use_input_layernorm_in_first_layer": True, "next_layer_regular": True}
+        eagle |= {
+            "use_last_layernorm": True,
+            "use_input_layernorm_in_first_layer": True,
+            "next_layer_regular": True,
+        }
     native = {"architectures": ["LlamaForCausalLMEagle3"], "rope_theta": 10000.0, "eagle_config": eagle}
     return config | native | changes
 
@@ -141,7 +145,9 @@ def write_oracle(
     `ids`: whose outputs the digits stand in, in the order of the head's features. `attention`: how much of what a row sees
     is written to columns that nothing reads, so that features depend on the KV, and on all of it.
     """
-    return _write_oracle_target(path / "target", tuple(ids), num_layers, attention), write_oracle_head(path / "head", ids)
+    return _write_oracle_target(path / "target", tuple(ids), num_layers, attention), write_oracle_head(
+        path / "head", ids
+    )
 
 
 def _write_oracle_target(path: Path, ids: tuple[int, ...], num_layers: int, attention: float) -> Path:
@@ -166,7 +172,11 @@ def _write_oracle_target(path: Path, ids: tuple[int, ...], num_layers: int, atte
     lm_head = torch.zeros(vocab, hidden)
     for token in range(vocab):
         lm_head[successor(token), token] = 1.0
-    tensors = {"model.embed_tokens.weight": embed, "lm_head.weight": lm_head, "model.norm.weight": torch.ones(hidden)}
+    tensors = {
+        "model.embed_tokens.weight": embed,
+        "lm_head.weight": lm_head,
+        "model.norm.weight": torch.ones(hidden),
+    }
     for layer in range(num_layers):
         tensors |= _oracle_layer(f"model.layers.{layer}.", layer, ids)
         tensors |= _scribbling_attention(f"model.layers.{layer}.", layer, attention)
@@ -186,7 +196,9 @@ def _oracle_layer(prefix: str, layer: int, ids: tuple[int, ...]) -> dict[str, to
             normed = torch.tensor(hidden / ones).sqrt()
             amplitude = torch.nn.functional.silu(normed) * normed
             for token in range(vocab):
-                down[digit_columns(successor(token), CODE)[j], token] = (1.0 if layer == owner else -1.0) / amplitude
+                down[digit_columns(successor(token), CODE)[j], token] = (
+                    1.0 if layer == owner else -1.0
+                ) / amplitude
     return {
         f"{prefix}input_layernorm.weight": torch.ones(hidden),
         f"{prefix}post_attention_layernorm.weight": torch.ones(hidden),
@@ -200,7 +212,9 @@ def _scribbling_attention(prefix: str, layer: int, strength: float) -> dict[str,
     """Attention from every column, written to those that the target has no other use for; none at strength 0."""
     random, inner = torch.Generator().manual_seed(layer), 32
     scale = strength / ORACLE_HIDDEN**0.5
-    q, k, v = (torch.randn(inner, ORACLE_HIDDEN, generator=random) * (0.1 if strength else 0.0) for _ in range(3))
+    q, k, v = (
+        torch.randn(inner, ORACLE_HIDDEN, generator=random) * (0.1 if strength else 0.0) for _ in range(3)
+    )
     output = torch.zeros(ORACLE_HIDDEN, inner)
     output[SEEN:] = torch.randn(ORACLE_HIDDEN - SEEN, inner, generator=random) * scale
     parts = {"q": q, "k": k, "v": v, "o": output}
@@ -229,7 +243,9 @@ def write_oracle_head(path: Path, ids: Sequence[int] = ORACLE_IDS) -> Path:
             column = CODE + j * BASE + digit
             fc[column, j * hidden + column] = 1.0
     fc[CONST, :vocab] = 1.0
-    return write_head(path, config, {"fc.weight": fc, "norm.weight": torch.ones(hidden)} | _oracle_head_layer())
+    return write_head(
+        path, config, {"fc.weight": fc, "norm.weight": torch.ones(hidden)} | _oracle_head_layer()
+    )
 
 
 def _oracle_head_layer() -> dict[str, torch.Tensor]:
@@ -240,7 +256,9 @@ def _oracle_head_layer() -> dict[str, torch.Tensor]:
     value, output = torch.zeros(width, 2 * hidden), torch.zeros(hidden, width)
     for token in range(vocab):
         for column in digit_columns(token, SEEN):
-            value[column - SEEN, token] = 1.0 / hidden**0.5  # the norm of a one-hot row scales it by sqrt(hidden)
+            value[column - SEEN, token] = (
+                1.0 / hidden**0.5
+            )  # the norm of a one-hot row scales it by sqrt(hidden)
             output[column, column - SEEN] = 1.0
     gate, up, down = torch.zeros(vocab, hidden), torch.zeros(vocab, hidden), torch.zeros(hidden, vocab)
     normed = (hidden / 7) ** 0.5  # seven ones: constant, three digits by feature, three by embedding

@@ -41,7 +41,9 @@ class FeatureRows:
     ) -> None:  # fmt: skip
         by_request = features.view(*ids.shape, -1)
         first_pages = chain.page_table[:, 0].tolist()
-        for page, start, mine, count in zip(first_pages, chain.lens, by_request, accept_len.tolist(), strict=True):
+        for page, start, mine, count in zip(
+            first_pages, chain.lens, by_request, accept_len.tolist(), strict=True
+        ):
             _keep(self.decoded, page, start, mine[:count])
             self.accept_lens.setdefault(page, []).append(count)
         self._extend(chain, rows, slots, ids, features, accept_len)

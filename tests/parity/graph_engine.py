@@ -107,7 +107,10 @@ def families(engine: Engine) -> list[GraphFamily]:
     found = [target.prefill.tokens.family, *(verify.family for verify in target.verifies)]
     if engine.drafter is not None:
         draft = engine.drafter.graphs
-        found += [draft.prefill.tokens.family, *(graphs.family for graphs in (*draft.extends, *loops_of(engine)))]
+        found += [
+            draft.prefill.tokens.family,
+            *(graphs.family for graphs in (*draft.extends, *loops_of(engine))),
+        ]
     return found
 
 

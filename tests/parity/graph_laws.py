@@ -190,7 +190,9 @@ def captures_do_not_nest(backend: GraphBackend, device: str) -> None:
     other.capture(lambda _: x + 1, ROWS)
 
     def capture_inside(_: object) -> torch.Tensor:
-        return BreakableGraph[ReplayContext, torch.Tensor](backend, name="inner").capture(lambda _: x + 1, ROWS)
+        return BreakableGraph[ReplayContext, torch.Tensor](backend, name="inner").capture(
+            lambda _: x + 1, ROWS
+        )
 
     def replay_inside(_: object) -> torch.Tensor:
         return other.replay(ROWS)
@@ -244,7 +246,11 @@ def exchanged_weights_are_found_and_changed_ones_followed(backend: GraphBackend,
     model, static = ToyDecoder(device=device), rows_of(4, 1, device)
     pool = GraphPool(backend)
     pooled = pool.capture(
-        GraphKind.DRAFT_PREFILL, 4, lambda b: model.forward(b, static), context_of(4), parameters=model.parameters
+        GraphKind.DRAFT_PREFILL,
+        4,
+        lambda b: model.forward(b, static),
+        context_of(4),
+        parameters=model.parameters,
     )
     model.weights["1.o"].mul_(2)
     assert pool.stale() == {}

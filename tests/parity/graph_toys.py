@@ -37,7 +37,12 @@ def plan_mask(context: ToyContext, rows: torch.Tensor) -> torch.Tensor:
 
 
 def attend(
-    context: ToyContext, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, out: torch.Tensor
+    context: ToyContext,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor,
+    out: torch.Tensor,
 ) -> None:
     """`q`, `k`, `v`, `out` `[T, H]`; real rows only."""
     n = context.num_rows
@@ -52,7 +57,12 @@ class ToyDecoder:
 
     def __init__(self, seed: int = 0, device: str = "cpu") -> None:
         generator = torch.Generator().manual_seed(seed)
-        shapes = {"qkv": (3 * HIDDEN, HIDDEN), "o": (HIDDEN, HIDDEN), "up": (2 * HIDDEN, HIDDEN), "down": (HIDDEN, HIDDEN)}
+        shapes = {
+            "qkv": (3 * HIDDEN, HIDDEN),
+            "o": (HIDDEN, HIDDEN),
+            "up": (2 * HIDDEN, HIDDEN),
+            "down": (HIDDEN, HIDDEN),
+        }
         self.device = device
         self.weights = {
             f"{layer}.{name}": (torch.randn(shape, generator=generator) * 0.2).to(device)

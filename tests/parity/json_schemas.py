@@ -37,14 +37,20 @@ class Kind:
     def thing(self, rng: random.Random, depth: int) -> Schema:
         """An object or an array, or further down anything."""
         top = [self.an_object, self.an_object, self.an_array]
-        kinds = top if depth == 0 else [self.an_object, self.an_array, self.a_choice, self.a_leaf, self.a_leaf, self.a_ref]
+        kinds = (
+            top
+            if depth == 0
+            else [self.an_object, self.an_array, self.a_choice, self.a_leaf, self.a_leaf, self.a_ref]
+        )
         return rng.choice(kinds)(rng, depth)
 
     def an_object(self, rng: random.Random, depth: int) -> Schema:
         names = rng.sample(self.words, rng.randint(1, 4 - depth))
         return {
             "type": "object",
-            "properties": {name: self.thing(rng, depth + 1) if depth < 2 else self.leaf(rng) for name in names},
+            "properties": {
+                name: self.thing(rng, depth + 1) if depth < 2 else self.leaf(rng) for name in names
+            },
             "required": rng.sample(names, rng.randint(0, len(names))),
             "additionalProperties": False,
         }
@@ -88,16 +94,28 @@ def wide_leaf(rng: random.Random) -> Schema:
             {"type": "string", "pattern": rng.choice(ODD_PATTERNS)},
             {"type": "string", "format": rng.choice(["uuid", "ipv4", "email"]), "maxLength": 40},
             {"type": "number", "minimum": -least, "maximum": 2.5 * least, "multipleOf": 0.25},
-            {"type": ["integer", "null"], "minimum": -least, "exclusiveMaximum": 100 * least + 1, "multipleOf": 3},
+            {
+                "type": ["integer", "null"],
+                "minimum": -least,
+                "exclusiveMaximum": 100 * least + 1,
+                "multipleOf": 3,
+            },
             {"enum": rng.sample(ODD_TEXTS, rng.randint(1, 4))},
             {"const": {rng.choice(ODD_TEXTS): rng.choice(ODD_TEXTS)}},
-            {"type": "array", "prefixItems": [leaf(rng), leaf(rng)], "items": False, "minItems": rng.randint(0, 2)},
+            {
+                "type": "array",
+                "prefixItems": [leaf(rng), leaf(rng)],
+                "items": False,
+                "minItems": rng.randint(0, 2),
+            },
         ]
     )
 
 
 NARROW = Kind(("name", "size", "kind", "ok", "a b", "x-1", "list", "next", "value", "_"), leaf)
-WIDE = Kind((*NARROW.words, "größe", "名前", "a", "ab", 'the "key"', "\\", "", "👍", "line\nbreak"), wide_leaf)
+WIDE = Kind(
+    (*NARROW.words, "größe", "名前", "a", "ab", 'the "key"', "\\", "", "👍", "line\nbreak"), wide_leaf
+)
 
 
 def schemas(count: int, seed: int = 0, kind: Kind = NARROW) -> list[Schema]:

@@ -74,10 +74,18 @@ def _write_target(path: Path) -> Path:
     embed[:, CONST] = 1.0
     for token in range(VOCAB):
         lm_head[follower(token), FETCHED + token] = 1.0
-    tensors = {"model.embed_tokens.weight": embed, "lm_head.weight": lm_head, "model.norm.weight": torch.ones(HIDDEN)}
+    tensors = {
+        "model.embed_tokens.weight": embed,
+        "lm_head.weight": lm_head,
+        "model.norm.weight": torch.ones(HIDDEN),
+    }
     norm = (HIDDEN / 2) ** 0.5  # what norming makes of a 1 among two
     for layer in range(LAYERS):
-        parts = _attention(HIDDEN, CONST, norm, 0, norm, 1.0) if layer == 0 else _attention(HIDDEN, CONST, 1.0, 0, 1.0, 0.0)
+        parts = (
+            _attention(HIDDEN, CONST, norm, 0, norm, 1.0)
+            if layer == 0
+            else _attention(HIDDEN, CONST, 1.0, 0, 1.0, 0.0)
+        )
         tensors |= {f"model.layers.{layer}.{name}": tensor for name, tensor in parts.items()}
         tensors |= {f"model.layers.{layer}.{name}": torch.ones(HIDDEN)
                     for name in ("input_layernorm.weight", "post_attention_layernorm.weight")}  # fmt: skip
@@ -110,11 +118,22 @@ def _attention(
 ) -> dict[str, torch.Tensor]:
     """Weights that fetch the one-hot at columns `tokens` DISTANCE rows back into FETCHED; the MLP does nothing."""
     query, key = _phases()
-    q, k, v, o = torch.zeros(HEAD_DIM, width), torch.zeros(HEAD_DIM, width), torch.zeros(HEAD_DIM, width), None
+    q, k, v, o = (
+        torch.zeros(HEAD_DIM, width),
+        torch.zeros(HEAD_DIM, width),
+        torch.zeros(HEAD_DIM, width),
+        None,
+    )
     q[:, const], k[:, const] = query / const_norm, key / const_norm
     v[:VOCAB, tokens : tokens + VOCAB] = torch.eye(VOCAB) / token_norm
     o = torch.zeros(HIDDEN, HEAD_DIM)
     o[FETCHED : FETCHED + VOCAB, :VOCAB] = strength * torch.eye(VOCAB)
-    attention = {f"self_attn.{name}_proj.weight": tensor for name, tensor in zip("qkvo", (q, k, v, o), strict=True)}
-    mlp = {"mlp.gate_proj.weight": (8, HIDDEN), "mlp.up_proj.weight": (8, HIDDEN), "mlp.down_proj.weight": (HIDDEN, 8)}
+    attention = {
+        f"self_attn.{name}_proj.weight": tensor for name, tensor in zip("qkvo", (q, k, v, o), strict=True)
+    }
+    mlp = {
+        "mlp.gate_proj.weight": (8, HIDDEN),
+        "mlp.up_proj.weight": (8, HIDDEN),
+        "mlp.down_proj.weight": (HIDDEN, 8),
+    }
     return attention | {name: torch.zeros(shape) for name, shape in mlp.items()}

@@ -78,7 +78,9 @@ def overlapped(
     return engine.decoder
 
 
-def run_ahead(engine: Engine, requests: Sequence[Request], until: Callable[[], bool] = lambda: False) -> list[StepResult]:
+def run_ahead(
+    engine: Engine, requests: Sequence[Request], until: Callable[[], bool] = lambda: False
+) -> list[StepResult]:
     """Step all of `requests` to their end, or until `until`, each step launched before the one before it is read."""
     decoder, flight, results = engine.decoder, None, []
     while True:
@@ -110,7 +112,9 @@ class Reads(TorchFunctionMode):
         gc.collect()
         return sum(made() is not None for made in self.made)
 
-    def __torch_function__(self, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
+    def __torch_function__(
+        self, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None
+    ) -> object:
         if getattr(func, "__name__", "") in HOST_READS:
             self.seen.append(func.__name__)
         return func(*args, **(kwargs or {}))
@@ -125,7 +129,9 @@ class Operations(DispatchMode):
         if torch.Tag.data_dependent_output in func.tags:
             self._reads.seen.append(str(func))
         known, result = storages_of(args, kwargs), func(*args, **kwargs)
-        self._reads.made += [weakref.ref(made) for made in tensors_of(result) if storage_of(made) not in known]
+        self._reads.made += [
+            weakref.ref(made) for made in tensors_of(result) if storage_of(made) not in known
+        ]
         return result
 
 

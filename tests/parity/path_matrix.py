@@ -19,9 +19,26 @@ from baton.engine.graphs.cuda import CudaBackend
 from baton.engine.graphs.tape import TapeBackend
 from baton.engine.sampling_params import SamplingParams
 from baton.tests.parity.eagle3_engine import Engine
-from baton.tests.parity.eagle3_toys import ORACLE_VOCAB, VOCAB, head_config, head_tensors, write_head, write_oracle
+from baton.tests.parity.eagle3_toys import (
+    ORACLE_VOCAB,
+    VOCAB,
+    head_config,
+    head_tensors,
+    write_head,
+    write_oracle,
+)
 from baton.tests.parity.feature_rows import FeatureRows
-from baton.tests.parity.graph_engine import BREAKABLE, FULL, arena, capture, enable, families, kv_of, poison, with_graphs
+from baton.tests.parity.graph_engine import (
+    BREAKABLE,
+    FULL,
+    arena,
+    capture,
+    enable,
+    families,
+    kv_of,
+    poison,
+    with_graphs,
+)
 from baton.tests.parity.overlap_engine import overlapped, run_ahead
 from baton.tests.parity.toy_engine import random_ids
 from baton.tests.parity.toy_models import reference_model, write_toy_checkpoint
@@ -29,7 +46,13 @@ from baton.tests.parity.toy_models import reference_model, write_toy_checkpoint
 LAYERS, STEPS = 12, 3
 MAX_BATCH, MAX_TOKENS = 6, 24  # buckets 1, 2, 4, 6 and 1, 2, 4, 8, 16, 24
 PATHS = {"full": FULL, "breakable": BREAKABLE, "eager": set()}
-SIZES = {"one": (1, 1), "edge - 1": (3, 15), "edge": (4, 16), "edge + 1": (5, 17), "above": (9, 25)}  # requests, tokens
+SIZES = {
+    "one": (1, 1),
+    "edge - 1": (3, 15),
+    "edge": (4, 16),
+    "edge + 1": (5, 17),
+    "above": (9, 25),
+}  # requests, tokens
 AUX_IDS = {"default": (1, 5, 8), "custom": (2, 3, 7), "unsorted": (8, 1, 5), "last layer": (0, 5, 11)}
 SHAPES = {"chain": {"steps": STEPS}, "tree": {"steps": STEPS, "topk": 2, "tokens": 8}}
 STATES = ("fresh", "churned")
@@ -74,7 +97,9 @@ def combined_in(cell: Cell) -> set[tuple[tuple[int, str], ...]]:
 def quick_ahead() -> tuple[Cell, ...]:
     """A chain of the random pair and a tree of the oracle, on engines that exist anyway."""
     engines = {(pair, shape): (pair, aux, shape, state) for pair, aux, shape, state in sorted(QUICK_ENGINES)}
-    return Cell(*engines["random", "chain"], "ahead", "edge - 1"), Cell(*engines["oracle", "tree"], "ahead", "edge + 1")
+    return Cell(*engines["random", "chain"], "ahead", "edge - 1"), Cell(
+        *engines["oracle", "tree"], "ahead", "edge + 1"
+    )
 
 
 def covering(cells: Iterable[Cell]) -> tuple[Cell, ...]:
@@ -130,7 +155,9 @@ def run(engine: Engine, prompts: list[list[int]], rows: FeatureRows, *, is_ahead
         tokens=tokens,
         accept_lens=[result.accept_lens for result in engine.results if result.tokens],
         features=[
-            torch.stack([rows.of(r.pages[0])[i] for i in range(r.num_prompt if is_ahead else r.num_tokens - 1)])
+            torch.stack(
+                [rows.of(r.pages[0])[i] for i in range(r.num_prompt if is_ahead else r.num_tokens - 1)]
+            )
             for r in requests
         ],
         kv=[part for request in requests for part in kv_of(engine, request)],
@@ -268,8 +295,11 @@ def check_paths(cell: Cell, engine: Engine, graphs: GraphSet, before: dict[str, 
     is_small = cell.size != "above"
     for family in families(engine):
         kind, wanted = family.kind.value, family.kind in PATHS[cell.path]
-        reason = ("tokens_over_max" if family.kind in BREAKABLE else "batch_over_planned") if wanted else "disabled"
+        reason = (
+            ("tokens_over_max" if family.kind in BREAKABLE else "batch_over_planned")
+            if wanted
+            else "disabled"
+        )
         assert (f"graph_replays_{kind}" in made) is (wanted and is_small), made
         assert (f"graph_fallback_{kind}_{reason}" in made) is not (wanted and is_small), made
     assert seen.paths == ({"graph"} if cell.path == "full" and is_small else {"eager"})
-

@@ -158,17 +158,31 @@ CHATS: tuple[ParityPrompt, ...] = (
     _chat("greeting", "Hi!"),
     _chat("photosynthesis", "Explain photosynthesis to a ten-year-old in three sentences."),
     _chat("list-fruits", "List five fruits that are rich in vitamin C, one per line."),
-    _chat("arithmetic", "A train travels 60 km in 45 minutes. What is its average speed in km/h? Show the steps."),
+    _chat(
+        "arithmetic",
+        "A train travels 60 km in 45 minutes. What is its average speed in km/h? Show the steps.",
+    ),
     _chat("haiku", "Write a haiku about the sea in winter."),
     _chat("email", "Write a short, polite email asking my landlord to repair the kitchen tap."),
-    _chat("pirate", "Where can I buy bread?", system="You are a pirate. Answer every question as a pirate would."),
-    _chat("python-fibonacci", "Write a Python function that returns the n-th Fibonacci number, with a docstring."),
-    _chat("sql", "Write an SQL query that finds the ten customers with the highest total order value in 2023."),
+    _chat(
+        "pirate",
+        "Where can I buy bread?",
+        system="You are a pirate. Answer every question as a pirate would.",
+    ),
+    _chat(
+        "python-fibonacci",
+        "Write a Python function that returns the n-th Fibonacci number, with a docstring.",
+    ),
+    _chat(
+        "sql", "Write an SQL query that finds the ten customers with the highest total order value in 2023."
+    ),
     _chat(
         "bug",
         "What is wrong here?\n\n```python\nfor i in range(len(xs)):\n    if xs[i] == 0:\n        del xs[i]\n```",
     ),
-    _chat("translate-german", 'Translate into German: "The weather is nice today and we are going to the park."'),
+    _chat(
+        "translate-german", 'Translate into German: "The weather is nice today and we are going to the park."'
+    ),
     _chat("french", "Quelle est la différence entre le passé composé et l'imparfait ?"),
     _chat("spanish", "Escribe un párrafo corto sobre la historia de la ciudad de Sevilla."),
     _chat(
@@ -186,19 +200,35 @@ CHATS: tuple[ParityPrompt, ...] = (
         "That worked! What should I cook next?",
         system="You are a patient cooking teacher.",
     ),
-    _chat("long-story", f"Read this text.\n\n{_LIGHTHOUSE}\nWho was Ellen Arkwright? What did she do in the storm?"),
+    _chat(
+        "long-story",
+        f"Read this text.\n\n{_LIGHTHOUSE}\nWho was Ellen Arkwright? What did she do in the storm?",
+    ),
     _chat("long-code", f"Complete the last method of this module.\n\n```python\n{_MODULE}```"),
-    _chat("long-table", f"These are weather readings.\n\n{_READINGS}\n\nSummarise the morning in one paragraph."),
-    _chat("json", 'Turn this into JSON with the keys "name", "age", "city": Maria is 31 years old and lives in Porto.'),
+    _chat(
+        "long-table", f"These are weather readings.\n\n{_READINGS}\n\nSummarise the morning in one paragraph."
+    ),
+    _chat(
+        "json",
+        'Turn this into JSON with the keys "name", "age", "city": Maria is 31 years old and lives in Porto.',
+    ),
 )
 
 TEXTS: tuple[ParityPrompt, ...] = (
     ParityPrompt("one-token", text="The"),
-    ParityPrompt("fairy-tale", text="Once upon a time, in a village at the edge of a dark forest, there lived"),
+    ParityPrompt(
+        "fairy-tale", text="Once upon a time, in a village at the edge of a dark forest, there lived"
+    ),
     ParityPrompt("counting", text="1, 2, 3, 5, 8, 13, 21,"),
-    ParityPrompt("c-code", text="#include <stdio.h>\n\nint main(void) {\n    for (int i = 0; i < 10; i++) {\n"),
-    ParityPrompt("cyrillic-and-cjk", text="Москва — столица России. 東京は日本の首都。 Αθήνα είναι η πρωτεύουσα της"),
-    ParityPrompt("markup", text="<html>\n  <head>\n    <title>Café ☕ Menu</title>\n  </head>\n  <body>\n    <h1>"),
+    ParityPrompt(
+        "c-code", text="#include <stdio.h>\n\nint main(void) {\n    for (int i = 0; i < 10; i++) {\n"
+    ),
+    ParityPrompt(
+        "cyrillic-and-cjk", text="Москва — столица России. 東京は日本の首都。 Αθήνα είναι η πρωτεύουσα της"
+    ),
+    ParityPrompt(
+        "markup", text="<html>\n  <head>\n    <title>Café ☕ Menu</title>\n  </head>\n  <body>\n    <h1>"
+    ),
 )
 
 PROMPTS: tuple[ParityPrompt, ...] = CHATS + TEXTS

@@ -60,9 +60,14 @@ def answer(engine, prompts, shift=0, shape=CHAIN, num_tokens=NUM_TOKENS):
 def prefill(engine, decoder, ids, num_tokens):
     params = SamplingParams(temperature=0.0, max_new_tokens=num_tokens)
     request = Request(room="0" * 32, epoch=0, prompt_ids=ids, sampling=params)
-    request.pages = engine.cache.alloc(-(-(len(ids) + num_tokens + decoder.shape.spare_slots) // engine.page_size))
+    request.pages = engine.cache.alloc(
+        -(-(len(ids) + num_tokens + decoder.shape.spare_slots) // engine.page_size)
+    )
     batch = extend_batch(
-        [(request, 0, len(ids))], page_size=engine.page_size, device=torch.device("cpu"), capture=CaptureHidden.FULL
+        [(request, 0, len(ids))],
+        page_size=engine.page_size,
+        device=torch.device("cpu"),
+        capture=CaptureHidden.FULL,
     )
     output = engine.runner.forward(batch)
     request.num_computed = len(ids)
@@ -95,7 +100,10 @@ def handed_over(pair, prompts, num_tokens, count):
 
 @pytest.mark.parametrize(
     ("chats", "num_tokens"),
-    [(slice(0, 10, 5), 18), pytest.param(slice(None), NUM_TOKENS, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])],
+    [
+        (slice(0, 10, 5), 18),
+        pytest.param(slice(None), NUM_TOKENS, marks=[pytest.mark.slow, pytest.mark.timeout(3600)]),
+    ],
     ids=["the beginnings of two chats", "all chats"],
 )
 def test_graphs_and_the_hand_off_change_neither_accept_length_nor_tokens_which_are_those_of_transformers(
@@ -112,14 +120,19 @@ def test_graphs_and_the_hand_off_change_neither_accept_length_nor_tokens_which_a
     engine, found = pair.decode.engine, {}
 
     def answer_in_turns():
-        parts = [answer(engine, prompts[i : i + count], num_tokens=num_tokens) for i in range(0, len(prompts), count)]
+        parts = [
+            answer(engine, prompts[i : i + count], num_tokens=num_tokens)
+            for i in range(0, len(prompts), count)
+        ]
         outputs = [output for _, some in parts for output in some]
         num_steps = sum((sum(map(len, some)) - len(some)) / length for length, some in parts)
         return (sum(map(len, outputs)) - len(outputs)) / num_steps, outputs
 
     found["graphs"] = answer_in_turns()
     counters = engine.graph_counters
-    assert all(counters[f"graph_replays_{kind}"] > 0 for kind in ("target_verify", "draft_decode", "draft_extend")), counters
+    assert all(
+        counters[f"graph_replays_{kind}"] > 0 for kind in ("target_verify", "draft_decode", "draft_extend")
+    ), counters
     found["handed over"] = handed_over(pair, prompts, num_tokens, count)
     assert pair.prefill.stats().counters["graph_replays_target_prefill"] > 0
     engine.runner.graphs = engine.drafter.graphs = None
@@ -160,13 +173,17 @@ def test_the_head_is_worth_what_it_should_be_and_shifted_layers_cost_visibly(
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_a_tree_keeps_more_of_the_heads_drafts_than_a_chain(smollm2_dir, eagle3_dir, smollm2_tokenizer, record_property):
+def test_a_tree_keeps_more_of_the_heads_drafts_than_a_chain(
+    smollm2_dir, eagle3_dir, smollm2_tokenizer, record_property
+):
     engine = load(smollm2_dir, eagle3_dir)
     prompts = [prompt.token_ids(smollm2_tokenizer) for prompt in CHATS]
     length, outputs = {}, {}
     for shape in (CHAIN, *TREES):
         length[shape], outputs[shape] = answer(engine, prompts, shape=shape)
-        record_property(f"accept_length_{shape.steps}_{shape.topk}_{shape.num_nodes}", round(length[shape], 3))
+        record_property(
+            f"accept_length_{shape.steps}_{shape.topk}_{shape.num_nodes}", round(length[shape], 3)
+        )
         print(f"accept length over 20 chats, {shape}: {length[shape]:.3f}")
     assert all(outputs[shape] == outputs[CHAIN] for shape in TREES), "drafts never change an answer"
     for (shape, gain), before in zip(TREES.items(), (CHAIN, *TREES), strict=False):

@@ -54,9 +54,13 @@ def test_the_oracle_is_believed_in_full_in_the_step_in_which_drafting_returns(
     if has_graphs:
         graphs = with_graphs(engine, arena())
         assert (graphs.counts()["decode"], graphs.counts()["verify"]) == (3, 3 * (len(shapes) - 1))
-    assert engine.generate([[1, 2, 3], [40]], greedy(60)) == Engine(oracle[0]).generate([[1, 2, 3], [40]], greedy(60))
+    assert engine.generate([[1, 2, 3], [40]], greedy(60)) == Engine(oracle[0]).generate(
+        [[1, 2, 3], [40]], greedy(60)
+    )
     lengths = [set(result.accept_lens) for result in engine.results]
-    assert lengths[:-1] == [{1 + shapes[i].steps} for i in script] + [{1 + full.steps}] * (len(lengths) - 1 - len(script))
+    assert lengths[:-1] == [{1 + shapes[i].steps} for i in script] + [{1 + full.steps}] * (
+        len(lengths) - 1 - len(script)
+    )
     assert policy.heard[0] == (2, 2), "first proposals that were not offered would have been right"
     assert policy.heard[3] == (2 * full.steps, 2 * full.steps)
     if has_graphs:
@@ -64,7 +68,9 @@ def test_the_oracle_is_believed_in_full_in_the_step_in_which_drafting_returns(
 
 
 @pytest.mark.parametrize("shapes", [CHAINS, TREES], ids=["chain", "tree"])
-def test_tokens_do_not_depend_on_the_steps_of_each_verify(target: Path, head: Path, shapes: list[DraftShape]) -> None:
+def test_tokens_do_not_depend_on_the_steps_of_each_verify(
+    target: Path, head: Path, shapes: list[DraftShape]
+) -> None:
     params = [greedy(), sampled(), sampled(top_p=0.8, repetition_penalty=1.2)]
     plain = Engine(target)
     expected = plain.run([plain.prefill(prompt, p) for prompt, p in zip(PROMPTS, params, strict=False)])
@@ -76,7 +82,9 @@ def test_tokens_do_not_depend_on_the_steps_of_each_verify(target: Path, head: Pa
     assert all(0 <= kept <= tried for kept, tried in policy.heard)
 
 
-def test_the_policy_hears_of_warm_requests_only_and_never_more_than_was_tried(oracle: tuple[Path, Path]) -> None:
+def test_the_policy_hears_of_warm_requests_only_and_never_more_than_was_tried(
+    oracle: tuple[Path, Path],
+) -> None:
     policy = Scripted(CHAINS, [2, 0])
     engine = Engine(*oracle, policy=policy, aux_ids=(1, 3, 4))
     cold, warm = (engine.prefill(prompt, greedy(9)) for prompt in ([1, 2], [40]))

@@ -32,22 +32,34 @@ def assert_same(reference, served):
     for i, (want, got) in enumerate(zip(reference.output_ids, served, strict=True)):
         if want != got:
             tie = reference.gaps[i] < TIE and got == reference.runners_up[i]
-            assert tie, f"{reference.name}: token {i} is {got}, transformers says {want} by a gap of {reference.gaps[i]}"
+            assert tie, (
+                f"{reference.name}: token {i} is {got}, transformers says {want} by a gap of {reference.gaps[i]}"
+            )
             return False
     return True
 
 
 def share(references, number):
     """One of as many parts as there are quick settings, each of every length, and the shortest."""
-    return [*references[number :: len(QUICK)], min(references, key=lambda reference: len(reference.prompt_ids))]
+    return [
+        *references[number :: len(QUICK)],
+        min(references, key=lambda reference: len(reference.prompt_ids)),
+    ]
 
 
 def check_cluster(rounds, smollm2_dir, eagle3_dir, drafts, chunk, prefill, decode):
     with serving(
-        smollm2_dir, eagle3_dir if drafts else "", chunk_size=chunk, prefill=prefill, decode=decode, kv_memory_mb=768
+        smollm2_dir,
+        eagle3_dir if drafts else "",
+        chunk_size=chunk,
+        prefill=prefill,
+        decode=decode,
+        kv_memory_mb=768,
     ) as cluster:
         for i, references in enumerate(rounds):
-            answers = at_once([partial(complete, cluster, reference.prompt_ids) for reference in references], 8)
+            answers = at_once(
+                [partial(complete, cluster, reference.prompt_ids) for reference in references], 8
+            )
             same = [assert_same(r, ids) for r, (ids, _) in zip(references, answers, strict=True)]
             assert sum(same) >= len(same) - 2, "more ties than real text has"
             documents = [document for _, document in answers]
@@ -65,7 +77,9 @@ def check_cluster(rounds, smollm2_dir, eagle3_dir, drafts, chunk, prefill, decod
 
 
 @pytest.mark.parametrize(("drafts", "chunk", "prefill", "decode"), QUICK)
-def test_served_tokens_equal_transformers(reference_greedy, smollm2_dir, eagle3_dir, drafts, chunk, prefill, decode):
+def test_served_tokens_equal_transformers(
+    reference_greedy, smollm2_dir, eagle3_dir, drafts, chunk, prefill, decode
+):
     """Each prompt in one of these settings, those of one again. All in all is in the full suite."""
     number = [setting.values for setting in QUICK].index((drafts, chunk, prefill, decode))
     part = share(list(reference_greedy.values()), number)

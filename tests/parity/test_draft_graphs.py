@@ -35,7 +35,9 @@ def batch_of(engine: Engine, mode: ForwardMode, *q_lens: int) -> ForwardBatch:
         q_lens=list(q_lens),
         kv_lens=list(q_lens),
         capture_hidden=CaptureHidden.LAST,
-        features=torch.randn(count, engine.drafter.feature_width, generator=torch.Generator().manual_seed(count)),
+        features=torch.randn(
+            count, engine.drafter.feature_width, generator=torch.Generator().manual_seed(count)
+        ),
     )
 
 
@@ -64,8 +66,14 @@ def extended(engine: Engine, count: int) -> tuple[torch.Tensor, bool]:
 
 
 EDGES = [
-    *((prefilled, n, MAX_TOKENS, "draft_prefill_tokens_over_max") for n in (1, 15, 16, 17, MAX_TOKENS, MAX_TOKENS + 1)),
-    *((extended, n, MAX_BATCH, "draft_extend_batch_over_planned") for n in (1, 2, 3, MAX_BATCH, MAX_BATCH + 1)),
+    *(
+        (prefilled, n, MAX_TOKENS, "draft_prefill_tokens_over_max")
+        for n in (1, 15, 16, 17, MAX_TOKENS, MAX_TOKENS + 1)
+    ),
+    *(
+        (extended, n, MAX_BATCH, "draft_extend_batch_over_planned")
+        for n in (1, 2, 3, MAX_BATCH, MAX_BATCH + 1)
+    ),
 ]
 
 
@@ -109,7 +117,9 @@ def with_another_page(batch: ForwardBatch) -> None:
     batch.page_table[0, 0] = 17
 
 
-@pytest.mark.parametrize("change", [padded, reordered, without_a_request, with_another_slot, with_another_page])
+@pytest.mark.parametrize(
+    "change", [padded, reordered, without_a_request, with_another_slot, with_another_page]
+)
 @pytest.mark.parametrize("mode", [ForwardMode.EXTEND, ForwardMode.DRAFT_EXTEND, ForwardMode.DECODE])
 def test_m5_2_whatever_is_changed_behind_a_plan_is_refused_by_target_and_draft(plain, mode, change):
     count = 1 if mode is ForwardMode.DECODE else NUM_ROWS
@@ -136,7 +146,10 @@ def chain_of(engine: Engine, count: int) -> tuple[ChainPlan, torch.Tensor, tuple
     chain = plan_chain(
         requests, engine.decoder.shape.spare_slots, page_size=PAGE_SIZE, max_context=256, device="cpu"
     )
-    states, rows = engine.drafter.states, torch.tensor([engine.decoder._warm[request].row for request in requests])
+    states, rows = (
+        engine.drafter.states,
+        torch.tensor([engine.decoder._warm[request].row for request in requests]),
+    )
     state = states.hidden[rows].clone(), states.logits[rows].clone()
     for request in requests:
         engine.decoder.forget(request)
@@ -156,14 +169,18 @@ def test_m5_3_draft_forwards_prepared_for_a_graph_and_then_forced_to_eager_are_p
             batch.decision = EAGER
             is_prefill = mode is ForwardMode.EXTEND
             outputs.append(
-                engine.drafter.prefill_rows(batch) if is_prefill else engine.drafter.extend_rows(batch, accept_len)[1]
+                engine.drafter.prefill_rows(batch)
+                if is_prefill
+                else engine.drafter.extend_rows(batch, accept_len)[1]
             )
         assert torch.equal(*outputs)
     drafts = []
     for engine in (graphed, plain):
         chain, slots, state = chain_of(engine, 3)
         if engine is graphed:
-            drafter.graphs.loop.rows.plan_context(chain.page_table, chain.lens, drafter.graphs.loop.decide(chain).bucket)
+            drafter.graphs.loop.rows.plan_context(
+                chain.page_table, chain.lens, drafter.graphs.loop.decide(chain).bucket
+            )
         drafts.append(engine.drafter.draft_rows(chain, slots, state, [GREEDY] * 3, EAGER))
     assert torch.equal(*drafts)
 
@@ -180,12 +197,16 @@ def test_m5_4_graph_and_eager_draft_steps_get_the_same_slots_lengths_and_pages(
     engine = Engine(target, head, steps=steps, topk=topk)
     captured, planned = [], []
     attend_rows = draft_loops.attend_rows
-    monkeypatch.setattr(draft_loops, "attend_rows", lambda *args: captured.append(args[1:4]) or attend_rows(*args))
+    monkeypatch.setattr(
+        draft_loops, "attend_rows", lambda *args: captured.append(args[1:4]) or attend_rows(*args)
+    )
     with_graphs(engine)
     chain, slots, state = chain_of(engine, 3)
     chain_batch = draft_worker.chain_batch
     monkeypatch.setattr(
-        draft_worker, "chain_batch", lambda *args, **more: planned.append(chain_batch(*args, **more)) or planned[-1]
+        draft_worker,
+        "chain_batch",
+        lambda *args, **more: planned.append(chain_batch(*args, **more)) or planned[-1],
     )
     shape, drafter, params = engine.decoder.shape, engine.drafter, [GREEDY] * 3
     if topk == 1:
@@ -193,7 +214,10 @@ def test_m5_4_graph_and_eager_draft_steps_get_the_same_slots_lengths_and_pages(
         found = [drafter.draft_rows(chain, slots, state, params, decision) for decision in (None, EAGER)]
     else:
         loop = drafter.graphs.tree
-        found = [drafter.tree_rows(shape, chain, slots, state, params, each).drafts for each in (loop.decide(chain), EAGER)]
+        found = [
+            drafter.tree_rows(shape, chain, slots, state, params, each).drafts
+            for each in (loop.decide(chain), EAGER)
+        ]
     assert torch.equal(*found)
     assert loop.family.pool.report().kinds[-1].replays == {MAX_BATCH: 1}
     of_bucket = [args for args in captured if args[1].shape[0] == MAX_BATCH][: steps - 1]

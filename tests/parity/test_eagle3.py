@@ -51,7 +51,9 @@ def greedy(max_new_tokens: int = 24, **changes: object) -> SamplingParams:
 
 
 def sampled(**changes: object) -> SamplingParams:
-    return SamplingParams(**({"temperature": 1.0, "seed": 11, "max_new_tokens": 24, "ignore_eos": True} | changes))
+    return SamplingParams(
+        **({"temperature": 1.0, "seed": 11, "max_new_tokens": 24, "ignore_eos": True} | changes)
+    )
 
 
 @pytest.mark.parametrize("head", ["random_head", "wrong_head", None])
@@ -133,7 +135,9 @@ def test_the_oracle_is_accepted_in_full_at_every_step(oracle: tuple[Path, Path],
 
 
 @pytest.mark.parametrize(
-    "aux_ids", [(0, 2, 4), (2, 4, 6), (1, 3, 4), (5, 3, 1), (3, 1, 5)], ids=["below", "above", "last", "reverse", "swap"]
+    "aux_ids",
+    [(0, 2, 4), (2, 4, 6), (1, 3, 4), (5, 3, 1), (3, 1, 5)],
+    ids=["below", "above", "last", "reverse", "swap"],
 )
 def test_the_oracle_is_never_accepted_when_features_come_from_other_layers_or_in_another_order(
     oracle: tuple[Path, Path], aux_ids: tuple[int, ...]
@@ -146,7 +150,12 @@ def test_the_oracle_is_never_accepted_when_features_come_from_other_layers_or_in
 
 
 def test_requests_of_a_mixed_batch_get_what_they_get_alone(target: Path, random_head: Path) -> None:
-    all_params = [greedy(9), sampled(seed=3), sampled(seed=3, temperature=0.5, frequency_penalty=1.0), greedy(17)]
+    all_params = [
+        greedy(9),
+        sampled(seed=3),
+        sampled(seed=3, temperature=0.5, frequency_penalty=1.0),
+        greedy(17),
+    ]
     alone = [
         Engine(target, random_head).generate([prompt], params)[0]
         for prompt, params in zip(PROMPTS, all_params, strict=True)
@@ -170,7 +179,9 @@ def test_a_request_without_draft_state_is_served_beside_drafted_ones(target: Pat
 
 
 @pytest.mark.parametrize("max_new_tokens", [1, 2, 3, 4, 5])
-def test_a_request_ends_at_max_new_tokens_inside_an_accepted_block(oracle: tuple[Path, Path], max_new_tokens: int) -> None:
+def test_a_request_ends_at_max_new_tokens_inside_an_accepted_block(
+    oracle: tuple[Path, Path], max_new_tokens: int
+) -> None:
     engine = Engine(*oracle)
     request = engine.prefill([1], greedy(max_new_tokens))
     assert engine.run([request]) == Engine(oracle[0]).generate([[1]], greedy(max_new_tokens))
@@ -179,7 +190,9 @@ def test_a_request_ends_at_max_new_tokens_inside_an_accepted_block(oracle: tuple
 
 def test_a_stop_token_inside_an_accepted_block_ends_the_request_there(oracle: tuple[Path, Path]) -> None:
     engine = Engine(*oracle)
-    params = SamplingParams(temperature=0.0, max_new_tokens=30, stop_token_ids=[successor(successor(successor(1)))])
+    params = SamplingParams(
+        temperature=0.0, max_new_tokens=30, stop_token_ids=[successor(successor(successor(1)))]
+    )
     request = engine.prefill([1], params)
     engine.run([request])
     assert (request.num_output, request.finish_reason) == (3, "stop")
@@ -189,7 +202,9 @@ def test_a_stop_token_inside_an_accepted_block_ends_the_request_there(oracle: tu
 
 def test_nothing_is_written_beyond_the_requests_pages(oracle: tuple[Path, Path]) -> None:
     engine = Engine(*oracle)
-    request = engine.prefill([1, 2, 3], greedy(12), pages=4)  # 16 slots; rows 0..13 are needed, drafts would go on
+    request = engine.prefill(
+        [1, 2, 3], greedy(12), pages=4
+    )  # 16 slots; rows 0..13 are needed, drafts would go on
     others = [page for page in range(1, NUM_PAGES) if page not in request.pages]
     engine.runner.pool.kv[others], engine.drafter.pool.kv[others] = 7.0, 7.0
     assert engine.run([request]) == Engine(oracle[0]).generate([[1, 2, 3]], greedy(12))
@@ -198,7 +213,9 @@ def test_nothing_is_written_beyond_the_requests_pages(oracle: tuple[Path, Path])
 
 
 @pytest.mark.parametrize(("pages", "max_context"), [(4, 256), (9, 18)])
-def test_no_token_is_accepted_whose_kv_found_no_place(oracle: tuple[Path, Path], pages: int, max_context: int) -> None:
+def test_no_token_is_accepted_whose_kv_found_no_place(
+    oracle: tuple[Path, Path], pages: int, max_context: int
+) -> None:
     engine = Engine(*oracle, max_context=max_context)
     request = engine.prefill([1, 2, 3], greedy(60), pages=pages)
     limit = min(pages * PAGE_SIZE, max_context)
@@ -233,7 +250,9 @@ def test_any_chunking_of_the_draft_prefill_gives_the_same_draft_kv_and_state(
     assert bool(whole.drafter.pool.kv[1:].any())
 
 
-def test_draft_kv_after_decoding_is_that_of_a_prefill_of_the_same_tokens(target: Path, random_head: Path) -> None:
+def test_draft_kv_after_decoding_is_that_of_a_prefill_of_the_same_tokens(
+    target: Path, random_head: Path
+) -> None:
     """Rows written from guesses are overwritten with rows from the target's features."""
     decoded = Engine(target, random_head)
     request = decoded.prefill(PROMPTS[0], greedy(30))
@@ -245,11 +264,15 @@ def test_draft_kv_after_decoding_is_that_of_a_prefill_of_the_same_tokens(target:
     rows = slice(0, request.num_tokens - 1)
     for draft_kv in zip(rows_of(decoded, request), rows_of(fresh, again), strict=True):
         assert torch.allclose(draft_kv[0][rows], draft_kv[1][rows], atol=1e-4)
-    states = [e.drafter.states.logits[e.decoder._warm[r].row] for e, r in ((decoded, request), (fresh, again))]
+    states = [
+        e.drafter.states.logits[e.decoder._warm[r].row] for e, r in ((decoded, request), (fresh, again))
+    ]
     assert torch.allclose(*states, atol=1e-3)
 
 
-def test_a_cached_prefix_with_the_same_token_behind_it_needs_no_draft_row_again(target: Path, random_head: Path) -> None:
+def test_a_cached_prefix_with_the_same_token_behind_it_needs_no_draft_row_again(
+    target: Path, random_head: Path
+) -> None:
     engine = Engine(target, random_head)
     owner = engine.prefill(list(range(40, 64)), greedy())
     shared = 3 * PAGE_SIZE
@@ -263,11 +286,15 @@ def test_a_cached_prefix_with_the_same_token_behind_it_needs_no_draft_row_again(
     assert engine.decoder.is_warm(request)
     for mine, theirs in zip(rows_of(engine, request), rows_of(whole, expected), strict=True):
         assert torch.allclose(mine[: len(prompt)], theirs[: len(prompt)], atol=1e-4)
-    states = [e.drafter.states.logits[e.decoder._warm[r].row] for e, r in ((engine, request), (whole, expected))]
+    states = [
+        e.drafter.states.logits[e.decoder._warm[r].row] for e, r in ((engine, request), (whole, expected))
+    ]
     assert torch.allclose(*states, atol=1e-3)
 
 
-@pytest.mark.parametrize("switches", [{}, {"norm_before_residual": True}, {"fc_norm": True, "norm_output": True}])
+@pytest.mark.parametrize(
+    "switches", [{}, {"norm_before_residual": True}, {"fc_norm": True, "norm_output": True}]
+)
 def test_drafts_are_those_of_a_full_recompute_without_a_cache(
     target: Path, tmp_path: Path, switches: dict[str, bool]
 ) -> None:
@@ -306,7 +333,9 @@ def test_a_request_whose_logits_are_not_finite_is_flagged_alone(target: Path, ra
     assert result.tokens[1]
 
 
-def test_features_of_another_width_and_gaps_in_the_draft_rows_are_refused(target: Path, random_head: Path) -> None:
+def test_features_of_another_width_and_gaps_in_the_draft_rows_are_refused(
+    target: Path, random_head: Path
+) -> None:
     engine = Engine(target, random_head)
     request = engine.prefill(PROMPTS[0], greedy())
     engine.decoder.forget(request)

@@ -24,7 +24,12 @@ ROPES = {
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 64,
     },
-    "yarn": {"rope_type": "yarn", "rope_theta": 5000.0, "factor": 4.0, "original_max_position_embeddings": 128},
+    "yarn": {
+        "rope_type": "yarn",
+        "rope_theta": 5000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 128,
+    },
     "yarn-mscale": {
         "rope_type": "yarn",
         "rope_theta": 5000.0,
@@ -69,7 +74,10 @@ def test_many_shards_equal_one(toy_checkpoint: Callable[..., Path], family: str)
         ("llama", {"num_key_value_heads": 4}),
         ("llama", {"num_key_value_heads": 1, "head_dim": 24}),
         ("llama", {"rms_norm_eps": 0.1}),
-        ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 3, "layer_types": None}),
+        (
+            "qwen2",
+            {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 3, "layer_types": None},
+        ),
     ],
     ids=["llama-bias", "qwen3-bias", "no-gqa", "mqa-head-dim", "eps", "window-behind-the-last-layer"],
 )

@@ -102,7 +102,9 @@ def test_m1_7_fewer_captured_layers_than_chosen_raise_on_every_path(target, mode
     if has_graphs:
         capture(toy.runner, num_rows=2)
     batch = full(toy, ("a", [1, 2]), mode=mode)
-    with pytest.raises(LifecycleError, match=r"\[9, 1, 5\] are \[2, 192\], but the forward captured \[2, 128\]"):
+    with pytest.raises(
+        LifecycleError, match=r"\[9, 1, 5\] are \[2, 192\], but the forward captured \[2, 128\]"
+    ):
         toy.runner.forward(batch)
     assert batch.decision.is_graph is has_graphs
 
@@ -125,7 +127,10 @@ def with_embeds(toy: ToyEngine, name: str, ids: list[int]) -> ForwardBatch:
 def test_m2_5_embeddings_run_eagerly_with_a_count_where_the_model_takes_them(target):
     toy, ids = ToyEngine(target, aux=IDS), random_ids(6)
     graphs = capture(toy.runner)
-    given, looked_up = toy.runner.forward(with_embeds(toy, "a", ids)), toy.runner.forward(full(toy, ("b", ids)))
+    given, looked_up = (
+        toy.runner.forward(with_embeds(toy, "a", ids)),
+        toy.runner.forward(full(toy, ("b", ids))),
+    )
     assert (given.path, looked_up.path) == ("eager", "breakable")
     torch.testing.assert_close(given.logits, looked_up.logits, atol=1e-4, rtol=1e-4)
     assert graphs.counters()["graph_fallback_target_prefill_caller_embeds"] == 1
@@ -265,7 +270,9 @@ def test_m3_4_idle_forwards_run_with_as_many_idle_rows_as_a_peer_forces(target, 
         assert output.path == ("breakable" if mode is EXTEND else "graph")
     engine.drafter.prefill([])
     replays = {key: count for key, count in graphs.counters().items() if "replays" in key and count}
-    assert replays == {f"graph_replays_{kind}": 1 for kind in ("target_prefill", "target_verify", "draft_prefill")}
+    assert replays == {
+        f"graph_replays_{kind}": 1 for kind in ("target_prefill", "target_verify", "draft_prefill")
+    }
     assert torch.equal(engine.runner.pool.kv, before)
     assert engine.drafter.pool.kv.count_nonzero() == 0
 
@@ -319,7 +326,9 @@ def test_m3_1_everyone_has_the_widths_and_dtype_of_one_record(tmp_path, target_h
         output = runner.forward(one_row())
         fed = [output.hidden, idle[0], prefill.tokens.inputs["features"], extend.features]
         own = [idle[1], loop.hidden]
-        assert {t.shape[1] for t in fed} == {width, head.fc.weight.shape[1]} == {draft.dims.target_feature_width}
+        assert (
+            {t.shape[1] for t in fed} == {width, head.fc.weight.shape[1]} == {draft.dims.target_feature_width}
+        )
         assert {t.shape[1] for t in own} == {head.fc.weight.shape[0]} == {draft.dims.self_width}
         assert {t.dtype for t in (*fed, *own, head.fc.weight)} == {dtype}
 

@@ -177,7 +177,9 @@ def test_the_real_model_by_token_bucket_equals_eager(
 
 def test_a_graph_without_its_caller_keeps_inputs_and_weights_alive():
     def build() -> BreakableGraph[ReplayContext, torch.Tensor]:
-        graph: BreakableGraph[ReplayContext, torch.Tensor] = BreakableGraph(TapeBackend(ArenaMemory(1 << 14, poison=True)))
+        graph: BreakableGraph[ReplayContext, torch.Tensor] = BreakableGraph(
+            TapeBackend(ArenaMemory(1 << 14, poison=True))
+        )
         model, static = ToyDecoder(), torch.ones(4, 32)
         graph.capture(lambda breaks: model.forward(breaks, static)[0], context_of(4))
         return graph

@@ -41,7 +41,9 @@ def toy(target: Path) -> ToyEngine:
     return toy
 
 
-def batch_of(toy: ToyEngine, *chunks: tuple[str, list[int]], mode: ForwardMode = ForwardMode.EXTEND) -> ForwardBatch:
+def batch_of(
+    toy: ToyEngine, *chunks: tuple[str, list[int]], mode: ForwardMode = ForwardMode.EXTEND
+) -> ForwardBatch:
     batch = toy.batch(*chunks, mode=mode)
     batch.capture_hidden = CaptureHidden.FULL
     return batch
@@ -113,11 +115,29 @@ def load(model: Path, draft: Path | str = "", *, has_drafter: bool, **settings: 
 def test_m2_1_each_role_has_its_own_graphs_and_none_of_the_other(target, head):
     prefill = load(target, head, has_drafter=False)
     assert prefill.graphs.pool.report().num_decode_graphs == 0
-    assert prefill.graph_counts == {"prefill": 5, "draft_prefill": 0, "decode": 0, "draft": 0, "draft_extend": 0}
+    assert prefill.graph_counts == {
+        "prefill": 5,
+        "draft_prefill": 0,
+        "decode": 0,
+        "draft": 0,
+        "draft_extend": 0,
+    }
     decode = load(target, head, has_drafter=True)
-    assert decode.graph_counts == {"prefill": 0, "draft_prefill": 13, "verify": 3, "draft": 3, "draft_extend": 3}
+    assert decode.graph_counts == {
+        "prefill": 0,
+        "draft_prefill": 13,
+        "verify": 3,
+        "draft": 3,
+        "draft_extend": 3,
+    }
     plain = load(target, has_drafter=True)
-    assert plain.graph_counts == {"prefill": 0, "draft_prefill": 0, "decode": 3, "draft": 0, "draft_extend": 0}
+    assert plain.graph_counts == {
+        "prefill": 0,
+        "draft_prefill": 0,
+        "decode": 3,
+        "draft": 0,
+        "draft_extend": 0,
+    }
     assert all(not engine.graph_counters.get(f"graph_replays_{kind.value}", 0)
                for engine in (prefill, decode, plain) for kind in GraphKind), "the self-test serves nobody"  # fmt: skip
     for engine in (prefill, decode, plain):
@@ -140,7 +160,11 @@ def test_m2_2_exchanged_weights_are_found_at_replay(target, head):
     request = engine.prefill(random_ids(9), GREEDY)
     engine.decoder.step([request])
     engine.drafter.head.lm_head = engine.drafter.head.lm_head.clone()
-    assert {name.split()[0] for name in graphs.pool.stale()} == {"draft_prefill", "draft_extend", "draft_decode"}
+    assert {name.split()[0] for name in graphs.pool.stale()} == {
+        "draft_prefill",
+        "draft_extend",
+        "draft_decode",
+    }
     with pytest.raises(StaleGraph, match="lm_head"):
         engine.decoder.step([request])
 
@@ -186,7 +210,9 @@ def test_m2_3_prefill_at_bucket_edges_equals_eager_and_what_is_larger_is_counted
     torch.testing.assert_close(output.hidden, expected.hidden, atol=1e-4, rtol=1e-4)
     assert torch.equal(output.logits.argmax(-1), expected.logits.argmax(-1))
     assert output.path == ("breakable" if count <= 24 else "eager")
-    assert fallbacks(toy.graphs) == ({} if count <= 24 else {"graph_fallback_target_prefill_tokens_over_max": 1})
+    assert fallbacks(toy.graphs) == (
+        {} if count <= 24 else {"graph_fallback_target_prefill_tokens_over_max": 1}
+    )
 
 
 def test_m2_8_padding_writes_to_the_sink_only(toy):
@@ -230,7 +256,10 @@ def test_m3_5_a_wrong_width_or_dtype_raises_instead_of_replaying_what_was_there(
     engine = Engine(target, head)
     with_graphs(engine)
     width = engine.drafter.feature_width
-    for features, named in [(torch.ones(8, width - 1), str(width - 1)), (torch.ones(8, width).double(), "float64")]:
+    for features, named in [
+        (torch.ones(8, width - 1), str(width - 1)),
+        (torch.ones(8, width).double(), "float64"),
+    ]:
         with pytest.raises(GraphError, match=f"features.*{named}"):
             engine.drafter.prefill_rows(draft_rows(features))
     engine.drafter.graphs.extend.features = torch.zeros(16, 5)
@@ -276,7 +305,9 @@ def test_m5_1_a_batch_padded_to_a_multiple_equals_the_batch_alone(target, toy, m
         if not runs_graph:
             batch.decision = EAGER
         output = toy.runner.forward(batch)
-        assert output.path == ("eager" if not runs_graph else "breakable" if mode is ForwardMode.EXTEND else "graph")
+        assert output.path == (
+            "eager" if not runs_graph else "breakable" if mode is ForwardMode.EXTEND else "graph"
+        )
         assert output.logits.shape[0] == output.hidden.shape[0] == 8
         real = slice(2 * requests)
         torch.testing.assert_close(output.hidden[real], expected.hidden, atol=1e-4, rtol=1e-4)

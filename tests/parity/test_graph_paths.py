@@ -4,7 +4,6 @@ Batches have one request, as many as a bucket and one more or less, and more tha
 inputs are poisoned before every step, and what graphs have given back to their arena too.
 """
 
-
 import pytest
 import torch
 from baton.engine.sampling_params import SamplingParams
@@ -26,7 +25,9 @@ def sampled(seed: int, **changes: object) -> SamplingParams:
     return SamplingParams(temperature=1.0, seed=seed, max_new_tokens=9, ignore_eos=True, **changes)
 
 
-def assert_same(eager: Engine, graphed: Engine, vocab_size: int = 256, params: list[SamplingParams] | None = None) -> None:
+def assert_same(
+    eager: Engine, graphed: Engine, vocab_size: int = 256, params: list[SamplingParams] | None = None
+) -> None:
     """Batches of every size, requests of every length: equal tokens and accept lengths, equal KV within float noise."""
     for size in BATCHES:
         prompts = [random_ids(LENGTHS[(size + i) % len(LENGTHS)], seed=10 * size + i, vocab_size=vocab_size)

@@ -185,8 +185,14 @@ def weak_references_across_a_break(engine: Engine, planting: pytest.MonkeyPatch)
 
 
 # How the check fails: with the lengths that steps accept instead of 4.
-NOT_ON_GRAPHS = AssertionError, r"^accepted \[1, 4\]"  # features are wrong on the path that has the mistake, and only there
-NOT_FROM_PROMPTS = AssertionError, r"^accepted \[1, 2\]"  # draft rows are wrong on both paths, for prefill makes them
+NOT_ON_GRAPHS = (
+    AssertionError,
+    r"^accepted \[1, 4\]",
+)  # features are wrong on the path that has the mistake, and only there
+NOT_FROM_PROMPTS = (
+    AssertionError,
+    r"^accepted \[1, 2\]",
+)  # draft rows are wrong on both paths, for prefill makes them
 NOT_AT_FIRST = AssertionError, r"^accepted \[2, 3, 4\]"  # the first draft is right: it comes with the logits
 OUTSIDE = IndexError, "out of range"  # what lies behind the real rows is what was there before
 PLANTS = {
@@ -195,7 +201,10 @@ PLANTS = {
     layers_in_ascending_order: NOT_ON_GRAPHS,
     draft_captured_before_sharing: NOT_FROM_PROMPTS,
     features_not_refreshed: NOT_FROM_PROMPTS,
-    width_of_another_config: (GraphError, r"features \(\d+, 288\).* does not fit the static buffer \(16, 96\)"),
+    width_of_another_config: (
+        GraphError,
+        r"features \(\d+, 288\).* does not fit the static buffer \(16, 96\)",
+    ),
     graph_output_read_though_it_did_not_run: NOT_ON_GRAPHS,
     context_planned_before_padding: OUTSIDE,
     slots_not_padded: OUTSIDE,

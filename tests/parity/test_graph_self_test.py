@@ -1,6 +1,5 @@
 """The start-up self-test finds graphs that differ from the eager path; and what becomes of their batches."""
 
-
 import pytest
 from baton.engine.config import EngineConfig
 from baton.engine.graph_self_test import SelfTest
@@ -49,7 +48,11 @@ def test_the_self_test_sees_a_broken_draft_graph(target, head, kind):
         draft.loop.hidden = fresh
     else:
         draft.prefill.tokens.inputs["features"] = fresh
-    families_of = {"extend": draft.extend.family, "loop": draft.loop.family, "prefill": draft.prefill.tokens.family}
+    families_of = {
+        "extend": draft.extend.family,
+        "loop": draft.loop.family,
+        "prefill": draft.prefill.tokens.family,
+    }
     dropped = SelfTest(engine.runner, engine.drafter, 256).run()
     assert dropped == len(families_of[kind].buckets)
     assert families_of[kind].captured == ()
@@ -75,7 +78,13 @@ def test_a_capture_that_fails_leaves_its_batches_to_the_eager_path(target, monke
 def test_without_self_test_nothing_is_compared(target, monkeypatch):
     monkeypatch.setattr(SelfTest, "run", None)
     config = EngineConfig(
-        model=str(target), device="cpu", dtype="float32", pages=8, graphs=True, max_running=2, graph_self_test=False
+        model=str(target),
+        device="cpu",
+        dtype="float32",
+        pages=8,
+        graphs=True,
+        max_running=2,
+        graph_self_test=False,
     )
     loader = EngineLoader(config, has_drafter=True)
     for _, run in loader.phases():

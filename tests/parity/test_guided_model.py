@@ -64,7 +64,9 @@ class Answer:
 def job_of(schema, number, **body):
     wanted = {"type": "json_schema", "json_schema": {"name": "wanted", "schema": schema, "strict": True}}
     messages = said(f"Write record {number} of a shop as JSON.")
-    return Job(schema, {"response_format": wanted, "messages": messages, "seed": number, "temperature": 0, **body})
+    return Job(
+        schema, {"response_format": wanted, "messages": messages, "seed": number, "temperature": 0, **body}
+    )
 
 
 def said(text):
@@ -72,8 +74,15 @@ def said(text):
 
 
 def ask(cluster, job, *, is_streamed=False, **more):
-    body = {"model": served_model(cluster), "return_token_ids": True, "logprobs": True, "max_tokens": QUICK_TOKENS}
-    body |= job.body | more | ({"stream": True, "stream_options": {"include_usage": True}} if is_streamed else {})
+    body = {
+        "model": served_model(cluster),
+        "return_token_ids": True,
+        "logprobs": True,
+        "max_tokens": QUICK_TOKENS,
+    }
+    body |= (
+        job.body | more | ({"stream": True, "stream_options": {"include_usage": True}} if is_streamed else {})
+    )
     address, told = f"{cluster.url}/v1/chat/completions", {"x-baton-timeline": "1"}
     with httpx.stream("POST", address, json=body, timeout=600, headers=told) as response:
         assert response.status_code == 200, (response.read(), body)
@@ -82,9 +91,16 @@ def ask(cluster, job, *, is_streamed=False, **more):
     said = [choice["delta" if is_streamed else "message"] for choice in choices]
     calls = [call for part in said for call in part.get("tool_calls") or ()]
     return Answer(
-        text="".join([part.get("content") or "" for part in said] + [call["function"]["arguments"] for call in calls]),
+        text="".join(
+            [part.get("content") or "" for part in said] + [call["function"]["arguments"] for call in calls]
+        ),
         ids=[token for choice in choices for token in choice.get("token_ids", ())],
-        logprobs=[token["logprob"] for choice in choices if choice["logprobs"] for token in choice["logprobs"]["content"]],
+        logprobs=[
+            token["logprob"]
+            for choice in choices
+            if choice["logprobs"]
+            for token in choice["logprobs"]["content"]
+        ],
         finish=choices[-1]["finish_reason"],
         num_prompt=documents[-1]["usage"]["prompt_tokens"],
         timeline=documents[-1]["timeline"],
@@ -117,7 +133,9 @@ def assert_same(job, answer, other):
     for i, (token, another) in enumerate(zip(answer.ids, other.ids, strict=False)):
         if token != another:
             scores = [score(job, one, i) for one in (answer, other)]
-            assert scores[0] == pytest.approx(scores[1], abs=TIE), f"token {i} is {token} or {another}: {answer} {other}"
+            assert scores[0] == pytest.approx(scores[1], abs=TIE), (
+                f"token {i} is {token} or {another}: {answer} {other}"
+            )
             return False
     assert (answer.ids, answer.text, answer.finish) == (other.ids, other.text, other.finish)
     return True
@@ -133,7 +151,8 @@ def score(job, answer, i):
 
 def assert_drafts_are_heard(answers):
     steps, drafted, accepted = (
-        sum(answer.timeline[name] or 0 for answer in answers) for name in ("verify_steps", "drafted", "accepted")
+        sum(answer.timeline[name] or 0 for answer in answers)
+        for name in ("verify_steps", "drafted", "accepted")
     )
     assert 0 < accepted < drafted
     assert steps < sum(len(answer.ids) for answer in answers), "fewer steps than tokens"

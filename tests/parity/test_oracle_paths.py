@@ -25,13 +25,17 @@ PROMPT, STEPS_TAKEN = [40, 7, 9], 3
 PARAMS = SamplingParams(temperature=0.0, max_new_tokens=1 + STEPS_TAKEN * (1 + Engine.steps), ignore_eos=True)
 Ids = tuple[int, ...]
 OTHERS = [layer for layer in range(ORACLE_LAYERS) if layer not in ORACLE_IDS]
-REPLACED = [(*ORACLE_IDS[:j], layer, *ORACLE_IDS[j + 1 :]) for j in range(len(ORACLE_IDS)) for layer in OTHERS]
+REPLACED = [
+    (*ORACLE_IDS[:j], layer, *ORACLE_IDS[j + 1 :]) for j in range(len(ORACLE_IDS)) for layer in OTHERS
+]
 REORDERED = [ids for ids in permutations(ORACLE_IDS) if ids != ORACLE_IDS]  # swaps of two, and both rotations
 WRONG = [*REPLACED, *REORDERED]
 QUICK = {(0, 3, 5), (1, 4, 5), (1, 3, 7), (3, 1, 5), (5, 1, 3)}  # one of each place, a swap, a rotation
 
 
-def accepted(oracle: tuple[Path, Path], prompt_ids: Ids, decode_ids: Ids, kinds: Sequence[set | None]) -> set[tuple]:
+def accepted(
+    oracle: tuple[Path, Path], prompt_ids: Ids, decode_ids: Ids, kinds: Sequence[set | None]
+) -> set[tuple]:
     """Accept lengths of STEPS_TAKEN steps, for each of `kinds`, the graphs that run (None: there are none)."""
     engine, found = Engine(*oracle), set()
     model, rows = engine.runner.model, FeatureRows(engine.drafter)

@@ -62,7 +62,9 @@ def test_the_tokens_are_those_of_steps_that_wait(
     requests = requests_of(engine)
     results = run_ahead(engine, requests)
     assert [request.output_ids for request in requests] == expected
-    assert {result.path for result in results} == ({"late"} if steps is LateSteps else {"graph" if graphs else "eager"})
+    assert {result.path for result in results} == (
+        {"late"} if steps is LateSteps else {"graph" if graphs else "eager"}
+    )
     assert not engine.decoder.fallbacks
 
 
@@ -83,7 +85,9 @@ def test_the_results_are_those_of_steps_that_wait(target: Path, head: Path, draf
 
 
 @pytest.mark.parametrize("drafts", DRAFTS)
-def test_a_token_that_ends_a_request_inside_a_block_ends_it_there(target: Path, head: Path, drafts: str) -> None:
+def test_a_token_that_ends_a_request_inside_a_block_ends_it_there(
+    target: Path, head: Path, drafts: str
+) -> None:
     free = engine_of(target, head, drafts)
     texts = free.run(requests_of(free))
     stops = tuple(sorted({text[7] for text in texts}))
@@ -98,21 +102,26 @@ def test_a_token_that_ends_a_request_inside_a_block_ends_it_there(target: Path, 
 
 
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
-@pytest.mark.parametrize("shapes", [[PLAIN, DraftShape.of(1), DraftShape.of(3)], [PLAIN, DraftShape.of(2, 2, 7)]])
+@pytest.mark.parametrize(
+    "shapes", [[PLAIN, DraftShape.of(1), DraftShape.of(3)], [PLAIN, DraftShape.of(2, 2, 7)]]
+)
 def test_steps_that_change_hear_of_their_acceptance_one_step_late(
     oracle: tuple[Path, Path], shapes: list[DraftShape], graphs: bool
 ) -> None:
     full, script = shapes[-1], [0, 0, len(shapes) - 1, 0, 1, 0]
     policies = [Scripted(shapes, list(script)) for _ in range(2)]
     engines = [
-        Engine(*oracle, steps=full.steps, topk=full.topk, tokens=full.num_nodes, policy=policy) for policy in policies
+        Engine(*oracle, steps=full.steps, topk=full.topk, tokens=full.num_nodes, policy=policy)
+        for policy in policies
     ]
     overlapped(engines[1], graphs=graphs)
     params = SamplingParams(temperature=0.0, max_new_tokens=40, ignore_eos=True)
     requests = [[engine.prefill(prompt, params) for prompt in ([1, 2, 3], [40])] for engine in engines]
     results = run_ahead(engines[1], requests[1])
     assert engines[0].run(requests[0]) == [request.output_ids for request in requests[1]]
-    assert [result.accept_lens for result in results[: len(script)]] == [[1 + shapes[i].steps] * 2 for i in script]
+    assert [result.accept_lens for result in results[: len(script)]] == [
+        [1 + shapes[i].steps] * 2 for i in script
+    ]
     assert policies[1].heard[: len(script)] == policies[0].heard[: len(script)]
 
 
@@ -152,18 +161,26 @@ def test_a_nucleus_wider_than_the_device_looks_at_is_drawn_by_the_host(
 
 
 @pytest.mark.parametrize("drafts", DRAFTS)
-def test_requests_that_join_and_leave_at_any_step_disturb_nobody(target: Path, head: Path, drafts: str) -> None:
+def test_requests_that_join_and_leave_at_any_step_disturb_nobody(
+    target: Path, head: Path, drafts: str
+) -> None:
     waiting = engine_of(target, head, drafts)
     expected = waiting.run(requests_of(waiting))
     for seed in range(2):
         rng, engine = random.Random(seed), engine_of(target, head, drafts)
         decoder = overlapped(engine, graphs=seed == 0, steps=LateSteps if seed % 2 else DeviceSteps)
         requests = requests_of(engine)
-        left = engine.prefill(PROMPTS[0], SamplingParams(temperature=1.0, seed=3, max_new_tokens=30, ignore_eos=True))
+        left = engine.prefill(
+            PROMPTS[0], SamplingParams(temperature=1.0, seed=3, max_new_tokens=30, ignore_eos=True)
+        )
         present, gone = [requests[0], left], set()
         while len(present) < 5 or not all(request.is_finished for request in requests):
             budget = decoder.num_launched + rng.randrange(1, 4)
-            run_ahead(engine, [r for r in present if r not in gone], until=lambda b=budget, d=decoder: d.num_launched >= b)
+            run_ahead(
+                engine,
+                [r for r in present if r not in gone],
+                until=lambda b=budget, d=decoder: d.num_launched >= b,
+            )
             if len(present) < 5:
                 present.append(requests[len(present) - 1])
             elif left not in gone:
@@ -176,7 +193,9 @@ def test_requests_that_join_and_leave_at_any_step_disturb_nobody(target: Path, h
 
 
 @pytest.mark.parametrize("drafts", DRAFTS)
-def test_a_steady_step_asks_the_device_for_nothing_and_keeps_nothing(target: Path, head: Path, drafts: str) -> None:
+def test_a_steady_step_asks_the_device_for_nothing_and_keeps_nothing(
+    target: Path, head: Path, drafts: str
+) -> None:
     engine = engine_of(target, head, drafts)
     decoder = overlapped(engine, graphs=True)
     requests = requests_of(engine, max_new_tokens=40)
@@ -194,7 +213,12 @@ def test_a_steady_step_asks_the_device_for_nothing_and_keeps_nothing(target: Pat
 
 @pytest.mark.parametrize(
     ("knobs", "reason"),
-    [({}, None), ({"grammar": "g"}, "guided"), ({"min_new_tokens": 1}, "min_tokens"), ({"logprobs": 0}, "logprobs")],
+    [
+        ({}, None),
+        ({"grammar": "g"}, "guided"),
+        ({"min_new_tokens": 1}, "min_tokens"),
+        ({"logprobs": 0}, "logprobs"),
+    ],
 )
 def test_what_needs_the_host_is_named(knobs: dict[str, object], reason: str | None) -> None:
     assert host_reason(SamplingParams(**knobs)) == reason

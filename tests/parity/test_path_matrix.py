@@ -21,7 +21,11 @@ CHOSEN = {*QUICK, *quick_ahead()}
 
 
 @pytest.mark.parametrize(
-    "cell", [pytest.param(cell, id=str(cell), marks=() if cell in CHOSEN else pytest.mark.slow) for cell in ALL + AHEAD]
+    "cell",
+    [
+        pytest.param(cell, id=str(cell), marks=() if cell in CHOSEN else pytest.mark.slow)
+        for cell in ALL + AHEAD
+    ],
 )
 def test_every_path_gives_the_same_tokens_hidden_states_and_kv(matrix: Matrix, cell: Cell):
     matrix.check(cell)

@@ -26,4 +26,6 @@ def test_references_go_on_after_end_of_sequence(reference_greedy):
 
 
 def test_references_differ_from_prompt_to_prompt(reference_greedy):
-    assert len({tuple(reference.output_ids) for reference in reference_greedy.values()}) == len(reference_greedy)
+    assert len({tuple(reference.output_ids) for reference in reference_greedy.values()}) == len(
+        reference_greedy
+    )

@@ -38,6 +38,7 @@ LAW = torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.2, 0.7], [0.25, 0.6, 0.15]], dtype=
 NORMAL_QUANTILE = 4.75  # one false alarm in a million
 QUICK, MANY = 10_000, 1_000_000
 
+
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     path = tmp_path_factory.mktemp("markov")
@@ -55,7 +56,11 @@ def write_target(path: Path) -> Path:
     embed, lm_head = torch.zeros(VOCAB, HIDDEN), torch.zeros(VOCAB, HIDDEN)
     embed[:, :VOCAB] = torch.eye(VOCAB)
     lm_head[:, :VOCAB] = (LAW.log().T / HIDDEN**0.5).float()
-    tensors = {"model.embed_tokens.weight": embed, "lm_head.weight": lm_head, "model.norm.weight": torch.ones(HIDDEN)}
+    tensors = {
+        "model.embed_tokens.weight": embed,
+        "lm_head.weight": lm_head,
+        "model.norm.weight": torch.ones(HIDDEN),
+    }
     save_file(tensors | layer("model.layers.0.", HIDDEN, 0.0), path / "model.safetensors")
     return path
 
@@ -78,8 +83,13 @@ def layer(prefix: str, width: int, scale: float) -> dict[str, torch.Tensor]:
     random = torch.Generator().manual_seed(2)
     shapes = {f"self_attn.{n}_proj": (8, width) for n in "qkv"} | {"self_attn.o_proj": (HIDDEN, 8)}
     shapes |= {"mlp.gate_proj": (4, HIDDEN), "mlp.up_proj": (4, HIDDEN), "mlp.down_proj": (HIDDEN, 4)}
-    tensors = {f"{prefix}{name}.weight": scale * torch.randn(shape, generator=random) for name, shape in shapes.items()}
-    return tensors | {f"{prefix}{n}.weight": torch.ones(HIDDEN) for n in ("input_layernorm", "post_attention_layernorm")}
+    tensors = {
+        f"{prefix}{name}.weight": scale * torch.randn(shape, generator=random)
+        for name, shape in shapes.items()
+    }
+    return tensors | {
+        f"{prefix}{n}.weight": torch.ones(HIDDEN) for n in ("input_layernorm", "post_attention_layernorm")
+    }
 
 
 class Ears:
@@ -113,7 +123,9 @@ def sample(models: tuple[Path, Path], count: int, **shape: int) -> torch.Tensor:
     for first in range(0, count, BATCH):
         for seed in range(first, min(first + BATCH, count)):
             sampling = Sampling(temperature=1.0, seed=seed, max_new_tokens=TOKENS, ignore_eos=True)
-            request = Reserve(room=f"{seed:032x}", epoch=0, instance=D, prompt_ids=[0], sampling=sampling, deadline_ms=0)
+            request = Reserve(
+                room=f"{seed:032x}", epoch=0, instance=D, prompt_ids=[0], sampling=sampling, deadline_ms=0
+            )
             worker.handle(request, now=0.0)
         while worker.num_rooms:
             worker.step()
@@ -138,7 +150,9 @@ def is_refuted(cells: torch.Tensor) -> bool:
     statistic = float(((cells - torch.stack(expected)).square() / torch.stack(expected)).sum())
     freedom = len(cells) - 1
     limit = freedom * (1 - 2 / (9 * freedom) + NORMAL_QUANTILE * (2 / (9 * freedom)) ** 0.5) ** 3
-    print(f"chi-square {statistic:.1f}, {freedom} degrees of freedom, limit {limit:.1f}, {int(cells.sum())} sequences")
+    print(
+        f"chi-square {statistic:.1f}, {freedom} degrees of freedom, limit {limit:.1f}, {int(cells.sum())} sequences"
+    )
     return statistic > limit
 
 
@@ -188,7 +202,9 @@ def test_a_wrong_rule_is_refuted(models, monkeypatch, rule):
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("shape", [{}, {"spec_steps": 2, "spec_topk": 2, "spec_tokens": 5}], ids=["chain", "tree"])
+@pytest.mark.parametrize(
+    "shape", [{}, {"spec_steps": 2, "spec_topk": 2, "spec_tokens": 5}], ids=["chain", "tree"]
+)
 def test_a_million_sequences_have_the_targets_law(models, shape):
     assert not is_refuted(sample(models, MANY, **shape))
 

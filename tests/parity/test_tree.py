@@ -8,7 +8,14 @@ from baton.engine.graphs.family import EAGER
 from baton.engine.request import Request
 from baton.engine.sampling_params import SamplingParams
 from baton.engine.speculative.tree import branches
-from baton.tests.parity.eagle3_engine import NUM_PAGES, PAGE_SIZE, Engine, features_of, recomputed_children, rows_of
+from baton.tests.parity.eagle3_engine import (
+    NUM_PAGES,
+    PAGE_SIZE,
+    Engine,
+    features_of,
+    recomputed_children,
+    rows_of,
+)
 from baton.tests.parity.eagle3_toys import (
     ORACLE_VOCAB,
     RESERVED,
@@ -35,7 +42,9 @@ def greedy(max_new_tokens: int = 20, **changes: object) -> SamplingParams:
 
 
 def sampled(**changes: object) -> SamplingParams:
-    return SamplingParams(**({"temperature": 1.0, "seed": 11, "max_new_tokens": 16, "ignore_eos": True} | changes))
+    return SamplingParams(
+        **({"temperature": 1.0, "seed": 11, "max_new_tokens": 16, "ignore_eos": True} | changes)
+    )
 
 
 def disguised(engine: Engine) -> Engine:
@@ -81,14 +90,21 @@ def test_tokens_are_those_without_drafts(
 
 
 def test_requests_of_a_mixed_batch_get_what_they_get_alone(target: Path, head: Path) -> None:
-    all_params = [greedy(9), sampled(seed=3), sampled(temperature=0.5, frequency_penalty=1.0), greedy(17, logprobs=1)]
+    all_params = [
+        greedy(9),
+        sampled(seed=3),
+        sampled(temperature=0.5, frequency_penalty=1.0),
+        greedy(17, logprobs=1),
+    ]
     alone = [tree(target, head).generate([p], q)[0] for p, q in zip(PROMPTS, all_params, strict=True)]
     engine = tree(target, head)
     together = [engine.prefill(prompt, params) for prompt, params in zip(PROMPTS, all_params, strict=True)]
     assert engine.run(together) == alone
 
 
-def test_a_cold_request_is_served_beside_a_drafted_one_and_its_draft_kv_is_left_alone(target: Path, head: Path) -> None:
+def test_a_cold_request_is_served_beside_a_drafted_one_and_its_draft_kv_is_left_alone(
+    target: Path, head: Path
+) -> None:
     plain = Engine(target).generate(PROMPTS[:2], greedy())
     engine = tree(target, head)
     cold, warm = (engine.prefill(prompt, greedy()) for prompt in PROMPTS[:2])
@@ -122,8 +138,6 @@ def test_a_cached_prefix_serves_a_tree(target: Path, head: Path) -> None:
     engine.decoder.draft_prefill(request, features[shared * PAGE_SIZE :], shared * PAGE_SIZE)
     assert engine.run([request]) == fresh.run([expected])
     assert [r.accept_lens for r in engine.results[-3:]] == [r.accept_lens for r in fresh.results[-3:]]
-
-
 
 
 # --- acceptance -------------------------------------------------------------------------------------------------------
@@ -162,9 +176,13 @@ def test_a_tree_accepts_the_second_best_child_where_a_chain_accepts_nothing(
 
 
 @pytest.mark.parametrize("aux_ids", [(0, 2, 4), (5, 3, 1)])
-def test_features_of_other_layers_are_never_accepted_in_a_tree(oracle: tuple[Path, Path], aux_ids: tuple[int, ...]) -> None:
+def test_features_of_other_layers_are_never_accepted_in_a_tree(
+    oracle: tuple[Path, Path], aux_ids: tuple[int, ...]
+) -> None:
     engine = tree(*oracle, (3, 2, 5), aux_ids=aux_ids)
-    assert engine.generate([[1, 2, 3], [40]], greedy()) == Engine(oracle[0]).generate([[1, 2, 3], [40]], greedy())
+    assert engine.generate([[1, 2, 3], [40]], greedy()) == Engine(oracle[0]).generate(
+        [[1, 2, 3], [40]], greedy()
+    )
     assert {n for result in engine.results for n in result.accept_lens} == {1}
 
 
@@ -216,7 +234,9 @@ def test_draft_kv_and_state_behind_a_tree_are_those_of_a_prefill(oracle: tuple[P
     rows = slice(0, request.num_tokens - 1)
     for draft_kv in zip(rows_of(decoded, request), rows_of(fresh, again), strict=True):
         assert torch.allclose(draft_kv[0][rows], draft_kv[1][rows], atol=1e-4)
-    states = [e.drafter.states.logits[e.decoder._warm[r].row] for e, r in ((decoded, request), (fresh, again))]
+    states = [
+        e.drafter.states.logits[e.decoder._warm[r].row] for e, r in ((decoded, request), (fresh, again))
+    ]
     assert torch.allclose(*states, atol=1e-3)
 
 
@@ -242,12 +262,16 @@ def test_no_token_is_accepted_whose_kv_found_no_place(
 
 
 @pytest.mark.parametrize("max_new_tokens", [1, 2, 3, 4, 5])
-def test_a_request_ends_at_max_new_tokens_inside_an_accepted_branch(oracle: tuple[Path, Path], max_new_tokens: int) -> None:
+def test_a_request_ends_at_max_new_tokens_inside_an_accepted_branch(
+    oracle: tuple[Path, Path], max_new_tokens: int
+) -> None:
     engine = tree(*oracle, (3, 2, 5))
     request = engine.prefill([1], greedy(max_new_tokens))
     assert engine.run([request]) == Engine(oracle[0]).generate([[1]], greedy(max_new_tokens))
     assert (request.num_output, request.finish_reason) == (max_new_tokens, "length")
-    assert sum(n for result in engine.results for n in result.accept_lens) == max_new_tokens - 1, "no more than is useful"
+    assert sum(n for result in engine.results for n in result.accept_lens) == max_new_tokens - 1, (
+        "no more than is useful"
+    )
 
 
 def test_a_request_whose_logits_are_not_finite_is_flagged_alone(target: Path, head: Path) -> None:
@@ -258,7 +282,9 @@ def test_a_request_whose_logits_are_not_finite_is_flagged_alone(target: Path, he
     result = engine.decoder.step([sick, well])
     assert result.is_bad == [True, False]
     assert (result.tokens[0], sick.num_output) == ([], 1)
-    assert result.tokens[1] == Engine(target).generate(PROMPTS[1:2], greedy())[0][1 : 1 + len(result.tokens[1])]
+    assert (
+        result.tokens[1] == Engine(target).generate(PROMPTS[1:2], greedy())[0][1 : 1 + len(result.tokens[1])]
+    )
 
 
 # --- paths ------------------------------------------------------------------------------------------------------------
@@ -267,7 +293,12 @@ def test_a_request_whose_logits_are_not_finite_is_flagged_alone(target: Path, he
 @pytest.mark.parametrize(
     ("shape", "kinds"),
     [
-        pytest.param(shape, kinds, marks=[] if (shape[0] == 3) is is_deep else pytest.mark.slow, id=f"{shape_id} {name}")
+        pytest.param(
+            shape,
+            kinds,
+            marks=[] if (shape[0] == 3) is is_deep else pytest.mark.slow,
+            id=f"{shape_id} {name}",
+        )
         for shape, shape_id in zip(SHAPES[1:3], SHAPE_IDS[1:3], strict=True)
         for kinds, name, is_deep in ((None, "all", False), (FULL, "full", True), ("kernels", "kernels", True))
     ],
@@ -284,7 +315,9 @@ def test_every_path_gives_the_same_trees_tokens_and_kv(
         params = [(greedy(9), sampled(seed=size, max_new_tokens=9))[(size + i) % 2] for i in range(size)]
         outputs, kv = [], []
         for engine in (eager, other):
-            requests = [engine.prefill(random_ids(1 + 9 * i, seed=10 * size + i), p) for i, p in enumerate(params)]
+            requests = [
+                engine.prefill(random_ids(1 + 9 * i, seed=10 * size + i), p) for i, p in enumerate(params)
+            ]
             outputs.append(engine.run(requests))
             kv.append([rows for request in requests for rows in kv_of(engine, request)])
         assert outputs[0] == outputs[1], f"batch of {size}"
@@ -340,11 +373,15 @@ def test_children_are_those_of_a_full_recompute_of_their_branch(target: Path, he
         request = engine.prefill(prompt, greedy())
         ids, grown = list(request.all_ids), []
         propose = engine.drafter.propose_tree
-        engine.drafter.propose_tree = lambda *args, propose=propose, grown=grown: grown.append(propose(*args)) or grown[0]
+        engine.drafter.propose_tree = lambda *args, propose=propose, grown=grown: (
+            grown.append(propose(*args)) or grown[0]
+        )
         engine.decoder.step([request])
         parents = grown[0].parents[0].tolist()
         found = branches(grown[0].drafts[0].tolist(), parents)
         assert len(set(parents)) == 1 + 1 + 3 + 3, "none's, the root's, and three of each level's"
         for node in sorted(set(parents[1:])):
             children = {found[child][-1] for child, parent in enumerate(parents) if parent == node}
-            assert children == set(recomputed_children(target, tensors, ids, found[node], 3)), f"behind {found[node]}"
+            assert children == set(recomputed_children(target, tensors, ids, found[node], 3)), (
+                f"behind {found[node]}"
+            )

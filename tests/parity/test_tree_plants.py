@@ -28,7 +28,9 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 Plant = Callable[[pytest.MonkeyPatch], None]
 PROMPTS = ([5, 9, 200, 31, 7, 7, 90, 18, 3], [17], list(range(40, 64)))
 PARAMS = (
-    SamplingParams(temperature=0.0, max_new_tokens=13, ignore_eos=True, frequency_penalty=0.9, repetition_penalty=1.4),
+    SamplingParams(
+        temperature=0.0, max_new_tokens=13, ignore_eos=True, frequency_penalty=0.9, repetition_penalty=1.4
+    ),
     SamplingParams(temperature=1.0, seed=5, max_new_tokens=13, ignore_eos=True),
     SamplingParams(temperature=0.8, seed=6, max_new_tokens=13, ignore_eos=True, presence_penalty=0.5),
 )
@@ -36,7 +38,9 @@ PARENTS = [-1, 0, 0, 1, 1, 2, 2]
 
 
 @pytest.fixture(scope="module")
-def models(toy_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def models(
+    toy_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Path]:
     head = write_head(tmp_path_factory.mktemp("head"), head_config(2, (1, 2, 4)), head_tensors())
     return toy_checkpoint("llama", num_hidden_layers=6), head
 
@@ -57,7 +61,9 @@ def knowing(engine: Engine, requests: Sequence[Request], outputs: list[list[int]
         for request, output, known in zip(requests, outputs, plan.lens, strict=True):
             following = [*output[known + 1 - request.num_prompt :], 0, 0]
             right, then = following[:2]
-            decoy = then if then != right else right ^ 1  # a penalty on it would change what comes behind `right`
+            decoy = (
+                then if then != right else right ^ 1
+            )  # a penalty on it would change what comes behind `right`
             drafts.append([decoy, right, then, then ^ 1, then ^ 1, then])
         parents = torch.tensor([PARENTS] * len(drafts))
         mask = ancestors(parents, 2)
@@ -130,7 +136,9 @@ def branches_see_each_other(planting: pytest.MonkeyPatch) -> None:
 
 def positions_by_row(planting: pytest.MonkeyPatch) -> None:
     planting.setattr(
-        spec_decoder, "chain_batch", lambda *args, **options: chain_batch(*args, **(options | {"positions": None}))
+        spec_decoder,
+        "chain_batch",
+        lambda *args, **options: chain_batch(*args, **(options | {"positions": None})),
     )
 
 

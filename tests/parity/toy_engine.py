@@ -57,7 +57,9 @@ class ToyEngine:
             kv_lens=[self.lengths[name] for name, _ in chunks],
         )
 
-    def run(self, *chunks: tuple[str, list[int]], capture: CaptureHidden = CaptureHidden.NULL) -> ForwardOutput:
+    def run(
+        self, *chunks: tuple[str, list[int]], capture: CaptureHidden = CaptureHidden.NULL
+    ) -> ForwardOutput:
         batch = self.batch(*chunks)
         batch.capture_hidden = capture
         return self.runner.forward(batch)

@@ -45,7 +45,9 @@ def write_toy_checkpoint(
 
 def reference_model(path: Path) -> PreTrainedModel:
     """The checkpoint as transformers loads it, in float32."""
-    family = next(name for name in FAMILIES if f'"{FAMILIES[name][1].__name__}"' in (path / "config.json").read_text())
+    family = next(
+        name for name in FAMILIES if f'"{FAMILIES[name][1].__name__}"' in (path / "config.json").read_text()
+    )
     return FAMILIES[family][1].from_pretrained(path, dtype=torch.float32).eval()
 
 

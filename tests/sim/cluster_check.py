@@ -47,7 +47,9 @@ class Checker:
             owners[page] += 1
         for page, count in owners.items():
             if cache.allocator.refs(page) != count:
-                raise Violation(f"page {page} of {process.name} has {cache.allocator.refs(page)} owners, {count} are known")
+                raise Violation(
+                    f"page {page} of {process.name} has {cache.allocator.refs(page)} owners, {count} are known"
+                )
 
     # --- at the end -----------------------------------------------------------------------------------------------------
 
@@ -128,7 +130,9 @@ class Checker:
         world = self.world
         free = world.seen["R recv Refused"] + world.reached["drain"]
         for router in world.routers:
-            rooms = [client.entry.room for client in world.clients if client.entry and client.router is router]
+            rooms = [
+                client.entry.room for client in world.clients if client.entry and client.router is router
+            ]
             if any(room.epoch >= MAX_ATTEMPTS + free for room in rooms):
                 raise Violation(f"a room was tried {max(room.epoch for room in rooms) + 1} times")
             repeated = sum(room.epoch for room in rooms) - free
@@ -148,7 +152,12 @@ class Checker:
             if client.end not in ("ok", "stopped", "left"):
                 raise Violation(f"client {client.number} ended with {client.end} though nothing was lost")
             waited = client.ended_at - client.came_at
-            if is_one_death and world.settings.step_s <= 0.01 and world.settings.lease_s <= 1.5 and waited > RECOVERED_S:
+            if (
+                is_one_death
+                and world.settings.step_s <= 0.01
+                and world.settings.lease_s <= 1.5
+                and waited > RECOVERED_S
+            ):
                 raise Violation(f"client {client.number} waited {waited:.1f} s after the death of a worker")
 
     def _check_options(self):
@@ -156,7 +165,9 @@ class Checker:
         options = self.world.options
         for client in self.world.clients:
             if not options.may_repeat and client.entry is not None and client.entry.room.epoch > 0:
-                raise Violation(f"client {client.number} was served in {client.entry.room.epoch + 1} attempts")
+                raise Violation(
+                    f"client {client.number} was served in {client.entry.room.epoch + 1} attempts"
+                )
             waited = client.ended_at - client.came_at
             if options.served_within_s and (client.end != "ok" or waited > options.served_within_s):
                 raise Violation(f"client {client.number} ended with {client.end} after {waited:.1f} s")
@@ -181,7 +192,9 @@ class Checker:
             raise Violation(f"client {client.number} has left, and a second later there is {room}")
         for worker in self.world.workers.values():
             if worker.worker.queues.attempts(room.room):
-                raise Violation(f"client {client.number} has left, and a second later {worker.name} has its room")
+                raise Violation(
+                    f"client {client.number} has left, and a second later {worker.name} has its room"
+                )
 
     def check_orphans(self, router):
         """Nobody works for the router that was there before this one. What ended waits for the step under way."""

@@ -67,7 +67,10 @@ class Client:
         self.router, self.came_at = router, now
         self.inbox = Inbox(router.clock)
         job = Job(
-            prompt_ids=list(prompts()[self.prompt]), sampling=self.sampling, arrived=router.clock(), tokenize_s=0.0
+            prompt_ids=list(prompts()[self.prompt]),
+            sampling=self.sampling,
+            arrived=router.clock(),
+            tokenize_s=0.0,
         )
         try:
             entries = router.run(lambda: router.dispatcher.submit([job], self.inbox))
@@ -122,7 +125,9 @@ class Client:
         elif isinstance(event, Ended):
             reason = event.reason
             if len(self.text) == self.sampling.max_new_tokens and self._router_had_to_guess:
-                reason = self.reason  # the last word of a worker was lost, and the model's own stop tokens are not known
+                reason = (
+                    self.reason
+                )  # the last word of a worker was lost, and the model's own stop tokens are not known
             if (self.tokens, reason) != (self.text, self.reason):
                 got = f"{self.tokens} {event.reason}"
                 raise Violation(f"client {self.number} ended with {got}, not {self.text} {self.reason}")
@@ -144,7 +149,9 @@ class Client:
         self.end, self.ended_at = how, self.world.timeline.now
         self.world.timeline.note("client", self.number, "end", how)
         self.world.outcomes[how] += 1
-        if how in ("left", "stopped") and self.world.faults.are_only("leave", "stop", "burst", "tight", "kv_loss"):
+        if how in ("left", "stopped") and self.world.faults.are_only(
+            "leave", "stop", "burst", "tight", "kv_loss"
+        ):
             self.world.timeline.at(self.ended_at + GONE_S, self.world.checker.check_gone, self)
         self.check_time()
 
@@ -153,9 +160,16 @@ class Client:
         if self.entry is None and not self.end:
             return
         until = self.ended_at if self.end else self.world.timeline.now
-        allowed = self.world.settings.request_timeout_s + GRACE_S + self.read_every_s + self.world.standstill(self.router)
+        allowed = (
+            self.world.settings.request_timeout_s
+            + GRACE_S
+            + self.read_every_s
+            + self.world.standstill(self.router)
+        )
         if until - self.came_at > allowed:
-            raise Violation(f"client {self.number} waited {until - self.came_at:.1f} s, {allowed:.1f} s is the limit")
+            raise Violation(
+                f"client {self.number} waited {until - self.came_at:.1f} s, {allowed:.1f} s is the limit"
+            )
 
 
 def draw_client(world, number, rng: Random, faults):

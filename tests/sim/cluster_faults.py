@@ -33,7 +33,9 @@ ROLE_VERBS = {
         "event": ("Reserve", "Cancel", "Landed", "Complete", "Lost", "Ended", "RouterLost"),
     },
 }  # fmt: skip
-TRANSITIONS = tuple(f"{role} {way} {verb}" for role, ways in ROLE_VERBS.items() for way in ways for verb in ways[way])
+TRANSITIONS = tuple(
+    f"{role} {way} {verb}" for role, ways in ROLE_VERBS.items() for way in ways for verb in ways[way]
+)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,9 @@ from baton.tests.sim.cluster_faults import KINDS, TRANSITIONS
 from baton.tests.sim.cluster_world import Options, run
 
 SEEDS_PER_TASK = 20
-YOUNG_OBJECTS = 50_000  # a seed makes many, of which reference counts end nearly all: looking for more took a tenth of it
+YOUNG_OBJECTS = (
+    50_000  # a seed makes many, of which reference counts end nearly all: looking for more took a tenth of it
+)
 MOST_FAILURES = 20  # then there is no point in going on
 
 
@@ -51,7 +53,13 @@ class Summary:
     def gaps(self):
         """Faults and deaths at transitions that no seed has reached."""
         rows = [*KINDS, *(f"died at {transition}" for transition in TRANSITIONS)]
-        unmarked = {"leave", "stop", "slow", "tight", "burst"}  # these are habits of a seed, counted where it was drawn
+        unmarked = {
+            "leave",
+            "stop",
+            "slow",
+            "tight",
+            "burst",
+        }  # these are habits of a seed, counted where it was drawn
         return [row for row in rows if row not in unmarked and not self.reached[row]]
 
 
@@ -65,7 +73,9 @@ def run_range(seeds):
         summary.virtual_s += outcome.seconds
         summary.trace_hash ^= (outcome.trace_hash * (2 * seed + 1)) & 0xFFFFFFFF
         summary.reached.update(outcome.reached)
-        summary.reached.update({name: 1 for name in outcome.faults.names if name in ("tight", "burst", "slow")})
+        summary.reached.update(
+            {name: 1 for name in outcome.faults.names if name in ("tight", "burst", "slow")}
+        )
         summary.seen.update(outcome.seen)
         summary.outcomes.update(outcome.outcomes)
         if outcome.violation:
@@ -86,7 +96,9 @@ def run_many(first, num_seeds, jobs, *, is_quiet=False):
             if not is_quiet and time.monotonic() - shown > 1.0:
                 shown = time.monotonic()
                 rate = total.num_seeds / max(1e-9, shown - started)
-                done = f"{total.num_seeds}/{num_seeds} seeds, {rate:.0f} a second, {len(total.failures)} failed"
+                done = (
+                    f"{total.num_seeds}/{num_seeds} seeds, {rate:.0f} a second, {len(total.failures)} failed"
+                )
                 print(f"\r{done}", end="", file=sys.stderr, flush=True)
             if len(total.failures) >= MOST_FAILURES:
                 pool.terminate()
@@ -117,7 +129,10 @@ def report(total):
         f"{total.num_seeds} seeds, {total.num_events} events, {total.virtual_s:.0f} virtual seconds "
         f"in {total.seconds:.1f} s ({rate:.1f} ms a seed), hash {total.trace_hash:08x}",
     ]
-    lines += [f"seed {seed}: {violation}\n  replay: {replay(seed)}" for seed, violation in sorted(total.failures)[:10]]
+    lines += [
+        f"seed {seed}: {violation}\n  replay: {replay(seed)}"
+        for seed, violation in sorted(total.failures)[:10]
+    ]
     lines.append(f"{len(total.failures)} seeds failed" if total.failures else "every invariant held")
     return "\n".join(lines)
 

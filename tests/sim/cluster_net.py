@@ -272,7 +272,9 @@ class Network:
             frames = self._damaged(packet, frames)
             if frames is None:
                 return
-        self.timeline.note("+".join(packet.verbs), line, "up" if packet.is_up else "down", len(frames[0]), crc32(frames[-1]))
+        self.timeline.note(
+            "+".join(packet.verbs), line, "up" if packet.is_up else "down", len(frames[0]), crc32(frames[-1])
+        )
         death = self._death(target, "recv", packet.verbs)
         if death != "before":
             target.deliver(line, packet.is_up, frames)

@@ -1,8 +1,8 @@
 """The processes of a simulated cluster: production's own classes, with turns in place of threads and lines for sockets.
 
-    router   Dispatcher with its rooms, registry, retries and policies; a tick ten times a second
-    worker   scheduler thread: WorkerLoop around PrefillWorker or DecodeWorker, with a toy engine
-             link thread: LinkWork around the control link's queues and the sender's or receiver's end of a transport
+router   Dispatcher with its rooms, registry, retries and policies; a tick ten times a second
+worker   scheduler thread: WorkerLoop around PrefillWorker or DecodeWorker, with a toy engine
+         link thread: LinkWork around the control link's queues and the sender's or receiver's end of a transport
 """
 
 from collections import deque
@@ -62,8 +62,10 @@ class RouterProcess(Process):
             request_timeout_s=world.settings.request_timeout_s,
             timeouts=Timeouts(reserve_s=2.0, first_token_s=4.0, token_s=3.0, gone_s=30.0, pair_s=2.0),
             policy=PairingPolicy(
-                prefill=world.settings.prefill_policy, decode=world.settings.decode_policy,
-                local_prefill_max=world.settings.local_prefill_max, coin=Random(world.rng.getrandbits(64)),
+                prefill=world.settings.prefill_policy,
+                decode=world.settings.decode_policy,
+                local_prefill_max=world.settings.local_prefill_max,
+                coin=Random(world.rng.getrandbits(64)),
             ),
             soon=self._due.append,
             mint=lambda: f"{world.rng.getrandbits(128):032x}",
@@ -176,7 +178,9 @@ class SimReceiver(ReceiverEndpoint):
     """Decode's end of a transport over lines; a peer is an address."""
 
     def __init__(self, process, layout, planes, lease_s, window):
-        super().__init__(process.instance, layout, planes, lease_s=lease_s, window=window, clock=process.clock)
+        super().__init__(
+            process.instance, layout, planes, lease_s=lease_s, window=window, clock=process.clock
+        )
         self.process = process
         self.arrived = deque()
 

@@ -38,7 +38,9 @@ def no_digest():
 
     @contextmanager
     def switched_off():
-        patches = [patch.object(module, "block_digest", lambda *_: 0) for module in (receiver_endpoint, prepared)]
+        patches = [
+            patch.object(module, "block_digest", lambda *_: 0) for module in (receiver_endpoint, prepared)
+        ]
         with patches[0], patches[1]:
             yield
 
@@ -52,7 +54,9 @@ def no_tracker():
     def untracked(self, peer, header, payload):
         return None if transmit(self, peer, header, payload) is None else Delivered()
 
-    settings = Settings(head_dim=24, window=6, step_s=0.004)  # blocks that cross pages go through staging buffers
+    settings = Settings(
+        head_dim=24, window=6, step_s=0.004
+    )  # blocks that cross pages go through staging buffers
     options = Options(faults=Faults(burst=True, kv_reorder=0.5), settings=settings, num_clients=16)
     return patch.object(SimSender, "_transmit", untracked), options
 
@@ -72,8 +76,12 @@ def no_epoch():
     def accept_any(self, message, instance):
         return accepts(self, msgspec.structs.replace(message, epoch=self.epoch), instance)
 
-    faults = Faults(kill_at="P send Block", kill_nth=2, control_duplicate=0.85)  # the old attempt's Failed comes again
-    options = Options(faults=faults, settings=Settings(step_s=0.1), num_prefills=2, num_decodes=2, num_clients=4)
+    faults = Faults(
+        kill_at="P send Block", kill_nth=2, control_duplicate=0.85
+    )  # the old attempt's Failed comes again
+    options = Options(
+        faults=faults, settings=Settings(step_s=0.1), num_prefills=2, num_decodes=2, num_clients=4
+    )
     return patch.object(Attempt, "accepts", accept_any), options
 
 
@@ -92,8 +100,10 @@ def no_instance():
         return receive(self, peer, message, now)
 
     return patch.object(ReceiverSession, "receive", receive_any), Options(
-        faults=Faults(kill_at="P send Announce", kill_nth=2), settings=Settings(chunk_size=0, step_s=0.01),
-        num_prefills=2, num_decodes=2,
+        faults=Faults(kill_at="P send Announce", kill_nth=2),
+        settings=Settings(chunk_size=0, step_s=0.01),
+        num_prefills=2,
+        num_decodes=2,
     )
 
 
@@ -188,7 +198,9 @@ def hasty_close():
 
 def free_before_read():
     """As `hasty_close`, while steps are launched ahead."""
-    options = Options(faults=Faults(leave=0.4), settings=Settings(is_overlapped=True, max_running=6), num_clients=12)
+    options = Options(
+        faults=Faults(leave=0.4), settings=Settings(is_overlapped=True, max_running=6), num_clients=12
+    )
     return hasty_close(), options
 
 
@@ -280,7 +292,11 @@ def no_lost_router():
     @contextmanager
     def patched():
         with ExitStack() as stack:
-            for owner, name in ((DecodeWorker, "drop_rooms"), (PrefillWorker, "drop_rooms"), (Reception, "orphan")):
+            for owner, name in (
+                (DecodeWorker, "drop_rooms"),
+                (PrefillWorker, "drop_rooms"),
+                (Reception, "orphan"),
+            ):
                 stack.enter_context(patch.object(owner, name, lambda *_: None))
             yield
 
@@ -334,7 +350,10 @@ SEAMS = {
     "fingerprint anywhere": no_fingerprint_anywhere,
     **{
         f"cancel {role} {state.value}": lambda worker=worker, state=state: no_cancel(worker, state)
-        for role, worker, states in (("decode", DecodeWorker, DecodeState), ("prefill", PrefillWorker, PrefillState))
+        for role, worker, states in (
+            ("decode", DecodeWorker, DecodeState),
+            ("prefill", PrefillWorker, PrefillState),
+        )
         for state in states
         # closing: a Cancel has been heard before, and the end is there within a turn of the link; settling: within a step
         if state.value not in ("closing", "settling")

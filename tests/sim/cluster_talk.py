@@ -39,7 +39,9 @@ def talk(seed=0):
         ends = (line.client.name, line.server.name)
         source, target = ends if packet.is_up else ends[::-1]
         payload = sum(len(frame) for frame in packet.frames[1:])
-        heard.extend((self.timeline.now, source, target, message, payload) for message in as_json(packet.frames[0]))
+        heard.extend(
+            (self.timeline.now, source, target, message, payload) for message in as_json(packet.frames[0])
+        )
         arrive(self, packet)
 
     settings = Settings(head_dim=96, chunk_size=8, step_s=0.01)
@@ -52,14 +54,18 @@ def talk(seed=0):
 
 def of_one_request(heard):
     """The part from the router's first order to prefill's and decode's last word on that room, heartbeats left out."""
-    begin = next(i for i, (*_, message, _) in enumerate(heard) if '"Reserve"' in message or '"Prefill"' in message)
+    begin = next(
+        i for i, (*_, message, _) in enumerate(heard) if '"Reserve"' in message or '"Prefill"' in message
+    )
     room = json.loads(heard[begin][3])["room"]
     last = max(i for i, (*_, message, _) in enumerate(heard) if room in message)
     return [line for line in heard[begin : last + 1] if room in line[3] or '"KV' in line[3]]
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(prog="cluster_talk", description="Shows what the processes of baton say.")
+    parser = argparse.ArgumentParser(
+        prog="cluster_talk", description="Shows what the processes of baton say."
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--frame", help="a frame in hex")
     options = parser.parse_args(argv)

@@ -71,7 +71,9 @@ class Memory:
             h = mix(h, token)
             hashes.append(h)
         if len(hashes) == 1:
-            self.words[pages[start // PAGE_SIZE], :, start % PAGE_SIZE] = factors(self.head_dim) * np.uint32(h)
+            self.words[pages[start // PAGE_SIZE], :, start % PAGE_SIZE] = factors(self.head_dim) * np.uint32(
+                h
+            )
             return
         rows = np.array(hashes, dtype=np.uint32)[:, None, None] * factors(self.head_dim)
         at = np.arange(start, start + len(hashes))
@@ -99,7 +101,9 @@ class WatchedAllocator(PageAllocator):
 
     def alloc(self, n):
         pages = super().alloc(n)
-        self.num_corrupted += n - int((self._memory.words[pages] == FREE).all(axis=(1, 2, 3)).sum()) if n else 0
+        self.num_corrupted += (
+            n - int((self._memory.words[pages] == FREE).all(axis=(1, 2, 3)).sum()) if n else 0
+        )
         return pages
 
     def release(self, pages):
@@ -164,7 +168,8 @@ class ToySampler:
         digests = logits[:, 0].tolist()
         tokens = [choose(d, row.position, row.params.seed) for d, row in zip(digests, rows, strict=True)]
         return SampleOutput(
-            tokens=torch.tensor(tokens, dtype=torch.int64), bad_rows=torch.zeros(len(tokens), dtype=torch.bool)
+            tokens=torch.tensor(tokens, dtype=torch.int64),
+            bad_rows=torch.zeros(len(tokens), dtype=torch.bool),
         )
 
 
@@ -242,7 +247,9 @@ class ToyAheadDecoder(ToyDecoder):
 
     def step(self, requests):
         assert not self._waiting, "the host steps when nothing is under way"
-        self._on_device = {request: slot for request, slot in self._on_device.items() if request not in requests}
+        self._on_device = {
+            request: slot for request, slot in self._on_device.items() if request not in requests
+        }
         return super().step(requests)
 
     def forget(self, request):
@@ -255,7 +262,11 @@ class ToySlot:
 
     def __init__(self, request):
         self.pages, self.seed = list(request.pages), request.sampling.seed
-        self.newest, self.length, self.remaining = request.bonus_token, request.num_tokens - 1, request.num_remaining
+        self.newest, self.length, self.remaining = (
+            request.bonus_token,
+            request.num_tokens - 1,
+            request.num_remaining,
+        )
 
     def advance(self, memory):
         new = []

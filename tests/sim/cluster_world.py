@@ -31,7 +31,9 @@ ROUTER = "R0"
 class Settings:
     """How the cluster of a seed is set up."""
 
-    head_dim: int = 64  # a page is 64 times as many bytes: 24 blocks cross pages, 64 a page is a block, 96 it is more
+    head_dim: int = (
+        64  # a page is 64 times as many bytes: 24 blocks cross pages, 64 a page is a block, 96 it is more
+    )
     block_bytes: int = 4096
     window: int = 4
     lease_s: float = 1.5
@@ -200,7 +202,18 @@ class World:
     # --- faults at chosen times -----------------------------------------------------------------------------------------
 
     def _schedule_faults(self):
-        for kind in ("cut", "partition", "one_way", "kill", "stall", "hang", "freeze", "jump", "drain", "usurp"):
+        for kind in (
+            "cut",
+            "partition",
+            "one_way",
+            "kill",
+            "stall",
+            "hang",
+            "freeze",
+            "jump",
+            "drain",
+            "usurp",
+        ):
             for _ in range(getattr(self.faults, kind)):
                 when = CALM_S + FAULTS_S * self.rng.random()
                 self.timeline.at(when, self._strike, kind)

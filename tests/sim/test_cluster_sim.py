@@ -28,7 +28,12 @@ def run_apart(*arguments, folder, hash_seed="0"):
     """The summary of a run in a process of its own."""
     command = [sys.executable, "-m", "baton.tests.sim.cluster_main", "--json", *arguments]
     done = subprocess.run(
-        command, cwd=folder, env={**os.environ, "PYTHONHASHSEED": hash_seed}, capture_output=True, text=True, check=False
+        command,
+        cwd=folder,
+        env={**os.environ, "PYTHONHASHSEED": hash_seed},
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.stdout, done.stderr
     return json.loads(done.stdout), done
@@ -40,7 +45,15 @@ def test_every_invariant_holds_in_two_thousand_seeds_that_reach_every_fault(tmp_
     assert (done.returncode, summary["seeds"]) == (0, SEEDS)
     for kind in set(KINDS) - {"leave", "stop"}:  # these two are counted as ends
         assert summary["reached"].get(kind, 0) >= 20, (kind, summary["reached"])
-    for end in ("left", "stopped", "reset", "DeadlineExceeded", "Quarantined", "TransferTimeout", "NoWorkers"):
+    for end in (
+        "left",
+        "stopped",
+        "reset",
+        "DeadlineExceeded",
+        "Quarantined",
+        "TransferTimeout",
+        "NoWorkers",
+    ):
         assert summary["outcomes"].get(end, 0) > 0, (end, summary["outcomes"])
     assert summary["outcomes"]["ok"] > 0.6 * sum(summary["outcomes"].values())
     assert summary["died"] > 200
@@ -71,7 +84,9 @@ def test_without_faults_every_request_gets_its_whole_text():
 def test_a_worker_that_dies_takes_no_answer_with_it(transition):
     num_deaths = 0
     for seed in range(12):
-        options = Options(faults=Faults(kill_at=transition, kill_nth=1 + seed % 3), num_prefills=2, num_decodes=2)
+        options = Options(
+            faults=Faults(kill_at=transition, kill_nth=1 + seed % 3), num_prefills=2, num_decodes=2
+        )
         outcome = run(seed, options)
         assert outcome.violation == "", seed
         num_deaths += outcome.reached["kill_at"]
@@ -91,7 +106,9 @@ def test_an_order_that_arrives_damaged_is_said_again_and_costs_no_attempt():
 
 def without_budget(owner, name, fault, seed):
     """Forty clients, a worker that goes, and no attempt that is paid for."""
-    settings = Settings(max_running=8, step_s=0.08, prefill_pages=120, decode_pages=160, max_queue=64, chunk_size=8)
+    settings = Settings(
+        max_running=8, step_s=0.08, prefill_pages=120, decode_pages=160, max_queue=64, chunk_size=8
+    )
     options = Options(faults=fault, settings=settings, num_clients=40, num_prefills=2, num_decodes=2)
     with patch.object(owner, name, lambda *_: False):
         return run(seed, options)
@@ -128,7 +145,9 @@ def test_a_failing_seed_is_told_with_the_command_that_replays_it(capsys):
         total = cluster_main.run_range(range(60))
         assert total.failures
         seed, violation = total.failures[0]
-        assert f"seed {seed}: {violation}\n  replay: {cluster_main.replay(seed)}" in cluster_main.report(total)
+        assert f"seed {seed}: {violation}\n  replay: {cluster_main.replay(seed)}" in cluster_main.report(
+            total
+        )
         assert cluster_main.main(["--trace", str(seed)]) == 1
     assert violation in capsys.readouterr().out
     assert cluster_main.main(["--trace", str(seed)]) == 0

@@ -35,7 +35,10 @@ def models(tmp_path_factory, toy_checkpoint):
     The target's tokens are single characters, and what it says next depends on the last one only.
     """
     target, draft = write_oracle(tmp_path_factory.mktemp("oracle"))
-    config = json.loads((target / "config.json").read_text()) | {"max_position_embeddings": 1024, "eos_token_id": EOS}
+    config = json.loads((target / "config.json").read_text()) | {
+        "max_position_embeddings": 1024,
+        "eos_token_id": EOS,
+    }
     (target / "config.json").write_text(json.dumps(config))
     save_letters(target, config["vocab_size"])
     return {True: (target, draft), False: (target, "")}
@@ -105,7 +108,9 @@ def test_every_answer_of_200_schemas_validates(models, drafts):
 
 def test_drafts_that_the_grammar_allows_are_kept(models):
     pair = pair_of(models, True)
-    (ids,) = pair.answer([(grammar_of({"type": "string", "minLength": 30, "maxLength": 40}), 1)], temperature=0.0)
+    (ids,) = pair.answer(
+        [(grammar_of({"type": "string", "minLength": 30, "maxLength": 40}), 1)], temperature=0.0
+    )
     assert 30 <= len(json.loads(text_of(models, ids))) <= 40
     assert pair.decode.stats().accept_length > 2.0
 
@@ -128,7 +133,9 @@ def test_a_request_that_goes_on_elsewhere_goes_on_in_its_grammar(models):
     for (grammar, seed), ids in zip(jobs, whole, strict=True):
         for cut in {len(ids) // 2, len(ids) - 1} - {0}:
             room = name(next(pair.numbers))
-            pair.send(room, [5, 6, 7, 8, 9, 10, *ids[:cut]], num_output=cut, grammar=grammar, seed=seed, **SAMPLED)
+            pair.send(
+                room, [5, 6, 7, 8, 9, 10, *ids[:cut]], num_output=cut, grammar=grammar, seed=seed, **SAMPLED
+            )
             pair.run(turns=pair.max_rounds)
             assert pair.tokens[room] == ids[cut:], cut
 
@@ -149,7 +156,9 @@ def test_a_grammar_that_takes_long_to_compile_takes_no_step_from_others(models):
     mate, room = name(next(pair.numbers)), name(next(pair.numbers))
     pair.send(mate, [5, 6, 7], is_local=True, max_new_tokens=700)
     pair.run(until=lambda: len(pair.tokens.get(mate, ())) > 1)
-    pair.send(room, [5, 6, 7, 8], is_local=True, grammar=grammar_of(COSTLY), **SAMPLED | {"max_new_tokens": 8})
+    pair.send(
+        room, [5, 6, 7, 8], is_local=True, grammar=grammar_of(COSTLY), **SAMPLED | {"max_new_tokens": 8}
+    )
     guide = next(one.request.guide for one in pair.decode.queues if one.request.guide is not None)
     before = len(pair.tokens[mate])
     pair.run(turns=pair.max_rounds, until=lambda: guide.is_ready)

@@ -56,7 +56,10 @@ class Watched:
         features = dict(self.rows.prefilled[page])
         slots = slots_for(pages, 0, len(prompt), self.engine.page_size)
         size = self.engine.page_size
-        kv = [pool.kv[slots // size, :, :, slots % size] for pool in (self.engine.pool, self.engine.drafter.pool)]
+        kv = [
+            pool.kv[slots // size, :, :, slots % size]
+            for pool in (self.engine.pool, self.engine.drafter.pool)
+        ]
         pair.run()
         return features, kv, self.rows.accept_lens[page], self.drafts[0].tolist(), pair.tokens[room]
 
@@ -117,7 +120,9 @@ def test_m2_9_every_bucket_has_a_draft_prefill_graph_and_a_prompt_replays_one(ra
         watched.engine.cache.clear()
 
 
-@pytest.mark.parametrize(("ids", "dtype"), [((6,), "float32"), ((9, 1, 5), "bfloat16"), ((7, 0, 10, 4, 2), "float32")])
+@pytest.mark.parametrize(
+    ("ids", "dtype"), [((6,), "float32"), ((9, 1, 5), "bfloat16"), ((7, 0, 10, 4, 2), "float32")]
+)
 def test_m3_2_rows_on_the_wire_are_as_wide_as_the_captured_layers_together_and_of_the_announced_type(
     toy_checkpoint, tmp_path, ids, dtype
 ):
@@ -129,7 +134,9 @@ def test_m3_2_rows_on_the_wire_are_as_wide_as_the_captured_layers_together_and_o
     assert (wire.feature_ids, wire.feature_width, wire.dtype) == (list(ids), len(ids) * 64, dtype)
     assert wire.feature_width == engine.drafter.head.fc.weight.shape[1]
     features, *_ = watched.serve(PROMPT)
-    assert {(tuple(row.shape), str(row.dtype)) for row in features.values()} == {((len(ids) * 64,), f"torch.{dtype}")}
+    assert {(tuple(row.shape), str(row.dtype)) for row in features.values()} == {
+        ((len(ids) * 64,), f"torch.{dtype}")
+    }
     itemsize, num_pages = engine.pool.dtype.itemsize, -(-len(PROMPT) // engine.page_size)
     page_bytes = engine.page_size * len(ids) * 64 * itemsize
     assert KVLayout(wire).feature_page_bytes == page_bytes
@@ -138,7 +145,9 @@ def test_m3_2_rows_on_the_wire_are_as_wide_as_the_captured_layers_together_and_o
 
 
 @pytest.mark.parametrize("differs", ["order", "layers", "number", "dtype"])
-def test_m1_8_a_pair_that_does_not_agree_on_features_is_refused_and_both_workers_serve_on(random_pair, tmp_path, differs):
+def test_m1_8_a_pair_that_does_not_agree_on_features_is_refused_and_both_workers_serve_on(
+    random_pair, tmp_path, differs
+):
     target, head = random_pair
     ids = {"order": (1, 8, 5), "layers": (8, 1, 4), "number": (8, 1)}.get(differs)
     other = write_head(tmp_path, head_config(2, ids), head_tensors(num_features=len(ids))) if ids else head
@@ -153,7 +162,9 @@ def test_m1_8_a_pair_that_does_not_agree_on_features_is_refused_and_both_workers
     pair.run()
     assert (pair.ends[name(0)].kind, pair.ends[name(0)].retryable) == ("HandshakeRefused", True)
     said = pair.ends[name(0)].message
-    assert all(part in said for part in (["bfloat16", "float32"] if ids is None else ["[8, 1, 5]", str(list(ids))])), said
+    assert all(
+        part in said for part in (["bfloat16", "float32"] if ids is None else ["[8, 1, 5]", str(list(ids))])
+    ), said
     pair.send(name(1), PROMPT, is_local=True)
     pair.run()
     assert len(pair.tokens[name(1)]) == 12
@@ -167,7 +178,9 @@ def test_m1_8_a_pair_that_does_not_agree_on_features_is_refused_and_both_workers
 def chosen_by_side(monkeypatch, prefill_ids, decode_ids):
     """Plant: the two sides capture these layers, whatever the head's config says."""
     configure, left = loader.configure_aux_capture, [prefill_ids, decode_ids]
-    monkeypatch.setattr(loader, "configure_aux_capture", lambda model, ids, **hook: configure(model, left.pop(0), **hook))
+    monkeypatch.setattr(
+        loader, "configure_aux_capture", lambda model, ids, **hook: configure(model, left.pop(0), **hook)
+    )
 
 
 def accepted(oracle, monkeypatch, prefill_ids, decode_ids, *, has_graphs=False):
@@ -183,7 +196,9 @@ def test_received_features_of_the_right_layers_are_believed_in_full(oracle, monk
 
 
 @pytest.mark.parametrize("has_graphs", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("ids", [pytest.param(i, id=str(i), marks=() if i in QUICK else pytest.mark.slow) for i in WRONG])
+@pytest.mark.parametrize(
+    "ids", [pytest.param(i, id=str(i), marks=() if i in QUICK else pytest.mark.slow) for i in WRONG]
+)
 def test_received_features_of_wrong_layers_are_not_believed_and_those_of_decode_are_judged_apart(
     oracle, monkeypatch, ids, has_graphs
 ):

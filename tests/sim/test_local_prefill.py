@@ -45,7 +45,9 @@ def test_a_prompt_computed_on_decode_gives_the_tokens_of_the_road_over_prefill(m
         assert tokens_of(pair, wanted, is_local=True, **sampling) == expected, "cold"
         assert tokens_of(pair, wanted, is_local=True, **sampling) == expected, "cached"
         assert any(end.prefill.cached_tokens for end in list(pair.ends.values())[len(wanted) :])
-        assert tokens_of(pair, wanted, is_local=False, **sampling) == expected, "over prefill, behind what decode cached"
+        assert tokens_of(pair, wanted, is_local=False, **sampling) == expected, (
+            "over prefill, behind what decode cached"
+        )
         assert pair.decode.stats().counters["local_prefills"] == 2 * len(wanted)
         assert pair.prefill.stats().counters["requests"] == len(wanted)
         pair.assert_nothing_is_held()
@@ -81,7 +83,11 @@ def test_one_token_and_an_answer_that_had_ended_already_end_here_too(models):
     pair.send(name(1), [5, 6, 7], max_new_tokens=1, is_local=True)
     pair.send(name(2), [5, 6, 7], is_local=True, num_output=1, stop_token_ids=[7])
     pair.run()
-    assert (len(pair.tokens[name(1)]), pair.ends[name(1)].output_tokens, pair.ends[name(1)].reason) == (1, 1, "length")
+    assert (len(pair.tokens[name(1)]), pair.ends[name(1)].output_tokens, pair.ends[name(1)].reason) == (
+        1,
+        1,
+        "length",
+    )
     assert (pair.ends[name(2)].output_tokens, pair.ends[name(2)].reason) == (0, "stop")
     pair.assert_nothing_is_held()
 
@@ -129,5 +135,7 @@ def test_a_worker_that_leaves_hands_every_room_back_and_keeps_no_page(models):
         worker.hand_back()
     pair.run()
     assert held == {name(1), name(2), name(3)}
-    assert {room: (end.kind, end.retryable) for room, end in pair.ends.items()} == dict.fromkeys(held, ("Draining", True))
+    assert {room: (end.kind, end.retryable) for room, end in pair.ends.items()} == dict.fromkeys(
+        held, ("Draining", True)
+    )
     pair.assert_nothing_is_held()

@@ -54,14 +54,18 @@ class Pools(RuleBasedStateMachine):
         self.lookahead = lookahead
         self.cache = PrefixCache(self.allocator, PAGE_SIZE, is_enabled, lookahead=lookahead)
 
-    @rule(target=requests, tokens=st.lists(st.integers(0, 1), min_size=1, max_size=9), spare=st.integers(0, 4))
+    @rule(
+        target=requests, tokens=st.lists(st.integers(0, 1), min_size=1, max_size=9), spare=st.integers(0, 4)
+    )
     @precondition(lambda self: self.cache is not None)
     def admit(self, tokens, spare):
         """As both roles admit a request: match, allocate the rest, or give everything back."""
         shared = self.cache.match(tokens, limit=len(tokens) - 1)
         for i, page in enumerate(shared):
             end = (i + 1) * PAGE_SIZE
-            assert self.content[page] == tuple(tokens[: end + self.lookahead]), "a page of another prefix was shared"
+            assert self.content[page] == tuple(tokens[: end + self.lookahead]), (
+                "a page of another prefix was shared"
+            )
         free, need = self.cache.num_available, pages_for(len(tokens) + spare, PAGE_SIZE) - len(shared)
         try:
             own = self.cache.alloc(need)
@@ -121,7 +125,9 @@ class Pools(RuleBasedStateMachine):
         self.cache.check_integrity()
         owners = Counter(page for holding in self.held for page in holding.pages)
         owners.update(list(self.cache._nodes))
-        assert {page: self.allocator.refs(page) for page in range(NUM_PAGES) if self.allocator.refs(page)} == owners
+        assert {
+            page: self.allocator.refs(page) for page in range(NUM_PAGES) if self.allocator.refs(page)
+        } == owners
         assert self.allocator.num_free + len(owners) == self.allocator.num_total
 
     def teardown(self):

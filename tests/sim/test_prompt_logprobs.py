@@ -9,7 +9,10 @@ from baton.engine.sampling_params import SamplingParams
 from baton.tests.parity.toy_models import reference_logits, reference_model
 from baton.tests.sim.worker_pair import Pair, name
 
-PROMPTS = [[random.Random(seed).randrange(3, 250) for _ in range(length)] for seed, length in enumerate((1, 2, 9, 30))]
+PROMPTS = [
+    [random.Random(seed).randrange(3, 250) for _ in range(length)]
+    for seed, length in enumerate((1, 2, 9, 30))
+]
 
 
 class Scored(Pair):

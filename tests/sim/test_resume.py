@@ -52,7 +52,8 @@ def test_penalties_need_to_know_which_tokens_are_output(pair):
     way = WAYS["frequency and presence"]
     whole = answer(pair, name(900), PROMPT, **way)
     taken_for_prompt = [
-        whole[:cut] + answer(pair, name(900 + cut), PROMPT + whole[:cut], 0, **way | {"max_new_tokens": NUM_TOKENS - cut})
+        whole[:cut]
+        + answer(pair, name(900 + cut), PROMPT + whole[:cut], 0, **way | {"max_new_tokens": NUM_TOKENS - cut})
         for cut in range(1, NUM_TOKENS)
     ]
     assert any(tokens != whole for tokens in taken_for_prompt), "else the test above would show nothing"
@@ -61,8 +62,16 @@ def test_penalties_need_to_know_which_tokens_are_output(pair):
 def test_an_answer_that_was_complete_is_said_to_be_so_and_nothing_is_computed(pair):
     stop = 40
     steps = pair.prefill.stats().counters["steps"]
-    common = {"room": name(990), "epoch": 1, "prompt_ids": [*PROMPT, 50, stop], "num_output": 2, "deadline_ms": 0}
-    pair.prefill.handle(Prefill(instance=P, sampling=Sampling(stop_token_ids=[stop]), **common), pair.clock.now)
+    common = {
+        "room": name(990),
+        "epoch": 1,
+        "prompt_ids": [*PROMPT, 50, stop],
+        "num_output": 2,
+        "deadline_ms": 0,
+    }
+    pair.prefill.handle(
+        Prefill(instance=P, sampling=Sampling(stop_token_ids=[stop]), **common), pair.clock.now
+    )
     pair.run(until=lambda: name(990) in pair.ends)
     end = pair.ends[name(990)]
     assert (type(end), end.reason, end.output_tokens) == (Finished, "stop", 0)
@@ -71,4 +80,6 @@ def test_an_answer_that_was_complete_is_said_to_be_so_and_nothing_is_computed(pa
 
 
 def test_a_stop_token_at_the_end_of_the_clients_own_prompt_ends_nothing(pair):
-    assert len(answer(pair, name(995), [*PROMPT, 40], temperature=0.0, stop_token_ids=[40], ignore_eos=True)) > 0
+    assert (
+        len(answer(pair, name(995), [*PROMPT, 40], temperature=0.0, stop_token_ids=[40], ignore_eos=True)) > 0
+    )

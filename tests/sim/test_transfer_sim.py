@@ -31,7 +31,9 @@ def test_without_faults_every_room_completes_and_is_released() -> None:
     total = 0
     for seed in range(20):
         world = run(seed, Faults())
-        assert world.outcomes.get("decode Complete", 0) == world.num_rooms == world.outcomes["prefill Released"]
+        assert (
+            world.outcomes.get("decode Complete", 0) == world.num_rooms == world.outcomes["prefill Released"]
+        )
         total += world.num_rooms
     assert total > 100
 

@@ -83,7 +83,10 @@ def test_s5_s7_a_decode_peer_s_damaged_message_does_not_disturb_prefill(pair, fr
 @many
 @given(frame=damaged(KVDown, KNOWN | {"instance": P}))
 def test_s5_s7_a_prefill_peer_s_damaged_message_does_not_disturb_decode(pair, frame):
-    served(pair, lambda: pair.links[D].transport._receive_frames(ENDPOINT, [memoryview(frame), memoryview(bytes(64))]))
+    served(
+        pair,
+        lambda: pair.links[D].transport._receive_frames(ENDPOINT, [memoryview(frame), memoryview(bytes(64))]),
+    )
     served(pair, lambda: pair.links[D].transport._receive_frames(ENDPOINT, [memoryview(frame)]))
 
 

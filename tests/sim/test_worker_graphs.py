@@ -39,14 +39,23 @@ def serve(model, draft, wanted, *, seed=None, **settings):
 def test_with_graphs_the_pair_says_what_it_says_without(random_pair, drafts):
     target, head = random_pair
     wanted = prompts(random.Random(5), 6)
-    pairs = [serve(target, head if drafts else "", wanted, graphs=on, seed=on or None) for on in (False, True)]
+    pairs = [
+        serve(target, head if drafts else "", wanted, graphs=on, seed=on or None) for on in (False, True)
+    ]
     assert pairs[0].tokens == pairs[1].tokens
     assert len(pairs[0].tokens) == 6
     prefill, decode = pairs[1].prefill.stats(), pairs[1].decode.stats()
     assert prefill.graphs.prefill > 0
-    assert (prefill.graphs.decode, prefill.graphs.verify, prefill.graphs.draft, prefill.graphs.draft_extend) == (0,) * 4
+    assert (
+        prefill.graphs.decode,
+        prefill.graphs.verify,
+        prefill.graphs.draft,
+        prefill.graphs.draft_extend,
+    ) == (0,) * 4
     assert decode.graphs.prefill == 0
-    kinds = ("target_verify", "draft_prefill", "draft_decode", "draft_extend") if drafts else ("target_verify",)
+    kinds = (
+        ("target_verify", "draft_prefill", "draft_decode", "draft_extend") if drafts else ("target_verify",)
+    )
     for kind in kinds:
         assert decode.counters[f"graph_replays_{kind}"] > 0, decode.counters
     assert prefill.counters["graph_replays_target_prefill"] > 0
@@ -107,10 +116,16 @@ def test_a_step_waits_for_the_device_once(random_pair, temperature, settings):
 def test_the_steps_in_use_and_how_often_each_was_chosen_are_reported(random_pair, oracle):
     """A head that is never right is soon not asked any more, one that always is drafts on; graphs exist for each."""
     for model, is_right in ((random_pair, False), (oracle, True)):
-        pair = Pair(*model, pages=96, max_running=6, graphs=not is_right, spec_adaptive="on", graph_self_test=False)
+        pair = Pair(
+            *model, pages=96, max_running=6, graphs=not is_right, spec_adaptive="on", graph_self_test=False
+        )
         for i in range(4):
             pair.send(name(i), [5 + i, 7, 9], max_new_tokens=40)
-        pair.run(until=lambda pair=pair: len(pair.tokens) == 4 and all(len(ids) > 30 for ids in pair.tokens.values()))
+        pair.run(
+            until=lambda pair=pair: (
+                len(pair.tokens) == 4 and all(len(ids) > 30 for ids in pair.tokens.values())
+            )
+        )
         stats = pair.decode.stats()
         chosen = [count for key, count in stats.counters.items() if key.startswith("steps_of_")]
         assert (stats.spec_steps > 0) is is_right, stats.counters
@@ -131,5 +146,9 @@ def test_a_head_that_is_never_right_is_warned_of_once(random_pair, oracle, caplo
         for i in range(4):
             pair.send(name(i), [5 + i, 7, 9], max_new_tokens=20)
         pair.run()
-        messages = [record.getMessage() for record in caplog.records if "drafts are not accepted" in record.getMessage()]
+        messages = [
+            record.getMessage()
+            for record in caplog.records
+            if "drafts are not accepted" in record.getMessage()
+        ]
         assert len(messages) == count, pair.decode.stats().accept_length

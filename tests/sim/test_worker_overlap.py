@@ -62,7 +62,9 @@ def said_without(target, head, drafts, wanted, **changes):
 @pytest.mark.parametrize(
     ("drafts", "graphs"),
     [(drafts, False) for drafts in DRAFTS]
-    + [pytest.param(drafts, True, marks=[pytest.mark.slow] if drafts != "chain" else []) for drafts in DRAFTS],
+    + [
+        pytest.param(drafts, True, marks=[pytest.mark.slow] if drafts != "chain" else []) for drafts in DRAFTS
+    ],
 )
 def test_the_pair_says_what_it_says_when_steps_wait(target, head, late, drafts, graphs):
     wanted = wanted_of(1)
@@ -73,7 +75,9 @@ def test_the_pair_says_what_it_says_when_steps_wait(target, head, late, drafts, 
     assert [pair.tokens[name(i)] for i in range(len(wanted))] == said_without(target, head, drafts, wanted)
     assert all(isinstance(end, Finished) for end in pair.ends.values() if end != "length")
     counters = pair.decode.stats().counters
-    assert counters["overlapped_steps"] >= counters["steps"] > 5, "each step was launched ahead, and some in vain"
+    assert counters["overlapped_steps"] >= counters["steps"] > 5, (
+        "each step was launched ahead, and some in vain"
+    )
     assert not any(key.startswith("overlap_fallback") for key in counters)
     assert bool(counters.get("graph_replays_decode_step")) is graphs
     pair.assert_nothing_is_held()
@@ -83,7 +87,9 @@ def cancelled_at_random(target, head, drafts, seed):
     """A pair that has answered requests of which some were cancelled at any moment; who was, and what was wanted."""
     rng = random.Random(seed)
     wanted = [(prompt, {**sampling, "ignore_eos": False}) for prompt, sampling in wanted_of(seed, 8)]
-    pair = pair_of(target, head, drafts, pages=rng.choice([30, 48]), max_running=3, chunk_size=rng.choice([4, 8, 0]))
+    pair = pair_of(
+        target, head, drafts, pages=rng.choice([30, 48]), max_running=3, chunk_size=rng.choice([4, 8, 0])
+    )
     cancelled = set()
     for i, (prompt, sampling) in enumerate(wanted):
         pair.send(name(i), prompt, **sampling)
@@ -107,7 +113,11 @@ def test_cancels_at_any_moment_leave_nothing_and_disturb_nobody(target, head, la
     for i, expected in enumerate(said_without(target, head, drafts, wanted, ignore_eos=False)):
         got = pair.tokens.get(name(i), [])
         assert got == expected[: len(got)], "what was said is right, also of a room that was cancelled"
-        assert len(got) == len(expected) or name(i) in cancelled or not isinstance(pair.ends.get(name(i)), Finished)
+        assert (
+            len(got) == len(expected)
+            or name(i) in cancelled
+            or not isinstance(pair.ends.get(name(i)), Finished)
+        )
     assert all(pair.gone[room] >= 2 for room in cancelled), "each cancel was answered by both"
     pair.assert_nothing_is_held()
 

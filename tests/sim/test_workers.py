@@ -116,7 +116,12 @@ def test_random_cancels_in_any_order_leave_nothing_and_disturb_nobody(model, ref
     for room, prompt in sent.items():
         got = pair.tokens.get(room, [])
         assert got == reference(prompt, len(got)), "what was said is right, also of a room that was cancelled"
-        assert room in cancelled or len(got) in (1, 5, 12) or room not in pair.ends or isinstance(pair.ends[room], Failed)
+        assert (
+            room in cancelled
+            or len(got) in (1, 5, 12)
+            or room not in pair.ends
+            or isinstance(pair.ends[room], Failed)
+        )
     assert all(pair.gone[room] >= 2 for room in cancelled), "each cancel was answered by both"
     pair.assert_nothing_is_held()
 
@@ -257,7 +262,9 @@ def test_random_cancels_with_a_drafter_leave_nothing_and_cost_no_acceptance(orac
 @pytest.mark.parametrize(("is_drafted", "have"), [(True, 4), (False, 8)])
 def test_decode_shares_a_page_only_where_its_draft_kv_is_right_too(oracle, is_drafted, have):
     pair = Pair(oracle[0], oracle[1] if is_drafted else "", pages=96)
-    for i, behind in enumerate((20, 30)):  # draft KV of the second page's last row depends on the token behind it
+    for i, behind in enumerate(
+        (20, 30)
+    ):  # draft KV of the second page's last row depends on the token behind it
         pair.send(name(i), [1, 2, 3, 4, 5, 6, 7, 8, behind])
         pair.run()
     assert pair.ends[name(1)].timeline.have_tokens == have
@@ -291,7 +298,9 @@ def test_a_room_cancelled_while_it_warms_leaves_only_warm_pages(oracle, monkeypa
     pair.send(name(1), prompt)
     pair.run()
     assert pair.ends[name(1)].timeline.have_tokens <= warmed
-    assert pair.ends[name(1)].timeline.accepted_tokens == 8, "11 tokens in three verifies, the last of two drafts"
+    assert pair.ends[name(1)].timeline.accepted_tokens == 8, (
+        "11 tokens in three verifies, the last of two drafts"
+    )
     pair.assert_nothing_is_held()
 
 

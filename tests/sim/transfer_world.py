@@ -186,7 +186,9 @@ class World:
             self.deliver_some(self.rng.randint(0, 3))
 
     def offer(self, room: Room) -> None:
-        offer = Offer(room=room.name, epoch=room.epoch, num_tokens=room.num_tokens, pages=tuple(room.source_pages))
+        offer = Offer(
+            room=room.name, epoch=room.epoch, num_tokens=room.num_tokens, pages=tuple(room.source_pages)
+        )
         room.prefill.sender.offer(offer)
 
     def pull(self, room: Room) -> None:
@@ -263,7 +265,9 @@ class World:
                 room = prefill.rooms[(event.room, event.epoch)]
                 if isinstance(event, Released):
                     is_open = (event.room, event.epoch) in room.decode.rooms
-                    has_died = room.decode not in self.decodes  # behind its Release, before its owner was told
+                    has_died = (
+                        room.decode not in self.decodes
+                    )  # behind its Release, before its owner was told
                     assert has_died or not is_open, "released before decode had everything"
                 self.note("prefill " + type(event).__name__)
                 self.free_source(room)

@@ -4,7 +4,21 @@ import msgspec
 from hypothesis import strategies as st
 from msgspec import inspect
 
-EXTREME_INTEGERS = (-(2**63), -(2**31), -1, 0, 1, 2**31 - 1, 2**31, 2**48, 2**48 + 1, 2**53, 2**63 - 1, 2**63, 2**64 - 1)
+EXTREME_INTEGERS = (
+    -(2**63),
+    -(2**31),
+    -1,
+    0,
+    1,
+    2**31 - 1,
+    2**31,
+    2**48,
+    2**48 + 1,
+    2**53,
+    2**63 - 1,
+    2**63,
+    2**64 - 1,
+)
 EXTREME_FLOATS = (float("nan"), float("inf"), float("-inf"), -0.0, 1e308, 5e-324)
 
 values = st.one_of(
@@ -71,7 +85,9 @@ def damaged(draw, union, known):
     """The frame of a message with one field dropped or replaced."""
     document = example(draw(st.sampled_from(kinds(union))), known)
     *path, name = draw(st.sampled_from(list(places(document))))
-    holder = document = msgspec.msgpack.decode(msgspec.msgpack.encode(document), strict=False)  # a copy of its own
+    holder = document = msgspec.msgpack.decode(
+        msgspec.msgpack.encode(document), strict=False
+    )  # a copy of its own
     for step in path:
         holder = holder[step][0] if isinstance(holder[step], list) else holder[step]
     if draw(st.booleans()):

@@ -2,7 +2,18 @@
 
 import msgspec
 from baton.cluster.errors import LocalProtocolError
-from baton.cluster.messages import Cancel, Failed, Finished, FirstToken, Gone, Heartbeat, Prefill, Reserve, Sampling, Tokens
+from baton.cluster.messages import (
+    Cancel,
+    Failed,
+    Finished,
+    FirstToken,
+    Gone,
+    Heartbeat,
+    Prefill,
+    Reserve,
+    Sampling,
+    Tokens,
+)
 from baton.decode.worker import DecodeWorker
 from baton.engine.config import EngineConfig
 from baton.engine.loader import EngineLoader
@@ -85,7 +96,17 @@ class Pair:
     """One prefill and one decode worker, and a router that only keeps books."""
 
     def __init__(
-        self, model, draft="", *, pages=24, chunk_size=8, max_running=4, fault=None, captured=None, theirs=None, **settings
+        self,
+        model,
+        draft="",
+        *,
+        pages=24,
+        chunk_size=8,
+        max_running=4,
+        fault=None,
+        captured=None,
+        theirs=None,
+        **settings,
     ):
         """`captured`: chunk_size and max_running that graphs are made for. `theirs`: settings of decode's engine alone."""
         self.clock = Clock()
@@ -97,7 +118,13 @@ class Pair:
                 model=str(model),
                 device="cpu",
                 pages=pages,
-                **(DEFAULTS | {"draft": str(draft)} | settings | (captured or {}) | ((theirs or {}) if has_drafter else {})),
+                **(
+                    DEFAULTS
+                    | {"draft": str(draft)}
+                    | settings
+                    | (captured or {})
+                    | ((theirs or {}) if has_drafter else {})
+                ),
             )
             loader = EngineLoader(config, has_drafter=has_drafter)
             for _, run in loader.phases():
@@ -108,7 +135,9 @@ class Pair:
         self.links[P].transport = FakeSender(self.network, ENDPOINT, P, layout(p), planes, clock=self.clock)
         planes = planes_of(d.pool, d.features)
         self.links[D].transport = FakeReceiver(self.network, D, layout(d), planes, clock=self.clock)
-        self.prefill = PrefillWorker(p, self.links[P], instance=P, chunk_size=chunk_size, max_batch=4, max_queue=64)
+        self.prefill = PrefillWorker(
+            p, self.links[P], instance=P, chunk_size=chunk_size, max_batch=4, max_queue=64
+        )
         self.decode = DecodeWorker(d, self.links[D], instance=D, max_running=max_running)
         self.tokens, self.ends, self.gone, self.epochs, self._free = {}, {}, {}, {}, {}
 
@@ -119,7 +148,9 @@ class Pair:
             "epoch": epoch,
             "prompt_ids": list(prompt_ids),
             "num_output": num_output,
-            "sampling": Sampling(**{"temperature": 0.0, "ignore_eos": True, "max_new_tokens": 12, **sampling}),
+            "sampling": Sampling(
+                **{"temperature": 0.0, "ignore_eos": True, "max_new_tokens": 12, **sampling}
+            ),
             "deadline_ms": 0,
         }
         where = {} if is_local else {"prefill_endpoint": ENDPOINT, "prefill_instance": P}
@@ -137,7 +168,9 @@ class Pair:
         if rng is not None:
             rng.shuffle(workers)
         for worker, link in workers:
-            for _ in range(len(self.network.packets) if rng is None else rng.randrange(len(self.network.packets) + 1)):
+            for _ in range(
+                len(self.network.packets) if rng is None else rng.randrange(len(self.network.packets) + 1)
+            ):
                 if self.network.packets:
                     self.network.deliver()
             link.perform(rng)
@@ -158,7 +191,9 @@ class Pair:
         known = self._free.setdefault(id(engine), set())
         for page in free:
             for plane in planes:
-                assert page not in known or bool(plane[page].isnan().all()), f"page {page} was written while it was free"
+                assert page not in known or bool(plane[page].isnan().all()), (
+                    f"page {page} was written while it was free"
+                )
                 plane[page] = float("nan")
         self._free[id(engine)] = free
 
@@ -173,12 +208,18 @@ class Pair:
                         self.tokens[message.room] = [message.token]
                         if message.finish:
                             self.ends[message.room] = message.finish
-                            self.decode.handle(Cancel(room=message.room, epoch=message.epoch, instance=D), self.clock.now)
+                            self.decode.handle(
+                                Cancel(room=message.room, epoch=message.epoch, instance=D), self.clock.now
+                            )
                     case Tokens():
                         for item in message.items:
                             if item.epoch < self.epochs.get(item.room, 0):
                                 continue
-                            known = self.tokens.setdefault(item.room, []) if item.seq == 0 else self.tokens[item.room]
+                            known = (
+                                self.tokens.setdefault(item.room, [])
+                                if item.seq == 0
+                                else self.tokens[item.room]
+                            )
                             assert item.seq == len(known), "tokens are contiguous"
                             known += item.ids
                     case Finished() | Failed():

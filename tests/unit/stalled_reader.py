@@ -10,11 +10,20 @@ import sys
 import time
 
 import zmq
-from baton.cluster.sockets import CONTROL_HIGH_WATER, RECEIVE_HIGH_WATER, bind, connect, make_socket, recv_parts
+from baton.cluster.sockets import (
+    CONTROL_HIGH_WATER,
+    RECEIVE_HIGH_WATER,
+    bind,
+    connect,
+    make_socket,
+    recv_parts,
+)
 
 MESSAGES = 2 * RECEIVE_HIGH_WATER
 PART = bytes(4096)
-LEAST = RECEIVE_HIGH_WATER + 2 * CONTROL_HIGH_WATER  # the queues of both sides, and something on the way between
+LEAST = (
+    RECEIVE_HIGH_WATER + 2 * CONTROL_HIGH_WATER
+)  # the queues of both sides, and something on the way between
 BURST = 4 * CONTROL_HIGH_WATER  # what a worker may say while its router gets no core
 STUCK_S = 0.3  # nothing goes on for so long: every queue is full
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32)  # ZMTP 3.1
@@ -36,7 +45,9 @@ def pinged():
             answer.read(len(GREETING))
             answer.read(answer.read(2)[1])  # its READY
         client.sendall(BURST * SHORT + PING + SHORT)
-        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset, which is seen at once
+        client.setsockopt(
+            socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
+        )  # a reset, which is seen at once
         time.sleep(STUCK_S)
     time.sleep(STUCK_S)
     print(f"read {read_all(server, BURST)}, alive")

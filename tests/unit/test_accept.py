@@ -44,7 +44,9 @@ def noise_at(noises: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     return noises.gather(1, positions.clamp(max=TOKENS - 1)[:, None])[:, 0]
 
 
-def keep_matches(targets: torch.Tensor, drafts: torch.Tensor, noise: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def keep_matches(
+    targets: torch.Tensor, drafts: torch.Tensor, noise: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     return targets, accept(targets, drafts)
 
 
@@ -147,7 +149,9 @@ def test_a_draft_behind_a_refused_one_is_never_kept() -> None:
 
 def test_without_drafts_each_request_emits_one_token_and_no_request_is_fine() -> None:
     assert accept(torch.tensor([[5], [6]]), torch.empty((2, 0), dtype=torch.int64)).tolist() == [1, 1]
-    assert accept(torch.empty((0, 3), dtype=torch.int64), torch.empty((0, 2), dtype=torch.int64)).tolist() == []
+    assert (
+        accept(torch.empty((0, 3), dtype=torch.int64), torch.empty((0, 2), dtype=torch.int64)).tolist() == []
+    )
 
 
 def test_a_wrong_number_of_drafts_is_refused() -> None:

@@ -14,7 +14,9 @@ def policy(shape: DraftShape = FIXED, costs: StepCosts = COSTS) -> StepPolicy:
     return StepPolicy(shape.candidates(), costs)
 
 
-def run(chosen: StepPolicy, batch_size: int, share_kept: float, steps: int, seed: int = 0) -> list[DraftShape]:
+def run(
+    chosen: StepPolicy, batch_size: int, share_kept: float, steps: int, seed: int = 0
+) -> list[DraftShape]:
     """Steps of a drafter whose drafts are right with probability `share_kept`; a step that drafts nothing looks at the
     first proposal."""
     rng, shapes = random.Random(seed), []
@@ -32,7 +34,9 @@ def run(chosen: StepPolicy, batch_size: int, share_kept: float, steps: int, seed
     return shapes
 
 
-def cost_per_token(shapes: list[DraftShape], batch_size: int, share_kept: float, costs: StepCosts = COSTS) -> float:
+def cost_per_token(
+    shapes: list[DraftShape], batch_size: int, share_kept: float, costs: StepCosts = COSTS
+) -> float:
     """What the steps are expected to cost, divided by what they are expected to yield."""
     cost = sum(costs.step(shape, batch_size) for shape in shapes)
     return cost / sum(expected_tokens(shape, share_kept) for shape in shapes)
@@ -72,7 +76,9 @@ def test_a_large_batch_and_a_poor_draft_end_drafting_and_a_small_one_brings_it_b
     assert run(chosen, 512, 0.8, 3)[-1].steps <= 1, "the load is known at once"
     assert run(chosen, 1, 0.8, 3)[-1].steps == 5
     assert run(chosen, 32, 0.02, 200)[-1] == PLAIN
-    assert run(chosen, 8, 0.9, 200)[-1].steps == 5, "the first proposals that nobody asked for were seen to match"
+    assert run(chosen, 8, 0.9, 200)[-1].steps == 5, (
+        "the first proposals that nobody asked for were seen to match"
+    )
 
 
 def test_more_load_never_drafts_more_and_more_acceptance_never_less():

@@ -12,7 +12,9 @@ def test_addresses_that_stand_for_all_addresses_are_known(endpoint: str) -> None
     assert "--kv-advertise" in advertise_fault(endpoint, "")
 
 
-@pytest.mark.parametrize("endpoint", ["tcp://127.0.0.1:1", "tcp://[::1]:1", "tcp://node:1", "ipc:///0.0.0.0:1"])
+@pytest.mark.parametrize(
+    "endpoint", ["tcp://127.0.0.1:1", "tcp://[::1]:1", "tcp://node:1", "ipc:///0.0.0.0:1"]
+)
 def test_an_address_of_its_own_can_be_called_as_it_is(endpoint: str) -> None:
     assert not is_wildcard(endpoint)
     assert advertise_fault(endpoint, "") == ""
@@ -28,7 +30,12 @@ def test_the_advertised_address_takes_the_place_of_the_bound_one_and_port_0_is_i
 
 @pytest.mark.parametrize(
     ("bind", "advertised"),
-    [(BOUND, "node-3:9000"), (BOUND, "tcp://node-3:65536"), (BOUND, "tcp://0.0.0.0:7200"), ("ipc:///run/kv", "tcp://node-3:0")],
+    [
+        (BOUND, "node-3:9000"),
+        (BOUND, "tcp://node-3:65536"),
+        (BOUND, "tcp://0.0.0.0:7200"),
+        ("ipc:///run/kv", "tcp://node-3:0"),
+    ],
 )
 def test_an_address_that_cannot_be_called_is_refused_with_its_value(bind: str, advertised: str) -> None:
     assert repr(advertised) in advertise_fault(bind, advertised)

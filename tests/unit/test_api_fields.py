@@ -118,9 +118,15 @@ def test_the_document_says_who_may_ask_which_headers_are_read_and_when_to_come_a
             asked = [[], [{scheme: []}]] if is_keyed else [[], [{}, {scheme: []}]]
             assert made["security"] == asked[path not in ("/health", "/ready")], path
             read = [field["name"] for field in made.get("parameters", ()) if field["in"] == "header"]
-            assert read == (headers if "text/event-stream" in made["responses"]["200"]["content"] else []), path
+            assert read == (headers if "text/event-stream" in made["responses"]["200"]["content"] else []), (
+                path
+            )
             for status, answer in made["responses"].items():
-                assert ("Retry-After" in answer.get("headers", ())) is (status in ("429", "503")), (method, path, status)
+                assert ("Retry-After" in answer.get("headers", ())) is (status in ("429", "503")), (
+                    method,
+                    path,
+                    status,
+                )
     assert list(document["paths"]["/metrics"]["get"]["responses"]["200"]["content"]) == ["text/plain"]
 
 

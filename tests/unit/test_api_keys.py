@@ -41,7 +41,16 @@ def test_a_key_is_found_until_it_is_revoked_and_no_other_text_is(path):
     clock = Clock()
     keys = table(path, clock)
     assert keys.find(secret) == key
-    wrong = [secret[:-1], secret + "x", secret[:12] + "A" * 43, "", "bk-", "bk-00000000-" + "A" * 43, secret * 100, "ü" * 50]
+    wrong = [
+        secret[:-1],
+        secret + "x",
+        secret[:12] + "A" * 43,
+        "",
+        "bk-",
+        "bk-00000000-" + "A" * 43,
+        secret * 100,
+        "ü" * 50,
+    ]
     assert [keys.find(text) for text in wrong] == [None] * len(wrong)
     revoke(path, key.id)
     clock.now += LOOK_AGAIN_S
@@ -99,7 +108,9 @@ def test_a_key_ends_at_its_moment(path):
 def test_every_presented_key_is_compared_in_constant_time(path, monkeypatch):
     secret, _ = add(path, {"name": "alice"})
     compared, compare = [], hmac.compare_digest
-    monkeypatch.setattr(api_keys.hmac, "compare_digest", lambda a, b: bool(compared.append((a, b))) or compare(a, b))
+    monkeypatch.setattr(
+        api_keys.hmac, "compare_digest", lambda a, b: bool(compared.append((a, b))) or compare(a, b)
+    )
     keys = table(path)
     for text in (secret, "bk-00000000-unknown", "", secret[:-1]):
         keys.find(text)
@@ -128,7 +139,9 @@ def test_s13_a_wrong_key_takes_the_same_steps_however_near_it_is(path):
     """No clock is asked: times of wrong keys can differ by their content only where their steps do."""
     secrets = [add(path, {"name": name})[0] for name in ("alice", "bob")]
     keys = table(path)
-    wrong = [secret[:length] + "~" * (len(secret) - length) for secret in secrets for length in range(len(secret))]
+    wrong = [
+        secret[:length] + "~" * (len(secret) - length) for secret in secrets for length in range(len(secret))
+    ]
     steps = {text: steps_of(lambda text=text: keys.find(text)) for text in wrong}
     assert all("compare_digest" in found for found in steps.values())
     assert len({tuple(found) for found in steps.values()}) == 1
@@ -193,5 +206,8 @@ def test_a_key_is_an_operator_s_or_an_observer_s_and_not_both(path, capsys):
     assert [(key.operator, key.observer) for key in read_api_keys(path)] == [(True, False), (False, True)]
     capsys.readouterr()
     assert main(["api", "list", str(path)]) == 0
-    assert [line.split()[1:] for line in capsys.readouterr().out.splitlines()] == [["operator"] * 2, ["observer"] * 2]
+    assert [line.split()[1:] for line in capsys.readouterr().out.splitlines()] == [
+        ["operator"] * 2,
+        ["observer"] * 2,
+    ]
     assert main(["api", "add", str(path), "--name", "x", "--operator", "--observer"]) == 2

@@ -22,10 +22,17 @@ def test_a_block_lives_as_long_as_the_last_view_of_it():
     arena.check_integrity()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.bool])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.bool]
+)
 def test_shape_strides_dtype_and_values_survive(dtype: torch.dtype):
     arena = Arena(64)
-    for original in (torch.arange(24).view(4, 6), torch.arange(24).view(4, 6).t(), torch.arange(0), torch.tensor(3)):
+    for original in (
+        torch.arange(24).view(4, 6),
+        torch.arange(24).view(4, 6).t(),
+        torch.arange(0),
+        torch.tensor(3),
+    ):
         original = original.to(dtype)
         placed = arena.place(original)
         assert torch.equal(placed, original)

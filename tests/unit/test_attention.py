@@ -64,7 +64,9 @@ def assert_attends(pool: KVPool, lengths: list[tuple[int, int]], num_padding: in
 
 @pytest.mark.parametrize("num_rows", [1, 3])
 def test_equally_many_rows_are_attended_as_one_batch(num_rows: int):
-    metadata = assert_attends(make_pool(), [(num_rows, 29), (num_rows, 4), (num_rows, num_rows), (num_rows, 24)])
+    metadata = assert_attends(
+        make_pool(), [(num_rows, 29), (num_rows, 4), (num_rows, num_rows), (num_rows, 24)]
+    )
     assert metadata.uniform_rows == num_rows
 
 
@@ -83,7 +85,9 @@ def test_padding_rows_reach_nothing_even_when_they_are_nan(lengths: list[tuple[i
     before = pool.kv.clone()
     assert_attends(pool, lengths, num_padding=3)
     written = [
-        (PAGES[i][t // PAGE_SIZE], t % PAGE_SIZE) for i, (q, kv) in enumerate(lengths) for t in range(kv - q, kv)
+        (PAGES[i][t // PAGE_SIZE], t % PAGE_SIZE)
+        for i, (q, kv) in enumerate(lengths)
+        for t in range(kv - q, kv)
     ]
     for page, offset in written:
         before[page, 1, :, offset] = pool.kv[page, 1, :, offset]
@@ -123,7 +127,11 @@ def test_an_empty_batch_attends_to_nothing():
     batch = make_batch([(1, 1)])
     batch.input_ids = batch.positions = batch.slots = torch.empty(0, dtype=torch.int64)
     batch.page_table, batch.q_lens, batch.kv_lens = torch.empty(0, 1, dtype=torch.int64), [], []
-    assert PagedAttention(make_pool()).attend(plan(batch, PAGE_SIZE), 0, *make_rows(0)).shape == (0, HEADS, DIM)
+    assert PagedAttention(make_pool()).attend(plan(batch, PAGE_SIZE), 0, *make_rows(0)).shape == (
+        0,
+        HEADS,
+        DIM,
+    )
 
 
 def test_a_plan_of_an_older_version_of_the_batch_is_refused():
@@ -132,7 +140,9 @@ def test_a_plan_of_an_older_version_of_the_batch_is_refused():
     bound = attention.bind(metadata)
     batch.slots = batch.slots.clone()
     for use in (lambda: attention.bind(metadata), lambda: bound(0, *make_rows(1))):
-        with pytest.raises(LifecycleError, match="planned for version 0 of the batch, which is now at version 1"):
+        with pytest.raises(
+            LifecycleError, match="planned for version 0 of the batch, which is now at version 1"
+        ):
             use()
     attention.attend(plan(batch, PAGE_SIZE), 0, *make_rows(1))
 
@@ -144,7 +154,9 @@ def test_rows_that_were_not_planned_are_refused(lengths: list[tuple[int, int]]):
         attention.attend(plan(make_batch(lengths), PAGE_SIZE), 0, *make_rows(2))
 
 
-@pytest.mark.parametrize("lengths", [[(1, 40)], [(5, 4)], [(0, 4)]], ids=["beyond-table", "rows>context", "no-rows"])
+@pytest.mark.parametrize(
+    "lengths", [[(1, 40)], [(5, 4)], [(0, 4)]], ids=["beyond-table", "rows>context", "no-rows"]
+)
 def test_lengths_that_cannot_be_are_a_programmers_error(lengths: list[tuple[int, int]]):
     batch = make_batch([(1, 4)])
     batch.q_lens, batch.kv_lens = [lengths[0][0]], [lengths[0][1]]

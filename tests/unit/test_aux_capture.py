@@ -29,7 +29,9 @@ def layer_outputs(checkpoint: Path) -> list[torch.Tensor]:
     model: PreTrainedModel = reference_model(checkpoint)
     seen: list[torch.Tensor] = []
 
-    def keep(_module: torch.nn.Module, _inputs: object, output: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
+    def keep(
+        _module: torch.nn.Module, _inputs: object, output: torch.Tensor | tuple[torch.Tensor, ...]
+    ) -> None:
         seen.append((output[0] if isinstance(output, tuple) else output).reshape(len(PROMPT), -1))
 
     for layer in model.model.layers:
@@ -46,7 +48,9 @@ def assert_features(features: torch.Tensor | None, expected: list[torch.Tensor])
 
 
 @pytest.mark.parametrize(
-    "ids", [(1, 5, 9), (9, 1, 5), (LAYERS - 1,), (0, LAYERS - 1, 3, 7, 2)], ids=["sorted", "unsorted", "last", "five"]
+    "ids",
+    [(1, 5, 9), (9, 1, 5), (LAYERS - 1,), (0, LAYERS - 1, 3, 7, 2)],
+    ids=["sorted", "unsorted", "last", "five"],
 )
 def test_features_are_the_named_layers_outputs_in_the_order_given(
     checkpoint: Path, layer_outputs: list[torch.Tensor], ids: tuple[int, ...]
@@ -61,7 +65,9 @@ def test_a_neighbouring_layer_is_told_apart(checkpoint: Path, layer_outputs: lis
         assert_features(output.hidden, [layer_outputs[i] for i in (1, 5, 9)])
 
 
-def test_chunks_decode_and_verify_capture_the_same_features(checkpoint: Path, layer_outputs: list[torch.Tensor]):
+def test_chunks_decode_and_verify_capture_the_same_features(
+    checkpoint: Path, layer_outputs: list[torch.Tensor]
+):
     engine = ToyEngine(checkpoint, (1, 5, 9))
     parts, start = [], 0
     for size in (17, 32, 1, 1, 4, 5):
@@ -97,7 +103,9 @@ def test_an_idle_batch_has_features_of_the_full_width(checkpoint: Path):
         ((-1,), ["[-1]", "-1 is not a layer"]),
     ],
 )
-def test_duplicates_and_layers_that_do_not_exist_are_refused(checkpoint: Path, ids: tuple[int, ...], words: list[str]):
+def test_duplicates_and_layers_that_do_not_exist_are_refused(
+    checkpoint: Path, ids: tuple[int, ...], words: list[str]
+):
     engine = ToyEngine(checkpoint)
     with pytest.raises(CheckpointError) as caught:
         engine.runner.set_aux_layer_ids(ids)

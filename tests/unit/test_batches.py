@@ -69,7 +69,9 @@ def test_no_flipped_bit_changes_a_frame_of_several(num):
         damaged = bytearray(frame)
         damaged[bit // 8] ^= 1 << bit % 8
         try:
-            assert kv_up_frames().decode(damaged) == messages, "only the word that there is a checksum may be lost"
+            assert kv_up_frames().decode(damaged) == messages, (
+                "only the word that there is a checksum may be lost"
+            )
         except RemoteProtocolError:
             continue
 
@@ -110,10 +112,15 @@ class Pair:
     def __init__(self, *transports: str) -> None:
         self.now, self.wire = 0.0, Frames()
         self.source, self.target = (
-            torch.randint(0, 256, (12, 5120), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+            torch.randint(
+                0, 256, (12, 5120), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)
+            )
             for seed in (1, 2)
         )
-        planes = {"source": Planes(kv=self.source, features=None), "target": Planes(kv=self.target, features=None)}
+        planes = {
+            "source": Planes(kv=self.source, features=None),
+            "target": Planes(kv=self.target, features=None),
+        }
         self.sender = BatchingSender(
             self.wire, "p", P, LAYOUT, planes["source"], transports=transports, clock=lambda: self.now
         )
@@ -125,7 +132,14 @@ class Pair:
         pages = tuple(range(11, -1, -1))
         self.receiver.pull(
             PullRequest(
-                room=ROOM, epoch=0, num_tokens=48, have=0, pages=pages, features=None, endpoint="p", peer_instance=P
+                room=ROOM,
+                epoch=0,
+                num_tokens=48,
+                have=0,
+                pages=pages,
+                features=None,
+                endpoint="p",
+                peer_instance=P,
             )
         )
 
@@ -185,14 +199,18 @@ def test_a_block_that_its_frame_names_twice_lands_once_and_a_wrong_one_beside_it
     assert len(damaged) > 2
     assert pair.receiver.session.counters.digest_mismatches == 1
     counters = pair.receiver.session.counters
-    assert counters.duplicate_blocks + counters.unknown_room == len(damaged)  # the last one came when all was complete
+    assert counters.duplicate_blocks + counters.unknown_room == len(
+        damaged
+    )  # the last one came when all was complete
 
 
 @pytest.mark.parametrize("kind", [m.Pull, SlabBlock, SlotFree])
 def test_a_frame_that_gets_lost_costs_time_only(kind):
     pair = Pair("shm", "zmq_blocks")
     lost = []
-    pair.wire.lose = lambda held: len(held) > 1 and isinstance(held[0], kind) and not lost and not lost.append(held)
+    pair.wire.lose = lambda held: (
+        len(held) > 1 and isinstance(held[0], kind) and not lost and not lost.append(held)
+    )
     pair.check(pair.run(4.0))
     assert len(lost[0]) > 1
 

@@ -12,7 +12,18 @@ from baton.engine.weights import load_model, model_fingerprint
 from baton.router.tokenizer import load_tokenizer
 
 CPU = torch.device("cpu")
-WRITE = ["--shape", "toy", "--device", "cpu", "--dtype", "float32", "--draft-vocab", "300", "--accept-length", "2"]
+WRITE = [
+    "--shape",
+    "toy",
+    "--device",
+    "cpu",
+    "--dtype",
+    "float32",
+    "--draft-vocab",
+    "300",
+    "--accept-length",
+    "2",
+]
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +35,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_servers_load_the_weights_that_were_made(folder: Path) -> None:
     model, config = load_model(folder / "target", dtype=torch.float32)
-    for (name, read), (_, made) in zip(model.tensors(), random_target(config, torch.float32, CPU).tensors(), strict=True):
+    for (name, read), (_, made) in zip(
+        model.tensors(), random_target(config, torch.float32, CPU).tensors(), strict=True
+    ):
         assert torch.equal(read, made), name
     drafts = load_draft_config(folder / "head", config, dtype="float32", convention="auto")
     head, made_head = load_eagle3(drafts, dtype=torch.float32), random_head(drafts, 2, torch.float32, CPU)
@@ -52,7 +65,9 @@ def test_nothing_is_written_over_what_is_there(folder: Path, capsys: pytest.Capt
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_a_device_that_is_not_there_is_said_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_device_that_is_not_there_is_said_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main([str(tmp_path / "new"), "--shape", "toy", "--device", "cuda"]) == 1
     assert "no usable CUDA device" in capsys.readouterr().err
     assert not (tmp_path / "new").exists()

@@ -15,9 +15,23 @@ SMALL = ["--shape", "toy", "--device", "cpu", "--dtype", "float32", "--context",
 
 
 @pytest.mark.parametrize(("accept_length", "graphs"), [(1, "off"), (2, "off"), (3, "on"), (4, "off")])
-def test_each_step_yields_the_accept_length_asked_for_with_and_without_graphs(accept_length, graphs, tmp_path, capsys):
+def test_each_step_yields_the_accept_length_asked_for_with_and_without_graphs(
+    accept_length, graphs, tmp_path, capsys
+):
     out = tmp_path / "out.json"
-    flags = ["--batch", "1", "2", "--prefill", "9", "--chunk-size", "8", "--graphs", graphs, "--json", str(out)]
+    flags = [
+        "--batch",
+        "1",
+        "2",
+        "--prefill",
+        "9",
+        "--chunk-size",
+        "8",
+        "--graphs",
+        graphs,
+        "--json",
+        str(out),
+    ]
     assert main([*SMALL, *flags, "--accept-length", str(accept_length)]) == 0
     document = json.loads(out.read_text())
     cells = {(cell["kind"], cell["size"]): cell for cell in document["cells"]}
@@ -27,14 +41,18 @@ def test_each_step_yields_the_accept_length_asked_for_with_and_without_graphs(ac
     paths = {kind: cell["path"] for (kind, _), cell in cells.items()}
     wanted = {"prefill": "breakable", "decode": "graph", "eagle3": "graph"}
     assert paths == (wanted if graphs == "on" else dict.fromkeys(wanted, "eager"))
-    assert all(cell["ratio"] == pytest.approx(cell["timing"]["wall"] / cell["floor_ms"]) for cell in cells.values())
+    assert all(
+        cell["ratio"] == pytest.approx(cell["timing"]["wall"] / cell["floor_ms"]) for cell in cells.values()
+    )
     assert "simulated" in capsys.readouterr().out
 
 
 def test_the_floor_of_an_8b_decode_step_is_its_weights_and_the_batch_s_kv(tmp_path):
     target = target_config("llama-3.1-8b", "", tmp_path)
     counts = Counts.of_target(target, 2)
-    weights = 8_030_261_248 - 128256 * 4096 - (2 * 32 + 1) * 4096  # all parameters but the embedding and the norms
+    weights = (
+        8_030_261_248 - 128256 * 4096 - (2 * 32 + 1) * 4096
+    )  # all parameters but the embedding and the norms
     assert counts.body + counts.vocab == weights
     step = counts.step(4, 1, 1023, logit_rows=1)
     assert step.num_bytes == 2 * weights + 4 * 1024 * 131072, "128 KiB of KV a token"

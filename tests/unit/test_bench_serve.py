@@ -85,7 +85,9 @@ class Scripted:
             wire.reader.feed_data(event({"error": {"code": "server_error"}}))
         elif what != "early":
             num_output = NUM_TOKENS * self.per_event
-            wire.reader.feed_data(event({"choices": [], "usage": {"prompt_tokens": 11, "completion_tokens": num_output}}))
+            wire.reader.feed_data(
+                event({"choices": [], "usage": {"prompt_tokens": 11, "completion_tokens": num_output}})
+            )
             wire.reader.feed_data(b"e\r\ndata: [DONE]\n\n\r\n")
         return wire.reader.feed_data(b"0\r\n\r\n")
 
@@ -105,9 +107,17 @@ def measured(endpoint, level, bound, *, goals=None, questions=None, timeout_s=60
     async def main():
         loop = asyncio.get_running_loop()
         client = Client(endpoint_of("http://x:1"), loop.time, timeout_s=timeout_s, connect=endpoint.connect)
-        asked = questions or random_prompts(random.Random(1), inputs=(11, 11), outputs=(5, 5), vocab=256, prefix=0)
+        asked = questions or random_prompts(
+            random.Random(1), inputs=(11, 11), outputs=(5, 5), vocab=256, prefix=0
+        )
         plan = Plan(
-            model="toy", common={}, questions=asked, bound=bound, goals=goals or Goals(), warmup=0, rng=random.Random(4)
+            model="toy",
+            common={},
+            questions=asked,
+            bound=bound,
+            goals=goals or Goals(),
+            warmup=0,
+            rng=random.Random(4),
         )
         if busy is not None:
             loop.call_at(busy[0], lambda: setattr(loop, "now", loop.now + busy[1]))
@@ -230,7 +240,8 @@ def test_goodput_counts_the_requests_that_met_both_goals():
 
 
 @pytest.mark.parametrize(
-    ("values", "expected"), [([5.0], (5, 5, 5)), ([1.0, 2.0, 3.0], (2, 2.8, 2.98)), (list(range(101)), (50, 90, 99))]
+    ("values", "expected"),
+    [([5.0], (5, 5, 5)), ([1.0, 2.0, 3.0], (2, 2.8, 2.98)), (list(range(101)), (50, 90, 99))],
 )
 def test_percentiles_lie_between_the_nearest_ranks(values, expected):
     assert tuple(percentile(sorted(values), share) for share in (50, 90, 99)) == pytest.approx(expected)
@@ -256,9 +267,15 @@ def test_prompts_have_the_lengths_asked_for_and_share_what_they_shall():
 
 def test_a_file_of_prompts_is_asked_over_and_over(tmp_path):
     path = tmp_path / "prompts.jsonl"
-    path.write_text('{"prompt": "a", "max_tokens": 9}\n\n{"messages": [{"role": "user", "content": "b"}], "id": 4}\n')
+    path.write_text(
+        '{"prompt": "a", "max_tokens": 9}\n\n{"messages": [{"role": "user", "content": "b"}], "id": 4}\n'
+    )
     asked = list(itertools.islice(file_prompts(path, random.Random(0), (5, 5)), 3))
-    assert [question.path for question in asked] == ["/v1/completions", "/v1/chat/completions", "/v1/completions"]
+    assert [question.path for question in asked] == [
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/v1/completions",
+    ]
     assert [question.body["max_tokens"] for question in asked] == [9, 5, 9]
     assert "id" not in asked[1].body
 
@@ -331,7 +348,10 @@ def test_what_the_endpoint_says_is_the_difference_of_two_readings():
 def test_metrics_of_several_routers_are_added_and_nothing_is_said_where_one_shows_none():
     class Router:
         def __init__(self, status, prompt, retries):
-            self.answer = status, f"baton_prompt_tokens_total {prompt}\nbaton_retries_total {retries}\n".encode()
+            self.answer = (
+                status,
+                f"baton_prompt_tokens_total {prompt}\nbaton_retries_total {retries}\n".encode(),
+            )
 
         async def get(self, path):
             assert path == "/metrics"

@@ -88,7 +88,9 @@ def test_the_pool_counts_graphs_replays_padding_and_fallbacks():
     pool = GraphPool(TapeBackend())
     x = torch.ones(8, 2)
     graphs = {
-        bucket: pool.capture(GraphKind.TARGET_PREFILL, bucket, lambda _, n=bucket: x[:n] + 1, ReplayContext(num_rows=bucket))
+        bucket: pool.capture(
+            GraphKind.TARGET_PREFILL, bucket, lambda _, n=bucket: x[:n] + 1, ReplayContext(num_rows=bucket)
+        )
         for bucket in (8, 4)
     }
     pool.capture(GraphKind.DRAFT_DECODE, 2, lambda _: x[:2] * 2, ReplayContext(num_rows=2))
@@ -98,7 +100,12 @@ def test_the_pool_counts_graphs_replays_padding_and_fallbacks():
     pool.count_fallback(GraphKind.TARGET_PREFILL, FallbackReason.TOKENS_OVER_MAX)
     pool.count_fallback(GraphKind.TARGET_VERIFY, FallbackReason.DISABLED)
     report = pool.report()
-    assert (report.backend, report.num_graphs, report.num_decode_graphs, report.pool_bytes) == ("tape", 3, 1, 0)
+    assert (report.backend, report.num_graphs, report.num_decode_graphs, report.pool_bytes) == (
+        "tape",
+        3,
+        1,
+        0,
+    )
     assert report.own_bytes == (8 * 2 + 4 * 2 + 2 * 2) * 4
     prefill = report.kinds[0]
     assert prefill == KindReport(
@@ -113,7 +120,10 @@ def test_the_pool_counts_graphs_replays_padding_and_fallbacks():
         pad_rows=4,
         fallbacks={"tokens_over_max": 1},
     )
-    assert [(kind.kind, kind.buckets) for kind in report.kinds[1:]] == [("target_verify", ()), ("draft_decode", (2,))]
+    assert [(kind.kind, kind.buckets) for kind in report.kinds[1:]] == [
+        ("target_verify", ()),
+        ("draft_decode", (2,)),
+    ]
 
 
 def test_dropped_graphs_are_gone_and_their_counts_stay():
@@ -174,7 +184,11 @@ class Driver:
             def capture_end(self) -> None:
                 driver.calls.append(("end", driver.current))
                 if empty:
-                    warnings.warn("The CUDA Graph is empty. This usually means a wrong stream.", UserWarning, stacklevel=1)
+                    warnings.warn(
+                        "The CUDA Graph is empty. This usually means a wrong stream.",
+                        UserWarning,
+                        stacklevel=1,
+                    )
                 driver.num_ends += 1
                 if fail_end and driver.num_ends > 1:  # the first one keeps the pool
                     raise RuntimeError("operation failed due to a previous error during capture")
@@ -211,7 +225,9 @@ class Driver:
         self.calls.append("empty_cache")
 
     def memory_snapshot(self) -> list[dict[str, object]]:
-        return [{"segment_pool_id": (0, pool), "total_size": size} for pool, size in ((7, 10), (0, 100), (7, 1))]
+        return [
+            {"segment_pool_id": (0, pool), "total_size": size} for pool, size in ((7, 10), (0, 100), (7, 1))
+        ]
 
 
 def scripted(monkeypatch: pytest.MonkeyPatch, **faults: bool) -> tuple[Driver, cuda.CudaBackend]:
@@ -224,15 +240,33 @@ def scripted(monkeypatch: pytest.MonkeyPatch, **faults: bool) -> tuple[Driver, c
     return driver, cuda.CudaBackend()
 
 
-def test_cuda_segments_are_captured_in_one_pool_on_one_stream_and_launched_once(monkeypatch: pytest.MonkeyPatch):
+def test_cuda_segments_are_captured_in_one_pool_on_one_stream_and_launched_once(
+    monkeypatch: pytest.MonkeyPatch,
+):
     driver, backend = scripted(monkeypatch)
     graph: BreakableGraph[ReplayContext, torch.Tensor] = BreakableGraph(backend)
     x, seen = torch.ones(2), []
     graph.capture(lambda breaks: breaks.graph_break(lambda context, y: seen.append(driver.current))(x), ROWS)
-    begin, end, launch = ("begin", "capture", (0, 7), "thread_local", False), ("end", "capture"), ("replay", "capture")
+    begin, end, launch = (
+        ("begin", "capture", (0, 7), "thread_local", False),
+        ("end", "capture"),
+        ("replay", "capture"),
+    )
     around = ["capture waits for caller", "caller waits for capture", "synchronize"]
     warm_up, session, keeper = around, ["synchronize", "empty_cache", around[0]], [begin, end]
-    assert driver.calls == [*warm_up, *warm_up, *session, *keeper, begin, end, launch, begin, end, launch, *around[1:]]
+    assert driver.calls == [
+        *warm_up,
+        *warm_up,
+        *session,
+        *keeper,
+        begin,
+        end,
+        launch,
+        begin,
+        end,
+        launch,
+        *around[1:],
+    ]
     assert seen == ["capture"] * 3
     driver.calls.clear()
     graph.replay(ROWS)
@@ -258,7 +292,9 @@ def test_a_host_read_ends_a_cuda_capture_before_the_driver_sees_it(monkeypatch: 
     graph: BreakableGraph[ReplayContext, object] = BreakableGraph(backend)
     with pytest.raises(CaptureRefused, match="item"):
         graph.capture(lambda _: x.sum().item(), ROWS)
-    assert [call[0] for call in driver.calls if isinstance(call, tuple)] == ["begin", "end"] * 2, "keeper, ours"
+    assert [call[0] for call in driver.calls if isinstance(call, tuple)] == ["begin", "end"] * 2, (
+        "keeper, ours"
+    )
     assert (gc.isenabled(), backend.is_capturing, driver.current) == (True, False, "caller")
     assert x.sum().item() == 2
     graph.capture(lambda _: x.data_ptr(), ROWS)  # kernels are launched by address

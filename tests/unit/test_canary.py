@@ -55,10 +55,14 @@ class Yard(World):
         self.dispatcher.on_message(b"d", Reserved(instance=D, **one))
         self.dispatcher.on_message(b"p", FirstToken(instance=prefill, token=9, **one))
         self.dispatcher.on_message(b"d", Tokens(instance=D, items=[TokenItem(seq=1, ids=[8], **one)]))
-        self.dispatcher.on_message(b"d", Finished(instance=D, reason="length", output_tokens=2, timeline=timeline, **one))
+        self.dispatcher.on_message(
+            b"d", Finished(instance=D, reason="length", output_tokens=2, timeline=timeline, **one)
+        )
 
     def fail(self, order, kind="TransferTimeout"):
-        told = Failed(room=order.room, epoch=0, instance=D, kind=kind, message="tcp://10.0.0.2:1", retryable=True)
+        told = Failed(
+            room=order.room, epoch=0, instance=D, kind=kind, message="tcp://10.0.0.2:1", retryable=True
+        )
         self.dispatcher.on_message(b"d", told)
         for identity, instance in ((b"p", P), (b"d", D)):
             self.dispatcher.on_message(identity, Gone(room=order.room, epoch=0, instance=instance))
@@ -150,12 +154,16 @@ def test_requests_of_clients_that_pass_are_canaries_enough():
     assert world.is_ready
 
 
-@pytest.mark.parametrize("timeline", [DecodeTimeline(), DecodeTimeline(handoff_blocks=1, queue_ms=1000.0, decode_ms=9000.0)])
+@pytest.mark.parametrize(
+    "timeline", [DecodeTimeline(), DecodeTimeline(handoff_blocks=1, queue_ms=1000.0, decode_ms=9000.0)]
+)
 def test_the_end_of_a_stream_shows_no_more_than_when_its_blocks_came(timeline):
     world = proven()
     entry = streaming(world)
     world.now += WINDOW_S + 1.0
-    told = Finished(room=entry.room.room, epoch=0, instance=D, reason="length", output_tokens=2, timeline=timeline)
+    told = Finished(
+        room=entry.room.room, epoch=0, instance=D, reason="length", output_tokens=2, timeline=timeline
+    )
     world.dispatcher.on_message(b"d", told)
     assert entry.room.phase.value == "closed"
     assert not world.is_ready
@@ -164,7 +172,9 @@ def test_the_end_of_a_stream_shows_no_more_than_when_its_blocks_came(timeline):
 def test_a_hand_off_of_a_client_that_fails_makes_a_canary_due_and_decides_nothing():
     world = proven()
     (entry,), _ = world.submit(2)
-    failed = Failed(room=entry.room.room, epoch=0, instance=D, kind="DigestMismatch", message="m", retryable=True)
+    failed = Failed(
+        room=entry.room.room, epoch=0, instance=D, kind="DigestMismatch", message="m", retryable=True
+    )
     world.dispatcher.on_message(b"d", failed)
     assert world.is_ready
     world.dispatcher.cancel(entry)
@@ -225,7 +235,9 @@ def test_a_pair_that_is_full_stays_ready_for_some_windows_unless_a_hand_off_fail
     streaming(world)
     world.wait(0.1)
     (entry,), _ = world.submit(2)
-    failed = Failed(room=entry.room.room, epoch=0, instance=D, kind="TransferTimeout", message="m", retryable=True)
+    failed = Failed(
+        room=entry.room.room, epoch=0, instance=D, kind="TransferTimeout", message="m", retryable=True
+    )
     world.dispatcher.on_message(b"d", failed)
     world.wait(WINDOW_S + 0.2)
     assert not world.is_ready

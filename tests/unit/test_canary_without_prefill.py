@@ -21,7 +21,9 @@ def answer_alone(world, order):
     for seq, token in enumerate((9, 8)):
         item = TokenItem(room=order.room, epoch=0, seq=seq, ids=[token])
         world.dispatcher.on_message(b"d", Tokens(instance=D, items=[item]))
-    done = Finished(room=order.room, epoch=0, instance=D, reason="length", output_tokens=2, timeline=DecodeTimeline())
+    done = Finished(
+        room=order.room, epoch=0, instance=D, reason="length", output_tokens=2, timeline=DecodeTimeline()
+    )
     world.dispatcher.on_message(b"d", done)
 
 
@@ -57,7 +59,9 @@ def test_the_first_prefill_worker_takes_nobody_out_of_service_until_its_pair_is_
 
 
 @pytest.mark.parametrize("outcome", ["passed", "failed", "silent"])
-def test_the_last_prefill_worker_that_leaves_takes_nobody_out_of_service_until_decode_is_known_to_fail_alone(outcome):
+def test_the_last_prefill_worker_that_leaves_takes_nobody_out_of_service_until_decode_is_known_to_fail_alone(
+    outcome,
+):
     world = pair_that_loses_prefill()
     assert [(pair.prefill, pair.state) for pair in world.status().pairs] == [(D, "new")]
     assert world.is_ready

@@ -26,7 +26,10 @@ USAGE = {"prompt_tokens": 40, "completion_tokens": 5}
 
 
 def chunk(text="", finish=None, **more):
-    return {"choices": [{"index": 0, "delta": {"content": text} if text else {}, "finish_reason": finish}], **more}
+    return {
+        "choices": [{"index": 0, "delta": {"content": text} if text else {}, "finish_reason": finish}],
+        **more,
+    }
 
 
 def event(value):
@@ -137,9 +140,15 @@ def test_a_whole_turn_enters_the_history(serve):
 
 
 BROKEN = {
-    "error object": ((400, b'{"error": {"message": "prompt is too long"}}'), "answered 400: prompt is too long"),
+    "error object": (
+        (400, b'{"error": {"message": "prompt is too long"}}'),
+        "answered 400: prompt is too long",
+    ),
     "not an error object": ((502, b"<html>bad gateway</html>"), "answered 502: <html>bad gateway</html>"),
-    "error frame": ([WHOLE[2], event({"error": {"message": "decode worker lost"}})], "broke the answer off: decode"),
+    "error frame": (
+        [WHOLE[2], event({"error": {"message": "decode worker lost"}})],
+        "broke the answer off: decode",
+    ),
     "early end": (WHOLE[:4], r"ended without \[DONE\]"),
     "no JSON": ([b"data: {oops\n\n"], "sent no JSON"),
     "no object": ([b"data: 3\n\n"], "sent int, not an object"),
@@ -201,12 +210,21 @@ def test_once_prints_the_answer_alone_on_stdout(serve, capsys):
     assert printed.out == "Grüße, Welt\n"
     assert printed.err.startswith("[5 tokens, first after ")
     assert "accept length 2.50" in printed.err
-    assert server.bodies[0]["messages"] == [{"role": "system", "content": "s"}, {"role": "user", "content": "hi"}]
+    assert server.bodies[0]["messages"] == [
+        {"role": "system", "content": "s"},
+        {"role": "user", "content": "hi"},
+    ]
 
 
 @pytest.mark.parametrize(
     "argv",
-    [["--url", "ftp://x"], ["--url", "http://x:99999"], ["--temperature", "hot"], ["--max-tokens", "0"], ["--onse"]],
+    [
+        ["--url", "ftp://x"],
+        ["--url", "http://x:99999"],
+        ["--temperature", "hot"],
+        ["--max-tokens", "0"],
+        ["--onse"],
+    ],
 )
 def test_bad_usage_is_one_line(argv, capsys):
     assert main(argv) == 2
@@ -245,12 +263,14 @@ def test_the_timeline_shows_the_road_in_order():
 
 
 def test_steps_that_did_not_happen_are_left_out():
-    rows = timeline_rows(Answer(usage=USAGE, timeline={"ttft_ms": 10.0, "verify_steps": 0, "accept_length": None}))
+    rows = timeline_rows(
+        Answer(usage=USAGE, timeline={"ttft_ms": 10.0, "verify_steps": 0, "accept_length": None})
+    )
     assert [row[0] for row in rows] == ["first token (TTFT)"]
 
 
 def test_the_curl_line_survives_the_shell():
-    body = {"model": "tiny", "messages": [{"role": "user", "content": "Isn't `this` $HOME \"fun\"?"}]}
+    body = {"model": "tiny", "messages": [{"role": "user", "content": 'Isn\'t `this` $HOME "fun"?'}]}
     words = shlex.split(curl_line("http://h:1", body))
     assert words[:3] == ["curl", "-N", "http://h:1/v1/chat/completions"]
     assert json.loads(words[-1]) == {**body, "stream": True}
@@ -357,7 +377,16 @@ def test_the_demo_runs_on_the_cpu_whatever_the_machine_has(serve, run_demo):
 @pytest.mark.parametrize(
     "url",
     [
-        *("http://[::1", "http://h:port", "http://h:99999", "http://a b", "http://h/ü", "http://h\n:1", "h:1", "http://"),
+        *(
+            "http://[::1",
+            "http://h:port",
+            "http://h:99999",
+            "http://a b",
+            "http://h/ü",
+            "http://h\n:1",
+            "h:1",
+            "http://",
+        ),
         "http://" + "a" * 70,
     ],
 )
@@ -373,6 +402,8 @@ def test_a_closed_output_is_one_line_and_not_the_servers_fault(serve):
     read, write = os.pipe()
     os.close(read)
     with open(write, "wb") as closed:
-        done = subprocess.run(command, cwd="/", stdout=closed, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+        done = subprocess.run(
+            command, cwd="/", stdout=closed, stderr=subprocess.PIPE, text=True, timeout=60, check=False
+        )
     assert done.returncode == 1
     assert done.stderr == "baton chat: the output was closed before its end\n"

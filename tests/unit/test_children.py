@@ -42,7 +42,9 @@ def test_endpoints_agree_between_the_children():
 
 
 def test_settings_of_up_reach_the_children_that_know_them():
-    configs = told(UpConfig(model="m", chunk_size=64, spec_steps=2, no_draft=True, lease_s=2.5, prefix_cache=False))
+    configs = told(
+        UpConfig(model="m", chunk_size=64, spec_steps=2, no_draft=True, lease_s=2.5, prefix_cache=False)
+    )
     assert configs["prefill-0"].chunk_size == 64
     assert configs["decode-0"].spec_steps == 2
     assert configs["decode-0"].no_draft
@@ -61,8 +63,14 @@ def test_a_roles_own_table_beats_ups_table_and_ups_command_line_beats_both(tmp_p
     assert config.explicit["kv_memory_mb"] == FILE
     configs = told(config)
     assert (configs["prefill-0"].kv_memory_mb, configs["decode-0"].kv_memory_mb) == (100, 200)
-    assert (configs["decode-0"].max_running, configs["decode-0"].lease_s, configs["router"].max_queue) == (3, 9, 5)
-    config = load_config(UpConfig, [*base, "--kv-memory-mb", "1024"], {})  # the default, and still the user's word
+    assert (configs["decode-0"].max_running, configs["decode-0"].lease_s, configs["router"].max_queue) == (
+        3,
+        9,
+        5,
+    )
+    config = load_config(
+        UpConfig, [*base, "--kv-memory-mb", "1024"], {}
+    )  # the default, and still the user's word
     assert config.explicit["kv_memory_mb"] == COMMAND_LINE
     assert told(config)["decode-0"].kv_memory_mb == 1024
 
@@ -85,7 +93,9 @@ def test_a_port_of_0_in_the_routers_own_table_is_any_free_one(tmp_path):
     assert told(load_config(UpConfig, [*base, "--port", "8123"], {}))["router"].port == 8123
 
 
-def test_a_port_that_is_chosen_is_none_that_the_system_may_give_to_somebody_else_before_it_is_used(tmp_path, monkeypatch):
+def test_a_port_that_is_chosen_is_none_that_the_system_may_give_to_somebody_else_before_it_is_used(
+    tmp_path, monkeypatch
+):
     lowest = int(children.GIVEN_PORTS.read_text().split()[0])
     assert all(children.LOWEST_PORT <= free_port(host) < lowest for host in ("127.0.0.1", "::1") * 4)
     with socket.create_server(("127.0.0.1", free_port("127.0.0.1"))) as taken:
@@ -166,7 +176,9 @@ def test_workers_of_a_role_never_share_a_metrics_port(tmp_path):
     file = tmp_path / "c.toml"
     file.write_text("[prefill]\nmetrics_port = 9100\n[decode]\nmetrics_port = 9200\n")
     config = load_config(UpConfig, ["--model=x", "--prefill=2", "--decode=2", f"--config={file}"], {})
-    ports = {name: getattr(child, "metrics_port", None) for name, child in child_configs(config, {}, tmp_path)}
+    ports = {
+        name: getattr(child, "metrics_port", None) for name, child in child_configs(config, {}, tmp_path)
+    }
     assert ports == {"router": None, "prefill-0": 9100, "prefill-1": 9101, "decode-0": 9200, "decode-1": 9201}
 
 

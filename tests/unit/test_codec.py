@@ -32,7 +32,9 @@ SAMPLES = [
     (control_down_decoder(), m.Cancel(room=ROOM, epoch=0, instance=ME)),
     (
         control_down_decoder(),
-        m.Prefill(room=ROOM, epoch=2, instance=ME, prompt_ids=[1, 2], sampling=m.Sampling(seed=3), deadline_ms=9),
+        m.Prefill(
+            room=ROOM, epoch=2, instance=ME, prompt_ids=[1, 2], sampling=m.Sampling(seed=3), deadline_ms=9
+        ),
     ),
     (kv_up_decoder(), PULL),
     (kv_down_decoder(), m.Block(room=ROOM, epoch=1, instance=YOU, block=7, size=9, digest=2**32 - 1)),
@@ -125,7 +127,10 @@ def _hostile_frames() -> list[tuple[str, bytes]]:
         "float": msgpack.packb({**good, "block": 1.5}),
         "nan": msgpack.packb({**good, "block": float("nan")}),
     }
-    numbers = {f"block {n}": msgpack.packb({**good, "block": n}) for n in (-1, -(2**63), 2**48 + 1, 2**63 - 1, 2**64 - 1)}
+    numbers = {
+        f"block {n}": msgpack.packb({**good, "block": n})
+        for n in (-1, -(2**63), 2**48 + 1, 2**63 - 1, 2**64 - 1)
+    }
     return [*frames.items(), *numbers.items()]
 
 

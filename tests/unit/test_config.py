@@ -132,7 +132,9 @@ def test_a_wrong_file_names_table_key_and_remedy(toml, text, words):
 
 @pytest.mark.parametrize("name", ["spec_steps", "spec_topk", "max_running"])
 def test_m2_1_a_prefill_worker_that_is_asked_for_decode_graphs_says_that_it_owns_none(toml, name, caplog):
-    words = "; it is a setting of `baton decode`, and a prefill worker decodes nothing and owns no decode graphs"
+    words = (
+        "; it is a setting of `baton decode`, and a prefill worker decodes nothing and owns no decode graphs"
+    )
     flag, variable = f"--{name.replace('_', '-')}", f"BATON_PREFILL_{name.upper()}"
     assert f"unknown argument '{flag}'{words}" in failure(PrefillConfig, "--graphs", "on", flag, "4")
     message = failure(PrefillConfig, "--config", toml(f"[prefill]\ngraphs = true\n{name} = 4\n"))
@@ -163,7 +165,9 @@ def test_an_unknown_variable_is_warned_of_once_and_others_are_not(caplog):
 
 
 def test_a_missing_model_says_the_three_places_to_write_it():
-    with pytest.raises(ConfigError, match=r"--model DIR, set BATON_ROUTER_MODEL, or put model = .* under \[router\]"):
+    with pytest.raises(
+        ConfigError, match=r"--model DIR, set BATON_ROUTER_MODEL, or put model = .* under \[router\]"
+    ):
         load_config(RouterConfig, [], {})
 
 
@@ -248,10 +252,18 @@ def test_cluster_modules_import_no_torch():
         (DecodeConfig, ["--spec-steps", "3"], ["--spec-steps", "--draft"]),
         (DecodeConfig, ["--spec-steps", "5", "--draft", "d", "--no-draft"], ["--spec-steps", "--no-draft"]),
         (DecodeConfig, ["--spec-topk", "2"], ["--spec-topk", "--draft"]),
-        (DecodeConfig, ["--spec-adaptive", "on", "--draft", "d", "--no-draft"], ["--spec-adaptive", "--no-draft"]),
+        (
+            DecodeConfig,
+            ["--spec-adaptive", "on", "--draft", "d", "--no-draft"],
+            ["--spec-adaptive", "--no-draft"],
+        ),
         (DecodeConfig, ["--kv-memory-mb", "64", "--pages", "8"], ["--kv-memory-mb", "--pages"]),
         (PrefillConfig, ["--kv-memory-mb", "64", "--pages", "8"], ["--kv-memory-mb", "--pages"]),
-        (RouterConfig, ["--queue-timeout-s", "60", "--request-timeout-s", "30"], ["--queue-timeout-s", "--request-"]),
+        (
+            RouterConfig,
+            ["--queue-timeout-s", "60", "--request-timeout-s", "30"],
+            ["--queue-timeout-s", "--request-"],
+        ),
     ],
 )
 def test_a_setting_that_has_no_effect_beside_others_is_warned_of(cls, flags, words, caplog):

@@ -174,7 +174,9 @@ def test_no_flipped_bit_changes_a_frame_of_orders():
         damaged = bytearray(frame)
         damaged[bit // 8] ^= 1 << bit % 8
         try:
-            assert control_down_decoder().decode(damaged) == messages, "only the word of a checksum may be lost"
+            assert control_down_decoder().decode(damaged) == messages, (
+                "only the word of a checksum may be lost"
+            )
         except RemoteProtocolError:
             continue
 

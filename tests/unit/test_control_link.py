@@ -16,7 +16,17 @@ from baton.cluster.control_link import (
     LinkMachine,
 )
 from baton.cluster.errors import StartupError
-from baton.cluster.messages import Cancel, Gone, Goodbye, Heartbeat, Hello, Rejected, Tokens, Welcome, WorkerStats
+from baton.cluster.messages import (
+    Cancel,
+    Gone,
+    Goodbye,
+    Heartbeat,
+    Hello,
+    Rejected,
+    Tokens,
+    Welcome,
+    WorkerStats,
+)
 from baton.cluster.sockets import bind, make_socket
 from baton.tests.patience import patient_with_peers
 

@@ -34,7 +34,9 @@ def test_what_is_measured_now_outweighs_what_was():
 def costs(prefill_ms_per_token=0.1, handoff_ms=5.0, local_ms_per_token=0.0):
     made = Costs()
     for tokens in (32, 256, 512):
-        made.prefilled(PrefillTimeline(prefill_ms=prefill_ms_per_token * tokens, prompt_tokens=tokens), is_local=False)
+        made.prefilled(
+            PrefillTimeline(prefill_ms=prefill_ms_per_token * tokens, prompt_tokens=tokens), is_local=False
+        )
         made.handed_over(tokens, DecodeTimeline(handoff_ms=handoff_ms, handoff_bytes=1))
         if local_ms_per_token:
             timeline = PrefillTimeline(prefill_ms=local_ms_per_token * tokens, prompt_tokens=tokens)
@@ -44,7 +46,10 @@ def costs(prefill_ms_per_token=0.1, handoff_ms=5.0, local_ms_per_token=0.0):
 
 def cheaper(made, new, *, on_prefill=None, queued=0, running=0):
     return made.is_local_cheaper(
-        new_on_prefill=new if on_prefill is None else on_prefill, new_on_decode=new, queued_tokens=queued, running=running
+        new_on_prefill=new if on_prefill is None else on_prefill,
+        new_on_decode=new,
+        queued_tokens=queued,
+        running=running,
     )
 
 

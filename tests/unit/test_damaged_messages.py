@@ -81,7 +81,9 @@ def test_the_orders_that_a_worker_has_not_answered_are_said_again_when_it_missed
     before = world.sent[b"d"][-1], world.sent[b"p"][-1]
     for identity, instance, role in ((b"d", D, "decode"), (b"p", P, "prefill")):
         world.dispatcher.on_message(identity, hello(instance=instance, role=role, missed=1))
-        world.dispatcher.on_message(identity, hello(instance=instance, role=role, missed=1))  # a question, and no more
+        world.dispatcher.on_message(
+            identity, hello(instance=instance, role=role, missed=1)
+        )  # a question, and no more
     kinds = ((b"d", Reserve), (b"p", Prefill))
     for (identity, kind), first in zip(kinds, before, strict=True):
         mine = [order for order in world.of(identity, kind) if order.room == waiting.room.room]

@@ -29,7 +29,9 @@ def test_a_query_names_series_and_labels_that_are_documented(expr):
         assert name in series_of(metrics), name
         kind, labels = metrics.get(name) or metrics[re.sub(r"_(bucket|sum|count)$", "", name)]
         assert set(re.findall(r"(\w+) ?=", selector)) <= labels | OF_SCRAPE, selector
-        assert (kind != "gauge") == bool(is_range), f"{name}: a rate of counters and histograms, and of nothing else"
+        assert (kind != "gauge") == bool(is_range), (
+            f"{name}: a rate of counters and histograms, and of nothing else"
+        )
         assert kind != "histogram" or name.endswith(("_bucket", "_sum", "_count")), name
 
 
@@ -44,7 +46,9 @@ def test_what_a_query_groups_by_are_labels_of_its_metrics(expr):
 
 def test_panels_have_a_place_of_their_own():
     places = [panel["gridPos"] for panel in json.loads(DASHBOARD.read_text())["panels"]]
-    cells = [(x, y) for p in places for x in range(p["x"], p["x"] + p["w"]) for y in range(p["y"], p["y"] + p["h"])]
+    cells = [
+        (x, y) for p in places for x in range(p["x"], p["x"] + p["w"]) for y in range(p["y"], p["y"] + p["h"])
+    ]
     assert len(cells) == len(set(cells))
     assert max(x for x, _ in cells) < 24
 

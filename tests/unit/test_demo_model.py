@@ -121,7 +121,9 @@ def test_quantised_tensors_are_dequantised_before_rows_move(tmp_path, weights):
 
 def test_progress_ends_at_the_total(tmp_path, weights):
     reports = []
-    convert(write_gguf(tmp_path / "m.gguf", weights), tmp_path, lambda done, total: reports.append((done, total)))
+    convert(
+        write_gguf(tmp_path / "m.gguf", weights), tmp_path, lambda done, total: reports.append((done, total))
+    )
     size = sum(weight.nbytes for weight in weights.values())
     assert reports[-1] == (size, size)
     assert [done for done, _ in reports] == sorted(done for done, _ in reports)
@@ -137,7 +139,11 @@ def test_config_names_the_architecture(tmp_path, weights):
     convert(write_gguf(tmp_path / "m.gguf", weights), tmp_path, no_report)
     config = json.loads((tmp_path / "config.json").read_text())
     assert (config["architectures"], config["head_dim"]) == (["LlamaForCausalLM"], HIDDEN // HEADS)
-    assert (config["rms_norm_eps"], config["rope_theta"], config["tie_word_embeddings"]) == (1e-5, 100000.0, True)
+    assert (config["rms_norm_eps"], config["rope_theta"], config["tie_word_embeddings"]) == (
+        1e-5,
+        100000.0,
+        True,
+    )
     assert json.loads((tmp_path / "generation_config.json").read_text())["eos_token_id"] == 2
     assert json.loads((tmp_path / "tokenizer_config.json").read_text())["eos_token"] == "<|im_end|>"
 
@@ -230,7 +236,9 @@ def test_a_torn_directory_is_made_anew(index, tmp_path):
     assert not leftover.exists()
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"files": {"a": 1}}', '{"files": {}, "wheel_sha256": "x"}'])
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"files": {"a": 1}}', '{"files": {}, "wheel_sha256": "x"}']
+)
 def test_a_bad_manifest_means_incomplete(tmp_path, text):
     assert not is_complete(tmp_path)
     (tmp_path / demo_model.MANIFEST).write_text(text)

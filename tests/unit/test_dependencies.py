@@ -22,7 +22,9 @@ REACHED = {
 COMPILED = "runs before serving or is compiled: has no Python source that a peer's bytes pass through"
 MODEL = "reads model files and text that the tokenizer has made ids of; safetensors only, never a pickle"
 DOWNLOAD = "used by the demo's download and by start-up with a model of the hub, not by a process that serves"
-BUILD = "a dependency of torch or triton at import or compile time; a peer's bytes reach tensors only, by copy"
+BUILD = (
+    "a dependency of torch or triton at import or compile time; a peer's bytes reach tensors only, by copy"
+)
 TERMINAL = "commands of the terminal"
 UNLOADED = "needed by a dependency's optional parts, which no process of ours loads"
 NOT_REACHED = {
@@ -46,7 +48,10 @@ CACHE = "a bytecode cache that is off unless an environment is given one"
 ALLOWED = {
     ("zmq/eventloop/zmqstream.py", "pickle"): PYOBJ,
     ("zmq/sugar/socket.py", "pickle"): PYOBJ,
-    ("msgspec/yaml.py", "yaml.load"): "decodes YAML with the safe loader; ours decodes MessagePack and JSON only",
+    (
+        "msgspec/yaml.py",
+        "yaml.load",
+    ): "decodes YAML with the safe loader; ours decodes MessagePack and JSON only",
     ("anyio/to_interpreter.py", "pickle"): OWN_PROCESS,
     ("anyio/to_interpreter.py", "compile"): OWN_PROCESS,
     ("anyio/to_process.py", "pickle"): OWN_PROCESS,
@@ -59,7 +64,10 @@ ALLOWED = {
     ("jinja2/environment.py", "exec"): TEMPLATE,
     ("jinja2/loaders.py", "__import__"): "loads templates from packages; ours come from strings",
     ("jinja2/utils.py", "__import__"): "import_string, for names of extensions that code gives",
-    ("prometheus_client/decorator.py", "compile"): "makes wrappers with the signature of functions of a module",
+    (
+        "prometheus_client/decorator.py",
+        "compile",
+    ): "makes wrappers with the signature of functions of a module",
     ("prometheus_client/decorator.py", "exec"): "makes wrappers with the signature of functions of a module",
 }
 
@@ -139,7 +147,9 @@ def test_s30_what_is_no_pin_is_refused(line):
 
 
 def test_s30_only_files_of_the_very_version_are_accepted():
-    digest = {name: f"{i:064x}" for i, name in enumerate(["wheel", "source", "cpu", "older", "other", "longer"])}
+    digest = {
+        name: f"{i:064x}" for i, name in enumerate(["wheel", "source", "cpu", "older", "other", "longer"])
+    }
     files = {
         "wheel": "some_name-1.2-cp311-cp311-linux_x86_64.whl", "source": "some-name-1.2.tar.gz",
         "cpu": "some_name-1.2%2Bcpu-cp311-cp311-linux_x86_64.whl", "older": "some_name-1.1-py3-none-any.whl",

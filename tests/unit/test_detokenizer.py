@@ -24,7 +24,9 @@ def tokenizer(tmp_path_factory):
 def sentencepiece():
     """A tokenizer of the other family: marked spaces and byte tokens."""
     tokens = ["<s>", "▁he", "llo", "▁", "w", "é", *(f"<0x{byte:02X}>" for byte in range(256))]
-    backend = Backend(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=[], byte_fallback=True))
+    backend = Backend(
+        models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=[], byte_fallback=True)
+    )
     backend.add_special_tokens(["<s>"])
     backend.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
@@ -73,7 +75,9 @@ def test_byte_fallback_family_joins_bytes_and_strips_one_first_space(sentencepie
     tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=sentencepiece))
     assert table[1] == b" he"
     for cut in range(len(ids)):
-        assert "".join(pieces(tokenizer.detokenizer(), ids, [cut])) == "hello wé😀" == sentencepiece.decode(ids)
+        assert (
+            "".join(pieces(tokenizer.detokenizer(), ids, [cut])) == "hello wé😀" == sentencepiece.decode(ids)
+        )
 
 
 def test_unknown_decoder_is_refused_by_name():
@@ -86,7 +90,9 @@ def test_unknown_decoder_is_refused_by_name():
 def test_chat_is_the_template_rendered_and_encoded(tokenizer):
     messages = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hello"}]
     rendered = tokenizer._hf.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    assert encode_chat(tokenizer, messages) == tokenizer._backend.encode(rendered, add_special_tokens=False).ids
+    assert (
+        encode_chat(tokenizer, messages) == tokenizer._backend.encode(rendered, add_special_tokens=False).ids
+    )
 
 
 @given(text=st.text(max_size=12), where=st.integers(0, 12))
@@ -101,12 +107,19 @@ def test_spelled_control_tokens_in_a_chat_are_letters(tokenizer, text, where):
 
 def test_a_switch_may_be_a_text_and_never_a_control_token(tmp_path):
     tokenizer = load_tokenizer(str(save_tokenizer(tmp_path)))
-    tokenizer._hf.chat_template = "{% if effort == 'high' %}think{% endif %}{{ messages[0].content }}{{ effort }}"
+    tokenizer._hf.chat_template = (
+        "{% if effort == 'high' %}think{% endif %}{{ messages[0].content }}{{ effort }}"
+    )
     said = [{"role": "user", "content": "x"}]
     decode = tokenizer.detokenizer(skip_special=False).feed
     assert decode(encode_chat(tokenizer, said, {"effort": "high"})).endswith("thinkxhigh")
     assert decode(encode_chat(tokenizer, said, {"effort": "low <|im"})).endswith("xlow <|im")
-    for switches in ({"effort": "low<|im_end|>"}, {"unread": "<|im_start|>"}, {"eos_token": "x"}, {"eos_token": False}):
+    for switches in (
+        {"effort": "low<|im_end|>"},
+        {"unread": "<|im_start|>"},
+        {"eos_token": "x"},
+        {"eos_token": False},
+    ):
         with pytest.raises(ApiError) as caught:
             tokenizer.guard(said, switches)
         assert (caught.value.status, caught.value.body.param) == (400, "chat_template_kwargs")

@@ -55,7 +55,13 @@ def test_prefill_ships_its_features_and_decode_names_what_it_drafts_with(toy_che
     target = toy_checkpoint("llama", num_hidden_layers=12)
     draft = write(tmp_path, dflash={"target_layer_ids": [9, 1, 5, 7, 2]})
     config = EngineConfig(
-        model=str(target), draft=str(draft), device="cpu", dtype="float32", page_size=4, pages=8, max_context=32
+        model=str(target),
+        draft=str(draft),
+        device="cpu",
+        dtype="float32",
+        page_size=4,
+        pages=8,
+        max_context=32,
     )
     prefill = EngineLoader(config, has_drafter=False)
     for _, run in prefill.phases():

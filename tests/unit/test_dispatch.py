@@ -71,7 +71,10 @@ class World:
 
     def submit(self, *max_new):
         inbox = Inbox(lambda: self.now)
-        jobs = [Job(prompt_ids=[5] * 16, sampling=Sampling(max_new_tokens=n), arrived=0.0, tokenize_s=0.0) for n in max_new]
+        jobs = [
+            Job(prompt_ids=[5] * 16, sampling=Sampling(max_new_tokens=n), arrived=0.0, tokenize_s=0.0)
+            for n in max_new
+        ]
         return self.dispatcher.submit(jobs, inbox), inbox
 
     def of(self, identity, kind):
@@ -291,7 +294,9 @@ def test_a_worker_that_comes_back_is_told_which_rooms_are_over(generation):
     for _ in range(2):
         world.dispatcher.on_message(b"d", hello(instance=D, role="decode", generation=generation))
     told = [message.room for message in world.of(b"d", Cancel)]
-    assert told == ([entry.room.room] if generation == 0 else [])  # the next generation has dropped them itself
+    assert told == (
+        [entry.room.room] if generation == 0 else []
+    )  # the next generation has dropped them itself
 
 
 # --- requests of several choices --------------------------------------------------------------------------------------

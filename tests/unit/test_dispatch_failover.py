@@ -87,9 +87,13 @@ def test_of_requests_that_were_with_a_dead_worker_one_at_a_time_meets_the_next_a
     world.kill((b"p", P))
     (tried,) = world.of(b"p2", Prefill)
     (fresh,), _ = world.submit(16)
-    assert [m.room for m in world.of(b"p2", Prefill)] == [tried.room, fresh.room.room], "it never was with a dead worker"
+    assert [m.room for m in world.of(b"p2", Prefill)] == [tried.room, fresh.room.room], (
+        "it never was with a dead worker"
+    )
     one = {"room": tried.room, "epoch": 1}
-    identity, decode = next((i, d) for i, d in ((b"d", D), (b"d2", D2)) if any(m.epoch == 1 for m in world.of(i, Reserve)))
+    identity, decode = next(
+        (i, d) for i, d in ((b"d", D), (b"d2", D2)) if any(m.epoch == 1 for m in world.of(i, Reserve))
+    )
     world.dispatcher.on_message(identity, Reserved(instance=decode, **one))
     world.dispatcher.on_message(b"p2", FirstToken(instance=P2, token=9, **one))
     assert len(world.of(b"p2", Prefill)) == 2, "decode may still die of it"
@@ -98,7 +102,9 @@ def test_of_requests_that_were_with_a_dead_worker_one_at_a_time_meets_the_next_a
     world.kill((b"p2", P2))
     last = world.of(b"p2", Prefill)[-1].room
     broken = [entry for entry in entries if not entry.room.is_live]
-    assert [entry.room.room for entry in broken if len(entry.room.suspicion.died_with) == 2] == [last], "alone"
+    assert [entry.room.room for entry in broken if len(entry.room.suspicion.died_with) == 2] == [last], (
+        "alone"
+    )
 
 
 def test_a_stream_without_a_pair_waits_a_while_and_goes_on_when_one_comes_back():
@@ -174,7 +180,13 @@ def test_a_request_that_was_with_two_workers_when_they_died_fails_alone():
 
 
 def fail(world, entry, identity=b"d", instance=D, kind="BadLogits", retryable=True):
-    message = {"room": entry.room.room, "epoch": entry.room.epoch, "kind": kind, "message": "", "retryable": retryable}
+    message = {
+        "room": entry.room.room,
+        "epoch": entry.room.epoch,
+        "kind": kind,
+        "message": "",
+        "retryable": retryable,
+    }
     world.dispatcher.on_message(identity, Failed(instance=instance, **message))
 
 
@@ -224,7 +236,9 @@ def test_refusals_cost_nothing_of_the_budget_and_open_no_breaker():
         world.dispatcher.on_message(b"d", Refused(instance=D, **refused))
         world.pass_time(0.01)
         assert entry.room.epoch == epoch, "it waits for the worker's next heartbeat"
-        world.dispatcher.on_message(b"d", Heartbeat(instance=D, stats=WorkerStats(pages_total=100, pages_free=100)))
+        world.dispatcher.on_message(
+            b"d", Heartbeat(instance=D, stats=WorkerStats(pages_total=100, pages_free=100))
+        )
     assert entry.room.epoch == 2 * BUDGET_FLOOR
     assert not world.dispatcher.registry.get(D).breaker.is_avoided(world.now)
 
@@ -289,7 +303,9 @@ def with_local(**settings):
     world.add((b"p", P, "prefill"))
     world.sent[b"d"] = []
     world.dispatcher.on_message(b"d", hello(instance=D, role="decode", local_prefill=True))
-    world.dispatcher.on_message(b"d", Heartbeat(instance=D, stats=WorkerStats(pages_total=100, pages_free=100)))
+    world.dispatcher.on_message(
+        b"d", Heartbeat(instance=D, stats=WorkerStats(pages_total=100, pages_free=100))
+    )
     return world
 
 
@@ -300,13 +316,17 @@ def test_without_prefill_workers_decode_is_given_the_prompt_and_says_every_token
     one = {"room": first.room.room, "epoch": 1}
     reserve = world.of(b"d", Reserve)[1]
     assert (reserve.prefill_instance, reserve.prefill_endpoint, reserve.epoch) == (None, "", 1)
-    world.dispatcher.on_message(b"d", FirstToken(instance=D, token=7, **one))  # says nothing that Tokens do not
+    world.dispatcher.on_message(
+        b"d", FirstToken(instance=D, token=7, **one)
+    )  # says nothing that Tokens do not
     world.dispatcher.on_message(b"d", Reserved(instance=D, have=8, **one))
     world.dispatcher.on_message(b"d", Tokens(instance=D, items=[TokenItem(seq=0, ids=[9], **one)]))
     world.dispatcher.on_message(b"d", Tokens(instance=D, items=[TokenItem(seq=1, ids=[8], **one)]))
     assert first.room.phase.value == "streaming"
     prefill = PrefillTimeline(prefill_ms=5.0)
-    world.dispatcher.on_message(b"d", Finished(instance=D, reason="stop", output_tokens=2, prefill=prefill, **one))
+    world.dispatcher.on_message(
+        b"d", Finished(instance=D, reason="stop", output_tokens=2, prefill=prefill, **one)
+    )
     timeline = first.timeline(world.now)
     assert (first.room.output_ids, first.room.cached_tokens) == ([9, 8], 8)
     assert (timeline.local_prefill, timeline.prefill_ms, timeline.prefill_instance) == (True, 5.0, D)

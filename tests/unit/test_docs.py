@@ -147,14 +147,21 @@ def test_every_field_of_a_timeline_is_explained():
     told = {name for row in rows(table) for name in code(row[0])}
     assert told == {field.name for field in msgspec.structs.fields(Timeline)}
     attempt = section(ROUTER, "## What an operator sees").partition("`attempt_log`")[2]
-    shown = {field.name for field in msgspec.structs.fields(AttemptLog)} - {"prefill_instance", "decode_instance"}
+    shown = {field.name for field in msgspec.structs.fields(AttemptLog)} - {
+        "prefill_instance",
+        "decode_instance",
+    }
     assert shown <= set(code(attempt))
 
 
 def test_messages_that_are_shown_are_messages():
     shown = re.findall(r"^[\d.]+ \w+ -> \w+ (\{.*\})", section(PROTOCOL, "## At 3 am"), re.MULTILINE)
     assert len(shown) > 10
-    unions = {message.__name__: message for union in (ControlUp, ControlDown, KVUp, KVDown) for message in get_args(union)}
+    unions = {
+        message.__name__: message
+        for union in (ControlUp, ControlDown, KVUp, KVDown)
+        for message in get_args(union)
+    }
     for line in shown:
         names = re.findall(r'(?:[{,] )?"(\w+)": ', re.sub(r": [\[{].*[\]}]", ": 0", line[1:-1]))
         message = unions[json.loads("{" + line[1:].partition(",")[0] + "}")["type"]]
@@ -169,7 +176,17 @@ def test_the_frame_that_is_shown_decodes_to_what_is_shown():
 def test_a_simulated_request_is_told_from_its_orders_to_its_finish():
     types = [json.loads(message)["type"] for _, _, _, message, _ in of_one_request(talk(3))]
     assert types[0] in ("Reserve", "Prefill")
-    assert {"Reserve", "Prefill", "KVHello", "KVWelcome", "Attach", "Announce", "Pull", "Block", "Release"} <= set(types)
+    assert {
+        "Reserve",
+        "Prefill",
+        "KVHello",
+        "KVWelcome",
+        "Attach",
+        "Announce",
+        "Pull",
+        "Block",
+        "Release",
+    } <= set(types)
     assert types[-1] == "Finished"
 
 

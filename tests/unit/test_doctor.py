@@ -12,7 +12,16 @@ import time
 
 import pytest
 from baton.deploy import doctor
-from baton.deploy.findings import FAIL, OK, WARN, check_gpu, check_limits, check_link, check_shm, check_versions
+from baton.deploy.findings import (
+    FAIL,
+    OK,
+    WARN,
+    check_gpu,
+    check_limits,
+    check_link,
+    check_shm,
+    check_versions,
+)
 from baton.deploy.keys import init
 from baton.deploy.pull_test import Link, measure, serve
 from baton.tests.cluster.router_fakes import save_tokenizer
@@ -76,7 +85,9 @@ def one(capsys, check, words, *flags):
 
 
 def test_a_host_that_is_well_has_no_fault(capsys, model, keys, tmp_path):
-    (tmp_path / "c.toml").write_text(f'[router]\nmodel = "{model}"\nport = 0\ncontrol_bind = "tcp://127.0.0.1:0"\n')
+    (tmp_path / "c.toml").write_text(
+        f'[router]\nmodel = "{model}"\nport = 0\ncontrol_bind = "tcp://127.0.0.1:0"\n'
+    )
     with router([PREFILL, DECODE]) as url:
         flags = [f"--model={model}", f"--keys={keys}", f"--config={tmp_path}/c.toml", f"--url={url}"]
         assert examined(capsys, *flags) == (0, [])
@@ -115,7 +126,9 @@ def test_fault_5_a_role_that_nobody_admits(capsys, keys, tmp_path):
 def test_fault_6_a_port_that_somebody_has(capsys, model, tmp_path, setting):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        (tmp_path / "c.toml").write_text(f'[router]\nmodel = "{model}"\n{setting} = {port}\n[prefill]\nmodel = "{model}"\n')
+        (tmp_path / "c.toml").write_text(
+            f'[router]\nmodel = "{model}"\n{setting} = {port}\n[prefill]\nmodel = "{model}"\n'
+        )
         one(capsys, "ports", str(port), f"--config={tmp_path}/c.toml", "--roles=router")
 
 
@@ -139,7 +152,9 @@ def test_fault_10_a_link_that_is_slow_or_dead(capsys, monkeypatch):
     monkeypatch.setattr("baton.deploy.pull_test.SILENCE_S", 30.0)  # its other end is a thread here
     endpoints, over = [], threading.Event()
     tell = {"on_ready": endpoints.append, "is_over": over.is_set}
-    serving = threading.Thread(target=serve, args=("tcp://127.0.0.1:0",), kwargs={"trusted_network": False, **tell})
+    serving = threading.Thread(
+        target=serve, args=("tcp://127.0.0.1:0",), kwargs={"trusted_network": False, **tell}
+    )
     serving.start()
     deadline = time.monotonic() + 60
     while not endpoints and time.monotonic() < deadline:
@@ -169,7 +184,13 @@ def test_a_dependency_that_is_missing_or_too_old_is_named():
         except KeyError:
             raise importlib.metadata.PackageNotFoundError(name) from None
 
-    wanted = ["torch>=2.11", "numpy>=1.26", "pyzmq>=26", 'gguf>=1; extra == "demo"', "x; python_version < '3'"]
+    wanted = [
+        "torch>=2.11",
+        "numpy>=1.26",
+        "pyzmq>=26",
+        'gguf>=1; extra == "demo"',
+        "x; python_version < '3'",
+    ]
     found = check_versions(wanted, version_of)
     assert [finding.text for finding in found] == ["torch 2.4.0 is not >=2.11", "pyzmq is not installed"]
 

@@ -28,7 +28,9 @@ def load(path: Path) -> Eagle3Head:
 
 def share(head: Eagle3Head) -> Eagle3Head:
     generator = torch.Generator().manual_seed(5)
-    head.share(torch.randn(VOCAB, HIDDEN, generator=generator), torch.randn(VOCAB, HIDDEN, generator=generator), 64)
+    head.share(
+        torch.randn(VOCAB, HIDDEN, generator=generator), torch.randn(VOCAB, HIDDEN, generator=generator), 64
+    )
     return head
 
 
@@ -106,15 +108,21 @@ def test_fc_is_applied_by_phase_though_the_widths_are_equal(tmp_path: Path) -> N
     head = share(load(write_head(tmp_path, head_config(2, (5,)), tensors)))
     hidden, ids, positions = torch.randn(ROWS, HIDDEN), torch.arange(ROWS), torch.arange(ROWS)
     fed = head.forward(hidden, ids, positions, dense_attend, DraftPhase.FROM_TARGET_FEATURES)
-    chained = head.forward(hidden @ tensors["fc.weight"].T, ids, positions, dense_attend, DraftPhase.SELF_CHAIN)
+    chained = head.forward(
+        hidden @ tensors["fc.weight"].T, ids, positions, dense_attend, DraftPhase.SELF_CHAIN
+    )
     assert torch.allclose(fed, chained, atol=1e-5)
-    assert not torch.allclose(fed, head.forward(hidden, ids, positions, dense_attend, DraftPhase.SELF_CHAIN), atol=1e-2)
+    assert not torch.allclose(
+        fed, head.forward(hidden, ids, positions, dense_attend, DraftPhase.SELF_CHAIN), atol=1e-2
+    )
 
 
 def test_no_rows_pass_through(tmp_path: Path) -> None:
     head = share(load(write_head(tmp_path, head_config(2), head_tensors())))
     ids = torch.empty(0, dtype=torch.int64)
-    out = head.forward(torch.empty(0, 3 * HIDDEN), ids, ids, lambda _, q, k, v: q, DraftPhase.FROM_TARGET_FEATURES)
+    out = head.forward(
+        torch.empty(0, 3 * HIDDEN), ids, ids, lambda _, q, k, v: q, DraftPhase.FROM_TARGET_FEATURES
+    )
     assert head.compute_logits(out).shape == (0, DRAFT_VOCAB)
 
 

@@ -13,7 +13,13 @@ from baton.kvtransfer.transport import Offer, Planes, Released
 
 P, D, ROOM = "1" * 32, "2" * 32, "a" * 32
 LAYOUT = m.Layout(
-    fingerprint="f", dtype="float32", page_size=4, num_layers=1, num_kv_heads=1, head_dim=128, block_bytes=4096
+    fingerprint="f",
+    dtype="float32",
+    page_size=4,
+    num_layers=1,
+    num_kv_heads=1,
+    head_dim=128,
+    block_bytes=4096,
 )  # a page is 4096 bytes, so a block is a page and goes without a copy
 OFFER = Offer(room=ROOM, epoch=0, num_tokens=10, pages=(5, 6, 7))
 NAME = {"room": ROOM, "epoch": 0, "instance": D}

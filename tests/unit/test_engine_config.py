@@ -5,7 +5,13 @@ from pathlib import Path
 import pytest
 import torch
 from baton.cluster.config import DecodeConfig, PrefillConfig
-from baton.engine.config import EngineConfig, has_native_bfloat16, resolve_checkpoint, resolve_device, resolve_dtype
+from baton.engine.config import (
+    EngineConfig,
+    has_native_bfloat16,
+    resolve_checkpoint,
+    resolve_device,
+    resolve_dtype,
+)
 from baton.engine.errors import CheckpointError, LifecycleError
 from baton.engine.lifecycle import Lifecycle, Phase
 from baton.engine.loader import EngineLoader
@@ -52,7 +58,9 @@ def test_a_model_that_is_no_directory_and_no_hub_id_names_the_value(model):
 def load(path, **settings):
     settings = {"has_drafter": False, **settings}
     has_drafter = settings.pop("has_drafter")
-    loader = EngineLoader(EngineConfig(model=str(path), device="cpu", dtype="float32", **settings), has_drafter=has_drafter)
+    loader = EngineLoader(
+        EngineConfig(model=str(path), device="cpu", dtype="float32", **settings), has_drafter=has_drafter
+    )
     for _, run in loader.phases():
         run()
     return loader.engine()

@@ -35,7 +35,17 @@ def byte_level():
 
 def byte_fallback():
     """One of the other family."""
-    tokens = [*CONTROL, "▁he", "llo", "▁", "w", "é", '"', LONGEST, *(f"<0x{byte:02X}>" for byte in range(256))]
+    tokens = [
+        *CONTROL,
+        "▁he",
+        "llo",
+        "▁",
+        "w",
+        "é",
+        '"',
+        LONGEST,
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+    ]
     vocab = {piece: i for i, piece in enumerate(tokens)}
     backend = Backend(models.BPE(vocab=vocab, merges=[], byte_fallback=True, unk_token=CONTROL[0]))
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
@@ -103,7 +113,9 @@ class Walk:
         return self.text
 
 
-@pytest.mark.parametrize("text", [*CONTROL, f"say {CONTROL[1]} {CONTROL[1]}", CALL[0] + CONTROL[0], "a\u0301 é", "日本 👍"])
+@pytest.mark.parametrize(
+    "text", [*CONTROL, f"say {CONTROL[1]} {CONTROL[1]}", CALL[0] + CONTROL[0], "a\u0301 é", "日本 👍"]
+)
 def test_a_constant_is_written_whatever_it_spells(compiler, backend, text):
     for schema in ({"const": text}, {"const": {text: [text]}}, {"enum": [text + "x", text + "y"]}):
         got = json.loads(Walk(compiler, backend, plan_of(schema)).take())
@@ -120,7 +132,12 @@ def test_control_tokens_may_come_in_no_string(compiler, backend):
 def test_a_call_begins_and_ends_with_the_tokens_that_the_model_has_for_it(compiler, backend):
     """Where the call must come as where it may."""
     opens, closes = (backend.token_to_id(piece) for piece in CALL)
-    tools = (("look", b'{"type":"object","properties":{"x":{"const":1}},"required":["x"],"additionalProperties":false}'),)
+    tools = (
+        (
+            "look",
+            b'{"type":"object","properties":{"x":{"const":1}},"required":["x"],"additionalProperties":false}',
+        ),
+    )
     for must_call in (True, False):
         walk = Walk(compiler, backend, Plan(tools=tools, must_call=must_call, may_repeat=False))
         assert opens in walk.allowed
@@ -142,7 +159,9 @@ def test_an_end_token_is_no_text_though_its_tokenizer_has_it_as_such(backend, pa
 def test_tokens_have_the_bytes_that_routers_make_of_them(backend, path):
     """But for the one byte that no text has, which llguidance keeps for itself."""
     table, size = TokenBytes(backend), backend.get_vocab_size()
-    assert Spelling(path, size, [EOS]).tokens == [table[i] if table[i] != b"\xff" else b"" for i in range(size)]
+    assert Spelling(path, size, [EOS]).tokens == [
+        table[i] if table[i] != b"\xff" else b"" for i in range(size)
+    ]
 
 
 def test_texts_are_spelled_as_the_model_spells_them(backend, path):

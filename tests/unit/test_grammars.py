@@ -16,7 +16,9 @@ from baton.router.tool_prompts import is_native, written_out
 from baton.tests.corpora.corpus import schemas
 from llguidance import LLMatcher, LLTokenizer
 
-ARGUMENTS = b'{"type":"object","properties":{"x":{"type":"integer"}},"required":["x"],"additionalProperties":false}'
+ARGUMENTS = (
+    b'{"type":"object","properties":{"x":{"type":"integer"}},"required":["x"],"additionalProperties":false}'
+)
 LOOK = ("look", ARGUMENTS)
 GO = ("go", b'{"type":"object"}')
 
@@ -46,7 +48,11 @@ def follows(tokenizer, plan, text):
             [call("other"), call() + " and more", call(arguments='{"x": "1"}'), "<tool_call>"],
         ),
         (Plan(tools=(LOOK,), may_repeat=False), ["hi", "a" + call()], [f"{call()}\n{call()}"]),
-        (Plan(tools=(LOOK, GO), must_call=True), [call(), f"{call()}\n{call('go', '{}')}"], ["", "hi", "hi" + call()]),
+        (
+            Plan(tools=(LOOK, GO), must_call=True),
+            [call(), f"{call()}\n{call('go', '{}')}"],
+            ["", "hi", "hi" + call()],
+        ),
         (Plan(tools=(LOOK,), must_call=True, may_repeat=False), [call()], [f"{call()}\n{call()}"]),
         (Plan(answer=b'{"type":"object"}'), ["{}", '{"a": [1, {}]}'], ["[]", "", "{} ", "x"]),
         (Plan(answer=b'{"const": 1}', tools=(LOOK,)), ["1", call()], ["2", "hi", "1" + call()]),
@@ -64,7 +70,9 @@ def nested(count):
 
 def wide(count):
     names = [f"k{i}" for i in range(count)]
-    return json.dumps({"type": "object", "properties": {n: {"type": "integer"} for n in names}, "required": names}).encode()
+    return json.dumps(
+        {"type": "object", "properties": {n: {"type": "integer"} for n in names}, "required": names}
+    ).encode()
 
 
 def doubling(count):
@@ -82,7 +90,9 @@ HOSTILE = {
     "left recursion": b'{"$defs":{"a":{"anyOf":[{"$ref":"#/$defs/a"},{"type":"null"}]}},"$ref":"#/$defs/a"}',
     "long string": b'{"type":"string","minLength":1,"maxLength":1000000}',
     "endless array": b'{"type":"array","minItems":1000000000}',
-    "many long arrays": json.dumps({"prefixItems": [{"type": "array", "maxItems": 9000, "items": {}}] * 1000}).encode(),
+    "many long arrays": json.dumps(
+        {"prefixItems": [{"type": "array", "maxItems": 9000, "items": {}}] * 1000}
+    ).encode(),
     "long constant": json.dumps({"enum": ["a", {"b": "x" * 2100}]}).encode(),
     "long pattern": json.dumps({"type": "string", "pattern": "x" * 2100}).encode(),
     "long name": json.dumps({"properties": {"x" * 2100: {}}}).encode(),
@@ -124,7 +134,11 @@ def test_a_hostile_schema_is_refused_or_compiled_in_bounds(name):
 
 
 def test_what_every_step_would_walk_through_has_a_bound_and_notes_have_none():
-    noted = {"type": "object", "description": "x" * 9000, "properties": {"description": {"title": "y" * 9000}}}
+    noted = {
+        "type": "object",
+        "description": "x" * 9000,
+        "properties": {"description": {"title": "y" * 9000}},
+    }
     assert not isinstance(outcome(Plan(answer=json.dumps(noted).encode())), ApiError)
     for name in ("long constant", "long pattern", "long name"):
         assert "2100 characters" in outcome(Plan(answer=HOSTILE[name])).body.message
@@ -132,8 +146,12 @@ def test_what_every_step_would_walk_through_has_a_bound_and_notes_have_none():
         assert "minItems and maxItems" in outcome(Plan(answer=HOSTILE[name])).body.message
 
 
-@pytest.mark.parametrize(("text", "is_refused"), [case[1:] for case in BOMBS], ids=[case[0] for case in BOMBS])
-def test_s18_the_corpus_of_schemas_is_refused_or_compiled_and_followed_in_bounds(bytes_tokenizer, text, is_refused):
+@pytest.mark.parametrize(
+    ("text", "is_refused"), [case[1:] for case in BOMBS], ids=[case[0] for case in BOMBS]
+)
+def test_s18_the_corpus_of_schemas_is_refused_or_compiled_and_followed_in_bounds(
+    bytes_tokenizer, text, is_refused
+):
     started = time.process_time()
     found = outcome(Plan(answer=text.encode("utf-8", "surrogatepass")))
     if isinstance(found, ApiError):
@@ -143,8 +161,14 @@ def test_s18_the_corpus_of_schemas_is_refused_or_compiled_and_followed_in_bounds
         assert not is_refused
         matcher = LLMatcher(bytes_tokenizer, found, log_level=0, limits=LIMITS)
         for _ in range(64):
-            allowed = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8), bitorder="little").nonzero()[0]
-            if matcher.is_error() or not len(allowed) or not matcher.consume_token(int(allowed[len(allowed) // 2])):
+            allowed = np.unpackbits(
+                np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8), bitorder="little"
+            ).nonzero()[0]
+            if (
+                matcher.is_error()
+                or not len(allowed)
+                or not matcher.consume_token(int(allowed[len(allowed) // 2]))
+            ):
                 break
     assert time.process_time() - started < 2.0
 
@@ -165,26 +189,35 @@ def test_s18_the_corpus_of_schemas_takes_no_512_mib():
                 pass
         print((peak() - before) // 1024)
     """
-    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
     assert int(done.stdout) < 512
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_schema_that_cannot_be_followed_is_refused(name):
-    for plan, param in ((Plan(answer=REFUSED[name]), "response_format"), (Plan(tools=(("f", REFUSED[name]),)), "tools")):
+    for plan, param in (
+        (Plan(answer=REFUSED[name]), "response_format"),
+        (Plan(tools=(("f", REFUSED[name]),)), "tools"),
+    ):
         with pytest.raises(ApiError) as caught:
             compiled(plan)
         assert (caught.value.status, caught.value.body.param) == (400, param)
 
 
 def test_a_grammar_that_workers_cannot_follow_is_the_request_s_fault():
-    error = error_of(Broken(kind="BadGrammar", message="the grammar takes more than 2 s to compile on host-7"))
+    error = error_of(
+        Broken(kind="BadGrammar", message="the grammar takes more than 2 s to compile on host-7")
+    )
     assert (error.status, error.body.code) == (400, "grammar_too_costly")
     assert "host-7" not in error.body.message
 
 
 def test_workers_that_have_too_many_grammars_to_compile_are_asked_again_later():
-    error = error_of(Broken(kind="GrammarsOverdue", message="4 grammars that take too long are being compiled on host-7"))
+    error = error_of(
+        Broken(kind="GrammarsOverdue", message="4 grammars that take too long are being compiled on host-7")
+    )
     assert (error.status, error.body.code) == (429, "overloaded")
     assert "retry-after" in {name.lower() for name in error.headers}
     assert "host-7" not in error.body.message
@@ -239,5 +272,7 @@ def test_tools_are_written_out_for_templates_that_do_not_know_them():
     assert '{"name": "...", "arguments": {...}}' in system["content"]
     assert assistant == {"role": "assistant", "content": call()}
     assert result == {"role": "user", "content": "<tool_response>\n42\n</tool_response>"}
-    assert written_out([{"role": "system", "content": "Be."}], [tool])[0]["content"].startswith("Be.\n\nYou may call")
+    assert written_out([{"role": "system", "content": "Be."}], [tool])[0]["content"].startswith(
+        "Be.\n\nYou may call"
+    )
     assert written_out(chat[:1], []) == chat[:1]

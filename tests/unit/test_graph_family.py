@@ -17,7 +17,9 @@ from baton.engine.speculative.canary import AcceptCanary
 def family(buckets=(2, 8, 32), **limits):
     made = GraphFamily(GraphPool(TapeBackend()), GraphKind.TARGET_VERIFY, buckets, GraphLimits(**limits))
     static = torch.zeros(max(buckets))
-    made.capture(lambda bucket, _: static[:bucket] + 1, lambda bucket: ReplayContext(num_rows=bucket), lambda: ())
+    made.capture(
+        lambda bucket, _: static[:bucket] + 1, lambda bucket: ReplayContext(num_rows=bucket), lambda: ()
+    )
     return made
 
 
@@ -54,7 +56,9 @@ def test_no_bucket_holds_what_is_larger_than_the_largest():
 ])  # fmt: skip
 def test_each_objection_by_its_name(shape, reason):
     made = family(is_by_token=False, rows=4, pages=10, hidden=1)
-    assert made.decide(BatchShape(size=3, rows=4, pages=10, hidden=1)) == PathDecision(kind=made.kind, bucket=8)
+    assert made.decide(BatchShape(size=3, rows=4, pages=10, hidden=1)) == PathDecision(
+        kind=made.kind, bucket=8
+    )
     assert made.decide(shape) == PathDecision(kind=made.kind, reason=reason)
     assert made.pool.report().kinds[0].fallbacks == {reason.value: 1}
 
@@ -79,7 +83,9 @@ def test_a_dropped_graph_and_a_disabled_family_are_reasons_of_their_own():
 
 
 def test_a_bucket_that_cannot_be_captured_is_logged_and_left_out(caplog):
-    made = GraphFamily(GraphPool(TapeBackend()), GraphKind.DRAFT_EXTEND, (1, 2, 4), GraphLimits(is_by_token=False))
+    made = GraphFamily(
+        GraphPool(TapeBackend()), GraphKind.DRAFT_EXTEND, (1, 2, 4), GraphLimits(is_by_token=False)
+    )
     static = torch.ones(4)
 
     def forward(bucket, _):

@@ -24,7 +24,9 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 
 def faults(mode: str) -> int:
-    done = subprocess.run([sys.executable, "-c", PROGRAM, mode], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, mode], capture_output=True, text=True, check=True, timeout=60
+    )
     return int(done.stdout)
 
 

@@ -52,7 +52,9 @@ def plain(document):
 @kubectl
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_the_chart_gives_the_objects_of_the_overlay(overlay):
-    ours, theirs = (named([plain(d) for d in documents]) for documents in (templated(overlay), kustomized(overlay)))
+    ours, theirs = (
+        named([plain(d) for d in documents]) for documents in (templated(overlay), kustomized(overlay))
+    )
     assert sorted(ours) == sorted(theirs)
     for key, document in theirs.items():
         assert ours[key] == document, key
@@ -73,7 +75,9 @@ def test_helm_itself_finds_no_fault():
 
 @helm
 def test_a_hook_makes_the_keys_before_the_pods_that_wait_for_them():
-    hooks = [d for d in templated("single-node-gpu") if "helm.sh/hook" in d["metadata"].get("annotations", {})]
+    hooks = [
+        d for d in templated("single-node-gpu") if "helm.sh/hook" in d["metadata"].get("annotations", {})
+    ]
     weights = {d["kind"]: int(d["metadata"]["annotations"]["helm.sh/hook-weight"]) for d in hooks}
     assert set(weights) == {"ServiceAccount", "Role", "RoleBinding", "NetworkPolicy", "Job"}
     assert all(weights[kind] < weights["Job"] for kind in set(weights) - {"Job"})
@@ -120,7 +124,9 @@ OF_EVERY_ROLE = {
     "tolerations": [{"key": "dedicated", "operator": "Exists"}],
 }
 OF_A_WORKER = {"replicas": 4, "device": "cpu", "gpus": 2, "gpuResource": "example.com/gpu", "spread": True}
-OTHER |= {f"{role}.{key}": value for role in ("router", "prefill", "decode") for key, value in OF_EVERY_ROLE.items()}
+OTHER |= {
+    f"{role}.{key}": value for role in ("router", "prefill", "decode") for key, value in OF_EVERY_ROLE.items()
+}
 OTHER |= {f"{role}.{key}": value for role in ("prefill", "decode") for key, value in OF_A_WORKER.items()}
 # what acts only beside something else
 SECURED = yaml.safe_load((CHART / "presets" / "secured.yaml").read_text())
@@ -176,7 +182,11 @@ def test_every_value_was_looked_at():
 @pytest.mark.parametrize(
     ("path", "value", "said"),
     [
-        ("router.autoscaling", {"enabled": True, "minReplicas": 9}, "minReplicas 9 is more than maxReplicas 8"),
+        (
+            "router.autoscaling",
+            {"enabled": True, "minReplicas": 9},
+            "minReplicas 9 is more than maxReplicas 8",
+        ),
         ("decode.gpu", 1, "gpu is not allowed"),
         ("router", SECURED["router"], "name a Secret with one under podMonitor.authorization"),
     ],
@@ -197,7 +207,11 @@ def test_a_value_that_cannot_be_is_refused_by_name(path, value, said, tmp_path):
         ("model.path", "/elsewhere", "model.path"),
         ("keys.secret", "", "keys.secret"),
         ("router.tls.secretName", "A_b", "router.tls.secretName"),
-        ("router.args", ["--tls-cert=/etc/cert.pem"], "--tls-cert=/etc/cert.pem: name a Secret in router.tls"),
+        (
+            "router.args",
+            ["--tls-cert=/etc/cert.pem"],
+            "--tls-cert=/etc/cert.pem: name a Secret in router.tls",
+        ),
         ("drainTimeoutSeconds", "soon", "drainTimeoutSeconds"),
         ("drainTimeoutSeconds", 0, "drainTimeoutSeconds"),
         ("router.replicas", -1, "router.replicas"),

@@ -23,7 +23,9 @@ from baton.router.history import KEPT
 from baton.router.inbox import Inbox
 from baton.tests.unit.test_dispatch import D, P, Sampling, World
 
-DECODED = DecodeTimeline(handoff_ms=4.0, handoff_bytes=4096, handoff_blocks=2, verify_steps=2, accepted_tokens=1)
+DECODED = DecodeTimeline(
+    handoff_ms=4.0, handoff_bytes=4096, handoff_blocks=2, verify_steps=2, accepted_tokens=1
+)
 
 
 def world_of(max_running=32, **settings):
@@ -73,12 +75,24 @@ def test_a_request_is_told_while_it_runs_and_after_its_end():
     serve(world, entry)
     row = only_row(world)
     assert (row.state, row.outcome, row.id) == ("ended", "ok", entry.room.room[:8])
-    assert (row.prompt_tokens, row.cached_tokens, row.output_tokens, row.attempts, row.choices) == (16, 8, 4, 1, 1)
+    assert (row.prompt_tokens, row.cached_tokens, row.output_tokens, row.attempts, row.choices) == (
+        16,
+        8,
+        4,
+        1,
+        1,
+    )
     assert (row.ttft_ms, row.handoff_bytes, row.accept_length) == (200.0, 4096, 1.5)
     assert (row.prefill, row.decode) == (P[:8], D[:8])
     [attempt] = attempts_of(world, "chatcmpl-1")
     assert (attempt.epoch, attempt.outcome, attempt.reason, attempt.tokens) == (0, "ok", "", 4)
-    moments = [attempt.placed_ms, attempt.reserved_ms, attempt.prefilled_ms, attempt.first_token_ms, attempt.ended_ms]
+    moments = [
+        attempt.placed_ms,
+        attempt.reserved_ms,
+        attempt.prefilled_ms,
+        attempt.first_token_ms,
+        attempt.ended_ms,
+    ]
     assert moments == [0.0, 100.0, 200.0, 200.0, 400.0]
 
 
@@ -106,7 +120,12 @@ def test_a_client_that_left_has_cancelled_its_attempt():
     world.dispatcher.client_left(entry)
     assert only_row(world).state == "ended"
     for instance in (P, D):
-        say(world, Gone(room=entry.room.room, epoch=0, instance=instance, timeline=DECODED if instance == D else None))
+        say(
+            world,
+            Gone(
+                room=entry.room.room, epoch=0, instance=instance, timeline=DECODED if instance == D else None
+            ),
+        )
     [attempt] = attempts_of(world, entry.room.room)
     assert (attempt.outcome, attempt.ended_ms) == ("cancelled", 500.0)
     assert (only_row(world).outcome, only_row(world).handoff_bytes) == ("cancelled", 4096)
@@ -128,7 +147,10 @@ def test_a_request_that_waits_in_vain_is_told_as_rejected_without_an_attempt():
     world = world_of(max_running=1, queue_timeout_s=5.0)
     submit(world, reply_id="chatcmpl-before")
     submit(world, reply_id="chatcmpl-behind")
-    assert [row.state for row in world.dispatcher.history.recent(ANYONE, KEPT).requests] == ["queued", "prefilling"]
+    assert [row.state for row in world.dispatcher.history.recent(ANYONE, KEPT).requests] == [
+        "queued",
+        "prefilling",
+    ]
     world.now += 6.0
     world.dispatcher.tick()
     waited = world.dispatcher.history.recent(ANYONE, KEPT).requests[-1]
@@ -143,7 +165,11 @@ def test_choices_are_one_request_with_a_story_each():
         serve(world, entry)
     view = world.dispatcher.history.find("chatcmpl-3", ANYONE)
     assert [choice.room for choice in view.choices] == [entry.room.room for entry in entries]
-    assert (only_row(world).choices, only_row(world).output_tokens, only_row(world).handoff_bytes) == (2, 8, 8192)
+    assert (only_row(world).choices, only_row(world).output_tokens, only_row(world).handoff_bytes) == (
+        2,
+        8,
+        8192,
+    )
 
 
 def test_a_caller_sees_its_own_requests_and_an_operator_all():
@@ -168,7 +194,9 @@ def test_a_name_finds_by_whole_ids_or_8_digits_and_nothing_by_less():
     [entry] = submit(world, reply_id="chatcmpl-4")
     history, room = world.dispatcher.history, entry.room.room
     assert [history.find(name, ANYONE) is not None for name in (room, room[:8], "chatcmpl-4")] == [True] * 3
-    assert [history.find(name, ANYONE) for name in ("", room[:7], "chatcmpl", room + "0", "z" * 8)] == [None] * 5
+    assert [history.find(name, ANYONE) for name in ("", room[:7], "chatcmpl", room + "0", "z" * 8)] == [
+        None
+    ] * 5
 
 
 def test_a_router_remembers_so_many_requests_and_no_prompt():

@@ -67,7 +67,9 @@ def test_pip_s_report_becomes_pins_and_a_wheel_without_digest_is_refused():
     def item(name, version, **archive):
         return {"metadata": {"name": name, "version": version}, "download_info": {"archive_info": archive}}
 
-    report = {"install": [item("Z_b", "2", hashes={"sha256": "22"}), item("a.b", "1", hashes={"sha256": "11"})]}
+    report = {
+        "install": [item("Z_b", "2", hashes={"sha256": "22"}), item("a.b", "1", hashes={"sha256": "11"})]
+    }
     assert [pin.as_line() for pin in image_locks.locked(report)] == [
         "a-b==1 \\\n    --hash=sha256:11", "z-b==2 \\\n    --hash=sha256:22",
     ]  # fmt: skip
@@ -122,7 +124,9 @@ def test_the_compiler_s_stand_in_hands_over_what_was_built_and_nothing_else():
     assert (IMAGES / "cc").stat().st_mode & 0o111
     for path in ("/opt/baton/lib/triton/driver.c", "/opt/baton/lib/triton/driver.so"):
         assert path in script
-    assert "CC=/opt/baton/lib/triton/cc" in " ".join(words for instruction, words in final_stage() if instruction == "ENV")
+    assert "CC=/opt/baton/lib/triton/cc" in " ".join(
+        words for instruction, words in final_stage() if instruction == "ENV"
+    )
 
 
 def test_triton_builds_one_file_the_one_that_the_image_brings():
@@ -195,7 +199,9 @@ def test_a_role_understands_what_compose_tells_it(role):
     assert (name, flag) == (role, "--config")
     mounted = dict(volume.split(":")[1::-1] for volume in service["volumes"] if volume.startswith("./"))
     assert (DEPLOY / mounted[path]).resolve() == KUBERNETES / "base" / "baton.toml"
-    read = load_config(ROLES[role], [f"--config={DEPLOY / mounted[path]}", *more], service.get("environment", {}))
+    read = load_config(
+        ROLES[role], [f"--config={DEPLOY / mounted[path]}", *more], service.get("environment", {})
+    )
     asked = int(re.search(r":(\d+)/ready", service["healthcheck"]["test"][-1]).group(1))
     if role == "router":
         assert asked == read.port
@@ -222,7 +228,9 @@ def test_a_container_is_confined(name):
 def test_a_gpu_worker_has_its_own_gpu_and_the_command_of_the_cpu_one_else():
     gpus = []
     for role, service in yaml.safe_load((DEPLOY / "compose.cuda.yaml").read_text())["services"].items():
-        assert [word.replace("cuda", "cpu") for word in service["command"]] == COMPOSE["services"][role]["command"]
+        assert [word.replace("cuda", "cpu") for word in service["command"]] == COMPOSE["services"][role][
+            "command"
+        ]
         (device,) = service["deploy"]["resources"]["reservations"]["devices"]
         gpus += device["device_ids"]
     assert gpus == ["0", "1"]
@@ -233,8 +241,12 @@ def test_with_tls_a_container_reads_a_folder_in_which_files_can_be_replaced():
     assert set(whole) == {"services"}
     assert set(whole["services"]) == {"router"}
     service = whole["services"]["router"]
-    assert set(service) == {"environment", "healthcheck", "volumes"}, "no command: of several files the last one has it"
-    read = load_config(RouterConfig, [f"--config={KUBERNETES / 'base' / 'baton.toml'}"], service["environment"])
+    assert set(service) == {"environment", "healthcheck", "volumes"}, (
+        "no command: of several files the last one has it"
+    )
+    read = load_config(
+        RouterConfig, [f"--config={KUBERNETES / 'base' / 'baton.toml'}"], service["environment"]
+    )
     assert (read.tls_cert, read.tls_key) == ("/tls/tls.crt", "/tls/tls.key")
     asked = COMPOSE["services"]["router"]["healthcheck"]["test"]
     assert service["healthcheck"] == {"test": [word.replace("http://", "https://") for word in asked]}

@@ -28,10 +28,16 @@ CHATS = {
         messages=[said("user", "a"), said("assistant", "<think>\nhm\n</think>\n\nb"), said("user", " c\n")],
         switches={"long": 1 << 70, "form": "%99999999d"},
     ),
-    "system": Chat(messages=[said("system", "be kind"), said("user", "hi")], switches={"enable_thinking": False}),
+    "system": Chat(
+        messages=[said("system", "be kind"), said("user", "hi")], switches={"enable_thinking": False}
+    ),
     "tools": Chat(messages=[said("user", "hi")], tools=TOOLS, switches={"date_string": 7}),
-    "texts": Chat(messages=[said("user", "hi")], switches={"date_string": "1 May", "reasoning_effort": "high"}),
-    "calls": Chat(messages=[said("user", "x"), said("assistant", "", tool_calls=[CALL]), said("tool", "4", name="f")]),
+    "texts": Chat(
+        messages=[said("user", "hi")], switches={"date_string": "1 May", "reasoning_effort": "high"}
+    ),
+    "calls": Chat(
+        messages=[said("user", "x"), said("assistant", "", tool_calls=[CALL]), said("tool", "4", name="f")]
+    ),
     "last words": Chat(messages=[said("user", "x"), said("assistant", "<think>why</think>y")]),
     "many": Chat(messages=[said("user", "q"), said("assistant", "r")] * 25 + [said("user", "z")]),
 }
@@ -60,7 +66,9 @@ GROWING = {
     "conditions in loops": NESTED + " if false %}" + ENDS,
     "defaults of macros": "{% macro f(x=[" + "1," * 5000 + "]) %}{% endmacro %}"
     "{% for m in messages %}{{ f() }}{% endfor %}x",
-    "letters": "{% for m in messages %}{% for a in m.content %}{% for b in m.content %}" + "{% endfor %}" * 3 + "x",
+    "letters": "{% for m in messages %}{% for a in m.content %}{% for b in m.content %}"
+    + "{% endfor %}" * 3
+    + "x",
     "searches": "{% for m in messages %}{% for n in messages %}{% set t = m.content ~ n.content %}"
     "{% if t in t ~ t ~ t ~ t %}{% endif %}{% endfor %}{% endfor %}x",
 }
@@ -206,7 +214,11 @@ def test_json_is_weighed_no_further_than_it_is_paid(shape):
 def test_items_of_a_filter_are_read_once_and_are_there_even_if_there_are_none():
     template = "{% set i = {'a': 1} | items %}{% for k, v in i %}{{ k }}{% endfor %}{% for k in i %}{{ k }}{% endfor %}"
     template += "{% if {} | items %}there{% endif %}"
-    assert RENDERED + of(template).render(CHATS["one"]).encode() == by_worker(template, CHATS["one"]) == RENDERED + b"athere"
+    assert (
+        RENDERED + of(template).render(CHATS["one"]).encode()
+        == by_worker(template, CHATS["one"])
+        == RENDERED + b"athere"
+    )
 
 
 def test_several_templates_by_name_are_left_to_workers():
@@ -229,7 +241,10 @@ def test_a_refusal_costs_no_rest():
 
 def test_short_chats_of_known_templates_stay_far_from_the_bound():
     """The longest short chats: as many messages as 2000 bytes hold, and one long text."""
-    longest = [Chat(messages=[said("user", "x"), said("assistant", "y")] * 32), Chat(messages=[said("user", "x" * 1900)])]
+    longest = [
+        Chat(messages=[said("user", "x"), said("assistant", "y")] * 32),
+        Chat(messages=[said("user", "x" * 1900)]),
+    ]
     for template in KNOWN.values():
         renderer = of(template)
         for chat in longest:

@@ -29,7 +29,9 @@ def certificate(folder):
         x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
         .not_valid_before(now - datetime.timedelta(hours=1))
         .not_valid_after(now + datetime.timedelta(hours=1))
-        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), critical=False)
+        .add_extension(
+            x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), critical=False
+        )
         .sign(key, hashes.SHA256())
     )
     plain = serialization.NoEncryption()
@@ -60,7 +62,9 @@ class Handler(BaseHTTPRequestHandler):
         if self.path != "/api/v1/namespaces/serving/secrets":
             return self.answer(404, {"reason": "NotFound", "message": self.path})
         if name in self.server.secrets:
-            return self.answer(409, {"reason": "AlreadyExists", "message": f'secrets "{name}" already exists'})
+            return self.answer(
+                409, {"reason": "AlreadyExists", "message": f'secrets "{name}" already exists'}
+            )
         self.server.secrets[name] = body
         return self.answer(201, body)
 
@@ -116,7 +120,9 @@ def test_the_secret_holds_a_key_of_each_role_and_the_list_that_admits_them(accou
     for name, data in made["data"].items():
         (tmp_path / name).write_bytes(base64.b64decode(data))
         (tmp_path / name).chmod(0o600)
-    assert {peer.public for peer in read_peers(tmp_path)} == {read_key(tmp_path, role).public for role in ROLES}
+    assert {peer.public for peer in read_peers(tmp_path)} == {
+        read_key(tmp_path, role).public for role in ROLES
+    }
 
 
 def test_keys_that_exist_are_left_alone_however_often_it_runs(account, server, capsys):
@@ -133,7 +139,10 @@ def test_keys_that_exist_are_left_alone_however_often_it_runs(account, server, c
     ("refusal", "said"),
     [
         ((403, {"reason": "Forbidden", "message": "secrets is forbidden"}), "needs the verb create"),
-        ((409, {"reason": "Conflict", "message": "namespace is being terminated"}), "409: namespace is being terminated"),
+        (
+            (409, {"reason": "Conflict", "message": "namespace is being terminated"}),
+            "409: namespace is being terminated",
+        ),
         ((500, ["no status"]), "500: no reason given"),
     ],
 )

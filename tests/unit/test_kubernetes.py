@@ -34,7 +34,9 @@ def documents(paths):
     return [document for path in paths for document in yaml.safe_load_all(path.read_text()) if document]
 
 
-BASE = documents(path for path in sorted((KUBERNETES / "base").glob("*.yaml")) if path.name != "kustomization.yaml")
+BASE = documents(
+    path for path in sorted((KUBERNETES / "base").glob("*.yaml")) if path.name != "kustomization.yaml"
+)
 
 
 @pytest.mark.parametrize("document", BASE, ids=lambda d: f"{d['kind']}/{d['metadata']['name']}")
@@ -89,7 +91,9 @@ def test_a_role_understands_what_its_pod_tells_it(overlay, role, tmp_path):
     else:
         assert ports == {read.metrics_port}
     pause = int(container_of(kustomized(overlay), role)["lifecycle"]["preStop"]["exec"]["command"][1])
-    assert pod_of(kustomized(overlay), role)["terminationGracePeriodSeconds"] > read.drain_timeout_s + pause + 10
+    assert (
+        pod_of(kustomized(overlay), role)["terminationGracePeriodSeconds"] > read.drain_timeout_s + pause + 10
+    )
 
 
 def assert_files_are_mounted(read, pod):
@@ -99,10 +103,18 @@ def assert_files_are_mounted(read, pod):
     assert read.keys == "/keys"
     files = [getattr(read, name, "") for name in ("tls_cert", "tls_key", "api_keys")]
     secrets = {volume["name"]: volume["secret"] for volume in pod["volumes"] if "secret" in volume}
-    mounts = {mount["mountPath"]: mount for mount in pod["containers"][0]["volumeMounts"] if mount["name"] in secrets}
+    mounts = {
+        mount["mountPath"]: mount
+        for mount in pod["containers"][0]["volumeMounts"]
+        if mount["name"] in secrets
+    }
     assert set(mounts) == {read.keys} | {file.rpartition("/")[0] for file in files if file}
-    assert all(mount["readOnly"] and set(mount) == {"name", "mountPath", "readOnly"} for mount in mounts.values())
-    given = {f"{path}/{item['path']}" for path, mount in mounts.items() for item in secrets[mount["name"]]["items"]}
+    assert all(
+        mount["readOnly"] and set(mount) == {"name", "mountPath", "readOnly"} for mount in mounts.values()
+    )
+    given = {
+        f"{path}/{item['path']}" for path, mount in mounts.items() for item in secrets[mount["name"]]["items"]
+    }
     assert given == {file for file in files if file} | {f"/keys/{read.role}.key", "/keys/peers.json"}
     assert {secret["defaultMode"] for secret in secrets.values()} == {0o440}
 
@@ -123,8 +135,12 @@ def test_probes_services_and_scrapers_speak_tls_where_the_router_does(overlay):
     for monitor in (d for d in found if (d["kind"], d["metadata"]["name"]) == ("PodMonitor", "baton-router")):
         (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
         assert endpoint["port"] == name
-        assert (endpoint.get("scheme"), "tlsConfig" in endpoint) == (("https", True) if has_tls else (None, False))
-        assert ("authorization" in endpoint) == any(word.startswith("--api-keys=") for word in container["args"])
+        assert (endpoint.get("scheme"), "tlsConfig" in endpoint) == (
+            ("https", True) if has_tls else (None, False)
+        )
+        assert ("authorization" in endpoint) == any(
+            word.startswith("--api-keys=") for word in container["args"]
+        )
 
 
 @kubectl
@@ -144,18 +160,35 @@ def test_the_components_go_with_an_overlay_that_has_no_monitor(tmp_path):
     assert {volume["name"] for volume in ours["volumes"]} == {volume["name"] for volume in secured["volumes"]}
 
 
-VOLUMES = {"configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "persistentVolumeClaim", "projected", "secret"}
+VOLUMES = {
+    "configMap",
+    "csi",
+    "downwardAPI",
+    "emptyDir",
+    "ephemeral",
+    "persistentVolumeClaim",
+    "projected",
+    "secret",
+}
 
 
 @kubectl
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_every_pod_may_run_where_the_restricted_profile_is_enforced(overlay):
     """https://kubernetes.io/docs/concepts/security/pod-security-standards/"""
-    pods = [d["spec"]["template"]["spec"] for d in kustomized(overlay) if d["kind"] in ("Deployment", "StatefulSet", "Job")]
+    pods = [
+        d["spec"]["template"]["spec"]
+        for d in kustomized(overlay)
+        if d["kind"] in ("Deployment", "StatefulSet", "Job")
+    ]
     assert len(pods) == 4
     for pod in pods:
         own = pod["securityContext"]
-        assert (own["runAsNonRoot"], own["runAsUser"], own["seccompProfile"]) == (True, 10001, {"type": "RuntimeDefault"})
+        assert (own["runAsNonRoot"], own["runAsUser"], own["seccompProfile"]) == (
+            True,
+            10001,
+            {"type": "RuntimeDefault"},
+        )
         assert not {"hostNetwork", "hostPID", "hostIPC"} & set(pod)
         assert all(set(volume) - {"name"} <= VOLUMES for volume in pod["volumes"])
         (container,) = pod["containers"]
@@ -182,7 +215,9 @@ def test_a_pod_has_its_own_secret_key_alone(role, tmp_path):
 @pytest.mark.parametrize("role", ROLES)
 def test_ready_and_live_are_different_questions(role):
     container = container_of(BASE, role)
-    paths = {kind: container[f"{kind}Probe"]["httpGet"]["path"] for kind in ("startup", "readiness", "liveness")}
+    paths = {
+        kind: container[f"{kind}Probe"]["httpGet"]["path"] for kind in ("startup", "readiness", "liveness")
+    }
     assert (paths["readiness"], paths["liveness"]) == ("/ready", "/health")
     assert container["startupProbe"]["failureThreshold"] > container["livenessProbe"]["failureThreshold"]
 
@@ -269,10 +304,14 @@ def test_an_eviction_takes_one_pod_of_a_role_at_a_time(role):
 def test_the_autoscaler_asks_for_what_the_router_has_and_exports():
     scaler = named(kustomized("autoscaled"))["HorizontalPodAutoscaler", "baton-router"]["spec"]
     target = workload(kustomized("autoscaled"), "router")
-    assert scaler["scaleTargetRef"] == {key: target[key] for key in ("apiVersion", "kind")} | {"name": "baton-router"}
+    assert scaler["scaleTargetRef"] == {key: target[key] for key in ("apiVersion", "kind")} | {
+        "name": "baton-router"
+    }
     assert "replicas" not in target["spec"]
     cpu, running = scaler["metrics"]
-    assert cpu["resource"]["name"] in container_of(kustomized("autoscaled"), "router")["resources"]["requests"]
+    assert (
+        cpu["resource"]["name"] in container_of(kustomized("autoscaled"), "router")["resources"]["requests"]
+    )
     shown = RouterMetrics().render(RouterRecord(queued=0, running=0), []).decode()
     assert f"# TYPE {running['pods']['metric']['name']} gauge\n" in shown
 
@@ -282,7 +321,9 @@ def test_the_autoscaler_asks_for_what_the_router_has_and_exports():
 
 def test_the_key_job_may_create_secrets_and_nothing_else():
     objects = named(BASE)
-    assert objects["Role", "baton-keys"]["rules"] == [{"apiGroups": [""], "resources": ["secrets"], "verbs": ["create"]}]
+    assert objects["Role", "baton-keys"]["rules"] == [
+        {"apiGroups": [""], "resources": ["secrets"], "verbs": ["create"]}
+    ]
     bound = objects["RoleBinding", "baton-keys"]
     assert (bound["roleRef"]["kind"], bound["roleRef"]["name"]) == ("Role", "baton-keys")
     pod = objects["Job", "baton-keys"]["spec"]["template"]["spec"]

@@ -103,7 +103,13 @@ def test_a_room_that_does_not_start_at_a_page_of_its_prompt_is_refused(num_token
 
 @pytest.mark.parametrize(
     ("num_layers", "num_kv_heads", "head_dim", "feature_width", "mib"),
-    [(30, 3, 64, 1728, 1), (16, 8, 64, 0, 1), (32, 8, 128, 0, 4), (28, 8, 128, 0, 3.5), (80, 8, 128, 24576, 4)],
+    [
+        (30, 3, 64, 1728, 1),
+        (16, 8, 64, 0, 1),
+        (32, 8, 128, 0, 4),
+        (28, 8, 128, 0, 3.5),
+        (80, 8, 128, 24576, 4),
+    ],
     ids=["smollm2-135m", "llama-3.2-1b", "llama-3.1-8b", "llama-3.2-3b", "llama-3.1-70b"],
 )
 def test_a_block_holds_32_tokens_but_one_to_four_mib(

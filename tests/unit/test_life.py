@@ -23,7 +23,9 @@ def test_phases_run_in_order_and_are_logged_with_their_time(caplog):
     clock = iter([0.0, 1.25, 10.0, 10.5])
     order = []
     with caplog.at_level(logging.INFO, logger="baton"):
-        run_phases([("loading model", lambda: order.append(1)), ("opening", lambda: order.append(2))], clock.__next__)
+        run_phases(
+            [("loading model", lambda: order.append(1)), ("opening", lambda: order.append(2))], clock.__next__
+        )
     assert order == [1, 2]
     assert [(r.getMessage(), r.fields["seconds"]) for r in caplog.records if r.levelno == logging.INFO] == [
         ("loading model done", 1.25),

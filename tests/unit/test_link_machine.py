@@ -3,7 +3,17 @@
 import pytest
 from baton.cluster.codec import control_up_decoder, encode
 from baton.cluster.control_link import LinkMachine, LinkQueues
-from baton.cluster.messages import Cancel, Gone, Heartbeat, Hello, Prefill, Rejected, Sampling, Welcome, WorkerStats
+from baton.cluster.messages import (
+    Cancel,
+    Gone,
+    Heartbeat,
+    Hello,
+    Prefill,
+    Rejected,
+    Sampling,
+    Welcome,
+    WorkerStats,
+)
 from baton.tests.unit.test_control_link import HELLO, ME, R1, R2, ROOM, advance, joined, welcome
 
 
@@ -32,7 +42,9 @@ LOSSES = {
 
 
 @pytest.mark.parametrize("lose", LOSSES.values(), ids=LOSSES)
-def test_after_a_loss_no_order_is_taken_before_the_router_has_heard_of_it_for_it_would_cancel_none_of_them(lose):
+def test_after_a_loss_no_order_is_taken_before_the_router_has_heard_of_it_for_it_would_cancel_none_of_them(
+    lose,
+):
     machine = joined()
     assert machine.hear(order())
     lose(machine)

@@ -28,14 +28,18 @@ def lines():
 
 def test_text_shows_role_instance_room_first_and_fields(lines):
     out = lines()
-    logging.getLogger("baton.x").info("prefill completed", extra=fields(tokens=812, ms=41.23456, room=ROOM, why="a b"))
+    logging.getLogger("baton.x").info(
+        "prefill completed", extra=fields(tokens=812, ms=41.23456, room=ROOM, why="a b")
+    )
     _, rest = out.getvalue().split(" ", 1)
     assert rest == 'INFO  prefill[3f2a] prefill completed room=ab12cd34.. tokens=812 ms=41.23 why="a b"\n'
 
 
 def test_json_is_one_object_per_line_with_full_ids(lines):
     out = lines(log_format="json")
-    logging.getLogger("baton.x").warning("slow %s", "hand-off", extra=fields(room=ROOM, ms=3, level="not ours"))
+    logging.getLogger("baton.x").warning(
+        "slow %s", "hand-off", extra=fields(room=ROOM, ms=3, level="not ours")
+    )
     document = json.loads(out.getvalue())
     assert document["room"] == ROOM
     assert (document["level"], document["message"], document["ms"]) == ("warning", "slow hand-off", 3)

@@ -74,7 +74,9 @@ def test_a_room_that_is_not_attached_yet_asks_for_nothing_but_the_greeting() -> 
     assert session.link_lost("p", 0.1) == [HELLO]
 
 
-def test_behind_the_last_release_a_lost_connection_is_made_anew_since_prefill_may_lack_it(pulling: ReceiverSession) -> None:
+def test_behind_the_last_release_a_lost_connection_is_made_anew_since_prefill_may_lack_it(
+    pulling: ReceiverSession,
+) -> None:
     for block in range(3):
         effects = land(pulling, block, now=1.0)
     (release,) = sent(effects, m.Release)
@@ -131,4 +133,7 @@ def test_every_room_of_the_peer_asks_anew(pulling: ReceiverSession) -> None:
     pulling.receive("p", announce(12, 5, room=OTHER), 0.0)
     effects = pulling.link_lost("p", 0.1)
     assert [message.room for message in sent(effects, m.Attach)] == [ROOM, OTHER]
-    assert {(pull.room, pull.block, pull.instance) for pull in sent(effects, m.Pull)} >= {(ROOM, 0, D), (OTHER, 0, D)}
+    assert {(pull.room, pull.block, pull.instance) for pull in sent(effects, m.Pull)} >= {
+        (ROOM, 0, D),
+        (OTHER, 0, D),
+    }

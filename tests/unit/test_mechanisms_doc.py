@@ -26,7 +26,9 @@ def test_every_named_test_exists():
         for name in tests:
             file, _, function = name.partition("::")
             path = ROOT / "tests" / file
-            functions = {n.name for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.FunctionDef)}
+            functions = {
+                n.name for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.FunctionDef)
+            }
             if function not in functions:
                 missing.append((law, name))
     assert missing == []

@@ -104,7 +104,8 @@ def test_heartbeats_become_labelled_gauges_and_counters():
 def test_a_worker_that_left_leaves_no_series():
     metrics = RouterMetrics()
     metrics.render(
-        RouterRecord(queued=0, running=0), [WorkerRecord(role="decode", instance=INSTANCE, stats=WorkerStats())]
+        RouterRecord(queued=0, running=0),
+        [WorkerRecord(role="decode", instance=INSTANCE, stats=WorkerStats())],
     )
     assert INSTANCE not in metrics.render(RouterRecord(queued=0, running=0), []).decode()
 
@@ -128,7 +129,10 @@ def test_counters_of_graphs_become_metrics_by_kind_and_reason():
     who = {"role": "decode", "worker": INSTANCE}
     assert value(found, "baton_worker_graph_replays_total", kind="target_verify", **who) == 7
     assert value(found, "baton_worker_graph_pad_rows_total", kind="draft", **who) == 4
-    assert value(found, "baton_worker_graph_fallbacks_total", kind="draft_extend", reason="too_large", **who) == 3
+    assert (
+        value(found, "baton_worker_graph_fallbacks_total", kind="draft_extend", reason="too_large", **who)
+        == 3
+    )
     assert value(found, "baton_worker_graph_fallbacks_total", kind="draft", reason="off", **who) == 2
     assert not any(name == "baton_worker_events_total" for name, _ in found)
 
@@ -150,7 +154,9 @@ def shown(body):
 def told():
     """The same of docs/metrics.md."""
     lines = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8").splitlines()
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| `")]
+    cells = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| `")
+    ]
     rows = [row for row in cells if len(row) == 4]
     assert len({row[0] for row in rows}) == len(rows)
     return {row[0].strip("`"): (row[1], set(re.findall(r"`(\w+)`", row[2]))) for row in rows}
@@ -163,7 +169,12 @@ def everything():
     worker = WorkerRecord(role="decode", instance=INSTANCE, stats=stats)
     failing = ((INSTANCE, INSTANCE, "TransferTimeout", 2),)
     router = RouterRecord(
-        queued=0, running=0, events={"x": 1}, responses={200: 1}, canaries={"passed": 1}, failing_pairs=failing
+        queued=0,
+        running=0,
+        events={"x": 1},
+        responses={200: 1},
+        canaries={"passed": 1},
+        failing_pairs=failing,
     )
     return shown(metrics.render(router, [worker])), shown(render_worker(worker))
 
@@ -185,7 +196,9 @@ def test_every_name_of_the_catalogue_is_served():
 def test_the_page_tells_every_counter_of_a_worker():
     text = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8").partition("## Events")[2]
     events = {row[0] for row in re.findall(r"^\| `(\w+)` \| (both|prefill|decode) \|", text, re.MULTILINE)}
-    prefill = re.findall(r'"(\w+)"', re.search(r"_counters.*?fromkeys\((.*?)\)", source("prefill"), re.DOTALL).group(1))
+    prefill = re.findall(
+        r'"(\w+)"', re.search(r"_counters.*?fromkeys\((.*?)\)", source("prefill"), re.DOTALL).group(1)
+    )
     assert len(prefill) > 5
     assert {*NAMES, *prefill} <= events
 

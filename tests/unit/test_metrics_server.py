@@ -101,7 +101,9 @@ def test_a_client_that_trickles_keeps_the_next_one_waiting_for_a_bounded_time_on
     with slow, ThreadPoolExecutor(1) as others, suppress(ConnectionError):
         slow.sendall(b"GET /")
         assert begun.wait(60)
-        monkeypatch.setattr(metrics_server, "SCRAPE_TIMEOUT_S", 60.0)  # of the next one, whose thread may get no core
+        monkeypatch.setattr(
+            metrics_server, "SCRAPE_TIMEOUT_S", 60.0
+        )  # of the next one, whose thread may get no core
         scrape = others.submit(get, server)
         while not scrape.done():
             slow.sendall(b"x")

@@ -74,7 +74,9 @@ def test_families_differ_by_switches(
 
 
 def test_absent_keys_take_the_defaults_of_the_format(tmp_path: Path):
-    absent = dict.fromkeys(("num_key_value_heads", "tie_word_embeddings", "eos_token_id", "torch_dtype"), "absent")
+    absent = dict.fromkeys(
+        ("num_key_value_heads", "tie_word_embeddings", "eos_token_id", "torch_dtype"), "absent"
+    )
     config = load_model_config(write(tmp_path, absent | {"architectures": "absent", "model_type": "llama"}))
     assert config.num_kv_heads == 9
     assert not config.tie_word_embeddings
@@ -82,8 +84,12 @@ def test_absent_keys_take_the_defaults_of_the_format(tmp_path: Path):
     assert config.dtype == "float32"
 
 
-def test_eos_ids_outside_the_vocabulary_are_left_out_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    assert load_model_config(write(tmp_path, {"eos_token_id": 49152}, {"eos_token_id": [7, 60000]})).eos_token_ids == (7,)
+def test_eos_ids_outside_the_vocabulary_are_left_out_and_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    assert load_model_config(
+        write(tmp_path, {"eos_token_id": 49152}, {"eos_token_id": [7, 60000]})
+    ).eos_token_ids == (7,)
     assert "end tokens [60000, 49152] are outside the vocabulary of 49152" in caplog.text
 
 
@@ -119,7 +125,9 @@ def test_eos_ids_of_both_files_are_merged_generation_config_first(tmp_path: Path
         ({"torch_dtype": "float8_e4m3fn"}, ["torch_dtype", "float8_e4m3fn", "bfloat16"]),
     ],
 )
-def test_each_unsupported_or_malformed_value_is_one_clear_line(tmp_path: Path, changes: dict, words: list[str]):
+def test_each_unsupported_or_malformed_value_is_one_clear_line(
+    tmp_path: Path, changes: dict, words: list[str]
+):
     with pytest.raises(CheckpointError) as caught:
         load_model_config(write(tmp_path, changes))
     message = str(caught.value)

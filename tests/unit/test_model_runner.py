@@ -43,7 +43,9 @@ def test_requests_in_one_batch_equal_each_alone(checkpoint: Path):
     alone, together = ToyEngine(checkpoint), ToyEngine(checkpoint)
     steps = [
         [(name, ids[: len(ids) // 2 or 1]) for name, ids in prompts.items()],  # ragged extend
-        [(name, ids[len(ids) // 2 :]) for name, ids in prompts.items() if name != "b"],  # ragged, behind a prefix
+        [
+            (name, ids[len(ids) // 2 :]) for name, ids in prompts.items() if name != "b"
+        ],  # ragged, behind a prefix
         [(name, random_ids(1, seed=i)) for i, name in enumerate(prompts)],  # decode
         [(name, random_ids(4, seed=i)) for i, name in enumerate(prompts)],  # verify
         [("a", random_ids(1)), ("d", random_ids(3)), ("b", random_ids(1))],  # mixed, in another order
@@ -60,10 +62,15 @@ def test_padding_rows_and_padding_requests_change_nothing(checkpoint: Path):
     expected = plain.run(("a", [7]), ("b", [8])).logits
     batch = padded.batch(("a", [7]), ("b", [8]), mode=ForwardMode.DECODE)
     zeros = torch.zeros(2, dtype=torch.int64)
-    batch.input_ids, batch.positions = torch.cat((batch.input_ids, zeros)), torch.cat((batch.positions, zeros))
+    batch.input_ids, batch.positions = (
+        torch.cat((batch.input_ids, zeros)),
+        torch.cat((batch.positions, zeros)),
+    )
     batch.slots = torch.cat((batch.slots, zeros))
     with_rows = padded.runner.forward(batch).logits[:2]
-    batch.page_table = torch.cat((batch.page_table, torch.zeros(2, batch.page_table.shape[1], dtype=torch.int64)))
+    batch.page_table = torch.cat(
+        (batch.page_table, torch.zeros(2, batch.page_table.shape[1], dtype=torch.int64))
+    )
     batch.q_lens, batch.kv_lens = [1] * 4, [*batch.kv_lens, 1, 1]
     with_requests = padded.runner.forward(batch).logits[:2]
     for logits in (with_rows, with_requests):

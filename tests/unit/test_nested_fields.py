@@ -110,7 +110,12 @@ def refusal_of(kind, more):
 
 
 def fields_in(state):
-    return [(place, name) for place, table in INSIDE.items() for name, field in table.items() if field.state == state]
+    return [
+        (place, name)
+        for place, table in INSIDE.items()
+        for name, field in table.items()
+        if field.state == state
+    ]
 
 
 # --- the published schema ---------------------------------------------------------------------------------------------
@@ -179,7 +184,9 @@ HOLDERS = {
     "ChatBody.tool_choice": lambda it: {"tool_choice": it},
     "ResponseBody.input": lambda it: {"input": [it]},
     "ResponseBody.input.content": lambda it: {"input": [ITEM | {"content": [it]}]},
-    "ResponseBody.input.output": lambda it: {"input": [{"type": "function_call_output", "call_id": "c", "output": [it]}]},
+    "ResponseBody.input.output": lambda it: {
+        "input": [{"type": "function_call_output", "call_id": "c", "output": [it]}]
+    },
     "ResponseBody.tools": lambda it: {"tools": [it]},
     "ResponseBody.tool_choice": lambda it: {"tool_choice": it},
 }
@@ -243,8 +250,16 @@ def test_a_call_without_what_makes_it_one_is_refused(missing):
 
 
 def test_what_a_client_dumps_of_an_answer_is_taken_back():
-    text = ParsedResponseOutputText.model_validate({"type": "output_text", "text": "hello", "annotations": []})
-    told = {"id": "i", "type": "message", "role": "assistant", "status": "completed", "content": [text.model_dump()]}
+    text = ParsedResponseOutputText.model_validate(
+        {"type": "output_text", "text": "hello", "annotations": []}
+    )
+    told = {
+        "id": "i",
+        "type": "message",
+        "role": "assistant",
+        "status": "completed",
+        "content": [text.model_dump()],
+    }
     called = {"id": "i", "type": "function_call", "call_id": "c", "status": "completed", **CALLED}
     made = [
         ResponseReasoningItem.model_validate({"id": "i", "type": "reasoning", "summary": []}),
@@ -261,7 +276,9 @@ def test_what_a_client_dumps_of_an_answer_is_taken_back():
     assert ask(ChatBody, said_by_assistant(call.model_dump())).messages[0].tool_calls[0].id == "c"
 
 
-@pytest.mark.parametrize("content", [b'"\xff"', b'"\\ud800"', b'[{"type":"input_text","text":"\xff"}]', b"[" * 9999])
+@pytest.mark.parametrize(
+    "content", [b'"\xff"', b'"\\ud800"', b'[{"type":"input_text","text":"\xff"}]', b"[" * 9999]
+)
 def test_items_that_cannot_be_read_are_refused(content):
     raw = b'{"model": "m", "input": [{"role": "user", "content": ' + content + b"}]}"
     with pytest.raises(ApiError) as caught:
@@ -275,7 +292,9 @@ def test_every_table_is_shown_and_each_has_a_place():
     text = DOCS.read_text().partition("## Inside of them\n")[2].partition("\n## ")[0]
     shown = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")][1:]
     expected = [
-        [place, f"`{name}`", field.state, field.says] for place, table in INSIDE.items() for name, field in table.items()
+        [place, f"`{name}`", field.state, field.says]
+        for place, table in INSIDE.items()
+        for name, field in table.items()
     ]
     assert shown == expected
 

@@ -52,10 +52,14 @@ def test_mix_is_the_published_splitmix64():
 
 
 @given(
-    st.integers(0, MASK), st.integers(0, 2**31), st.lists(st.integers(0, 2**31), min_size=1, max_size=4, unique=True)
+    st.integers(0, MASK),
+    st.integers(0, 2**31),
+    st.lists(st.integers(0, 2**31), min_size=1, max_size=4, unique=True),
 )
 def test_uniforms_equal_big_integer_arithmetic_exactly(seed, position, tokens):
-    assert row(seed, position, tokens).tolist() == [reference_uniform(seed, position, token) for token in tokens]
+    assert row(seed, position, tokens).tolist() == [
+        reference_uniform(seed, position, token) for token in tokens
+    ]
 
 
 @pytest.mark.parametrize(("bits", "u"), [(0, 2.0**-53), (MASK, 1 - 2.0**-53)])
@@ -82,7 +86,9 @@ def test_a_row_of_noise_does_not_depend_on_the_batch_or_the_order_of_tokens():
 
 def test_seed_position_and_token_each_change_the_noise():
     base = reference_uniform(1, 1, 1)
-    assert len({base, reference_uniform(2, 1, 1), reference_uniform(1, 2, 1), reference_uniform(1, 1, 2)}) == 4
+    assert (
+        len({base, reference_uniform(2, 1, 1), reference_uniform(1, 2, 1), reference_uniform(1, 1, 2)}) == 4
+    )
     assert row(1, 2, [3]).item() != row(2, 1, [3]).item()
 
 

@@ -44,7 +44,10 @@ def test_the_first_word_of_each_kind_is_sent_and_the_next_is_not(manager):
         notifier.ready("serving")
     for _ in range(2):
         notifier.stopping("draining")
-    assert [manager.recv(4096) for _ in range(2)] == [b"READY=1\nSTATUS=serving", b"STOPPING=1\nSTATUS=draining"]
+    assert [manager.recv(4096) for _ in range(2)] == [
+        b"READY=1\nSTATUS=serving",
+        b"STOPPING=1\nSTATUS=draining",
+    ]
     manager.setblocking(False)
     with pytest.raises(BlockingIOError):
         manager.recv(4096)
@@ -67,7 +70,9 @@ def test_a_manager_that_is_gone_stops_nobody(manager, tmp_path, caplog):
 
 
 def test_a_manager_that_is_behind_still_hears_what_is_said_once(manager, monkeypatch):
-    monkeypatch.setattr("baton.cluster.notify.PATIENCE_S", 60.0)  # this thread, which reads, may get no core for a while
+    monkeypatch.setattr(
+        "baton.cluster.notify.PATIENCE_S", 60.0
+    )  # this thread, which reads, may get no core for a while
     notifier = notifier_of({"NOTIFY_SOCKET": manager.getsockname(), "WATCHDOG_USEC": "8000000"})
     for now in range(2000):  # more than its queue holds
         notifier.ping(now)
@@ -87,7 +92,9 @@ def test_pings_keep_a_pace_well_inside_the_limit():
     assert heard.data == ["WATCHDOG=1"] * (PINGS_PER_LIMIT + 1)
 
 
-@pytest.mark.parametrize(("env", "limit"), [({}, 2.0), ({"WATCHDOG_PID": "7"}, 2.0), ({"WATCHDOG_PID": "8"}, 0.0)])
+@pytest.mark.parametrize(
+    ("env", "limit"), [({}, 2.0), ({"WATCHDOG_PID": "7"}, 2.0), ({"WATCHDOG_PID": "8"}, 0.0)]
+)
 def test_only_the_watched_process_pings(manager, env, limit):
     env = {"NOTIFY_SOCKET": manager.getsockname(), "WATCHDOG_USEC": "2000000", **env}
     assert notifier_of(env, pid=7).limit_s == limit
@@ -140,7 +147,12 @@ def worker_loop(events):
     clock, heard, shutdown = [100.0], Heard(), Shutdown()
     notifier = Notifier(heard)
     loop = WorkerLoop(
-        FakeWorker(clock), TalkingLink(events), shutdown, drain_timeout_s=5.0, clock=lambda: clock[0], notifier=notifier
+        FakeWorker(clock),
+        TalkingLink(events),
+        shutdown,
+        drain_timeout_s=5.0,
+        clock=lambda: clock[0],
+        notifier=notifier,
     )
     return loop, heard, shutdown
 

@@ -50,7 +50,9 @@ def test_defaults_are_the_apis():
     assert (sampling.logit_bias, sampling.stop_token_ids, sampling.ignore_eos) == ({}, [], False)
 
 
-@pytest.mark.parametrize("field", ["n", "stop", "seed", "temperature", "top_p", "logit_bias", "stream", "tools", "user"])
+@pytest.mark.parametrize(
+    "field", ["n", "stop", "seed", "temperature", "top_p", "logit_bias", "stream", "tools", "user"]
+)
 def test_null_is_the_same_as_absent(field):
     body = chat(**{field: None})
     assert sampling_of(body, max_new=5, choice=0).temperature == 1.0
@@ -60,7 +62,13 @@ def test_null_is_the_same_as_absent(field):
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("response_format", {"type": "text"}), ("tools", []), ("tool_choice", "none"), ("store", False), ("user", "me")],
+    [
+        ("response_format", {"type": "text"}),
+        ("tools", []),
+        ("tool_choice", "none"),
+        ("store", False),
+        ("user", "me"),
+    ],
 )
 def test_values_that_ask_for_nothing_are_let_through(field, value):
     assert chat(**{field: value}).model == "m"
@@ -102,7 +110,9 @@ def test_length_and_logprob_fields_of_both_apis():
     assert max_new_of(chat()) is None
     assert max_new_of(chat(max_completion_tokens=7)) == 7
     assert max_new_of(chat(max_tokens=7, max_completion_tokens=7)) == 7
-    assert [logprobs_of(body) for body in (chat(), chat(logprobs=True), chat(logprobs=True, top_logprobs=4))] == [-1, 0, 4]
+    assert [
+        logprobs_of(body) for body in (chat(), chat(logprobs=True), chat(logprobs=True, top_logprobs=4))
+    ] == [-1, 0, 4]
     assert [logprobs_of(body) for body in (text(), text(logprobs=0), text(logprobs=5))] == [-1, 0, 5]
 
 
@@ -119,7 +129,9 @@ def test_token_ids_are_checked_wherever_they_stand():
         assert caught.value.body.param == param
 
 
-@pytest.mark.parametrize("raw", [b"", b"{", b"nul", b'{"a": NaN}', b"\xff", b'{"model": "\\ud800"}', b"[" * 10**5])
+@pytest.mark.parametrize(
+    "raw", [b"", b"{", b"nul", b'{"a": NaN}', b"\xff", b'{"model": "\\ud800"}', b"[" * 10**5]
+)
 def test_what_is_not_json_is_one_clear_error(raw):
     with pytest.raises(ApiError) as caught:
         parse_body(raw, ChatBody)
@@ -141,7 +153,9 @@ def test_event_has_one_line_for_every_reader():
 
 def test_infinite_logprobs_become_the_apis_number():
     builder = ChatBuilder(Frame(id="x", created=0, model="m", num_top=1))
-    tokens = [TokenText("a", b"a", value, [("b", b"b", value)], 0) for value in (float("-inf"), float("nan"), -2.0)]
+    tokens = [
+        TokenText("a", b"a", value, [("b", b"b", value)], 0) for value in (float("-inf"), float("nan"), -2.0)
+    ]
     chunk = json.loads(builder.chunk(0, Piece("a", tokens)).removeprefix(b"data: "))
     content = chunk["choices"][0]["logprobs"]["content"]
     assert [token["logprob"] for token in content] == [-9999.0, -9999.0, -2.0]
@@ -162,7 +176,9 @@ def test_a_chunk_holds_one_call_and_says_of_it_what_several_parts_say():
     ]  # fmt: skip
     builder = ChatBuilder(Frame(id="x", created=0, model="m", num_top=0))
     piece = Piece("hi", [TokenText("a", b"a", -1.0, [], 0)], finish="tool_calls", calls=parts)
-    events = [json.loads(event.removeprefix(b"data: ")) for event in builder.chunk(0, piece).split(b"\n\n") if event]
+    events = [
+        json.loads(event.removeprefix(b"data: ")) for event in builder.chunk(0, piece).split(b"\n\n") if event
+    ]
     choices = [event["choices"][0] for event in events]
     assert [choice["delta"]["tool_calls"] for choice in choices] == [
         [{"index": 0, "function": {"arguments": ' "x"}'}}],
@@ -203,7 +219,9 @@ def test_history_from_an_answers_own_message_is_taken():
     said = {"role": "assistant", "content": "Hello", "refusal": None, "annotations": None, "audio": None}
     said |= {"function_call": None, "tool_calls": None, "name": None}
     parsed = chat(messages=[said, said | {"tool_calls": [], "annotations": []}])
-    assert [message.as_template_input() for message in parsed.messages] == [{"role": "assistant", "content": "Hello"}] * 2
+    assert [message.as_template_input() for message in parsed.messages] == [
+        {"role": "assistant", "content": "Hello"}
+    ] * 2
 
 
 def test_what_clients_add_to_an_answers_message_is_taken_and_says_nothing():
@@ -252,7 +270,9 @@ def test_of_allowed_tools_alone_the_model_hears_and_calls_one():
 def test_who_sends_an_image_reads_that_parts_are_text_however_its_part_begins():
     image = {"image_url": {"url": "http://x"}}
     for part in ({"type": "image_url"} | image, image | {"type": "image_url"}):
-        with pytest.raises(ApiError, match=r"messages\[0\]\.content\[0\].*'image_url'.*content are text") as caught:
+        with pytest.raises(
+            ApiError, match=r"messages\[0\]\.content\[0\].*'image_url'.*content are text"
+        ) as caught:
             chat(messages=[{"role": "user", "content": [part]}])
         assert caught.value.body.param == "messages"
 
@@ -283,7 +303,9 @@ def test_a_repetition_penalty_that_float32_cannot_divide_by_is_refused(penalty):
     assert "0.01" in str(caught.value)
 
 
-@pytest.mark.parametrize(("asked", "served"), [(0, 0.0), (1e-40, 1e-3), (9e-4, 1e-3), (1e-3, 1e-3), (0.5, 0.5)])
+@pytest.mark.parametrize(
+    ("asked", "served"), [(0, 0.0), (1e-40, 1e-3), (9e-4, 1e-3), (1e-3, 1e-3), (0.5, 0.5)]
+)
 def test_a_temperature_next_to_zero_is_served_as_the_coldest(asked, served):
     parsed = parse_body(json.dumps(CHAT | {"temperature": asked}).encode(), ChatBody)
     assert sampling_of(parsed, max_new=1, choice=0).temperature == served
@@ -309,11 +331,17 @@ def test_an_echoed_prompt_stands_before_the_output_with_its_log_probabilities(to
     scores = [TokenLogprob(logprob=-float(i), top=[(token, -float(i))]) for i, token in enumerate(ids[1:], 1)]
     piece = choice.add(Deliver(tokenizer.encode("!"), [TokenLogprob(logprob=-9.0)], scores))
     assert piece.text == "one two!"
-    assert [token.logprob for token in piece.logprobs] == [None, *[-float(i) for i in range(1, len(ids))], -9.0]
+    assert [token.logprob for token in piece.logprobs] == [
+        None,
+        *[-float(i) for i in range(1, len(ids))],
+        -9.0,
+    ]
     assert [token.at for token in piece.logprobs][-1] == len("one two")
     assert (choice.num_tokens, len(piece.ids)) == (1, len(ids) + 1)
     with pytest.raises(ValueError, match="log probabilities of a prompt"):
-        Choice(tokenizer, Style(num_top=0), Prompt(ids)).add(Deliver([5], [TokenLogprob(logprob=-1.0)], scores[1:]))
+        Choice(tokenizer, Style(num_top=0), Prompt(ids)).add(
+            Deliver([5], [TokenLogprob(logprob=-1.0)], scores[1:])
+        )
 
 
 def test_a_silent_choice_shows_the_prompt_only(tokenizer):

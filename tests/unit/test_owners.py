@@ -88,7 +88,9 @@ def test_a_lost_router_takes_its_own_rooms_along_and_no_other():
     lost = owners.take(RouterLost(router=0, reason="gone"))
     assert (lost.rooms, lost.reason) == ({A, C}, "gone")
     assert to(owners, finished(A)) == []
-    assert to(owners, Tokens(instance=ME, items=[item(A), item(B)])) == [(1, Tokens(instance=ME, items=[item(B)]))]
+    assert to(owners, Tokens(instance=ME, items=[item(A), item(B)])) == [
+        (1, Tokens(instance=ME, items=[item(B)]))
+    ]
     assert owners.take(RouterLost(router=0, reason="again")).rooms == frozenset()
 
 

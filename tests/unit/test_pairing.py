@@ -46,7 +46,10 @@ def test_cache_aware_prefill_goes_where_the_beginning_is_until_the_queue_costs_m
     policy, idle = picker("prefill", "cache-aware", index), worker("b", "prefill")
     assert picked(policy, worker("a", "prefill", [(0, 95)]), idle) == "a"
     assert picked(policy, worker("a", "prefill", [(0, 97)]), idle) == "b"
-    assert picked(policy, worker("a", "prefill", [(0, 1)]), idle, prompt=Prompt(range(100), "other tenant")) == "b"
+    assert (
+        picked(policy, worker("a", "prefill", [(0, 1)]), idle, prompt=Prompt(range(100), "other tenant"))
+        == "b"
+    )
 
 
 def test_a_prompt_that_is_cached_as_a_whole_still_costs_its_last_page():
@@ -72,7 +75,10 @@ def test_least_loaded_decode_counts_places_and_pages():
 
 
 def test_round_robin_goes_round_whatever_the_load_and_a_newcomer_is_next():
-    policy, first = picker("decode", "round-robin"), [worker("a", "decode", [(50, 1)] * 4), worker("b", "decode")]
+    policy, first = (
+        picker("decode", "round-robin"),
+        [worker("a", "decode", [(50, 1)] * 4), worker("b", "decode")],
+    )
     order = ""
     for workers in [first] * 4 + [[*first, worker("c", "decode")]] * 3:
         chosen = policy.pick(workers, PROMPT)

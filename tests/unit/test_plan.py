@@ -19,14 +19,21 @@ GPU = Measured(prefill_rate=24000, bandwidth=2.5e9, fixed_s=0.0005, tpot_s=0.01)
 
 
 def test_sizes_of_a_token_are_those_of_the_published_table(tmp_path):
-    config = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}
+    config = {
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "hidden_size": 4096,
+    }
     (tmp_path / "config.json").write_text(json.dumps(config))
     shape = shape_of(tmp_path)
     assert (shape.kv_bytes, LLAMA_8B.feature_bytes) == (128 * 1024, 24 * 1024)
     assert shape_of(tmp_path, dtype="float32").kv_bytes == 256 * 1024
 
 
-@pytest.mark.parametrize("text", ["[]", "{", "{}", '{"num_attention_heads": 0}', '{"num_attention_heads": "8"}'])
+@pytest.mark.parametrize(
+    "text", ["[]", "{", "{}", '{"num_attention_heads": 0}', '{"num_attention_heads": "8"}']
+)
 def test_a_config_that_says_nothing_is_named(tmp_path, text):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ConfigError, match="config"):
@@ -83,7 +90,9 @@ def test_a_request_that_fits_no_worker_is_said():
 
 def test_a_small_model_on_a_slow_link_is_told_not_to_disaggregate():
     small = KVShape(num_layers=28, num_kv_heads=8, head_dim=128, hidden_size=1024)  # of 0.6B
-    made = plan_of(small, Measured(prefill_rate=300000, bandwidth=2.5e9), Load(prompt=2048, output=200, rate=1))
+    made = plan_of(
+        small, Measured(prefill_rate=300000, bandwidth=2.5e9), Load(prompt=2048, output=200, rate=1)
+    )
     assert any("let decode compute" in text for text in made.advice)
     assert any("one process per GPU" in text for text in made.advice)
     big = Load(prompt=8192, output=300, rate=2)

@@ -73,11 +73,18 @@ def test_failed_workers_are_the_last_choice_but_a_choice():
 def test_context_of_either_side_binds():
     assert chosen([worker("a", "prefill", max_context=127), worker("b", "decode")]) is None
     assert chosen([worker("a", "prefill"), worker("b", "decode", max_context=127)]) is None
-    assert chosen([worker("a", "prefill", max_context=128), worker("b", "decode", max_context=128)]) == ("a", "b")
+    assert chosen([worker("a", "prefill", max_context=128), worker("b", "decode", max_context=128)]) == (
+        "a",
+        "b",
+    )
 
 
 def test_limits_are_the_largest_over_pairs_and_none_without():
-    p, small, big = worker("a", "prefill"), worker("b", "decode"), worker("c", "decode", pages_total=200, spec_tokens=4)
+    p, small, big = (
+        worker("a", "prefill"),
+        worker("b", "decode"),
+        worker("c", "decode", pages_total=200, spec_tokens=4),
+    )
     assert limits([p]) is None
     found = limits([p, small, big])
     assert (found.context, found.decode_tokens, found.prefill_tokens) == (1024, 3196, 1600)

@@ -17,11 +17,15 @@ PAGE = 4
 def make(num_pages=64, chunk_size=8, max_batch=4):
     cache = PrefixCache(PageAllocator(num_pages + 1), PAGE)
     queues = PrefillQueues(max_queue=64)
-    return PrefillScheduler(queues, cache, page_size=PAGE, chunk_size=chunk_size, max_batch=max_batch, vocab_size=100)
+    return PrefillScheduler(
+        queues, cache, page_size=PAGE, chunk_size=chunk_size, max_batch=max_batch, vocab_size=100
+    )
 
 
 def add(scheduler, name, tokens, **sampling):
-    request = Request(room=f"{name:032x}", epoch=0, prompt_ids=list(tokens), sampling=SamplingParams(**sampling))
+    request = Request(
+        room=f"{name:032x}", epoch=0, prompt_ids=list(tokens), sampling=SamplingParams(**sampling)
+    )
     room = Room(request=request, arrived=0.0, deadline=None)
     scheduler.queues.add(room)
     return room
@@ -70,7 +74,11 @@ def test_each_prompt_token_behind_the_cached_prefix_is_computed_once_in_order(pr
 
 def test_a_prompt_without_pages_waits_and_the_ones_behind_it_wait_too():
     scheduler = make(num_pages=3, chunk_size=64)
-    first, second, third = add(scheduler, 1, range(8)), add(scheduler, 2, range(10, 20)), add(scheduler, 3, [99])
+    first, second, third = (
+        add(scheduler, 1, range(8)),
+        add(scheduler, 2, range(10, 20)),
+        add(scheduler, 3, [99]),
+    )
     chunks, admitted = scheduler.next_chunks()
     assert admitted == [first]
     assert [second.state, third.state] == [RoomState.QUEUED, RoomState.QUEUED]

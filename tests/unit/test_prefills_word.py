@@ -36,7 +36,9 @@ def pass_time(world, seconds):
 
 
 @pytest.mark.parametrize("num_begun", [0, NUM_ROOMS])
-def test_a_prefill_worker_that_dropped_more_rooms_than_the_budget_fails_none_and_decode_is_not_blamed(world, num_begun):
+def test_a_prefill_worker_that_dropped_more_rooms_than_the_budget_fails_none_and_decode_is_not_blamed(
+    world, num_begun
+):
     entries = submitted(world, num_begun)
     for entry in entries:
         given_up(world, entry)
@@ -45,18 +47,24 @@ def test_a_prefill_worker_that_dropped_more_rooms_than_the_budget_fails_none_and
     assert all(entry.room.is_live for entry in entries)
     assert [entry.room.epoch for entry in entries] == [1] * NUM_ROOMS
     assert world.dispatcher.events["retry_denied"] == 0
-    assert not any(world.dispatcher.registry.get(instance).breaker.is_avoided(world.now) for instance in (P, D))
+    assert not any(
+        world.dispatcher.registry.get(instance).breaker.is_avoided(world.now) for instance in (P, D)
+    )
 
 
 def test_decode_s_word_behind_that_of_prefill_ends_the_attempt_at_once_and_costs_nothing(world):
     entries = submitted(world, NUM_ROOMS)
     world.dispatcher.on_message(b"p", hello(instance=P, role="prefill", generation=1))
-    assert [entry.room.epoch for entry in entries] == [0] * NUM_ROOMS, "with token 1 here, decode may have all it needs"
+    assert [entry.room.epoch for entry in entries] == [0] * NUM_ROOMS, (
+        "with token 1 here, decode may have all it needs"
+    )
     for entry in entries:
         given_up(world, entry)
     assert [entry.room.epoch for entry in entries] == [1] * NUM_ROOMS
     assert world.dispatcher.events["retry_denied"] == 0
-    assert not any(world.dispatcher.registry.get(instance).breaker.is_avoided(world.now) for instance in (P, D))
+    assert not any(
+        world.dispatcher.registry.get(instance).breaker.is_avoided(world.now) for instance in (P, D)
+    )
 
 
 def test_what_prefill_says_itself_counts_whoever_is_heard_first(world):

@@ -8,7 +8,9 @@ TOKENS = st.lists(st.integers(0, 3), max_size=40)
 
 
 @given(TOKENS, TOKENS, st.sampled_from(["", "a", "b"]), st.sampled_from(["", "a", "b"]))
-def test_two_prompts_share_a_name_exactly_where_salt_and_all_tokens_up_to_there_are_equal(one, two, salt, other):
+def test_two_prompts_share_a_name_exactly_where_salt_and_all_tokens_up_to_there_are_equal(
+    one, two, salt, other
+):
     for i, (left, right) in enumerate(zip(page_names(one, 4, salt), page_names(two, 4, other), strict=False)):
         assert (left == right) == (salt == other and one[: 4 * i + 4] == two[: 4 * i + 4])
 
@@ -43,4 +45,6 @@ def test_a_page_remembers_its_last_holders_only():
     index, names = PrefixIndex(), page_names(range(4), 4, "")
     for i in range(100):
         index.add(str(i), names)
-    assert [who for who in map(str, range(100)) if index.num_held(who, names)] == [str(i) for i in range(92, 100)]
+    assert [who for who in map(str, range(100)) if index.num_held(who, names)] == [
+        str(i) for i in range(92, 100)
+    ]

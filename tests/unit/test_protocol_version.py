@@ -69,5 +69,7 @@ def test_a_worker_of_another_number_is_told_both_and_what_to_do(step):
     registry = Registry("a" * 32, 1.8)
     other = m.PROTOCOL_MAJOR + step
     rejected = registry.hello(b"w", hello(protocol=other), 0.0)
-    assert rejected.reason == f"protocol {other} is not {m.PROTOCOL_MAJOR}: run the same release on every host"
+    assert (
+        rejected.reason == f"protocol {other} is not {m.PROTOCOL_MAJOR}: run the same release on every host"
+    )
     assert len(registry) == 0

@@ -15,20 +15,37 @@ ROOM, OTHER = "a" * 32, "c" * 32
 LAYOUT = m.Layout(
     fingerprint="f", dtype="float32", page_size=4, num_layers=1, num_kv_heads=1, head_dim=2, block_bytes=64
 )  # a page is 64 bytes, so a block is a page
-HELLO = Send("p", m.KVHello(instance=D, protocol=1, layout=LAYOUT, ciphers=("crc32c",), transports=("zmq_blocks",)))
+HELLO = Send(
+    "p", m.KVHello(instance=D, protocol=1, layout=LAYOUT, ciphers=("crc32c",), transports=("zmq_blocks",))
+)
 
 
-def request(room: str = ROOM, epoch: int = 0, num_tokens: int = 12, have: int = 0, peer: str = P) -> PullRequest:
+def request(
+    room: str = ROOM, epoch: int = 0, num_tokens: int = 12, have: int = 0, peer: str = P
+) -> PullRequest:
     pages = tuple(range(1, 1 + -(-(num_tokens - have) // 4)))
     return PullRequest(
-        room=room, epoch=epoch, num_tokens=num_tokens, have=have, pages=pages, features=None, endpoint="p",
+        room=room,
+        epoch=epoch,
+        num_tokens=num_tokens,
+        have=have,
+        pages=pages,
+        features=None,
+        endpoint="p",
         peer_instance=peer,
     )
 
 
-def announce(tokens: int, first: int | None = None, room: str = ROOM, epoch: int = 0, peer: str = P) -> m.Announce:
+def announce(
+    tokens: int, first: int | None = None, room: str = ROOM, epoch: int = 0, peer: str = P
+) -> m.Announce:
     return m.Announce(
-        room=room, epoch=epoch, instance=peer, tokens_ready=tokens, final=first is not None, first_token=first or 0
+        room=room,
+        epoch=epoch,
+        instance=peer,
+        tokens_ready=tokens,
+        final=first is not None,
+        first_token=first or 0,
     )
 
 
@@ -178,7 +195,9 @@ def test_an_announcement_that_was_lost_is_asked_for_again(session: ReceiverSessi
     assert session.next_deadline() == 1.0 + PROBE_S
 
 
-def test_a_peer_that_says_nothing_for_a_second_is_given_up_with_all_its_rooms(session: ReceiverSession) -> None:
+def test_a_peer_that_says_nothing_for_a_second_is_given_up_with_all_its_rooms(
+    session: ReceiverSession,
+) -> None:
     session.pull(request(OTHER), 0.0)
     session.receive("p", announce(12, 1), 0.0)
     assert session.tick(PROBE_S - 0.01) == []
@@ -209,14 +228,18 @@ def test_a_peer_that_knows_the_room_may_compute_as_long_as_it_likes(session: Rec
     assert session.num_rooms == 1
 
 
-def test_answers_without_blocks_do_not_keep_a_room_alive_that_waits_for_blocks(session: ReceiverSession) -> None:
+def test_answers_without_blocks_do_not_keep_a_room_alive_that_waits_for_blocks(
+    session: ReceiverSession,
+) -> None:
     session.receive("p", announce(12, 1), 0.0)
     lost, asked = [], []
     for now in range(1, 70):
         lost, asked = lost + events(effects := session.tick(now / 10)), asked + pulled(effects)
         if not lost:
             session.receive("p", announce(12, 1), now / 10 + 0.01)
-    assert ([event.kind for event in lost], bool(asked)) == (["TransferTimeout"], True), "what is overdue is asked for, too"
+    assert ([event.kind for event in lost], bool(asked)) == (["TransferTimeout"], True), (
+        "what is overdue is asked for, too"
+    )
 
 
 def test_every_block_renews_the_lease(session: ReceiverSession) -> None:
@@ -287,12 +310,21 @@ def test_a_broken_connection_is_greeted_and_attached_again(session: ReceiverSess
 def test_a_refusal_loses_the_rooms_of_that_peer_only(session: ReceiverSession) -> None:
     session.pull(
         PullRequest(
-            room="b" * 32, epoch=0, num_tokens=4, have=0, pages=(1,), features=None, endpoint="q", peer_instance=P2
+            room="b" * 32,
+            epoch=0,
+            num_tokens=4,
+            have=0,
+            pages=(1,),
+            features=None,
+            endpoint="q",
+            peer_instance=P2,
         ),
         0.0,
     )
     effects = session.receive("q", m.KVRefused(instance=P2, reason="KV layouts differ"), 0.0)
-    assert events(effects) == [Lost(room="b" * 32, epoch=0, kind="HandshakeRefused", reason="KV layouts differ")]
+    assert events(effects) == [
+        Lost(room="b" * 32, epoch=0, kind="HandshakeRefused", reason="KV layouts differ")
+    ]
     assert session.num_rooms == 1
 
 
@@ -320,7 +352,9 @@ def test_an_abort_of_the_peer_loses_the_room_and_is_not_answered(session: Receiv
 
 
 @pytest.mark.parametrize("wrong", [announce(13), announce(8, 1)])
-def test_an_announcement_of_another_prompt_loses_the_room(session: ReceiverSession, wrong: m.Announce) -> None:
+def test_an_announcement_of_another_prompt_loses_the_room(
+    session: ReceiverSession, wrong: m.Announce
+) -> None:
     assert [event.kind for event in events(session.receive("p", wrong, 0.0))] == ["RemoteProtocolError"]
 
 
@@ -362,7 +396,9 @@ def test_a_late_announcement_of_a_completed_room_is_released_again(session: Rece
     session.receive("p", announce(12, 1), 0.0)
     for index in range(3):
         land(session, index)
-    assert session.receive("p", announce(12, 1), 0.0) == [Send("p", m.Release(room=ROOM, epoch=0, instance=D))]
+    assert session.receive("p", announce(12, 1), 0.0) == [
+        Send("p", m.Release(room=ROOM, epoch=0, instance=D))
+    ]
     unknown = session.receive("p", announce(4, room="e" * 32), 0.0)
     assert [message.room for message in sent(unknown, m.Abort)] == ["e" * 32]
 

@@ -141,7 +141,9 @@ def test_ledger_is_what_was_reserved_and_not_released(steps):
 
 
 def test_the_pace_of_heartbeats_follows_the_patience_within_bounds():
-    paces = [Registry(ROUTER, timeout).hello(b"id", hello(), 0.0).heartbeat_ms for timeout in (0.3, 1.2, 3.0, 60.0)]
+    paces = [
+        Registry(ROUTER, timeout).hello(b"id", hello(), 0.0).heartbeat_ms for timeout in (0.3, 1.2, 3.0, 60.0)
+    ]
     assert paces == [100, 200, 500, 1000]
 
 

@@ -63,7 +63,9 @@ def tokens(seq, ids, epoch=0):
 
 
 def finished(total, epoch=0):
-    return Finished(room=ROOM, epoch=epoch, instance=D, reason="stop", output_tokens=total, timeline=DecodeTimeline())
+    return Finished(
+        room=ROOM, epoch=epoch, instance=D, reason="stop", output_tokens=total, timeline=DecodeTimeline()
+    )
 
 
 def refused(retry_after_ms, instance=D, epoch=0):
@@ -71,7 +73,9 @@ def refused(retry_after_ms, instance=D, epoch=0):
 
 
 def failed(instance=D, epoch=0, retryable=True):
-    return Failed(room=ROOM, epoch=epoch, instance=instance, kind="TransferTimeout", message="x", retryable=retryable)
+    return Failed(
+        room=ROOM, epoch=epoch, instance=instance, kind="TransferTimeout", message="x", retryable=retryable
+    )
 
 
 def gone(instance, epoch=0):
@@ -80,7 +84,10 @@ def gone(instance, epoch=0):
 
 TRANSFER = Broken("TransferTimeout", "x")
 LOST = Broken("PeerLost", "a worker was lost")
-CANCEL_P, CANCEL_D = Send(P, Cancel(room=ROOM, epoch=0, instance=P)), Send(D, Cancel(room=ROOM, epoch=0, instance=D))
+CANCEL_P, CANCEL_D = (
+    Send(P, Cancel(room=ROOM, epoch=0, instance=P)),
+    Send(D, Cancel(room=ROOM, epoch=0, instance=D)),
+)
 
 
 def streaming():
@@ -116,7 +123,13 @@ def test_whole_life_in_order():
 
 @given(st.permutations(range(5)))
 def test_tokens_are_contiguous_in_whatever_order_the_workers_are_heard(order):
-    events = [(reserved(), D), (first(), P), (tokens(1, [101]), D), (tokens(2, [102, 103]), D), (finished(4), D)]
+    events = [
+        (reserved(), D),
+        (first(), P),
+        (tokens(1, [101]), D),
+        (tokens(2, [102, 103]), D),
+        (finished(4), D),
+    ]
     room = placed()
     effects = [effect for i in order for effect in room.on(*events[i], 0.1)]
     ids = [token for effect in effects if isinstance(effect, Deliver) for token in effect.ids]
@@ -137,7 +150,14 @@ def test_first_token_with_finish_ends_and_cancels_both():
     room = placed()
     room.on(reserved(), D, 0.1)
     effects = room.on(first(finish="length"), P, 0.2)
-    assert effects == [Deliver([100], []), Judged(P, 0, True), Freed(P, 0), Ended("length"), CANCEL_P, CANCEL_D]
+    assert effects == [
+        Deliver([100], []),
+        Judged(P, 0, True),
+        Freed(P, 0),
+        Ended("length"),
+        CANCEL_P,
+        CANCEL_D,
+    ]
     assert room.on(gone(P), P, 0.3) == [Freed(P, 0)]
     assert room.on(gone(D), D, 0.3) == [Freed(D, 0), Closed()]
 
@@ -196,8 +216,12 @@ def test_a_failure_speaks_against_whom_it_names(kind, sender, at_fault):
     message = Failed(room=ROOM, epoch=0, instance=sender, kind=kind, message="x", retryable=True)
     room = placed()
     effects = room.on(message, sender, 0.5)
-    assert {effect.instance for effect in effects if isinstance(effect, Judged) and not effect.is_good} == at_fault
-    assert room.failed_on == at_fault | ({D} if kind == "GrammarsOverdue" else set())  # which another worker may do
+    assert {
+        effect.instance for effect in effects if isinstance(effect, Judged) and not effect.is_good
+    } == at_fault
+    assert room.failed_on == at_fault | (
+        {D} if kind == "GrammarsOverdue" else set()
+    )  # which another worker may do
 
 
 def test_a_refusal_speaks_against_nobody():
@@ -250,7 +274,11 @@ def test_a_stopped_room_takes_decodes_account_from_its_gone():
     assert room.is_settling
     account = DecodeTimeline(verify_steps=4, accepted_tokens=6)
     assert room.on(gone(P), P, 1.1) == [Freed(P, 0)]
-    assert room.on(Gone(room=ROOM, epoch=0, instance=D, timeline=account), D, 1.1) == [Freed(D, 0), Settled(), Closed()]
+    assert room.on(Gone(room=ROOM, epoch=0, instance=D, timeline=account), D, 1.1) == [
+        Freed(D, 0),
+        Settled(),
+        Closed(),
+    ]
     assert room.decode_timeline == account
     assert not room.is_settling
 
@@ -350,10 +378,19 @@ def test_progress_renews_the_patience():
 events = st.one_of(
     st.builds(lambda e: (reserved(e), D), st.integers(0, 2)),
     st.builds(lambda e, f: (first(e, finish=f), P), st.integers(0, 2), st.sampled_from(["", "stop"])),
-    st.builds(lambda e, s, n: (tokens(s, [7] * n, e), D), st.integers(0, 2), st.integers(0, 9), st.integers(1, 3)),
+    st.builds(
+        lambda e, s, n: (tokens(s, [7] * n, e), D), st.integers(0, 2), st.integers(0, 9), st.integers(1, 3)
+    ),
     st.builds(lambda e, n: (finished(n, e), D), st.integers(0, 2), st.integers(0, 9)),
-    st.builds(lambda e, i, r: (failed(i, e, r), i), st.integers(0, 2), st.sampled_from([P, D]), st.booleans()),
-    st.builds(lambda e, i, r: (refused(r, i, e), i), st.integers(0, 2), st.sampled_from([P, D]), st.sampled_from([0, 9])),
+    st.builds(
+        lambda e, i, r: (failed(i, e, r), i), st.integers(0, 2), st.sampled_from([P, D]), st.booleans()
+    ),
+    st.builds(
+        lambda e, i, r: (refused(r, i, e), i),
+        st.integers(0, 2),
+        st.sampled_from([P, D]),
+        st.sampled_from([0, 9]),
+    ),
     st.sampled_from([(gone(P), P), (gone(D), D), "cancel", "stop", "lose P", "lose D", "tick", "place"]),
 )
 
@@ -393,5 +430,9 @@ def test_any_history_delivers_contiguously_ends_once_and_frees_what_it_held(hist
     assert effects.count(Closed()) == 1
     assert effects[-1] == Closed()
     assert room.phase is Phase.CLOSED
-    placed_on = {(s.instance, s.message.epoch) for s in effects if isinstance(s, Send) and not isinstance(s.message, Cancel)}
+    placed_on = {
+        (s.instance, s.message.epoch)
+        for s in effects
+        if isinstance(s, Send) and not isinstance(s.message, Cancel)
+    }
     assert placed_on == {(freed.instance, freed.epoch) for freed in effects if isinstance(freed, Freed)}

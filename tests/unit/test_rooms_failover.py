@@ -17,7 +17,18 @@ from baton.cluster.messages import (
     TokenItem,
     TokenLogprob,
 )
-from baton.router.room_effects import Broken, Closed, Deliver, Ended, Freed, Judged, Pair, Requeued, Send, Settled
+from baton.router.room_effects import (
+    Broken,
+    Closed,
+    Deliver,
+    Ended,
+    Freed,
+    Judged,
+    Pair,
+    Requeued,
+    Send,
+    Settled,
+)
 from baton.router.room_parts import Phase
 from baton.router.rooms import Room
 from baton.tests.unit.test_rooms import (
@@ -58,7 +69,11 @@ def test_what_was_asked_of_the_beginning_is_not_asked_again():
     room = Room(ROOM, [5, 6, 7], asked, 0.0, TIMEOUTS)
     room.place(PAIR, 0.0)
     scores = [TokenLogprob(logprob=-1.0, top=[(5, -1.0)]), TokenLogprob(logprob=-2.0)]
-    for start, part in ((1, scores[:1]), (2, scores[1:]), (1, scores[:1])):  # the last one again, which is dropped
+    for start, part in (
+        (1, scores[:1]),
+        (2, scores[1:]),
+        (1, scores[:1]),
+    ):  # the last one again, which is dropped
         message = PromptLogprobs(room=ROOM, epoch=0, instance=P, start=start, items=part)
         assert room.on(message, P, 0.1) == []
     assert room.num_stale == 1
@@ -147,10 +162,19 @@ def test_the_workers_accounts_are_summed_and_the_cached_part_is_of_the_clients_p
     spent = PrefillTimeline(prefill_ms=3.0, cached_tokens=4)
     room.on(FirstToken(room=ROOM, epoch=1, instance=P2, token=101, timeline=spent), P2, 0.8)
     end = Finished(
-        room=ROOM, epoch=1, instance=D2, reason="stop", output_tokens=1, timeline=DecodeTimeline(verify_steps=4)
+        room=ROOM,
+        epoch=1,
+        instance=D2,
+        reason="stop",
+        output_tokens=1,
+        timeline=DecodeTimeline(verify_steps=4),
     )
     assert Ended("stop") in room.on(end, D2, 0.9)
-    assert (room.prefill_timeline.prefill_ms, room.cached_tokens, room.decode_timeline.verify_steps) == (5.0, 2, 7)
+    assert (room.prefill_timeline.prefill_ms, room.cached_tokens, room.decode_timeline.verify_steps) == (
+        5.0,
+        2,
+        7,
+    )
 
 
 def test_a_request_that_was_with_two_workers_when_they_died_is_quarantined():
@@ -170,7 +194,9 @@ def test_workers_that_live_or_never_had_the_request_do_not_quarantine_it():
 
 def silent(pair, epoch):
     """Decode's word that prefill does not answer."""
-    return Failed(room=ROOM, epoch=epoch, instance=pair.decode, kind="PeerLost", message="silent", retryable=True)
+    return Failed(
+        room=ROOM, epoch=epoch, instance=pair.decode, kind="PeerLost", message="silent", retryable=True
+    )
 
 
 def test_a_request_whose_workers_their_peers_found_silent_waits_for_their_death_and_is_quarantined():
@@ -181,7 +207,9 @@ def test_a_request_whose_workers_their_peers_found_silent_waits_for_their_death_
     room.worker_lost(P, 1.8)
     assert room.suspicion.died_with == {P}, "of the attempt before"
     effects = room.on(silent(PAIR2, 1), D2, 2.0)
-    assert Requeued(2.0 + room.timeouts.suspect_s, Broken("PeerLost", "silent")) in effects, "it may have killed another"
+    assert Requeued(2.0 + room.timeouts.suspect_s, Broken("PeerLost", "silent")) in effects, (
+        "it may have killed another"
+    )
     assert Broken("Quarantined", "2 workers were lost while they served it") in room.worker_lost(P2, 2.8)
 
 
@@ -225,7 +253,11 @@ def heard(room, attempt, fault):
 
 
 @settings(max_examples=300)
-@given(st.lists(st.tuples(st.integers(0, 9), st.sampled_from(["prefill", "decode", "failed", "dropped"])), max_size=7))
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 9), st.sampled_from(["prefill", "decode", "failed", "dropped"])), max_size=7
+    )
+)
 def test_whatever_fails_and_when_the_client_gets_the_one_answer_whole(faults):
     room = Room(ROOM, [5, 6, 7], Sampling(max_new_tokens=len(ANSWER)), 0.0, TIMEOUTS, max_attempts=99)
     effects = []

@@ -28,7 +28,12 @@ SETTINGS = {
     "qwen-yarn": (
         128,
         16384,
-        {"rope_type": "yarn", "rope_theta": 1000000.0, "factor": 4.0, "original_max_position_embeddings": 32768},
+        {
+            "rope_type": "yarn",
+            "rope_theta": 1000000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 32768,
+        },
     ),
     "yarn-mscale": (
         64,
@@ -72,7 +77,10 @@ def test_rotated_queries_and_keys_equal_transformers(name: str):
     generator = torch.Generator().manual_seed(0)
     positions = torch.cat((torch.arange(40), torch.randint(0, length, (40,), generator=generator)))
     positions[-1] = length - 1
-    q, k = torch.randn(80, 3, head_dim, generator=generator), torch.randn(80, 2, head_dim, generator=generator)
+    q, k = (
+        torch.randn(80, 3, head_dim, generator=generator),
+        torch.randn(80, 2, head_dim, generator=generator),
+    )
     cos, sin = LlamaRotaryEmbedding(config)(q, positions[None])
     expected = apply_rotary_pos_emb(q, k, cos[0], sin[0], unsqueeze_dim=1)
     raw = json.loads(json.dumps({"max_position_embeddings": length, "rope_parameters": settings}))

@@ -178,9 +178,12 @@ def test_a_worker_greets_a_router_that_joins_the_name_later():
     first, second = (context.socket(zmq.ROUTER) for _ in range(2))
     port = first.bind_to_random_port("tcp://127.0.0.1")
     resolve = Name("127.0.0.1")
+
     def open_planes(own):
         names = RouterNames([f"dns+tcp://routers:{port}"], resolve=resolve, ask_s=0.01)
-        return RouterLinks(names, lambda endpoint: ControlLink(own, endpoint, HELLO, time.monotonic())), NoTransport()
+        return RouterLinks(
+            names, lambda endpoint: ControlLink(own, endpoint, HELLO, time.monotonic())
+        ), NoTransport()
 
     link = WorkerLink(open_planes)
     try:

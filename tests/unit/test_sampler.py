@@ -154,7 +154,9 @@ def test_rows_beyond_one_chunk_are_drawn_like_rows_within(monkeypatch):
 
 
 def test_a_wide_nucleus_is_the_same_from_few_candidates_as_from_a_full_sort(monkeypatch):
-    logits = torch.randn(6, 3000, generator=torch.Generator().manual_seed(2)).bfloat16().float()  # full of ties
+    logits = (
+        torch.randn(6, 3000, generator=torch.Generator().manual_seed(2)).bfloat16().float()
+    )  # full of ties
     rows = [SamplingRow(params=SamplingParams(top_p=0.2 * i + 0.19), position=0) for i in range(4)]
     rows += [SamplingRow(params=SamplingParams(top_p=0.5, top_k=k), position=0) for k in (40, 2000)]
     narrow = sample(logits, rows).tokens.tolist()
@@ -167,7 +169,9 @@ def test_greedy_ties_go_to_the_lowest_id():
     assert sample([[1.0, 4.0, 4.0, 4.0]], [row]).tokens.tolist() == [1]
 
 
-@pytest.mark.parametrize("restriction", [{"top_k": 1}, {"top_p": 1e-12}, {"top_p": 0.0}, {"temperature": 1e-300}])
+@pytest.mark.parametrize(
+    "restriction", [{"top_k": 1}, {"top_p": 1e-12}, {"top_p": 0.0}, {"temperature": 1e-300}]
+)
 def test_the_tightest_filters_leave_the_likeliest_token(restriction):
     assert draw_support([0.0, 2.0, 1.9, 2.0 - 1e-6], **restriction) == {1}
 
@@ -206,7 +210,9 @@ def test_drawn_frequencies_follow_the_filtered_softmax():
     noncentrality of at least 4 * 0.02**2 * 60 000 = 96 and is seen with 99 %."""
     n = 60_000
     logits = torch.linspace(1, -1, 8)
-    rows = [SamplingRow(params=SamplingParams(temperature=0.7, top_k=5, seed=11), position=i) for i in range(n)]
+    rows = [
+        SamplingRow(params=SamplingParams(temperature=0.7, top_k=5, seed=11), position=i) for i in range(n)
+    ]
     counts = sample(logits.expand(n, -1), rows).tokens.bincount(minlength=8).double()
     expected = torch.softmax(logits[:5].double() / 0.7, dim=0) * n
     assert counts[5:].sum() == 0
@@ -218,7 +224,11 @@ def test_verify_rows_with_penalties_choose_as_the_sequential_decode_does():
     changed = 0
     for seed in range(40):
         params = SamplingParams(
-            frequency_penalty=0.9, presence_penalty=0.4, repetition_penalty=1.3, temperature=0.8 * (seed % 2), seed=seed
+            frequency_penalty=0.9,
+            presence_penalty=0.4,
+            repetition_penalty=1.3,
+            temperature=0.8 * (seed % 2),
+            seed=seed,
         )
         logits = torch.randn(4, V, generator=generator)
         # Drafts that the raw logits like, before or after their row: a row that sees one too many or too few differs.

@@ -6,7 +6,13 @@ from dataclasses import replace
 import pytest
 from baton.cluster import tickets as module
 from baton.cluster.ciphers import AES_128_GCM, CRC32C, CURVE, agree_cipher, ciphers_of
-from baton.cluster.errors import ConfigError, DigestMismatch, HandshakeRefused, LocalProtocolError, RemoteProtocolError
+from baton.cluster.errors import (
+    ConfigError,
+    DigestMismatch,
+    HandshakeRefused,
+    LocalProtocolError,
+    RemoteProtocolError,
+)
 from baton.cluster.messages import Announce, KVWelcome, Layout
 from baton.cluster.tickets import MAX_PER_USER, TICKET_S, Tickets
 from baton.kvtransfer import seal
@@ -93,7 +99,10 @@ class Recorder:
 def test_no_nonce_is_used_twice_whatever_is_asked_for(blocks):
     sealer, recorder = Sealer(KEY), Recorder()
     sealer._cipher = recorder
-    attempts = [sealer.seal(replace(NAME, block=block), memoryview(b""), memoryview(bytearray(16))) for block in blocks]
+    attempts = [
+        sealer.seal(replace(NAME, block=block), memoryview(b""), memoryview(bytearray(16)))
+        for block in blocks
+    ]
     assert len(set(recorder.nonces)) == len(blocks)
     assert {len(nonce) for nonce in recorder.nonces} <= {12}
     assert len(set(zip(blocks, attempts, strict=True))) == len(blocks)
@@ -157,7 +166,9 @@ def test_keys_and_tickets_are_in_no_text_that_a_log_could_hold():
         ("crc32c", False, False, (CRC32C,)),
     ],
 )
-def test_with_keys_blocks_are_protected_unless_the_operator_trusts_the_network(choice, has_keys, trusted, expected):
+def test_with_keys_blocks_are_protected_unless_the_operator_trusts_the_network(
+    choice, has_keys, trusted, expected
+):
     assert ciphers_of(choice, has_keys=has_keys, trusted_network=trusted) == expected
 
 
@@ -180,7 +191,11 @@ def test_a_pair_takes_prefills_first_way_that_decode_accepts_and_no_other():
     assert agree_cipher((AES_128_GCM, CURVE), (CURVE, AES_128_GCM)) == AES_128_GCM
     assert agree_cipher((AES_128_GCM, CURVE), (CURVE,)) == CURVE
     assert agree_cipher((CRC32C,), ()) == CRC32C
-    for ours, theirs in (((AES_128_GCM,), ()), ((AES_128_GCM, CURVE), (CRC32C,)), ((CRC32C,), (AES_128_GCM,))):
+    for ours, theirs in (
+        ((AES_128_GCM,), ()),
+        ((AES_128_GCM, CURVE), (CRC32C,)),
+        ((CRC32C,), (AES_128_GCM,)),
+    ):
         with pytest.raises(HandshakeRefused) as refusal:
             agree_cipher(ours, theirs)
         assert ours[0] in str(refusal.value)

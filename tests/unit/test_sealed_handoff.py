@@ -13,9 +13,17 @@ from baton.kvtransfer.transports.fake import FakeNetwork, FakeReceiver, FakeSend
 
 P, D = "1" * 32, "2" * 32
 LAYOUT = Layout(
-    fingerprint="f", dtype="float32", page_size=4, num_layers=1, num_kv_heads=1, head_dim=128, block_bytes=4096
+    fingerprint="f",
+    dtype="float32",
+    page_size=4,
+    num_layers=1,
+    num_kv_heads=1,
+    head_dim=128,
+    block_bytes=4096,
 )  # a page is 4096 bytes, so a block is a page, opened in place
-CUT = msgspec.structs.replace(LAYOUT, block_bytes=5000, feature_ids=[0], feature_width=64)  # blocks cross pages and planes
+CUT = msgspec.structs.replace(
+    LAYOUT, block_bytes=5000, feature_ids=[0], feature_width=64
+)  # blocks cross pages and planes
 
 
 class Pair:
@@ -29,13 +37,19 @@ class Pair:
             return torch.randint(0, 256, (12, width), dtype=torch.uint8, generator=noise)
 
         self.layout, self.width = layout, sizes.feature_page_bytes
-        self.source = Planes(kv=plane(sizes.kv_page_bytes), features=plane(self.width) if self.width else None)
+        self.source = Planes(
+            kv=plane(sizes.kv_page_bytes), features=plane(self.width) if self.width else None
+        )
         self.target = Planes(kv=plane(sizes.kv_page_bytes), features=None)
         self.sent, self.now, self.fault = [], 0.0, fault
         self.network = FakeNetwork(self._deliver)
         clock = lambda: self.now  # noqa: E731
-        self.sender = FakeSender(self.network, "p", P, layout, self.source, ciphers=(AES_128_GCM,), clock=clock)
-        self.receiver = FakeReceiver(self.network, D, layout, self.target, ciphers=decode_ciphers, clock=clock)
+        self.sender = FakeSender(
+            self.network, "p", P, layout, self.source, ciphers=(AES_128_GCM,), clock=clock
+        )
+        self.receiver = FakeReceiver(
+            self.network, D, layout, self.target, ciphers=decode_ciphers, clock=clock
+        )
 
     def _deliver(self, packet):
         message = None if packet.is_up else kv_down_decoder().decode(packet.frames[0])
@@ -81,9 +95,13 @@ def test_sealed_blocks_land_and_nothing_of_them_is_readable_on_the_wire(layout):
     if pair.features is not None:
         assert torch.equal(pair.features, pair.source.features[1:4])
     wire = b"".join(frame for message, packet in pair.blocks() for frame in packet.frames)
-    clear = [bytes(pair.source.kv[page, at : at + 16].numpy()) for page in (1, 2, 3) for at in range(0, 4096, 16)]
+    clear = [
+        bytes(pair.source.kv[page, at : at + 16].numpy()) for page in (1, 2, 3) for at in range(0, 4096, 16)
+    ]
     assert not any(piece in wire for piece in clear)
-    assert all(message.digest == 0 for message, _ in pair.blocks()), "a digest of the bytes would tell something of them"
+    assert all(message.digest == 0 for message, _ in pair.blocks()), (
+        "a digest of the bytes would tell something of them"
+    )
 
 
 def flip(packet, at):

@@ -89,7 +89,8 @@ def test_a_file_of_another_user_is_refused(directory):
         '{"peers": [{"role": "prefill", "name": "p", "public": "%s\\n"}]}' % ("0" * 64),
         '{"peers": [{"role": "prefill", "name": "p", "public": "%s", "until": 1}]}' % ("0" * 64),
         '{"peers": [{"role": "prefill", "name": "p", "public": "%s", "not_after": "tomorrow"}]}' % ("0" * 64),
-        '{"peers": [{"role": "prefill", "name": "p", "public": "%s", "not_after": "2030-01-01T00:00:00"}]}' % ("0" * 64),
+        '{"peers": [{"role": "prefill", "name": "p", "public": "%s", "not_after": "2030-01-01T00:00:00"}]}'
+        % ("0" * 64),
         "[" * 100_000,
     ],
     ids=range(12),
@@ -110,7 +111,9 @@ def test_a_key_stands_once(directory):
 
 def test_halves_of_two_pairs_are_no_key(directory):
     path = directory / "decode.key"
-    path.write_text(path.read_text().replace(read_key(directory, "decode").public, make_key("decode", "x").public))
+    path.write_text(
+        path.read_text().replace(read_key(directory, "decode").public, make_key("decode", "x").public)
+    )
     with pytest.raises(ConfigError, match="do not belong together"):
         read_key(directory, "decode")
 
@@ -137,7 +140,9 @@ def test_a_missing_directory_or_key_names_the_command(directory, tmp_path):
 def test_a_key_is_admitted_in_its_role_until_its_end(directory):
     now = NOW
     key = make_key("prefill", "p0")
-    peer = Peer(role="prefill", name="p0", public=key.public, not_after=datetime.fromtimestamp(NOW, timezone.utc))
+    peer = Peer(
+        role="prefill", name="p0", public=key.public, not_after=datetime.fromtimestamp(NOW, timezone.utc)
+    )
     write_peers(directory, [peer])
     peers = AllowList(directory, clock=lambda: now)
     assert peers.find(key.public, ("prefill",)) == peer

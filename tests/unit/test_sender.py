@@ -19,7 +19,9 @@ def offer(room: str = ROOM, epoch: int = 0, num_tokens: int = 10) -> Offer:
     return Offer(room=room, epoch=epoch, num_tokens=num_tokens, pages=(5, 6, 7))
 
 
-def greet(session: SenderSession, peer: str = "d", instance: str = D, layout: m.Layout = LAYOUT) -> list[Effect]:
+def greet(
+    session: SenderSession, peer: str = "d", instance: str = D, layout: m.Layout = LAYOUT
+) -> list[Effect]:
     return session.receive(peer, m.KVHello(instance=instance, protocol=m.PROTOCOL_MAJOR, layout=layout), 0.0)
 
 
@@ -34,7 +36,12 @@ def pull(block: int, epoch: int = 0, instance: str = D) -> m.Pull:
 def announce(tokens_ready: int, epoch: int = 0, first_token: int | None = None) -> m.Announce:
     final = first_token is not None
     return m.Announce(
-        room=ROOM, epoch=epoch, instance=P, tokens_ready=tokens_ready, final=final, first_token=first_token or 0
+        room=ROOM,
+        epoch=epoch,
+        instance=P,
+        tokens_ready=tokens_ready,
+        final=final,
+        first_token=first_token or 0,
     )
 
 
@@ -43,7 +50,9 @@ def release(epoch: int = 0, instance: str = D) -> m.Release:
 
 
 def aborts(effects: list[Effect]) -> list[tuple[str, int]]:
-    return [(e.peer, e.message.epoch) for e in effects if isinstance(e, Send) and isinstance(e.message, m.Abort)]
+    return [
+        (e.peer, e.message.epoch) for e in effects if isinstance(e, Send) and isinstance(e.message, m.Abort)
+    ]
 
 
 def events(effects: list[Effect]) -> list[object]:
@@ -105,7 +114,9 @@ def test_an_attach_before_the_offer_is_kept_and_answered(session: SenderSession)
     assert session.advance(ROOM, 0, 4, None, 1.0) == [Send("d", announce(4))]
 
 
-def test_an_attach_without_an_offer_ends_after_its_time_however_often_it_is_repeated(session: SenderSession) -> None:
+def test_an_attach_without_an_offer_ends_after_its_time_however_often_it_is_repeated(
+    session: SenderSession,
+) -> None:
     for now in range(19):
         session.receive("d", attach(), float(now))
     assert session.tick(19.9) == []
@@ -264,7 +275,9 @@ def test_the_lease_ends_a_room_that_decode_does_not_pull(session: SenderSession)
     assert aborts(session.receive("d", pull(1), 109.0)) == [("d", 0)]
 
 
-def test_a_room_that_waits_while_decode_pulls_others_is_not_dropped_and_another_decodes_is(session: SenderSession) -> None:
+def test_a_room_that_waits_while_decode_pulls_others_is_not_dropped_and_another_decodes_is(
+    session: SenderSession,
+) -> None:
     greet(session, "d2", D2)
     attached(session, is_final=True)
     for room, peer, instance in (("b" * 32, "d", D), ("c" * 32, "d2", D2)):
@@ -282,7 +295,9 @@ def test_a_room_that_waits_while_decode_pulls_others_is_not_dropped_and_another_
     assert sorted(event.room for event in last if isinstance(event, Dropped)) == [ROOM, "b" * 32]
 
 
-def test_the_end_is_announced_again_while_decode_is_quiet_and_its_release_may_be_lost(session: SenderSession) -> None:
+def test_the_end_is_announced_again_while_decode_is_quiet_and_its_release_may_be_lost(
+    session: SenderSession,
+) -> None:
     attached(session)
     session.advance(ROOM, 0, 8, None, 0.0)
     assert session.tick(4.9) == [], "prefill computes: it will speak anyway"

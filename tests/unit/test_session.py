@@ -22,7 +22,14 @@ LAYOUT = Layout(
 )
 OFFER = Offer(room="a" * 32, epoch=0, num_tokens=6, pages=(1, 2, 3))
 REQUEST = PullRequest(
-    room="a" * 32, epoch=0, num_tokens=6, have=0, pages=(1, 2, 3), features=None, endpoint="p", peer_instance="b" * 32
+    room="a" * 32,
+    epoch=0,
+    num_tokens=6,
+    have=0,
+    pages=(1, 2, 3),
+    features=None,
+    endpoint="p",
+    peer_instance="b" * 32,
 )
 
 

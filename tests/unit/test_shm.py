@@ -23,7 +23,9 @@ NUM_PAGES, NUM_TOKENS = 12, 40
 
 
 def noise(rows: int, width: int, seed: int) -> torch.Tensor:
-    return torch.randint(0, 256, (rows, width), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    return torch.randint(
+        0, 256, (rows, width), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)
+    )
 
 
 class Wire(FakeNetwork):
@@ -50,11 +52,14 @@ def with_message(packet: Packet, message: m.KVUp | m.KVDown) -> Packet:
 class Pair:
     """Both workers, with a clock that the test moves."""
 
-    def __init__(self, *, sender: tuple = BOTH, receiver: tuple = BOTH, layout: m.Layout = LAYOUT, **options) -> None:
+    def __init__(
+        self, *, sender: tuple = BOTH, receiver: tuple = BOTH, layout: m.Layout = LAYOUT, **options
+    ) -> None:
         self.now, self.wire = 0.0, Wire()
         sizes = KVLayout(layout)
         self.source = Planes(
-            kv=noise(NUM_PAGES, sizes.kv_page_bytes, 1), features=noise(NUM_PAGES, sizes.feature_page_bytes, 2)
+            kv=noise(NUM_PAGES, sizes.kv_page_bytes, 1),
+            features=noise(NUM_PAGES, sizes.feature_page_bytes, 2),
         )
         self.target = Planes(kv=noise(NUM_PAGES, sizes.kv_page_bytes, 3), features=None)
         self.sender = FakeSender(
@@ -122,7 +127,11 @@ def test_every_byte_comes_through_the_slab_and_every_slot_comes_back(start):
     assert pair.wire.count(m.Block) == 0
     assert pair.slots() == "SenderSlabs(SlotTable(0/6 held))"
     for end in (pair.sender, pair.receiver):
-        assert (end.counters["slabs"], end.counters["shm_blocks"], end.counters["shm_fallbacks"]) == (1, 13, 0)
+        assert (end.counters["slabs"], end.counters["shm_blocks"], end.counters["shm_fallbacks"]) == (
+            1,
+            13,
+            0,
+        )
         assert end.counters["shm_bytes"] == 60_800
 
 
@@ -190,7 +199,9 @@ def test_a_full_slab_sends_the_block_as_a_message_and_the_room_goes_on(start):
     (done,) = [event for event in pair.run() if isinstance(event, Complete)]
     pair.check_landed(features)
     assert 0 < done.num_shm_blocks < done.num_blocks
-    assert pair.sender.counters["shm_full"] == pair.wire.count(m.Block) == done.num_blocks - done.num_shm_blocks
+    assert (
+        pair.sender.counters["shm_full"] == pair.wire.count(m.Block) == done.num_blocks - done.num_shm_blocks
+    )
 
 
 def test_lost_slot_messages_cost_slots_only_until_the_lease_ends(start):
@@ -213,7 +224,9 @@ def test_lost_slot_messages_cost_slots_only_until_the_lease_ends(start):
 @pytest.mark.parametrize("end", ["release", "abort", "lease"])
 def test_slots_of_a_room_that_ended_are_free_at_once(start, end):
     pair = start()
-    pair.wire.on_message = lambda message: [] if isinstance(message, SlabBlock | m.Block | SlotFree) else [message]
+    pair.wire.on_message = lambda message: (
+        [] if isinstance(message, SlabBlock | m.Block | SlotFree) else [message]
+    )
     pair.open()
     pair.run()
     assert pair.slots() == "SenderSlabs(SlotTable(4/6 held))"
@@ -277,7 +290,9 @@ def test_a_descriptor_outside_decodes_own_table_is_not_read(start, change):
         assert pair.sender.counters["slabs"] == 0, "the pair fell back"
 
 
-@pytest.mark.parametrize("change", [{"size": 4999}, {"block": 99}, {"epoch": 3}, {"room": "b" * 32}, {"instance": "e" * 32}])
+@pytest.mark.parametrize(
+    "change", [{"size": 4999}, {"block": 99}, {"epoch": 3}, {"room": "b" * 32}, {"instance": "e" * 32}]
+)
 def test_a_descriptor_that_fits_no_pull_lands_nowhere_and_its_slot_comes_back(start, change):
     pair = start()
     done = []
@@ -299,7 +314,14 @@ def test_slot_messages_of_strangers_free_nothing(start):
     pair.run()
     (slab,) = {lane.slab.id for lane in pair.sender._slabs._lanes.values()}
     right = {"room": ROOM, "epoch": 0, "instance": D, "block": 0, "slab": slab, "slot": 5}
-    for change in ({"instance": "e" * 32}, {"slab": "e" * 32}, {"block": 1}, {"slot": 0}, {"epoch": 1}, {"room": "b" * 32}):
+    for change in (
+        {"instance": "e" * 32},
+        {"slab": "e" * 32},
+        {"block": 1},
+        {"slot": 0},
+        {"epoch": 1},
+        {"room": "b" * 32},
+    ):
         pair.sender.arrive("00000001", [memoryview(encode(SlotFree(**(right | change))))])
         assert pair.slots() == "SenderSlabs(SlotTable(4/6 held))", change
     pair.sender.arrive("00000009", [memoryview(encode(SlotFree(**right)))])

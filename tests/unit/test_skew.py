@@ -57,7 +57,9 @@ class Fleet(World):
 
     def ask(self, **more):
         inbox = Inbox(lambda: self.now)
-        job = Job(**{"prompt_ids": [5] * 8, "sampling": Sampling(), "arrived": self.now, "tokenize_s": 0.0} | more)
+        job = Job(
+            **{"prompt_ids": [5] * 8, "sampling": Sampling(), "arrived": self.now, "tokenize_s": 0.0} | more
+        )
         [entry] = self.dispatcher.submit([job], inbox)
         return entry, inbox
 
@@ -80,7 +82,9 @@ def old_and_new():
 @pytest.mark.parametrize("kind", OLD, ids=lambda kind: kind.__name__)
 def test_every_field_of_an_order_is_old_or_announced_or_changes_no_answer(kind):
     names = [field.name for field in msgspec.structs.fields(kind)]
-    assert [name for name in names if name not in (*OLD[kind], *HARMLESS)] == [n for n in YOUNG_FIELDS if n in names]
+    assert [name for name in names if name not in (*OLD[kind], *HARMLESS)] == [
+        n for n in YOUNG_FIELDS if n in names
+    ]
     assert set(SAID) == set(ASKING) == set(YOUNG_FIELDS)
 
 
@@ -109,7 +113,11 @@ def test_beside_older_workers_it_goes_to_those_that_know_it_however_full_they_ar
 
 @pytest.mark.parametrize("old", ["p1", "d1"])
 def test_a_pair_of_which_one_is_older_is_no_pair_for_it(old):
-    fleet = Fleet().add("p1", takes=() if old == "p1" else YOUNG_FIELDS).add("d1", takes=() if old == "d1" else YOUNG_FIELDS)
+    fleet = (
+        Fleet()
+        .add("p1", takes=() if old == "p1" else YOUNG_FIELDS)
+        .add("d1", takes=() if old == "d1" else YOUNG_FIELDS)
+    )
     with pytest.raises(ApiError, match="does not know response_format and tools"):
         fleet.ask(**ASKING["grammar"])
     assert fleet.asked() == set()
@@ -118,7 +126,14 @@ def test_a_pair_of_which_one_is_older_is_no_pair_for_it(old):
 def test_a_request_that_failed_is_not_put_on_older_workers_the_next_time():
     fleet = old_and_new()
     entry, inbox = fleet.ask(**ASKING["grammar"])
-    failed = Failed(room=entry.room.room, epoch=0, instance=instance_of("d2"), kind="BadLogits", message="x", retryable=True)
+    failed = Failed(
+        room=entry.room.room,
+        epoch=0,
+        instance=instance_of("d2"),
+        kind="BadLogits",
+        message="x",
+        retryable=True,
+    )
     fleet.dispatcher.on_message(b"d2", failed)
     fleet.now += 1.0
     fleet.dispatcher.tick()

@@ -52,7 +52,9 @@ def nothing_is_left():
     assert not descriptors() - before[1]
 
 
-def share(door: SlabDoor, num_slots: int = 3, slot_bytes: int = 4096) -> tuple[Slab, socket.socket, MappedSlab]:
+def share(
+    door: SlabDoor, num_slots: int = 3, slot_bytes: int = 4096
+) -> tuple[Slab, socket.socket, MappedSlab]:
     slab = Slab(num_slots, slot_bytes)
     connection = slab.hand_over(door.address, TOKEN)
     arrived = door.take(TOKEN, anywhere)
@@ -164,7 +166,10 @@ def test_a_file_is_not_mapped(door, tmp_path):
 
 
 def test_a_slab_of_another_size_or_user_is_not_mapped(door, monkeypatch):
-    for num_slots, user, fault in [(2, os.geteuid(), "has 4096 bytes"), (1, os.geteuid() + 1, "belongs to user")]:
+    for num_slots, user, fault in [
+        (2, os.geteuid(), "has 4096 bytes"),
+        (1, os.geteuid() + 1, "belongs to user"),
+    ]:
         slab = Slab(1, 4096)
         connection = slab.hand_over(door.address, TOKEN)
         arrived = door.take(TOKEN, anywhere)

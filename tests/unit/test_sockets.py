@@ -53,7 +53,10 @@ def wait_for(condition: Callable[[], object]) -> object:
 def linked(context: zmq.Context, **options: int) -> tuple[Socket, Socket]:
     """A ROUTER and a DEALER that are connected."""
     with patient_with_peers():
-        router, dealer = make_socket(context, zmq.ROUTER, **options), make_socket(context, zmq.DEALER, **options)
+        router, dealer = (
+            make_socket(context, zmq.ROUTER, **options),
+            make_socket(context, zmq.DEALER, **options),
+        )
     connect(dealer, bind(router, "tcp://127.0.0.1:0"))
     wait_for(lambda: try_send(dealer, [b"hello"]))
     wait_for(lambda: recv_parts(router, 2, 100))
@@ -120,7 +123,9 @@ def test_a_full_queue_is_reported_and_nothing_is_lost(context: zmq.Context) -> N
     assert got == [str(i).encode() for i in range(sent)]
 
 
-def test_a_message_with_too_many_parts_or_bytes_is_dropped_and_the_next_one_is_read(context: zmq.Context) -> None:
+def test_a_message_with_too_many_parts_or_bytes_is_dropped_and_the_next_one_is_read(
+    context: zmq.Context,
+) -> None:
     router, dealer = linked(context)
     assert recv_parts(router, 3, 100) is None
     for parts in ([b"a"] * 5000, [b"a" * 60] * 2, [b"good", b"one"]):
@@ -131,7 +136,9 @@ def test_a_message_with_too_many_parts_or_bytes_is_dropped_and_the_next_one_is_r
     assert [part.bytes for part in parts[1:]] == [b"good", b"one"]
 
 
-def test_a_message_of_very_many_parts_is_discarded_a_piece_at_a_time_and_counts_once(context: zmq.Context) -> None:
+def test_a_message_of_very_many_parts_is_discarded_a_piece_at_a_time_and_counts_once(
+    context: zmq.Context,
+) -> None:
     router, dealer = linked(context)
     assert try_send(dealer, [b""] * (5 * DISCARD_PARTS))
     assert try_send(dealer, [b"good"])
@@ -162,7 +169,9 @@ def test_an_event_loop_reads_on_behind_a_message_of_very_many_parts(context: zmq
     asyncio.run(main())
 
 
-def test_a_frame_above_the_limit_costs_the_peer_its_connection_and_others_nothing(context: zmq.Context) -> None:
+def test_a_frame_above_the_limit_costs_the_peer_its_connection_and_others_nothing(
+    context: zmq.Context,
+) -> None:
     router, dealer = linked(context, max_frame=1000)
     other = make_socket(context, zmq.DEALER)
     connect(other, router.getsockopt_string(zmq.LAST_ENDPOINT))
@@ -190,7 +199,9 @@ def test_the_socket_file_of_a_dead_process_is_no_obstacle(context: zmq.Context, 
     "endpoint",
     ["tcp://192.0.2.1:0", "nonsense", "tcp://127.0.0.1:99999", "ipc:///nowhere/s", "ipc:///tmp/" + "x" * 200],
 )
-def test_an_endpoint_that_cannot_be_bound_is_one_line_that_names_it(context: zmq.Context, endpoint: str) -> None:
+def test_an_endpoint_that_cannot_be_bound_is_one_line_that_names_it(
+    context: zmq.Context, endpoint: str
+) -> None:
     with pytest.raises(StartupError) as error:
         bind(make_socket(context, zmq.ROUTER), endpoint)
     assert endpoint in str(error.value)
@@ -228,7 +239,9 @@ def test_only_this_hosts_own_addresses_are_loopback(endpoint: str, expected: boo
     check_bind_address(endpoint, trusted_network=True)
 
 
-@pytest.mark.parametrize("endpoint", ["", "127.0.0.1:5", "tcp://", "tcp://127.0.0.1", "udp://127.0.0.1:5", "ipc://"])
+@pytest.mark.parametrize(
+    "endpoint", ["", "127.0.0.1:5", "tcp://", "tcp://127.0.0.1", "udp://127.0.0.1:5", "ipc://"]
+)
 def test_what_is_no_endpoint_is_refused_even_in_a_trusted_network(endpoint: str) -> None:
     with pytest.raises(ConfigError, match="not an endpoint"):
         check_bind_address(endpoint, trusted_network=True)

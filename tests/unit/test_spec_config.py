@@ -26,7 +26,11 @@ def test_each_dialect_names_the_same_layers_widths_and_rope(tmp_path: Path, dial
     assert config.aux.ids == DEFAULT_IDS
     assert config.rope.theta == 10000.0
     assert (config.vocab_size, config.draft_vocab_size) == (256, DRAFT_VOCAB)
-    assert (config.dims.target_feature_width, config.dims.self_width, config.dims.num_features) == (3 * 64, HIDDEN, 3)
+    assert (config.dims.target_feature_width, config.dims.self_width, config.dims.num_features) == (
+        3 * 64,
+        HIDDEN,
+        3,
+    )
     assert not config.norm_before_residual
 
 
@@ -70,13 +74,17 @@ def test_a_native_head_without_ids_reads_the_default_layers(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(("num_features", "width"), [(1, 64), (2, 128), (5, 320)])
-def test_the_feature_width_follows_the_number_of_layers(tmp_path: Path, num_features: int, width: int) -> None:
+def test_the_feature_width_follows_the_number_of_layers(
+    tmp_path: Path, num_features: int, width: int
+) -> None:
     config = load(tmp_path, head_config(2, tuple(range(num_features)), num_aux_hidden_states=num_features))
     assert config.dims.target_feature_width == width
 
 
 def test_switches_of_the_dialects_reach_the_record(tmp_path: Path) -> None:
-    config = load(tmp_path, head_config(2, fc_norm=True, norm_output=True, norm_before_residual=True, bias=True))
+    config = load(
+        tmp_path, head_config(2, fc_norm=True, norm_output=True, norm_before_residual=True, bias=True)
+    )
     assert config.fc_norm
     assert config.norm_output
     assert config.norm_before_residual

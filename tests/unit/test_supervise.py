@@ -95,7 +95,11 @@ def test_a_drain_that_takes_too_long_or_is_hurried_is_left():
 def test_children_start_at_once_and_are_left_alone_while_they_run():
     world = World(("router", "prefill-0", "decode-0"))
     world.run(5.0)
-    assert [(now, name) for now, name, _ in world.spawned] == [(0.0, "router"), (0.0, "prefill-0"), (0.0, "decode-0")]
+    assert [(now, name) for now, name, _ in world.spawned] == [
+        (0.0, "router"),
+        (0.0, "prefill-0"),
+        (0.0, "decode-0"),
+    ]
 
 
 @pytest.mark.parametrize("code", [-signal.SIGKILL, -signal.SIGSEGV, 70, 0, 2])
@@ -172,7 +176,11 @@ def test_a_command_that_does_not_exist_fails_the_whole():
 
 @pytest.mark.parametrize(
     ("patience", "received", "seconds"),
-    [(1, ["term"], 0.1), (2, ["term", "term"], TERM_AGAIN_S + 0.1), (99, ["term", "term", "kill"], KILL_AFTER_S + 0.1)],
+    [
+        (1, ["term"], 0.1),
+        (2, ["term", "term"], TERM_AGAIN_S + 0.1),
+        (99, ["term", "term", "kill"], KILL_AFTER_S + 0.1),
+    ],
 )
 def test_stop_escalates_and_ends_within_5_s(patience, received, seconds):
     world = World(("router", "decode-0"), patience=patience)

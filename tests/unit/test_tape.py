@@ -43,19 +43,40 @@ OPERATIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
     "rms norm": lambda x, w: F.rms_norm(x, (8,), w[0], 1e-5),
     "layer norm": lambda x, w: F.layer_norm(x, (8,), w[0], w[1]),
     "embedding": lambda x, w: F.embedding((x[:, 0].abs() * 3).long().clamp(max=7), w),
-    "attention": lambda x, w: F.scaled_dot_product_attention(x.view(1, 2, 4, 4), w[:4].view(1, 2, 4, 4), x.view(1, 2, 4, 4)),
+    "attention": lambda x, w: F.scaled_dot_product_attention(
+        x.view(1, 2, 4, 4), w[:4].view(1, 2, 4, 4), x.view(1, 2, 4, 4)
+    ),
     "masked attention": lambda x, w: F.scaled_dot_product_attention(
         x.view(1, 2, 4, 4), x.view(1, 2, 4, 4), x.view(1, 2, 4, 4), attn_mask=w[:4, :4] > 0
     ),
-    "dtypes": lambda x, w: (x.to(torch.bfloat16) @ w.to(torch.bfloat16)).to(torch.float32) + x.double().float(),
+    "dtypes": lambda x, w: (
+        (x.to(torch.bfloat16) @ w.to(torch.bfloat16)).to(torch.float32) + x.double().float()
+    ),
     "python scalars": lambda x, w: (x * 2 + 1.5) / 3 - (2 - x) ** 2,
-    "layouts": lambda x, w: torch.cat((x.t().contiguous(), w.flatten(0).view(8, 8)[:, :4].reshape(8, 4)), dim=1),
+    "layouts": lambda x, w: torch.cat(
+        (x.t().contiguous(), w.flatten(0).view(8, 8)[:, :4].reshape(8, 4)), dim=1
+    ),
     "roll and stack": lambda x, w: torch.stack((x.roll(4, dims=-1), x.flip(0))),
-    "many outputs": lambda x, w: (x.topk(3, dim=-1), x.sort(dim=0), torch.max(x, dim=1), x.split(2), x.unbind(0)),
-    "gather and scatter": lambda x, w: torch.zeros_like(x).scatter(1, x.argsort(dim=1), x.gather(1, x.argsort(dim=1))),
+    "many outputs": lambda x, w: (
+        x.topk(3, dim=-1),
+        x.sort(dim=0),
+        torch.max(x, dim=1),
+        x.split(2),
+        x.unbind(0),
+    ),
+    "gather and scatter": lambda x, w: torch.zeros_like(x).scatter(
+        1, x.argsort(dim=1), x.gather(1, x.argsort(dim=1))
+    ),
     "writes in place": lambda x, w: x.clone().mul_(2).index_copy_(0, torch.arange(2), w[:2]).clamp_(min=-0.5),
     "writes through views": lambda x, w: _write_columns(torch.empty_like(x), x),
-    "cumulative": lambda x, w: (x.cumsum(0), x.softmax(-1), x.log_softmax(-1), x.argmax(-1), x.sum(), x.mean(0)),
+    "cumulative": lambda x, w: (
+        x.cumsum(0),
+        x.softmax(-1),
+        x.log_softmax(-1),
+        x.argmax(-1),
+        x.sum(),
+        x.mean(0),
+    ),
     "where and masks": lambda x, w: torch.where(x > 0, x, torch.full_like(x, -1.0)).masked_fill(x > 1, 9.0),
     "integers": lambda x, w: (x * 10).long() // 3 % 5 + torch.arange(8),
     "einsum and bmm": lambda x, w: torch.einsum("th,hk->kt", x, w) + torch.bmm(x[None], w[None])[0].t(),
@@ -83,7 +104,9 @@ def test_a_replay_equals_doing_it_again(name: str, backend: GraphBackend):
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_capturing_returns_what_eager_returns(name: str, backend: GraphBackend):
     operation, x, w = OPERATIONS[name], x_of(3), x_of().repeat(2, 1)
-    torch.testing.assert_close(captured(backend, lambda: operation(x, w)).output, operation(x, w), atol=0, rtol=0)
+    torch.testing.assert_close(
+        captured(backend, lambda: operation(x, w)).output, operation(x, w), atol=0, rtol=0
+    )
 
 
 UNARY = [
@@ -105,7 +128,9 @@ def test_random_programs_replay_exactly(program: list[tuple[Callable[[torch.Tens
         return [*kept, tensors]
 
     x = x_of()
-    graphs = [captured(TapeBackend(memory), lambda: run(x)) for memory in (None, ArenaMemory(1 << 12, poison=True))]
+    graphs = [
+        captured(TapeBackend(memory), lambda: run(x)) for memory in (None, ArenaMemory(1 << 12, poison=True))
+    ]
     for seed in (1, 2):
         x.copy_(x_of(seed))
         for graph in graphs:

@@ -20,7 +20,13 @@ __all__ = ["smollm2_dir"]
 
 START, END = "<|im_start|>", "<|im_end|>"
 PARTS = ["hello", " world", "a", " ", "\n", "  ", "é", "日本", "😀", "👩\u200d👧", START, END, "<|im_"]
-DECOMPOSED = ["e\u0301", " e\u0301", "\u1112\u1161\u11ab", "A\u030a", "o\u0302\u0301"]  # NFC makes one character of each
+DECOMPOSED = [
+    "e\u0301",
+    " e\u0301",
+    "\u1112\u1161\u11ab",
+    "A\u030a",
+    "o\u0302\u0301",
+]  # NFC makes one character of each
 
 
 @pytest.fixture(scope="module")
@@ -90,15 +96,21 @@ def assert_each_begins_behind_what_those_before_it_spell(tokenizer, text, *, num
     assert (whole, starts[len(ids) :]) == (text + "a!", [len(text), len(text) + 1])
 
 
-@given(parts=st.lists(st.sampled_from(PARTS + DECOMPOSED), min_size=1, max_size=9), skip_special=st.booleans())
+@given(
+    parts=st.lists(st.sampled_from(PARTS + DECOMPOSED), min_size=1, max_size=9), skip_special=st.booleans()
+)
 def test_each_token_of_a_prompt_begins_behind_what_those_before_it_spell(tokenizer, parts, skip_special):
     assert_each_begins_behind_what_those_before_it_spell(tokenizer, "".join(parts), skip_special=skip_special)
 
 
-@given(parts=st.lists(st.sampled_from(PARTS + DECOMPOSED), min_size=1, max_size=9), skip_special=st.booleans())
+@given(
+    parts=st.lists(st.sampled_from(PARTS + DECOMPOSED), min_size=1, max_size=9), skip_special=st.booleans()
+)
 def test_also_where_tokens_are_added_around_it_and_characters_are_composed(framed, parts, skip_special):
     text = "".join(parts)
-    assert_each_begins_behind_what_those_before_it_spell(framed, text, num_around=1, skip_special=skip_special)
+    assert_each_begins_behind_what_those_before_it_spell(
+        framed, text, num_around=1, skip_special=skip_special
+    )
 
 
 @pytest.mark.smollm2

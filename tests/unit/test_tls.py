@@ -18,12 +18,20 @@ MISTAKES = {
     "no files": (None, None, "--tls-cert .*chain.* cannot be read"),
     "no key file": (GOOD[0], None, "--tls-key .*key.* cannot be read"),
     "empty": (b"", b"", "holds no certificate in PEM"),
-    "no certificate": (b"-----BEGIN CERTIFICATE-----\nno\n-----END CERTIFICATE-----\n", GOOD[1], "cannot be used"),
+    "no certificate": (
+        b"-----BEGIN CERTIFICATE-----\nno\n-----END CERTIFICATE-----\n",
+        GOOD[1],
+        "cannot be used",
+    ),
     "not PEM": (ONE[0].public_bytes(Encoding.DER), GOOD[1], "holds no certificate in PEM"),
     "turned round": (GOOD[1], GOOD[0], "holds no certificate in PEM"),
     "two certificates": (GOOD[0], GOOD[0], "holds no private key in PEM"),
     "another's key": (GOOD[0], pem(OTHER[1]), "is not the key of the first certificate"),
-    "its authority first": (pem(ISSUER.certificate) + GOOD[0], GOOD[1], "the server's own certificate stands first"),
+    "its authority first": (
+        pem(ISSUER.certificate) + GOOD[0],
+        GOOD[1],
+        "the server's own certificate stands first",
+    ),
     "a passphrase": (GOOD[0], pem(ONE[1], b"secret"), "openssl pkey -in .*key"),
 }
 
@@ -130,12 +138,16 @@ def refusal(code, message):
 def test_what_a_client_says_of_tls_has_a_remedy(tmp_path):
     unknown = refusal(20, "unable to get local issuer certificate")
     assert "SSL_CERT_FILE" in tls_fault("https://x", unknown, {})
-    assert "which cannot be read" in tls_fault("https://x", unknown, {"SSL_CERT_FILE": str(tmp_path / "none")})
+    assert "which cannot be read" in tls_fault(
+        "https://x", unknown, {"SSL_CERT_FILE": str(tmp_path / "none")}
+    )
     assert "which has not signed it" in tls_fault("https://x", unknown, {"SSL_CERT_FILE": str(tmp_path)})
     ended = tls_fault("https://x", refusal(10, "certificate has expired"), {})
     assert "has expired" in ended
     assert "SSL_CERT_FILE" not in ended
-    assert "the name that it was made for" in tls_fault("https://x", refusal(62, "Hostname mismatch, not for 'x'."), {})
+    assert "the name that it was made for" in tls_fault(
+        "https://x", refusal(62, "Hostname mismatch, not for 'x'."), {}
+    )
     plain = ssl.SSLError(1, "wrong version number")
     plain.reason = "WRONG_VERSION_NUMBER"
     assert tls_fault("https://x", plain, {}) == "https://x does not speak TLS; write http://"

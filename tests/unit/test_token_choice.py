@@ -25,11 +25,18 @@ broken = st.sampled_from([[float("nan")] * VOCAB, [float("inf")] * VOCAB, [float
 
 @pytest.mark.parametrize("choose", [choose_tokens, choose_fixed])
 @settings(max_examples=80, deadline=None)
-@given(rows=st.lists(row, min_size=1, max_size=6), bad=st.lists(broken, max_size=1), chunk=st.sampled_from([80, 10**6]))
+@given(
+    rows=st.lists(row, min_size=1, max_size=6),
+    bad=st.lists(broken, max_size=1),
+    chunk=st.sampled_from([80, 10**6]),
+)
 def test_the_operation_chooses_what_the_sampler_chooses(choose, rows, bad, chunk):
     rows = [*rows, *((rows[0][0], 3, values) for values in bad)]
     params = [p for p, _, _ in rows]
-    logits, positions = torch.tensor([values for _, _, values in rows]), torch.tensor([at for _, at, _ in rows])
+    logits, positions = (
+        torch.tensor([values for _, _, values in rows]),
+        torch.tensor([at for _, at, _ in rows]),
+    )
     sampler = Sampler(VOCAB)
     wanted = sampler.sample(logits, sampler.build([SamplingRow(params=p, position=at) for p, at, _ in rows]))
     is_ranked = any(needs_ranking(p, VOCAB) for p in params)
@@ -45,7 +52,10 @@ def test_the_operation_chooses_what_the_sampler_chooses(choose, rows, bad, chunk
 @given(rows=st.lists(row, min_size=1, max_size=5), width=st.sampled_from([1, 4, 30]))
 def test_a_support_wider_than_the_candidates_is_told_and_no_other_choice_differs(rows, width):
     params = [p for p, _, _ in rows]
-    logits, positions = torch.tensor([values for _, _, values in rows]), torch.tensor([at for _, at, _ in rows])
+    logits, positions = (
+        torch.tensor([values for _, _, values in rows]),
+        torch.tensor([at for _, at, _ in rows]),
+    )
     exact, bad, _ = choose_tokens(logits, positions, Knobs.of(params, VOCAB), is_ranked=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(token_choice, "NUCLEUS_WIDTH", width)
@@ -53,14 +63,18 @@ def test_a_support_wider_than_the_candidates_is_told_and_no_other_choice_differs
     assert torch.equal(tokens[~short & ~bad], exact[~short & ~bad])
     wide = [needs_ranking(p, VOCAB) and 0 < p.top_k < VOCAB and p.top_k > width for p in params]
     assert all(told or not is_wide for told, is_wide in zip(short.tolist(), wide, strict=True))
-    assert not any(told and not needs_ranking(p, VOCAB) for told, p in zip(short.tolist(), params, strict=True))
+    assert not any(
+        told and not needs_ranking(p, VOCAB) for told, p in zip(short.tolist(), params, strict=True)
+    )
 
 
 def test_a_flat_distribution_is_told_to_need_more_candidates():
     params = [SamplingParams(temperature=1.0, top_p=0.99, seed=5)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(token_choice, "NUCLEUS_WIDTH", 8)
-        _, _, short = choose_fixed(torch.zeros(1, VOCAB), torch.tensor([3]), Knobs.of(params, VOCAB), is_ranked=True)
+        _, _, short = choose_fixed(
+            torch.zeros(1, VOCAB), torch.tensor([3]), Knobs.of(params, VOCAB), is_ranked=True
+        )
     assert short.tolist() == [True]
 
 
@@ -69,5 +83,7 @@ def test_the_knobs_of_a_request_hold_for_each_of_its_rows(choose):
     params = [SamplingParams(temperature=0.5 + i, seed=i, top_k=(0, 3, 1)[i]) for i in range(3)]
     logits, positions = torch.randn(6, VOCAB, generator=torch.Generator().manual_seed(1)), torch.arange(6)
     together = choose(logits, positions, Knobs.of(params, VOCAB), is_ranked=True)[0]
-    alone = choose(logits, positions, Knobs.of([p for p in params for _ in range(2)], VOCAB), is_ranked=True)[0]
+    alone = choose(logits, positions, Knobs.of([p for p in params for _ in range(2)], VOCAB), is_ranked=True)[
+        0
+    ]
     assert together.tolist() == alone.tolist()

@@ -87,5 +87,7 @@ def test_every_state_that_is_passed_on_fits_its_message():
     state = state_of([longest + ",e=" + "x" * (LONGEST_STATE - len(longest) - 3)])
     assert len(state) == LONGEST_STATE
     who = {"room": "a" * 32, "epoch": 0, "instance": "b" * 32}
-    order = Prefill(prompt_ids=[1], sampling=Sampling(), deadline_ms=0, traceparent=PARENT, tracestate=state, **who)
+    order = Prefill(
+        prompt_ids=[1], sampling=Sampling(), deadline_ms=0, traceparent=PARENT, tracestate=state, **who
+    )
     assert carried_by(control_down_decoder().decode(encode(order))) == TraceContext(PARENT, state)

@@ -52,7 +52,9 @@ def submit(world, kept, parent="", state=""):
     """One request as the service submits it."""
     span = kept.tracing.begin("chat tiny", TraceContext(parent, state), world.now)
     tag = Tag(
-        reply_id="chatcmpl-1", span=span, on_end=lambda request, now: end_request(kept.tracing, request, "tiny", now)
+        reply_id="chatcmpl-1",
+        span=span,
+        on_end=lambda request, now: end_request(kept.tracing, request, "tiny", now),
     )
     job = Job(prompt_ids=[5] * 16, sampling=Sampling(max_new_tokens=4), arrived=world.now, tokenize_s=0.0)
     [entry] = world.dispatcher.submit([job], Inbox(lambda: world.now), tag)
@@ -61,7 +63,11 @@ def submit(world, kept, parent="", state=""):
 
 def room_request(message):
     return Request(
-        room=message.room, epoch=message.epoch, prompt_ids=message.prompt_ids, sampling=SamplingParams(), eos_ids=()
+        room=message.room,
+        epoch=message.epoch,
+        prompt_ids=message.prompt_ids,
+        sampling=SamplingParams(),
+        eos_ids=(),
     )
 
 
@@ -167,7 +173,9 @@ def test_a_client_that_does_not_sample_is_not_traced_and_nobody_else_is_asked_to
     assert kept.spans == []
     assert world.of(b"p", Prefill)[0].traceparent.endswith("-00")
     workers = Kept("prefill", lambda: world.now)
-    workers.tracing.record(Span(name="prefill", parent=carried_by(world.of(b"p", Prefill)[0]), start=1.0, end=2.0))
+    workers.tracing.record(
+        Span(name="prefill", parent=carried_by(world.of(b"p", Prefill)[0]), start=1.0, end=2.0)
+    )
     assert workers.spans == []
 
 
@@ -186,7 +194,11 @@ def test_without_traces_a_client_s_context_goes_on_to_the_workers(world):
         Inbox(lambda: world.now),
         Tag(span=span),
     )
-    assert carried_by(world.of(b"p", Prefill)[0]) == carried_by(world.of(b"d", Reserve)[0]) == TraceContext(CLIENT, STATE)
+    assert (
+        carried_by(world.of(b"p", Prefill)[0])
+        == carried_by(world.of(b"d", Reserve)[0])
+        == TraceContext(CLIENT, STATE)
+    )
     say(world)
 
 
@@ -197,7 +209,9 @@ def test_traces_that_are_asked_for_need_the_package(config, monkeypatch):
 
     asked = config(model="m", otlp_endpoint="http://127.0.0.1:4318")
     monkeypatch.setattr(module.importlib, "import_module", missing)
-    with pytest.raises(ConfigError, match=r"--otlp-endpoint needs opentelemetry.*pip install 'baton\[otel\]'"):
+    with pytest.raises(
+        ConfigError, match=r"--otlp-endpoint needs opentelemetry.*pip install 'baton\[otel\]'"
+    ):
         open_tracing(asked, "7" * 32)
     assert isinstance(open_tracing(config(model="m"), "7" * 32), Untraced), "not asked for"
 

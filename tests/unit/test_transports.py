@@ -11,19 +11,27 @@ from baton.router.rooms import Room
 from baton.router.timeline import account_of
 from baton.router.trace import Trace
 
-LAYOUT = m.Layout(fingerprint="f", dtype="float32", page_size=4, num_layers=1, num_kv_heads=1, head_dim=2, block_bytes=4096)
+LAYOUT = m.Layout(
+    fingerprint="f", dtype="float32", page_size=4, num_layers=1, num_kv_heads=1, head_dim=2, block_bytes=4096
+)
 
 
 @pytest.mark.parametrize(
     ("text", "names"),
-    [("auto", ("shm", "zmq_blocks")), ("zmq_blocks,shm", ("shm", "zmq_blocks")), ("zmq_blocks", ("zmq_blocks",))],
+    [
+        ("auto", ("shm", "zmq_blocks")),
+        ("zmq_blocks,shm", ("shm", "zmq_blocks")),
+        ("zmq_blocks", ("zmq_blocks",)),
+    ],
 )
 def test_a_list_of_transports_is_read_best_first(text, names):
     assert transports_fault(text) == ""
     assert transports_of(text) == names
 
 
-@pytest.mark.parametrize("text", ["", "shm", "rdma,zmq_blocks", "shm, zmq_blocks", "zmq_blocks,zmq_blocks", "auto,shm"])
+@pytest.mark.parametrize(
+    "text", ["", "shm", "rdma,zmq_blocks", "shm, zmq_blocks", "zmq_blocks,zmq_blocks", "auto,shm"]
+)
 def test_a_wrong_list_is_refused_with_what_to_write(text):
     assert "write" in transports_fault(text)
 
@@ -44,15 +52,20 @@ def test_the_pair_uses_the_best_common_transport_and_an_older_peer_gets_messages
 
 def test_prefill_answers_a_hello_with_the_choice_and_remembers_it_for_this_process():
     session = SenderSession("1" * 32, LAYOUT, transports=("shm", "zmq_blocks"))
-    hello = m.KVHello(instance="2" * 32, protocol=m.PROTOCOL_MAJOR, layout=LAYOUT, transports=("shm", "zmq_blocks"))
-    assert session.receive("d", hello, 0.0) == [Send("d", m.KVWelcome(instance="1" * 32, layout=LAYOUT, transport="shm"))]
+    hello = m.KVHello(
+        instance="2" * 32, protocol=m.PROTOCOL_MAJOR, layout=LAYOUT, transports=("shm", "zmq_blocks")
+    )
+    assert session.receive("d", hello, 0.0) == [
+        Send("d", m.KVWelcome(instance="1" * 32, layout=LAYOUT, transport="shm"))
+    ]
     assert session.speaks("d", "2" * 32, "shm")
     assert not session.speaks("d", "3" * 32, "shm")
     assert not session.speaks("e", "2" * 32, "shm")
 
 
 @pytest.mark.parametrize(
-    ("blocks", "shared", "name"), [(0, 0, None), (3, 0, "zmq_blocks"), (3, 3, "shm"), (3, 2, "shm+zmq_blocks")]
+    ("blocks", "shared", "name"),
+    [(0, 0, None), (3, 0, "zmq_blocks"), (3, 3, "shm"), (3, 2, "shm+zmq_blocks")],
 )
 def test_the_timeline_says_how_the_blocks_came(blocks, shared, name):
     decode = m.DecodeTimeline(handoff_blocks=blocks, handoff_shm_blocks=shared)

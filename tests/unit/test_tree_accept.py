@@ -62,10 +62,14 @@ def grown(draft: str, shape: DraftShape, newest: int, noises: tuple[int, ...]) -
                 first = min(int((scaled.cumsum(0) <= noises[level]).sum()), VOCAB - 1)
                 order = [first, *(t for t in order if t != first)]
             for rank, child in enumerate(order[: shape.topk]):
-                level_nodes.append(((*branch, child), child, score * (Fraction(row[child], sum(row)) if rank else 1)))
+                level_nodes.append(
+                    ((*branch, child), child, score * (Fraction(row[child], sum(row)) if rank else 1))
+                )
         seen += level_nodes
         frontier = sorted(level_nodes, key=lambda node: -node[2])[: shape.topk]
-    kept = sorted(sorted(seen, key=lambda node: -node[2])[: shape.num_nodes - 1], key=lambda node: len(node[0]))
+    kept = sorted(
+        sorted(seen, key=lambda node: -node[2])[: shape.num_nodes - 1], key=lambda node: len(node[0])
+    )
     numbers = {(): 0} | {branch: i for i, (branch, _, _) in enumerate(kept, start=1)}
     return [newest, *(token for _, token, _ in kept)], [-1, *(numbers[branch[:-1]] for branch, _, _ in kept)]
 
@@ -91,7 +95,9 @@ def bonus_from_draft(shape: DraftShape, step: Round) -> tuple[torch.Tensor, torc
 def siblings_instead_of_children(shape: DraftShape, step: Round) -> tuple[torch.Tensor, torch.Tensor]:
     """Wrong: at every level a node matches whichever node of the level before it stands behind."""
     level_starts = torch.stack([(step.tree.depths < d).sum(1) for d in range(shape.steps + 1)], dim=1)
-    parents = level_starts.gather(1, (step.tree.depths - 1).clamp(min=0)).masked_fill(step.tree.depths == 0, -1)
+    parents = level_starts.gather(1, (step.tree.depths - 1).clamp(min=0)).masked_fill(
+        step.tree.depths == 0, -1
+    )
     return walk_down(shape, step._replace(tree=step.tree._replace(parents=parents)))
 
 
@@ -110,7 +116,9 @@ def likely_enough(shape: DraftShape, step: Round) -> tuple[torch.Tensor, torch.T
     return walk_down(shape, step._replace(targets=targets))
 
 
-def simulate(rule: Rule, draft: str, shape: DraftShape, *, is_coupled: bool = False, mistake: str = "") -> torch.Tensor:
+def simulate(
+    rule: Rule, draft: str, shape: DraftShape, *, is_coupled: bool = False, mistake: str = ""
+) -> torch.Tensor:
     """The first TOKENS tokens `[GRID ** TOKENS, TOKENS]` that rounds of drafting and `rule` emit behind tokens 0, 0.
 
     `mistake`: "position": nodes are sampled with the noise of their number instead of their depth; "context": each behind
@@ -124,7 +132,9 @@ def simulate(rule: Rule, draft: str, shape: DraftShape, *, is_coupled: bool = Fa
         newest, before = out[rows, done + 1], out[rows, done]
         ahead = noises.gather(1, (done[:, None] + torch.arange(shape.steps)).clamp(max=TOKENS - 1))
         seen = ahead.tolist() if is_coupled else [[]] * count
-        trees = [grown(draft, shape, token, tuple(mine)) for token, mine in zip(newest.tolist(), seen, strict=True)]
+        trees = [
+            grown(draft, shape, token, tuple(mine)) for token, mine in zip(newest.tolist(), seen, strict=True)
+        ]
         tokens, parents = torch.tensor([t for t, _ in trees]), torch.tensor([p for _, p in trees])
         mask = ancestors(parents, shape.steps)
         depths = mask.sum(2) - 1
@@ -193,7 +203,9 @@ def test_a_tree_keeps_what_a_chain_of_its_best_branch_would_and_more():
     for each in (shape, chain):
         lengths = []
 
-        def rule(of: DraftShape, step: Round, lengths: list[float] = lengths) -> tuple[torch.Tensor, torch.Tensor]:
+        def rule(
+            of: DraftShape, step: Round, lengths: list[float] = lengths
+        ) -> tuple[torch.Tensor, torch.Tensor]:
             tokens, kept = walk_down(of, step)
             lengths.append(float(kept.double().mean()))
             return tokens, kept

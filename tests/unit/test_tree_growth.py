@@ -61,7 +61,9 @@ def grow(shape: DraftShape, head: ToyHead, hidden: torch.Tensor, params: list[Sa
     return grow_tree(shape, head, sampling, state, first, forward), masks
 
 
-def definition(shape: DraftShape, head: ToyHead, hidden: torch.Tensor, params: SamplingParams) -> set[tuple[int, ...]]:
+def definition(
+    shape: DraftShape, head: ToyHead, hidden: torch.Tensor, params: SamplingParams
+) -> set[tuple[int, ...]]:
     """The branches, from the root to each kept node, of one request, in plain Python."""
     expanded, seen = {(): (0.0, hidden)}, {}
     for level in range(shape.steps):
@@ -86,7 +88,11 @@ def definition(shape: DraftShape, head: ToyHead, hidden: torch.Tensor, params: S
 def test_the_kept_branches_are_the_best_of_the_definition(shape):
     shape = DraftShape.of(*shape)
     head = ToyHead(shape.num_nodes)
-    params = [SamplingParams(temperature=0.0), SamplingParams(temperature=0.7, seed=3), SamplingParams(seed=2**63 + 1)]
+    params = [
+        SamplingParams(temperature=0.0),
+        SamplingParams(temperature=0.7, seed=3),
+        SamplingParams(seed=2**63 + 1),
+    ]
     hidden = torch.randn(3, HIDDEN, generator=torch.Generator().manual_seed(5))
     trees, _ = grow(shape, head, hidden, params)
     assert trees.drafts.shape == (3, shape.num_nodes - 1)
@@ -104,7 +110,9 @@ def test_the_kept_branches_are_the_best_of_the_definition(shape):
 
 def test_each_expanded_node_sees_its_own_branch_of_the_draft_rows():
     shape = DraftShape.of(4, 3)
-    _, masks = grow(shape, ToyHead(1), torch.ones(2, HIDDEN), [SamplingParams(seed=4), SamplingParams(temperature=0.0)])
+    _, masks = grow(
+        shape, ToyHead(1), torch.ones(2, HIDDEN), [SamplingParams(seed=4), SamplingParams(temperature=0.0)]
+    )
     k = shape.topk
     for level, mask in enumerate(masks, start=1):
         assert mask.sum(dim=2).eq(level).all(), "one row of every level so far"
@@ -112,7 +120,9 @@ def test_each_expanded_node_sees_its_own_branch_of_the_draft_rows():
         assert torch.equal(mask[:, :, -k:], torch.eye(k, dtype=torch.bool).expand(2, k, k)), "and its own"
         if level > 1:
             rows = mask[:, :, : (level - 1) * k].view(2, k, 1, -1)
-            assert (rows == masks[level - 2][:, None]).all(dim=3).any(dim=2).all(), "the rest is a node's of level - 1"
+            assert (rows == masks[level - 2][:, None]).all(dim=3).any(dim=2).all(), (
+                "the rest is a node's of level - 1"
+            )
 
 
 @pytest.mark.parametrize("logits", [0.0, math.nan, math.inf, -math.inf])

@@ -22,7 +22,8 @@ tls_key = "/etc/live/privkey.pem"
 """
 COMMAND = f"--command={sys.executable}"
 systemd_analyze = pytest.mark.skipif(
-    shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed: apt-get install systemd"
+    shutil.which("systemd-analyze") is None,
+    reason="systemd-analyze is not installed: apt-get install systemd",
 )
 
 
@@ -39,7 +40,13 @@ def lines_of(files, unit):
 def written(tmp_path):
     """The directory of the units as the command writes them, with everything switched on."""
     (tmp_path / "mine.toml").write_text(SECRETS)
-    argv = [f"--prefix={tmp_path}", "--model=/srv/m", COMMAND, f"--config={tmp_path}/mine.toml", "--allow=10.0.0.0/8"]
+    argv = [
+        f"--prefix={tmp_path}",
+        "--model=/srv/m",
+        COMMAND,
+        f"--config={tmp_path}/mine.toml",
+        "--allow=10.0.0.0/8",
+    ]
     assert main(argv) == 0
     return tmp_path / UNITS.lstrip("/")
 
@@ -58,7 +65,13 @@ def test_systemd_finds_no_fault_in_the_units(written):
 @systemd_analyze
 @pytest.mark.parametrize("unit", MOST_EXPOSED)
 def test_s35_a_unit_is_no_more_exposed_than_its_bound(written, unit):
-    command = ["systemd-analyze", "security", "--offline=true", f"--threshold={MOST_EXPOSED[unit]}", f"./{unit}"]
+    command = [
+        "systemd-analyze",
+        "security",
+        "--offline=true",
+        f"--threshold={MOST_EXPOSED[unit]}",
+        f"./{unit}",
+    ]
     done = subprocess.run(command, cwd=written, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stdout[-2000:]
 
@@ -72,7 +85,9 @@ def test_the_bound_can_fail(written):
 
 
 def test_roles_read_the_settings_that_were_given(tmp_path):
-    (tmp_path / "mine.toml").write_text("[router]\nport = 9000\n[prefill]\nchunk_size = 512\n[decode]\nmax_running = 4\n")
+    (tmp_path / "mine.toml").write_text(
+        "[router]\nport = 9000\n[prefill]\nchunk_size = 512\n[decode]\nmax_running = 4\n"
+    )
     files = files_of(f"--config={tmp_path}/mine.toml", "--draft=/srv/d", "--router=tcp://10.0.0.1:7100")
     path = tmp_path / "baton.toml"
     path.write_text(files["/etc/baton/baton.toml"])
@@ -99,7 +114,9 @@ def test_a_role_is_given_its_own_secret_key_and_no_other(role):
     unit = "baton-router.service" if role == "router" else f"baton-{role}@.service"
     lines = lines_of(files_of(), unit)
     loaded = [line for line in lines if line.startswith("LoadCredential=")]
-    assert loaded == [f"LoadCredential={name}:/etc/baton/keys/{name}" for name in (f"{role}.key", "peers.json")]
+    assert loaded == [
+        f"LoadCredential={name}:/etc/baton/keys/{name}" for name in (f"{role}.key", "peers.json")
+    ]
     assert f"Environment=BATON_{role.upper()}_KEYS=%d" in lines
     assert not [line for line in lines_of(files_of("--keys="), unit) if "Credential" in line]
 
@@ -108,16 +125,28 @@ def test_secrets_of_the_router_reach_it_as_copies_at_its_start_and_whenever_they
     (tmp_path / "mine.toml").write_text(SECRETS)
     files = files_of(f"--config={tmp_path}/mine.toml")
     lines = lines_of(files, "baton-router.service")
-    given = ["api_keys /etc/baton/api.json", "tls_cert /etc/live/fullchain.pem", "tls_key /etc/live/privkey.pem"]
+    given = [
+        "api_keys /etc/baton/api.json",
+        "tls_cert /etc/live/fullchain.pem",
+        "tls_key /etc/live/privkey.pem",
+    ]
     text = files[f"{UNITS}/baton-router.service"]
     assert text.count(" ".join(["%t/baton-router-secrets", *given])) == 2
     for name in ("api_keys", "tls_cert", "tls_key"):
         assert f"Environment=BATON_ROUTER_{name.upper()}=%t/baton-router-secrets/{name}" in lines
         assert name not in files["/etc/baton/baton.toml"]
     assert "Wants=baton-router-secrets.path" in lines
-    watched = ["/etc/baton", "/etc/baton/api.json", "/etc/live", "/etc/live/fullchain.pem", "/etc/live/privkey.pem"]
+    watched = [
+        "/etc/baton",
+        "/etc/baton/api.json",
+        "/etc/live",
+        "/etc/live/fullchain.pem",
+        "/etc/live/privkey.pem",
+    ]
     path = lines_of(files, "baton-router-secrets.path")
-    assert [line for line in path if line.startswith("PathChanged=")] == [f"PathChanged={name}" for name in watched]
+    assert [line for line in path if line.startswith("PathChanged=")] == [
+        f"PathChanged={name}" for name in watched
+    ]
 
 
 def test_without_such_secrets_nothing_is_copied_or_watched():
@@ -172,7 +201,9 @@ def test_the_sandbox_leaves_libzmq_what_it_aborts_without(unit):
     assert "AF_NETLINK" in families.split()  # getifaddrs, at each bind to tcp
     filters = [line.partition("=")[2] for line in lines if line.startswith("SystemCallFilter=")]
     if "~@resources" in filters:
-        assert "sched_setscheduler" in filters[filters.index("~@resources") + 1 :]  # pthread_setschedparam, at each thread
+        assert (
+            "sched_setscheduler" in filters[filters.index("~@resources") + 1 :]
+        )  # pthread_setschedparam, at each thread
 
 
 def test_a_router_of_this_host_listens_where_its_workers_look_for_it():

@@ -51,7 +51,10 @@ def test_a_tied_model_has_one_matrix_and_an_untied_two(toy_checkpoint: Copy):
 
 def test_derived_and_tied_tensors_of_old_checkpoints_are_passed_over(toy_copy: Copy):
     path = toy_copy("llama", tie_word_embeddings=True)
-    extra = {"lm_head.weight": torch.zeros(256, 64), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)}
+    extra = {
+        "lm_head.weight": torch.zeros(256, 64),
+        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8),
+    }
     rewrite(path, lambda tensors: tensors.update(extra))
     model, _ = load_model(path, dtype=torch.float32)
     assert model.lm_head.abs().sum() > 0

@@ -8,9 +8,23 @@ from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers, t
 from tokenizers import Tokenizer as Backend
 
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<think>"]
-TEXTS = ["Hello, world! It's what they've said: 12345 dogs, 67 cats; naïve cafés. def f(x):\n\treturn x + 1\r\n\n日本語"]
+TEXTS = [
+    "Hello, world! It's what they've said: 12345 dogs, 67 cats; naïve cafés. def f(x):\n\treturn x + 1\r\n\n日本語"
+]
 # What is hard on ways of cutting: kinds of white space, combining marks, signs, contractions, digits, control tokens.
-PARTS = [*"aZé日\u017f1٣²', .!?(\"-_", *"    ", "\n", "\r\n", "\t", "\u00a0", "\u2003", "\u0301", "\x1c", "\u200b", "😀"]
+PARTS = [
+    *"aZé日\u017f1٣²', .!?(\"-_",
+    *"    ",
+    "\n",
+    "\r\n",
+    "\t",
+    "\u00a0",
+    "\u2003",
+    "\u0301",
+    "\x1c",
+    "\u200b",
+    "😀",
+]
 PARTS += ["hello", "world", "'s", "'LL", "cats,", " dogs", "123", "  ", *SPECIAL]
 
 
@@ -37,7 +51,9 @@ def backend(pre_tokenizer, model=None, normalizer=None):
         made.normalizer = normalizer
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     if model is None:
-        trainer = trainers.BpeTrainer(vocab_size=420, initial_alphabet=alphabet, special_tokens=SPECIAL, show_progress=False)
+        trainer = trainers.BpeTrainer(
+            vocab_size=420, initial_alphabet=alphabet, special_tokens=SPECIAL, show_progress=False
+        )
         made.train_from_iterator(TEXTS * 4, trainer)
     return made
 
@@ -86,7 +102,9 @@ def test_texts_without_a_lone_space_and_long_ones_are_left_to_the_tokenizer(text
     assert word_ids(backend(KNOWN["letters"])).encode(text) is None
 
 
-@pytest.mark.parametrize("text", ["a  b c", "a \tb c", "a\n b c", "a b \n", " a b ", "if a:\n    return b\n\n  c d"])
+@pytest.mark.parametrize(
+    "text", ["a  b c", "a \tb c", "a\n b c", "a b \n", " a b ", "if a:\n    return b\n\n  c d"]
+)
 def test_other_white_space_stays_within_what_lone_spaces_part(text):
     tokenizer = backend(KNOWN["letters"])
     assert word_ids(tokenizer).encode(text) == plain(tokenizer, text)
