@@ -9,11 +9,12 @@ import random
 import pytest
 from baton.cluster.messages import Failed, Finished, FirstToken, Refused
 from baton.decode.queues import RoomState
+from baton.engine.loader import STAGING_SHARE
 from baton.kvtransfer.link import Drop
 from baton.kvtransfer.transport import Complete
 from baton.tests.parity.eagle3_toys import successor, write_oracle
 from baton.tests.parity.toy_engine import ToyEngine
-from baton.tests.sim.worker_pair import P, Pair, name
+from baton.tests.sim.worker_pair import D, P, Pair, name
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -301,6 +302,54 @@ def test_a_room_cancelled_while_it_warms_leaves_only_warm_pages(oracle, monkeypa
     assert pair.ends[name(1)].timeline.accepted_tokens == 8, (
         "11 tokens in three verifies, the last of two drafts"
     )
+    pair.assert_nothing_is_held()
+
+
+def test_features_in_flight_stay_within_their_share_of_the_kv_pool(oracle):
+    pair = Pair(*oracle, pages=96, max_running=8)
+    share = pair.decode.engine.pool.kv.nbytes // STAGING_SHARE
+    for i in range(8):
+        pair.send(name(i), [i] * 40, max_new_tokens=4)
+    staged = [room.features.nbytes for room in pair.decode.queues]
+    refused = [message for message in pair.links[D].to_router if isinstance(message, Refused)]
+    assert 1 < len(staged) < 8, "the pages would have done for all"
+    assert len(refused) == 8 - len(staged)
+    assert sum(staged) <= share < sum(staged) + staged[0]
+    assert all("features" in message.reason and message.retry_after_ms for message in refused)
+    for i in range(8):
+        pair.cancel(name(i))
+    pair.run()
+    pair.send(name(8), [9] * 40, max_new_tokens=4)
+    assert pair.decode.num_rooms == 1, "the share is free again"
+    pair.run()
+    pair.assert_nothing_is_held()
+
+
+def test_features_of_a_single_room_may_exceed_the_share(oracle):
+    pair = Pair(*oracle, pages=24)
+    pair.send(name(0), [token % 60 for token in range(80)], max_new_tokens=4)
+    (room,) = pair.decode.queues
+    assert room.features.nbytes > pair.decode.engine.pool.kv.nbytes // STAGING_SHARE
+    pair.run()
+    assert isinstance(pair.ends[name(0)], Finished)
+
+
+def test_decode_hears_at_once_that_prefill_gave_a_queued_prompt_up(model):
+    pair = Pair(model)
+    cache = pair.prefill.engine.cache
+    held = cache.alloc(cache.num_available)
+    pair.send(name(1), list(range(10, 30)))
+    for _ in range(4):  # the reader attaches before the prompt has pages
+        pair.turn()
+    (queued,) = pair.prefill.queues
+    assert (pair.prefill.stats().queued, pair.decode.stats().transferring) == (1, 1)
+    queued.deadline = pair.clock.now
+    started = pair.clock.now
+    pair.run()
+    assert pair.clock.now - started < 0.1, "neither a lease nor the wait for an offer ended it"
+    assert pair.ends[name(1)].kind == "DeadlineExceeded"
+    assert pair.decode.stats().counters["handoffs_aborted"] == 1
+    cache.allocator.release(held)
     pair.assert_nothing_is_held()
 
 
