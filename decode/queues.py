@@ -8,7 +8,7 @@ import torch
 from ..cluster.messages import DecodeTimeline, PrefillTimeline
 from ..cluster.trace_context import NOWHERE, TraceContext
 from ..engine.request import Request
-from ..kvtransfer.room_table import RoomTable
+from ..worker.room_table import RoomTable
 
 
 class RoomState(Enum):

@@ -37,15 +37,15 @@ from ..engine.loader import Engine
 from ..engine.request import Request
 from ..engine.sampling_params import SamplingParams
 from ..engine.speculative.spec_decoder import StepResult
-from ..kvtransfer.link import Command, Drop, Ended, LinkEvent, WorkerLink
 from ..kvtransfer.transport import Complete, Landed, Lost
-from .accounts import Accounts
+from ..worker.link import Command, Drop, Ended, LinkEvent, WorkerLink
 from .admission import Admission, Refusal
-from .flights import Flights
+from .draft_prefill import warm
+from .in_flight import Flights
 from .local_prefill import LocalPrefill
 from .queues import DecodeQueues, Room, RoomState
 from .step_decoder import StepDecoder
-from .warming import warm
+from .step_metrics import Accounts
 
 logger = logging.getLogger(__name__)
 

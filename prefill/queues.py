@@ -5,7 +5,7 @@ from enum import Enum
 
 from ..cluster.trace_context import NOWHERE, TraceContext
 from ..engine.request import Request
-from ..kvtransfer.room_table import RoomTable
+from ..worker.room_table import RoomTable
 
 
 class RoomState(Enum):

@@ -22,10 +22,10 @@ from ..cluster.watchdog import Watchdog
 from ..engine.config import EngineConfig
 from ..engine.loader import Engine, EngineLoader
 from ..kvtransfer.heap import keep_blocks
-from ..kvtransfer.identity import hello_of, layout_of, planes_of
-from ..kvtransfer.link import WorkerLink
 from ..kvtransfer.transports.zmq_blocks import ZmqBlocksSender
-from ..kvtransfer.worker_loop import WorkerLoop
+from ..worker.identity import hello_of, layout_of, planes_of
+from ..worker.link import WorkerLink
+from ..worker.main_loop import WorkerLoop
 from .spans import PrefillSpans
 from .worker import PrefillWorker
 

@@ -42,8 +42,8 @@ from ..engine.prompt_logprobs import scores_of
 from ..engine.request import Request
 from ..engine.sampler import SampleOutput, sampling_rows, validate_params
 from ..engine.sampling_params import SamplingParams
-from ..kvtransfer.link import Advance, Command, Drop, Ended, LinkEvent, WorkerLink
 from ..kvtransfer.transport import Dropped, Offer, Released
+from ..worker.link import Advance, Command, Drop, Ended, LinkEvent, WorkerLink
 from .queues import PrefillQueues, Room, RoomState
 from .scheduler import Chunk, PrefillScheduler
 

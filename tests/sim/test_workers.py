@@ -10,11 +10,11 @@ import pytest
 from baton.cluster.messages import Failed, Finished, FirstToken, Refused
 from baton.decode.queues import RoomState
 from baton.engine.loader import STAGING_SHARE
-from baton.kvtransfer.link import Drop
 from baton.kvtransfer.transport import Complete
 from baton.tests.parity.eagle3_toys import successor, write_oracle
 from baton.tests.parity.toy_engine import ToyEngine
 from baton.tests.sim.worker_pair import D, P, Pair, name
+from baton.worker.link import Drop
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -285,7 +285,7 @@ def test_the_newest_token_has_no_kv_and_no_page_with_it_is_cached(model, referen
 
 
 def test_a_room_cancelled_while_it_warms_leaves_only_warm_pages(oracle, monkeypatch):
-    monkeypatch.setattr("baton.decode.warming.WARM_ROWS_PER_STEP", 4)
+    monkeypatch.setattr("baton.decode.draft_prefill.WARM_ROWS_PER_STEP", 4)
     pair = Pair(*oracle, pages=96, chunk_size=0)
     prompt = [token % 60 for token in range(40)]
     pair.send(name(0), prompt)

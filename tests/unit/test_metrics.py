@@ -15,7 +15,7 @@ from baton.cluster.metrics import (
     WorkerRecord,
     render_worker,
 )
-from baton.decode.accounts import NAMES
+from baton.decode.step_metrics import NAMES
 from prometheus_client.parser import text_string_to_metric_families
 
 ROOT = Path(__file__).resolve().parents[2]

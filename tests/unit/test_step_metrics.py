@@ -3,11 +3,11 @@
 import logging
 
 import pytest
-from baton.decode.accounts import Accounts
+from baton.decode.accept_monitor import WINDOW
 from baton.decode.queues import Room
+from baton.decode.step_metrics import Accounts
 from baton.engine.request import Request
 from baton.engine.sampling_params import SamplingParams
-from baton.engine.speculative.canary import WINDOW
 from baton.engine.speculative.spec_decoder import StepResult
 
 

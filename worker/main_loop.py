@@ -16,7 +16,7 @@ from ..cluster.log import fields
 from ..cluster.messages import ControlUp, Goodbye, Heartbeat, Welcome, WorkerStats
 from ..cluster.notify import Notifier
 from .link import Command, LinkEvent, LinkFailed
-from .owners import RouterLost
+from .room_owners import RouterLost
 
 logger = logging.getLogger(__name__)
 

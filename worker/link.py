@@ -22,8 +22,8 @@ from ..cluster.errors import BatonError, LocalProtocolError, StartupError
 from ..cluster.messages import ControlDown, ControlUp
 from ..cluster.router_links import RouterLinks
 from ..cluster.watchdog import Watchdog
-from .owners import EVERY, FromRouter, RoomOwners, RouterLost, ToRouter
-from .transport import Dropped, KVTransport, Lost, Offer, PullRequest, TransportEvent
+from ..kvtransfer.transport import Dropped, KVTransport, Lost, Offer, PullRequest, TransportEvent
+from .room_owners import EVERY, FromRouter, RoomOwners, RouterLost, ToRouter
 
 IDLE_WAIT_S = 0.2
 INBOX_LIMIT = 4096  # events that the scheduler has not taken yet

@@ -3,8 +3,8 @@
 from collections import deque
 from collections.abc import Sequence
 
-from ..engine.speculative.canary import AcceptCanary
 from ..engine.speculative.spec_decoder import StepResult
+from .accept_monitor import AcceptCanary
 from .queues import Room
 
 RECENT_VERIFIES = 256  # window of the accept length that heartbeats report
