@@ -1,30 +1,31 @@
-"""Steps of the batch that were launched and not read, and the rooms in them."""
+"""Decode steps that were launched and not read yet, with their rooms."""
 
 from collections import deque
 from collections.abc import Sequence
 
 from ..engine.speculative.overlapped import Flight
 from ..engine.speculative.spec_decoder import StepResult
-from .queues import Room, RoomState
+from .queues import DecodeRoom, DecodeState
 from .step_decoder import LaunchingDecoder, StepDecoder
 
 
-class Flights:
-    """The flights of `decoder`, oldest first; of one that cannot launch ahead there are never any."""
+class StepsInFlight:
+    """The unread steps of `decoder`, oldest first. A decoder that cannot launch ahead never has any."""
 
     def __init__(self, decoder: StepDecoder) -> None:
         self._decoder = decoder if isinstance(decoder, LaunchingDecoder) else None
-        self._waiting: deque[tuple[Sequence[Room], Flight]] = deque()
+        self._waiting: deque[tuple[Sequence[DecodeRoom], Flight]] = deque()
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     @property
     def counters(self) -> dict[str, float]:
+        """Totals of the decoder since the start, by name; empty when it cannot launch ahead."""
         return {} if self._decoder is None else dict(self._decoder.counters)
 
-    def launch(self, rooms: Sequence[Room]) -> bool:
-        """Begin a step of `rooms` if they can be stepped ahead; whether they can."""
+    def launch(self, rooms: Sequence[DecodeRoom]) -> bool:
+        """Launch a step of `rooms`. False: the decoder cannot step them ahead, and nothing was launched."""
         requests = [room.request for room in rooms]
         if self._decoder is None or not self._decoder.can_launch(requests):
             return False
@@ -33,16 +34,20 @@ class Flights:
             room.num_unread += 1
         return True
 
-    def read(self) -> tuple[list[Room], StepResult, list[Room]]:
-        """Wait for the oldest: its rooms that still run, what it gave them, and its rooms whose end waited for it."""
+    def read(self) -> tuple[list[DecodeRoom], StepResult, list[DecodeRoom]]:
+        """Wait for the oldest step. Returns its rooms that still run, their result, and its rooms that waited to close."""
         assert self._decoder is not None
         rooms, flight = self._waiting.popleft()
-        is_live = [room.state is RoomState.RUNNING for room in rooms]
+        is_live = [room.state is DecodeState.RUNNING for room in rooms]
         result = self._decoder.read(flight, is_live)
         for room in rooms:
             room.num_unread -= 1
-        live = [room for room in rooms if room.state is RoomState.RUNNING]
-        return live, result, [room for room in rooms if room.state is RoomState.SETTLING and room.is_settled]
+        live = [room for room in rooms if room.state is DecodeState.RUNNING]
+        return (
+            live,
+            result,
+            [room for room in rooms if room.state is DecodeState.SETTLING and room.is_settled],
+        )
 
     def __repr__(self) -> str:
-        return f"<Flights {len(self)} unread>"
+        return f"<StepsInFlight {len(self)} unread>"

@@ -8,13 +8,13 @@ import random
 
 import pytest
 from baton.cluster.messages import Failed, Finished, FirstToken, Refused
-from baton.decode.queues import RoomState
+from baton.decode.queues import DecodeState
 from baton.engine.loader import STAGING_SHARE
 from baton.kvtransfer.transport import Complete
 from baton.tests.parity.eagle3_toys import successor, write_oracle
 from baton.tests.parity.toy_engine import ToyEngine
 from baton.tests.sim.worker_pair import D, P, Pair, name
-from baton.worker.link import Drop
+from baton.worker.commands import Drop
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -289,7 +289,7 @@ def test_a_room_cancelled_while_it_warms_leaves_only_warm_pages(oracle, monkeypa
     pair = Pair(*oracle, pages=96, chunk_size=0)
     prompt = [token % 60 for token in range(40)]
     pair.send(name(0), prompt)
-    while not (warming := pair.decode.queues.of(RoomState.WARMING)):
+    while not (warming := pair.decode.queues.of(DecodeState.WARMING)):
         pair.turn()
     warmed = warming[0].warmed
     assert warmed < 36
@@ -373,7 +373,7 @@ def test_kv_of_a_request_with_bad_logits_is_never_reused(model, reference, side)
     good = target.norm.weight.clone()
     pair.send(name(0), prompt)
     if side == "decode":
-        while not pair.decode.queues.of(RoomState.RUNNING):
+        while not pair.decode.queues.of(DecodeState.RUNNING):
             pair.turn()
     target.norm.weight.fill_(float("nan"))
     pair.run()

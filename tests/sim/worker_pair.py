@@ -20,8 +20,8 @@ from baton.engine.loader import EngineLoader
 from baton.kvtransfer.transport import Dropped, Lost, Offer, PullRequest
 from baton.kvtransfer.transports.fake import FakeNetwork, FakeReceiver, FakeSender
 from baton.prefill.worker import PrefillWorker
+from baton.worker.commands import Advance, Drop, Ended
 from baton.worker.identity import layout_of, planes_of
-from baton.worker.link import Advance, Drop, Ended
 
 P, D, ENDPOINT = "a" * 32, "b" * 32, "fake://p"
 DEFAULTS = {"dtype": "float32", "page_size": 4, "max_context": 96}  # of both engines

@@ -4,16 +4,16 @@ import logging
 
 import pytest
 from baton.decode.accept_monitor import WINDOW
-from baton.decode.queues import Room
-from baton.decode.step_metrics import Accounts
+from baton.decode.queues import DecodeRoom
+from baton.decode.step_metrics import StepMetrics
 from baton.engine.request import Request
 from baton.engine.sampling_params import SamplingParams
 from baton.engine.speculative.spec_decoder import StepResult
 
 
-def room(number: int = 1) -> Room:
+def room(number: int = 1) -> DecodeRoom:
     request = Request(room=f"{number:032x}", epoch=0, prompt_ids=[1], sampling=SamplingParams())
-    return Room(request=request, arrived=0.0, deadline=None, have=0, features=None)
+    return DecodeRoom(request=request, arrived=0.0, deadline=None, have=0, features=None)
 
 
 def step(*rows: tuple[int, int]) -> StepResult:
@@ -29,13 +29,13 @@ def step(*rows: tuple[int, int]) -> StepResult:
 
 
 def test_steps_without_drafts_leave_the_accept_length_alone() -> None:
-    metrics, rooms = Accounts(), [room(1), room(2)]
+    metrics, rooms = StepMetrics(), [room(1), room(2)]
     metrics.step(rooms, step((1, 0), (1, 0)), 0.0)
-    assert metrics.accept_length is None, "no step had drafts"
+    assert metrics.accepts.accept_length is None, "no step had drafts"
     metrics.step(rooms, step((4, 3), (1, 0)), 0.1)
-    assert metrics.accept_length == 4.0
+    assert metrics.accepts.accept_length == 4.0
     metrics.step(rooms, step((2, 3), (1, 0)), 0.2)
-    assert metrics.accept_length == 3.0
+    assert metrics.accepts.accept_length == 3.0
     counted = [metrics.counters[name] for name in ("steps", "tokens", "verify_steps", "drafted_tokens")]
     assert counted == [3, 10, 2, 6]
     assert metrics.counters["accepted_tokens"] == 4
@@ -43,16 +43,16 @@ def test_steps_without_drafts_leave_the_accept_length_alone() -> None:
 
 
 def test_a_row_with_bad_logits_is_no_verify() -> None:
-    metrics, bad = Accounts(), room()
+    metrics, bad = StepMetrics(), room()
     metrics.step([bad], step((0, 3)), 0.0)
-    assert (metrics.accept_length, metrics.counters["verify_steps"], bad.verify_steps) == (None, 0, 0)
+    assert (metrics.accepts.accept_length, metrics.counters["verify_steps"], bad.verify_steps) == (None, 0, 0)
 
 
 @pytest.mark.parametrize(("drafted", "num_warnings"), [(0, 0), (3, 1)])
 def test_only_drafts_that_are_not_accepted_are_warned_of(
     drafted: int, num_warnings: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    metrics, known = Accounts(), room()
+    metrics, known = StepMetrics(), room()
     with caplog.at_level(logging.WARNING, "baton"):
         for i in range(2 * WINDOW):
             metrics.step([known], step((1, drafted)), i * 0.01)
