@@ -11,6 +11,7 @@ from ..engine.loader import STAGING_SHARE, Engine
 from ..engine.page_table import pages_for
 from ..engine.request import Request
 from ..kvtransfer.transport import PullRequest
+from ..worker.prompt_pages import take_pages
 from ..worker.refusal import Refusal, refuse_for_now, refuse_forever
 from .queues import DecodeQueues, DecodeRoom, DecodeState
 
@@ -42,17 +43,10 @@ class Admission:
         if refusal is not None:
             return refusal
         engine = self.engine
-        is_scored = is_local and request.sampling.prompt_logprobs >= 0  # then every row must be computed
-        held = engine.cache.match(
-            request.prompt_ids, 0 if is_scored else request.num_prompt - 1, request.salt
-        )
         try:
-            fresh = engine.cache.alloc(self.pages_needed(request) - len(held))
+            have = take_pages(engine.cache, request, self.pages_needed(request), is_computed=is_local)
         except PoolExhausted as error:
-            engine.cache.allocator.release(held)
             return Refusal(reason=str(error), retry_after_ms=RETRY_AFTER_MS)
-        have = len(held) * engine.page_size
-        request.pages = held + fresh
         features = None if is_local else self._staging(request, have)
         request.num_computed = have if is_local else 0
         if features is not None and not self._staging_fits(features):

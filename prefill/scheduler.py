@@ -9,13 +9,14 @@ from ..engine.kv_pool import PoolExhausted
 from ..engine.page_table import pages_for
 from ..engine.prefix_cache import PrefixCache
 from ..worker.prompt_chunks import Chunk, scored_limit
+from ..worker.prompt_pages import take_pages
 from .queues import PrefillQueues, PrefillRoom, PrefillState
 
 WHOLE_BUDGET = 8192  # tokens a forward may gather from several whole prompts when chunking is off
 
 
 class PrefillScheduler:
-    """Chooses chunks and admits rooms. `chunk_size` 0 computes each prompt in one piece."""
+    """Chooses chunks and admits rooms. `chunk_size` in tokens; 0 computes each prompt in one piece."""
 
     def __init__(
         self,
@@ -64,17 +65,13 @@ class PrefillScheduler:
         return stop - start
 
     def _admit(self, room: PrefillRoom) -> bool:
-        """Give the room its pages, cached prefix first; False when the pool cannot yet."""
+        """Give the room its pages. False: the pool has too few of them for now."""
         request = room.request
-        is_scored = request.sampling.prompt_logprobs >= 0  # then every row must be computed
-        limit = 0 if is_scored else request.num_prompt - 1
-        held = self.cache.match(request.prompt_ids, limit, request.salt)
+        num_pages = pages_for(request.num_prompt, self.page_size)
         try:
-            fresh = self.cache.alloc(pages_for(request.num_prompt, self.page_size) - len(held))
+            request.num_computed = take_pages(self.cache, request, num_pages, is_computed=True)
         except PoolExhausted:
-            self.cache.allocator.release(held)
             return False
-        request.pages = held + fresh
-        request.num_computed = room.cached_tokens = len(held) * self.page_size
+        room.cached_tokens = request.num_computed
         room.state = PrefillState.RUNNING
         return True
