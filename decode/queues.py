@@ -63,6 +63,7 @@ class DecodeRoom(WorkerRoom):
 
     @property
     def can_expire(self) -> bool:
+        """Until its end."""
         return not self.is_over
 
     def prefill_timeline(self) -> PrefillTimeline:

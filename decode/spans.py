@@ -1,20 +1,20 @@
 """The trace spans of a decode worker: the hand-off of a room, or its prompt computed here, then its decoding."""
 
 from ..cluster.tracing import Attribute, Span
-from ..worker.spans import error_of, identity_of
+from ..worker.spans import attempt_attributes, span_error
 from .queues import DecodeRoom
 
 
 def decode_spans(room: DecodeRoom, now: float) -> list[Span]:
     """`hand-off` (or `prefill`), and `decode` where the room joined the batch. Times are monotonic seconds."""
-    error = error_of(room, is_complete=room.request.is_finished)
+    error = span_error(room, is_complete=room.request.is_finished)
     ended = room.prefill_ended if room.is_local else room.landed_at
     first = Span(
         name="prefill" if room.is_local else "hand-off",
         parent=room.trace,
         start=room.arrived,
         end=ended or now,
-        attributes=identity_of(room) | (_local(room) if room.is_local else _handoff(room)),
+        attributes=attempt_attributes(room) | (_local(room) if room.is_local else _handoff(room)),
         error="" if ended else error,
     )
     if not room.started_at:
@@ -24,7 +24,7 @@ def decode_spans(room: DecodeRoom, now: float) -> list[Span]:
         parent=room.trace,
         start=room.started_at,
         end=now,
-        attributes=identity_of(room)
+        attributes=attempt_attributes(room)
         | {
             "baton.output_tokens": room.request.num_output,
             "baton.verify_steps": room.verify_steps,

@@ -20,6 +20,7 @@ class DecodeStartup(WorkerStartup[DecodeConfig, DecodeRoom]):
     has_drafter = True
 
     def open_transport(self, context: zmq.Context[Socket]) -> PollableTransport:
+        """The receiver; connects to the prefill worker of each room."""
         config = self.config
         transport = ZmqBlocksReceiver(
             self.instance,
@@ -36,6 +37,7 @@ class DecodeStartup(WorkerStartup[DecodeConfig, DecodeRoom]):
         return transport
 
     def make_hello(self) -> Hello:
+        """The registration with a router."""
         return self.hello(
             max_running=self.config.max_running,
             local_prefill=True,
@@ -43,6 +45,7 @@ class DecodeStartup(WorkerStartup[DecodeConfig, DecodeRoom]):
         )
 
     def make_worker(self) -> DecodeWorker:
+        """The worker on the loaded engine and the open link."""
         return DecodeWorker(
             self.engine,
             self.link,
@@ -53,4 +56,5 @@ class DecodeStartup(WorkerStartup[DecodeConfig, DecodeRoom]):
 
     @property
     def spans_of(self) -> SpansOf[DecodeRoom]:
+        """The trace spans of a room that leaves."""
         return decode_spans

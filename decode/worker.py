@@ -28,10 +28,10 @@ from ..cluster.trace_context import carried_by
 from ..engine.loader import Engine
 from ..engine.speculative.spec_decoder import StepResult
 from ..kvtransfer.transport import Complete, Landed, Lost
-from ..worker.commands import Ended, LinkEvent
+from ..worker.commands import DropDone, LinkEvent
 from ..worker.link import WorkerLink
 from ..worker.refusal import Refusal
-from ..worker.role_worker import RoleWorker, sampling_of
+from ..worker.role_worker import RoleWorker, sampling_params_of
 from .admission import Admission
 from .draft_prefill import prefill_drafts
 from .in_flight import StepsInFlight
@@ -90,6 +90,7 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
         return bool(batch) or num_unread > 0
 
     def handle(self, event: LinkEvent, now: float) -> None:
+        """Take in one message or transport event, at `now` in monotonic seconds."""
         match event:
             case Reserve():
                 self._reserve(event, now)
@@ -99,7 +100,7 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
                 self._on_complete(event, now)
             case Lost(room=room, epoch=epoch, kind=kind, reason=reason):
                 self._on_lost(room, epoch, kind, reason)
-            case Ended(room=room, epoch=epoch):
+            case DropDone(room=room, epoch=epoch):
                 found = self.queues.get(room, epoch)
                 if found is not None and found.state is DecodeState.CLOSING:
                     self._close(found)
@@ -107,6 +108,7 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
                 super().handle(event, now)
 
     def stats(self) -> WorkerStats:
+        """The worker's condition for the heartbeat."""
         return self._stats(
             running=self.queues.count(DecodeState.RUNNING),
             queued=self.queues.count(DecodeState.WARMING) + self.queues.count(DecodeState.PREFILLING),
@@ -121,7 +123,7 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
         self.reach("decode:reserve")
         if not self._begins(order):
             return
-        request = self._request_of(order, sampling_of(order))
+        request = self._request_of(order, sampling_params_of(order))
         is_local = order.prefill_instance is None
         if is_local and self._is_finished_already(request):
             return

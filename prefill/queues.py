@@ -28,6 +28,7 @@ class PrefillRoom(WorkerRoom):
 
     @property
     def is_over(self) -> bool:
+        """Whether the room was given up and only its pages wait for the transport."""
         return self.state is PrefillState.CLOSING
 
     @property

@@ -22,6 +22,7 @@ class PrefillStartup(WorkerStartup[PrefillConfig, PrefillRoom]):
     has_drafter = False
 
     def open_transport(self, context: zmq.Context[Socket]) -> PollableTransport:
+        """The sender; binds the port for blocks."""
         config = self.config
         transport = ZmqBlocksSender(
             config.kv_bind,
@@ -42,12 +43,14 @@ class PrefillStartup(WorkerStartup[PrefillConfig, PrefillRoom]):
         return transport
 
     def make_hello(self) -> Hello:
+        """The registration with a router."""
         return self.hello(
             max_running=self.config.max_batch,
             kv_endpoint=advertised_endpoint(self.kv_endpoint, self.config.kv_advertise),
         )
 
     def make_worker(self) -> PrefillWorker:
+        """The worker on the loaded engine and the open link."""
         return PrefillWorker(
             self.engine,
             self.link,
@@ -59,6 +62,7 @@ class PrefillStartup(WorkerStartup[PrefillConfig, PrefillRoom]):
 
     @property
     def spans_of(self) -> SpansOf[PrefillRoom]:
+        """The trace spans of a room that leaves."""
         return prefill_spans
 
 

@@ -24,11 +24,11 @@ from ..engine.page_table import pages_for
 from ..engine.sampler import SampleOutput
 from ..engine.sampling_params import SamplingParams
 from ..kvtransfer.transport import Dropped, Offer, Released
-from ..worker.commands import Advance, Ended, LinkEvent
+from ..worker.commands import Advance, DropDone, LinkEvent
 from ..worker.link import WorkerLink
 from ..worker.prompt_chunks import Chunk, batch_of, logprob_of, sample_first_tokens, score_prompts
 from ..worker.refusal import Refusal, refuse_for_now, refuse_forever
-from ..worker.role_worker import RoleWorker, sampling_of
+from ..worker.role_worker import RoleWorker, sampling_params_of
 from .queues import PrefillQueues, PrefillRoom, PrefillState
 from .scheduler import PrefillScheduler
 
@@ -85,6 +85,7 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
         return True
 
     def handle(self, event: LinkEvent, now: float) -> None:
+        """Take in one message or transport event, at `now` in monotonic seconds."""
         match event:
             case Prefill():
                 self._accept(event, now)
@@ -93,12 +94,13 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
             case Dropped(room=room, epoch=epoch, reason=reason):
                 logger.warning("hand-off dropped", extra=fields(room=room, reason=reason))
                 self._on_end(room, epoch, "dropped")
-            case Ended(room=room, epoch=epoch):
+            case DropDone(room=room, epoch=epoch):
                 self._on_end(room, epoch, "")
             case _:
                 super().handle(event, now)
 
     def stats(self) -> WorkerStats:
+        """The worker's condition for the heartbeat."""
         return self._stats(
             running=self.queues.count(PrefillState.RUNNING),
             queued=self.queues.count(PrefillState.QUEUED),
@@ -110,7 +112,7 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
     def _accept(self, order: Prefill, now: float) -> None:
         if not self._begins(order):
             return
-        sampling = sampling_of(order)
+        sampling = sampling_params_of(order)
         if refusal := self._refusal_of(order.prompt_ids, sampling):
             return self._refuse(order, refusal)
         request = self._request_of(order, sampling)

@@ -22,7 +22,7 @@ class Advance:
 
 @dataclass(frozen=True, kw_only=True)
 class Drop:
-    """Command: give a room up. `Ended` answers it."""
+    """Command: give a room up. `DropDone` answers it."""
 
     room: str
     epoch: int
@@ -30,8 +30,8 @@ class Drop:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ended:
-    """Event: after a Drop nothing writes to the room's pages any more, and the digest voids a read in flight."""
+class DropDone:
+    """Event: the answer to Drop. Nothing writes to the room's pages any more, and the digest voids a read in flight."""
 
     room: str
     epoch: int
@@ -45,5 +45,5 @@ class LinkFailed:
 
 
 Command = Offer | PullRequest | Advance | Drop
-LinkEvent = ControlDown | TransportEvent | Ended | RouterLost | LinkFailed
-Sourced = FromRouter | TransportEvent | Ended | RouterLost | LinkFailed  # before the room's owner is noted
+LinkEvent = ControlDown | TransportEvent | DropDone | RouterLost | LinkFailed
+Sourced = FromRouter | TransportEvent | DropDone | RouterLost | LinkFailed  # before the room's owner is noted

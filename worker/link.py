@@ -21,7 +21,7 @@ from ..cluster.messages import ControlUp
 from ..cluster.router_links import RouterLinks
 from ..cluster.watchdog import Watchdog
 from ..kvtransfer.transport import Dropped, KVTransport, Lost, Offer, PullRequest
-from .commands import Advance, Command, Drop, Ended, LinkEvent, LinkFailed, Sourced
+from .commands import Advance, Command, Drop, DropDone, LinkEvent, LinkFailed, Sourced
 from .room_owners import EVERY, FromRouter, RoomOwners, RouterLost, ToRouter
 
 IDLE_WAIT_S = 0.2
@@ -70,7 +70,7 @@ class LinkWork:
                 self.transport.advance(room, epoch, tokens_ready, first_token)
             case Drop(room=room, epoch=epoch, reason=reason):
                 self.transport.release(room, epoch, reason)
-                self._deliver(Ended(room=room, epoch=epoch))
+                self._deliver(DropDone(room=room, epoch=epoch))
             case ToRouter(router=router, message=message):
                 for number, control in self.controls.items():
                     if router in (number, EVERY):

@@ -33,7 +33,7 @@ class HeldRooms(Protocol):
         """Their ids."""
 
 
-class Worker(Protocol):
+class LoopWorker(Protocol):
     """A role's worker as the loop drives it; `RoleWorker` is the base of both. The loop owns no room."""
 
     instance: str
@@ -95,7 +95,7 @@ class WorkerLoop:
 
     def __init__(
         self,
-        worker: Worker,
+        worker: LoopWorker,
         link: SchedulerLink,
         shutdown: Shutdown,
         *,

@@ -29,6 +29,7 @@ class Chunk(Generic[R]):
 
     @property
     def num_tokens(self) -> int:
+        """Rows of the forward that are the chunk's."""
         return self.end - self.start
 
     @property

@@ -36,7 +36,7 @@ from .room_table import RoomTable
 R = TypeVar("R", bound=WorkerRoom)
 
 
-def sampling_of(order: Prefill | Reserve) -> SamplingParams:
+def sampling_params_of(order: Prefill | Reserve) -> SamplingParams:
     """The engine's sampling parameters of an order."""
     return SamplingParams(**msgspec.structs.asdict(order.sampling))
 
@@ -238,7 +238,7 @@ class RoleWorker(ABC, Generic[R]):
         """End a room from this side. No-op for a room that has ended."""
 
     def _drop(self, room: R, reason: str) -> None:
-        """Have the transport let go of the room's pages; `Ended` answers."""
+        """Have the transport let go of the room's pages; `DropDone` answers."""
         self._send(Drop(room=room.request.room, epoch=room.request.epoch, reason=reason))
 
     def _free(self, room: R) -> None:

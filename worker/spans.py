@@ -23,11 +23,11 @@ class RoomSpans(Generic[R]):
                 self._tracing.record(span)
 
 
-def identity_of(room: WorkerRoom) -> dict[str, Attribute]:
+def attempt_attributes(room: WorkerRoom) -> dict[str, Attribute]:
     """The attributes that name the attempt."""
     return {"baton.room": room.request.room, "baton.epoch": room.request.epoch}
 
 
-def error_of(room: WorkerRoom, *, is_complete: bool) -> str:
+def span_error(room: WorkerRoom, *, is_complete: bool) -> str:
     """The error of a span: "" when its work is complete, else "cancelled" or "failed"."""
     return "" if is_complete else "cancelled" if room.gone_epoch >= 0 else "failed"

@@ -178,7 +178,7 @@ class Checker:
         But for rooms that prefill gives up: those reads are void by their digest, and decode learns of the end soon.
         """
         world = self.world
-        has_given_up = world.seen["P event Ended"] or world.seen["P event Dropped"]
+        has_given_up = world.seen["P event DropDone"] or world.seen["P event Dropped"]
         if has_given_up or not world.faults.are_only("burst", "control_reorder", "cut"):
             return
         for worker in world.workers.values():
