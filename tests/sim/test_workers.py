@@ -7,10 +7,11 @@ clock are the test's. After every turn the pools must balance and free pages be 
 import random
 
 import pytest
-from baton.cluster.messages import Failed, Finished, FirstToken, Refused
+from baton.cluster.messages import Cancel, Failed, Finished, FirstToken, Gone, Refused
 from baton.decode.queues import DecodeState
 from baton.engine.loader import STAGING_SHARE
 from baton.kvtransfer.transport import Complete
+from baton.prefill.queues import PrefillState
 from baton.tests.parity.eagle3_toys import successor, write_oracle
 from baton.tests.parity.toy_engine import ToyEngine
 from baton.tests.sim.worker_pair import D, P, Pair, name
@@ -176,6 +177,33 @@ def test_a_newer_attempt_replaces_the_older_one_wherever_that_stands(model, refe
     pair.run()
     assert pair.tokens[name(1)] == reference(prompt)
     pair.assert_nothing_is_held()
+
+
+@pytest.mark.parametrize("is_local", [True, False])
+def test_a_newer_attempt_ends_the_work_on_the_older_one(model, is_local):
+    pair = Pair(model, pages=96, chunk_size=8)
+    pair.send(name(1), list(range(10, 40)), is_local=is_local)
+    pair.turn()
+    pair.send(name(1), list(range(10, 40)), epoch=1, is_local=is_local)
+    for worker in (pair.decode,) if is_local else (pair.decode, pair.prefill):
+        assert [room.request.epoch for room in worker.queues if not room.is_over] == [1]
+
+
+def test_gone_waits_for_the_pages_of_every_attempt_that_was_cancelled(model):
+    pair = Pair(model, pages=96, chunk_size=8)
+    link, prefill = pair.links[P], pair.prefill
+    gone = lambda: [message for message in link.to_router if isinstance(message, Gone)]  # noqa: E731
+    pair.send(name(1), list(range(10, 40)))
+    prefill.step()
+    pair.send(name(1), list(range(10, 40)), epoch=1)
+    assert [room.state for room in prefill.queues] == [PrefillState.CLOSING, PrefillState.QUEUED]
+    prefill.handle(Cancel(room=name(1), epoch=1, instance=P), pair.clock.now)
+    assert prefill.num_rooms == 1, "the newer one has no pages and is gone"
+    assert gone() == [], "pages of the older one are still pinned"
+    link.perform()
+    for event in link.take():
+        prefill.handle(event, pair.clock.now)
+    assert [message.epoch for message in gone()] == [1]
 
 
 def test_a_repeated_message_of_a_closed_attempt_is_ignored(model, reference):
