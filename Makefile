@@ -21,7 +21,7 @@ BIN := $(VENV)/bin
 TORCH := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
 TORCH_INDEX ?= $(if $(shell command -v nvidia-smi),,https://download.pytorch.org/whl/cpu)
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-FOLDERS := bench cluster decode deploy engine kernels kvtransfer prefill router
+FOLDERS := bench cluster decode deploy engine kernels kvtransfer prefill router worker
 ARGS ?=
 TESTS ?= tests
 SEEDS ?= 20000

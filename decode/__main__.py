@@ -1,31 +1,23 @@
 """`baton decode`: one decode worker process."""
 
-import os
-import secrets
 import sys
 from collections.abc import Sequence
 
-from ..cluster.ciphers import ciphers_of
-from ..cluster.config import DecodeConfig, load_config
-from ..cluster.life import Serve, run_role
-from ..cluster.log import configure
+from ..cluster.config import DecodeConfig
+from ..cluster.life import Serve
+from ..worker.life import run_worker
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run until drained; returns the exit code."""
-    arguments = sys.argv[1:] if argv is None else argv
-    return run_role("baton decode", lambda: configured(arguments))
+    return run_worker(DecodeConfig, argv, start=start)
 
 
-def configured(argv: Sequence[str]) -> Serve:
-    """Read the settings, then load what is slow to load: a wrong flag or --help need not wait for torch."""
-    config = load_config(DecodeConfig, argv, os.environ)
-    instance = secrets.token_hex(16)
-    configure("decode", instance, level=config.log_level, log_format=config.log_format)
-    ciphers_of(config.kv_cipher, has_keys=bool(config.keys), trusted_network=config.trusted_network)
-    from .startup import start
+def start(config: DecodeConfig, instance: str) -> Serve:
+    """Load the engine and open the sockets."""
+    from .startup import DecodeStartup
 
-    return start(config, instance)
+    return DecodeStartup(config, instance).run()
 
 
 if __name__ == "__main__":

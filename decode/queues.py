@@ -1,4 +1,4 @@
-"""The rooms of a decode server: whose KV is on its way, who waits for the drafter, who is decoding."""
+"""The rooms of a decode worker: prompt on its way or computed here, draft prefill, decode batch."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -6,38 +6,32 @@ from enum import Enum
 import torch
 
 from ..cluster.messages import DecodeTimeline, PrefillTimeline
-from ..cluster.trace_context import NOWHERE, TraceContext
-from ..engine.request import Request
-from ..kvtransfer.room_table import RoomTable
+from ..worker.room import WorkerRoom
+from ..worker.room_table import RoomTable
 
 
-class RoomState(Enum):
-    """Where a room stands; it leaves by exactly one road, `DecodeQueues.remove`."""
+class DecodeState(Enum):
+    """The state of a room. A room leaves by exactly one road, `DecodeQueues.remove`."""
 
     PREFILLING = "prefilling"  # pages are reserved and the prompt is computed here; owner: the scheduler
     PULLING = "pulling"  # pages are reserved and blocks land in them; owner: the transport and its lease
     WARMING = "warming"  # everything landed, the draft prefill is not done; owner: the scheduler
     RUNNING = "running"  # in the decode batch; owner: the scheduler
-    CLOSING = (
-        "closing"  # given up while pulling; the pages wait until the transport says that nothing writes them
-    )
-    SETTLING = "settling"  # ended; the pages wait until the steps that were launched with it were read
+    CLOSING = "closing"  # given up while pulling; the pages wait until the transport no longer writes them
+    SETTLING = "settling"  # ended; the pages wait until the steps launched with the room were read
 
 
 @dataclass(kw_only=True)
-class Room:
-    """One room on decode. Times are monotonic seconds, row counts are prompt tokens.
+class DecodeRoom(WorkerRoom):
+    """One attempt on decode. Times are monotonic seconds, row counts are prompt tokens.
 
-    `features` `[pages pulled, page_size, K*H]`: where the aux features of the pulled pages land; dropped once the draft
-    prefill has consumed them.
+    `features` `[pages pulled, page_size, K*H]`: the staging area of the aux features of the pulled pages; None once the
+    draft prefill has consumed them, and where no drafter runs.
     """
 
-    request: Request
-    arrived: float
-    deadline: float | None
     have: int
     features: torch.Tensor | None
-    state: RoomState = RoomState.PULLING
+    state: DecodeState = DecodeState.PULLING
     landed: int = 0  # prompt tokens whose KV and features are in place
     warmed: int = 0  # draft rows that are in the draft pool
     sent: int = 1  # output tokens that the router knows, prefill's included
@@ -55,29 +49,25 @@ class Room:
     verify_steps: int = 0
     drafted: int = 0
     accepted: int = 0
-
-    trace: TraceContext = NOWHERE  # of the router's span, where the request is traced
-    gone_epoch: int = -1  # of the Cancel that waits for this attempt's pages; -1: none does
-    is_tainted: bool = False  # its KV must not be reused
-    num_unread: int = 0  # steps that were launched with it and not read
+    num_unread: int = 0  # steps that were launched with the room and not read
 
     @property
     def is_settled(self) -> bool:
-        """Whether no launched step may still write to its pages."""
+        """Whether no launched step can still write to its pages."""
         return self.num_unread == 0
 
     @property
     def is_over(self) -> bool:
-        """Whether it ended and only its pages wait for their last writer."""
-        return self.state in (RoomState.CLOSING, RoomState.SETTLING)
+        """Whether the room has ended and only its pages wait for their last writer."""
+        return self.state in (DecodeState.CLOSING, DecodeState.SETTLING)
 
     @property
-    def key(self) -> tuple[str, int]:
-        """(room, epoch)"""
-        return self.request.room, self.request.epoch
+    def can_expire(self) -> bool:
+        """Until its end."""
+        return not self.is_over
 
     def prefill_timeline(self) -> PrefillTimeline:
-        """What computing the prompt here took."""
+        """Times and counts of a prompt that was computed here."""
         return PrefillTimeline(
             queue_ms=max(0.0, self.prefill_started - self.arrived) * 1000,
             prefill_ms=(self.prefill_ended - self.prefill_started) * 1000,
@@ -87,7 +77,7 @@ class Room:
         )
 
     def timeline(self, now: float) -> DecodeTimeline:
-        """What decode spent on the room until `now`."""
+        """Times and counts of decode for the room until `now`."""
         return DecodeTimeline(
             handoff_ms=self.handoff_s * 1000,
             handoff_bytes=self.handoff_bytes,
@@ -103,8 +93,8 @@ class Room:
         )
 
 
-class DecodeQueues(RoomTable[Room]):
-    """The rooms of a decode server; at most `max_running` of them."""
+class DecodeQueues(RoomTable[DecodeRoom]):
+    """The rooms of a decode worker; at most `max_running` of them."""
 
     def __init__(self, max_running: int) -> None:
         super().__init__()
@@ -112,5 +102,7 @@ class DecodeQueues(RoomTable[Room]):
 
     @property
     def is_full(self) -> bool:
-        """A room holds its slot from Reserve to its end, so that a landed one never waits for a place in the batch."""
+        """Whether no further room fits. A room holds its place in the batch from Reserve to its end, so a landed room never
+        waits for one.
+        """
         return len(self) >= self.max_running

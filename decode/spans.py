@@ -1,36 +1,20 @@
-"""The spans of a decode server: of each room that left, its hand-off, or the prompt computed here, and its decoding."""
+"""The trace spans of a decode worker: the hand-off of a room, or its prompt computed here, then its decoding."""
 
-from collections.abc import Callable
-
-from ..cluster.tracing import Attribute, Span, Tracing
-from .queues import Room
-
-
-class DecodeSpans:
-    """Takes every room that leaves the queues. `clock` tells monotonic seconds."""
-
-    def __init__(self, tracing: Tracing, clock: Callable[[], float]) -> None:
-        self._tracing, self._clock = tracing, clock
-
-    def left(self, room: Room) -> None:
-        """One room is gone."""
-        if room.trace:
-            for span in spans_of(room, self._clock()):
-                self._tracing.record(span)
+from ..cluster.tracing import Attribute, Span
+from ..worker.spans import attempt_attributes, span_error
+from .queues import DecodeRoom
 
 
-def spans_of(room: Room, now: float) -> list[Span]:
-    """What the room came to: `hand-off` (or `prefill`), and `decode` where it joined the batch."""
-    request = room.request
-    error = "" if request.is_finished else "cancelled" if room.gone_epoch >= 0 else "failed"
-    who: dict[str, Attribute] = {"baton.room": request.room, "baton.epoch": request.epoch}
+def decode_spans(room: DecodeRoom, now: float) -> list[Span]:
+    """`hand-off` (or `prefill`), and `decode` where the room joined the batch. Times are monotonic seconds."""
+    error = span_error(room, is_complete=room.request.is_finished)
     ended = room.prefill_ended if room.is_local else room.landed_at
     first = Span(
         name="prefill" if room.is_local else "hand-off",
         parent=room.trace,
         start=room.arrived,
         end=ended or now,
-        attributes=who | (_local(room) if room.is_local else _handoff(room)),
+        attributes=attempt_attributes(room) | (_local(room) if room.is_local else _handoff(room)),
         error="" if ended else error,
     )
     if not room.started_at:
@@ -40,9 +24,9 @@ def spans_of(room: Room, now: float) -> list[Span]:
         parent=room.trace,
         start=room.started_at,
         end=now,
-        attributes=who
+        attributes=attempt_attributes(room)
         | {
-            "baton.output_tokens": request.num_output,
+            "baton.output_tokens": room.request.num_output,
             "baton.verify_steps": room.verify_steps,
             "baton.drafted_tokens": room.drafted,
             "baton.accepted_tokens": room.accepted,
@@ -53,7 +37,7 @@ def spans_of(room: Room, now: float) -> list[Span]:
     return [first, decode]
 
 
-def _handoff(room: Room) -> dict[str, Attribute]:
+def _handoff(room: DecodeRoom) -> dict[str, Attribute]:
     return {
         "baton.handoff_ms": room.handoff_s * 1000,
         "baton.handoff_bytes": room.handoff_bytes,
@@ -63,7 +47,7 @@ def _handoff(room: Room) -> dict[str, Attribute]:
     }
 
 
-def _local(room: Room) -> dict[str, Attribute]:
+def _local(room: DecodeRoom) -> dict[str, Attribute]:
     return {
         "baton.prompt_tokens": room.request.num_prompt,
         "baton.cached_tokens": room.have,

@@ -1,4 +1,4 @@
-"""What a decode worker asks of the thing that runs its steps."""
+"""The decoder that a decode worker drives, as a protocol."""
 
 from collections.abc import Mapping, Sequence
 from typing import Protocol, runtime_checkable
@@ -11,34 +11,34 @@ from ..engine.speculative.spec_decoder import StepResult
 
 
 class StepDecoder(Protocol):
-    """`SpecDecoder`, as the worker sees it."""
+    """Runs one decode step at a time: `SpecDecoder`."""
 
     def step(self, requests: Sequence[Request]) -> StepResult:
-        """Advance every request by at least one token; commits them to the requests."""
+        """Advance every request by at least one token and commit the tokens to the requests."""
 
     def draft_prefill_batch(self, items: Sequence[tuple[Request, torch.Tensor, int]]) -> None:
-        """Write the draft rows that features stand for: (request, features `[rows, K*H]`, first row)."""
+        """Write draft KV rows from features; an item is (request, features `[rows, K*H]`, first row)."""
 
     def num_covered(self, request: Request) -> int:
-        """Rows of the request whose draft KV is written."""
+        """Number of leading rows of the request whose draft KV is written."""
 
     def forget(self, request: Request) -> None:
-        """Drop what is kept of the request; no-op when there is nothing."""
+        """Drop the state kept for the request; no-op when there is none."""
 
 
 @runtime_checkable
 class LaunchingDecoder(StepDecoder, Protocol):
-    """One whose steps may be launched before the step before was read: `OverlappedDecoder`, as the worker sees it."""
+    """Launches a step before the previous one is read: `OverlappedDecoder`."""
 
     @property
     def counters(self) -> Mapping[str, float]:
-        """Steps launched ahead, and why others were not, since the start."""
+        """Steps launched ahead since the start, and steps that were not, by reason."""
 
     def can_launch(self, requests: Sequence[Request]) -> bool:
-        """Whether they can be stepped ahead; if not, `step` does it, with no flight unread."""
+        """Whether a step of these requests can be launched ahead. If not, `step` runs it once no flight is unread."""
 
     def launch(self, requests: Sequence[Request]) -> Flight:
-        """Begin a step behind those launched before."""
+        """Launch a step behind those launched before."""
 
     def read(self, flight: Flight, is_live: Sequence[bool]) -> StepResult:
-        """Wait for the oldest flight; commits its tokens to its live requests, of whom alone the result is."""
+        """Wait for the oldest flight and commit its tokens to its live requests. The result has rows for these only."""

@@ -1,37 +1,29 @@
 """`baton prefill`: one prefill worker process."""
 
-import os
-import secrets
 import sys
 from collections.abc import Sequence
 
-from ..cluster.ciphers import ciphers_of
-from ..cluster.config import PrefillConfig, load_config
+from ..cluster.config import PrefillConfig
 from ..cluster.endpoints import advertise_fault
 from ..cluster.errors import ConfigError
-from ..cluster.life import Serve, run_role
-from ..cluster.log import configure
+from ..cluster.life import Serve
 from ..cluster.sockets import check_bind_address
+from ..worker.life import run_worker
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run until drained; returns the exit code."""
-    arguments = sys.argv[1:] if argv is None else argv
-    return run_role("baton prefill", lambda: configured(arguments))
+    return run_worker(PrefillConfig, argv, start=start)
 
 
-def configured(argv: Sequence[str]) -> Serve:
-    """Read the settings, then load what is slow to load: a wrong flag or --help need not wait for torch."""
-    config = load_config(PrefillConfig, argv, os.environ)
-    instance = secrets.token_hex(16)
-    configure("prefill", instance, level=config.log_level, log_format=config.log_format)
-    ciphers_of(config.kv_cipher, has_keys=bool(config.keys), trusted_network=config.trusted_network)
+def start(config: PrefillConfig, instance: str) -> Serve:
+    """Check the addresses, then load the engine. Raises ConfigError for an address that cannot be used."""
     check_bind_address(config.kv_bind, config.trusted_network, has_keys=bool(config.keys))
     if fault := advertise_fault(config.kv_bind, config.kv_advertise):
         raise ConfigError(fault)
-    from .startup import start
+    from .startup import PrefillStartup
 
-    return start(config, instance)
+    return PrefillStartup(config, instance).run()
 
 
 if __name__ == "__main__":

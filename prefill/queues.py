@@ -1,15 +1,14 @@
-"""The rooms of a prefill server: who waits, who is being computed, whose pages wait for their reader."""
+"""The rooms of a prefill worker: queued, computed, or handed over and pinned for their reader."""
 
 from dataclasses import dataclass
 from enum import Enum
 
-from ..cluster.trace_context import NOWHERE, TraceContext
-from ..engine.request import Request
-from ..kvtransfer.room_table import RoomTable
+from ..worker.room import WorkerRoom
+from ..worker.room_table import RoomTable
 
 
-class RoomState(Enum):
-    """Where a room stands; it leaves by exactly one road, `PrefillQueues.remove`."""
+class PrefillState(Enum):
+    """The state of a room. A room leaves by exactly one road, `PrefillQueues.remove`."""
 
     QUEUED = "queued"  # no pages yet; owner: the scheduler
     RUNNING = "running"  # pages held, the prompt is being computed chunk by chunk; owner: the scheduler
@@ -18,30 +17,28 @@ class RoomState(Enum):
 
 
 @dataclass(kw_only=True)
-class Room:
-    """One room on prefill. Times are monotonic seconds."""
+class PrefillRoom(WorkerRoom):
+    """One attempt on prefill. Times are monotonic seconds."""
 
-    request: Request
-    arrived: float
-    deadline: float | None
-    state: RoomState = RoomState.QUEUED
+    state: PrefillState = PrefillState.QUEUED
     started: float = 0.0
     finished: float = 0.0  # token 1 was sampled
     cached_tokens: int = 0
     chunks: int = 0
 
-    trace: TraceContext = NOWHERE  # of the router's span, where the request is traced
-    gone_epoch: int = -1  # of the Cancel that waits for this attempt's pages; -1: none does
-    is_tainted: bool = False  # its KV must not be reused
+    @property
+    def is_over(self) -> bool:
+        """Whether the room was given up and only its pages wait for the transport."""
+        return self.state is PrefillState.CLOSING
 
     @property
-    def key(self) -> tuple[str, int]:
-        """(room, epoch)"""
-        return self.request.room, self.request.epoch
+    def can_expire(self) -> bool:
+        """Until token 1: a deadline no longer ends a room that was handed over."""
+        return self.state in (PrefillState.QUEUED, PrefillState.RUNNING)
 
 
-class PrefillQueues(RoomTable[Room]):
-    """The rooms of a prefill server; at most `max_queue` wait."""
+class PrefillQueues(RoomTable[PrefillRoom]):
+    """The rooms of a prefill worker; at most `max_queue` wait."""
 
     def __init__(self, max_queue: int) -> None:
         super().__init__()
@@ -49,4 +46,5 @@ class PrefillQueues(RoomTable[Room]):
 
     @property
     def is_full(self) -> bool:
-        return self.count(RoomState.QUEUED) >= self.max_queue
+        """Whether no further prompt may wait."""
+        return self.count(PrefillState.QUEUED) >= self.max_queue

@@ -9,7 +9,7 @@ import zmq
 from baton.cluster import codec, security
 from baton.kvtransfer import prepared, receiver_endpoint
 from baton.kvtransfer.transports import zmq_blocks
-from baton.prefill.queues import RoomState
+from baton.prefill.queues import PrefillState
 from baton.prefill.worker import PrefillWorker
 from baton.router.retries import Breaker
 
@@ -46,7 +46,7 @@ def no_cancel() -> None:
     cancel = PrefillWorker._cancel
 
     def deaf(self, room_id, epoch):
-        if not any(room.state is RoomState.HANDED for room in self.queues.attempts(room_id)):
+        if not any(room.state is PrefillState.HANDED for room in self.queues.attempts(room_id)):
             cancel(self, room_id, epoch)
 
     PrefillWorker._cancel = deaf

@@ -1,6 +1,6 @@
 """The invariants of a simulated cluster, after every turn and at the end. Clients judge their own text and times."""
 
-from baton.decode.queues import RoomState
+from baton.decode.queues import DecodeState
 from baton.kvtransfer.sender import EARLY_S
 from baton.kvtransfer.session import MAX_TOMBSTONES, TOMBSTONE_S
 from baton.router.retries import BUDGET_FLOOR, BUDGET_SHARE, MAX_ATTEMPTS
@@ -178,7 +178,7 @@ class Checker:
         But for rooms that prefill gives up: those reads are void by their digest, and decode learns of the end soon.
         """
         world = self.world
-        has_given_up = world.seen["P event Ended"] or world.seen["P event Dropped"]
+        has_given_up = world.seen["P event DropDone"] or world.seen["P event Dropped"]
         if has_given_up or not world.faults.are_only("burst", "control_reorder", "cut"):
             return
         for worker in world.workers.values():
@@ -200,6 +200,8 @@ class Checker:
         """Nobody works for the router that was there before this one. What ended waits for the step under way."""
         for worker in self.world.workers.values():
             for room in worker.worker.queues if worker is not None else ():
-                is_known = room.state is RoomState.SETTLING or room.request.room in router.dispatcher._entries
+                is_known = (
+                    room.state is DecodeState.SETTLING or room.request.room in router.dispatcher._entries
+                )
                 if router.is_alive and not is_known:
                     raise Violation(f"{worker.name} still has {room.request} of a router that is gone")

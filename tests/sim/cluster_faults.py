@@ -24,13 +24,13 @@ ROLE_VERBS = {
     "P": {
         "recv": ("Welcome", "Prefill", "Cancel", "KVHello", "Attach", "Pull", "Release", "Abort"),
         "send": ("Hello", "FirstToken", "Gone", "Failed", "KVWelcome", "Announce", "Block", "Abort"),
-        "event": ("Prefill", "Cancel", "Released", "Dropped", "Ended", "RouterLost"),
+        "event": ("Prefill", "Cancel", "Released", "Dropped", "DropDone", "RouterLost"),
     },
     "D": {
         "recv": ("Welcome", "Reserve", "Cancel", "KVWelcome", "Announce", "Block", "Abort"),
         "send": ("Hello", "Reserved", "Refused", "Tokens", "Finished", "Failed", "Gone", "KVHello", "Attach", "Pull",
                  "Release", "Abort"),
-        "event": ("Reserve", "Cancel", "Landed", "Complete", "Lost", "Ended", "RouterLost"),
+        "event": ("Reserve", "Cancel", "Landed", "Complete", "Lost", "DropDone", "RouterLost"),
     },
 }  # fmt: skip
 TRANSITIONS = tuple(

@@ -14,12 +14,8 @@ from baton.cluster.errors import DamagedMessage, PeerLost, RemoteProtocolError
 from baton.cluster.life import EXIT_OK, Shutdown
 from baton.decode.worker import DecodeWorker
 from baton.kvtransfer.endpoint import Delivered
-from baton.kvtransfer.identity import hello_of, layout_of, planes_of
-from baton.kvtransfer.link import LinkWork, incoming, outgoing
-from baton.kvtransfer.owners import FromRouter, RoomOwners
 from baton.kvtransfer.receiver_endpoint import ReceiverEndpoint
 from baton.kvtransfer.sender_endpoint import SenderEndpoint
-from baton.kvtransfer.worker_loop import WorkerLoop
 from baton.prefill.worker import PrefillWorker
 from baton.router.dispatch import Dispatcher
 from baton.router.placing import PairingPolicy
@@ -27,6 +23,10 @@ from baton.router.registry import Registry
 from baton.router.room_effects import Timeouts
 from baton.tests.sim.cluster_net import INFINITY, Died, Process
 from baton.tests.sim.cluster_toy import MAX_CONTEXT, VOCAB, ToyAheadDecoder, ToyDecoder, toy_engine
+from baton.worker.identity import hello_of, layout_of, planes_of
+from baton.worker.link import LinkWork, incoming, outgoing
+from baton.worker.main_loop import WorkerLoop
+from baton.worker.room_owners import FromRouter, RoomOwners
 from msgspec.structs import replace
 
 CONTROL = "control"

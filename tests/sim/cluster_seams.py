@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import msgspec
 from baton.cluster.control_link import LinkMachine
-from baton.decode.queues import RoomState as DecodeState
+from baton.decode.queues import DecodeState
 from baton.decode.worker import DecodeWorker
 from baton.kvtransfer import pair, prepared, receiver_endpoint, sender
 from baton.kvtransfer.endpoint import Delivered
@@ -17,7 +17,7 @@ from baton.kvtransfer.receiver import ReceiverSession
 from baton.kvtransfer.sender_endpoint import SenderEndpoint
 from baton.kvtransfer.session import Lease, SendBlock, SenderState
 from baton.kvtransfer.transport import Released
-from baton.prefill.queues import RoomState as PrefillState
+from baton.prefill.queues import PrefillState
 from baton.prefill.worker import PrefillWorker
 from baton.router import policy
 from baton.router.dispatch import Dispatcher

@@ -4,7 +4,7 @@ import random
 
 import pytest
 from baton.cluster.messages import Failed, Finished
-from baton.decode.queues import RoomState
+from baton.decode.queues import DecodeState
 from baton.tests.parity.eagle3_toys import write_oracle
 from baton.tests.sim.test_workers import prompts, successors
 from baton.tests.sim.worker_pair import Pair, name
@@ -62,7 +62,7 @@ def test_running_streams_get_a_step_between_any_two_parts_of_a_long_prompt(model
         before = len(pair.tokens[name(1)])
         pair.turn()
         assert len(pair.tokens[name(1)]) > before
-        assert pair.decode.queues.count(RoomState.PREFILLING) == 1
+        assert pair.decode.queues.count(DecodeState.PREFILLING) == 1
     pair.run()
     assert (pair.ends[name(2)].prefill.chunks, len(pair.tokens[name(2)])) == (8, 12)
 

@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 import torch
 from baton.cluster.messages import Finished
-from baton.decode.queues import RoomState
+from baton.decode.queues import DecodeState
 from baton.engine.speculative.overlapped import device_steps
 from baton.tests.parity.eagle3_toys import head_config, head_tensors, write_head
 from baton.tests.parity.overlap_engine import LateSteps
@@ -138,11 +138,11 @@ def test_gone_is_said_when_the_step_under_way_was_read(target, head, late):
     pair = pair_of(target, head, "chain", pages=96)
     pair.send(name(0), [5, 7, 9], max_new_tokens=40)
     pair.run(until=lambda: len(pair.tokens.get(name(0), [])) > 4)
-    (room,) = pair.decode.queues.of(RoomState.RUNNING)
+    (room,) = pair.decode.queues.of(DecodeState.RUNNING)
     assert room.num_unread == 1
     free = pair.decode.stats().pages_free
     pair.cancel(name(0))
-    assert room.state is RoomState.SETTLING
+    assert room.state is DecodeState.SETTLING
     assert pair.decode.stats().pages_free == free, "the step under way may still write"
     pair._read()
     assert name(0) not in pair.gone or pair.gone[name(0)] == 1, "prefill's word alone"
@@ -157,7 +157,7 @@ def test_every_other_end_waits_for_the_step_under_way_too(target, head, late, en
     for i in range(3):
         pair.send(name(i), [5 + i, 7, 9], max_new_tokens=40)
     pair.run(until=lambda: len(pair.tokens) == 3 and all(len(ids) > 4 for ids in pair.tokens.values()))
-    rooms = pair.decode.queues.of(RoomState.RUNNING)
+    rooms = pair.decode.queues.of(DecodeState.RUNNING)
     if end == "drop_rooms":
         pair.decode.drop_rooms(pair.decode.queues.names(), "the router is gone")
     elif end == "hand_back":
@@ -167,7 +167,7 @@ def test_every_other_end_waits_for_the_step_under_way_too(target, head, late, en
             room.deadline = 0.0
         pair.decode.expire(pair.clock.now)
         pair.decode.expire(pair.clock.now)
-    assert {room.state for room in rooms} == {RoomState.SETTLING}
+    assert {room.state for room in rooms} == {DecodeState.SETTLING}
     assert pair.decode.num_rooms == 3
     pair.prefill.drop_rooms(pair.prefill.queues.names(), "the test ends")
     pair.run()

@@ -7,13 +7,15 @@ clock are the test's. After every turn the pools must balance and free pages be 
 import random
 
 import pytest
-from baton.cluster.messages import Failed, Finished, FirstToken, Refused
-from baton.decode.queues import RoomState
-from baton.kvtransfer.link import Drop
+from baton.cluster.messages import Cancel, Failed, Finished, FirstToken, Gone, Refused
+from baton.decode.queues import DecodeState
+from baton.engine.loader import STAGING_SHARE
 from baton.kvtransfer.transport import Complete
+from baton.prefill.queues import PrefillState
 from baton.tests.parity.eagle3_toys import successor, write_oracle
 from baton.tests.parity.toy_engine import ToyEngine
-from baton.tests.sim.worker_pair import P, Pair, name
+from baton.tests.sim.worker_pair import D, P, Pair, name
+from baton.worker.commands import Drop
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -177,6 +179,33 @@ def test_a_newer_attempt_replaces_the_older_one_wherever_that_stands(model, refe
     pair.assert_nothing_is_held()
 
 
+@pytest.mark.parametrize("is_local", [True, False])
+def test_a_newer_attempt_ends_the_work_on_the_older_one(model, is_local):
+    pair = Pair(model, pages=96, chunk_size=8)
+    pair.send(name(1), list(range(10, 40)), is_local=is_local)
+    pair.turn()
+    pair.send(name(1), list(range(10, 40)), epoch=1, is_local=is_local)
+    for worker in (pair.decode,) if is_local else (pair.decode, pair.prefill):
+        assert [room.request.epoch for room in worker.queues if not room.is_over] == [1]
+
+
+def test_gone_waits_for_the_pages_of_every_attempt_that_was_cancelled(model):
+    pair = Pair(model, pages=96, chunk_size=8)
+    link, prefill = pair.links[P], pair.prefill
+    gone = lambda: [message for message in link.to_router if isinstance(message, Gone)]  # noqa: E731
+    pair.send(name(1), list(range(10, 40)))
+    prefill.step()
+    pair.send(name(1), list(range(10, 40)), epoch=1)
+    assert [room.state for room in prefill.queues] == [PrefillState.CLOSING, PrefillState.QUEUED]
+    prefill.handle(Cancel(room=name(1), epoch=1, instance=P), pair.clock.now)
+    assert prefill.num_rooms == 1, "the newer one has no pages and is gone"
+    assert gone() == [], "pages of the older one are still pinned"
+    link.perform()
+    for event in link.take():
+        prefill.handle(event, pair.clock.now)
+    assert [message.epoch for message in gone()] == [1]
+
+
 def test_a_repeated_message_of_a_closed_attempt_is_ignored(model, reference):
     pair = Pair(model, pages=96)
     prompt = list(range(10, 40))
@@ -284,11 +313,11 @@ def test_the_newest_token_has_no_kv_and_no_page_with_it_is_cached(model, referen
 
 
 def test_a_room_cancelled_while_it_warms_leaves_only_warm_pages(oracle, monkeypatch):
-    monkeypatch.setattr("baton.decode.warming.WARM_ROWS_PER_STEP", 4)
+    monkeypatch.setattr("baton.decode.draft_prefill.WARM_ROWS_PER_STEP", 4)
     pair = Pair(*oracle, pages=96, chunk_size=0)
     prompt = [token % 60 for token in range(40)]
     pair.send(name(0), prompt)
-    while not (warming := pair.decode.queues.of(RoomState.WARMING)):
+    while not (warming := pair.decode.queues.of(DecodeState.WARMING)):
         pair.turn()
     warmed = warming[0].warmed
     assert warmed < 36
@@ -301,6 +330,54 @@ def test_a_room_cancelled_while_it_warms_leaves_only_warm_pages(oracle, monkeypa
     assert pair.ends[name(1)].timeline.accepted_tokens == 8, (
         "11 tokens in three verifies, the last of two drafts"
     )
+    pair.assert_nothing_is_held()
+
+
+def test_features_in_flight_stay_within_their_share_of_the_kv_pool(oracle):
+    pair = Pair(*oracle, pages=96, max_running=8)
+    share = pair.decode.engine.pool.kv.nbytes // STAGING_SHARE
+    for i in range(8):
+        pair.send(name(i), [i] * 40, max_new_tokens=4)
+    staged = [room.features.nbytes for room in pair.decode.queues]
+    refused = [message for message in pair.links[D].to_router if isinstance(message, Refused)]
+    assert 1 < len(staged) < 8, "the pages would have done for all"
+    assert len(refused) == 8 - len(staged)
+    assert sum(staged) <= share < sum(staged) + staged[0]
+    assert all("features" in message.reason and message.retry_after_ms for message in refused)
+    for i in range(8):
+        pair.cancel(name(i))
+    pair.run()
+    pair.send(name(8), [9] * 40, max_new_tokens=4)
+    assert pair.decode.num_rooms == 1, "the share is free again"
+    pair.run()
+    pair.assert_nothing_is_held()
+
+
+def test_features_of_a_single_room_may_exceed_the_share(oracle):
+    pair = Pair(*oracle, pages=24)
+    pair.send(name(0), [token % 60 for token in range(80)], max_new_tokens=4)
+    (room,) = pair.decode.queues
+    assert room.features.nbytes > pair.decode.engine.pool.kv.nbytes // STAGING_SHARE
+    pair.run()
+    assert isinstance(pair.ends[name(0)], Finished)
+
+
+def test_decode_hears_at_once_that_prefill_gave_a_queued_prompt_up(model):
+    pair = Pair(model)
+    cache = pair.prefill.engine.cache
+    held = cache.alloc(cache.num_available)
+    pair.send(name(1), list(range(10, 30)))
+    for _ in range(4):  # the reader attaches before the prompt has pages
+        pair.turn()
+    (queued,) = pair.prefill.queues
+    assert (pair.prefill.stats().queued, pair.decode.stats().transferring) == (1, 1)
+    queued.deadline = pair.clock.now
+    started = pair.clock.now
+    pair.run()
+    assert pair.clock.now - started < 0.1, "neither a lease nor the wait for an offer ended it"
+    assert pair.ends[name(1)].kind == "DeadlineExceeded"
+    assert pair.decode.stats().counters["handoffs_aborted"] == 1
+    cache.allocator.release(held)
     pair.assert_nothing_is_held()
 
 
@@ -324,7 +401,7 @@ def test_kv_of_a_request_with_bad_logits_is_never_reused(model, reference, side)
     good = target.norm.weight.clone()
     pair.send(name(0), prompt)
     if side == "decode":
-        while not pair.decode.queues.of(RoomState.RUNNING):
+        while not pair.decode.queues.of(DecodeState.RUNNING):
             pair.turn()
     target.norm.weight.fill_(float("nan"))
     pair.run()

@@ -17,11 +17,11 @@ from baton.cluster.messages import (
 from baton.decode.worker import DecodeWorker
 from baton.engine.config import EngineConfig
 from baton.engine.loader import EngineLoader
-from baton.kvtransfer.identity import layout_of, planes_of
-from baton.kvtransfer.link import Advance, Drop, Ended
 from baton.kvtransfer.transport import Dropped, Lost, Offer, PullRequest
 from baton.kvtransfer.transports.fake import FakeNetwork, FakeReceiver, FakeSender
 from baton.prefill.worker import PrefillWorker
+from baton.worker.commands import Advance, Drop, DropDone
+from baton.worker.identity import layout_of, planes_of
 
 P, D, ENDPOINT = "a" * 32, "b" * 32, "fake://p"
 DEFAULTS = {"dtype": "float32", "page_size": 4, "max_context": 96}  # of both engines
@@ -69,7 +69,7 @@ class DirectLink:
                 self.transport.advance(item.room, item.epoch, item.tokens_ready, item.first_token)
             case Drop():
                 self.transport.release(item.room, item.epoch, item.reason)
-                self.events.append(Ended(room=item.room, epoch=item.epoch))
+                self.events.append(DropDone(room=item.room, epoch=item.epoch))
 
     def open(self, item, opening, event):
         try:

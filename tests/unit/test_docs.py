@@ -22,7 +22,7 @@ from baton.tests.sim.cluster_talk import as_json, of_one_request, talk
 
 ROOT = Path(__file__).resolve().parents[2]
 PROTOCOL, FAILURES, ROUTER = (ROOT / "docs" / name for name in ("protocol.md", "failures.md", "router.md"))
-SERVING = ("cluster", "decode", "deploy", "kvtransfer", "prefill", "router")
+SERVING = ("cluster", "decode", "deploy", "kvtransfer", "prefill", "router", "worker")
 # How often something is looked at, or what an answer says: nothing happens to a room at its end.
 PACES = {
     "FOREVER_S", "PAUSE_S", "POLL_S", "READY_TIMEOUT_S", "STEP_S", "SWEEP_S", "TICK_S", "IDLE_WAIT_S", "RETRY_S",

@@ -4,6 +4,7 @@ import logging
 
 import pytest
 import torch
+from baton.decode.accept_monitor import AcceptCanary
 from baton.engine.graphs.breakable import ReplayContext
 from baton.engine.graphs.buckets import batch_buckets, bucket_for, token_buckets
 from baton.engine.graphs.errors import GraphError
@@ -11,7 +12,6 @@ from baton.engine.graphs.family import BatchShape, GraphFamily, GraphLimits, Pat
 from baton.engine.graphs.inventory import FallbackReason, GraphKind, GraphPool
 from baton.engine.graphs.static import load_rows
 from baton.engine.graphs.tape import TapeBackend
-from baton.engine.speculative.canary import AcceptCanary
 
 
 def family(buckets=(2, 8, 32), **limits):

@@ -18,11 +18,11 @@ from baton.cluster.life import Shutdown
 from baton.cluster.messages import Heartbeat, WorkerStats
 from baton.cluster.metrics_server import MetricsServer, serve_metrics
 from baton.deploy.children import free_port
-from baton.kvtransfer.worker_loop import WorkerLoop
 from baton.tests.cluster.hostile import MIB, hostile_frames
 from baton.tests.corpora import corpus
 from baton.tests.unit.test_metrics import INSTANCE, samples, value
 from baton.tests.unit.test_worker_loop import FakeLink, FakeWorker
+from baton.worker.main_loop import WorkerLoop
 
 WHO = {"role": "decode", "worker": INSTANCE}
 

@@ -9,9 +9,9 @@ from baton.cluster.life import Shutdown
 from baton.cluster.messages import Welcome
 from baton.cluster.notify import PINGS_PER_LIMIT, WAIT_PACE_S, Notifier, notifier_of, without_manager
 from baton.cluster.watchdog import Watchdog
-from baton.kvtransfer.link import WorkerLink
-from baton.kvtransfer.worker_loop import WorkerLoop
 from baton.tests.unit.test_worker_loop import FakeLink, FakeWorker
+from baton.worker.link import WorkerLink
+from baton.worker.main_loop import WorkerLoop
 
 
 class Heard:

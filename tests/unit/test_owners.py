@@ -16,7 +16,7 @@ from baton.cluster.messages import (
     Welcome,
     WorkerStats,
 )
-from baton.kvtransfer.owners import EVERY, FromRouter, RoomOwners, RouterLost, ToRouter
+from baton.worker.room_owners import EVERY, FromRouter, RoomOwners, RouterLost, ToRouter
 
 ME = "aa" * 16
 ROOMS = A, B, C = "01" * 16, "02" * 16, "03" * 16

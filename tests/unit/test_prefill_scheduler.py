@@ -6,7 +6,7 @@ from baton.engine.kv_pool import PageAllocator
 from baton.engine.prefix_cache import PrefixCache
 from baton.engine.request import Request
 from baton.engine.sampling_params import SamplingParams
-from baton.prefill.queues import PrefillQueues, Room, RoomState
+from baton.prefill.queues import PrefillQueues, PrefillRoom, PrefillState
 from baton.prefill.scheduler import PrefillScheduler
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -26,7 +26,7 @@ def add(scheduler, name, tokens, **sampling):
     request = Request(
         room=f"{name:032x}", epoch=0, prompt_ids=list(tokens), sampling=SamplingParams(**sampling)
     )
-    room = Room(request=request, arrived=0.0, deadline=None)
+    room = PrefillRoom(request=request, arrived=0.0, deadline=None)
     scheduler.queues.add(room)
     return room
 
@@ -81,7 +81,7 @@ def test_a_prompt_without_pages_waits_and_the_ones_behind_it_wait_too():
     )
     chunks, admitted = scheduler.next_chunks()
     assert admitted == [first]
-    assert [second.state, third.state] == [RoomState.QUEUED, RoomState.QUEUED]
+    assert [second.state, third.state] == [PrefillState.QUEUED, PrefillState.QUEUED]
     run(scheduler, chunks)
     _, admitted = scheduler.next_chunks()
     assert admitted == [second], "first come, first served, once the pages are back"

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 import pytest
-from baton.kvtransfer.room_table import MAX_CLOSED, RoomTable
+from baton.worker.room_table import MAX_CLOSED, RoomTable
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ from baton.cluster.endpoints import endpoints_fault
 from baton.cluster.messages import Goodbye
 from baton.cluster.router_links import RouterLinks
 from baton.cluster.router_names import RouterNames, addresses_of
-from baton.kvtransfer.link import LinkWork, WorkerLink
-from baton.kvtransfer.owners import EVERY, ToRouter
 from baton.kvtransfer.transports.fake import FakeNetwork
 from baton.tests.unit.test_control_link import HELLO
+from baton.worker.link import LinkWork, WorkerLink
+from baton.worker.room_owners import EVERY, ToRouter
 
 NAME = "dns+tcp://routers:7100"
 

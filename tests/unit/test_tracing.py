@@ -9,18 +9,18 @@ from baton.cluster.messages import Failed, Prefill, Reserve
 from baton.cluster.otel import OtelTracing
 from baton.cluster.trace_context import NOWHERE, TraceContext, carried_by
 from baton.cluster.tracing import Span, Untraced, closing, open_tracing
-from baton.decode.queues import Room as DecodeRoom
-from baton.decode.spans import DecodeSpans
+from baton.decode.queues import DecodeRoom
+from baton.decode.spans import decode_spans
 from baton.engine.request import Request
 from baton.engine.sampling_params import SamplingParams
-from baton.prefill.queues import PrefillQueues
-from baton.prefill.queues import Room as PrefillRoom
-from baton.prefill.spans import PrefillSpans
+from baton.prefill.queues import PrefillQueues, PrefillRoom
+from baton.prefill.spans import prefill_spans
 from baton.router.entries import Job, Tag
 from baton.router.inbox import Inbox
 from baton.router.spans import end_request
 from baton.tests.unit.test_dispatch import D, Sampling, World
 from baton.tests.unit.test_history import say, serve
+from baton.worker.spans import RoomSpans
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
@@ -86,7 +86,7 @@ def test_one_trace_goes_through_router_prefill_and_decode(world):
     assert ordered.traceparent == reserved.traceparent != CLIENT
     assert ordered.tracestate == reserved.tracestate == STATE
     queues = PrefillQueues(8)
-    queues.on_left = PrefillSpans(prefill.tracing, clock).left
+    queues.on_left = RoomSpans(prefill.tracing, clock, prefill_spans).left
     room = PrefillRoom(request=room_request(ordered), arrived=100.0, deadline=None, trace=carried_by(ordered))
     queues.add(room)
     room.started, room.finished, room.cached_tokens, room.chunks = 100.1, 100.3, 8, 2
@@ -100,7 +100,7 @@ def test_one_trace_goes_through_router_prefill_and_decode(world):
     serve(world, entry)
     world.now = 101.0
     queues.remove(room)
-    DecodeSpans(decode.tracing, clock).left(decoding)
+    RoomSpans(decode.tracing, clock, decode_spans).left(decoding)
     root = next(span for span in router.spans if span.kind is SpanKind.SERVER)
     others = [span for kept in (router, prefill, decode) for span in kept.spans if span is not root]
     assert [span.name for span in others] == ["queue", "prefill", "hand-off", "decode"]

@@ -2,7 +2,7 @@
 
 from baton.cluster.life import Shutdown
 from baton.cluster.messages import Goodbye, Heartbeat, WorkerStats
-from baton.kvtransfer.worker_loop import FAREWELL_S, WorkerLoop
+from baton.worker.main_loop import FAREWELL_S, WorkerLoop
 
 
 class FakeLink:

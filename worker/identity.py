@@ -1,4 +1,4 @@
-"""What a worker says of itself: its KV layout to the other side, its Hello to the router."""
+"""The identity of a worker: its KV layout for the other side, its Hello for the router."""
 
 import os
 import socket
@@ -8,14 +8,17 @@ from ..cluster.kv_messages import block_bytes_of
 from ..cluster.messages import PROTOCOL_MAJOR, YOUNG_FIELDS, Hello, Layout
 from ..cluster.transports import ZMQ_BLOCKS
 from ..engine.kv_pool import FeaturePlane, KVPool
-from .fingerprint import pair_fingerprint
-from .transport import Planes
+from ..kvtransfer.fingerprint import pair_fingerprint
+from ..kvtransfer.transport import Planes
 
 
 def layout_of(
     pool: KVPool, *, model_fingerprint: str, feature_ids: Sequence[int], feature_width: int
 ) -> Layout:
-    """The wire layout of the pool's pages, with the fingerprint that the router pairs by."""
+    """The wire layout of the pool's pages, with the fingerprint that the router pairs workers by.
+
+    `feature_width` is K*H, the values per token of the aux features; 0 without features.
+    """
     dtype = str(pool.dtype).removeprefix("torch.")
     fingerprint = pair_fingerprint(
         model_fingerprint,
@@ -42,7 +45,9 @@ def layout_of(
 
 
 def planes_of(pool: KVPool, features: FeaturePlane | None) -> Planes:
-    """The pages as bytes. Decode has no feature plane: a room's features land in its own staging tensor."""
+    """The pages of a pool as bytes, and the feature plane's. Decode has no feature plane: the features of a room land in its
+    own staging tensor.
+    """
     return Planes(kv=pool.byte_view(), features=None if features is None else features.byte_view())
 
 
@@ -61,7 +66,7 @@ def hello_of(
     transports: Sequence[str] = (ZMQ_BLOCKS,),
     local_prefill: bool = False,
 ) -> Hello:
-    """The worker's registration with the router."""
+    """The worker's registration with a router. `max_context` in tokens."""
     return Hello(
         role=role,
         instance=instance,

@@ -1,10 +1,9 @@
 """The I/O thread of a worker: control plane, KV plane and a wake-up in one loop.
 
-The scheduler thread computes; this thread alone touches sockets, so a hand-off goes on while a forward runs (torch
-releases the GIL). The two speak through queues of frozen values. A worker may serve several routers, each over a control
-link of its own; `owners` says which room is whose. What the scheduler sends is performed in order; what
-comes back is a decoded control message, a transport event, or one of the events below. A page that was given to the
-transport belongs to it until the room's terminal event comes back, also after `Drop`.
+The scheduler thread computes. The link thread alone touches sockets, so a hand-off goes on while a forward runs (torch
+releases the GIL). The two threads exchange frozen values over queues (`commands`). A worker may serve several routers,
+each over its own control link; `room_owners` records which router owns a room. Commands are performed in order. A page
+that was given to the transport belongs to it until the room's terminal event comes back, also after `Drop`.
 """
 
 import queue
@@ -12,18 +11,18 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 import zmq
 
 from ..cluster.control_link import LinkQueues
 from ..cluster.errors import BatonError, LocalProtocolError, StartupError
-from ..cluster.messages import ControlDown, ControlUp
+from ..cluster.messages import ControlUp
 from ..cluster.router_links import RouterLinks
 from ..cluster.watchdog import Watchdog
-from .owners import EVERY, FromRouter, RoomOwners, RouterLost, ToRouter
-from .transport import Dropped, KVTransport, Lost, Offer, PullRequest, TransportEvent
+from ..kvtransfer.transport import Dropped, KVTransport, Lost, Offer, PullRequest
+from .commands import Advance, Command, Drop, DropDone, LinkEvent, LinkFailed, Sourced
+from .room_owners import EVERY, FromRouter, RoomOwners, RouterLost, ToRouter
 
 IDLE_WAIT_S = 0.2
 INBOX_LIMIT = 4096  # events that the scheduler has not taken yet
@@ -31,65 +30,26 @@ Opening = TypeVar("Opening", Offer, PullRequest)
 
 
 class PollableTransport(KVTransport, Protocol):
-    """A transport that a poller can wait for."""
+    """A transport that a poller can wait on."""
 
     def pollables(self) -> list[zmq.Socket[bytes]]:
-        """The sockets whose readability means that `poll` has work."""
+        """Sockets; `poll` has work when one of them is readable."""
 
     def next_deadline(self, now: float) -> float | None:
-        """When `poll` must be called at the latest, on the monotonic clock."""
+        """Latest time of the next `poll` in monotonic seconds; None: no timer runs."""
 
     @property
     def counters(self) -> dict[str, float]:
-        """What the transport did and dropped so far."""
+        """Totals since the start, by name."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Advance:
-    """Command: tokens [0, tokens_ready) of an offer are final; `first_token` closes it."""
-
-    room: str
-    epoch: int
-    tokens_ready: int
-    first_token: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Drop:
-    """Command: give a room up. `Ended` answers it."""
-
-    room: str
-    epoch: int
-    reason: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ended:
-    """Event: after a Drop nothing is written to the room's pages any more, and a read in flight is void by its digest."""
-
-    room: str
-    epoch: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class LinkFailed:
-    """Event: the thread died of `error`; the worker cannot go on."""
-
-    error: Exception
-
-
-Command = Offer | PullRequest | Advance | Drop
-LinkEvent = ControlDown | TransportEvent | Ended | RouterLost | LinkFailed
-Sourced = (
-    FromRouter | TransportEvent | Ended | RouterLost | LinkFailed
-)  # an event before its room's owner was noted
 OpenPlanes = Callable[["zmq.Context[zmq.Socket[bytes]]"], tuple[RouterLinks, PollableTransport]]
 
 
 class LinkWork:
-    """What the thread does in a turn, without the thread: commands in order, then what came in and what is due.
+    """The work of the link thread, without the thread: commands in order, then messages and timers.
 
-    `deliver` hands an event to the scheduler; `controls` are the links by the routers' numbers, those that there are now.
+    `deliver` hands an event to the scheduler. `controls` maps a router's number to its control link; links may come and go.
     """
 
     def __init__(
@@ -100,7 +60,7 @@ class LinkWork:
         self._deliver = deliver
 
     def perform(self, command: Command | ToRouter) -> None:
-        """Do what the scheduler asked for."""
+        """Perform one command of the scheduler."""
         match command:
             case Offer():
                 self._open(command, self.transport.offer)
@@ -110,14 +70,16 @@ class LinkWork:
                 self.transport.advance(room, epoch, tokens_ready, first_token)
             case Drop(room=room, epoch=epoch, reason=reason):
                 self.transport.release(room, epoch, reason)
-                self._deliver(Ended(room=room, epoch=epoch))
+                self._deliver(DropDone(room=room, epoch=epoch))
             case ToRouter(router=router, message=message):
                 for number, control in self.controls.items():
                     if router in (number, EVERY):
                         control.send(message)
 
     def turn(self, now: float, *, is_behind: bool = False) -> None:
-        """Take in what is there, without waiting. While the scheduler `is_behind`, the routers' messages wait."""
+        """Receive without waiting and run timers, at `now` in monotonic seconds. While the scheduler `is_behind`, messages
+        of routers stay in their sockets.
+        """
         for router, control in self.controls.items():
             for message in [] if is_behind else control.receive():
                 self._deliver(FromRouter(router=router, message=message))
@@ -128,7 +90,7 @@ class LinkWork:
             self._deliver(event)
 
     def _open(self, command: Opening, opening: Callable[[Opening], None]) -> None:
-        """A room that the transport will not open is lost, alone: a repeated Reserve of a closed attempt ends here."""
+        """Open a room on the transport. A refusal, as for a repeated Reserve of a closed attempt, loses that room alone."""
         try:
             opening(command)
         except LocalProtocolError as error:
@@ -140,7 +102,7 @@ class LinkWork:
 
 
 class WorkerLink:
-    """The scheduler's handle on its I/O thread. `open_planes` runs in that thread, which owns the sockets."""
+    """The scheduler's handle on the link thread. `open_planes` runs in that thread, which owns the sockets."""
 
     def __init__(self, open_planes: OpenPlanes) -> None:
         self._open_planes = open_planes
@@ -164,14 +126,14 @@ class WorkerLink:
         return f"<WorkerLink {'connected' if self.connected else 'not connected'}, {self._commands.qsize()} commands>"
 
     def start(self) -> None:
-        """Open the sockets; raises what kept them from opening (StartupError for an address in use)."""
+        """Start the thread and open the sockets. Raises the BatonError that stopped it; StartupError: an address in use."""
         self._thread.start()
         failed = self._started.get()
         if failed is not None:
             raise failed
 
     def feeder(self, watchdog: Watchdog) -> Callable[[float], None]:
-        """Feeds it on behalf of the scheduler, as long as this thread moves too."""
+        """A function that feeds `watchdog` at a monotonic time, as long as the link thread turns too."""
 
         def feed(now: float) -> None:
             if now - self._turned_at < watchdog.shortest_s / 2:
@@ -180,13 +142,13 @@ class WorkerLink:
         return feed
 
     def post(self, command: Command | ControlUp) -> None:
-        """Hand a command or a message for routers to the thread; never blocks."""
+        """Queue a command or a message for routers; never blocks."""
         for item in outgoing(self._owners, command):
             self._commands.put(item)
         self._wake()
 
     def receive(self, timeout: float) -> list[LinkEvent]:
-        """All events so far; waits up to `timeout` seconds for the first."""
+        """All events that have arrived; waits up to `timeout` seconds for the first one."""
         events: list[LinkEvent] = []
         try:
             events += incoming(
@@ -198,11 +160,13 @@ class WorkerLink:
             return events
 
     def retain(self, rooms: Collection[str]) -> None:
-        """These are all rooms of the worker, and all events that were received have been handled."""
+        """Forget the owners of all rooms but `rooms`, the ids that the worker still holds. Call it when every received event
+        has been handled.
+        """
         self._owners.retain(rooms)
 
     def close(self) -> None:
-        """Perform what was posted, tell the peers, close the sockets, end the thread. Idempotent."""
+        """Perform the queued commands, tell the peers, close the sockets and end the thread. Idempotent."""
         self._stopping.set()
         self._wake()
         if self._thread.is_alive():
@@ -242,7 +206,7 @@ class WorkerLink:
             context.term()
 
     def _turn(self, work: LinkWork, routers: RouterLinks, transport: PollableTransport) -> None:
-        """Wait for the earliest of: a message, a block, a command, a deadline. Then do what is due."""
+        """Wait for the earliest of a message, a block, a command and a deadline; then do the work that is due."""
         controls = routers.links.values()
         self._turned_at = now = time.monotonic()
         deadlines = [
@@ -265,7 +229,7 @@ class WorkerLink:
         routers.refresh()
 
     def _poller_for(self, sockets: list["zmq.Socket[bytes]"]) -> zmq.Poller:
-        """A poller for `sockets` and the wake-up; the last one again while the sockets are the same."""
+        """A poller for `sockets` and the wake-up; reused while the sockets are the same."""
         if sockets != self._polled:
             self._polled, self._poller = sockets, zmq.Poller()
             self._poller.register(self._wake_r.fileno(), zmq.POLLIN)
@@ -289,7 +253,7 @@ class WorkerLink:
 
 
 def incoming(owners: RoomOwners, event: Sourced) -> list[LinkEvent]:
-    """What a scheduler sees of an event: itself, or nothing."""
+    """The events that the scheduler sees: `event`, or none for a message about another router's room."""
     if not isinstance(event, (FromRouter, RouterLost)):
         return [event]
     seen = owners.take(event)
@@ -297,5 +261,5 @@ def incoming(owners: RoomOwners, event: Sourced) -> list[LinkEvent]:
 
 
 def outgoing(owners: RoomOwners, item: Command | ControlUp) -> Sequence[Command | ToRouter]:
-    """What the link thread is to do for an item that a scheduler posted."""
+    """The work of the link thread for an item that the scheduler posted: a command, or addressed messages."""
     return [item] if isinstance(item, (Offer, PullRequest, Advance, Drop)) else owners.address(item)

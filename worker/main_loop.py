@@ -1,7 +1,7 @@
-"""The loop of a worker process: receive, expire, step, beat, until it is drained.
+"""The main loop of a worker process: receive, expire, step, beat, until the worker has drained.
 
-The heartbeat is made by the thread that computes: between two steps, and by `beat` between the layers of a long forward.
-A forward that hangs is thus seen by the router as a worker that hangs, and one that is merely long is not.
+The thread that computes also sends the heartbeat: between two steps, and through `beat` between the layers of a long
+forward. The router thus sees a forward that hangs as a worker that hangs, and a long forward as a worker that lives.
 """
 
 import logging
@@ -15,83 +15,87 @@ from ..cluster.life import EXIT_CRASHED, EXIT_OK, Shutdown
 from ..cluster.log import fields
 from ..cluster.messages import ControlUp, Goodbye, Heartbeat, Welcome, WorkerStats
 from ..cluster.notify import Notifier
-from .link import Command, LinkEvent, LinkFailed
-from .owners import RouterLost
+from .commands import Command, LinkEvent, LinkFailed
+from .room_owners import RouterLost
 
 logger = logging.getLogger(__name__)
 
 IDLE_WAIT_S = 0.05  # how long an idle loop may sleep before it looks at the shutdown events
 FAREWELL_S = (
-    0.3  # from Goodbye to the end at least: what the router sent before it heard is refused, not lost
+    0.3  # at least from Goodbye to the end: orders sent before the router heard are refused, not lost
 )
 
 
-class Rooms(Protocol):
+class HeldRooms(Protocol):
     """The rooms of a worker."""
 
     def names(self) -> set[str]:
         """Their ids."""
 
 
-class Worker(Protocol):
-    """What a role does; the loop owns no room."""
+class LoopWorker(Protocol):
+    """A role's worker as the loop drives it; `RoleWorker` is the base of both. The loop owns no room."""
 
     instance: str
 
     def handle(self, event: LinkEvent, now: float) -> None:
-        """Take one message or transport event in."""
+        """Take in one message or transport event, at `now` in monotonic seconds."""
 
     def drop_rooms(self, rooms: Collection[str], reason: str) -> None:
-        """Their router is gone: cancel these rooms."""
+        """Give up these rooms: their router is gone."""
 
     def expire(self, now: float) -> None:
-        """End what is past its deadline."""
+        """Fail the rooms past their deadline."""
 
     def step(self) -> bool:
         """One forward's worth of work; False when there was none."""
 
     def start_draining(self) -> None:
-        """Take no new room from here on."""
+        """Refuse new rooms from here on."""
 
     def hand_back(self) -> None:
-        """This worker leaves now: the router shall go on elsewhere with every room that is left."""
+        """Fail every room that is left so that the router continues it elsewhere: this worker leaves now."""
 
     @property
-    def queues(self) -> Rooms:
+    def queues(self) -> HeldRooms:
         """The rooms that hold anything here."""
 
     @property
     def num_rooms(self) -> int:
-        """How many these are."""
+        """Their number."""
 
     def stats(self) -> WorkerStats:
-        """The worker's condition."""
+        """The worker's condition for the heartbeat."""
 
 
 class SchedulerLink(Protocol):
     """The scheduler's end of a `WorkerLink`."""
 
-    heartbeat_s: float  # as the routers want it
+    heartbeat_s: float  # the shortest interval that a router asks for
 
     def post(self, command: Command | ControlUp) -> None:
-        """Hand a command or a message for the router over; never blocks."""
+        """Queue a command or a message for routers; never blocks."""
 
     def receive(self, timeout: float) -> list[LinkEvent]:
-        """All events so far; waits up to `timeout` seconds for the first."""
+        """All events that have arrived; waits up to `timeout` seconds for the first one."""
 
     def retain(self, rooms: Collection[str]) -> None:
-        """These are all rooms of the worker, and all events that were received have been handled."""
+        """Forget all rooms but `rooms`, the ids that the worker still holds."""
 
     def close(self) -> None:
-        """Perform what was posted and end the connections. Idempotent."""
+        """Perform the queued commands and end the connections. Idempotent."""
 
 
 class WorkerLoop:
-    """Runs a worker until its shutdown is complete; `run` returns the exit code."""
+    """Runs a worker until its shutdown is complete.
+
+    `feed` resets the watchdog, `tell` receives the worker's condition at every heartbeat, `lost_spans` counts trace spans
+    that were dropped so far. `clock` tells monotonic seconds.
+    """
 
     def __init__(
         self,
-        worker: Worker,
+        worker: LoopWorker,
         link: SchedulerLink,
         shutdown: Shutdown,
         *,
@@ -107,16 +111,16 @@ class WorkerLoop:
         self.shutdown = shutdown
         self.drain_timeout_s = drain_timeout_s
         self._clock = clock
-        self._feed = feed or (lambda now: None)  # the watchdog's
-        self._tell = tell or (lambda stats: None)  # of whoever else shows the worker's condition
+        self._feed = feed or (lambda now: None)
+        self._tell = tell or (lambda stats: None)
         self._notifier = notifier or Notifier()
-        self._lost_spans = lost_spans  # of its traces, so far
+        self._lost_spans = lost_spans
         self._drain_until: float | None = None
         self._next_beat = 0.0
         self._is_busy = False  # the last step had work
 
     def run(self) -> int:
-        """Serve, then drain: stay until every room ended, the drain time is over, or a second signal came."""
+        """Serve, then drain until all rooms ended, the drain time is over or a second signal came; returns the exit code."""
         code = EXIT_OK
         while code == EXIT_OK and not self.is_over():
             code = self.turn()
@@ -126,7 +130,7 @@ class WorkerLoop:
         return code
 
     def turn(self) -> int:
-        """Receive, expire, step, beat, once; EXIT_OK unless the worker cannot go on."""
+        """One turn: receive, expire, step, beat. Returns EXIT_OK unless the worker cannot go on."""
         code = EXIT_OK
         for event in self.link.receive(0.0 if self._is_busy else IDLE_WAIT_S):
             code = max(code, self._handle(event))
@@ -146,14 +150,14 @@ class WorkerLoop:
                 )
                 self.worker.drop_rooms(rooms, reason)
             case Welcome():
-                self._next_beat = 0.0  # the router lets nobody serve before its first heartbeat
+                self._next_beat = 0.0  # the router sends no order before the first heartbeat
                 self._notifier.ready("serving")
             case _:
                 self.worker.handle(event, self._clock())
         return EXIT_OK
 
     def is_over(self) -> bool:
-        """Whether the worker may leave; starts its drain when the operator wants that."""
+        """Whether the worker may leave. Starts the drain once a signal has asked for it."""
         now = self._clock()
         if self.shutdown.stop.is_set():
             return True
@@ -167,7 +171,7 @@ class WorkerLoop:
         return self.worker.num_rooms == 0 and now >= self._drain_until - self.drain_timeout_s + FAREWELL_S
 
     def _begin_drain(self, now: float) -> float:
-        """When it ends."""
+        """Start the drain; returns its end in monotonic seconds."""
         self.worker.start_draining()
         self.link.post(Goodbye(instance=self.worker.instance))
         self._next_beat = 0.0
@@ -176,9 +180,9 @@ class WorkerLoop:
         return now + self.drain_timeout_s
 
     def beat(self) -> None:
-        """Tell the watchdog that the loop moves, and send what is due: a heartbeat, or word that this worker drains.
+        """Reset the watchdog and send what is due: a heartbeat, or Goodbye when a drain begins.
 
-        Also called between the layers of a long forward: the router shall not wait for its end.
+        A long forward calls it between its layers, so the router does not wait for the forward's end.
         """
         now = self._clock()
         self._feed(now)

@@ -1,17 +1,23 @@
-"""Notices when drafts are no longer accepted. That changes no output, so nothing else would tell."""
+"""The accept length of drafts: the gauge of the heartbeat, and a warning when drafts are no longer accepted.
+
+Rejected drafts change no output, so nothing else would show them.
+"""
 
 import logging
 from collections import deque
 
 logger = logging.getLogger(__name__)
 
-WINDOW = 64  # verifies that the average is over
-MIN_ACCEPT_LENGTH = 1.05  # 1.0: not one draft was kept
+RECENT_VERIFIES = 256  # window of the accept length that heartbeats report
+WINDOW = 64  # verifies that the canary's average is over
+MIN_ACCEPT_LENGTH = 1.05  # 1.0: no draft was accepted
 COOL_DOWN_S = 300.0
 
 
 class AcceptCanary:
-    """Watches the accept lengths of verifies that had drafts; warns at most once per cool-down."""
+    """Watches the accept lengths of verifies with drafts. Logs a warning when their average over `window` verifies is below
+    `minimum`, at most once per `cool_down_s`.
+    """
 
     def __init__(
         self, *, window: int = WINDOW, minimum: float = MIN_ACCEPT_LENGTH, cool_down_s: float = COOL_DOWN_S
@@ -41,3 +47,24 @@ class AcceptCanary:
 
     def __repr__(self) -> str:
         return f"<AcceptCanary {self.accept_length} over {len(self._recent)}>"
+
+
+class AcceptMonitor:
+    """The accept length of recent verifies, watched by a canary."""
+
+    def __init__(self) -> None:
+        self._recent: deque[int] = deque(maxlen=RECENT_VERIFIES)
+        self._canary = AcceptCanary()
+
+    def __repr__(self) -> str:
+        return f"<AcceptMonitor {self.accept_length} over {len(self._recent)}>"
+
+    @property
+    def accept_length(self) -> float | None:
+        """Tokens committed per verify, over the last RECENT_VERIFIES; None before the first."""
+        return sum(self._recent) / len(self._recent) if self._recent else None
+
+    def observe(self, tokens: int, now: float) -> None:
+        """One verify with drafts committed `tokens` tokens at `now` (monotonic seconds)."""
+        self._recent.append(tokens)
+        self._canary.observe(tokens, now)

@@ -1,4 +1,4 @@
-"""The rooms that a worker holds: one table for both roles, so that attempts are told apart in one place."""
+"""The rooms that a worker holds. Both roles use this table, so attempts are told apart in one place."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -7,32 +7,30 @@ from typing import Generic, Protocol, TypeVar
 MAX_CLOSED = 4096  # rooms that are remembered after their end
 
 
-class Attempt(Protocol):
-    """What the table must know of a role's room."""
+class TableEntry(Protocol):
+    """A room as the table sees it."""
 
     @property
     def state(self) -> object:
-        """A member of the role's own enumeration."""
+        """A member of the role's enumeration of states."""
 
     @property
     def key(self) -> tuple[str, int]:
         """(room, epoch)"""
 
 
-R = TypeVar("R", bound=Attempt)
+R = TypeVar("R", bound=TableEntry)
 
 
 class RoomTable(Generic[R]):
-    """All attempts in order of arrival. An attempt that is given up stays until its pages are free; a newer one of the
-    same room may be here beside it.
+    """All attempts in order of arrival. An attempt that was given up stays until its pages are free; the table may hold a
+    newer attempt of the same room beside it.
     """
 
     def __init__(self) -> None:
         self._rooms: dict[tuple[str, int], R] = {}
-        self._closed: OrderedDict[str, int] = (
-            OrderedDict()
-        )  # room -> its newest epoch that ended or was turned away here
-        self.on_left: Callable[[R], None] = lambda room: None  # hears of every attempt that leaves
+        self._closed: OrderedDict[str, int] = OrderedDict()  # room -> newest epoch that ended or was refused
+        self.on_left: Callable[[R], None] = lambda room: None  # called with every attempt that leaves
 
     def __repr__(self) -> str:
         counts: dict[object, int] = {}
@@ -49,43 +47,47 @@ class RoomTable(Generic[R]):
         return len(self._rooms)
 
     def names(self) -> set[str]:
-        """The ids of all rooms that are here."""
+        """The ids of all rooms in the table."""
         return {name for name, _ in self._rooms}
 
     def count(self, state: object) -> int:
+        """Number of attempts in `state`."""
         return sum(room.state is state for room in self._rooms.values())
 
     def of(self, state: object) -> list[R]:
+        """The attempts in `state`, oldest first."""
         return [room for room in self._rooms.values() if room.state is state]
 
     def get(self, room: str, epoch: int) -> R | None:
-        """This attempt of the room, if it is here."""
+        """This attempt of the room; None when the table does not hold it."""
         return self._rooms.get((room, epoch))
 
     def attempts(self, room: str) -> list[R]:
-        """Every attempt of the room that is here, oldest first."""
+        """Every attempt of the room in the table, oldest first."""
         return [found for (name, _), found in self._rooms.items() if name == room]
 
     def add(self, room: R) -> None:
+        """Add a new attempt."""
         assert room.key not in self._rooms, f"{room.key} is here already"
         self._rooms[room.key] = room
 
     def remove(self, room: R) -> None:
+        """Remove an attempt for good and call `on_left`."""
         del self._rooms[room.key]
         self._remember(*room.key)
         self.on_left(room)
 
     def cancel(self, room: str, epoch: int) -> list[R]:
-        """The attempts up to `epoch` that are here, oldest first; an order for one that comes later begins nothing."""
+        """The attempts up to `epoch` in the table, oldest first. A later order for one of these epochs is ignored."""
         self._remember(room, epoch)
         return self.up_to(room, epoch)
 
     def turned_away(self, room: str, epoch: int) -> None:
-        """The attempt was answered without being taken: its order, said again, is no new one."""
+        """Remember an attempt that was answered without being taken: its repeated order is ignored."""
         self._remember(room, epoch)
 
     def up_to(self, room: str, epoch: int) -> list[R]:
-        """The attempts of the room up to `epoch` that are here."""
+        """The attempts of the room up to `epoch` in the table, oldest first."""
         return [found for found in self.attempts(room) if found.key[1] <= epoch]
 
     def _remember(self, room: str, epoch: int) -> None:
@@ -94,6 +96,6 @@ class RoomTable(Generic[R]):
             self._closed.popitem(last=False)
 
     def is_known(self, room: str, epoch: int) -> bool:
-        """Whether this attempt or a newer one is here, or was and ended, as far back as is remembered."""
+        """Whether this attempt or a newer one is in the table, or was in it: the last MAX_CLOSED rooms are remembered."""
         is_here = any(name == room and other >= epoch for name, other in self._rooms)
         return is_here or self._closed.get(room, -1) >= epoch

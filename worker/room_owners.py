@@ -1,8 +1,8 @@
-"""Which router each room of a worker belongs to: the one that opened it, which alone hears of it and can end it.
+"""The router that owns each room of a worker: the router that opened the room. Only the owner hears of it and can end it.
 
-A worker serves several routers with one batch and one pool of pages. Its scheduler knows rooms only; here, at its end of
-the link, what comes from a router is noted and what goes out is addressed. The death of a router ends its rooms, and
-nobody else's. Room ids are random, so that no two routers mean different rooms by one id.
+A worker serves several routers with one batch and one pool of pages. Its scheduler knows rooms only; `RoomOwners` notes the
+owner of each incoming order and addresses outgoing messages. The loss of a router ends its own rooms and no others. Room
+ids are random, so two routers never use one id for different rooms.
 """
 
 import logging
@@ -27,7 +27,7 @@ from ..cluster.messages import (
 
 logger = logging.getLogger(__name__)
 
-EVERY = -1  # in place of a router's number: all that there are when it is sent
+EVERY = -1  # in place of a router's number: all routers at the time of sending
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class FromRouter:
 
 @dataclass(frozen=True, kw_only=True)
 class ToRouter:
-    """A message with the number of the router that shall get it, or EVERY."""
+    """A message with the number of the router that receives it, or EVERY."""
 
     router: int
     message: ControlUp
@@ -48,7 +48,7 @@ class ToRouter:
 
 @dataclass(frozen=True, kw_only=True)
 class RouterLost:
-    """Event: a router is gone or another one; nobody reads the tokens of its `rooms`."""
+    """Event: a router is gone or was replaced; nobody reads the tokens of its `rooms`."""
 
     router: int
     reason: str
@@ -56,7 +56,7 @@ class RouterLost:
 
 
 class RoomOwners:
-    """Used by the scheduler's thread alone, in the order in which it takes events in and sends messages."""
+    """Room ids and their routers. Only the scheduler thread uses it, in the order of received events and sent messages."""
 
     def __init__(self) -> None:
         self.num_foreign = 0  # messages about another router's room, dropped
@@ -66,7 +66,7 @@ class RoomOwners:
         return f"RoomOwners({len(self._owner)} rooms of {len(set(self._owner.values()))} routers)"
 
     def take(self, event: FromRouter | RouterLost) -> ControlDown | RouterLost | None:
-        """What the worker shall see of it; None for a message about another router's room."""
+        """The event for the worker; None for a message about another router's room, which is dropped and counted."""
         if isinstance(event, RouterLost):
             rooms = frozenset(room for room, owner in self._owner.items() if owner == event.router)
             for room in rooms:
@@ -82,7 +82,9 @@ class RoomOwners:
         return None
 
     def address(self, message: ControlUp) -> list[ToRouter]:
-        """Who gets it: every router a word about the worker, a room's owner one about it, nobody one about a lost room."""
+        """The message with its receivers: every router for a message about the worker, the owner for a message about a room,
+        none for a room without an owner.
+        """
         if isinstance(message, (Heartbeat, Goodbye, Hello)):
             return [ToRouter(router=EVERY, message=message)]
         if isinstance(message, Tokens):
@@ -91,11 +93,11 @@ class RoomOwners:
         return [] if owner is None else [ToRouter(router=owner, message=message)]
 
     def retain(self, rooms: Collection[str]) -> None:
-        """Forget every room but these. To be called when all events that were taken have been handled."""
+        """Forget every room but `rooms`. Call it when all events that were taken have been handled."""
         self._owner = {room: owner for room, owner in self._owner.items() if room in rooms}
 
     def _split(self, message: Tokens) -> list[ToRouter]:
-        """One message for each router that has rooms in it."""
+        """One message for each router that owns items of `message`."""
         items: dict[int, list[TokenItem]] = {}
         for item in message.items:
             owner = self._owner.get(item.room)

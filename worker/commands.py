@@ -1,0 +1,49 @@
+"""Commands from a scheduler to its link thread, and the events that come back.
+
+Messages for a router travel the same way as commands, control messages and transport events the same way as events.
+"""
+
+from dataclasses import dataclass
+
+from ..cluster.messages import ControlDown
+from ..kvtransfer.transport import Offer, PullRequest, TransportEvent
+from .room_owners import FromRouter, RouterLost
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advance:
+    """Command: tokens [0, tokens_ready) of an offer are final; `first_token` closes the offer."""
+
+    room: str
+    epoch: int
+    tokens_ready: int
+    first_token: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drop:
+    """Command: give a room up. `DropDone` answers it."""
+
+    room: str
+    epoch: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class DropDone:
+    """Event: the answer to Drop. Nothing writes to the room's pages any more, and the digest voids a read in flight."""
+
+    room: str
+    epoch: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkFailed:
+    """Event: the link thread died of `error`; the worker cannot go on."""
+
+    error: Exception
+
+
+Command = Offer | PullRequest | Advance | Drop
+LinkEvent = ControlDown | TransportEvent | DropDone | RouterLost | LinkFailed
+Sourced = FromRouter | TransportEvent | DropDone | RouterLost | LinkFailed  # before the room's owner is noted

@@ -1,0 +1,34 @@
+"""The life of a worker process: read the settings, load the engine, serve, drain, leave.
+
+This file loads no torch, so a wrong flag or --help answers at once.
+"""
+
+import os
+import secrets
+import sys
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from ..cluster.ciphers import ciphers_of
+from ..cluster.config import WorkerConfig, load_config
+from ..cluster.life import Serve, run_role
+from ..cluster.log import configure
+
+C = TypeVar("C", bound=WorkerConfig)
+
+
+def run_worker(config_type: type[C], argv: Sequence[str] | None, *, start: Callable[[C, str], Serve]) -> int:
+    """Run a worker of a role until it has drained; returns the exit code.
+
+    `argv` None: the arguments of this process. `start(config, instance)` does what is slow and returns what serves.
+    """
+    arguments = sys.argv[1:] if argv is None else argv
+
+    def configured() -> Serve:
+        config = load_config(config_type, arguments, os.environ)
+        instance = secrets.token_hex(16)
+        configure(config.role, instance, level=config.log_level, log_format=config.log_format)
+        ciphers_of(config.kv_cipher, has_keys=bool(config.keys), trusted_network=config.trusted_network)
+        return start(config, instance)
+
+    return run_role(f"baton {config_type.role}", configured)

@@ -1,0 +1,85 @@
+"""Forwards over parts of prompts: prefill's work, and decode's where no prefill worker computes the prompt."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch
+
+from ..cluster.messages import PromptLogprobs
+from ..cluster.scores import prompt_logprobs
+from ..engine.extend_batch import extend_batch
+from ..engine.forward_batch import CaptureHidden, ForwardBatch, ForwardOutput
+from ..engine.loader import Engine
+from ..engine.prompt_logprobs import most_scored, scores_of
+from ..engine.request import Request
+from ..engine.sampler import SampleOutput, sampling_rows
+from .room import WorkerRoom
+
+R = TypeVar("R", bound=WorkerRoom)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chunk(Generic[R]):
+    """Prompt tokens [start, end) of a room, computed by one forward."""
+
+    room: R
+    start: int
+    end: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows of the forward that are the chunk's."""
+        return self.end - self.start
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the prompt ends here."""
+        return self.end == self.room.request.num_prompt
+
+    @property
+    def span(self) -> tuple[Request, int, int]:
+        """The chunk as the engine takes it."""
+        return self.room.request, self.start, self.end
+
+
+def scored_limit(request: Request, before: Sequence[Chunk[R]], vocab_size: int) -> int | None:
+    """Most tokens of `request` that fit behind the chunks `before`, for the memory of scored logits; None: any number."""
+    return most_scored(request, vocab_size, [chunk.span for chunk in before])
+
+
+def batch_of(engine: Engine, chunks: Sequence[Chunk[R]], *, has_features: bool) -> ForwardBatch:
+    """The batch of all chunks, in order. `has_features`: the forward returns the aux features of every row."""
+    return extend_batch(
+        [chunk.span for chunk in chunks],
+        page_size=engine.page_size,
+        device=engine.pool.device,
+        capture=CaptureHidden.FULL if has_features else CaptureHidden.NULL,
+    )
+
+
+def sample_first_tokens(engine: Engine, chunks: Sequence[Chunk[R]], output: ForwardOutput) -> SampleOutput:
+    """Token 1 of every prompt that ends in `chunks`, in their order; the first rows of `output.logits` are theirs."""
+    rows = [row for chunk in chunks if chunk.is_last for row in sampling_rows(chunk.room.request)]
+    return engine.sampler.sample(output.logits[: len(rows)], engine.sampler.build(rows))
+
+
+def score_prompts(
+    chunks: Sequence[Chunk[R]], logits: torch.Tensor, instance: str
+) -> Iterator[PromptLogprobs]:
+    """Messages with the log probabilities of the prompts that ask for them.
+
+    `logits` `[R, V]` are those of the whole forward: rows of ended prompts first, then the scored rows.
+    """
+    spans = [chunk.span for chunk in chunks]
+    scored = scores_of(spans, logits[sum(chunk.is_last for chunk in chunks) :])
+    for (request, start, _), scores in zip(spans, scored, strict=True):
+        yield from prompt_logprobs(request.room, request.epoch, instance, start + 1, scores)
+
+
+def logprob_of(sampled: SampleOutput, row: int, wanted: int) -> tuple[float, list[tuple[int, float]]] | None:
+    """Log probability of the token of `row`, and the `wanted` likeliest (id, log probability); None where none is wanted."""
+    if wanted < 0 or sampled.logprobs is None or sampled.top_ids is None or sampled.top_logprobs is None:
+        return None
+    ids, values = sampled.top_ids[row, :wanted].tolist(), sampled.top_logprobs[row, :wanted].tolist()
+    return float(sampled.logprobs[row]), list(zip(ids, values, strict=True))

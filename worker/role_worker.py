@@ -1,0 +1,261 @@
+"""The base of both workers: orders, cancels, failures, deadlines and the drain of the rooms that a worker holds.
+
+A role adds what its rooms do between an order and their end, and `step`, one forward's worth of work.
+"""
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping
+from typing import ClassVar, Generic, TypeVar
+
+import msgspec
+
+from ..cluster.fault_points import Reach, unarmed
+from ..cluster.messages import (
+    Cancel,
+    ControlUp,
+    DecodeTimeline,
+    Failed,
+    Finished,
+    Gone,
+    GraphCounts,
+    Prefill,
+    Refused,
+    Reserve,
+    WorkerStats,
+)
+from ..engine.loader import Engine
+from ..engine.request import Request
+from ..engine.sampling_params import SamplingParams
+from .commands import Command, Drop, LinkEvent
+from .link import WorkerLink
+from .refusal import Refusal
+from .room import WorkerRoom
+from .room_table import RoomTable
+
+R = TypeVar("R", bound=WorkerRoom)
+
+
+def sampling_params_of(order: Prefill | Reserve) -> SamplingParams:
+    """The engine's sampling parameters of an order."""
+    return SamplingParams(**msgspec.structs.asdict(order.sampling))
+
+
+class RoleWorker(ABC, Generic[R]):
+    """The scheduler thread's side of a worker. `counters` are its totals by name; `clock` tells monotonic seconds.
+
+    Every end of a room takes one road: `_give_up` stops its work, the role's `_close` gives its pages back.
+    """
+
+    role: ClassVar[str]
+    awaited: ClassVar[str]
+    """The token that a deadline is for."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        link: WorkerLink,
+        queues: RoomTable[R],
+        *,
+        instance: str,
+        counters: dict[str, float],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.engine = engine
+        self.link = link
+        self.queues = queues
+        self.instance = instance
+        self.is_draining = False
+        self.reach: Reach = unarmed
+        self._clock = clock
+        self._counters = counters
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.queues!r}, {self.engine.cache!r}>"
+
+    @property
+    def num_rooms(self) -> int:
+        """Rooms that hold anything here."""
+        return len(self.queues)
+
+    @abstractmethod
+    def step(self) -> bool:
+        """One forward's worth of work; False when there was none."""
+
+    # --- what the main loop asks --------------------------------------------------------------------------------------
+
+    def handle(self, event: LinkEvent, now: float) -> None:
+        """Take in one message or transport event, at `now`. A role handles its own first and passes on the others."""
+        match event:
+            case Cancel(room=room, epoch=epoch):
+                self._cancel(room, epoch)
+            case _:
+                pass
+
+    def drop_rooms(self, rooms: Collection[str], reason: str) -> None:
+        """Give up these rooms: their router is gone."""
+        for room in self.queues:
+            if room.request.room in rooms:
+                self._give_up(room, reason)
+
+    def expire(self, now: float) -> None:
+        """Fail the rooms whose request is faulty or whose deadline has passed at `now`."""
+        for room in self.queues:
+            request = room.request
+            if not room.can_expire:
+                continue
+            if request.fault:
+                self._fail(room, request.fault_kind, request.fault, retryable=request.is_fault_ours)
+            elif room.deadline is not None and now >= room.deadline:
+                late = f"the deadline passed before the {self.awaited} token"
+                self._fail(room, "DeadlineExceeded", late, retryable=False)
+
+    def start_draining(self) -> None:
+        """Refuse new rooms from here on."""
+        self.is_draining = True
+
+    def hand_back(self) -> None:
+        """Fail every room that is left so that the router continues it elsewhere: this worker leaves now."""
+        for room in self.queues:
+            if not room.is_over:
+                self._fail(room, "Draining", f"{self.role} leaves", retryable=True)
+
+    @abstractmethod
+    def stats(self) -> WorkerStats:
+        """The worker's condition for the heartbeat."""
+
+    def _stats(
+        self,
+        *,
+        running: int,
+        queued: int,
+        transferring: int,
+        accept_length: float | None = None,
+        counters: Mapping[str, float] | None = None,
+    ) -> WorkerStats:
+        """The condition with the role's room counts; `counters` are the role's further totals."""
+        engine, cache = self.engine, self.engine.cache
+        return WorkerStats(
+            state="draining" if self.is_draining else "serving",
+            pages_total=engine.num_pages,
+            pages_free=cache.num_available,
+            pages_cached=cache.num_cached,
+            running=running,
+            queued=queued,
+            transferring=transferring,
+            graphs=GraphCounts(**engine.graph_counts),
+            accept_length=accept_length,
+            spec_steps=engine.spec_steps,
+            counters=self._counters
+            | engine.step_counters
+            | engine.graph_counters
+            | dict(counters or {})
+            | self.link.transport_counters,
+        )
+
+    # --- the way in ---------------------------------------------------------------------------------------------------
+
+    def _begins(self, order: Prefill | Reserve) -> bool:
+        """Whether the order begins a new attempt. Older attempts of its room are given up."""
+        if self.queues.is_known(order.room, order.epoch):
+            return False  # a repeated or late message
+        for old in self.queues.attempts(order.room):
+            self._give_up(old, "a newer attempt began")
+        return True
+
+    def _request_of(self, order: Prefill | Reserve, sampling: SamplingParams) -> Request:
+        """The engine's request for an order. A grammar starts to compile here."""
+        return Request(
+            room=order.room,
+            epoch=order.epoch,
+            prompt_ids=order.prompt_ids,
+            sampling=sampling,
+            num_prior_output=order.num_output,
+            salt=order.salt,
+            eos_ids=self.engine.model_config.eos_token_ids,
+            guide=self.engine.grammars.guide(sampling.grammar),
+        )
+
+    def _refuse(self, order: Prefill | Reserve, refusal: Refusal) -> None:
+        self._counters["refused"] += 1
+        self._turn_away(
+            Refused(
+                room=order.room,
+                epoch=order.epoch,
+                instance=self.instance,
+                reason=refusal.reason,
+                retry_after_ms=refusal.retry_after_ms,
+            )
+        )
+
+    def _is_finished_already(self, request: Request) -> bool:
+        """Whether the prompt ends the request, as after a lost Finished; then the order is answered with Finished."""
+        if not request.ends_with_prompt(self.engine.model_config.eos_token_ids):
+            return False
+        room, epoch = request.room, request.epoch
+        self._turn_away(
+            Finished(room=room, epoch=epoch, instance=self.instance, reason="stop", output_tokens=0)
+        )
+        return True
+
+    def _turn_away(self, answer: Refused | Finished) -> None:
+        """Answer an order without taking it; its repetition is ignored."""
+        self.queues.turned_away(answer.room, answer.epoch)
+        self._send(answer)
+
+    # --- the ways out -------------------------------------------------------------------------------------------------
+
+    def _cancel(self, room_id: str, epoch: int) -> None:
+        """Give up every attempt up to `epoch`. Gone answers once their pages are free; at once when there is none."""
+        attempts = self.queues.cancel(room_id, epoch)
+        for room in attempts:
+            self._counters["cancelled"] += not room.is_over
+            room.gone_epoch = max(room.gone_epoch, epoch)
+            self._give_up(room, "cancelled")
+        if not attempts:
+            self._send(Gone(room=room_id, epoch=epoch, instance=self.instance))
+
+    def _fail(self, room: R, kind: str, message: str, *, retryable: bool) -> None:
+        """Tell the router that the attempt failed, and give the room up."""
+        self._send_failed(room, kind, message, retryable=retryable)
+        self._give_up(room, message)
+
+    def _send_failed(self, room: R, kind: str, message: str, *, retryable: bool) -> None:
+        request = room.request
+        self._send(
+            Failed(
+                room=request.room,
+                epoch=request.epoch,
+                instance=self.instance,
+                kind=kind,
+                message=message,
+                retryable=retryable,
+            )
+        )
+
+    @abstractmethod
+    def _give_up(self, room: R, reason: str) -> None:
+        """End a room from this side. No-op for a room that has ended."""
+
+    def _drop(self, room: R, reason: str) -> None:
+        """Have the transport let go of the room's pages; `DropDone` answers."""
+        self._send(Drop(room=room.request.room, epoch=room.request.epoch, reason=reason))
+
+    def _free(self, room: R) -> None:
+        """Give the room's pages back, forget the room, and answer the Cancel that waits for it."""
+        request = room.request
+        self.engine.cache.allocator.release(request.pages)
+        request.pages = []
+        self.queues.remove(room)
+        if room.gone_epoch >= 0 and not self.queues.up_to(request.room, room.gone_epoch):
+            timeline = self._timeline_of(room)
+            self._send(
+                Gone(room=request.room, epoch=room.gone_epoch, instance=self.instance, timeline=timeline)
+            )
+
+    def _timeline_of(self, room: R) -> DecodeTimeline | None:
+        """What decode spent on the room; None on prefill."""
+        return None
+
+    def _send(self, item: Command | ControlUp) -> None:
+        self.link.post(item)

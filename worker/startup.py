@@ -1,0 +1,184 @@
+"""The start of a worker process, the same for both roles: from the settings to the main loop, phase by phase."""
+
+import os
+import time
+from abc import ABC, abstractmethod
+from typing import ClassVar, Generic, TypeVar
+
+import zmq
+
+from ..cluster.ciphers import ciphers_of
+from ..cluster.config import WorkerConfig
+from ..cluster.endpoints import endpoints_of
+from ..cluster.fault_points import reach_of
+from ..cluster.keyring import load_keyring
+from ..cluster.life import Phase, Serve, Shutdown, run_phases
+from ..cluster.messages import Hello
+from ..cluster.metrics_server import serve_metrics
+from ..cluster.notify import notifier_of
+from ..cluster.router_links import RouterLinks, dial_routers
+from ..cluster.sockets import Socket
+from ..cluster.tracing import closing, open_tracing
+from ..cluster.transports import transports_of
+from ..cluster.watchdog import Watchdog
+from ..engine.config import EngineConfig
+from ..engine.loader import Engine, EngineLoader
+from ..kvtransfer.heap import keep_blocks
+from ..kvtransfer.transport import Planes
+from .identity import hello_of, layout_of, planes_of
+from .link import PollableTransport, WorkerLink
+from .main_loop import WorkerLoop
+from .role_worker import RoleWorker
+from .room import WorkerRoom
+from .spans import RoomSpans, SpansOf
+
+C = TypeVar("C", bound=WorkerConfig)
+R = TypeVar("R", bound=WorkerRoom)
+
+
+class WorkerStartup(ABC, Generic[C, R]):
+    """One start of a worker process. A role says what differs: its transport and Hello, its worker, its spans.
+
+    A phase stores its products on this object. A phase that runs too early reads a product that is not there yet and raises
+    AttributeError; the engine's own phases have their lifecycle as a guard.
+    """
+
+    has_drafter: ClassVar[bool]
+    engine: Engine
+    worker: RoleWorker[R]
+    loop: WorkerLoop
+
+    def __init__(self, config: C, instance: str) -> None:
+        self.config = config
+        self.instance = instance
+
+    def phases(self) -> list[Phase]:
+        """(name, action) in the order in which they must run."""
+        return [
+            ("prepare the process", self.prepare_process),
+            ("read keys", self.read_keys),
+            ("open metrics and traces", self.open_telemetry),
+            ("load the engine", self.load_engine),
+            ("open sockets", self.open_sockets),
+            ("build the main loop", self.build_loop),
+        ]
+
+    def run(self) -> Serve:
+        """Run all phases. Returns the function that serves until the worker has drained and gives the exit code."""
+        run_phases(self.phases())
+        return closing(self.tracing, self.loop.run)
+
+    def prepare_process(self) -> None:
+        """Signals, failpoints, the service manager and malloc."""
+        self.shutdown = Shutdown()
+        self.shutdown.install()
+        self.reach = reach_of(os.environ)
+        self.notifier = notifier_of(os.environ)
+        keep_blocks()
+
+    def read_keys(self) -> None:
+        """Keys, ciphers and transports of the KV plane."""
+        config = self.config
+        self.keyring = load_keyring(config.keys, config.role)
+        self.transports = transports_of(config.transports)
+        self.ciphers = ciphers_of(
+            config.kv_cipher, has_keys=bool(config.keys), trusted_network=config.trusted_network
+        )
+
+    def open_telemetry(self) -> None:
+        """The port for metrics and the exporter of traces, where the settings ask for them."""
+        self.tell = serve_metrics(self.config, self.instance)
+        self.tracing = open_tracing(self.config, self.instance)
+
+    def load_engine(self) -> None:
+        """Weights, pools and graphs."""
+        loader = EngineLoader(EngineConfig.of(self.config), has_drafter=self.has_drafter)
+        run_phases(loader.phases())
+        self.engine = engine = loader.engine()
+        self.layout = layout_of(
+            engine.pool,
+            model_fingerprint=engine.fingerprint,
+            feature_ids=engine.feature_ids,
+            feature_width=engine.feature_width,
+        )
+
+    def open_sockets(self) -> None:
+        """Start the link thread, which opens the KV plane and dials the routers."""
+        self.link = WorkerLink(self._open_planes)
+        self.link.start()
+
+    def build_loop(self) -> None:
+        """The worker and its main loop; long forwards beat between their layers."""
+        tracing = self.tracing
+        self.worker = self.make_worker()
+        self.worker.reach = self.reach
+        self.worker.queues.on_left = RoomSpans(tracing, time.monotonic, self.spans_of).left
+        self.loop = WorkerLoop(
+            self.worker,
+            self.link,
+            self.shutdown,
+            drain_timeout_s=self.config.drain_timeout_s,
+            feed=self.link.feeder(Watchdog(self.config.watchdog_s, notifier=self.notifier)),
+            tell=self.tell,
+            notifier=self.notifier,
+            lost_spans=lambda: tracing.num_dropped,
+        )
+        self.engine.runner.on_layer = self.loop.beat
+
+    # --- what a role says ---------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def open_transport(self, context: zmq.Context[Socket]) -> PollableTransport:
+        """The role's end of the KV plane. Runs in the link thread."""
+
+    @abstractmethod
+    def make_hello(self) -> Hello:
+        """The registration with a router."""
+
+    @abstractmethod
+    def make_worker(self) -> RoleWorker[R]:
+        """The role's worker on the loaded engine and the open link."""
+
+    @property
+    @abstractmethod
+    def spans_of(self) -> SpansOf[R]:
+        """The trace spans of a room that leaves."""
+
+    # --- parts of a role's answers ------------------------------------------------------------------------------------
+
+    def planes(self) -> Planes:
+        """The engine's pages as bytes."""
+        return planes_of(self.engine.pool, self.engine.features)
+
+    def hello(
+        self,
+        *,
+        max_running: int,
+        kv_endpoint: str = "",
+        local_prefill: bool = False,
+        spec_tokens: int = 0,
+    ) -> Hello:
+        """A Hello with the fields that both roles fill alike."""
+        return hello_of(
+            self.layout,
+            self.engine.pool,
+            role=self.config.role,
+            instance=self.instance,
+            model=self.config.served_model or self.config.model,
+            max_context=self.engine.max_context,
+            vocab_size=self.engine.model_config.vocab_size,
+            max_running=max_running,
+            kv_endpoint=kv_endpoint,
+            local_prefill=local_prefill,
+            spec_tokens=spec_tokens,
+            transports=self.transports,
+        )
+
+    def _open_planes(self, context: zmq.Context[Socket]) -> tuple[RouterLinks, PollableTransport]:
+        transport = self.open_transport(context)
+        try:
+            hello = self.make_hello()
+            return dial_routers(context, endpoints_of(self.config.router), hello, self.keyring), transport
+        except Exception:
+            transport.close()
+            raise
