@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ..cluster.messages import Reserve
-from ..engine.kv_pool import PoolExhausted, launched
+from ..engine.kv_pool import PoolExhausted
 from ..engine.loader import STAGING_SHARE, Engine
 from ..engine.page_table import pages_for
 from ..engine.request import Request
@@ -99,7 +99,6 @@ class Admission:
             features=None if features is None else features.flatten(1).view(torch.uint8),
             endpoint=message.prefill_endpoint,
             peer_instance=message.prefill_instance,
-            after=launched(self.engine.pool.device),
         )
 
     def _never(self, request: Request) -> Refusal | None:
@@ -134,8 +133,7 @@ class Admission:
         engine = self.engine
         if engine.drafter is None:
             return None
-        shape = (len(self.pulled_pages(request, have)), engine.page_size, engine.feature_width)
-        return torch.empty(shape, dtype=engine.pool.dtype, device=engine.pool.device)
+        return engine.pool.landing_rows(self.pulled_pages(request, have), engine.feature_width)
 
     def _staging_fits(self, features: torch.Tensor) -> bool:
         """Whether features in flight stay within their share; a room alone always fits."""

@@ -5,30 +5,23 @@ Slot = page * page_size + offset. Page 0 belongs to nobody: its slot 0 is where 
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import torch
+
+from .page_order import PageOrder
 
 
 class PoolExhausted(RuntimeError):
     """A pool has fewer pages to give than were asked for; the message has both numbers."""
 
 
-def launched(device: torch.device) -> torch.cuda.Event | None:
-    """An event behind all that was launched for `device` so far; None on the CPU, where it is done."""
-    if device.type != "cuda":
-        return None
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record(torch.cuda.current_stream(device))
-    return event
-
-
 class KVPool:
     """The KV of all layers: `kv` `[num_pages, num_layers, 2, page_size, num_kv_heads, head_dim]`, 2 = K, V.
 
-    Zero-initialised, because attention over padded pages weighs what lies there by 0, and 0 * NaN is NaN.
-    Raises ValueError for a size that no pool can have.
+    Zero-initialised, because attention over padded pages weighs what lies there by 0, and 0 * NaN is NaN. `order` says
+    when copies may touch a page. Raises ValueError for a size that no pool can have.
     """
 
     def __init__(
@@ -54,11 +47,22 @@ class KVPool:
         self.dtype = dtype
         self.device = torch.device(device)
         self.kv = _zeros((num_pages, num_layers, 2, page_size, num_kv_heads, head_dim), dtype, self.device)
+        self.order = PageOrder(num_pages, self.device)
         self._layers = [(self.kv[:, i, 0], self.kv[:, i, 1]) for i in range(num_layers)]
 
     def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of one layer, strided views `[num_pages, page_size, num_kv_heads, head_dim]`."""
         return self._layers[layer]
+
+    def landing_rows(self, pages: Sequence[int], width: int) -> torch.Tensor:
+        """Uninitialised rows `[len(pages), page_size, width]` of the pool's dtype, which belong to `pages`.
+
+        A copy may write them as soon as it may write the pages: the memory was another tensor's, whose kernels may still
+        run, so the pages are stamped again.
+        """
+        rows = torch.empty((len(pages), self.page_size, width), dtype=self.dtype, device=self.device)
+        self.order.stamp(pages)
+        return rows
 
     @property
     def page_bytes(self) -> int:
@@ -132,12 +136,15 @@ class FeaturePlane:
 class PageAllocator:
     """Counts the owners of every page. A page of one owner may be written by it; a shared page is read only.
 
+    With an `order`, a page that is handed out is stamped: copies wait for what was launched for its owners before.
+
     Misuse (a page released once too often, page 0 handed in) is a programmer's error and asserts.
     """
 
-    def __init__(self, num_pages: int) -> None:
+    def __init__(self, num_pages: int, order: PageOrder | None = None) -> None:
         _check_sizes(num_pages=num_pages, page_size=1)
         self.num_pages = num_pages
+        self._order = order
         self._refs = [0] * num_pages
         # A stack: the page given last is given again first, while it is still warm.
         self._free = list(range(num_pages - 1, 0, -1))
@@ -173,6 +180,8 @@ class PageAllocator:
         pages = [self._free.pop() for _ in range(n)]
         for page in pages:
             self._refs[page] = 1
+        if self._order is not None:
+            self._order.stamp(pages)
         return pages
 
     def retain(self, pages: Iterable[int]) -> None:

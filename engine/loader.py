@@ -242,7 +242,7 @@ class EngineLoader:
                 capacity=config.max_running + 1,
             )
         cache = PrefixCache(
-            PageAllocator(num_pages),
+            PageAllocator(num_pages, pool.order),
             config.page_size,
             enabled=config.prefix_cache,
             lookahead=CACHE_LOOKAHEAD if drafter is not None else 0,

@@ -69,6 +69,11 @@ class ModelRunner:
             self._check_features(features, real_rows)
         rows = hidden if batch.logit_rows is None else hidden.index_select(0, batch.logit_rows)
         self.counters.count(path)
+        if self.pool.order.is_checked:
+            self.pool.order.use(
+                reads=batch.page_table.flatten().tolist(),
+                writes=(batch.slots // self.pool.page_size).tolist(),
+            )
         return ForwardOutput(
             path=path,
             logits=self.model.compute_logits(rows),

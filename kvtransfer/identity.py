@@ -43,7 +43,8 @@ def layout_of(
 
 def planes_of(pool: KVPool, features: FeaturePlane | None) -> Planes:
     """The pages as bytes. Decode has no feature plane: a room's features land in its own staging tensor."""
-    return Planes(kv=pool.byte_view(), features=None if features is None else features.byte_view())
+    feature_bytes = None if features is None else features.byte_view()
+    return Planes(kv=pool.byte_view(), features=feature_bytes, order=pool.order)
 
 
 def hello_of(

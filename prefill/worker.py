@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Collection
 
 import msgspec
-import torch
 
 from ..cluster.fault_points import Reach, unarmed
 from ..cluster.log import fields
@@ -111,6 +110,7 @@ class PrefillWorker:
         output = self._forward(chunks)
         firsts = self._sample(chunks, output)
         self._score(chunks, output)
+        self.engine.pool.order.finish(self._written(chunks))  # the link thread shall not wait for a forward
         self._publish(chunks, firsts)
         return True
 
@@ -333,19 +333,24 @@ class PrefillWorker:
         if plane is not None:
             assert output.hidden is not None
             plane.store(batch.slots, output.hidden)
+        self.engine.pool.order.stamp(self._written(chunks))
         self._counters["steps"] += 1
         self._counters["prompt_tokens"] += batch.num_tokens
         return output
 
+    def _written(self, chunks: list[Chunk]) -> list[int]:
+        """The pages that a forward of `chunks` writes."""
+        size = self.engine.page_size
+        return [
+            page
+            for chunk in chunks
+            for page in chunk.room.request.pages[chunk.start // size : pages_for(chunk.end, size)]
+        ]
+
     def _sample(self, chunks: list[Chunk], output: ForwardOutput) -> SampleOutput:
         """Token 1 of every prompt that ends in this forward, in the order of the chunks."""
         rows = [row for chunk in chunks if chunk.is_last for row in sampling_rows(chunk.room.request)]
-        sampled = self.engine.sampler.sample(output.logits[: len(rows)], self.engine.sampler.build(rows))
-        if self.engine.pool.device.type == "cuda":
-            torch.cuda.current_stream(
-                self.engine.pool.device
-            ).synchronize()  # the link thread reads pages on its own
-        return sampled
+        return self.engine.sampler.sample(output.logits[: len(rows)], self.engine.sampler.build(rows))
 
     def _score(self, chunks: list[Chunk], output: ForwardOutput) -> None:
         """Log probabilities of the prompts that ask for them, to the router before their token 1."""
