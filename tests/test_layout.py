@@ -21,7 +21,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "engine": ("kernels",),
     "router": ("cluster",),
     "deploy": ("cluster",),
-    "kvtransfer": ("engine.kv_pool", "engine.page_table", "kernels", "cluster"),
+    "kvtransfer": ("engine.kv_pool", "engine.page_order", "engine.page_table", "kernels", "cluster"),
     "prefill": ("kvtransfer", "engine", "cluster"),
     "decode": ("kvtransfer", "engine", "cluster"),
     "bench": ("kvtransfer", "engine", "cluster"),
