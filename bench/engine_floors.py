@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..engine.model_config import ModelConfig
+from ..engine.models.config import ModelConfig
 from ..engine.speculative.spec_config import Eagle3Config
 
 

@@ -9,7 +9,7 @@ TOKEN as long as n is below the accept length, and WRONG from there on. All othe
 
 import torch
 
-from ..engine.model_config import ModelConfig
+from ..engine.models.config import ModelConfig
 from ..engine.models.llama import LlamaForCausalLM
 from ..engine.speculative.eagle3 import Eagle3Head
 from ..engine.speculative.spec_config import Eagle3Config

@@ -13,15 +13,15 @@ from pathlib import Path
 
 import torch
 
-from ..engine.extend_batch import extend_batch
-from ..engine.forward_batch import CaptureHidden
+from ..engine.batch.extend_batch import extend_batch
+from ..engine.batch.forward_batch import CaptureHidden
 from ..engine.graph_set import GraphSet, backend_for
-from ..engine.kv_pool import FeaturePlane, KVPool
-from ..engine.lifecycle import Lifecycle, Phase
-from ..engine.model_config import ModelConfig
-from ..engine.model_runner import ModelRunner
-from ..engine.page_table import pages_for
+from ..engine.kv.page_table import pages_for
+from ..engine.kv.pool import FeaturePlane, KVPool
+from ..engine.models.config import ModelConfig
 from ..engine.request import Request
+from ..engine.runner.lifecycle import Lifecycle, Phase
+from ..engine.runner.model_runner import ModelRunner
 from ..engine.sampler import Sampler, sampling_rows
 from ..engine.sampling_params import SamplingParams
 from ..engine.speculative.device_steps import DeviceSteps

@@ -7,7 +7,7 @@ from msgspec import Struct
 
 from ..cluster.ciphers import AES_128_GCM, CRC32C, CURVE
 from ..cluster.messages import Layout
-from ..engine.page_order import PageOrder
+from ..engine.kv.page_order import PageOrder
 from ..kvtransfer.transport import Planes
 
 PAGE_BYTES = 1 << 20

@@ -13,11 +13,11 @@ from ..kernels.extend_attention import paged_extend
 from ..kernels.kv_store import kv_rows, store_kv
 from ..kernels.paged_attention import QUERY_BLOCK, batched_attention, causal_band, extend_attention, gather_kv
 from ..kernels.verify_attention import paged_verify, visible_columns
+from .batch.forward_batch import ForwardBatch
 from .errors import LifecycleError
-from .forward_batch import ForwardBatch
 from .host_copy import to_device
-from .kv_pool import KVPool
-from .layers import Attend
+from .kv.pool import KVPool
+from .models.layers import Attend
 
 # Requests of equally many rows, up to this many (a tree: any number), are attended as one padded batch; longer ones one
 # by one.

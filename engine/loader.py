@@ -18,13 +18,14 @@ from .errors import CheckpointError
 from .graph_set import GraphSet, backend_for
 from .graphs.backend import GraphBackend
 from .guided import GrammarCompiler
-from .kv_pool import FeaturePlane, KVPool, PageAllocator
-from .lifecycle import Lifecycle, Phase
-from .model_config import ModelConfig
-from .model_runner import ModelRunner, configure_aux_capture
+from .kv.page_table import pages_for
+from .kv.pool import FeaturePlane, KVPool, PageAllocator
+from .kv.prefix_cache import PrefixCache
+from .models.config import ModelConfig
 from .models.llama import LlamaForCausalLM
-from .page_table import pages_for
-from .prefix_cache import PrefixCache
+from .models.weights import load_model, model_fingerprint
+from .runner.lifecycle import Lifecycle, Phase
+from .runner.model_runner import ModelRunner, configure_aux_capture
 from .sampler import Sampler
 from .speculative.adaptive import KNEE_ROWS, StepCosts, StepPolicy
 from .speculative.device_steps import DeviceSteps
@@ -36,7 +37,6 @@ from .speculative.eagle3_weights import load_eagle3
 from .speculative.overlapped import OverlappedDecoder, device_steps
 from .speculative.spec_config import Eagle3Config
 from .speculative.spec_decoder import SpecDecoder
-from .weights import load_model, model_fingerprint
 
 logger = logging.getLogger(__name__)
 

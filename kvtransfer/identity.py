@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ..cluster.kv_messages import block_bytes_of
 from ..cluster.messages import PROTOCOL_MAJOR, YOUNG_FIELDS, Hello, Layout
 from ..cluster.transports import ZMQ_BLOCKS
-from ..engine.kv_pool import FeaturePlane, KVPool
+from ..engine.kv.pool import FeaturePlane, KVPool
 from .fingerprint import pair_fingerprint
 from .transport import Planes
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from ..cluster.errors import LocalProtocolError
-from ..engine.page_order import PageOrder
+from ..engine.kv.page_order import PageOrder
 from .hands import Hands, hands_of_host
 from .layout import Crc, KVLayout, Plane, Segment
 from .pinning import Bytes, Pin, no_pin, pin

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-from ..engine.page_order import PageOrder
+from ..engine.kv.page_order import PageOrder
 
 
 @dataclass(frozen=True, kw_only=True)

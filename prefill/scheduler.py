@@ -7,9 +7,9 @@ so that two half-computed prompts can never wait for each other's pages.
 
 from dataclasses import dataclass
 
-from ..engine.kv_pool import PoolExhausted
-from ..engine.page_table import pages_for
-from ..engine.prefix_cache import PrefixCache
+from ..engine.kv.page_table import pages_for
+from ..engine.kv.pool import PoolExhausted
+from ..engine.kv.prefix_cache import PrefixCache
 from ..engine.prompt_logprobs import most_scored
 from .queues import PrefillQueues, Room, RoomState
 

@@ -33,10 +33,10 @@ from ..cluster.messages import (
 )
 from ..cluster.scores import prompt_logprobs
 from ..cluster.trace_context import carried_by
-from ..engine.extend_batch import extend_batch
-from ..engine.forward_batch import CaptureHidden, ForwardOutput
+from ..engine.batch.extend_batch import extend_batch
+from ..engine.batch.forward_batch import CaptureHidden, ForwardOutput
+from ..engine.kv.page_table import pages_for
 from ..engine.loader import Engine
-from ..engine.page_table import pages_for
 from ..engine.prompt_logprobs import scores_of
 from ..engine.request import Request
 from ..engine.sampler import SampleOutput, sampling_rows, validate_params

@@ -25,7 +25,7 @@ import torch
 
 from .backend import GraphBackend, Segment
 from .errors import GraphError
-from .nest import copy_into
+from .pytree import copy_into
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from .errors import CaptureRefused
 from .modes import Args, DispatchMode, Kwargs, Operation
-from .nest import tensors_of
+from .pytree import tensors_of
 
 # Tensor methods that read memory without passing the dispatcher.
 HOST_READS = frozenset({"item", "tolist", "numpy", "__array__", "__dlpack__"})

@@ -7,7 +7,7 @@ from typing import TypeAlias
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .nest import tensors_of
+from .pytree import tensors_of
 
 Operation: TypeAlias = Callable[..., object]
 Args: TypeAlias = tuple[object, ...]

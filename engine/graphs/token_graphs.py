@@ -10,11 +10,11 @@ from typing import Generic, TypeAlias
 
 import torch
 
-from ..layers import Attend
+from ..models.layers import Attend
 from .breakable import Breaks, OutputT, ReplayContext
-from .family import GraphFamily, GraphLimits, PathDecision
-from .inventory import GraphKind, GraphPool, NamedTensors
-from .nest import own
+from .bucketed_graphs import GraphFamily, GraphLimits, PathDecision
+from .graph_pool import GraphKind, GraphPool, NamedTensors
+from .pytree import own
 from .static import load_rows
 
 

@@ -5,8 +5,8 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from ..layers import Attend, NamedTensors
-from ..model_config import ModelConfig
+from .config import ModelConfig
+from .layers import Attend, NamedTensors
 
 
 class CausalLM(Protocol):

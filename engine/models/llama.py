@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 
 from ..errors import CheckpointError, LifecycleError
-from ..layers import Attend, DecoderLayer, GatedMLP, NamedTensors, RMSNorm, SelfAttention
-from ..model_config import ModelConfig
-from ..rope import RotaryEmbedding
+from .config import ModelConfig
+from .layers import Attend, DecoderLayer, GatedMLP, NamedTensors, RMSNorm, SelfAttention
+from .rope import RotaryEmbedding
 
 
 class LlamaForCausalLM:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ..fixed_rows import attend_rows
-from ..kv_pool import KVPool
+from ..batch.fixed_rows import attend_rows
+from ..kv.pool import KVPool
 from .draft_choice import DraftSampling
 from .draft_shape import DraftShape
 from .eagle3 import DraftPhase, Eagle3Head

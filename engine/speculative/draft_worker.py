@@ -11,13 +11,13 @@ from dataclasses import dataclass
 import torch
 
 from ..attention import PagedAttention, plan
+from ..batch.forward_batch import CaptureHidden, ForwardBatch, ForwardMode
+from ..batch.padding import pad_rows
 from ..errors import CheckpointError, LifecycleError, UnsupportedInput
-from ..forward_batch import CaptureHidden, ForwardBatch, ForwardMode
-from ..graphs.family import EAGER, PathDecision
+from ..graphs.bucketed_graphs import EAGER, PathDecision
 from ..host_copy import to_device
-from ..kv_pool import KVPool
-from ..padding import pad_rows
-from ..page_table import build_page_table, pages_for, slots_for
+from ..kv.page_table import build_page_table, pages_for, slots_for
+from ..kv.pool import KVPool
 from ..sampler import propose
 from ..sampling_params import SamplingParams
 from .chain import ChainPlan, chain_batch

@@ -14,9 +14,9 @@ import torch
 
 from ...kernels.select_rows import select_last_rows
 from ...kernels.step_glue import NUM_COUNTS, Places, PlaceSizes, step_outcome, step_places
-from ..fixed_rows import attend_rows
-from ..model_runner import ModelRunner
-from ..target_graphs import aux_ids_of
+from ..batch.fixed_rows import attend_rows
+from ..runner.model_runner import ModelRunner
+from ..runner.target_graphs import aux_ids_of
 from ..token_choice import choose_tokens
 from .draft_choice import DraftSampling
 from .draft_loops import DraftRows, draft_chain, draft_tree

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 from baton.cluster.messages import Layout
-from baton.engine.kv_pool import PageAllocator
-from baton.engine.page_order import PageOrder, launched
+from baton.engine.kv.page_order import PageOrder, launched
+from baton.engine.kv.pool import PageAllocator
 from baton.kvtransfer.layout import KVLayout, digest_seed
 from baton.kvtransfer.memory import Arrival, BlockReader, BlockWriter, Filling
 from baton.kvtransfer.seal import KEY_BYTES, TAG_BYTES, BlockName, Opener, Sealer

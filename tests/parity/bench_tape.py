@@ -13,15 +13,15 @@ from dataclasses import dataclass
 
 import torch
 from baton.engine.attention import PagedAttention, plan
-from baton.engine.forward_batch import ForwardBatch, ForwardMode
-from baton.engine.graphs.arena import ArenaMemory
+from baton.engine.batch.forward_batch import ForwardBatch, ForwardMode
 from baton.engine.graphs.breakable import BreakableGraph, Breaks, ReplayContext
-from baton.engine.graphs.tape import KeptMemory, TapeBackend
-from baton.engine.kv_pool import KVPool
-from baton.engine.layers import Attend
-from baton.engine.model_config import ModelConfig
+from baton.engine.graphs.tape.arena import ArenaMemory
+from baton.engine.graphs.tape.tape import KeptMemory, TapeBackend
+from baton.engine.kv.pool import KVPool
+from baton.engine.models.config import ModelConfig
+from baton.engine.models.layers import Attend
 from baton.engine.models.llama import LlamaForCausalLM
-from baton.engine.rope import RopeConfig
+from baton.engine.models.rope import RopeConfig
 
 ROUNDS, PAGE = 31, 16
 

@@ -4,17 +4,17 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from baton.engine.attention import PagedAttention
-from baton.engine.fixed_rows import FixedRows
+from baton.engine.batch.fixed_rows import FixedRows
 from baton.engine.graph_set import GraphSet
-from baton.engine.graphs.arena import ArenaMemory
 from baton.engine.graphs.backend import GraphBackend
-from baton.engine.graphs.family import GraphFamily
-from baton.engine.graphs.inventory import GraphKind
-from baton.engine.graphs.tape import KeptMemory, TapeBackend, TapeMemory
-from baton.engine.lifecycle import Lifecycle, Phase
-from baton.engine.model_runner import ModelRunner
-from baton.engine.page_table import slots_for
+from baton.engine.graphs.bucketed_graphs import GraphFamily
+from baton.engine.graphs.graph_pool import GraphKind
+from baton.engine.graphs.tape.arena import ArenaMemory
+from baton.engine.graphs.tape.tape import KeptMemory, TapeBackend, TapeMemory
+from baton.engine.kv.page_table import slots_for
 from baton.engine.request import Request
+from baton.engine.runner.lifecycle import Lifecycle, Phase
+from baton.engine.runner.model_runner import ModelRunner
 from baton.engine.speculative.draft_graphs import DraftLoopGraphs
 from baton.engine.speculative.draft_shape import PLAIN, DraftShape
 from baton.engine.speculative.draft_worker import DraftWorker

@@ -8,19 +8,19 @@ from itertools import product
 import pytest
 import torch
 from baton.engine.attention import plan
+from baton.engine.batch.forward_batch import CaptureHidden, ForwardBatch, ForwardMode
+from baton.engine.batch.padding import pad_rows
 from baton.engine.errors import CheckpointError, LifecycleError, UnsupportedInput
-from baton.engine.forward_batch import CaptureHidden, ForwardBatch, ForwardMode
 from baton.engine.graphs import token_graphs
 from baton.engine.graphs.breakable import ReplayContext
-from baton.engine.graphs.family import BatchShape, GraphFamily, GraphLimits
-from baton.engine.graphs.inventory import GraphKind, GraphPool
+from baton.engine.graphs.bucketed_graphs import BatchShape, GraphFamily, GraphLimits
+from baton.engine.graphs.graph_pool import GraphKind, GraphPool
 from baton.engine.graphs.static import load_rows
-from baton.engine.graphs.tape import TapeBackend
+from baton.engine.graphs.tape.tape import TapeBackend
 from baton.engine.graphs.token_graphs import attend_real_rows
-from baton.engine.kv_pool import FeaturePlane, KVPool
-from baton.engine.model_runner import ModelRunner
+from baton.engine.kv.pool import FeaturePlane, KVPool
 from baton.engine.models.llama import LlamaForCausalLM
-from baton.engine.padding import pad_rows
+from baton.engine.runner.model_runner import ModelRunner
 from baton.engine.sampling_params import SamplingParams
 from baton.engine.speculative.draft_graphs import DraftExtendGraphs, DraftLoopGraphs, DraftPrefillGraphs
 from baton.engine.speculative.draft_worker import DraftWorker

@@ -5,17 +5,17 @@ from pathlib import Path
 import pytest
 import torch
 from baton.engine.attention import plan
+from baton.engine.batch.forward_batch import CaptureHidden, ForwardBatch, ForwardMode
 from baton.engine.config import EngineConfig
 from baton.engine.errors import LifecycleError
-from baton.engine.forward_batch import CaptureHidden, ForwardBatch, ForwardMode
 from baton.engine.graph_set import GraphSet
+from baton.engine.graphs.bucketed_graphs import EAGER
 from baton.engine.graphs.errors import GraphError, StaleGraph
-from baton.engine.graphs.family import EAGER
-from baton.engine.graphs.inventory import FallbackReason, GraphKind
-from baton.engine.graphs.tape import TapeBackend
-from baton.engine.lifecycle import Phase
+from baton.engine.graphs.graph_pool import FallbackReason, GraphKind
+from baton.engine.graphs.tape.tape import TapeBackend
+from baton.engine.kv.page_table import build_page_table, slots_for
 from baton.engine.loader import EngineLoader
-from baton.engine.page_table import build_page_table, slots_for
+from baton.engine.runner.lifecycle import Phase
 from baton.engine.sampling_params import SamplingParams
 from baton.engine.speculative.draft_graphs import DraftPrefillGraphs
 from baton.engine.speculative.draft_shape import PLAIN

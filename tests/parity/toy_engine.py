@@ -4,11 +4,11 @@ import random
 from pathlib import Path
 
 import torch
-from baton.engine.forward_batch import CaptureHidden, ForwardBatch, ForwardMode, ForwardOutput
-from baton.engine.kv_pool import KVPool
-from baton.engine.model_runner import ModelRunner
-from baton.engine.page_table import build_page_table, pages_for, slots_for
-from baton.engine.weights import load_model
+from baton.engine.batch.forward_batch import CaptureHidden, ForwardBatch, ForwardMode, ForwardOutput
+from baton.engine.kv.page_table import build_page_table, pages_for, slots_for
+from baton.engine.kv.pool import KVPool
+from baton.engine.models.weights import load_model
+from baton.engine.runner.model_runner import ModelRunner
 
 NUM_PAGES, PAGE_SIZE = 64, 16
 

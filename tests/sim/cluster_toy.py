@@ -16,12 +16,12 @@ from typing import ClassVar
 
 import numpy as np
 import torch
-from baton.engine.forward_batch import ForwardOutput
+from baton.engine.batch.forward_batch import ForwardOutput
 from baton.engine.guided import GrammarCompiler
-from baton.engine.kv_pool import KVPool, PageAllocator
-from baton.engine.lifecycle import Lifecycle
+from baton.engine.kv.pool import KVPool, PageAllocator
+from baton.engine.kv.prefix_cache import PrefixCache
 from baton.engine.loader import Engine
-from baton.engine.prefix_cache import PrefixCache
+from baton.engine.runner.lifecycle import Lifecycle
 from baton.engine.sampler import SampleOutput
 from baton.engine.speculative.spec_decoder import StepResult
 from crc32c import crc32c

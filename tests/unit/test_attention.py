@@ -3,10 +3,10 @@
 import pytest
 import torch
 from baton.engine.attention import MAX_UNIFORM_ROWS, AttentionMetadata, PagedAttention, plan
+from baton.engine.batch.forward_batch import ForwardBatch, ForwardMode
 from baton.engine.errors import LifecycleError
-from baton.engine.forward_batch import ForwardBatch, ForwardMode
-from baton.engine.kv_pool import KVPool
-from baton.engine.page_table import build_page_table, slots_for
+from baton.engine.kv.page_table import build_page_table, slots_for
+from baton.engine.kv.pool import KVPool
 from baton.kernels.paged_attention import paged_attention_reference
 
 HEADS, KV_HEADS, DIM, PAGE_SIZE = 4, 2, 8, 4

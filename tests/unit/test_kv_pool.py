@@ -1,6 +1,6 @@
 import pytest
 import torch
-from baton.engine.kv_pool import FeaturePlane, KVPool, PageAllocator, PoolExhausted
+from baton.engine.kv.pool import FeaturePlane, KVPool, PageAllocator, PoolExhausted
 
 
 def make_pool(dtype=torch.float32):

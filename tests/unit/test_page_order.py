@@ -7,8 +7,8 @@ import pytest
 import torch
 from baton.cluster.errors import LocalProtocolError
 from baton.cluster.messages import Layout
-from baton.engine.kv_pool import KVPool, PageAllocator
-from baton.engine.page_order import LateDevice, LateEvent, PageOrder
+from baton.engine.kv.page_order import LateDevice, LateEvent, PageOrder
+from baton.engine.kv.pool import KVPool, PageAllocator
 from baton.kvtransfer.identity import planes_of
 from baton.kvtransfer.layout import KVLayout
 from baton.kvtransfer.memory import Arrival, BlockReader, BlockWriter, DeviceCopies, Filling, check_planes

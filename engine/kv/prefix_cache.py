@@ -11,7 +11,7 @@ the longest unused first: eviction takes from its front, and what it takes is al
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
-from .kv_pool import PageAllocator, PoolExhausted
+from .pool import PageAllocator, PoolExhausted
 
 _Key = tuple[int | str, ...]
 

@@ -10,16 +10,16 @@ from typing import TypeAlias
 
 import torch
 
-from .fixed_rows import FixedRows
-from .forward_batch import CaptureHidden, ForwardBatch, ForwardMode
-from .graphs.breakable import Breaks, ReplayContext
-from .graphs.family import EAGER, BatchShape, GraphFamily, GraphLimits, PathDecision
-from .graphs.inventory import GraphKind, GraphPool
-from .graphs.nest import own
-from .graphs.token_graphs import AttentionBridge, TokenGraphs
-from .kv_pool import KVPool
-from .layers import Attend
-from .models.interface import AuxCapture, CausalLM
+from ..batch.fixed_rows import FixedRows
+from ..batch.forward_batch import CaptureHidden, ForwardBatch, ForwardMode
+from ..graphs.breakable import Breaks, ReplayContext
+from ..graphs.bucketed_graphs import EAGER, BatchShape, GraphFamily, GraphLimits, PathDecision
+from ..graphs.graph_pool import GraphKind, GraphPool
+from ..graphs.pytree import own
+from ..graphs.token_graphs import AttentionBridge, TokenGraphs
+from ..kv.pool import KVPool
+from ..models.interface import AuxCapture, CausalLM
+from ..models.layers import Attend
 
 # The residual stream [T, H] and the captured layer outputs [T, K*H] (None: nothing is captured).
 Hidden: TypeAlias = tuple[torch.Tensor, torch.Tensor | None]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from .errors import CheckpointError
+from ..errors import CheckpointError
 from .rope import RopeConfig, read_rope_config
 
 logger = logging.getLogger(__name__)

@@ -12,11 +12,11 @@ from typing import Protocol
 
 import torch
 
-from .backend import GraphBackend
-from .errors import GraphError
-from .guard import ADDRESS_READS, HOST_READS, HostReadGuard, recordable
-from .modes import Args, DispatchMode, Kwargs, Operation, storage_of, storages_of
-from .nest import map_items, tensors_of
+from ..backend import GraphBackend
+from ..errors import GraphError
+from ..guard import ADDRESS_READS, HOST_READS, HostReadGuard, recordable
+from ..modes import Args, DispatchMode, Kwargs, Operation, storage_of, storages_of
+from ..pytree import map_items, tensors_of
 from .steps import Call, Step, StepMaker
 
 

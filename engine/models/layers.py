@@ -10,9 +10,9 @@ from typing import TypeAlias
 
 import torch
 
-from ..kernels.rms_norm import add_rms_norm, rms_norm
-from ..kernels.rope import apply_rope
-from ..kernels.skinny_linear import gated_linear, linear
+from ...kernels.rms_norm import add_rms_norm, rms_norm
+from ...kernels.rope import apply_rope
+from ...kernels.skinny_linear import gated_linear, linear
 
 # (layer index, q [T, N, D], k [T, K, D], v [T, K, D]) -> [T, N, D]; stores k and v, then attends.
 Attend: TypeAlias = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]

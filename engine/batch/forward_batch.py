@@ -8,7 +8,7 @@ from enum import Enum, IntEnum
 
 import torch
 
-from .graphs.family import PathDecision
+from ..graphs.bucketed_graphs import PathDecision
 
 
 class ForwardMode(Enum):

@@ -6,7 +6,7 @@ thing into a graph and costs acceptance without any error; so a phase can only f
 
 from enum import IntEnum
 
-from .errors import LifecycleError
+from ..errors import LifecycleError
 
 
 class Phase(IntEnum):

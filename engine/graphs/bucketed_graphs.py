@@ -8,7 +8,7 @@ from typing import Generic
 from .breakable import Breaks, ContextT, OutputT
 from .buckets import bucket_for
 from .errors import GraphError
-from .inventory import FallbackReason, GraphKind, GraphPool, NamedTensors, PooledGraph
+from .graph_pool import FallbackReason, GraphKind, GraphPool, NamedTensors, PooledGraph
 
 logger = logging.getLogger(__name__)
 

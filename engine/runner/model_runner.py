@@ -4,15 +4,15 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from .attention import AttentionMetadata, PagedAttention, plan
-from .errors import CheckpointError, LifecycleError, UnsupportedInput
-from .forward_batch import CaptureHidden, ForwardBatch, ForwardOutput, StepCounters
-from .graphs.family import EAGER, PathDecision
-from .graphs.inventory import GraphKind
-from .kv_pool import KVPool
-from .layers import Attend
-from .models.interface import AuxCapture, CausalLM, DflashCapture, InputEmbeds
-from .padding import pad_rows
+from ..attention import AttentionMetadata, PagedAttention, plan
+from ..batch.forward_batch import CaptureHidden, ForwardBatch, ForwardOutput, StepCounters
+from ..batch.padding import pad_rows
+from ..errors import CheckpointError, LifecycleError, UnsupportedInput
+from ..graphs.bucketed_graphs import EAGER, PathDecision
+from ..graphs.graph_pool import GraphKind
+from ..kv.pool import KVPool
+from ..models.interface import AuxCapture, CausalLM, DflashCapture, InputEmbeds
+from ..models.layers import Attend
 from .target_graphs import Hidden, TargetGraphs
 
 

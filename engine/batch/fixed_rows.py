@@ -5,14 +5,14 @@ Legend: B requests planned for, N rows each, P pages planned for per request.
 
 import torch
 
-from ..kernels.kv_store import kv_rows
-from ..kernels.ops import recorded_paged_verify, recorded_store_kv
-from .errors import LifecycleError
+from ...kernels.kv_store import kv_rows
+from ...kernels.ops import recorded_paged_verify, recorded_store_kv
+from ..errors import LifecycleError
+from ..graphs.bucketed_graphs import BatchShape
+from ..graphs.static import load_rows
+from ..kv.pool import KVPool
+from ..models.layers import Attend
 from .forward_batch import ForwardBatch
-from .graphs.family import BatchShape
-from .graphs.static import load_rows
-from .kv_pool import KVPool
-from .layers import Attend
 
 
 class FixedRows:

@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from .modes import Args, DispatchMode, Kwargs, Operation, storage_of, storages_of
-from .nest import map_items
+from ..modes import Args, DispatchMode, Kwargs, Operation, storage_of, storages_of
+from ..pytree import map_items
 
 ALIGNMENT = 64
 POISON = 0xFF  # four of these are a NaN in float32, two in bfloat16 and float16

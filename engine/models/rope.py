@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
-from ..kernels.rope import apply_rope
-from .errors import CheckpointError
+from ...kernels.rope import apply_rope
+from ..errors import CheckpointError
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 DEFAULT_THETA = 10000.0

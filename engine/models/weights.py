@@ -7,10 +7,10 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from .errors import CheckpointError
+from ..errors import CheckpointError
+from .config import ModelConfig, load_model_config, read_json
 from .layers import NamedTensors
-from .model_config import ModelConfig, load_model_config, read_json
-from .models.llama import LlamaForCausalLM
+from .llama import LlamaForCausalLM
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

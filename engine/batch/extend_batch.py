@@ -4,11 +4,11 @@ from collections.abc import Sequence
 
 import torch
 
+from ..host_copy import to_device
+from ..kv.page_table import build_page_table, pages_for, slots_for
+from ..prompt_logprobs import num_scored
+from ..request import Request
 from .forward_batch import CaptureHidden, ForwardBatch, ForwardMode
-from .host_copy import to_device
-from .page_table import build_page_table, pages_for, slots_for
-from .prompt_logprobs import num_scored
-from .request import Request
 
 
 def extend_batch(
