@@ -135,9 +135,7 @@ class Rig:
         self._each = pages_for(settings.max_request + self.shape.spare_slots, PAGE_SIZE)
         num_pages = 1 + settings.max_batch * self._each + pages_for(settings.max_prompt, PAGE_SIZE)
         config = self.config
-        pool = KVPool(
-            num_pages, PAGE_SIZE, config.num_layers, config.num_kv_heads, config.head_dim, dtype, device
-        )
+        pool = KVPool(num_pages, model.kv_layout(PAGE_SIZE), device)
         self.plane = FeaturePlane(
             num_pages, PAGE_SIZE, self.head_config.dims.target_feature_width, dtype, device
         )

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import torch
 
 from ..cluster.messages import Reserve
+from ..engine.kv.budget import STAGING_SHARE
 from ..engine.kv.page_table import pages_for
 from ..engine.kv.pool import PoolExhausted
-from ..engine.loader import STAGING_SHARE, Engine
+from ..engine.loader import Engine
 from ..engine.request import Request
 from ..engine.sampler import validate_params
 from ..kvtransfer.transport import PullRequest

@@ -109,7 +109,7 @@ def _context_slots(pages: torch.Tensor, lengths: torch.Tensor, longest: int, pag
 
 
 class PagedAttention:
-    """Attention over a pool; `scale` of the scores defaults to head_dim ** -0.5.
+    """Attention over a pool; `scale` of the scores defaults to the layout's.
 
     `uses_kernels`: by the paged kernels, which read pages and lengths themselves, as CUDA does; by default the CPU
     gathers the context once for all layers.
@@ -118,7 +118,7 @@ class PagedAttention:
     def __init__(self, pool: KVPool, scale: float | None = None, *, uses_kernels: bool | None = None) -> None:
         self.pool = pool
         self.uses_kernels = pool.device.type == "cuda" if uses_kernels is None else uses_kernels
-        self.scale = pool.head_dim**-0.5 if scale is None else scale
+        self.scale = pool.layout.scale if scale is None else scale
 
     def bind(self, metadata: AttentionMetadata) -> Attend:
         """The function that each layer of this forward calls: it stores k and v, then attends.

@@ -18,6 +18,7 @@ from .errors import CheckpointError
 from .graph_set import GraphSet, backend_for
 from .graphs.backend import GraphBackend
 from .guided import GrammarCompiler
+from .kv.budget import PageBudget
 from .kv.page_table import pages_for
 from .kv.pool import FeaturePlane, KVPool, PageAllocator
 from .kv.prefix_cache import PrefixCache
@@ -31,7 +32,7 @@ from .speculative.adaptive import KNEE_ROWS, StepCosts, StepPolicy
 from .speculative.device_steps import DeviceSteps
 from .speculative.dflash_config import DflashConfig, load_any_draft_config
 from .speculative.draft_shape import PLAIN, DraftShape
-from .speculative.draft_worker import MAX_PREFILL_ROWS, DraftWorker
+from .speculative.draft_worker import MAX_PREFILL_ROWS, DraftWorker, draft_layout
 from .speculative.eagle3 import Eagle3Head
 from .speculative.eagle3_weights import load_eagle3
 from .speculative.overlapped import OverlappedDecoder, device_steps
@@ -42,7 +43,6 @@ logger = logging.getLogger(__name__)
 
 CUDA_MEMORY_SHARE = 0.85  # of what is free after the weights, when no KV memory was asked for
 CPU_MEMORY_MB = 1024
-STAGING_SHARE = 4  # features in flight to a decode engine take at most one part in so many of its KV pool
 WHOLE_PROMPT_TOKENS = 2048  # largest prefill graph where prompts are not cut into chunks
 CACHE_LOOKAHEAD = 1  # draft KV of a page's last row depends on the token behind the page
 
@@ -219,15 +219,7 @@ class EngineLoader:
     def _allocate(self) -> None:
         config, model = self.config, self._model_config
         num_pages = config.pages + 1 if config.pages else self._affordable_pages()  # page 0 is the sink
-        pool = KVPool(
-            num_pages,
-            config.page_size,
-            model.num_layers,
-            model.num_kv_heads,
-            model.head_dim,
-            self._dtype,
-            self._device,
-        )
+        pool = KVPool(num_pages, self._model.kv_layout(config.page_size), self._device)
         features, drafter = None, None
         if self._draft_config is not None and not self.has_drafter:
             width = self._draft_config.dims.target_feature_width
@@ -323,35 +315,37 @@ class EngineLoader:
         return StepPolicy(self._shape.candidates(), costs)
 
     def _affordable_pages(self) -> int:
-        """As many pages as the KV memory holds, the planes beside the KV included; never more than could be used."""
-        need = pages_for(self._max_context, self.config.page_size)
-        count = self._kv_memory() // self._page_cost()
+        """As many pages as the KV memory holds, the planes beside the KV included."""
+        budget = self._page_budget()
+        count = budget.num_pages(self._kv_memory())
         if count < 2:
+            need = pages_for(self._max_context, self.config.page_size) * budget.page_bytes
             raise CheckpointError(
-                f"kv_memory_mb {self.config.kv_memory_mb}: one page costs {self._page_cost()} bytes; give at least "
-                f"{need * self._page_cost() >> 20} for one request of the full context"
+                f"kv_memory_mb {self.config.kv_memory_mb}: one page costs {budget.page_bytes} bytes; give at least "
+                f"{need >> 20} for one request of the full context"
             )
         return count
 
     def _kv_memory(self) -> int:
-        """Bytes for pages: what was asked for, or a share of the device; less what features in flight may take."""
+        """Bytes for pages and features in flight: what was asked for, or a share of the device."""
         if self.config.kv_memory_mb:
-            budget = self.config.kv_memory_mb << 20
-        elif self._device.type == "cuda":
+            return self.config.kv_memory_mb << 20
+        if self._device.type == "cuda":
             free, _ = torch.cuda.mem_get_info(self._device)
-            budget = int(free * CUDA_MEMORY_SHARE)
-        else:
-            budget = CPU_MEMORY_MB << 20
-        return budget * STAGING_SHARE // (STAGING_SHARE + 1) if self._head is not None else budget
+            return int(free * CUDA_MEMORY_SHARE)
+        return CPU_MEMORY_MB << 20
 
-    def _page_cost(self) -> int:
-        model, draft = self._model_config, self._draft_config
-        per_token = model.num_layers * 2 * model.num_kv_heads * model.head_dim
-        if self.has_drafter and isinstance(draft, Eagle3Config):
-            per_token += 2 * draft.num_kv_heads * draft.head_dim
-        elif draft is not None:
-            per_token += draft.dims.target_feature_width
-        return per_token * self.config.page_size * self._dtype.itemsize
+    def _page_budget(self) -> PageBudget:
+        """What a page costs in this role: decode keeps draft KV and lands features, prefill keeps a feature plane."""
+        page_size, draft = self.config.page_size, self._draft_config
+        kv_bytes = self._model.kv_layout(page_size).page_bytes
+        if draft is None:
+            return PageBudget(kv_bytes=kv_bytes)
+        if self._head is not None:
+            drafted = draft_layout(self._head.config, page_size, self._dtype)
+            return PageBudget(kv_bytes=kv_bytes, draft_bytes=drafted.page_bytes, has_staging=True)
+        width = draft.dims.target_feature_width
+        return PageBudget(kv_bytes=kv_bytes, feature_bytes=page_size * width * self._dtype.itemsize)
 
 
 def _shapes_of(engine: Engine) -> Sequence[DraftShape]:

@@ -17,24 +17,25 @@ def layout_of(
 ) -> Layout:
     """The wire layout of the pool's pages, with the fingerprint that the router pairs by."""
     dtype = str(pool.dtype).removeprefix("torch.")
+    num_kv_heads, head_dim = pool.layout.wire_heads
     fingerprint = pair_fingerprint(
         model_fingerprint,
         dtype=dtype,
         page_size=pool.page_size,
         num_layers=pool.num_layers,
-        num_kv_heads=pool.num_kv_heads,
-        head_dim=pool.head_dim,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
         feature_ids=feature_ids,
         feature_width=feature_width,
     )
-    token_bytes = pool.page_bytes // pool.page_size + feature_width * pool.dtype.itemsize
+    token_bytes = pool.layout.bytes_per_token + feature_width * pool.dtype.itemsize
     return Layout(
         fingerprint=fingerprint,
         dtype=dtype,
         page_size=pool.page_size,
         num_layers=pool.num_layers,
-        num_kv_heads=pool.num_kv_heads,
-        head_dim=pool.head_dim,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
         feature_ids=list(feature_ids),
         feature_width=feature_width,
         block_bytes=block_bytes_of(token_bytes),

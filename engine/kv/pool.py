@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 import torch
 
+from .layouts import PageLayout
 from .page_order import PageOrder
 
 
@@ -18,41 +19,35 @@ class PoolExhausted(RuntimeError):
 
 
 class KVPool:
-    """The KV of all layers: `kv` `[num_pages, num_layers, 2, page_size, num_kv_heads, head_dim]`, 2 = K, V.
+    """The KV of all layers, `kv` `[num_pages, *layout.page_shape]`, on `device`.
 
     Zero-initialised, because attention over padded pages weighs what lies there by 0, and 0 * NaN is NaN. `order` says
     when copies may touch a page. Raises ValueError for a size that no pool can have.
     """
 
-    def __init__(
-        self,
-        num_pages: int,
-        page_size: int,
-        num_layers: int,
-        num_kv_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device | str = "cpu",
-    ) -> None:
-        _check_sizes(num_pages=num_pages, page_size=page_size)
-        if min(num_layers, num_kv_heads, head_dim) < 1:
-            raise ValueError(
-                f"KV pool of {num_layers} layers x {num_kv_heads} KV heads x {head_dim}: each must be at least 1"
-            )
+    def __init__(self, num_pages: int, layout: PageLayout, device: torch.device | str = "cpu") -> None:
+        _check_sizes(num_pages=num_pages, page_size=layout.page_size)
         self.num_pages = num_pages
-        self.page_size = page_size
-        self.num_layers = num_layers
-        self.num_kv_heads = num_kv_heads
-        self.head_dim = head_dim
-        self.dtype = dtype
+        self.layout = layout
         self.device = torch.device(device)
-        self.kv = _zeros((num_pages, num_layers, 2, page_size, num_kv_heads, head_dim), dtype, self.device)
+        self.kv = _zeros((num_pages, *layout.page_shape), layout.dtype, self.device)
         self.order = PageOrder(num_pages, self.device)
-        self._layers = [(self.kv[:, i, 0], self.kv[:, i, 1]) for i in range(num_layers)]
 
-    def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of one layer, strided views `[num_pages, page_size, num_kv_heads, head_dim]`."""
-        return self._layers[layer]
+    @property
+    def page_size(self) -> int:
+        return self.layout.page_size
+
+    @property
+    def num_layers(self) -> int:
+        return self.layout.num_layers
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.layout.dtype
+
+    def layer(self, layer: int) -> tuple[torch.Tensor, ...]:
+        """The planes of one layer, strided views `[num_pages, page_size, ...]`; of an MHA layout K and V."""
+        return self.kv[:, layer].unbind(1)
 
     def landing_rows(self, pages: Sequence[int], width: int) -> torch.Tensor:
         """Uninitialised rows `[len(pages), page_size, width]` of the pool's dtype, which belong to `pages`.
@@ -66,10 +61,8 @@ class KVPool:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page over all layers, K and V."""
-        return (
-            self.num_layers * 2 * self.page_size * self.num_kv_heads * self.head_dim * self.kv.element_size()
-        )
+        """Bytes of one page over all layers and planes."""
+        return self.layout.page_bytes
 
     @property
     def num_slots(self) -> int:

@@ -5,6 +5,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
+from ..kv.layouts import PageLayout
 from .config import ModelConfig
 from .layers import Attend, NamedTensors
 
@@ -15,6 +16,9 @@ class CausalLM(Protocol):
     config: ModelConfig
     dtype: torch.dtype
     device: torch.device
+
+    def kv_layout(self, page_size: int) -> PageLayout:
+        """How the KV of this model lies in a page of `page_size` tokens; its dtype is the model's."""
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Token ids to the residual stream."""

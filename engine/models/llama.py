@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from ..errors import CheckpointError, LifecycleError
+from ..kv.layouts import MHALayout
 from .config import ModelConfig
 from .layers import Attend, DecoderLayer, GatedMLP, NamedTensors, RMSNorm, SelfAttention
 from .rope import RotaryEmbedding
@@ -38,6 +39,11 @@ class LlamaForCausalLM:
         self.rotary = RotaryEmbedding(
             config.rope, config.head_dim, config.max_position_embeddings, device, dtype
         )
+
+    def kv_layout(self, page_size: int) -> MHALayout:
+        """How the KV of this model lies in a page of `page_size` tokens."""
+        config = self.config
+        return MHALayout.of(config, num_layers=config.num_layers, page_size=page_size, dtype=self.dtype)
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         """`[T]` int64 -> `[T, H]`."""

@@ -93,7 +93,7 @@ class VerifyGraphs:
         self.family: GraphFamily[ReplayContext, Hidden] = GraphFamily(
             graphs, GraphKind.TARGET_VERIFY, buckets, limits
         )
-        self._scale = pool.head_dim**-0.5
+        self._scale = pool.layout.scale
 
     def capture(self) -> None:
         self.family.capture(self._forward, lambda bucket: ReplayContext(num_rows=bucket), self.model.tensors)

@@ -108,7 +108,7 @@ class DraftExtendGraphs:
         self.family: GraphFamily[ReplayContext, tuple[torch.Tensor, torch.Tensor]] = GraphFamily(
             graphs, GraphKind.DRAFT_EXTEND, buckets, limits
         )
-        self._scale = pool.head_dim**-0.5
+        self._scale = pool.layout.scale
 
     def capture(self) -> None:
         self.family.capture(

@@ -16,6 +16,7 @@ from ..batch.padding import pad_rows
 from ..errors import CheckpointError, LifecycleError, UnsupportedInput
 from ..graphs.bucketed_graphs import EAGER, PathDecision
 from ..host_copy import to_device
+from ..kv.layouts import MHALayout
 from ..kv.page_table import build_page_table, pages_for, slots_for
 from ..kv.pool import KVPool
 from ..sampler import propose
@@ -27,6 +28,7 @@ from .draft_shape import DraftShape
 from .draft_state import DraftStates
 from .eagle3 import DraftPhase, Eagle3Head
 from .idle import idle_draft_batch
+from .spec_config import Eagle3Config
 from .tree import DraftTree, grow_tree
 
 MAX_PREFILL_ROWS = 512  # rows of one draft prefill that a graph is captured for
@@ -50,6 +52,11 @@ class DraftPrefill:
     @property
     def end(self) -> int:
         return self.start + len(self.next_ids)
+
+
+def draft_layout(config: Eagle3Config, page_size: int, dtype: torch.dtype) -> MHALayout:
+    """The layout of the draft's KV, under the page ids of the target: a head has one layer."""
+    return MHALayout.of(config, num_layers=1, page_size=page_size, dtype=dtype)
 
 
 class DraftWorker:
@@ -85,7 +92,7 @@ class DraftWorker:
         self.head = head
         self.page_size = page_size
         self.device = torch.device(device)
-        self.pool = KVPool(num_pages, page_size, 1, config.num_kv_heads, config.head_dim, dtype, device)
+        self.pool = KVPool(num_pages, draft_layout(config, page_size, dtype), device)
         self.states = DraftStates(capacity, config.hidden_size, config.draft_vocab_size, dtype, device)
         self.graphs: DraftGraphs | None = None
         self._attention = PagedAttention(self.pool)

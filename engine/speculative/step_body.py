@@ -124,7 +124,7 @@ class StepBody:
             places.target_rows[:, :num_nodes].reshape(-1),
             rows.pages,
             places.verify_lens,
-            pool.head_dim**-0.5,
+            pool.layout.scale,
             None if tree is None else tree.mask,
         )
         ids = () if self.drafter is None else aux_ids_of(model)
@@ -173,7 +173,7 @@ class StepBody:
             places.draft_rows[:, :count].reshape(-1),
             rows.pages,
             places.extend_lens,
-            drafter.pool.head_dim**-0.5,
+            drafter.pool.layout.scale,
         )
         positions = places.positions[:, :count].reshape(-1)
         head, phase = drafter.head, DraftPhase.FROM_TARGET_FEATURES

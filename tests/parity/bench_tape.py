@@ -69,15 +69,8 @@ class Step:
     """One decode step, eagerly and in graphs: attention a break, or (its metadata frozen) part of the graph."""
 
     def __init__(self, model: LlamaForCausalLM, num_requests: int, context: int) -> None:
-        config, batch = model.config, decode_batch(num_requests, context)
-        pool = KVPool(
-            int(batch.page_table.max()) + 1,
-            PAGE,
-            config.num_layers,
-            config.num_kv_heads,
-            config.head_dim,
-            torch.float32,
-        )
+        batch = decode_batch(num_requests, context)
+        pool = KVPool(int(batch.page_table.max()) + 1, model.kv_layout(PAGE))
         paged = PagedAttention(pool)
         fixed = paged.bind(plan(batch, PAGE))
         self.model, self.batch = model, batch

@@ -44,8 +44,7 @@ class Engine:
     def __post_init__(self) -> None:
         model, config = load_model(self.target, dtype=torch.float32, device=self.device)
         self.vocab_size = config.vocab_size
-        shape = (config.num_layers, config.num_kv_heads, config.head_dim)
-        self.runner = ModelRunner(model, KVPool(NUM_PAGES, PAGE_SIZE, *shape, torch.float32, self.device))
+        self.runner = ModelRunner(model, KVPool(NUM_PAGES, model.kv_layout(PAGE_SIZE), self.device))
         self.drafter = None
         if self.head is not None:
             draft = load_draft_config(self.head, config, dtype="float32")

@@ -301,7 +301,7 @@ def test_m3_1_everyone_has_the_widths_and_dtype_of_one_record(tmp_path, target_h
     model = LlamaForCausalLM(config, dtype=dtype)
     for tensor in dict(model.tensors()).values():
         tensor.zero_()
-    pool = KVPool(4, 16, 12, 2, 16, dtype)
+    pool = KVPool(4, model.kv_layout(16))
     for use_aux, ids in product((None, True), (None, (6,), IDS, FIVE)):
         raw = head_config(2, ids or IDS, **({"target_hidden_size": target_hidden} if target_hidden else {}))
         if ids is None:

@@ -18,14 +18,7 @@ class ToyEngine:
 
     def __init__(self, path: Path, aux: tuple[int, ...] | None = None) -> None:
         self.model, self.config = load_model(path, dtype=torch.float32)
-        self.pool = KVPool(
-            NUM_PAGES,
-            PAGE_SIZE,
-            self.config.num_layers,
-            self.config.num_kv_heads,
-            self.config.head_dim,
-            torch.float32,
-        )
+        self.pool = KVPool(NUM_PAGES, self.model.kv_layout(PAGE_SIZE))
         self.runner = ModelRunner(self.model, self.pool)
         if aux is not None:
             self.runner.set_aux_layer_ids(aux)

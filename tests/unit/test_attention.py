@@ -5,6 +5,7 @@ import torch
 from baton.engine.attention import MAX_UNIFORM_ROWS, AttentionMetadata, PagedAttention, plan
 from baton.engine.batch.forward_batch import ForwardBatch, ForwardMode
 from baton.engine.errors import LifecycleError
+from baton.engine.kv.layouts import MHALayout
 from baton.engine.kv.page_table import build_page_table, slots_for
 from baton.engine.kv.pool import KVPool
 from baton.kernels.paged_attention import paged_attention_reference
@@ -15,7 +16,10 @@ PAGES = [[7, 3, 11, 2, 19, 30, 31, 5], [4], [9, 8, 1], [12, 13, 20, 21, 22, 23]]
 
 def make_pool(seed: int = 0) -> KVPool:
     """Random content everywhere but in the sink, as after a long run."""
-    pool = KVPool(32, PAGE_SIZE, 2, KV_HEADS, DIM, torch.float32)
+    layout = MHALayout(
+        page_size=PAGE_SIZE, num_layers=2, num_kv_heads=KV_HEADS, head_dim=DIM, dtype=torch.float32
+    )
+    pool = KVPool(32, layout)
     pool.kv.copy_(torch.randn(pool.kv.shape, generator=torch.Generator().manual_seed(seed)))
     pool.kv[0, :, :, 0] = 0
     return pool

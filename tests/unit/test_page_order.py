@@ -7,6 +7,7 @@ import pytest
 import torch
 from baton.cluster.errors import LocalProtocolError
 from baton.cluster.messages import Layout
+from baton.engine.kv.layouts import MHALayout
 from baton.engine.kv.page_order import LateDevice, LateEvent, PageOrder
 from baton.engine.kv.pool import KVPool, PageAllocator
 from baton.kvtransfer.identity import planes_of
@@ -20,6 +21,7 @@ LAYOUT = KVLayout(
         block_bytes=400,
     )
 )  # fmt: skip
+ONE_HEAD = MHALayout(page_size=4, num_layers=1, num_kv_heads=1, head_dim=8, dtype=torch.float32)
 PAGES, TOKENS = 6, 8
 SEGMENTS = LAYOUT.stream(TOKENS, 0).segments(0)  # page 0 of the room and a part of page 1
 SIZE = LAYOUT.stream(TOKENS, 0).block_size(0)
@@ -104,7 +106,7 @@ def test_a_page_that_is_handed_out_waits_for_its_owner_before():
 
 
 def test_rows_beside_pages_wait_for_what_used_their_memory():
-    pool = KVPool(4, 4, 1, 1, 8, torch.float32)
+    pool = KVPool(4, ONE_HEAD)
     pool.order.check_uses()
     pool.order.stamp([1, 2])
     pool.order.use(reads=[], writes=[3])  # any kernel: the caching allocator may hand its memory on
@@ -152,7 +154,7 @@ def test_copies_of_a_device_wait_on_their_own_stream(monkeypatch):
 
 
 def test_a_pool_gives_its_order_to_those_who_copy_its_pages():
-    pool = KVPool(4, 4, 1, 1, 8, torch.float32)
+    pool = KVPool(4, ONE_HEAD)
     assert planes_of(pool, None).order is pool.order
 
 
