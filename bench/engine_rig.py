@@ -21,7 +21,7 @@ from ..engine.kv.pool import FeaturePlane, KVPool
 from ..engine.models.config import ModelConfig
 from ..engine.request import Request
 from ..engine.runner.lifecycle import Lifecycle, Phase
-from ..engine.runner.model_runner import ModelRunner
+from ..engine.runner.model_runner import ModelRunner, configure_aux_capture
 from ..engine.sampler import Sampler, sampling_rows
 from ..engine.sampling_params import SamplingParams
 from ..engine.speculative.device_steps import DeviceSteps
@@ -127,7 +127,7 @@ class Rig:
             )
         model = random_target(self.config, dtype, device)
         self._lifecycle.advance(Phase.LOADED)
-        model.set_aux_layer_ids(self.head_config.aux.ids)
+        configure_aux_capture(model, self.head_config.aux.ids)
         self._lifecycle.advance(Phase.AUX_CONFIGURED)
         head = random_head(self.head_config, settings.accept_length, dtype, device)
         head.share(model.embed_tokens, model.lm_head, self.config.max_position_embeddings)

@@ -23,7 +23,7 @@ from .kv.page_table import pages_for
 from .kv.pool import FeaturePlane, KVPool, PageAllocator
 from .kv.prefix_cache import PrefixCache
 from .models.config import ModelConfig
-from .models.llama import LlamaForCausalLM
+from .models.interface import CausalLM
 from .models.weights import load_model, model_fingerprint
 from .runner.lifecycle import Lifecycle, Phase
 from .runner.model_runner import ModelRunner, configure_aux_capture
@@ -59,7 +59,7 @@ class Engine:
     path: Path
     fingerprint: str
     model_config: ModelConfig
-    model: LlamaForCausalLM
+    model: CausalLM
     draft_config: Eagle3Config | DflashConfig | None
     runner: ModelRunner
     sampler: Sampler
@@ -194,13 +194,12 @@ class EngineLoader:
             self._draft_config = draft = load_any_draft_config(
                 draft_path, self._model_config, target_path=self._path, dtype=running
             )
-            is_dflash = isinstance(draft, DflashConfig)
-            if is_dflash and self.has_drafter:
+            if isinstance(draft, DflashConfig) and self.has_drafter:
                 raise CheckpointError(
                     f"draft {self.config.draft}: a DFLASH drafter can be prefilled for, but decode runs EAGLE3 heads only; "
                     "give it one, or none"
                 )
-            configure_aux_capture(self._model, draft.aux.ids, is_dflash=is_dflash)
+            configure_aux_capture(self._model, draft.aux.ids)
             logger.info("draft config: %r", self._draft_config)
         self.lifecycle.advance(Phase.AUX_CONFIGURED)
 

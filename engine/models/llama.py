@@ -16,10 +16,7 @@ from .rope import RotaryEmbedding
 
 
 class LlamaForCausalLM:
-    """A decoder whose weights are allocated but not filled; `tensors()` names what to fill.
-
-    `embed_tokens` and `lm_head` are the weights `[V, H]`, one and the same tensor when tied.
-    """
+    """A `CausalLM` whose weights are allocated but not filled; `tensors()` names what to fill."""
 
     takes_input_embeds = True
 
@@ -95,10 +92,6 @@ class LlamaForCausalLM:
         if self.aux_layer_ids not in (None, chosen):
             raise LifecycleError(f"{where}: already configured as {list(self.aux_layer_ids or ())}")
         self.aux_layer_ids = chosen
-
-    def set_dflash_layer_ids(self, ids: Sequence[int]) -> None:
-        """`set_aux_layer_ids` for a DFLASH drafter, which reads layer outputs too."""
-        self.set_aux_layer_ids(ids)
 
     def tensors(self) -> NamedTensors:
         """Every tensor that a checkpoint must hold: its name and the memory to copy it to."""

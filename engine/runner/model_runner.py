@@ -11,7 +11,7 @@ from ..errors import CheckpointError, LifecycleError, UnsupportedInput
 from ..graphs.bucketed_graphs import EAGER, PathDecision
 from ..graphs.graph_pool import GraphKind
 from ..kv.pool import KVPool
-from ..models.interface import AuxCapture, CausalLM, DflashCapture, InputEmbeds
+from ..models.interface import AuxCapture, CausalLM, InputEmbeds
 from ..models.layers import Attend
 from .target_graphs import Hidden, TargetGraphs
 
@@ -43,10 +43,6 @@ class ModelRunner:
     def set_aux_layer_ids(self, ids: Sequence[int]) -> None:
         """Configure the model's capture of layer outputs; CheckpointError names a model class without that hook."""
         configure_aux_capture(self.model, ids)
-
-    def set_dflash_layer_ids(self, ids: Sequence[int]) -> None:
-        """`set_aux_layer_ids` for a DFLASH drafter."""
-        configure_aux_capture(self.model, ids, is_dflash=True)
 
     @torch.no_grad()
     def forward(self, batch: ForwardBatch, metadata: AttentionMetadata | None = None) -> ForwardOutput:
@@ -155,18 +151,11 @@ class ModelRunner:
         return f"<ModelRunner {self.model!r}, {self.pool!r}, forwards {self.counters.forwards}>"
 
 
-def configure_aux_capture(model: CausalLM, ids: Sequence[int], *, is_dflash: bool = False) -> None:
-    """Choose which layer outputs `model` captures for an EAGLE3 or a DFLASH drafter.
-
-    CheckpointError names the class when it cannot capture any.
-    """
-    if is_dflash and isinstance(model, DflashCapture):
-        model.set_dflash_layer_ids(ids)
-    elif not is_dflash and isinstance(model, AuxCapture):
-        model.set_aux_layer_ids(ids)
-    else:
-        hook = "set_dflash_layer_ids" if is_dflash else "set_aux_layer_ids"
+def configure_aux_capture(model: CausalLM, ids: Sequence[int]) -> None:
+    """Choose which layer outputs `model` captures for a drafter. CheckpointError names a class that cannot capture any."""
+    if not isinstance(model, AuxCapture):
         raise CheckpointError(
-            f"{type(model).__name__} cannot capture layer outputs (it has no {hook}), so aux layer ids "
+            f"{type(model).__name__} cannot capture layer outputs (it has no set_aux_layer_ids), so aux layer ids "
             f"{list(ids)} cannot be served; start without a draft"
         )
+    model.set_aux_layer_ids(ids)

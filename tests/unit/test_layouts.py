@@ -9,7 +9,7 @@ from baton.deploy.checkpoints import shape_of
 from baton.engine.kv.budget import STAGING_SHARE, PageBudget
 from baton.engine.kv.layouts import MHALayout
 from baton.engine.kv.pool import KVPool
-from baton.engine.models.config import load_model_config
+from baton.engine.models.registry import load_model_config
 from baton.engine.models.weights import load_model
 from baton.kvtransfer.identity import layout_of
 from baton.kvtransfer.layout import KVLayout

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 from baton.engine.errors import CheckpointError
-from baton.engine.models.config import ModelConfig, load_model_config
+from baton.engine.models.config import ModelConfig
+from baton.engine.models.registry import load_model_config
 from baton.engine.models.rope import RopeConfig
 
 SMOLLM2 = {
