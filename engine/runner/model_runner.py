@@ -4,7 +4,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ..attention import AttentionMetadata, PagedAttention, plan
+from ..attention.backend import AttentionBackend
+from ..attention.metadata import AttentionMetadata
+from ..attention.registry import attention_for
 from ..batch.forward_batch import CaptureHidden, ForwardBatch, ForwardOutput, StepCounters
 from ..batch.padding import pad_rows
 from ..errors import CheckpointError, LifecycleError, UnsupportedInput
@@ -34,7 +36,7 @@ class ModelRunner:
     ) -> None:
         self.model = model
         self.pool = pool
-        self.attention = PagedAttention(pool)
+        self.attention: AttentionBackend = attention_for(pool)
         self.counters = StepCounters()
         self.on_layer = on_layer
         self.row_multiple = row_multiple
@@ -97,7 +99,7 @@ class ModelRunner:
             verify = graphs.verify_of(batch.q_lens[0] if batch.q_lens else 0)
             assert verify is not None, decision
             return "graph", verify.run(batch, decision)
-        attend = self._bind(plan(batch, self.pool.page_size) if metadata is None else metadata)
+        attend = self._bind(self.attention.plan(batch) if metadata is None else metadata)
         if decision.is_graph and graphs.prefill is not None:
             return "breakable", graphs.prefill.run(batch, attend, decision)
         embeds = self.model.embed(batch.input_ids) if batch.input_embeds is None else batch.input_embeds

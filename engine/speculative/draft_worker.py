@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..attention import PagedAttention, plan
+from ..attention.registry import attention_for
 from ..batch.forward_batch import CaptureHidden, ForwardBatch, ForwardMode
 from ..batch.padding import pad_rows
 from ..errors import CheckpointError, LifecycleError, UnsupportedInput
@@ -95,7 +95,7 @@ class DraftWorker:
         self.pool = KVPool(num_pages, draft_layout(config, page_size, dtype), device)
         self.states = DraftStates(capacity, config.hidden_size, config.draft_vocab_size, dtype, device)
         self.graphs: DraftGraphs | None = None
-        self._attention = PagedAttention(self.pool)
+        self._attention = attention_for(self.pool)
 
     @property
     def feature_width(self) -> int:
@@ -127,7 +127,7 @@ class DraftWorker:
             batch.decision = EAGER if graphs is None else graphs.prefill.decide(padded)
         if graphs is None or not batch.decision.is_graph:
             return self._forward(batch, DraftPhase.FROM_TARGET_FEATURES)
-        attend = self._attention.bind(plan(padded, self.page_size))
+        attend = self._attention.bind(self._attention.plan(padded))
         return graphs.prefill.run(padded, attend, batch.decision)[: batch.num_tokens]
 
     def _prefill_batch(self, items: Sequence[DraftPrefill]) -> ForwardBatch:
@@ -318,7 +318,7 @@ class DraftWorker:
                 "a draft head takes no input_embeds: its hidden input are the target's features"
             )
         assert padded.features is not None
-        attend = self._attention.bind(plan(padded, self.page_size))
+        attend = self._attention.bind(self._attention.plan(padded))
         out = self.head.forward(padded.features, padded.input_ids, padded.positions, attend, phase)
         return out[: batch.num_tokens]
 

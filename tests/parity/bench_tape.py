@@ -12,7 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from baton.engine.attention import PagedAttention, plan
+from baton.engine.attention.metadata import plan
+from baton.engine.attention.registry import attention_for
 from baton.engine.batch.forward_batch import ForwardBatch, ForwardMode
 from baton.engine.graphs.breakable import BreakableGraph, Breaks, ReplayContext
 from baton.engine.graphs.tape.arena import ArenaMemory
@@ -71,7 +72,7 @@ class Step:
     def __init__(self, model: LlamaForCausalLM, num_requests: int, context: int) -> None:
         batch = decode_batch(num_requests, context)
         pool = KVPool(int(batch.page_table.max()) + 1, model.kv_layout(PAGE))
-        paged = PagedAttention(pool)
+        paged = attention_for(pool)
         fixed = paged.bind(plan(batch, PAGE))
         self.model, self.batch = model, batch
         self.context = lambda: AttendContext(num_rows=num_requests, attend=paged.bind(plan(batch, PAGE)))

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 import torch
-from baton.engine.attention import PagedAttention
+from baton.engine.attention.registry import attention_for
 from baton.engine.batch.fixed_rows import FixedRows
 from baton.engine.graph_set import GraphSet
 from baton.engine.graphs.backend import GraphBackend
@@ -159,6 +159,6 @@ def kv_of(engine: Engine, request: Request) -> list[torch.Tensor]:
 
 def uses_kernels(engine: Engine) -> None:
     """The eager path by the paged kernels' references, as on a device."""
-    engine.runner.attention = PagedAttention(engine.runner.pool, uses_kernels=True)
+    engine.runner.attention = attention_for(engine.runner.pool, "triton")
     if engine.drafter is not None:
-        engine.drafter._attention = PagedAttention(engine.drafter.pool, uses_kernels=True)
+        engine.drafter._attention = attention_for(engine.drafter.pool, "triton")

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from baton.engine.attention import plan
+from baton.engine.attention.metadata import plan
 from baton.engine.batch.forward_batch import CaptureHidden, ForwardBatch, ForwardMode
 from baton.engine.errors import LifecycleError
 from baton.engine.graphs.bucketed_graphs import EAGER

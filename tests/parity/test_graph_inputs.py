@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 import torch
-from baton.engine.attention import plan
+from baton.engine.attention.metadata import plan
 from baton.engine.batch.forward_batch import CaptureHidden, ForwardBatch, ForwardMode
 from baton.engine.batch.padding import pad_rows
 from baton.engine.errors import CheckpointError, LifecycleError, UnsupportedInput

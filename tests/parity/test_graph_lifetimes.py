@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from baton.engine.attention import plan
+from baton.engine.attention.metadata import plan
 from baton.engine.batch.forward_batch import ForwardBatch
 from baton.engine.graphs import breakable
 from baton.engine.graphs.breakable import BreakableGraph, Breaks, ReplayContext

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from baton.engine.attention import plan
+from baton.engine.attention.metadata import plan
 from baton.engine.batch.forward_batch import CaptureHidden, ForwardBatch, ForwardMode
 from baton.engine.config import EngineConfig
 from baton.engine.errors import LifecycleError

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from baton.engine.attention import plan
+from baton.engine.attention.metadata import plan
 from baton.engine.batch.forward_batch import ForwardMode
 from baton.engine.errors import LifecycleError
 from baton.tests.parity.toy_engine import PAGE_SIZE, ToyEngine, random_ids
