@@ -1,4 +1,4 @@
-"""Brings one engine up, in the one order that is right; `EngineLoader.phases` is that order.
+"""Builds one engine in the only correct order, `EngineLoader.phases`.
 
 A prefill engine reads the draft's config only (which layer outputs to capture) and keeps the captured features in a plane
 beside its KV. A decode engine loads the head, lends it the target's embedding and lm_head, and keeps draft KV instead.
@@ -49,7 +49,7 @@ CACHE_LOOKAHEAD = 1  # draft KV of a page's last row depends on the token behind
 
 @dataclass(kw_only=True)
 class Engine:
-    """A ready engine: one target over one page pool, with what drafting needs on this side.
+    """A ready engine: one target over one page pool, with the drafting parts of its role.
 
     `features` is prefill's plane, `drafter` decode's head; both None without a draft. `max_context` in tokens. `shape` is
     what a step drafts, unless `step_policy` says otherwise. `graphs` None: every forward runs eagerly. `steps` None: each
@@ -136,7 +136,7 @@ class Engine:
 
 
 class EngineLoader:
-    """Builds an Engine phase by phase. `has_drafter` is decode's: it drafts; without it features are captured only.
+    """Builds an Engine phase by phase. `has_drafter`: the engine drafts (decode); without it features are only captured.
 
     Graphs, when the config wants them, are captured on `backend`, by default on that of the device.
     """

@@ -1,4 +1,4 @@
-"""Builds the batch of a prefill forward: ranges of several prompts behind what is already computed of each."""
+"""Builds the batch of a prefill forward: a range of tokens of each prompt, behind its computed tokens."""
 
 from collections.abc import Sequence
 

@@ -83,8 +83,9 @@ class PageOrder:
 
     def wait(self, pages: Iterable[int], stream: torch.cuda.Stream | None = None) -> None:
         """Make `stream` wait for the stamps of `pages`; without a stream the calling thread waits."""
-        for event in {self._after[page] for page in pages}:
-            if event is None or event.query():
+        events = [self._after[page] for page in pages]
+        for event in {id(event): event for event in events if event is not None}.values():
+            if event.query():
                 continue
             if stream is None:
                 event.synchronize()

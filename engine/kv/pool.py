@@ -1,7 +1,7 @@
-"""Paged memory of an engine: the KV pool, the feature plane beside it, and who owns which page.
+"""Paged memory of an engine: the KV pool, the feature plane beside it, and the owners of each page.
 
 A pool is page-major: one page is one contiguous byte range over all layers, so that a transport moves it as a unit.
-Slot = page * page_size + offset. Page 0 belongs to nobody: its slot 0 is where padding rows are written.
+Slot = page * page_size + offset. Page 0 is never handed out: padding rows are written to its slot 0.
 """
 
 import math
@@ -21,7 +21,7 @@ class PoolExhausted(RuntimeError):
 class KVPool:
     """The KV of all layers, `kv` `[num_pages, *layout.page_shape]`, on `device`.
 
-    Zero-initialised, because attention over padded pages weighs what lies there by 0, and 0 * NaN is NaN. `order` says
+    Zero-initialised, because attention multiplies the content of padded pages by 0, and 0 * NaN is NaN. `order` says
     when copies may touch a page. Raises ValueError for a size that no pool can have.
     """
 

@@ -1,4 +1,4 @@
-"""What a checkpoint's config.json says about a model that we serve."""
+"""The config.json of a checkpoint: shapes and switches of a dense decoder, each key checked."""
 
 import json
 import logging

@@ -1,4 +1,4 @@
-"""What the runner asks of a target model."""
+"""The protocol of a target model: the only form in which code outside of `models` knows one."""
 
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable

@@ -1,4 +1,4 @@
-"""Which model class runs which architecture, and how its config.json is read: the one place to add a model.
+"""The registry of models: architecture name -> reader of its config.json and model class.
 
 A new architecture needs a class that satisfies `interface.CausalLM`, a reader of its config, and an entry in `MODELS`.
 """

@@ -69,8 +69,8 @@ def iter_safetensors(path: Path) -> NamedTensors:
 def fill_tensors(wanted: dict[str, torch.Tensor], path: Path, ignored: tuple[str, ...] = ()) -> None:
     """Copy every tensor of the checkpoint at `path` to the memory that `wanted` names for it, converting the dtype.
 
-    Raises CheckpointError unless each wanted tensor comes exactly once, in its shape and a float dtype, and nothing
-    else does but names that end like one of `ignored`.
+    Raises CheckpointError unless each wanted tensor comes exactly once, in its shape and a float dtype. Other names are
+    allowed only if they end like one of `ignored`.
     """
     missing = dict.fromkeys(wanted)
     unexpected: list[str] = []

@@ -21,7 +21,8 @@ from .target_graphs import Hidden, TargetGraphs
 class ModelRunner:
     """A target model over its KV pool. Every result is a ForwardOutput that owns its tensors.
 
-    `on_layer` is called before each attention that runs as Python: a long forward can say that it moves. `graphs`, once
+    `on_layer` is called before each attention that runs as Python, so that a long forward can report progress.
+    `graphs`, once
     captured, take the batches that fit them. Every batch runs with a multiple of `row_multiple` rows, the missing ones
     idle; results have the batch's own rows only.
     """
@@ -79,7 +80,7 @@ class ModelRunner:
         )
 
     def decide(self, batch: ForwardBatch) -> PathDecision:
-        """Which path `batch` takes as it is now; the answer travels with it and is asked for once."""
+        """The path of `batch` as it is now. The decision is made once and stays with the batch."""
         if batch.decision is None:
             batch.decision = (
                 EAGER if self.graphs is None else self.graphs.decide(pad_rows(batch, self.row_multiple))

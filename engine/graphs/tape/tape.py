@@ -21,13 +21,13 @@ from .steps import Call, Step, StepMaker
 
 
 class TapeMemory(Protocol):
-    """Where the results of recorded operations lie."""
+    """The memory of recorded operations' results."""
 
     def place(self, fresh: torch.Tensor) -> torch.Tensor:
         """The tensor that code under capture goes on with: `fresh` or an equal one elsewhere."""
 
     def bind(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What the tape writes down for `tensor`: the same memory, not necessarily a reference that keeps it."""
+        """The tape's entry for `tensor`: the same memory, not necessarily a reference that keeps it."""
 
     def counts(self, bound: torch.Tensor) -> bool:
         """Whether a tape that holds `bound` is what keeps its memory."""
