@@ -22,9 +22,8 @@ class ModelRunner:
     """A target model over its KV pool. Every result is a ForwardOutput that owns its tensors.
 
     `on_layer` is called before each attention that runs as Python, so that a long forward can report progress.
-    `graphs`, once
-    captured, take the batches that fit them. Every batch runs with a multiple of `row_multiple` rows, the missing ones
-    idle; results have the batch's own rows only.
+    `graphs`, once captured, take the batches that fit them. Every batch runs with a multiple of `row_multiple` rows, the
+    missing ones idle; results have the batch's own rows only.
     """
 
     def __init__(
