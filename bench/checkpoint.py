@@ -21,9 +21,9 @@ from tokenizers.pre_tokenizers import ByteLevel
 from ..cluster.errors import ConfigError
 from ..engine.config import DTYPES, resolve_device, resolve_dtype
 from ..engine.errors import CheckpointError
-from ..engine.layers import NamedTensors
+from ..engine.models.layers import NamedTensors
+from ..engine.models.weights import INDEX_FILE
 from ..engine.speculative.eagle3 import Eagle3Head
-from ..engine.weights import INDEX_FILE
 from .arguments import at_least
 from .engine_model import random_head, random_target
 from .engine_shapes import DRAFT_VOCABULARY, SHAPES, head_config, target_config

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
-from ..engine.model_config import ModelConfig
+from ..engine.kv.layouts import MHALayout
+from ..engine.models.config import ModelConfig
+from ..engine.speculative.draft_worker import draft_layout
 from ..engine.speculative.spec_config import Eagle3Config
 
 
@@ -53,22 +55,24 @@ class Counts:
     @classmethod
     def of_target(cls, config: ModelConfig, itemsize: int) -> "Counts":
         layer = _layer(config.hidden_size, config)
+        kv = MHALayout.of(config, num_layers=config.num_layers, page_size=1, dtype=torch.bfloat16)
         return cls(
             body=config.num_layers * layer,
             vocab=config.vocab_size * config.hidden_size,
             fc=0,
-            kv=config.num_layers * 2 * config.num_kv_heads * config.head_dim,
+            kv=kv.elements_per_token,
             attention=config.num_layers * 4 * config.num_heads * config.head_dim,
             itemsize=itemsize,
         )
 
     @classmethod
     def of_head(cls, config: Eagle3Config, itemsize: int) -> "Counts":
+        kv = draft_layout(config, 1, torch.bfloat16)
         return cls(
             body=_layer(2 * config.hidden_size, config),
             vocab=config.draft_vocab_size * config.hidden_size,
             fc=config.dims.target_feature_width * config.hidden_size,
-            kv=2 * config.num_kv_heads * config.head_dim,
+            kv=kv.elements_per_token,
             attention=4 * config.num_heads * config.head_dim,
             itemsize=itemsize,
         )

@@ -7,10 +7,13 @@ likeliest token whatever the others say. The head copies that column from its fe
 TOKEN as long as n is below the accept length, and WRONG from there on. All other weights are random.
 """
 
+import re
+
 import torch
 
-from ..engine.model_config import ModelConfig
-from ..engine.models.llama import LlamaForCausalLM
+from ..engine.models.config import ModelConfig
+from ..engine.models.interface import CausalLM
+from ..engine.models.registry import build_model
 from ..engine.speculative.eagle3 import Eagle3Head
 from ..engine.speculative.spec_config import Eagle3Config
 
@@ -23,19 +26,14 @@ STEP = AMPLITUDE * GAIN / 16  # what each forward of the head adds to COUNT
 
 
 @torch.no_grad()
-def random_target(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device, seed: int = 0
-) -> LlamaForCausalLM:
+def random_target(config: ModelConfig, dtype: torch.dtype, device: torch.device, seed: int = 0) -> CausalLM:
     """A model of `config` that says TOKEN whatever it reads."""
-    model = LlamaForCausalLM(config, dtype=dtype, device=device)
+    model = build_model(config, dtype=dtype, device=device)
     generator = torch.Generator(device).manual_seed(seed)
     for name, weight in model.tensors():
         _fill(name, weight, generator)
-    for layer in model.layers:
-        for output in (layer.attention.output, layer.mlp.down):
-            output.weight[LEVEL] = 0
-            if output.bias is not None:
-                output.bias[LEVEL] = 0
+        if re.search(r"\.(o_proj|down_proj)\.", name):  # what a layer adds to the residual stream
+            weight[LEVEL] = 0
     model.embed_tokens[:, LEVEL] = AMPLITUDE / 2
     model.embed_tokens[TOKEN, LEVEL] = AMPLITUDE
     if not config.tie_word_embeddings:

@@ -13,15 +13,15 @@ from pathlib import Path
 
 import torch
 
-from ..engine.extend_batch import extend_batch
-from ..engine.forward_batch import CaptureHidden
+from ..engine.batch.extend_batch import extend_batch
+from ..engine.batch.forward_batch import CaptureHidden
 from ..engine.graph_set import GraphSet, backend_for
-from ..engine.kv_pool import FeaturePlane, KVPool
-from ..engine.lifecycle import Lifecycle, Phase
-from ..engine.model_config import ModelConfig
-from ..engine.model_runner import ModelRunner
-from ..engine.page_table import pages_for
+from ..engine.kv.page_table import pages_for
+from ..engine.kv.pool import FeaturePlane, KVPool
+from ..engine.models.config import ModelConfig
 from ..engine.request import Request
+from ..engine.runner.lifecycle import Lifecycle, Phase
+from ..engine.runner.model_runner import ModelRunner, configure_aux_capture
 from ..engine.sampler import Sampler, sampling_rows
 from ..engine.sampling_params import SamplingParams
 from ..engine.speculative.device_steps import DeviceSteps
@@ -127,7 +127,7 @@ class Rig:
             )
         model = random_target(self.config, dtype, device)
         self._lifecycle.advance(Phase.LOADED)
-        model.set_aux_layer_ids(self.head_config.aux.ids)
+        configure_aux_capture(model, self.head_config.aux.ids)
         self._lifecycle.advance(Phase.AUX_CONFIGURED)
         head = random_head(self.head_config, settings.accept_length, dtype, device)
         head.share(model.embed_tokens, model.lm_head, self.config.max_position_embeddings)
@@ -135,9 +135,7 @@ class Rig:
         self._each = pages_for(settings.max_request + self.shape.spare_slots, PAGE_SIZE)
         num_pages = 1 + settings.max_batch * self._each + pages_for(settings.max_prompt, PAGE_SIZE)
         config = self.config
-        pool = KVPool(
-            num_pages, PAGE_SIZE, config.num_layers, config.num_kv_heads, config.head_dim, dtype, device
-        )
+        pool = KVPool(num_pages, model.kv_layout(PAGE_SIZE), device)
         self.plane = FeaturePlane(
             num_pages, PAGE_SIZE, self.head_config.dims.target_feature_width, dtype, device
         )

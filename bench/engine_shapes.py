@@ -4,7 +4,8 @@ import json
 from pathlib import Path
 
 from ..engine.config import resolve_checkpoint
-from ..engine.model_config import ModelConfig, load_model_config
+from ..engine.models.config import ModelConfig
+from ..engine.models.registry import load_model_config
 from ..engine.speculative.spec_config import Eagle3Config, load_draft_config
 
 # The config.json of each; "toy" is for a first try and for tests.

@@ -7,6 +7,7 @@ from msgspec import Struct
 
 from ..cluster.ciphers import AES_128_GCM, CRC32C, CURVE
 from ..cluster.messages import Layout
+from ..engine.kv.page_order import PageOrder
 from ..kvtransfer.transport import Planes
 
 PAGE_BYTES = 1 << 20
@@ -102,7 +103,7 @@ def memory(num_pages: int, seed: int | None, device: str = "cpu") -> Planes:
     else:
         generator = torch.Generator().manual_seed(seed)
         kv = torch.randint(0, 256, (num_pages, PAGE_BYTES), dtype=torch.uint8, generator=generator)
-    return Planes(kv=kv.to(device), features=None)
+    return Planes(kv=kv.to(device), features=None, order=PageOrder(num_pages, device))
 
 
 def no_digest(data: object, seed: int = 0) -> int:

@@ -6,9 +6,10 @@ A room gets all of them at once or none: a refused room holds nothing, and an ad
 import torch
 
 from ..cluster.messages import Reserve
-from ..engine.kv_pool import PoolExhausted, launched
-from ..engine.loader import STAGING_SHARE, Engine
-from ..engine.page_table import pages_for
+from ..engine.kv.budget import STAGING_SHARE
+from ..engine.kv.page_table import pages_for
+from ..engine.kv.pool import PoolExhausted
+from ..engine.loader import Engine
 from ..engine.request import Request
 from ..kvtransfer.transport import PullRequest
 from ..worker.prompt_pages import take_pages
@@ -91,7 +92,6 @@ class Admission:
             features=None if features is None else features.flatten(1).view(torch.uint8),
             endpoint=message.prefill_endpoint,
             peer_instance=message.prefill_instance,
-            after=launched(self.engine.pool.device),
         )
 
     def _never(self, request: Request) -> Refusal | None:
@@ -122,8 +122,7 @@ class Admission:
         engine = self.engine
         if engine.drafter is None:
             return None
-        shape = (len(self.pulled_pages(request, have)), engine.page_size, engine.feature_width)
-        return torch.empty(shape, dtype=engine.pool.dtype, device=engine.pool.device)
+        return engine.pool.landing_rows(self.pulled_pages(request, have), engine.feature_width)
 
     def _staging_fits(self, features: torch.Tensor) -> bool:
         """Whether features in flight stay within their share of the KV pool's bytes; a single room always fits."""

@@ -1,4 +1,4 @@
-"""What an engine is built from; a role's config holds the same names, so `EngineConfig.of(role_config)` copies them."""
+"""The settings of an engine. A role's config has the same names, so `EngineConfig.of(role_config)` copies them."""
 
 from dataclasses import dataclass, fields
 from pathlib import Path

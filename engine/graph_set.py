@@ -11,15 +11,16 @@ from dataclasses import replace
 import torch
 
 from .graph_self_test import SelfTest
-from .graphs.arena import ArenaMemory
 from .graphs.backend import GraphBackend
 from .graphs.buckets import batch_buckets, token_buckets
 from .graphs.cuda import CudaBackend
-from .graphs.inventory import GraphKind, GraphPool
-from .graphs.tape import TapeBackend
-from .kv_pool import KVPool
-from .lifecycle import Lifecycle, Phase
-from .model_runner import ModelRunner
+from .graphs.graph_pool import GraphKind, GraphPool
+from .graphs.tape.arena import ArenaMemory
+from .graphs.tape.tape import TapeBackend
+from .kv.pool import KVPool
+from .runner.lifecycle import Lifecycle, Phase
+from .runner.model_runner import ModelRunner
+from .runner.target_graphs import PrefillGraphs, TargetGraphs, VerifyGraphs
 from .speculative.device_steps import DeviceSteps
 from .speculative.draft_graph_set import DraftGraphs
 from .speculative.draft_graphs import DraftExtendGraphs, DraftLoopGraphs, DraftPrefillGraphs
@@ -27,7 +28,6 @@ from .speculative.draft_shape import DraftShape, planned_pages
 from .speculative.draft_worker import DraftWorker
 from .speculative.tree_graphs import TreeLoopGraphs
 from .step_self_test import StepSelfTest
-from .target_graphs import PrefillGraphs, TargetGraphs, VerifyGraphs
 
 logger = logging.getLogger(__name__)
 

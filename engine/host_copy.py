@@ -4,8 +4,9 @@ import torch
 
 
 def to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """`values` of the host on `device`. The host does not wait for the copy, and so for nothing that was launched before:
-    from memory that is not pinned it would.
+    """`values` of the host on `device`.
+
+    The source is pinned, so the host waits neither for the copy nor for earlier work.
     """
     if device.type != "cuda":
         return values.to(device)

@@ -1,4 +1,4 @@
-"""Brings one engine up, in the one order that is right; `EngineLoader.phases` is that order.
+"""Builds one engine in the only correct order, `EngineLoader.phases`.
 
 A prefill engine reads the draft's config only (which layer outputs to capture) and keeps the captured features in a plane
 beside its KV. A decode engine loads the head, lends it the target's embedding and lm_head, and keeps draft KV instead.
@@ -18,38 +18,38 @@ from .errors import CheckpointError
 from .graph_set import GraphSet, backend_for
 from .graphs.backend import GraphBackend
 from .guided import GrammarCompiler
-from .kv_pool import FeaturePlane, KVPool, PageAllocator
-from .lifecycle import Lifecycle, Phase
-from .model_config import ModelConfig
-from .model_runner import ModelRunner, configure_aux_capture
-from .models.llama import LlamaForCausalLM
-from .page_table import pages_for
-from .prefix_cache import PrefixCache
+from .kv.budget import PageBudget
+from .kv.page_table import pages_for
+from .kv.pool import FeaturePlane, KVPool, PageAllocator
+from .kv.prefix_cache import PrefixCache
+from .models.config import ModelConfig
+from .models.interface import CausalLM
+from .models.weights import load_model, model_fingerprint
+from .runner.lifecycle import Lifecycle, Phase
+from .runner.model_runner import ModelRunner, configure_aux_capture
 from .sampler import Sampler
 from .speculative.adaptive import KNEE_ROWS, StepCosts, StepPolicy
 from .speculative.device_steps import DeviceSteps
 from .speculative.dflash_config import DflashConfig, load_any_draft_config
 from .speculative.draft_shape import PLAIN, DraftShape
-from .speculative.draft_worker import MAX_PREFILL_ROWS, DraftWorker
+from .speculative.draft_worker import MAX_PREFILL_ROWS, DraftWorker, draft_layout
 from .speculative.eagle3 import Eagle3Head
 from .speculative.eagle3_weights import load_eagle3
 from .speculative.overlapped import OverlappedDecoder, device_steps
 from .speculative.spec_config import Eagle3Config
 from .speculative.spec_decoder import SpecDecoder
-from .weights import load_model, model_fingerprint
 
 logger = logging.getLogger(__name__)
 
 CUDA_MEMORY_SHARE = 0.85  # of what is free after the weights, when no KV memory was asked for
 CPU_MEMORY_MB = 1024
-STAGING_SHARE = 4  # features in flight to a decode engine take at most one part in so many of its KV pool
 WHOLE_PROMPT_TOKENS = 2048  # largest prefill graph where prompts are not cut into chunks
 CACHE_LOOKAHEAD = 1  # draft KV of a page's last row depends on the token behind the page
 
 
 @dataclass(kw_only=True)
 class Engine:
-    """A ready engine: one target over one page pool, with what drafting needs on this side.
+    """A ready engine: one target over one page pool, with the drafting parts of its role.
 
     `features` is prefill's plane, `drafter` decode's head; both None without a draft. `max_context` in tokens. `shape` is
     what a step drafts, unless `step_policy` says otherwise. `graphs` None: every forward runs eagerly. `steps` None: each
@@ -59,7 +59,7 @@ class Engine:
     path: Path
     fingerprint: str
     model_config: ModelConfig
-    model: LlamaForCausalLM
+    model: CausalLM
     draft_config: Eagle3Config | DflashConfig | None
     runner: ModelRunner
     sampler: Sampler
@@ -136,7 +136,7 @@ class Engine:
 
 
 class EngineLoader:
-    """Builds an Engine phase by phase. `has_drafter` is decode's: it drafts; without it features are captured only.
+    """Builds an Engine phase by phase. `has_drafter`: the engine drafts (decode); without it features are only captured.
 
     Graphs, when the config wants them, are captured on `backend`, by default on that of the device.
     """
@@ -194,13 +194,12 @@ class EngineLoader:
             self._draft_config = draft = load_any_draft_config(
                 draft_path, self._model_config, target_path=self._path, dtype=running
             )
-            is_dflash = isinstance(draft, DflashConfig)
-            if is_dflash and self.has_drafter:
+            if isinstance(draft, DflashConfig) and self.has_drafter:
                 raise CheckpointError(
                     f"draft {self.config.draft}: a DFLASH drafter can be prefilled for, but decode runs EAGLE3 heads only; "
                     "give it one, or none"
                 )
-            configure_aux_capture(self._model, draft.aux.ids, is_dflash=is_dflash)
+            configure_aux_capture(self._model, draft.aux.ids)
             logger.info("draft config: %r", self._draft_config)
         self.lifecycle.advance(Phase.AUX_CONFIGURED)
 
@@ -219,15 +218,7 @@ class EngineLoader:
     def _allocate(self) -> None:
         config, model = self.config, self._model_config
         num_pages = config.pages + 1 if config.pages else self._affordable_pages()  # page 0 is the sink
-        pool = KVPool(
-            num_pages,
-            config.page_size,
-            model.num_layers,
-            model.num_kv_heads,
-            model.head_dim,
-            self._dtype,
-            self._device,
-        )
+        pool = KVPool(num_pages, self._model.kv_layout(config.page_size), self._device)
         features, drafter = None, None
         if self._draft_config is not None and not self.has_drafter:
             width = self._draft_config.dims.target_feature_width
@@ -242,7 +233,7 @@ class EngineLoader:
                 capacity=config.max_running + 1,
             )
         cache = PrefixCache(
-            PageAllocator(num_pages),
+            PageAllocator(num_pages, pool.order),
             config.page_size,
             enabled=config.prefix_cache,
             lookahead=CACHE_LOOKAHEAD if drafter is not None else 0,
@@ -323,35 +314,37 @@ class EngineLoader:
         return StepPolicy(self._shape.candidates(), costs)
 
     def _affordable_pages(self) -> int:
-        """As many pages as the KV memory holds, the planes beside the KV included; never more than could be used."""
-        need = pages_for(self._max_context, self.config.page_size)
-        count = self._kv_memory() // self._page_cost()
+        """As many pages as the KV memory holds, the planes beside the KV included."""
+        budget = self._page_budget()
+        count = budget.num_pages(self._kv_memory())
         if count < 2:
+            need = pages_for(self._max_context, self.config.page_size) * budget.page_bytes
             raise CheckpointError(
-                f"kv_memory_mb {self.config.kv_memory_mb}: one page costs {self._page_cost()} bytes; give at least "
-                f"{need * self._page_cost() >> 20} for one request of the full context"
+                f"kv_memory_mb {self.config.kv_memory_mb}: one page costs {budget.page_bytes} bytes; give at least "
+                f"{need >> 20} for one request of the full context"
             )
         return count
 
     def _kv_memory(self) -> int:
-        """Bytes for pages: what was asked for, or a share of the device; less what features in flight may take."""
+        """Bytes for pages and features in flight: what was asked for, or a share of the device."""
         if self.config.kv_memory_mb:
-            budget = self.config.kv_memory_mb << 20
-        elif self._device.type == "cuda":
+            return self.config.kv_memory_mb << 20
+        if self._device.type == "cuda":
             free, _ = torch.cuda.mem_get_info(self._device)
-            budget = int(free * CUDA_MEMORY_SHARE)
-        else:
-            budget = CPU_MEMORY_MB << 20
-        return budget * STAGING_SHARE // (STAGING_SHARE + 1) if self._head is not None else budget
+            return int(free * CUDA_MEMORY_SHARE)
+        return CPU_MEMORY_MB << 20
 
-    def _page_cost(self) -> int:
-        model, draft = self._model_config, self._draft_config
-        per_token = model.num_layers * 2 * model.num_kv_heads * model.head_dim
-        if self.has_drafter and isinstance(draft, Eagle3Config):
-            per_token += 2 * draft.num_kv_heads * draft.head_dim
-        elif draft is not None:
-            per_token += draft.dims.target_feature_width
-        return per_token * self.config.page_size * self._dtype.itemsize
+    def _page_budget(self) -> PageBudget:
+        """What a page costs in this role: decode keeps draft KV and lands features, prefill keeps a feature plane."""
+        page_size, draft = self.config.page_size, self._draft_config
+        kv_bytes = self._model.kv_layout(page_size).page_bytes
+        if draft is None:
+            return PageBudget(kv_bytes=kv_bytes)
+        if self._head is not None:
+            drafted = draft_layout(self._head.config, page_size, self._dtype)
+            return PageBudget(kv_bytes=kv_bytes, draft_bytes=drafted.page_bytes, has_staging=True)
+        width = draft.dims.target_feature_width
+        return PageBudget(kv_bytes=kv_bytes, feature_bytes=page_size * width * self._dtype.itemsize)
 
 
 def _shapes_of(engine: Engine) -> Sequence[DraftShape]:

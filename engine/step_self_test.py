@@ -12,9 +12,9 @@ import torch
 
 from .graph_self_test import SEED, TOLERANCES, edges, relative_error
 from .graphs.breakable import ReplayContext
-from .graphs.family import GraphFamily, PathDecision
-from .graphs.inventory import FallbackReason
-from .page_table import pages_for
+from .graphs.bucketed_graphs import GraphFamily, PathDecision
+from .graphs.graph_pool import FallbackReason
+from .kv.page_table import pages_for
 from .sampling_params import SamplingParams
 from .speculative.device_steps import DeviceSteps
 from .speculative.draft_state import PAD_ROW

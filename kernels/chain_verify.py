@@ -1,4 +1,4 @@
-"""How many drafts of a chain are kept, given what the target chose behind each of them; `tree_verify` of a single branch."""
+"""The number of accepted drafts of a chain, from the target's choice behind each draft: `tree_verify` for one branch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .triton_jit import jit_varying, next_power_of_2, tl
 
 
 def chain_verify_reference(tokens: torch.Tensor, targets: torch.Tensor, limits: torch.Tensor) -> torch.Tensor:
-    """The definition, and the CPU path; no look at the host."""
+    """The definition, and the CPU path. It never waits for the device."""
     matches = targets[:, :-1] == tokens[:, 1:]
     return torch.minimum(1 + matches.long().cumprod(dim=1).sum(dim=1), limits)
 
@@ -64,7 +64,8 @@ def _check(tokens: torch.Tensor, targets: torch.Tensor, limits: torch.Tensor) ->
 
 
 def chain_verify(tokens: torch.Tensor, targets: torch.Tensor, limits: torch.Tensor) -> torch.Tensor:
-    """Accept lengths int64 `[B]`: a draft is kept when it is what the target chose in front of it and all before were kept.
+    """Accept lengths int64 `[B]`. A draft is accepted when it equals the target's choice before it and all drafts before it
+    were accepted.
 
     `tokens` int64 `[B, N]`: the newest token and N-1 drafts; `targets` int64 `[B, N]`: what the target chose behind each;
     `limits` int64 `[B]`: at most so many (0: an idle row). Raises ValueError when shapes or dtypes do not fit.

@@ -26,7 +26,7 @@ def choose_token_reference(
     is_drawn: torch.Tensor,
     token_ids: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The definition; no look at the host."""
+    """The definition. It never waits for the device."""
     each = logits.shape[0] // max(seeds.shape[0], 1)
     min_p = torch.zeros_like(temperature) if min_p is None else min_p
     token_ids = torch.arange(logits.shape[1], device=logits.device) if token_ids is None else token_ids

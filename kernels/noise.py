@@ -1,6 +1,6 @@
 """Counter-based noise: a pure function of (request seed, position, token id).
 
-So a choice never depends on the batch it is made in, on a retry, or on a drafter.
+A choice therefore depends neither on the batch, nor on a retry, nor on a drafter.
 
     state(seed, position) = mix(mix(seed + G) + position * G)                    64 bits per row
     bits(state, token)    = mix(state + (token + 1) * G)                         splitmix64, `token` steps after `state`

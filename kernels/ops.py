@@ -1,4 +1,4 @@
-"""Paged attention and KV store as operations of the torch library: what a full graph records instead of their insides.
+"""Paged attention and KV store as operations of the torch library. A full graph records each as one operation.
 
 A recorder sees operations, not the Python around them, so each declares what it mutates. Lengths and pages are tensors
 that are read when the operation runs: a graph that holds it follows them. On CPU the torch reference looks at no more

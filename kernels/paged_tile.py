@@ -1,4 +1,4 @@
-"""What both paged attention kernels do per tile: fetch keys and values through the page table, and fold one tile of
+"""Per-tile code of both paged attention kernels: fetch keys and values through the page table, and fold one tile of
 scores into a running softmax.
 
 Legend: M rows of a tile, which are (new row, head of the group) pairs; C context columns of a tile; D head dimension.

@@ -1,4 +1,4 @@
-"""The hidden row behind the last kept token of each request: where the next draft starts from."""
+"""The hidden row behind the last accepted token of each request, from which the next draft starts."""
 
 from __future__ import annotations
 

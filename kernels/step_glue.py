@@ -1,4 +1,4 @@
-"""What stands around the forwards of a decode step, each in one launch: where its rows lie, and what came of them.
+"""The bookkeeping around the forwards of a decode step, one launch each: the places of its rows before, its outcome after.
 
 Legend: B requests, F fields of a request's state, P pages of it, S places planned, N nodes verified, R rows of the longest
 branch. Pool rows are those of `kv_store.kv_rows`.
@@ -20,8 +20,8 @@ NUM_COUNTS = 4  # columns of a report behind the tokens
 class Places(NamedTuple):
     """`positions`, `slots`, `target_rows` and `draft_rows` (row numbers in either pool) int64 `[B, S]`; `lengths`, `limits`,
     `verify_lens`, `extend_lens` int64 `[B]`: rows with KV, rows that may be accepted, context of the verify and of the draft
-    extend. An idle request has lengths of 0; its rows, and those past a request's capacity, lie in the sink, as do all of
-    the draft's rows of a request that nothing is drafted for."""
+    extend. An idle request has lengths of 0; its rows, and those past a request's capacity, lie in the sink, as do all
+    draft rows of a request without drafts."""
 
     positions: torch.Tensor
     slots: torch.Tensor
@@ -47,7 +47,7 @@ class PlaceSizes(NamedTuple):
 
 
 def step_places_reference(state: torch.Tensor, sizes: PlaceSizes) -> Places:
-    """The definition, and the CPU path; no look at the host."""
+    """The definition, and the CPU path. It never waits for the device."""
     is_active = state[:, REMAINING] > 0
     lengths = torch.where(is_active, state[:, LENGTH], 0)
     positions = lengths[:, None] + torch.arange(sizes.num_places, device=state.device)
@@ -176,7 +176,7 @@ def step_outcome_reference(
     is_unseen: torch.Tensor,
     would_match: torch.Tensor,
 ) -> Outcome:
-    """The definition, and the CPU path; no look at the host."""
+    """The definition, and the CPU path. It never waits for the device."""
     by_node = (path.shape[0], is_bad.shape[0] // max(path.shape[0], 1))
     good, seen = (
         (flags.view(by_node).gather(1, path).long().cumsum(dim=1) == 0).sum(dim=1)
@@ -297,7 +297,7 @@ def step_outcome(
     is_unseen: torch.Tensor,
     would_match: torch.Tensor,
 ) -> Outcome:
-    """What a step said, and the state `table` int64 `[slots, F+P]` of its requests, in `slots` int64 `[B]`, moved on.
+    """The outcome of a step. Also advances the state `table` int64 `[slots, F+P]` of its requests, in `slots` int64 `[B]`.
 
     `tokens`, `path` int64 `[B, R]`: the target's choices along the kept branch and the nodes they were made behind;
     `accept_len` int64 `[B]`; `is_bad`, `is_unseen` bool `[B*N]` by node; `would_match` int64 `[B]`.

@@ -1,4 +1,4 @@
-"""Which nodes of a draft tree are kept, given what the target chose behind each of them.
+"""The accepted nodes of a draft tree, from the target's choice behind each node.
 
 Greedy and sampled verification are the same walk: from the root, go to the child whose token the target chose behind
 the current node; stop where there is none. Only the origin of the choices differs (argmax, or a sample of the target's
@@ -32,7 +32,7 @@ class TreeVerdict(NamedTuple):
 def tree_verify_reference(
     tokens: torch.Tensor, parents: torch.Tensor, targets: torch.Tensor, limits: torch.Tensor
 ) -> TreeVerdict:
-    """The walk in tensor operations, one level at a time, without a look at the host; the CPU path."""
+    """The walk in tensor operations, one level at a time; the CPU path. It never waits for the device."""
     num_requests, num_nodes = tokens.shape
     nodes = torch.arange(num_nodes, device=tokens.device)
     node = torch.zeros(num_requests, 1, dtype=torch.int64, device=tokens.device)

@@ -1,4 +1,4 @@
-"""The one door to Triton: every kernel file takes `jit` and `tl` from here, typed as the rest of the code is.
+"""The only import of Triton. Every kernel file takes `jit` and `tl` from here, with types.
 
 Triton exists for Linux alone. Elsewhere the torch references still run; launching a kernel there raises.
 """

@@ -51,7 +51,10 @@ def paged_verify_reference(
     scale: float,
     tree_mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The CPU path: gather every page of the table, mask, attend; no look at the host. Rows that see nothing give 0."""
+    """The CPU path: gather every page of the table, mask, attend. Rows that see nothing give 0.
+
+    It never waits for the device.
+    """
     if q.numel() == 0:
         return torch.empty_like(q)
     page_size = kv.shape[3]

@@ -11,16 +11,18 @@ from functools import cached_property
 from typing import Literal
 
 import msgspec
+import torch
 from crc32c import crc32c
 
 from ..cluster.errors import HandshakeRefused, LocalProtocolError
 from ..cluster.messages import Layout
+from ..engine.kv.layouts import MHALayout
 
 Plane = Literal["kv", "features"]
 
 Crc = Callable[[memoryview, int], int]  # bytes and what came before them -> checksum
 
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+WIRE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DIGEST = "crc32c"
 
 
@@ -42,19 +44,20 @@ class KVLayout:
     wire: Layout
 
     def __post_init__(self) -> None:
-        if self.wire.dtype not in ITEM_BYTES:
+        if self.wire.dtype not in WIRE_DTYPES:
             raise LocalProtocolError(
-                f"dtype {self.wire.dtype!r} has no wire format, use one of {sorted(ITEM_BYTES)}"
+                f"dtype {self.wire.dtype!r} has no wire format, use one of {sorted(WIRE_DTYPES)}"
             )
 
     @cached_property
     def kv_page_bytes(self) -> int:
         w = self.wire
-        return w.num_layers * 2 * w.page_size * w.num_kv_heads * w.head_dim * ITEM_BYTES[w.dtype]
+        dtype = WIRE_DTYPES[w.dtype]
+        return MHALayout.of(w, num_layers=w.num_layers, page_size=w.page_size, dtype=dtype).page_bytes
 
     @cached_property
     def feature_page_bytes(self) -> int:
-        return self.wire.page_size * self.wire.feature_width * ITEM_BYTES[self.wire.dtype]
+        return self.wire.page_size * self.wire.feature_width * WIRE_DTYPES[self.wire.dtype].itemsize
 
     @cached_property
     def has_features(self) -> bool:
@@ -151,7 +154,7 @@ def agree(ours: Layout, theirs: Layout) -> Layout:
         theirs_common = theirs
     if msgspec.structs.replace(theirs_common, block_bytes=common.block_bytes) != common:
         raise HandshakeRefused(f"KV layouts differ: ours {_show(ours)}, theirs {_show(theirs)}")
-    if common.dtype not in ITEM_BYTES or common.digest != DIGEST:
+    if common.dtype not in WIRE_DTYPES or common.digest != DIGEST:
         raise HandshakeRefused(f"KV layout has an unknown dtype or digest: {_show(theirs)}")
     return common
 

@@ -1,8 +1,8 @@
 """Blocks out of pages and into pages. Everything else in this folder deals in numbers; here bytes move.
 
 Pages on the CPU are read and written through numpy, whose copies release the interpreter lock. Pages on a GPU go
-through pinned staging memory and a stream of their own, see `DeviceCopies`: who offers pages has synchronised the compute
-that wrote them before it announces them, and who pulls says what must be done before they are written.
+through pinned staging memory and a stream of their own, see `DeviceCopies`. Before a block is copied, its pages are waited
+for: the `PageOrder` of the planes knows the forwards that may still use them.
 """
 
 import ctypes
@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from ..cluster.errors import LocalProtocolError
+from ..engine.kv.page_order import PageOrder
 from .hands import Hands, hands_of_host
 from .layout import Crc, KVLayout, Plane, Segment
 from .pinning import Bytes, Pin, no_pin, pin
@@ -25,7 +26,13 @@ CACHED_BYTES = 256 << 10  # source and target together stay in a level 2 cache o
 
 
 def check_planes(layout: KVLayout, planes: Planes) -> None:
-    """Raises LocalProtocolError unless the planes are contiguous uint8 tensors of the layout's page sizes."""
+    """Raises LocalProtocolError unless the planes are contiguous uint8 tensors of the layout's page sizes, and have an
+    order of their pages when they lie on a GPU.
+    """
+    if planes.kv.is_cuda and planes.order is None:
+        raise LocalProtocolError(
+            "pages on a GPU need a PageOrder: copies must know the forwards that use them"
+        )
     _check_plane("kv", planes.kv, layout.kv_page_bytes)
     if planes.features is not None:
         _check_plane("feature", planes.features, layout.feature_page_bytes)
@@ -70,28 +77,25 @@ class DeviceCopies:
     """Copies between a GPU's pages and pinned memory, on a stream of their own.
 
     On the stream that computes, each block would wait for the forwards that were launched before it, and they are always
-    launched ahead; on this one, blocks move while forwards run.
+    launched ahead; on this one, blocks move while forwards run. It waits for those forwards alone that may use the pages
+    of a block.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, order: PageOrder) -> None:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._order = order
 
     def __repr__(self) -> str:
         return f"DeviceCopies({self._stream})"
 
-    def run(
-        self, copies: Iterable[tuple[torch.Tensor, torch.Tensor]], after: torch.cuda.Event | None = None
-    ) -> None:
-        """Each (target, source), not before `after`; returns when all are done."""
-        self.begin(copies, after)
+    def run(self, copies: Iterable[tuple[torch.Tensor, torch.Tensor]], pages: Iterable[int]) -> None:
+        """Each (target, source) of copies that touch `pages`, in the pages' order; returns when all are done."""
+        self.begin(copies, pages)
         self.finish()
 
-    def begin(
-        self, copies: Iterable[tuple[torch.Tensor, torch.Tensor]], after: torch.cuda.Event | None = None
-    ) -> None:
+    def begin(self, copies: Iterable[tuple[torch.Tensor, torch.Tensor]], pages: Iterable[int]) -> None:
         """As `run`, but what the tensors hold is settled by `finish`."""
-        if after is not None and not after.query():  # type: ignore[no-untyped-call]
-            self._stream.wait_event(after)
+        self._order.wait(pages, self._stream)
         with torch.cuda.stream(self._stream):
             for target, source in copies:
                 target.copy_(source, non_blocking=True)
@@ -140,7 +144,8 @@ class BlockReader:
         if planes.features is not None:
             self._planes["features"] = planes.features
         self._is_cuda = planes.kv.is_cuda
-        self._copies = DeviceCopies(planes.kv.device) if self._is_cuda else None
+        self._order = planes.order or PageOrder(planes.kv.shape[0])
+        self._copies = DeviceCopies(planes.kv.device, self._order) if self._is_cuda else None
         self._arrays: dict[Plane, Bytes] = (
             {} if self._is_cuda else {k: t.numpy() for k, t in self._planes.items()}
         )
@@ -151,6 +156,8 @@ class BlockReader:
 
     def read(self, segments: Sequence[Segment], pages: Sequence[int], size: int) -> Payload:
         """The `size` bytes of a block; zero-copy when it is one run of CPU memory."""
+        if not self._is_cuda:
+            self._order.wait(_pages_of(segments, pages))
         if len(segments) == 1 and not self._is_cuda:
             return Payload(self._run(segments[0], pages).data, None)
         staging = self._pool.take()
@@ -170,7 +177,8 @@ class BlockReader:
             return [self._fill(filling) for filling in fillings]
         assert self._copies is not None
         for filling in fillings:
-            self._copies.begin(self._gathered(_tensor_of(filling.slot), filling.segments, filling.pages))
+            pairs = self._gathered(_tensor_of(filling.slot), filling.segments, filling.pages)
+            self._copies.begin(pairs, _pages_of(filling.segments, filling.pages))
         self._copies.finish()
         return self._hands.digests(
             [(filling.slot[: filling.size].data, filling.seed) for filling in fillings], self.crc
@@ -184,6 +192,7 @@ class BlockReader:
             self._hands.copy(target, staging.numpy()[: filling.size])
             self._pool.give(staging)
             return self.crc(target[: filling.size].data, seed)
+        self._order.wait(_pages_of(filling.segments, filling.pages))
         for segment in filling.segments:
             seed = _copy(self._run(segment, filling.pages), _cut(target, segment), seed, self.crc)
         return seed
@@ -202,11 +211,13 @@ class BlockReader:
         self._pool.give(staging)
 
     def _run(self, segment: Segment, pages: Sequence[int]) -> Bytes:
-        return self._arrays[segment.plane][pages[segment.page_index], segment.lo : segment.hi]
+        page = pages[segment.page_index]
+        self._order.touch(page, is_write=False)
+        return self._arrays[segment.plane][page, segment.lo : segment.hi]
 
     def _gather_cuda(self, staging: torch.Tensor, segments: Sequence[Segment], pages: Sequence[int]) -> None:
         assert self._copies is not None
-        self._copies.run(self._gathered(staging, segments, pages))
+        self._copies.run(self._gathered(staging, segments, pages), _pages_of(segments, pages))
 
     def _gathered(
         self, staging: torch.Tensor, segments: Sequence[Segment], pages: Sequence[int]
@@ -220,9 +231,10 @@ class BlockWriter:
     """Writes checked blocks into decode's pages and a room's own feature rows, which a `PullRequest` names."""
 
     def __init__(self, layout: KVLayout, planes: Planes) -> None:
-        check_planes(layout, Planes(kv=planes.kv, features=None))
+        check_planes(layout, Planes(kv=planes.kv, features=None, order=planes.order))
         self._kv = planes.kv
-        self._copies = DeviceCopies(planes.kv.device) if planes.kv.is_cuda else None
+        self._order = planes.order or PageOrder(planes.kv.shape[0])
+        self._copies = DeviceCopies(planes.kv.device, self._order) if planes.kv.is_cuda else None
         self._array: Bytes | None = None if planes.kv.is_cuda else planes.kv.numpy()
         self._pool = StagingPool(layout.wire.block_bytes, is_pinned=planes.kv.is_cuda)
         self._hands = hands_of_host() if planes.kv.is_cuda else Hands(1)
@@ -240,6 +252,7 @@ class BlockWriter:
             self._scatter_cuda(staging, segments, request)
             self._pool.give(staging)
             return
+        self._order.wait(_pages_of(segments, request.pages))
         for segment in segments:
             np.copyto(self._own(segment, request), _cut(data, segment))
 
@@ -253,9 +266,8 @@ class BlockWriter:
             return [self._land(arrival) for arrival in arrivals]
         assert self._copies is not None
         for one in arrivals:
-            self._copies.begin(
-                self._scattered(_tensor_of(one.data), one.segments, one.request), one.request.after
-            )
+            pairs = self._scattered(_tensor_of(one.data), one.segments, one.request)
+            self._copies.begin(pairs, _pages_of(one.segments, one.request.pages))
         self._copies.finish()
         digests = self._hands.digests([(one.data.data, one.seed) for one in arrivals], self.crc)
         return [digest == one.digest for digest, one in zip(digests, arrivals, strict=True)]
@@ -270,6 +282,7 @@ class BlockWriter:
                 self._scatter_cuda(staging, arrival.segments, arrival.request)
             self._pool.give(staging)
             return is_right
+        self._order.wait(_pages_of(arrival.segments, arrival.request.pages))
         for segment in arrival.segments:
             seed = _copy(_cut(data, segment), self._own(segment, arrival.request), seed, self.crc)
         return seed == arrival.digest
@@ -282,6 +295,7 @@ class BlockWriter:
         A block that is one run of CPU memory is filled in place: until `fill` returns, those bytes are nobody's.
         """
         if len(segments) == 1 and self._copies is None:
+            self._order.wait(_pages_of(segments, request.pages))
             fill(self._own(segments[0], request).data)
             return
         staging = self._pool.take()
@@ -297,6 +311,7 @@ class BlockWriter:
 
     def _own(self, segment: Segment, request: PullRequest) -> Bytes:
         """As `_target`, in CPU memory: a tensor's view costs several times an array's."""
+        self._order.touch(request.pages[segment.page_index], is_write=True)
         if segment.plane == "kv" and self._array is not None:
             return self._array[request.pages[segment.page_index], segment.lo : segment.hi]
         return self._target(segment, request).numpy()
@@ -310,13 +325,18 @@ class BlockWriter:
     def _scatter_cuda(self, staging: torch.Tensor, segments: Sequence[Segment], request: PullRequest) -> None:
         """A block that lies whole in `staging`."""
         assert self._copies is not None
-        self._copies.run(self._scattered(staging, segments, request), request.after)
+        self._copies.run(self._scattered(staging, segments, request), _pages_of(segments, request.pages))
 
     def _scattered(
         self, staging: torch.Tensor, segments: Sequence[Segment], request: PullRequest
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         for segment in segments:
             yield self._target(segment, request), staging[segment.at : segment.at + segment.hi - segment.lo]
+
+
+def _pages_of(segments: Sequence[Segment], pages: Sequence[int]) -> list[int]:
+    """The pages that a block's segments lie in."""
+    return [pages[segment.page_index] for segment in segments]
 
 
 def _tensor_of(array: Bytes) -> torch.Tensor:

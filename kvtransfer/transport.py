@@ -10,17 +10,21 @@ from typing import Protocol
 
 import torch
 
+from ..engine.kv.page_order import PageOrder
+
 
 @dataclass(frozen=True, kw_only=True)
 class Planes:
     """The memory that blocks are read from or land in.
 
     `kv`: uint8 `[num_pages, kv_page_bytes]`, page-major over all layers. `features`: uint8 `[num_pages,
-    feature_page_bytes]` or None when the layout has no feature plane. Both are contiguous.
+    feature_page_bytes]` or None when the layout has no feature plane. Both are contiguous. `order` says when a copy may
+    touch a page; on a GPU there must be one.
     """
 
     kv: torch.Tensor
     features: torch.Tensor | None
+    order: PageOrder | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,8 +42,8 @@ class PullRequest:
     """Decode's side of a room. The pull starts at token `have` (a multiple of page_size).
 
     `pages[i]` receives prompt tokens [have + i*page_size, ...). `features` is the room's own landing place, uint8
-    `[len(pages), feature_page_bytes]`, row i for pages[i]; None without a feature plane. `after`: on a GPU, what was
-    launched before the pages and rows became the room's, and may still use them; nothing is written before that is done.
+    `[len(pages), feature_page_bytes]`, row i for pages[i]; None without a feature plane. A row may be written when its page
+    may be (`KVPool.landing_rows`).
     """
 
     room: str
@@ -50,7 +54,6 @@ class PullRequest:
     features: torch.Tensor | None
     endpoint: str
     peer_instance: str
-    after: torch.cuda.Event | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,9 +5,9 @@ prompt is admitted, so hand-offs complete in order of arrival. A prompt is admit
 two half-computed prompts never wait for each other's pages.
 """
 
-from ..engine.kv_pool import PoolExhausted
-from ..engine.page_table import pages_for
-from ..engine.prefix_cache import PrefixCache
+from ..engine.kv.page_table import pages_for
+from ..engine.kv.pool import PoolExhausted
+from ..engine.kv.prefix_cache import PrefixCache
 from ..worker.prompt_chunks import Chunk, scored_limit
 from ..worker.prompt_pages import take_pages
 from .queues import PrefillQueues, PrefillRoom, PrefillState

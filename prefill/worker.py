@@ -13,14 +13,12 @@ import logging
 import time
 from collections.abc import Callable
 
-import torch
-
 from ..cluster.log import fields
 from ..cluster.messages import FirstToken, Prefill, PrefillTimeline, TokenLogprob, WorkerStats
 from ..cluster.trace_context import carried_by
-from ..engine.forward_batch import ForwardOutput
+from ..engine.batch.forward_batch import ForwardOutput
+from ..engine.kv.page_table import pages_for
 from ..engine.loader import Engine
-from ..engine.page_table import pages_for
 from ..engine.sampler import SampleOutput
 from ..engine.sampling_params import SamplingParams
 from ..kvtransfer.transport import Dropped, Offer, Released
@@ -81,6 +79,7 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
         firsts = self._sample(chunks, output)
         for message in score_prompts(chunks, output.logits, self.instance):  # to the router before token 1
             self._send(message)
+        self.engine.pool.order.finish(self._written(chunks))  # the link thread shall not wait for a forward
         self._publish(chunks, firsts)
         return True
 
@@ -196,18 +195,23 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
         if plane is not None:
             assert output.hidden is not None
             plane.store(batch.slots, output.hidden)
+        self.engine.pool.order.stamp(self._written(chunks))
         self._counters["steps"] += 1
         self._counters["prompt_tokens"] += batch.num_tokens
         return output
 
+    def _written(self, chunks: Chunks) -> list[int]:
+        """The pages that a forward of `chunks` writes."""
+        size = self.engine.page_size
+        return [
+            page
+            for chunk in chunks
+            for page in chunk.room.request.pages[chunk.start // size : pages_for(chunk.end, size)]
+        ]
+
     def _sample(self, chunks: Chunks, output: ForwardOutput) -> SampleOutput:
         """Token 1 of every prompt that ends in this forward, in the order of the chunks."""
-        sampled = sample_first_tokens(self.engine, chunks, output)
-        if self.engine.pool.device.type == "cuda":
-            torch.cuda.current_stream(
-                self.engine.pool.device
-            ).synchronize()  # the link thread reads pages on its own
-        return sampled
+        return sample_first_tokens(self.engine, chunks, output)
 
     def _publish(self, chunks: Chunks, firsts: SampleOutput) -> None:
         tokens, bad = firsts.tokens.tolist(), firsts.bad_rows.tolist()

@@ -21,7 +21,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "engine": ("kernels",),
     "router": ("cluster",),
     "deploy": ("cluster",),
-    "kvtransfer": ("engine.kv_pool", "engine.page_table", "kernels", "cluster"),
+    "kvtransfer": ("engine.kv", "kernels", "cluster"),
     "worker": ("kvtransfer", "engine", "cluster"),
     "prefill": ("worker", "kvtransfer", "engine", "cluster"),
     "decode": ("worker", "kvtransfer", "engine", "cluster"),
@@ -231,7 +231,7 @@ def test_router_and_cluster_load_no_torch():
 # --- the laws can fail ------------------------------------------------------------------------------------------------
 
 KNOWN = {
-    "baton.cluster.messages", "baton.cluster.codec", "baton.engine.kv_pool", "baton.engine.sampler", "baton.router.app",
+    "baton.cluster.messages", "baton.cluster.codec", "baton.engine.kv.pool", "baton.engine.sampler", "baton.router.app",
     "baton.prefill.worker", "baton.decode.worker", "baton.worker.link", "baton.kernels.rope", "baton.__init__",
 }  # fmt: skip
 
@@ -245,13 +245,13 @@ def snippet(relative: str, text: str) -> Source:
     [
         ("prefill/a.py", "from ..decode.worker import x"),
         ("decode/a.py", "from ..prefill import worker"),
-        ("router/a.py", "from ..engine.kv_pool import KVPool"),
+        ("router/a.py", "from ..engine.kv.pool import KVPool"),
         ("router/a.py", "from .. import kvtransfer"),
         ("engine/a.py", "from ..cluster.messages import Hello"),
         ("engine/models/a.py", "from ...worker.link import Link"),
         ("kvtransfer/a.py", "from ..worker.link import Link"),
         ("worker/a.py", "from ..decode.worker import DecodeWorker"),
-        ("kernels/a.py", "from ..engine.kv_pool import KVPool"),
+        ("kernels/a.py", "from ..engine.kv.pool import KVPool"),
         ("cluster/a.py", "from .. import __version__"),
         ("kvtransfer/a.py", "from ..engine.sampler import Sampler"),
         ("kvtransfer/a.py", "from ..engine import sampler"),
@@ -272,7 +272,7 @@ def test_an_arrow_up_is_seen(relative, text):
             "from ..worker.link import Link\nfrom ..cluster import messages\nfrom . import worker",
         ),
         ("engine/models/a.py", "from ..sampler import Sampler\nfrom ...kernels.rope import rope"),
-        ("kvtransfer/transports/a.py", "from ...engine.kv_pool import KVPool\nfrom ..layout import KVLayout"),
+        ("kvtransfer/transports/a.py", "from ...engine.kv.pool import KVPool\nfrom ..layout import KVLayout"),
         ("__main__.py", "from .prefill.worker import main"),
     ],
 )

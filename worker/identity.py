@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ..cluster.kv_messages import block_bytes_of
 from ..cluster.messages import PROTOCOL_MAJOR, YOUNG_FIELDS, Hello, Layout
 from ..cluster.transports import ZMQ_BLOCKS
-from ..engine.kv_pool import FeaturePlane, KVPool
+from ..engine.kv.pool import FeaturePlane, KVPool
 from ..kvtransfer.fingerprint import pair_fingerprint
 from ..kvtransfer.transport import Planes
 
@@ -20,24 +20,25 @@ def layout_of(
     `feature_width` is K*H, the values per token of the aux features; 0 without features.
     """
     dtype = str(pool.dtype).removeprefix("torch.")
+    num_kv_heads, head_dim = pool.layout.wire_heads
     fingerprint = pair_fingerprint(
         model_fingerprint,
         dtype=dtype,
         page_size=pool.page_size,
         num_layers=pool.num_layers,
-        num_kv_heads=pool.num_kv_heads,
-        head_dim=pool.head_dim,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
         feature_ids=feature_ids,
         feature_width=feature_width,
     )
-    token_bytes = pool.page_bytes // pool.page_size + feature_width * pool.dtype.itemsize
+    token_bytes = pool.layout.bytes_per_token + feature_width * pool.dtype.itemsize
     return Layout(
         fingerprint=fingerprint,
         dtype=dtype,
         page_size=pool.page_size,
         num_layers=pool.num_layers,
-        num_kv_heads=pool.num_kv_heads,
-        head_dim=pool.head_dim,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
         feature_ids=list(feature_ids),
         feature_width=feature_width,
         block_bytes=block_bytes_of(token_bytes),
@@ -48,7 +49,8 @@ def planes_of(pool: KVPool, features: FeaturePlane | None) -> Planes:
     """The pages of a pool as bytes, and the feature plane's. Decode has no feature plane: the features of a room land in its
     own staging tensor.
     """
-    return Planes(kv=pool.byte_view(), features=None if features is None else features.byte_view())
+    feature_bytes = None if features is None else features.byte_view()
+    return Planes(kv=pool.byte_view(), features=feature_bytes, order=pool.order)
 
 
 def hello_of(

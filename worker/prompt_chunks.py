@@ -8,8 +8,8 @@ import torch
 
 from ..cluster.messages import PromptLogprobs
 from ..cluster.scores import prompt_logprobs
-from ..engine.extend_batch import extend_batch
-from ..engine.forward_batch import CaptureHidden, ForwardBatch, ForwardOutput
+from ..engine.batch.extend_batch import extend_batch
+from ..engine.batch.forward_batch import CaptureHidden, ForwardBatch, ForwardOutput
 from ..engine.loader import Engine
 from ..engine.prompt_logprobs import most_scored, scores_of
 from ..engine.request import Request

@@ -1,7 +1,7 @@
 """Pages for a request: the cached prefix of its prompt first, fresh pages behind it."""
 
-from ..engine.kv_pool import PoolExhausted
-from ..engine.prefix_cache import PrefixCache
+from ..engine.kv.pool import PoolExhausted
+from ..engine.kv.prefix_cache import PrefixCache
 from ..engine.request import Request
 
 

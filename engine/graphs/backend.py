@@ -1,4 +1,4 @@
-"""What a breakable graph asks of the machine that records and replays its segments."""
+"""The interface of a graph backend, which records and replays segments."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -20,7 +20,7 @@ class Segment(Protocol):
         """Memory that only this segment holds; what lies in a shared pool is counted by the backend."""
 
     def replay(self) -> None:
-        """Do the work again on the present contents of its inputs."""
+        """Run the recorded work on the present contents of its inputs."""
 
 
 class GraphBackend(ABC):
@@ -56,7 +56,7 @@ class GraphBackend(ABC):
             self.is_capturing = False
 
     def warm_up(self, run: Callable[[], object]) -> None:
-        """Run once, eagerly, where the capture will run: lets libraries allocate and tune what a graph must not hold."""
+        """Run once, eagerly, where the capture will run: libraries allocate and tune outside of the graph."""
         run()
 
     @abstractmethod

@@ -7,7 +7,7 @@ replay, on tensors that are the same objects as at capture and on a context that
 graph. Nothing here is ambient: code that can be broken is given a `Breaks` object, which at capture records and
 elsewhere calls.
 
-What a break body owes:
+Rules of a break body:
 1. Its tensor arguments are those of the capture. Whatever differs between forwards (lengths, page tables, metadata) comes
    from the `context` that is its first argument, never from a closure.
 2. It reads and writes the first `context.num_rows` rows only. The keyword argument `out`, if it takes one, is a tensor
@@ -25,12 +25,12 @@ import torch
 
 from .backend import GraphBackend, Segment
 from .errors import GraphError
-from .nest import copy_into
+from .pytree import copy_into
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayContext:
-    """What differs from replay to replay; runners extend it with what their breaks look up.
+    """The values that differ between replays; runners extend it with those that their breaks read.
 
     `num_rows`: the rows that are real; those behind them are padding.
     """
@@ -205,7 +205,7 @@ class BreakableGraph(Generic[ContextT, OutputT]):
         return self._held[1]
 
     def release(self) -> None:
-        """Let go of everything; the graph is as before its capture."""
+        """Release segments, breaks and outputs; the graph is uncaptured again."""
         self._parts, self._held = [], None
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""Which sizes get a graph of their own. Few are enough: a size is worth its memory only where padding would cost more."""
+"""The sizes that get a graph of their own. A size is worth its memory only where padding would cost more."""
 
 from collections.abc import Sequence
 

@@ -1,7 +1,7 @@
 """Errors of the graph runtime.
 
 GraphError
-    CaptureRefused    the code under capture does what a graph cannot replay
+    CaptureRefused    the code under capture does something that a graph cannot replay
     StaleGraph        tensors that a graph has bound by address were exchanged
 """
 

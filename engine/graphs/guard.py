@@ -1,4 +1,4 @@
-"""What code under capture must not do, found out while it does it.
+"""Guards that refuse operations which code under capture must not use.
 
 A graph holds no answer that the host must wait for: no value read back, no shape that depends on data, no tensor built
 from host data. On a device such an operation would break the capture; on CPU it would silently freeze one value.
@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from .errors import CaptureRefused
 from .modes import Args, DispatchMode, Kwargs, Operation
-from .nest import tensors_of
+from .pytree import tensors_of
 
 # Tensor methods that read memory without passing the dispatcher.
 HOST_READS = frozenset({"item", "tolist", "numpy", "__array__", "__dlpack__"})

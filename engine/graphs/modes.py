@@ -1,4 +1,4 @@
-"""Dispatch modes, typed once for all of ours, and what tells the memory of two tensors apart."""
+"""Typed dispatch modes, and the identity of a tensor's memory."""
 
 from abc import abstractmethod
 from collections.abc import Callable
@@ -7,7 +7,7 @@ from typing import TypeAlias
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .nest import tensors_of
+from .pytree import tensors_of
 
 Operation: TypeAlias = Callable[..., object]
 Args: TypeAlias = tuple[object, ...]
@@ -39,5 +39,5 @@ def storages_of(*nests: object) -> set[int]:
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """What tells two living storages apart; 0 for tensors without memory."""
+    """The address of a tensor's storage, unique among living ones; 0 for tensors without memory."""
     return tensor.untyped_storage().data_ptr()

@@ -8,7 +8,8 @@ from .errors import GraphError
 def load_rows(static: torch.Tensor, values: torch.Tensor, end: int, *, name: str, padding: int = 0) -> None:
     """Copy `values` `[n, ...]` into the first rows of `static` and `padding` into those behind, up to row `end`.
 
-    GraphError, with both sides, when width or dtype differ or the rows do not fit: what is not copied would be replayed.
+    GraphError, with both sides, when width or dtype differ or the rows do not fit.
+    The graph would otherwise replay stale rows.
     """
     n = values.shape[0]
     if (

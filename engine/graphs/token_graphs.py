@@ -1,7 +1,7 @@
 """Breakable graphs by token count, their attention a break: prefill of the target and of the draft.
 
 q, k and v cross each break in one set of buffers of the largest bucket, shared by all layers and buckets: layers run one
-after the other, so nobody needs the former one's, and a reference per layer would keep as much memory as the whole pass.
+after the other, so one set is enough, and a set per layer would keep as much memory as the whole pass.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,11 +10,11 @@ from typing import Generic, TypeAlias
 
 import torch
 
-from ..layers import Attend
+from ..models.layers import Attend
 from .breakable import Breaks, OutputT, ReplayContext
-from .family import GraphFamily, GraphLimits, PathDecision
-from .inventory import GraphKind, GraphPool, NamedTensors
-from .nest import own
+from .bucketed_graphs import GraphFamily, GraphLimits, PathDecision
+from .graph_pool import GraphKind, GraphPool, NamedTensors
+from .pytree import own
 from .static import load_rows
 
 
@@ -27,7 +27,7 @@ class AttendContext(ReplayContext):
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionBridge:
-    """Where the inputs and the result of an attention lie on both sides of its break, `[max_tokens, heads, D]` each."""
+    """The inputs and the result of an attention on both sides of its break, `[max_tokens, heads, D]` each."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -51,7 +51,7 @@ class AttentionBridge:
         return cls(q=q, k=k, v=v, out=out)
 
     def attend(self, breaks: Breaks[AttendContext]) -> Attend:
-        """What the layers of a forward under capture call."""
+        """The attention that layers call under capture."""
         attend_rows = breaks.graph_break(attend_real_rows)
 
         def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -75,7 +75,7 @@ def attend_real_rows(
 
 
 def attend_nothing(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Stands for the attention while capturing, when there is no batch and no KV."""
+    """Replaces the attention during capture, when there is neither a batch nor KV."""
     return q
 
 

@@ -9,16 +9,14 @@ import torch
 import torch.nn.functional as F
 
 from ..errors import CheckpointError, LifecycleError
-from ..layers import Attend, DecoderLayer, GatedMLP, NamedTensors, RMSNorm, SelfAttention
-from ..model_config import ModelConfig
-from ..rope import RotaryEmbedding
+from ..kv.layouts import MHALayout
+from .config import ModelConfig
+from .layers import Attend, DecoderLayer, GatedMLP, NamedTensors, RMSNorm, SelfAttention
+from .rope import RotaryEmbedding
 
 
 class LlamaForCausalLM:
-    """A decoder whose weights are allocated but not filled; `tensors()` names what to fill.
-
-    `embed_tokens` and `lm_head` are the weights `[V, H]`, one and the same tensor when tied.
-    """
+    """A `CausalLM` whose weights are allocated but not filled; `tensors()` names what to fill."""
 
     takes_input_embeds = True
 
@@ -38,6 +36,11 @@ class LlamaForCausalLM:
         self.rotary = RotaryEmbedding(
             config.rope, config.head_dim, config.max_position_embeddings, device, dtype
         )
+
+    def kv_layout(self, page_size: int) -> MHALayout:
+        """How the KV of this model lies in a page of `page_size` tokens."""
+        config = self.config
+        return MHALayout.of(config, num_layers=config.num_layers, page_size=page_size, dtype=self.dtype)
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         """`[T]` int64 -> `[T, H]`."""
@@ -89,10 +92,6 @@ class LlamaForCausalLM:
         if self.aux_layer_ids not in (None, chosen):
             raise LifecycleError(f"{where}: already configured as {list(self.aux_layer_ids or ())}")
         self.aux_layer_ids = chosen
-
-    def set_dflash_layer_ids(self, ids: Sequence[int]) -> None:
-        """`set_aux_layer_ids` for a DFLASH drafter, which reads layer outputs too."""
-        self.set_aux_layer_ids(ids)
 
     def tensors(self) -> NamedTensors:
         """Every tensor that a checkpoint must hold: its name and the memory to copy it to."""

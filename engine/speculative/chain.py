@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..forward_batch import CaptureHidden, ForwardBatch, ForwardMode
-from ..page_table import build_page_table, pages_for
+from ..batch.forward_batch import CaptureHidden, ForwardBatch, ForwardMode
+from ..kv.page_table import build_page_table, pages_for
 from ..request import Request
 
 

@@ -13,10 +13,10 @@ import numpy.typing as npt
 import torch
 
 from ..graphs.breakable import Breaks, ReplayContext
-from ..graphs.family import BatchShape, GraphFamily, GraphLimits
-from ..graphs.inventory import FallbackReason, GraphKind, GraphPool
+from ..graphs.bucketed_graphs import BatchShape, GraphFamily, GraphLimits
+from ..graphs.graph_pool import FallbackReason, GraphKind, GraphPool
 from ..host_copy import to_device
-from ..target_graphs import captured_mode
+from ..runner.target_graphs import captured_mode
 from .draft_graphs import parameters_of
 from .step_body import StepBody, StepKind
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import CheckpointError
-from ..model_config import ModelConfig, read_json
+from ..models.config import ModelConfig, read_json
 from .dialects import Fields
 from .spec_config import AuxSpec, DraftDims, Eagle3Config, check_ids, load_draft_config
 

@@ -12,17 +12,17 @@ import torch
 
 from ...kernels.kv_store import kv_rows
 from ...kernels.select_rows import select_last_rows
+from ..batch.fixed_rows import FixedRows
+from ..batch.forward_batch import CaptureHidden, ForwardBatch
 from ..errors import LifecycleError
-from ..fixed_rows import FixedRows
-from ..forward_batch import CaptureHidden, ForwardBatch
 from ..graphs.breakable import Breaks, ReplayContext
-from ..graphs.family import BatchShape, GraphFamily, GraphLimits, PathDecision
-from ..graphs.inventory import GraphKind, GraphPool
-from ..graphs.nest import own
+from ..graphs.bucketed_graphs import BatchShape, GraphFamily, GraphLimits, PathDecision
+from ..graphs.graph_pool import GraphKind, GraphPool
+from ..graphs.pytree import own
 from ..graphs.static import load_rows
 from ..graphs.token_graphs import AttentionBridge, TokenGraphs
-from ..kv_pool import KVPool
-from ..layers import Attend, NamedTensors
+from ..kv.pool import KVPool
+from ..models.layers import Attend, NamedTensors
 from ..sampling_params import SamplingParams
 from .chain import ChainPlan
 from .draft_choice import DraftSampling
@@ -108,7 +108,7 @@ class DraftExtendGraphs:
         self.family: GraphFamily[ReplayContext, tuple[torch.Tensor, torch.Tensor]] = GraphFamily(
             graphs, GraphKind.DRAFT_EXTEND, buckets, limits
         )
-        self._scale = pool.head_dim**-0.5
+        self._scale = pool.layout.scale
 
     def capture(self) -> None:
         self.family.capture(

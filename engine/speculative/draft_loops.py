@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ..fixed_rows import attend_rows
-from ..kv_pool import KVPool
+from ..batch.fixed_rows import attend_rows
+from ..kv.pool import KVPool
 from .draft_choice import DraftSampling
 from .draft_shape import DraftShape
 from .eagle3 import DraftPhase, Eagle3Head
@@ -34,7 +34,7 @@ def draft_chain(head: Eagle3Head, sampling: DraftSampling, rows: DraftRows, num_
 
     Step j feeds row j-1 back: it stands at position lens + j - 1 and sees lens + j rows.
     """
-    positions, scale, hidden = rows.positions, rows.pool.head_dim**-0.5, rows.hidden
+    positions, scale, hidden = rows.positions, rows.pool.layout.scale, rows.hidden
     drafts = [head.target_ids[sampling.choose(rows.logits, positions[:, 0] + 1, head.target_ids)]]
     for step in range(1, num_drafts):
         attend = attend_rows(rows.pool, rows.kv_rows[:, step - 1], rows.page_table, rows.lens + step, scale)
@@ -50,7 +50,7 @@ def draft_tree(head: Eagle3Head, sampling: DraftSampling, rows: DraftRows, shape
 
     The nodes of level j stand at position lens + j - 1, behind the rows of all levels before.
     """
-    k, count, scale = shape.topk, rows.lens.shape[0], rows.pool.head_dim**-0.5
+    k, count, scale = shape.topk, rows.lens.shape[0], rows.pool.layout.scale
 
     def forward(level: int, hidden: torch.Tensor, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         own_rows = rows.kv_rows[:, (level - 1) * k : level * k].reshape(-1)

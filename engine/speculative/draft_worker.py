@@ -10,14 +10,15 @@ from dataclasses import dataclass
 
 import torch
 
-from ..attention import PagedAttention, plan
+from ..attention.registry import attention_for
+from ..batch.forward_batch import CaptureHidden, ForwardBatch, ForwardMode
+from ..batch.padding import pad_rows
 from ..errors import CheckpointError, LifecycleError, UnsupportedInput
-from ..forward_batch import CaptureHidden, ForwardBatch, ForwardMode
-from ..graphs.family import EAGER, PathDecision
+from ..graphs.bucketed_graphs import EAGER, PathDecision
 from ..host_copy import to_device
-from ..kv_pool import KVPool
-from ..padding import pad_rows
-from ..page_table import build_page_table, pages_for, slots_for
+from ..kv.layouts import MHALayout
+from ..kv.page_table import build_page_table, pages_for, slots_for
+from ..kv.pool import KVPool
 from ..sampler import propose
 from ..sampling_params import SamplingParams
 from .chain import ChainPlan, chain_batch
@@ -27,6 +28,7 @@ from .draft_shape import DraftShape
 from .draft_state import DraftStates
 from .eagle3 import DraftPhase, Eagle3Head
 from .idle import idle_draft_batch
+from .spec_config import Eagle3Config
 from .tree import DraftTree, grow_tree
 
 MAX_PREFILL_ROWS = 512  # rows of one draft prefill that a graph is captured for
@@ -50,6 +52,11 @@ class DraftPrefill:
     @property
     def end(self) -> int:
         return self.start + len(self.next_ids)
+
+
+def draft_layout(config: Eagle3Config, page_size: int, dtype: torch.dtype) -> MHALayout:
+    """The layout of the draft's KV, under the page ids of the target: a head has one layer."""
+    return MHALayout.of(config, num_layers=1, page_size=page_size, dtype=dtype)
 
 
 class DraftWorker:
@@ -85,10 +92,10 @@ class DraftWorker:
         self.head = head
         self.page_size = page_size
         self.device = torch.device(device)
-        self.pool = KVPool(num_pages, page_size, 1, config.num_kv_heads, config.head_dim, dtype, device)
+        self.pool = KVPool(num_pages, draft_layout(config, page_size, dtype), device)
         self.states = DraftStates(capacity, config.hidden_size, config.draft_vocab_size, dtype, device)
         self.graphs: DraftGraphs | None = None
-        self._attention = PagedAttention(self.pool)
+        self._attention = attention_for(self.pool)
 
     @property
     def feature_width(self) -> int:
@@ -120,7 +127,7 @@ class DraftWorker:
             batch.decision = EAGER if graphs is None else graphs.prefill.decide(padded)
         if graphs is None or not batch.decision.is_graph:
             return self._forward(batch, DraftPhase.FROM_TARGET_FEATURES)
-        attend = self._attention.bind(plan(padded, self.page_size))
+        attend = self._attention.bind(self._attention.plan(padded))
         return graphs.prefill.run(padded, attend, batch.decision)[: batch.num_tokens]
 
     def _prefill_batch(self, items: Sequence[DraftPrefill]) -> ForwardBatch:
@@ -311,7 +318,7 @@ class DraftWorker:
                 "a draft head takes no input_embeds: its hidden input are the target's features"
             )
         assert padded.features is not None
-        attend = self._attention.bind(plan(padded, self.page_size))
+        attend = self._attention.bind(self._attention.plan(padded))
         out = self.head.forward(padded.features, padded.input_ids, padded.positions, attend, phase)
         return out[: batch.num_tokens]
 

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 
 from ..errors import CheckpointError, LifecycleError
-from ..layers import Attend, GatedMLP, Linear, NamedTensors, RMSNorm, SelfAttention
-from ..rope import RotaryEmbedding
+from ..models.layers import Attend, GatedMLP, Linear, NamedTensors, RMSNorm, SelfAttention
+from ..models.rope import RotaryEmbedding
 from .spec_config import Eagle3Config
 
 

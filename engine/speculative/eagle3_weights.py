@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from ..errors import CheckpointError
-from ..weights import LOADABLE, iter_safetensors
+from ..models.weights import LOADABLE, iter_safetensors
 from .eagle3 import Eagle3Head
 from .spec_config import Eagle3Config
 

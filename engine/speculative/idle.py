@@ -2,7 +2,7 @@
 
 import torch
 
-from ..forward_batch import CaptureHidden, ForwardBatch, ForwardMode
+from ..batch.forward_batch import CaptureHidden, ForwardBatch, ForwardMode
 from .eagle3 import DraftPhase
 from .spec_config import DraftDims
 

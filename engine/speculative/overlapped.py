@@ -12,8 +12,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..model_runner import ModelRunner
 from ..request import Request
+from ..runner.model_runner import ModelRunner
 from ..sampler import Sampler
 from ..sampling_params import SamplingParams
 from ..token_choice import needs_ranking

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Literal, cast
 
 from ..errors import CheckpointError
-from ..model_config import ModelConfig, read_json
-from ..rope import RopeConfig, read_rope_config
+from ..models.config import ModelConfig, read_json
+from ..models.rope import RopeConfig, read_rope_config
 from .dialects import Fields, IdConvention, flatten
 
 

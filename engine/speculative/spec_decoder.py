@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..forward_batch import CaptureHidden, ForwardMode, ForwardOutput
-from ..model_runner import ModelRunner
+from ..batch.forward_batch import CaptureHidden, ForwardMode, ForwardOutput
 from ..request import Request
+from ..runner.model_runner import ModelRunner
 from ..sampler import SampleOutput, Sampler, rows_behind
 from .adaptive import StepPolicy
 from .chain import ChainPlan, chain_batch, plan_chain

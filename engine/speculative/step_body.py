@@ -14,9 +14,9 @@ import torch
 
 from ...kernels.select_rows import select_last_rows
 from ...kernels.step_glue import NUM_COUNTS, Places, PlaceSizes, step_outcome, step_places
-from ..fixed_rows import attend_rows
-from ..model_runner import ModelRunner
-from ..target_graphs import aux_ids_of
+from ..batch.fixed_rows import attend_rows
+from ..runner.model_runner import ModelRunner
+from ..runner.target_graphs import aux_ids_of
 from ..token_choice import choose_tokens
 from .draft_choice import DraftSampling
 from .draft_loops import DraftRows, draft_chain, draft_tree
@@ -124,7 +124,7 @@ class StepBody:
             places.target_rows[:, :num_nodes].reshape(-1),
             rows.pages,
             places.verify_lens,
-            pool.head_dim**-0.5,
+            pool.layout.scale,
             None if tree is None else tree.mask,
         )
         ids = () if self.drafter is None else aux_ids_of(model)
@@ -173,7 +173,7 @@ class StepBody:
             places.draft_rows[:, :count].reshape(-1),
             rows.pages,
             places.extend_lens,
-            drafter.pool.head_dim**-0.5,
+            drafter.pool.layout.scale,
         )
         positions = places.positions[:, :count].reshape(-1)
         head, phase = drafter.head, DraftPhase.FROM_TARGET_FEATURES

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from ..graphs.breakable import Breaks, ReplayContext
-from ..graphs.inventory import GraphPool
-from ..kv_pool import KVPool
+from ..graphs.graph_pool import GraphPool
+from ..kv.pool import KVPool
 from .draft_graphs import LoopGraphs
 from .draft_loops import draft_tree
 from .draft_shape import DraftShape

@@ -1,4 +1,4 @@
-"""Blocks between a GPU and the host: byte for byte, beside the forwards, and never before what was launched."""
+"""Blocks between a GPU and the host: byte for byte, beside the forwards, and never before those that use their pages."""
 
 import os
 from contextlib import AbstractContextManager, nullcontext
@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 from baton.cluster.messages import Layout
-from baton.engine.kv_pool import launched
+from baton.engine.kv.page_order import PageOrder, launched
+from baton.engine.kv.pool import PageAllocator
 from baton.kvtransfer.layout import KVLayout, digest_seed
 from baton.kvtransfer.memory import Arrival, BlockReader, BlockWriter, Filling
 from baton.kvtransfer.seal import KEY_BYTES, TAG_BYTES, BlockName, Opener, Sealer
@@ -37,15 +38,15 @@ def planes(seed: int, device: str) -> Planes:
         torch.randint(0, 256, (PAGES, size), dtype=torch.uint8, generator=noise).to(device)
         for size in (LAYOUT.kv_page_bytes, LAYOUT.feature_page_bytes)
     ]
-    return Planes(kv=made[0], features=made[1])
+    return Planes(kv=made[0], features=made[1], order=PageOrder(PAGES, device))
 
 
-def pull(where: Planes, after: torch.cuda.Event | None) -> PullRequest:
+def pull(where: Planes) -> PullRequest:
     pages = tuple(range(PAGES - 1, PAGES - 1 - LAYOUT.stream(TOKENS, 0).num_pages, -1))
     assert where.features is not None
     return PullRequest(
         room=ROOM, epoch=0, num_tokens=TOKENS, have=0, pages=pages, features=where.features[: len(pages)],
-        endpoint="", peer_instance="", after=after,
+        endpoint="", peer_instance="",
     )  # fmt: skip
 
 
@@ -98,7 +99,6 @@ def move(
     source: Planes,
     target: Planes,
     way: str,
-    after: torch.cuda.Event | None = None,
     pinned: PinnedSlab | None = None,
 ) -> None:
     """Every block of a room, as messages, sealed messages, or through foreign memory, pinned or not."""
@@ -107,7 +107,7 @@ def move(
         BlockReader(LAYOUT, source),
         BlockWriter(LAYOUT, target),
     )
-    request, pages = pull(target, after), list(range(stream.num_pages))
+    request, pages = pull(target), list(range(stream.num_pages))
     if pinned is not None:
         return through_slab(reader, writer, request, pages, pinned)
     key = os.urandom(KEY_BYTES)
@@ -176,13 +176,32 @@ def test_blocks_move_while_a_forward_runs(way: str) -> None:
 def test_no_block_is_written_before_what_still_uses_its_pages(way: str) -> None:
     source, target, expected = planes(1, "cuda"), planes(2, "cuda"), planes(2, "cpu")
     move(planes(1, "cpu"), expected, "message")
+    allocator = PageAllocator(PAGES, target.order)
+    with slab_of(way, "cuda", "cuda") as pinned:
+        move(source, target, way, pinned=pinned)
+        torch.cuda.synchronize()
+        allocator.release(allocator.alloc(PAGES - 1))
+        torch.cuda._sleep(LONG)
+        target.kv.fill_(7)  # the last write of the pages' owner before
+        allocator.alloc(PAGES - 1)
+        move(source, target, way, pinned=pinned)
+        torch.cuda.synchronize()
+    used = list(pull(target).pages)
+    assert torch.equal(target.kv.cpu()[used], expected.kv[used])
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_no_block_is_read_before_the_forward_that_writes_its_pages(way: str) -> None:
+    source, target, expected, final = (planes(seed, "cuda") for seed in (1, 2, 2, 3))
     with slab_of(way, "cuda", "cuda") as pinned:
         move(source, target, way, pinned=pinned)
         torch.cuda.synchronize()
         torch.cuda._sleep(LONG)
-        target.kv.fill_(7)  # the last write of the pages' owner before
-        before = launched(torch.device("cuda"))
-        move(source, target, way, after=before, pinned=pinned)
+        source.kv.copy_(final.kv)  # the forward
+        assert source.order is not None
+        source.order.stamp(range(PAGES))
+        move(source, target, way, pinned=pinned)
         torch.cuda.synchronize()
-    used = list(pull(target, None).pages)
-    assert torch.equal(target.kv.cpu()[used], expected.kv[used])
+    move(replace(source, kv=final.kv), expected, "message")
+    used = list(pull(target).pages)
+    assert torch.equal(target.kv[used], expected.kv[used])

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from baton.engine.batch.extend_batch import extend_batch
+from baton.engine.batch.forward_batch import CaptureHidden
 from baton.engine.config import EngineConfig
-from baton.engine.extend_batch import extend_batch
-from baton.engine.forward_batch import CaptureHidden
 from baton.engine.loader import Engine, EngineLoader
 from baton.engine.request import Request
 from baton.engine.sampling_params import SamplingParams

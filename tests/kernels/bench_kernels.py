@@ -14,10 +14,8 @@ from baton.kernels.choose_token import choose_token
 from baton.kernels.compact_kv import compact_kv
 from baton.kernels.extend_attention import paged_extend
 from baton.kernels.kv_store import kv_rows, store_kv
-from baton.kernels.page_copy import gather_pages, scatter_pages
 from baton.kernels.rms_norm import add_rms_norm, rms_norm
 from baton.kernels.rope import apply_rope
-from baton.kernels.rope_store import rope_store
 from baton.kernels.select_rows import select_last_rows
 from baton.kernels.silu_mul import silu_mul
 from baton.kernels.skinny_linear import gated_linear, linear
@@ -66,8 +64,6 @@ def row_benches(tokens: int, device: str) -> Iterator[Bench]:
     rows = kv_rows(torch.arange(PAGE_SIZE, PAGE_SIZE + tokens, device=device), pool)
     yield Bench(f"apply_rope {tokens}", lambda: apply_rope(q, cos, sin), 2 * size(q) + size(cos, sin))
     yield Bench(f"store_kv {tokens}", lambda: store_kv(pool, 1, rows, k, v), 2 * size(k, v) + size(rows))
-    both = 2 * size(projected) + size(cos, sin, rows)
-    yield Bench(f"rope_store {tokens}", lambda: rope_store(q, k, v, cos, sin, pool, 1, rows), both)
 
 
 def linear_benches(tokens: int, device: str) -> Iterator[Bench]:
@@ -119,16 +115,6 @@ def attention_benches(batch: int, context: int, device: str) -> Iterator[Bench]:
         context_bytes // batch + 2 * size(q),
         4 * HEADS * HEAD_DIM * (context * (context + 1) // 2),
     )
-
-
-def transfer_benches(num_pages: int, page_bytes: int, device: str) -> Iterator[Bench]:
-    """Half the pages of a plane, scattered, to staging and back."""
-    plane = torch.zeros(num_pages, page_bytes, dtype=torch.uint8, device=device)
-    pages = torch.randperm(num_pages, device=device).narrow(0, 0, num_pages // 2)
-    staging = torch.zeros(len(pages), page_bytes, dtype=torch.uint8, device=device)
-    moved = f"{len(pages)}x{page_bytes}"
-    yield Bench(f"gather_pages {moved}", lambda: gather_pages(plane, pages, staging), 2 * size(staging))
-    yield Bench(f"scatter_pages {moved}", lambda: scatter_pages(staging, pages, plane), 2 * size(staging))
 
 
 def verdict_benches(batch: int, num_nodes: int, device: str) -> Iterator[Bench]:
@@ -195,8 +181,6 @@ def registry(device: str, *, is_small: bool) -> Iterator[Bench]:
         yield from linear_benches(tokens, device)
     for batch, context in ((2, 40),) if is_small else ((1, 1024), (1, 8192), (8, 8192), (64, 4096)):
         yield from attention_benches(batch, context, device)
-    for num_pages, page_bytes in ((4, 4096),) if is_small else ((1024, 1 << 21), (1024, 1 << 17)):
-        yield from transfer_benches(num_pages, page_bytes, device)
     yield from verdict_benches(2 if is_small else 64, 16, device)
     yield from glue_benches(2 if is_small else 64, device)
     for rows, vocab_size in ((2, 40),) if is_small else ((1, 49152), (4, 128256), (256, 128256)):

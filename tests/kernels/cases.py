@@ -9,10 +9,8 @@ from collections.abc import Callable, Iterator
 import torch
 from baton.kernels import (
     kv_store,
-    page_copy,
     rms_norm,
     rope,
-    rope_store,
     select_rows,
     silu_mul,
     skinny_linear,
@@ -176,51 +174,6 @@ def check_store_kv(
     assert torch.equal(after.cpu(), stored(pool, 2, slots, k, v))
 
 
-def check_rope_store(
-    device: str,
-    heads: tuple[int, int],
-    head_dim: int,
-    page_size: int,
-    num_real: int,
-    dtype: torch.dtype,
-    num_padding: int = 2,
-) -> None:
-    pool, projected, slots = store_inputs(heads, head_dim, page_size, num_real, dtype, num_padding)
-    cuts = [heads[0], heads[1], heads[1]]
-    q, k, v = projected.split(cuts, dim=1)
-    cos, sin, full_cos, signed_sin = rope_tables(len(slots), head_dim, dtype)
-    after, rows = pool.to(device), kv_store.kv_rows(slots, pool).to(device)
-    tables = full_cos.to(device), signed_sin.to(device)
-    out = rope_store.rope_store_triton(*projected.to(device).split(cuts, dim=1), *tables, after, 1, rows)
-    expected = stored(pool, 1, slots, rope.rope_reference(k, cos, sin), v)
-    assert_close(after, expected, bfloat16=3.2e-2)
-    rotated_only = torch.ones_like(pool, dtype=torch.bool)
-    rotated_only[slots // page_size, 1, 0, slots % page_size] = False
-    rotated_only[0] = True
-    assert torch.equal(after.cpu()[rotated_only], expected[rotated_only])
-    is_real = slots != 0
-    assert_close(out[is_real.to(device)], rope.rope_reference(q, cos, sin)[is_real], bfloat16=3.2e-2)
-
-
-def check_page_copy(device: str, page_bytes: int, num_picked: int, margin: int) -> None:
-    """There and back between windows of wider tensors, whose margins stay untouched, as do all other pages."""
-    generator = torch.Generator().manual_seed(6)
-    wide = torch.randint(0, 256, (6, page_bytes + margin), dtype=torch.uint8, generator=generator)
-    pages = torch.randperm(6, generator=generator)[:num_picked]
-    plane, on_device = wide[:, :page_bytes], pages.to(device)
-    staging = torch.full((num_picked, 8 + page_bytes + margin), 77, dtype=torch.uint8, device=device)
-    window = staging[:, 8 : 8 + page_bytes]
-    page_copy.copy_pages_triton(wide.to(device)[:, :page_bytes], on_device, window, is_gather=True)
-    assert torch.equal(window.cpu(), plane[pages])
-    assert bool((staging[:, :8] == 77).all())
-    assert bool((staging[:, 8 + page_bytes :] == 77).all())
-    target = torch.full_like(wide, 9).to(device)
-    page_copy.copy_pages_triton(target[:, :page_bytes], on_device, window, is_gather=False)
-    expected = torch.full_like(wide, 9)
-    expected[pages, :page_bytes] = plane[pages]
-    assert torch.equal(target.cpu(), expected)
-
-
 def check_select_rows(
     device: str, accept_lens: list[int], rows_each: int, width: int, dtype: torch.dtype
 ) -> None:
@@ -258,21 +211,8 @@ def pool_cases() -> Iterator[tuple[Callable[..., None], tuple[object, ...]]]:
     for dtype in DTYPES:
         for page_size, num_real in ((1, 1), (1, 6), (16, 0), (16, 5)):
             yield check_store_kv, (3, 80, page_size, num_real, dtype)
-            yield check_rope_store, ((6, 3), 96, page_size, num_real, dtype)
         for num_real in (0, 3):
             yield check_store_kv, (2, 64, 4, num_real, dtype, 0)
-            yield check_rope_store, ((4, 2), 64, 4, num_real, dtype, 0)
         yield check_store_kv, (40, 64, 4, 3, dtype)
-        yield check_rope_store, ((33, 1), 64, 4, 3, dtype)
         for lens, rows_each, width in (([], 3, 8), ([1], 1, 1), ([3, 0, 1, 4], 4, 123), ([5, 2], 5, 2049)):
             yield check_select_rows, (lens, rows_each, width, dtype)
-    # widths of 8-, 4-, 2- and 1-byte words; margins that leave both strides multiples of 8, and that do not
-    for page_bytes, num_picked, margin in (
-        (16384, 3, 0),
-        (16388, 2, 4),
-        (1026, 1, 6),
-        (37, 5, 3),
-        (40, 6, 5),
-        (16, 0, 0),
-    ):
-        yield check_page_copy, (page_bytes, num_picked, margin)

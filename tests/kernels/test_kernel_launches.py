@@ -11,10 +11,8 @@ from baton.kernels.choose_token import choose_token, choose_token_triton
 from baton.kernels.compact_kv import compact_kv, compact_kv_triton
 from baton.kernels.extend_attention import paged_extend, paged_extend_triton
 from baton.kernels.kv_store import store_kv_triton
-from baton.kernels.page_copy import copy_pages_triton, gather_pages, scatter_pages
 from baton.kernels.rms_norm import add_rms_norm, rms_norm_triton
 from baton.kernels.rope import apply_rope_triton
-from baton.kernels.rope_store import rope_store_triton
 from baton.kernels.select_rows import select_last_rows, select_last_rows_triton
 from baton.kernels.silu_mul import silu_mul_reference, silu_mul_triton
 from baton.kernels.skinny_linear import gated_linear, linear, linear_triton
@@ -40,11 +38,8 @@ OPERATIONS = {
     "gated_linear": "skinny_linear",
     "apply_rope": "rope",
     "store_kv": "kv_store",
-    "rope_store": "rope_store",
     "paged_verify": "verify_attention",
     "paged_extend": "extend_attention",
-    "gather_pages": "page_copy",
-    "scatter_pages": "page_copy",
     "tree_verify": "tree_verify",
     "compact_kv": "compact_kv",
     "select_last_rows": "select_rows",
@@ -128,10 +123,6 @@ def test_every_kernel_compiles_for_an_h200_and_fits_its_shared_memory(
             linear_triton(many, weight, is_gated=True)
     apply_rope_triton(projected, *tables)
     store_kv_triton(pool, 1, rows, k, v)
-    rope_store_triton(q, k, v, *tables, pool, 1, rows)
-    plane = torch.zeros(4, 4096, dtype=torch.uint8)
-    copy_pages_triton(plane, lens, plane[:2], is_gather=True)
-    copy_pages_triton(plane, lens, plane[:2], is_gather=False)
     select_last_rows_triton(x, lens[:1])
     tree_verify_triton(table, table, table, lens)
     compact_kv_triton(pool, table, table)
@@ -149,8 +140,8 @@ def test_every_kernel_compiles_for_an_h200_and_fits_its_shared_memory(
         paged_verify_triton(queries, pool, 1, table, lens, 0.1, mask, num_splits=8)
     names = [name for name, _ in compiled_for_h200]
     assert set(names) == {
-        "_rms_norm_kernel", "_silu_mul_kernel", "_rope_kernel", "_store_kv_kernel", "_rope_store_kernel",
-        "_copy_pages_kernel", "_select_last_rows_kernel", "_tree_verify_kernel", "_extend_kernel", "_verify_kernel",
+        "_rms_norm_kernel", "_silu_mul_kernel", "_rope_kernel", "_store_kv_kernel",
+        "_select_last_rows_kernel", "_tree_verify_kernel", "_extend_kernel", "_verify_kernel",
         "_merge_kernel", "_compact_kv_kernel", "_highest_kernel", "_scores_kernel", "_pick_kernel",
         "_skinny_kernel", "_places_kernel", "_outcome_kernel", "_chain_verify_kernel",
     }  # fmt: skip
@@ -193,11 +184,6 @@ Q = torch.zeros(1, 1, 4, 8)
         ("gated_linear", lambda: gated_linear(randn(2, 8), randn(5, 8))),
         ("apply_rope", lambda: apply_rope_triton(randn(3, 2, 8), randn(2, 8), randn(2, 8))),
         ("store_kv", lambda: store_kv_triton(POOL, 0, ONE, randn(1, 3, 8), randn(1, 3, 8))),
-        ("rope_store", lambda: rope_store_triton(
-            randn(1, 4, 8).bfloat16(), *randn(2, 1, 2, 8), randn(1, 8), randn(1, 8), POOL, 0, ONE)),
-        ("page copy", lambda: gather_pages(torch.zeros(4, 8), ONE, torch.zeros(1, 8))),
-        ("page copy", lambda: scatter_pages(
-            torch.zeros(2, 8, dtype=torch.uint8), ONE, torch.zeros(4, 8, dtype=torch.uint8))),
         ("select_last_rows", lambda: select_last_rows(randn(5, 8), torch.ones(2, dtype=INT64))),
         ("select_last_rows", lambda: select_last_rows(randn(5, 8), torch.ones(0, dtype=INT64))),
         ("tree_verify", lambda: tree_verify(TABLE, TABLE, TABLE[:, :1], ONE)),

@@ -12,16 +12,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from baton.engine.attention import PagedAttention, plan
-from baton.engine.forward_batch import ForwardBatch, ForwardMode
-from baton.engine.graphs.arena import ArenaMemory
+from baton.engine.attention.metadata import plan
+from baton.engine.attention.registry import attention_for
+from baton.engine.batch.forward_batch import ForwardBatch, ForwardMode
 from baton.engine.graphs.breakable import BreakableGraph, Breaks, ReplayContext
-from baton.engine.graphs.tape import KeptMemory, TapeBackend
-from baton.engine.kv_pool import KVPool
-from baton.engine.layers import Attend
-from baton.engine.model_config import ModelConfig
+from baton.engine.graphs.tape.tape.arena import ArenaMemory
+from baton.engine.graphs.tape.tape.tape import KeptMemory, TapeBackend
+from baton.engine.kv.pool import KVPool
+from baton.engine.models.config import ModelConfig
+from baton.engine.models.layers import Attend
 from baton.engine.models.llama import LlamaForCausalLM
-from baton.engine.rope import RopeConfig
+from baton.engine.models.rope import RopeConfig
 
 ROUNDS, PAGE = 31, 16
 
@@ -69,16 +70,9 @@ class Step:
     """One decode step, eagerly and in graphs: attention a break, or (its metadata frozen) part of the graph."""
 
     def __init__(self, model: LlamaForCausalLM, num_requests: int, context: int) -> None:
-        config, batch = model.config, decode_batch(num_requests, context)
-        pool = KVPool(
-            int(batch.page_table.max()) + 1,
-            PAGE,
-            config.num_layers,
-            config.num_kv_heads,
-            config.head_dim,
-            torch.float32,
-        )
-        paged = PagedAttention(pool)
+        batch = decode_batch(num_requests, context)
+        pool = KVPool(int(batch.page_table.max()) + 1, model.kv_layout(PAGE))
+        paged = attention_for(pool)
         fixed = paged.bind(plan(batch, PAGE))
         self.model, self.batch = model, batch
         self.context = lambda: AttendContext(num_rows=num_requests, attend=paged.bind(plan(batch, PAGE)))

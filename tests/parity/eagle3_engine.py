@@ -5,11 +5,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from baton.engine.forward_batch import CaptureHidden, ForwardBatch, ForwardMode
-from baton.engine.kv_pool import KVPool
-from baton.engine.model_runner import ModelRunner
-from baton.engine.page_table import build_page_table, pages_for, slots_for
+from baton.engine.batch.forward_batch import CaptureHidden, ForwardBatch, ForwardMode
+from baton.engine.kv.page_table import build_page_table, pages_for, slots_for
+from baton.engine.kv.pool import KVPool
+from baton.engine.models.weights import load_model
 from baton.engine.request import Request
+from baton.engine.runner.model_runner import ModelRunner
 from baton.engine.sampler import Sampler, sampling_rows
 from baton.engine.sampling_params import SamplingParams
 from baton.engine.speculative.adaptive import StepPolicy
@@ -18,7 +19,6 @@ from baton.engine.speculative.draft_worker import DraftWorker
 from baton.engine.speculative.eagle3_weights import load_eagle3
 from baton.engine.speculative.spec_config import load_draft_config
 from baton.engine.speculative.spec_decoder import SpecDecoder, StepResult
-from baton.engine.weights import load_model
 from baton.tests.parity.eagle3_toys import DEFAULT_IDS, SHAPE
 from baton.tests.parity.toy_models import reference_model
 
@@ -44,8 +44,7 @@ class Engine:
     def __post_init__(self) -> None:
         model, config = load_model(self.target, dtype=torch.float32, device=self.device)
         self.vocab_size = config.vocab_size
-        shape = (config.num_layers, config.num_kv_heads, config.head_dim)
-        self.runner = ModelRunner(model, KVPool(NUM_PAGES, PAGE_SIZE, *shape, torch.float32, self.device))
+        self.runner = ModelRunner(model, KVPool(NUM_PAGES, model.kv_layout(PAGE_SIZE), self.device))
         self.drafter = None
         if self.head is not None:
             draft = load_draft_config(self.head, config, dtype="float32")

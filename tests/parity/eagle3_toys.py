@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from baton.engine.model_config import ModelConfig
-from baton.engine.rope import RopeConfig
+from baton.engine.models.config import ModelConfig
+from baton.engine.models.rope import RopeConfig
 from safetensors.torch import save_file
 
 HIDDEN, VOCAB, DRAFT_VOCAB, LAYERS = 64, 256, 96, 12

@@ -3,18 +3,18 @@
 from collections.abc import Iterator, Sequence
 
 import torch
-from baton.engine.attention import PagedAttention
-from baton.engine.fixed_rows import FixedRows
+from baton.engine.attention.registry import attention_for
+from baton.engine.batch.fixed_rows import FixedRows
 from baton.engine.graph_set import GraphSet
-from baton.engine.graphs.arena import ArenaMemory
 from baton.engine.graphs.backend import GraphBackend
-from baton.engine.graphs.family import GraphFamily
-from baton.engine.graphs.inventory import GraphKind
-from baton.engine.graphs.tape import KeptMemory, TapeBackend, TapeMemory
-from baton.engine.lifecycle import Lifecycle, Phase
-from baton.engine.model_runner import ModelRunner
-from baton.engine.page_table import slots_for
+from baton.engine.graphs.bucketed_graphs import GraphFamily
+from baton.engine.graphs.graph_pool import GraphKind
+from baton.engine.graphs.tape.tape.arena import ArenaMemory
+from baton.engine.graphs.tape.tape.tape import KeptMemory, TapeBackend, TapeMemory
+from baton.engine.kv.page_table import slots_for
 from baton.engine.request import Request
+from baton.engine.runner.lifecycle import Lifecycle, Phase
+from baton.engine.runner.model_runner import ModelRunner
 from baton.engine.speculative.draft_graphs import DraftLoopGraphs
 from baton.engine.speculative.draft_shape import PLAIN, DraftShape
 from baton.engine.speculative.draft_worker import DraftWorker
@@ -159,6 +159,6 @@ def kv_of(engine: Engine, request: Request) -> list[torch.Tensor]:
 
 def uses_kernels(engine: Engine) -> None:
     """The eager path by the paged kernels' references, as on a device."""
-    engine.runner.attention = PagedAttention(engine.runner.pool, uses_kernels=True)
+    engine.runner.attention = attention_for(engine.runner.pool, "triton")
     if engine.drafter is not None:
-        engine.drafter._attention = PagedAttention(engine.drafter.pool, uses_kernels=True)
+        engine.drafter._attention = attention_for(engine.drafter.pool, "triton")

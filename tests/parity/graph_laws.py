@@ -7,8 +7,8 @@ import torch
 from baton.engine.graphs.backend import GraphBackend
 from baton.engine.graphs.breakable import BreakableGraph, Breaks, ReplayContext
 from baton.engine.graphs.errors import CaptureRefused, GraphError, StaleGraph
-from baton.engine.graphs.inventory import GraphKind, GraphPool
-from baton.engine.graphs.nest import own
+from baton.engine.graphs.graph_pool import GraphKind, GraphPool
+from baton.engine.graphs.pytree import own
 from baton.tests.parity.graph_toys import HIDDEN, LAYERS, ToyBucket, ToyDecoder, context_of, rows_of
 
 Law = Callable[[GraphBackend, str], None]

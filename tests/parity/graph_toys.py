@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from baton.engine.graphs.backend import GraphBackend
 from baton.engine.graphs.breakable import BreakableGraph, Breaks, ReplayContext
-from baton.engine.graphs.nest import own
+from baton.engine.graphs.pytree import own
 
 HIDDEN, HEADS, LAYERS = 32, 4, 3
 

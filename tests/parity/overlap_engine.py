@@ -6,14 +6,14 @@ from collections.abc import Callable, Sequence
 
 import torch
 from baton.engine.graph_set import GraphSet
-from baton.engine.graphs.arena import ArenaMemory
 from baton.engine.graphs.backend import GraphBackend
 from baton.engine.graphs.guard import HOST_READS
 from baton.engine.graphs.modes import DispatchMode, storage_of, storages_of
-from baton.engine.graphs.nest import tensors_of
-from baton.engine.graphs.tape import TapeBackend
-from baton.engine.lifecycle import Phase
+from baton.engine.graphs.pytree import tensors_of
+from baton.engine.graphs.tape.tape.arena import ArenaMemory
+from baton.engine.graphs.tape.tape.tape import TapeBackend
 from baton.engine.request import Request
+from baton.engine.runner.lifecycle import Phase
 from baton.engine.speculative.device_steps import DeviceSteps, Report
 from baton.engine.speculative.draft_shape import PLAIN
 from baton.engine.speculative.overlapped import OverlappedDecoder, device_steps

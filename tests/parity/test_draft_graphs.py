@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from baton.engine.attention import plan
+from baton.engine.attention.metadata import plan
+from baton.engine.batch.forward_batch import CaptureHidden, ForwardBatch, ForwardMode
 from baton.engine.errors import LifecycleError
-from baton.engine.forward_batch import CaptureHidden, ForwardBatch, ForwardMode
-from baton.engine.graphs.family import EAGER
-from baton.engine.page_table import build_page_table, pages_for, slots_for
+from baton.engine.graphs.bucketed_graphs import EAGER
+from baton.engine.kv.page_table import build_page_table, pages_for, slots_for
 from baton.engine.request import Request
 from baton.engine.sampling_params import SamplingParams
 from baton.engine.speculative import draft_loops, draft_worker

@@ -7,20 +7,20 @@ from itertools import product
 
 import pytest
 import torch
-from baton.engine.attention import plan
+from baton.engine.attention.metadata import plan
+from baton.engine.batch.forward_batch import CaptureHidden, ForwardBatch, ForwardMode
+from baton.engine.batch.padding import pad_rows
 from baton.engine.errors import CheckpointError, LifecycleError, UnsupportedInput
-from baton.engine.forward_batch import CaptureHidden, ForwardBatch, ForwardMode
 from baton.engine.graphs import token_graphs
 from baton.engine.graphs.breakable import ReplayContext
-from baton.engine.graphs.family import BatchShape, GraphFamily, GraphLimits
-from baton.engine.graphs.inventory import GraphKind, GraphPool
+from baton.engine.graphs.bucketed_graphs import BatchShape, GraphFamily, GraphLimits
+from baton.engine.graphs.graph_pool import GraphKind, GraphPool
 from baton.engine.graphs.static import load_rows
-from baton.engine.graphs.tape import TapeBackend
+from baton.engine.graphs.tape.tape.tape import TapeBackend
 from baton.engine.graphs.token_graphs import attend_real_rows
-from baton.engine.kv_pool import FeaturePlane, KVPool
-from baton.engine.model_runner import ModelRunner
+from baton.engine.kv.pool import FeaturePlane, KVPool
 from baton.engine.models.llama import LlamaForCausalLM
-from baton.engine.padding import pad_rows
+from baton.engine.runner.model_runner import ModelRunner
 from baton.engine.sampling_params import SamplingParams
 from baton.engine.speculative.draft_graphs import DraftExtendGraphs, DraftLoopGraphs, DraftPrefillGraphs
 from baton.engine.speculative.draft_worker import DraftWorker
@@ -59,13 +59,13 @@ def assert_same(engine: Engine, plain: Engine, prompts: list[list[int]]) -> None
     torch.testing.assert_close(kv[0], kv[1], atol=2e-4, rtol=1e-4)
 
 
-# --- the layers of either hook ----------------------------------------------------------------------------------------
+# --- captured layers --------------------------------------------------------------------------------------------------
 
 
-def test_m1_1_the_dflash_hook_captures_the_outputs_of_its_five_layers_on_every_path(target):
+def test_m1_1_any_five_layers_are_captured_in_their_order_on_every_path(target):
     toy, plain, ids = ToyEngine(target), ToyEngine(target), random_ids(10, seed=1)
     for each in (toy, plain):
-        each.runner.set_dflash_layer_ids(FIVE)
+        each.runner.set_aux_layer_ids(FIVE)
     capture(toy.runner, memory=arena(), num_rows=2)
     with torch.no_grad():
         states = reference_model(target)(torch.tensor([ids]), output_hidden_states=True).hidden_states
@@ -76,16 +76,15 @@ def test_m1_1_the_dflash_hook_captures_the_outputs_of_its_five_layers_on_every_p
     for output, rows in zip(outputs, (slice(None), slice(8), slice(8, None)), strict=True):
         torch.testing.assert_close(output.hidden, expected[rows], atol=1e-4, rtol=1e-4)
     with pytest.raises(LifecycleError, match="already configured"):
-        toy.runner.set_dflash_layer_ids(FIVE[::-1])
+        toy.runner.set_aux_layer_ids(FIVE[::-1])
 
 
-@pytest.mark.parametrize("hook", ["set_aux_layer_ids", "set_dflash_layer_ids"])
-def test_m1_4_a_model_without_the_hook_of_its_drafter_is_named_with_it(target, hook):
+def test_m1_4_a_model_without_the_hook_of_its_drafter_is_named_with_it(target):
     class Hookless:
         aux_layer_ids = None
 
-    with pytest.raises(CheckpointError, match=f"Hookless cannot capture layer outputs .it has no {hook}."):
-        getattr(ModelRunner(Hookless(), ToyEngine(target).pool), hook)((1, 5))
+    with pytest.raises(CheckpointError, match=r"Hookless cannot capture layer outputs .it has no set_aux"):
+        ModelRunner(Hookless(), ToyEngine(target).pool).set_aux_layer_ids((1, 5))
 
 
 def drop_one_layer(runner: ModelRunner) -> None:
@@ -301,7 +300,7 @@ def test_m3_1_everyone_has_the_widths_and_dtype_of_one_record(tmp_path, target_h
     model = LlamaForCausalLM(config, dtype=dtype)
     for tensor in dict(model.tensors()).values():
         tensor.zero_()
-    pool = KVPool(4, 16, 12, 2, 16, dtype)
+    pool = KVPool(4, model.kv_layout(16))
     for use_aux, ids in product((None, True), (None, (6,), IDS, FIVE)):
         raw = head_config(2, ids or IDS, **({"target_hidden_size": target_hidden} if target_hidden else {}))
         if ids is None:

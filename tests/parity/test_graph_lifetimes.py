@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from baton.engine.attention import plan
-from baton.engine.forward_batch import ForwardBatch
+from baton.engine.attention.metadata import plan
+from baton.engine.batch.forward_batch import ForwardBatch
 from baton.engine.graphs import breakable
-from baton.engine.graphs.arena import ArenaMemory
 from baton.engine.graphs.breakable import BreakableGraph, Breaks, ReplayContext
-from baton.engine.graphs.inventory import GraphKind, GraphPool, PooledGraph
-from baton.engine.graphs.nest import map_items, own
-from baton.engine.graphs.tape import KeptMemory, TapeBackend, TapeMemory
-from baton.engine.layers import Attend
+from baton.engine.graphs.graph_pool import GraphKind, GraphPool, PooledGraph
+from baton.engine.graphs.pytree import map_items, own
+from baton.engine.graphs.tape.tape.arena import ArenaMemory
+from baton.engine.graphs.tape.tape.tape import KeptMemory, TapeBackend, TapeMemory
+from baton.engine.models.layers import Attend
 from baton.tests.parity.graph_laws import big_small_churn_and_back
 from baton.tests.parity.graph_toys import ToyBucket, ToyDecoder, context_of
 from baton.tests.parity.toy_engine import PAGE_SIZE, ToyEngine, random_ids

@@ -4,18 +4,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from baton.engine.attention import plan
+from baton.engine.attention.metadata import plan
+from baton.engine.batch.forward_batch import CaptureHidden, ForwardBatch, ForwardMode
 from baton.engine.config import EngineConfig
 from baton.engine.errors import LifecycleError
-from baton.engine.forward_batch import CaptureHidden, ForwardBatch, ForwardMode
 from baton.engine.graph_set import GraphSet
+from baton.engine.graphs.bucketed_graphs import EAGER
 from baton.engine.graphs.errors import GraphError, StaleGraph
-from baton.engine.graphs.family import EAGER
-from baton.engine.graphs.inventory import FallbackReason, GraphKind
-from baton.engine.graphs.tape import TapeBackend
-from baton.engine.lifecycle import Phase
+from baton.engine.graphs.graph_pool import FallbackReason, GraphKind
+from baton.engine.graphs.tape.tape.tape import TapeBackend
+from baton.engine.kv.page_table import build_page_table, slots_for
 from baton.engine.loader import EngineLoader
-from baton.engine.page_table import build_page_table, slots_for
+from baton.engine.runner.lifecycle import Phase
 from baton.engine.sampling_params import SamplingParams
 from baton.engine.speculative.draft_graphs import DraftPrefillGraphs
 from baton.engine.speculative.draft_shape import PLAIN
@@ -72,6 +72,9 @@ def test_m1_1_captured_features_are_the_outputs_of_the_configured_layers_on_ever
     assert not torch.allclose(full.hidden, default[8:], atol=1e-2)
 
 
+NOT_ASKED = object()  # a drafter or steps that are refused before anything is asked of them
+
+
 def test_m1_5_capturing_before_the_pools_exist_names_both_states(target):
     toy = ToyEngine(target, aux=IDS)
     for phase in (Phase.LOADED, Phase.AUX_CONFIGURED, Phase.WEIGHTS_SHARED, Phase.CAPTURED, Phase.SERVING):
@@ -80,6 +83,10 @@ def test_m1_5_capturing_before_the_pools_exist_names_both_states(target):
             graphs.capture_prefill(toy.runner, 8)
         with pytest.raises(LifecycleError, match=f"POOLS_ALLOCATED.*{phase.name}"):
             graphs.capture_decode(toy.runner, 2, [PLAIN], 64)
+        with pytest.raises(LifecycleError, match=f"POOLS_ALLOCATED.*{phase.name}"):
+            graphs.capture_draft(NOT_ASKED, 2, [PLAIN], 64, 8)
+        with pytest.raises(LifecycleError, match=f"POOLS_ALLOCATED.*{phase.name}"):
+            graphs.capture_steps(NOT_ASKED)
     assert toy.runner.graphs is None
     with pytest.raises(LifecycleError, match="already configured"):
         toy.runner.set_aux_layer_ids((1, 5, 8))

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from baton.engine import fixed_rows, target_graphs
+from baton.engine.batch import fixed_rows
+from baton.engine.batch.fixed_rows import FixedRows
+from baton.engine.batch.forward_batch import CaptureHidden
 from baton.engine.errors import LifecycleError
-from baton.engine.fixed_rows import FixedRows
-from baton.engine.forward_batch import CaptureHidden
 from baton.engine.graph_self_test import SelfTest
 from baton.engine.graph_set import GraphSet
 from baton.engine.graphs import token_graphs
@@ -20,8 +20,9 @@ from baton.engine.graphs.breakable import Breaks
 from baton.engine.graphs.errors import GraphError
 from baton.engine.graphs.static import load_rows
 from baton.engine.graphs.token_graphs import AttendContext, AttentionBridge, attend_real_rows
-from baton.engine.layers import Attend
-from baton.engine.model_runner import ModelRunner
+from baton.engine.models.layers import Attend
+from baton.engine.runner import target_graphs
+from baton.engine.runner.model_runner import ModelRunner
 from baton.engine.sampling_params import SamplingParams
 from baton.engine.speculative.draft_graphs import DraftLoopGraphs
 from baton.tests.parity.eagle3_engine import Engine, features_of

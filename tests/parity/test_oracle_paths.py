@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 from baton.engine.graph_set import GraphSet
-from baton.engine.graphs.tape import TapeBackend
-from baton.engine.lifecycle import Phase
+from baton.engine.graphs.tape.tape.tape import TapeBackend
+from baton.engine.runner.lifecycle import Phase
 from baton.engine.sampling_params import SamplingParams
 from baton.tests.parity.eagle3_engine import Engine
 from baton.tests.parity.eagle3_toys import ORACLE_IDS, ORACLE_LAYERS, successor

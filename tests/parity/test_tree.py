@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from baton.engine.graphs.family import EAGER
+from baton.engine.graphs.bucketed_graphs import EAGER
 from baton.engine.request import Request
 from baton.engine.sampling_params import SamplingParams
 from baton.engine.speculative.tree import branches

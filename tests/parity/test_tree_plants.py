@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from baton.engine import fixed_rows
+from baton.engine.batch import fixed_rows
 from baton.engine.graphs.static import load_rows
 from baton.engine.request import Request
 from baton.engine.sampler import SamplingBatch

@@ -4,11 +4,11 @@ import random
 from pathlib import Path
 
 import torch
-from baton.engine.forward_batch import CaptureHidden, ForwardBatch, ForwardMode, ForwardOutput
-from baton.engine.kv_pool import KVPool
-from baton.engine.model_runner import ModelRunner
-from baton.engine.page_table import build_page_table, pages_for, slots_for
-from baton.engine.weights import load_model
+from baton.engine.batch.forward_batch import CaptureHidden, ForwardBatch, ForwardMode, ForwardOutput
+from baton.engine.kv.page_table import build_page_table, pages_for, slots_for
+from baton.engine.kv.pool import KVPool
+from baton.engine.models.weights import load_model
+from baton.engine.runner.model_runner import ModelRunner
 
 NUM_PAGES, PAGE_SIZE = 64, 16
 
@@ -18,14 +18,7 @@ class ToyEngine:
 
     def __init__(self, path: Path, aux: tuple[int, ...] | None = None) -> None:
         self.model, self.config = load_model(path, dtype=torch.float32)
-        self.pool = KVPool(
-            NUM_PAGES,
-            PAGE_SIZE,
-            self.config.num_layers,
-            self.config.num_kv_heads,
-            self.config.head_dim,
-            torch.float32,
-        )
+        self.pool = KVPool(NUM_PAGES, self.model.kv_layout(PAGE_SIZE))
         self.runner = ModelRunner(self.model, self.pool)
         if aux is not None:
             self.runner.set_aux_layer_ids(aux)

@@ -16,12 +16,13 @@ from typing import ClassVar
 
 import numpy as np
 import torch
-from baton.engine.forward_batch import ForwardOutput
+from baton.engine.batch.forward_batch import ForwardOutput
 from baton.engine.guided import GrammarCompiler
-from baton.engine.kv_pool import KVPool, PageAllocator
-from baton.engine.lifecycle import Lifecycle
+from baton.engine.kv.layouts import MHALayout
+from baton.engine.kv.pool import KVPool, PageAllocator
+from baton.engine.kv.prefix_cache import PrefixCache
 from baton.engine.loader import Engine
-from baton.engine.prefix_cache import PrefixCache
+from baton.engine.runner.lifecycle import Lifecycle
 from baton.engine.sampler import SampleOutput
 from baton.engine.speculative.spec_decoder import StepResult
 from crc32c import crc32c
@@ -119,9 +120,15 @@ class WatchedAllocator(PageAllocator):
         return not self.num_corrupted and bool((self._memory.words[free] == FREE).all())
 
 
+def layout_of_toy(head_dim):
+    return MHALayout(
+        page_size=PAGE_SIZE, num_layers=2, num_kv_heads=1, head_dim=head_dim, dtype=torch.float32
+    )
+
+
 def toy_engine(num_pages, head_dim, *, is_caching, lookahead=0, weights=17):
     """Production's engine around the toy, with `num_pages` pages of `64 * head_dim` bytes. Nobody drafts."""
-    pool = KVPool(num_pages + 1, PAGE_SIZE, 2, 1, head_dim, torch.float32)
+    pool = KVPool(num_pages + 1, layout_of_toy(head_dim))
     memory = Memory(pool, weights)
     allocator = WatchedAllocator(num_pages + 1, memory)
     return Engine(
@@ -307,7 +314,7 @@ def continuation(head_dim, prompt, seed):
     """The LONGEST_OUTPUT tokens that follow prompt number `prompt` when nothing fails."""
     ids = list(prompts()[prompt])
     num_pages = (len(ids) + LONGEST_OUTPUT) // PAGE_SIZE + 1
-    memory = Memory(KVPool(num_pages + 1, PAGE_SIZE, 2, 1, head_dim, torch.float32))
+    memory = Memory(KVPool(num_pages + 1, layout_of_toy(head_dim)))
     pages = list(range(1, num_pages + 1))
     memory.write(pages, 0, ids)
     out = []

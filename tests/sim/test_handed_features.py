@@ -6,7 +6,7 @@ Prefill's pages are cut into blocks, sent, checked and landed in decode's stagin
 import pytest
 import torch
 from baton.engine import loader
-from baton.engine.page_table import slots_for
+from baton.engine.kv.page_table import slots_for
 from baton.kvtransfer.layout import KVLayout
 from baton.tests.parity.eagle3_toys import ORACLE_IDS, head_config, head_tensors, write_head, write_oracle
 from baton.tests.parity.feature_rows import FeatureRows

@@ -4,9 +4,9 @@ from collections import Counter
 
 import hypothesis.strategies as st
 import pytest
-from baton.engine.kv_pool import PageAllocator, PoolExhausted
-from baton.engine.page_table import build_page_table, pages_for, slots_for
-from baton.engine.prefix_cache import PrefixCache
+from baton.engine.kv.page_table import build_page_table, pages_for, slots_for
+from baton.engine.kv.pool import PageAllocator, PoolExhausted
+from baton.engine.kv.prefix_cache import PrefixCache
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import (
     Bundle,

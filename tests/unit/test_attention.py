@@ -2,11 +2,13 @@
 
 import pytest
 import torch
-from baton.engine.attention import MAX_UNIFORM_ROWS, AttentionMetadata, PagedAttention, plan
+from baton.engine.attention.metadata import MAX_UNIFORM_ROWS, AttentionMetadata, plan
+from baton.engine.attention.registry import BACKENDS, attention_for
+from baton.engine.batch.forward_batch import ForwardBatch, ForwardMode
 from baton.engine.errors import LifecycleError
-from baton.engine.forward_batch import ForwardBatch, ForwardMode
-from baton.engine.kv_pool import KVPool
-from baton.engine.page_table import build_page_table, slots_for
+from baton.engine.kv.layouts import MHALayout
+from baton.engine.kv.page_table import build_page_table, slots_for
+from baton.engine.kv.pool import KVPool
 from baton.kernels.paged_attention import paged_attention_reference
 
 HEADS, KV_HEADS, DIM, PAGE_SIZE = 4, 2, 8, 4
@@ -15,7 +17,10 @@ PAGES = [[7, 3, 11, 2, 19, 30, 31, 5], [4], [9, 8, 1], [12, 13, 20, 21, 22, 23]]
 
 def make_pool(seed: int = 0) -> KVPool:
     """Random content everywhere but in the sink, as after a long run."""
-    pool = KVPool(32, PAGE_SIZE, 2, KV_HEADS, DIM, torch.float32)
+    layout = MHALayout(
+        page_size=PAGE_SIZE, num_layers=2, num_kv_heads=KV_HEADS, head_dim=DIM, dtype=torch.float32
+    )
+    pool = KVPool(32, layout)
     pool.kv.copy_(torch.randn(pool.kv.shape, generator=torch.Generator().manual_seed(seed)))
     pool.kv[0, :, :, 0] = 0
     return pool
@@ -50,7 +55,7 @@ def assert_attends(pool: KVPool, lengths: list[tuple[int, int]], num_padding: in
         for tensor in (q, k, v):
             tensor[-num_padding:] = float("nan")
     metadata = plan(batch, PAGE_SIZE)
-    out = PagedAttention(pool).attend(metadata, 1, q, k, v)
+    out = attention_for(pool).attend(metadata, 1, q, k, v)
     start = 0
     for i, (q_len, kv_len) in enumerate(lengths):
         mine = slice(start, start + q_len)
@@ -101,7 +106,7 @@ def test_what_lies_behind_a_requests_length_is_never_read(lengths: list[tuple[in
     pool.kv[4, :, :, 2:] = float("nan")  # behind row 1 of request 1
     pool.kv[0, :, :, 1:] = float("nan")  # page 0 pads the page table
     batch = make_batch(lengths)
-    out = PagedAttention(pool).attend(plan(batch, PAGE_SIZE), 1, *make_rows(batch.num_tokens))
+    out = attention_for(pool).attend(plan(batch, PAGE_SIZE), 1, *make_rows(batch.num_tokens))
     assert not out.isnan().any()
 
 
@@ -109,9 +114,9 @@ def test_both_paths_give_the_same_rows():
     batched = make_batch([(3, 29), (3, 4)])
     alone = [make_batch([(3, 29)]), make_batch([(3, 29), (1, 4)])]
     q, k, v = make_rows(6)
-    out = PagedAttention(make_pool()).attend(plan(batched, PAGE_SIZE), 0, q, k, v)
-    single = PagedAttention(make_pool()).attend(plan(alone[0], PAGE_SIZE), 0, q[:3], k[:3], v[:3])
-    ragged = PagedAttention(make_pool()).attend(plan(alone[1], PAGE_SIZE), 0, q[:4], k[:4], v[:4])
+    out = attention_for(make_pool()).attend(plan(batched, PAGE_SIZE), 0, q, k, v)
+    single = attention_for(make_pool()).attend(plan(alone[0], PAGE_SIZE), 0, q[:3], k[:3], v[:3])
+    ragged = attention_for(make_pool()).attend(plan(alone[1], PAGE_SIZE), 0, q[:4], k[:4], v[:4])
     torch.testing.assert_close(out[:3], single, atol=1e-6, rtol=1e-5)
     torch.testing.assert_close(out[:3], ragged[:3], atol=1e-6, rtol=1e-5)
 
@@ -119,15 +124,15 @@ def test_both_paths_give_the_same_rows():
 def test_the_scale_can_be_chosen():
     batch, (q, k, v) = make_batch([(1, 9)]), make_rows(1)
     metadata = plan(batch, PAGE_SIZE)
-    halved = PagedAttention(make_pool(), scale=0.5 * DIM**-0.5).attend(metadata, 0, q, k, v)
-    torch.testing.assert_close(halved, PagedAttention(make_pool()).attend(metadata, 0, q * 0.5, k, v))
+    halved = attention_for(make_pool(), scale=0.5 * DIM**-0.5).attend(metadata, 0, q, k, v)
+    torch.testing.assert_close(halved, attention_for(make_pool()).attend(metadata, 0, q * 0.5, k, v))
 
 
 def test_an_empty_batch_attends_to_nothing():
     batch = make_batch([(1, 1)])
     batch.input_ids = batch.positions = batch.slots = torch.empty(0, dtype=torch.int64)
     batch.page_table, batch.q_lens, batch.kv_lens = torch.empty(0, 1, dtype=torch.int64), [], []
-    assert PagedAttention(make_pool()).attend(plan(batch, PAGE_SIZE), 0, *make_rows(0)).shape == (
+    assert attention_for(make_pool()).attend(plan(batch, PAGE_SIZE), 0, *make_rows(0)).shape == (
         0,
         HEADS,
         DIM,
@@ -135,7 +140,7 @@ def test_an_empty_batch_attends_to_nothing():
 
 
 def test_a_plan_of_an_older_version_of_the_batch_is_refused():
-    batch, attention = make_batch([(1, 9)]), PagedAttention(make_pool())
+    batch, attention = make_batch([(1, 9)]), attention_for(make_pool())
     metadata = plan(batch, PAGE_SIZE)
     bound = attention.bind(metadata)
     batch.slots = batch.slots.clone()
@@ -149,7 +154,7 @@ def test_a_plan_of_an_older_version_of_the_batch_is_refused():
 
 @pytest.mark.parametrize("lengths", [[(1, 9)], [(20, 29)]], ids=["batched", "one-by-one"])
 def test_rows_that_were_not_planned_are_refused(lengths: list[tuple[int, int]]):
-    attention = PagedAttention(make_pool())
+    attention = attention_for(make_pool())
     with pytest.raises(LifecycleError, match="and got 2"):
         attention.attend(plan(make_batch(lengths), PAGE_SIZE), 0, *make_rows(2))
 
@@ -163,3 +168,22 @@ def test_lengths_that_cannot_be_are_a_programmers_error(lengths: list[tuple[int,
     batch.slots = batch.input_ids = torch.zeros(max(lengths[0][0], 1), dtype=torch.int64)
     with pytest.raises(AssertionError):
         plan(batch, PAGE_SIZE)
+
+
+@pytest.mark.parametrize("lengths", [[(1, 9), (1, 3)], [(4, 12), (4, 4)], [(5, 9), (2, 2), (3, 11)]])
+def test_every_backend_gives_the_same_rows_and_the_same_pages(lengths):
+    outs, pages = [], []
+    for name in BACKENDS:
+        backend = attention_for(make_pool(), name)
+        batch = make_batch(lengths)
+        outs.append(backend.bind(backend.plan(batch))(1, *make_rows(batch.num_tokens)))
+        pages.append(backend.pool.kv)
+    assert list(BACKENDS) == ["triton", "torch"]
+    torch.testing.assert_close(outs[0], outs[1], atol=1e-5, rtol=1e-5)
+    assert torch.equal(pages[0], pages[1])
+
+
+def test_the_cpu_attends_by_torch_and_an_unknown_backend_names_the_known():
+    assert isinstance(attention_for(make_pool()), BACKENDS["torch"])
+    with pytest.raises(ValueError, match="'flash': use one of triton, torch"):
+        attention_for(make_pool(), "flash")

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from baton.engine.batch.forward_batch import CaptureHidden
 from baton.engine.errors import CheckpointError, LifecycleError
-from baton.engine.forward_batch import CaptureHidden
-from baton.engine.model_runner import ModelRunner
+from baton.engine.runner.model_runner import ModelRunner
 from baton.tests.parity.toy_engine import ToyEngine, random_ids
 from baton.tests.parity.toy_models import reference_model
 from transformers import PreTrainedModel

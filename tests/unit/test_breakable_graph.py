@@ -7,13 +7,13 @@ import warnings
 import pytest
 import torch
 from baton.engine.graphs import cuda
-from baton.engine.graphs.arena import ArenaMemory
 from baton.engine.graphs.backend import GraphBackend
 from baton.engine.graphs.breakable import BreakableGraph, Breaks, ReplayContext
 from baton.engine.graphs.errors import CaptureRefused, GraphError
-from baton.engine.graphs.inventory import FallbackReason, GraphKind, GraphPool, KindReport
-from baton.engine.graphs.nest import own
-from baton.engine.graphs.tape import TapeBackend
+from baton.engine.graphs.graph_pool import FallbackReason, GraphKind, GraphPool, KindReport
+from baton.engine.graphs.pytree import own
+from baton.engine.graphs.tape.tape.arena import ArenaMemory
+from baton.engine.graphs.tape.tape.tape import TapeBackend
 from baton.tests.parity.graph_laws import LAWS, ROWS, Law
 
 MEMORIES = {

@@ -13,8 +13,8 @@ from baton.engine.config import (
     resolve_dtype,
 )
 from baton.engine.errors import CheckpointError, LifecycleError
-from baton.engine.lifecycle import Lifecycle, Phase
 from baton.engine.loader import EngineLoader
+from baton.engine.runner.lifecycle import Lifecycle, Phase
 
 CPU = torch.device("cpu")
 

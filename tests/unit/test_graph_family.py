@@ -6,12 +6,12 @@ import pytest
 import torch
 from baton.decode.accept_monitor import AcceptCanary
 from baton.engine.graphs.breakable import ReplayContext
+from baton.engine.graphs.bucketed_graphs import BatchShape, GraphFamily, GraphLimits, PathDecision
 from baton.engine.graphs.buckets import batch_buckets, bucket_for, token_buckets
 from baton.engine.graphs.errors import GraphError
-from baton.engine.graphs.family import BatchShape, GraphFamily, GraphLimits, PathDecision
-from baton.engine.graphs.inventory import FallbackReason, GraphKind, GraphPool
+from baton.engine.graphs.graph_pool import FallbackReason, GraphKind, GraphPool
 from baton.engine.graphs.static import load_rows
-from baton.engine.graphs.tape import TapeBackend
+from baton.engine.graphs.tape.tape.tape import TapeBackend
 
 
 def family(buckets=(2, 8, 32), **limits):

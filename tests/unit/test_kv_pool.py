@@ -1,10 +1,11 @@
 import pytest
 import torch
-from baton.engine.kv_pool import FeaturePlane, KVPool, PageAllocator, PoolExhausted
+from baton.engine.kv.layouts import MHALayout
+from baton.engine.kv.pool import FeaturePlane, KVPool, PageAllocator, PoolExhausted
 
 
 def make_pool(dtype=torch.float32):
-    return KVPool(num_pages=4, page_size=2, num_layers=3, num_kv_heads=2, head_dim=5, dtype=dtype)
+    return KVPool(4, MHALayout(page_size=2, num_layers=3, num_kv_heads=2, head_dim=5, dtype=dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -46,8 +47,9 @@ def test_a_new_pool_is_zero():
 @pytest.mark.parametrize("wrong", [{"num_pages": 1}, {"page_size": 0}, {"num_layers": 0}, {"head_dim": 0}])
 def test_impossible_sizes_are_refused_by_value(wrong):
     sizes = {"num_pages": 4, "page_size": 2, "num_layers": 1, "num_kv_heads": 1, "head_dim": 4} | wrong
+    num_pages = sizes.pop("num_pages")
     with pytest.raises(ValueError, match=str(next(iter(wrong.values())))):
-        KVPool(**sizes, dtype=torch.float32)
+        KVPool(num_pages, MHALayout(**sizes, dtype=torch.float32))
 
 
 def test_features_land_at_their_slots_and_nowhere_else():

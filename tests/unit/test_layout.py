@@ -5,7 +5,8 @@ import pytest
 import torch
 from baton.cluster.errors import HandshakeRefused, LocalProtocolError
 from baton.cluster.messages import Layout
-from baton.engine.kv_pool import KVPool
+from baton.engine.kv.layouts import MHALayout
+from baton.engine.kv.pool import KVPool
 from baton.kvtransfer.layout import KVLayout, RoomStream, agree, block_digest
 from baton.worker.identity import layout_of
 from hypothesis import given, settings
@@ -115,7 +116,14 @@ def test_a_room_that_does_not_start_at_a_page_of_its_prompt_is_refused(num_token
 def test_a_block_holds_32_tokens_but_one_to_four_mib(
     num_layers: int, num_kv_heads: int, head_dim: int, feature_width: int, mib: float
 ) -> None:
-    pool = KVPool(2, 16, num_layers, num_kv_heads, head_dim, torch.bfloat16, "meta")
+    pages = MHALayout(
+        page_size=16,
+        num_layers=num_layers,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        dtype=torch.bfloat16,
+    )
+    pool = KVPool(2, pages, "meta")
     layout = layout_of(pool, model_fingerprint="f", feature_ids=[0], feature_width=feature_width)
     assert layout.block_bytes == mib * 2**20
     assert layout.block_bytes >= 4096

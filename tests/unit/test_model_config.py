@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 from baton.engine.errors import CheckpointError
-from baton.engine.model_config import ModelConfig, load_model_config
-from baton.engine.rope import RopeConfig
+from baton.engine.models.config import ModelConfig
+from baton.engine.models.registry import load_model_config
+from baton.engine.models.rope import RopeConfig
 
 SMOLLM2 = {
     "architectures": ["LlamaForCausalLM"],

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from baton.engine.attention import plan
+from baton.engine.attention.metadata import plan
+from baton.engine.batch.forward_batch import ForwardMode
 from baton.engine.errors import LifecycleError
-from baton.engine.forward_batch import ForwardMode
 from baton.tests.parity.toy_engine import PAGE_SIZE, ToyEngine, random_ids
 from hypothesis import given, settings
 from hypothesis import strategies as st

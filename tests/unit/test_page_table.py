@@ -1,6 +1,6 @@
 import pytest
 import torch
-from baton.engine.page_table import build_page_table, pages_for, slots_for
+from baton.engine.kv.page_table import build_page_table, pages_for, slots_for
 from hypothesis import given
 from hypothesis import strategies as st
 

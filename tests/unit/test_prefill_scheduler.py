@@ -2,8 +2,8 @@
 
 import pytest
 from baton.engine import prompt_logprobs
-from baton.engine.kv_pool import PageAllocator
-from baton.engine.prefix_cache import PrefixCache
+from baton.engine.kv.pool import PageAllocator
+from baton.engine.kv.prefix_cache import PrefixCache
 from baton.engine.request import Request
 from baton.engine.sampling_params import SamplingParams
 from baton.prefill.queues import PrefillQueues, PrefillRoom, PrefillState

@@ -1,8 +1,8 @@
 import itertools
 
 import pytest
-from baton.engine.kv_pool import PageAllocator, PoolExhausted
-from baton.engine.prefix_cache import PrefixCache
+from baton.engine.kv.pool import PageAllocator, PoolExhausted
+from baton.engine.kv.prefix_cache import PrefixCache
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule

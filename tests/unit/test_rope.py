@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from baton.engine.errors import CheckpointError
-from baton.engine.rope import RopeConfig, RotaryEmbedding, read_rope_config
+from baton.engine.models.rope import RopeConfig, RotaryEmbedding, read_rope_config
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from baton.engine.errors import CheckpointError
-from baton.engine.weights import iter_safetensors, load_model, model_fingerprint
+from baton.engine.models.weights import iter_safetensors, load_model, model_fingerprint
 from safetensors.torch import load_file, save_file
 
 Copy = Callable[..., Path]

@@ -5,14 +5,14 @@ Legend: B requests planned for, N rows each, P pages planned for per request.
 
 import torch
 
-from ..kernels.kv_store import kv_rows
-from ..kernels.ops import recorded_paged_verify, recorded_store_kv
-from .errors import LifecycleError
+from ...kernels.kv_store import kv_rows
+from ...kernels.ops import recorded_paged_verify, recorded_store_kv
+from ..errors import LifecycleError
+from ..graphs.bucketed_graphs import BatchShape
+from ..graphs.static import load_rows
+from ..kv.pool import KVPool
+from ..models.layers import Attend
 from .forward_batch import ForwardBatch
-from .graphs.family import BatchShape
-from .graphs.static import load_rows
-from .kv_pool import KVPool
-from .layers import Attend
 
 
 class FixedRows:
@@ -34,7 +34,7 @@ class FixedRows:
         self.tree_mask = torch.zeros(square, dtype=torch.bool, device=pool.device) if has_tree else None
 
     def shape_of(self, batch: ForwardBatch) -> BatchShape:
-        """What decides whether a graph takes `batch`; padding rows count as idle requests."""
+        """The sizes by which a graph is chosen for `batch`; padding rows count as idle requests."""
         rows = batch.q_lens[0] if batch.q_lens else self.num_rows
         is_uniform = all(q == rows for q in batch.q_lens) and batch.num_tokens % rows == 0
         is_uniform = is_uniform and (batch.tree_mask is None) is (self.tree_mask is None)
@@ -47,7 +47,7 @@ class FixedRows:
         )
 
     def plan(self, batch: ForwardBatch, num_requests: int) -> None:
-        """Load `batch`, padded with idle requests to `num_requests`: the one place where a full graph's metadata is made.
+        """Load `batch`, padded with idle requests to `num_requests`: the only place that makes a full graph's metadata.
 
         Raises LifecycleError when rows and lengths of the batch do not belong together.
         """
@@ -73,8 +73,8 @@ class FixedRows:
     def plan_context(self, page_table: torch.Tensor, kv_lens: list[int], num_requests: int) -> None:
         """Load `page_table` `[n, p]` and the lengths of n requests.
 
-        Page ids behind a length are never looked at. Idle requests have the sink's page: inside a graph that counts
-        lengths up, theirs are not 0 for long.
+        Page ids behind a length are never read. Idle requests have the sink's page, because a graph that counts lengths up
+        soon gives them a length above 0.
         """
         n, width = page_table.shape
         self.page_table[:n, :width].copy_(page_table, non_blocking=True)
@@ -82,7 +82,7 @@ class FixedRows:
         load_rows(self.kv_lens, torch.tensor(kv_lens, dtype=torch.int64), num_requests, name="kv_lens")
 
     def attend(self, num_requests: int, scale: float) -> Attend:
-        """What the layers of a forward under capture call: `num_requests` * N rows at their slots."""
+        """The attention that layers call under capture: `num_requests` * N rows at their slots."""
         return attend_rows(
             self.pool,
             kv_rows(self.slots[: num_requests * self.num_rows], self.pool.kv),

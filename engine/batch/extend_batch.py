@@ -1,14 +1,14 @@
-"""Builds the batch of a prefill forward: ranges of several prompts behind what is already computed of each."""
+"""Builds the batch of a prefill forward: a range of tokens of each prompt, behind its computed tokens."""
 
 from collections.abc import Sequence
 
 import torch
 
+from ..host_copy import to_device
+from ..kv.page_table import build_page_table, pages_for, slots_for
+from ..prompt_logprobs import num_scored
+from ..request import Request
 from .forward_batch import CaptureHidden, ForwardBatch, ForwardMode
-from .host_copy import to_device
-from .page_table import build_page_table, pages_for, slots_for
-from .prompt_logprobs import num_scored
-from .request import Request
 
 
 def extend_batch(

@@ -4,24 +4,26 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from .attention import AttentionMetadata, PagedAttention, plan
-from .errors import CheckpointError, LifecycleError, UnsupportedInput
-from .forward_batch import CaptureHidden, ForwardBatch, ForwardOutput, StepCounters
-from .graphs.family import EAGER, PathDecision
-from .graphs.inventory import GraphKind
-from .kv_pool import KVPool
-from .layers import Attend
-from .models.interface import AuxCapture, CausalLM, DflashCapture, InputEmbeds
-from .padding import pad_rows
+from ..attention.backend import AttentionBackend
+from ..attention.metadata import AttentionMetadata
+from ..attention.registry import attention_for
+from ..batch.forward_batch import CaptureHidden, ForwardBatch, ForwardOutput, StepCounters
+from ..batch.padding import pad_rows
+from ..errors import CheckpointError, LifecycleError, UnsupportedInput
+from ..graphs.bucketed_graphs import EAGER, PathDecision
+from ..graphs.graph_pool import GraphKind
+from ..kv.pool import KVPool
+from ..models.interface import AuxCapture, CausalLM, InputEmbeds
+from ..models.layers import Attend
 from .target_graphs import Hidden, TargetGraphs
 
 
 class ModelRunner:
     """A target model over its KV pool. Every result is a ForwardOutput that owns its tensors.
 
-    `on_layer` is called before each attention that runs as Python: a long forward can say that it moves. `graphs`, once
-    captured, take the batches that fit them. Every batch runs with a multiple of `row_multiple` rows, the missing ones
-    idle; results have the batch's own rows only.
+    `on_layer` is called before each attention that runs as Python, so that a long forward can report progress.
+    `graphs`, once captured, take the batches that fit them. Every batch runs with a multiple of `row_multiple` rows, the
+    missing ones idle; results have the batch's own rows only.
     """
 
     def __init__(
@@ -34,7 +36,7 @@ class ModelRunner:
     ) -> None:
         self.model = model
         self.pool = pool
-        self.attention = PagedAttention(pool)
+        self.attention: AttentionBackend = attention_for(pool)
         self.counters = StepCounters()
         self.on_layer = on_layer
         self.row_multiple = row_multiple
@@ -43,10 +45,6 @@ class ModelRunner:
     def set_aux_layer_ids(self, ids: Sequence[int]) -> None:
         """Configure the model's capture of layer outputs; CheckpointError names a model class without that hook."""
         configure_aux_capture(self.model, ids)
-
-    def set_dflash_layer_ids(self, ids: Sequence[int]) -> None:
-        """`set_aux_layer_ids` for a DFLASH drafter."""
-        configure_aux_capture(self.model, ids, is_dflash=True)
 
     @torch.no_grad()
     def forward(self, batch: ForwardBatch, metadata: AttentionMetadata | None = None) -> ForwardOutput:
@@ -69,6 +67,11 @@ class ModelRunner:
             self._check_features(features, real_rows)
         rows = hidden if batch.logit_rows is None else hidden.index_select(0, batch.logit_rows)
         self.counters.count(path)
+        if self.pool.order.is_checked:
+            self.pool.order.use(
+                reads=batch.page_table.flatten().tolist(),
+                writes=(batch.slots // self.pool.page_size).tolist(),
+            )
         return ForwardOutput(
             path=path,
             logits=self.model.compute_logits(rows),
@@ -76,7 +79,7 @@ class ModelRunner:
         )
 
     def decide(self, batch: ForwardBatch) -> PathDecision:
-        """Which path `batch` takes as it is now; the answer travels with it and is asked for once."""
+        """The path of `batch` as it is now. The decision is made once and stays with the batch."""
         if batch.decision is None:
             batch.decision = (
                 EAGER if self.graphs is None else self.graphs.decide(pad_rows(batch, self.row_multiple))
@@ -96,7 +99,7 @@ class ModelRunner:
             verify = graphs.verify_of(batch.q_lens[0] if batch.q_lens else 0)
             assert verify is not None, decision
             return "graph", verify.run(batch, decision)
-        attend = self._bind(plan(batch, self.pool.page_size) if metadata is None else metadata)
+        attend = self._bind(self.attention.plan(batch) if metadata is None else metadata)
         if decision.is_graph and graphs.prefill is not None:
             return "breakable", graphs.prefill.run(batch, attend, decision)
         embeds = self.model.embed(batch.input_ids) if batch.input_embeds is None else batch.input_embeds
@@ -150,18 +153,11 @@ class ModelRunner:
         return f"<ModelRunner {self.model!r}, {self.pool!r}, forwards {self.counters.forwards}>"
 
 
-def configure_aux_capture(model: CausalLM, ids: Sequence[int], *, is_dflash: bool = False) -> None:
-    """Choose which layer outputs `model` captures for an EAGLE3 or a DFLASH drafter.
-
-    CheckpointError names the class when it cannot capture any.
-    """
-    if is_dflash and isinstance(model, DflashCapture):
-        model.set_dflash_layer_ids(ids)
-    elif not is_dflash and isinstance(model, AuxCapture):
-        model.set_aux_layer_ids(ids)
-    else:
-        hook = "set_dflash_layer_ids" if is_dflash else "set_aux_layer_ids"
+def configure_aux_capture(model: CausalLM, ids: Sequence[int]) -> None:
+    """Choose which layer outputs `model` captures for a drafter. CheckpointError names a class that cannot capture any."""
+    if not isinstance(model, AuxCapture):
         raise CheckpointError(
-            f"{type(model).__name__} cannot capture layer outputs (it has no {hook}), so aux layer ids "
+            f"{type(model).__name__} cannot capture layer outputs (it has no set_aux_layer_ids), so aux layer ids "
             f"{list(ids)} cannot be served; start without a draft"
         )
+    model.set_aux_layer_ids(ids)

@@ -1,9 +1,9 @@
-"""Memory that tapes share, handed out again as soon as no tensor refers to it: what a device's graph pool does.
+"""Memory that tapes share, handed out again as soon as no tensor refers to it, as in a device's graph pool.
 
 A tape in an arena keeps addresses instead of tensors. Thus the intermediate results of all graphs lie in the same few
-blocks, and whoever needs a result for longer must hold its tensor, as on a device. With `poison`, a block that comes
+blocks, and a user that needs a result for longer must hold its tensor, as on a device. With `poison`, a block that comes
 free is filled with NaN (-1 for integers), and break bodies, whose results a device takes from its ordinary allocator,
-get them from an arena of their own: a reference that somebody forgot to keep becomes wrong numbers.
+get them from an arena of their own: a missing reference becomes wrong numbers.
 """
 
 import weakref
@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from .modes import Args, DispatchMode, Kwargs, Operation, storage_of, storages_of
-from .nest import map_items
+from ..modes import Args, DispatchMode, Kwargs, Operation, storage_of, storages_of
+from ..pytree import map_items
 
 ALIGNMENT = 64
 POISON = 0xFF  # four of these are a NaN in float32, two in bfloat16 and float16

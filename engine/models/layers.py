@@ -10,9 +10,9 @@ from typing import TypeAlias
 
 import torch
 
-from ..kernels.rms_norm import add_rms_norm, rms_norm
-from ..kernels.rope import apply_rope
-from ..kernels.skinny_linear import gated_linear, linear
+from ...kernels.rms_norm import add_rms_norm, rms_norm
+from ...kernels.rope import apply_rope
+from ...kernels.skinny_linear import gated_linear, linear
 
 # (layer index, q [T, N, D], k [T, K, D], v [T, K, D]) -> [T, N, D]; stores k and v, then attends.
 Attend: TypeAlias = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -163,8 +163,8 @@ class DecoderLayer:
         self.post_norm = post_norm
 
     def enter(self, hidden: torch.Tensor, delta: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """(the stream normalised, the residual stream) where `hidden` `[T, H]` still lacks what the layer before adds to
-        it, `delta` `[T, H]` (None: nothing)."""
+        """(normalised stream, residual stream). `delta` `[T, H]` is the layer before's MLP output, which `hidden` `[T, H]`
+        does not include yet (None: nothing is missing)."""
         return (self.input_norm(hidden), hidden) if delta is None else self.input_norm.add(delta, hidden)
 
     def __call__(
@@ -176,7 +176,7 @@ class DecoderLayer:
         layer: int,
         attend: Attend,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What `enter` gave -> the residual stream `[T, H]` behind attention, and what the MLP adds to it `[T, H]`."""
+        """The outputs of `enter` -> the residual stream `[T, H]` behind attention, and the MLP's output `[T, H]`."""
         normed, hidden = self.post_norm.add(self.attention(normed, cos, sin, layer, attend), hidden)
         return hidden, self.mlp(normed)
 

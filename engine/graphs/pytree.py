@@ -1,4 +1,4 @@
-"""Tensors in tuples, lists and dicts: what crosses the border of a graph."""
+"""Nested tuples, lists and dicts of tensors: the inputs and outputs of graphs and breaks."""
 
 from collections.abc import Callable, Iterator
 from typing import TypeVar, cast
@@ -11,7 +11,7 @@ NestT = TypeVar("NestT")
 
 
 def own(nest: NestT, num_rows: int | None = None) -> NestT:
-    """The nest with a copy of each tensor, cut to its first `num_rows` rows: what may outlive the next replay."""
+    """The nest with a copy of each tensor, cut to its first `num_rows` rows; it survives the next replay."""
     return cast(NestT, _own(nest, num_rows))
 
 

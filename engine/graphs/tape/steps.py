@@ -12,8 +12,8 @@ from typing import TypeAlias
 import torch
 from torch._ops import OpOverload
 
-from .modes import Args, DispatchMode, Kwargs, Operation
-from .nest import tensors_of
+from ..modes import Args, DispatchMode, Kwargs, Operation
+from ..pytree import tensors_of
 
 Step: TypeAlias = Callable[[], object]
 Call: TypeAlias = tuple[OpOverload, Args, Kwargs]

@@ -1,71 +1,68 @@
-"""Paged memory of an engine: the KV pool, the feature plane beside it, and who owns which page.
+"""Paged memory of an engine: the KV pool, the feature plane beside it, and the owners of each page.
 
 A pool is page-major: one page is one contiguous byte range over all layers, so that a transport moves it as a unit.
-Slot = page * page_size + offset. Page 0 belongs to nobody: its slot 0 is where padding rows are written.
+Slot = page * page_size + offset. Page 0 is never handed out: padding rows are written to its slot 0.
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import torch
+
+from .layouts import PageLayout
+from .page_order import PageOrder
 
 
 class PoolExhausted(RuntimeError):
     """A pool has fewer pages to give than were asked for; the message has both numbers."""
 
 
-def launched(device: torch.device) -> torch.cuda.Event | None:
-    """An event behind all that was launched for `device` so far; None on the CPU, where it is done."""
-    if device.type != "cuda":
-        return None
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record(torch.cuda.current_stream(device))
-    return event
-
-
 class KVPool:
-    """The KV of all layers: `kv` `[num_pages, num_layers, 2, page_size, num_kv_heads, head_dim]`, 2 = K, V.
+    """The KV of all layers, `kv` `[num_pages, *layout.page_shape]`, on `device`.
 
-    Zero-initialised, because attention over padded pages weighs what lies there by 0, and 0 * NaN is NaN.
-    Raises ValueError for a size that no pool can have.
+    Zero-initialised, because attention multiplies the content of padded pages by 0, and 0 * NaN is NaN. `order` says
+    when copies may touch a page. Raises ValueError for a size that no pool can have.
     """
 
-    def __init__(
-        self,
-        num_pages: int,
-        page_size: int,
-        num_layers: int,
-        num_kv_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device | str = "cpu",
-    ) -> None:
-        _check_sizes(num_pages=num_pages, page_size=page_size)
-        if min(num_layers, num_kv_heads, head_dim) < 1:
-            raise ValueError(
-                f"KV pool of {num_layers} layers x {num_kv_heads} KV heads x {head_dim}: each must be at least 1"
-            )
+    def __init__(self, num_pages: int, layout: PageLayout, device: torch.device | str = "cpu") -> None:
+        _check_sizes(num_pages=num_pages, page_size=layout.page_size)
         self.num_pages = num_pages
-        self.page_size = page_size
-        self.num_layers = num_layers
-        self.num_kv_heads = num_kv_heads
-        self.head_dim = head_dim
-        self.dtype = dtype
+        self.layout = layout
         self.device = torch.device(device)
-        self.kv = _zeros((num_pages, num_layers, 2, page_size, num_kv_heads, head_dim), dtype, self.device)
-        self._layers = [(self.kv[:, i, 0], self.kv[:, i, 1]) for i in range(num_layers)]
+        self.kv = _zeros((num_pages, *layout.page_shape), layout.dtype, self.device)
+        self.order = PageOrder(num_pages, self.device)
 
-    def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of one layer, strided views `[num_pages, page_size, num_kv_heads, head_dim]`."""
-        return self._layers[layer]
+    @property
+    def page_size(self) -> int:
+        return self.layout.page_size
+
+    @property
+    def num_layers(self) -> int:
+        return self.layout.num_layers
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.layout.dtype
+
+    def layer(self, layer: int) -> tuple[torch.Tensor, ...]:
+        """The planes of one layer, strided views `[num_pages, page_size, ...]`; of an MHA layout K and V."""
+        return self.kv[:, layer].unbind(1)
+
+    def landing_rows(self, pages: Sequence[int], width: int) -> torch.Tensor:
+        """Uninitialised rows `[len(pages), page_size, width]` of the pool's dtype, which belong to `pages`.
+
+        A copy may write them as soon as it may write the pages: the memory was another tensor's, whose kernels may still
+        run, so the pages are stamped again.
+        """
+        rows = torch.empty((len(pages), self.page_size, width), dtype=self.dtype, device=self.device)
+        self.order.stamp(pages)
+        return rows
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page over all layers, K and V."""
-        return (
-            self.num_layers * 2 * self.page_size * self.num_kv_heads * self.head_dim * self.kv.element_size()
-        )
+        """Bytes of one page over all layers and planes."""
+        return self.layout.page_bytes
 
     @property
     def num_slots(self) -> int:
@@ -132,12 +129,15 @@ class FeaturePlane:
 class PageAllocator:
     """Counts the owners of every page. A page of one owner may be written by it; a shared page is read only.
 
+    With an `order`, a page that is handed out is stamped: copies wait for what was launched for its owners before.
+
     Misuse (a page released once too often, page 0 handed in) is a programmer's error and asserts.
     """
 
-    def __init__(self, num_pages: int) -> None:
+    def __init__(self, num_pages: int, order: PageOrder | None = None) -> None:
         _check_sizes(num_pages=num_pages, page_size=1)
         self.num_pages = num_pages
+        self._order = order
         self._refs = [0] * num_pages
         # A stack: the page given last is given again first, while it is still warm.
         self._free = list(range(num_pages - 1, 0, -1))
@@ -173,6 +173,8 @@ class PageAllocator:
         pages = [self._free.pop() for _ in range(n)]
         for page in pages:
             self._refs[page] = 1
+        if self._order is not None:
+            self._order.stamp(pages)
         return pages
 
     def retain(self, pages: Iterable[int]) -> None:

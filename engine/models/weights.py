@@ -7,10 +7,11 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from .errors import CheckpointError
+from ..errors import CheckpointError
+from .config import ModelConfig, read_json
+from .interface import CausalLM
 from .layers import NamedTensors
-from .model_config import ModelConfig, load_model_config, read_json
-from .models.llama import LlamaForCausalLM
+from .registry import build_model, load_model_config
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -68,8 +69,8 @@ def iter_safetensors(path: Path) -> NamedTensors:
 def fill_tensors(wanted: dict[str, torch.Tensor], path: Path, ignored: tuple[str, ...] = ()) -> None:
     """Copy every tensor of the checkpoint at `path` to the memory that `wanted` names for it, converting the dtype.
 
-    Raises CheckpointError unless each wanted tensor comes exactly once, in its shape and a float dtype, and nothing
-    else does but names that end like one of `ignored`.
+    Raises CheckpointError unless each wanted tensor comes exactly once, in its shape and a float dtype. Other names are
+    allowed only if they end like one of `ignored`.
     """
     missing = dict.fromkeys(wanted)
     unexpected: list[str] = []
@@ -112,12 +113,12 @@ def _some(names: list[str]) -> str:
 @torch.no_grad()
 def load_model(
     path: Path, *, dtype: torch.dtype, device: torch.device | str = "cpu"
-) -> tuple[LlamaForCausalLM, ModelConfig]:
+) -> tuple[CausalLM, ModelConfig]:
     """The model at `path`, its weights converted to `dtype` on `device`. Raises CheckpointError, see `fill_tensors`."""
     path = Path(path)
     config = load_model_config(path)
     find_shards(path)  # a missing file is reported before memory is taken
-    model = LlamaForCausalLM(config, dtype=dtype, device=device)
+    model = build_model(config, dtype=dtype, device=device)
     # A tied model's own lm_head, where a checkpoint still has one, is a copy of the embedding.
     fill_tensors(dict(model.tensors()), path, ("lm_head.weight",) if config.tie_word_embeddings else ())
     return model, config

@@ -10,29 +10,29 @@ from typing import TypeAlias
 
 import torch
 
-from .fixed_rows import FixedRows
-from .forward_batch import CaptureHidden, ForwardBatch, ForwardMode
-from .graphs.breakable import Breaks, ReplayContext
-from .graphs.family import EAGER, BatchShape, GraphFamily, GraphLimits, PathDecision
-from .graphs.inventory import GraphKind, GraphPool
-from .graphs.nest import own
-from .graphs.token_graphs import AttentionBridge, TokenGraphs
-from .kv_pool import KVPool
-from .layers import Attend
-from .models.interface import AuxCapture, CausalLM
+from ..batch.fixed_rows import FixedRows
+from ..batch.forward_batch import CaptureHidden, ForwardBatch, ForwardMode
+from ..graphs.breakable import Breaks, ReplayContext
+from ..graphs.bucketed_graphs import EAGER, BatchShape, GraphFamily, GraphLimits, PathDecision
+from ..graphs.graph_pool import GraphKind, GraphPool
+from ..graphs.pytree import own
+from ..graphs.token_graphs import AttentionBridge, TokenGraphs
+from ..kv.pool import KVPool
+from ..models.interface import AuxCapture, CausalLM
+from ..models.layers import Attend
 
 # The residual stream [T, H] and the captured layer outputs [T, K*H] (None: nothing is captured).
 Hidden: TypeAlias = tuple[torch.Tensor, torch.Tensor | None]
 
 
 def captured_mode(model: CausalLM) -> CaptureHidden:
-    """What graphs of `model` return: FULL once layers were chosen for a drafter, which must have happened before."""
+    """The hidden rows that graphs of `model` return: FULL when layers were chosen for a drafter, which must come first."""
     has_aux = isinstance(model, AuxCapture) and bool(model.aux_layer_ids)
     return CaptureHidden.FULL if has_aux else CaptureHidden.NULL
 
 
 def aux_ids_of(model: CausalLM) -> tuple[int, ...]:
-    """The layers that `model` captures, none before any were chosen."""
+    """The ids of the layers that `model` captures; empty before `set_aux_layer_ids`."""
     return (model.aux_layer_ids or ()) if isinstance(model, AuxCapture) else ()
 
 
@@ -63,7 +63,7 @@ class PrefillGraphs:
         return self.tokens.family.decide(shape)
 
     def run(self, batch: ForwardBatch, attend: Attend, decision: PathDecision) -> Hidden:
-        """`attend` is bound to the live batch; the result is the caller's."""
+        """`attend` is bound to the live batch. The caller owns the result."""
         return self.tokens.run(decision, (batch.input_ids, batch.positions), attend)
 
     def _body(self, inputs: Sequence[torch.Tensor], attend: Attend) -> Hidden:
@@ -93,7 +93,7 @@ class VerifyGraphs:
         self.family: GraphFamily[ReplayContext, Hidden] = GraphFamily(
             graphs, GraphKind.TARGET_VERIFY, buckets, limits
         )
-        self._scale = pool.head_dim**-0.5
+        self._scale = pool.layout.scale
 
     def capture(self) -> None:
         self.family.capture(self._forward, lambda bucket: ReplayContext(num_rows=bucket), self.model.tensors)
@@ -109,7 +109,7 @@ class VerifyGraphs:
         ).is_graph
 
     def run(self, batch: ForwardBatch, decision: PathDecision) -> Hidden:
-        """The result is the caller's."""
+        """Hidden rows and features; the caller owns them."""
         self.rows.plan(batch, decision.bucket)
         replayed = self.family.replay(
             decision, ReplayContext(num_rows=batch.num_tokens // self.rows.num_rows)
@@ -125,7 +125,7 @@ class VerifyGraphs:
 
 @dataclass(frozen=True, kw_only=True)
 class TargetGraphs:
-    """What a runner asks; of the two kinds a role has one, an engine that does both has both.
+    """The graphs of one runner. A prefill engine has `prefill`, a decode engine `verifies`; either may be absent.
 
     `verifies`: one family per number of rows that steps may have, the configured one first.
     """
@@ -135,15 +135,15 @@ class TargetGraphs:
 
     @property
     def verify(self) -> VerifyGraphs | None:
-        """Those of the configured number of rows."""
+        """The graphs of the configured number of rows."""
         return self.verifies[0] if self.verifies else None
 
     def verify_of(self, num_rows: int) -> VerifyGraphs | None:
-        """Those of `num_rows` rows per request; where there are none, the configured ones, which will object."""
+        """The graphs of `num_rows` rows per request; without any, the configured ones, which refuse the batch."""
         return next((graphs for graphs in self.verifies if graphs.rows.num_rows == num_rows), self.verify)
 
     def decide(self, batch: ForwardBatch) -> PathDecision:
-        """Which graph takes `batch`; EAGER where this role has none of the kind."""
+        """The decision for `batch`; EAGER when this role has no graphs of its kind."""
         if batch.mode in (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY):
             verify = self.verify_of(batch.q_lens[0] if batch.q_lens else 0)
             return verify.decide(batch) if verify is not None else EAGER

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
-from ..kernels.rope import apply_rope
-from .errors import CheckpointError
+from ...kernels.rope import apply_rope
+from ..errors import CheckpointError
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 DEFAULT_THETA = 10000.0
@@ -198,7 +198,7 @@ def _signed(table: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torc
 class RotaryEmbedding:
     """Cos and sin of positions [0, max_position), float32, computed on CPU so that every device has the same table.
 
-    `dtype`: the one that is asked for in every forward, whose tables are made once.
+    `dtype`: the dtype of the forwards; its tables are made once.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What goes into a forward and what comes out of it. Shape legend:
+"""The inputs and the outputs of a forward. Shape legend:
 
 T tokens (rows) of the batch, B requests, V vocabulary, H hidden size, K captured features, R selected rows.
 """
@@ -8,11 +8,11 @@ from enum import Enum, IntEnum
 
 import torch
 
-from .graphs.family import PathDecision
+from ..graphs.bucketed_graphs import PathDecision
 
 
 class ForwardMode(Enum):
-    """What the rows of a batch are."""
+    """The kind of rows in a batch."""
 
     EXTEND = "extend"  # prompt tokens behind a (possibly empty) prefix
     DECODE = "decode"  # one row per request
@@ -22,7 +22,7 @@ class ForwardMode(Enum):
 
 
 class CaptureHidden(IntEnum):
-    """Which hidden rows a forward returns; a runner never returns less than asked."""
+    """The hidden rows that a forward returns; a runner never returns fewer than requested."""
 
     NULL = 0
     LAST = 1  # the last row of each request
@@ -38,9 +38,9 @@ class ForwardBatch:
     `q_lens[b]` rows and `kv_lens[b]` context length after this forward (its own rows included) of request b, on the host.
     `logit_rows` `[R]` int64: rows whose logits are wanted (None: all). `features` `[T, feature width]`: the draft model's
     input hidden, None for a target. `tree_mask` bool `[B, Q, W]`: of the last W context rows those that each of Q new rows
-    per request sees, instead of all up to itself. `input_embeds` `[T, H]`: what stands for the embeddings of `input_ids`.
-    Changing any of these bumps `version`, so that metadata planned before is
-    refused, and clears `decision`, which path the runner has chosen for this batch.
+    per request sees, instead of all up to itself. `input_embeds` `[T, H]`: replace the embeddings of `input_ids`.
+    Changing any of these increments `version`, so that older metadata is refused, and clears `decision`, the path that the
+    runner has chosen for this batch.
     """
 
     mode: ForwardMode
@@ -75,9 +75,9 @@ class ForwardBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardOutput:
-    """The result of the forward that ran; it owns its tensors.
+    """The result of a forward; it owns its tensors.
 
-    `path`: which path made it ("eager", "breakable", "graph"). `logits` `[R, V]` float32. `hidden` the aux features
+    `path`: the path that ran ("eager", "breakable", "graph"). `logits` `[R, V]` float32. `hidden` the aux features
     `[T, K*H]` of a target, or the fed-back hidden `[R, H]` or `[T, H]` of a draft; None when not captured.
     """
 

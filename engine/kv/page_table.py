@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .host_copy import to_device
+from ..host_copy import to_device
 
 
 def pages_for(num_tokens: int, page_size: int) -> int:

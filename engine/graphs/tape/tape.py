@@ -12,22 +12,22 @@ from typing import Protocol
 
 import torch
 
-from .backend import GraphBackend
-from .errors import GraphError
-from .guard import ADDRESS_READS, HOST_READS, HostReadGuard, recordable
-from .modes import Args, DispatchMode, Kwargs, Operation, storage_of, storages_of
-from .nest import map_items, tensors_of
+from ..backend import GraphBackend
+from ..errors import GraphError
+from ..guard import ADDRESS_READS, HOST_READS, HostReadGuard, recordable
+from ..modes import Args, DispatchMode, Kwargs, Operation, storage_of, storages_of
+from ..pytree import map_items, tensors_of
 from .steps import Call, Step, StepMaker
 
 
 class TapeMemory(Protocol):
-    """Where the results of recorded operations lie."""
+    """The memory of recorded operations' results."""
 
     def place(self, fresh: torch.Tensor) -> torch.Tensor:
         """The tensor that code under capture goes on with: `fresh` or an equal one elsewhere."""
 
     def bind(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What the tape writes down for `tensor`: the same memory, not necessarily a reference that keeps it."""
+        """The tape's entry for `tensor`: the same memory, not necessarily a reference that keeps it."""
 
     def counts(self, bound: torch.Tensor) -> bool:
         """Whether a tape that holds `bound` is what keeps its memory."""

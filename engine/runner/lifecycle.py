@@ -1,4 +1,4 @@
-"""The order in which an engine comes up: one ordered list, in one place, guarded.
+"""The order in which an engine starts: one ordered list of phases, guarded.
 
 Capturing before aux capture is configured, or before embedding and lm_head are shared with the draft, freezes the wrong
 thing into a graph and costs acceptance without any error; so a phase can only follow the one before it.
@@ -6,7 +6,7 @@ thing into a graph and costs acceptance without any error; so a phase can only f
 
 from enum import IntEnum
 
-from .errors import LifecycleError
+from ..errors import LifecycleError
 
 
 class Phase(IntEnum):
@@ -22,7 +22,7 @@ class Phase(IntEnum):
 
 
 class Lifecycle:
-    """Where one engine is in its start-up."""
+    """The phase of one engine."""
 
     def __init__(self) -> None:
         self.phase = Phase.CREATED

@@ -1,6 +1,7 @@
-"""Rows that stand for nothing: a kernel's tile, or a peer that steps in lockstep, may want more rows than there are.
+"""Idle rows: a kernel's tile, or a peer that steps in lockstep, may need more rows than the batch has.
 
-Padding comes before the path is decided and attention is planned, for both count rows. Legend as in `forward_batch`.
+A batch is padded before its path is decided and its attention planned, because both count rows.
+Legend as in `forward_batch`.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""The graphs of one kind, largest to smallest, and the one predicate that says whether a batch takes one of them."""
+"""The graphs of one kind, one per bucket, and the predicate that chooses one for a batch."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -8,15 +8,15 @@ from typing import Generic
 from .breakable import Breaks, ContextT, OutputT
 from .buckets import bucket_for
 from .errors import GraphError
-from .inventory import FallbackReason, GraphKind, GraphPool, NamedTensors, PooledGraph
+from .graph_pool import FallbackReason, GraphKind, GraphPool, NamedTensors, PooledGraph
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PathDecision:
-    """How one batch runs: the graph of `kind` at `bucket`; eagerly (`bucket` 0) for `reason`, which is None where no
-    graphs are wanted."""
+    """The path of one batch: the graph of `kind` at `bucket`; or eager (`bucket` 0) for `reason`, None where no graphs are
+    wanted."""
 
     kind: GraphKind | None = None
     bucket: int = 0
@@ -32,7 +32,7 @@ EAGER = PathDecision()
 
 @dataclass(frozen=True, kw_only=True)
 class BatchShape:
-    """What the decision depends on.
+    """The inputs of the decision.
 
     `size`: tokens, or requests where the graphs are by batch. `rows`: rows of each request, `pages`: columns of the page
     table, both 0 where any will do. `hidden`: the hidden rows asked for, as CaptureHidden. `has_embeds`: the caller brought
@@ -48,7 +48,7 @@ class BatchShape:
 
 @dataclass(frozen=True, kw_only=True)
 class GraphLimits:
-    """What the graphs of a kind were captured for; fields as in BatchShape, 0 for no limit.
+    """The limits that the graphs of a kind were captured for; fields as in BatchShape, 0 for no limit.
 
     `is_by_token`: buckets count tokens, and a batch that leaves more than half of its bucket empty runs eagerly.
     """
@@ -113,27 +113,27 @@ class GraphFamily(Generic[ContextT, OutputT]):
                 logger.debug("captured %s %d", self.kind.value, bucket)
 
     def peek(self, shape: BatchShape) -> PathDecision:
-        """The decision, uncounted: for who asks what would happen."""
+        """The decision for a batch of this shape, without counting it."""
         reason = self._objection(shape)
         if reason is not None:
             return PathDecision(kind=self.kind, reason=reason)
         return PathDecision(kind=self.kind, bucket=bucket_for(self.buckets, shape.size))
 
     def decide(self, shape: BatchShape) -> PathDecision:
-        """How a batch of this shape runs; asked once per batch, for a fallback is counted here."""
+        """The decision for a batch of this shape. Call it once per batch: it counts fallbacks."""
         decision = self.peek(shape)
         if decision.reason is not None:
             self.pool.count_fallback(self.kind, decision.reason)
         return decision
 
     def replay(self, decision: PathDecision, context: ContextT) -> OutputT:
-        """Replay the graph decided for; what it returns is overwritten by the next replay."""
+        """Replay the chosen graph. The next replay overwrites its outputs."""
         if decision.kind is not self.kind or decision.bucket not in self._graphs:
             raise GraphError(f"{decision} is no decision for the graphs {self.captured} of {self.kind.value}")
         return self._graphs[decision.bucket].replay(context)
 
     def drop(self, bucket: int) -> None:
-        """Give up the graph of `bucket`, whose batches run eagerly from here on."""
+        """Release the graph of `bucket`; its batches run eagerly from then on."""
         self._graphs.pop(bucket)
         self.pool.drop(self.kind, bucket, self.limits.rows)
 

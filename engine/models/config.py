@@ -1,4 +1,4 @@
-"""What a checkpoint's config.json says about a model that we serve."""
+"""The config.json of a checkpoint: shapes and switches of a dense decoder, each key checked."""
 
 import json
 import logging
@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from .errors import CheckpointError
+from ..errors import CheckpointError
 from .rope import RopeConfig, read_rope_config
 
 logger = logging.getLogger(__name__)
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+FAMILIES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,21 +92,18 @@ def read_json(path: Path) -> dict[str, object]:
     return value
 
 
-def load_model_config(path: Path) -> ModelConfig:
-    """Read `path`/config.json and, for the EOS ids, generation_config.json.
+def read_dense_config(reader: ConfigReader, *, architecture: str) -> ModelConfig:
+    """The config of one of `FAMILIES`, and the EOS ids of generation_config.json beside it.
 
     Raises CheckpointError naming the file, key, value and remedy for whatever is missing, malformed or not supported.
     """
-    source = Path(path) / "config.json"
-    raw = read_json(source)
-    reader = ConfigReader(raw, source)
-    family = _family(reader)
+    family = FAMILIES[architecture]
     _refuse_unsupported(reader)
     hidden, heads = reader.count("hidden_size"), reader.count("num_attention_heads")
     kv_heads, head_dim = _head_shape(reader, family, hidden, heads)
     bias = reader.flag("attention_bias", False)
     return ModelConfig(
-        architecture=ARCHITECTURES[family],
+        architecture=architecture,
         hidden_size=hidden,
         intermediate_size=reader.count("intermediate_size"),
         num_layers=reader.count("num_hidden_layers"),
@@ -115,26 +112,16 @@ def load_model_config(path: Path) -> ModelConfig:
         head_dim=head_dim,
         vocab_size=reader.count("vocab_size"),
         rms_norm_eps=reader.number("rms_norm_eps", 1e-6),
-        rope=read_rope_config(raw, source),
+        rope=read_rope_config(reader.raw, reader.source),
         max_position_embeddings=reader.count("max_position_embeddings", 2048 if family == "llama" else 32768),
         tie_word_embeddings=reader.flag("tie_word_embeddings", False),
         attention_bias=True if family == "qwen2" else bias,
         attention_output_bias=False if family == "qwen2" else bias,
         mlp_bias=reader.flag("mlp_bias", False) if family == "llama" else False,
         qk_norm=family == "qwen3",
-        eos_token_ids=_eos_token_ids(reader, Path(path) / "generation_config.json"),
+        eos_token_ids=_eos_token_ids(reader, reader.source.parent / "generation_config.json"),
         dtype=_dtype(reader),
     )
-
-
-def _family(reader: ConfigReader) -> str:
-    names = reader.raw.get("architectures")
-    if not names:
-        names = [ARCHITECTURES.get(str(reader.raw.get("model_type")), str(reader.raw.get("model_type")))]
-    for family, architecture in ARCHITECTURES.items():
-        if isinstance(names, list) and names[0] == architecture:
-            return family
-    raise reader.error("architectures", f"supported are {', '.join(ARCHITECTURES.values())} (dense models)")
 
 
 def _refuse_unsupported(reader: ConfigReader) -> None:

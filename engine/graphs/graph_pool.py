@@ -1,4 +1,4 @@
-"""All graphs of a process: how many of which kind, what they cost, how often they ran and why others did not."""
+"""All graphs of a process, with their number, memory and replays by kind, and the reasons of eager forwards."""
 
 import time
 from collections import Counter
@@ -17,7 +17,7 @@ NamedTensors = Callable[[], Iterable[tuple[str, torch.Tensor]]]
 
 
 class GraphKind(Enum):
-    """Which forward a graph holds."""
+    """The forward that a graph holds."""
 
     TARGET_PREFILL = "target_prefill"  # by token bucket, breakable
     TARGET_VERIFY = "target_verify"  # decode and verify, by batch size, full
@@ -34,7 +34,7 @@ class GraphKind(Enum):
 
 
 class FallbackReason(Enum):
-    """Why a forward ran eagerly although graphs of its kind are wanted."""
+    """The reason of an eager forward where graphs of its kind are wanted."""
 
     TOKENS_OVER_MAX = "tokens_over_max"
     PADDING_OVER_2X = "padding_over_2x"  # the bucket has more than twice the real rows
@@ -114,7 +114,7 @@ class BoundTensors:
 
 
 class PooledGraph(Generic[ContextT, OutputT]):
-    """A graph in the inventory; its replays are counted there."""
+    """A graph of the pool, which counts its replays."""
 
     def __init__(
         self,
@@ -219,12 +219,12 @@ class GraphPool:
         self._fallbacks[kind, reason] += 1
 
     def forget_replays(self) -> None:
-        """Start counting replays anew: those of a self-test serve nobody."""
+        """Reset the replay counters, for example after a self-test."""
         self._replays.clear()
         self._pad_rows.clear()
 
     def report(self) -> PoolReport:
-        """What there is now and what happened since the start."""
+        """The graphs that exist now, and the counters since the start."""
         graphs = list(self._graphs.values())
         return PoolReport(
             backend=self.backend.name,

@@ -1,7 +1,7 @@
 """A trie over full pages, so that a prompt that begins like an earlier one starts behind the common pages.
 
-    page of a node    whole, final, read only: whoever matched it holds a reference of its own
-    busy              somebody besides the cache holds the node's page, or a node below it is busy
+    page of a node    whole, final, read only: each request that matched it holds a reference of its own
+    busy              the node's page has an owner besides the cache, or a node below it is busy
     idle              not busy: may be evicted, and so may everything below it
 
 A node turns idle after all its children have, so the order in which nodes turned idle lists children before parents and
@@ -11,7 +11,7 @@ the longest unused first: eviction takes from its front, and what it takes is al
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
-from .kv_pool import PageAllocator, PoolExhausted
+from .pool import PageAllocator, PoolExhausted
 
 _Key = tuple[int | str, ...]
 
@@ -28,7 +28,7 @@ class _Node:
 
 
 class PrefixCache:
-    """Shares pages between requests, and gives out new ones, evicting what nobody has used for longest.
+    """Shares pages between requests, and gives out new ones, evicting the least recently used ones.
 
     The one cache of its allocator, for one thread. Owners take pages by `match` and `alloc` and give them back with
     `allocator.release`; a page inserted by `insert` stays after its last owner left, until it is evicted.

@@ -1,0 +1,105 @@
+"""The plan of one forward's attention: made once per batch on its final rows, checked by every layer.
+
+Legend: T rows, B requests, Q rows per request, S context rows.
+"""
+
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import TypeAlias
+
+import torch
+
+from ..batch.forward_batch import ForwardBatch
+from ..errors import LifecycleError
+from ..host_copy import to_device
+
+# Requests of equally many rows, up to this many (a tree: any number), are attended as one padded batch; longer ones one
+# by one.
+MAX_UNIFORM_ROWS = 16
+
+Contents: TypeAlias = tuple[tuple[int, ...], ...]  # rows and lengths of the requests, writes of the tensors
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionMetadata:
+    """The plan of one version of one batch. `contents`: what the batch held, to see what was changed in place.
+
+    `kv_lens` `[B]` and `q_starts` `[B+1]`, int64 on the device: lengths, and the first row of each request; paged kernels
+    read them. `context_slots` `[B, S]` int64: the slot of each context row, 0 (the sink, which reads as zeros) beyond a
+    request's own length; for a backend that gathers the context, S is 0 otherwise. `uniform_rows`: Q when every request has
+    that many rows and no row is padding, else 0.
+    """
+
+    batch: ForwardBatch
+    version: int
+    contents: Contents
+    num_rows: int
+    uniform_rows: int
+    kv_lens: torch.Tensor
+    q_starts: torch.Tensor
+    context_slots: torch.Tensor
+
+    def check(self, num_rows: int) -> None:
+        """LifecycleError unless the batch is still the one planned and has `num_rows` rows."""
+        if self.version != self.batch.version:
+            raise LifecycleError(
+                f"attention was planned for version {self.version} of the batch, which is now at version "
+                f"{self.batch.version}; plan after the last change"
+            )
+        if self.contents != contents_of(self.batch):
+            raise LifecycleError(
+                f"version {self.version} of the batch was changed in place behind its plan; plan after the last change"
+            )
+        if self.num_rows != num_rows:
+            raise LifecycleError(f"attention was planned for {self.num_rows} rows and got {num_rows}")
+
+
+def contents_of(batch: ForwardBatch) -> Contents:
+    """The host's lengths, and how often each tensor that attention reads was written."""
+    tensors = (batch.positions, batch.slots, batch.page_table, batch.tree_mask)
+    written = tuple(0 if tensor is None else tensor._version for tensor in tensors)
+    return tuple(batch.q_lens), tuple(batch.kv_lens), written
+
+
+def plan(batch: ForwardBatch, page_size: int, *, gathers: bool = True) -> AttentionMetadata:
+    """Plan `batch` as it is now. Rows behind sum(q_lens) are padding: stored in the sink, attending to nothing.
+
+    `gathers`: with `context_slots`.
+    """
+    real_rows, longest = sum(batch.q_lens), max(batch.kv_lens, default=0)
+    pages, device = batch.page_table, batch.page_table.device
+    assert real_rows <= batch.num_tokens, (real_rows, batch.num_tokens)
+    assert pages.shape[0] == len(batch.kv_lens) == batch.num_requests, (
+        pages.shape,
+        batch.kv_lens,
+        batch.q_lens,
+    )
+    assert longest <= pages.shape[1] * page_size, (longest, pages.shape, page_size)
+    assert all(0 < q <= kv for q, kv in zip(batch.q_lens, batch.kv_lens, strict=True)), (
+        batch.q_lens,
+        batch.kv_lens,
+    )
+    lengths = to_device(torch.tensor(batch.kv_lens, dtype=torch.int64), device)
+    first = batch.q_lens[0] if batch.q_lens else 0
+    is_short = first <= MAX_UNIFORM_ROWS or batch.tree_mask is not None
+    is_uniform = all(q == first for q in batch.q_lens) and is_short and real_rows == batch.num_tokens
+    assert is_uniform or batch.tree_mask is None, "trees have equally many rows per request and no padding"
+    return AttentionMetadata(
+        batch=batch,
+        version=batch.version,
+        contents=contents_of(batch),
+        num_rows=batch.num_tokens,
+        uniform_rows=first if is_uniform else 0,
+        kv_lens=lengths,
+        q_starts=to_device(torch.tensor([0, *accumulate(batch.q_lens)], dtype=torch.int64), device),
+        context_slots=_context_slots(pages, lengths, longest if gathers else 0, page_size),
+    )
+
+
+def _context_slots(pages: torch.Tensor, lengths: torch.Tensor, longest: int, page_size: int) -> torch.Tensor:
+    columns = torch.arange(longest, device=pages.device)
+    used = pages[:, : -(-longest // page_size)]
+    slots = (used[:, :, None] * page_size + torch.arange(page_size, device=pages.device)).flatten(1)[
+        :, :longest
+    ]
+    return slots.masked_fill(columns >= lengths[:, None], 0)

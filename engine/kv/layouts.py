@@ -1,0 +1,142 @@
+"""How the KV of one model lies in a page: the one home of every size that follows from it.
+
+A page holds `page_size` tokens of all layers as one contiguous byte range. A layout is made once, from the model's config,
+and asked by the pool, the attention plan, the wire and the sizing of a worker. `MHALayout` is that of attention with K and V
+per KV head (multi-head, grouped-query, multi-query).
+"""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+
+
+class PageLayout(Protocol):
+    """What a page holds. Implementations are frozen; equal layouts have equal bytes."""
+
+    @property
+    def page_size(self) -> int:
+        """Tokens of a page."""
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the model, each with all `planes`."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of every element."""
+
+    @property
+    def planes(self) -> tuple[str, ...]:
+        """What a layer keeps of each token, in the order of the page's second axis."""
+
+    @property
+    def page_shape(self) -> tuple[int, ...]:
+        """Elements of one page: `[num_layers, len(planes), page_size, ...]`."""
+
+    @property
+    def elements_per_token(self) -> int:
+        """Elements of one token over all layers and planes."""
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of one token over all layers and planes."""
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page: `page_size` tokens."""
+
+    @property
+    def scale(self) -> float:
+        """The factor of attention scores, unless the model says otherwise."""
+
+    @property
+    def wire_heads(self) -> tuple[int, int]:
+        """(heads, elements per head) as a handshake names them: twice their product is one token of one layer."""
+
+    def shard(self, num_ranks: int) -> "PageLayout":
+        """The layout of the part of each page that one of `num_ranks` ranks holds; ValueError where it cannot be split."""
+
+
+class KVHeads(Protocol):
+    """What an MHA layout takes from a model's config, or from a handshake."""
+
+    @property
+    def num_kv_heads(self) -> int:
+        """K and V vectors of one token and layer."""
+
+    @property
+    def head_dim(self) -> int:
+        """Elements of each."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MHALayout:
+    """K and V of every KV head, `[num_layers, 2, page_size, num_kv_heads, head_dim]`; 2 = K, V.
+
+    Raises ValueError for a size below 1.
+    """
+
+    page_size: int
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, heads: KVHeads, *, num_layers: int, page_size: int, dtype: torch.dtype) -> "MHALayout":
+        """The layout of `num_layers` layers with `heads`, which a config has."""
+        return cls(
+            page_size=page_size,
+            num_layers=num_layers,
+            num_kv_heads=heads.num_kv_heads,
+            head_dim=heads.head_dim,
+            dtype=dtype,
+        )
+
+    def __post_init__(self) -> None:
+        if self.page_size < 1:
+            raise ValueError(f"page_size {self.page_size}: a page holds at least 1 token")
+        if min(self.num_layers, self.num_kv_heads, self.head_dim) < 1:
+            raise ValueError(
+                f"KV of {self.num_layers} layers x {self.num_kv_heads} KV heads x {self.head_dim}: "
+                "each must be at least 1"
+            )
+
+    @property
+    def planes(self) -> tuple[str, ...]:
+        return ("k", "v")
+
+    @property
+    def page_shape(self) -> tuple[int, ...]:
+        return (self.num_layers, len(self.planes), self.page_size, self.num_kv_heads, self.head_dim)
+
+    @property
+    def elements_per_token(self) -> int:
+        return math.prod(self.page_shape) // self.page_size
+
+    @property
+    def bytes_per_token(self) -> int:
+        return self.elements_per_token * self.dtype.itemsize
+
+    @property
+    def page_bytes(self) -> int:
+        return self.page_size * self.bytes_per_token
+
+    @property
+    def scale(self) -> float:
+        return float(self.head_dim**-0.5)
+
+    @property
+    def wire_heads(self) -> tuple[int, int]:
+        return self.num_kv_heads, self.head_dim
+
+    def shard(self, num_ranks: int) -> "MHALayout":
+        """KV heads are dealt out evenly; with fewer heads than ranks, each rank holds a copy of one head."""
+        most, least = max(self.num_kv_heads, num_ranks), min(self.num_kv_heads, num_ranks)
+        if num_ranks < 1 or most % least:
+            raise ValueError(
+                f"{self.num_kv_heads} KV heads cannot be dealt to {num_ranks} ranks; one number must divide the other"
+            )
+        return replace(self, num_kv_heads=max(self.num_kv_heads // num_ranks, 1))

@@ -1,0 +1,102 @@
+"""The registry of models: architecture name -> reader of its config.json and model class.
+
+A new architecture needs a class that satisfies `interface.CausalLM`, a reader of its config, and an entry in `MODELS`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from ..errors import CheckpointError
+from .config import ConfigReader, ModelConfig, read_dense_config, read_json
+from .interface import CausalLM
+from .llama import LlamaForCausalLM
+
+
+class ReadConfig(Protocol):
+    """Reads the config of one architecture."""
+
+    def __call__(self, reader: ConfigReader) -> ModelConfig:
+        """Raises CheckpointError naming file, key, value and remedy."""
+
+
+class BuildModel(Protocol):
+    """A model class."""
+
+    def __call__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device | str) -> CausalLM:
+        """The model of `config`, its weights allocated in `dtype` on `device` and not filled."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelEntry:
+    """One architecture. `model_type` finds it where config.json has no `architectures`."""
+
+    architecture: str
+    model_type: str
+    read_config: ReadConfig
+    build: BuildModel
+
+
+MODELS = (
+    ModelEntry(
+        architecture="LlamaForCausalLM",
+        model_type="llama",
+        read_config=partial(read_dense_config, architecture="LlamaForCausalLM"),
+        build=LlamaForCausalLM,
+    ),
+    ModelEntry(
+        architecture="Qwen2ForCausalLM",
+        model_type="qwen2",
+        read_config=partial(read_dense_config, architecture="Qwen2ForCausalLM"),
+        build=LlamaForCausalLM,
+    ),
+    ModelEntry(
+        architecture="Qwen3ForCausalLM",
+        model_type="qwen3",
+        read_config=partial(read_dense_config, architecture="Qwen3ForCausalLM"),
+        build=LlamaForCausalLM,
+    ),
+)
+
+
+def load_model_config(path: Path, models: Sequence[ModelEntry] = MODELS) -> ModelConfig:
+    """Read `path`/config.json and, for the EOS ids, generation_config.json.
+
+    Raises CheckpointError naming the file, key, value and remedy for whatever is missing, malformed or not supported; for
+    an unknown architecture it names those of `models`.
+    """
+    source = Path(path) / "config.json"
+    reader = ConfigReader(read_json(source), source)
+    return _entry_named(reader, models).read_config(reader)
+
+
+def build_model(
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    models: Sequence[ModelEntry] = MODELS,
+) -> CausalLM:
+    """The model of `config.architecture`, allocated and not filled. CheckpointError for one that is not in `models`."""
+    for entry in models:
+        if entry.architecture == config.architecture:
+            return entry.build(config, dtype=dtype, device=device)
+    raise CheckpointError(f"architecture {config.architecture!r}: {_supported(models)}")
+
+
+def _entry_named(reader: ConfigReader, models: Sequence[ModelEntry]) -> ModelEntry:
+    names = reader.raw.get("architectures")
+    for entry in models:
+        if not names and reader.raw.get("model_type") == entry.model_type:
+            return entry
+        if isinstance(names, list) and names and names[0] == entry.architecture:
+            return entry
+    raise reader.error("architectures", _supported(models))
+
+
+def _supported(models: Sequence[ModelEntry]) -> str:
+    return f"supported are {', '.join(entry.architecture for entry in models)} (dense models)"
