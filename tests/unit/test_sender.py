@@ -3,6 +3,7 @@
 import msgspec
 import pytest
 from baton.cluster import messages as m
+from baton.cluster.ciphers import AES_128_GCM
 from baton.cluster.errors import LocalProtocolError
 from baton.kvtransfer.sender import SenderSession
 from baton.kvtransfer.session import REMIND_S, Effect, Notify, Send, SendBlock
@@ -345,3 +346,49 @@ def test_have_that_does_not_fit_the_prompt_is_aborted(session: SenderSession) ->
     for have in (3, 12):
         assert aborts(session.receive("d", attach(have=have), 0.0)) == [("d", 0)]
     assert session.num_rooms == 1
+
+
+def reattached(session: SenderSession, *, at: float) -> list[Effect]:
+    """Two blocks were ready and pulled; decode attaches again at time `at`, with a page of the prompt in hand."""
+    attached(session)
+    session.advance(ROOM, 0, 8, None, 0.0)
+    for block in (0, 1):
+        session.receive("d", pull(block), 0.0)
+    return session.receive("d", attach(have=4), at)
+
+
+def test_an_attach_with_another_have_owes_its_ready_blocks_again(session: SenderSession) -> None:
+    assert reattached(session, at=1.0) == [Send("d", announce(8))]
+    assert session.next_deadline() == 6.0, "block 0 of the new stream is ready and was never pulled"
+    assert events(session.tick(5.9)) == []
+    assert [type(event) for event in events(session.tick(6.0))] == [Dropped]
+
+
+def test_an_attach_with_another_have_renews_the_lease(session: SenderSession) -> None:
+    reattached(session, at=4.9)
+    assert events(session.tick(9.8)) == []
+    assert [type(event) for event in events(session.tick(9.9))] == [Dropped]
+
+
+def test_an_aborted_attach_is_forgotten_before_its_offer_comes(session: SenderSession) -> None:
+    session.receive("d", attach(), 0.0)
+    session.receive("d", m.Abort(room=ROOM, epoch=0, instance=D), 0.0)
+    assert session.next_deadline() is None, "nothing is kept of it"
+    assert session.offer(offer(), 1.0) == []
+    assert session.advance(ROOM, 0, 8, None, 1.0) == [], "decode hears nothing of a room that it gave up"
+
+
+def test_sealed_transfers_never_share_a_key_across_another_have() -> None:
+    sealing = SenderSession(P, LAYOUT, ciphers=(AES_128_GCM,))
+    sealing.receive(
+        "d", m.KVHello(instance=D, protocol=m.PROTOCOL_MAJOR, layout=LAYOUT, ciphers=(AES_128_GCM,)), 0.0
+    )
+    sealing.offer(offer(), 0.0)
+    keys = []
+    for have in (0, 0, 4, 8):
+        (said,) = sealing.receive("d", attach(have=have), 0.0)
+        assert isinstance(said, Send)
+        assert isinstance(said.message, m.Announce)
+        keys.append(said.message.key)
+    assert keys[0] == keys[1], "the same transfer keeps its key"
+    assert len(set(keys)) == 3, "a block of another stream under an old nonce would show both"
