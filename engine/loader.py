@@ -36,7 +36,8 @@ from .speculative.eagle3_weights import load_eagle3
 from .speculative.overlapped import OverlappedDecoder, device_steps
 from .speculative.spec_config import Eagle3Config
 from .speculative.spec_decoder import SpecDecoder
-from .weights import load_model, model_fingerprint
+from .weights import load_model
+from .weights_hash import WeightsHash, model_fingerprint
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +75,7 @@ class Engine:
     step_policy: StepPolicy | None = None
     graphs: GraphSet | None = None
     steps: DeviceSteps | None = None
+    weights: WeightsHash | None = None
 
     def decoder(self) -> SpecDecoder:
         """A decoder of requests on this engine; there is one at a time."""
@@ -107,6 +109,11 @@ class Engine:
     @property
     def feature_width(self) -> int:
         return 0 if self.draft_config is None else self.draft_config.dims.target_feature_width
+
+    @property
+    def weights_hash(self) -> str:
+        """sha256 (hex) of every byte of the weights; "" until it is known."""
+        return "" if self.weights is None else self.weights.value
 
     @property
     def graph_counts(self) -> dict[str, int]:
@@ -177,6 +184,7 @@ class EngineLoader:
         self._device = resolve_device(config.device)
         self._dtype = resolve_dtype(config.dtype, self._device)
         self._path = resolve_checkpoint(config.model)
+        self._weights = WeightsHash(self._path)
         self._model, self._model_config = load_model(self._path, dtype=self._dtype, device=self._device)
         self._fingerprint = model_fingerprint(self._path)
         limit = self._model_config.max_position_embeddings
@@ -251,6 +259,7 @@ class EngineLoader:
         self._engine = Engine(
             path=self._path,
             fingerprint=self._fingerprint,
+            weights=self._weights,
             model_config=model,
             model=self._model,
             draft_config=self._draft_config,
