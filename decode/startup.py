@@ -23,7 +23,7 @@ from ..cluster.watchdog import Watchdog
 from ..engine.config import EngineConfig
 from ..engine.loader import Engine, EngineLoader
 from ..kvtransfer.heap import keep_blocks
-from ..kvtransfer.identity import hello_of, layout_of, planes_of
+from ..kvtransfer.identity import draft_widths_of, hello_of, layout_of, planes_of
 from ..kvtransfer.link import WorkerLink
 from ..kvtransfer.transports.zmq_blocks import ZmqBlocksReceiver
 from ..kvtransfer.worker_loop import WorkerLoop
@@ -50,6 +50,7 @@ def start(config: DecodeConfig, instance: str) -> Serve:
         model_fingerprint=engine.fingerprint,
         feature_ids=engine.feature_ids,
         feature_width=engine.feature_width,
+        weights_hash=engine.weights_hash,
     )
 
     ciphers = ciphers_of(config.kv_cipher, has_keys=bool(config.keys), trusted_network=config.trusted_network)
@@ -77,6 +78,7 @@ def start(config: DecodeConfig, instance: str) -> Serve:
             vocab_size=engine.model_config.vocab_size,
             max_running=config.max_running,
             local_prefill=True,
+            draft_widths=draft_widths_of(engine),
             spec_tokens=engine.shape.spare_slots,
             transports=transports,
         )
@@ -88,6 +90,8 @@ def start(config: DecodeConfig, instance: str) -> Serve:
 
     link = WorkerLink(open_planes)
     run_phases([("open sockets", link.start)])
+    if engine.weights is not None:
+        engine.weights.start()
     loop = _loop_of(config, engine, link, instance, shutdown, tell, tracing, notifier)
     return closing(tracing, loop.run)
 

@@ -159,6 +159,8 @@ class DecodeWorker:
             graphs=GraphCounts(**self.engine.graph_counts),
             accept_length=self._accounts.accept_length,
             spec_steps=self.engine.spec_steps,
+            phase=self.engine.lifecycle.phase.name.lower(),
+            weights_hash=self.engine.weights_hash,
             counters=self._counters
             | self.engine.step_counters
             | self.engine.graph_counters

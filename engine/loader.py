@@ -76,6 +76,9 @@ class Engine:
     graphs: GraphSet | None = None
     steps: DeviceSteps | None = None
     weights: WeightsHash | None = None
+    feature_ids: tuple[
+        int, ...
+    ] = ()  # layer outputs that prefill captures, or that decode's head reads, in its order
 
     def decoder(self) -> SpecDecoder:
         """A decoder of requests on this engine; there is one at a time."""
@@ -103,12 +106,9 @@ class Engine:
         return self.cache.allocator.num_total
 
     @property
-    def feature_ids(self) -> tuple[int, ...]:
-        return () if self.draft_config is None else self.draft_config.aux.ids
-
-    @property
     def feature_width(self) -> int:
-        return 0 if self.draft_config is None else self.draft_config.dims.target_feature_width
+        """Elements of all captured features per token."""
+        return len(self.feature_ids) * self.model_config.hidden_size if self.feature_ids else 0
 
     @property
     def weights_hash(self) -> str:
@@ -196,6 +196,7 @@ class EngineLoader:
         self.lifecycle.advance(Phase.LOADED)
 
     def _configure_aux(self) -> None:
+        is_dflash, ids = False, tuple[int, ...]()
         if self.config.has_draft:
             draft_path = resolve_checkpoint(self.config.draft)
             running = str(self._dtype).removeprefix("torch.")
@@ -208,9 +209,28 @@ class EngineLoader:
                     f"draft {self.config.draft}: a DFLASH drafter can be prefilled for, but decode runs EAGLE3 heads only; "
                     "give it one, or none"
                 )
-            configure_aux_capture(self._model, draft.aux.ids, is_dflash=is_dflash)
+            ids = draft.aux.ids
             logger.info("draft config: %r", self._draft_config)
+        if not self.has_drafter:
+            ids = self._offered(ids)
+        if ids:
+            configure_aux_capture(self._model, ids, is_dflash=is_dflash)
+        self._feature_ids = ids
         self.lifecycle.advance(Phase.AUX_CONFIGURED)
+
+    def _offered(self, ids: tuple[int, ...]) -> tuple[int, ...]:
+        """The layers that prefill captures: those of its head, then the others of `feature_layers`, each once.
+
+        Raises CheckpointError for a layer that the model does not have.
+        """
+        extra, num_layers = self.config.extra_feature_ids, self._model_config.num_layers
+        beyond = [layer for layer in extra if layer >= num_layers]
+        if beyond:
+            raise CheckpointError(
+                f"feature_layers {self.config.feature_layers}: the model at {self._path} has layers 0 to {num_layers - 1}, "
+                f"not {beyond[0]}; name the layers that the decode workers' heads read"
+            )
+        return tuple(dict.fromkeys((*ids, *extra)))
 
     def _share(self) -> None:
         if self.has_drafter and isinstance(self._draft_config, Eagle3Config):
@@ -237,8 +257,8 @@ class EngineLoader:
             self._device,
         )
         features, drafter = None, None
-        if self._draft_config is not None and not self.has_drafter:
-            width = self._draft_config.dims.target_feature_width
+        if self._feature_ids and not self.has_drafter:
+            width = len(self._feature_ids) * model.hidden_size
             features = FeaturePlane(num_pages, config.page_size, width, self._dtype, self._device)
         if self._head is not None:
             drafter = DraftWorker(
@@ -260,6 +280,7 @@ class EngineLoader:
             path=self._path,
             fingerprint=self._fingerprint,
             weights=self._weights,
+            feature_ids=self._feature_ids,
             model_config=model,
             model=self._model,
             draft_config=self._draft_config,
@@ -358,8 +379,8 @@ class EngineLoader:
         per_token = model.num_layers * 2 * model.num_kv_heads * model.head_dim
         if self.has_drafter and isinstance(draft, Eagle3Config):
             per_token += 2 * draft.num_kv_heads * draft.head_dim
-        elif draft is not None:
-            per_token += draft.dims.target_feature_width
+        elif not self.has_drafter:
+            per_token += len(self._feature_ids) * model.hidden_size
         return per_token * self.config.page_size * self._dtype.itemsize
 
 

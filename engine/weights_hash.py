@@ -1,7 +1,7 @@
 """Which weights a checkpoint holds: a fingerprint from samples of every tensor, and a hash of every byte.
 
-`model_fingerprint` is ready at start: it reads at most `MAX_SAMPLED_BYTES` and the headers. `WeightsHash` reads every byte in
-the background and keeps the result in a cache file, so a restarted worker knows it at once.
+`model_fingerprint` is ready at start: it reads the headers and at most `MAX_SAMPLED_BYTES`. `WeightsHash` reads every
+byte in the background and keeps the result in a cache file, so a restarted worker knows it at once.
 """
 
 import contextlib

@@ -5,17 +5,27 @@ import socket
 from collections.abc import Sequence
 
 from ..cluster.kv_messages import block_bytes_of
-from ..cluster.messages import PROTOCOL_MAJOR, YOUNG_FIELDS, Hello, Layout
+from ..cluster.messages import PROTOCOL_MAJOR, YOUNG_FIELDS, DraftWidths, Hello, Layout
 from ..cluster.transports import ZMQ_BLOCKS
 from ..engine.kv_pool import FeaturePlane, KVPool
+from ..engine.loader import Engine
 from .fingerprint import pair_fingerprint
 from .transport import Planes
 
 
 def layout_of(
-    pool: KVPool, *, model_fingerprint: str, feature_ids: Sequence[int], feature_width: int
+    pool: KVPool,
+    *,
+    model_fingerprint: str,
+    feature_ids: Sequence[int],
+    feature_width: int,
+    weights_hash: str = "",
 ) -> Layout:
-    """The wire layout of the pool's pages, with the fingerprint that the router pairs by."""
+    """The wire layout of the pool's pages, with the fingerprint that the router pairs by.
+
+    `feature_ids`: the layers that prefill offers, or that decode's head reads, in the order of its input; `feature_width`:
+    elements of all of them per token. `weights_hash`: of every byte of the weights, "" while it is not known.
+    """
     dtype = str(pool.dtype).removeprefix("torch.")
     fingerprint = pair_fingerprint(
         model_fingerprint,
@@ -24,8 +34,6 @@ def layout_of(
         num_layers=pool.num_layers,
         num_kv_heads=pool.num_kv_heads,
         head_dim=pool.head_dim,
-        feature_ids=feature_ids,
-        feature_width=feature_width,
     )
     token_bytes = pool.page_bytes // pool.page_size + feature_width * pool.dtype.itemsize
     return Layout(
@@ -38,12 +46,27 @@ def layout_of(
         feature_ids=list(feature_ids),
         feature_width=feature_width,
         block_bytes=block_bytes_of(token_bytes),
+        weights_hash=weights_hash,
     )
 
 
 def planes_of(pool: KVPool, features: FeaturePlane | None) -> Planes:
     """The pages as bytes. Decode has no feature plane: a room's features land in its own staging tensor."""
     return Planes(kv=pool.byte_view(), features=None if features is None else features.byte_view())
+
+
+def draft_widths_of(engine: Engine) -> DraftWidths | None:
+    """What the engine's drafter takes and gives; None where nothing is drafted."""
+    if engine.drafter is None or engine.draft_config is None:
+        return None
+    shape = engine.shape
+    return DraftWidths(
+        features=engine.feature_width,
+        hidden=engine.draft_config.dims.self_width,
+        steps=shape.steps,
+        topk=shape.topk,
+        tokens=shape.num_nodes,
+    )
 
 
 def hello_of(
@@ -60,6 +83,7 @@ def hello_of(
     spec_tokens: int = 0,
     transports: Sequence[str] = (ZMQ_BLOCKS,),
     local_prefill: bool = False,
+    draft_widths: DraftWidths | None = None,
 ) -> Hello:
     """The worker's registration with the router."""
     return Hello(
@@ -67,6 +91,9 @@ def hello_of(
         instance=instance,
         protocol=PROTOCOL_MAJOR,
         fingerprint=layout.fingerprint,
+        feature_ids=tuple(layout.feature_ids),
+        feature_width=layout.feature_width,
+        draft_widths=draft_widths,
         model=model,
         kv_endpoint=kv_endpoint,
         pages_total=pool.num_pages - 1,  # page 0 is the padding sink

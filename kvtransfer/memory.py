@@ -21,6 +21,7 @@ from .seal import TAG_BYTES, BlockName, Sealer
 from .transport import Planes, PullRequest
 
 MAX_SPARE_STAGING = 16
+Columns = tuple[int, ...] | None  # of the feature rows, those that travel; None: the rows as they lie
 CACHED_BYTES = 256 << 10  # source and target together stay in a level 2 cache of 1 MiB
 
 
@@ -103,13 +104,14 @@ class DeviceCopies:
 
 @dataclass(frozen=True)
 class Filling:
-    """A block of `size` bytes on its way into a slot; its digest continues `seed`."""
+    """A block of `size` bytes on its way into a slot; its digest continues `seed`. `columns`: as in `BlockReader.read`."""
 
     slot: Bytes
     segments: Sequence[Segment]
     pages: Sequence[int]
     size: int
     seed: int
+    columns: Columns = None
 
 
 @dataclass(frozen=True)
@@ -139,6 +141,7 @@ class BlockReader:
         self._planes: dict[Plane, torch.Tensor] = {"kv": planes.kv}
         if planes.features is not None:
             self._planes["features"] = planes.features
+        self._page_size, self._num_features = layout.wire.page_size, len(layout.wire.feature_ids)
         self._is_cuda = planes.kv.is_cuda
         self._copies = DeviceCopies(planes.kv.device) if self._is_cuda else None
         self._arrays: dict[Plane, Bytes] = (
@@ -149,17 +152,22 @@ class BlockReader:
         self.crc: Crc = self._hands.crc
         self.pin: Pin = partial(pin, device=planes.kv.device, is_read_only=False) if self._is_cuda else no_pin
 
-    def read(self, segments: Sequence[Segment], pages: Sequence[int], size: int) -> Payload:
-        """The `size` bytes of a block; zero-copy when it is one run of CPU memory."""
+    def read(
+        self, segments: Sequence[Segment], pages: Sequence[int], size: int, columns: Columns = None
+    ) -> Payload:
+        """The `size` bytes of a block; zero-copy when it is one run of CPU memory.
+
+        `columns`: the layers of a feature row that the block has, as positions in the plane's row, in the block's order.
+        """
         if len(segments) == 1 and not self._is_cuda:
-            return Payload(self._run(segments[0], pages).data, None)
+            return Payload(self._run(segments[0], pages, columns).data, None)
         staging = self._pool.take()
         target = staging.numpy()
         if self._is_cuda:
-            self._gather_cuda(staging, segments, pages)
+            self._gather_cuda(staging, segments, pages, columns)
         else:
             for segment in segments:
-                np.copyto(_cut(target, segment), self._run(segment, pages))
+                np.copyto(_cut(target, segment), self._run(segment, pages, columns))
         return Payload(target[:size].data, staging)
 
     def fill(self, fillings: Sequence[Filling], *, is_pinned: bool = False) -> list[int]:
@@ -170,7 +178,8 @@ class BlockReader:
             return [self._fill(filling) for filling in fillings]
         assert self._copies is not None
         for filling in fillings:
-            self._copies.begin(self._gathered(_tensor_of(filling.slot), filling.segments, filling.pages))
+            target = _tensor_of(filling.slot)
+            self._copies.begin(self._gathered(target, filling.segments, filling.pages, filling.columns))
         self._copies.finish()
         return self._hands.digests(
             [(filling.slot[: filling.size].data, filling.seed) for filling in fillings], self.crc
@@ -180,12 +189,13 @@ class BlockReader:
         target, seed = filling.slot, filling.seed
         if self._is_cuda:
             staging = self._pool.take()
-            self._gather_cuda(staging, filling.segments, filling.pages)
+            self._gather_cuda(staging, filling.segments, filling.pages, filling.columns)
             self._hands.copy(target, staging.numpy()[: filling.size])
             self._pool.give(staging)
             return self.crc(target[: filling.size].data, seed)
         for segment in filling.segments:
-            seed = _copy(self._run(segment, filling.pages), _cut(target, segment), seed, self.crc)
+            source = self._run(segment, filling.pages, filling.columns)
+            seed = _copy(source, _cut(target, segment), seed, self.crc)
         return seed
 
     def seal(self, payload: Payload, sealer: Sealer, name: BlockName) -> tuple[Payload, int]:
@@ -201,19 +211,38 @@ class BlockReader:
         """Takes a payload's staging buffer back once nobody reads it."""
         self._pool.give(staging)
 
-    def _run(self, segment: Segment, pages: Sequence[int]) -> Bytes:
+    def _run(self, segment: Segment, pages: Sequence[int], columns: Columns) -> Bytes:
+        if columns is not None and segment.plane == "features":
+            return self._taken(segment, pages, columns).numpy()
         return self._arrays[segment.plane][pages[segment.page_index], segment.lo : segment.hi]
 
-    def _gather_cuda(self, staging: torch.Tensor, segments: Sequence[Segment], pages: Sequence[int]) -> None:
+    def _gather_cuda(
+        self, staging: torch.Tensor, segments: Sequence[Segment], pages: Sequence[int], columns: Columns
+    ) -> None:
         assert self._copies is not None
-        self._copies.run(self._gathered(staging, segments, pages))
+        self._copies.run(self._gathered(staging, segments, pages, columns))
 
     def _gathered(
-        self, staging: torch.Tensor, segments: Sequence[Segment], pages: Sequence[int]
+        self, staging: torch.Tensor, segments: Sequence[Segment], pages: Sequence[int], columns: Columns
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """(target, source) of each segment. On a GPU to be iterated on the stream that copies: sources may be made there."""
         for segment in segments:
-            page = self._planes[segment.plane][pages[segment.page_index], segment.lo : segment.hi]
-            yield staging[segment.at : segment.at + segment.hi - segment.lo], page
+            if columns is not None and segment.plane == "features":
+                source = self._taken(segment, pages, columns)
+            else:
+                source = self._planes[segment.plane][pages[segment.page_index], segment.lo : segment.hi]
+            yield staging[segment.at : segment.at + segment.hi - segment.lo], source
+
+    def _taken(self, segment: Segment, pages: Sequence[int], columns: tuple[int, ...]) -> torch.Tensor:
+        """Bytes [lo, hi) of a feature page that has only the layers `columns`: a copy, of whole rows at most one too many at
+        either end.
+        """
+        page = self._planes["features"][pages[segment.page_index]]
+        layers = page.view(self._page_size, self._num_features, -1)
+        row_bytes = len(columns) * layers.shape[2]
+        first, end = segment.lo // row_bytes, -(-segment.hi // row_bytes)
+        rows = torch.cat([layers[first:end, column] for column in columns], dim=1)
+        return rows.view(-1)[segment.lo - first * row_bytes : segment.hi - first * row_bytes]
 
 
 class BlockWriter:

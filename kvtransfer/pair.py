@@ -84,11 +84,9 @@ class Pair:
 
     def welcome(self, ours: KVLayout, welcome: KVWelcome) -> None:
         """Takes the peer's answer in. Raises HandshakeRefused for one that does not follow from ours."""
-        common = agree(ours.wire, welcome.layout)
+        common = agree(welcome.layout, ours.wire)
         if common != welcome.layout:
             raise HandshakeRefused("prefill's common KV layout is not the common one")
-        if ours.has_features and not common.feature_width:
-            raise HandshakeRefused("prefill captures no features and this decode worker drafts from them")
         if welcome.cipher not in self._hello.ciphers:
             accepted = ", ".join(self._hello.ciphers)
             raise HandshakeRefused(f"prefill chose cipher {welcome.cipher[:16]!r}, ours: {accepted}")

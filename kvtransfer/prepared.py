@@ -36,7 +36,7 @@ class PreparedBlocks:
         if known is not None and known[0] is item:
             return known[1:]
         self.drop(key_of(item))
-        payload = self._reader.read(item.segments, item.pages[item.first_page :], item.size)
+        payload = self._reader.read(item.segments, item.pages[item.first_page :], item.size, item.columns)
         digest = attempt = 0
         if item.sealer is None:
             digest = block_digest(item.room, item.epoch, item.block, payload.data, self._reader.crc)

@@ -26,7 +26,7 @@ from ..cluster.messages import (
     Release,
 )
 from ..cluster.transports import ZMQ_BLOCKS, best_common
-from .layout import KVLayout, agree
+from .layout import KVLayout, agree, feature_columns
 from .seal import KEY_BYTES, Sealer
 from .session import (
     LEASE_S,
@@ -59,6 +59,7 @@ class _Greeted:
     layout: KVLayout
     transport: str
     cipher: str
+    columns: tuple[int, ...] | None  # of the feature rows, those that travel
 
 
 @dataclass(frozen=True)
@@ -256,7 +257,8 @@ class SenderSession:
         except HandshakeRefused as refusal:
             self.counters.refused_peers += 1
             return [Send(peer, KVRefused(instance=self.instance, reason=str(refusal)))]
-        self._peers[peer] = _Greeted(hello.instance, KVLayout(common), transport, cipher)
+        columns = feature_columns(self.layout.wire, common)
+        self._peers[peer] = _Greeted(hello.instance, KVLayout(common), transport, cipher, columns)
         self._peers.move_to_end(peer)
         while len(self._peers) > self._max_peers:
             self._peers.popitem(last=False)
@@ -287,6 +289,7 @@ class SenderSession:
             known.lease.renew(now)
             known.sealer = Sealer(self._random_bytes(KEY_BYTES)) if is_sealed else None
         known.peer, known.peer_instance, known.stream = peer, attach.instance, stream
+        known.columns = greeted.columns
         known.move(SenderState.ATTACHED)
         return [self._announce(known, now)]
 
@@ -355,6 +358,7 @@ class SenderSession:
             pages=known.offer.pages,
             first_page=skipped,
             sealer=known.sealer,
+            columns=known.columns,
         )
         return [block]
 

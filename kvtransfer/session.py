@@ -52,6 +52,9 @@ class SendBlock:
     pages: tuple[int, ...]  # the room's page ids, shared by all its blocks
     first_page: int  # where Segment.page_index counts from
     sealer: Sealer | None = None  # None: the block goes with a digest
+    columns: tuple[int, ...] | None = (
+        None  # of the feature rows, those that travel; None: the rows as they lie
+    )
 
 
 @dataclass(frozen=True)
@@ -131,6 +134,7 @@ class SenderRoom:
     peer: Peer = ""
     peer_instance: str = ""
     stream: RoomStream | None = None  # set by the Attach, which says `have`
+    columns: tuple[int, ...] | None = None  # as in SendBlock
     tokens_ready: int = 0
     first_token: int | None = None
     num_pulled: int = 0  # 1 + the highest block that was pulled

@@ -83,6 +83,8 @@ def start(config: PrefillConfig, instance: str) -> Serve:
 
     link = WorkerLink(open_planes)
     run_phases([("open sockets", link.start)])
+    if engine.weights is not None:
+        engine.weights.start()
     worker = _worker(config, engine, link, instance, tracing)
     feed = link.feeder(Watchdog(config.watchdog_s, notifier=notifier))
     loop = WorkerLoop(
@@ -114,6 +116,7 @@ def _layout_of(engine: Engine) -> Layout:
         model_fingerprint=engine.fingerprint,
         feature_ids=engine.feature_ids,
         feature_width=engine.feature_width,
+        weights_hash=engine.weights_hash,
     )
 
 

@@ -168,6 +168,8 @@ class PrefillWorker:
             graphs=GraphCounts(
                 **self.engine.graph_counts
             ),  # the loader of this role captures no decode graphs
+            phase=self.engine.lifecycle.phase.name.lower(),
+            weights_hash=self.engine.weights_hash,
             counters=self._counters | self.engine.graph_counters | self.link.transport_counters,
         )
 

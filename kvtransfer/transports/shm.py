@@ -225,7 +225,7 @@ class SenderSlabs:
 
 def _filling(item: SendBlock, slot: Bytes) -> Filling:
     seed = digest_seed(item.room, item.epoch, item.block, item.size)
-    return Filling(slot, item.segments, item.pages[item.first_page :], item.size, seed)
+    return Filling(slot, item.segments, item.pages[item.first_page :], item.size, seed, item.columns)
 
 
 @dataclass
