@@ -25,7 +25,8 @@ from ..engine.loader import Engine, EngineLoader
 from ..kvtransfer.heap import keep_blocks
 from ..kvtransfer.identity import draft_widths_of, hello_of, layout_of, planes_of
 from ..kvtransfer.link import WorkerLink
-from ..kvtransfer.transports.zmq_blocks import ZmqBlocksReceiver
+from ..kvtransfer.transport import PollableTransport
+from ..kvtransfer.transports.registry import ReceiverSetup, open_receiver
 from ..kvtransfer.worker_loop import WorkerLoop
 from .spans import DecodeSpans
 from .worker import DecodeWorker
@@ -55,19 +56,19 @@ def start(config: DecodeConfig, instance: str) -> Serve:
 
     ciphers = ciphers_of(config.kv_cipher, has_keys=bool(config.keys), trusted_network=config.trusted_network)
 
-    def open_planes(context: zmq.Context[Socket]) -> tuple[RouterLinks, ZmqBlocksReceiver]:
-        transport = ZmqBlocksReceiver(
-            instance,
-            layout,
-            planes_of(engine.pool, engine.features),
+    def open_planes(context: zmq.Context[Socket]) -> tuple[RouterLinks, PollableTransport]:
+        setup = ReceiverSetup(
+            instance=instance,
+            layout=layout,
+            planes=planes_of(engine.pool, engine.features),
             context=context,
             keyring=keyring,
             ciphers=ciphers,
             window=config.pull_window,
             lease_s=config.lease_s,
-            transports=transports,
+            reach=reach,
         )
-        transport.reach = reach
+        transport = open_receiver(transports, setup)
         hello = hello_of(
             layout,
             engine.pool,

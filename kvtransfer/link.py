@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import zmq
 
@@ -23,25 +23,11 @@ from ..cluster.messages import ControlDown, ControlUp
 from ..cluster.router_links import RouterLinks
 from ..cluster.watchdog import Watchdog
 from .owners import EVERY, FromRouter, RoomOwners, RouterLost, ToRouter
-from .transport import Dropped, KVTransport, Lost, Offer, PullRequest, TransportEvent
+from .transport import Dropped, KVTransport, Lost, Offer, PollableTransport, PullRequest, TransportEvent
 
 IDLE_WAIT_S = 0.2
 INBOX_LIMIT = 4096  # events that the scheduler has not taken yet
 Opening = TypeVar("Opening", Offer, PullRequest)
-
-
-class PollableTransport(KVTransport, Protocol):
-    """A transport that a poller can wait for."""
-
-    def pollables(self) -> list[zmq.Socket[bytes]]:
-        """The sockets whose readability means that `poll` has work."""
-
-    def next_deadline(self, now: float) -> float | None:
-        """When `poll` must be called at the latest, on the monotonic clock."""
-
-    @property
-    def counters(self) -> dict[str, float]:
-        """What the transport did and dropped so far."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +138,7 @@ class WorkerLink:
         self._wake_w.setblocking(False)
         self._started: queue.SimpleQueue[BatonError | None] = queue.SimpleQueue()  # what failed
         self._stopping = threading.Event()
-        self._polled: list[zmq.Socket[bytes]] = []
+        self._polled: list[zmq.Socket[bytes] | int] = []
         self._poller = zmq.Poller()
         self._thread = threading.Thread(target=self._run, name="link", daemon=True)
         self.connected = False
@@ -242,7 +228,10 @@ class WorkerLink:
             context.term()
 
     def _turn(self, work: LinkWork, routers: RouterLinks, transport: PollableTransport) -> None:
-        """Wait for the earliest of: a message, a block, a command, a deadline. Then do what is due."""
+        """Wait for the earliest of: a message, a block, a command, a deadline. Then do what is due.
+
+        The transport's descriptors may be edge-triggered: nothing touches it between its `next_deadline` and the wait.
+        """
         controls = routers.links.values()
         self._turned_at = now = time.monotonic()
         deadlines = [
@@ -264,12 +253,12 @@ class WorkerLink:
         self.transport_counters = transport.counters
         routers.refresh()
 
-    def _poller_for(self, sockets: list["zmq.Socket[bytes]"]) -> zmq.Poller:
-        """A poller for `sockets` and the wake-up; the last one again while the sockets are the same."""
-        if sockets != self._polled:
-            self._polled, self._poller = sockets, zmq.Poller()
+    def _poller_for(self, pollables: list["zmq.Socket[bytes] | int"]) -> zmq.Poller:
+        """A poller for these and the wake-up; the last one again while they are the same."""
+        if pollables != self._polled:
+            self._polled, self._poller = pollables, zmq.Poller()
             self._poller.register(self._wake_r.fileno(), zmq.POLLIN)
-            for ready in sockets:
+            for ready in pollables:
                 self._poller.register(ready, zmq.POLLIN)
         return self._poller
 

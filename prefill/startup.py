@@ -24,7 +24,8 @@ from ..engine.loader import Engine, EngineLoader
 from ..kvtransfer.heap import keep_blocks
 from ..kvtransfer.identity import hello_of, layout_of, planes_of
 from ..kvtransfer.link import WorkerLink
-from ..kvtransfer.transports.zmq_blocks import ZmqBlocksSender
+from ..kvtransfer.transport import ListeningTransport
+from ..kvtransfer.transports.registry import SenderSetup, open_sender
 from ..kvtransfer.worker_loop import WorkerLoop
 from .spans import PrefillSpans
 from .worker import PrefillWorker
@@ -47,22 +48,22 @@ def start(config: PrefillConfig, instance: str) -> Serve:
     layout = _layout_of(engine)
     ciphers = ciphers_of(config.kv_cipher, has_keys=bool(config.keys), trusted_network=config.trusted_network)
 
-    def open_planes(context: zmq.Context[Socket]) -> tuple[RouterLinks, ZmqBlocksSender]:
-        transport = ZmqBlocksSender(
-            config.kv_bind,
-            instance,
-            layout,
-            planes_of(engine.pool, engine.features),
+    def open_planes(context: zmq.Context[Socket]) -> tuple[RouterLinks, ListeningTransport]:
+        setup = SenderSetup(
+            bind=config.kv_bind,
+            instance=instance,
+            layout=layout,
+            planes=planes_of(engine.pool, engine.features),
             context=context,
             keyring=keyring,
             ciphers=ciphers,
             bulk_port=config.kv_bulk_port,
             trusted_network=config.trusted_network,
             lease_s=config.lease_s,
-            transports=transports,
             slab_bytes=config.slab_mb << 20,
+            reach=reach,
         )
-        transport.reach = reach
+        transport = open_sender(transports, setup)
         hello = hello_of(
             layout,
             engine.pool,

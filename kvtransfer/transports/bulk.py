@@ -91,7 +91,8 @@ class BulkPort:
         """Connections that ended before they began."""
         return self._doorway.num_failed
 
-    def pollables(self) -> list[Socket]:
+    def sockets(self) -> list[Socket]:
+        """Those that `read` reads."""
         return [self._socket, self._doorway.socket]
 
     def ticket_for(self, peer: Peer) -> str:
@@ -173,7 +174,8 @@ class BulkLink:
             f"BulkLink({'joined' if self.is_joined else 'connected' if self.is_connected else 'connecting'})"
         )
 
-    def pollables(self) -> list[Socket]:
+    def sockets(self) -> list[Socket]:
+        """Those that `read_events` and `read_block` read."""
         return [self.socket, self.watch.socket]
 
     @property
@@ -207,12 +209,9 @@ class BulkLink:
 class BulkLinks:
     """Decode's ends: one per prefill endpoint that gave a ticket."""
 
-    def __init__(
-        self, context: zmq.Context[Socket], poller: zmq.Poller, max_frame: int, clock: Clock
-    ) -> None:
-        """`poller` always knows the links' pollables; `max_frame`: bytes of the largest block as it comes."""
+    def __init__(self, context: zmq.Context[Socket], max_frame: int, clock: Clock) -> None:
+        """`max_frame`: bytes of the largest block as it comes."""
         self._context = context
-        self._poller = poller
         self._max_frame = max_frame
         self._sparingly = Sparingly(clock=clock)
         self._clock = clock
@@ -230,8 +229,9 @@ class BulkLinks:
         """Whether this is still the peer's link."""
         return self._links.get(peer) is link
 
-    def pollables(self) -> list[Socket]:
-        return [pollable for link in self._links.values() for pollable in link.pollables()]
+    def sockets(self) -> list[Socket]:
+        """Those of all links."""
+        return [socket for link in self._links.values() for socket in link.sockets()]
 
     @property
     def must_join(self) -> bool:
@@ -269,8 +269,6 @@ class BulkLinks:
             return
         self._links[peer] = link
         self._awaited.setdefault(peer, self._clock() + JOIN_S)
-        for pollable in link.pollables():
-            self._poller.register(pollable, zmq.POLLIN)
         logger.info("kv link opened", extra=fields(endpoint=endpoint, cipher=welcome.cipher))
 
     def lost(self, peer: Peer, events: list[tuple[int, int]]) -> bool:
@@ -293,6 +291,4 @@ class BulkLinks:
         """Idempotent."""
         link = self._links.pop(peer, None)
         if link is not None:
-            for pollable in link.pollables():
-                self._poller.unregister(pollable)
             link.close()

@@ -118,20 +118,21 @@ class ZmqBlocksSender(SenderEndpoint, Polling[Send | SendBlock]):
             raise
         if keyring is not None:
             self.endpoint = with_key(self.endpoint, keyring.own.public)
-        for pollable in self.pollables():
-            self._poller.register(pollable, zmq.POLLIN)
 
     def __repr__(self) -> str:
         return f"ZmqBlocksSender({self.endpoint if self._is_open else 'closed'}, {self.session})"
 
-    def pollables(self) -> list[Socket]:
-        """The sockets whose readability means that `poll` has work."""
+    def next_deadline(self, now: float) -> float | None:
+        """When `poll` must be called at the latest; None when only a message can bring news."""
+        return now if self.has_unread() else super().next_deadline(now)
+
+    def _sockets(self) -> list[Socket]:
         if not self._is_open:
             return []
         return [
             self._socket,
             self._doorway.socket,
-            *(self._bulk.pollables() if self._bulk is not None else []),
+            *(self._bulk.sockets() if self._bulk is not None else []),
         ]
 
     @property
@@ -241,7 +242,7 @@ class ZmqBlocksReceiver(ReceiverEndpoint, Polling[Send]):
         self._links: dict[Peer, Socket] = {}
         self._watches: dict[Peer, Watch] = {}  # each tells when its link's connection breaks or never begins
         self._keyring = keyring
-        self._bulk = BulkLinks(context, self._poller, self._max_frame + TAG_BYTES, clock)
+        self._bulk = BulkLinks(context, self._max_frame + TAG_BYTES, clock)
         self._block_decoder: Decoder[Block] = decoder(Block, KV_MAX_BYTES)
         self._sparingly = Sparingly(clock=clock)
 
@@ -259,13 +260,14 @@ class ZmqBlocksReceiver(ReceiverEndpoint, Polling[Send]):
             return
         super().pull(request)
 
-    def pollables(self) -> list[Socket]:
-        """The sockets whose readability means that `poll` has work; pulls and idle links change them."""
+    def _sockets(self) -> list[Socket]:
         watches = [watch.socket for watch in self._watches.values()]
-        return [*self._links.values(), *watches, *self._bulk.pollables()]
+        return [*self._links.values(), *watches, *self._bulk.sockets()]
 
     def next_deadline(self, now: float) -> float | None:
         """When `poll` must be called at the latest; None when only a message can bring news."""
+        if self.has_unread():
+            return now
         times = [
             super().next_deadline(now),
             self._bulk.join_by,
@@ -391,8 +393,6 @@ class ZmqBlocksReceiver(ReceiverEndpoint, Polling[Send]):
                 link.close(0)
                 raise
             self._links[peer], self._watches[peer] = link, watch
-            self._poller.register(link, zmq.POLLIN)
-            self._poller.register(watch.socket, zmq.POLLIN)
         return link
 
     def _address(self, peer: Peer) -> tuple[str, Curve | None]:
@@ -415,7 +415,5 @@ class ZmqBlocksReceiver(ReceiverEndpoint, Polling[Send]):
         link = self._links.pop(peer, None)
         if link is not None:
             watch = self._watches.pop(peer)
-            self._poller.unregister(link)
-            self._poller.unregister(watch.socket)
             watch.close()
             link.close()
