@@ -12,7 +12,7 @@ from ..cluster.endpoints import endpoints_of
 from ..cluster.fault_points import reach_of
 from ..cluster.keyring import load_keyring
 from ..cluster.life import Serve, Shutdown, run_phases
-from ..cluster.messages import WorkerStats
+from ..cluster.messages import DraftWidths, WorkerStats
 from ..cluster.metrics_server import serve_metrics
 from ..cluster.notify import Notifier, notifier_of
 from ..cluster.router_links import RouterLinks, dial_routers
@@ -22,9 +22,9 @@ from ..cluster.transports import transports_of
 from ..cluster.watchdog import Watchdog
 from ..engine.config import EngineConfig
 from ..engine.loader import Engine, EngineLoader
-from ..kvtransfer.heap import keep_blocks
-from ..kvtransfer.identity import draft_widths_of, hello_of, layout_of, planes_of
+from ..kvtransfer.identity import hello_of, layout_of, planes_of
 from ..kvtransfer.link import WorkerLink
+from ..kvtransfer.memory.malloc_tuning import keep_blocks
 from ..kvtransfer.transport import PollableTransport
 from ..kvtransfer.transports.registry import ReceiverSetup, open_receiver
 from ..kvtransfer.worker_loop import WorkerLoop
@@ -123,3 +123,17 @@ def _loop_of(
     )  # fmt: skip
     engine.runner.on_layer = loop.beat
     return loop
+
+
+def draft_widths_of(engine: Engine) -> DraftWidths | None:
+    """What the engine's drafter takes and gives; None where nothing is drafted."""
+    if engine.drafter is None or engine.draft_config is None:
+        return None
+    shape = engine.shape
+    return DraftWidths(
+        features=engine.feature_width,
+        hidden=engine.draft_config.dims.self_width,
+        steps=shape.steps,
+        topk=shape.topk,
+        tokens=shape.num_nodes,
+    )

@@ -8,8 +8,7 @@ from ..cluster.kv_messages import block_bytes_of
 from ..cluster.messages import PROTOCOL_MAJOR, YOUNG_FIELDS, DraftWidths, Hello, Layout
 from ..cluster.transports import ZMQ_BLOCKS
 from ..engine.kv_pool import FeaturePlane, KVPool
-from ..engine.loader import Engine
-from .fingerprint import pair_fingerprint
+from .protocol.fingerprint import pair_fingerprint
 from .transport import Planes
 
 
@@ -53,20 +52,6 @@ def layout_of(
 def planes_of(pool: KVPool, features: FeaturePlane | None) -> Planes:
     """The pages as bytes. Decode has no feature plane: a room's features land in its own staging tensor."""
     return Planes(kv=pool.byte_view(), features=None if features is None else features.byte_view())
-
-
-def draft_widths_of(engine: Engine) -> DraftWidths | None:
-    """What the engine's drafter takes and gives; None where nothing is drafted."""
-    if engine.drafter is None or engine.draft_config is None:
-        return None
-    shape = engine.shape
-    return DraftWidths(
-        features=engine.feature_width,
-        hidden=engine.draft_config.dims.self_width,
-        steps=shape.steps,
-        topk=shape.topk,
-        tokens=shape.num_nodes,
-    )
 
 
 def hello_of(

@@ -21,9 +21,9 @@ from ..cluster.transports import transports_of
 from ..cluster.watchdog import Watchdog
 from ..engine.config import EngineConfig
 from ..engine.loader import Engine, EngineLoader
-from ..kvtransfer.heap import keep_blocks
 from ..kvtransfer.identity import hello_of, layout_of, planes_of
 from ..kvtransfer.link import WorkerLink
+from ..kvtransfer.memory.malloc_tuning import keep_blocks
 from ..kvtransfer.transport import ListeningTransport
 from ..kvtransfer.transports.registry import SenderSetup, open_sender
 from ..kvtransfer.worker_loop import WorkerLoop

@@ -32,8 +32,8 @@ from ...cluster.sockets import (
     try_send,
 )
 from ...cluster.tickets import Tickets
-from ..endpoint import Clock
-from ..session import Peer
+from ..protocol.session import Peer
+from .endpoint import Clock
 
 logger = logging.getLogger(__name__)
 

@@ -12,12 +12,12 @@ from ...cluster.ciphers import CRC32C
 from ...cluster.errors import PeerLost
 from ...cluster.messages import Layout
 from ...cluster.transports import ZMQ_BLOCKS
-from ..endpoint import Clock, Delivered, Delivery
-from ..memory import Payload
-from ..receiver_endpoint import ReceiverEndpoint
-from ..sender_endpoint import SenderEndpoint
-from ..session import LEASE_S, WINDOW, Peer
+from ..memory.blocks import Payload
+from ..protocol.session import LEASE_S, WINDOW, Peer
 from ..transport import Planes, TransportEvent
+from .endpoint import Clock, Delivered, Delivery
+from .receiver_endpoint import ReceiverEndpoint
+from .sender_endpoint import SenderEndpoint
 from .shm import SLAB_BYTES
 
 

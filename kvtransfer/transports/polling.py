@@ -12,8 +12,8 @@ from collections.abc import Iterator
 import zmq
 
 from ...cluster.sockets import Socket
-from ..endpoint import Clock, Endpoint, Queued
 from ..transport import TransportEvent
+from .endpoint import Clock, Endpoint, Queued
 
 MESSAGES_PER_SOCKET = 64  # read per turn, so that no peer keeps the others waiting
 TURN_S = 0.002  # nor the thread's other work: tokens on their way to clients wait for the end of a turn

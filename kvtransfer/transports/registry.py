@@ -16,7 +16,7 @@ from ...cluster.keyring import Keyring
 from ...cluster.messages import Layout
 from ...cluster.sockets import Socket
 from ...cluster.transports import SHM, ZMQ_BLOCKS
-from ..session import LEASE_S, WINDOW
+from ..protocol.session import LEASE_S, WINDOW
 from ..transport import ListeningTransport, Planes, PollableTransport
 from .shm import SLAB_BYTES
 from .zmq_blocks import ZmqBlocksReceiver, ZmqBlocksSender

@@ -32,12 +32,12 @@ from ...cluster.slab_messages import (
     SlabUp,
     SlotFree,
 )
-from ..layout import digest_seed
-from ..memory import BlockReader, Filling
-from ..pinning import Bytes, Pin, no_pin
-from ..session import Peer, SendBlock
-from ..slab import MappedSlab, Slab, SlabDoor, SlabError, is_alive
-from ..slot_table import Slot, SlotTable
+from ..memory.blocks import BlockReader, Filling
+from ..memory.pinning import Bytes, Pin, no_pin
+from ..memory.slab import MappedSlab, Slab, SlabDoor, SlabError, is_alive
+from ..memory.slot_table import Slot, SlotTable
+from ..protocol.layout import digest_seed
+from ..protocol.session import Peer, SendBlock
 
 logger = logging.getLogger(__name__)
 

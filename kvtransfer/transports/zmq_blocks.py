@@ -38,15 +38,15 @@ from ...cluster.sockets import (
 )
 from ...cluster.tickets import Tickets
 from ...cluster.transports import ZMQ_BLOCKS
-from ..endpoint import RETRY_S, Clock, Delivered, Delivery
-from ..memory import Payload
-from ..receiver_endpoint import ReceiverEndpoint
-from ..seal import TAG_BYTES
-from ..sender_endpoint import SenderEndpoint
-from ..session import LEASE_S, WINDOW, Peer, Send, SendBlock
+from ..memory.blocks import Payload
+from ..protocol.seal import TAG_BYTES
+from ..protocol.session import LEASE_S, WINDOW, Peer, SendBlock, SendMessage
 from ..transport import Lost, Planes, PullRequest
 from .bulk import BulkLink, BulkLinks, BulkPort, bulk_lane
+from .endpoint import RETRY_S, Clock, Delivered, Delivery
 from .polling import Polling, a_few
+from .receiver_endpoint import ReceiverEndpoint
+from .sender_endpoint import SenderEndpoint
 from .shm import SLAB_BYTES
 
 logger = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ MESSAGES_PER_FLUSH = (
 )
 
 
-class ZmqBlocksSender(SenderEndpoint, Polling[Send | SendBlock]):
+class ZmqBlocksSender(SenderEndpoint, Polling[SendMessage | SendBlock]):
     """Prefill's end. `endpoint` is where it answers, with the port that was chosen for port 0."""
 
     max_batch = MAX_BATCH
@@ -183,7 +183,7 @@ class ZmqBlocksSender(SenderEndpoint, Polling[Send | SendBlock]):
             welcome, bulk_port=self._bulk.port, bulk_ticket=self._bulk.ticket_for(peer)
         )
 
-    def _lane(self, item: Send | SendBlock) -> str:
+    def _lane(self, item: SendMessage | SendBlock) -> str:
         """Blocks that wait for their own connection hold nothing else up."""
         has_bulk = self._bulk is not None and self._bulk.serves(item.peer)
         return bulk_lane(item.peer) if has_bulk and isinstance(item, SendBlock) else item.peer
@@ -207,7 +207,7 @@ class ZmqBlocksSender(SenderEndpoint, Polling[Send | SendBlock]):
         return tracker if try_send(self._socket, [routing_id, header, frame]) else None
 
 
-class ZmqBlocksReceiver(ReceiverEndpoint, Polling[Send]):
+class ZmqBlocksReceiver(ReceiverEndpoint, Polling[SendMessage]):
     """Decode's end: a link per prefill endpoint, opened by its first pull and closed when it was idle for a while."""
 
     max_batch = MAX_BATCH

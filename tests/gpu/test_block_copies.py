@@ -8,10 +8,10 @@ import pytest
 import torch
 from baton.cluster.messages import Layout
 from baton.engine.kv_pool import launched
-from baton.kvtransfer.layout import KVLayout, digest_seed
-from baton.kvtransfer.memory import Arrival, BlockReader, BlockWriter, Filling
-from baton.kvtransfer.seal import KEY_BYTES, TAG_BYTES, BlockName, Opener, Sealer
-from baton.kvtransfer.slab import MappedSlab, Slab, SlabDoor
+from baton.kvtransfer.memory.blocks import Arrival, BlockReader, BlockWriter, Filling
+from baton.kvtransfer.memory.slab import MappedSlab, Slab, SlabDoor
+from baton.kvtransfer.protocol.layout import KVLayout, digest_seed
+from baton.kvtransfer.protocol.seal import KEY_BYTES, TAG_BYTES, BlockName, Opener, Sealer
 from baton.kvtransfer.transport import Planes, PullRequest
 
 pytestmark = [

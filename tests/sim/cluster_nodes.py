@@ -13,12 +13,12 @@ from baton.cluster.control_link import LinkQueues
 from baton.cluster.errors import DamagedMessage, PeerLost, RemoteProtocolError
 from baton.cluster.life import EXIT_OK, Shutdown
 from baton.decode.worker import DecodeWorker
-from baton.kvtransfer.endpoint import Delivered
 from baton.kvtransfer.identity import hello_of, layout_of, planes_of
 from baton.kvtransfer.link import LinkWork, incoming, outgoing
 from baton.kvtransfer.owners import FromRouter, RoomOwners
-from baton.kvtransfer.receiver_endpoint import ReceiverEndpoint
-from baton.kvtransfer.sender_endpoint import SenderEndpoint
+from baton.kvtransfer.transports.endpoint import Delivered
+from baton.kvtransfer.transports.receiver_endpoint import ReceiverEndpoint
+from baton.kvtransfer.transports.sender_endpoint import SenderEndpoint
 from baton.kvtransfer.worker_loop import WorkerLoop
 from baton.prefill.worker import PrefillWorker
 from baton.router.dispatch import Dispatcher

@@ -8,7 +8,7 @@ import torch
 from baton.cluster.errors import HandshakeRefused
 from baton.engine import loader
 from baton.engine.page_table import slots_for
-from baton.kvtransfer.layout import KVLayout, agree
+from baton.kvtransfer.protocol.layout import KVLayout, agree
 from baton.tests.parity.eagle3_toys import ORACLE_IDS, head_config, head_tensors, write_head, write_oracle
 from baton.tests.parity.feature_rows import FeatureRows
 from baton.tests.parity.test_oracle_paths import QUICK, WRONG

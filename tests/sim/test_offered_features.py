@@ -8,7 +8,7 @@ import torch
 from baton.cluster.config import DecodeConfig, PrefillConfig, load_config
 from baton.cluster.errors import ConfigError
 from baton.engine.errors import CheckpointError
-from baton.kvtransfer.layout import KVLayout
+from baton.kvtransfer.protocol.layout import KVLayout
 from baton.tests.parity.eagle3_toys import ORACLE_IDS, head_config, head_tensors, write_head, write_oracle
 from baton.tests.parity.feature_rows import FeatureRows
 from baton.tests.parity.toy_engine import random_ids

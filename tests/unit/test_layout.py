@@ -7,7 +7,7 @@ from baton.cluster.errors import HandshakeRefused, LocalProtocolError
 from baton.cluster.messages import Layout
 from baton.engine.kv_pool import KVPool
 from baton.kvtransfer.identity import layout_of
-from baton.kvtransfer.layout import KVLayout, RoomStream, agree, block_digest, feature_columns
+from baton.kvtransfer.protocol.layout import KVLayout, RoomStream, agree, block_digest, feature_columns
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -5,8 +5,8 @@ import pytest
 from baton.cluster import messages as m
 from baton.cluster.ciphers import AES_128_GCM
 from baton.cluster.errors import LocalProtocolError
-from baton.kvtransfer.sender import SenderSession
-from baton.kvtransfer.session import REMIND_S, Effect, Notify, Send, SendBlock
+from baton.kvtransfer.protocol.sender import SenderSession
+from baton.kvtransfer.protocol.session import REMIND_S, Effect, Notify, SendBlock, SendMessage
 from baton.kvtransfer.transport import Dropped, Offer, Released
 
 P, D, D2 = "1" * 32, "2" * 32, "3" * 32
@@ -52,7 +52,9 @@ def release(epoch: int = 0, instance: str = D) -> m.Release:
 
 def aborts(effects: list[Effect]) -> list[tuple[str, int]]:
     return [
-        (e.peer, e.message.epoch) for e in effects if isinstance(e, Send) and isinstance(e.message, m.Abort)
+        (e.peer, e.message.epoch)
+        for e in effects
+        if isinstance(e, SendMessage) and isinstance(e.message, m.Abort)
     ]
 
 
@@ -81,13 +83,13 @@ def attached(session: SenderSession, *, is_final: bool = False) -> None:
 
 def test_a_room_goes_from_offer_to_release(session: SenderSession) -> None:
     assert session.offer(offer(), 0.0) == []
-    assert session.receive("d", attach(), 0.0) == [Send("d", announce(0))]
-    assert session.advance(ROOM, 0, 8, None, 1.0) == [Send("d", announce(8))]
+    assert session.receive("d", attach(), 0.0) == [SendMessage("d", announce(0))]
+    assert session.advance(ROOM, 0, 8, None, 1.0) == [SendMessage("d", announce(8))]
     (block,) = session.receive("d", pull(1), 1.0)
     assert isinstance(block, SendBlock)
     assert (block.peer, block.block, block.size, block.pages) == ("d", 1, 64, (5, 6, 7))
     assert [(s.plane, s.page_index, s.lo, s.hi) for s in block.segments] == [("kv", 1, 0, 64)]
-    assert session.advance(ROOM, 0, 10, 42, 2.0) == [Send("d", announce(10, first_token=42))]
+    assert session.advance(ROOM, 0, 10, 42, 2.0) == [SendMessage("d", announce(10, first_token=42))]
     assert session.receive("d", release(), 3.0) == [Notify(Released(room=ROOM, epoch=0))]
     assert session.num_rooms == 0
 
@@ -110,9 +112,9 @@ def test_a_block_that_is_not_ready_is_not_sent(session: SenderSession) -> None:
 
 
 def test_an_attach_before_the_offer_is_kept_and_answered(session: SenderSession) -> None:
-    assert session.receive("d", attach(), 0.0) == [Send("d", announce(0))]
-    assert session.offer(offer(), 1.0) == [Send("d", announce(0))]
-    assert session.advance(ROOM, 0, 4, None, 1.0) == [Send("d", announce(4))]
+    assert session.receive("d", attach(), 0.0) == [SendMessage("d", announce(0))]
+    assert session.offer(offer(), 1.0) == [SendMessage("d", announce(0))]
+    assert session.advance(ROOM, 0, 4, None, 1.0) == [SendMessage("d", announce(4))]
 
 
 def test_an_attach_without_an_offer_ends_after_its_time_however_often_it_is_repeated(
@@ -131,7 +133,9 @@ def test_attaches_without_an_offer_are_bounded_in_number() -> None:
     greet(session)
     rooms = [f"{i:032x}" for i in range(5)]
     effects = [effect for room in rooms for effect in session.receive("d", attach(room=room), 0.0)]
-    evicted = [e.message.room for e in effects if isinstance(e, Send) and isinstance(e.message, m.Abort)]
+    evicted = [
+        e.message.room for e in effects if isinstance(e, SendMessage) and isinstance(e.message, m.Abort)
+    ]
     assert evicted == rooms[:2]
 
 
@@ -307,7 +311,7 @@ def test_the_end_is_announced_again_while_decode_is_quiet_and_its_release_may_be
     assert session.tick(5.29) == []
     session.receive("d", pull(0), 5.29)
     assert session.tick(5.31) == [], "decode is at work"
-    reminder = Send("d", announce(10, first_token=42))
+    reminder = SendMessage("d", announce(10, first_token=42))
     assert session.tick(5.6) == [reminder]
     assert session.tick(5.7) == []
     assert session.tick(5.91) == [reminder]
@@ -358,7 +362,7 @@ def reattached(session: SenderSession, *, at: float) -> list[Effect]:
 
 
 def test_an_attach_with_another_have_owes_its_ready_blocks_again(session: SenderSession) -> None:
-    assert reattached(session, at=1.0) == [Send("d", announce(8))]
+    assert reattached(session, at=1.0) == [SendMessage("d", announce(8))]
     assert session.next_deadline() == 6.0, "block 0 of the new stream is ready and was never pulled"
     assert events(session.tick(5.9)) == []
     assert [type(event) for event in events(session.tick(6.0))] == [Dropped]
@@ -387,7 +391,7 @@ def test_sealed_transfers_never_share_a_key_across_another_have() -> None:
     keys = []
     for have in (0, 0, 4, 8):
         (said,) = sealing.receive("d", attach(have=have), 0.0)
-        assert isinstance(said, Send)
+        assert isinstance(said, SendMessage)
         assert isinstance(said.message, m.Announce)
         keys.append(said.message.key)
     assert keys[0] == keys[1], "the same transfer keeps its key"

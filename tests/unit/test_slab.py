@@ -11,9 +11,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from baton.kvtransfer import slab as slab_module
-from baton.kvtransfer.slab import MappedSlab, Slab, SlabDoor, SlabError, is_alive
-from baton.kvtransfer.slot_table import SlotTable
+from baton.kvtransfer.memory import slab as slab_module
+from baton.kvtransfer.memory.slab import MappedSlab, Slab, SlabDoor, SlabError, is_alive
+from baton.kvtransfer.memory.slot_table import SlotTable
 from baton.tests.cluster.hostile import hostile_frames
 
 TOKEN = "7" * 32

@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 import torch
 
+from ..memory.blocks import Payload
+from ..transport import Dropped, Released
 from .endpoint import Delivery
-from .memory import Payload
-from .transport import Dropped, Released
 
 
 class PendingReads:

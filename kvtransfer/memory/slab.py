@@ -24,7 +24,7 @@ from contextlib import suppress
 
 import numpy as np
 
-from ..cluster.errors import BatonError
+from ...cluster.errors import BatonError
 from .pinning import Bytes, Pin, Unpin
 
 # linux/fcntl.h; not every Python and platform names them

@@ -13,12 +13,12 @@ from functools import partial
 import numpy as np
 import torch
 
-from ..cluster.errors import LocalProtocolError
-from .hands import Hands, hands_of_host
-from .layout import Crc, KVLayout, Plane, Segment
+from ...cluster.errors import LocalProtocolError
+from ..protocol.layout import Crc, KVLayout, Plane, Segment
+from ..protocol.seal import TAG_BYTES, BlockName, Sealer
+from ..transport import Planes, PullRequest
+from .copy_pool import CopyPool, copy_pool_of_host
 from .pinning import Bytes, Pin, no_pin, pin
-from .seal import TAG_BYTES, BlockName, Sealer
-from .transport import Planes, PullRequest
 
 MAX_SPARE_STAGING = 16
 Columns = tuple[int, ...] | None  # of the feature rows, those that travel; None: the rows as they lie
@@ -148,8 +148,8 @@ class BlockReader:
             {} if self._is_cuda else {k: t.numpy() for k, t in self._planes.items()}
         )
         self._pool = StagingPool(layout.wire.block_bytes + TAG_BYTES, is_pinned=self._is_cuda)
-        self._hands = hands_of_host() if self._is_cuda else Hands(1)
-        self.crc: Crc = self._hands.crc
+        self._copy_pool = copy_pool_of_host() if self._is_cuda else CopyPool(1)
+        self.crc: Crc = self._copy_pool.crc
         self.pin: Pin = partial(pin, device=planes.kv.device, is_read_only=False) if self._is_cuda else no_pin
 
     def read(
@@ -181,7 +181,7 @@ class BlockReader:
             target = _tensor_of(filling.slot)
             self._copies.begin(self._gathered(target, filling.segments, filling.pages, filling.columns))
         self._copies.finish()
-        return self._hands.digests(
+        return self._copy_pool.digests(
             [(filling.slot[: filling.size].data, filling.seed) for filling in fillings], self.crc
         )
 
@@ -190,7 +190,7 @@ class BlockReader:
         if self._is_cuda:
             staging = self._pool.take()
             self._gather_cuda(staging, filling.segments, filling.pages, filling.columns)
-            self._hands.copy(target, staging.numpy()[: filling.size])
+            self._copy_pool.copy(target, staging.numpy()[: filling.size])
             self._pool.give(staging)
             return self.crc(target[: filling.size].data, seed)
         for segment in filling.segments:
@@ -254,8 +254,8 @@ class BlockWriter:
         self._copies = DeviceCopies(planes.kv.device) if planes.kv.is_cuda else None
         self._array: Bytes | None = None if planes.kv.is_cuda else planes.kv.numpy()
         self._pool = StagingPool(layout.wire.block_bytes, is_pinned=planes.kv.is_cuda)
-        self._hands = hands_of_host() if planes.kv.is_cuda else Hands(1)
-        self.crc: Crc = self._hands.crc
+        self._copy_pool = copy_pool_of_host() if planes.kv.is_cuda else CopyPool(1)
+        self.crc: Crc = self._copy_pool.crc
         self.pin: Pin = (
             partial(pin, device=planes.kv.device, is_read_only=True) if planes.kv.is_cuda else no_pin
         )
@@ -265,7 +265,7 @@ class BlockWriter:
         data: Bytes = np.frombuffer(payload, dtype=np.uint8)
         if self._copies is not None:
             staging = self._pool.take()
-            self._hands.copy(staging.numpy(), data)
+            self._copy_pool.copy(staging.numpy(), data)
             self._scatter_cuda(staging, segments, request)
             self._pool.give(staging)
             return
@@ -286,14 +286,14 @@ class BlockWriter:
                 self._scattered(_tensor_of(one.data), one.segments, one.request), one.request.after
             )
         self._copies.finish()
-        digests = self._hands.digests([(one.data.data, one.seed) for one in arrivals], self.crc)
+        digests = self._copy_pool.digests([(one.data.data, one.seed) for one in arrivals], self.crc)
         return [digest == one.digest for digest, one in zip(digests, arrivals, strict=True)]
 
     def _land(self, arrival: Arrival) -> bool:
         data, seed = arrival.data, arrival.seed
         if self._copies is not None:
             staging = self._pool.take()
-            self._hands.copy(staging.numpy(), data)
+            self._copy_pool.copy(staging.numpy(), data)
             is_right = self.crc(staging.numpy()[: data.size].data, seed) == arrival.digest
             if is_right:
                 self._scatter_cuda(staging, arrival.segments, arrival.request)

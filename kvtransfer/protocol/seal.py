@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from ..cluster.errors import DigestMismatch, LocalProtocolError, RemoteProtocolError
+from ...cluster.errors import DigestMismatch, LocalProtocolError, RemoteProtocolError
 
 KEY_BYTES = 16
 TAG_BYTES = 16

@@ -8,19 +8,19 @@ leaves that unanswered for `ANSWER_S` it is gone: its I/O thread answers whateve
 
 from msgspec.structs import replace
 
-from ..cluster.ciphers import AES_128_GCM, CURVE
-from ..cluster.errors import HandshakeRefused
-from ..cluster.messages import Announce, Attach, KVHello, KVRefused, KVWelcome, Pull
+from ...cluster.ciphers import AES_128_GCM, CURVE
+from ...cluster.errors import HandshakeRefused
+from ...cluster.messages import Announce, Attach, KVHello, KVRefused, KVWelcome, Pull
 from .layout import KVLayout, agree
 from .seal import Opener
-from .session import MAX_REPULLS, InFlight, Peer, ReceiverRoom, ReceiverState, Send
+from .session import MAX_REPULLS, InFlight, Peer, ReceiverRoom, ReceiverState, SendMessage
 
 PROBE_S = 0.3  # of silence of a peer with open rooms
 ANSWER_S = 0.7  # with PROBE_S: a pull waits no longer than a second for a peer that is dead or stopped
 GREETING_S = 2.0  # for the first answer, which the making of a connection may delay
 
 
-class Pair:
+class PeerLink:
     """The link between this decode worker and one prefill endpoint."""
 
     def __init__(self, endpoint: Peer, hello: KVHello, *, window: int, silence_s: float, now: float) -> None:
@@ -39,7 +39,7 @@ class Pair:
 
     def __repr__(self) -> str:
         state = "greeted" if self.layout else "greeting"
-        return f"Pair({self.endpoint} {state} rooms={len(self.rooms)} in_flight={self.num_in_flight})"
+        return f"PeerLink({self.endpoint} {state} rooms={len(self.rooms)} in_flight={self.num_in_flight})"
 
     @property
     def num_in_flight(self) -> int:
@@ -54,12 +54,12 @@ class Pair:
         """Whether the handshake with this process is done."""
         return self.layout is not None and self.instance == instance
 
-    def hello(self, now: float) -> Send:
+    def hello(self, now: float) -> SendMessage:
         """The handshake's first message."""
         self._greeted_at = now
         if self._asked_since is None:
             self._asked_since = now
-        return Send(self.endpoint, self._hello)
+        return SendMessage(self.endpoint, self._hello)
 
     def heard(self, now: float) -> None:
         """The peer said something."""
@@ -112,20 +112,20 @@ class Pair:
         if room.opener is None or room.opener.key != announce.key:
             room.opener = Opener(announce.key)
 
-    def attach(self, room: ReceiverRoom, now: float) -> Send:
+    def attach(self, room: ReceiverRoom, now: float) -> SendMessage:
         """Asks for a room's announcements."""
         room.heard_at = now
         request = room.request
         attach = Attach(
             room=request.room, epoch=request.epoch, instance=self._hello.instance, have=request.have
         )
-        return Send(self.endpoint, attach)
+        return SendMessage(self.endpoint, attach)
 
-    def fill(self, now: float) -> list[Send]:
+    def fill(self, now: float) -> list[SendMessage]:
         """Pulls blocks until the window is full, those of the oldest room first: taken in turn, rooms that a slow link keeps
         waiting would all be late together, and each link's last room is no later than it was.
         """
-        pulls: list[Send] = []
+        pulls: list[SendMessage] = []
         for _ in range(self._window - self.num_in_flight):
             room = next((r for r in self.rooms.values() if r.has_block_to_pull), None)
             if room is None:
@@ -138,7 +138,7 @@ class Pair:
             room.next_block += 1
         return pulls
 
-    def repull(self, room: ReceiverRoom, block: int, now: float) -> Send:
+    def repull(self, room: ReceiverRoom, block: int, now: float) -> SendMessage:
         """Asks for a block once more."""
         in_flight = room.in_flight[block]
         in_flight.num_repulls += 1
@@ -151,7 +151,7 @@ class Pair:
             return self._greeted_at + self._silence_s
         return room.heard_at + self._silence_s
 
-    def ask_again(self, room: ReceiverRoom, now: float) -> list[Send]:
+    def ask_again(self, room: ReceiverRoom, now: float) -> list[SendMessage]:
         """Repeats what may have been lost of one room; the handshake is repeated for all of them together."""
         if room.state is ReceiverState.GREETING:
             return []
@@ -161,7 +161,7 @@ class Pair:
                 questions.append(self.repull(room, block, now))
         return questions
 
-    def ask_anew(self, room: ReceiverRoom, now: float) -> list[Send]:
+    def ask_anew(self, room: ReceiverRoom, now: float) -> list[SendMessage]:
         """Everything of a room again, over another connection.
 
         What went down with a connection is known to be lost. It is not held against its block: a few broken connections
@@ -171,7 +171,7 @@ class Pair:
             in_flight.sent_at = now
         return [self.attach(room, now), *(self._pull(room, block) for block in room.in_flight)]
 
-    def _pull(self, room: ReceiverRoom, block: int) -> Send:
+    def _pull(self, room: ReceiverRoom, block: int) -> SendMessage:
         request = room.request
         pull = Pull(room=request.room, epoch=request.epoch, instance=self._hello.instance, block=block)
-        return Send(self.endpoint, pull)
+        return SendMessage(self.endpoint, pull)

@@ -13,8 +13,8 @@ from typing import Literal
 import msgspec
 from crc32c import crc32c
 
-from ..cluster.errors import HandshakeRefused, LocalProtocolError
-from ..cluster.messages import Layout
+from ...cluster.errors import HandshakeRefused, LocalProtocolError
+from ...cluster.messages import Layout
 
 Plane = Literal["kv", "features"]
 

@@ -1,10 +1,10 @@
 """Blocks that are ready to go out as messages, and wait because their connection takes nothing now."""
 
-from ..cluster.messages import Block
-from .layout import block_digest
-from .memory import BlockReader, Payload
-from .seal import BlockName
-from .session import Peer, SendBlock
+from ...cluster.messages import Block
+from ..memory.blocks import BlockReader, Payload
+from ..protocol.layout import block_digest
+from ..protocol.seal import BlockName
+from ..protocol.session import Peer, SendBlock
 
 Key = tuple[Peer, str, int, int]  # peer, room, epoch, block
 

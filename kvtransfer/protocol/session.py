@@ -11,11 +11,11 @@ from collections import OrderedDict
 from dataclasses import dataclass, field, fields
 from enum import Enum
 
-from ..cluster.errors import LocalProtocolError
-from ..cluster.messages import KVDown, KVUp
+from ...cluster.errors import LocalProtocolError
+from ...cluster.messages import KVDown, KVUp
+from ..transport import Offer, PullRequest, TransportEvent
 from .layout import KVLayout, RoomStream, Segment
 from .seal import Opener, Sealer
-from .transport import Offer, PullRequest, TransportEvent
 
 LEASE_S = 5.0
 REMIND_S = 0.3
@@ -32,7 +32,7 @@ Peer = str  # prefill: the connection's routing id in hex; decode: prefill's end
 
 
 @dataclass(frozen=True)
-class Send:
+class SendMessage:
     """Send a message that has no payload. It may get lost; the session tries again by itself."""
 
     peer: Peer
@@ -71,7 +71,7 @@ class CloseLink:
     peer: Peer
 
 
-Effect = Send | SendBlock | Notify | CloseLink
+Effect = SendMessage | SendBlock | Notify | CloseLink
 
 
 # --- rooms ------------------------------------------------------------------------------------------------------------
