@@ -15,7 +15,7 @@ from baton.kvtransfer.protocol import peer_link, sender
 from baton.kvtransfer.protocol.receiver import ReceiverSession
 from baton.kvtransfer.protocol.session import Lease, SendBlock, SenderState
 from baton.kvtransfer.transport import Released
-from baton.kvtransfer.transports import receiver_endpoint
+from baton.kvtransfer.transports import prepared_blocks, receiver_endpoint
 from baton.kvtransfer.transports.endpoint import Delivered
 from baton.kvtransfer.transports.sender_endpoint import SenderEndpoint
 from baton.prefill.queues import RoomState as PrefillState
