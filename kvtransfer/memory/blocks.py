@@ -1,8 +1,8 @@
-"""Blocks out of pages and into pages. Everything else in this folder deals in numbers; here bytes move.
+"""Reads blocks from prefill's pages and writes them into decode's pages.
 
-Pages on the CPU are read and written through numpy, whose copies release the interpreter lock. Pages on a GPU go
-through pinned staging memory and a stream of their own, see `DeviceCopies`: who offers pages has synchronised the compute
-that wrote them before it announces them, and who pulls says what must be done before they are written.
+Pages on the CPU are copied by numpy, which releases the interpreter lock. Pages on a GPU go through pinned staging memory on
+a stream of their own, see `DeviceCopies`. Prefill synchronises the compute that wrote its pages before it announces them.
+Decode's `PullRequest.after` is the event after which its pages may be written.
 """
 
 import ctypes
@@ -208,7 +208,7 @@ class BlockReader:
         return Payload(sealed, staging), attempt
 
     def recycle(self, staging: torch.Tensor) -> None:
-        """Takes a payload's staging buffer back once nobody reads it."""
+        """Takes back the staging buffer of a payload that was sent."""
         self._pool.give(staging)
 
     def _run(self, segment: Segment, pages: Sequence[int], columns: Columns) -> Bytes:
@@ -308,7 +308,7 @@ class BlockWriter:
     ) -> None:
         """As `write`, of the `size` bytes that `fill` puts into the buffer that it is given, or refuses with an error.
 
-        A block that is one run of CPU memory is filled in place: until `fill` returns, those bytes are nobody's.
+        A block that is one run of CPU memory is filled in place: until `fill` returns, those bytes may be garbage.
         """
         if len(segments) == 1 and self._copies is None:
             fill(self._own(segments[0], request).data)

@@ -1,7 +1,7 @@
-"""Copies and digests of large buffers by a few threads at once, since one core does either slower than a GPU's link carries.
+"""A small thread pool that copies and digests large buffers, because one core is slower than a GPU's link.
 
-torch divides its copies among all cores, and each ends when the last of them has had its turn: milliseconds, where two
-workers and their router share a host. Here a part is taken by whoever is awake, and there are few.
+torch divides a copy among all cores and waits for the slowest, which takes milliseconds where two workers and their router
+share a host. Here any idle thread takes the next part, and there are few threads.
 
 For bytes of a given length the checksum is affine in the one that it continues: crc(seed, B) = L(seed) ^ crc(0, B), where L
 is linear over GF(2) and depends on the length of B alone. So the parts of a buffer are digested apart, each from 0, and

@@ -1,9 +1,9 @@
-"""One prefill endpoint as decode sees it: the handshake, the rooms pulled from it, and what is asked next.
+"""Decode's link to one prefill endpoint: the handshake, the rooms pulled over it, and the next requests.
 
-At most `window` blocks are in flight per endpoint, the rooms taking turns. Silence about a room is answered by asking
-again: the handshake (is it still the same process?), the attachment (was an announcement lost?), and at most
-MAX_REPULLS times each block that is overdue. A peer that says nothing at all for `PROBE_S` is greeted again, and when it
-leaves that unanswered for `ANSWER_S` it is gone: its I/O thread answers whatever its forwards do.
+At most `window` blocks are in flight per endpoint. Silence about a room makes decode ask again: the handshake (the process
+may be another one), the Attach (an Announce may be lost), and each overdue block at most MAX_REPULLS times. After `PROBE_S`
+without any message decode greets the peer again. A peer that leaves a greeting unanswered for `ANSWER_S` counts as gone: its
+I/O thread answers even while a forward runs.
 """
 
 from msgspec.structs import replace
@@ -62,7 +62,7 @@ class PeerLink:
         return SendMessage(self.endpoint, self._hello)
 
     def heard(self, now: float) -> None:
-        """The peer said something."""
+        """A message of the peer arrived."""
         self._heard_at = now
         self._asked_since = None
 
@@ -79,11 +79,11 @@ class PeerLink:
         return self._asked_since + (GREETING_S if self.layout is None else ANSWER_S)
 
     def ends_at(self, idle_s: float, lease_s: float) -> float:
-        """When it is forgotten while it has no rooms. Whom a question waits for may want a Release again, for a lease."""
+        """When a link without rooms is closed. With an open question it stays for a lease: a Release may be needed again."""
         return self.idle_since + (idle_s if self._asked_since is None else min(idle_s, lease_s))
 
     def welcome(self, ours: KVLayout, welcome: KVWelcome) -> None:
-        """Takes the peer's answer in. Raises HandshakeRefused for one that does not follow from ours."""
+        """Stores the agreement. Raises HandshakeRefused for a Welcome that does not follow from our Hello."""
         common = agree(welcome.layout, ours.wire)
         if common != welcome.layout:
             raise HandshakeRefused("prefill's common KV layout is not the common one")
@@ -95,8 +95,9 @@ class PeerLink:
         self.instance, self.layout, self.cipher = welcome.instance, KVLayout(common), welcome.cipher
 
     def fall_back(self) -> KVRefused | None:
-        """Nobody answers at the port for sealed blocks: from here on they shall come over the CURVE link. Where ours must be
-        sealed, what prefill might as well have said.
+        """The port for sealed blocks does not answer: from now on only CURVE is offered, and the handshake is void.
+
+        Returns the refusal that ends the link's rooms where the settings do not allow CURVE.
         """
         if CURVE not in self._hello.ciphers:
             reason = f"its port for blocks does not answer, and --kv-cipher {self.cipher} takes them from nowhere else"
@@ -106,7 +107,7 @@ class PeerLink:
         return None
 
     def take_key(self, room: ReceiverRoom, announce: Announce) -> None:
-        """The key of sealed blocks comes with the news of the first ones. Raises RemoteProtocolError when it does not."""
+        """Stores the key of sealed blocks, which comes with the first ready tokens; else raises RemoteProtocolError."""
         if not self.is_sealing or (not announce.tokens_ready and not announce.key):
             return
         if room.opener is None or room.opener.key != announce.key:
@@ -122,8 +123,9 @@ class PeerLink:
         return SendMessage(self.endpoint, attach)
 
     def fill(self, now: float) -> list[SendMessage]:
-        """Pulls blocks until the window is full, those of the oldest room first: taken in turn, rooms that a slow link keeps
-        waiting would all be late together, and each link's last room is no later than it was.
+        """Pulls until the window is full, the oldest room first.
+
+        On a slow link, turns would make all rooms late together; in order of age the last room ends no later.
         """
         pulls: list[SendMessage] = []
         for _ in range(self._window - self.num_in_flight):
@@ -162,10 +164,10 @@ class PeerLink:
         return questions
 
     def ask_anew(self, room: ReceiverRoom, now: float) -> list[SendMessage]:
-        """Everything of a room again, over another connection.
+        """Asks for everything of a room again, over a new connection.
 
-        What went down with a connection is known to be lost. It is not held against its block: a few broken connections
-        would use up the repeats of all that were in flight, and their rooms would wait for the end of their lease.
+        Blocks that a broken connection lost do not count as repeats. Otherwise a few broken connections would use up the
+        repeats of every block in flight, and their rooms would wait for the end of their lease.
         """
         for in_flight in room.in_flight.values():
             in_flight.sent_at = now

@@ -118,7 +118,7 @@ class ReceiverSession:
             self._pairs[request.endpoint] = pair
             effects.append(pair.hello(now))
         elif not pair.rooms:
-            pair.heard(now)  # nobody asked while nothing was wanted
+            pair.heard(now)  # an idle link is not silent
         room = ReceiverRoom(request, Lease(self._lease_s, now), heard_at=now)
         pair.rooms[request.room] = room
         self._endpoints[request.room] = request.endpoint
@@ -152,7 +152,7 @@ class ReceiverSession:
     # --- what the network and the clock do ----------------------------------------------------------------------------
 
     def receive(self, peer: Peer, message: PairDown, now: float) -> list[Effect]:
-        """Handles one message of `peer`; a block goes through `expect`."""
+        """Handles one message of `peer`. Blocks go through `expect` instead."""
         pair = self._pairs.get(peer)
         if pair is None:
             self.counters.unexpected += 1
@@ -229,7 +229,7 @@ class ReceiverSession:
         return self._lose(room, "DigestMismatch", reason, now)
 
     def link_lost(self, peer: Peer, now: float) -> list[Effect]:
-        """The connection broke, and all that was under way with it; whoever answers there next must greet again."""
+        """The connection broke, and everything in flight on it is lost. The process that answers next must greet again."""
         pair = self._pairs.get(peer)
         if pair is None or (not pair.rooms and now >= pair.idle_since + self._lease_s):
             return []  # else its last Release may have gone down too, and prefill would keep the room for a lease

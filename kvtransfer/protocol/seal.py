@@ -1,4 +1,4 @@
-"""Blocks sealed with AES-128-GCM (NIST SP 800-38D): only who holds the transfer's key can make, change or read them.
+"""Blocks sealed with AES-128-GCM (NIST SP 800-38D): without the transfer's key no block can be made, changed or read.
 
 Key: 16 random bytes per transfer, that is per (room, epoch, both instances, `have`). Prefill makes it when decode attaches
 and tells it with every announcement, over CURVE; it ends with the room. A fresh key, and not one derived from a secret of

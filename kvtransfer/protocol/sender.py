@@ -222,7 +222,7 @@ class SenderSession:
         self._peers.pop(peer, None)
 
     def tick(self, now: float) -> list[Effect]:
-        """Ends what is overdue and says again what nobody answered."""
+        """Ends overdue rooms and repeats announcements that got no answer."""
         effects: list[Effect] = []
         for known in list(self._rooms.values()):
             if known.waits_for_decode and known.lease.is_over(now):
@@ -319,7 +319,7 @@ class SenderSession:
     def _answer_stranger(
         self, peer: Peer, message: Pull | Release | Abort, known: SenderRoom | None
     ) -> list[Effect]:
-        """A message about a room that this peer does not hold open here."""
+        """Answers a message about a room that this peer has not attached."""
         early = self._early.get(message.room)
         if isinstance(message, Abort) and early is not None and early.attach.epoch <= message.epoch:
             del self._early[message.room]
@@ -399,7 +399,7 @@ class SenderSession:
 
 
 def _may_speak(known: SenderRoom, message: Pull | Release | Abort) -> bool:
-    """Only the attached process speaks for a room; before anybody attached, an Abort is believed."""
+    """Only the attached process may speak for a room. Before the first Attach, an Abort of any greeted process counts."""
     return known.peer_instance == message.instance or (
         known.peer_instance == "" and isinstance(message, Abort)
     )

@@ -27,7 +27,7 @@ class Delivery(Protocol):
 
     @property
     def done(self) -> bool:
-        """Whether nobody reads the payload's memory any more."""
+        """Whether the transport is done reading the payload's memory."""
 
 
 class Delivered:

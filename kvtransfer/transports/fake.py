@@ -62,7 +62,7 @@ class FakeNetwork:
         self.packets = [packet for packet in self.packets if packet.link not in gone]
 
     def connect(self, endpoint: str, receiver: "FakeReceiver") -> str | None:
-        """The link between the two; None while nobody listens."""
+        """The link between the two; None while no sender listens at the endpoint."""
         for link, (to, owner) in self._links.items():
             if to == endpoint and owner is receiver:
                 return link

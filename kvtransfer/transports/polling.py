@@ -1,8 +1,8 @@
-"""The wait for a transport's ZeroMQ sockets, by their file descriptors.
+"""Waits for a transport's ZeroMQ sockets by their file descriptors.
 
-ZeroMQ's descriptor is edge-triggered: it becomes readable when something happened to a socket that nobody has looked at
-since, not while a message waits. Every operation on the socket looks at it. So before each wait `next_deadline` asks the
-sockets themselves (ZMQ_EVENTS) and is due at once while one holds a message; that question also clears the descriptors.
+ZeroMQ's descriptor is edge-triggered: it signals a change of the socket's state, not a waiting message, and any operation
+on the socket clears it. Therefore `next_deadline` asks each socket for its events (ZMQ_EVENTS) before each wait, and is due
+at once while a socket holds a message. The question also clears the descriptors.
 """
 
 import math

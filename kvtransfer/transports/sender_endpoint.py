@@ -215,7 +215,7 @@ class SenderEndpoint(Endpoint["SendMessage | SendBlock"]):
         return welcome
 
     def _post(self, item: "SendMessage | SendBlock") -> bool:
-        """As for every endpoint, but a block waits only once: whoever asks again for it gets the one that waits."""
+        """As `Endpoint._post`, but a block waits once: a repeated pull is answered by the block that waits already."""
         if not isinstance(item, SendBlock):
             return super()._post(item)
         if key_of(item) in self._waiting:

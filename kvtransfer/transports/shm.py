@@ -319,7 +319,7 @@ class ReceiverSlabs:
         return asked.slab.block(block.slot, block.size)
 
     def freed(self, block: SlabBlock) -> SlotFree:
-        """What prefill must know when nobody reads the slot any more."""
+        """The message that tells prefill that decode is done with the slot."""
         return SlotFree(
             room=block.room,
             epoch=block.epoch,

@@ -1,8 +1,8 @@
 """KV blocks as ZeroMQ messages, over tcp or ipc: a ROUTER on prefill, a DEALER per prefill endpoint on decode.
 
 A message is one frame; a Block is its header and its payload. Blocks that are one run of CPU memory go out without a
-copy, and their pages are reported free only when ZeroMQ no longer reads them. A socket belongs to the thread that polls;
-the owner may wait for `pollables()` and `next_deadline()` in its own poller and then call `poll(0)`.
+copy, and their pages are reported free only when ZeroMQ no longer reads them. A socket belongs to the thread that polls.
+The owner may ask `next_deadline()`, wait for `pollables()` in its own poller, and then call `poll(0)`.
 
 With keys every link is CURVE, and blocks come sealed over a plain one beside it; see `bulk`. Prefill's address carries
 its public key (`tcp://10.0.0.2:7200#<hex>`); decode calls it only if that key is listed as a prefill worker's, and prefill
@@ -170,8 +170,8 @@ class ZmqBlocksSender(SenderEndpoint, Polling[SendMessage | SendBlock]):
                 self._drop_log.say("", TOO_LONG)
                 continue
             peer = parts[0].bytes.hex()
-            # Decode speaks when it has taken blocks, so there is room again. libzmq tells of free places in halves of a
-            # queue: at a window of its length, who waited for the next try instead would sleep in every window.
+            # Decode speaks when it has taken blocks, so its queue has room again. libzmq reports free places in halves of
+            # a queue: with a window of the queue's length, waiting for the next retry would cost a sleep per window.
             self._blocked.difference_update((peer, bulk_lane(peer)))
             self._receive_frames(peer, [part.buffer for part in parts[1:]])
         self._work()
@@ -250,7 +250,7 @@ class ZmqBlocksReceiver(ReceiverEndpoint, Polling[SendMessage]):
         return f"ZmqBlocksReceiver(links={len(self._links)}, {self.session})"
 
     def pull(self, request: PullRequest) -> None:
-        """As `KVTransport.pull`; an endpoint that nobody can connect to loses the room at once."""
+        """As `KVTransport.pull`; a room of an address that cannot be connected to is lost at once."""
         try:
             self._link(request.endpoint)
         except ConfigError as error:
@@ -349,7 +349,7 @@ class ZmqBlocksReceiver(ReceiverEndpoint, Polling[SendMessage]):
             )
 
     def _receive_bulk(self, peer: Peer, frames: Sequence[memoryview]) -> None:
-        """A message that anybody may have sent: only a block is taken, and only if it is the one that was asked for."""
+        """Handles an unauthenticated message: only a block is accepted, and only one that was pulled."""
         try:
             if len(frames) != 2:
                 raise RemoteProtocolError(f"{len(frames)} frames where a block has two")
