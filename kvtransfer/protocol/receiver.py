@@ -1,7 +1,7 @@
 """Decode's side of the hand-off, without I/O: commands and messages in, effects out.
 
 1. `pull` opens a room; the first one to an endpoint greets it and settles the layout. 2. Attach asks for announcements.
-3. Announced blocks are pulled; see `pair`. 4. The shell checks each block: `expect` says where it goes, then `landed`
+3. Announced blocks are pulled; see `peer_link`. 4. The shell checks each block: `expect` says where it goes, then `landed`
 or `corrupt` tells what came of it. 5. With every block in place and the first token known, Release ends the room. A
 lease ends a room in which nothing moves.
 """

@@ -59,14 +59,14 @@ class SendBlock:
 
 @dataclass(frozen=True)
 class Notify:
-    """Tell the owner."""
+    """Deliver an event to the owner of the transport."""
 
     event: TransportEvent
 
 
 @dataclass(frozen=True)
 class CloseLink:
-    """Nothing is left to say to this peer."""
+    """Close the connection to a peer to which nothing is left to send."""
 
     peer: Peer
 
@@ -108,7 +108,7 @@ RECEIVER_TRANSITIONS: dict[ReceiverState, frozenset[ReceiverState]] = {
 
 
 class Lease:
-    """A time limit on no progress."""
+    """A time limit, in seconds of the monotonic clock, on the time without progress."""
 
     def __init__(self, seconds: float, now: float) -> None:
         self._seconds = seconds
@@ -151,7 +151,7 @@ class SenderRoom:
 
     @property
     def waits_for_decode(self) -> bool:
-        """Whether the lease runs: decode has something to do. While prefill computes, the owner has the room."""
+        """Whether the lease runs, which it does while decode has something to pull or to release."""
         if self.is_final:
             return True
         if self.stream is None:
@@ -160,7 +160,7 @@ class SenderRoom:
 
     @property
     def remind_at(self) -> float | None:
-        """When to announce the end again: the last word of decode, a Release say, may be lost."""
+        """When to announce the end again, since decode's Release may be lost."""
         return self.quiet_since + REMIND_S if self.state is SenderState.ATTACHED and self.is_final else None
 
     def move(self, state: SenderState) -> None:
