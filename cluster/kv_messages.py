@@ -24,8 +24,8 @@ def block_bytes_of(token_bytes: int) -> int:
 class Layout(Struct, frozen=True, kw_only=True):
     """How the KV of a token lies in a worker's pool; `kvtransfer.protocol.layout.agree` finds the layout of a pair.
 
-    Prefill's `feature_ids` are the layers that it offers, decode's those that its head reads, in the order of its input. In a
-    KVWelcome the layout is the common one: decode's features, and no `weights_hash`.
+    Prefill's `feature_ids` are the layers that it offers, decode's those that its head reads, in the order of its input. In
+    a KVWelcome the layout is the common one: decode's features, and no `weights_hash`.
     """
 
     fingerprint: Text
