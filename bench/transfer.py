@@ -31,7 +31,7 @@ import zmq
 
 from ..cluster.errors import TransferError
 from ..cluster.keyring import Peer, load_keyring, make_key, write_key, write_peers
-from ..kvtransfer.heap import keep_blocks
+from ..kvtransfer.memory.malloc_tuning import keep_blocks
 from ..kvtransfer.transport import Complete, Lost, PullRequest
 from ..kvtransfer.transports.zmq_blocks import ZmqBlocksReceiver
 from .arguments import at_least

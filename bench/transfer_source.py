@@ -16,7 +16,7 @@ import torch
 import zmq
 
 from ..cluster.keyring import load_keyring
-from ..kvtransfer.heap import keep_blocks
+from ..kvtransfer.memory.malloc_tuning import keep_blocks
 from ..kvtransfer.transport import Dropped, Offer, Released
 from ..kvtransfer.transports.zmq_blocks import ZmqBlocksSender
 from .transfer_parts import PAGE_TOKENS, Done, Setup, Where, layout, memory, no_digest, ways

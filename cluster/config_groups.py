@@ -14,6 +14,19 @@ DEFAULT_CONTROL = "tcp://127.0.0.1:7100"
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
+MAX_FEATURE_LAYERS = 64  # as many as a layout may name
+
+
+def layers_fault(text: str) -> str:
+    """What is wrong with the setting `text`, as the end of a sentence that begins with it; "" when nothing is."""
+    ids = text.split(",") if text else []
+    if not all(layer.isascii() and layer.isdigit() for layer in ids):
+        return "is no list of layers: write their numbers from 0 on, such as 2,14,25"
+    if len(ids) > MAX_FEATURE_LAYERS:
+        return f"names {len(ids)} layers: write at most {MAX_FEATURE_LAYERS}"
+    return ""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RoleConfig:
     """Configuration file.
@@ -162,6 +175,14 @@ class PrefillSettings(RoleConfig):
         ),
     )
     max_batch: int = setting(8, Setting(help="most requests in one forward", minimum=1, maximum=4096))
+    feature_layers: str = setting(
+        "",
+        Setting(
+            help="layer outputs to offer to the heads of decode workers, beside those that --draft names; empty: no others",
+            metavar="ID[,ID...]",
+            fault_of=layers_fault,
+        ),
+    )
     slab_mb: int = setting(256, SLAB_SETTING)
     kv_bulk_port: int = setting(0, BULK_PORT_SETTING)
 

@@ -22,7 +22,11 @@ def block_bytes_of(token_bytes: int) -> int:
 
 
 class Layout(Struct, frozen=True, kw_only=True):
-    """How the KV of a token looks in a pool, as both sides must agree; see `kvtransfer.layout`."""
+    """How the KV of a token lies in a worker's pool; `kvtransfer.protocol.layout.agree` finds the layout of a pair.
+
+    Prefill's `feature_ids` are the layers that it offers, decode's those that its head reads, in the order of its input. In
+    a KVWelcome the layout is the common one: decode's features, and no `weights_hash`.
+    """
 
     fingerprint: Text
     dtype: Text  # "float32", "bfloat16", "float16"
@@ -30,12 +34,12 @@ class Layout(Struct, frozen=True, kw_only=True):
     num_layers: Annotated[int, Meta(ge=1, le=4096)]
     num_kv_heads: Annotated[int, Meta(ge=1, le=4096)]
     head_dim: Annotated[int, Meta(ge=1, le=4096)]
-    feature_ids: Annotated[
-        list[Small], Meta(max_length=64)
-    ] = []  # layer outputs, in config order; empty: no feature plane
-    feature_width: Small = 0  # K*H per token
+    # Layer outputs, in the order of a row: offered by prefill, wanted by decode; empty: no features.
+    feature_ids: Annotated[list[Small], Meta(max_length=64)] = []
+    feature_width: Small = 0  # elements of all of them per token: K*H
     block_bytes: Annotated[int, Meta(ge=4096, le=64 << 20)] = BLOCK_BYTES
     digest: Text = "crc32c"
+    weights_hash: Text = ""  # sha256 of every byte of the weights; "": not known yet
 
 
 class KVHello(Message, frozen=True, kw_only=True):

@@ -121,6 +121,18 @@ class GraphCounts(Struct, frozen=True, kw_only=True):
     draft_extend: Count = 0
 
 
+class DraftWidths(Struct, frozen=True, kw_only=True):
+    """What a drafter takes and gives: elements of features per token, elements of its own hidden state, and the drafts of a
+    step as levels, children of each expanded draft, and tokens of the verify.
+    """
+
+    features: Small = 0
+    hidden: Small = 0
+    steps: Small = 0
+    topk: Small = 0
+    tokens: Small = 0
+
+
 class WorkerStats(Struct, frozen=True, kw_only=True):
     """One worker's condition, made by its scheduler loop."""
 
@@ -136,6 +148,8 @@ class WorkerStats(Struct, frozen=True, kw_only=True):
         None  # tokens committed per verify, recent average; None without a drafter or history
     )
     spec_steps: Small | None = None  # draft steps of the newest verify; None without a drafter
+    phase: Text = ""  # of the engine's lifecycle; "": not said
+    weights_hash: Text = ""  # sha256 of every byte of the weights; "": not known yet
     counters: dict[Text, float] = {}  # monotonic; name -> total
 
 
@@ -156,6 +170,9 @@ class Hello(Message, frozen=True, kw_only=True):
     instance: Id
     protocol: Small
     fingerprint: Text
+    feature_ids: Annotated[tuple[Small, ...], Meta(max_length=64)] = ()  # as in `Layout`
+    feature_width: Small = 0
+    draft_widths: DraftWidths | None = None  # None: nothing is drafted here
     model: Text  # served model directory or name, for people
     kv_endpoint: Text = ""  # where a prefill worker answers pulls
     pages_total: Count

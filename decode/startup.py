@@ -3,10 +3,11 @@
 import zmq
 
 from ..cluster.config import DecodeConfig
-from ..cluster.messages import Hello
+from ..cluster.messages import DraftWidths, Hello
 from ..cluster.sockets import Socket
-from ..kvtransfer.transports.zmq_blocks import ZmqBlocksReceiver
-from ..worker.link import PollableTransport
+from ..engine.loader import Engine
+from ..kvtransfer.transport import PollableTransport
+from ..kvtransfer.transports.registry import ReceiverSetup, open_receiver
 from ..worker.spans import SpansOf
 from ..worker.startup import WorkerStartup
 from .queues import DecodeRoom
@@ -21,20 +22,18 @@ class DecodeStartup(WorkerStartup[DecodeConfig, DecodeRoom]):
 
     def open_transport(self, context: zmq.Context[Socket]) -> PollableTransport:
         """The receiver; connects to the prefill worker of each room."""
-        config = self.config
-        transport = ZmqBlocksReceiver(
-            self.instance,
-            self.layout,
-            self.planes(),
+        setup = ReceiverSetup(
+            instance=self.instance,
+            layout=self.layout,
+            planes=self.planes(),
             context=context,
             keyring=self.keyring,
             ciphers=self.ciphers,
-            window=config.pull_window,
-            lease_s=config.lease_s,
-            transports=self.transports,
+            window=self.config.pull_window,
+            lease_s=self.config.lease_s,
+            reach=self.reach,
         )
-        transport.reach = self.reach
-        return transport
+        return open_receiver(self.transports, setup)
 
     def make_hello(self) -> Hello:
         """The registration with a router."""
@@ -42,6 +41,7 @@ class DecodeStartup(WorkerStartup[DecodeConfig, DecodeRoom]):
             max_running=self.config.max_running,
             local_prefill=True,
             spec_tokens=self.engine.shape.spare_slots,
+            draft_widths=draft_widths_of(self.engine),
         )
 
     def make_worker(self) -> DecodeWorker:
@@ -58,3 +58,17 @@ class DecodeStartup(WorkerStartup[DecodeConfig, DecodeRoom]):
     def spans_of(self) -> SpansOf[DecodeRoom]:
         """The trace spans of a room that leaves."""
         return decode_spans
+
+
+def draft_widths_of(engine: Engine) -> DraftWidths | None:
+    """The input and output widths of the engine's drafter; None without a drafter."""
+    if engine.drafter is None or engine.draft_config is None:
+        return None
+    shape = engine.shape
+    return DraftWidths(
+        features=engine.feature_width,
+        hidden=engine.draft_config.dims.self_width,
+        steps=shape.steps,
+        topk=shape.topk,
+        tokens=shape.num_nodes,
+    )

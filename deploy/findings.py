@@ -244,6 +244,16 @@ def check_pairing(status: Mapping[str, Any]) -> list[Finding]:
             text = f"{role} with fingerprint {min(alone)[:8]} pairs with no {other} ({others})"
             remedy = "serve the same --model, --dtype, --page-size and --draft on both"
             found.append(Finding("pairing", FAIL, text, remedy))
+    found += [
+        Finding(
+            "pairing",
+            FAIL,
+            f"prefill {pair['prefill'][:8]} and decode {pair['decode'][:8]} do not pair: {pair['reason']}",
+            "serve the same weights on both; name the layers of every head with --feature-layers on prefill",
+        )
+        for pair in status.get("unpaired", [])
+        if not pair["reason"].startswith("fingerprints")
+    ]
     return found or well("pairing", f"{len(workers)} workers serve and pair")
 
 

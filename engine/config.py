@@ -21,6 +21,7 @@ class EngineConfig:
     what a step drafts (`DraftShape.of`), and whether that follows load and acceptance ("auto": on CUDA).
     `overlap`: whether decode steps are launched before the one before was read ("auto": on CUDA).
     `graph_self_test` compares each graph with the eager path before it is used.
+    `feature_layers` ("2,14,25"): layer outputs that prefill captures beside those of the draft.
     """
 
     model: str
@@ -43,11 +44,17 @@ class EngineConfig:
     spec_adaptive: str = "auto"
     overlap: str = "auto"
     graph_self_test: bool = True
+    feature_layers: str = ""
 
     @classmethod
     def of(cls, settings: object) -> "EngineConfig":
         """The engine's part of a role's config, by field name; what only the other role has keeps its default."""
         return cls(**{f.name: getattr(settings, f.name) for f in fields(cls) if hasattr(settings, f.name)})
+
+    @property
+    def extra_feature_ids(self) -> tuple[int, ...]:
+        """The ids in `feature_layers`, whose form the role's config has checked."""
+        return tuple(int(layer) for layer in self.feature_layers.split(",")) if self.feature_layers else ()
 
     @property
     def has_draft(self) -> bool:

@@ -24,7 +24,7 @@ from .kv.pool import FeaturePlane, KVPool, PageAllocator
 from .kv.prefix_cache import PrefixCache
 from .models.config import ModelConfig
 from .models.interface import CausalLM
-from .models.weights import load_model, model_fingerprint
+from .models.weights import load_model
 from .runner.lifecycle import Lifecycle, Phase
 from .runner.model_runner import ModelRunner, configure_aux_capture
 from .sampler import Sampler
@@ -38,6 +38,7 @@ from .speculative.eagle3_weights import load_eagle3
 from .speculative.overlapped import OverlappedDecoder, device_steps
 from .speculative.spec_config import Eagle3Config
 from .speculative.spec_decoder import SpecDecoder
+from .weights_hash import WeightsHash, model_fingerprint
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +75,10 @@ class Engine:
     step_policy: StepPolicy | None = None
     graphs: GraphSet | None = None
     steps: DeviceSteps | None = None
+    weights: WeightsHash | None = None
+    feature_ids: tuple[
+        int, ...
+    ] = ()  # layer outputs that prefill captures, or that decode's head reads, in its order
 
     def decoder(self) -> SpecDecoder:
         """A decoder of requests on this engine; there is one at a time."""
@@ -101,12 +106,14 @@ class Engine:
         return self.cache.allocator.num_total
 
     @property
-    def feature_ids(self) -> tuple[int, ...]:
-        return () if self.draft_config is None else self.draft_config.aux.ids
+    def feature_width(self) -> int:
+        """Elements of all captured features per token."""
+        return len(self.feature_ids) * self.model_config.hidden_size if self.feature_ids else 0
 
     @property
-    def feature_width(self) -> int:
-        return 0 if self.draft_config is None else self.draft_config.dims.target_feature_width
+    def weights_hash(self) -> str:
+        """sha256 (hex) of every byte of the weights; "" until it is known."""
+        return "" if self.weights is None else self.weights.value
 
     @property
     def graph_counts(self) -> dict[str, int]:
@@ -177,6 +184,7 @@ class EngineLoader:
         self._device = resolve_device(config.device)
         self._dtype = resolve_dtype(config.dtype, self._device)
         self._path = resolve_checkpoint(config.model)
+        self._weights = WeightsHash(self._path)
         self._model, self._model_config = load_model(self._path, dtype=self._dtype, device=self._device)
         self._fingerprint = model_fingerprint(self._path)
         limit = self._model_config.max_position_embeddings
@@ -188,6 +196,7 @@ class EngineLoader:
         self.lifecycle.advance(Phase.LOADED)
 
     def _configure_aux(self) -> None:
+        ids: tuple[int, ...] = ()
         if self.config.has_draft:
             draft_path = resolve_checkpoint(self.config.draft)
             running = str(self._dtype).removeprefix("torch.")
@@ -199,9 +208,28 @@ class EngineLoader:
                     f"draft {self.config.draft}: a DFLASH drafter can be prefilled for, but decode runs EAGLE3 heads only; "
                     "give it one, or none"
                 )
-            configure_aux_capture(self._model, draft.aux.ids)
+            ids = draft.aux.ids
             logger.info("draft config: %r", self._draft_config)
+        if not self.has_drafter:
+            ids = self._offered(ids)
+        if ids:
+            configure_aux_capture(self._model, ids)
+        self._feature_ids = ids
         self.lifecycle.advance(Phase.AUX_CONFIGURED)
+
+    def _offered(self, ids: tuple[int, ...]) -> tuple[int, ...]:
+        """The layers that prefill captures: those of its head, then the others of `feature_layers`, each once.
+
+        Raises CheckpointError for a layer that the model does not have.
+        """
+        extra, num_layers = self.config.extra_feature_ids, self._model_config.num_layers
+        beyond = [layer for layer in extra if layer >= num_layers]
+        if beyond:
+            raise CheckpointError(
+                f"feature_layers {self.config.feature_layers}: the model at {self._path} has layers 0 to {num_layers - 1}, "
+                f"not {beyond[0]}; name the layers that the decode workers' heads read"
+            )
+        return tuple(dict.fromkeys((*ids, *extra)))
 
     def _share(self) -> None:
         if self.has_drafter and isinstance(self._draft_config, Eagle3Config):
@@ -220,8 +248,8 @@ class EngineLoader:
         num_pages = config.pages + 1 if config.pages else self._affordable_pages()  # page 0 is the sink
         pool = KVPool(num_pages, self._model.kv_layout(config.page_size), self._device)
         features, drafter = None, None
-        if self._draft_config is not None and not self.has_drafter:
-            width = self._draft_config.dims.target_feature_width
+        if self._feature_ids and not self.has_drafter:
+            width = len(self._feature_ids) * model.hidden_size
             features = FeaturePlane(num_pages, config.page_size, width, self._dtype, self._device)
         if self._head is not None:
             drafter = DraftWorker(
@@ -242,6 +270,8 @@ class EngineLoader:
         self._engine = Engine(
             path=self._path,
             fingerprint=self._fingerprint,
+            weights=self._weights,
+            feature_ids=self._feature_ids,
             model_config=model,
             model=self._model,
             draft_config=self._draft_config,
@@ -336,14 +366,14 @@ class EngineLoader:
 
     def _page_budget(self) -> PageBudget:
         """What a page costs in this role: decode keeps draft KV and lands features, prefill keeps a feature plane."""
-        page_size, draft = self.config.page_size, self._draft_config
+        page_size = self.config.page_size
         kv_bytes = self._model.kv_layout(page_size).page_bytes
-        if draft is None:
-            return PageBudget(kv_bytes=kv_bytes)
         if self._head is not None:
             drafted = draft_layout(self._head.config, page_size, self._dtype)
             return PageBudget(kv_bytes=kv_bytes, draft_bytes=drafted.page_bytes, has_staging=True)
-        width = draft.dims.target_feature_width
+        if self.has_drafter:
+            return PageBudget(kv_bytes=kv_bytes)
+        width = len(self._feature_ids) * self._model_config.hidden_size
         return PageBudget(kv_bytes=kv_bytes, feature_bytes=page_size * width * self._dtype.itemsize)
 
 

@@ -10,6 +10,7 @@ from typing import Protocol
 
 import torch
 
+from ..cluster.fault_points import Reach
 from ..engine.kv.page_order import PageOrder
 
 
@@ -128,3 +129,29 @@ class KVTransport(Protocol):
 
     def close(self) -> None:
         """Abort every room, tell the peers, close the sockets. Idempotent."""
+
+
+class PollableTransport(KVTransport, Protocol):
+    """A transport that its owner waits for together with other things."""
+
+    reach: Reach  # failpoints
+
+    def pollables(self) -> list[int]:
+        """File descriptors; when one is readable, `poll` may have work.
+
+        They may be edge-triggered, so `next_deadline` is asked directly before each wait: it is due at once for work that
+        was there before.
+        """
+
+    def next_deadline(self, now: float) -> float | None:
+        """When `poll` must be called at the latest, on the monotonic clock; None: when a descriptor is readable."""
+
+    @property
+    def counters(self) -> dict[str, float]:
+        """What the transport did and dropped so far, by name."""
+
+
+class ListeningTransport(PollableTransport, Protocol):
+    """Prefill's end, which decode workers call."""
+
+    endpoint: str  # where they reach it, with its key if it has one

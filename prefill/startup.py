@@ -7,8 +7,8 @@ from ..cluster.endpoints import reached_at
 from ..cluster.keyring import split_key, with_key
 from ..cluster.messages import Hello
 from ..cluster.sockets import Socket
-from ..kvtransfer.transports.zmq_blocks import ZmqBlocksSender
-from ..worker.link import PollableTransport
+from ..kvtransfer.transport import PollableTransport
+from ..kvtransfer.transports.registry import SenderSetup, open_sender
 from ..worker.spans import SpansOf
 from ..worker.startup import WorkerStartup
 from .queues import PrefillRoom
@@ -24,21 +24,21 @@ class PrefillStartup(WorkerStartup[PrefillConfig, PrefillRoom]):
     def open_transport(self, context: zmq.Context[Socket]) -> PollableTransport:
         """The sender; binds the port for blocks."""
         config = self.config
-        transport = ZmqBlocksSender(
-            config.kv_bind,
-            self.instance,
-            self.layout,
-            self.planes(),
+        setup = SenderSetup(
+            bind=config.kv_bind,
+            instance=self.instance,
+            layout=self.layout,
+            planes=self.planes(),
             context=context,
             keyring=self.keyring,
             ciphers=self.ciphers,
             bulk_port=config.kv_bulk_port,
             trusted_network=config.trusted_network,
             lease_s=config.lease_s,
-            transports=self.transports,
             slab_bytes=config.slab_mb << 20,
+            reach=self.reach,
         )
-        transport.reach = self.reach
+        transport = open_sender(self.transports, setup)
         self.kv_endpoint = transport.endpoint
         return transport
 

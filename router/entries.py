@@ -172,6 +172,7 @@ class Entry:
     is_waiting: bool = False  # in the waiting list, like the next
     number: int = 0  # by the order of joining; 0: not yet
     fingerprint: str = ""  # of the last attempt's pair
+    weights_hash: str = ""  # likewise
     last_arrival: float = 0.0
     shown_epoch: int = -1  # of the attempt that has shown its pair
     quiet_until: float = 0.0  # the room's, as of its last tick; 0 when more than tokens came since
@@ -184,7 +185,8 @@ class Entry:
         need, num_output = self.job.need, self.room.num_output
         if not num_output:
             return need
-        return Need(need.prompt + num_output, need.max_new - num_output, self.fingerprint, need.asks)
+        left = need.max_new - num_output
+        return Need(need.prompt + num_output, left, self.fingerprint, need.asks, self.weights_hash)
 
     @property
     def prompt(self) -> Prompt:

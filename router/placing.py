@@ -88,7 +88,7 @@ class Placer:
         load = Load(pages=decode.pages_for(need.total), tokens=need.total)
         self._registry.reserve(pair.decode, room.room, room.epoch, load)
         self._decode.placed(decode)
-        entry.fingerprint = decode.hello.fingerprint
+        entry.fingerprint, entry.weights_hash = decode.hello.fingerprint, decode.weights_hash
         if pair.is_local:
             return
         held = held_tokens(self._on_prefill, prefill, prompt) if self._has_choice("prefill") else 0

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from msgspec import Struct
 
-from .registry import Registry, Worker
+from .registry import Registry, Worker, are_other_weights
 
 
 class Need(Struct, frozen=True, gc=False):
@@ -17,6 +17,7 @@ class Need(Struct, frozen=True, gc=False):
         ""  # of the workers that gave output already, which others would not go on with; "": any
     )
     asks: tuple[str, ...] = ()  # of YOUNG_FIELDS, those that must be obeyed
+    weights_hash: str = ""  # of the workers that gave output already; "": not known, or any
 
     @property
     def total(self) -> int:
@@ -34,7 +35,7 @@ class Limits:
 
 
 def pairs(workers: Iterable[Worker], avoid: Collection[str] = ()) -> Iterator[tuple[Worker, Worker]]:
-    """Every (prefill, decode) that serves and has equal fingerprints; see `prefillers`."""
+    """Every (prefill, decode) that serves and fits together; see `prefillers` and `why_not_pair`."""
     serving = [worker for worker in workers if worker.is_serving]
     for decode in serving:
         if decode.role == "decode":
@@ -42,12 +43,28 @@ def pairs(workers: Iterable[Worker], avoid: Collection[str] = ()) -> Iterator[tu
                 yield prefill, decode
 
 
+def why_not_pair(prefill: Worker, decode: Worker) -> str:
+    """Why decode cannot use prefill's KV; "" when it can.
+
+    Both must have equal fingerprints, and equal hashes of their weights as far as these are known. Prefill must offer every
+    layer whose features decode's head reads; a decode worker without a head takes none.
+    """
+    ours, theirs = prefill.hello, decode.hello
+    if ours.fingerprint != theirs.fingerprint:
+        return f"fingerprints differ: {ours.fingerprint[:8]} and {theirs.fingerprint[:8]}"
+    if are_other_weights(prefill, decode):
+        return f"weights differ: their hashes are {prefill.weights_hash[:8]} and {decode.weights_hash[:8]}"
+    if theirs.feature_ids and not set(theirs.feature_ids) <= set(ours.feature_ids):
+        return f"prefill offers features of layers {list(ours.feature_ids)}, decode's head reads {list(theirs.feature_ids)}"
+    return ""
+
+
 def prefillers(decode: Worker, serving: Iterable[Worker], avoid: Collection[str]) -> list[Worker]:
     """Who may compute a prompt for `decode`: the prefill workers, and itself when there are none but those in `avoid`.
 
     Where both can, `placing` decides which is cheaper.
     """
-    found = [w for w in serving if w.role == "prefill" and w.hello.fingerprint == decode.hello.fingerprint]
+    found = [w for w in serving if w.role == "prefill" and not why_not_pair(w, decode)]
     if decode.takes_prompts and all(worker.instance in avoid for worker in found):
         found.append(decode)
     return found
@@ -122,9 +139,11 @@ def obeyed(prefill: Worker, decode: Worker, fields: Collection[str]) -> bool:
 
 def _suits(prefill: Worker, decode: Worker, need: Need) -> bool:
     """Whether the pair's tokens are those that the request asks for, and of the kind that it has already."""
-    return (not need.fingerprint or decode.hello.fingerprint == need.fingerprint) and (
-        not need.asks or obeyed(prefill, decode, need.asks)
-    )
+    if need.fingerprint and decode.hello.fingerprint != need.fingerprint:
+        return False
+    if need.weights_hash and decode.weights_hash and decode.weights_hash != need.weights_hash:
+        return False
+    return not need.asks or obeyed(prefill, decode, need.asks)
 
 
 def _can_prefill(worker: Worker, need: Need) -> bool:

@@ -6,6 +6,7 @@ its link lives. It is forgotten when no heartbeat came for `worker_timeout_s`, o
 `UNREACHABLE_S`: the connection of a process that died is closed at once.
 """
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -13,8 +14,11 @@ from typing import Any, TypeVar
 
 from msgspec import Struct
 
+from ..cluster.log import fields
 from ..cluster.messages import PROTOCOL_MAJOR, ControlUp, Hello, Refused, Rejected, Welcome, WorkerStats
 from .retries import Breaker
+
+logger = logging.getLogger(__name__)
 
 HEARTBEATS_PER_TIMEOUT = 6  # some may be late before a worker counts as lost
 HEARTBEAT_RANGE_MS = (100, 1000)
@@ -108,6 +112,11 @@ class Worker:
         if self.is_draining:
             return "draining"
         return self.stats.state if self.stats is not None else "starting"
+
+    @property
+    def weights_hash(self) -> str:
+        """sha256 of every byte of its weights, as its last heartbeat says; "" while it is not known."""
+        return self.stats.weights_hash if self.stats is not None else ""
 
     @property
     def is_serving(self) -> bool:
@@ -235,10 +244,27 @@ class Registry:
         if worker is None:
             return False
         worker.identity, worker.unreachable_since = identity, None
-        if worker.stats is None or worker.stats.state != stats.state:
+        is_news = worker.weights_hash != stats.weights_hash
+        if is_news or worker.stats is None or worker.stats.state != stats.state:
             self._memo.clear()
         worker.take_heartbeat(stats, now)
+        if is_news:
+            self._warn_of_other_weights(worker)
         return True
+
+    def _warn_of_other_weights(self, worker: Worker) -> None:
+        """One line for each worker that shares the fingerprint and has other weights: they pair no more."""
+        for other in self:
+            if other.hello.fingerprint == worker.hello.fingerprint and are_other_weights(worker, other):
+                logger.warning(
+                    "workers of one fingerprint have other weights: they do not pair; serve the same files on both",
+                    extra=fields(
+                        worker=f"{worker.role} {worker.instance[:8]} on {worker.hello.host}",
+                        other=f"{other.role} {other.instance[:8]} on {other.hello.host}",
+                        weights_hash=worker.weights_hash[:16],
+                        other_hash=other.weights_hash[:16],
+                    ),
+                )
 
     def overdue(self, now: float) -> list[Worker]:
         """Workers that count as lost."""
@@ -290,6 +316,11 @@ class Registry:
             for worker in self
             if worker.breaker.is_avoided(now) or worker.unreachable_since is not None
         }
+
+
+def are_other_weights(one: Worker, other: Worker) -> bool:
+    """Whether the hashes of both workers' weights are known, and differ."""
+    return bool(one.weights_hash and other.weights_hash) and one.weights_hash != other.weights_hash
 
 
 def _reason_to_reject(message: Hello) -> str:

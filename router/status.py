@@ -3,15 +3,18 @@
 import os
 import time
 from collections.abc import Mapping
+from itertools import islice
 
 from msgspec import Struct
 
-from ..cluster.messages import GraphCounts, WorkerStats
+from ..cluster.messages import DraftWidths, GraphCounts, WorkerStats
 from ..cluster.metrics import RouterRecord, WorkerRecord
 from .dispatch import Dispatcher
-from .policy import is_ready
+from .policy import is_ready, why_not_pair
 from .proofs import PairStatus
 from .registry import Registry, Worker
+
+MAX_UNPAIRED = 64
 
 
 class RouterStatus(Struct, frozen=True, kw_only=True):
@@ -43,6 +46,11 @@ class WorkerStatus(Struct, frozen=True, kw_only=True):
     device: str
     transport: str
     fingerprint: str
+    weights_hash: str  # of every byte of the weights; "": not known yet
+    phase: str  # of the engine's lifecycle
+    feature_ids: list[int]  # layers whose features prefill offers, or decode's head reads
+    feature_width: int  # elements of all of them per token
+    draft_widths: DraftWidths | None  # None: nothing is drafted here
     pages_free: int
     pages_total: int
     pages_cached: int
@@ -60,12 +68,21 @@ class WorkerStatus(Struct, frozen=True, kw_only=True):
     counters: dict[str, float]
 
 
+class Unpaired(Struct, frozen=True, kw_only=True):
+    """A prefill and a decode worker that serve, and why they do not pair."""
+
+    prefill: str
+    decode: str
+    reason: str
+
+
 class Status(Struct, frozen=True):
     """The body of /status."""
 
     router: RouterStatus
     workers: list[WorkerStatus]
     pairs: list[PairStatus]  # empty with --canary-s 0
+    unpaired: list[Unpaired]  # at most MAX_UNPAIRED
 
 
 class ModelCard(Struct, frozen=True, kw_only=True):
@@ -103,7 +120,20 @@ def status_of(dispatcher: Dispatcher, model: str, uptime_s: float, now: float) -
         events=dispatcher.event_totals,
     )
     workers = [_worker_status(worker, now) for worker in registry]
-    return Status(router, workers, dispatcher.canaries.proofs.status(now))
+    return Status(router, workers, dispatcher.canaries.proofs.status(now), unpaired_of(registry))
+
+
+def unpaired_of(registry: Registry) -> list[Unpaired]:
+    """The serving pairs that do not fit together."""
+    serving = [worker for worker in registry if worker.is_serving]
+    reasons = (
+        Unpaired(prefill=prefill.instance, decode=decode.instance, reason=reason)
+        for decode in serving
+        if decode.role == "decode"
+        for prefill in serving
+        if prefill.role == "prefill" and (reason := why_not_pair(prefill, decode))
+    )
+    return list(islice(reasons, MAX_UNPAIRED))
 
 
 def why_not_ready(dispatcher: Dispatcher, now: float) -> str:
@@ -117,6 +147,9 @@ def why_not_ready(dispatcher: Dispatcher, now: float) -> str:
     missing = [role for role, count in counts.items() if count == 0]
     if missing:
         return f"no {' and no '.join(missing)} worker is ready"
+    by_layout = [one.reason for one in unpaired_of(registry) if not one.reason.startswith("fingerprints")]
+    if by_layout:
+        return f"no prefill and decode worker pair: {by_layout[0]}"
     return "no prefill and decode worker have equal fingerprints: start them with the same model, dtype and page size"
 
 
@@ -158,6 +191,11 @@ def _worker_status(worker: Worker, now: float) -> WorkerStatus:
         device=hello.device,
         transport=hello.transport,
         fingerprint=hello.fingerprint,
+        weights_hash=stats.weights_hash,
+        phase=stats.phase,
+        feature_ids=list(hello.feature_ids),
+        feature_width=hello.feature_width,
+        draft_widths=hello.draft_widths,
         pages_free=stats.pages_free,
         pages_total=stats.pages_total,
         pages_cached=stats.pages_cached,

@@ -17,7 +17,11 @@ def patient_with_peers():
         for name in ("HANDSHAKE_MS", "SILENCE_MS"):
             patch.setattr(f"baton.cluster.sockets.{name}", int(LONG_S * 1000))
         patch.setattr("baton.cluster.control_link.LOST_AFTER_S", LONG_S)
-        for name in ("pair.ANSWER_S", "pair.GREETING_S", "transports.bulk.JOIN_S"):
+        for name in (
+            "protocol.peer_link.ANSWER_S",
+            "protocol.peer_link.GREETING_S",
+            "transports.bulk.JOIN_S",
+        ):
             patch.setattr(f"baton.kvtransfer.{name}", LONG_S)
         yield
 

@@ -5,19 +5,26 @@ import socket
 from collections.abc import Sequence
 
 from ..cluster.kv_messages import block_bytes_of
-from ..cluster.messages import PROTOCOL_MAJOR, YOUNG_FIELDS, Hello, Layout
+from ..cluster.messages import PROTOCOL_MAJOR, YOUNG_FIELDS, DraftWidths, Hello, Layout
 from ..cluster.transports import ZMQ_BLOCKS
 from ..engine.kv.pool import FeaturePlane, KVPool
-from ..kvtransfer.fingerprint import pair_fingerprint
+from ..kvtransfer.protocol.fingerprint import pair_fingerprint
 from ..kvtransfer.transport import Planes
 
 
 def layout_of(
-    pool: KVPool, *, model_fingerprint: str, feature_ids: Sequence[int], feature_width: int
+    pool: KVPool,
+    *,
+    model_fingerprint: str,
+    feature_ids: Sequence[int],
+    feature_width: int,
+    weights_hash: str = "",
 ) -> Layout:
     """The wire layout of the pool's pages, with the fingerprint that the router pairs workers by.
 
-    `feature_width` is K*H, the values per token of the aux features; 0 without features.
+    `feature_ids`: the layers that prefill offers, or that decode's head reads, in the order of its input. `feature_width`:
+    elements of all of them per token, 0 without features. `weights_hash`: of every byte of the weights, "" while it is not
+    known.
     """
     dtype = str(pool.dtype).removeprefix("torch.")
     num_kv_heads, head_dim = pool.layout.wire_heads
@@ -28,8 +35,6 @@ def layout_of(
         num_layers=pool.num_layers,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        feature_ids=feature_ids,
-        feature_width=feature_width,
     )
     token_bytes = pool.layout.bytes_per_token + feature_width * pool.dtype.itemsize
     return Layout(
@@ -42,6 +47,7 @@ def layout_of(
         feature_ids=list(feature_ids),
         feature_width=feature_width,
         block_bytes=block_bytes_of(token_bytes),
+        weights_hash=weights_hash,
     )
 
 
@@ -67,6 +73,7 @@ def hello_of(
     spec_tokens: int = 0,
     transports: Sequence[str] = (ZMQ_BLOCKS,),
     local_prefill: bool = False,
+    draft_widths: DraftWidths | None = None,
 ) -> Hello:
     """The worker's registration with a router. `max_context` in tokens."""
     return Hello(
@@ -74,6 +81,9 @@ def hello_of(
         instance=instance,
         protocol=PROTOCOL_MAJOR,
         fingerprint=layout.fingerprint,
+        feature_ids=tuple(layout.feature_ids),
+        feature_width=layout.feature_width,
+        draft_widths=draft_widths,
         model=model,
         kv_endpoint=kv_endpoint,
         pages_total=pool.num_pages - 1,  # page 0 is the padding sink

@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import zmq
 
@@ -20,27 +20,13 @@ from ..cluster.errors import BatonError, LocalProtocolError, StartupError
 from ..cluster.messages import ControlUp
 from ..cluster.router_links import RouterLinks
 from ..cluster.watchdog import Watchdog
-from ..kvtransfer.transport import Dropped, KVTransport, Lost, Offer, PullRequest
+from ..kvtransfer.transport import Dropped, KVTransport, Lost, Offer, PollableTransport, PullRequest
 from .commands import Advance, Command, Drop, DropDone, LinkEvent, LinkFailed, Sourced
 from .room_owners import EVERY, FromRouter, RoomOwners, RouterLost, ToRouter
 
 IDLE_WAIT_S = 0.2
 INBOX_LIMIT = 4096  # events that the scheduler has not taken yet
 Opening = TypeVar("Opening", Offer, PullRequest)
-
-
-class PollableTransport(KVTransport, Protocol):
-    """A transport that a poller can wait on."""
-
-    def pollables(self) -> list[zmq.Socket[bytes]]:
-        """Sockets; `poll` has work when one of them is readable."""
-
-    def next_deadline(self, now: float) -> float | None:
-        """Latest time of the next `poll` in monotonic seconds; None: no timer runs."""
-
-    @property
-    def counters(self) -> dict[str, float]:
-        """Totals since the start, by name."""
 
 
 OpenPlanes = Callable[["zmq.Context[zmq.Socket[bytes]]"], tuple[RouterLinks, PollableTransport]]
@@ -114,7 +100,7 @@ class WorkerLink:
         self._wake_w.setblocking(False)
         self._started: queue.SimpleQueue[BatonError | None] = queue.SimpleQueue()  # what failed
         self._stopping = threading.Event()
-        self._polled: list[zmq.Socket[bytes]] = []
+        self._polled: list[zmq.Socket[bytes] | int] = []
         self._poller = zmq.Poller()
         self._thread = threading.Thread(target=self._run, name="link", daemon=True)
         self.connected = False
@@ -206,7 +192,10 @@ class WorkerLink:
             context.term()
 
     def _turn(self, work: LinkWork, routers: RouterLinks, transport: PollableTransport) -> None:
-        """Wait for the earliest of a message, a block, a command and a deadline; then do the work that is due."""
+        """Wait for the earliest of a message, a block, a command and a deadline; then do the work that is due.
+
+        The transport's descriptors may be edge-triggered: nothing touches it between its `next_deadline` and the wait.
+        """
         controls = routers.links.values()
         self._turned_at = now = time.monotonic()
         deadlines = [
@@ -228,12 +217,12 @@ class WorkerLink:
         self.transport_counters = transport.counters
         routers.refresh()
 
-    def _poller_for(self, sockets: list["zmq.Socket[bytes]"]) -> zmq.Poller:
-        """A poller for `sockets` and the wake-up; reused while the sockets are the same."""
-        if sockets != self._polled:
-            self._polled, self._poller = sockets, zmq.Poller()
+    def _poller_for(self, pollables: list["zmq.Socket[bytes] | int"]) -> zmq.Poller:
+        """A poller for `pollables` and the wake-up; reused while they are the same."""
+        if pollables != self._polled:
+            self._polled, self._poller = pollables, zmq.Poller()
             self._poller.register(self._wake_r.fileno(), zmq.POLLIN)
-            for ready in sockets:
+            for ready in pollables:
                 self._poller.register(ready, zmq.POLLIN)
         return self._poller
 

@@ -146,6 +146,8 @@ class RoleWorker(ABC, Generic[R]):
             graphs=GraphCounts(**engine.graph_counts),
             accept_length=accept_length,
             spec_steps=engine.spec_steps,
+            phase=engine.lifecycle.phase.name.lower(),
+            weights_hash=engine.weights_hash,
             counters=self._counters
             | engine.step_counters
             | engine.graph_counters

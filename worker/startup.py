@@ -13,7 +13,7 @@ from ..cluster.endpoints import endpoints_of
 from ..cluster.fault_points import reach_of
 from ..cluster.keyring import load_keyring
 from ..cluster.life import Phase, Serve, Shutdown, run_phases
-from ..cluster.messages import Hello
+from ..cluster.messages import DraftWidths, Hello
 from ..cluster.metrics_server import serve_metrics
 from ..cluster.notify import notifier_of
 from ..cluster.router_links import RouterLinks, dial_routers
@@ -23,10 +23,10 @@ from ..cluster.transports import transports_of
 from ..cluster.watchdog import Watchdog
 from ..engine.config import EngineConfig
 from ..engine.loader import Engine, EngineLoader
-from ..kvtransfer.heap import keep_blocks
-from ..kvtransfer.transport import Planes
+from ..kvtransfer.memory.malloc_tuning import keep_blocks
+from ..kvtransfer.transport import Planes, PollableTransport
 from .identity import hello_of, layout_of, planes_of
-from .link import PollableTransport, WorkerLink
+from .link import WorkerLink
 from .main_loop import WorkerLoop
 from .role_worker import RoleWorker
 from .room import WorkerRoom
@@ -100,12 +100,15 @@ class WorkerStartup(ABC, Generic[C, R]):
             model_fingerprint=engine.fingerprint,
             feature_ids=engine.feature_ids,
             feature_width=engine.feature_width,
+            weights_hash=engine.weights_hash,
         )
 
     def open_sockets(self) -> None:
-        """Start the link thread, which opens the KV plane and dials the routers."""
+        """Start the link thread, which opens the KV plane and dials the routers, and the hash of all weights."""
         self.link = WorkerLink(self._open_planes)
         self.link.start()
+        if self.engine.weights is not None:
+            self.engine.weights.start()
 
     def build_loop(self) -> None:
         """The worker and its main loop; long forwards beat between their layers."""
@@ -157,6 +160,7 @@ class WorkerStartup(ABC, Generic[C, R]):
         kv_endpoint: str = "",
         local_prefill: bool = False,
         spec_tokens: int = 0,
+        draft_widths: DraftWidths | None = None,
     ) -> Hello:
         """A Hello with the fields that both roles fill alike."""
         return hello_of(
@@ -171,6 +175,7 @@ class WorkerStartup(ABC, Generic[C, R]):
             kv_endpoint=kv_endpoint,
             local_prefill=local_prefill,
             spec_tokens=spec_tokens,
+            draft_widths=draft_widths,
             transports=self.transports,
         )
 

@@ -1,7 +1,5 @@
 """Safetensors checkpoints: one file or many shards, checked strictly."""
 
-import hashlib
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -16,7 +14,6 @@ from .registry import build_model, load_model_config
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 LOADABLE = (torch.float32, torch.float16, torch.bfloat16)
-FINGERPRINT_SPAN = 64 * 1024
 # Derived at load time from the config; old checkpoints carry them nevertheless.
 IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
 
@@ -122,33 +119,3 @@ def load_model(
     # A tied model's own lm_head, where a checkpoint still has one, is a copy of the embedding.
     fill_tensors(dict(model.tensors()), path, ("lm_head.weight",) if config.tie_word_embeddings else ())
     return model, config
-
-
-def model_fingerprint(path: Path) -> str:
-    """sha256 (hex) of config.json and, per shard by name: name, header, size, first and last 64 KiB of data."""
-    path = Path(path)
-    digest = hashlib.sha256()
-    digest.update(_framed((path / "config.json").read_bytes()))
-    for shard in find_shards(path):
-        digest.update(_framed(shard.name.encode()))
-        for part in _shard_extract(shard):
-            digest.update(_framed(part))
-    return digest.hexdigest()
-
-
-def _framed(part: bytes) -> bytes:
-    return len(part).to_bytes(8, "little") + part
-
-
-def _shard_extract(shard: Path) -> Iterator[bytes]:
-    """Header bytes, size of the file, first and last 64 KiB of the data behind the header."""
-    size = shard.stat().st_size
-    with shard.open("rb") as file:
-        header_size = int.from_bytes(file.read(8), "little")
-        if header_size + 8 > size:
-            raise CheckpointError(f"{shard}: not a complete safetensors file; fetch it again")
-        yield file.read(header_size)
-        yield size.to_bytes(8, "little")
-        yield file.read(FINGERPRINT_SPAN)
-        file.seek(max(header_size + 8, size - FINGERPRINT_SPAN))
-        yield file.read(FINGERPRINT_SPAN)

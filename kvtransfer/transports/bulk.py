@@ -4,10 +4,10 @@ CURVE would encrypt every block once more, at several times the cost of AES-GCM,
 link, which keeps everything that commands: greetings, announcements, keys, pulls, releases. Decode calls prefill here
 too, since a prefill worker needs no way out and a decode worker no open port.
 
-Who may connect is settled in ZeroMQ's handshake by a ticket that prefill gave out over CURVE: it works once, and says
-whose connection this is. A stranger is cut off before a single message of his is read. Decode then says one empty
-message, by which prefill learns the way back; everything else that is said here is dropped and counted. Decode reads
-nothing but blocks here, each of which proves itself.
+A client presents a ticket in ZeroMQ's handshake. Prefill issues the ticket over CURVE; it works once and names the peer.
+A client without a ticket is disconnected before any of its messages is read. Decode then sends one empty message, from which
+prefill learns the routing id; every other message from decode is dropped and counted. Decode reads only blocks here, and
+each block is authenticated by its seal.
 """
 
 import logging
@@ -32,8 +32,8 @@ from ...cluster.sockets import (
     try_send,
 )
 from ...cluster.tickets import Tickets
-from ..endpoint import Clock
-from ..session import Peer
+from ..protocol.session import Peer
+from .endpoint import Clock
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ class BulkPort:
         self._tickets = tickets
         self._ways: OrderedDict[Peer, bytes | None] = (
             OrderedDict()
-        )  # who got a ticket -> routing id, once it was used
+        )  # peer with a ticket -> its routing id, None until the ticket was used
         self._socket = make_socket(
             context,
             zmq.ROUTER,
@@ -91,7 +91,8 @@ class BulkPort:
         """Connections that ended before they began."""
         return self._doorway.num_failed
 
-    def pollables(self) -> list[Socket]:
+    def sockets(self) -> list[Socket]:
+        """Those that `read` reads."""
         return [self._socket, self._doorway.socket]
 
     def ticket_for(self, peer: Peer) -> str:
@@ -111,7 +112,7 @@ class BulkPort:
         self._ways.pop(peer, None)
 
     def read(self) -> list[Peer]:
-        """Takes in what was said; returns who has come."""
+        """Reads the socket; returns the peers that have joined."""
         self._doorway.read()
         joined = []
         for _ in range(MESSAGES_PER_TURN):
@@ -148,7 +149,7 @@ class BulkLink:
     """Decode's end of one pair."""
 
     def __init__(self, context: zmq.Context[Socket], endpoint: str, ticket: str, max_frame: int) -> None:
-        """Raises ConfigError for an endpoint that nobody can connect to."""
+        """Raises ConfigError for an address that cannot be connected to."""
         self.is_joined = False
         self.is_connected = False
         self._max_bytes = max_frame + KV_MAX_BYTES
@@ -173,7 +174,8 @@ class BulkLink:
             f"BulkLink({'joined' if self.is_joined else 'connected' if self.is_connected else 'connecting'})"
         )
 
-    def pollables(self) -> list[Socket]:
+    def sockets(self) -> list[Socket]:
+        """Those that `read_events` and `read_block` read."""
         return [self.socket, self.watch.socket]
 
     @property
@@ -207,16 +209,13 @@ class BulkLink:
 class BulkLinks:
     """Decode's ends: one per prefill endpoint that gave a ticket."""
 
-    def __init__(
-        self, context: zmq.Context[Socket], poller: zmq.Poller, max_frame: int, clock: Clock
-    ) -> None:
-        """`poller` always knows the links' pollables; `max_frame`: bytes of the largest block as it comes."""
+    def __init__(self, context: zmq.Context[Socket], max_frame: int, clock: Clock) -> None:
+        """`max_frame`: bytes of the largest block as it comes."""
         self._context = context
-        self._poller = poller
         self._max_frame = max_frame
         self._sparingly = Sparingly(clock=clock)
         self._clock = clock
-        self._awaited: dict[Peer, float] = {}  # who must have joined, and when at the latest
+        self._awaited: dict[Peer, float] = {}  # peer -> latest time to have joined
         self._links: dict[Peer, BulkLink] = {}
 
     def __repr__(self) -> str:
@@ -230,8 +229,9 @@ class BulkLinks:
         """Whether this is still the peer's link."""
         return self._links.get(peer) is link
 
-    def pollables(self) -> list[Socket]:
-        return [pollable for link in self._links.values() for pollable in link.pollables()]
+    def sockets(self) -> list[Socket]:
+        """Those of all links."""
+        return [socket for link in self._links.values() for socket in link.sockets()]
 
     @property
     def must_join(self) -> bool:
@@ -244,7 +244,7 @@ class BulkLinks:
         return min(self._awaited.values(), default=None)
 
     def overdue(self) -> list[Peer]:
-        """Peers at whose port nobody has answered for `JOIN_S`; each is told once."""
+        """Peers whose port did not answer within `JOIN_S`; each is returned once."""
         now = self._clock()
         for peer in [peer for peer in self._awaited if peer in self._links and self._links[peer].is_joined]:
             del self._awaited[peer]
@@ -269,8 +269,6 @@ class BulkLinks:
             return
         self._links[peer] = link
         self._awaited.setdefault(peer, self._clock() + JOIN_S)
-        for pollable in link.pollables():
-            self._poller.register(pollable, zmq.POLLIN)
         logger.info("kv link opened", extra=fields(endpoint=endpoint, cipher=welcome.cipher))
 
     def lost(self, peer: Peer, events: list[tuple[int, int]]) -> bool:
@@ -293,6 +291,4 @@ class BulkLinks:
         """Idempotent."""
         link = self._links.pop(peer, None)
         if link is not None:
-            for pollable in link.pollables():
-                self._poller.unregister(pollable)
             link.close()

@@ -12,12 +12,12 @@ from ...cluster.ciphers import CRC32C
 from ...cluster.errors import PeerLost
 from ...cluster.messages import Layout
 from ...cluster.transports import ZMQ_BLOCKS
-from ..endpoint import Clock, Delivered, Delivery
-from ..memory import Payload
-from ..receiver_endpoint import ReceiverEndpoint
-from ..sender_endpoint import SenderEndpoint
-from ..session import LEASE_S, WINDOW, Peer
+from ..memory.blocks import Payload
+from ..protocol.session import LEASE_S, WINDOW, Peer
 from ..transport import Planes, TransportEvent
+from .endpoint import Clock, Delivered, Delivery
+from .receiver_endpoint import ReceiverEndpoint
+from .sender_endpoint import SenderEndpoint
 from .shm import SLAB_BYTES
 
 
@@ -62,7 +62,7 @@ class FakeNetwork:
         self.packets = [packet for packet in self.packets if packet.link not in gone]
 
     def connect(self, endpoint: str, receiver: "FakeReceiver") -> str | None:
-        """The link between the two; None while nobody listens."""
+        """The link between the two; None while no sender listens at the endpoint."""
         for link, (to, owner) in self._links.items():
             if to == endpoint and owner is receiver:
                 return link

@@ -32,12 +32,12 @@ from ...cluster.slab_messages import (
     SlabUp,
     SlotFree,
 )
-from ..layout import digest_seed
-from ..memory import BlockReader, Filling
-from ..pinning import Bytes, Pin, no_pin
-from ..session import Peer, SendBlock
-from ..slab import MappedSlab, Slab, SlabDoor, SlabError, is_alive
-from ..slot_table import Slot, SlotTable
+from ..memory.blocks import BlockReader, Filling
+from ..memory.pinning import Bytes, Pin, no_pin
+from ..memory.slab import MappedSlab, Slab, SlabDoor, SlabError, is_alive
+from ..memory.slot_table import Slot, SlotTable
+from ..protocol.layout import digest_seed
+from ..protocol.session import Peer, SendBlock
 
 logger = logging.getLogger(__name__)
 
@@ -225,7 +225,7 @@ class SenderSlabs:
 
 def _filling(item: SendBlock, slot: Bytes) -> Filling:
     seed = digest_seed(item.room, item.epoch, item.block, item.size)
-    return Filling(slot, item.segments, item.pages[item.first_page :], item.size, seed)
+    return Filling(slot, item.segments, item.pages[item.first_page :], item.size, seed, item.columns)
 
 
 @dataclass
@@ -319,7 +319,7 @@ class ReceiverSlabs:
         return asked.slab.block(block.slot, block.size)
 
     def freed(self, block: SlabBlock) -> SlotFree:
-        """What prefill must know when nobody reads the slot any more."""
+        """The message that tells prefill that decode is done with the slot."""
         return SlotFree(
             room=block.room,
             epoch=block.epoch,

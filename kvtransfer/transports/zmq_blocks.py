@@ -1,8 +1,8 @@
 """KV blocks as ZeroMQ messages, over tcp or ipc: a ROUTER on prefill, a DEALER per prefill endpoint on decode.
 
 A message is one frame; a Block is its header and its payload. Blocks that are one run of CPU memory go out without a
-copy, and their pages are reported free only when ZeroMQ no longer reads them. A socket belongs to the thread that polls;
-the owner may wait for `pollables()` and `next_deadline()` in its own poller and then call `poll(0)`.
+copy, and their pages are reported free only when ZeroMQ no longer reads them. A socket belongs to the thread that polls.
+The owner may ask `next_deadline()`, wait for `pollables()` in its own poller, and then call `poll(0)`.
 
 With keys every link is CURVE, and blocks come sealed over a plain one beside it; see `bulk`. Prefill's address carries
 its public key (`tcp://10.0.0.2:7200#<hex>`); decode calls it only if that key is listed as a prefill worker's, and prefill
@@ -38,15 +38,15 @@ from ...cluster.sockets import (
 )
 from ...cluster.tickets import Tickets
 from ...cluster.transports import ZMQ_BLOCKS
-from ..endpoint import RETRY_S, Clock, Delivered, Delivery
-from ..memory import Payload
-from ..receiver_endpoint import ReceiverEndpoint
-from ..seal import TAG_BYTES
-from ..sender_endpoint import SenderEndpoint
-from ..session import LEASE_S, WINDOW, Peer, Send, SendBlock
+from ..memory.blocks import Payload
+from ..protocol.seal import TAG_BYTES
+from ..protocol.session import LEASE_S, WINDOW, Peer, SendBlock, SendMessage
 from ..transport import Lost, Planes, PullRequest
 from .bulk import BulkLink, BulkLinks, BulkPort, bulk_lane
+from .endpoint import RETRY_S, Clock, Delivered, Delivery
 from .polling import Polling, a_few
+from .receiver_endpoint import ReceiverEndpoint
+from .sender_endpoint import SenderEndpoint
 from .shm import SLAB_BYTES
 
 logger = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ MESSAGES_PER_FLUSH = (
 )
 
 
-class ZmqBlocksSender(SenderEndpoint, Polling[Send | SendBlock]):
+class ZmqBlocksSender(SenderEndpoint, Polling[SendMessage | SendBlock]):
     """Prefill's end. `endpoint` is where it answers, with the port that was chosen for port 0."""
 
     max_batch = MAX_BATCH
@@ -118,20 +118,21 @@ class ZmqBlocksSender(SenderEndpoint, Polling[Send | SendBlock]):
             raise
         if keyring is not None:
             self.endpoint = with_key(self.endpoint, keyring.own.public)
-        for pollable in self.pollables():
-            self._poller.register(pollable, zmq.POLLIN)
 
     def __repr__(self) -> str:
         return f"ZmqBlocksSender({self.endpoint if self._is_open else 'closed'}, {self.session})"
 
-    def pollables(self) -> list[Socket]:
-        """The sockets whose readability means that `poll` has work."""
+    def next_deadline(self, now: float) -> float | None:
+        """When `poll` must be called at the latest; None when only a message can bring news."""
+        return now if self.has_unread() else super().next_deadline(now)
+
+    def _sockets(self) -> list[Socket]:
         if not self._is_open:
             return []
         return [
             self._socket,
             self._doorway.socket,
-            *(self._bulk.pollables() if self._bulk is not None else []),
+            *(self._bulk.sockets() if self._bulk is not None else []),
         ]
 
     @property
@@ -169,8 +170,8 @@ class ZmqBlocksSender(SenderEndpoint, Polling[Send | SendBlock]):
                 self._drop_log.say("", TOO_LONG)
                 continue
             peer = parts[0].bytes.hex()
-            # Decode speaks when it has taken blocks, so there is room again. libzmq tells of free places in halves of a
-            # queue: at a window of its length, who waited for the next try instead would sleep in every window.
+            # Decode speaks when it has taken blocks, so its queue has room again. libzmq reports free places in halves of
+            # a queue: with a window of the queue's length, waiting for the next retry would cost a sleep per window.
             self._blocked.difference_update((peer, bulk_lane(peer)))
             self._receive_frames(peer, [part.buffer for part in parts[1:]])
         self._work()
@@ -182,7 +183,7 @@ class ZmqBlocksSender(SenderEndpoint, Polling[Send | SendBlock]):
             welcome, bulk_port=self._bulk.port, bulk_ticket=self._bulk.ticket_for(peer)
         )
 
-    def _lane(self, item: Send | SendBlock) -> str:
+    def _lane(self, item: SendMessage | SendBlock) -> str:
         """Blocks that wait for their own connection hold nothing else up."""
         has_bulk = self._bulk is not None and self._bulk.serves(item.peer)
         return bulk_lane(item.peer) if has_bulk and isinstance(item, SendBlock) else item.peer
@@ -206,7 +207,7 @@ class ZmqBlocksSender(SenderEndpoint, Polling[Send | SendBlock]):
         return tracker if try_send(self._socket, [routing_id, header, frame]) else None
 
 
-class ZmqBlocksReceiver(ReceiverEndpoint, Polling[Send]):
+class ZmqBlocksReceiver(ReceiverEndpoint, Polling[SendMessage]):
     """Decode's end: a link per prefill endpoint, opened by its first pull and closed when it was idle for a while."""
 
     max_batch = MAX_BATCH
@@ -241,7 +242,7 @@ class ZmqBlocksReceiver(ReceiverEndpoint, Polling[Send]):
         self._links: dict[Peer, Socket] = {}
         self._watches: dict[Peer, Watch] = {}  # each tells when its link's connection breaks or never begins
         self._keyring = keyring
-        self._bulk = BulkLinks(context, self._poller, self._max_frame + TAG_BYTES, clock)
+        self._bulk = BulkLinks(context, self._max_frame + TAG_BYTES, clock)
         self._block_decoder: Decoder[Block] = decoder(Block, KV_MAX_BYTES)
         self._sparingly = Sparingly(clock=clock)
 
@@ -249,7 +250,7 @@ class ZmqBlocksReceiver(ReceiverEndpoint, Polling[Send]):
         return f"ZmqBlocksReceiver(links={len(self._links)}, {self.session})"
 
     def pull(self, request: PullRequest) -> None:
-        """As `KVTransport.pull`; an endpoint that nobody can connect to loses the room at once."""
+        """As `KVTransport.pull`; a room of an address that cannot be connected to is lost at once."""
         try:
             self._link(request.endpoint)
         except ConfigError as error:
@@ -259,13 +260,14 @@ class ZmqBlocksReceiver(ReceiverEndpoint, Polling[Send]):
             return
         super().pull(request)
 
-    def pollables(self) -> list[Socket]:
-        """The sockets whose readability means that `poll` has work; pulls and idle links change them."""
+    def _sockets(self) -> list[Socket]:
         watches = [watch.socket for watch in self._watches.values()]
-        return [*self._links.values(), *watches, *self._bulk.pollables()]
+        return [*self._links.values(), *watches, *self._bulk.sockets()]
 
     def next_deadline(self, now: float) -> float | None:
         """When `poll` must be called at the latest; None when only a message can bring news."""
+        if self.has_unread():
+            return now
         times = [
             super().next_deadline(now),
             self._bulk.join_by,
@@ -347,7 +349,7 @@ class ZmqBlocksReceiver(ReceiverEndpoint, Polling[Send]):
             )
 
     def _receive_bulk(self, peer: Peer, frames: Sequence[memoryview]) -> None:
-        """A message that anybody may have sent: only a block is taken, and only if it is the one that was asked for."""
+        """Handles an unauthenticated message: only a block is accepted, and only one that was pulled."""
         try:
             if len(frames) != 2:
                 raise RemoteProtocolError(f"{len(frames)} frames where a block has two")
@@ -391,8 +393,6 @@ class ZmqBlocksReceiver(ReceiverEndpoint, Polling[Send]):
                 link.close(0)
                 raise
             self._links[peer], self._watches[peer] = link, watch
-            self._poller.register(link, zmq.POLLIN)
-            self._poller.register(watch.socket, zmq.POLLIN)
         return link
 
     def _address(self, peer: Peer) -> tuple[str, Curve | None]:
@@ -415,7 +415,5 @@ class ZmqBlocksReceiver(ReceiverEndpoint, Polling[Send]):
         link = self._links.pop(peer, None)
         if link is not None:
             watch = self._watches.pop(peer)
-            self._poller.unregister(link)
-            self._poller.unregister(watch.socket)
             watch.close()
             link.close()

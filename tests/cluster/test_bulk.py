@@ -12,7 +12,7 @@ from baton.cluster.ciphers import AES_128_GCM, CRC32C, CURVE
 from baton.cluster.codec import encode
 from baton.cluster.keyring import split_key
 from baton.cluster.sockets import make_socket
-from baton.kvtransfer.session import ReceiverState
+from baton.kvtransfer.protocol.session import ReceiverState
 from baton.kvtransfer.transport import Complete, Landed, Lost
 from baton.kvtransfer.transports import bulk
 from baton.kvtransfer.transports.bulk import bulk_endpoint

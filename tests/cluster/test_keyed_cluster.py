@@ -7,6 +7,7 @@ import sys
 import pytest
 from baton.cluster.keyring import read_key
 from baton.deploy.keys import add, init
+from baton.engine.weights_hash import WeightsHash
 from baton.tests.cluster.serving import complete, status, wait_until
 from baton.tests.parity.toy_models import reference_greedy, reference_model
 
@@ -19,6 +20,18 @@ def test_a_cluster_with_keys_answers_with_the_model_s_tokens(keyed_cluster, serv
     assert ids == reference_greedy(reference_model(served_dir), PROMPT, 12)
     assert document["timeline"]["handoff_bytes"] > 0
     assert num_refused(keyed_cluster) == before
+
+
+def test_both_workers_tell_the_hash_of_all_weights(keyed_cluster, served_dir):
+    def hashes():
+        return [worker["weights_hash"] for worker in status(keyed_cluster)["workers"]]
+
+    whole = WeightsHash(served_dir, cache_files=[])
+    whole.start()
+    assert whole.wait(60)
+    wait_until(lambda: hashes() == [whole.value] * 2, 60, "heartbeats bring the hash")
+    assert {worker["phase"] for worker in status(keyed_cluster)["workers"]} == {"serving"}
+    assert status(keyed_cluster)["unpaired"] == []
 
 
 def num_refused(cluster):

@@ -12,7 +12,7 @@ from baton.cluster.errors import ConfigError
 from baton.cluster.keyring import load_keyring, read_key, split_key, with_key
 from baton.cluster.messages import Layout
 from baton.deploy.keys import remove
-from baton.kvtransfer.layout import KVLayout
+from baton.kvtransfer.protocol.layout import KVLayout
 from baton.kvtransfer.transport import Complete, Lost, Offer, Planes, PullRequest, Released
 from baton.kvtransfer.transports.zmq_blocks import ZmqBlocksReceiver, ZmqBlocksSender
 from baton.tests.cluster.keyed_peers import Hosts, admit, curve, dealer, is_refused

@@ -14,9 +14,9 @@ from baton.cluster import messages as m
 from baton.cluster.codec import encode
 from baton.cluster.errors import ConfigError, LocalProtocolError, StartupError
 from baton.cluster.sockets import connect, make_socket, recv_parts, try_send
-from baton.kvtransfer import pair
-from baton.kvtransfer.layout import KVLayout
-from baton.kvtransfer.pair import ANSWER_S
+from baton.kvtransfer.protocol import peer_link
+from baton.kvtransfer.protocol.layout import KVLayout
+from baton.kvtransfer.protocol.peer_link import ANSWER_S
 from baton.kvtransfer.transport import (
     Complete,
     Dropped,
@@ -278,7 +278,7 @@ def test_a_restarted_prefill_worker_loses_its_rooms_quickly_and_the_next_ones_wo
     died = time.monotonic()
     new = restart(start, old.sender.endpoint)
     with monkeypatch.context() as quickly:
-        quickly.setattr(pair, "ANSWER_S", ANSWER_S)
+        quickly.setattr(peer_link, "ANSWER_S", ANSWER_S)
         (lost,) = [event for event in poll_until(receiver, Lost) if isinstance(event, Lost)]
     assert lost.kind == "PeerLost"
     assert time.monotonic() - died < LEASE_S
@@ -378,7 +378,7 @@ def test_nobody_at_an_endpoint_ends_the_room_over_real_sockets_on_the_injected_c
     )
     receiver.pull(request_to("tcp://127.0.0.1:1"))
     assert receiver.poll(0.0) == []
-    now[0] = pair.GREETING_S
+    now[0] = peer_link.GREETING_S
     (lost,) = receiver.poll(0.0)
     assert lost.kind == "PeerLost"
     receiver.close()

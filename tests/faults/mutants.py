@@ -7,8 +7,7 @@ import os
 
 import zmq
 from baton.cluster import codec, security
-from baton.kvtransfer import prepared, receiver_endpoint
-from baton.kvtransfer.transports import zmq_blocks
+from baton.kvtransfer.transports import prepared_blocks, receiver_endpoint, zmq_blocks
 from baton.prefill.queues import PrefillState
 from baton.prefill.worker import PrefillWorker
 from baton.router.retries import Breaker
@@ -28,7 +27,7 @@ def no_tracker() -> None:
 
 def no_digest() -> None:
     """Every block has the right digest."""
-    receiver_endpoint.block_digest = prepared.block_digest = lambda *_: 0
+    receiver_endpoint.block_digest = prepared_blocks.block_digest = lambda *_: 0
 
 
 def no_breaker() -> None:

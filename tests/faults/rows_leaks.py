@@ -3,7 +3,7 @@
 import random
 import time
 
-from baton.kvtransfer.session import LEASE_S
+from baton.kvtransfer.protocol.session import LEASE_S
 from baton.tests.faults.bed import Scene
 from baton.tests.faults.cluster import wait_until
 from baton.tests.faults.history import Promise

@@ -9,10 +9,10 @@ import torch
 from baton.cluster.messages import Layout
 from baton.engine.kv.page_order import PageOrder, launched
 from baton.engine.kv.pool import PageAllocator
-from baton.kvtransfer.layout import KVLayout, digest_seed
-from baton.kvtransfer.memory import Arrival, BlockReader, BlockWriter, Filling
-from baton.kvtransfer.seal import KEY_BYTES, TAG_BYTES, BlockName, Opener, Sealer
-from baton.kvtransfer.slab import MappedSlab, Slab, SlabDoor
+from baton.kvtransfer.memory.blocks.blocks import Arrival, BlockReader, BlockWriter, Filling
+from baton.kvtransfer.memory.blocks.slab import MappedSlab, Slab, SlabDoor
+from baton.kvtransfer.protocol.layout import KVLayout, digest_seed
+from baton.kvtransfer.protocol.seal import KEY_BYTES, TAG_BYTES, BlockName, Opener, Sealer
 from baton.kvtransfer.transport import Planes, PullRequest
 
 pytestmark = [

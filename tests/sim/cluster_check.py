@@ -1,8 +1,8 @@
 """The invariants of a simulated cluster, after every turn and at the end. Clients judge their own text and times."""
 
 from baton.decode.queues import DecodeState
-from baton.kvtransfer.sender import EARLY_S
-from baton.kvtransfer.session import MAX_TOMBSTONES, TOMBSTONE_S
+from baton.kvtransfer.protocol.sender import EARLY_S
+from baton.kvtransfer.protocol.session import MAX_TOMBSTONES, TOMBSTONE_S
 from baton.router.retries import BUDGET_FLOOR, BUDGET_SHARE, MAX_ATTEMPTS
 from baton.router.room_parts import Phase
 from baton.tests.sim.cluster_clients import Violation

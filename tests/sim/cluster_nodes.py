@@ -13,9 +13,9 @@ from baton.cluster.control_link import LinkQueues
 from baton.cluster.errors import DamagedMessage, PeerLost, RemoteProtocolError
 from baton.cluster.life import EXIT_OK, Shutdown
 from baton.decode.worker import DecodeWorker
-from baton.kvtransfer.endpoint import Delivered
-from baton.kvtransfer.receiver_endpoint import ReceiverEndpoint
-from baton.kvtransfer.sender_endpoint import SenderEndpoint
+from baton.kvtransfer.transports.endpoint import Delivered
+from baton.kvtransfer.transports.receiver_endpoint import ReceiverEndpoint
+from baton.kvtransfer.transports.sender_endpoint import SenderEndpoint
 from baton.prefill.worker import PrefillWorker
 from baton.router.dispatch import Dispatcher
 from baton.router.placing import PairingPolicy

@@ -11,12 +11,13 @@ import msgspec
 from baton.cluster.control_link import LinkMachine
 from baton.decode.queues import DecodeState
 from baton.decode.worker import DecodeWorker
-from baton.kvtransfer import pair, prepared, receiver_endpoint, sender
-from baton.kvtransfer.endpoint import Delivered
-from baton.kvtransfer.receiver import ReceiverSession
-from baton.kvtransfer.sender_endpoint import SenderEndpoint
-from baton.kvtransfer.session import Lease, SendBlock, SenderState
+from baton.kvtransfer.protocol import peer_link, sender
+from baton.kvtransfer.protocol.receiver import ReceiverSession
+from baton.kvtransfer.protocol.session import Lease, SendBlock, SenderState
 from baton.kvtransfer.transport import Released
+from baton.kvtransfer.transports import prepared_blocks, receiver_endpoint
+from baton.kvtransfer.transports.endpoint import Delivered
+from baton.kvtransfer.transports.sender_endpoint import SenderEndpoint
 from baton.prefill.queues import PrefillState
 from baton.prefill.worker import PrefillWorker
 from baton.router import policy
@@ -39,7 +40,8 @@ def no_digest():
     @contextmanager
     def switched_off():
         patches = [
-            patch.object(module, "block_digest", lambda *_: 0) for module in (receiver_endpoint, prepared)
+            patch.object(module, "block_digest", lambda *_: 0)
+            for module in (receiver_endpoint, prepared_blocks)
         ]
         with patches[0], patches[1]:
             yield
@@ -322,7 +324,7 @@ def no_fingerprint_anywhere():
         with ExitStack() as stack:
             stack.enter_context(patch.object(policy, "prefillers", prefillers_of_any))
             stack.enter_context(patch.object(sender, "agree", lambda ours, theirs: theirs))
-            stack.enter_context(patch.object(pair, "agree", lambda ours, theirs: theirs))
+            stack.enter_context(patch.object(peer_link, "agree", lambda ours, theirs: theirs))
             yield
 
     return patched(), Options(faults=Faults(), odd="P1", num_prefills=2, num_decodes=2)

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 import torch
 from baton.cluster.messages import Layout
-from baton.kvtransfer.layout import KVLayout
-from baton.kvtransfer.sender import EARLY_S
+from baton.kvtransfer.protocol.layout import KVLayout
+from baton.kvtransfer.protocol.sender import EARLY_S
 from baton.kvtransfer.transport import Complete, Dropped, Landed, Lost, Offer, Planes, PullRequest, Released
 from baton.kvtransfer.transports.fake import FakeNetwork, FakeReceiver, FakeSender, Packet
 

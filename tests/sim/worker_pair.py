@@ -83,6 +83,13 @@ class DirectLink:
         return events
 
 
+def engine_of(settings, *, has_drafter):
+    loader = EngineLoader(EngineConfig(device="cpu", **(DEFAULTS | settings)), has_drafter=has_drafter)
+    for _, run in loader.phases():
+        run()
+    return loader.engine()
+
+
 def layout(engine):
     return layout_of(
         engine.pool,
@@ -105,44 +112,40 @@ class Pair:
         max_running=4,
         fault=None,
         captured=None,
+        ours=None,
         theirs=None,
         **settings,
     ):
-        """`captured`: chunk_size and max_running that graphs are made for. `theirs`: settings of decode's engine alone."""
+        """`captured`: chunk_size and max_running that graphs are made for. `ours`, `theirs`: settings of the engine of
+        prefill or decode alone.
+        """
         self.clock = Clock()
         self.network = FakeNetwork(fault)
         self.links = {P: DirectLink(), D: DirectLink()}
-        engines = {}
-        for name, has_drafter in ((P, False), (D, True)):
-            config = EngineConfig(
-                model=str(model),
-                device="cpu",
-                pages=pages,
-                **(
-                    DEFAULTS
-                    | {"draft": str(draft)}
-                    | settings
-                    | (captured or {})
-                    | ((theirs or {}) if has_drafter else {})
-                ),
-            )
-            loader = EngineLoader(config, has_drafter=has_drafter)
-            for _, run in loader.phases():
-                run()
-            engines[name] = loader.engine()
-        p, d = engines[P], engines[D]
+        self._common = (
+            {"model": str(model), "pages": pages, "draft": str(draft)} | settings | (captured or {})
+        )
+        p = engine_of(self._common | (ours or {}), has_drafter=False)
         planes = planes_of(p.pool, p.features)
         self.links[P].transport = FakeSender(self.network, ENDPOINT, P, layout(p), planes, clock=self.clock)
-        planes = planes_of(d.pool, d.features)
-        self.links[D].transport = FakeReceiver(self.network, D, layout(d), planes, clock=self.clock)
         self.prefill = PrefillWorker(
             p, self.links[P], instance=P, chunk_size=chunk_size, max_batch=4, max_queue=64
         )
-        self.decode = DecodeWorker(d, self.links[D], instance=D, max_running=max_running)
+        self.decodes = {}
+        self.decode = self.add_decode(D, max_running=max_running, **(theirs or {}))
         self.tokens, self.ends, self.gone, self.epochs, self._free = {}, {}, {}, {}, {}
 
-    def send(self, room, prompt_ids, epoch=0, *, is_local=False, num_output=0, **sampling):
-        """`is_local`: decode gets the prompt alone."""
+    def add_decode(self, instance, *, max_running=4, **theirs):
+        """One more decode worker beside the one prefill worker."""
+        engine = engine_of(self._common | theirs, has_drafter=True)
+        link = self.links[instance] = DirectLink()
+        planes = planes_of(engine.pool, engine.features)
+        link.transport = FakeReceiver(self.network, instance, layout(engine), planes, clock=self.clock)
+        self.decodes[instance] = DecodeWorker(engine, link, instance=instance, max_running=max_running)
+        return self.decodes[instance]
+
+    def send(self, room, prompt_ids, epoch=0, *, is_local=False, num_output=0, to=D, **sampling):
+        """`is_local`: decode gets the prompt alone. `to`: the decode worker."""
         common = {
             "room": room,
             "epoch": epoch,
@@ -154,7 +157,7 @@ class Pair:
             "deadline_ms": 0,
         }
         where = {} if is_local else {"prefill_endpoint": ENDPOINT, "prefill_instance": P}
-        self.decode.handle(Reserve(instance=D, **where, **common), self.clock.now)
+        self.decodes[to].handle(Reserve(instance=to, **where, **common), self.clock.now)
         if not is_local:
             self.prefill.handle(Prefill(instance=P, **common), self.clock.now)
 
@@ -164,7 +167,8 @@ class Pair:
 
     def turn(self, rng=None):
         """One turn of each loop, in any order, with any part of the network's messages delivered."""
-        workers = [(self.prefill, self.links[P]), (self.decode, self.links[D])]
+        workers = [(self.prefill, self.links[P])]
+        workers += [(decode, self.links[instance]) for instance, decode in self.decodes.items()]
         if rng is not None:
             rng.shuffle(workers)
         for worker, link in workers:
@@ -208,9 +212,11 @@ class Pair:
                         self.tokens[message.room] = [message.token]
                         if message.finish:
                             self.ends[message.room] = message.finish
-                            self.decode.handle(
-                                Cancel(room=message.room, epoch=message.epoch, instance=D), self.clock.now
-                            )
+                            for instance, decode in self.decodes.items():
+                                decode.handle(
+                                    Cancel(room=message.room, epoch=message.epoch, instance=instance),
+                                    self.clock.now,
+                                )
                     case Tokens():
                         for item in message.items:
                             if item.epoch < self.epochs.get(item.room, 0):
@@ -239,17 +245,18 @@ class Pair:
 
     @property
     def is_idle(self):
-        return not self.prefill.num_rooms and not self.decode.num_rooms
+        return not any(worker.num_rooms for worker in (self.prefill, *self.decodes.values()))
 
     def assert_nothing_is_held(self):
-        for worker in (self.prefill, self.decode):
+        for worker in (self.prefill, *self.decodes.values()):
             stats = worker.stats()
             assert stats.pages_free == stats.pages_total, worker
             worker.engine.cache.clear()
             assert worker.engine.cache.allocator.num_used == 0, worker
-        assert not self.decode.decoder._warm
-        drafter = self.decode.engine.drafter
-        assert drafter is None or drafter.states.num_open == 0
+        for decode in self.decodes.values():
+            assert not decode.decoder._warm
+            drafter = decode.engine.drafter
+            assert drafter is None or drafter.states.num_open == 0
 
 
 def name(i):

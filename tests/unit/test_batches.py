@@ -17,9 +17,9 @@ from baton.cluster.codec import (
 )
 from baton.cluster.errors import RemoteProtocolError
 from baton.cluster.slab_messages import SlabBlock, SlotFree
-from baton.kvtransfer.sender_endpoint import SLOTS_PER_FRAME
 from baton.kvtransfer.transport import Complete, Lost, Offer, Planes, PullRequest, Released
 from baton.kvtransfer.transports.fake import FakeNetwork, FakeReceiver, FakeSender, Packet
+from baton.kvtransfer.transports.sender_endpoint import SLOTS_PER_FRAME
 
 P, D, ROOM = "1" * 32, "2" * 32, "a" * 32
 LAYOUT = m.Layout(

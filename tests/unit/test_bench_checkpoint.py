@@ -6,9 +6,10 @@ import pytest
 import torch
 from baton.bench.checkpoint import main
 from baton.bench.engine_model import random_head, random_target
-from baton.engine.models.weights import load_model, model_fingerprint
+from baton.engine.models.weights import load_model
 from baton.engine.speculative.eagle3_weights import load_eagle3
 from baton.engine.speculative.spec_config import load_draft_config
+from baton.engine.weights_hash import model_fingerprint
 from baton.router.tokenizer import load_tokenizer
 
 CPU = torch.device("cpu")

@@ -13,7 +13,7 @@ import zmq
 from baton.cluster.config import ROLES, settings_of
 from baton.cluster.messages import ControlDown, ControlUp, KVDown, KVUp
 from baton.cluster.sockets import make_socket
-from baton.kvtransfer.session import TransferCounters
+from baton.kvtransfer.protocol.session import TransferCounters
 from baton.router.room_effects import Timeouts
 from baton.router.timeline import Timeline
 from baton.router.trace import AttemptLog

@@ -6,10 +6,10 @@ import pytest
 import torch
 from baton.cluster import messages as m
 from baton.cluster.codec import encode, kv_down_decoder
-from baton.kvtransfer.layout import block_digest
-from baton.kvtransfer.memory import Payload
-from baton.kvtransfer.sender_endpoint import SenderEndpoint
+from baton.kvtransfer.memory.blocks.blocks import Payload
+from baton.kvtransfer.protocol.layout import block_digest
 from baton.kvtransfer.transport import Offer, Planes, Released
+from baton.kvtransfer.transports.sender_endpoint import SenderEndpoint
 
 P, D, ROOM = "1" * 32, "2" * 32, "a" * 32
 LAYOUT = m.Layout(

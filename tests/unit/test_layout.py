@@ -7,7 +7,7 @@ from baton.cluster.errors import HandshakeRefused, LocalProtocolError
 from baton.cluster.messages import Layout
 from baton.engine.kv.layouts import MHALayout
 from baton.engine.kv.pool import KVPool
-from baton.kvtransfer.layout import KVLayout, RoomStream, agree, block_digest
+from baton.kvtransfer.protocol.layout import KVLayout, RoomStream, agree, block_digest, feature_columns
 from baton.worker.identity import layout_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -134,9 +134,31 @@ def test_layouts_agree_on_the_smaller_block() -> None:
     assert agree(ours, theirs) == agree(theirs, ours) == theirs
 
 
-def test_a_feature_plane_that_one_side_lacks_is_left_out() -> None:
-    without = make_layout(feature_ids=[], feature_width=0)
-    assert agree(make_layout(), without) == agree(without, make_layout()) == without
+@pytest.mark.parametrize("wanted", [[], [3], [9, 3], [3, 0, 9]], ids=str)
+def test_decode_takes_the_offered_layers_that_its_head_reads_in_its_order(wanted: list[int]) -> None:
+    offered = make_layout(feature_ids=[0, 3, 9], feature_width=24)
+    asked = make_layout(feature_ids=wanted, feature_width=8 * len(wanted), block_bytes=8192)
+    common = agree(offered, asked)
+    assert (common.feature_ids, common.feature_width) == (wanted, 8 * len(wanted))
+    assert agree(common, asked) == common, "decode finds the same in prefill's answer"
+    columns = feature_columns(offered, common)
+    assert columns is None if not wanted else [offered.feature_ids[c] for c in columns or ()] == wanted
+
+
+@pytest.mark.parametrize("wanted", [([1], 8), ([0, 1], 16), ([0], 16), ([], 8), ([0], 0)], ids=str)
+def test_features_that_prefill_does_not_offer_are_refused(wanted: tuple[list[int], int]) -> None:
+    offered = make_layout(feature_ids=[0, 3, 9], feature_width=24)
+    with pytest.raises(HandshakeRefused, match="features"):
+        agree(offered, make_layout(feature_ids=wanted[0], feature_width=wanted[1]))
+    with pytest.raises(HandshakeRefused, match="features"):
+        agree(make_layout(feature_ids=[], feature_width=0), make_layout())
+
+
+def test_weights_of_another_hash_are_refused_once_both_know_theirs() -> None:
+    one, other, unknown = (make_layout(weights_hash=text) for text in ("a" * 64, "b" * 64, ""))
+    assert agree(one, one) == agree(one, unknown) == agree(unknown, other) == unknown
+    with pytest.raises(HandshakeRefused, match="weights differ"):
+        agree(one, other)
 
 
 @pytest.mark.parametrize(
@@ -148,7 +170,6 @@ def test_a_feature_plane_that_one_side_lacks_is_left_out() -> None:
         {"num_layers": 3},
         {"num_kv_heads": 2},
         {"head_dim": 16},
-        {"feature_ids": [1, 0]},
         {"feature_width": 32},
         {"digest": "xxh3"},
     ],

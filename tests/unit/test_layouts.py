@@ -11,7 +11,7 @@ from baton.engine.kv.layouts import MHALayout
 from baton.engine.kv.pool import KVPool
 from baton.engine.models.registry import load_model_config
 from baton.engine.models.weights import load_model
-from baton.kvtransfer.layout import KVLayout
+from baton.kvtransfer.protocol.layout import KVLayout
 from baton.tests.parity.eagle3_toys import head_config, head_tensors, write_head
 from baton.tests.unit.test_engine_config import load
 from baton.worker.identity import layout_of

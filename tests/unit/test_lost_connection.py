@@ -2,9 +2,16 @@
 
 import pytest
 from baton.cluster import messages as m
-from baton.kvtransfer.pair import ANSWER_S
-from baton.kvtransfer.receiver import IDLE_LINK_S, ReceiverSession
-from baton.kvtransfer.session import LEASE_S, MAX_REPULLS, REMIND_S, SILENCE_S, CloseLink, Send
+from baton.kvtransfer.protocol.peer_link import ANSWER_S
+from baton.kvtransfer.protocol.receiver import IDLE_LINK_S, ReceiverSession
+from baton.kvtransfer.protocol.session import (
+    LEASE_S,
+    MAX_REPULLS,
+    REMIND_S,
+    SILENCE_S,
+    CloseLink,
+    SendMessage,
+)
 from baton.tests.unit import test_sender as prefill
 from baton.tests.unit.test_receiver import (
     HELLO,
@@ -121,9 +128,11 @@ def test_a_room_whose_release_was_lost_is_reminded_of_over_the_next_connection()
     session = prefill.new_session()
     prefill.attached(session, is_final=True)
     session.peer_gone("d")
-    assert session.tick(REMIND_S) == [Send("d", prefill.announce(10, first_token=42))], "nobody is there"
+    assert session.tick(REMIND_S) == [SendMessage("d", prefill.announce(10, first_token=42))], (
+        "nobody is there"
+    )
     prefill.greet(session, "d2")
-    assert session.tick(2 * REMIND_S) == [Send("d2", prefill.announce(10, first_token=42))]
+    assert session.tick(2 * REMIND_S) == [SendMessage("d2", prefill.announce(10, first_token=42))]
     assert len(session.receive("d2", prefill.release(), 2 * REMIND_S)) == 1
     assert session.tick(3 * REMIND_S) == []
 

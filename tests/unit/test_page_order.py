@@ -10,8 +10,15 @@ from baton.cluster.messages import Layout
 from baton.engine.kv.layouts import MHALayout
 from baton.engine.kv.page_order import LateDevice, LateEvent, PageOrder
 from baton.engine.kv.pool import KVPool, PageAllocator
-from baton.kvtransfer.layout import KVLayout
-from baton.kvtransfer.memory import Arrival, BlockReader, BlockWriter, DeviceCopies, Filling, check_planes
+from baton.kvtransfer.memory.blocks.blocks import (
+    Arrival,
+    BlockReader,
+    BlockWriter,
+    DeviceCopies,
+    Filling,
+    check_planes,
+)
+from baton.kvtransfer.protocol.layout import KVLayout
 from baton.kvtransfer.transport import Planes, PullRequest
 from baton.worker.identity import planes_of
 

@@ -3,7 +3,7 @@
 from baton.cluster.messages import WorkerStats
 from baton.router.pairing import Picker, decode_load, prefill_load
 from baton.router.placing import choose
-from baton.router.policy import Need, able_pairs, can_ever, is_ready, limits, pairs
+from baton.router.policy import Need, able_pairs, can_ever, is_ready, limits, pairs, why_not_pair
 from baton.router.prefixes import Prompt
 from baton.router.registry import Load, Worker
 from baton.tests.unit.test_registry import hello
@@ -143,3 +143,32 @@ def test_what_has_begun_goes_on_with_workers_of_its_fingerprint_only():
     assert chosen(new, Need(100, 28, "x")) is None
     assert can_ever(pairs(old + new), Need(100, 28, "x"))
     assert not can_ever(pairs(new), Need(100, 28, "x"))
+
+
+def test_decode_pairs_with_prefill_that_offers_the_layers_of_its_head():
+    p = worker("a", "prefill", feature_ids=(1, 5, 8, 2), feature_width=256)
+    plain, some = worker("b", "decode"), worker("c", "decode", feature_ids=(8, 1), feature_width=128)
+    other = worker("d", "decode", feature_ids=(8, 3), feature_width=128)
+    assert [bool(why_not_pair(p, d)) for d in (plain, some, other)] == [False, False, True]
+    assert "[1, 5, 8, 2]" in why_not_pair(p, other)
+    assert "[8, 3]" in why_not_pair(p, other)
+    assert list(pairs([p, plain, some, other])) == [(p, plain), (p, some)]
+    assert not is_ready([worker("a", "prefill"), some])
+
+
+def test_workers_of_other_weights_pair_until_both_hashes_are_known():
+    p, d = worker("a", "prefill"), worker("b", "decode")
+    for ours, theirs, is_pair in (("x", "", True), ("", "y", True), ("x", "y", False), ("x", "x", True)):
+        for made, text in ((p, ours), (d, theirs)):
+            made.take_heartbeat(WorkerStats(pages_total=100, pages_free=100, weights_hash=text), 0.0)
+        assert is_ready([p, d]) is is_pair
+        assert bool(why_not_pair(p, d)) is not is_pair
+
+
+def test_what_has_begun_does_not_go_on_with_other_weights():
+    p, d = worker("a", "prefill"), worker("b", "decode")
+    for made in (p, d):
+        made.take_heartbeat(WorkerStats(pages_total=100, pages_free=100, weights_hash="x"), 0.0)
+    assert chosen([p, d], Need(100, 28, "f", (), "x")) == ("a", "b")
+    assert chosen([p, d], Need(100, 28, "f", (), "y")) is None
+    assert chosen([p, d], Need(100, 28, "f")) == ("a", "b")

@@ -5,9 +5,9 @@ import pytest
 import torch
 from baton.cluster import messages as m
 from baton.cluster.errors import LocalProtocolError
-from baton.kvtransfer.pair import ANSWER_S, GREETING_S, PROBE_S
-from baton.kvtransfer.receiver import ReceiverSession
-from baton.kvtransfer.session import CloseLink, Effect, Notify, Send
+from baton.kvtransfer.protocol.peer_link import ANSWER_S, GREETING_S, PROBE_S
+from baton.kvtransfer.protocol.receiver import ReceiverSession
+from baton.kvtransfer.protocol.session import CloseLink, Effect, Notify, SendMessage
 from baton.kvtransfer.transport import Complete, Landed, Lost, PullRequest
 
 P, P2, D = "1" * 32, "4" * 32, "2" * 32
@@ -15,7 +15,7 @@ ROOM, OTHER = "a" * 32, "c" * 32
 LAYOUT = m.Layout(
     fingerprint="f", dtype="float32", page_size=4, num_layers=1, num_kv_heads=1, head_dim=2, block_bytes=64
 )  # a page is 64 bytes, so a block is a page
-HELLO = Send(
+HELLO = SendMessage(
     "p", m.KVHello(instance=D, protocol=1, layout=LAYOUT, ciphers=("crc32c",), transports=("zmq_blocks",))
 )
 
@@ -60,7 +60,7 @@ def land(session: ReceiverSession, index: int, now: float = 0.0, room: str = ROO
 
 
 def sent(effects: list[Effect], kind: type) -> list[object]:
-    return [e.message for e in effects if isinstance(e, Send) and isinstance(e.message, kind)]
+    return [e.message for e in effects if isinstance(e, SendMessage) and isinstance(e.message, kind)]
 
 
 def pulled(effects: list[Effect]) -> list[int]:
@@ -92,7 +92,7 @@ def test_a_room_goes_from_pull_to_complete() -> None:
     session = new_session()
     assert session.pull(request(), 0.0) == [HELLO]
     attach = m.Attach(room=ROOM, epoch=0, instance=D, have=0)
-    assert welcome(session) == [Send("p", attach)]
+    assert welcome(session) == [SendMessage("p", attach)]
     assert session.receive("p", announce(0), 1.0) == []
     assert pulled(session.receive("p", announce(9), 2.0)) == [0, 1]
     assert events(land(session, 0, 2.1)) == [Landed(room=ROOM, epoch=0, tokens=4)]
@@ -107,7 +107,7 @@ def test_a_room_goes_from_pull_to_complete() -> None:
 
 def test_a_later_room_of_the_same_pair_needs_no_handshake(session: ReceiverSession) -> None:
     effects = session.pull(request("b" * 32, have=4), 0.0)
-    assert effects == [Send("p", m.Attach(room="b" * 32, epoch=0, instance=D, have=4))]
+    assert effects == [SendMessage("p", m.Attach(room="b" * 32, epoch=0, instance=D, have=4))]
 
 
 def test_a_prompt_that_decode_has_wholly_waits_for_the_first_token_only() -> None:
@@ -189,7 +189,7 @@ def test_silence_is_answered_by_asking_again_at_most_twice_per_block_until_the_l
 
 def test_an_announcement_that_was_lost_is_asked_for_again(session: ReceiverSession) -> None:
     effects = session.tick(1.0)
-    assert effects == [HELLO, Send("p", m.Attach(room=ROOM, epoch=0, instance=D, have=0))]
+    assert effects == [HELLO, SendMessage("p", m.Attach(room=ROOM, epoch=0, instance=D, have=0))]
     assert session.tick(1.0) == []
     welcome(session, now=1.0)
     assert session.next_deadline() == 1.0 + PROBE_S
@@ -303,7 +303,7 @@ def test_a_room_for_the_peers_successor_waits_for_the_new_handshake(session: Rec
 
 def test_a_broken_connection_is_greeted_and_attached_again(session: ReceiverSession) -> None:
     effects = session.link_lost("p", 0.5)
-    assert effects == [HELLO, Send("p", m.Attach(room=ROOM, epoch=0, instance=D, have=0))]
+    assert effects == [HELLO, SendMessage("p", m.Attach(room=ROOM, epoch=0, instance=D, have=0))]
     assert session.link_lost("unknown", 0.5) == []
 
 
@@ -397,7 +397,7 @@ def test_a_late_announcement_of_a_completed_room_is_released_again(session: Rece
     for index in range(3):
         land(session, index)
     assert session.receive("p", announce(12, 1), 0.0) == [
-        Send("p", m.Release(room=ROOM, epoch=0, instance=D))
+        SendMessage("p", m.Release(room=ROOM, epoch=0, instance=D))
     ]
     unknown = session.receive("p", announce(4, room="e" * 32), 0.0)
     assert [message.room for message in sent(unknown, m.Abort)] == ["e" * 32]

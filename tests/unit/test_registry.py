@@ -204,3 +204,22 @@ def test_a_worker_that_refused_gets_nothing_before_its_next_heartbeat():
     assert not able_pairs(live_pairs(registry), need)
     beat(registry, worker)
     assert able_pairs(live_pairs(registry), need)
+
+
+def test_workers_stop_pairing_when_their_whole_hashes_differ_and_the_log_says_so(caplog):
+    registry = Registry(ROUTER, 3.0)
+    for instance, role in (("1" * 32, "prefill"), ("2" * 32, "decode")):
+        registry.hello(instance[:1].encode(), hello(instance=instance, role=role), 0.0)
+    p, d = registry.get("1" * 32), registry.get("2" * 32)
+    beat(registry, p, weights_hash="a" * 64)
+    beat(registry, d)
+    assert len(live_pairs(registry)) == 1
+    assert not caplog.records
+    beat(registry, d, weights_hash="b" * 64)
+    assert live_pairs(registry) == []
+    (record,) = caplog.records
+    assert "other weights" in record.getMessage()
+    beat(registry, d, weights_hash="b" * 64)
+    assert len(caplog.records) == 1, "said once"
+    beat(registry, d, weights_hash="a" * 64)
+    assert len(live_pairs(registry)) == 1

@@ -15,8 +15,8 @@ from baton.cluster.errors import (
 )
 from baton.cluster.messages import Announce, KVWelcome, Layout
 from baton.cluster.tickets import MAX_PER_USER, TICKET_S, Tickets
-from baton.kvtransfer import seal
-from baton.kvtransfer.seal import KEY_BYTES, TAG_BYTES, BlockName, Opener, Sealer
+from baton.kvtransfer.protocol import seal
+from baton.kvtransfer.protocol.seal import KEY_BYTES, TAG_BYTES, BlockName, Opener, Sealer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -6,8 +6,8 @@ import torch
 from baton.cluster.ciphers import AES_128_GCM, CRC32C
 from baton.cluster.codec import encode, kv_down_decoder
 from baton.cluster.messages import Announce, Block, KVWelcome, Layout
-from baton.kvtransfer.layout import KVLayout
-from baton.kvtransfer.seal import TAG_BYTES
+from baton.kvtransfer.protocol.layout import KVLayout
+from baton.kvtransfer.protocol.seal import TAG_BYTES
 from baton.kvtransfer.transport import Complete, Landed, Lost, Offer, Planes, PullRequest
 from baton.kvtransfer.transports.fake import FakeNetwork, FakeReceiver, FakeSender, Packet
 

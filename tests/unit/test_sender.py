@@ -3,9 +3,10 @@
 import msgspec
 import pytest
 from baton.cluster import messages as m
+from baton.cluster.ciphers import AES_128_GCM
 from baton.cluster.errors import LocalProtocolError
-from baton.kvtransfer.sender import SenderSession
-from baton.kvtransfer.session import REMIND_S, Effect, Notify, Send, SendBlock
+from baton.kvtransfer.protocol.sender import SenderSession
+from baton.kvtransfer.protocol.session import REMIND_S, Effect, Notify, SendBlock, SendMessage
 from baton.kvtransfer.transport import Dropped, Offer, Released
 
 P, D, D2 = "1" * 32, "2" * 32, "3" * 32
@@ -51,7 +52,9 @@ def release(epoch: int = 0, instance: str = D) -> m.Release:
 
 def aborts(effects: list[Effect]) -> list[tuple[str, int]]:
     return [
-        (e.peer, e.message.epoch) for e in effects if isinstance(e, Send) and isinstance(e.message, m.Abort)
+        (e.peer, e.message.epoch)
+        for e in effects
+        if isinstance(e, SendMessage) and isinstance(e.message, m.Abort)
     ]
 
 
@@ -80,13 +83,13 @@ def attached(session: SenderSession, *, is_final: bool = False) -> None:
 
 def test_a_room_goes_from_offer_to_release(session: SenderSession) -> None:
     assert session.offer(offer(), 0.0) == []
-    assert session.receive("d", attach(), 0.0) == [Send("d", announce(0))]
-    assert session.advance(ROOM, 0, 8, None, 1.0) == [Send("d", announce(8))]
+    assert session.receive("d", attach(), 0.0) == [SendMessage("d", announce(0))]
+    assert session.advance(ROOM, 0, 8, None, 1.0) == [SendMessage("d", announce(8))]
     (block,) = session.receive("d", pull(1), 1.0)
     assert isinstance(block, SendBlock)
     assert (block.peer, block.block, block.size, block.pages) == ("d", 1, 64, (5, 6, 7))
     assert [(s.plane, s.page_index, s.lo, s.hi) for s in block.segments] == [("kv", 1, 0, 64)]
-    assert session.advance(ROOM, 0, 10, 42, 2.0) == [Send("d", announce(10, first_token=42))]
+    assert session.advance(ROOM, 0, 10, 42, 2.0) == [SendMessage("d", announce(10, first_token=42))]
     assert session.receive("d", release(), 3.0) == [Notify(Released(room=ROOM, epoch=0))]
     assert session.num_rooms == 0
 
@@ -109,9 +112,9 @@ def test_a_block_that_is_not_ready_is_not_sent(session: SenderSession) -> None:
 
 
 def test_an_attach_before_the_offer_is_kept_and_answered(session: SenderSession) -> None:
-    assert session.receive("d", attach(), 0.0) == [Send("d", announce(0))]
-    assert session.offer(offer(), 1.0) == [Send("d", announce(0))]
-    assert session.advance(ROOM, 0, 4, None, 1.0) == [Send("d", announce(4))]
+    assert session.receive("d", attach(), 0.0) == [SendMessage("d", announce(0))]
+    assert session.offer(offer(), 1.0) == [SendMessage("d", announce(0))]
+    assert session.advance(ROOM, 0, 4, None, 1.0) == [SendMessage("d", announce(4))]
 
 
 def test_an_attach_without_an_offer_ends_after_its_time_however_often_it_is_repeated(
@@ -130,7 +133,9 @@ def test_attaches_without_an_offer_are_bounded_in_number() -> None:
     greet(session)
     rooms = [f"{i:032x}" for i in range(5)]
     effects = [effect for room in rooms for effect in session.receive("d", attach(room=room), 0.0)]
-    evicted = [e.message.room for e in effects if isinstance(e, Send) and isinstance(e.message, m.Abort)]
+    evicted = [
+        e.message.room for e in effects if isinstance(e, SendMessage) and isinstance(e.message, m.Abort)
+    ]
     assert evicted == rooms[:2]
 
 
@@ -306,7 +311,7 @@ def test_the_end_is_announced_again_while_decode_is_quiet_and_its_release_may_be
     assert session.tick(5.29) == []
     session.receive("d", pull(0), 5.29)
     assert session.tick(5.31) == [], "decode is at work"
-    reminder = Send("d", announce(10, first_token=42))
+    reminder = SendMessage("d", announce(10, first_token=42))
     assert session.tick(5.6) == [reminder]
     assert session.tick(5.7) == []
     assert session.tick(5.91) == [reminder]
@@ -345,3 +350,49 @@ def test_have_that_does_not_fit_the_prompt_is_aborted(session: SenderSession) ->
     for have in (3, 12):
         assert aborts(session.receive("d", attach(have=have), 0.0)) == [("d", 0)]
     assert session.num_rooms == 1
+
+
+def reattached(session: SenderSession, *, at: float) -> list[Effect]:
+    """Two blocks were ready and pulled; decode attaches again at time `at`, with a page of the prompt in hand."""
+    attached(session)
+    session.advance(ROOM, 0, 8, None, 0.0)
+    for block in (0, 1):
+        session.receive("d", pull(block), 0.0)
+    return session.receive("d", attach(have=4), at)
+
+
+def test_an_attach_with_another_have_owes_its_ready_blocks_again(session: SenderSession) -> None:
+    assert reattached(session, at=1.0) == [SendMessage("d", announce(8))]
+    assert session.next_deadline() == 6.0, "block 0 of the new stream is ready and was never pulled"
+    assert events(session.tick(5.9)) == []
+    assert [type(event) for event in events(session.tick(6.0))] == [Dropped]
+
+
+def test_an_attach_with_another_have_renews_the_lease(session: SenderSession) -> None:
+    reattached(session, at=4.9)
+    assert events(session.tick(9.8)) == []
+    assert [type(event) for event in events(session.tick(9.9))] == [Dropped]
+
+
+def test_an_aborted_attach_is_forgotten_before_its_offer_comes(session: SenderSession) -> None:
+    session.receive("d", attach(), 0.0)
+    session.receive("d", m.Abort(room=ROOM, epoch=0, instance=D), 0.0)
+    assert session.next_deadline() is None, "nothing is kept of it"
+    assert session.offer(offer(), 1.0) == []
+    assert session.advance(ROOM, 0, 8, None, 1.0) == [], "decode hears nothing of a room that it gave up"
+
+
+def test_sealed_transfers_never_share_a_key_across_another_have() -> None:
+    sealing = SenderSession(P, LAYOUT, ciphers=(AES_128_GCM,))
+    sealing.receive(
+        "d", m.KVHello(instance=D, protocol=m.PROTOCOL_MAJOR, layout=LAYOUT, ciphers=(AES_128_GCM,)), 0.0
+    )
+    sealing.offer(offer(), 0.0)
+    keys = []
+    for have in (0, 0, 4, 8):
+        (said,) = sealing.receive("d", attach(have=have), 0.0)
+        assert isinstance(said, SendMessage)
+        assert isinstance(said.message, m.Announce)
+        keys.append(said.message.key)
+    assert keys[0] == keys[1], "the same transfer keeps its key"
+    assert len(set(keys)) == 3, "a block of another stream under an old nonce would show both"

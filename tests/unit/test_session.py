@@ -2,8 +2,8 @@
 
 import pytest
 from baton.cluster.messages import Layout
-from baton.kvtransfer.layout import KVLayout
-from baton.kvtransfer.session import (
+from baton.kvtransfer.protocol.layout import KVLayout
+from baton.kvtransfer.protocol.session import (
     RECEIVER_TRANSITIONS,
     SENDER_TRANSITIONS,
     InFlight,

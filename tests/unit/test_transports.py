@@ -5,8 +5,8 @@ from baton.cluster import messages as m
 from baton.cluster import transports
 from baton.cluster.errors import HandshakeRefused
 from baton.cluster.transports import best_common, transports_fault, transports_of
-from baton.kvtransfer.sender import SenderSession
-from baton.kvtransfer.session import Send
+from baton.kvtransfer.protocol.sender import SenderSession
+from baton.kvtransfer.protocol.session import SendMessage
 from baton.router.rooms import Room
 from baton.router.timeline import account_of
 from baton.router.trace import Trace
@@ -56,7 +56,7 @@ def test_prefill_answers_a_hello_with_the_choice_and_remembers_it_for_this_proce
         instance="2" * 32, protocol=m.PROTOCOL_MAJOR, layout=LAYOUT, transports=("shm", "zmq_blocks")
     )
     assert session.receive("d", hello, 0.0) == [
-        Send("d", m.KVWelcome(instance="1" * 32, layout=LAYOUT, transport="shm"))
+        SendMessage("d", m.KVWelcome(instance="1" * 32, layout=LAYOUT, transport="shm"))
     ]
     assert session.speaks("d", "2" * 32, "shm")
     assert not session.speaks("d", "3" * 32, "shm")

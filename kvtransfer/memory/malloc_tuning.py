@@ -1,8 +1,8 @@
-"""The C heap of a process that moves KV blocks.
+"""malloc limits for a process that moves KV blocks.
 
-libzmq allocates each message that it receives, and frees it when it was read. glibc's malloc maps memory of a block's size
-anew for each, or gives it back to the system right after: every block then costs its page faults (measured over ipc, both
-processes: 1.1 s of CPU time per GB, 0.6 without them). With these limits freed blocks stay in the heap for the next ones.
+libzmq allocates each message that it receives and frees it after it was read. By default glibc's malloc maps a block of
+this size anew each time, or returns it to the system at once, so each block costs its page faults (measured over ipc, both
+processes: 1.1 s of CPU time per GB, 0.6 without). With these limits freed blocks stay in the heap for the next ones.
 """
 
 import ctypes

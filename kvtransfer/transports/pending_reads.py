@@ -1,12 +1,12 @@
-"""Memory that a transport still reads after a send, and the rooms whose end waits for that."""
+"""Reads that a transport has under way after a send, and the terminal events that wait for them."""
 
 from collections.abc import Callable
 
 import torch
 
+from ..memory.blocks import Payload
+from ..transport import Dropped, Released
 from .endpoint import Delivery
-from .memory import Payload
-from .transport import Dropped, Released
 
 
 class PendingReads:
@@ -40,11 +40,11 @@ class PendingReads:
         self._held.append((event, until))
 
     def forget(self, room: str, epoch: int) -> None:
-        """Nobody waits for the end of this room and its earlier attempts any more."""
+        """Drops the held events of this room and its earlier attempts: the owner waits for them no more."""
         self._held = [(e, until) for e, until in self._held if e.room != room or e.epoch > epoch]
 
     def settle(self, now: float) -> list[Released | Dropped]:
-        """Gives back the buffers that nobody reads any more; returns the ends of rooms that are due."""
+        """Gives back the buffers whose reads are done; returns the terminal events that are due."""
         busy: list[tuple[Delivery, torch.Tensor]] = []
         for delivery, staging in self._staging:
             if delivery.done:

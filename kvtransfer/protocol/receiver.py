@@ -1,17 +1,17 @@
 """Decode's side of the hand-off, without I/O: commands and messages in, effects out.
 
 1. `pull` opens a room; the first one to an endpoint greets it and settles the layout. 2. Attach asks for announcements.
-3. Announced blocks are pulled; see `pair`. 4. The shell checks each block: `expect` says where it goes, then `landed`
+3. Announced blocks are pulled; see `peer_link`. 4. The shell checks each block: `expect` says where it goes, then `landed`
 or `corrupt` tells what came of it. 5. With every block in place and the first token known, Release ends the room. A
 lease ends a room in which nothing moves.
 """
 
 from collections.abc import Sequence
 
-from ..cluster.ciphers import CRC32C
-from ..cluster.errors import HandshakeRefused, LocalProtocolError, RemoteProtocolError
-from ..cluster.kv_messages import PairDown
-from ..cluster.messages import (
+from ...cluster.ciphers import CRC32C
+from ...cluster.errors import HandshakeRefused, LocalProtocolError, RemoteProtocolError
+from ...cluster.kv_messages import PairDown
+from ...cluster.messages import (
     PROTOCOL_MAJOR,
     Abort,
     Announce,
@@ -23,10 +23,11 @@ from ..cluster.messages import (
     Pull,
     Release,
 )
-from ..cluster.slab_messages import SlabBlock
-from ..cluster.transports import ZMQ_BLOCKS
+from ...cluster.slab_messages import SlabBlock
+from ...cluster.transports import ZMQ_BLOCKS
+from ..transport import Complete, Landed, Lost, PullRequest
 from .layout import KVLayout, Segment
-from .pair import Pair
+from .peer_link import PeerLink
 from .session import (
     LEASE_S,
     MAX_REPULLS,
@@ -39,12 +40,11 @@ from .session import (
     Peer,
     ReceiverRoom,
     ReceiverState,
-    Send,
+    SendMessage,
     Tombstones,
     TransferCounters,
     check_request,
 )
-from .transport import Complete, Landed, Lost, PullRequest
 
 IDLE_LINK_S = 30.0
 MAX_REASON = 1024
@@ -74,7 +74,7 @@ class ReceiverSession:
         self._lease_s = lease_s
         self._silence_s = silence_s
         self._idle_link_s = idle_link_s
-        self._pairs: dict[Peer, Pair] = {}
+        self._pairs: dict[Peer, PeerLink] = {}
         self._endpoints: dict[str, Peer] = {}  # open room -> its pair
         self._tombstones = Tombstones()
         self._hello = KVHello(
@@ -92,7 +92,7 @@ class ReceiverSession:
     def num_rooms(self) -> int:
         return len(self._endpoints)
 
-    def pair_of(self, peer: Peer) -> Pair | None:
+    def pair_of(self, peer: Peer) -> PeerLink | None:
         """The pair with the prefill worker at an endpoint."""
         return self._pairs.get(peer)
 
@@ -112,13 +112,13 @@ class ReceiverSession:
             effects += self._lose(old, "TransferError", "a newer attempt was asked for", now)
         pair = self._pairs.get(request.endpoint)
         if pair is None:
-            pair = Pair(
+            pair = PeerLink(
                 request.endpoint, self._hello, window=self._window, silence_s=self._silence_s, now=now
             )
             self._pairs[request.endpoint] = pair
             effects.append(pair.hello(now))
         elif not pair.rooms:
-            pair.heard(now)  # nobody asked while nothing was wanted
+            pair.heard(now)  # an idle link is not silent
         room = ReceiverRoom(request, Lease(self._lease_s, now), heard_at=now)
         pair.rooms[request.room] = room
         self._endpoints[request.room] = request.endpoint
@@ -152,7 +152,7 @@ class ReceiverSession:
     # --- what the network and the clock do ----------------------------------------------------------------------------
 
     def receive(self, peer: Peer, message: PairDown, now: float) -> list[Effect]:
-        """Handles one message of `peer`; a block goes through `expect`."""
+        """Handles one message of `peer`. Blocks go through `expect` instead."""
         pair = self._pairs.get(peer)
         if pair is None:
             self.counters.unexpected += 1
@@ -229,7 +229,7 @@ class ReceiverSession:
         return self._lose(room, "DigestMismatch", reason, now)
 
     def link_lost(self, peer: Peer, now: float) -> list[Effect]:
-        """The connection broke, and all that was under way with it; whoever answers there next must greet again."""
+        """The connection broke, and everything in flight on it is lost. The process that answers next must greet again."""
         pair = self._pairs.get(peer)
         if pair is None or (not pair.rooms and now >= pair.idle_since + self._lease_s):
             return []  # else its last Release may have gone down too, and prefill would keep the room for a lease
@@ -263,7 +263,7 @@ class ReceiverSession:
         endpoint = self._endpoints.get(room)
         return None if endpoint is None else self._pairs[endpoint].rooms[room]
 
-    def _welcome(self, pair: Pair, welcome: KVWelcome, now: float) -> list[Effect]:
+    def _welcome(self, pair: PeerLink, welcome: KVWelcome, now: float) -> list[Effect]:
         try:
             pair.welcome(self.layout, welcome)
         except HandshakeRefused as refusal:
@@ -278,13 +278,13 @@ class ReceiverSession:
                 effects += self._start(pair, room, now)
         return effects
 
-    def _start(self, pair: Pair, room: ReceiverRoom, now: float) -> list[Effect]:
+    def _start(self, pair: PeerLink, room: ReceiverRoom, now: float) -> list[Effect]:
         assert pair.layout is not None
         room.stream = pair.layout.stream(room.request.num_tokens, room.request.have)
         room.move(ReceiverState.ATTACHING)
         return [pair.attach(room, now)]
 
-    def _announced(self, pair: Pair, room: ReceiverRoom, announce: Announce, now: float) -> list[Effect]:
+    def _announced(self, pair: PeerLink, room: ReceiverRoom, announce: Announce, now: float) -> list[Effect]:
         total = room.request.num_tokens
         if announce.tokens_ready > total or (announce.final and announce.tokens_ready != total):
             reason = f"prefill announced {announce.tokens_ready} of {total} tokens, final={announce.final}"
@@ -310,7 +310,7 @@ class ReceiverSession:
         return [*self._finish_if_complete(room, now), *pair.fill(now)]
 
     def _answer_stranger(
-        self, pair: Pair, message: Announce | Abort, room: ReceiverRoom | None
+        self, pair: PeerLink, message: Announce | Abort, room: ReceiverRoom | None
     ) -> list[Effect]:
         """A message about an attempt that is not open here: prefill need not keep it."""
         if room is not None:
@@ -322,10 +322,10 @@ class ReceiverSession:
         stone = self._tombstones.find(message.room, message.epoch)
         if stone is not None and stone.is_success and stone.epoch == message.epoch:
             release = Release(room=message.room, epoch=message.epoch, instance=self.instance)
-            return [Send(pair.endpoint, release)]  # the first one got lost
+            return [SendMessage(pair.endpoint, release)]  # the first one got lost
         reason = "the room is not open here"
         return [
-            Send(
+            SendMessage(
                 pair.endpoint,
                 Abort(room=message.room, epoch=message.epoch, instance=self.instance, reason=reason),
             )
@@ -347,9 +347,9 @@ class ReceiverSession:
             seconds=now - room.announced_at,
         )
         release = Release(room=request.room, epoch=request.epoch, instance=self.instance)
-        return [Send(request.endpoint, release), Notify(done)]
+        return [SendMessage(request.endpoint, release), Notify(done)]
 
-    def _tick_pair(self, pair: Pair, now: float) -> list[Effect]:
+    def _tick_pair(self, pair: PeerLink, now: float) -> list[Effect]:
         effects: list[Effect] = []
         is_silent = bool(pair.rooms) and now >= pair.probe_at
         is_gone = pair.gone_at is not None and now >= pair.gone_at
@@ -373,7 +373,7 @@ class ReceiverSession:
             effects.append(CloseLink(pair.endpoint))
         return effects
 
-    def _lose_all(self, pair: Pair, kind: str, reason: str, now: float) -> list[Effect]:
+    def _lose_all(self, pair: PeerLink, kind: str, reason: str, now: float) -> list[Effect]:
         effects: list[Effect] = []
         for room in list(pair.rooms.values()):
             effects += self._lose(room, kind, reason[:MAX_REASON], now, is_told=True)
@@ -395,7 +395,7 @@ class ReceiverSession:
         abort = Abort(
             room=request.room, epoch=request.epoch, instance=self.instance, reason=reason[:MAX_REASON]
         )
-        return [Send(request.endpoint, abort)]
+        return [SendMessage(request.endpoint, abort)]
 
     def _close(self, room: ReceiverRoom, state: ReceiverState, reason: str, now: float) -> None:
         room.move(state)

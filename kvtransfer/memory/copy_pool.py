@@ -1,7 +1,7 @@
-"""Copies and digests of large buffers by a few threads at once, since one core does either slower than a GPU's link carries.
+"""A small thread pool that copies and digests large buffers, because one core is slower than a GPU's link.
 
-torch divides its copies among all cores, and each ends when the last of them has had its turn: milliseconds, where two
-workers and their router share a host. Here a part is taken by whoever is awake, and there are few.
+torch divides a copy among all cores and waits for the slowest, which takes milliseconds where two workers and their router
+share a host. Here any idle thread takes the next part, and there are few threads.
 
 For bytes of a given length the checksum is affine in the one that it continues: crc(seed, B) = L(seed) ^ crc(0, B), where L
 is linear over GF(2) and depends on the length of B alone. So the parts of a buffer are digested apart, each from 0, and
@@ -20,7 +20,7 @@ from typing import TypeVar
 import numpy as np
 from crc32c import crc32c
 
-from .layout import Crc
+from ..protocol.layout import Crc
 from .pinning import Bytes
 
 PART_BYTES = 1 << 20  # of all parts but the first, which takes what is left over
@@ -32,21 +32,21 @@ Result = TypeVar("Result")
 Task = Callable[[], None]
 
 
-class Hands:
+class CopyPool:
     """`num_threads` threads for work that leaves the interpreter lock alone, the caller's among them."""
 
     def __init__(self, num_threads: int) -> None:
         self.num_threads = num_threads
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._threads = [
-            threading.Thread(target=_work_off, args=(self._tasks,), name=f"hand-{number}", daemon=True)
+            threading.Thread(target=_work_off, args=(self._tasks,), name=f"copy-{number}", daemon=True)
             for number in range(1, num_threads)
         ]
         for thread in self._threads:
             thread.start()
 
     def __repr__(self) -> str:
-        return f"Hands({self.num_threads})"
+        return f"CopyPool({self.num_threads})"
 
     def each(self, work: Callable[[Part], Result], parts: Sequence[Part]) -> list[Result]:
         """`work` of every part, in order; raises what it raises."""
@@ -98,17 +98,19 @@ class Hands:
 class SplitCrc:
     """crc32c(data, seed) of parts at once."""
 
-    def __init__(self, hands: Hands, part_bytes: int = PART_BYTES) -> None:
-        self._hands, self._part_bytes = hands, part_bytes
+    def __init__(self, pool: CopyPool, part_bytes: int = PART_BYTES) -> None:
+        self._copy_pool, self._part_bytes = pool, part_bytes
         self._tables = _tables(part_bytes)
 
     def __repr__(self) -> str:
-        return f"SplitCrc({self._hands})"
+        return f"SplitCrc({self._copy_pool})"
 
     def __call__(self, data: memoryview, seed: int = 0) -> int:
         """The crc32c of `data`, continuing `seed`."""
-        cuts = cut(data.nbytes, self._hands.num_threads, self._part_bytes)
-        first, *others = self._hands.each(lambda part: crc32c(data[part], 0 if part.start else seed), cuts)
+        cuts = cut(data.nbytes, self._copy_pool.num_threads, self._part_bytes)
+        first, *others = self._copy_pool.each(
+            lambda part: crc32c(data[part], 0 if part.start else seed), cuts
+        )
         for other in others:
             first = self._shifted(first) ^ other
         return first
@@ -118,9 +120,9 @@ class SplitCrc:
         return a[crc & 255] ^ b[crc >> 8 & 255] ^ c[crc >> 16 & 255] ^ d[crc >> 24]
 
 
-def hands_of_host() -> Hands:
+def copy_pool_of_host() -> CopyPool:
     """As many as a host of so many cores can spare."""
-    return Hands(max(1, min(MAX_THREADS, len(os.sched_getaffinity(0)) // CORES_PER_THREAD)))
+    return CopyPool(max(1, min(MAX_THREADS, len(os.sched_getaffinity(0)) // CORES_PER_THREAD)))
 
 
 def cut(size: int, most: int, part_bytes: int) -> list[slice]:

@@ -5,7 +5,7 @@ against another size, so that reading it never faults, and against new writable 
 
 Its descriptor goes over a unix socket of sequenced packets at an abstract address of 128 random bits, which decode told
 prefill over their own link. Such an address has no file to be left behind either. It exists in decode's network
-namespace only, hence a connection proves that both can share memory. Each side asks the kernel who the other one is and
+namespace only, hence a connection proves that both can share memory. Each side asks the kernel for the other's user and
 accepts its own user alone. The connection stays open as long as the slab is used: its end is the end of the peer.
 
 References: memfd_create(2), fcntl(2) "File Sealing", unix(7) "SCM_RIGHTS" and "SO_PEERCRED".
@@ -24,7 +24,7 @@ from contextlib import suppress
 
 import numpy as np
 
-from ..cluster.errors import BatonError
+from ...cluster.errors import BatonError
 from .pinning import Bytes, Pin, Unpin
 
 # linux/fcntl.h; not every Python and platform names them

@@ -1,26 +1,26 @@
-"""One prefill endpoint as decode sees it: the handshake, the rooms pulled from it, and what is asked next.
+"""Decode's link to one prefill endpoint: the handshake, the rooms pulled over it, and the next requests.
 
-At most `window` blocks are in flight per endpoint, the rooms taking turns. Silence about a room is answered by asking
-again: the handshake (is it still the same process?), the attachment (was an announcement lost?), and at most
-MAX_REPULLS times each block that is overdue. A peer that says nothing at all for `PROBE_S` is greeted again, and when it
-leaves that unanswered for `ANSWER_S` it is gone: its I/O thread answers whatever its forwards do.
+At most `window` blocks are in flight per endpoint. Silence about a room makes decode ask again: the handshake (the process
+may be another one), the Attach (an Announce may be lost), and each overdue block at most MAX_REPULLS times. After `PROBE_S`
+without any message decode greets the peer again. A peer that leaves a greeting unanswered for `ANSWER_S` counts as gone: its
+I/O thread answers even while a forward runs.
 """
 
 from msgspec.structs import replace
 
-from ..cluster.ciphers import AES_128_GCM, CURVE
-from ..cluster.errors import HandshakeRefused
-from ..cluster.messages import Announce, Attach, KVHello, KVRefused, KVWelcome, Pull
+from ...cluster.ciphers import AES_128_GCM, CURVE
+from ...cluster.errors import HandshakeRefused
+from ...cluster.messages import Announce, Attach, KVHello, KVRefused, KVWelcome, Pull
 from .layout import KVLayout, agree
 from .seal import Opener
-from .session import MAX_REPULLS, InFlight, Peer, ReceiverRoom, ReceiverState, Send
+from .session import MAX_REPULLS, InFlight, Peer, ReceiverRoom, ReceiverState, SendMessage
 
 PROBE_S = 0.3  # of silence of a peer with open rooms
 ANSWER_S = 0.7  # with PROBE_S: a pull waits no longer than a second for a peer that is dead or stopped
 GREETING_S = 2.0  # for the first answer, which the making of a connection may delay
 
 
-class Pair:
+class PeerLink:
     """The link between this decode worker and one prefill endpoint."""
 
     def __init__(self, endpoint: Peer, hello: KVHello, *, window: int, silence_s: float, now: float) -> None:
@@ -39,7 +39,7 @@ class Pair:
 
     def __repr__(self) -> str:
         state = "greeted" if self.layout else "greeting"
-        return f"Pair({self.endpoint} {state} rooms={len(self.rooms)} in_flight={self.num_in_flight})"
+        return f"PeerLink({self.endpoint} {state} rooms={len(self.rooms)} in_flight={self.num_in_flight})"
 
     @property
     def num_in_flight(self) -> int:
@@ -54,15 +54,15 @@ class Pair:
         """Whether the handshake with this process is done."""
         return self.layout is not None and self.instance == instance
 
-    def hello(self, now: float) -> Send:
+    def hello(self, now: float) -> SendMessage:
         """The handshake's first message."""
         self._greeted_at = now
         if self._asked_since is None:
             self._asked_since = now
-        return Send(self.endpoint, self._hello)
+        return SendMessage(self.endpoint, self._hello)
 
     def heard(self, now: float) -> None:
-        """The peer said something."""
+        """A message of the peer arrived."""
         self._heard_at = now
         self._asked_since = None
 
@@ -79,16 +79,14 @@ class Pair:
         return self._asked_since + (GREETING_S if self.layout is None else ANSWER_S)
 
     def ends_at(self, idle_s: float, lease_s: float) -> float:
-        """When it is forgotten while it has no rooms. Whom a question waits for may want a Release again, for a lease."""
+        """When a link without rooms is closed. With an open question it stays for a lease: a Release may be needed again."""
         return self.idle_since + (idle_s if self._asked_since is None else min(idle_s, lease_s))
 
     def welcome(self, ours: KVLayout, welcome: KVWelcome) -> None:
-        """Takes the peer's answer in. Raises HandshakeRefused for one that does not follow from ours."""
-        common = agree(ours.wire, welcome.layout)
+        """Stores the agreement. Raises HandshakeRefused for a Welcome that does not follow from our Hello."""
+        common = agree(welcome.layout, ours.wire)
         if common != welcome.layout:
             raise HandshakeRefused("prefill's common KV layout is not the common one")
-        if ours.has_features and not common.feature_width:
-            raise HandshakeRefused("prefill captures no features and this decode worker drafts from them")
         if welcome.cipher not in self._hello.ciphers:
             accepted = ", ".join(self._hello.ciphers)
             raise HandshakeRefused(f"prefill chose cipher {welcome.cipher[:16]!r}, ours: {accepted}")
@@ -97,8 +95,9 @@ class Pair:
         self.instance, self.layout, self.cipher = welcome.instance, KVLayout(common), welcome.cipher
 
     def fall_back(self) -> KVRefused | None:
-        """Nobody answers at the port for sealed blocks: from here on they shall come over the CURVE link. Where ours must be
-        sealed, what prefill might as well have said.
+        """The port for sealed blocks does not answer: from now on only CURVE is offered, and the handshake is void.
+
+        Returns the refusal that ends the link's rooms where the settings do not allow CURVE.
         """
         if CURVE not in self._hello.ciphers:
             reason = f"its port for blocks does not answer, and --kv-cipher {self.cipher} takes them from nowhere else"
@@ -108,26 +107,27 @@ class Pair:
         return None
 
     def take_key(self, room: ReceiverRoom, announce: Announce) -> None:
-        """The key of sealed blocks comes with the news of the first ones. Raises RemoteProtocolError when it does not."""
+        """Stores the key of sealed blocks, which comes with the first ready tokens; else raises RemoteProtocolError."""
         if not self.is_sealing or (not announce.tokens_ready and not announce.key):
             return
         if room.opener is None or room.opener.key != announce.key:
             room.opener = Opener(announce.key)
 
-    def attach(self, room: ReceiverRoom, now: float) -> Send:
+    def attach(self, room: ReceiverRoom, now: float) -> SendMessage:
         """Asks for a room's announcements."""
         room.heard_at = now
         request = room.request
         attach = Attach(
             room=request.room, epoch=request.epoch, instance=self._hello.instance, have=request.have
         )
-        return Send(self.endpoint, attach)
+        return SendMessage(self.endpoint, attach)
 
-    def fill(self, now: float) -> list[Send]:
-        """Pulls blocks until the window is full, those of the oldest room first: taken in turn, rooms that a slow link keeps
-        waiting would all be late together, and each link's last room is no later than it was.
+    def fill(self, now: float) -> list[SendMessage]:
+        """Pulls until the window is full, the oldest room first.
+
+        On a slow link, turns would make all rooms late together; in order of age the last room ends no later.
         """
-        pulls: list[Send] = []
+        pulls: list[SendMessage] = []
         for _ in range(self._window - self.num_in_flight):
             room = next((r for r in self.rooms.values() if r.has_block_to_pull), None)
             if room is None:
@@ -140,7 +140,7 @@ class Pair:
             room.next_block += 1
         return pulls
 
-    def repull(self, room: ReceiverRoom, block: int, now: float) -> Send:
+    def repull(self, room: ReceiverRoom, block: int, now: float) -> SendMessage:
         """Asks for a block once more."""
         in_flight = room.in_flight[block]
         in_flight.num_repulls += 1
@@ -153,7 +153,7 @@ class Pair:
             return self._greeted_at + self._silence_s
         return room.heard_at + self._silence_s
 
-    def ask_again(self, room: ReceiverRoom, now: float) -> list[Send]:
+    def ask_again(self, room: ReceiverRoom, now: float) -> list[SendMessage]:
         """Repeats what may have been lost of one room; the handshake is repeated for all of them together."""
         if room.state is ReceiverState.GREETING:
             return []
@@ -163,17 +163,17 @@ class Pair:
                 questions.append(self.repull(room, block, now))
         return questions
 
-    def ask_anew(self, room: ReceiverRoom, now: float) -> list[Send]:
-        """Everything of a room again, over another connection.
+    def ask_anew(self, room: ReceiverRoom, now: float) -> list[SendMessage]:
+        """Asks for everything of a room again, over a new connection.
 
-        What went down with a connection is known to be lost. It is not held against its block: a few broken connections
-        would use up the repeats of all that were in flight, and their rooms would wait for the end of their lease.
+        Blocks that a broken connection lost do not count as repeats. Otherwise a few broken connections would use up the
+        repeats of every block in flight, and their rooms would wait for the end of their lease.
         """
         for in_flight in room.in_flight.values():
             in_flight.sent_at = now
         return [self.attach(room, now), *(self._pull(room, block) for block in room.in_flight)]
 
-    def _pull(self, room: ReceiverRoom, block: int) -> Send:
+    def _pull(self, room: ReceiverRoom, block: int) -> SendMessage:
         request = room.request
         pull = Pull(room=request.room, epoch=request.epoch, instance=self._hello.instance, block=block)
-        return Send(self.endpoint, pull)
+        return SendMessage(self.endpoint, pull)

@@ -10,10 +10,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ..cluster.ciphers import AES_128_GCM, CRC32C, agree_cipher
-from ..cluster.errors import HandshakeRefused, LocalProtocolError
-from ..cluster.kv_messages import PairUp
-from ..cluster.messages import (
+from ...cluster.ciphers import AES_128_GCM, CRC32C, agree_cipher
+from ...cluster.errors import HandshakeRefused, LocalProtocolError
+from ...cluster.kv_messages import PairUp
+from ...cluster.messages import (
     PROTOCOL_MAJOR,
     Abort,
     Announce,
@@ -25,8 +25,9 @@ from ..cluster.messages import (
     Pull,
     Release,
 )
-from ..cluster.transports import ZMQ_BLOCKS, best_common
-from .layout import KVLayout, agree
+from ...cluster.transports import ZMQ_BLOCKS, best_common
+from ..transport import Dropped, Offer, Released
+from .layout import KVLayout, agree, feature_columns
 from .seal import KEY_BYTES, Sealer
 from .session import (
     LEASE_S,
@@ -34,14 +35,13 @@ from .session import (
     Lease,
     Notify,
     Peer,
-    Send,
     SendBlock,
     SenderRoom,
     SenderState,
+    SendMessage,
     Tombstones,
     TransferCounters,
 )
-from .transport import Dropped, Offer, Released
 
 EARLY_S = (
     330.0  # longer than a router waits for a first token, so that no prompt is failed while it is queued
@@ -59,6 +59,7 @@ class _Greeted:
     layout: KVLayout
     transport: str
     cipher: str
+    columns: tuple[int, ...] | None  # of the feature rows, those that travel
 
 
 @dataclass(frozen=True)
@@ -221,7 +222,7 @@ class SenderSession:
         self._peers.pop(peer, None)
 
     def tick(self, now: float) -> list[Effect]:
-        """Ends what is overdue and says again what nobody answered."""
+        """Ends overdue rooms and repeats announcements that got no answer."""
         effects: list[Effect] = []
         for known in list(self._rooms.values()):
             if known.waits_for_decode and known.lease.is_over(now):
@@ -255,8 +256,9 @@ class SenderSession:
             cipher = agree_cipher(self._ciphers, hello.ciphers)
         except HandshakeRefused as refusal:
             self.counters.refused_peers += 1
-            return [Send(peer, KVRefused(instance=self.instance, reason=str(refusal)))]
-        self._peers[peer] = _Greeted(hello.instance, KVLayout(common), transport, cipher)
+            return [SendMessage(peer, KVRefused(instance=self.instance, reason=str(refusal)))]
+        columns = feature_columns(self.layout.wire, common)
+        self._peers[peer] = _Greeted(hello.instance, KVLayout(common), transport, cipher, columns)
         self._peers.move_to_end(peer)
         while len(self._peers) > self._max_peers:
             self._peers.popitem(last=False)
@@ -264,7 +266,7 @@ class SenderSession:
             if known.peer_instance == hello.instance:
                 known.peer = peer  # a room of which nothing more is asked is reminded of there: its Release may be lost
         welcome = KVWelcome(instance=self.instance, layout=common, transport=transport, cipher=cipher)
-        return [Send(peer, welcome)]
+        return [SendMessage(peer, welcome)]
 
     def _attach(self, peer: Peer, greeted: _Greeted, attach: Attach, now: float) -> list[Effect]:
         known = self._rooms.get(attach.room)
@@ -287,6 +289,7 @@ class SenderSession:
             known.lease.renew(now)
             known.sealer = Sealer(self._random_bytes(KEY_BYTES)) if is_sealed else None
         known.peer, known.peer_instance, known.stream = peer, attach.instance, stream
+        known.columns = greeted.columns
         known.move(SenderState.ATTACHED)
         return [self._announce(known, now)]
 
@@ -304,7 +307,7 @@ class SenderSession:
             self._early.pop(attach.room, None)
         self._early[attach.room] = _Early(peer, attach, expires_at)
         alive = Announce(room=attach.room, epoch=attach.epoch, instance=self.instance, tokens_ready=0)
-        effects: list[Effect] = [Send(peer, alive)]
+        effects: list[Effect] = [SendMessage(peer, alive)]
         if len(self._early) > self._max_early:
             effects.append(self._evict_early(next(iter(self._early))))
         return effects
@@ -316,7 +319,7 @@ class SenderSession:
     def _answer_stranger(
         self, peer: Peer, message: Pull | Release | Abort, known: SenderRoom | None
     ) -> list[Effect]:
-        """A message about a room that this peer does not hold open here."""
+        """Answers a message about a room that this peer has not attached."""
         early = self._early.get(message.room)
         if isinstance(message, Abort) and early is not None and early.attach.epoch <= message.epoch:
             del self._early[message.room]
@@ -355,12 +358,13 @@ class SenderSession:
             pages=known.offer.pages,
             first_page=skipped,
             sealer=known.sealer,
+            columns=known.columns,
         )
         return [block]
 
-    def _announce(self, known: SenderRoom, now: float) -> Send:
+    def _announce(self, known: SenderRoom, now: float) -> SendMessage:
         known.quiet_since = now
-        return Send(
+        return SendMessage(
             known.peer,
             Announce(
                 room=known.offer.room,
@@ -381,8 +385,10 @@ class SenderSession:
     def _abort_peer(self, known: SenderRoom, reason: str) -> list[Effect]:
         return [self._abort(known.peer, known.offer.room, known.offer.epoch, reason)] if known.peer else []
 
-    def _abort(self, peer: Peer, room: str, epoch: int, reason: str) -> Send:
-        return Send(peer, Abort(room=room, epoch=epoch, instance=self.instance, reason=reason[:MAX_REASON]))
+    def _abort(self, peer: Peer, room: str, epoch: int, reason: str) -> SendMessage:
+        return SendMessage(
+            peer, Abort(room=room, epoch=epoch, instance=self.instance, reason=reason[:MAX_REASON])
+        )
 
     def _close(self, known: SenderRoom, state: SenderState, reason: str, now: float) -> None:
         known.move(state)
@@ -393,7 +399,7 @@ class SenderSession:
 
 
 def _may_speak(known: SenderRoom, message: Pull | Release | Abort) -> bool:
-    """Only the attached process speaks for a room; before anybody attached, an Abort is believed."""
+    """Only the attached process may speak for a room. Before the first Attach, an Abort of any greeted process counts."""
     return known.peer_instance == message.instance or (
         known.peer_instance == "" and isinstance(message, Abort)
     )

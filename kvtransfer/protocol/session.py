@@ -11,11 +11,11 @@ from collections import OrderedDict
 from dataclasses import dataclass, field, fields
 from enum import Enum
 
-from ..cluster.errors import LocalProtocolError
-from ..cluster.messages import KVDown, KVUp
+from ...cluster.errors import LocalProtocolError
+from ...cluster.messages import KVDown, KVUp
+from ..transport import Offer, PullRequest, TransportEvent
 from .layout import KVLayout, RoomStream, Segment
 from .seal import Opener, Sealer
-from .transport import Offer, PullRequest, TransportEvent
 
 LEASE_S = 5.0
 REMIND_S = 0.3
@@ -32,7 +32,7 @@ Peer = str  # prefill: the connection's routing id in hex; decode: prefill's end
 
 
 @dataclass(frozen=True)
-class Send:
+class SendMessage:
     """Send a message that has no payload. It may get lost; the session tries again by itself."""
 
     peer: Peer
@@ -52,23 +52,26 @@ class SendBlock:
     pages: tuple[int, ...]  # the room's page ids, shared by all its blocks
     first_page: int  # where Segment.page_index counts from
     sealer: Sealer | None = None  # None: the block goes with a digest
+    columns: tuple[int, ...] | None = (
+        None  # of the feature rows, those that travel; None: the rows as they lie
+    )
 
 
 @dataclass(frozen=True)
 class Notify:
-    """Tell the owner."""
+    """Deliver an event to the owner of the transport."""
 
     event: TransportEvent
 
 
 @dataclass(frozen=True)
 class CloseLink:
-    """Nothing is left to say to this peer."""
+    """Close the connection to a peer to which nothing is left to send."""
 
     peer: Peer
 
 
-Effect = Send | SendBlock | Notify | CloseLink
+Effect = SendMessage | SendBlock | Notify | CloseLink
 
 
 # --- rooms ------------------------------------------------------------------------------------------------------------
@@ -105,7 +108,7 @@ RECEIVER_TRANSITIONS: dict[ReceiverState, frozenset[ReceiverState]] = {
 
 
 class Lease:
-    """A time limit on no progress."""
+    """A time limit, in seconds of the monotonic clock, on the time without progress."""
 
     def __init__(self, seconds: float, now: float) -> None:
         self._seconds = seconds
@@ -131,6 +134,7 @@ class SenderRoom:
     peer: Peer = ""
     peer_instance: str = ""
     stream: RoomStream | None = None  # set by the Attach, which says `have`
+    columns: tuple[int, ...] | None = None  # as in SendBlock
     tokens_ready: int = 0
     first_token: int | None = None
     num_pulled: int = 0  # 1 + the highest block that was pulled
@@ -147,7 +151,7 @@ class SenderRoom:
 
     @property
     def waits_for_decode(self) -> bool:
-        """Whether the lease runs: decode has something to do. While prefill computes, the owner has the room."""
+        """Whether the lease runs, which it does while decode has something to pull or to release."""
         if self.is_final:
             return True
         if self.stream is None:
@@ -156,7 +160,7 @@ class SenderRoom:
 
     @property
     def remind_at(self) -> float | None:
-        """When to announce the end again: the last word of decode, a Release say, may be lost."""
+        """When to announce the end again, since decode's Release may be lost."""
         return self.quiet_since + REMIND_S if self.state is SenderState.ATTACHED and self.is_final else None
 
     def move(self, state: SenderState) -> None:

@@ -8,28 +8,28 @@ import time
 from collections.abc import Sequence
 from itertools import islice
 
-from ..cluster.ciphers import CRC32C
-from ..cluster.codec import encode, encode_batch, kv_up_frames, unknown_messages
-from ..cluster.errors import LocalProtocolError, RemoteProtocolError
-from ..cluster.kv_messages import BLOCK_BYTES
-from ..cluster.messages import KVUp, KVWelcome, Layout, Release
-from ..cluster.slab_messages import SlabBlock, SlabUp
-from ..cluster.transports import SHM, ZMQ_BLOCKS
+from ...cluster.ciphers import CRC32C
+from ...cluster.codec import encode, encode_batch, kv_up_frames, unknown_messages
+from ...cluster.errors import LocalProtocolError, RemoteProtocolError
+from ...cluster.kv_messages import BLOCK_BYTES
+from ...cluster.messages import KVUp, KVWelcome, Layout, Release
+from ...cluster.slab_messages import SlabBlock, SlabUp
+from ...cluster.transports import SHM, ZMQ_BLOCKS
+from ..memory.blocks import BlockReader
+from ..protocol.layout import Crc
+from ..protocol.sender import SenderSession
+from ..protocol.session import LEASE_S, Effect, Notify, Peer, SendBlock, SendMessage
+from ..transport import Dropped, Offer, Planes, PullRequest, Released
 from .endpoint import RETRY_S, Clock, Endpoint
-from .layout import Crc
-from .memory import BlockReader
 from .pending_reads import PendingReads
-from .prepared import Key, PreparedBlocks, key_of
-from .sender import SenderSession
-from .session import LEASE_S, Effect, Notify, Peer, Send, SendBlock
-from .transport import Dropped, Offer, Planes, PullRequest, Released
-from .transports.shm import SLAB_BYTES, SenderSlabs
+from .prepared_blocks import Key, PreparedBlocks, key_of
+from .shm import SLAB_BYTES, SenderSlabs
 
 SLOTS_PER_FRAME = 2  # more, or two large ones, would let decode wait for bytes that are there
 GPU_SLOTS_PER_FRAME = 4  # half of a window: threads of both sides change less often, and each digests a block
 
 
-class SenderEndpoint(Endpoint["Send | SendBlock"]):
+class SenderEndpoint(Endpoint["SendMessage | SendBlock"]):
     """Prefill's end of a transport, without the moving of frames."""
 
     def __init__(
@@ -133,7 +133,7 @@ class SenderEndpoint(Endpoint["Send | SendBlock"]):
             self.session.counters.unexpected += 1
             return []
         answer = self._slabs.handle(peer, message)
-        return [] if answer is None else [Send(peer, answer)]
+        return [] if answer is None else [SendMessage(peer, answer)]
 
     def _work(self) -> None:
         now = self._clock()
@@ -144,7 +144,7 @@ class SenderEndpoint(Endpoint["Send | SendBlock"]):
 
     def _perform(self, effects: Sequence[Effect]) -> None:
         for effect in effects:
-            if isinstance(effect, Send | SendBlock):
+            if isinstance(effect, SendMessage | SendBlock):
                 self._post(effect)
             elif isinstance(effect, Notify):
                 assert isinstance(effect.event, Released | Dropped)
@@ -154,9 +154,9 @@ class SenderEndpoint(Endpoint["Send | SendBlock"]):
         self._flush(self._clock())
         self._settle(self._clock())
 
-    def _send_some(self, waiting: "Sequence[Send | SendBlock]") -> int:
+    def _send_some(self, waiting: "Sequence[SendMessage | SendBlock]") -> int:
         item = waiting[0]
-        if isinstance(item, Send):
+        if isinstance(item, SendMessage):
             message = item.message
             if isinstance(message, KVWelcome):
                 message = self._admit(item.peer, message)
@@ -179,12 +179,12 @@ class SenderEndpoint(Endpoint["Send | SendBlock"]):
             self.session.counters.bytes += block.size
         return max(1, len(filled))
 
-    def _fill_slots(self, waiting: "Sequence[Send | SendBlock]") -> list[tuple[SendBlock, SlabBlock]]:
+    def _fill_slots(self, waiting: "Sequence[SendMessage | SendBlock]") -> list[tuple[SendBlock, SlabBlock]]:
         """The first few blocks that wait, in slots of the slab; none when the first must go as a message."""
         items: list[SendBlock] = []
         for item in islice(waiting, min(self.max_batch, self._slots_per_frame)):
             if (
-                isinstance(item, Send)
+                isinstance(item, SendMessage)
                 or item in self._prepared
                 or not self.session.is_open(item.room, item.epoch)
             ):
@@ -214,8 +214,8 @@ class SenderEndpoint(Endpoint["Send | SendBlock"]):
         """A Welcome on its way out, with what the peer needs to know of this transport."""
         return welcome
 
-    def _post(self, item: "Send | SendBlock") -> bool:
-        """As for every endpoint, but a block waits only once: whoever asks again for it gets the one that waits."""
+    def _post(self, item: "SendMessage | SendBlock") -> bool:
+        """As `Endpoint._post`, but a block waits once: a repeated pull is answered by the block that waits already."""
         if not isinstance(item, SendBlock):
             return super()._post(item)
         if key_of(item) in self._waiting:

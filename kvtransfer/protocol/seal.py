@@ -1,4 +1,4 @@
-"""Blocks sealed with AES-128-GCM (NIST SP 800-38D): only who holds the transfer's key can make, change or read them.
+"""Blocks sealed with AES-128-GCM (NIST SP 800-38D): without the transfer's key no block can be made, changed or read.
 
 Key: 16 random bytes per transfer, that is per (room, epoch, both instances, `have`). Prefill makes it when decode attaches
 and tells it with every announcement, over CURVE; it ends with the room. A fresh key, and not one derived from a secret of
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from ..cluster.errors import DigestMismatch, LocalProtocolError, RemoteProtocolError
+from ...cluster.errors import DigestMismatch, LocalProtocolError, RemoteProtocolError
 
 KEY_BYTES = 16
 TAG_BYTES = 16

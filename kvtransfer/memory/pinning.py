@@ -1,7 +1,7 @@
-"""Shared memory made known to a GPU's driver, so that the GPU's copy engines read and write it by themselves.
+"""Registers shared memory with a GPU's driver, so that the GPU's copy engines read and write it directly.
 
-Copies of other memory go through a buffer of the driver's, piece by piece, and keep a core busy meanwhile; or through pinned
-staging memory, which costs a copy by the processor for each.
+Unregistered memory is copied through a buffer of the driver, which keeps a core busy, or through pinned staging memory,
+which costs one more copy by the CPU.
 
 Reference: CUDA Runtime API, "cudaHostRegister".
 """
@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..cluster.log import fields
+from ...cluster.log import fields
 
 logger = logging.getLogger(__name__)
 
@@ -29,13 +29,13 @@ PORTABLE, READ_ONLY = (
 
 
 def no_pin(memory: Bytes) -> Unpin | None:
-    """Where no GPU reads or writes."""
+    """The `Pin` of pages on the CPU: registers nothing."""
     return None
 
 
 def pin(memory: Bytes, device: torch.device, *, is_read_only: bool) -> Unpin | None:
-    """Makes mapped memory known to the driver of `device`, until the returned function is called, which must be before it is
-    unmapped. None when the driver refuses: then the memory can be copied as before, only slower.
+    """Registers `memory` (uint8) with the driver of `device`. The returned function unregisters it; call it before the
+    memory is unmapped. None when the driver refuses: the memory is then copied as before, only slower.
     """
     address = memory.__array_interface__["data"][0]
     cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]

@@ -7,24 +7,24 @@ import time
 from collections.abc import Sequence
 from itertools import islice, takewhile
 
-from ..cluster.ciphers import CRC32C
-from ..cluster.codec import BATCHED, encode, encode_batch, kv_down_frames, unknown_messages
-from ..cluster.errors import DigestMismatch, LocalProtocolError, RemoteProtocolError
-from ..cluster.kv_messages import PairDown
-from ..cluster.messages import Block, KVWelcome, Layout, Release
-from ..cluster.slab_messages import SlabBlock, SlabDown, SlabUp
-from ..cluster.transports import SHM, ZMQ_BLOCKS
+from ...cluster.ciphers import CRC32C
+from ...cluster.codec import BATCHED, encode, encode_batch, kv_down_frames, unknown_messages
+from ...cluster.errors import DigestMismatch, LocalProtocolError, RemoteProtocolError
+from ...cluster.kv_messages import PairDown
+from ...cluster.messages import Block, KVWelcome, Layout, Release
+from ...cluster.slab_messages import SlabBlock, SlabDown, SlabUp
+from ...cluster.transports import SHM, ZMQ_BLOCKS
+from ..memory.blocks import Arrival, BlockWriter
+from ..protocol.layout import Crc, KVLayout, Segment, block_digest, digest_seed
+from ..protocol.receiver import ReceiverSession
+from ..protocol.seal import TAG_BYTES, BlockName
+from ..protocol.session import LEASE_S, WINDOW, CloseLink, Effect, Notify, Peer, ReceiverRoom, SendMessage
+from ..transport import Offer, Planes, PullRequest
 from .endpoint import Clock, Endpoint
-from .layout import Crc, KVLayout, Segment, block_digest, digest_seed
-from .memory import Arrival, BlockWriter
-from .receiver import ReceiverSession
-from .seal import TAG_BYTES, BlockName
-from .session import LEASE_S, WINDOW, CloseLink, Effect, Notify, Peer, ReceiverRoom, Send
-from .transport import Offer, Planes, PullRequest
-from .transports.shm import ReceiverSlabs
+from .shm import ReceiverSlabs
 
 
-class ReceiverEndpoint(Endpoint[Send]):
+class ReceiverEndpoint(Endpoint[SendMessage]):
     """Decode's end of a transport, without the moving of frames."""
 
     def __init__(
@@ -133,7 +133,7 @@ class ReceiverEndpoint(Endpoint[Send]):
 
     def _tell(self, peer: Peer, message: SlabUp | None) -> None:
         if message is not None:
-            self._perform([Send(peer, message)])
+            self._perform([SendMessage(peer, message)])
 
     def _receive_slab_blocks(self, peer: Peer, blocks: Sequence[SlabBlock], now: float) -> list[Effect]:
         """All blocks of a frame at once. The copies are checked, not the slots, which prefill could change in between."""
@@ -143,11 +143,11 @@ class ReceiverEndpoint(Endpoint[Send]):
             data = self._slabs.read(peer, block)
             if data is None:
                 self.session.counters.unexpected += 1
-                effects.append(Send(peer, self._slabs.unusable(peer, block)))
+                effects.append(SendMessage(peer, self._slabs.unusable(peer, block)))
                 continue
             segments, pair = self.session.expect(peer, block, block.size), self.session.pair_of(peer)
             if segments is None or pair is None:
-                effects.append(Send(peer, self._slabs.freed(block)))
+                effects.append(SendMessage(peer, self._slabs.freed(block)))
                 continue
             seed = digest_seed(block.room, block.epoch, block.block, block.size)
             expected.append(
@@ -156,7 +156,7 @@ class ReceiverEndpoint(Endpoint[Send]):
         are_right = self._writer.land([one for _, one in expected], is_pinned=self._slabs.is_pinned(peer))
         for (block, _), is_right in zip(expected, are_right, strict=True):
             effects += [
-                Send(peer, self._slabs.freed(block)),
+                SendMessage(peer, self._slabs.freed(block)),
                 *self._settle_slab_block(peer, block, is_right, now),
             ]
         return effects
@@ -216,7 +216,7 @@ class ReceiverEndpoint(Endpoint[Send]):
 
     def _perform(self, effects: Sequence[Effect]) -> None:
         for effect in effects:
-            if isinstance(effect, Send):
+            if isinstance(effect, SendMessage):
                 self._post(effect)
             elif isinstance(effect, Notify):
                 self._events.append(effect.event)
@@ -225,7 +225,7 @@ class ReceiverEndpoint(Endpoint[Send]):
         if not self._is_gathering:
             self._flush(self._clock())
 
-    def _send_some(self, waiting: Sequence[Send]) -> int:
+    def _send_some(self, waiting: Sequence[SendMessage]) -> int:
         first = waiting[0]
         if isinstance(first.message, Release):
             self.reach("receiver:release")

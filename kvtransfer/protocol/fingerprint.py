@@ -1,9 +1,11 @@
-"""Which workers fit together: one hash over everything that makes KV of one side mean something on the other."""
+"""One hash over everything that makes the KV of one worker mean something on another.
+
+Feature layers are not in it: prefill offers features, and decode takes those of its head, or none; see `layout.agree`.
+"""
 
 import hashlib
-from collections.abc import Sequence
 
-from ..cluster.messages import PROTOCOL_MAJOR
+from ...cluster.messages import PROTOCOL_MAJOR
 
 
 def pair_fingerprint(
@@ -14,16 +16,13 @@ def pair_fingerprint(
     num_layers: int,
     num_kv_heads: int,
     head_dim: int,
-    feature_ids: Sequence[int],
-    feature_width: int,
 ) -> str:
-    """sha256 hex. Workers of equal fingerprint may be paired; the KV handshake then compares the layouts themselves."""
+    """sha256 hex. Workers of equal fingerprint may be paired; the KV handshake then compares their layouts."""
     parts = [
         f"protocol={PROTOCOL_MAJOR}",
         f"model={model_fingerprint}",
         f"dtype={dtype}",
         f"page_size={page_size}",
         f"heads={num_layers}x{num_kv_heads}x{head_dim}",
-        f"features={','.join(map(str, feature_ids))}x{feature_width}",
     ]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()

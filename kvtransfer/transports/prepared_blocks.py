@@ -1,10 +1,10 @@
 """Blocks that are ready to go out as messages, and wait because their connection takes nothing now."""
 
-from ..cluster.messages import Block
-from .layout import block_digest
-from .memory import BlockReader, Payload
-from .seal import BlockName
-from .session import Peer, SendBlock
+from ...cluster.messages import Block
+from ..memory.blocks import BlockReader, Payload
+from ..protocol.layout import block_digest
+from ..protocol.seal import BlockName
+from ..protocol.session import Peer, SendBlock
 
 Key = tuple[Peer, str, int, int]  # peer, room, epoch, block
 
@@ -36,7 +36,7 @@ class PreparedBlocks:
         if known is not None and known[0] is item:
             return known[1:]
         self.drop(key_of(item))
-        payload = self._reader.read(item.segments, item.pages[item.first_page :], item.size)
+        payload = self._reader.read(item.segments, item.pages[item.first_page :], item.size, item.columns)
         digest = attempt = 0
         if item.sealer is None:
             digest = block_digest(item.room, item.epoch, item.block, payload.data, self._reader.crc)

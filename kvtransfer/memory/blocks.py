@@ -1,8 +1,8 @@
-"""Blocks out of pages and into pages. Everything else in this folder deals in numbers; here bytes move.
+"""Reads blocks from prefill's pages and writes them into decode's pages.
 
-Pages on the CPU are read and written through numpy, whose copies release the interpreter lock. Pages on a GPU go
-through pinned staging memory and a stream of their own, see `DeviceCopies`. Before a block is copied, its pages are waited
-for: the `PageOrder` of the planes knows the forwards that may still use them.
+Pages on the CPU are copied by numpy, which releases the interpreter lock. Pages on a GPU go through pinned staging memory on
+a stream of their own, see `DeviceCopies`. Every copy first waits for its pages: the `PageOrder` of the planes knows the
+forwards that may still use them.
 """
 
 import ctypes
@@ -13,15 +13,16 @@ from functools import partial
 import numpy as np
 import torch
 
-from ..cluster.errors import LocalProtocolError
-from ..engine.kv.page_order import PageOrder
-from .hands import Hands, hands_of_host
-from .layout import Crc, KVLayout, Plane, Segment
+from ...cluster.errors import LocalProtocolError
+from ...engine.kv.page_order import PageOrder
+from ..protocol.layout import Crc, KVLayout, Plane, Segment
+from ..protocol.seal import TAG_BYTES, BlockName, Sealer
+from ..transport import Planes, PullRequest
+from .copy_pool import CopyPool, copy_pool_of_host
 from .pinning import Bytes, Pin, no_pin, pin
-from .seal import TAG_BYTES, BlockName, Sealer
-from .transport import Planes, PullRequest
 
 MAX_SPARE_STAGING = 16
+Columns = tuple[int, ...] | None  # of the feature rows, those that travel; None: the rows as they lie
 CACHED_BYTES = 256 << 10  # source and target together stay in a level 2 cache of 1 MiB
 
 
@@ -107,13 +108,14 @@ class DeviceCopies:
 
 @dataclass(frozen=True)
 class Filling:
-    """A block of `size` bytes on its way into a slot; its digest continues `seed`."""
+    """A block of `size` bytes on its way into a slot; its digest continues `seed`. `columns`: as in `BlockReader.read`."""
 
     slot: Bytes
     segments: Sequence[Segment]
     pages: Sequence[int]
     size: int
     seed: int
+    columns: Columns = None
 
 
 @dataclass(frozen=True)
@@ -143,6 +145,7 @@ class BlockReader:
         self._planes: dict[Plane, torch.Tensor] = {"kv": planes.kv}
         if planes.features is not None:
             self._planes["features"] = planes.features
+        self._page_size, self._num_features = layout.wire.page_size, len(layout.wire.feature_ids)
         self._is_cuda = planes.kv.is_cuda
         self._order = planes.order or PageOrder(planes.kv.shape[0])
         self._copies = DeviceCopies(planes.kv.device, self._order) if self._is_cuda else None
@@ -150,23 +153,28 @@ class BlockReader:
             {} if self._is_cuda else {k: t.numpy() for k, t in self._planes.items()}
         )
         self._pool = StagingPool(layout.wire.block_bytes + TAG_BYTES, is_pinned=self._is_cuda)
-        self._hands = hands_of_host() if self._is_cuda else Hands(1)
-        self.crc: Crc = self._hands.crc
+        self._copy_pool = copy_pool_of_host() if self._is_cuda else CopyPool(1)
+        self.crc: Crc = self._copy_pool.crc
         self.pin: Pin = partial(pin, device=planes.kv.device, is_read_only=False) if self._is_cuda else no_pin
 
-    def read(self, segments: Sequence[Segment], pages: Sequence[int], size: int) -> Payload:
-        """The `size` bytes of a block; zero-copy when it is one run of CPU memory."""
+    def read(
+        self, segments: Sequence[Segment], pages: Sequence[int], size: int, columns: Columns = None
+    ) -> Payload:
+        """The `size` bytes of a block; zero-copy when it is one run of CPU memory.
+
+        `columns`: the layers of a feature row that the block has, as positions in the plane's row, in the block's order.
+        """
         if not self._is_cuda:
             self._order.wait(_pages_of(segments, pages))
         if len(segments) == 1 and not self._is_cuda:
-            return Payload(self._run(segments[0], pages).data, None)
+            return Payload(self._run(segments[0], pages, columns).data, None)
         staging = self._pool.take()
         target = staging.numpy()
         if self._is_cuda:
-            self._gather_cuda(staging, segments, pages)
+            self._gather_cuda(staging, segments, pages, columns)
         else:
             for segment in segments:
-                np.copyto(_cut(target, segment), self._run(segment, pages))
+                np.copyto(_cut(target, segment), self._run(segment, pages, columns))
         return Payload(target[:size].data, staging)
 
     def fill(self, fillings: Sequence[Filling], *, is_pinned: bool = False) -> list[int]:
@@ -177,10 +185,11 @@ class BlockReader:
             return [self._fill(filling) for filling in fillings]
         assert self._copies is not None
         for filling in fillings:
-            pairs = self._gathered(_tensor_of(filling.slot), filling.segments, filling.pages)
+            target = _tensor_of(filling.slot)
+            pairs = self._gathered(target, filling.segments, filling.pages, filling.columns)
             self._copies.begin(pairs, _pages_of(filling.segments, filling.pages))
         self._copies.finish()
-        return self._hands.digests(
+        return self._copy_pool.digests(
             [(filling.slot[: filling.size].data, filling.seed) for filling in fillings], self.crc
         )
 
@@ -188,13 +197,14 @@ class BlockReader:
         target, seed = filling.slot, filling.seed
         if self._is_cuda:
             staging = self._pool.take()
-            self._gather_cuda(staging, filling.segments, filling.pages)
-            self._hands.copy(target, staging.numpy()[: filling.size])
+            self._gather_cuda(staging, filling.segments, filling.pages, filling.columns)
+            self._copy_pool.copy(target, staging.numpy()[: filling.size])
             self._pool.give(staging)
             return self.crc(target[: filling.size].data, seed)
         self._order.wait(_pages_of(filling.segments, filling.pages))
         for segment in filling.segments:
-            seed = _copy(self._run(segment, filling.pages), _cut(target, segment), seed, self.crc)
+            source = self._run(segment, filling.pages, filling.columns)
+            seed = _copy(source, _cut(target, segment), seed, self.crc)
         return seed
 
     def seal(self, payload: Payload, sealer: Sealer, name: BlockName) -> tuple[Payload, int]:
@@ -207,24 +217,43 @@ class BlockReader:
         return Payload(sealed, staging), attempt
 
     def recycle(self, staging: torch.Tensor) -> None:
-        """Takes a payload's staging buffer back once nobody reads it."""
+        """Takes back the staging buffer of a payload that was sent."""
         self._pool.give(staging)
 
-    def _run(self, segment: Segment, pages: Sequence[int]) -> Bytes:
+    def _run(self, segment: Segment, pages: Sequence[int], columns: Columns) -> Bytes:
         page = pages[segment.page_index]
         self._order.touch(page, is_write=False)
+        if columns is not None and segment.plane == "features":
+            return self._taken(segment, pages, columns).numpy()
         return self._arrays[segment.plane][page, segment.lo : segment.hi]
 
-    def _gather_cuda(self, staging: torch.Tensor, segments: Sequence[Segment], pages: Sequence[int]) -> None:
+    def _gather_cuda(
+        self, staging: torch.Tensor, segments: Sequence[Segment], pages: Sequence[int], columns: Columns
+    ) -> None:
         assert self._copies is not None
-        self._copies.run(self._gathered(staging, segments, pages), _pages_of(segments, pages))
+        self._copies.run(self._gathered(staging, segments, pages, columns), _pages_of(segments, pages))
 
     def _gathered(
-        self, staging: torch.Tensor, segments: Sequence[Segment], pages: Sequence[int]
+        self, staging: torch.Tensor, segments: Sequence[Segment], pages: Sequence[int], columns: Columns
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """(target, source) of each segment. On a GPU to be iterated on the stream that copies: sources may be made there."""
         for segment in segments:
-            page = self._planes[segment.plane][pages[segment.page_index], segment.lo : segment.hi]
-            yield staging[segment.at : segment.at + segment.hi - segment.lo], page
+            if columns is not None and segment.plane == "features":
+                source = self._taken(segment, pages, columns)
+            else:
+                source = self._planes[segment.plane][pages[segment.page_index], segment.lo : segment.hi]
+            yield staging[segment.at : segment.at + segment.hi - segment.lo], source
+
+    def _taken(self, segment: Segment, pages: Sequence[int], columns: tuple[int, ...]) -> torch.Tensor:
+        """Bytes [lo, hi) of a feature page that has only the layers `columns`: a copy, of whole rows at most one too many at
+        either end.
+        """
+        page = self._planes["features"][pages[segment.page_index]]
+        layers = page.view(self._page_size, self._num_features, -1)
+        row_bytes = len(columns) * layers.shape[2]
+        first, end = segment.lo // row_bytes, -(-segment.hi // row_bytes)
+        rows = torch.cat([layers[first:end, column] for column in columns], dim=1)
+        return rows.view(-1)[segment.lo - first * row_bytes : segment.hi - first * row_bytes]
 
 
 class BlockWriter:
@@ -237,8 +266,8 @@ class BlockWriter:
         self._copies = DeviceCopies(planes.kv.device, self._order) if planes.kv.is_cuda else None
         self._array: Bytes | None = None if planes.kv.is_cuda else planes.kv.numpy()
         self._pool = StagingPool(layout.wire.block_bytes, is_pinned=planes.kv.is_cuda)
-        self._hands = hands_of_host() if planes.kv.is_cuda else Hands(1)
-        self.crc: Crc = self._hands.crc
+        self._copy_pool = copy_pool_of_host() if planes.kv.is_cuda else CopyPool(1)
+        self.crc: Crc = self._copy_pool.crc
         self.pin: Pin = (
             partial(pin, device=planes.kv.device, is_read_only=True) if planes.kv.is_cuda else no_pin
         )
@@ -248,7 +277,7 @@ class BlockWriter:
         data: Bytes = np.frombuffer(payload, dtype=np.uint8)
         if self._copies is not None:
             staging = self._pool.take()
-            self._hands.copy(staging.numpy(), data)
+            self._copy_pool.copy(staging.numpy(), data)
             self._scatter_cuda(staging, segments, request)
             self._pool.give(staging)
             return
@@ -269,14 +298,14 @@ class BlockWriter:
             pairs = self._scattered(_tensor_of(one.data), one.segments, one.request)
             self._copies.begin(pairs, _pages_of(one.segments, one.request.pages))
         self._copies.finish()
-        digests = self._hands.digests([(one.data.data, one.seed) for one in arrivals], self.crc)
+        digests = self._copy_pool.digests([(one.data.data, one.seed) for one in arrivals], self.crc)
         return [digest == one.digest for digest, one in zip(digests, arrivals, strict=True)]
 
     def _land(self, arrival: Arrival) -> bool:
         data, seed = arrival.data, arrival.seed
         if self._copies is not None:
             staging = self._pool.take()
-            self._hands.copy(staging.numpy(), data)
+            self._copy_pool.copy(staging.numpy(), data)
             is_right = self.crc(staging.numpy()[: data.size].data, seed) == arrival.digest
             if is_right:
                 self._scatter_cuda(staging, arrival.segments, arrival.request)
@@ -292,7 +321,7 @@ class BlockWriter:
     ) -> None:
         """As `write`, of the `size` bytes that `fill` puts into the buffer that it is given, or refuses with an error.
 
-        A block that is one run of CPU memory is filled in place: until `fill` returns, those bytes are nobody's.
+        A block that is one run of CPU memory is filled in place: until `fill` returns, those bytes may be garbage.
         """
         if len(segments) == 1 and self._copies is None:
             self._order.wait(_pages_of(segments, request.pages))

@@ -5,12 +5,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, TypeVar
 
-from ..cluster.errors import PeerLost
-from ..cluster.fault_points import Reach, unarmed
-from ..cluster.security import DropLog
-from .memory import Payload
-from .session import Peer, Send, SendBlock
-from .transport import TransportEvent
+from ...cluster.errors import PeerLost
+from ...cluster.fault_points import Reach, unarmed
+from ...cluster.security import DropLog
+from ..memory.blocks import Payload
+from ..protocol.session import Peer, SendBlock, SendMessage
+from ..transport import TransportEvent
 
 MAX_OUTBOX = (
     4096  # messages per peer that wait for room in its queue; what is beyond gets lost, as on a network
@@ -19,7 +19,7 @@ RETRY_S = 0.001
 MAX_RETRY_S = 0.05
 
 Clock = Callable[[], float]
-Queued = TypeVar("Queued", Send, "Send | SendBlock")
+Queued = TypeVar("Queued", SendMessage, "SendMessage | SendBlock")
 
 
 class Delivery(Protocol):
@@ -27,7 +27,7 @@ class Delivery(Protocol):
 
     @property
     def done(self) -> bool:
-        """Whether nobody reads the payload's memory any more."""
+        """Whether the transport is done reading the payload's memory."""
 
 
 class Delivered:

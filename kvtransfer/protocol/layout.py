@@ -14,9 +14,9 @@ import msgspec
 import torch
 from crc32c import crc32c
 
-from ..cluster.errors import HandshakeRefused, LocalProtocolError
-from ..cluster.messages import Layout
-from ..engine.kv.layouts import MHALayout
+from ...cluster.errors import HandshakeRefused, LocalProtocolError
+from ...cluster.messages import Layout
+from ...engine.kv.layouts import MHALayout
 
 Plane = Literal["kv", "features"]
 
@@ -141,22 +141,48 @@ class RoomStream:
                     yield Segment(plane, page, lo - base - first, hi - base - first, lo - start)
 
 
-def agree(ours: Layout, theirs: Layout) -> Layout:
-    """The layout that both sides will use. Raises HandshakeRefused, showing both, when there is none.
+def agree(offered: Layout, wanted: Layout) -> Layout:
+    """The layout of a pair: prefill's layout is `offered`, decode's is `wanted`.
 
-    The block size is the smaller one, and a feature plane that only one side has is left out; all else must be equal.
+    The block size is the smaller one. The features are those that decode wants, in its order: some of the offered
+    layers, or none. Everything else must be equal, the hash of the weights as far as both sides know it. Raises
+    HandshakeRefused, showing both layouts, when there is no common one.
     """
-    common = msgspec.structs.replace(ours, block_bytes=min(ours.block_bytes, theirs.block_bytes))
-    if not (ours.feature_width and theirs.feature_width):
-        common = msgspec.structs.replace(common, feature_ids=[], feature_width=0)
-        theirs_common = msgspec.structs.replace(theirs, feature_ids=[], feature_width=0)
-    else:
-        theirs_common = theirs
-    if msgspec.structs.replace(theirs_common, block_bytes=common.block_bytes) != common:
-        raise HandshakeRefused(f"KV layouts differ: ours {_show(ours)}, theirs {_show(theirs)}")
+    reason = ""
+    if offered.weights_hash and wanted.weights_hash and offered.weights_hash != wanted.weights_hash:
+        reason = f"weights differ: {offered.weights_hash[:16]!r} on prefill, {wanted.weights_hash[:16]!r} on decode; "
+    common = msgspec.structs.replace(
+        wanted, block_bytes=min(offered.block_bytes, wanted.block_bytes), weights_hash=""
+    )
+    taken = msgspec.structs.replace(
+        offered,
+        block_bytes=common.block_bytes,
+        weights_hash="",
+        feature_ids=common.feature_ids,
+        feature_width=common.feature_width,
+    )
+    if reason or taken != common or not _has_features(offered, wanted):
+        raise HandshakeRefused(f"{reason}KV layouts differ: prefill {_show(offered)}, decode {_show(wanted)}")
     if common.dtype not in WIRE_DTYPES or common.digest != DIGEST:
-        raise HandshakeRefused(f"KV layout has an unknown dtype or digest: {_show(theirs)}")
+        raise HandshakeRefused(f"KV layout has an unknown dtype or digest: {_show(common)}")
     return common
+
+
+def feature_columns(offered: Layout, common: Layout) -> tuple[int, ...] | None:
+    """Which layers of the offered feature rows travel, as positions in `offered.feature_ids`; None: the rows as they lie."""
+    if common.feature_ids in ([], offered.feature_ids):
+        return None
+    return tuple(offered.feature_ids.index(layer) for layer in common.feature_ids)
+
+
+def _has_features(offered: Layout, wanted: Layout) -> bool:
+    """Whether prefill offers every layer that decode wants, each as wide as decode wants it."""
+    if not (wanted.feature_ids and wanted.feature_width):
+        return not wanted.feature_ids and not wanted.feature_width
+    is_as_wide = offered.feature_width * len(wanted.feature_ids) == wanted.feature_width * len(
+        offered.feature_ids
+    )
+    return is_as_wide and set(wanted.feature_ids) <= set(offered.feature_ids)
 
 
 def block_digest(room: str, epoch: int, block: int, payload: memoryview, crc: Crc = crc32c) -> int:
