@@ -130,7 +130,7 @@ lock: install
 	cd / && $(CURDIR)/$(BIN)/python -m baton.deploy.image_locks cuda
 
 image:
-	$(BUILDER) build -f deploy/images/Dockerfile --build-arg DEVICE=$(DEVICE) -t baton:$(VERSION)$(filter-out -cpu,-$(DEVICE)) $(ARGS) .
+	$(BUILDER) build -f deploy/packaging/images/Dockerfile --build-arg DEVICE=$(DEVICE) -t baton:$(VERSION)$(filter-out -cpu,-$(DEVICE)) $(ARGS) .
 
 # the proxies beside it have a venv of their own; nginx and wrk come from the system
 bench-router: install model .bench-peers/.installed

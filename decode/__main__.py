@@ -5,10 +5,11 @@ import secrets
 import sys
 from collections.abc import Sequence
 
-from ..cluster.ciphers import ciphers_of
-from ..cluster.config import DecodeConfig, load_config
-from ..cluster.life import Serve, run_role
-from ..cluster.log import configure
+from ..cluster.config.load import load_config
+from ..cluster.config.roles import DecodeConfig
+from ..cluster.process.log import configure
+from ..cluster.process.process import Serve, run_role
+from ..cluster.security.ciphers import ciphers_of
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..cluster.messages import Reserve
+from ..cluster.protocol.messages import Reserve
 from ..engine.kv_pool import PoolExhausted, launched
 from ..engine.loader import STAGING_SHARE, Engine
 from ..engine.page_table import pages_for

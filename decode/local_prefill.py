@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ..cluster.messages import PromptLogprobs
-from ..cluster.scores import prompt_logprobs
+from ..cluster.protocol.messages import PromptLogprobs
+from ..cluster.protocol.prompt_scores import prompt_logprobs
 from ..engine.extend_batch import extend_batch
 from ..engine.forward_batch import CaptureHidden, ForwardOutput
 from ..engine.loader import Engine

@@ -5,8 +5,8 @@ from enum import Enum
 
 import torch
 
-from ..cluster.messages import DecodeTimeline, PrefillTimeline
-from ..cluster.trace_context import NOWHERE, TraceContext
+from ..cluster.protocol.messages import DecodeTimeline, PrefillTimeline
+from ..cluster.telemetry.trace_context import NOWHERE, TraceContext
 from ..engine.request import Request
 from ..kvtransfer.room_table import RoomTable
 

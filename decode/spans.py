@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from ..cluster.tracing import Attribute, Span, Tracing
+from ..cluster.telemetry.tracing import Attribute, Span, Tracing
 from .queues import Room
 
 

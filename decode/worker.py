@@ -15,9 +15,9 @@ from collections.abc import Callable, Collection
 
 import msgspec
 
-from ..cluster.fault_points import Reach, unarmed
-from ..cluster.log import fields
-from ..cluster.messages import (
+from ..cluster.process.failpoints import Reach, unarmed
+from ..cluster.process.log import fields
+from ..cluster.protocol.messages import (
     Cancel,
     ControlUp,
     Failed,
@@ -32,7 +32,7 @@ from ..cluster.messages import (
     Tokens,
     WorkerStats,
 )
-from ..cluster.trace_context import carried_by
+from ..cluster.telemetry.trace_context import carried_by
 from ..engine.loader import Engine
 from ..engine.request import Request
 from ..engine.sampling_params import SamplingParams

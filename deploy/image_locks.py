@@ -1,4 +1,4 @@
-"""`python -m baton.deploy.image_locks DEVICE`: deploy/images/DEVICE.lock, what the container image of a device installs.
+"""`python -m baton.deploy.image_locks DEVICE`: deploy/packaging/images/DEVICE.lock, what the container image of a device installs.
 
 requirements.lock has every file of every pin, tests included; an image needs one wheel of each distribution that serving
 needs. pip itself says which, for the image's Python and C library and not for those of this machine, without installing
@@ -20,7 +20,7 @@ from typing import Any
 from packaging.requirements import Requirement
 
 from ..cluster.errors import BatonError
-from .command import run_command
+from .cli.command import run_command
 from .lock import PINS, PYPI, ROOT, normalised
 from .lock import Requirement as Pin
 
@@ -29,7 +29,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib  # type: ignore[import-not-found,unused-ignore]
 
-IMAGES = ROOT / "deploy" / "images"
+IMAGES = ROOT / "deploy" / "packaging" / "images"
 DEVICES = ("cpu", "cuda")
 EXTRAS = ("otel",)
 UNUSED = {"cpu": ("triton",), "cuda": ()}  # kernels of which the CPU path has none: 700 MB unpacked

@@ -21,7 +21,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 from ..cluster.errors import BatonError, ConfigError
-from .command import run_command
+from .cli.command import run_command
 
 ROOT = Path(__file__).resolve().parents[1]
 PINS, LOCK = ROOT / "constraints.txt", ROOT / "requirements.lock"

@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Sequence
 
-from ..cluster.messages import PROTOCOL_MAJOR
+from ..cluster.protocol.messages import PROTOCOL_MAJOR
 
 
 def pair_fingerprint(

@@ -4,9 +4,9 @@ import os
 import socket
 from collections.abc import Sequence
 
-from ..cluster.kv_messages import block_bytes_of
-from ..cluster.messages import PROTOCOL_MAJOR, YOUNG_FIELDS, Hello, Layout
-from ..cluster.transports import ZMQ_BLOCKS
+from ..cluster.net.transport_names import ZMQ_BLOCKS
+from ..cluster.protocol.kv_messages import block_bytes_of
+from ..cluster.protocol.messages import PROTOCOL_MAJOR, YOUNG_FIELDS, Hello, Layout
 from ..engine.kv_pool import FeaturePlane, KVPool
 from .fingerprint import pair_fingerprint
 from .transport import Planes

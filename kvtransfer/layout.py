@@ -14,7 +14,7 @@ import msgspec
 from crc32c import crc32c
 
 from ..cluster.errors import HandshakeRefused, LocalProtocolError
-from ..cluster.messages import Layout
+from ..cluster.protocol.messages import Layout
 
 Plane = Literal["kv", "features"]
 

@@ -17,11 +17,11 @@ from typing import Protocol, TypeVar
 
 import zmq
 
-from ..cluster.control_link import LinkQueues
 from ..cluster.errors import BatonError, LocalProtocolError, StartupError
-from ..cluster.messages import ControlDown, ControlUp
-from ..cluster.router_links import RouterLinks
-from ..cluster.watchdog import Watchdog
+from ..cluster.net.control_link import LinkQueues
+from ..cluster.net.router_links import RouterLinks
+from ..cluster.process.watchdog import Watchdog
+from ..cluster.protocol.messages import ControlDown, ControlUp
 from .owners import EVERY, FromRouter, RoomOwners, RouterLost, ToRouter
 from .transport import Dropped, KVTransport, Lost, Offer, PullRequest, TransportEvent
 

@@ -5,13 +5,14 @@ import secrets
 import sys
 from collections.abc import Sequence
 
-from ..cluster.ciphers import ciphers_of
-from ..cluster.config import PrefillConfig, load_config
-from ..cluster.endpoints import advertise_fault
+from ..cluster.config.load import load_config
+from ..cluster.config.roles import PrefillConfig
 from ..cluster.errors import ConfigError
-from ..cluster.life import Serve, run_role
-from ..cluster.log import configure
-from ..cluster.sockets import check_bind_address
+from ..cluster.net.endpoints import advertise_fault
+from ..cluster.net.sockets import check_bind_address
+from ..cluster.process.log import configure
+from ..cluster.process.process import Serve, run_role
+from ..cluster.security.ciphers import ciphers_of
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from enum import Enum
 
-from ..cluster.trace_context import NOWHERE, TraceContext
+from ..cluster.telemetry.trace_context import NOWHERE, TraceContext
 from ..engine.request import Request
 from ..kvtransfer.room_table import RoomTable
 

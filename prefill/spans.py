@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from ..cluster.tracing import Span, Tracing
+from ..cluster.telemetry.tracing import Span, Tracing
 from .queues import Room
 
 

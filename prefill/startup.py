@@ -5,20 +5,20 @@ import time
 
 import zmq
 
-from ..cluster.ciphers import ciphers_of
-from ..cluster.config import PrefillConfig
-from ..cluster.endpoints import endpoints_of, reached_at
-from ..cluster.fault_points import reach_of
-from ..cluster.keyring import load_keyring, split_key, with_key
-from ..cluster.life import Serve, Shutdown, run_phases
-from ..cluster.messages import Layout
-from ..cluster.metrics_server import serve_metrics
-from ..cluster.notify import notifier_of
-from ..cluster.router_links import RouterLinks, dial_routers
-from ..cluster.sockets import Socket
-from ..cluster.tracing import Tracing, closing, open_tracing
-from ..cluster.transports import transports_of
-from ..cluster.watchdog import Watchdog
+from ..cluster.config.roles import PrefillConfig
+from ..cluster.net.endpoints import endpoints_of, reached_at
+from ..cluster.net.router_links import RouterLinks, dial_routers
+from ..cluster.net.sockets import Socket
+from ..cluster.net.transport_names import transports_of
+from ..cluster.process.failpoints import reach_of
+from ..cluster.process.process import Serve, Shutdown, run_phases
+from ..cluster.process.sd_notify import notifier_of
+from ..cluster.process.watchdog import Watchdog
+from ..cluster.protocol.messages import Layout
+from ..cluster.security.ciphers import ciphers_of
+from ..cluster.security.keyring import load_keyring, split_key, with_key
+from ..cluster.telemetry.metrics_server import serve_metrics
+from ..cluster.telemetry.tracing import Tracing, closing, open_tracing
 from ..engine.config import EngineConfig
 from ..engine.loader import Engine, EngineLoader
 from ..kvtransfer.heap import keep_blocks

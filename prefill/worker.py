@@ -16,9 +16,9 @@ from collections.abc import Callable, Collection
 import msgspec
 import torch
 
-from ..cluster.fault_points import Reach, unarmed
-from ..cluster.log import fields
-from ..cluster.messages import (
+from ..cluster.process.failpoints import Reach, unarmed
+from ..cluster.process.log import fields
+from ..cluster.protocol.messages import (
     Cancel,
     ControlUp,
     Failed,
@@ -32,8 +32,8 @@ from ..cluster.messages import (
     TokenLogprob,
     WorkerStats,
 )
-from ..cluster.scores import prompt_logprobs
-from ..cluster.trace_context import carried_by
+from ..cluster.protocol.prompt_scores import prompt_logprobs
+from ..cluster.telemetry.trace_context import carried_by
 from ..engine.extend_batch import extend_batch
 from ..engine.forward_batch import CaptureHidden, ForwardOutput
 from ..engine.loader import Engine

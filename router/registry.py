@@ -13,7 +13,15 @@ from typing import Any, TypeVar
 
 from msgspec import Struct
 
-from ..cluster.messages import PROTOCOL_MAJOR, ControlUp, Hello, Refused, Rejected, Welcome, WorkerStats
+from ..cluster.protocol.messages import (
+    PROTOCOL_MAJOR,
+    ControlUp,
+    Hello,
+    Refused,
+    Rejected,
+    Welcome,
+    WorkerStats,
+)
 from .retries import Breaker
 
 HEARTBEATS_PER_TIMEOUT = 6  # some may be late before a worker counts as lost

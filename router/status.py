@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 from msgspec import Struct
 
-from ..cluster.messages import GraphCounts, WorkerStats
-from ..cluster.metrics import RouterRecord, WorkerRecord
+from ..cluster.protocol.messages import GraphCounts, WorkerStats
+from ..cluster.telemetry.metrics import RouterRecord, WorkerRecord
 from .dispatch import Dispatcher
 from .policy import is_ready
 from .proofs import PairStatus

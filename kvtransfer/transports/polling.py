@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import zmq
 
-from ...cluster.sockets import Socket
+from ...cluster.net.sockets import Socket
 from ..endpoint import Clock, Endpoint, Queued
 from ..transport import TransportEvent
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from baton.cluster.messages import Layout
+from baton.cluster.protocol.messages import Layout
 from baton.engine.kv_pool import launched
 from baton.kvtransfer.layout import KVLayout, digest_seed
 from baton.kvtransfer.memory import Arrival, BlockReader, BlockWriter, Filling

@@ -7,7 +7,7 @@ clock are the test's. After every turn the pools must balance and free pages be 
 import random
 
 import pytest
-from baton.cluster.messages import Failed, Finished, FirstToken, Refused
+from baton.cluster.protocol.messages import Failed, Finished, FirstToken, Refused
 from baton.decode.queues import RoomState
 from baton.kvtransfer.link import Drop
 from baton.kvtransfer.transport import Complete

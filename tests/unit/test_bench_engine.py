@@ -5,9 +5,9 @@ import math
 
 import pytest
 import torch
-from baton.bench.engine import main
-from baton.bench.engine_floors import Ceilings, Counts, Work, eagle3_step
-from baton.bench.engine_shapes import SHAPES, head_config, target_config
+from baton.bench.engine.bench import main
+from baton.bench.engine.floors import Ceilings, Counts, Work, eagle3_step
+from baton.bench.engine.shapes import SHAPES, head_config, target_config
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -7,14 +7,14 @@ import math
 import random
 
 import pytest
-from baton.bench.serve import Bench, Plan, model_of
-from baton.bench.serve_arguments import parse
-from baton.bench.serve_client import Call, Client, endpoint_of
-from baton.bench.serve_figures import Goals, figures_of, percentile, spread, ttft_ms
-from baton.bench.serve_load import Bound, Level, Run
-from baton.bench.serve_prompts import file_prompts, random_prompts
-from baton.bench.serve_server import read_metrics, said, totals
-from baton.bench.serve_table import as_table
+from baton.bench.serve.arguments import parse
+from baton.bench.serve.bench import Bench, Plan, model_of
+from baton.bench.serve.client import Call, Client, endpoint_of
+from baton.bench.serve.figures import Goals, figures_of, percentile, spread, ttft_ms
+from baton.bench.serve.load import Bound, Level, Run
+from baton.bench.serve.prompts import file_prompts, random_prompts
+from baton.bench.serve.server import read_metrics, said, totals
+from baton.bench.serve.table import as_table
 from baton.cluster.errors import BatonError, ConfigError
 from baton.tests.unit.virtual_time import run
 

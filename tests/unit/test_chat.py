@@ -11,11 +11,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from baton.cluster.errors import ConfigError, StartupError
-from baton.deploy import demo
-from baton.deploy.chat import ChatConfig, Conversation, converse, describe, main
-from baton.deploy.client import SILENCE_S, Answer, ChatClient, RequestFailed
-from baton.deploy.demo import curl_line, timeline_rows
-from baton.deploy.launcher import ChildInfo
+from baton.deploy.cli import demo
+from baton.deploy.cli.chat import ChatConfig, Conversation, converse, describe, main
+from baton.deploy.cli.client import SILENCE_S, Answer, ChatClient, RequestFailed
+from baton.deploy.cli.demo import curl_line, timeline_rows
+from baton.deploy.up.launcher import ChildInfo
 
 TIMELINE = {
     "tokenize_ms": 0.4, "queue_ms": 0.1, "prefill_queue_ms": 0.2, "prefill_ms": 41.0, "cached_tokens": 32,

@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from baton.cluster import messages as m
-from baton.cluster.codec import encode, kv_down_decoder
+from baton.cluster.protocol import messages as m
+from baton.cluster.protocol.codec import encode, kv_down_decoder
 from baton.kvtransfer.layout import block_digest
 from baton.kvtransfer.memory import Payload
 from baton.kvtransfer.sender_endpoint import SenderEndpoint

@@ -9,15 +9,17 @@ from pathlib import Path
 
 import pytest
 import yaml
-from baton.cluster.config import DecodeConfig, PrefillConfig, RouterConfig, load_config
+from baton.cluster.config.load import load_config
+from baton.cluster.config.roles import DecodeConfig, PrefillConfig, RouterConfig
 from baton.cluster.errors import BatonError
-from baton.deploy import alive, image_locks, lock
+from baton.deploy import image_locks, lock
 from baton.deploy.image_locks import DEVICES, EXTRAS, IMAGES, UNUSED
 from baton.deploy.lock import LOCK, PINS, normalised, requirements
+from baton.deploy.packaging import alive
 from baton.tests.kubernetes.manifests import KUBERNETES, ROOT, needs, run
 from packaging.requirements import Requirement
 
-DEPLOY = ROOT / "deploy"
+DEPLOY = ROOT / "deploy" / "packaging"
 DOCKERFILE = (IMAGES / "Dockerfile").read_text()
 COMPOSE = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
 ROLES = {"router": RouterConfig, "prefill": PrefillConfig, "decode": DecodeConfig}

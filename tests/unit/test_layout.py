@@ -4,7 +4,7 @@ import msgspec
 import pytest
 import torch
 from baton.cluster.errors import HandshakeRefused, LocalProtocolError
-from baton.cluster.messages import Layout
+from baton.cluster.protocol.messages import Layout
 from baton.engine.kv_pool import KVPool
 from baton.kvtransfer.identity import layout_of
 from baton.kvtransfer.layout import KVLayout, RoomStream, agree, block_digest

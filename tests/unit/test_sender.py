@@ -2,8 +2,8 @@
 
 import msgspec
 import pytest
-from baton.cluster import messages as m
 from baton.cluster.errors import LocalProtocolError
+from baton.cluster.protocol import messages as m
 from baton.kvtransfer.sender import SenderSession
 from baton.kvtransfer.session import REMIND_S, Effect, Notify, Send, SendBlock
 from baton.kvtransfer.transport import Dropped, Offer, Released

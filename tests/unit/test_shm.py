@@ -4,9 +4,16 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from baton.cluster import messages as m
-from baton.cluster.codec import encode, kv_down_decoder, kv_up_decoder
-from baton.cluster.slab_messages import SlabBlock, SlabDenied, SlabGrant, SlabRequest, SlabUnusable, SlotFree
+from baton.cluster.protocol import messages as m
+from baton.cluster.protocol.codec import encode, kv_down_decoder, kv_up_decoder
+from baton.cluster.protocol.slab_messages import (
+    SlabBlock,
+    SlabDenied,
+    SlabGrant,
+    SlabRequest,
+    SlabUnusable,
+    SlotFree,
+)
 from baton.kvtransfer.layout import KVLayout
 from baton.kvtransfer.slab import Slab, SlabError
 from baton.kvtransfer.transport import Complete, Lost, Offer, Planes, PullRequest, Released

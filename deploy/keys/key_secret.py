@@ -1,0 +1,132 @@
+"""`baton keys secret NAME`: keys of all three roles, made inside a Kubernetes cluster and kept there as one Secret.
+
+For a Job whose service account may create Secrets and do nothing else with them. The API server decides who was first: the
+command asks to create, never to change, so that it may run again and twice at once, and keys that exist stay as they are
+(201: made, 409: there already). The keys touch no disk but a temporary directory, which the Job has in memory.
+
+The request is Kubernetes' own REST API: POST /api/v1/namespaces/{namespace}/secrets, with the token, the authority and the
+namespace that a pod finds in its service account's folder.
+"""
+
+import argparse
+import base64
+import json
+import os
+import re
+import ssl
+import tempfile
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ...cluster.errors import BatonError, ConfigError
+from ...cluster.net.endpoints import bracketed
+from ...cluster.security.keyring import ROLES
+
+ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+TIMEOUT_S = 10.0
+MAX_ANSWER_BYTES = 1 << 16
+NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
+
+MakeKeys = Callable[[Path, list[str], str], object]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Account:
+    """Where the API server is, and as whom it is asked. `token` is a secret."""
+
+    url: str
+    namespace: str
+    token: str = field(repr=False)
+    authority: Path
+
+
+def account_of(folder: Path, env: Mapping[str, str]) -> Account:
+    """The account of the pod that this runs in. Raises ConfigError where it runs in none."""
+    host = env.get("KUBERNETES_SERVICE_HOST", "")
+    port = env.get("KUBERNETES_SERVICE_PORT_HTTPS") or env.get("KUBERNETES_SERVICE_PORT") or "443"
+    remedy = "run it in a pod, or make keys with `baton keys init` and a Secret of their folder with `kubectl create secret`"
+    if not host:
+        raise ConfigError(f"KUBERNETES_SERVICE_HOST is not set; {remedy}")
+    try:
+        token, namespace = (
+            (folder / name).read_text(encoding="utf-8").strip() for name in ("token", "namespace")
+        )
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{folder}: no service account ({error}); {remedy}") from None
+    if NAME.fullmatch(namespace) is None:
+        raise ConfigError(f"{folder / 'namespace'}: {namespace!r} is no namespace; {remedy}")
+    return Account(
+        url=f"https://{bracketed(host)}:{port}", namespace=namespace, token=token, authority=folder / "ca.crt"
+    )
+
+
+def secret_of(name: str, folder: Path) -> dict[str, object]:
+    """The Secret whose entries are the files of `folder`."""
+    data = {path.name: base64.b64encode(path.read_bytes()).decode() for path in sorted(folder.iterdir())}
+    labels = {"app.kubernetes.io/name": "baton", "app.kubernetes.io/component": "keys"}
+    metadata = {"name": name, "labels": labels}
+    return {"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "type": "Opaque", "data": data}
+
+
+def create(account: Account, secret: Mapping[str, object]) -> bool:
+    """Whether it was made; False: one of this name exists, and was left as it is. Raises BatonError."""
+    request = urllib.request.Request(
+        f"{account.url}/api/v1/namespaces/{account.namespace}/secrets",
+        data=json.dumps(secret).encode(),
+        headers={"Authorization": f"Bearer {account.token}", "Content-Type": "application/json"},
+        method="POST",
+    )
+    try:
+        context = ssl.create_default_context(cafile=str(account.authority))
+        with urllib.request.urlopen(request, timeout=TIMEOUT_S, context=context):
+            return True
+    except urllib.error.HTTPError as error:
+        with error:
+            return _refused(error.code, error.read(MAX_ANSWER_BYTES))
+    except OSError as error:  # ssl's errors and urllib's are such
+        raise BatonError(
+            f"{account.url} does not answer ({error}); is egress to the API server allowed?"
+        ) from None
+
+
+def _refused(code: int, body: bytes) -> bool:
+    """What an answer that is no 2xx means: `reason` of the API's Status object tells two 409s apart."""
+    try:
+        status = json.loads(body)
+        reason, message = status["reason"], str(status["message"])[:300]
+    except (ValueError, KeyError, TypeError):
+        reason, message = "", "no reason given"
+    if code == 409 and reason == "AlreadyExists":
+        return False
+    remedy = "; the account needs the verb create for secrets" if code == 403 else ""
+    raise BatonError(f"the API server answered {code}: {message}{remedy}")
+
+
+def make_secret(name: str, account: Account, make_keys: MakeKeys) -> str:
+    """Makes keys and the Secret of them; what was done, in words. Raises BatonError."""
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made) / "keys"
+        make_keys(folder, list(ROLES), name)
+        is_made = create(account, secret_of(name, folder))
+    done = f"made, with keys of {', '.join(ROLES)}" if is_made else "exists, and was left as it is"
+    return f"secret {account.namespace}/{name}: {done}"
+
+
+def add_command(parser: argparse.ArgumentParser, make_keys: MakeKeys) -> None:
+    """The arguments of `baton keys secret`, and what it does."""
+    parser.add_argument("name", metavar="NAME", help="the Secret's name")
+    parser.add_argument(
+        "--account", type=Path, default=ACCOUNT, metavar="DIR", help="folder of the account (%(default)s)"
+    )
+
+    def act(options: argparse.Namespace) -> list[str]:
+        if NAME.fullmatch(options.name) is None:
+            raise ConfigError(
+                f"{options.name!r} is no name of a Secret; take lower case letters, digits and '-'"
+            )
+        return [make_secret(options.name, account_of(options.account, os.environ), make_keys)]
+
+    parser.set_defaults(action=act)
