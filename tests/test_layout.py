@@ -231,7 +231,8 @@ def test_router_and_cluster_load_no_torch():
 
 KNOWN = {
     "baton.cluster.protocol.messages", "baton.cluster.protocol.codec", "baton.engine.kv_pool", "baton.engine.sampler",
-    "baton.router.app", "baton.prefill.worker", "baton.decode.worker", "baton.kvtransfer.link", "baton.kernels.rope", "baton.__init__",
+    "baton.router.app", "baton.prefill.worker", "baton.decode.worker",
+    "baton.kvtransfer.link", "baton.kernels.rope", "baton.__init__",
 }  # fmt: skip
 
 
