@@ -7,12 +7,12 @@ import statistics
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import httpx
 import psutil  # type: ignore[import-untyped,unused-ignore]
 
 from ...cluster.errors import StartupError
@@ -159,9 +159,8 @@ def wait_for(port: int, path: str) -> None:
     """Until something there answers without an error. Raises StartupError."""
 
     def answers() -> bool:
-        with suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=2) as reply:
-            reply.read()
-            return True
+        with suppress(httpx.HTTPError):
+            return httpx.get(f"http://127.0.0.1:{port}{path}", timeout=2, trust_env=False).is_success
         return False
 
     until(answers, f"nothing answers at port {port} within 60 s")

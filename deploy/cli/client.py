@@ -1,14 +1,15 @@
-"""A client of the router on the standard library alone: streams one chat completion over server-sent events."""
+"""A client of the router: JSON requests, and chat completions streamed as server-sent events."""
 
-import http.client
 import json
 import ssl
 import time
-from collections.abc import Callable, Generator, Iterator
-from contextlib import closing
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
+
+import httpx
 
 from ...cluster.errors import BatonError, ConfigError
 from ...cluster.security.tls_faults import tls_fault
@@ -56,77 +57,72 @@ class Answer:
 
 
 class ChatClient:
-    """Talks to the router at `url`; one connection per request. Raises ConfigError for a bad URL or key.
+    """Talks to the router at `url`, with one connection per request. Raises ConfigError for a bad URL or key.
 
-    `silence_s` is the longest wait for the next bytes of a reply.
+    `silence_s` is the longest wait for the next bytes of a reply. Proxy settings of the environment are not used.
     """
 
     def __init__(self, url: str, *, api_key: str = "", silence_s: float = SILENCE_S) -> None:
         try:
             parts = urlsplit(url)
-            port, host = parts.port, parts.hostname or ""
+            host = parts.hostname or ""
             host.encode("idna")
-        except ValueError as error:  # such as brackets without their other half, or a port that is no number
+            httpx.URL(url)
+            is_url = (
+                parts.scheme in ("http", "https") and bool(host) and (parts.port is None or parts.port >= 0)
+            )
+        except (
+            ValueError,
+            httpx.InvalidURL,
+        ) as error:  # such as an unpaired bracket or a port that is no number
             raise ConfigError(f"--url {url!r} is not a URL ({error}); write http://HOST:PORT") from None
-        if (
-            parts.scheme not in ("http", "https")
-            or not host
-            or not url.isascii()
-            or not url.isprintable()
-            or " " in url
-        ):
+        if not is_url or not url.isascii() or not url.isprintable() or " " in url:
             raise ConfigError(f"--url {url!r} is not a URL; write http://HOST:PORT")
-        self._is_tls, self._host, self._port = parts.scheme == "https", host, port
-        self._path = parts.path.rstrip("/")
         self.url = url.rstrip("/")
+        self._root = f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/')}"
         if not api_key.isascii() or not api_key.isprintable():
             raise ConfigError(f"{KEY_VARIABLE} is no API key; `baton keys api add` makes one")
         self._api_key, self._silence_s = api_key, silence_s
+        # the authorities that OpenSSL knows, as for every other program here; httpx would take certifi's
+        self._tls: ssl.SSLContext | bool = ssl.create_default_context() if parts.scheme == "https" else False
 
     def __repr__(self) -> str:
         return f"<ChatClient {self.url}>"
 
     def model(self) -> str:
-        """The id of the model that the server serves."""
+        """The id of the model that the server serves. Raises RequestFailed."""
         try:
             return str(self.get("/v1/models")["data"][0]["id"])
         except (KeyError, IndexError, TypeError) as error:
             raise RequestFailed(f"{self.url}/v1/models lists no model") from error
 
     def certificate_end(self) -> float | None:
-        """When the server's certificate ends, in seconds since the epoch; None without TLS. Raises RequestFailed."""
-        connection = self._connect()
-        try:
-            connection.connect()
-            shown = connection.sock.getpeercert() if isinstance(connection.sock, ssl.SSLSocket) else None
+        """When the server's certificate expires, in seconds since the epoch; None without TLS. Raises RequestFailed."""
+        with (
+            self._failures(),
+            self._client() as client,
+            client.stream("GET", f"{self._root}/health") as reply,
+        ):
+            connection = reply.extensions["network_stream"].get_extra_info("ssl_object")
+            shown = connection.getpeercert() if connection is not None else None
             return ssl.cert_time_to_seconds(str(shown["notAfter"])) if shown else None
-        except OSError as error:
-            raise self._lost(error) from error
-        finally:
-            connection.close()
 
     def get(self, path: str) -> dict[str, Any]:
-        """The JSON object at `path`; raises RequestFailed."""
+        """The JSON object at `path`. Raises RequestFailed."""
         return self._object("GET", path, None)
 
     def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        """The JSON object that answers `body`; raises RequestFailed."""
+        """The JSON object that answers `body`. Raises RequestFailed."""
         return self._object("POST", path, body)
 
     def _object(self, method: str, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
-        connection = self._connect()
-        try:
-            with self._request(connection, method, path, body) as reply:
-                return _json(reply.read())
-        except (OSError, http.client.HTTPException) as error:
-            raise self._lost(error) from error
-        finally:
-            connection.close()
+        with self._reply(method, path, body) as reply:
+            return _json(reply.read())
 
     def stream(self, body: dict[str, Any], on_text: Callable[[str], None]) -> Answer:
         """POST the chat completion `body`, call `on_text` with each piece of the answer, return the whole.
 
-        Raises RequestFailed, and as it is what `on_text` raises: a broken pipe of our own is not the server's fault.
+        Raises RequestFailed, and passes on what `on_text` raises: a broken pipe of our own is not the server's fault.
         Closing early (an exception from `on_text`, Ctrl-C) closes the connection, which cancels the request on the server.
         """
         answer, start = Answer(), time.monotonic()
@@ -141,64 +137,82 @@ class ChatClient:
         return answer
 
     def _chunks(self, payload: dict[str, Any]) -> Generator[dict[str, Any], None, None]:
-        """The events of one streamed answer; raises RequestFailed."""
-        connection = self._connect()
+        """The events of one streamed answer. Raises RequestFailed."""
+        with self._reply("POST", "/v1/chat/completions", payload) as reply:
+            yield from read_events(reply.iter_bytes())
+
+    def _client(self) -> httpx.Client:
+        return httpx.Client(timeout=self._silence_s, verify=self._tls, trust_env=False)
+
+    @contextmanager
+    def _failures(self) -> Iterator[None]:
+        """Turns the transport's errors into RequestFailed."""
         try:
-            # a reply that ends with its connection owns the socket: it is closed too
-            with self._request(connection, "POST", "/v1/chat/completions", payload) as reply:
-                yield from read_events(reply)
-        except (OSError, http.client.HTTPException) as error:
+            yield
+        except httpx.HTTPError as error:
             raise self._lost(error) from error
-        finally:
-            connection.close()
 
-    def _connect(self) -> http.client.HTTPConnection:
-        kind = http.client.HTTPSConnection if self._is_tls else http.client.HTTPConnection
-        return kind(self._host, self._port, timeout=self._silence_s)
-
-    def _request(
-        self, connection: http.client.HTTPConnection, method: str, path: str, body: dict[str, Any] | None
-    ) -> http.client.HTTPResponse:
+    @contextmanager
+    def _reply(self, method: str, path: str, body: dict[str, Any] | None) -> Iterator[httpx.Response]:
+        """An open answer with status 200. Raises RequestFailed for any other, and for a connection that breaks."""
         headers = {"content-type": "application/json", "x-baton-timeline": "1"}
         if self._api_key:
             headers["authorization"] = f"Bearer {self._api_key}"
-        connection.request(method, self._path + path, json.dumps(body) if body is not None else None, headers)
-        reply = connection.getresponse()
-        if reply.status == 401:
-            reply.close()
-            raise RequestFailed(
-                f"{self.url} asks for an API key; put one into the environment variable {KEY_VARIABLE}"
-            )
-        if reply.status != 200:
-            with reply:
-                kind = NotShown if reply.status == 403 else RequestFailed
-                raise kind(f"{self.url} answered {reply.status}: {_reason(reply.read())}")
-        return reply
+        content = json.dumps(body).encode() if body is not None else None
+        with (
+            self._failures(),
+            self._client() as client,
+            client.stream(method, self._root + path, content=content, headers=headers) as reply,
+        ):
+            if reply.status_code == 401:
+                raise RequestFailed(
+                    f"{self.url} asks for an API key; put one into the environment variable {KEY_VARIABLE}"
+                )
+            if reply.status_code != 200:
+                kind = NotShown if reply.status_code == 403 else RequestFailed
+                raise kind(f"{self.url} answered {reply.status_code}: {_reason(reply.read())}")
+            yield reply
 
-    def _lost(self, error: Exception) -> RequestFailed:
-        if isinstance(error, ConnectionRefusedError):
+    def _lost(self, error: BaseException) -> RequestFailed:
+        if isinstance(error, httpx.TimeoutException):
+            return RequestFailed(f"{self.url} sent nothing for {self._silence_s:g} s")
+        cause = _cause_of(error)
+        if isinstance(cause, ConnectionRefusedError):
             return RequestFailed(
                 f"nothing listens at {self.url}; start 'baton up', or name a cluster with --url"
             )
-        if isinstance(error, TimeoutError):
-            return RequestFailed(f"{self.url} sent nothing for {self._silence_s:g} s")
-        if fault := tls_fault(self.url, error):
+        if isinstance(cause, Exception) and (fault := tls_fault(self.url, cause)):
             return RequestFailed(fault)
-        return RequestFailed(f"the connection to {self.url} broke: {str(error) or type(error).__name__}")
+        return RequestFailed(f"the connection to {self.url} broke: {str(cause) or type(cause).__name__}")
 
 
-def read_events(reply: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
-    """The JSON objects of a server-sent event stream up to [DONE]; RequestFailed for an error frame or an early end."""
-    while line := reply.readline():
-        name, _, data = line.strip().partition(b":")
-        if name != b"data":
-            continue  # a blank line between events, or a comment that keeps the connection alive
-        if data.strip() == b"[DONE]":
-            return
-        event = _json(data)
-        if "error" in event:
-            raise RequestFailed(f"the server broke the answer off: {_reason(data)}")
-        yield event
+def _cause_of(error: BaseException) -> BaseException:
+    """The operating system's error behind one of httpx, or the error itself."""
+    found: BaseException | None = error
+    while found is not None and not isinstance(found, OSError):
+        found = found.__cause__ or found.__context__
+    return found or error
+
+
+def read_events(parts: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+    """The JSON objects of a server-sent event stream up to [DONE].
+
+    Lines end at line feeds only: JSON may hold other separators of lines. Raises RequestFailed for an error frame and for
+    a stream that ends early.
+    """
+    rest = b""
+    for part in parts:
+        *lines, rest = (rest + part).split(b"\n")
+        for line in lines:
+            name, _, data = line.strip().partition(b":")
+            if name != b"data":
+                continue  # a blank line between events, or a comment that keeps the connection alive
+            if data.strip() == b"[DONE]":
+                return
+            event = _json(data)
+            if "error" in event:
+                raise RequestFailed(f"the server broke the answer off: {_reason(data)}")
+            yield event
     raise RequestFailed("the stream ended without [DONE]")
 
 

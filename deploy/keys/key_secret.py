@@ -15,11 +15,11 @@ import os
 import re
 import ssl
 import tempfile
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import httpx
 
 from ...cluster.errors import BatonError, ConfigError
 from ...cluster.net.endpoints import bracketed
@@ -73,20 +73,18 @@ def secret_of(name: str, folder: Path) -> dict[str, object]:
 
 def create(account: Account, secret: Mapping[str, object]) -> bool:
     """Whether it was made; False: one of this name exists, and was left as it is. Raises BatonError."""
-    request = urllib.request.Request(
-        f"{account.url}/api/v1/namespaces/{account.namespace}/secrets",
-        data=json.dumps(secret).encode(),
-        headers={"Authorization": f"Bearer {account.token}", "Content-Type": "application/json"},
-        method="POST",
-    )
+    url = f"{account.url}/api/v1/namespaces/{account.namespace}/secrets"
+    headers = {"Authorization": f"Bearer {account.token}", "Content-Type": "application/json"}
     try:
-        context = ssl.create_default_context(cafile=str(account.authority))
-        with urllib.request.urlopen(request, timeout=TIMEOUT_S, context=context):
-            return True
-    except urllib.error.HTTPError as error:
-        with error:
-            return _refused(error.code, error.read(MAX_ANSWER_BYTES))
-    except OSError as error:  # ssl's errors and urllib's are such
+        authority = ssl.create_default_context(cafile=str(account.authority))
+        with (
+            httpx.Client(timeout=TIMEOUT_S, verify=authority) as client,
+            client.stream("POST", url, content=json.dumps(secret).encode(), headers=headers) as reply,
+        ):
+            if reply.is_success:
+                return True
+            return _refused(reply.status_code, next(reply.iter_bytes(MAX_ANSWER_BYTES), b""))
+    except (OSError, httpx.HTTPError) as error:
         raise BatonError(
             f"{account.url} does not answer ({error}); is egress to the API server allowed?"
         ) from None

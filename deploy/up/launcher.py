@@ -10,14 +10,12 @@
 """
 
 import dataclasses
-import http.client
 import json
 import logging
 import os
 import secrets
 import shutil
 import signal
-import ssl
 import sys
 import tempfile
 import threading
@@ -26,6 +24,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
+
+import httpx
 
 from ...cluster.config.load import load_config
 from ...cluster.config.roles import RouterConfig, UpConfig
@@ -230,22 +230,13 @@ class Cluster:
 
 
 def fetch(url: str, path: str, token: str = "") -> bytes | None:
-    """The body of a GET that is answered with 200, else None. Our own child answers: its certificate is not checked."""
-    scheme, _, address = url.partition("://")
-    connection = http.client.HTTPConnection(address, timeout=2.0)
-    if scheme == "https":
-        connection = http.client.HTTPSConnection(
-            address, timeout=2.0, context=ssl._create_unverified_context()
-        )
+    """The body of a GET that is answered with 200, else None. The server is our child: its certificate is not checked."""
+    headers = {"authorization": f"Bearer {token}"} if token else {}
     try:
-        connection.request("GET", path, headers={"authorization": f"Bearer {token}"} if token else {})
-        response = connection.getresponse()
-        body = response.read()
-        return body if response.status == 200 else None
-    except (OSError, http.client.HTTPException):
+        reply = httpx.get(f"{url}{path}", headers=headers, timeout=2.0, verify=False, trust_env=False)
+    except httpx.HTTPError:
         return None
-    finally:
-        connection.close()
+    return reply.content if reply.status_code == 200 else None
 
 
 def _runtime_parent(env: Mapping[str, str]) -> Path:
@@ -291,6 +282,9 @@ def main(argv: Sequence[str]) -> int:
 def _prepare(argv: Sequence[str]) -> Callable[[], int]:
     config = load_config(UpConfig, argv, os.environ)
     configure("up", level=config.log_level, log_format=config.log_format)
+    logging.getLogger("httpx").setLevel(
+        logging.WARNING
+    )  # a line for each look at /ready, with --log-level debug
     ciphers_of(config.kv_cipher, has_keys=bool(config.keys), trusted_network=config.trusted_network)
     shutdown = Shutdown()
     shutdown.install()

@@ -9,6 +9,7 @@ import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import httpx
 import pytest
 from baton.cluster.errors import ConfigError, StartupError
 from baton.deploy.cli import demo
@@ -240,7 +241,7 @@ def test_urls_without_scheme_host_or_port_are_refused(url):
 
 
 def test_silence_is_bounded(serve):
-    assert f"sent nothing for {SILENCE_S:g} s" in str(ChatClient("http://h")._lost(TimeoutError()))
+    assert f"sent nothing for {SILENCE_S:g} s" in str(ChatClient("http://h")._lost(httpx.ReadTimeout("")))
 
 
 def test_speed_counts_the_tokens_after_the_first():
