@@ -23,8 +23,8 @@ from ...cluster.errors import ConfigError
 from ...engine.config import DTYPES, resolve_device, resolve_dtype
 from ...engine.errors import CheckpointError
 from ..arguments import at_least
-from .floors import Ceilings, Counts, Work, eagle3_step, measure_ceilings
-from .rig import Prompt, Rig, RigSettings
+from .floors import Ceilings, PassCounts, Work, eagle3_step, measure_ceilings
+from .rig import ComputedPrompt, Rig, RigSettings
 from .shapes import DRAFT_VOCABULARY, SHAPES
 from .timing import Timing, measure
 
@@ -53,7 +53,7 @@ class Cell:
         return self.timing.wall / self.floor_ms
 
 
-class Bench:
+class EngineBench:
     """Runs the cells on one rig, in the order in which they are shown."""
 
     def __init__(self, rig: Rig, ceilings: Ceilings, options: argparse.Namespace) -> None:
@@ -61,8 +61,8 @@ class Bench:
         self.ceilings = ceilings
         self._options = options
         itemsize = rig.settings.dtype.itemsize
-        self.target = Counts.of_target(rig.config, itemsize)
-        self.head = Counts.of_head(rig.head_config, itemsize)
+        self.target = PassCounts.of_target(rig.config, itemsize)
+        self.head = PassCounts.of_head(rig.head_config, itemsize)
 
     def cells(self) -> Iterator[Cell]:
         options = self._options
@@ -81,7 +81,7 @@ class Bench:
         run = partial(self.rig.prefill, request)
         return self._cell("prefill", length, has_graphs, run, lambda: [self.target.prefill(length)])
 
-    def _step(self, kind: str, prompts: Sequence[Prompt], has_graphs: bool) -> Cell:
+    def _step(self, kind: str, prompts: Sequence[ComputedPrompt], has_graphs: bool) -> Cell:
         stepper = self.rig.stepper(prompts, has_drafts=kind == "eagle3")
         batch = len(prompts)
 
@@ -274,7 +274,7 @@ def main(argv: Sequence[str]) -> int:
         _progress(f"measuring the ceilings of {machine(settings.device)}")
         ceilings = measure_ceilings(settings.dtype, settings.device)
         _progress("making weights, prompts and graphs")
-        bench = Bench(Rig(settings), ceilings, options)
+        bench = EngineBench(Rig(settings), ceilings, options)
         cells = []
         for cell in bench.cells():
             cells.append(cell)
@@ -288,7 +288,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def report(bench: Bench, cells: Sequence[Cell], options: argparse.Namespace) -> str:
+def report(bench: EngineBench, cells: Sequence[Cell], options: argparse.Namespace) -> str:
     """Everything for the terminal, as markdown."""
     rig, ceilings = bench.rig, bench.ceilings
     accepted = f"accept length {options.accept_length} of {options.spec_steps} drafts, simulated"
@@ -307,7 +307,7 @@ def report(bench: Bench, cells: Sequence[Cell], options: argparse.Namespace) -> 
     return "\n".join(lines) + "\n"
 
 
-def document(bench: Bench, cells: Sequence[Cell], options: argparse.Namespace) -> dict[str, object]:
+def document(bench: EngineBench, cells: Sequence[Cell], options: argparse.Namespace) -> dict[str, object]:
     """The same as JSON."""
     return {
         "machine": machine(bench.rig.settings.device),

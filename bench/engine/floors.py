@@ -36,7 +36,7 @@ class Work:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Counts:
+class PassCounts:
     """Weights of a target and its head, and what each pass over them must move and compute.
 
     `body`: values of the layers' matrices, `vocab` of the output projection, `fc` of the head's input projection (0 in a
@@ -51,7 +51,7 @@ class Counts:
     itemsize: int
 
     @classmethod
-    def of_target(cls, config: ModelConfig, itemsize: int) -> "Counts":
+    def of_target(cls, config: ModelConfig, itemsize: int) -> "PassCounts":
         layer = _layer(config.hidden_size, config)
         return cls(
             body=config.num_layers * layer,
@@ -63,7 +63,7 @@ class Counts:
         )
 
     @classmethod
-    def of_head(cls, config: Eagle3Config, itemsize: int) -> "Counts":
+    def of_head(cls, config: Eagle3Config, itemsize: int) -> "PassCounts":
         return cls(
             body=_layer(2 * config.hidden_size, config),
             vocab=config.draft_vocab_size * config.hidden_size,
@@ -91,7 +91,7 @@ class Counts:
         )
 
 
-def eagle3_step(target: Counts, head: Counts, batch: int, steps: int, context: int) -> list[Work]:
+def eagle3_step(target: PassCounts, head: PassCounts, batch: int, steps: int, context: int) -> list[Work]:
     """The passes of one chain step: verify, one of the head per draft but the first, which is remembered, and extend."""
     verify = target.step(batch, steps + 1, context, logit_rows=steps + 1)
     draft = head.step(batch, 1, context, logit_rows=1)

@@ -63,7 +63,7 @@ class RigSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prompt:
+class ComputedPrompt:
     """A computed prompt: its tokens, its pages, and the features `[1, K*H]` of its last row."""
 
     ids: list[int]
@@ -166,7 +166,7 @@ class Rig:
             self.runner, self.sampler, steps=steps, drafter=drafter, shape=shape, max_context=limit
         )
 
-    def prompts(self, count: int, length: int) -> list[Prompt]:
+    def prompts(self, count: int, length: int) -> list[ComputedPrompt]:
         """`count` random prompts of `length` tokens, their KV in both pools."""
         generator = torch.Generator().manual_seed(2)
         made = []
@@ -175,7 +175,7 @@ class Rig:
             made.append(self._computed(self._random_ids(length, generator), pages))
         return made
 
-    def stepper(self, prompts: Sequence[Prompt], *, has_drafts: bool) -> Stepper:
+    def stepper(self, prompts: Sequence[ComputedPrompt], *, has_drafts: bool) -> Stepper:
         """Requests that have their first output token and, with drafts, a warm drafter; and what steps them."""
         requests, decoder = [], self.decoder(has_drafts=has_drafts)
         for number, prompt in enumerate(prompts):
@@ -214,7 +214,7 @@ class Rig:
         self.sampler.sample(output.logits, self.sampler.build(sampling_rows(request))).tokens.tolist()
         return features
 
-    def _computed(self, ids: list[int], pages: list[int]) -> Prompt:
+    def _computed(self, ids: list[int], pages: list[int]) -> ComputedPrompt:
         request = _request("prompt", ids, pages)
         last = self.prefill(request)[-1:].clone()
         features = self.plane.features[pages].flatten(0, 1)[: len(ids)]
@@ -222,7 +222,7 @@ class Rig:
         decoder = self.decoder(has_drafts=True)
         decoder.draft_prefill(request, features, 0)
         decoder.forget(request)
-        return Prompt(ids=ids, pages=pages, feature=last)
+        return ComputedPrompt(ids=ids, pages=pages, feature=last)
 
     def _random_ids(self, length: int, generator: torch.Generator) -> list[int]:
         ids: list[int] = torch.randint(0, self.config.vocab_size, (length - 1,), generator=generator).tolist()

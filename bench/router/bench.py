@@ -31,14 +31,14 @@ import psutil  # type: ignore[import-untyped,unused-ignore]
 
 from ...cluster.errors import StartupError
 from .peers import commands
-from .rig import CHAT, IDS, Bench, Sample, cpu_s, free_port, wait_for
+from .rig import CHAT, IDS, RouterBench, WrkSample, cpu_s, free_port, wait_for
 
 PROG = "baton bench router"
 STEP_S = 0.5
 NUM_CHUNKS = 20
 
 
-def requests(bench: Bench, options: argparse.Namespace) -> list[str]:
+def requests(bench: RouterBench, options: argparse.Namespace) -> list[str]:
     """The table of requests."""
     target = free_port()
     backend = bench.start(sys.executable, "-m", "baton.bench.router.peers", str(target))
@@ -48,7 +48,7 @@ def requests(bench: Bench, options: argparse.Namespace) -> list[str]:
     for name, command in commands(bench.folder, options.peers_python, target, ports).items():
         ways[name] = bench.start(*command), ports[name], CHAT
         wait_for(ports[name], "/health")
-    samples: dict[str, list[Sample]] = {}
+    samples: dict[str, list[WrkSample]] = {}
     alone: dict[str, list[float]] = {}
     behind: dict[str, list[float]] = {}  # what stands behind, asked directly
     with bench.router() as (router, port):
@@ -71,7 +71,7 @@ def requests(bench: Bench, options: argparse.Namespace) -> list[str]:
     return [*lines, f"the two workers of baton, asked directly: {min(behind['workers']):.2f} ms"]
 
 
-def pair(bench: Bench, options: argparse.Namespace) -> list[str]:
+def pair(bench: RouterBench, options: argparse.Namespace) -> list[str]:
     """The table of two routers on two cores."""
     cores = sorted(os.sched_getaffinity(0))
     has_others = len(cores) >= 4
@@ -100,7 +100,7 @@ def header(*names: str) -> list[str]:
     return ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
 
 
-def row(name: str, runs: Sequence[Sample], alone_ms: float, base_ms: float, *more: str) -> str:
+def row(name: str, runs: Sequence[WrkSample], alone_ms: float, base_ms: float, *more: str) -> str:
     """One way: the best of its runs, and what `header` says."""
     best = max(runs, key=lambda run: run.per_second)
     median = statistics.median(run.per_second for run in runs)
@@ -116,12 +116,12 @@ def row(name: str, runs: Sequence[Sample], alone_ms: float, base_ms: float, *mor
     return "| " + " | ".join([*cells, str(sum(run.num_bad for run in runs))]) + " |"
 
 
-def computed(runs: Sequence[Sample]) -> tuple[str]:
+def computed(runs: Sequence[WrkSample]) -> tuple[str]:
     """The requests per second of two processes with a core each."""
     return (f"{2e6 / max(min(run.cpu_us for run in runs), 1.0):.0f}",)
 
 
-def streams(bench: Bench, options: argparse.Namespace) -> list[str]:
+def streams(bench: RouterBench, options: argparse.Namespace) -> list[str]:
     """Memory and CPU time of many streams at once."""
     count = options.streams
     with bench.router(str(STEP_S)) as (router, port):
@@ -142,7 +142,7 @@ def streams(bench: Bench, options: argparse.Namespace) -> list[str]:
     ]
 
 
-def stall(bench: Bench, options: argparse.Namespace) -> list[str]:
+def stall(bench: RouterBench, options: argparse.Namespace) -> list[str]:
     """Memory that a client costs that never reads, and when it is cut off."""
     with bench.router("0.002", "400") as (router, port):
         clients = bench.start(
@@ -171,7 +171,7 @@ def stall(bench: Bench, options: argparse.Namespace) -> list[str]:
     return [f"a client that never reads 200000 tokens a second: {end}, {most / (1 << 20):+.1f} MB"]
 
 
-Part = Callable[[Bench, argparse.Namespace], list[str]]
+Part = Callable[[RouterBench, argparse.Namespace], list[str]]
 PARTS: dict[str, Part] = {"requests": requests, "pair": pair, "streams": streams, "stall": stall}
 
 
@@ -184,7 +184,7 @@ def main(argv: Sequence[str]) -> int:
                 without = ",".join(name for name in PARTS if name not in parts)
                 raise StartupError(f"{program} is not installed: install it, or give --only {without}")
         with tempfile.TemporaryDirectory(prefix="baton-bench-") as folder, ExitStack() as stack:
-            bench = Bench(options.model, Path(folder), stack)
+            bench = RouterBench(options.model, Path(folder), stack)
             for name, part in PARTS.items():
                 if name in options.only:
                     sys.stdout.write("\n".join([*part(bench, options), ""]))

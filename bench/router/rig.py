@@ -27,7 +27,7 @@ MAX_TOKENS = 16
 
 
 @dataclass(frozen=True)
-class Sample:
+class WrkSample:
     """One run of wrk."""
 
     per_second: float
@@ -37,7 +37,7 @@ class Sample:
     num_bad: int
 
 
-class Bench:
+class RouterBench:
     """Processes and files of one run."""
 
     def __init__(self, model: str, folder: Path, stack: ExitStack) -> None:
@@ -130,7 +130,7 @@ class Bench:
 
     def load(
         self, routers: Sequence[psutil.Process], port: int, kind: str, connections: int, seconds: float
-    ) -> Sample:
+    ) -> WrkSample:
         """Loads one address, for whole seconds, since wrk knows no others."""
         url = f"http://127.0.0.1:{port}{PATHS[kind]}"
         before = sum(map(cpu_s, routers))
@@ -141,7 +141,7 @@ class Bench:
         num_bad = int(found(r"Non-2xx or 3xx responses: (\d+)", said) or 0)
         cpu_us = 1e6 * (sum(map(cpu_s, routers)) - before) / max(1, num)
         p50, p99 = (milliseconds(found(rf"{share}%\s+([\d.]+\w+)", said)) for share in (50, 99))
-        return Sample(float(found(r"Requests/sec:\s+([\d.]+)", said) or 0), p50, p99, cpu_us, num_bad)
+        return WrkSample(float(found(r"Requests/sec:\s+([\d.]+)", said) or 0), p50, p99, cpu_us, num_bad)
 
 
 def cpu_s(process: psutil.Process) -> float:

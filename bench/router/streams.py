@@ -33,7 +33,7 @@ def request_of(key: str, num_tokens: int, **more: object) -> bytes:
     return "\r\n".join([*lines, f"content-length: {len(content)}", "", ""]).encode() + content
 
 
-class Client:
+class StreamClients:
     """Counts what its streams get."""
 
     def __init__(self, port: int, request: bytes) -> None:
@@ -63,7 +63,7 @@ async def run(port: int, key: str, num_streams: int, num_tokens: int) -> None:
             silent.connect(("127.0.0.1", port))
             silent.sendall(request_of(key, num_tokens, return_token_ids=True))
             await asyncio.sleep(3600)
-    client = Client(port, request_of(key, num_tokens))
+    client = StreamClients(port, request_of(key, num_tokens))
     tasks = []
     for number in range(num_streams):
         tasks.append(asyncio.ensure_future(client.stream()))

@@ -22,7 +22,7 @@ from typing import Any
 from ...cluster.errors import BatonError, ConfigError
 from ...cluster.security.tls_faults import tls_fault
 from .arguments import PROG, parse
-from .client import Call, Client, Unexpected, endpoint_of
+from .client import LoadClient, TimedCall, Unexpected, endpoint_of
 from .figures import Figures, Goals, figures_of
 from .load import Bound, Level, Run, begin, drive, tell
 from .prompts import Question, file_prompts, random_prompts
@@ -35,7 +35,7 @@ EXTENSIONS = {"ignore_eos": True, "return_token_ids": True}  # of ours, vLLM and
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class LoadPlan:
     """What all levels share."""
 
     model: str
@@ -47,14 +47,14 @@ class Plan:
     rng: random.Random
 
 
-class Bench:
+class ServeBench:
     """Levels one after the other on one endpoint. `routers`: whose metrics are read, where that is not the endpoint."""
 
-    def __init__(self, client: Client, plan: Plan, routers: Sequence[Client] = ()) -> None:
+    def __init__(self, client: LoadClient, plan: LoadPlan, routers: Sequence[LoadClient] = ()) -> None:
         self._client, self._plan = client, plan
         self._routers = routers or [client]
 
-    async def ask(self, question: Question, due: float) -> Call:
+    async def ask(self, question: Question, due: float) -> TimedCall:
         """One request."""
         body = {"model": self._plan.model, "stream": True, "stream_options": {"include_usage": True}}
         return await self._client.ask(question.path, {**body, **self._plan.common, **question.body}, due)
@@ -107,11 +107,11 @@ async def _run(options: argparse.Namespace) -> list[tuple[Run, Figures]]:
     key = os.environ.get(KEY_VARIABLE, "")
     if not key.isascii() or not key.isprintable():
         raise ConfigError(f"{KEY_VARIABLE} is no API key")
-    client = Client(endpoint_of(options.url), clock, api_key=key, timeout_s=options.timeout)
+    client = LoadClient(endpoint_of(options.url), clock, api_key=key, timeout_s=options.timeout)
     endpoints = [endpoint_of(url.strip(), "--metrics") for url in options.metrics.split(",") if url.strip()]
-    routers = [Client(endpoint, clock, api_key=key, timeout_s=options.timeout) for endpoint in endpoints]
+    routers = [LoadClient(endpoint, clock, api_key=key, timeout_s=options.timeout) for endpoint in endpoints]
     try:
-        bench = Bench(client, await plan_of(options, client), routers)
+        bench = ServeBench(client, await plan_of(options, client), routers)
         if routers and not await read_metrics(routers):
             raise BatonError(
                 f"--metrics {options.metrics}: one shows no metrics of a router; correct it, or the key"
@@ -130,7 +130,7 @@ def levels_of(options: argparse.Namespace) -> list[Level]:
     ]
 
 
-async def plan_of(options: argparse.Namespace, client: Client) -> Plan:
+async def plan_of(options: argparse.Namespace, client: LoadClient) -> LoadPlan:
     """Raises ConfigError, BatonError."""
     rng = random.Random(options.seed)
     questions = random_prompts(
@@ -141,7 +141,7 @@ async def plan_of(options: argparse.Namespace, client: Client) -> Plan:
     common = {"temperature": options.temperature} | ({} if options.plain else EXTENSIONS)
     if options.prompts and not options.plain:
         common = common | {"ignore_eos": False}
-    return Plan(
+    return LoadPlan(
         model=options.model or await model_of(client),
         common=common,
         questions=questions,
@@ -162,7 +162,7 @@ def bound_of(options: argparse.Namespace) -> Bound:
     )
 
 
-async def model_of(client: Client) -> str:
+async def model_of(client: LoadClient) -> str:
     """The first model that the endpoint names. Raises BatonError."""
     try:
         status, body = await client.get("/v1/models")

@@ -25,7 +25,7 @@ class Unexpected(BatonError):
 
 
 @dataclass(eq=False)
-class Call:
+class TimedCall:
     """One request; times are the loop's, in seconds."""
 
     due: float
@@ -46,7 +46,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Endpoint:
+class TargetUrl:
     """Where to ask."""
 
     host: str
@@ -63,7 +63,7 @@ class Endpoint:
         return f"{'https' if self.is_tls else 'http'}://{self.authority}{self.path}"
 
 
-def endpoint_of(url: str, flag: str = "--url") -> Endpoint:
+def endpoint_of(url: str, flag: str = "--url") -> TargetUrl:
     """Raises ConfigError."""
     try:
         parts = urlsplit(url)
@@ -78,13 +78,13 @@ def endpoint_of(url: str, flag: str = "--url") -> Endpoint:
     ):
         raise ConfigError(f"{flag} {url!r} is not a URL; write http://HOST:PORT")
     path = parts.path.rstrip("/").removesuffix("/v1")
-    return Endpoint(
+    return TargetUrl(
         parts.hostname, port or (443 if parts.scheme == "https" else 80), path, parts.scheme == "https"
     )
 
 
 @dataclass(eq=False)
-class Line:
+class Connection:
     """A connection."""
 
     reader: asyncio.StreamReader
@@ -96,7 +96,7 @@ class Line:
 
 
 @dataclass(eq=False)
-class Head:
+class ResponseHead:
     """Of an answer."""
 
     status: int
@@ -107,12 +107,12 @@ class Head:
         return "chunked" in self.headers.get("transfer-encoding", "")
 
 
-class Client:
+class LoadClient:
     """Asks one endpoint. `clock` tells the times of calls."""
 
     def __init__(
         self,
-        endpoint: Endpoint,
+        endpoint: TargetUrl,
         clock: Callable[[], float],
         *,
         api_key: str = "",
@@ -123,7 +123,7 @@ class Client:
         self._clock, self._connect, self._timeout_s = clock, connect, timeout_s
         self._authorization = f"authorization: Bearer {api_key}\r\n" if api_key else ""
         self._tls = ssl.create_default_context() if endpoint.is_tls else None
-        self._idle: list[Line] = []
+        self._idle: list[Connection] = []
 
     def __repr__(self) -> str:
         return f"Client({self.endpoint}, {len(self._idle)} idle connections)"
@@ -134,9 +134,9 @@ class Client:
             line.close()
         self._idle.clear()
 
-    async def ask(self, path: str, body: dict[str, Any], due: float) -> Call:
+    async def ask(self, path: str, body: dict[str, Any], due: float) -> TimedCall:
         """One streamed completion that should begin at `due`; never raises for what the endpoint does."""
-        call = Call(due=due, sent=self._clock())
+        call = TimedCall(due=due, sent=self._clock())
         try:
             await asyncio.wait_for(self._stream(call, path, json.dumps(body).encode()), self._timeout_s)
         except asyncio.TimeoutError:
@@ -153,7 +153,7 @@ class Client:
         self._done_with(line, head)
         return head.status, body
 
-    async def _stream(self, call: Call, path: str, body: bytes) -> None:
+    async def _stream(self, call: TimedCall, path: str, body: bytes) -> None:
         line, head = await self._exchange("POST", path, body)
         is_whole = False
         try:
@@ -176,7 +176,7 @@ class Client:
             else:
                 line.close()
 
-    def _take(self, call: Call, data: bytes) -> None:
+    def _take(self, call: TimedCall, data: bytes) -> None:
         now = self._clock()
         if data == b"[DONE]":
             call.is_done = True
@@ -194,7 +194,7 @@ class Client:
             call.num_prompt, call.num_output = int(usage["prompt_tokens"]), int(usage["completion_tokens"])
         call.timeline |= event.get("timeline") or {}
 
-    async def _exchange(self, method: str, path: str, body: bytes) -> tuple[Line, Head]:
+    async def _exchange(self, method: str, path: str, body: bytes) -> tuple[Connection, ResponseHead]:
         """Sends a request; the connection, and the head of the answer."""
         head = (
             f"{method} {self.endpoint.path}{path} HTTP/1.1\r\nhost: {self.endpoint.authority}\r\n{self._authorization}"
@@ -215,13 +215,13 @@ class Client:
                 line.close()
                 raise
 
-    async def _dial(self) -> Line:
+    async def _dial(self) -> Connection:
         reader, writer = await self._connect(
             self.endpoint.host, self.endpoint.port, ssl=self._tls, limit=LIMIT
         )
-        return Line(reader, writer)
+        return Connection(reader, writer)
 
-    def _done_with(self, line: Line, head: Head) -> None:
+    def _done_with(self, line: Connection, head: ResponseHead) -> None:
         has_end = head.is_chunked or "content-length" in head.headers
         if has_end and head.headers.get("connection", "").lower() != "close":
             self._idle.append(line)
@@ -229,7 +229,7 @@ class Client:
             line.close()
 
 
-async def _read_head(reader: asyncio.StreamReader) -> Head:
+async def _read_head(reader: asyncio.StreamReader) -> ResponseHead:
     try:
         raw = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
     except asyncio.LimitOverrunError:
@@ -239,10 +239,10 @@ async def _read_head(reader: asyncio.StreamReader) -> Head:
     if len(words) < 2 or not words[1].isdigit():
         raise Unexpected(f"no HTTP answer: {first[:60]!r}")
     pairs = (line.partition(":") for line in lines if line)
-    return Head(int(words[1]), {name.strip().lower(): value.strip() for name, _, value in pairs})
+    return ResponseHead(int(words[1]), {name.strip().lower(): value.strip() for name, _, value in pairs})
 
 
-async def _body(head: Head, reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
+async def _body(head: ResponseHead, reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
     """Its parts, as they come."""
     if head.is_chunked:
         while size := _size_of(await reader.readuntil(b"\r\n")):
@@ -307,7 +307,7 @@ def _code_of(data: bytes) -> str:
         return ""
 
 
-def _kind_of(error: Exception, call: Call) -> str:
+def _kind_of(error: Exception, call: TimedCall) -> str:
     if isinstance(error, Unexpected):
         return str(error)
     if isinstance(error, ConnectionRefusedError):

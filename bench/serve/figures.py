@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from .client import Call
+from .client import TimedCall
 from .load import Run
 
 SHARES = (50, 90, 99)
@@ -39,7 +39,7 @@ class Goals:
     def __bool__(self) -> bool:
         return bool(self.ttft_ms or self.itl_ms)
 
-    def are_met(self, call: Call) -> bool:
+    def are_met(self, call: TimedCall) -> bool:
         """By its first token, and by its mean gap per token after it."""
         ttft, tpot = ttft_ms(call), tpot_ms(call)
         is_soon = not self.ttft_ms or (ttft is not None and ttft <= self.ttft_ms)
@@ -82,12 +82,12 @@ class Figures:
         return found | {"late_ms": None if math.isnan(self.late_ms) else self.late_ms}
 
 
-def ttft_ms(call: Call) -> float | None:
+def ttft_ms(call: TimedCall) -> float | None:
     """None without a token."""
     return 1000 * (call.arrivals[0][0] - call.due) if call.arrivals else None
 
 
-def tpot_ms(call: Call) -> float | None:
+def tpot_ms(call: TimedCall) -> float | None:
     """None with one token."""
     if call.num_output < 2 or not call.arrivals:
         return None
@@ -96,11 +96,11 @@ def tpot_ms(call: Call) -> float | None:
     return 1000 * (call.arrivals[-1][0] - call.arrivals[0][0]) / num_after if num_after > 0 else None
 
 
-def gaps_ms(call: Call) -> list[float]:
+def gaps_ms(call: TimedCall) -> list[float]:
     return [1000 * (after - before) for (before, _), (after, _) in pairwise(call.arrivals)]
 
 
-def e2e_ms(call: Call) -> float:
+def e2e_ms(call: TimedCall) -> float:
     return 1000 * (call.ended - call.due)
 
 

@@ -13,10 +13,10 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 
-from .client import Call
+from .client import TimedCall
 from .prompts import Question
 
-Ask = Callable[[Question, float], Awaitable[Call]]
+Ask = Callable[[Question, float], Awaitable[TimedCall]]
 NEVER = float("inf")
 
 
@@ -45,7 +45,7 @@ class Run:
 
     level: Level
     began: float
-    calls: list[Call] = field(default_factory=list)  # that ended, in that order
+    calls: list[TimedCall] = field(default_factory=list)  # that ended, in that order
     num_begun: int = 0
     until: float = (
         0.0  # an open loop of so many seconds lasts so long, also when its last request ended before

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from .client import Client, Unexpected
+from .client import LoadClient, Unexpected
 
 Reading = Mapping[str, float]
 WANTED = {
@@ -25,7 +25,7 @@ EVENTS = {
 }  # of decode workers
 
 
-async def read_metrics(routers: Sequence[Client]) -> Reading:
+async def read_metrics(routers: Sequence[LoadClient]) -> Reading:
     """The sums of all. Empty where one has nothing of ours, or the key may not read it. Routers that share workers show the
     counters of these each, of which shares alone are taken.
     """
@@ -35,7 +35,7 @@ async def read_metrics(routers: Sequence[Client]) -> Reading:
     return {name: sum(reading.get(name, 0.0) for reading in readings) for name in (*WANTED, *EVENTS)}
 
 
-async def _read(client: Client) -> Reading:
+async def _read(client: LoadClient) -> Reading:
     try:
         status, body = await client.get("/metrics")
     except (OSError, EOFError, Unexpected):

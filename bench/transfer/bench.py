@@ -42,7 +42,7 @@ from .parts import (
     TCP,
     UNIX,
     Done,
-    Setup,
+    SourceSetup,
     Way,
     Where,
     layout,
@@ -56,7 +56,7 @@ MAX_BLOCK_KIB = 64 << 10  # of a layout
 A = TypeVar("A", Where, Done)
 
 
-class Bench:
+class TransferBench:
     """The receiving process, with the other one as its child. A context manager."""
 
     def __init__(
@@ -70,7 +70,7 @@ class Bench:
         self._receivers: dict[Way, ZmqBlocksReceiver] = {}
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
 
-    def __enter__(self) -> "Bench":
+    def __enter__(self) -> "TransferBench":
         self._folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="baton-bench-")))
         _make_keys(self._folder)
         safe = ["-P"] if sys.version_info >= (3, 11) else []
@@ -85,7 +85,7 @@ class Bench:
         self._stack.callback(self._child.kill)
         source, target = self._devices
         keys = str(self._folder / "prefill")
-        self._order(Setup(self._num_pages, self._block_bytes, source, target, str(self._folder), keys))
+        self._order(SourceSetup(self._num_pages, self._block_bytes, source, target, str(self._folder), keys))
         self._where = self._hear(Where)
         tcp = self._stack.enter_context(socket.create_connection(("127.0.0.1", self._where.tcp_port)))
         unix = self._stack.enter_context(socket.socket(socket.AF_UNIX))
@@ -195,7 +195,7 @@ class Found:
     cpu: list[float] = field(default_factory=list)  # seconds of both processes per GB
 
 
-def measure(bench: Bench, num_rounds: int, windows: list[int]) -> dict[str, Found]:
+def measure(bench: TransferBench, num_rounds: int, windows: list[int]) -> dict[str, Found]:
     """Every way in each round; a round before them, which is not counted, opens the links."""
     found: dict[str, Found] = {}
     gigabytes = bench.num_bytes / 1e9
@@ -299,7 +299,7 @@ def main(argv: Sequence[str]) -> int:
     keep_blocks()  # as the workers do
     where = machine()
     try:
-        with Bench(options.mib, options.block_kib << 10, options.source, options.target) as bench:
+        with TransferBench(options.mib, options.block_kib << 10, options.source, options.target) as bench:
             found = measure(bench, options.rounds, list(dict.fromkeys(options.windows)))
     except TransferError as error:
         sys.stderr.write(f"{PROG}: {error}\n")

@@ -59,7 +59,7 @@ class Way:
         return f"{self.transport} {self.link} {self.guard}"
 
 
-class Setup(Struct, frozen=True):
+class SourceSetup(Struct, frozen=True):
     """What both processes measure with; the first order."""
 
     num_pages: int

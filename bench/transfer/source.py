@@ -19,13 +19,13 @@ from ...cluster.security.keyring import load_keyring
 from ...kvtransfer.heap import keep_blocks
 from ...kvtransfer.transport import Dropped, Offer, Released
 from ...kvtransfer.transports.zmq_blocks import ZmqBlocksSender
-from .parts import PAGE_TOKENS, Done, Setup, Where, layout, memory, no_digest, ways
+from .parts import PAGE_TOKENS, Done, SourceSetup, Where, layout, memory, no_digest, ways
 
 
 class Source:
     """Prefill's end of every way, over the same pages."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: SourceSetup) -> None:
         self._num_pages, folder, keys = setup.num_pages, setup.folder, setup.keys
         self._planes = memory(setup.num_pages, 1, setup.source)
         self._host = self._planes if setup.source == "cpu" else memory(setup.num_pages, 1)
@@ -88,7 +88,7 @@ def main() -> int:
     """Until stdin ends."""
     torch.set_num_threads(1)
     keep_blocks()
-    source = Source(msgspec.json.decode(sys.stdin.readline(), type=Setup))
+    source = Source(msgspec.json.decode(sys.stdin.readline(), type=SourceSetup))
     _answer(source.where())
     for line in sys.stdin:
         order = json.loads(line)

@@ -265,7 +265,7 @@ class ScrapeSettings(RoleConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerLink(RoleConfig):
+class ControlSettings(RoleConfig):
     """Router."""
 
     router: str = setting(

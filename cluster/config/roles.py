@@ -9,6 +9,7 @@ from typing import ClassVar
 from .fields import Setting, setting
 from .groups import (
     DEFAULT_CONTROL,
+    ControlSettings,
     DecodeSettings,
     EngineSettings,
     LogSettings,
@@ -18,14 +19,19 @@ from .groups import (
     RoleConfig,
     ScrapeSettings,
     TraceSettings,
-    WorkerLink,
 )
 from .router_groups import ClientSettings, HttpSettings, PairingSettings
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerConfig(
-    WorkerLink, ModelSettings, EngineSettings, NetworkSettings, ScrapeSettings, TraceSettings, LogSettings
+    ControlSettings,
+    ModelSettings,
+    EngineSettings,
+    NetworkSettings,
+    ScrapeSettings,
+    TraceSettings,
+    LogSettings,
 ):
     """What both kinds of worker share."""
 

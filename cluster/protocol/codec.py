@@ -154,7 +154,7 @@ class _Kind(msgspec.Struct):
     type: str
 
 
-class Frames(Decoder[T | tuple[T, ...]], Generic[T]):
+class BatchDecoder(Decoder[T | tuple[T, ...]], Generic[T]):
     """Decodes frames of one message of `union_type`, or of 1 to MAX_BATCH of `batched`; at most `max_bytes` each."""
 
     def __init__(self, union_type: object, batched: object, max_bytes: int) -> None:
@@ -190,14 +190,14 @@ def decoder(union_type: object, max_bytes: int) -> Decoder[T]:
     return Decoder(union_type, max_bytes)
 
 
-def control_up_decoder(max_bytes: int = CONTROL_MAX_FRAME) -> Frames[ControlUp]:
+def control_up_decoder(max_bytes: int = CONTROL_MAX_FRAME) -> BatchDecoder[ControlUp]:
     """For the router: what workers send, one message to a frame or several."""
-    return Frames(ControlUp, ControlUp, max_bytes)
+    return BatchDecoder(ControlUp, ControlUp, max_bytes)
 
 
-def control_down_decoder(max_bytes: int = CONTROL_MAX_FRAME) -> Frames[ControlDown]:
+def control_down_decoder(max_bytes: int = CONTROL_MAX_FRAME) -> BatchDecoder[ControlDown]:
     """For a worker: what the router sends, likewise."""
-    return Frames(ControlDown, ControlDown, max_bytes)
+    return BatchDecoder(ControlDown, ControlDown, max_bytes)
 
 
 def kv_up_decoder(max_bytes: int = KV_MAX_BYTES) -> Decoder[KVUp]:
@@ -210,14 +210,14 @@ def kv_down_decoder(max_bytes: int = KV_MAX_BYTES) -> Decoder[KVDown]:
     return Decoder(KVDown, max_bytes)
 
 
-def kv_up_frames() -> Frames[KVUp]:
+def kv_up_frames() -> BatchDecoder[KVUp]:
     """As `kv_up_decoder`, for frames that may hold several messages."""
-    return Frames(KVUp, Pull | SlotFree, KV_MAX_BYTES)
+    return BatchDecoder(KVUp, Pull | SlotFree, KV_MAX_BYTES)
 
 
-def kv_down_frames() -> Frames[KVDown]:
+def kv_down_frames() -> BatchDecoder[KVDown]:
     """As `kv_down_decoder`, for frames that may hold several messages."""
-    return Frames(KVDown, SlabBlock, KV_MAX_BYTES)
+    return BatchDecoder(KVDown, SlabBlock, KV_MAX_BYTES)
 
 
 def unknown_messages(num: int) -> str:

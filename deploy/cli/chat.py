@@ -11,7 +11,7 @@ from typing import Any, TextIO
 
 from ...cluster.config.fields import Setting, check_fields, read_command_line, setting
 from ...cluster.process.process import EXIT_OK
-from .client import KEY_VARIABLE, Answer, ChatClient, RequestFailed
+from .client import KEY_VARIABLE, ChatClient, RequestFailed, StreamedAnswer
 from .command import run_command
 
 PROG = "baton chat"
@@ -44,7 +44,7 @@ class Conversation:
     def __repr__(self) -> str:
         return f"<Conversation {len(self.messages)} messages with {self._model}>"
 
-    def ask(self, prompt: str, on_text: Callable[[str], None]) -> Answer:
+    def ask(self, prompt: str, on_text: Callable[[str], None]) -> StreamedAnswer:
         """Send `prompt` with the history; raises RequestFailed and leaves the history as it was."""
         turn = [*self.messages, {"role": "user", "content": prompt}]
         body: dict[str, Any] = {
@@ -58,7 +58,7 @@ class Conversation:
         return answer
 
 
-def describe(answer: Answer) -> str:
+def describe(answer: StreamedAnswer) -> str:
     """One line after an answer: how long, how fast, how lucky the drafts were."""
     parts = [f"{answer.num_tokens} tokens"]
     if answer.first_text_s is not None:

@@ -27,7 +27,7 @@ class NotShown(RequestFailed):
 
 
 @dataclass(kw_only=True)
-class Answer:
+class StreamedAnswer:
     """One streamed answer, filled while it comes; complete when `finish_reason` is set."""
 
     text: str = ""
@@ -119,13 +119,13 @@ class ChatClient:
         with self._reply(method, path, body) as reply:
             return _json(reply.read())
 
-    def stream(self, body: dict[str, Any], on_text: Callable[[str], None]) -> Answer:
+    def stream(self, body: dict[str, Any], on_text: Callable[[str], None]) -> StreamedAnswer:
         """POST the chat completion `body`, call `on_text` with each piece of the answer, return the whole.
 
         Raises RequestFailed, and passes on what `on_text` raises: a broken pipe of our own is not the server's fault.
         Closing early (an exception from `on_text`, Ctrl-C) closes the connection, which cancels the request on the server.
         """
-        answer, start = Answer(), time.monotonic()
+        answer, start = StreamedAnswer(), time.monotonic()
         payload = {**body, "stream": True, "stream_options": {"include_usage": True}}
         with closing(self._chunks(payload)) as chunks:
             for chunk in chunks:
@@ -216,7 +216,7 @@ def read_events(parts: Iterable[bytes]) -> Iterator[dict[str, Any]]:
     raise RequestFailed("the stream ended without [DONE]")
 
 
-def take_chunk(answer: Answer, chunk: dict[str, Any]) -> str:
+def take_chunk(answer: StreamedAnswer, chunk: dict[str, Any]) -> str:
     """Fold one chat.completion.chunk into `answer`; returns its text."""
     text = ""
     for choice in chunk.get("choices") or []:

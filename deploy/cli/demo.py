@@ -22,7 +22,7 @@ from ...cluster.config.roles import UpConfig
 from ...cluster.errors import ConfigError, StartupError
 from ...cluster.process.process import EXIT_INTERRUPTED, EXIT_OK, Shutdown
 from ..up.launcher import Cluster
-from .client import Answer, ChatClient
+from .client import ChatClient, StreamedAnswer
 from .command import run_command
 from .demo_model import ensure_demo_model
 
@@ -131,7 +131,7 @@ def show_children(cluster: Cluster, console: Console) -> None:
     console.print("started " + ", ".join(f"{child.role} (pid {child.pid})" for child in cluster.children))
 
 
-def ask(client: ChatClient, body: dict[str, Any], console: Console) -> Answer:
+def ask(client: ChatClient, body: dict[str, Any], console: Console) -> StreamedAnswer:
     """Send the request and write the answer as it comes."""
     console.print("\n[bold]user[/]       ", end="")
     console.print(body["messages"][-1]["content"], markup=False)
@@ -146,7 +146,7 @@ def ask(client: ChatClient, body: dict[str, Any], console: Console) -> Answer:
     return answer
 
 
-def timeline_rows(answer: Answer) -> list[Row]:
+def timeline_rows(answer: StreamedAnswer) -> list[Row]:
     """The timeline as rows, in the order of the road; steps that the server did not report are left out."""
     t = answer.timeline
 
@@ -178,7 +178,7 @@ def timeline_rows(answer: Answer) -> list[Row]:
     return [row for row in rows if row[1]]
 
 
-def timeline_table(answer: Answer) -> Table:
+def timeline_table(answer: StreamedAnswer) -> Table:
     """The timeline for the terminal."""
     table = Table(
         title="the road of this request", title_justify="left", box=None, pad_edge=False, show_header=False

@@ -25,7 +25,7 @@ from .checkpoints import DTYPE_BYTES, KVShape, shape_of
 from .client import KEY_VARIABLE, ChatClient
 from .command import run_command
 from .pull_test import measure
-from .sizing import Load, Measured, Plan, handoff_of, plan_of
+from .sizing import Measured, PlannedLoad, SizingPlan, handoff_of, plan_of
 
 PROG = "baton plan"
 SUMMARY = "Size a deployment: hand-off time, memory, workers, and when not to disaggregate."
@@ -85,7 +85,7 @@ class PlanConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sample:
+class HandoffSample:
     """One request: tokens that travelled, and times in seconds."""
 
     tokens: int
@@ -99,7 +99,12 @@ def main(argv: Sequence[str]) -> int:
     return run_command(PROG, lambda: _run(PlanConfig(**read_command_line(PlanConfig, argv, PROG, SUMMARY))))  # type: ignore[arg-type]
 
 
-def fit(short: Sequence[Sample], whole: Sequence[Sample], two: Sequence[Sample], tpot_s: float) -> Measured:
+def fit(
+    short: Sequence[HandoffSample],
+    whole: Sequence[HandoffSample],
+    two: Sequence[HandoffSample],
+    tpot_s: float,
+) -> Measured:
     """From prompts of a part of a chunk, a chunk, and two chunks, by medians.
 
     Hand-offs of the first two lie on a line: its slope is the link, its foot the fixed cost. What two chunks take beyond
@@ -136,7 +141,7 @@ def _run(config: PlanConfig) -> int:
             fixed_s=config.fixed_ms / 1e3,
             tpot_s=config.tpot_ms / 1e3,
         )
-    load = Load(
+    load = PlannedLoad(
         prompt=config.prompt,
         output=config.output,
         rate=config.rate,
@@ -155,7 +160,7 @@ def _run(config: PlanConfig) -> int:
     return 0
 
 
-def _report(shape: KVShape, measured: Measured, load: Load, plan: Plan) -> list[str]:
+def _report(shape: KVShape, measured: Measured, load: PlannedLoad, plan: SizingPlan) -> list[str]:
     def row(name: str, value: str, note: str) -> str:
         return f"{name:<26}{value:>14}  {note}"
 
@@ -205,7 +210,7 @@ def _on_cluster(config: PlanConfig, shape: KVShape) -> tuple[Measured, float, li
         raise ConfigError(
             f"--prompt {config.prompt} is one of the lengths that are measured; write another to predict"
         )
-    samples: dict[int, list[Sample]] = {size: [] for size in sizes}
+    samples: dict[int, list[HandoffSample]] = {size: [] for size in sizes}
     _ask(client, model, rng, config.chunk, shape)  # the first contact of a pair costs more
     for _ in range(config.rounds):
         for size in sizes:
@@ -218,7 +223,7 @@ def _on_cluster(config: PlanConfig, shape: KVShape) -> tuple[Measured, float, li
     return measured, off, [f"{text} ({off:+.0%}, median of {config.rounds})", ""]
 
 
-def _ask(client: ChatClient, model: str, rng: random.Random, tokens: int, shape: KVShape) -> Sample:
+def _ask(client: ChatClient, model: str, rng: random.Random, tokens: int, shape: KVShape) -> HandoffSample:
     """One request of `tokens` that nobody has cached. Raises BatonError."""
     body: dict[str, Any] = {
         "model": model,
@@ -236,7 +241,7 @@ def _ask(client: ChatClient, model: str, rng: random.Random, tokens: int, shape:
     if not 0.5 * expected <= told["handoff_bytes"] <= 2 * expected + 2**20:
         text = f"{tokens} tokens travelled as {told['handoff_bytes']} bytes, {expected} were expected"
         raise ConfigError(f"{text}; name the cluster's own --model, --draft and --dtype")
-    return Sample(
+    return HandoffSample(
         tokens=tokens,
         num_bytes=told["handoff_bytes"],
         handoff_s=told["handoff_ms"] / 1e3,

@@ -36,7 +36,7 @@ class Measured:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Load:
+class PlannedLoad:
     """What shall be served."""
 
     prompt: int  # tokens
@@ -48,7 +48,7 @@ class Load:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Handoff:
+class HandoffTimes:
     """Times in seconds."""
 
     total_s: float
@@ -57,10 +57,10 @@ class Handoff:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class SizingPlan:
     """What the load needs."""
 
-    handoff: Handoff
+    handoff: HandoffTimes
     request_bytes: int  # of KV, on decode
     hiding_bandwidth: float  # bytes per second
     places: int  # requests at once on one decode worker
@@ -69,7 +69,7 @@ class Plan:
     advice: tuple[str, ...]  # reasons not to disaggregate, or what to do first
 
 
-def handoff_of(tokens: int, shape: KVShape, measured: Measured, chunk: int) -> Handoff:
+def handoff_of(tokens: int, shape: KVShape, measured: Measured, chunk: int) -> HandoffTimes:
     """One hand-off of `tokens`, nothing cached on either side."""
     step = chunk or tokens
     landed, sent = 0.0, 0
@@ -82,7 +82,7 @@ def handoff_of(tokens: int, shape: KVShape, measured: Measured, chunk: int) -> H
         if due > sent:
             landed, sent = max(ready, landed) + (due - sent) / measured.bandwidth, due
     assert first is not None, "a prompt has a token"
-    return Handoff(
+    return HandoffTimes(
         total_s=landed - first + measured.fixed_s,
         exposed_s=landed - ready + measured.fixed_s,
         prefill_s=ready,
@@ -94,14 +94,14 @@ def prefill_s(tokens: int, measured: Measured) -> float:
     return tokens / measured.prefill_rate + measured.slowing * tokens * tokens / 2
 
 
-def plan_of(shape: KVShape, measured: Measured, load: Load) -> Plan:
+def plan_of(shape: KVShape, measured: Measured, load: PlannedLoad) -> SizingPlan:
     """The whole calculation."""
     handoff = handoff_of(load.prompt, shape, measured, load.chunk)
     request_bytes = (load.prompt + load.output) * shape.kv_bytes
     fitting = int(load.kv_memory // request_bytes) if load.kv_memory else load.max_running
     places = min(load.max_running, fitting)
     running = load.rate * (load.output * measured.tpot_s + handoff.exposed_s)
-    return Plan(
+    return SizingPlan(
         handoff=handoff,
         request_bytes=request_bytes,
         hiding_bandwidth=shape.token_bytes * measured.prefill_rate,
@@ -112,7 +112,9 @@ def plan_of(shape: KVShape, measured: Measured, load: Load) -> Plan:
     )
 
 
-def _advice(shape: KVShape, measured: Measured, load: Load, handoff: Handoff, places: int) -> list[str]:
+def _advice(
+    shape: KVShape, measured: Measured, load: PlannedLoad, handoff: HandoffTimes, places: int
+) -> list[str]:
     found = []
     whole_s = load.prompt * shape.token_bytes / measured.bandwidth + measured.fixed_s
     if not places:

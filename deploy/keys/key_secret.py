@@ -34,7 +34,7 @@ MakeKeys = Callable[[Path, list[str], str], object]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Account:
+class ServiceAccount:
     """Where the API server is, and as whom it is asked. `token` is a secret."""
 
     url: str
@@ -43,7 +43,7 @@ class Account:
     authority: Path
 
 
-def account_of(folder: Path, env: Mapping[str, str]) -> Account:
+def account_of(folder: Path, env: Mapping[str, str]) -> ServiceAccount:
     """The account of the pod that this runs in. Raises ConfigError where it runs in none."""
     host = env.get("KUBERNETES_SERVICE_HOST", "")
     port = env.get("KUBERNETES_SERVICE_PORT_HTTPS") or env.get("KUBERNETES_SERVICE_PORT") or "443"
@@ -58,7 +58,7 @@ def account_of(folder: Path, env: Mapping[str, str]) -> Account:
         raise ConfigError(f"{folder}: no service account ({error}); {remedy}") from None
     if NAME.fullmatch(namespace) is None:
         raise ConfigError(f"{folder / 'namespace'}: {namespace!r} is no namespace; {remedy}")
-    return Account(
+    return ServiceAccount(
         url=f"https://{bracketed(host)}:{port}", namespace=namespace, token=token, authority=folder / "ca.crt"
     )
 
@@ -71,7 +71,7 @@ def secret_of(name: str, folder: Path) -> dict[str, object]:
     return {"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "type": "Opaque", "data": data}
 
 
-def create(account: Account, secret: Mapping[str, object]) -> bool:
+def create(account: ServiceAccount, secret: Mapping[str, object]) -> bool:
     """Whether it was made; False: one of this name exists, and was left as it is. Raises BatonError."""
     url = f"{account.url}/api/v1/namespaces/{account.namespace}/secrets"
     headers = {"Authorization": f"Bearer {account.token}", "Content-Type": "application/json"}
@@ -103,7 +103,7 @@ def _refused(code: int, body: bytes) -> bool:
     raise BatonError(f"the API server answered {code}: {message}{remedy}")
 
 
-def make_secret(name: str, account: Account, make_keys: MakeKeys) -> str:
+def make_secret(name: str, account: ServiceAccount, make_keys: MakeKeys) -> str:
     """Makes keys and the Secret of them; what was done, in words. Raises BatonError."""
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made) / "keys"

@@ -58,7 +58,7 @@ UNSAFE = re.compile(r"[^\x21-\x7e]|[%$\"'\\]")  # of a path in a unit: specifier
 
 
 @dataclass(frozen=True, kw_only=True)
-class Host:
+class HostUnits:
     """What runs on one host."""
 
     command: str  # absolute path of `baton`
@@ -76,7 +76,7 @@ class Host:
     secrets: Mapping[str, str] = field(default_factory=dict)  # router setting -> file
 
 
-def render(host: Host) -> dict[str, str]:
+def render(host: HostUnits) -> dict[str, str]:
     """The files by their absolute paths. Raises ConfigError for settings that no unit can hold."""
     _check(host)
     files = {
@@ -94,7 +94,7 @@ def render(host: Host) -> dict[str, str]:
     return files
 
 
-def members(host: Host) -> list[str]:
+def members(host: HostUnits) -> list[str]:
     """The units of this host, in the order of their start."""
     router = ["baton-router.service"] if host.has_router else []
     return router + [
@@ -119,7 +119,7 @@ def write(files: Mapping[str, str], prefix: Path) -> list[Path]:
     return written
 
 
-def _router(host: Host) -> str:
+def _router(host: HostUnits) -> str:
     return _fill(
         "router.service", COMMON=_common(host, "router"), COMMAND=host.command, CONFIG=CONFIG, ETC=ETC,
         CREDENTIALS="\n".join(_key_lines(host, "router")), ROUTER_MEMORY=host.router_memory, SECRETS=_secrets(host),
@@ -127,7 +127,7 @@ def _router(host: Host) -> str:
     )  # fmt: skip
 
 
-def _secrets(host: Host) -> str:
+def _secrets(host: HostUnits) -> str:
     """Lines of the router's unit; "" without secrets."""
     if not host.secrets:
         return ""
@@ -138,7 +138,7 @@ def _secrets(host: Host) -> str:
     return "\n".join([*names, _fill("secrets.conf", COPY=copy).rstrip()])
 
 
-def _takeover(host: Host) -> dict[str, str]:
+def _takeover(host: HostUnits) -> dict[str, str]:
     """The units that have a running router take over what is replaced."""
     paths = dict.fromkeys(path for file in host.secrets.values() for path in (str(Path(file).parent), file))
     watched = "\n".join(f"PathChanged={path}" for path in paths)
@@ -148,7 +148,7 @@ def _takeover(host: Host) -> dict[str, str]:
     }
 
 
-def _worker(host: Host, role: str) -> str:
+def _worker(host: HostUnits, role: str) -> str:
     is_local = role == "prefill" and not host.kv_bind
     return _fill(
         "worker.service", COMMON=_common(host, role), COMMAND=host.command, CONFIG=CONFIG, ETC=ETC, ROLE=role,
@@ -157,7 +157,7 @@ def _worker(host: Host, role: str) -> str:
     )  # fmt: skip
 
 
-def _common(host: Host, role: str) -> str:
+def _common(host: HostUnits, role: str) -> str:
     drain_s = float(host.tables[role].get("drain_timeout_s", NetworkSettings.drain_timeout_s))
     return _fill(
         "common.conf", WATCHDOG_S=str(WATCHDOG_S), STOP_S=str(int(drain_s) + LAST_WORDS_S),
@@ -165,7 +165,7 @@ def _common(host: Host, role: str) -> str:
     )  # fmt: skip
 
 
-def _key_lines(host: Host, role: str) -> list[str]:
+def _key_lines(host: HostUnits, role: str) -> list[str]:
     if not host.keys:
         return []
     names = (f"{role}.key", "peers.json")
@@ -184,7 +184,7 @@ def _fill(template: str, **values: str) -> str:
     return text
 
 
-def _toml(host: Host) -> str:
+def _toml(host: HostUnits) -> str:
     lines = [
         "# Settings of baton on this host; `baton ROLE --help` explains each. After a change restart the role's unit."
     ]
@@ -194,7 +194,7 @@ def _toml(host: Host) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _instance_files(host: Host) -> dict[str, str]:
+def _instance_files(host: HostUnits) -> dict[str, str]:
     """Each prefill worker of a host listens on a port of its own."""
     address, _, port = host.kv_bind.rpartition(":")
     return {
@@ -203,7 +203,7 @@ def _instance_files(host: Host) -> dict[str, str]:
     }
 
 
-def _readme(host: Host) -> str:
+def _readme(host: HostUnits) -> str:
     keys = (
         f"Keys are read from {host.keys}: baton keys init {host.keys}"
         if host.keys
@@ -217,7 +217,7 @@ def _readme(host: Host) -> str:
     )
 
 
-def _check(host: Host) -> None:
+def _check(host: HostUnits) -> None:
     for path in (host.command, host.keys, *host.secrets.values()):
         if path and (UNSAFE.search(path) or not path.startswith("/")):
             raise ConfigError(
@@ -252,13 +252,13 @@ def main(argv: Sequence[str]) -> int:
     return run_command(PROG, lambda: _run(argv))
 
 
-def host_of(argv: Sequence[str]) -> tuple[Host, Path]:
+def host_of(argv: Sequence[str]) -> tuple[HostUnits, Path]:
     """What the command line describes, and the prefix. Raises ConfigError."""
     options = _parser().parse_args(list(argv))
     flags = [f"--{name}={value}" for name in ("config", "model") if (value := getattr(options, name))]
     router = load_config(RouterConfig, [*flags, *_own_flags(RouterConfig, options)], {}, warns=False)
     workers = [load_config(cls, [*flags, *_own_flags(cls, options)], {}, warns=False) for cls in WORKERS]
-    host = Host(
+    host = HostUnits(
         command=options.command or _own_command(),
         tables={config.role: _table(config) for config in [router, *workers]},
         prefill=_gpus(options.prefill, "--prefill"),
