@@ -1,9 +1,9 @@
-"""`baton bench serve`: load on an OpenAI endpoint, ours or another's, and what its clients saw.
+"""`baton bench serve`: puts load on an OpenAI-compatible endpoint and reports latency and throughput as clients see them.
 
     baton bench serve --url http://127.0.0.1:8000 --concurrency 1 8 32 --requests 200 --input 512 --output 128
     baton bench serve --rate 2 4 8 --duration 60 --slo-ttft 500 --slo-itl 50 --plot load.png
 
-What the figures are stands in `serve_figures`, how load is made in `serve_load`. A key comes from BATON_API_KEY.
+`figures` defines the figures, `load` how requests are scheduled. The API key is read from BATON_API_KEY.
 """
 
 import argparse
@@ -204,7 +204,7 @@ def _show(options: argparse.Namespace, found: Sequence[tuple[Run, Figures]]) -> 
     if options.plot:
         title = f"{options.url}: {options.prompts or f'{_range(options.input)} tokens in, {_range(options.output)} out'}"
         try:
-            importlib.import_module(".serve_plot", __package__).draw(
+            importlib.import_module(".plot", __package__).draw(
                 [run for run, _ in found], Path(options.plot), title
             )
         except OSError as error:

@@ -41,7 +41,7 @@ FALSE_WORDS = ("off", "false", "no", "0")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What a field says about itself beside its type and default."""
+    """Description of a setting: help text, unit, bounds and form. Type and default are those of the field."""
 
     help: str
     unit: str = ""
@@ -51,9 +51,7 @@ class Setting:
     maximum: float | None = None
     is_endpoint: bool = False  # tcp://host:port or ipc:///path
     is_list: bool = False  # of endpoints, separated by commas
-    fault_of: Callable[[str], str] | None = (
-        None  # what is wrong with a text, as the end of a sentence; "": nothing
-    )
+    fault_of: Callable[[str], str] | None = None  # the fault of a text, as the end of a sentence; "": none
 
 
 def setting(default: T, description: Setting) -> T:
@@ -102,7 +100,7 @@ def did_you_mean(name: str, known: Iterable[str], spelling: str = "'{}'") -> str
 
 
 def nowhere(name: str) -> str:
-    """No other role has a setting of this name."""
+    """The default for `elsewhere`: no other role owns the name."""
     return ""
 
 
@@ -160,7 +158,7 @@ def check_range(value: Value, description: Setting, source: str) -> None:
 
 
 def check_fields(config: object) -> None:
-    """Check every setting of a built config; the last line of defence when it was not made by `load_config`."""
+    """Check every setting of a built config, for configs that `load_config` did not make. Raises ConfigError."""
     types = types_of(type(config))
     for name, field in settings_of(type(config)).items():
         value = check_type(getattr(config, name), types[name], name)
@@ -236,9 +234,9 @@ def _help_line(field: Field[Any], description: Setting) -> str:
 def read_command_line(
     cls: type, argv: Sequence[str], prog: str, summary: str, elsewhere: Callable[[str], str] = nowhere
 ) -> dict[str, Value]:
-    """The settings that `argv` names. Leaves the process with 0 after --help.
+    """The settings that `argv` names. Exits the process with 0 after --help. Raises ConfigError.
 
-    `elsewhere` says of a name that is no setting of `cls` whose it is, or nothing.
+    `elsewhere` maps a name that `cls` does not have to a hint about its owner, or to "".
     """
     parser = build_parser(cls, prog, summary)
     found, unknown = parser.parse_known_args(list(argv))

@@ -1,5 +1,5 @@
-"""Groups of settings that a role is made of, one frozen dataclass each; the first line of a docstring is the group's title
-in `--help`.
+"""Groups of settings, one frozen dataclass each; a role combines several. The first docstring line is the group's title in
+`--help`.
 """
 
 from collections.abc import Mapping
@@ -33,7 +33,7 @@ SLAB_SETTING = Setting(
 class RoleConfig:
     """Configuration file.
 
-    `explicit` says for each setting that was given where it came from: "command line", "environment" or "file".
+    `explicit` maps each given setting to its source: "command line", "environment" or "file".
     """
 
     role: ClassVar[str] = ""
@@ -211,7 +211,7 @@ class DecodeSettings(RoleConfig):
     spec_adaptive: str = setting(
         "auto",
         Setting(
-            help="draft fewer tokens, or none, while load or poor acceptance make drafting dear; auto: on a GPU",
+            help="draft fewer tokens, or none, while load or poor acceptance make drafting too expensive; auto: on a GPU",
             choices=("auto", "on", "off"),
         ),
     )

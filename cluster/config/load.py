@@ -50,7 +50,7 @@ def load_config(
     """The config of one role from `argv` (without the program name), `env` and the file that `--config` names.
 
     `defaults` stand in for the defaults of the fields. With `warns`, a BATON_* variable that no role knows and a setting
-    that others make idle are warned of (not in a child of `up`, which did). Raises ConfigError; exits the process with 0
+    that others override cause a warning (not in a child of `up`, which has warned already). Raises ConfigError; exits the process with 0
     on --help.
     """
     if warns:
@@ -80,7 +80,9 @@ def load_config(
 
 
 def check_drafting(config: DecodeSettings) -> None:
-    """ConfigError when steps, topk and tokens of a draft do not go together: engines refuse the same, but later."""
+    """Raises ConfigError when steps, topk and tokens of a draft contradict each other; the engine would refuse
+    them later.
+    """
     steps, topk, tokens = config.spec_steps, config.spec_topk, config.spec_tokens
     most = 1 + topk + (steps - 1) * topk * topk
     if tokens and not 1 + steps <= tokens <= most:
@@ -91,7 +93,7 @@ def check_drafting(config: DecodeSettings) -> None:
 
 
 def check_own_port(config: RouterConfig) -> None:
-    """ConfigError when the port that shall be a router's own is the one that others may share."""
+    """Raises ConfigError when --own-port equals --port, which other routers may share."""
     if config.own_port and config.own_port == config.port:
         raise ConfigError(
             f"--own-port {config.own_port} is the --port of the clients; choose another --own-port"
@@ -99,7 +101,7 @@ def check_own_port(config: RouterConfig) -> None:
 
 
 def ignored_settings(config: RoleConfig) -> list[str]:
-    """One line per setting that was given and has no effect beside the others; `up` asks this of its children."""
+    """One line per given setting that other settings make ineffective. `up` calls this for its children."""
     lines = []
     if isinstance(config, DecodeSettings) and isinstance(config, EngineSettings):
         given = [

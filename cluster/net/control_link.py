@@ -1,22 +1,25 @@
-"""The worker's end of the control plane: who the router is, whether it is there, and what waits to be sent.
+"""The worker's end of the control plane: registration with a router, detection of its loss, and the outbox.
 
-`LinkMachine` decides and `LinkQueues` keeps what waits, and neither knows a socket; `ControlLink` is the DEALER around
-them, owned by one thread that calls, in its loop, `receive()` and then `tick(now)`.
+`LinkMachine` holds the state and `LinkQueues` the queues; both are free of I/O. `ControlLink` adds a DEALER socket. One
+thread owns the link and calls `receive()`, then `tick(now)` in its loop.
 
-    greeting   Hello goes out with backoff until a Welcome comes; nothing else is sent, and no order is taken
-    connected  messages flow; after `QUIET_S` without a word from the router a Hello asks whether it still knows us
-    doubted    connected, but a message could not be sent: the next peer may be another router, so nothing but Hello is
-               sent until a Welcome says who it is
+    greeting   Hello is sent with backoff until a Welcome arrives; no other message is sent and no order accepted
+    connected  messages flow; after `QUIET_S` of silence a Hello asks whether the router still knows this worker
+    doubted    connected, but a send failed: the peer may be a different router now, so only Hello is sent until a
+               Welcome identifies it
 
-A router that answers no Hello for `LOST_AFTER_S` is lost, so is one whose place another took (a Welcome of another router
-id), so is one that takes so little that the outbox is full, and so is one whose connection broke: what it took along would
-leave a hole in a stream, or a room that nobody begins. What arrives damaged from the router is an order, or is repeated
-anyhow: a Hello that counts it as missed has every order said again that waits for its answer. `tick` reports a loss once,
-before `receive` hands over anything from the new router: the worker then drops all rooms, since nobody reads their tokens,
-and says so: a Hello of the next generation goes out before any other message, so that a router that was only slow does not
-wait for these rooms. What it orders before it has read that Hello counts as dropped when it has, so nobody would ever cancel
-it: orders are taken again behind a Welcome of the new generation. A router takes a repeated Hello of a known instance and
-generation as a question, which it answers with Welcome without touching the worker's rooms.
+A router is lost in four cases: it answers no Hello for `LOST_AFTER_S`; a Welcome carries another router id; the outbox is
+full because the router does not read; the connection broke. Messages in flight on a broken connection are gone, which
+would leave a gap in a stream or a room that never starts.
+
+`tick` reports a loss once, before `receive` returns anything from the new router. The worker then drops all rooms, since
+nobody reads their tokens, and sends a Hello with the next generation before any other message, so that a slow router does
+not wait for these rooms. Orders that such a router sent earlier count as dropped on its side, and nobody would cancel them
+here. Orders are therefore accepted again only after a Welcome for the new generation.
+
+A damaged message from the router was an order, or is repeated anyway: the next Hello counts it as missed, and the router
+resends every order that awaits an answer. A repeated Hello with a known instance and generation is a question; the router
+answers with Welcome and keeps the worker's rooms.
 """
 
 import logging
@@ -110,7 +113,10 @@ class LinkMachine:
         return bool(self._lost)
 
     def hear(self, message: ControlDown) -> bool:
-        """Take a message from the router in; True if the worker should see it (a Welcome only of a new router)."""
+        """Process a message from the router.
+
+        True if the worker must see it; a Welcome is passed on only from a new router.
+        """
         if message.instance != self.hello.instance:
             self.num_stale += 1
             return False
@@ -145,7 +151,7 @@ class LinkMachine:
         return now >= self._next_hello, lost
 
     def asked(self, now: float, *, was_sent: bool) -> None:
-        """The due Hello was sent, or could not be because nobody is connected."""
+        """Record that the due Hello was sent, or that no peer was connected."""
         self._asking_since = now if self._asking_since is None else self._asking_since
         if was_sent:
             self.num_hellos += 1
@@ -163,19 +169,19 @@ class LinkMachine:
             self._lost = reason
 
     def broke(self) -> None:
-        """The connection is gone, with all that was under way; nobody knows which rooms that was about."""
+        """The connection broke and messages in flight are gone; it is unknown which rooms they concerned."""
         if self.connected:
             self.give_up("the connection to the router broke")
 
     def miss(self) -> None:
-        """A message of the router arrived damaged. It is told soon; who damages all it says is not told all the time."""
+        """A message of the router arrived damaged. The next Hello reports it, at most one per FIRST_BACKOFF_S."""
         self.hello = msgspec.structs.replace(self.hello, missed=self.hello.missed + 1)
         self._has_missed = True
         if self.connected:
             self._next_hello = min(self._next_hello, self._asked_at + FIRST_BACKOFF_S)
 
     def doubt(self) -> None:
-        """A message could not be sent: ask who is there before the next one."""
+        """A send failed: identify the peer by a Hello before the next message."""
         if not self._is_doubted:
             self._is_doubted = True
             self._next_hello = float("-inf")
@@ -205,7 +211,7 @@ class LinkMachine:
 
 
 class LinkQueues(ABC):
-    """A control link but for its wire. `now` is on the monotonic clock, like `tick`'s."""
+    """A control link without its socket. Times are monotonic seconds."""
 
     def __init__(self, hello: Hello, now: float) -> None:
         self._machine = LinkMachine(hello, now)
@@ -220,11 +226,11 @@ class LinkQueues(ABC):
 
     @abstractmethod
     def _transmit(self, frame: bytes) -> bool:
-        """Sends a frame now; False when nobody takes it now."""
+        """Sends a frame without waiting; False when no peer accepts it now."""
 
     @abstractmethod
     def _next_message(self) -> Sequence[bytes | zmq.Frame] | None:
-        """The parts of the next message that is here, [] for one that was dropped; None when there is none."""
+        """The parts of the next received message; [] for a dropped one, None when there is none."""
 
     @property
     def num_waiting(self) -> int:
@@ -233,7 +239,7 @@ class LinkQueues(ABC):
 
     @property
     def next_deadline(self) -> float:
-        """When `tick` must be called at the latest: a Hello is due, and what could not be sent waits for its answer."""
+        """The latest time of the next `tick`: when a Hello is due. Messages that could not be sent wait for its answer."""
         return self._machine.next_hello
 
     @property
@@ -258,7 +264,7 @@ class LinkQueues(ABC):
 
     @property
     def counters(self) -> LinkCounters:
-        """What was dropped so far."""
+        """Messages dropped so far, by reason."""
         return LinkCounters(
             stale=self._machine.num_stale,
             early=self._machine.num_early,
@@ -280,7 +286,7 @@ class LinkQueues(ABC):
             self._flush()
 
     def receive(self) -> list[ControlDown]:
-        """What the router sent, without waiting. A Welcome among it means: joined to this router just now."""
+        """The received messages, without waiting. A Welcome among them means that this worker has just joined the router."""
         messages: list[ControlDown] = []
         if not self._machine.is_lost:
             messages, self._held = self._held, []
@@ -296,7 +302,7 @@ class LinkQueues(ABC):
         return messages
 
     def tick(self, now: float) -> str:
-        """Send the Hello or the messages that are due; why the router is lost when it just was, else ""."""
+        """Send what is due. Returns the reason when the router was just lost, else ""."""
         is_hello_due, lost = self._machine.advance(now)
         if lost:
             self._num_overflowed += len(self._outbox)
@@ -309,7 +315,7 @@ class LinkQueues(ABC):
         return lost
 
     def _flush(self) -> None:
-        """The heartbeat first: a backlog on a slow connection does not make its worker look dead."""
+        """Sends the heartbeat first, so that a backlog on a slow connection does not make the worker look dead."""
         if self._machine.can_send and self._heartbeat is not None:
             if self._transmit(encode(self._heartbeat)):
                 self._heartbeat = None
@@ -360,7 +366,7 @@ class ControlLink(LinkQueues):
 
     @property
     def socket(self) -> Socket:
-        """What to poll; another one when the connection was made anew."""
+        """The socket to poll; replaced after a reconnect."""
         return self._connection.socket
 
     def tick(self, now: float) -> str:
@@ -369,7 +375,7 @@ class ControlLink(LinkQueues):
         return super().tick(now)
 
     def close(self) -> None:
-        """Close the socket, giving what was sent a moment to leave. Idempotent."""
+        """Close the socket after a short linger for sent messages. Idempotent."""
         if not self.socket.closed:
             self._flush()
             self._connection.close()

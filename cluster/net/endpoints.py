@@ -1,4 +1,4 @@
-"""What an endpoint looks like: tcp://HOST:PORT or ipc:///PATH."""
+"""Syntax of endpoints: tcp://HOST:PORT or ipc:///PATH."""
 
 SCHEMES = ("tcp", "ipc")
 DISCOVERED = "dns+tcp://"  # in a list: every address of the name, which is asked again and again
@@ -12,7 +12,7 @@ def bracketed(host: str) -> str:
 
 
 def endpoint_fault(endpoint: str) -> str:
-    """What is wrong with `endpoint`, as the end of a sentence that begins with it; "" when nothing is."""
+    """The fault of `endpoint`, as the end of a sentence that begins with it; "" if it is valid."""
     scheme, _, address = endpoint.partition("://")
     if scheme not in SCHEMES or not address or (scheme == "tcp" and not address.rpartition(":")[0]):
         return "is not an endpoint: write tcp://HOST:PORT or ipc:///PATH"
@@ -25,7 +25,7 @@ def endpoints_of(text: str) -> tuple[str, ...]:
 
 
 def endpoints_fault(text: str) -> str:
-    """As `endpoint_fault`, of a list that is separated by commas, names none twice, and may have names to be asked."""
+    """As `endpoint_fault`, for a comma-separated list without duplicates, in which dns+tcp:// names are allowed."""
     endpoints = endpoints_of(text)
     for endpoint in endpoints:
         if fault := endpoint_fault(
@@ -38,7 +38,7 @@ def endpoints_fault(text: str) -> str:
 
 
 def port_fault(endpoint: str) -> str:
-    """What is wrong with the port of a tcp endpoint ("*" is any free one); libzmq takes any number and wraps it round."""
+    """The fault of a tcp endpoint's port; "*" means any free one. libzmq would accept any number and wrap it around."""
     scheme, _, address = endpoint.partition("://")
     port = address.rpartition(":")[2]
     is_number = port.isascii() and port.isdigit() and int(port) <= HIGHEST_PORT
@@ -48,13 +48,13 @@ def port_fault(endpoint: str) -> str:
 
 
 def is_wildcard(endpoint: str) -> bool:
-    """Whether `endpoint` stands for all addresses of a host: one can listen there, and nobody can call it."""
+    """Whether `endpoint` means all addresses of a host, which is valid for listening but not for connecting."""
     scheme, _, address = endpoint.partition("://")
     return scheme == "tcp" and address.rpartition(":")[0] in WILDCARDS
 
 
 def reached_at(bound: str, advertised: str) -> str:
-    """Where others call who listens at `bound`: at `advertised` if given, whose tcp port 0 stands for the bound port."""
+    """The address for peers of a listener at `bound`: `advertised` if given, with port 0 replaced by the bound port."""
     if not advertised:
         return bound
     host, _, port = advertised.rpartition(":")
@@ -63,7 +63,7 @@ def reached_at(bound: str, advertised: str) -> str:
 
 
 def advertise_fault(bind: str, advertised: str) -> str:
-    """Why others cannot call who is to listen at `bind` and to be known as `advertised`; "" when they can."""
+    """Why peers cannot reach a listener bound to `bind` and advertised as `advertised`; "" if they can."""
     if not advertised:
         remedy = "name the address that they reach with --kv-advertise tcp://HOST:0"
         fault = f"--kv-bind {bind} listens on all addresses, none of which decode workers can call: {remedy}"

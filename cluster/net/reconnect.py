@@ -1,9 +1,9 @@
-"""A worker's connection to the router: a DEALER that is made anew when a handshake fails.
+"""A worker's connection to the router: a DEALER socket that is recreated when a handshake fails.
 
-libzmq itself gives up for good after some failures (a refused key, one end without keys, bytes that are not ZMTP on a
-connection that stood) and tries seven times a second after others (another key). Here every failure closes the socket,
-says why, waits and tries again, with the router's next key where several are listed: while a router's key is being
-replaced, either gets through. A connection that stood and broke is made anew with the same key at once.
+libzmq stops retrying after some failures (a refused key, keys on one end only, bytes that are not ZMTP) and retries seven
+times a second after others (a wrong server key). This module treats all failures alike: it closes the socket, logs the
+reason, waits with backoff and reconnects with the router's next listed key, so that a router stays reachable while its key
+is being replaced. An established connection that breaks is reopened at once with the same key.
 """
 
 import logging
@@ -26,10 +26,10 @@ BROKEN_PAUSE_S = 0.1
 
 
 class ReconnectingSocket:
-    """`socket` is the connection's; ask for it each time, since it may be another one after `tick`."""
+    """Owns `socket`, which `tick` may replace: do not keep a reference to it."""
 
     def __init__(self, context: zmq.Context[Socket], endpoint: str, keyring: Keyring | None = None) -> None:
-        """Raises ConfigError for an endpoint that cannot be, and when no router's key is listed."""
+        """Raises ConfigError for an invalid endpoint, and when no router key is listed."""
         self.num_failures = 0
         self._context = context
         self._endpoint = endpoint
@@ -44,7 +44,7 @@ class ReconnectingSocket:
         return f"ReconnectingSocket({self._endpoint} {state}, failures={self.num_failures})"
 
     def tick(self, now: float) -> bool:
-        """Take failures in and dial again when it is time. True when a connection that stood has broken."""
+        """Process failures and reconnect when due. True when an established connection has broken."""
         has_broken = False
         for event, value in self._watch.read():
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
@@ -79,7 +79,7 @@ class ReconnectingSocket:
             raise
 
     def _router_key(self, keyring: Keyring) -> str:
-        """The newest key first, then in turn: the router may not have been restarted with it yet."""
+        """The newest key first, then the others in turn: the router may not have restarted with the newest yet."""
         routers = keyring.peers.of_role("router")
         if not routers:
             path = keyring.peers.path

@@ -1,8 +1,7 @@
-"""Faults at exact instants of a worker, for tests: `BATON_FAULT=site:nth[:action]`, several separated by commas.
+"""Faults at exact points of a worker, for tests: `BATON_FAULT=site:nth[:action]`, several separated by commas.
 
-The nth time that the process reaches the site (counted from 1), the action happens. A process that finds the variable
-set refuses to start unless `BATON_ALLOW_FAULTS=1` says that this is meant. Without the variable a site is a call that
-returns.
+The action happens when the process reaches the site for the nth time, counted from 1. With the variable set, a process
+refuses to start unless `BATON_ALLOW_FAULTS=1` is set too. Without the variable a site is a call that returns at once.
 
     site               reached
     prefill:chunk      before a forward, once for each prompt in it
@@ -50,7 +49,7 @@ _FAULT = re.compile(r"([a-z]+:[a-z]+):([1-9][0-9]{0,8})(?::([a-z-]+))?")
 
 
 class FaultInjected(RuntimeError):
-    """What the action `raise` raises."""
+    """Raised by the action `raise`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +85,7 @@ class Failpoints:
 
 
 def reach_of(env: Mapping[str, str]) -> Reach:
-    """What the sites of this process call. Raises ConfigError for a fault that cannot be or is not permitted."""
+    """The function that the sites of this process call. Raises ConfigError for an invalid fault, or one not permitted."""
     faults = read_faults(env)
     return Failpoints(faults).reach if faults else unarmed
 

@@ -1,13 +1,12 @@
 """Messages to frames and back: MessagePack, decoded straight into the typed structs of `messages`.
 
-A frame from a peer is hostile until it is decoded. `Decoder.decode` raises `RemoteProtocolError` and nothing else, with
-one line that names the fault and never repeats the peer's bytes. `Frames` are of one message or of several: of several, what
-a peer of another release says beside them costs none of the others.
+A frame from a peer is hostile until it is decoded. `Decoder.decode` raises only `RemoteProtocolError`, with one line that
+names the fault and never repeats the peer's bytes. A frame holds one message or several (`BatchDecoder`); messages of an
+unknown type in a batch do not affect the others.
 
-The last field of every frame is "crc", a CRC-32 (zlib's) of all bytes before its value: blocks have digests, and without
-it a bit that flips in a small message would pass as another token. A frame with another sum is a `DamagedMessage`; one
-without the field is taken as it is, since whoever knows nothing of it may leave it out, as whoever knows it ignores others.
-It tells damage, not malice: against that there are keys.
+The last field of every frame is "crc", the CRC-32 (zlib) of all bytes before its value. Without it, a flipped bit in a
+small message would pass as another token. A wrong checksum raises `DamagedMessage`. A frame without the field is accepted,
+since other releases may omit it. The checksum detects damage, not malice; keys protect against malice.
 """
 
 import zlib
@@ -30,11 +29,11 @@ LONGEST_REASON = 200
 MAX_BATCH = 16  # messages in a frame of several
 BATCH_BYTES = 64 << 10  # of a control frame of several; a longer message goes alone
 
-# What is said of every block or request may go several to a frame, since a frame costs far more than what is in it.
+# Messages that are sent per block may share a frame, since a frame costs far more than its content.
 BATCHED = (Pull, SlotFree, SlabBlock)
 _Size = msgspec.Meta(min_length=1, max_length=MAX_BATCH)
-# The types of messages of either direction and plane: what is none of them is of another release, what is one and in the
-# wrong place is a fault.
+# All message types of both planes. A type outside of this set comes from another release; a known type in the wrong place
+# is a fault.
 TYPES = frozenset(
     kind.__name__ for union in (ControlUp, ControlDown, KVUp, KVDown) for kind in get_args(union)
 )
@@ -50,7 +49,7 @@ def encode(message: Message) -> bytes:
 
 
 def pack(message: Message) -> bytes:
-    """A message that waits for its frame."""
+    """A message as MessagePack, to be framed later."""
     return msgspec.msgpack.encode(message)
 
 
@@ -74,7 +73,7 @@ def framed(packed: Sequence[bytes]) -> bytes:
 
 
 def first_batch(waiting: Iterable[bytes], *, takes_several: bool) -> list[bytes]:
-    """Of packed messages those that leave next, in one frame: the first alone for a peer that does not take several."""
+    """The packed messages for the next frame: only the first when the peer does not accept batches."""
     batch: list[bytes] = []
     num_bytes = 0
     for packed in waiting:
@@ -86,7 +85,10 @@ def first_batch(waiting: Iterable[bytes], *, takes_several: bool) -> list[bytes]
 
 
 def send_waiting(waiting: deque[bytes], transmit: Callable[[bytes], bool], *, takes_several: bool) -> bool:
-    """Transmits packed messages, in as few frames as the peer takes; False when it took no more, and the rest waits."""
+    """Transmits packed messages in as few frames as possible.
+
+    False when `transmit` refused a frame; the rest stays queued.
+    """
     while waiting:
         batch = first_batch(waiting, takes_several=takes_several)
         if not transmit(framed(batch)):
@@ -102,7 +104,7 @@ def messages_of(decoded: T | tuple[T, ...]) -> tuple[T, ...]:
 
 
 def _with_place_for_sum(data: bytes) -> bytes:
-    """A map of one field more, whose value is to follow."""
+    """The map with one more field, whose value follows."""
     head = data[0]
     if head < FIXMAP_MAX:
         return b"".join((bytes((head + 1,)), data[1:], CRC_MARK))
@@ -125,8 +127,8 @@ class Decoder(Generic[T]):
         return f"Decoder(max_bytes={self._max_bytes})"
 
     def decode(self, frame: bytes | memoryview | zmq.Frame) -> T:
-        """The message in `frame`. Raises RemoteProtocolError for whatever is not exactly one message of the union, and
-        DamagedMessage for a frame that is not as it was sent.
+        """The message in `frame`. Raises DamagedMessage for a wrong checksum and RemoteProtocolError for anything else that is
+        not exactly one message of the union.
         """
         data = frame.buffer if isinstance(frame, zmq.Frame) else frame
         size = len(data)
@@ -142,14 +144,14 @@ class Decoder(Generic[T]):
 
 
 def is_damaged(data: bytes | memoryview) -> bool:
-    """Whether a frame has a checksum and it is not that of its bytes."""
+    """Whether a frame has a checksum that does not match its bytes."""
     if data[-CRC_BYTES - len(CRC_MARK) : -CRC_BYTES] != CRC_MARK:
         return False
     return zlib.crc32(data[:-CRC_BYTES]) != int.from_bytes(data[-CRC_BYTES:], "big")
 
 
 class _Kind(msgspec.Struct):
-    """Of a message its type alone."""
+    """The type of a message, without its other fields."""
 
     type: str
 
@@ -164,8 +166,8 @@ class BatchDecoder(Decoder[T | tuple[T, ...]], Generic[T]):
         self._kind = msgspec.msgpack.Decoder(_Kind)
 
     def messages(self, frame: bytes | memoryview | zmq.Frame) -> tuple[tuple[T, ...], int]:
-        """(the messages of `frame`, how many beside them are of types that nobody here knows). Raises as `decode` does: a
-        frame of one message of an unknown type, and any in which something else is wrong, is refused as a whole.
+        """(messages of `frame`, number of skipped messages of unknown type). Raises as `decode` does: a frame with a single
+        message of unknown type, or with any other fault, is refused as a whole.
         """
         try:
             return messages_of(self.decode(frame)), 0
@@ -176,7 +178,7 @@ class BatchDecoder(Decoder[T | tuple[T, ...]], Generic[T]):
             return found
 
     def _known(self, data: bytes | memoryview) -> tuple[tuple[T, ...], int] | None:
-        """As `messages`, of a frame that has an unknown type in it; None where it has other faults, or is no array."""
+        """As `messages`, for a frame with an unknown type; None if it has other faults or is not an array."""
         try:
             parts = self._parts.decode(data)
             known = [part for part in parts if self._kind.decode(part).type in TYPES]
@@ -191,22 +193,22 @@ def decoder(union_type: object, max_bytes: int) -> Decoder[T]:
 
 
 def control_up_decoder(max_bytes: int = CONTROL_MAX_FRAME) -> BatchDecoder[ControlUp]:
-    """For the router: what workers send, one message to a frame or several."""
+    """For the router: decodes frames of workers."""
     return BatchDecoder(ControlUp, ControlUp, max_bytes)
 
 
 def control_down_decoder(max_bytes: int = CONTROL_MAX_FRAME) -> BatchDecoder[ControlDown]:
-    """For a worker: what the router sends, likewise."""
+    """For a worker: decodes frames of the router."""
     return BatchDecoder(ControlDown, ControlDown, max_bytes)
 
 
 def kv_up_decoder(max_bytes: int = KV_MAX_BYTES) -> Decoder[KVUp]:
-    """For prefill: what decode sends."""
+    """For prefill: decodes messages of decode."""
     return Decoder(KVUp, max_bytes)
 
 
 def kv_down_decoder(max_bytes: int = KV_MAX_BYTES) -> Decoder[KVDown]:
-    """For decode: what prefill sends."""
+    """For decode: decodes messages of prefill."""
     return Decoder(KVDown, max_bytes)
 
 
@@ -221,19 +223,19 @@ def kv_down_frames() -> BatchDecoder[KVDown]:
 
 
 def unknown_messages(num: int) -> str:
-    """The line about messages of a frame that were left out."""
+    """The log line about skipped messages of a frame."""
     return f"{num} messages of unknown types in a frame of several"
 
 
 def is_unknown(error: Exception) -> bool:
-    """Whether a message, as far as it was read, has no other fault than its type."""
+    """Whether the only fault found in a message is its type."""
     return isinstance(error, msgspec.ValidationError) and str(error).startswith(
         "Invalid value"
     )  # it quotes the tag
 
 
 def _reason(error: Exception) -> str:
-    """One printable line about `error` that holds none of the peer's bytes."""
+    """One printable line about `error` without any of the peer's bytes."""
     if is_unknown(error):
         return "unknown message type"
     if isinstance(error, msgspec.ValidationError):

@@ -1,9 +1,9 @@
 """API keys of clients: one JSON file that holds no secret.
 
-A key is `bk-<8 hex digits>-<43 letters>`: the digits name its entry, the rest is 256 random bits, of which the file has the
-SHA-256 only (a slow hash would protect guessable secrets, and these are not). An entry says who the key's owner is, which
-tenant it belongs to and what it may ask for; 0 stands for no limit. The file is read again when it changes, and a change
-that cannot be read leaves the keys as they were.
+A key is `bk-<8 hex digits>-<43 letters>`. The digits identify its entry; the letters encode 256 random bits. The file holds
+only their SHA-256: a slow hash protects guessable secrets, and these are random. An entry names the owner, the tenant and
+the limits, where 0 means unlimited. The file is reloaded when it changes. If the new content is invalid, the previous keys
+stay in force.
 """
 
 import hashlib
@@ -22,8 +22,8 @@ from .keyring import Name, read_owned, write_owned
 
 logger = logging.getLogger(__name__)
 
-LONGEST_KEY = 128  # characters that are looked at
-LOOK_AGAIN_S = 0.25  # how long a file counts as unchanged
+LONGEST_KEY = 128  # characters; the rest of a longer one is ignored
+LOOK_AGAIN_S = 0.25  # between two checks whether the file changed
 NOTHING = "0" * 64
 
 Limit = Annotated[int, Meta(ge=0, le=2**31 - 1)]
@@ -31,7 +31,7 @@ Priority = Annotated[int, Meta(ge=-100, le=100)]
 
 
 class ApiKey(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """One entry."""
+    """One entry of the file."""
 
     id: Annotated[str, Meta(pattern=r"^[0-9a-f]{8}\Z")]
     name: Name
@@ -53,7 +53,7 @@ class ApiKey(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit
 
     @property
     def salt(self) -> str:
-        """What keeps this tenant's prefixes apart from others'."""
+        """Separates the prefix caches of tenants: a hash of the tenant's name, 32 hex digits."""
         tenant = self.tenant or self.name
         return hashlib.blake2b(tenant.encode(), digest_size=16, person=b"baton tenant").hexdigest()
 
@@ -76,7 +76,7 @@ def hash_of(key: str) -> str:
 
 
 def read_api_keys(path: Path) -> list[ApiKey]:
-    """The entries. Raises ConfigError, also when others could have written the file."""
+    """The entries. Raises ConfigError for an invalid file, and for one that other users can write."""
     keys = read_owned(
         path, ApiKeysFile, forbidden=0o022, fault="writable by others", remedy=f"chmod go-w {path}"
     ).keys
@@ -91,7 +91,10 @@ def write_api_keys(path: Path, keys: list[ApiKey]) -> None:
 
 
 class ApiKeys:
-    """The file as it is now. `clock` tells seconds since the epoch, `monotonic` when to look at the file again."""
+    """The current content of the file.
+
+    `clock` gives seconds since the epoch, `monotonic` seconds for the reload interval.
+    """
 
     def __init__(self, path: Path, clock: Callable[[], float], monotonic: Callable[[], float]) -> None:
         self.path = path
@@ -104,7 +107,10 @@ class ApiKeys:
         return f"ApiKeys({self.path}, {len(self._entries)} keys)"
 
     def find(self, presented: str) -> ApiKey | None:
-        """The entry of a key that is valid now. It takes as long for others, so timing tells no byte of a secret."""
+        """The entry of a currently valid key, else None.
+
+        Takes constant time, so that timing reveals nothing about a secret.
+        """
         self._look()
         entry = self._entries.get(presented[3:11]) if len(presented) <= LONGEST_KEY else None
         digest = hash_of(presented[:LONGEST_KEY])

@@ -1,10 +1,10 @@
-"""How KV blocks are protected on the wire, and which way a pair of workers takes.
+"""Protection of KV blocks on the wire, and how a pair of workers agrees on it.
 
-    aes-128-gcm   sealed, over a plain connection of their own; keys are agreed over the CURVE link
-    curve         over the CURVE link itself, which costs several times the CPU of aes-128-gcm
-    crc32c        checked for accidents only: for links that nobody else can reach, or that the operator trusts
+    aes-128-gcm   sealed blocks over a separate plain connection; the keys travel over the CURVE link
+    curve         blocks over the CURVE link itself, at several times the CPU cost of aes-128-gcm
+    crc32c        a checksum against accidents only, for links that the operator trusts
 
-Prefill chooses the first of its own ways that decode accepts too.
+Prefill chooses the first of its own ciphers that decode also accepts.
 """
 
 from collections.abc import Sequence
@@ -19,9 +19,9 @@ CHOICES = (AUTO, AES_128_GCM, CURVE, CRC32C)
 
 
 def ciphers_of(choice: str, *, has_keys: bool, trusted_network: bool) -> tuple[str, ...]:
-    """What a worker accepts under its settings, the best first; with keys nothing that others could read or change.
+    """The ciphers that a worker accepts, best first. With keys, `auto` yields only ciphers that hide and authenticate blocks.
 
-    Raises ConfigError for a choice that the other settings do not bear.
+    Raises ConfigError for a choice that contradicts the other settings.
     """
     if choice == AUTO:
         return (AES_128_GCM, CURVE) if has_keys else (CRC32C,)
@@ -40,13 +40,13 @@ def ciphers_of(choice: str, *, has_keys: bool, trusted_network: bool) -> tuple[s
 
 
 def accepted(ciphers: Sequence[str], *, has_keys: bool) -> tuple[str, ...]:
-    """`ciphers`, or without any the best for a link. A block's key never travels over a link that is not CURVE."""
+    """`ciphers`, or the default of the link when it is empty. Block keys travel over CURVE links only."""
     assert has_keys or set(ciphers) <= {CRC32C}, "without keys blocks can only have a digest"
     return tuple(ciphers) or ciphers_of(AUTO, has_keys=has_keys, trusted_network=False)
 
 
 def agree_cipher(ours: Sequence[str], theirs: Sequence[str]) -> str:
-    """The first of ours that they accept; who names none accepts crc32c. Raises HandshakeRefused, showing both."""
+    """The first of `ours` in `theirs`; an empty `theirs` means crc32c. Raises HandshakeRefused, which shows both lists."""
     accepted = tuple(theirs) or (CRC32C,)
     for cipher in ours:
         if cipher in accepted:

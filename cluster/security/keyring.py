@@ -1,11 +1,11 @@
-"""Keys on disk: this host's own key pairs, and the list of the peers that it admits.
+"""Keys on disk: the key pairs of this host, and the list of admitted peers.
 
     DIR/prefill.key   a key pair, mode 0600; likewise router.key and decode.key, for the roles that run on this host
     DIR/peers.json    every admitted public key with role and name, and the moment after which it is refused
 
-Keys are CURVE keys of 32 bytes, written as 64 hex digits so that they survive a shell and an address. A peer may have
-several keys while one replaces another; the newest stands last. One key has one role and one name. `peers.json` is read
-again when it changes, so a peer is added or revoked without a restart; connections that exist are not cut.
+Keys are CURVE keys of 32 bytes, written as 64 hex digits, which need no quoting in shells and addresses. A peer may have
+several keys while one replaces another; the newest comes last. A key has one role and one name. `peers.json` is reloaded
+when it changes, so peers are added and revoked without a restart. Existing connections are not closed.
 """
 
 import os
@@ -45,7 +45,7 @@ class Peer(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_d
 
     @property
     def user(self) -> str:
-        """Who this is, as the router reads it from every message: `prefill/p0`."""
+        """The identity that ZAP attaches to every message of this peer: `prefill/p0`."""
         return f"{self.role}/{self.name}"
 
     def is_valid(self, now: float) -> bool:
@@ -73,7 +73,10 @@ class KeyFile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class Curve:
-    """The keys of one socket, 32 bytes each. Without `server`, the key of who is called, the socket is the one called."""
+    """The keys of one socket, 32 bytes each.
+
+    `server` is the server's public key on a client socket, None on a server socket.
+    """
 
     public: bytes
     secret: bytes = field(repr=False)
@@ -118,17 +121,17 @@ class AllowList:
 
 @dataclass(frozen=True)
 class Keyring:
-    """What a process needs to prove who it is and to know others."""
+    """The own key pair of a process, and the peers that it admits."""
 
     own: KeyFile
     peers: AllowList
 
     def called(self) -> Curve:
-        """The keys of a socket that others connect to."""
+        """The keys of a server socket."""
         return Curve(bytes.fromhex(self.own.public), bytes.fromhex(self.own.secret))
 
     def calling(self, public: str) -> Curve:
-        """The keys of a socket that connects to the owner of `public`, and to nobody else."""
+        """The keys of a client socket that connects only to the owner of `public` (64 hex digits)."""
         return Curve(bytes.fromhex(self.own.public), bytes.fromhex(self.own.secret), bytes.fromhex(public))
 
 
@@ -145,7 +148,7 @@ def load_keyring(directory: str, role: str) -> Keyring | None:
 
 
 def with_key(endpoint: str, public: str) -> str:
-    """An endpoint that says whose key answers there: `tcp://10.0.0.2:7200#<64 hex digits>`."""
+    """An endpoint with the public key of its server: `tcp://10.0.0.2:7200#<64 hex digits>`."""
     return f"{endpoint}#{public}"
 
 
@@ -210,7 +213,10 @@ def end_of(seconds: float, now: float) -> datetime:
 
 
 def read_owned(path: Path, kind: type[T], *, forbidden: int, fault: str, remedy: str) -> T:
-    """A JSON file of ours. The open file is asked for its owner and mode, so none can be swapped in between."""
+    """Reads a JSON file. Owner and mode are checked on the open file, so it cannot be swapped in between.
+
+    Raises ConfigError.
+    """
     try:
         with path.open("rb") as file:
             found = os.fstat(file.fileno())
@@ -233,7 +239,7 @@ def read_owned(path: Path, kind: type[T], *, forbidden: int, fault: str, remedy:
 
 
 def write_owned(path: Path, content: Struct) -> None:
-    """Writes beside the file and renames, so that a reader sees the old content or the new one."""
+    """Writes a temporary file and renames it, so that a reader sees the old content or the new. Raises ConfigError."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
