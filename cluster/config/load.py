@@ -49,9 +49,8 @@ def load_config(
 ) -> C:
     """The config of one role from `argv` (without the program name), `env` and the file that `--config` names.
 
-    `defaults` stand in for the defaults of the fields. With `warns`, a BATON_* variable that no role knows and a setting
-    that others override cause a warning (not in a child of `up`, which has warned already). Raises ConfigError; exits the process with 0
-    on --help.
+    `defaults` replace the defaults of the fields. With `warns`, an unknown BATON_* variable and a setting without effect are
+    logged as warnings; children of `up` do not repeat the latter. Raises ConfigError; exits the process with 0 on --help.
     """
     if warns:
         warn_unknown_variables(env)

@@ -127,8 +127,9 @@ class Decoder(Generic[T]):
         return f"Decoder(max_bytes={self._max_bytes})"
 
     def decode(self, frame: bytes | memoryview | zmq.Frame) -> T:
-        """The message in `frame`. Raises DamagedMessage for a wrong checksum and RemoteProtocolError for anything else that is
-        not exactly one message of the union.
+        """The message in `frame`.
+
+        Raises DamagedMessage for a wrong checksum, RemoteProtocolError for anything but one message of the union.
         """
         data = frame.buffer if isinstance(frame, zmq.Frame) else frame
         size = len(data)

@@ -19,7 +19,7 @@ CHOICES = (AUTO, AES_128_GCM, CURVE, CRC32C)
 
 
 def ciphers_of(choice: str, *, has_keys: bool, trusted_network: bool) -> tuple[str, ...]:
-    """The ciphers that a worker accepts, best first. With keys, `auto` yields only ciphers that hide and authenticate blocks.
+    """The ciphers that a worker accepts, best first. With keys, `auto` yields no ciphers in the clear.
 
     Raises ConfigError for a choice that contradicts the other settings.
     """

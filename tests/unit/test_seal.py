@@ -11,8 +11,8 @@ from baton.cluster.errors import (
     LocalProtocolError,
     RemoteProtocolError,
 )
-from baton.cluster.net.handshakes import tickets as module
 from baton.cluster.protocol.messages import Announce, KVWelcome, Layout
+from baton.cluster.security import tickets as module
 from baton.cluster.security.ciphers import AES_128_GCM, CRC32C, CURVE, agree_cipher, ciphers_of
 from baton.cluster.security.tickets import MAX_PER_USER, TICKET_S, Tickets
 from baton.kvtransfer import seal
