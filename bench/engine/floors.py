@@ -1,4 +1,4 @@
-"""What a forward cannot do without: bytes through device memory and operations, over the ceilings of the same run.
+"""Lower bounds for the time of a forward: bytes and operations it needs, at the rates measured in the same run.
 
 A pass reads every weight that it uses and the KV of its context once and computes its matrix products; it takes at least
 the longer of the two times. Activations and logits are not counted: a faster kernel could keep them on the chip.

@@ -1,4 +1,4 @@
-"""What stands beside the router in `baton bench router`: an HTTP backend that answers at once, and proxies before it."""
+"""The comparison of `baton bench router`: an HTTP backend that answers at once, and proxies in front of it."""
 
 import asyncio
 import shutil

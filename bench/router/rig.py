@@ -1,4 +1,4 @@
-"""What `baton bench router` starts and looks at: routers with workers that answer at once, wrk, and times of processes."""
+"""Test setup of `baton bench router`: routers with workers that answer at once, wrk, and CPU times of processes."""
 
 import re
 import secrets

@@ -1,7 +1,7 @@
 """Clients of many streams at once, and one that never reads: `python -m baton.bench.router.streams PORT KEY STREAMS TOKENS`.
 
-Opens so many streams, says when all have begun, reads them to the end and says how many chunks came. With STREAMS 0 it opens
-one, reads nothing, and waits to be ended.
+Opens STREAMS streams, reports when all have started, reads them to the end and reports the number of chunks. With STREAMS 0
+it opens one stream, reads nothing and waits to be killed.
 """
 
 import asyncio

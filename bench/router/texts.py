@@ -1,7 +1,7 @@
-"""What wrk sends to the router: one same body of token ids, or chats of which no two are the same.
+"""Request bodies for wrk: one constant body of token ids, or chats that are all different.
 
-A router may remember what it met before, so a chat is one of a thousand pieces of English prose, of Python's own manual,
-with three words in it that nobody has sent before.
+A router may cache text that it has seen, so each chat is one of a thousand excerpts of English prose (Python's manual) with
+three new words in it.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""From calls to figures. All times in milliseconds.
+"""Computes latency and throughput figures from calls. All times are in milliseconds.
 
 TTFT   due to first token. "Due" is when the request was sent in a closed loop, when it should have been in an open one
 ITL    gap between two events of a stream that brought tokens: what a reader sees. One event may bring several

@@ -1,10 +1,10 @@
-"""How `baton bench serve` makes load. The clock is the event loop's.
+"""Schedules the requests of `baton bench serve`. The clock is the event loop's.
 
-closed loop   `width` clients, each asks again when its answer is whole. A slow endpoint is asked less often: a figure of
-              its capacity, and of latency at that many clients
-open loop     requests begin at the moments of a Poisson process, whatever became of those before. Latencies count from
-              those moments and not from when this process got round to sending, so a stall of either side is in the
-              figures (coordinated omission, G. Tene)
+closed loop   `width` clients; each sends its next request when its answer is complete. A slow endpoint gets fewer
+              requests: this measures capacity, and latency at a given concurrency
+open loop     requests start at the times of a Poisson process, independent of earlier requests. Latency counts from
+              these times and not from the actual send, so that a stall of either side is included (no coordinated
+              omission, G. Tene)
 """
 
 import asyncio

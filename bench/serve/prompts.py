@@ -1,4 +1,4 @@
-"""What `baton bench serve` asks: random tokens of given lengths, or the lines of a file."""
+"""Prompts of `baton bench serve`: random tokens of given lengths, or the lines of a file."""
 
 import json
 import random

@@ -1,4 +1,4 @@
-"""What an endpoint of ours says of itself while it is loaded: the difference of two readings of its /metrics."""
+"""Server-side figures of a baton endpoint under load: the difference of two readings of its /metrics."""
 
 from collections.abc import Mapping, Sequence
 

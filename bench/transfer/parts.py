@@ -1,4 +1,4 @@
-"""What both processes of `baton bench transfer` share: the ways that are measured, and the memory that is moved."""
+"""Shared by both processes of `baton bench transfer`: the measured transports, and the memory that is moved."""
 
 from dataclasses import dataclass
 

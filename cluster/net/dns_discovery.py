@@ -1,7 +1,7 @@
-"""Routers that are found by name: every address of `dns+tcp://NAME:PORT` is a router, and the name is asked again.
+"""Finds routers by DNS: every address of `dns+tcp://NAME:PORT` is a router. The name is resolved periodically.
 
-libzmq resolves a name itself, but takes the first address alone, and asks in the thread that moves all messages: while a
-resolver does not answer, nothing else moves. Here a thread of its own asks, and what it found is taken when it is there.
+libzmq can resolve names too, but uses only the first address and blocks its I/O thread while the resolver is slow. Here a
+separate thread resolves, and the owner of the links takes the result.
 """
 
 import logging
@@ -30,7 +30,7 @@ def addresses_of(name: str, port: int) -> list[str]:
 
 
 class RouterDiscovery:
-    """Asks for the names among `endpoints` from `start` to `close`; `take` is for the thread that dials."""
+    """Resolves the names among `endpoints` from `start` to `close`. The thread that opens links calls `take`."""
 
     def __init__(
         self, endpoints: Sequence[str], *, resolve: Resolve = addresses_of, ask_s: float = ASK_S
@@ -67,7 +67,7 @@ class RouterDiscovery:
         return found
 
     def ask(self) -> None:
-        """One question for each name. What fails is what it was before, so that no worker leaves its routers for it."""
+        """Resolves each name once. A name that fails keeps its previous addresses, so that workers keep their routers."""
         for name in self._names:
             host, _, port = name.rpartition(":")
             try:

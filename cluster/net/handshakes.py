@@ -44,9 +44,9 @@ class SocketMonitor:
 
 
 class HandshakeMonitor:
-    """Counts and logs the connections to a socket that ended before they began; ZAP logs the keys that it refused.
+    """Counts and logs failed handshakes of a server socket. Refused keys are logged by `security.zap`.
 
-    `num_left` counts those that ended later: the system closes them for a process that dies.
+    `num_left` counts established connections that ended, for instance because the peer process died.
     """
 
     def __init__(self, watched: Socket) -> None:

@@ -1,8 +1,8 @@
-"""A worker's links to its routers, each with a number that no other link gets: those it was told, and those found by name.
+"""A worker's links to its routers: configured endpoints, and addresses discovered by DNS.
 
-A link begins when an address is found and ends when the address is no longer found and nobody answers there: a router
-that drains leaves the name first, and its streams last as long as it does. A number is never used again, since the rooms
-of a router that left may still be on their way out of the worker.
+A link is opened when its address is found. It is closed when DNS no longer lists the address and the router no longer
+answers: a draining router leaves DNS first and serves its streams to their end. Each link has a number that is never reused,
+since rooms of a departed router may still be ending in the worker.
 """
 
 import itertools

@@ -1,8 +1,8 @@
-"""Every ZeroMQ socket of baton is made, bound, connected, read and written here.
+"""Creates, binds, connects, reads and writes every ZeroMQ socket of baton.
 
-The settings bound memory (frame size, queued messages), time (linger, handshake, sends) and detection of dead peers
-(heartbeats), on every socket alike. A socket belongs to one thread. With keys a link is CURVE and both ends are known;
-without them, binding beyond this host needs the operator's word that the network is trusted.
+All sockets share limits on memory (frame size, queued messages) and time (linger, handshake, sends), and heartbeats that
+detect dead peers. A socket belongs to one thread. With keys a link uses CURVE and authenticates both ends. Without keys, a
+bind address beyond loopback requires `--trusted-network`.
 """
 
 import asyncio
@@ -59,7 +59,7 @@ def make_socket(
 ) -> Socket:
     """A socket of type `kind` (zmq.ROUTER, zmq.DEALER, ...) with baton's settings; authenticated and encrypted by `curve`.
 
-    With a `ticket` of `Tickets` it shows that to whom it connects; with "" it is connected to, by who shows one.
+    Client sockets present `ticket` in the handshake. An empty ticket makes a server socket that requires one.
 
     A peer's frame of more than `max_frame` bytes closes its connection. At most `high_water` messages are queued per
     peer to be sent, and in a ROUTER RECEIVE_HIGH_WATER that came. A DEALER queues nothing for a peer that is not connected:
@@ -96,7 +96,7 @@ def make_socket(
 
 
 def _set_keys(socket: Socket, curve: Curve) -> None:
-    """By default libzmq admits every key when nobody answers its questions; enforcing the domain turns that round."""
+    """Enforces the ZAP domain: by default libzmq admits every key when no ZAP handler answers."""
     socket.setsockopt(zmq.CURVE_SECRETKEY, curve.secret)
     if curve.server is None:
         socket.setsockopt(zmq.CURVE_SERVER, 1)
@@ -108,7 +108,7 @@ def _set_keys(socket: Socket, curve: Curve) -> None:
 
 
 def _set_ticket(socket: Socket, ticket: str) -> None:
-    """PLAIN, in ZeroMQ's words: who has no ticket is refused in the handshake, before a single message of his is read."""
+    """Uses ZeroMQ's PLAIN mechanism: a peer without a valid ticket is refused before any message of it is read."""
     if ticket:
         socket.setsockopt(zmq.PLAIN_USERNAME, TICKET_USER)
         socket.setsockopt(zmq.PLAIN_PASSWORD, ticket.encode())

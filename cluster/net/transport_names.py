@@ -1,7 +1,7 @@
-"""The ways that KV blocks travel between a prefill and a decode worker, by name.
+"""Names of the transports for KV blocks, and how a pair of workers agrees on one.
 
-Each side names those that it can and may use, and prefill picks the best one that both name. `zmq_blocks` works between
-any two hosts, so every worker names it and every other way falls back to it.
+Each side lists the transports that it supports and allows; prefill picks the best common one. `zmq_blocks` works between
+any two hosts, so every worker lists it, and the other transports fall back to it.
 """
 
 import os

@@ -8,7 +8,7 @@ MAX_SUBJECTS = 256
 
 
 class LogThrottle:
-    """Says whether a subject is due for another log line. Remembers a bounded number of subjects."""
+    """Decides whether a subject may be logged again. Remembers at most MAX_SUBJECTS subjects."""
 
     def __init__(self, quiet_s: float = QUIET_S, clock: Callable[[], float] = time.monotonic) -> None:
         self._quiet_s = quiet_s
@@ -16,7 +16,7 @@ class LogThrottle:
         self._said: dict[str, float] = {}
 
     def is_due(self, subject: str) -> bool:
-        """True at the first time, and again when the subject was left alone for `quiet_s`."""
+        """True for the first line about a subject, and again once `quiet_s` has passed since the last one."""
         now = self._clock()
         if now - self._said.get(subject, float("-inf")) < self._quiet_s:
             return False

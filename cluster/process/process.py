@@ -58,9 +58,9 @@ def run_phases(phases: Sequence[Phase], clock: Callable[[], float] = time.monoto
 
 
 class Shutdown:
-    """What the operator wants, as two events. `drain` is set by the first SIGTERM or SIGINT, `stop` by the second.
+    """Shutdown requests as two events. The first SIGTERM or SIGINT sets `drain`, the second sets `stop`.
 
-    `on_change` is called after each, in the main thread, to wake a loop that waits for something else.
+    `on_change` runs in the main thread after each signal, to wake a waiting loop.
     """
 
     def __init__(self, on_change: Callable[[], None] | None = None) -> None:
@@ -89,7 +89,7 @@ class Shutdown:
 
 
 def run_role(prog: str, start: Callable[[], Serve], env: Mapping[str, str] = os.environ) -> int:
-    """Run one process: `start` builds everything and returns what serves until the exit code is known.
+    """Run one role: `start` builds everything and returns the function that serves and returns the exit code.
 
     Returns that code, 1 when `start` failed (one line on stderr; the traceback only with log level debug), 70 when
     serving crashed (logged with its traceback), 130 on KeyboardInterrupt.
@@ -115,7 +115,7 @@ def run_role(prog: str, start: Callable[[], Serve], env: Mapping[str, str] = os.
 
 
 def report_cannot_start(prog: str, error: Exception) -> None:
-    """The one line that says why a process did not start; before it, at log level debug, the traceback."""
+    """Writes one line to stderr with the reason why the process did not start; log level debug adds the traceback."""
     is_debug = logging.getLogger(PACKAGE).level == logging.DEBUG
     if is_debug:
         logger.debug("start failed", exc_info=error)

@@ -1,4 +1,4 @@
-"""What a process tells its service manager: ready, moving, leaving.
+"""Notifications to the service manager: ready, alive, stopping (the sd_notify protocol).
 
     READY=1        the role can be given work
     WATCHDOG=1     its scheduler loop came round; sent by that loop, at most each eighth of the manager's limit
@@ -6,8 +6,8 @@
     STATUS=...     one line for whoever asks the manager
     EXTEND_TIMEOUT_USEC=...   it is not ready yet and its loop moves: wait on
 
-One datagram each to the socket that $NOTIFY_SOCKET names; without one nothing is sent. A datagram that does not get
-through is lost: a manager that cannot listen must not stop a server.
+Each notification is one datagram to the socket named by $NOTIFY_SOCKET; without the variable nothing is sent. Failed
+datagrams are dropped: an unresponsive manager must not stop a server.
 
 Protocol: sd_notify(3) and sd_watchdog_enabled(3) of systemd.
 """
@@ -40,7 +40,7 @@ class Channel(Protocol):
 
 
 class Silence:
-    """The channel of a process that nobody manages."""
+    """The channel of a process without a service manager."""
 
     def send(self, data: bytes, patience_s: float) -> None:
         """Nothing."""
@@ -122,7 +122,7 @@ def notifier_of(env: Mapping[str, str], pid: int | None = None) -> Notifier:
 
 
 def without_manager(env: Mapping[str, str]) -> dict[str, str]:
-    """`env` for a child, which is not the process that the manager watches."""
+    """`env` for a child process, without the variables of the service manager."""
     return {name: value for name, value in env.items() if name not in VARIABLES}
 
 

@@ -1,9 +1,9 @@
-"""Ends a process whose loop does not come round, so that its supervisor starts another.
+"""Ends a process whose main loop hangs, so that its supervisor restarts it.
 
-A thread of this interpreter cannot do that while the hung one holds the interpreter's lock. Two things can: faulthandler's
-timer, a C thread that needs no lock, writes every thread's stack to stderr, and then the kernel's interval timer ends the
-process with SIGALRM, which nobody handles. The loop feeds the watchdog; what is long and honest feeds it on the way, as a
-forward does between its layers. A service manager that watches the process hears of it the same way.
+A Python thread cannot do that while the hung thread holds the interpreter lock. Two mechanisms work without the lock:
+faulthandler's C timer thread writes all stacks to stderr, then the kernel's interval timer ends the process with SIGALRM.
+The main loop feeds the watchdog. Long operations feed it as they progress, for instance a forward between its layers. Each
+feed also pings the service manager.
 """
 
 import faulthandler

@@ -1,4 +1,4 @@
-"""What the messages of every plane are made of: bounded scalars, and the base of all messages."""
+"""Bounded scalar types for message fields, and the base class of all messages."""
 
 from typing import Annotated
 

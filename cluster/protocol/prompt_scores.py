@@ -1,4 +1,4 @@
-"""Log probabilities of a prompt as the messages that carry them."""
+"""Splits the log probabilities of a prompt into PromptLogprobs messages of bounded size."""
 
 from collections.abc import Iterator, Sequence
 

@@ -1,7 +1,7 @@
-"""One-time tickets: what a peer is told over an authenticated link opens one connection of another socket, once.
+"""One-time tickets. A peer receives a ticket over an authenticated link and opens one connection to another socket with it.
 
-A ticket crosses the other connection in the clear, so it must not be worth anything afterwards. Who reads it on the wire
-and is faster than its owner gets a connection on which nothing but sealed blocks are sent.
+The ticket crosses that connection in the clear, so it is void after its first use. An eavesdropper that is faster than the
+owner gains a connection that carries only sealed blocks.
 """
 
 import secrets

@@ -1,4 +1,4 @@
-"""Why a connection with TLS did not come about, in words for who typed the URL."""
+"""Explains failed TLS connections to the user who typed the URL."""
 
 import os
 import ssl

@@ -1,7 +1,7 @@
-"""Counting that costs next to nothing while it counts: plain numbers, shown as Prometheus families when somebody asks.
+"""A cheap histogram: plain numbers, converted to a Prometheus family only when scraped.
 
-The client library's own counters and histograms take a lock for each number and look through all bounds of a histogram for
-each value; a router counts some twenty numbers per request, all of them on one thread.
+The Prometheus client takes a lock per observation and scans all bounds of a histogram. A router makes some twenty
+observations per request, all on one thread, and needs neither.
 """
 
 from bisect import bisect_left

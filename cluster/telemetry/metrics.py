@@ -1,9 +1,9 @@
-"""What the router counts, and how /metrics shows it and the workers' heartbeats, in Prometheus text format.
+"""Counters of the router, and the text of /metrics: these counters and the workers' heartbeats, in Prometheus format.
 
-The names stand in `metric_names`, and for people in docs/metrics.md.
+`metric_names` and docs/metrics.md list the names.
 
-A request is what a client sent; one with n = 8 choices counts once, when the last choice has ended, with the outcome of the
-first choice that did not end well. Tokens and bytes are summed over its choices, each of which runs through the workers.
+A client's request counts once, when its last choice has ended, with the outcome of the first failed choice. Tokens and
+bytes are summed over its choices, each of which runs through the workers.
 """
 
 import importlib.metadata

@@ -1,10 +1,10 @@
-"""A worker's own /metrics, /health and /ready: one thread that shows the condition which the scheduler loop told last.
+"""A worker's own /metrics, /health and /ready, served by one thread from the last report of the scheduler loop.
 
     /health    503 once the loop has been silent for `SILENT_S`: restart the process
     /ready     503 until the loop came round first, while the worker drains, and when it is silent: give it no work
 
-What it answers, it answers from a finished record, so that a scrape never waits for a forward and no forward for a scrape.
-One connection at a time, each for `SCRAPE_TIMEOUT_S` at most: who is slow keeps other scrapers waiting, and no worker.
+Answers come from a finished record, so that scrapes and forwards never wait for each other. Connections are served one at a
+time, for at most `SCRAPE_TIMEOUT_S` each: a slow client delays other scrapers, but not the worker.
 """
 
 import logging

@@ -1,6 +1,6 @@
-"""Spans on their way to a collector that may be slow, or away: no more than QUEUE wait, and what is lost is counted.
+"""A bounded queue of spans for a slow or absent collector: at most QUEUE spans wait, and lost spans are counted.
 
-The SDK's own processor drops without a number, and at its end it waits for the collector for as long as there are spans.
+The SDK's own processor drops spans without counting them, and its shutdown waits for the collector without a limit.
 """
 
 import threading

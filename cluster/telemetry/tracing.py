@@ -1,8 +1,8 @@
-"""Traces of requests through the processes, by the W3C's context: what a role records, whoever takes it.
+"""Traces of requests across processes, linked by the W3C trace context. This module defines what a role records.
 
-A span is recorded when its work is over, with the moments that its role knows anyway, so that nothing is measured twice and
-a process without traces does nothing. Only the router's own span of a request is begun first, since the workers' spans are
-its children: their messages carry its context. The OpenTelemetry SDK is loaded by whoever asks for traces (`otel`).
+A span is recorded after its work, from timestamps that the role keeps anyway; without tracing nothing is computed. Only the
+router's span of a request is opened in advance, since the workers' spans are its children and their messages carry its
+context. The OpenTelemetry SDK is loaded only when traces are configured (`otel`).
 """
 
 import importlib

@@ -1,7 +1,7 @@
-"""What the files of a checkpoint say without loading it: sizes of its KV, and whether they are whole.
+"""Reads a checkpoint's metadata without loading weights: KV sizes, and missing or damaged files.
 
-KV bytes of a token = 2 * layers * KV heads * head dimension * bytes of a number (keys and values). What EAGLE3 reads of a
-token = captured layers * hidden size * bytes of a number.
+KV bytes of a token = 2 * layers * KV heads * head dimension * bytes of a number (keys and values). Feature bytes of a
+token for EAGLE3 = captured layers * hidden size * bytes of a number.
 """
 
 import hashlib

@@ -1,4 +1,4 @@
-"""How a command of the terminal ends: an exit code, and one line on stderr where it failed."""
+"""Runs a terminal command: returns its exit code, and writes one line to stderr on failure."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""`baton doctor`: what would go wrong, before it does, and what to do about it.
+"""`baton doctor`: finds problems of a host or cluster before they cause failures, and names a remedy for each.
 
     baton doctor --config /etc/baton/baton.toml --keys /etc/baton/keys        this host
     baton doctor --url http://router:8000                                     and the cluster that it belongs to

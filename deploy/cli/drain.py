@@ -1,8 +1,8 @@
 """`baton drain NODE`: end a worker of this host once its requests have ended.
 
-NODE is the first digits of an instance, as `baton top` shows it, or the worker's PID. The worker is asked by SIGTERM, as
-its service manager would: it takes nothing new, ends what it has, and leaves. It is asked here and not through the router,
-so that nobody who reaches a socket can end a worker; for one of another host run the command there.
+NODE is the first digits of an instance, as `baton top` shows it, or the worker's PID. The command sends SIGTERM, as a
+service manager would: the worker accepts no new requests, finishes the running ones and exits. The router offers no such
+command, so that access to a socket is not enough to end a worker. For a worker on another host, run the command there.
 """
 
 import itertools

@@ -1,6 +1,6 @@
-"""What the doctor looks at: each check returns findings, and each finding says what to do.
+"""The checks of `baton doctor`. Each check returns findings, and each finding of a fault has a remedy.
 
-A check takes all it knows as arguments, so that a test can show it a sick host. `OK` findings say what was looked at.
+A check receives its inputs as arguments, so that tests can simulate a faulty host. `OK` findings name what was checked.
 """
 
 import importlib.metadata

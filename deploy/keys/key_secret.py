@@ -1,8 +1,8 @@
 """`baton keys secret NAME`: keys of all three roles, made inside a Kubernetes cluster and kept there as one Secret.
 
-For a Job whose service account may create Secrets and do nothing else with them. The API server decides who was first: the
-command asks to create, never to change, so that it may run again and twice at once, and keys that exist stay as they are
-(201: made, 409: there already). The keys touch no disk but a temporary directory, which the Job has in memory.
+Intended for a Job whose service account may only create Secrets. The command creates and never changes, so it may run again,
+or twice at once: the API server accepts the first request (201) and existing keys stay (409). The keys touch no disk but a
+temporary directory, which the Job keeps in memory.
 
 The request is Kubernetes' own REST API: POST /api/v1/namespaces/{namespace}/secrets, with the token, the authority and the
 namespace that a pod finds in its service account's folder.

@@ -1,4 +1,4 @@
-"""`baton keys`: make the keys of a host, and say whose keys it admits.
+"""`baton keys`: makes the keys of a host and manages the list of admitted peers.
 
     baton keys init DIR                              a key pair per role, admitting each other: for `baton up --keys DIR`
     baton keys init DIR --role prefill --name p0     on a host of its own; prints the public key

@@ -1,4 +1,4 @@
-"""What the children of `baton up` are told: the finished config of each, its command line and its environment."""
+"""Config, command line and environment of each child of `baton up`."""
 
 import dataclasses
 import logging
@@ -147,7 +147,10 @@ def child_specs(
 def child_config(
     cls: type[RoleConfig], config: UpConfig, env: Mapping[str, str], wiring: Mapping[str, Value], threads: int
 ) -> RoleConfig:
-    """What one child is told, see step 2 above. `wiring` are the endpoints, which nobody else may choose."""
+    """The config of one child, see step 2 in `launcher`.
+
+    `wiring` holds the endpoints, which no other source may override.
+    """
     flags = [f"{flag_of(name)}={as_text(value)}" for name, value in wiring.items()]
     flags += [f"--config={config.config}"] if config.config else []
     defaults: dict[str, Value] = {}

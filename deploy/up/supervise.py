@@ -1,9 +1,9 @@
-"""Child processes that are kept alive, and ended together.
+"""Keeps child processes alive and ends them together.
 
-`Supervisor.step` is called every moment and never waits: it starts what is due, notices what ended and decides what
-follows. A child that cannot start (exit code 1 in its first life) fails the whole; any other end is followed by a
-restart after a pause of 0.5 s, doubled per failure up to 30 s, with jitter; 60 s of life forgive the failures before.
-`drain` lets a first child end what it has begun while the others still work for it; `stop` ends all within 5 s.
+`Supervisor.step` is called in a loop and never blocks: it starts due children and handles those that ended. A child that
+exited before it was ready (exit code 1 on its first start) counts as failed to start and fails the cluster. Any other exit
+leads to a restart after 0.5 s, doubled per failure up to 30 s, with jitter. After 60 s of uptime the failure count is
+reset. `drain` ends the children of one role while the others keep working; `stop` ends all within 5 s.
 """
 
 import logging
