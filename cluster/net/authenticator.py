@@ -47,7 +47,9 @@ class Authenticator:
         self._thread.start()
 
     def __repr__(self) -> str:
-        return f"Authenticator({'answers' if self._thread.is_alive() else 'stopped'}, {self._rules})"
+        state = "answers" if self._thread.is_alive() else "stopped"
+        roles = "|".join(self._rules.roles)
+        return f"Authenticator({state}, roles={roles}, refused={self.num_refused})"
 
     @property
     def num_refused(self) -> int:
