@@ -10,7 +10,6 @@
 #   ROWS=F01,F08         what `make faults` plays; default: all
 #   SHARDS=6             so many of them at a time, each on two cores of its own
 #   JUDGES=openai        which judges `make judges` asks; default: all
-#   CPU_WHEELS=OPTIONS   where `make lock` finds torch without CUDA; default: --also PyTorch's CPU wheels
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
@@ -29,7 +28,13 @@ SPREAD ?= -n 2
 ROWS ?=
 JUDGES ?=
 
-CPU_WHEELS ?= --also https://download.pytorch.org/whl/cpu
+# uv reads no settings of pip; the options name all that a lock depends on
+COMPILE := $(BIN)/uv --no-config pip compile --quiet --custom-compile-command "make lock" --no-annotate --generate-hashes
+IMAGES := deploy/packaging/images
+IMAGE_PLATFORM := --python-version 3.11 --python-platform x86_64-manylinux_2_36 --only-binary :all:
+OF_IMAGE := pyproject.toml --extra otel --constraints constraints.txt $(IMAGE_PLATFORM)
+CYCLONEDX := cyclonedx-bom==7.5.0
+
 BUILDER ?= docker
 DEVICE ?= cpu
 VERSION := $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' __init__.py)
@@ -125,12 +130,13 @@ judges: install .judges/.installed
 
 # needs the network; run it after every change of constraints.txt
 lock: install
-	cd / && $(CURDIR)/$(BIN)/python -m baton.deploy.lock hashes
-	cd / && $(CURDIR)/$(BIN)/python -m baton.deploy.image_locks cpu $(CPU_WHEELS)
-	cd / && $(CURDIR)/$(BIN)/python -m baton.deploy.image_locks cuda
+	$(COMPILE) constraints.txt --universal --python-version 3.10 --no-deps -o requirements.lock
+	$(COMPILE) $(OF_IMAGE) --torch-backend cpu --no-emit-package triton -o $(IMAGES)/cpu.lock
+	$(COMPILE) $(OF_IMAGE) -o $(IMAGES)/cuda.lock
+	echo '$(CYCLONEDX)' | $(COMPILE) - $(IMAGE_PLATFORM) -o $(IMAGES)/tools.lock
 
 image:
-	$(BUILDER) build -f deploy/images/Dockerfile --build-arg DEVICE=$(DEVICE) -t baton:$(VERSION)$(filter-out -cpu,-$(DEVICE)) $(ARGS) .
+	$(BUILDER) build -f deploy/packaging/images/Dockerfile --build-arg DEVICE=$(DEVICE) -t baton:$(VERSION)$(filter-out -cpu,-$(DEVICE)) $(ARGS) .
 
 # the proxies beside it have a venv of their own; nginx and wrk come from the system
 bench-router: install model .bench-peers/.installed
@@ -142,7 +148,7 @@ bench-router: install model .bench-peers/.installed
 	@touch $@
 
 sbom: install
-	@cd / && $(CURDIR)/$(BIN)/python -m baton.deploy.lock sbom
+	@$(BIN)/uv tool run --from '$(CYCLONEDX)' cyclonedx-py requirements requirements.lock --output-reproducible --sv 1.6
 
 sim: install
 	$(BIN)/python -m baton.tests.sim.cluster_main --seeds $(SEEDS)

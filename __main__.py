@@ -6,24 +6,24 @@ import platform
 import sys
 from collections.abc import Sequence
 
-from .cluster.config_fields import did_you_mean
+from .cluster.config.fields import did_you_mean
 
 PACKAGE = "baton"
 COMMANDS = {
-    "up": (".deploy.launcher", "start router, prefill and decode workers on this host and supervise them"),
+    "up": (".deploy.up.launcher", "start router, prefill and decode workers on this host and supervise them"),
     "router": (".router.__main__", "run the router: one OpenAI-compatible endpoint in front of the workers"),
     "prefill": (".prefill.__main__", "run a prefill worker"),
     "decode": (".decode.__main__", "run a decode worker"),
-    "chat": (".deploy.chat", "chat with a running cluster in the terminal"),
-    "top": (".deploy.top", "watch a running cluster in the terminal"),
-    "demo": (".deploy.demo", "start a small cluster on this host and ask it one question"),
+    "chat": (".deploy.cli.chat", "chat with a running cluster in the terminal"),
+    "top": (".deploy.cli.top", "watch a running cluster in the terminal"),
+    "demo": (".deploy.cli.demo", "start a small cluster on this host and ask it one question"),
     "bench": (".bench.command", "measure parts of baton on this machine"),
-    "doctor": (".deploy.doctor", "find what would keep baton from serving on this host"),
-    "drain": (".deploy.drain", "end a worker of this host after its requests"),
-    "plan": (".deploy.plan", "how many workers, how long a hand-off takes, and when not to disaggregate"),
-    "deploy": (".deploy.files", "write systemd units"),
-    "keys": (".deploy.keys", "make the keys that authenticate the processes to each other"),
-    "model": (".deploy.demo_model", "fetch the demo model and print its directory"),
+    "doctor": (".deploy.cli.doctor", "find what would keep baton from serving on this host"),
+    "drain": (".deploy.cli.drain", "end a worker of this host after its requests"),
+    "plan": (".deploy.cli.plan", "how many workers, how long a hand-off takes, and when not to disaggregate"),
+    "deploy": (".deploy.packaging.files", "write systemd units"),
+    "keys": (".deploy.keys.keys", "make the keys that authenticate the processes to each other"),
+    "model": (".deploy.cli.demo_model", "fetch the demo model and print its directory"),
     "version": ("", "print versions"),
 }
 REPORTED = ("torch", "transformers", "pyzmq", "msgspec")

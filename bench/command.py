@@ -4,25 +4,25 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from ..cluster.config_fields import did_you_mean
+from ..cluster.config.fields import did_you_mean
 
 PACKAGE = "baton"
 BENCHES = {
     "checkpoint": (
-        ".bench.checkpoint",
+        ".bench.engine.checkpoint",
         "a model and a head of random weights in a real shape, to measure servers with",
     ),
     "engine": (
-        ".bench.engine",
+        ".bench.engine.bench",
         "decode, EAGLE3 and prefill steps of one engine, beside what the device could do",
     ),
     "router": (
-        ".bench.router",
+        ".bench.router.bench",
         "requests and streams through the router, with workers that answer at once, beside proxies",
     ),
-    "serve": (".bench.serve", "load on an OpenAI endpoint, closed or open loop: TTFT, ITL, goodput"),
+    "serve": (".bench.serve.bench", "load on an OpenAI endpoint, closed or open loop: TTFT, ITL, goodput"),
     "transfer": (
-        ".bench.transfer",
+        ".bench.transfer.bench",
         "throughput of the KV hand-off, per transport, beside raw sockets and memcpy",
     ),
 }

@@ -3,8 +3,8 @@
 import sys
 from collections.abc import Sequence
 
-from ..cluster.config import DecodeConfig
-from ..cluster.life import Serve
+from ..cluster.config.roles import DecodeConfig
+from ..cluster.process.process import Serve
 from ..worker.life import run_worker
 
 

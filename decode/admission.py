@@ -5,7 +5,7 @@ A room gets all of them at once or none: a refused room holds nothing, and an ad
 
 import torch
 
-from ..cluster.messages import Reserve
+from ..cluster.protocol.messages import Reserve
 from ..engine.kv.budget import STAGING_SHARE
 from ..engine.kv.page_table import pages_for
 from ..engine.kv.pool import PoolExhausted

@@ -7,7 +7,7 @@ on its position only: a prompt computed here, on prefill, or half here after a r
 
 from collections.abc import Callable, Sequence
 
-from ..cluster.messages import PromptLogprobs
+from ..cluster.protocol.messages import PromptLogprobs
 from ..engine.batch.forward_batch import ForwardOutput
 from ..engine.loader import Engine
 from ..engine.speculative.spec_decoder import StepResult, TokenLogprob

@@ -5,7 +5,7 @@ from enum import Enum
 
 import torch
 
-from ..cluster.messages import DecodeTimeline, PrefillTimeline
+from ..cluster.protocol.messages import DecodeTimeline, PrefillTimeline
 from ..worker.room import WorkerRoom
 from ..worker.room_table import RoomTable
 

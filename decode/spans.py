@@ -1,6 +1,6 @@
 """The trace spans of a decode worker: the hand-off of a room, or its prompt computed here, then its decoding."""
 
-from ..cluster.tracing import Attribute, Span
+from ..cluster.telemetry.tracing import Attribute, Span
 from ..worker.spans import attempt_attributes, span_error
 from .queues import DecodeRoom
 

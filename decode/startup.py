@@ -2,9 +2,9 @@
 
 import zmq
 
-from ..cluster.config import DecodeConfig
-from ..cluster.messages import DraftWidths, Hello
-from ..cluster.sockets import Socket
+from ..cluster.config.roles import DecodeConfig
+from ..cluster.net.sockets import Socket
+from ..cluster.protocol.messages import DraftWidths, Hello
 from ..engine.loader import Engine
 from ..kvtransfer.transport import PollableTransport
 from ..kvtransfer.transports.registry import ReceiverSetup, open_receiver

@@ -13,8 +13,8 @@ import logging
 import time
 from collections.abc import Callable
 
-from ..cluster.log import fields
-from ..cluster.messages import (
+from ..cluster.process.log import fields
+from ..cluster.protocol.messages import (
     DecodeTimeline,
     Finished,
     Reserve,
@@ -24,7 +24,7 @@ from ..cluster.messages import (
     Tokens,
     WorkerStats,
 )
-from ..cluster.trace_context import carried_by
+from ..cluster.telemetry.trace_context import carried_by
 from ..engine.loader import Engine
 from ..engine.speculative.spec_decoder import StepResult
 from ..kvtransfer.transport import Complete, Landed, Lost

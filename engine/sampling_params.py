@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """The knobs of the sampler; the wire form with the same fields is `cluster.messages.Sampling`.
+    """The knobs of the sampler; the wire form with the same fields is `cluster.protocol.messages.Sampling`.
 
     Before `min_new_tokens` output tokens no token is chosen that would end the request.
 

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-from ..cluster.fault_points import Reach
+from ..cluster.process.failpoints import Reach
 from ..engine.kv.page_order import PageOrder
 
 

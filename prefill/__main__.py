@@ -3,11 +3,11 @@
 import sys
 from collections.abc import Sequence
 
-from ..cluster.config import PrefillConfig
-from ..cluster.endpoints import advertise_fault
+from ..cluster.config.roles import PrefillConfig
 from ..cluster.errors import ConfigError
-from ..cluster.life import Serve
-from ..cluster.sockets import check_bind_address
+from ..cluster.net.endpoints import advertise_fault
+from ..cluster.net.sockets import check_bind_address
+from ..cluster.process.process import Serve
 from ..worker.life import run_worker
 
 

@@ -1,6 +1,6 @@
 """The trace span of a prefill worker: from a prompt's arrival to token 1, or to its end without token 1."""
 
-from ..cluster.tracing import Span
+from ..cluster.telemetry.tracing import Span
 from ..worker.spans import attempt_attributes, span_error
 from .queues import PrefillRoom
 

@@ -2,11 +2,11 @@
 
 import zmq
 
-from ..cluster.config import PrefillConfig
-from ..cluster.endpoints import reached_at
-from ..cluster.keyring import split_key, with_key
-from ..cluster.messages import Hello
-from ..cluster.sockets import Socket
+from ..cluster.config.roles import PrefillConfig
+from ..cluster.net.endpoints import reached_at
+from ..cluster.net.sockets import Socket
+from ..cluster.protocol.messages import Hello
+from ..cluster.security.keyring import split_key, with_key
 from ..kvtransfer.transport import PollableTransport
 from ..kvtransfer.transports.registry import SenderSetup, open_sender
 from ..worker.spans import SpansOf

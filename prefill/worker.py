@@ -13,9 +13,9 @@ import logging
 import time
 from collections.abc import Callable
 
-from ..cluster.log import fields
-from ..cluster.messages import FirstToken, Prefill, PrefillTimeline, TokenLogprob, WorkerStats
-from ..cluster.trace_context import carried_by
+from ..cluster.process.log import fields
+from ..cluster.protocol.messages import FirstToken, Prefill, PrefillTimeline, TokenLogprob, WorkerStats
+from ..cluster.telemetry.trace_context import carried_by
 from ..engine.batch.forward_batch import ForwardOutput
 from ..engine.kv.page_table import pages_for
 from ..engine.loader import Engine

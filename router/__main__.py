@@ -9,11 +9,12 @@ from contextlib import suppress
 
 import uvloop
 
-from ..cluster.config import RouterConfig, load_config
-from ..cluster.life import EXIT_OK, Shutdown, run_phases, run_role
-from ..cluster.log import configure
-from ..cluster.notify import notifier_of
-from ..cluster.watchdog import Watchdog
+from ..cluster.config.load import load_config
+from ..cluster.config.roles import RouterConfig
+from ..cluster.process.log import configure
+from ..cluster.process.process import EXIT_OK, Shutdown, run_phases, run_role
+from ..cluster.process.sd_notify import notifier_of
+from ..cluster.process.watchdog import Watchdog
 from .app import Router
 from .nursery import NurseryHandle
 from .tokenizer import Tokenizer, load_tokenizer

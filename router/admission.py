@@ -2,8 +2,8 @@
 
 from collections.abc import Collection
 
-from ..cluster.messages import YOUNG_SAMPLING_FIELDS, Sampling
-from ..cluster.sockets import CONTROL_MAX_FRAME
+from ..cluster.protocol.codec import CONTROL_MAX_FRAME
+from ..cluster.protocol.messages import YOUNG_SAMPLING_FIELDS, Sampling
 from .errors import ApiError, bad_request, context_too_long, unavailable
 from .grammar_compiler import MAX_GRAMMAR
 from .openai import COMPLETION_MAX_TOKENS

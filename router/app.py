@@ -18,16 +18,16 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from ..cluster.api_keys import ApiKeys
-from ..cluster.config import RouterConfig
-from ..cluster.endpoints import bracketed
-from ..cluster.keyring import load_keyring
-from ..cluster.life import OPERATOR_VARIABLE
-from ..cluster.log import fields
-from ..cluster.metrics import RouterMetrics
-from ..cluster.notify import Notifier
-from ..cluster.tracing import open_tracing
-from ..cluster.watchdog import Watchdog
+from ..cluster.config.roles import RouterConfig
+from ..cluster.net.endpoints import bracketed
+from ..cluster.process.log import fields
+from ..cluster.process.process import OPERATOR_VARIABLE
+from ..cluster.process.sd_notify import Notifier
+from ..cluster.process.watchdog import Watchdog
+from ..cluster.security.api_keys import ApiKeys
+from ..cluster.security.keyring import load_keyring
+from ..cluster.telemetry.metrics import RouterMetrics
+from ..cluster.telemetry.tracing import open_tracing
 from .auth import Guard
 from .control import ControlSocket
 from .dispatch import Dispatcher

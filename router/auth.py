@@ -6,7 +6,7 @@ The decision is made on the path as the request line has it, before anything is 
 
 import hmac
 
-from ..cluster.api_keys import ApiKey, ApiKeys
+from ..cluster.security.api_keys import ApiKey, ApiKeys
 from .callers import ANYONE, Caller
 from .errors import forbidden
 from .head import Fields

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
-from ..cluster.log import fields
-from ..cluster.messages import Cancel, FirstToken, Reserved, Sampling, TokenItem
+from ..cluster.process.log import fields
+from ..cluster.protocol.messages import Cancel, FirstToken, Reserved, Sampling, TokenItem
 from .policy import Need, able_pairs, is_ready, live_pairs
 from .postbox import Postbox
 from .proofs import Names, Proofs

@@ -11,22 +11,11 @@ from contextlib import suppress
 
 import zmq
 
-from ..cluster.codec import control_up_decoder, encode, unknown_messages
 from ..cluster.errors import DamagedMessage, PeerLost, RemoteProtocolError
-from ..cluster.keyring import Keyring
-from ..cluster.log import fields
-from ..cluster.messages import ControlUp, Finished, FirstToken, Hello, Rejected, Reserved, Tokens
-from ..cluster.security import (
-    MONITOR_BYTES,
-    MONITOR_PARTS,
-    Authenticator,
-    Doorway,
-    DropLog,
-    Sparingly,
-    user_of,
-)
-from ..cluster.sockets import (
-    CONTROL_MAX_FRAME,
+from ..cluster.net.authenticator import Authenticator, user_of
+from ..cluster.net.drop_log import DropLog
+from ..cluster.net.handshakes import MONITOR_BYTES, MONITOR_PARTS, HandshakeMonitor
+from ..cluster.net.sockets import (
     TOO_LONG,
     AsyncReceiver,
     Socket,
@@ -35,6 +24,11 @@ from ..cluster.sockets import (
     is_discarding,
     make_socket,
 )
+from ..cluster.process.log import fields
+from ..cluster.process.log_throttle import LogThrottle
+from ..cluster.protocol.codec import CONTROL_MAX_FRAME, control_up_decoder, encode, unknown_messages
+from ..cluster.protocol.messages import ControlUp, Finished, FirstToken, Hello, Rejected, Reserved, Tokens
+from ..cluster.security.keyring import Keyring
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +94,7 @@ class ControlSocket:
         self._socket = make_socket(
             self._context, zmq.ROUTER, curve=keyring.called() if keyring is not None else None
         )
-        self._doorway = Doorway(self._socket)
+        self._handshakes = HandshakeMonitor(self._socket)
         self._door_receiver: AsyncReceiver | None = None
         self._receiver: AsyncReceiver | None = None
         try:
@@ -115,7 +109,7 @@ class ControlSocket:
         self._on_damaged: Callable[[bytes], None] = lambda _: None
         self._on_left: Callable[[], None] = lambda: None
         self._speakers = Speakers()
-        self._sparingly = Sparingly()
+        self._log_throttle = LogThrottle()
         self._drop_log = DropLog("message dropped")
 
     def __repr__(self) -> str:
@@ -124,14 +118,14 @@ class ControlSocket:
     @property
     def num_left(self) -> int:
         """Connections that have ended since the socket was bound."""
-        return self._doorway.num_left
+        return self._handshakes.num_left
 
     @property
     def drops(self) -> dict[str, int]:
         """Messages that never became an event: no message of the protocol, or longer than one may be."""
         num_oversized = self._receiver.num_dropped if self._receiver is not None else 0
         drops = {"control_malformed": self.num_malformed, "control_oversized": num_oversized}
-        drops["control_handshakes_failed"] = self._doorway.num_failed
+        drops["control_handshakes_failed"] = self._handshakes.num_failed
         if self.authenticator is not None:
             drops |= {"control_denied": self.num_denied, **self.authenticator.counters}
         return drops
@@ -160,7 +154,7 @@ class ControlSocket:
             on_dropped=lambda: self._drop_log.say("", TOO_LONG),
         )
         self._door_receiver = AsyncReceiver(
-            self._doorway.socket, self._on_event, max_parts=MONITOR_PARTS, max_bytes=MONITOR_BYTES
+            self._handshakes.socket, self._on_event, max_parts=MONITOR_PARTS, max_bytes=MONITOR_BYTES
         )
 
     def transmit(self, identity: bytes, frame: bytes) -> bool:
@@ -175,13 +169,13 @@ class ControlSocket:
         for receiver in (self._receiver, self._door_receiver):
             if receiver is not None:
                 receiver.close()
-        self._doorway.close()
+        self._handshakes.close()
         self._socket.close()
         self._context.term()
 
     def _on_event(self, parts: list[zmq.Frame]) -> None:
         num_left = self.num_left
-        self._doorway.take(parts)
+        self._handshakes.take(parts)
         if self.num_left != num_left:
             self._on_left()
 
@@ -225,7 +219,7 @@ class ControlSocket:
 
     def _deny(self, identity: bytes, user: str, message: ControlUp, fault: str) -> None:
         self.num_denied += 1
-        if self._sparingly.is_due(user + fault):
+        if self._log_throttle.is_due(user + fault):
             logger.warning("message denied", extra=fields(user=user, instance=message.instance, reason=fault))
         if isinstance(message, Hello):
             with suppress(PeerLost):

@@ -9,9 +9,9 @@ import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
-from ..cluster.log import fields
-from ..cluster.messages import ControlUp, Goodbye, Heartbeat, Hello, TokenItem, Tokens
-from ..cluster.metrics import RouterMetrics
+from ..cluster.process.log import fields
+from ..cluster.protocol.messages import ControlUp, Goodbye, Heartbeat, Hello, TokenItem, Tokens
+from ..cluster.telemetry.metrics import RouterMetrics
 from .admission import MAX_PROMPT_TOKENS, no_pair_for
 from .canary import Canaries
 from .entries import OUTCOMES, Entry, Job, Request, Tag, addressed, new_request, tested_workers

@@ -12,9 +12,9 @@ from functools import cached_property
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ..cluster.messages import Cancel, Prefill, Reserve, Sampling
-from ..cluster.metrics import Handoff, PromptWork, RequestRecord
-from ..cluster.tracing import OpenSpan, Passing
+from ..cluster.protocol.messages import Cancel, Prefill, Reserve, Sampling
+from ..cluster.telemetry.metrics import Handoff, PromptWork, RequestRecord
+from ..cluster.telemetry.tracing import OpenSpan, Passing
 from .admission import young_fields
 from .callers import ANYONE, Caller
 from .inbox import Inbox

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ..cluster.messages import TokenLogprob
+from ..cluster.protocol.messages import TokenLogprob
 from .room_effects import Deliver
 from .stop import StopStrings
 from .tokenizer import Tokenizer

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ..cluster.messages import Cancel
+from ..cluster.protocol.messages import Cancel
 from .room_effects import Effect, Freed, Send
 
 CANCEL_AGAIN_S = 0.25  # a Cancel without Gone is repeated after so long, then after twice as long, and so on

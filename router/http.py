@@ -11,8 +11,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ..cluster.metrics import CONTENT_TYPE
-from ..cluster.trace_context import context_of
+from ..cluster.telemetry.metrics import CONTENT_TYPE
+from ..cluster.telemetry.trace_context import context_of
 from .answer import Answer
 from .api_bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from .auth import CALLER, must_ask, must_see_all

@@ -15,7 +15,7 @@ from jinja2.runtime import Context, LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-from ..cluster.log import fields
+from ..cluster.process.log import fields
 from .rendering import Chat, Setup
 from .template_rules import MAX_SOURCE, TurnedDown, metered
 from .template_steps import OPERATORS, Meter, OutOfFuel, Unusual

@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Sequence
 
-from ..cluster.messages import Cancel, FirstToken, Reserved, TokenItem
+from ..cluster.protocol.messages import Cancel, FirstToken, Reserved, TokenItem
 from .room_parts import RoomEvent
 
 NUM_ORPHANS = 1024  # rooms remembered as cancelled on a worker that still talks about them

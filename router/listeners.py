@@ -2,10 +2,10 @@
 
 import socket
 
-from ..cluster.config import RouterConfig
-from ..cluster.endpoints import bracketed
+from ..cluster.config.roles import RouterConfig
 from ..cluster.errors import StartupError
-from ..cluster.sockets import check_bind_address
+from ..cluster.net.endpoints import bracketed
+from ..cluster.net.sockets import check_bind_address
 
 SEND_BUFFER = (
     128 << 10

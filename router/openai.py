@@ -11,7 +11,7 @@ from typing import TypeVar, cast
 
 import msgspec
 
-from ..cluster.messages import Sampling
+from ..cluster.protocol.messages import Sampling
 from .api_bodies import (
     MAX_CHOICES,
     MAX_SEED,

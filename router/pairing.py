@@ -14,7 +14,7 @@ serve, and picks one. Loads are of the router's own ledger, so what was placed a
 from collections.abc import Callable, Sequence
 from random import Random
 
-from ..cluster.config_router import DECODE_POLICIES, PREFILL_POLICIES
+from ..cluster.config.router_groups import DECODE_POLICIES, PREFILL_POLICIES
 from .prefixes import PrefixIndex, Prompt
 from .registry import Worker
 

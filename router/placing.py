@@ -10,7 +10,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from random import Random
 
-from ..cluster.messages import Failed, Finished, FirstToken, Reserved
+from ..cluster.protocol.messages import Failed, Finished, FirstToken, Reserved
 from .costs import Costs
 from .entries import Entry
 from .pairing import Picker, decode_picker, held_tokens, prefill_picker

@@ -5,8 +5,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..cluster.log import fields
-from ..cluster.messages import Cancel, Hello, Rejected
+from ..cluster.process.log import fields
+from ..cluster.protocol.messages import Cancel, Hello, Rejected
 from .leftovers import Leftovers, Orphans
 from .postbox import Postbox
 from .registry import Registry, Worker

@@ -14,8 +14,16 @@ from typing import Any, TypeVar
 
 from msgspec import Struct
 
-from ..cluster.log import fields
-from ..cluster.messages import PROTOCOL_MAJOR, ControlUp, Hello, Refused, Rejected, Welcome, WorkerStats
+from ..cluster.process.log import fields
+from ..cluster.protocol.messages import (
+    PROTOCOL_MAJOR,
+    ControlUp,
+    Hello,
+    Refused,
+    Rejected,
+    Welcome,
+    WorkerStats,
+)
 from .retries import Breaker
 
 logger = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from msgspec.structs import replace
 
-from ..cluster.messages import (
+from ..cluster.protocol.messages import (
     DecodeTimeline,
     Failed,
     Finished,

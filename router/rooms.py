@@ -20,7 +20,7 @@ Whatever comes from another attempt or another worker than the attempt's own is 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from ..cluster.messages import (
+from ..cluster.protocol.messages import (
     DecodeTimeline,
     Failed,
     Finished,

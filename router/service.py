@@ -13,8 +13,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 from starlette.requests import ClientDisconnect
 
-from ..cluster.trace_context import NOWHERE, TraceContext
-from ..cluster.tracing import Tracing, Untraced
+from ..cluster.telemetry.trace_context import NOWHERE, TraceContext
+from ..cluster.telemetry.tracing import Tracing, Untraced
 from .admission import max_new_tokens, no_workers
 from .answer import Answer, Wish
 from .api_bodies import ChatBody, CompletionBody, DetokenizeBody, Message, TokenizeBody

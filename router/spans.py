@@ -3,8 +3,8 @@
 The request's has the attributes of OpenTelemetry's conventions for generative AI; what they have no name for is `baton.*`.
 """
 
-from ..cluster.messages import Sampling
-from ..cluster.tracing import Attribute, Span, Tracing
+from ..cluster.protocol.messages import Sampling
+from ..cluster.telemetry.tracing import Attribute, Span, Tracing
 from .entries import Entry, Request
 
 ROOT_ERRORS = ("failed", "timeout", "rejected")

@@ -7,8 +7,8 @@ from itertools import islice
 
 from msgspec import Struct
 
-from ..cluster.messages import DraftWidths, GraphCounts, WorkerStats
-from ..cluster.metrics import RouterRecord, WorkerRecord
+from ..cluster.protocol.messages import DraftWidths, GraphCounts, WorkerStats
+from ..cluster.telemetry.metrics import RouterRecord, WorkerRecord
 from .dispatch import Dispatcher
 from .policy import is_ready, why_not_pair
 from .proofs import PairStatus

@@ -22,7 +22,7 @@ from enum import IntEnum
 
 import msgspec
 
-from ..cluster.life import SERVING
+from ..cluster.process.process import SERVING
 from .grammar_compiler import GRAMMARS, GrammarCompiler
 from .rendering import READY, TOO_LARGE, Frames, Renderer, Setup, framed
 

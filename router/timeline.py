@@ -2,8 +2,8 @@
 
 from msgspec import Struct
 
-from ..cluster.messages import DecodeTimeline, PrefillTimeline
-from ..cluster.transports import SHM, ZMQ_BLOCKS
+from ..cluster.net.transport_names import SHM, ZMQ_BLOCKS
+from ..cluster.protocol.messages import DecodeTimeline, PrefillTimeline
 from .room_effects import Pair
 from .room_parts import Stamps
 from .rooms import Room

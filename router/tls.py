@@ -14,7 +14,7 @@ from pathlib import Path
 from cryptography import x509
 
 from ..cluster.errors import ConfigError
-from ..cluster.log import fields
+from ..cluster.process.log import fields
 
 logger = logging.getLogger(__name__)
 

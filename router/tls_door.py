@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from ..cluster.log import fields
+from ..cluster.process.log import fields
 from .errors import tls_wanted
 from .tls import Certificate
 

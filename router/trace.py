@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from msgspec import Struct
 
-from ..cluster.messages import Cancel, Failed, FirstToken, Prefill, Refused, Reserve, Reserved
+from ..cluster.protocol.messages import Cancel, Failed, FirstToken, Prefill, Refused, Reserve, Reserved
 from .room_effects import Broken, Closed, Ended, Requeued, Settled
 from .room_parts import RoomEvent
 

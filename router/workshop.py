@@ -9,7 +9,7 @@ import socket
 from collections.abc import Callable
 
 from ..cluster.errors import BatonError
-from ..cluster.log import fields
+from ..cluster.process.log import fields
 from .nursery import NurseryHandle
 from .rendering import READY, TOO_LARGE, Frames, framed
 from .template_lanes import SLOW_S, Answered, Effect, End, Failed, Fork, Lanes, Rendering, Send, SetAside

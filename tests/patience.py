@@ -15,8 +15,8 @@ def patient_with_peers():
     """Sockets, links and transports that are made here wait long for an answer; those of other processes are as ever."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("HANDSHAKE_MS", "SILENCE_MS"):
-            patch.setattr(f"baton.cluster.sockets.{name}", int(LONG_S * 1000))
-        patch.setattr("baton.cluster.control_link.LOST_AFTER_S", LONG_S)
+            patch.setattr(f"baton.cluster.net.sockets.{name}", int(LONG_S * 1000))
+        patch.setattr("baton.cluster.net.control_link.LOST_AFTER_S", LONG_S)
         for name in (
             "protocol.peer_link.ANSWER_S",
             "protocol.peer_link.GREETING_S",

@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @dataclass(frozen=True)
 class Import:
-    """One imported module: `baton.cluster.messages`, `torch.nn` or, of ours, what is named after `from . import`."""
+    """One imported module: `baton.cluster.errors`, `torch.nn` or, of ours, what is named after `from . import`."""
 
     module: str
     names: tuple[str, ...]

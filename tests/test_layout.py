@@ -158,6 +158,31 @@ def find_circles(sources: list[Source]) -> list[list[str]]:
     return sorted(sorted(circle) for circle in circles)
 
 
+def room_circles(sources: list[Source], folder: str) -> list[str]:
+    """The rooms (sub-folders, or files beside them) of a folder that reach themselves through imports."""
+
+    def room_of(module: str) -> str:
+        return ".".join(module.split(".")[:3])
+
+    known = {source.module for source in sources}
+    arrows: dict[str, set[str]] = {}
+    for source in sources:
+        if source.folder == folder:
+            targets = {room_of(t) for t, _ in source.own_targets(known) if t.startswith(f"baton.{folder}.")}
+            arrows.setdefault(room_of(source.module), set()).update(targets - {room_of(source.module)})
+    found = []
+    for start, todo in ((room, list(targets)) for room, targets in arrows.items()):
+        seen: set[str] = set()
+        while todo:
+            room = todo.pop()
+            if room not in seen:
+                seen.add(room)
+                todo += arrows.get(room, ())
+        if start in seen:
+            found.append(start)
+    return sorted(found)
+
+
 test_import_violations.__test__ = False  # type: ignore[attr-defined]
 
 
@@ -191,6 +216,20 @@ def test_tests_import_absolutely():
 
 def test_there_are_no_circles():
     assert find_circles(package_files()) == []
+
+
+@pytest.mark.parametrize("folder", ["bench", "cluster", "deploy"])
+def test_rooms_of_a_folder_form_no_circle(folder):
+    assert room_circles(package_files(), folder) == []
+
+
+def test_a_circle_of_rooms_is_seen():
+    sources = [
+        snippet("cluster/net/a.py", "from ..process.b import x"),
+        snippet("cluster/net/c.py", "import os"),
+        snippet("cluster/process/b.py", "from ..net.c import y"),
+    ]
+    assert room_circles(sources, "cluster") == ["baton.cluster.net", "baton.cluster.process"]
 
 
 def test_s1_nothing_turns_data_into_code():
@@ -231,8 +270,9 @@ def test_router_and_cluster_load_no_torch():
 # --- the laws can fail ------------------------------------------------------------------------------------------------
 
 KNOWN = {
-    "baton.cluster.messages", "baton.cluster.codec", "baton.engine.kv.pool", "baton.engine.sampler", "baton.router.app",
-    "baton.prefill.worker", "baton.decode.worker", "baton.worker.link", "baton.kernels.rope", "baton.__init__",
+    "baton.cluster.protocol.messages", "baton.cluster.protocol.codec", "baton.engine.kv.pool", "baton.engine.sampler",
+    "baton.router.app", "baton.prefill.worker", "baton.decode.worker",
+    "baton.worker.link", "baton.kernels.rope", "baton.__init__",
 }  # fmt: skip
 
 

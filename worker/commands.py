@@ -5,7 +5,7 @@ Messages for a router travel the same way as commands, control messages and tran
 
 from dataclasses import dataclass
 
-from ..cluster.messages import ControlDown
+from ..cluster.protocol.messages import ControlDown
 from ..kvtransfer.transport import Offer, PullRequest, TransportEvent
 from .room_owners import FromRouter, RouterLost
 

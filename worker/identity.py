@@ -4,9 +4,9 @@ import os
 import socket
 from collections.abc import Sequence
 
-from ..cluster.kv_messages import block_bytes_of
-from ..cluster.messages import PROTOCOL_MAJOR, YOUNG_FIELDS, DraftWidths, Hello, Layout
-from ..cluster.transports import ZMQ_BLOCKS
+from ..cluster.net.transport_names import ZMQ_BLOCKS
+from ..cluster.protocol.kv_messages import block_bytes_of
+from ..cluster.protocol.messages import PROTOCOL_MAJOR, YOUNG_FIELDS, DraftWidths, Hello, Layout
 from ..engine.kv.pool import FeaturePlane, KVPool
 from ..kvtransfer.protocol.fingerprint import pair_fingerprint
 from ..kvtransfer.transport import Planes

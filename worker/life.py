@@ -9,10 +9,11 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from ..cluster.ciphers import ciphers_of
-from ..cluster.config import WorkerConfig, load_config
-from ..cluster.life import Serve, run_role
-from ..cluster.log import configure
+from ..cluster.config.load import load_config
+from ..cluster.config.roles import WorkerConfig
+from ..cluster.process.log import configure
+from ..cluster.process.process import Serve, run_role
+from ..cluster.security.ciphers import ciphers_of
 
 C = TypeVar("C", bound=WorkerConfig)
 

@@ -15,11 +15,11 @@ from typing import TypeVar
 
 import zmq
 
-from ..cluster.control_link import LinkQueues
 from ..cluster.errors import BatonError, LocalProtocolError, StartupError
-from ..cluster.messages import ControlUp
-from ..cluster.router_links import RouterLinks
-from ..cluster.watchdog import Watchdog
+from ..cluster.net.control_link import LinkQueues
+from ..cluster.net.router_links import RouterLinks
+from ..cluster.process.watchdog import Watchdog
+from ..cluster.protocol.messages import ControlUp
 from ..kvtransfer.transport import Dropped, KVTransport, Lost, Offer, PollableTransport, PullRequest
 from .commands import Advance, Command, Drop, DropDone, LinkEvent, LinkFailed, Sourced
 from .room_owners import EVERY, FromRouter, RoomOwners, RouterLost, ToRouter

@@ -11,10 +11,10 @@ from typing import Protocol
 
 import msgspec
 
-from ..cluster.life import EXIT_CRASHED, EXIT_OK, Shutdown
-from ..cluster.log import fields
-from ..cluster.messages import ControlUp, Goodbye, Heartbeat, Welcome, WorkerStats
-from ..cluster.notify import Notifier
+from ..cluster.process.log import fields
+from ..cluster.process.process import EXIT_CRASHED, EXIT_OK, Shutdown
+from ..cluster.process.sd_notify import Notifier
+from ..cluster.protocol.messages import ControlUp, Goodbye, Heartbeat, Welcome, WorkerStats
 from .commands import Command, LinkEvent, LinkFailed
 from .room_owners import RouterLost
 

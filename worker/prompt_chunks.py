@@ -6,8 +6,8 @@ from typing import Generic, TypeVar
 
 import torch
 
-from ..cluster.messages import PromptLogprobs
-from ..cluster.scores import prompt_logprobs
+from ..cluster.protocol.messages import PromptLogprobs
+from ..cluster.protocol.prompt_scores import prompt_logprobs
 from ..engine.batch.extend_batch import extend_batch
 from ..engine.batch.forward_batch import CaptureHidden, ForwardBatch, ForwardOutput
 from ..engine.loader import Engine

@@ -10,8 +10,8 @@ from typing import ClassVar, Generic, TypeVar
 
 import msgspec
 
-from ..cluster.fault_points import Reach, unarmed
-from ..cluster.messages import (
+from ..cluster.process.failpoints import Reach, unarmed
+from ..cluster.protocol.messages import (
     Cancel,
     ControlUp,
     DecodeTimeline,

@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from enum import Enum
 
-from ..cluster.trace_context import NOWHERE, TraceContext
+from ..cluster.telemetry.trace_context import NOWHERE, TraceContext
 from ..engine.request import Request
 
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from ..cluster.log import fields
-from ..cluster.messages import (
+from ..cluster.process.log import fields
+from ..cluster.protocol.messages import (
     Cancel,
     ControlDown,
     ControlUp,

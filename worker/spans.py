@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
-from ..cluster.tracing import Attribute, Span, Tracing
+from ..cluster.telemetry.tracing import Attribute, Span, Tracing
 from .room import WorkerRoom
 
 R = TypeVar("R", bound=WorkerRoom)

@@ -7,20 +7,20 @@ from typing import ClassVar, Generic, TypeVar
 
 import zmq
 
-from ..cluster.ciphers import ciphers_of
-from ..cluster.config import WorkerConfig
-from ..cluster.endpoints import endpoints_of
-from ..cluster.fault_points import reach_of
-from ..cluster.keyring import load_keyring
-from ..cluster.life import Phase, Serve, Shutdown, run_phases
-from ..cluster.messages import DraftWidths, Hello
-from ..cluster.metrics_server import serve_metrics
-from ..cluster.notify import notifier_of
-from ..cluster.router_links import RouterLinks, dial_routers
-from ..cluster.sockets import Socket
-from ..cluster.tracing import closing, open_tracing
-from ..cluster.transports import transports_of
-from ..cluster.watchdog import Watchdog
+from ..cluster.config.roles import WorkerConfig
+from ..cluster.net.endpoints import endpoints_of
+from ..cluster.net.router_links import RouterLinks, dial_routers
+from ..cluster.net.sockets import Socket
+from ..cluster.net.transport_names import transports_of
+from ..cluster.process.failpoints import reach_of
+from ..cluster.process.process import Phase, Serve, Shutdown, run_phases
+from ..cluster.process.sd_notify import notifier_of
+from ..cluster.process.watchdog import Watchdog
+from ..cluster.protocol.messages import DraftWidths, Hello
+from ..cluster.security.ciphers import ciphers_of
+from ..cluster.security.keyring import load_keyring
+from ..cluster.telemetry.metrics_server import serve_metrics
+from ..cluster.telemetry.tracing import closing, open_tracing
 from ..engine.config import EngineConfig
 from ..engine.loader import Engine, EngineLoader
 from ..kvtransfer.memory.malloc_tuning import keep_blocks

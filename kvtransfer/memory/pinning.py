@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ...cluster.log import fields
+from ...cluster.process.log import fields
 
 logger = logging.getLogger(__name__)
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ...cluster.slab_messages import SlabBlock
+from ...cluster.protocol.slab_messages import SlabBlock
 
 Holder = tuple[str, int, int]  # room, epoch, block
 

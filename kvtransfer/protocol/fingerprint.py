@@ -5,7 +5,7 @@ Feature layers are not in it: prefill offers features, and decode takes those of
 
 import hashlib
 
-from ...cluster.messages import PROTOCOL_MAJOR
+from ...cluster.protocol.messages import PROTOCOL_MAJOR
 
 
 def pair_fingerprint(

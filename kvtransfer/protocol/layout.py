@@ -15,7 +15,7 @@ import torch
 from crc32c import crc32c
 
 from ...cluster.errors import HandshakeRefused, LocalProtocolError
-from ...cluster.messages import Layout
+from ...cluster.protocol.messages import Layout
 from ...engine.kv.layouts import MHALayout
 
 Plane = Literal["kv", "features"]

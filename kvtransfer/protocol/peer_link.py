@@ -8,9 +8,9 @@ I/O thread answers even while a forward runs.
 
 from msgspec.structs import replace
 
-from ...cluster.ciphers import AES_128_GCM, CURVE
 from ...cluster.errors import HandshakeRefused
-from ...cluster.messages import Announce, Attach, KVHello, KVRefused, KVWelcome, Pull
+from ...cluster.protocol.messages import Announce, Attach, KVHello, KVRefused, KVWelcome, Pull
+from ...cluster.security.ciphers import AES_128_GCM, CURVE
 from .layout import KVLayout, agree
 from .seal import Opener
 from .session import MAX_REPULLS, InFlight, Peer, ReceiverRoom, ReceiverState, SendMessage

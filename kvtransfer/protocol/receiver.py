@@ -8,10 +8,10 @@ lease ends a room in which nothing moves.
 
 from collections.abc import Sequence
 
-from ...cluster.ciphers import CRC32C
 from ...cluster.errors import HandshakeRefused, LocalProtocolError, RemoteProtocolError
-from ...cluster.kv_messages import PairDown
-from ...cluster.messages import (
+from ...cluster.net.transport_names import ZMQ_BLOCKS
+from ...cluster.protocol.kv_messages import PairDown
+from ...cluster.protocol.messages import (
     PROTOCOL_MAJOR,
     Abort,
     Announce,
@@ -23,8 +23,8 @@ from ...cluster.messages import (
     Pull,
     Release,
 )
-from ...cluster.slab_messages import SlabBlock
-from ...cluster.transports import ZMQ_BLOCKS
+from ...cluster.protocol.slab_messages import SlabBlock
+from ...cluster.security.ciphers import CRC32C
 from ..transport import Complete, Landed, Lost, PullRequest
 from .layout import KVLayout, Segment
 from .peer_link import PeerLink

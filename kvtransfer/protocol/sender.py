@@ -10,10 +10,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ...cluster.ciphers import AES_128_GCM, CRC32C, agree_cipher
 from ...cluster.errors import HandshakeRefused, LocalProtocolError
-from ...cluster.kv_messages import PairUp
-from ...cluster.messages import (
+from ...cluster.net.transport_names import ZMQ_BLOCKS, best_common
+from ...cluster.protocol.kv_messages import PairUp
+from ...cluster.protocol.messages import (
     PROTOCOL_MAJOR,
     Abort,
     Announce,
@@ -25,7 +25,7 @@ from ...cluster.messages import (
     Pull,
     Release,
 )
-from ...cluster.transports import ZMQ_BLOCKS, best_common
+from ...cluster.security.ciphers import AES_128_GCM, CRC32C, agree_cipher
 from ..transport import Dropped, Offer, Released
 from .layout import KVLayout, agree, feature_columns
 from .seal import KEY_BYTES, Sealer

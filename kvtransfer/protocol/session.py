@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields
 from enum import Enum
 
 from ...cluster.errors import LocalProtocolError
-from ...cluster.messages import KVDown, KVUp
+from ...cluster.protocol.messages import KVDown, KVUp
 from ..transport import Offer, PullRequest, TransportEvent
 from .layout import KVLayout, RoomStream, Segment
 from .seal import Opener, Sealer

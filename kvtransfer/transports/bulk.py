@@ -15,13 +15,11 @@ from collections import OrderedDict
 
 import zmq
 
-from ...cluster.codec import KV_MAX_BYTES
 from ...cluster.errors import ConfigError, PeerLost
-from ...cluster.keyring import split_key
-from ...cluster.log import fields
-from ...cluster.messages import KVWelcome
-from ...cluster.security import HANDSHAKE_FAILURES, Doorway, DropLog, Sparingly, Watch, failure_text, user_of
-from ...cluster.sockets import (
+from ...cluster.net.authenticator import user_of
+from ...cluster.net.drop_log import DropLog
+from ...cluster.net.handshakes import HANDSHAKE_FAILURES, HandshakeMonitor, SocketMonitor, failure_text
+from ...cluster.net.sockets import (
     BULK_HIGH_WATER,
     CONTROL_HIGH_WATER,
     Socket,
@@ -31,7 +29,12 @@ from ...cluster.sockets import (
     recv_parts,
     try_send,
 )
-from ...cluster.tickets import Tickets
+from ...cluster.process.log import fields
+from ...cluster.process.log_throttle import LogThrottle
+from ...cluster.protocol.codec import KV_MAX_BYTES
+from ...cluster.protocol.messages import KVWelcome
+from ...cluster.security.keyring import split_key
+from ...cluster.security.tickets import Tickets
 from ..protocol.session import Peer
 from .endpoint import Clock
 
@@ -73,7 +76,7 @@ class BulkPort:
             high_water=BULK_HIGH_WATER,
             ticket="",
         )
-        self._doorway = Doorway(self._socket)
+        self._handshakes = HandshakeMonitor(self._socket)
         self._drop_log = DropLog("KV message dropped")
         try:
             bound = bind(self._socket, bulk_endpoint(endpoint, port))
@@ -89,11 +92,11 @@ class BulkPort:
     @property
     def num_failed(self) -> int:
         """Connections that ended before they began."""
-        return self._doorway.num_failed
+        return self._handshakes.num_failed
 
     def sockets(self) -> list[Socket]:
         """Those that `read` reads."""
-        return [self._socket, self._doorway.socket]
+        return [self._socket, self._handshakes.socket]
 
     def ticket_for(self, peer: Peer) -> str:
         """A new ticket; from here on the peer's blocks go over its bulk connection, or wait for it."""
@@ -113,7 +116,7 @@ class BulkPort:
 
     def read(self) -> list[Peer]:
         """Reads the socket; returns the peers that have joined."""
-        self._doorway.read()
+        self._handshakes.read()
         joined = []
         for _ in range(MESSAGES_PER_TURN):
             parts = recv_parts(self._socket, 2, 2 * MAX_FRAME)
@@ -141,7 +144,7 @@ class BulkPort:
 
     def close(self) -> None:
         """Idempotent."""
-        self._doorway.close()
+        self._handshakes.close()
         self._socket.close()
 
 
@@ -160,7 +163,7 @@ class BulkLink:
             high_water=CONTROL_HIGH_WATER,
             ticket=ticket,
         )
-        self.watch = Watch(
+        self.watch = SocketMonitor(
             self.socket, HANDSHAKE_FAILURES | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
         )
         try:
@@ -213,7 +216,7 @@ class BulkLinks:
         """`max_frame`: bytes of the largest block as it comes."""
         self._context = context
         self._max_frame = max_frame
-        self._sparingly = Sparingly(clock=clock)
+        self._log_throttle = LogThrottle(clock=clock)
         self._clock = clock
         self._awaited: dict[Peer, float] = {}  # peer -> latest time to have joined
         self._links: dict[Peer, BulkLink] = {}
@@ -275,7 +278,7 @@ class BulkLinks:
         """Closes a broken link; returns whether to ask for another ticket now. A refused link waits for the silence."""
         self.close(peer)
         event, value = events[0]
-        if event != zmq.EVENT_DISCONNECTED and self._sparingly.is_due(peer):
+        if event != zmq.EVENT_DISCONNECTED and self._log_throttle.is_due(peer):
             reason = failure_text(event, value)
             logger.warning(
                 "no link for prefill's blocks", extra=fields(endpoint=split_key(peer)[0], reason=reason)

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from ...cluster.errors import PeerLost
-from ...cluster.fault_points import Reach, unarmed
-from ...cluster.security import DropLog
+from ...cluster.net.drop_log import DropLog
+from ...cluster.process.failpoints import Reach, unarmed
 from ..memory.blocks import Payload
 from ..protocol.session import Peer, SendBlock, SendMessage
 from ..transport import TransportEvent

@@ -8,10 +8,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ...cluster.ciphers import CRC32C
 from ...cluster.errors import PeerLost
-from ...cluster.messages import Layout
-from ...cluster.transports import ZMQ_BLOCKS
+from ...cluster.net.transport_names import ZMQ_BLOCKS
+from ...cluster.protocol.messages import Layout
+from ...cluster.security.ciphers import CRC32C
 from ..memory.blocks import Payload
 from ..protocol.session import LEASE_S, WINDOW, Peer
 from ..transport import Planes, TransportEvent

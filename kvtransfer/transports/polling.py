@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import zmq
 
-from ...cluster.sockets import Socket
+from ...cluster.net.sockets import Socket
 from ..transport import TransportEvent
 from .endpoint import Clock, Endpoint, Queued
 

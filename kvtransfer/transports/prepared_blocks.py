@@ -1,6 +1,6 @@
 """Blocks that are ready to go out as messages, and wait because their connection takes nothing now."""
 
-from ...cluster.messages import Block
+from ...cluster.protocol.messages import Block
 from ..memory.blocks import BlockReader, Payload
 from ..protocol.layout import block_digest
 from ..protocol.seal import BlockName

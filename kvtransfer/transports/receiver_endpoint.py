@@ -7,13 +7,13 @@ import time
 from collections.abc import Sequence
 from itertools import islice, takewhile
 
-from ...cluster.ciphers import CRC32C
-from ...cluster.codec import BATCHED, encode, encode_batch, kv_down_frames, unknown_messages
 from ...cluster.errors import DigestMismatch, LocalProtocolError, RemoteProtocolError
-from ...cluster.kv_messages import PairDown
-from ...cluster.messages import Block, KVWelcome, Layout, Release
-from ...cluster.slab_messages import SlabBlock, SlabDown, SlabUp
-from ...cluster.transports import SHM, ZMQ_BLOCKS
+from ...cluster.net.transport_names import SHM, ZMQ_BLOCKS
+from ...cluster.protocol.codec import BATCHED, encode, encode_batch, kv_down_frames, unknown_messages
+from ...cluster.protocol.kv_messages import PairDown
+from ...cluster.protocol.messages import Block, KVWelcome, Layout, Release
+from ...cluster.protocol.slab_messages import SlabBlock, SlabDown, SlabUp
+from ...cluster.security.ciphers import CRC32C
 from ..memory.blocks import Arrival, BlockWriter
 from ..protocol.layout import Crc, KVLayout, Segment, block_digest, digest_seed
 from ..protocol.receiver import ReceiverSession

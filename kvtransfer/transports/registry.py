@@ -1,7 +1,7 @@
 """How KV blocks travel, by name: the factories of both ends, the best transport first.
 
 Start-up asks `open_sender` and `open_receiver` alone. A new transport is one more entry here and one more name in
-`cluster.transports`. Each end serves the names that its entry `serves`, and settles with each peer for the best one
+`cluster.net.transport_names`. Each end serves the names that its entry `serves`, and settles with each peer for the best one
 that both ends have; a transport that fails falls back to the next name.
 """
 
@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import zmq
 
 from ...cluster.errors import ConfigError
-from ...cluster.fault_points import Reach, unarmed
-from ...cluster.keyring import Keyring
-from ...cluster.messages import Layout
-from ...cluster.sockets import Socket
-from ...cluster.transports import SHM, ZMQ_BLOCKS
+from ...cluster.net.sockets import Socket
+from ...cluster.net.transport_names import SHM, ZMQ_BLOCKS
+from ...cluster.process.failpoints import Reach, unarmed
+from ...cluster.protocol.messages import Layout
+from ...cluster.security.keyring import Keyring
 from ..protocol.session import LEASE_S, WINDOW
 from ..transport import ListeningTransport, Planes, PollableTransport
 from .shm import SLAB_BYTES
@@ -88,7 +88,7 @@ def open_receiver(
 
 
 def registered() -> tuple[Transport, ...]:
-    """All transports, the best first; the names are those of `cluster.transports.TRANSPORTS`."""
+    """All transports, the best first; the names are those of `cluster.net.transport_names.TRANSPORTS`."""
     return (
         Transport(
             SHM, (SHM, ZMQ_BLOCKS), _zmq_sender, _zmq_receiver

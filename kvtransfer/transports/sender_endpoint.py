@@ -8,13 +8,13 @@ import time
 from collections.abc import Sequence
 from itertools import islice
 
-from ...cluster.ciphers import CRC32C
-from ...cluster.codec import encode, encode_batch, kv_up_frames, unknown_messages
 from ...cluster.errors import LocalProtocolError, RemoteProtocolError
-from ...cluster.kv_messages import BLOCK_BYTES
-from ...cluster.messages import KVUp, KVWelcome, Layout, Release
-from ...cluster.slab_messages import SlabBlock, SlabUp
-from ...cluster.transports import SHM, ZMQ_BLOCKS
+from ...cluster.net.transport_names import SHM, ZMQ_BLOCKS
+from ...cluster.protocol.codec import encode, encode_batch, kv_up_frames, unknown_messages
+from ...cluster.protocol.kv_messages import BLOCK_BYTES
+from ...cluster.protocol.messages import KVUp, KVWelcome, Layout, Release
+from ...cluster.protocol.slab_messages import SlabBlock, SlabUp
+from ...cluster.security.ciphers import CRC32C
 from ..memory.blocks import BlockReader
 from ..protocol.layout import Crc
 from ..protocol.sender import SenderSession

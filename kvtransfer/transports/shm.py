@@ -21,8 +21,8 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from ...cluster.log import fields as log_fields
-from ...cluster.slab_messages import (
+from ...cluster.process.log import fields as log_fields
+from ...cluster.protocol.slab_messages import (
     SlabBlock,
     SlabDenied,
     SlabDown,

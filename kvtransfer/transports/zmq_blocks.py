@@ -16,14 +16,10 @@ from collections.abc import Sequence
 import msgspec
 import zmq
 
-from ...cluster.ciphers import CURVE, accepted
-from ...cluster.codec import KV_MAX_BYTES, MAX_BATCH, Decoder, decoder
 from ...cluster.errors import ConfigError, PeerLost, RemoteProtocolError
-from ...cluster.keyring import Curve, Keyring, split_key, with_key
-from ...cluster.log import fields
-from ...cluster.messages import Block, KVWelcome, Layout
-from ...cluster.security import HANDSHAKE_FAILURES, Authenticator, Doorway, Sparingly, Watch, failure_text
-from ...cluster.sockets import (
+from ...cluster.net.authenticator import Authenticator
+from ...cluster.net.handshakes import HANDSHAKE_FAILURES, HandshakeMonitor, SocketMonitor, failure_text
+from ...cluster.net.sockets import (
     BULK_FRAME_SLACK,
     BULK_HIGH_WATER,
     CONTROL_HIGH_WATER,
@@ -36,8 +32,14 @@ from ...cluster.sockets import (
     recv_parts,
     try_send,
 )
-from ...cluster.tickets import Tickets
-from ...cluster.transports import ZMQ_BLOCKS
+from ...cluster.net.transport_names import ZMQ_BLOCKS
+from ...cluster.process.log import fields
+from ...cluster.process.log_throttle import LogThrottle
+from ...cluster.protocol.codec import KV_MAX_BYTES, MAX_BATCH, Decoder, decoder
+from ...cluster.protocol.messages import Block, KVWelcome, Layout
+from ...cluster.security.ciphers import CURVE, accepted
+from ...cluster.security.keyring import Curve, Keyring, split_key, with_key
+from ...cluster.security.tickets import Tickets
 from ..memory.blocks import Payload
 from ..protocol.seal import TAG_BYTES
 from ..protocol.session import LEASE_S, WINDOW, Peer, SendBlock, SendMessage
@@ -107,13 +109,13 @@ class ZmqBlocksSender(SenderEndpoint, Polling[SendMessage | SendBlock]):
             high_water=BULK_HIGH_WATER,
             curve=keyring.called() if keyring is not None else None,
         )
-        self._doorway = Doorway(self._socket)
+        self._handshakes = HandshakeMonitor(self._socket)
         try:
             self.endpoint = bind(self._socket, bind_endpoint)
             if tickets is not None and any(cipher != CURVE for cipher in ciphers):
                 self._bulk = BulkPort(context, self.endpoint, bulk_port, tickets)
         except BaseException:
-            self._doorway.close()
+            self._handshakes.close()
             self._socket.close(0)
             raise
         if keyring is not None:
@@ -131,7 +133,7 @@ class ZmqBlocksSender(SenderEndpoint, Polling[SendMessage | SendBlock]):
             return []
         return [
             self._socket,
-            self._doorway.socket,
+            self._handshakes.socket,
             *(self._bulk.sockets() if self._bulk is not None else []),
         ]
 
@@ -139,7 +141,7 @@ class ZmqBlocksSender(SenderEndpoint, Polling[SendMessage | SendBlock]):
     def counters(self) -> dict[str, float]:
         """Name to total, for heartbeats."""
         counted = super().counters
-        counted["handshakes_failed"] = self._doorway.num_failed
+        counted["handshakes_failed"] = self._handshakes.num_failed
         if self._bulk is not None:
             counted["handshakes_failed"] += self._bulk.num_failed
             counted["malformed"] += self._bulk.num_malformed
@@ -150,7 +152,7 @@ class ZmqBlocksSender(SenderEndpoint, Polling[SendMessage | SendBlock]):
             self._perform(self.session.close(self._clock()))
             self._slabs.close()
             self._is_open = False
-            self._doorway.close()
+            self._handshakes.close()
             self._socket.close()
             if self._bulk is not None:
                 self._bulk.close()
@@ -158,7 +160,7 @@ class ZmqBlocksSender(SenderEndpoint, Polling[SendMessage | SendBlock]):
     def _turn(self) -> None:
         if not self._is_open:
             return
-        self._doorway.read()
+        self._handshakes.read()
         if self._bulk is not None:
             self._blocked.difference_update(bulk_lane(peer) for peer in self._bulk.read())
         for _ in a_few(self._clock):
@@ -240,11 +242,13 @@ class ZmqBlocksReceiver(ReceiverEndpoint, Polling[SendMessage]):
         self._messages_per_flush = 1 if planes.kv.is_cuda else MESSAGES_PER_FLUSH
         self._max_frame = layout.block_bytes + BULK_FRAME_SLACK
         self._links: dict[Peer, Socket] = {}
-        self._watches: dict[Peer, Watch] = {}  # each tells when its link's connection breaks or never begins
+        self._watches: dict[
+            Peer, SocketMonitor
+        ] = {}  # each tells when its link's connection breaks or never begins
         self._keyring = keyring
         self._bulk = BulkLinks(context, self._max_frame + TAG_BYTES, clock)
         self._block_decoder: Decoder[Block] = decoder(Block, KV_MAX_BYTES)
-        self._sparingly = Sparingly(clock=clock)
+        self._log_throttle = LogThrottle(clock=clock)
 
     def __repr__(self) -> str:
         return f"ZmqBlocksReceiver(links={len(self._links)}, {self.session})"
@@ -322,7 +326,7 @@ class ZmqBlocksReceiver(ReceiverEndpoint, Polling[SendMessage]):
                 )  # opens another while rooms need it
                 return
             reason = failure_text(event, value)
-            if self._sparingly.is_due(peer + reason):
+            if self._log_throttle.is_due(peer + reason):
                 logger.warning("no link to prefill", extra=fields(endpoint=split_key(peer)[0], reason=reason))
             self._close_link(peer)  # the session asks again, which opens another
             return
@@ -385,7 +389,7 @@ class ZmqBlocksReceiver(ReceiverEndpoint, Polling[SendMessage]):
                 curve=curve,
                 reconnect_max_ms=RECONNECT_MAX_MS,
             )
-            watch = Watch(link, HANDSHAKE_FAILURES | zmq.EVENT_DISCONNECTED)
+            watch = SocketMonitor(link, HANDSHAKE_FAILURES | zmq.EVENT_DISCONNECTED)
             try:
                 connect(link, endpoint)
             except ConfigError:

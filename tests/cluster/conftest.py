@@ -4,7 +4,7 @@ import shutil
 
 import httpx
 import pytest
-from baton.deploy.keys import init
+from baton.deploy.keys.keys import init
 from baton.tests.cluster.router_fakes import routers, save_tokenizer
 from baton.tests.cluster.serving import serving
 from baton.tests.parity.conftest import eagle3_dir, reference_greedy, smollm2_dir, smollm2_tokenizer

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-from baton.cluster.codec import KV_MAX_BYTES
-from baton.cluster.keyring import load_keyring, read_key
-from baton.cluster.sockets import CONTROL_MAX_FRAME, try_send
+from baton.cluster.net.sockets import try_send
+from baton.cluster.protocol.codec import CONTROL_MAX_FRAME, KV_MAX_BYTES
+from baton.cluster.security.keyring import load_keyring, read_key
 from baton.tests.cluster.keyed_peers import stranger
 from baton.tests.cluster.serving import status
 from baton.tests.corpora import corpus

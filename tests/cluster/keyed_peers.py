@@ -9,11 +9,11 @@ import time
 from urllib.parse import urlsplit
 
 import zmq
-from baton.cluster.codec import encode
-from baton.cluster.keyring import Curve, load_keyring, make_key, read_key
-from baton.cluster.messages import PROTOCOL_MAJOR, Hello
-from baton.cluster.sockets import make_socket, recv_parts, try_send
-from baton.deploy.keys import add, init
+from baton.cluster.net.sockets import make_socket, recv_parts, try_send
+from baton.cluster.protocol.codec import encode
+from baton.cluster.protocol.messages import PROTOCOL_MAJOR, Hello
+from baton.cluster.security.keyring import Curve, load_keyring, make_key, read_key
+from baton.deploy.keys.keys import add, init
 from baton.router.control import ControlSocket
 
 REFUSAL_S = 0.5  # a handshake on loopback takes a few ms; who has not got through by then was refused

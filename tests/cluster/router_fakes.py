@@ -15,9 +15,10 @@ from pathlib import Path
 import httpx
 import uvloop
 import zmq
-from baton.cluster.codec import control_down_decoder, encode, framed, pack
-from baton.cluster.config import RouterConfig
-from baton.cluster.messages import (
+from baton.cluster.config.roles import RouterConfig
+from baton.cluster.net.sockets import connect, make_socket, recv_parts, try_send
+from baton.cluster.protocol.codec import control_down_decoder, encode, framed, pack
+from baton.cluster.protocol.messages import (
     PROTOCOL_MAJOR,
     YOUNG_FIELDS,
     Cancel,
@@ -37,7 +38,6 @@ from baton.cluster.messages import (
     Welcome,
     WorkerStats,
 )
-from baton.cluster.sockets import connect, make_socket, recv_parts, try_send
 from baton.router.app import Router
 from baton.router.errors import bad_request
 from baton.router.nursery import NurseryHandle

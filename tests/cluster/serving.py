@@ -12,8 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
-from baton.cluster.config import UpConfig
-from baton.deploy.launcher import Cluster
+from baton.cluster.config.roles import UpConfig
+from baton.deploy.up.launcher import Cluster
 from baton.tests.audit.watch import violations, watched_environment
 
 

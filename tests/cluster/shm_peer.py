@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 
 import torch
 import zmq
-from baton.cluster.messages import Layout
+from baton.cluster.protocol.messages import Layout
 from baton.kvtransfer.transport import Complete, Lost, Offer, Planes, PullRequest
 from baton.kvtransfer.transports.zmq_blocks import ZmqBlocksReceiver, ZmqBlocksSender
 

@@ -5,8 +5,8 @@ import socket
 
 import httpx
 import pytest
-from baton.cluster.messages import Prefill, Reserve
-from baton.deploy.api_keys import add, revoke
+from baton.cluster.protocol.messages import Prefill, Reserve
+from baton.deploy.keys.api_keys import add, revoke
 from baton.tests.cluster.router_fakes import BODY, assert_nothing_left, in_thread, until
 from baton.tests.cluster.serving import random_ids, served_model, serving
 

@@ -6,9 +6,9 @@ import struct
 
 import httpx
 import pytest
-from baton.bench.serve import main
-from baton.bench.serve_plot import cdf, ticks
-from baton.deploy.children import free_port
+from baton.bench.serve.bench import main
+from baton.bench.serve.plot import cdf, ticks
+from baton.deploy.up.children import free_port
 from baton.tests.cluster.router_fakes import until
 
 

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 from baton.bench.command import main
-from baton.bench.transfer import Found, as_table, summary
+from baton.bench.transfer.bench import Found, as_table, summary
 from baton.tests.cluster.serving import wait_until
 
 

@@ -7,11 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import zmq
-from baton.cluster import messages as m
-from baton.cluster.ciphers import AES_128_GCM, CRC32C, CURVE
-from baton.cluster.codec import encode
-from baton.cluster.keyring import split_key
-from baton.cluster.sockets import make_socket
+from baton.cluster.net.sockets import make_socket
+from baton.cluster.protocol import messages as m
+from baton.cluster.protocol.codec import encode
+from baton.cluster.security.ciphers import AES_128_GCM, CRC32C, CURVE
+from baton.cluster.security.keyring import split_key
 from baton.kvtransfer.protocol.session import ReceiverState
 from baton.kvtransfer.transport import Complete, Landed, Lost
 from baton.kvtransfer.transports import bulk

@@ -2,7 +2,7 @@
 
 import httpx
 import pytest
-from baton.cluster.messages import Prefill, PromptLogprobs, TokenLogprob
+from baton.cluster.protocol.messages import Prefill, PromptLogprobs, TokenLogprob
 from baton.tests.cluster.router_fakes import MODEL, Script, assert_nothing_left
 
 SEED = 7

@@ -11,14 +11,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from baton.cluster.codec import (
+from baton.cluster.errors import RemoteProtocolError
+from baton.cluster.protocol.codec import (
     control_down_decoder,
     control_up_decoder,
     encode,
     kv_down_decoder,
     kv_up_decoder,
 )
-from baton.cluster.errors import RemoteProtocolError
 from baton.tests.cluster.hostile import CANARY, MIB, hostile_frames, listeners, ports, send_all
 from baton.tests.cluster.keyed_peers import answer, dealer, hello, raw_send, say
 from baton.tests.cluster.serving import complete, serving, wait_until

@@ -11,7 +11,7 @@ import threading
 
 import httpx
 import pytest
-from baton.cluster.messages import Prefill, Reserve
+from baton.cluster.protocol.messages import Prefill, Reserve
 from baton.tests.cluster.router_fakes import BODY, MODEL, RunningRouter, Script, assert_nothing_left
 
 ANSWER = [5, 6, 7, 8]

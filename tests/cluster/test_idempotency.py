@@ -2,7 +2,7 @@
 
 import httpx
 import pytest
-from baton.cluster.messages import Cancel, Prefill, Reserve
+from baton.cluster.protocol.messages import Cancel, Prefill, Reserve
 from baton.router import idempotency
 from baton.tests.cluster.router_fakes import ANSWER, BODY, in_thread, open_request, until
 

@@ -5,8 +5,8 @@ import subprocess
 import sys
 
 import pytest
-from baton.cluster.keyring import read_key
-from baton.deploy.keys import add, init
+from baton.cluster.security.keyring import read_key
+from baton.deploy.keys.keys import add, init
 from baton.engine.weights_hash import WeightsHash
 from baton.tests.cluster.serving import complete, status, wait_until
 from baton.tests.parity.toy_models import reference_greedy, reference_model

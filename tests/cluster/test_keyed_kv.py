@@ -9,9 +9,9 @@ import pytest
 import torch
 import zmq
 from baton.cluster.errors import ConfigError
-from baton.cluster.keyring import load_keyring, read_key, split_key, with_key
-from baton.cluster.messages import Layout
-from baton.deploy.keys import remove
+from baton.cluster.protocol.messages import Layout
+from baton.cluster.security.keyring import load_keyring, read_key, split_key, with_key
+from baton.deploy.keys.keys import remove
 from baton.kvtransfer.protocol.layout import KVLayout
 from baton.kvtransfer.transport import Complete, Lost, Offer, Planes, PullRequest, Released
 from baton.kvtransfer.transports.zmq_blocks import ZmqBlocksReceiver, ZmqBlocksSender

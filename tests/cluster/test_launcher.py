@@ -13,12 +13,12 @@ from pathlib import Path
 
 import psutil
 import pytest
-from baton.cluster.config import UpConfig
+from baton.cluster.config.roles import UpConfig
 from baton.cluster.errors import StartupError
-from baton.deploy import supervise
-from baton.deploy.children import free_port
-from baton.deploy.launcher import Cluster, fetch, remove_stale_directories
-from baton.deploy.top import clients_of
+from baton.deploy.cli.top import clients_of
+from baton.deploy.up import supervise
+from baton.deploy.up.children import free_port
+from baton.deploy.up.launcher import Cluster, fetch, remove_stale_directories
 
 ROUTER = """
     import http.server, json, os, signal, sys
@@ -196,7 +196,7 @@ def test_directories_of_dead_launchers_are_removed_and_others_stay(tmp_path):
 
 MAIN = """
     import sys
-    from baton.deploy import launcher
+    from baton.deploy.up import launcher
     scripts = {scripts!r}
     launcher.role_command = lambda role, flags: [sys.executable, "-c", scripts[role], *flags]
     sys.exit(launcher.main(sys.argv[1:]))

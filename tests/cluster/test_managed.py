@@ -6,8 +6,8 @@ import threading
 import time
 
 import httpx
-from baton.cluster.notify import PINGS_PER_LIMIT
-from baton.deploy.children import free_port
+from baton.cluster.process.sd_notify import PINGS_PER_LIMIT
+from baton.deploy.up.children import free_port
 from baton.tests.cluster.managed import managed
 
 WATCHDOG_S = 2.0

@@ -8,8 +8,8 @@ import time
 
 import httpx
 import pytest
-from baton.cluster.messages import Reserve, TokenItem, Tokens
-from baton.deploy.api_keys import add
+from baton.cluster.protocol.messages import Reserve, TokenItem, Tokens
+from baton.deploy.keys.api_keys import add
 from baton.router import dispatch, inbox, server, wire
 from baton.router.answer import Answer
 from baton.router.entries import Entry

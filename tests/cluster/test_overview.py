@@ -7,7 +7,7 @@ import socket
 
 import httpx
 import pytest
-from baton.deploy.api_keys import add
+from baton.deploy.keys.api_keys import add
 from baton.router.history import KEPT
 from baton.router.overview import PAGE
 from baton.tests.cluster.router_fakes import BODY, post, until

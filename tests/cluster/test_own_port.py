@@ -10,12 +10,12 @@ import sys
 
 import httpx
 import pytest
-from baton.cluster.config import RouterConfig
+from baton.cluster.config.roles import RouterConfig
 from baton.cluster.errors import ConfigError, StartupError
-from baton.cluster.messages import Reserve
-from baton.deploy import top
-from baton.deploy.api_keys import add
-from baton.deploy.children import free_port
+from baton.cluster.protocol.messages import Reserve
+from baton.deploy.cli import top
+from baton.deploy.keys.api_keys import add
+from baton.deploy.up.children import free_port
 from baton.router import server
 from baton.router.listeners import open_listeners
 from baton.router.server import OWN_CONNECTIONS, SPARE_DESCRIPTORS, SPARE_IN_DOOR, connections_allowed

@@ -9,8 +9,8 @@ import os
 
 import httpx
 import pytest
-from baton.cluster.messages import GraphCounts, WorkerStats
-from baton.deploy.api_keys import add
+from baton.cluster.protocol.messages import GraphCounts, WorkerStats
+from baton.deploy.keys.api_keys import add
 from baton.tests.cluster.browser import Browser, find_chromium
 from baton.tests.cluster.router_fakes import BODY, post, until
 

@@ -8,7 +8,7 @@ import time
 import pytest
 import zmq
 from baton.cluster.errors import ConfigError
-from baton.cluster.transports import SHM, TRANSPORTS, ZMQ_BLOCKS
+from baton.cluster.net.transport_names import SHM, TRANSPORTS, ZMQ_BLOCKS
 from baton.kvtransfer.transport import Complete, Offer, PullRequest
 from baton.kvtransfer.transports.registry import (
     ReceiverSetup,

@@ -4,8 +4,8 @@ import threading
 
 import httpx
 import pytest
-from baton.cluster.messages import Reserve
-from baton.deploy.api_keys import add
+from baton.cluster.protocol.messages import Reserve
+from baton.deploy.keys.api_keys import add
 from baton.router import reading
 from baton.tests.cluster.router_fakes import BODY, assert_nothing_left, in_thread, open_request, post, until
 

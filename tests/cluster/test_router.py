@@ -5,7 +5,7 @@ import json
 import httpx
 import openai
 import pytest
-from baton.cluster.messages import Prefill, Reserve, TokenLogprob
+from baton.cluster.protocol.messages import Prefill, Reserve, TokenLogprob
 from baton.tests.cluster.router_fakes import ANSWER, MODEL, RunningRouter, Script, until
 
 

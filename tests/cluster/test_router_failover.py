@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import httpx
 import pytest
-from baton.cluster.messages import Finished, Prefill, Reserve, TokenItem, Tokens
+from baton.cluster.protocol.messages import Finished, Prefill, Reserve, TokenItem, Tokens
 from baton.router.room_effects import Timeouts
 from baton.tests.cluster.router_fakes import (
     ANSWER,

@@ -11,7 +11,7 @@ import httpx
 import msgspec
 import openai
 import pytest
-from baton.cluster.messages import (
+from baton.cluster.protocol.messages import (
     Cancel,
     Failed,
     FirstToken,

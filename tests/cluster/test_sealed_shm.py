@@ -5,9 +5,9 @@ import itertools
 
 import pytest
 import torch
-from baton.cluster.ciphers import AES_128_GCM, CRC32C
-from baton.cluster.keyring import split_key, with_key
-from baton.cluster.transports import SHM, ZMQ_BLOCKS
+from baton.cluster.net.transport_names import SHM, ZMQ_BLOCKS
+from baton.cluster.security.ciphers import AES_128_GCM, CRC32C
+from baton.cluster.security.keyring import split_key, with_key
 from baton.kvtransfer.transport import Complete
 from baton.tests.cluster.keyed_peers import Hosts
 from baton.tests.cluster.relay import Relay

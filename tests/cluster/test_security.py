@@ -5,15 +5,15 @@ import time
 
 import pytest
 import zmq
-from baton.cluster.codec import control_down_decoder, encode
-from baton.cluster.control_link import ControlLink
-from baton.cluster.dialer import FIRST_PAUSE_S
 from baton.cluster.errors import ConfigError, PeerLost
-from baton.cluster.keyring import load_keyring, read_key, write_key
-from baton.cluster.messages import FirstToken, Gone, Heartbeat, Rejected, Welcome, WorkerStats
-from baton.cluster.security import Authenticator
-from baton.cluster.sockets import make_socket, recv_parts
-from baton.deploy.keys import remove, rotate
+from baton.cluster.net.authenticator import Authenticator
+from baton.cluster.net.control_link import ControlLink
+from baton.cluster.net.reconnect import FIRST_PAUSE_S
+from baton.cluster.net.sockets import make_socket, recv_parts
+from baton.cluster.protocol.codec import control_down_decoder, encode
+from baton.cluster.protocol.messages import FirstToken, Gone, Heartbeat, Rejected, Welcome, WorkerStats
+from baton.cluster.security.keyring import load_keyring, read_key, write_key
+from baton.deploy.keys.keys import remove, rotate
 from baton.router.control import ControlSocket, Speakers
 from baton.tests.cluster.keyed_peers import (
     PATIENCE_S,
@@ -176,7 +176,7 @@ def test_s33_when_the_zap_thread_dies_nobody_new_gets_in_and_who_is_in_stays(
     keys = curve(hosts.decode, "decode", hosts.router)
     if not enforced:  # libzmq's default, to show that the law can fail
         front.close()
-        monkeypatch.setattr("baton.cluster.sockets._set_keys", without_enforcement)
+        monkeypatch.setattr("baton.cluster.net.sockets._set_keys", without_enforcement)
         front = Front(keys=hosts.router)
     try:
         with dealer(front.endpoint, keys) as worker:
@@ -306,9 +306,9 @@ def test_a_worker_that_cannot_join_says_why_and_joins_when_it_may(new_front, hos
     link = new_link(front, keys)
     with caplog.at_level(logging.WARNING):
         assert not registers(front, link, 1.8)
-        assert link._dialer.num_failures <= 4, "it backs off"
-        assert not registers(front, link, is_enough=lambda: link._dialer.num_failures >= 2)
-        assert link._dialer.num_failures >= 2, "it tries again"
+        assert link._connection.num_failures <= 4, "it backs off"
+        assert not registers(front, link, is_enough=lambda: link._connection.num_failures >= 2)
+        assert link._connection.num_failures >= 2, "it tries again"
     said = [record.fields for record in lines(caplog, "no connection to the router")]
     assert reason in " ".join(line["reason"] for line in said)
     assert 1 <= len(said) == len({line["reason"] for line in said}), "a line per reason"
@@ -348,7 +348,7 @@ def test_s32_while_the_router_key_is_replaced_workers_reach_old_and_new(
     front = new_front(keys=hosts.router)
     link = new_link(front, hosts.decode)
     assert registers(front, link)
-    assert link._dialer.num_failures == (0 if is_restarted else 1)
+    assert link._connection.num_failures == (0 if is_restarted else 1)
 
 
 def test_s32_while_a_worker_key_is_replaced_old_and_new_get_through(front, hosts):

@@ -9,7 +9,7 @@ import threading
 
 import httpx
 import pytest
-from baton.cluster.messages import Reserve
+from baton.cluster.protocol.messages import Reserve
 from baton.tests.cluster.router_fakes import open_request, until
 from baton.tests.cluster.serving import complete, random_ids, serving, status, wait_until
 

@@ -9,8 +9,8 @@ import threading
 import httpx
 import msgspec
 import pytest
-from baton.cluster.codec import encode
-from baton.cluster.messages import Abort, Attach, Pull, Release
+from baton.cluster.protocol.codec import encode
+from baton.cluster.protocol.messages import Abort, Attach, Pull, Release
 from baton.tests.cluster.hostile import MIB, ports
 from baton.tests.cluster.keyed_peers import dealer, hello, say
 from baton.tests.cluster.serving import at_once, complete, pages_held, served_model, wait_until

@@ -11,9 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
-from baton.deploy.api_keys import add, revoke
-from baton.deploy.keys import init
-from baton.deploy.units import LAST_WORDS_S, SETTLE_S, WATCHDOG_S, main
+from baton.deploy.keys.api_keys import add, revoke
+from baton.deploy.keys.keys import init
+from baton.deploy.packaging.units import LAST_WORDS_S, SETTLE_S, WATCHDOG_S, main
 from baton.tests.cluster.booted import booted, missing, prepare
 from baton.tests.cluster.certificates import Authority, pem
 from baton.tests.parity.toy_models import reference_greedy, reference_model

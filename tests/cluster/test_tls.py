@@ -6,9 +6,10 @@ import ssl
 
 import httpx
 import pytest
-from baton.deploy import alive, chat, doctor, top
-from baton.deploy.api_keys import add
-from baton.deploy.findings import OK, WARN
+from baton.deploy.cli import chat, doctor, top
+from baton.deploy.cli.findings import OK, WARN
+from baton.deploy.keys.api_keys import add
+from baton.deploy.packaging import alive
 from baton.tests.cluster.certificates import DAY, Authority, pem
 from baton.tests.cluster.router_fakes import BODY, until
 from baton.tests.kubernetes.secret_volume import SecretVolume

@@ -9,11 +9,11 @@ from dataclasses import replace
 
 import pytest
 from baton.cluster.errors import ConfigError
-from baton.cluster.messages import WorkerStats
-from baton.deploy import top
-from baton.deploy.api_keys import add
-from baton.deploy.client import KEY_VARIABLE
-from baton.deploy.top import Look, Rates, clients_of, main, render
+from baton.cluster.protocol.messages import WorkerStats
+from baton.deploy.cli import top
+from baton.deploy.cli.client import KEY_VARIABLE
+from baton.deploy.cli.top import Look, Rates, clients_of, main, render
+from baton.deploy.keys.api_keys import add
 from baton.tests.cluster.router_fakes import post, until
 from msgspec import structs
 from rich.console import Console

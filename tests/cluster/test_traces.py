@@ -5,7 +5,7 @@ import threading
 
 import httpx
 import pytest
-from baton.cluster.messages import Prefill, Reserve
+from baton.cluster.protocol.messages import Prefill, Reserve
 from baton.tests.cluster.router_fakes import BODY, until
 from baton.tests.cluster.serving import random_ids, served_model, serving
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest

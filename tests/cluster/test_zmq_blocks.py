@@ -10,10 +10,10 @@ import msgspec
 import pytest
 import torch
 import zmq
-from baton.cluster import messages as m
-from baton.cluster.codec import encode
 from baton.cluster.errors import ConfigError, LocalProtocolError, StartupError
-from baton.cluster.sockets import connect, make_socket, recv_parts, try_send
+from baton.cluster.net.sockets import connect, make_socket, recv_parts, try_send
+from baton.cluster.protocol import messages as m
+from baton.cluster.protocol.codec import encode
 from baton.kvtransfer.protocol import peer_link
 from baton.kvtransfer.protocol.layout import KVLayout
 from baton.kvtransfer.protocol.peer_link import ANSWER_S

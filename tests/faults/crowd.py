@@ -9,8 +9,8 @@ import sys
 import time
 
 import zmq
-from baton.cluster.control_link import ControlLink
-from baton.cluster.messages import PROTOCOL_MAJOR, Heartbeat, Hello, WorkerStats
+from baton.cluster.net.control_link import ControlLink
+from baton.cluster.protocol.messages import PROTOCOL_MAJOR, Heartbeat, Hello, WorkerStats
 
 TURN_S = 0.01
 FINGERPRINT = "crowd"  # nobody else's, so that they get no request

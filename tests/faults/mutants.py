@@ -6,7 +6,8 @@ A row whose defence is off must fail; one that does not proves nothing.
 import os
 
 import zmq
-from baton.cluster import codec, security
+from baton.cluster.net import authenticator
+from baton.cluster.protocol import codec
 from baton.kvtransfer.transports import prepared_blocks, receiver_endpoint, zmq_blocks
 from baton.prefill.queues import PrefillState
 from baton.prefill.worker import PrefillWorker
@@ -73,11 +74,11 @@ def no_zap_enforcement() -> None:
 
 def zap_dies() -> None:
     """The thread that admits peers raises, once the file named by ZAP_DIES_AT is there."""
-    answer = security.Authenticator._answer
+    answer = authenticator.Authenticator._answer
 
     def dying(self, parts):
         if os.path.exists(os.environ[ZAP_DIES_AT]):
             raise RuntimeError("the ZAP thread dies")
         return answer(self, parts)
 
-    security.Authenticator._answer = dying
+    authenticator.Authenticator._answer = dying

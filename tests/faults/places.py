@@ -16,13 +16,13 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from baton.cluster.keyring import read_key
-from baton.deploy.keys import add, init
+from baton.cluster.security.keyring import read_key
+from baton.deploy.keys.keys import add, init
 from baton.tests.faults.netns import do, enter, inside, make, name_host, path_of
 
 PORTS = "FAULT_PORTS"  # environment: LOW-HIGH
 HOST, HOST_NAME = "FAULT_HOST", "FAULT_HOST_NAME"  # environment of a node that moves in
-SETTINGS = Path(__file__).resolve().parents[2] / "deploy" / "kubernetes" / "base" / "baton.toml"
+SETTINGS = Path(__file__).resolve().parents[2] / "deploy" / "packaging" / "kubernetes" / "base" / "baton.toml"
 HTTP, CONTROL, KV, BULK, METRICS = 8000, 7100, 7200, 7201, 9100  # as SETTINGS and the manifests have them
 NETWORK, CLIENT = "10.77.0", "client"
 FRAME = 1514  # bytes of the largest Ethernet frame

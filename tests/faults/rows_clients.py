@@ -9,7 +9,7 @@ import threading
 import time
 
 import psutil
-from baton.cluster.fault_points import PAUSE_S
+from baton.cluster.process.failpoints import PAUSE_S
 from baton.prefill.worker import PrefillWorker
 from baton.tests.faults.bed import Scene
 from baton.tests.faults.cluster import in_time, wait_until

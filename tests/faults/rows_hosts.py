@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 
-from baton.deploy import plan
+from baton.deploy.cli import plan
 from baton.tests.faults.bed import Scene
 from baton.tests.faults.history import GRACE_S, RETRYABLE, Promise
 from baton.tests.faults.places import CLIENT

@@ -7,7 +7,7 @@ import signal
 import time
 
 from baton.decode.worker import DecodeWorker
-from baton.deploy.supervise import ChildSpec, Supervisor
+from baton.deploy.up.supervise import ChildSpec, Supervisor
 from baton.tests.faults.bed import Scene
 from baton.tests.faults.history import Promise
 from baton.tests.faults.rows import row

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import msgpack
 import psutil
-from baton.cluster.keyring import read_key, split_key
-from baton.deploy.keys import remove
+from baton.cluster.security.keyring import read_key, split_key
+from baton.deploy.keys.keys import remove
 from baton.tests.cluster.keyed_peers import REFUSAL_S, Hosts, admit, curve, dealer, hello, say, stranger
 from baton.tests.faults.bed import Scene
 from baton.tests.faults.cluster import FaultCluster, wait_until

@@ -4,7 +4,7 @@ from collections import Counter
 
 import httpx
 import msgpack
-from baton.cluster.codec import MAX_BATCH
+from baton.cluster.protocol.codec import MAX_BATCH
 from baton.tests.faults.bed import Scene
 from baton.tests.faults.cluster import wait_until
 from baton.tests.faults.rows import row

@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 import zmq
-from baton.cluster.control_link import ControlLink
+from baton.cluster.net.control_link import ControlLink
 from baton.kvtransfer.transport import Complete
 from baton.tests.cluster.keyed_peers import Front, hello
 from baton.tests.cluster.test_keyed_kv import Pair

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from baton.deploy.launcher import Cluster
+from baton.deploy.up.launcher import Cluster
 from baton.tests.cluster.router_fakes import save_tokenizer
 from baton.tests.cluster.serving import at_once, complete, pages_held, random_ids, serving, status, wait_until
 from baton.tests.parity.eagle3_toys import head_config, head_tensors, write_head

@@ -31,8 +31,8 @@ from pathlib import Path
 import httpx
 import psutil
 import torch
-from baton.deploy.api_keys import add
-from baton.deploy.launcher import Cluster
+from baton.deploy.keys.api_keys import add
+from baton.deploy.up.launcher import Cluster
 from baton.tests.cluster.router_fakes import MODEL, save_tokenizer
 from baton.tests.cluster.serving import served_model, serving
 from baton.tests.judges.raw_http import judged

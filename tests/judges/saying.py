@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from baton.cluster.messages import Prefill, Reserve, WorkerStats
+from baton.cluster.protocol.messages import Prefill, Reserve, WorkerStats
 from baton.router.tokenizer import Tokenizer
 from baton.tests.cluster.router_fakes import ANSWER, RunningRouter, Script
 

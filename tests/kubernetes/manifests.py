@@ -13,8 +13,8 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
-KUBERNETES = ROOT / "deploy" / "kubernetes"
-CHART = ROOT / "deploy" / "helm" / "baton"
+KUBERNETES = ROOT / "deploy" / "packaging" / "kubernetes"
+CHART = ROOT / "deploy" / "packaging" / "helm" / "baton"
 OVERLAYS = ("cpu-demo", "single-node-gpu", "multi-node", "autoscaled", "secured")
 WORKLOADS = ("Deployment", "StatefulSet")
 SCHEMAS = json.loads((ROOT / "tests" / "kubernetes" / "schemas-v1.34.json").read_text())

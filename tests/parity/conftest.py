@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from baton.deploy.demo_model import cache_dir, ensure_demo_model, model_digest
+from baton.deploy.cli.demo_model import cache_dir, ensure_demo_model, model_digest
 from baton.tests.parity.eagle3_toys import head_config, head_tensors, write_head, write_oracle
 from baton.tests.parity.prompts import PROMPTS
 

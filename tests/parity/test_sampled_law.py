@@ -21,7 +21,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from baton.cluster.messages import Reserve, Sampling, Tokens
+from baton.cluster.protocol.messages import Reserve, Sampling, Tokens
 from baton.decode.worker import DecodeWorker
 from baton.engine.config import EngineConfig
 from baton.engine.loader import EngineLoader

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from random import Random
 
-from baton.cluster.messages import Sampling
+from baton.cluster.protocol.messages import Sampling
 from baton.router.entries import Job
 from baton.router.errors import ApiError
 from baton.router.inbox import Inbox

@@ -8,10 +8,10 @@ worker   scheduler thread: WorkerLoop around PrefillWorker or DecodeWorker, with
 from collections import deque
 from random import Random
 
-from baton.cluster.codec import control_up_decoder
-from baton.cluster.control_link import LinkQueues
 from baton.cluster.errors import DamagedMessage, PeerLost, RemoteProtocolError
-from baton.cluster.life import EXIT_OK, Shutdown
+from baton.cluster.net.control_link import LinkQueues
+from baton.cluster.process.process import EXIT_OK, Shutdown
+from baton.cluster.protocol.codec import control_up_decoder
 from baton.decode.worker import DecodeWorker
 from baton.kvtransfer.transports.endpoint import Delivered
 from baton.kvtransfer.transports.receiver_endpoint import ReceiverEndpoint

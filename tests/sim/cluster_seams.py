@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from unittest.mock import patch
 
 import msgspec
-from baton.cluster.control_link import LinkMachine
+from baton.cluster.net.control_link import LinkMachine
 from baton.decode.queues import DecodeState
 from baton.decode.worker import DecodeWorker
 from baton.kvtransfer.protocol import peer_link, sender

@@ -10,7 +10,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from random import Random
 
-from baton.cluster.config_router import DECODE_POLICIES, PREFILL_POLICIES
+from baton.cluster.config.router_groups import DECODE_POLICIES, PREFILL_POLICIES
 from baton.tests.sim.cluster_check import Checker
 from baton.tests.sim.cluster_clients import Client, Violation, draw_client
 from baton.tests.sim.cluster_faults import TRANSITIONS, Faults, draw

@@ -7,7 +7,7 @@ import time
 
 import jsonschema
 import pytest
-from baton.cluster.messages import Failed
+from baton.cluster.protocol.messages import Failed
 from baton.engine import guided
 from baton.engine.guided import GrammarCompiler
 from baton.router.tokenizer import load_tokenizer

@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from baton.cluster.messages import Failed, Finished
+from baton.cluster.protocol.messages import Failed, Finished
 from baton.decode.queues import DecodeState
 from baton.tests.parity.eagle3_toys import write_oracle
 from baton.tests.sim.test_workers import prompts, successors

@@ -5,7 +5,8 @@ Blocks are cut, sent, checked and landed by the real code; the network is played
 
 import pytest
 import torch
-from baton.cluster.config import DecodeConfig, PrefillConfig, load_config
+from baton.cluster.config.load import load_config
+from baton.cluster.config.roles import DecodeConfig, PrefillConfig
 from baton.cluster.errors import ConfigError
 from baton.engine.errors import CheckpointError
 from baton.kvtransfer.protocol.layout import KVLayout

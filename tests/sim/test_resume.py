@@ -1,7 +1,7 @@
 """An answer that is taken up at any of its tokens goes on as it was, by both workers, whatever the sampling."""
 
 import pytest
-from baton.cluster.messages import Finished, Prefill, Reserve, Sampling
+from baton.cluster.protocol.messages import Finished, Prefill, Reserve, Sampling
 from baton.tests.sim.worker_pair import ENDPOINT, D, P, Pair, name
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -1,14 +1,14 @@
 """A peer that sends what its own role would never send gets nowhere, whatever field is wrong: nobody falls over."""
 
 import pytest
-from baton.cluster.codec import (
+from baton.cluster.errors import RemoteProtocolError
+from baton.cluster.protocol.codec import (
     control_down_decoder,
     control_up_decoder,
     kv_down_decoder,
     kv_up_decoder,
 )
-from baton.cluster.errors import RemoteProtocolError
-from baton.cluster.messages import ControlDown, ControlUp, KVDown, KVUp
+from baton.cluster.protocol.messages import ControlDown, ControlUp, KVDown, KVUp
 from baton.tests.sim.wire_fields import damaged, intact
 from baton.tests.sim.worker_pair import ENDPOINT, D, P, Pair, name
 from baton.tests.unit.test_dispatch import D as ROUTER_D

@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 import torch
-from baton.cluster.messages import Finished
+from baton.cluster.protocol.messages import Finished
 from baton.decode.queues import DecodeState
 from baton.engine.speculative.overlapped import device_steps
 from baton.tests.parity.eagle3_toys import head_config, head_tensors, write_head

@@ -7,7 +7,7 @@ clock are the test's. After every turn the pools must balance and free pages be 
 import random
 
 import pytest
-from baton.cluster.messages import Cancel, Failed, Finished, FirstToken, Gone, Refused
+from baton.cluster.protocol.messages import Cancel, Failed, Finished, FirstToken, Gone, Refused
 from baton.decode.queues import DecodeState
 from baton.engine.loader import STAGING_SHARE
 from baton.kvtransfer.transport import Complete

@@ -8,7 +8,7 @@ import random
 from dataclasses import dataclass, field
 
 import torch
-from baton.cluster.messages import Layout
+from baton.cluster.protocol.messages import Layout
 from baton.kvtransfer.protocol.layout import KVLayout
 from baton.kvtransfer.protocol.sender import EARLY_S
 from baton.kvtransfer.transport import Complete, Dropped, Landed, Lost, Offer, Planes, PullRequest, Released

@@ -2,7 +2,7 @@
 
 import msgspec
 from baton.cluster.errors import LocalProtocolError
-from baton.cluster.messages import (
+from baton.cluster.protocol.messages import (
     Cancel,
     Failed,
     Finished,

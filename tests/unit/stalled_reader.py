@@ -10,7 +10,7 @@ import sys
 import time
 
 import zmq
-from baton.cluster.sockets import (
+from baton.cluster.net.sockets import (
     CONTROL_HIGH_WATER,
     RECEIVE_HIGH_WATER,
     bind,

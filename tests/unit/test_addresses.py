@@ -1,7 +1,7 @@
 """Who listens where, and at which address others call it."""
 
 import pytest
-from baton.cluster.endpoints import advertise_fault, is_wildcard, reached_at
+from baton.cluster.net.endpoints import advertise_fault, is_wildcard, reached_at
 
 BOUND = "tcp://0.0.0.0:7200"
 

@@ -8,11 +8,11 @@ import time
 from datetime import datetime, timezone
 
 import pytest
-from baton.cluster import api_keys
-from baton.cluster.api_keys import LOOK_AGAIN_S, ApiKeys, read_api_keys, write_api_keys
 from baton.cluster.errors import ConfigError
-from baton.deploy.api_keys import add, revoke
-from baton.deploy.keys import main
+from baton.cluster.security import api_keys
+from baton.cluster.security.api_keys import LOOK_AGAIN_S, ApiKeys, read_api_keys, write_api_keys
+from baton.deploy.keys.api_keys import add, revoke
+from baton.deploy.keys.keys import main
 from baton.tests.kubernetes.secret_volume import SecretVolume
 
 ENTRY = '{"id":"00000001","name":"a","sha256":"' + "0" * 64 + '"}'

@@ -6,8 +6,9 @@ import msgpack
 import msgspec
 import pytest
 import torch
-from baton.cluster import messages as m
-from baton.cluster.codec import (
+from baton.cluster.errors import RemoteProtocolError
+from baton.cluster.protocol import messages as m
+from baton.cluster.protocol.codec import (
     KV_MAX_BYTES,
     MAX_BATCH,
     encode,
@@ -15,8 +16,7 @@ from baton.cluster.codec import (
     kv_down_frames,
     kv_up_frames,
 )
-from baton.cluster.errors import RemoteProtocolError
-from baton.cluster.slab_messages import SlabBlock, SlotFree
+from baton.cluster.protocol.slab_messages import SlabBlock, SlotFree
 from baton.kvtransfer.transport import Complete, Lost, Offer, Planes, PullRequest, Released
 from baton.kvtransfer.transports.fake import FakeNetwork, FakeReceiver, FakeSender, Packet
 from baton.kvtransfer.transports.sender_endpoint import SLOTS_PER_FRAME

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from baton.bench.checkpoint import main
-from baton.bench.engine_model import random_head, random_target
+from baton.bench.engine.checkpoint import main
+from baton.bench.engine.model import random_head, random_target
 from baton.engine.models.weights import load_model
 from baton.engine.speculative.eagle3_weights import load_eagle3
 from baton.engine.speculative.spec_config import load_draft_config

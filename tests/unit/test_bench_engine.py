@@ -5,9 +5,9 @@ import math
 
 import pytest
 import torch
-from baton.bench.engine import main
-from baton.bench.engine_floors import Ceilings, Counts, Work, eagle3_step
-from baton.bench.engine_shapes import SHAPES, head_config, target_config
+from baton.bench.engine.bench import main
+from baton.bench.engine.floors import Ceilings, PassCounts, Work, eagle3_step
+from baton.bench.engine.shapes import SHAPES, head_config, target_config
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -49,7 +49,7 @@ def test_each_step_yields_the_accept_length_asked_for_with_and_without_graphs(
 
 def test_the_floor_of_an_8b_decode_step_is_its_weights_and_the_batch_s_kv(tmp_path):
     target = target_config("llama-3.1-8b", "", tmp_path)
-    counts = Counts.of_target(target, 2)
+    counts = PassCounts.of_target(target, 2)
     weights = (
         8_030_261_248 - 128256 * 4096 - (2 * 32 + 1) * 4096
     )  # all parameters but the embedding and the norms
@@ -63,8 +63,8 @@ def test_the_floor_of_an_8b_decode_step_is_its_weights_and_the_batch_s_kv(tmp_pa
 
 def test_an_eagle3_step_is_a_verify_and_one_pass_of_the_head_per_draft(tmp_path):
     target = target_config("llama-3.1-8b", "", tmp_path)
-    head = Counts.of_head(head_config(target, "bfloat16", 32000, tmp_path), 2)
-    works = eagle3_step(Counts.of_target(target, 2), head, batch=2, steps=3, context=100)
+    head = PassCounts.of_head(head_config(target, "bfloat16", 32000, tmp_path), 2)
+    works = eagle3_step(PassCounts.of_target(target, 2), head, batch=2, steps=3, context=100)
     assert len(works) == 4, "verify, two drafts (the first is remembered), extend"
     layer = 8192 * 6144 + 4096 * 4096 + 3 * 4096 * 14336
     assert [head.body, head.vocab, head.fc] == [layer, 32000 * 4096, 3 * 4096 * 4096]
@@ -85,7 +85,7 @@ def test_built_in_shapes_are_models_of_the_sizes_in_their_names(tmp_path):
         folder = tmp_path / name
         folder.mkdir()
         config = target_config(name, "", folder)
-        counts = Counts.of_target(config, 2)
+        counts = PassCounts.of_target(config, 2)
         total = counts.body + counts.vocab * (1 if config.tie_word_embeddings else 2)
         assert math.isclose(total, sizes[name], rel_tol=0.001), name
 

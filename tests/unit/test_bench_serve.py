@@ -7,14 +7,14 @@ import math
 import random
 
 import pytest
-from baton.bench.serve import Bench, Plan, model_of
-from baton.bench.serve_arguments import parse
-from baton.bench.serve_client import Call, Client, endpoint_of
-from baton.bench.serve_figures import Goals, figures_of, percentile, spread, ttft_ms
-from baton.bench.serve_load import Bound, Level, Run
-from baton.bench.serve_prompts import file_prompts, random_prompts
-from baton.bench.serve_server import read_metrics, said, totals
-from baton.bench.serve_table import as_table
+from baton.bench.serve.arguments import parse
+from baton.bench.serve.bench import LoadPlan, ServeBench, model_of
+from baton.bench.serve.client import LoadClient, TimedCall, endpoint_of
+from baton.bench.serve.figures import Goals, figures_of, percentile, spread, ttft_ms
+from baton.bench.serve.load import Bound, Level, Run
+from baton.bench.serve.prompts import file_prompts, random_prompts
+from baton.bench.serve.server import read_metrics, said, totals
+from baton.bench.serve.table import as_table
 from baton.cluster.errors import BatonError, ConfigError
 from baton.tests.unit.virtual_time import run
 
@@ -106,11 +106,13 @@ def measured(endpoint, level, bound, *, goals=None, questions=None, timeout_s=60
 
     async def main():
         loop = asyncio.get_running_loop()
-        client = Client(endpoint_of("http://x:1"), loop.time, timeout_s=timeout_s, connect=endpoint.connect)
+        client = LoadClient(
+            endpoint_of("http://x:1"), loop.time, timeout_s=timeout_s, connect=endpoint.connect
+        )
         asked = questions or random_prompts(
             random.Random(1), inputs=(11, 11), outputs=(5, 5), vocab=256, prefix=0
         )
-        plan = Plan(
+        plan = LoadPlan(
             model="toy",
             common={},
             questions=asked,
@@ -121,7 +123,7 @@ def measured(endpoint, level, bound, *, goals=None, questions=None, timeout_s=60
         )
         if busy is not None:
             loop.call_at(busy[0], lambda: setattr(loop, "now", loop.now + busy[1]))
-        return await Bench(client, plan).measure(level)
+        return await ServeBench(client, plan).measure(level)
 
     return run(main())
 
@@ -222,7 +224,9 @@ def test_a_kept_connection_that_was_closed_meanwhile_is_replaced_and_nobody_sees
     endpoint = Scripted()
 
     async def main():
-        client = Client(endpoint_of("http://x:1"), asyncio.get_running_loop().time, connect=endpoint.connect)
+        client = LoadClient(
+            endpoint_of("http://x:1"), asyncio.get_running_loop().time, connect=endpoint.connect
+        )
         first = await client.ask("/v1/completions", {}, 0.0)
         endpoint.wires[0].reader.feed_eof()
         return first, await client.ask("/v1/completions", {}, 0.0)
@@ -249,7 +253,7 @@ def test_percentiles_lie_between_the_nearest_ranks(values, expected):
 
 
 def test_one_token_has_no_time_per_token():
-    call = Call(due=0.0, sent=0.0, ended=1.0, arrivals=[(1.0, 1)], num_output=1)
+    call = TimedCall(due=0.0, sent=0.0, ended=1.0, arrivals=[(1.0, 1)], num_output=1)
     found = figures_of(Run(Level(width=1), 0.0, [call]), Goals(itl_ms=1.0))
     assert math.isnan(found.tpot.mean)
     assert found.goodput_per_s == 1.0
@@ -310,7 +314,7 @@ def test_what_is_no_url_is_named(url):
 def test_the_model_is_the_first_that_is_named():
     async def main(endpoint):
         clock = asyncio.get_running_loop().time
-        return await model_of(Client(endpoint_of("http://x:1/v1/"), clock, connect=endpoint.connect))
+        return await model_of(LoadClient(endpoint_of("http://x:1/v1/"), clock, connect=endpoint.connect))
 
     assert run(main(Scripted())) == "toy"
     with pytest.raises(BatonError, match="nothing listens at http://x:1"):

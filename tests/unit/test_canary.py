@@ -1,7 +1,7 @@
 """Canaries on a fake clock and a fake wire: who is asked when, what it proves, and that no client notices."""
 
 import pytest
-from baton.cluster.messages import (
+from baton.cluster.protocol.messages import (
     DecodeTimeline,
     Failed,
     Finished,

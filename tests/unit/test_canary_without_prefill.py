@@ -1,7 +1,7 @@
 """Readiness where decode computes prompts itself: before the first prefill worker comes, and while every hand-off fails."""
 
 import pytest
-from baton.cluster.messages import DecodeTimeline, Finished, Reserved, TokenItem, Tokens
+from baton.cluster.protocol.messages import DecodeTimeline, Finished, Reserved, TokenItem, Tokens
 from baton.router.registry import UNREACHABLE_S
 from baton.router.status import why_not_ready
 from baton.tests.unit.test_canary import HALF_S, WINDOW_S, D, P, Yard, proven

@@ -9,13 +9,14 @@ import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import httpx
 import pytest
 from baton.cluster.errors import ConfigError, StartupError
-from baton.deploy import demo
-from baton.deploy.chat import ChatConfig, Conversation, converse, describe, main
-from baton.deploy.client import SILENCE_S, Answer, ChatClient, RequestFailed
-from baton.deploy.demo import curl_line, timeline_rows
-from baton.deploy.launcher import ChildInfo
+from baton.deploy.cli import demo
+from baton.deploy.cli.chat import ChatConfig, Conversation, converse, describe, main
+from baton.deploy.cli.client import SILENCE_S, ChatClient, RequestFailed, StreamedAnswer
+from baton.deploy.cli.demo import curl_line, timeline_rows
+from baton.deploy.up.launcher import ChildInfo
 
 TIMELINE = {
     "tokenize_ms": 0.4, "queue_ms": 0.1, "prefill_queue_ms": 0.2, "prefill_ms": 41.0, "cached_tokens": 32,
@@ -240,21 +241,21 @@ def test_urls_without_scheme_host_or_port_are_refused(url):
 
 
 def test_silence_is_bounded(serve):
-    assert f"sent nothing for {SILENCE_S:g} s" in str(ChatClient("http://h")._lost(TimeoutError()))
+    assert f"sent nothing for {SILENCE_S:g} s" in str(ChatClient("http://h")._lost(httpx.ReadTimeout("")))
 
 
 def test_speed_counts_the_tokens_after_the_first():
-    answer = Answer(usage=USAGE, first_text_s=1.0, last_text_s=3.0, finish_reason="length")
+    answer = StreamedAnswer(usage=USAGE, first_text_s=1.0, last_text_s=3.0, finish_reason="length")
     assert answer.tokens_per_second == 2.0
     assert describe(answer) == "[5 tokens, first after 1000 ms, 2.0 tok/s, cut at --max-tokens]"
-    assert describe(Answer()) == "[0 tokens]"
+    assert describe(StreamedAnswer()) == "[0 tokens]"
 
 
 # --- what the demo shows ----------------------------------------------------------------------------------------------
 
 
 def test_the_timeline_shows_the_road_in_order():
-    rows = timeline_rows(Answer(usage=USAGE, timeline=TIMELINE, finish_reason="stop"))
+    rows = timeline_rows(StreamedAnswer(usage=USAGE, timeline=TIMELINE, finish_reason="stop"))
     figures = {row[0]: row[1:] for row in rows}
     assert figures["hand-off"] == ("12.0 ms", "3.00 MiB in 3 blocks")
     assert figures["verify steps"] == ("2", "3 of 6 drafted tokens accepted")
@@ -264,7 +265,7 @@ def test_the_timeline_shows_the_road_in_order():
 
 def test_steps_that_did_not_happen_are_left_out():
     rows = timeline_rows(
-        Answer(usage=USAGE, timeline={"ttft_ms": 10.0, "verify_steps": 0, "accept_length": None})
+        StreamedAnswer(usage=USAGE, timeline={"ttft_ms": 10.0, "verify_steps": 0, "accept_length": None})
     )
     assert [row[0] for row in rows] == ["first token (TTFT)"]
 

@@ -6,20 +6,12 @@ import socket
 from pathlib import Path
 
 import pytest
-from baton.cluster.config import (
-    COMMAND_LINE,
-    FILE,
-    DecodeConfig,
-    PrefillConfig,
-    RouterConfig,
-    UpConfig,
-    ignored_settings,
-    load_config,
-)
+from baton.cluster.config.load import COMMAND_LINE, FILE, ignored_settings, load_config
+from baton.cluster.config.roles import DecodeConfig, PrefillConfig, RouterConfig, UpConfig
 from baton.cluster.errors import ConfigError, StartupError
-from baton.deploy import children
-from baton.deploy.children import child_configs, child_environment, child_specs, free_port
-from baton.deploy.launcher import Cluster
+from baton.deploy.up import children
+from baton.deploy.up.children import child_configs, child_environment, child_specs, free_port
+from baton.deploy.up.launcher import Cluster
 
 
 def told(config, env=None):

@@ -7,8 +7,9 @@ import msgpack
 import msgspec
 import pytest
 import zmq
-from baton.cluster import messages as m
-from baton.cluster.codec import (
+from baton.cluster.errors import DamagedMessage, RemoteProtocolError
+from baton.cluster.protocol import messages as m
+from baton.cluster.protocol.codec import (
     CRC_MARK,
     Decoder,
     control_down_decoder,
@@ -18,7 +19,6 @@ from baton.cluster.codec import (
     kv_down_decoder,
     kv_up_decoder,
 )
-from baton.cluster.errors import DamagedMessage, RemoteProtocolError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

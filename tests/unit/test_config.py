@@ -6,21 +6,11 @@ import subprocess
 import sys
 
 import pytest
-from baton.cluster.config import (
-    COMMAND_LINE,
-    ENVIRONMENT,
-    FILE,
-    ROLES,
-    DecodeConfig,
-    PrefillConfig,
-    RouterConfig,
-    UpConfig,
-    load_config,
-    to_argv,
-)
-from baton.cluster.config_fields import describe, settings_of, types_of
+from baton.cluster.config.fields import describe, settings_of, types_of
+from baton.cluster.config.load import COMMAND_LINE, ENVIRONMENT, FILE, load_config, to_argv
+from baton.cluster.config.roles import ROLES, DecodeConfig, PrefillConfig, RouterConfig, UpConfig
 from baton.cluster.errors import ConfigError
-from baton.deploy.children import child_configs
+from baton.deploy.up.children import child_configs
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -241,8 +231,9 @@ def test_help_shows_each_flag_once_with_its_default_and_exits_with_0(cls, capsys
 
 def test_cluster_modules_import_no_torch():
     code = (
-        "import sys, baton.cluster.config, baton.cluster.log, baton.cluster.metrics, baton.cluster.life, "
-        "baton.cluster.control_link, baton.deploy.launcher, baton.__main__; sys.exit('torch' in sys.modules)"
+        "import sys, baton.cluster.config.load, baton.cluster.process.log, baton.cluster.telemetry.metrics, "
+        "baton.cluster.process.process, baton.cluster.net.control_link, baton.deploy.up.launcher, baton.__main__; "
+        "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd="/", check=False).returncode == 0
 

@@ -7,7 +7,9 @@ from contextlib import contextmanager
 import msgpack
 import pytest
 import zmq
-from baton.cluster.codec import (
+from baton.cluster.errors import DamagedMessage, RemoteProtocolError
+from baton.cluster.net.control_link import OUTBOX_LIMIT, LinkQueues
+from baton.cluster.protocol.codec import (
     BATCH_BYTES,
     MAX_BATCH,
     control_down_decoder,
@@ -17,9 +19,7 @@ from baton.cluster.codec import (
     framed,
     pack,
 )
-from baton.cluster.control_link import OUTBOX_LIMIT, LinkQueues
-from baton.cluster.errors import DamagedMessage, RemoteProtocolError
-from baton.cluster.messages import Cancel, Gone, Welcome
+from baton.cluster.protocol.messages import Cancel, Gone, Welcome
 from baton.router.control import ControlSocket
 from baton.router.postbox import Postbox
 from baton.router.registry import Worker

@@ -5,8 +5,8 @@ import time
 
 import pytest
 import zmq
-from baton.cluster.codec import control_up_decoder, encode
-from baton.cluster.control_link import (
+from baton.cluster.errors import StartupError
+from baton.cluster.net.control_link import (
     LONGEST_BACKOFF_S,
     LOST_AFTER_S,
     OUTBOX_LIMIT,
@@ -15,8 +15,9 @@ from baton.cluster.control_link import (
     ControlLink,
     LinkMachine,
 )
-from baton.cluster.errors import StartupError
-from baton.cluster.messages import (
+from baton.cluster.net.sockets import bind, make_socket
+from baton.cluster.protocol.codec import control_up_decoder, encode
+from baton.cluster.protocol.messages import (
     Cancel,
     Gone,
     Goodbye,
@@ -27,7 +28,6 @@ from baton.cluster.messages import (
     Welcome,
     WorkerStats,
 )
-from baton.cluster.sockets import bind, make_socket
 from baton.tests.patience import patient_with_peers
 
 ME, OTHER = "aa" * 16, "bb" * 16

@@ -5,7 +5,13 @@ import threading
 
 import numpy as np
 import pytest
-from baton.kvtransfer.memory.blocks.copy_pool import PART_BYTES, CopyPool, SplitCrc, copy_pool_of_host, cut
+from baton.kvtransfer.memory.blocks.blocks.copy_pool import (
+    PART_BYTES,
+    CopyPool,
+    SplitCrc,
+    copy_pool_of_host,
+    cut,
+)
 from crc32c import crc32c
 
 SIZES = (0, 1, 4095, 4096, 8191, 8192, 8193, 3 * 4096, 20_000, 100_001)

@@ -1,7 +1,7 @@
 """What prompts cost where."""
 
 import pytest
-from baton.cluster.messages import DecodeTimeline, PrefillTimeline
+from baton.cluster.protocol.messages import DecodeTimeline, PrefillTimeline
 from baton.router.costs import Costs, Line
 
 

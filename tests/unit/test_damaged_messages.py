@@ -4,9 +4,18 @@ stream: the worker drops its rooms, and the router places them again at once.
 
 from collections import deque
 
-from baton.cluster.codec import control_up_decoder, encode
-from baton.cluster.control_link import LinkQueues
-from baton.cluster.messages import Cancel, FirstToken, Hello, Prefill, Rejected, Reserve, Reserved, Welcome
+from baton.cluster.net.control_link import LinkQueues
+from baton.cluster.protocol.codec import control_up_decoder, encode
+from baton.cluster.protocol.messages import (
+    Cancel,
+    FirstToken,
+    Hello,
+    Prefill,
+    Rejected,
+    Reserve,
+    Reserved,
+    Welcome,
+)
 from baton.tests.unit.test_dispatch import D, P, World, begin
 from baton.tests.unit.test_registry import hello
 

@@ -8,7 +8,7 @@ import pytest
 from baton.tests.unit.test_metrics import series_of, told
 
 ROOT = Path(__file__).resolve().parents[2]
-DASHBOARD = ROOT / "deploy" / "grafana" / "baton.json"
+DASHBOARD = ROOT / "deploy" / "packaging" / "grafana" / "baton.json"
 SELECTOR = re.compile(r"\b((?:baton|process)_\w+)(?:\{([^}]*)\})?(\[)?")
 OF_SCRAPE = {"job"}  # labels that Prometheus adds
 

@@ -12,9 +12,9 @@ import gguf
 import numpy as np
 import pytest
 from baton.cluster.errors import StartupError
-from baton.deploy import demo_model
-from baton.deploy.demo_model import ensure_demo_model, is_complete, main, model_digest
-from baton.deploy.gguf_convert import build_tokenizer, convert, hf_name, unpermute
+from baton.deploy.cli import demo_model
+from baton.deploy.cli.demo_model import ensure_demo_model, is_complete, main, model_digest
+from baton.deploy.cli.gguf_convert import build_tokenizer, convert, hf_name, unpermute
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 

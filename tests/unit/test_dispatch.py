@@ -4,9 +4,9 @@ import asyncio
 import logging
 
 import pytest
-from baton.cluster.codec import control_down_decoder
 from baton.cluster.errors import PeerLost
-from baton.cluster.messages import (
+from baton.cluster.protocol.codec import control_down_decoder
+from baton.cluster.protocol.messages import (
     Cancel,
     DecodeTimeline,
     Failed,
@@ -23,7 +23,7 @@ from baton.cluster.messages import (
     Welcome,
     WorkerStats,
 )
-from baton.cluster.metrics import RouterMetrics
+from baton.cluster.telemetry.metrics import RouterMetrics
 from baton.router.answer import error_of
 from baton.router.dispatch import CLIENT_STALL_S, Dispatcher
 from baton.router.entries import Job

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from baton.cluster.messages import (
+from baton.cluster.protocol.messages import (
     Failed,
     Finished,
     FirstToken,

@@ -10,9 +10,10 @@ from typing import get_args
 import msgspec
 import pytest
 import zmq
-from baton.cluster.config import ROLES, settings_of
-from baton.cluster.messages import ControlDown, ControlUp, KVDown, KVUp
-from baton.cluster.sockets import make_socket
+from baton.cluster.config.load import settings_of
+from baton.cluster.config.roles import ROLES
+from baton.cluster.net.sockets import make_socket
+from baton.cluster.protocol.messages import ControlDown, ControlUp, KVDown, KVUp
 from baton.kvtransfer.protocol.session import TransferCounters
 from baton.router.room_effects import Timeouts
 from baton.router.timeline import Timeline
@@ -27,13 +28,14 @@ SERVING = ("cluster", "decode", "deploy", "kvtransfer", "prefill", "router", "wo
 PACES = {
     "FOREVER_S", "PAUSE_S", "POLL_S", "READY_TIMEOUT_S", "STEP_S", "SWEEP_S", "TICK_S", "IDLE_WAIT_S", "RETRY_S",
     "MAX_RETRY_S", "RETRY_AFTER_S", "BUDGET_STEP_S", "TERM_AGAIN_S", "KILL_AFTER_S", "LAST_FRAMES_S", "TIMEOUT_S",
-    "deploy.supervise.LAST_LINE_S", "deploy.supervise.WHY_S",
-    "cluster.security.QUIET_S", "PRIORITY_S", "LONGEST_RETRY_AFTER_S", "PACE_WINDOW_S", "MINUTE_S",
-    "cluster.life.SWITCH_INTERVAL_S",
-    "LOOK_AGAIN_S", "LOOK_S", "deploy.findings.KEY_WARN_S", "deploy.findings.COMMAND_S", "deploy.findings.MAX_SKEW_S",
-    "deploy.findings.STALE_S", "deploy.pull_test.SILENCE_S", "deploy.pull_test.SERVE_S", "deploy.pull_test.MEASURE_S",
-    "deploy.doctor.ANSWER_S", "deploy.client.SILENCE_S", "deploy.top.ANSWER_S", "deploy.top.WINDOW_S",
-    "SWITCH_INTERVAL_S", "deploy.units.SETTLE_S",
+    "deploy.up.supervise.LAST_LINE_S", "deploy.up.supervise.WHY_S",
+    "cluster.process.log_throttle.QUIET_S", "PRIORITY_S", "LONGEST_RETRY_AFTER_S", "PACE_WINDOW_S", "MINUTE_S",
+    "cluster.process.process.SWITCH_INTERVAL_S",
+    "LOOK_AGAIN_S", "LOOK_S", "deploy.cli.findings.KEY_WARN_S", "deploy.cli.findings.COMMAND_S",
+    "deploy.cli.findings.MAX_SKEW_S", "deploy.cli.findings.STALE_S", "deploy.cli.pull_test.SILENCE_S",
+    "deploy.cli.pull_test.SERVE_S", "deploy.cli.pull_test.MEASURE_S",
+    "deploy.cli.doctor.ANSWER_S", "deploy.cli.client.SILENCE_S", "deploy.cli.top.ANSWER_S", "deploy.cli.top.WINDOW_S",
+    "SWITCH_INTERVAL_S", "deploy.packaging.units.SETTLE_S",
 }  # fmt: skip
 
 
@@ -207,7 +209,7 @@ def test_every_path_that_is_named_exists(path):
     named = [name for name in code(path.read_text()) if re.fullmatch(r"[\w/]+\.py", name)]
     assert named
     for name in named:
-        assert (ROOT / name).is_file() or (ROOT / "cluster" / name).is_file(), name
+        assert (ROOT / name).is_file(), name
 
 
 def test_every_test_that_the_router_s_page_names_exists():

@@ -11,8 +11,8 @@ import threading
 import time
 
 import pytest
-from baton.deploy import doctor
-from baton.deploy.findings import (
+from baton.deploy.cli import doctor
+from baton.deploy.cli.findings import (
     FAIL,
     OK,
     WARN,
@@ -22,8 +22,8 @@ from baton.deploy.findings import (
     check_shm,
     check_versions,
 )
-from baton.deploy.keys import init
-from baton.deploy.pull_test import Link, measure, serve
+from baton.deploy.cli.pull_test import Link, measure, serve
+from baton.deploy.keys.keys import init
 from baton.tests.cluster.router_fakes import save_tokenizer
 
 PREFILL = {
@@ -149,7 +149,7 @@ def test_fault_9_clocks_that_differ(capsys):
 
 
 def test_fault_10_a_link_that_is_slow_or_dead(capsys, monkeypatch):
-    monkeypatch.setattr("baton.deploy.pull_test.SILENCE_S", 30.0)  # its other end is a thread here
+    monkeypatch.setattr("baton.deploy.cli.pull_test.SILENCE_S", 30.0)  # its other end is a thread here
     endpoints, over = [], threading.Event()
     tell = {"on_ready": endpoints.append, "is_over": over.is_set}
     serving = threading.Thread(

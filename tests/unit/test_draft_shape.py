@@ -4,7 +4,8 @@ from collections.abc import Callable
 from itertools import product
 
 import pytest
-from baton.cluster.config import DecodeConfig, load_config
+from baton.cluster.config.load import load_config
+from baton.cluster.config.roles import DecodeConfig
 from baton.cluster.errors import ConfigError
 from baton.engine.config import EngineConfig
 from baton.engine.errors import CheckpointError

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from baton.cluster.config import DecodeConfig, PrefillConfig
+from baton.cluster.config.roles import DecodeConfig, PrefillConfig
 from baton.engine.config import (
     EngineConfig,
     has_native_bfloat16,

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 from baton.cluster.errors import ConfigError
-from baton.cluster.fault_points import PAUSE_S, FaultPoints, perform, reach_of, read_faults, unarmed
+from baton.cluster.process.failpoints import PAUSE_S, Failpoints, perform, reach_of, read_faults, unarmed
 
 ALLOWED = {"BATON_ALLOW_FAULTS": "1"}
 
@@ -14,7 +14,7 @@ ALLOWED = {"BATON_ALLOW_FAULTS": "1"}
 def test_a_fault_happens_at_the_nth_reach_of_its_own_site_and_only_then():
     happened = []
     faults = read_faults({"BATON_FAULT": "decode:step:2:raise,prefill:chunk:1", **ALLOWED})
-    points = FaultPoints(faults, act=happened.append)
+    points = Failpoints(faults, act=happened.append)
     for _ in range(4):
         points.reach("decode:step")
     assert [(fault.site, fault.action) for fault in happened] == [("decode:step", "raise")]
@@ -45,7 +45,7 @@ def test_a_fault_that_cannot_be_is_refused_and_named(text, word):
 
 @pytest.mark.parametrize("action", ["kill", "abort", "raise"])
 def test_actions_end_the_process_as_they_say(action):
-    code = f"from baton.cluster.fault_points import Fault, perform; perform(Fault(site='s', nth=1, action={action!r}))"
+    code = f"from baton.cluster.process.failpoints import Fault, perform; perform(Fault(site='s', nth=1, action={action!r}))"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, cwd="/", check=False)
     assert ended.returncode == {"kill": -signal.SIGKILL, "abort": -signal.SIGABRT, "raise": 1}[action]
     assert (b"FaultInjected" in ended.stderr) == (action == "raise")
@@ -53,7 +53,7 @@ def test_actions_end_the_process_as_they_say(action):
 
 def test_a_pause_ends(monkeypatch):
     slept = []
-    monkeypatch.setattr("baton.cluster.fault_points.time.sleep", slept.append)
+    monkeypatch.setattr("baton.cluster.process.failpoints.time.sleep", slept.append)
     perform(read_faults({"BATON_FAULT": "decode:step:1:pause", **ALLOWED})[0])
     assert slept == [PAUSE_S]
 

@@ -4,8 +4,8 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from baton.cluster.messages import Layout
-from baton.kvtransfer.memory.blocks.blocks import BlockReader, Filling
+from baton.cluster.protocol.messages import Layout
+from baton.kvtransfer.memory.blocks.blocks.blocks import BlockReader, Filling
 from baton.kvtransfer.protocol.layout import KVLayout, agree, feature_columns
 from baton.kvtransfer.transport import Planes
 from crc32c import crc32c

@@ -3,7 +3,7 @@
 import json
 
 import msgspec
-from baton.cluster.messages import (
+from baton.cluster.protocol.messages import (
     DecodeTimeline,
     Failed,
     Finished,

@@ -9,23 +9,33 @@ from pathlib import Path
 
 import pytest
 import yaml
-from baton.cluster.config import DecodeConfig, PrefillConfig, RouterConfig, load_config
-from baton.cluster.errors import BatonError
-from baton.deploy import alive, image_locks, lock
-from baton.deploy.image_locks import DEVICES, EXTRAS, IMAGES, UNUSED
-from baton.deploy.lock import LOCK, PINS, normalised, requirements
+from baton.cluster.config.load import load_config
+from baton.cluster.config.roles import DecodeConfig, PrefillConfig, RouterConfig
+from baton.deploy.packaging import alive
 from baton.tests.kubernetes.manifests import KUBERNETES, ROOT, needs, run
+from baton.tests.lock_files import IMAGES, LOCK, PINS, pins_of
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
-DEPLOY = ROOT / "deploy"
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+DEPLOY = ROOT / "deploy" / "packaging"
 DOCKERFILE = (IMAGES / "Dockerfile").read_text()
 COMPOSE = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
 ROLES = {"router": RouterConfig, "prefill": PrefillConfig, "decode": DecodeConfig}
 OF_TORCH = re.compile(r"nvidia-|cuda-")  # pinned exactly by torch itself
 
 
-def locked(device):
-    return {pin.name: pin for pin in requirements((IMAGES / f"{device}.lock").read_text())}
+DEVICES = ("cpu", "cuda")
+EXTRAS = ("otel",)
+UNUSED = ("triton",)  # kernels, of which the CPU path has none: 700 MB unpacked
+
+
+def locked(name):
+    return {pin.name: pin for pin in pins_of(IMAGES / f"{name}.lock")}
 
 
 # --- locks ------------------------------------------------------------------------------------------------------------
@@ -33,18 +43,27 @@ def locked(device):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_each_wheel_of_an_image_is_a_file_of_the_lock_in_the_pinned_version(device):
-    known = {(pin.name, pin.version): set(pin.hashes) for pin in requirements(LOCK.read_text())}
+    known = {(pin.name, pin.version): set(pin.hashes) for pin in pins_of(LOCK)}
     for name, pin in locked(device).items():
-        assert len(pin.hashes) == 1, name
+        assert pin.hashes, name
         if name != "torch" and not OF_TORCH.match(name):
             assert set(pin.hashes) <= known[name, pin.version], name
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_torch_is_the_pinned_one_built_for_the_device(device):
-    pinned = next(pin.version for pin in requirements(PINS.read_text()) if pin.name == "torch")
+    pinned = next(pin.version for pin in pins_of(PINS) if pin.name == "torch")
     assert locked(device)["torch"].version == pinned + ("+cpu" if device == "cpu" else "")
     assert any(OF_TORCH.match(name) for name in locked(device)) == (device == "cuda")
+
+
+def requires(name):
+    """What a distribution requires; of our own as pyproject.toml has it, which may be newer than what is installed."""
+    if name != "baton":
+        return importlib.metadata.requires(name) or ()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = [line for extra in EXTRAS for line in project["optional-dependencies"][extra]]
+    return [*project["dependencies"], *extras]
 
 
 @pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="the images' Python is 3.11")
@@ -52,34 +71,22 @@ def test_an_image_has_what_serving_needs_and_no_test_tool():
     seen, todo = set(), [Requirement(f"baton[{','.join(EXTRAS)}]")]
     while todo:
         wanted = todo.pop()
-        for line in importlib.metadata.requires(wanted.name) or ():
+        for line in requires(wanted.name):
             needed = Requirement(line)
             markers = [{"extra": extra} for extra in wanted.extras] or [{"extra": ""}]
             holds = needed.marker is None or any(needed.marker.evaluate(extra) for extra in markers)
-            name = normalised(needed.name)
-            if holds and (name, *needed.extras) not in seen and name not in UNUSED["cpu"]:
+            name = canonicalize_name(needed.name)
+            if holds and (name, *needed.extras) not in seen and name not in UNUSED:
                 seen.add((name, *needed.extras))
                 todo.append(needed)
     assert {name for name, *_ in seen} == set(locked("cpu"))
 
 
-def test_pip_s_report_becomes_pins_and_a_wheel_without_digest_is_refused():
-    def item(name, version, **archive):
-        return {"metadata": {"name": name, "version": version}, "download_info": {"archive_info": archive}}
-
-    report = {
-        "install": [item("Z_b", "2", hashes={"sha256": "22"}), item("a.b", "1", hashes={"sha256": "11"})]
-    }
-    assert [pin.as_line() for pin in image_locks.locked(report)] == [
-        "a-b==1 \\\n    --hash=sha256:11", "z-b==2 \\\n    --hash=sha256:22",
-    ]  # fmt: skip
-    with pytest.raises(BatonError, match="no SHA-256 for x 1"):
-        image_locks.locked({"install": [item("x", "1")]})
-
-
-def test_the_sbom_of_a_lock_that_cannot_be_read_is_an_error_and_no_trace(capsys, tmp_path):
-    assert lock.main(["sbom", "--lock", str(tmp_path / "no.lock")]) == 2
-    assert "no.lock cannot be read" in capsys.readouterr().err
+def test_the_tool_that_writes_the_bill_of_materials_is_locked_too():
+    tools = locked("tools")
+    assert all(pin.hashes for pin in tools.values())
+    made = re.search(r"^CYCLONEDX := cyclonedx-bom==(\S+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert tools["cyclonedx-bom"].version == made[1]
 
 
 # --- the Dockerfile ---------------------------------------------------------------------------------------------------
@@ -111,8 +118,12 @@ def test_what_is_shipped_runs_without_rights_and_brings_no_compiler():
 
 
 def test_wheels_are_installed_by_hash_alone():
-    installs = [line for line in DOCKERFILE.replace("\\\n", " ").splitlines() if "pip --python" in line]
-    assert len(installs) == 2
+    installs = [
+        line
+        for line in DOCKERFILE.replace("\\\n", " ").splitlines()
+        if " install -" in line and "bin/pip" in line
+    ]
+    assert len(installs) == 3
     for line in installs:
         assert "--no-deps" in line
         assert "--require-hashes" in line or "--no-index" in line

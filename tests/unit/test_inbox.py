@@ -1,6 +1,6 @@
 """What waits for a client that reads slowly is bounded by what it takes, not by tokens alone."""
 
-from baton.cluster.messages import TokenLogprob
+from baton.cluster.protocol.messages import TokenLogprob
 from baton.router.inbox import MAX_UNREAD, Inbox
 from baton.router.room_effects import Deliver
 

@@ -9,8 +9,8 @@ import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
-from baton.cluster.keyring import PEERS, read_key, read_peers
-from baton.deploy import keys
+from baton.cluster.security.keyring import PEERS, read_key, read_peers
+from baton.deploy.keys import keys
 from baton.tests.kubernetes.manifests import validate
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization

@@ -7,10 +7,11 @@ import shutil
 import jsonschema
 import pytest
 import yaml
-from baton.cluster.config import DecodeConfig, PrefillConfig, RouterConfig, load_config
-from baton.cluster.metrics import RouterMetrics, RouterRecord
-from baton.deploy.findings import OK, check_keys
-from baton.deploy.keys import init
+from baton.cluster.config.load import load_config
+from baton.cluster.config.roles import DecodeConfig, PrefillConfig, RouterConfig
+from baton.cluster.telemetry.metrics import RouterMetrics, RouterRecord
+from baton.deploy.cli.findings import OK, check_keys
+from baton.deploy.keys.keys import init
 from baton.tests.kubernetes.manifests import (
     KUBERNETES,
     OVERLAYS,

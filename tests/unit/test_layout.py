@@ -4,7 +4,7 @@ import msgspec
 import pytest
 import torch
 from baton.cluster.errors import HandshakeRefused, LocalProtocolError
-from baton.cluster.messages import Layout
+from baton.cluster.protocol.messages import Layout
 from baton.engine.kv.layouts import MHALayout
 from baton.engine.kv.pool import KVPool
 from baton.kvtransfer.protocol.layout import KVLayout, RoomStream, agree, block_digest, feature_columns

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from baton.cluster.messages import Layout
-from baton.deploy.checkpoints import shape_of
+from baton.cluster.protocol.messages import Layout
+from baton.deploy.cli.checkpoints import shape_of
 from baton.engine.kv.budget import STAGING_SHARE, PageBudget
 from baton.engine.kv.layouts import MHALayout
 from baton.engine.kv.pool import KVPool

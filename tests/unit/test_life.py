@@ -9,7 +9,14 @@ import textwrap
 
 import pytest
 from baton.cluster.errors import StartupError
-from baton.cluster.life import EXIT_CANNOT_START, EXIT_CRASHED, EXIT_OK, Shutdown, run_phases, run_role
+from baton.cluster.process.process import (
+    EXIT_CANNOT_START,
+    EXIT_CRASHED,
+    EXIT_OK,
+    Shutdown,
+    run_phases,
+    run_role,
+)
 
 
 def run_child(code, *, env=None, **kwargs):
@@ -84,7 +91,7 @@ def test_the_first_signal_drains_and_the_second_stops():
 def test_real_signals_drain_stop_and_end_a_process():
     child = run_child("""
         import time
-        from baton.cluster.life import Shutdown
+        from baton.cluster.process.process import Shutdown
         shutdown = Shutdown()
         shutdown.install()
         print("up", flush=True)
@@ -104,7 +111,7 @@ def test_a_child_is_told_when_its_launcher_is_killed():
     launcher = run_child("""
         import os, subprocess, sys
         code = '''
-        from baton.cluster.life import Shutdown, run_role
+        from baton.cluster.process.process import Shutdown, run_role
         def serve():
             print("up", flush=True)
             shutdown.drain.wait()
@@ -127,7 +134,7 @@ def test_a_child_is_told_when_its_launcher_is_killed():
 def test_a_child_whose_launcher_died_before_it_asked_is_told_at_once():
     child = run_child(
         """
-        from baton.cluster.life import Shutdown, watch_parent
+        from baton.cluster.process.process import Shutdown, watch_parent
         shutdown = Shutdown()
         shutdown.install()
         watch_parent()

@@ -1,9 +1,9 @@
 """The end of a connection, what a router says before it has heard of it, and its pace, as a worker's link takes them in."""
 
 import pytest
-from baton.cluster.codec import control_up_decoder, encode
-from baton.cluster.control_link import LinkMachine, LinkQueues
-from baton.cluster.messages import (
+from baton.cluster.net.control_link import LinkMachine, LinkQueues
+from baton.cluster.protocol.codec import control_up_decoder, encode
+from baton.cluster.protocol.messages import (
     Cancel,
     Gone,
     Heartbeat,

@@ -5,7 +5,7 @@ import json
 import logging
 
 import pytest
-from baton.cluster.log import PACKAGE, configure, fields
+from baton.cluster.process.log import PACKAGE, configure, fields
 
 ROOM = "ab12cd34" * 4
 

@@ -1,7 +1,7 @@
 """A KV connection that breaks: what was under way with it is asked for again at once, however often that happens."""
 
 import pytest
-from baton.cluster import messages as m
+from baton.cluster.protocol import messages as m
 from baton.kvtransfer.protocol.peer_link import ANSWER_S
 from baton.kvtransfer.protocol.receiver import IDLE_LINK_S, ReceiverSession
 from baton.kvtransfer.protocol.session import (

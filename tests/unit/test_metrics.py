@@ -4,9 +4,9 @@ import re
 from pathlib import Path
 
 import pytest
-from baton.cluster import metric_names as names
-from baton.cluster.messages import GraphCounts, WorkerStats
-from baton.cluster.metrics import (
+from baton.cluster.protocol.messages import GraphCounts, WorkerStats
+from baton.cluster.telemetry import metric_names as names
+from baton.cluster.telemetry.metrics import (
     Handoff,
     PromptWork,
     RequestRecord,

@@ -11,13 +11,13 @@ from contextlib import suppress
 
 import psutil
 import pytest
-from baton.cluster import metrics_server
-from baton.cluster.config import DecodeConfig
+from baton.cluster.config.roles import DecodeConfig
 from baton.cluster.errors import ConfigError, StartupError
-from baton.cluster.life import Shutdown
-from baton.cluster.messages import Heartbeat, WorkerStats
-from baton.cluster.metrics_server import MetricsServer, serve_metrics
-from baton.deploy.children import free_port
+from baton.cluster.process.process import Shutdown
+from baton.cluster.protocol.messages import Heartbeat, WorkerStats
+from baton.cluster.telemetry import metrics_server
+from baton.cluster.telemetry.metrics_server import MetricsServer, serve_metrics
+from baton.deploy.up.children import free_port
 from baton.tests.cluster.hostile import MIB, hostile_frames
 from baton.tests.corpora import corpus
 from baton.tests.unit.test_metrics import INSTANCE, samples, value

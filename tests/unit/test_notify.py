@@ -5,10 +5,16 @@ import threading
 
 import pytest
 from baton.cluster.errors import ConfigError
-from baton.cluster.life import Shutdown
-from baton.cluster.messages import Welcome
-from baton.cluster.notify import PINGS_PER_LIMIT, WAIT_PACE_S, Notifier, notifier_of, without_manager
-from baton.cluster.watchdog import Watchdog
+from baton.cluster.process.process import Shutdown
+from baton.cluster.process.sd_notify import (
+    PINGS_PER_LIMIT,
+    WAIT_PACE_S,
+    Notifier,
+    notifier_of,
+    without_manager,
+)
+from baton.cluster.process.watchdog import Watchdog
+from baton.cluster.protocol.messages import Welcome
 from baton.tests.unit.test_worker_loop import FakeLink, FakeWorker
 from baton.worker.link import WorkerLink
 from baton.worker.main_loop import WorkerLoop
@@ -71,7 +77,7 @@ def test_a_manager_that_is_gone_stops_nobody(manager, tmp_path, caplog):
 
 def test_a_manager_that_is_behind_still_hears_what_is_said_once(manager, monkeypatch):
     monkeypatch.setattr(
-        "baton.cluster.notify.PATIENCE_S", 60.0
+        "baton.cluster.process.sd_notify.PATIENCE_S", 60.0
     )  # this thread, which reads, may get no core for a while
     notifier = notifier_of({"NOTIFY_SOCKET": manager.getsockname(), "WATCHDOG_USEC": "8000000"})
     for now in range(2000):  # more than its queue holds

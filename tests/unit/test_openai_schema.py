@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from baton.cluster.messages import TokenLogprob
+from baton.cluster.protocol.messages import TokenLogprob
 from baton.router.api_bodies import ChatBody, CompletionBody
 from baton.router.chat_replies import ChatBuilder
 from baton.router.errors import ApiError

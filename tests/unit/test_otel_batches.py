@@ -3,7 +3,7 @@
 import threading
 
 import pytest
-from baton.cluster.otel_batches import QUEUE, BoundedBatches
+from baton.cluster.telemetry.otel_batches import QUEUE, BoundedBatches
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 

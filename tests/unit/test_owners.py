@@ -1,8 +1,8 @@
 """Several routers at one worker: each room belongs to the router that opened it."""
 
 import pytest
-from baton.cluster.endpoints import endpoints_fault, endpoints_of
-from baton.cluster.messages import (
+from baton.cluster.net.endpoints import endpoints_fault, endpoints_of
+from baton.cluster.protocol.messages import (
     Cancel,
     Finished,
     Gone,

@@ -6,11 +6,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from baton.cluster.errors import LocalProtocolError
-from baton.cluster.messages import Layout
+from baton.cluster.protocol.messages import Layout
 from baton.engine.kv.layouts import MHALayout
 from baton.engine.kv.page_order import LateDevice, LateEvent, PageOrder
 from baton.engine.kv.pool import KVPool, PageAllocator
-from baton.kvtransfer.memory.blocks.blocks import (
+from baton.kvtransfer.memory.blocks.blocks.blocks import (
     Arrival,
     BlockReader,
     BlockWriter,

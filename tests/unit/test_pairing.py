@@ -6,7 +6,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from baton.cluster.config_router import DECODE_POLICIES, PREFILL_POLICIES
+from baton.cluster.config.router_groups import DECODE_POLICIES, PREFILL_POLICIES
 from baton.router.pairing import decode_picker, prefill_picker
 from baton.router.prefixes import PrefixIndex, Prompt
 from baton.router.registry import Load

@@ -1,6 +1,6 @@
 """What the router believes of prefix caches, where one worker of each role leaves the place of a prompt to choose."""
 
-from baton.cluster.messages import Reserved
+from baton.cluster.protocol.messages import Reserved
 from baton.router.placing import PairingPolicy
 from baton.router.prefixes import Prompt
 from baton.tests.unit.test_dispatch import D, P, World

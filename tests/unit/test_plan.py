@@ -8,11 +8,11 @@ import sys
 import psutil
 import pytest
 from baton.cluster.errors import ConfigError
-from baton.deploy import plan
-from baton.deploy.checkpoints import KVShape, shape_of
-from baton.deploy.drain import process_of, worker_of
-from baton.deploy.plan import FASTEST, Sample, fit
-from baton.deploy.sizing import Load, Measured, handoff_of, plan_of, prefill_s
+from baton.deploy.cli import plan
+from baton.deploy.cli.checkpoints import KVShape, shape_of
+from baton.deploy.cli.drain import process_of, worker_of
+from baton.deploy.cli.plan import FASTEST, HandoffSample, fit
+from baton.deploy.cli.sizing import Measured, PlannedLoad, handoff_of, plan_of, prefill_s
 
 LLAMA_8B = KVShape(num_layers=32, num_kv_heads=8, head_dim=128, hidden_size=4096, num_features=3)
 GPU = Measured(prefill_rate=24000, bandwidth=2.5e9, fixed_s=0.0005, tpot_s=0.01)
@@ -74,16 +74,18 @@ def test_a_block_travels_when_the_chunk_that_fills_it_is_done():
 
 
 def test_workers_follow_the_load():
-    load = Load(prompt=4000, output=300, rate=10, kv_memory=64 * 2**30, max_running=64)
+    load = PlannedLoad(prompt=4000, output=300, rate=10, kv_memory=64 * 2**30, max_running=64)
     made = plan_of(LLAMA_8B, GPU, load)
     assert made.request_bytes == 4300 * 128 * 1024
     assert made.num_prefill == 3  # 10 * 0.167 s / 0.7
     assert made.num_decode == 1  # 30 of 64 * 0.85 places
-    assert plan_of(LLAMA_8B, GPU, Load(prompt=4000, output=300, rate=40, max_running=64)).num_decode == 3
+    assert (
+        plan_of(LLAMA_8B, GPU, PlannedLoad(prompt=4000, output=300, rate=40, max_running=64)).num_decode == 3
+    )
 
 
 def test_a_request_that_fits_no_worker_is_said():
-    made = plan_of(LLAMA_8B, GPU, Load(prompt=4000, output=300, rate=1, kv_memory=2**28))
+    made = plan_of(LLAMA_8B, GPU, PlannedLoad(prompt=4000, output=300, rate=1, kv_memory=2**28))
     assert (made.places, made.num_decode) == (0, 0)
     assert "does not fit" in made.advice[0]
 
@@ -91,16 +93,16 @@ def test_a_request_that_fits_no_worker_is_said():
 def test_a_small_model_on_a_slow_link_is_told_not_to_disaggregate():
     small = KVShape(num_layers=28, num_kv_heads=8, head_dim=128, hidden_size=1024)  # of 0.6B
     made = plan_of(
-        small, Measured(prefill_rate=300000, bandwidth=2.5e9), Load(prompt=2048, output=200, rate=1)
+        small, Measured(prefill_rate=300000, bandwidth=2.5e9), PlannedLoad(prompt=2048, output=200, rate=1)
     )
     assert any("let decode compute" in text for text in made.advice)
     assert any("one process per GPU" in text for text in made.advice)
-    big = Load(prompt=8192, output=300, rate=2)
+    big = PlannedLoad(prompt=8192, output=300, rate=2)
     assert plan_of(LLAMA_8B, Measured(prefill_rate=24000, bandwidth=5e9), big).advice == ()
 
 
 def sample(tokens, handoff_s, prefill_s=0.1):
-    return Sample(tokens=tokens, num_bytes=tokens * 1000, handoff_s=handoff_s, prefill_s=prefill_s)
+    return HandoffSample(tokens=tokens, num_bytes=tokens * 1000, handoff_s=handoff_s, prefill_s=prefill_s)
 
 
 def test_link_and_fixed_cost_are_found_from_two_lengths():

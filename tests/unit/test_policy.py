@@ -1,6 +1,6 @@
 """Which pair serves a request."""
 
-from baton.cluster.messages import WorkerStats
+from baton.cluster.protocol.messages import WorkerStats
 from baton.router.pairing import Picker, decode_load, prefill_load
 from baton.router.placing import choose
 from baton.router.policy import Need, able_pairs, can_ever, is_ready, limits, pairs, why_not_pair

@@ -1,7 +1,7 @@
 """Decode tells that prefill gave a hand-off up; what that is, and what it costs, is in prefill's own word."""
 
 import pytest
-from baton.cluster.messages import Cancel, Failed, Prefill, Rejected, Reserved
+from baton.cluster.protocol.messages import Cancel, Failed, Prefill, Rejected, Reserved
 from baton.router.retries import BUDGET_FLOOR
 from baton.router.room_effects import Broken, Timeouts
 from baton.tests.unit.test_dispatch import D, P, World, begin, events

@@ -8,7 +8,7 @@ released, its number may be given another content; behind a release a change of 
 from typing import get_args
 
 import pytest
-from baton.cluster import messages as m
+from baton.cluster.protocol import messages as m
 from baton.router.registry import Registry
 from baton.tests.unit.test_registry import hello
 from msgspec import structs

@@ -3,8 +3,8 @@
 import msgspec
 import pytest
 import torch
-from baton.cluster import messages as m
 from baton.cluster.errors import LocalProtocolError
+from baton.cluster.protocol import messages as m
 from baton.kvtransfer.protocol.peer_link import ANSWER_S, GREETING_S, PROBE_S
 from baton.kvtransfer.protocol.receiver import ReceiverSession
 from baton.kvtransfer.protocol.session import CloseLink, Effect, Notify, SendMessage

@@ -1,7 +1,7 @@
 """The registry and its ledger of pages."""
 
 import hypothesis.strategies as st
-from baton.cluster.messages import PROTOCOL_MAJOR, Hello, Refused, Rejected, Welcome, WorkerStats
+from baton.cluster.protocol.messages import PROTOCOL_MAJOR, Hello, Refused, Rejected, Welcome, WorkerStats
 from baton.router.policy import Need, able_pairs, live_pairs
 from baton.router.registry import UNREACHABLE_S, Load, Registry
 from hypothesis import given

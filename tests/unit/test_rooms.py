@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import hypothesis.strategies as st
 import pytest
-from baton.cluster.messages import (
+from baton.cluster.protocol.messages import (
     Cancel,
     DecodeTimeline,
     Failed,

@@ -1,7 +1,7 @@
 """A stream survives its worker: the next attempt goes on where the last one ended, and the client sees no seam."""
 
 import hypothesis.strategies as st
-from baton.cluster.messages import (
+from baton.cluster.protocol.messages import (
     Cancel,
     DecodeTimeline,
     Failed,

@@ -5,11 +5,11 @@ import time
 
 import pytest
 import zmq
-from baton.cluster.control_link import ControlLink
-from baton.cluster.endpoints import endpoints_fault
-from baton.cluster.messages import Goodbye
-from baton.cluster.router_links import RouterLinks
-from baton.cluster.router_names import RouterNames, addresses_of
+from baton.cluster.net.control_link import ControlLink
+from baton.cluster.net.dns_discovery import RouterDiscovery, addresses_of
+from baton.cluster.net.endpoints import endpoints_fault
+from baton.cluster.net.router_links import RouterLinks
+from baton.cluster.protocol.messages import Goodbye
 from baton.kvtransfer.transports.fake import FakeNetwork
 from baton.tests.unit.test_control_link import HELLO
 from baton.worker.link import LinkWork, WorkerLink
@@ -32,7 +32,7 @@ class Name:
         return self.addresses
 
 
-class Names(RouterNames):
+class Names(RouterDiscovery):
     """Asks when the test says so."""
 
     def start(self):
@@ -121,7 +121,7 @@ def test_a_resolver_that_fails_takes_no_router_away(caplog):
 
 
 def test_closing_ends_every_link_and_the_questions():
-    names = RouterNames([NAME], resolve=Name("10.0.0.1"), ask_s=0.001)
+    names = RouterDiscovery([NAME], resolve=Name("10.0.0.1"), ask_s=0.001)
     links = RouterLinks(names, FakeLink)
     wait_for(lambda: links.refresh() or links.links)
     opened = list(links.links.values())
@@ -180,7 +180,7 @@ def test_a_worker_greets_a_router_that_joins_the_name_later():
     resolve = Name("127.0.0.1")
 
     def open_planes(own):
-        names = RouterNames([f"dns+tcp://routers:{port}"], resolve=resolve, ask_s=0.01)
+        names = RouterDiscovery([f"dns+tcp://routers:{port}"], resolve=resolve, ask_s=0.01)
         return RouterLinks(
             names, lambda endpoint: ControlLink(own, endpoint, HELLO, time.monotonic())
         ), NoTransport()

@@ -4,8 +4,6 @@ import secrets
 from dataclasses import replace
 
 import pytest
-from baton.cluster import tickets as module
-from baton.cluster.ciphers import AES_128_GCM, CRC32C, CURVE, agree_cipher, ciphers_of
 from baton.cluster.errors import (
     ConfigError,
     DigestMismatch,
@@ -13,8 +11,10 @@ from baton.cluster.errors import (
     LocalProtocolError,
     RemoteProtocolError,
 )
-from baton.cluster.messages import Announce, KVWelcome, Layout
-from baton.cluster.tickets import MAX_PER_USER, TICKET_S, Tickets
+from baton.cluster.protocol.messages import Announce, KVWelcome, Layout
+from baton.cluster.security import tickets as module
+from baton.cluster.security.ciphers import AES_128_GCM, CRC32C, CURVE, agree_cipher, ciphers_of
+from baton.cluster.security.tickets import MAX_PER_USER, TICKET_S, Tickets
 from baton.kvtransfer.protocol import seal
 from baton.kvtransfer.protocol.seal import KEY_BYTES, TAG_BYTES, BlockName, Opener, Sealer
 from hypothesis import given, settings

@@ -3,9 +3,9 @@
 import msgspec
 import pytest
 import torch
-from baton.cluster.ciphers import AES_128_GCM, CRC32C
-from baton.cluster.codec import encode, kv_down_decoder
-from baton.cluster.messages import Announce, Block, KVWelcome, Layout
+from baton.cluster.protocol.codec import encode, kv_down_decoder
+from baton.cluster.protocol.messages import Announce, Block, KVWelcome, Layout
+from baton.cluster.security.ciphers import AES_128_GCM, CRC32C
 from baton.kvtransfer.protocol.layout import KVLayout
 from baton.kvtransfer.protocol.seal import TAG_BYTES
 from baton.kvtransfer.transport import Complete, Landed, Lost, Offer, Planes, PullRequest

@@ -8,9 +8,13 @@ from datetime import datetime, timedelta, timezone
 import msgspec
 import pytest
 from baton.__main__ import COMMANDS
-from baton.cluster.config import DecodeConfig, PrefillConfig, RouterConfig, UpConfig
+from baton.cluster.config.roles import DecodeConfig, PrefillConfig, RouterConfig, UpConfig
 from baton.cluster.errors import ConfigError
-from baton.cluster.keyring import (
+from baton.cluster.net.drop_log import DropLog
+from baton.cluster.net.sockets import check_bind_address
+from baton.cluster.process.log_throttle import MAX_SUBJECTS, LogThrottle
+from baton.cluster.protocol.messages import FirstToken, Gone, Heartbeat, Hello, Reserved, Tokens, WorkerStats
+from baton.cluster.security.keyring import (
     AllowList,
     Peer,
     load_keyring,
@@ -21,11 +25,8 @@ from baton.cluster.keyring import (
     with_key,
     write_peers,
 )
-from baton.cluster.messages import FirstToken, Gone, Heartbeat, Hello, Reserved, Tokens, WorkerStats
-from baton.cluster.security import MAX_SUBJECTS, DropLog, Sparingly
-from baton.cluster.sockets import check_bind_address
-from baton.deploy.children import child_config
-from baton.deploy.keys import add, init, main, remove, rotate
+from baton.deploy.keys.keys import add, init, main, remove, rotate
+from baton.deploy.up.children import child_config
 from baton.router.control import INSTANCES_PER_USER, Speakers
 
 NOW = 1_800_000_000.0
@@ -249,7 +250,7 @@ def test_a_wrong_call_is_one_line_and_changes_nothing(directory, capsys, words, 
 
 
 def test_the_command_is_one_of_baton():
-    assert COMMANDS["keys"][0] == ".deploy.keys"
+    assert COMMANDS["keys"][0] == ".deploy.keys.keys"
 
 
 # --- settings ---------------------------------------------------------------------------------------------------------
@@ -343,7 +344,7 @@ def test_a_key_that_makes_up_instances_pushes_out_its_own_only():
 
 def test_a_log_line_is_said_again_after_a_while_and_memory_is_bounded():
     now = [0.0]
-    sparingly = Sparingly(60.0, lambda: now[0])
+    sparingly = LogThrottle(60.0, lambda: now[0])
     assert [sparingly.is_due("a"), sparingly.is_due("a"), sparingly.is_due("b")] == [True, False, True]
     now[0] = 61.0
     assert sparingly.is_due("a")

@@ -2,9 +2,9 @@
 
 import msgspec
 import pytest
-from baton.cluster import messages as m
-from baton.cluster.ciphers import AES_128_GCM
 from baton.cluster.errors import LocalProtocolError
+from baton.cluster.protocol import messages as m
+from baton.cluster.security.ciphers import AES_128_GCM
 from baton.kvtransfer.protocol.sender import SenderSession
 from baton.kvtransfer.protocol.session import REMIND_S, Effect, Notify, SendBlock, SendMessage
 from baton.kvtransfer.transport import Dropped, Offer, Released

@@ -1,7 +1,7 @@
 """The tables of a room's states, leases and tombstones."""
 
 import pytest
-from baton.cluster.messages import Layout
+from baton.cluster.protocol.messages import Layout
 from baton.kvtransfer.protocol.layout import KVLayout
 from baton.kvtransfer.protocol.session import (
     RECEIVER_TRANSITIONS,

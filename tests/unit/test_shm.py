@@ -4,10 +4,17 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from baton.cluster import messages as m
-from baton.cluster.codec import encode, kv_down_decoder, kv_up_decoder
-from baton.cluster.slab_messages import SlabBlock, SlabDenied, SlabGrant, SlabRequest, SlabUnusable, SlotFree
-from baton.kvtransfer.memory.blocks.slab import Slab, SlabError
+from baton.cluster.protocol import messages as m
+from baton.cluster.protocol.codec import encode, kv_down_decoder, kv_up_decoder
+from baton.cluster.protocol.slab_messages import (
+    SlabBlock,
+    SlabDenied,
+    SlabGrant,
+    SlabRequest,
+    SlabUnusable,
+    SlotFree,
+)
+from baton.kvtransfer.memory.blocks.blocks.slab import Slab, SlabError
 from baton.kvtransfer.protocol.layout import KVLayout
 from baton.kvtransfer.transport import Complete, Lost, Offer, Planes, PullRequest, Released
 from baton.kvtransfer.transports import shm

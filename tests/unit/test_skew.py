@@ -2,7 +2,7 @@
 
 import msgspec
 import pytest
-from baton.cluster.messages import (
+from baton.cluster.protocol.messages import (
     YOUNG_FIELDS,
     Failed,
     FirstToken,

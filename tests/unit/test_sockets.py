@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import zmq
 from baton.cluster.errors import ConfigError, PeerLost, StartupError
-from baton.cluster.sockets import (
+from baton.cluster.net.sockets import (
     DISCARD_PARTS,
     RECEIVE_HIGH_WATER,
     AsyncReceiver,

@@ -2,7 +2,7 @@
 
 from types import SimpleNamespace
 
-from baton.cluster.messages import DraftWidths, WorkerStats
+from baton.cluster.protocol.messages import DraftWidths, WorkerStats
 from baton.router.registry import Registry
 from baton.router.status import status_of, unpaired_of, why_not_ready
 from baton.tests.unit.test_registry import beat, hello

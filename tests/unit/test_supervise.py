@@ -5,7 +5,7 @@ import signal
 import threading
 
 import pytest
-from baton.deploy.supervise import (
+from baton.deploy.up.supervise import (
     FORGIVEN_AFTER_S,
     KILL_AFTER_S,
     LONGEST_PAUSE_S,

@@ -5,7 +5,7 @@ from unicodedata import normalize
 
 import hypothesis.strategies as st
 import pytest
-from baton.cluster.messages import TokenLogprob
+from baton.cluster.protocol.messages import TokenLogprob
 from baton.router.generation import Choice, Prompt, Style
 from baton.router.room_effects import Deliver
 from baton.router.tokenizer import Tokenizer, load_tokenizer

@@ -1,9 +1,9 @@
 """The trace context of a client's headers, beside the OpenTelemetry SDK's own reading of them."""
 
 import pytest
-from baton.cluster.codec import control_down_decoder, encode
-from baton.cluster.messages import Prefill, Sampling
-from baton.cluster.trace_context import (
+from baton.cluster.protocol.codec import control_down_decoder, encode
+from baton.cluster.protocol.messages import Prefill, Sampling
+from baton.cluster.telemetry.trace_context import (
     LONGEST_STATE,
     NOWHERE,
     TraceContext,

@@ -1,14 +1,15 @@
 """Traces by the OpenTelemetry SDK, kept in memory: one trace of a request through router, prefill and decode."""
 
 import pytest
-from baton.cluster import otel
-from baton.cluster import tracing as module
-from baton.cluster.config import DecodeConfig, PrefillConfig, RouterConfig, ignored_settings
+from baton.cluster.config.load import ignored_settings
+from baton.cluster.config.roles import DecodeConfig, PrefillConfig, RouterConfig
 from baton.cluster.errors import ConfigError
-from baton.cluster.messages import Failed, Prefill, Reserve
-from baton.cluster.otel import OtelTracing
-from baton.cluster.trace_context import NOWHERE, TraceContext, carried_by
-from baton.cluster.tracing import Span, Untraced, closing, open_tracing
+from baton.cluster.protocol.messages import Failed, Prefill, Reserve
+from baton.cluster.telemetry import otel
+from baton.cluster.telemetry import tracing as module
+from baton.cluster.telemetry.otel import OtelTracing
+from baton.cluster.telemetry.trace_context import NOWHERE, TraceContext, carried_by
+from baton.cluster.telemetry.tracing import Span, Untraced, closing, open_tracing
 from baton.decode.queues import DecodeRoom
 from baton.decode.spans import decode_spans
 from baton.engine.request import Request

@@ -1,10 +1,10 @@
 """The choice of a pair's transport: what the setting may say, and what two workers make of it."""
 
 import pytest
-from baton.cluster import messages as m
-from baton.cluster import transports
 from baton.cluster.errors import HandshakeRefused
-from baton.cluster.transports import best_common, transports_fault, transports_of
+from baton.cluster.net import transport_names as transports
+from baton.cluster.net.transport_names import best_common, transports_fault, transports_of
+from baton.cluster.protocol import messages as m
 from baton.kvtransfer.protocol.sender import SenderSession
 from baton.kvtransfer.protocol.session import SendMessage
 from baton.router.rooms import Room

@@ -6,9 +6,10 @@ import subprocess
 import sys
 
 import pytest
-from baton.cluster.config import DecodeConfig, PrefillConfig, RouterConfig, load_config
+from baton.cluster.config.load import load_config
+from baton.cluster.config.roles import DecodeConfig, PrefillConfig, RouterConfig
 from baton.cluster.errors import ConfigError
-from baton.deploy.units import OWN_WATCHDOG_S, UNITS, WATCHDOG_S, host_of, main, members, render
+from baton.deploy.packaging.units import OWN_WATCHDOG_S, UNITS, WATCHDOG_S, host_of, main, members, render
 
 MOST_EXPOSED = {  # tenths
     "baton-router.service": 15, "baton-router-secrets.service": 15,

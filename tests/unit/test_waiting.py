@@ -1,6 +1,6 @@
 """Who waits, and who goes first."""
 
-from baton.cluster.messages import Sampling
+from baton.cluster.protocol.messages import Sampling
 from baton.router.entries import Entry, Job, Request
 from baton.router.inbox import Inbox
 from baton.router.rooms import Room

@@ -7,7 +7,7 @@ import textwrap
 import time
 
 import pytest
-from baton.cluster.watchdog import FEEDS_PER_LIMIT, Watchdog
+from baton.cluster.process.watchdog import FEEDS_PER_LIMIT, Watchdog
 
 
 class FakeTimer:
@@ -49,7 +49,7 @@ HANGS = {
 }
 MOVES = """
 import os, signal, sys, time
-from baton.cluster.watchdog import Watchdog
+from baton.cluster.process.watchdog import Watchdog
 left = lambda: signal.getitimer(signal.ITIMER_REAL)[0]
 threads = lambda: len(os.listdir("/proc/self/task"))
 dog, alone = Watchdog(60.0), threads()
@@ -69,7 +69,9 @@ sys.exit(5)
 
 @pytest.mark.parametrize("how", HANGS)
 def test_a_hung_process_writes_its_stacks_and_dies(how):
-    code = "import ctypes, sys, time\nfrom baton.cluster.watchdog import Watchdog\ndog = Watchdog(0.2)\n"
+    code = (
+        "import ctypes, sys, time\nfrom baton.cluster.process.watchdog import Watchdog\ndog = Watchdog(0.2)\n"
+    )
     body = textwrap.indent(HANGS[how], "    ")
     code += f"def stuck():\n    dog.feed(time.monotonic())\n{body}\nstuck()\n"  # armed in there
     began = time.monotonic()

@@ -1,7 +1,7 @@
 """The loop of a worker on a clock that the test moves: how it leaves, and what feeds the watchdog."""
 
-from baton.cluster.life import Shutdown
-from baton.cluster.messages import Goodbye, Heartbeat, WorkerStats
+from baton.cluster.process.process import Shutdown
+from baton.cluster.protocol.messages import Goodbye, Heartbeat, WorkerStats
 from baton.worker.main_loop import FAREWELL_S, WorkerLoop
 
 

@@ -1,7 +1,8 @@
 """The start of a worker: one order of phases for both roles, and no phase before those that it needs."""
 
 import pytest
-from baton.cluster.config import DecodeConfig, PrefillConfig, load_config
+from baton.cluster.config.load import load_config
+from baton.cluster.config.roles import DecodeConfig, PrefillConfig
 from baton.cluster.errors import StartupError
 from baton.decode.startup import DecodeStartup
 from baton.prefill.startup import PrefillStartup, advertised_endpoint

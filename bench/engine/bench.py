@@ -1,0 +1,323 @@
+"""`baton bench engine`: a decode step, an EAGLE3 step and a prefill of one engine, beside what the device could do.
+
+Weights are random, made on the device from a config. Acceptance is simulated: the weights are built so that a target
+accepts `--accept-length` tokens of each chain (the engine does not know, and a step's work does not depend on it).
+"floor" is the time of the bytes that a step must read (weights of each pass, KV of the batch) or of its matrix
+products, whichever is longer, at the rates of a copy and of a matrix product measured in the same run.
+"""
+
+import argparse
+import dataclasses
+import json
+import logging
+import platform
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from ...cluster.errors import ConfigError
+from ...engine.config import DTYPES, resolve_device, resolve_dtype
+from ...engine.errors import CheckpointError
+from ..arguments import at_least
+from .floors import Ceilings, PassCounts, Work, eagle3_step, measure_ceilings
+from .rig import ComputedPrompt, Rig, RigSettings
+from .shapes import DRAFT_VOCABULARY, SHAPES
+from .timing import Timing, measure
+
+PROG = "baton bench engine"
+WARM_UPS = 3
+TOP_KERNELS = 12
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One measurement: `kind` decode, eagle3 or prefill; `size` requests, of a prefill tokens. `floor_ms` is that of `work`
+    (bytes and operations of all passes); `accepted` tokens per step and request as they came."""
+
+    kind: str
+    size: int
+    has_graphs: bool
+    path: str
+    floor_ms: float
+    num_bytes: float
+    num_flops: float
+    accepted: float
+    timing: Timing
+
+    @property
+    def ratio(self) -> float:
+        return self.timing.wall / self.floor_ms
+
+
+class EngineBench:
+    """Runs the cells on one rig, in the order in which they are shown."""
+
+    def __init__(self, rig: Rig, ceilings: Ceilings, options: argparse.Namespace) -> None:
+        self.rig = rig
+        self.ceilings = ceilings
+        self._options = options
+        itemsize = rig.settings.dtype.itemsize
+        self.target = PassCounts.of_target(rig.config, itemsize)
+        self.head = PassCounts.of_head(rig.head_config, itemsize)
+
+    def cells(self) -> Iterator[Cell]:
+        options = self._options
+        batches, lengths = sorted(set(options.batch)), sorted(set(options.prefill))
+        prompts = self.rig.prompts(batches[-1], options.context) if batches and batches[-1] else []
+        for has_graphs in {"both": (True, False), "on": (True,), "off": (False,)}[options.graphs]:
+            self.rig.use_graphs(has_graphs)
+            for length in lengths:
+                yield self._prefill(length, has_graphs)
+            for kind in ("decode", "eagle3"):
+                for batch in batches:
+                    yield self._step(kind, prompts[:batch], has_graphs)
+
+    def _prefill(self, length: int, has_graphs: bool) -> Cell:
+        request = self.rig.long_prompt(length)
+        run = partial(self.rig.prefill, request)
+        return self._cell("prefill", length, has_graphs, run, lambda: [self.target.prefill(length)])
+
+    def _step(self, kind: str, prompts: Sequence[ComputedPrompt], has_graphs: bool) -> Cell:
+        stepper = self.rig.stepper(prompts, has_drafts=kind == "eagle3")
+        batch = len(prompts)
+
+        def works() -> list[Work]:
+            context = self._options.context + stepper.requests[0].num_output // 2  # the mean over the run
+            if kind == "decode":
+                return [self.target.step(batch, 1, context, logit_rows=1)]
+            return eagle3_step(self.target, self.head, batch, self.rig.shape.steps, context)
+
+        cell = self._cell(kind, batch, has_graphs, stepper.step, works)
+        accepted = stepper.finish()
+        return dataclasses.replace(cell, accepted=accepted, path="+".join(sorted(stepper.paths)))
+
+    def _cell(
+        self,
+        kind: str,
+        size: int,
+        has_graphs: bool,
+        run: Callable[[], object],
+        works: Callable[[], list[Work]],
+    ) -> Cell:
+        forwards = self.rig.runner.counters.forwards
+        before = dict(forwards)
+        timing = measure(run, self.rig.settings.device, self._options.repeats, warm_ups=WARM_UPS)
+        paths = [path for path, count in forwards.items() if count > before.get(path, 0)]
+        done = works()
+        return Cell(
+            kind=kind,
+            size=size,
+            has_graphs=has_graphs,
+            path="+".join(sorted(paths)),
+            floor_ms=sum(map(self.ceilings.seconds, done)) * 1e3,
+            num_bytes=sum(work.num_bytes for work in done),
+            num_flops=sum(work.num_flops for work in done),
+            accepted=1.0,
+            timing=timing,
+        )
+
+
+HEAD = (
+    "work",
+    "graphs",
+    "ms",
+    "floor ms",
+    "ratio",
+    "device ms",
+    "host ms",
+    "GB",
+    "TFLOP",
+    "accepted",
+    "ms a token",
+)
+
+
+def row_of(cell: Cell) -> str:
+    """A line of the table."""
+    timing = cell.timing
+    unit = "tokens" if cell.kind == "prefill" else "requests"
+    cells = [
+        f"{cell.kind}, {cell.size} {unit}",
+        cell.path if cell.has_graphs else "off",
+        f"{timing.wall:.3f}",
+        f"{cell.floor_ms:.3f}",
+        f"{cell.ratio:.2f}",
+        "" if timing.device is None else f"{timing.device:.3f}",
+        "" if timing.host is None else f"{timing.host:.3f}",
+        f"{cell.num_bytes / 1e9:.2f}",
+        f"{cell.num_flops / 1e12:.2f}",
+        "" if cell.kind == "prefill" else f"{cell.accepted:.2f}",
+        "" if cell.kind == "prefill" else f"{timing.wall / cell.accepted:.3f}",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def profile_of(cell: Cell) -> str:
+    """The kernels that take the longest, as the lines of a list."""
+    lines = [f"{cell.kind}, {cell.size}, graphs {'on' if cell.has_graphs else 'off'}: ms, launches, kernel"]
+    rest = sum(ms for _, ms, _ in cell.timing.kernels[TOP_KERNELS:])
+    lines += [
+        f"  {ms:8.3f} {count:6.1f}  {name[:90]}" for name, ms, count in cell.timing.kernels[:TOP_KERNELS]
+    ]
+    return "\n".join([*lines, f"  {rest:8.3f}         all others", ""])
+
+
+def parser() -> argparse.ArgumentParser:
+    description = (__doc__ or "").replace("`", "")
+    made = argparse.ArgumentParser(
+        prog=PROG,
+        description=description,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = made.add_argument
+    add(
+        "--shape",
+        choices=sorted(SHAPES),
+        default="llama-3.1-8b",
+        help="a built-in model shape (default llama-3.1-8b)",
+    )
+    add(
+        "--model",
+        default="",
+        help="take the shape from this checkpoint's config.json instead (weights stay random)",
+    )
+    add(
+        "--draft-vocab",
+        type=at_least(4),
+        default=DRAFT_VOCABULARY,
+        help=f"of the head (default {DRAFT_VOCABULARY})",
+    )
+    add(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="default auto: CUDA where there is one",
+    )
+    add("--dtype", choices=("auto", *DTYPES), default="bfloat16", help="of weights and KV (default bfloat16)")
+    add(
+        "--batch",
+        type=at_least(1),
+        nargs="*",
+        default=[1, 8, 32, 64, 128],
+        help="requests of a step (none: no steps)",
+    )
+    add("--context", type=at_least(2), default=1024, help="tokens before the first step (default 1024)")
+    add(
+        "--prefill",
+        type=at_least(2),
+        nargs="*",
+        default=[1024, 8192],
+        help="tokens of a prompt (default 1024 8192)",
+    )
+    add("--chunk-size", type=at_least(1), default=2048, help="tokens of one prefill forward (default 2048)")
+    add("--spec-steps", type=at_least(1), default=3, help="drafts of an EAGLE3 chain (default 3)")
+    add(
+        "--accept-length",
+        type=at_least(1),
+        default=3,
+        help="tokens that each EAGLE3 step yields, simulated (default 3)",
+    )
+    add("--graphs", choices=("both", "on", "off"), default="both", help="default both")
+    add("--repeats", type=at_least(3), default=24, help="steps of each measurement (default 24)")
+    add("--profile", action="store_true", help="the kernels of each cell that take the longest (CUDA)")
+    add("--json", metavar="OUT", help="also write everything to this file")
+    return made
+
+
+def settings_of(options: argparse.Namespace) -> RigSettings:
+    """What the options ask for. Raises ConfigError or CheckpointError naming option, value and remedy."""
+    if options.accept_length > options.spec_steps + 1:
+        raise ConfigError(
+            f"--accept-length {options.accept_length}: a chain of --spec-steps {options.spec_steps} yields at most "
+            f"{options.spec_steps + 1} tokens; lower it"
+        )
+    device = resolve_device(options.device)
+    # measured steps, and as many again under the profiler and before; the first may accept more than it should
+    growth = (2 * options.repeats + WARM_UPS + 2) * (options.spec_steps + 1)
+    return RigSettings(
+        shape=options.shape,
+        model=options.model,
+        draft_vocab_size=options.draft_vocab,
+        device=device,
+        dtype=resolve_dtype(options.dtype, device),
+        spec_steps=options.spec_steps,
+        accept_length=options.accept_length,
+        max_batch=max(options.batch, default=1),
+        max_request=options.context + growth,
+        max_context=max(options.context + growth, max(options.prefill, default=0)),
+        max_prompt=max(options.prefill, default=2),
+        chunk_size=options.chunk_size,
+        has_graphs=options.graphs != "off",
+    )
+
+
+def machine(device: torch.device) -> str:
+    where = (
+        torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"CPU, {torch.get_num_threads()} threads"
+    )
+    return f"{where}, torch {torch.__version__}, Python {platform.python_version()}"
+
+
+def main(argv: Sequence[str]) -> int:
+    """`baton bench engine`; returns the exit code."""
+    options = parser().parse_args(list(argv))
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
+    try:
+        settings = settings_of(options)
+        _progress(f"measuring the ceilings of {machine(settings.device)}")
+        ceilings = measure_ceilings(settings.dtype, settings.device)
+        _progress("making weights, prompts and graphs")
+        bench = EngineBench(Rig(settings), ceilings, options)
+        cells = []
+        for cell in bench.cells():
+            cells.append(cell)
+            _progress(row_of(cell))
+    except (ConfigError, CheckpointError, ValueError) as error:
+        sys.stderr.write(f"{PROG}: {error}\n")
+        return 2
+    sys.stdout.write(report(bench, cells, options))
+    if options.json:
+        Path(options.json).write_text(json.dumps(document(bench, cells, options)) + "\n", encoding="utf-8")
+    return 0
+
+
+def report(bench: EngineBench, cells: Sequence[Cell], options: argparse.Namespace) -> str:
+    """Everything for the terminal, as markdown."""
+    rig, ceilings = bench.rig, bench.ceilings
+    accepted = f"accept length {options.accept_length} of {options.spec_steps} drafts, simulated"
+    lines = [
+        f"{machine(rig.settings.device)}; copy {ceilings.copy_bytes_per_s / 1e9:.0f} GB/s (read + write), matmul "
+        f"{ceilings.matmul_flop_per_s / 1e12:.1f} TFLOP/s",
+        f"{options.model or options.shape}, {rig.settings.dtype}, context {options.context}, {accepted}",
+        "",
+        f"| {' | '.join(HEAD)} |",
+        "|---" * len(HEAD) + "|",
+        *map(row_of, cells),
+        "",
+    ]
+    if options.profile:
+        lines += [profile_of(cell) for cell in cells if cell.timing.kernels]
+    return "\n".join(lines) + "\n"
+
+
+def document(bench: EngineBench, cells: Sequence[Cell], options: argparse.Namespace) -> dict[str, object]:
+    """The same as JSON."""
+    return {
+        "machine": machine(bench.rig.settings.device),
+        "options": vars(options),
+        "ceilings": dataclasses.asdict(bench.ceilings),
+        "accept_length": "simulated",
+        "cells": [dataclasses.asdict(cell) | {"ratio": cell.ratio} for cell in cells],
+    }
+
+
+def _progress(line: str) -> None:
+    sys.stderr.write(line + "\n")
+    sys.stderr.flush()

@@ -1,0 +1,162 @@
+"""`baton bench checkpoint DIR`: a checkpoint of random weights in a real shape, to measure servers with.
+
+DIR/target and DIR/head are what a server's `--model` and `--draft` take: the target and the EAGLE3 head of
+`engine_model`, of whose drafts the target accepts a chosen number, and a tokenizer of bytes.
+"""
+
+import argparse
+import json
+import logging
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+
+from ...cluster.errors import ConfigError
+from ...engine.config import DTYPES, resolve_device, resolve_dtype
+from ...engine.errors import CheckpointError
+from ...engine.models.layers import NamedTensors
+from ...engine.models.weights import INDEX_FILE
+from ...engine.speculative.eagle3 import Eagle3Head
+from ..arguments import at_least
+from .model import random_head, random_target
+from .shapes import DRAFT_VOCABULARY, SHAPES, head_config, target_config
+
+PROG = "baton bench checkpoint"
+SHARD_BYTES = 2 << 30
+FIRST_BYTE = 4  # behind the tokens that target and head say
+
+logger = logging.getLogger(__name__)
+
+
+def write_checkpoint(
+    folder: Path,
+    shape: str,
+    accept_length: int,
+    *,
+    draft_vocab_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    """Write `folder`/target and `folder`/head, neither of which may exist; the weights are made on `device`.
+
+    Raises ConfigError where a directory is there or the drafts cannot be accepted so far.
+    """
+    if accept_length < 1:
+        raise ConfigError(f"--accept-length {accept_length}: every step yields at least one token; raise it")
+    for name in ("target", "head"):
+        if (folder / name).exists():
+            raise ConfigError(f"{folder / name} exists; name another directory, or remove it")
+    folder.mkdir(parents=True, exist_ok=True)
+    config = target_config(shape, "", folder)
+    drafts = head_config(config, str(dtype).removeprefix("torch."), draft_vocab_size, folder)
+    write_tokenizer(folder / "target", config.vocab_size)
+    _write_shards(folder / "target", random_target(config, dtype, device).tensors())
+    head = random_head(drafts, accept_length, dtype, device)
+    _write_shards(folder / "head", _head_tensors(head, config.vocab_size))
+
+
+def write_tokenizer(folder: Path, vocab_size: int) -> None:
+    """A tokenizer of `vocab_size` tokens that reads text byte for byte; token n that is no byte writes the word `tn`.
+
+    Raises ConfigError where the vocabulary is too small for the bytes.
+    """
+    alphabet = sorted(ByteLevel.alphabet())
+    if vocab_size < FIRST_BYTE + len(alphabet):
+        raise ConfigError(f"a vocabulary of {vocab_size} holds no byte-level tokenizer; choose another shape")
+    words = {f"\u0120t{n}": n for n in range(vocab_size)}  # the letter stands for a space
+    for n, letter in enumerate(alphabet, start=FIRST_BYTE):
+        del words[f"\u0120t{n}"]
+        words[letter] = n
+    made = Tokenizer(BPE(words, []))
+    made.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = ByteLevelDecoder()
+    made.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+
+
+def _head_tensors(head: Eagle3Head, vocab_size: int) -> NamedTensors:
+    """What `head` owns; its draft vocabulary is the beginning of the target's."""
+    yield from head.tensors()
+    assert head.lm_head is not None
+    yield "lm_head.weight", head.lm_head
+    num_drafts = head.config.draft_vocab_size
+    yield "d2t", torch.zeros(num_drafts, dtype=torch.int64)
+    yield "t2d", torch.arange(vocab_size) < num_drafts
+
+
+def _write_shards(folder: Path, tensors: NamedTensors) -> None:
+    weight_map: dict[str, str] = {}
+    total = 0
+    for number, shard in enumerate(_shards(tensors)):
+        name = f"model-{number + 1:05}.safetensors"
+        save_file(shard, folder / name)
+        weight_map |= dict.fromkeys(shard, name)
+        total += sum(tensor.nbytes for tensor in shard.values())
+        logger.info("%s: %.1f GB", folder / name, total / 1e9)
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (folder / INDEX_FILE).write_text(json.dumps(index), encoding="utf-8")
+
+
+def _shards(tensors: NamedTensors) -> Iterator[dict[str, torch.Tensor]]:
+    """`tensors` on the host, in files of about SHARD_BYTES."""
+    shard: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors:
+        shard[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        if sum(part.nbytes for part in shard.values()) >= SHARD_BYTES:
+            yield shard
+            shard = {}
+    if shard:
+        yield shard
+
+
+def main(argv: Sequence[str]) -> int:
+    """`baton bench checkpoint`; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog=PROG, description=(__doc__ or "").split("\n\n")[1], allow_abbrev=False
+    )
+    add = parser.add_argument
+    add("folder", type=Path, metavar="DIR", help="where to: DIR/target and DIR/head")
+    add(
+        "--shape", choices=sorted(SHAPES), default="llama-3.1-8b", help="of the target (default llama-3.1-8b)"
+    )
+    add(
+        "--accept-length", type=at_least(1), default=3, help="tokens that each EAGLE3 step yields (default 3)"
+    )
+    add(
+        "--draft-vocab",
+        type=at_least(4),
+        default=DRAFT_VOCABULARY,
+        help=f"of the head (default {DRAFT_VOCABULARY})",
+    )
+    add(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="where weights are made (default auto)",
+    )
+    add("--dtype", choices=("auto", *DTYPES), default="bfloat16", help="of the weights (default bfloat16)")
+    options = parser.parse_args(list(argv))
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
+    try:
+        device = resolve_device(options.device)
+        write_checkpoint(
+            options.folder,
+            options.shape,
+            options.accept_length,
+            draft_vocab_size=options.draft_vocab,
+            dtype=resolve_dtype(options.dtype, device),
+            device=device,
+        )
+    except (ConfigError, CheckpointError, OSError) as error:
+        sys.stderr.write(f"{PROG}: {error}\n")
+        return 1
+    sys.stdout.write(f"--model {options.folder / 'target'} --draft {options.folder / 'head'}\n")
+    return 0

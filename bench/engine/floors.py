@@ -1,0 +1,137 @@
+"""Lower bounds for the time of a forward: bytes and operations it needs, at the rates measured in the same run.
+
+A pass reads every weight that it uses and the KV of its context once and computes its matrix products; it takes at least
+the longer of the two times. Activations and logits are not counted: a faster kernel could keep them on the chip.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from ...engine.kv.layouts import MHALayout
+from ...engine.models.config import ModelConfig
+from ...engine.speculative.draft_worker import draft_layout
+from ...engine.speculative.spec_config import Eagle3Config
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ceilings:
+    """Measured rates of the device: bytes read plus bytes written per second of a copy, operations per second of a matrix
+    product in the model's dtype."""
+
+    copy_bytes_per_s: float
+    matmul_flop_per_s: float
+
+    def seconds(self, work: "Work") -> float:
+        return max(work.num_bytes / self.copy_bytes_per_s, work.num_flops / self.matmul_flop_per_s)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """One pass over a model."""
+
+    num_bytes: float
+    num_flops: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassCounts:
+    """Weights of a target and its head, and what each pass over them must move and compute.
+
+    `body`: values of the layers' matrices, `vocab` of the output projection, `fc` of the head's input projection (0 in a
+    target). `kv`: values of K and V per token. `attention`: operations per pair of a new row and a context row.
+    """
+
+    body: int
+    vocab: int
+    fc: int
+    kv: int
+    attention: int
+    itemsize: int
+
+    @classmethod
+    def of_target(cls, config: ModelConfig, itemsize: int) -> "PassCounts":
+        layer = _layer(config.hidden_size, config)
+        kv = MHALayout.of(config, num_layers=config.num_layers, page_size=1, dtype=torch.bfloat16)
+        return cls(
+            body=config.num_layers * layer,
+            vocab=config.vocab_size * config.hidden_size,
+            fc=0,
+            kv=kv.elements_per_token,
+            attention=config.num_layers * 4 * config.num_heads * config.head_dim,
+            itemsize=itemsize,
+        )
+
+    @classmethod
+    def of_head(cls, config: Eagle3Config, itemsize: int) -> "PassCounts":
+        kv = draft_layout(config, 1, torch.bfloat16)
+        return cls(
+            body=_layer(2 * config.hidden_size, config),
+            vocab=config.draft_vocab_size * config.hidden_size,
+            fc=config.dims.target_feature_width * config.hidden_size,
+            kv=kv.elements_per_token,
+            attention=4 * config.num_heads * config.head_dim,
+            itemsize=itemsize,
+        )
+
+    def step(self, batch: int, rows: int, context: int, *, logit_rows: int, has_fc: bool = False) -> Work:
+        """`rows` new rows of each of `batch` requests behind `context`; logits of `logit_rows` rows of each."""
+        weights = self.body + (self.fc if has_fc else 0)
+        return Work(
+            num_bytes=self.itemsize * (weights + self.vocab + batch * (context + rows) * self.kv),
+            num_flops=batch
+            * (2 * rows * weights + 2 * logit_rows * self.vocab + rows * context * self.attention),
+        )
+
+    def prefill(self, tokens: int) -> Work:
+        """A whole prompt, causal, logits of its last row."""
+        pairs = tokens * (tokens + 1) // 2
+        return Work(
+            num_bytes=self.itemsize * (self.body + self.vocab + tokens * self.kv),
+            num_flops=2 * tokens * self.body + 2 * self.vocab + pairs * self.attention,
+        )
+
+
+def eagle3_step(target: PassCounts, head: PassCounts, batch: int, steps: int, context: int) -> list[Work]:
+    """The passes of one chain step: verify, one of the head per draft but the first, which is remembered, and extend."""
+    verify = target.step(batch, steps + 1, context, logit_rows=steps + 1)
+    draft = head.step(batch, 1, context, logit_rows=1)
+    return [verify, *[draft] * (steps - 1), head.step(batch, steps + 1, context, logit_rows=1, has_fc=True)]
+
+
+def _layer(input_size: int, config: ModelConfig | Eagle3Config) -> int:
+    heads, inner = config.num_heads * config.head_dim, config.intermediate_size
+    qkv = input_size * (heads + 2 * config.num_kv_heads * config.head_dim)
+    return qkv + heads * config.hidden_size + 3 * config.hidden_size * inner
+
+
+def measure_ceilings(dtype: torch.dtype, device: torch.device) -> Ceilings:
+    """A copy of 1 GiB and a product of 8192 x 8192 matrices on CUDA; smaller ones elsewhere. Medians."""
+    size, side = (1 << 30, 8192) if device.type == "cuda" else (1 << 24, 512)
+    source = torch.randint(0, 255, (size,), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+    return Ceilings(
+        copy_bytes_per_s=2 * size / _seconds(lambda: target.copy_(source), device),
+        matmul_flop_per_s=2 * side**3 / _seconds(lambda: a @ b, device),
+    )
+
+
+def _seconds(run: Callable[[], object], device: torch.device, repeats: int = 20) -> float:
+    times = []
+    for _ in range(repeats + 3):
+        began = time.perf_counter()
+        if device.type == "cuda":
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            start.record()
+            run()
+            end.record()
+            end.synchronize()
+            times.append(float(start.elapsed_time(end)) / 1e3)
+        else:
+            run()
+            times.append(time.perf_counter() - began)
+    return statistics.median(times[3:])

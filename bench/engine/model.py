@@ -1,0 +1,85 @@
+"""A target and a head of random weights, of which the head's drafts are accepted to a chosen length.
+
+Random heads draft nothing that a target accepts, so acceptance is built into the weights instead, and the engine runs as
+it is. Of the target's residual stream one column (LEVEL) is constant, since no layer writes it, and makes TOKEN the
+likeliest token whatever the others say. The head copies that column from its features, and its MLP adds STEP to another
+(COUNT) in every forward: the n-th draft of a step sees a count of n, and the vocabulary's weights of both columns make it
+TOKEN as long as n is below the accept length, and WRONG from there on. All other weights are random.
+"""
+
+import re
+
+import torch
+
+from ...engine.models.config import ModelConfig
+from ...engine.models.interface import CausalLM
+from ...engine.models.registry import build_model
+from ...engine.speculative.eagle3 import Eagle3Head
+from ...engine.speculative.spec_config import Eagle3Config
+
+LEVEL, COUNT = 0, 1  # columns of the residual stream
+TOKEN, WRONG = 1, 3  # what the target always says, and what the head says when it shall be wrong
+SPREAD = 0.02  # standard deviation of random weights
+AMPLITUDE = 64.0  # of LEVEL in the target's stream
+GAIN = 256.0  # from there to LEVEL in the head's stream, where it outweighs all other columns together
+STEP = AMPLITUDE * GAIN / 16  # what each forward of the head adds to COUNT
+
+
+@torch.no_grad()
+def random_target(config: ModelConfig, dtype: torch.dtype, device: torch.device, seed: int = 0) -> CausalLM:
+    """A model of `config` that says TOKEN whatever it reads."""
+    model = build_model(config, dtype=dtype, device=device)
+    generator = torch.Generator(device).manual_seed(seed)
+    for name, weight in model.tensors():
+        _fill(name, weight, generator)
+        if re.search(r"\.(o_proj|down_proj)\.", name):  # what a layer adds to the residual stream
+            weight[LEVEL] = 0
+    model.embed_tokens[:, LEVEL] = AMPLITUDE / 2
+    model.embed_tokens[TOKEN, LEVEL] = AMPLITUDE
+    if not config.tie_word_embeddings:
+        model.lm_head[:, LEVEL] = 0
+        model.lm_head[TOKEN, LEVEL] = 16.0
+    return model
+
+
+@torch.no_grad()
+def random_head(
+    config: Eagle3Config, accept_length: int, dtype: torch.dtype, device: torch.device, seed: int = 1
+) -> Eagle3Head:
+    """A head of `config` of whose drafts a target of `random_target` accepts `accept_length` - 1."""
+    head = Eagle3Head(config, dtype=dtype, device=device)
+    generator = torch.Generator(device).manual_seed(seed)
+    for name, weight in head.tensors():
+        _fill(name, weight, generator)
+    head.lm_head = torch.empty(config.draft_vocab_size, config.hidden_size, dtype=dtype, device=device)
+    _fill("lm_head", head.lm_head, generator)
+    columns = [LEVEL, COUNT]
+    head.fc.weight[columns] = 0
+    head.fc.weight[LEVEL, LEVEL] = GAIN
+    head.layer.attention.output.weight[columns] = 0
+    _count(head)
+    head.lm_head[:, columns] = 0
+    head.lm_head[TOKEN, LEVEL] = 1.0
+    head.lm_head[WRONG, COUNT] = AMPLITUDE * GAIN / STEP / (accept_length - 0.5)
+    return head
+
+
+def _count(head: Eagle3Head) -> None:
+    """One neuron of the MLP reads LEVEL and adds STEP to COUNT.
+
+    LEVEL outweighs the other columns, so that after the norm it is the square root of the width, whatever they are.
+    """
+    normed = head.config.hidden_size**0.5
+    gate, up = head.layer.mlp.gate_up.weight.chunk(2)
+    gate[0], up[0] = 0, 0
+    gate[0, LEVEL], up[0, LEVEL] = 4.0 / normed, 1.0 / normed
+    fired = float(torch.nn.functional.silu(torch.tensor(4.0)))
+    head.layer.mlp.down.weight[[LEVEL, COUNT]] = 0
+    head.layer.mlp.down.weight[COUNT, 0] = STEP / fired
+
+
+def _fill(name: str, weight: torch.Tensor, generator: torch.Generator) -> None:
+    if "norm" in name:
+        weight.fill_(1)
+    else:
+        weight.normal_(0, SPREAD, generator=generator)

@@ -1,0 +1,271 @@
+"""A whole engine in one process, and requests that stand where a decode server's would: prompts computed, drafter warm.
+
+Everything that runs is the engine's own: `ModelRunner`, `DraftWorker`, `Sampler` and their graphs. With graphs a step is
+launched before the one before it is read (`OverlappedDecoder`), as a server on a device does; without, `SpecDecoder` steps.
+"""
+
+import logging
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ...engine.batch.extend_batch import extend_batch
+from ...engine.batch.forward_batch import CaptureHidden
+from ...engine.graph_set import GraphSet, backend_for
+from ...engine.kv.page_table import pages_for
+from ...engine.kv.pool import FeaturePlane, KVPool
+from ...engine.models.config import ModelConfig
+from ...engine.request import Request
+from ...engine.runner.lifecycle import Lifecycle, Phase
+from ...engine.runner.model_runner import ModelRunner, configure_aux_capture
+from ...engine.sampler import Sampler, sampling_rows
+from ...engine.sampling_params import SamplingParams
+from ...engine.speculative.device_steps import DeviceSteps
+from ...engine.speculative.draft_shape import PLAIN, DraftShape, planned_pages
+from ...engine.speculative.draft_worker import DraftWorker
+from ...engine.speculative.eagle3 import Eagle3Head
+from ...engine.speculative.overlapped import Flight, OverlappedDecoder, kind_of
+from ...engine.speculative.spec_config import Eagle3Config
+from ...engine.speculative.spec_decoder import SpecDecoder, StepResult
+from ...engine.speculative.step_body import StepBody
+from ...engine.speculative.step_state import StepState
+from .model import TOKEN, random_head, random_target
+from .shapes import head_config, target_config
+
+logger = logging.getLogger(__name__)
+
+PAGE_SIZE = 16
+NO_END = 1 << 30  # output tokens that a request may have
+
+
+@dataclass(frozen=True, kw_only=True)
+class RigSettings:
+    """What is built: room for `max_batch` requests of up to `max_request` tokens each and one prompt of up to `max_prompt`;
+    graphs for up to `max_context` tokens of context."""
+
+    shape: str
+    model: str
+    draft_vocab_size: int
+    device: torch.device
+    dtype: torch.dtype
+    spec_steps: int
+    accept_length: int
+    max_batch: int
+    max_request: int
+    max_context: int
+    max_prompt: int
+    chunk_size: int
+    has_graphs: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComputedPrompt:
+    """A computed prompt: its tokens, its pages, and the features `[1, K*H]` of its last row."""
+
+    ids: list[int]
+    pages: list[int]
+    feature: torch.Tensor
+
+
+class Stepper:
+    """Steps `requests` with `decoder`, which must not know them yet; `paths` that steps took so far."""
+
+    def __init__(self, decoder: SpecDecoder, requests: Sequence[Request]) -> None:
+        self.decoder = decoder
+        self.requests = requests
+        self.paths: set[str] = set()
+        self.num_steps = 0
+        self._flights: list[Flight] = []
+
+    def step(self) -> None:
+        """Launch a step and read the one before; where the decoder does not launch ahead, one step whole."""
+        self.num_steps += 1
+        if not isinstance(self.decoder, OverlappedDecoder):
+            self._note(self.decoder.step(self.requests))
+            return
+        self._flights.append(self.decoder.launch(self.requests))
+        if len(self._flights) > 1:
+            self._read(self.decoder)
+
+    def finish(self) -> float:
+        """Read what is under way and forget the requests; the tokens that each got per step."""
+        while self._flights and isinstance(self.decoder, OverlappedDecoder):
+            self._read(self.decoder)
+        for request in self.requests:
+            self.decoder.forget(request)
+        return sum(request.num_output - 1 for request in self.requests) / len(self.requests) / self.num_steps
+
+    def _read(self, decoder: OverlappedDecoder) -> None:
+        flight = self._flights.pop(0)
+        self._note(decoder.read(flight, [True] * len(flight.requests)))
+
+    def _note(self, result: StepResult) -> None:
+        self.paths.add(result.path)
+
+
+class Rig:
+    """One engine that prefills and decodes. `use_graphs` switches between its graphs and the eager path.
+
+    Raises ValueError where the requests or the prompt would outgrow the model's positions.
+    """
+
+    def __init__(self, settings: RigSettings) -> None:
+        self.settings = settings
+        self._lifecycle = Lifecycle()
+        self.shape = DraftShape.of(settings.spec_steps)
+        device, dtype = settings.device, settings.dtype
+        with tempfile.TemporaryDirectory(prefix="baton-bench-") as folder:
+            self.config: ModelConfig = target_config(settings.shape, settings.model, Path(folder))
+            _check_positions(settings, self.shape, self.config.max_position_embeddings)
+            name = str(dtype).removeprefix("torch.")
+            self.head_config: Eagle3Config = head_config(
+                self.config, name, settings.draft_vocab_size, Path(folder)
+            )
+        model = random_target(self.config, dtype, device)
+        self._lifecycle.advance(Phase.LOADED)
+        configure_aux_capture(model, self.head_config.aux.ids)
+        self._lifecycle.advance(Phase.AUX_CONFIGURED)
+        head = random_head(self.head_config, settings.accept_length, dtype, device)
+        head.share(model.embed_tokens, model.lm_head, self.config.max_position_embeddings)
+        self._lifecycle.advance(Phase.WEIGHTS_SHARED)
+        self._each = pages_for(settings.max_request + self.shape.spare_slots, PAGE_SIZE)
+        num_pages = 1 + settings.max_batch * self._each + pages_for(settings.max_prompt, PAGE_SIZE)
+        config = self.config
+        pool = KVPool(num_pages, model.kv_layout(PAGE_SIZE), device)
+        self.plane = FeaturePlane(
+            num_pages, PAGE_SIZE, self.head_config.dims.target_feature_width, dtype, device
+        )
+        self.drafter = self._drafter(head, num_pages)
+        self.runner = ModelRunner(model, pool)
+        self.sampler = Sampler(config.vocab_size, device)
+        self._lifecycle.advance(Phase.POOLS_ALLOCATED)
+        self._steps = {has_drafts: self._device_steps(has_drafts) for has_drafts in (False, True)}
+        self.graphs = self._capture() if settings.has_graphs else None
+        self._captured = self.runner.graphs
+        self._has_graphs = settings.has_graphs
+        self._lifecycle.advance(Phase.CAPTURED)
+        self._lifecycle.advance(Phase.SERVING)
+
+    def use_graphs(self, wanted: bool) -> None:
+        self.runner.graphs, self._has_graphs = (self._captured, True) if wanted else (None, False)
+
+    def decoder(self, *, has_drafts: bool) -> SpecDecoder:
+        """A fresh one; without drafts it decodes one row per request."""
+        drafter, shape = (self.drafter, self.shape) if has_drafts else (None, PLAIN)
+        limit = self.settings.max_context + self.shape.spare_slots
+        if not self._has_graphs:
+            return SpecDecoder(self.runner, self.sampler, drafter=drafter, shape=shape, max_context=limit)
+        steps = self._steps[has_drafts]
+        return OverlappedDecoder(
+            self.runner, self.sampler, steps=steps, drafter=drafter, shape=shape, max_context=limit
+        )
+
+    def prompts(self, count: int, length: int) -> list[ComputedPrompt]:
+        """`count` random prompts of `length` tokens, their KV in both pools."""
+        generator = torch.Generator().manual_seed(2)
+        made = []
+        for i in range(count):
+            pages = list(range(1 + i * self._each, 1 + (i + 1) * self._each))
+            made.append(self._computed(self._random_ids(length, generator), pages))
+        return made
+
+    def stepper(self, prompts: Sequence[ComputedPrompt], *, has_drafts: bool) -> Stepper:
+        """Requests that have their first output token and, with drafts, a warm drafter; and what steps them."""
+        requests, decoder = [], self.decoder(has_drafts=has_drafts)
+        for number, prompt in enumerate(prompts):
+            request = _request(f"{number}", prompt.ids, prompt.pages)
+            request.num_computed = request.num_prompt
+            request.output_ids.append(TOKEN)
+            decoder.draft_prefill(request, prompt.feature, request.num_prompt - 1)
+            requests.append(request)
+        return Stepper(decoder, requests)
+
+    def long_prompt(self, length: int) -> Request:
+        """A prompt that `prefill` computes."""
+        first = 1 + self.settings.max_batch * self._each
+        pages = list(range(first, first + pages_for(length, PAGE_SIZE)))
+        return _request("prompt", self._random_ids(length, torch.Generator().manual_seed(3)), pages)
+
+    def prefill(self, request: Request) -> torch.Tensor:
+        """The whole prompt in chunks as a prefill worker runs them: features kept beside the KV, the first token chosen.
+
+        Returns the features of the prompt's last chunk, when the device is done.
+        """
+        features = None
+        for start in range(0, request.num_prompt, self.settings.chunk_size):
+            end = min(start + self.settings.chunk_size, request.num_prompt)
+            batch = extend_batch(
+                [(request, start, end)],
+                page_size=PAGE_SIZE,
+                device=self.settings.device,
+                capture=CaptureHidden.FULL,
+            )
+            output = self.runner.forward(batch)
+            assert output.hidden is not None
+            features = output.hidden
+            self.plane.store(batch.slots, features)
+        assert features is not None
+        self.sampler.sample(output.logits, self.sampler.build(sampling_rows(request))).tokens.tolist()
+        return features
+
+    def _computed(self, ids: list[int], pages: list[int]) -> ComputedPrompt:
+        request = _request("prompt", ids, pages)
+        last = self.prefill(request)[-1:].clone()
+        features = self.plane.features[pages].flatten(0, 1)[: len(ids)]
+        request.output_ids.append(TOKEN)
+        decoder = self.decoder(has_drafts=True)
+        decoder.draft_prefill(request, features, 0)
+        decoder.forget(request)
+        return ComputedPrompt(ids=ids, pages=pages, feature=last)
+
+    def _random_ids(self, length: int, generator: torch.Generator) -> list[int]:
+        ids: list[int] = torch.randint(0, self.config.vocab_size, (length - 1,), generator=generator).tolist()
+        return [*ids, TOKEN]  # what decides the drafts is the newest token and the one before it
+
+    def _drafter(self, head: Eagle3Head, num_pages: int) -> DraftWorker:
+        return DraftWorker(
+            head,
+            num_pages=num_pages,
+            page_size=PAGE_SIZE,
+            dtype=self.settings.dtype,
+            device=self.settings.device,
+            capacity=self.settings.max_batch + 2,
+        )
+
+    def _device_steps(self, has_drafts: bool) -> DeviceSteps:
+        settings, shape = self.settings, self.shape if has_drafts else PLAIN
+        max_pages = planned_pages([self.shape], settings.max_context, self.runner.pool.page_size)
+        state = StepState(settings.max_batch + 1, max_pages, self.config.vocab_size, settings.device)
+        limit = settings.max_context + self.shape.spare_slots
+        body = StepBody(self.runner, self.drafter if has_drafts else None, state, limit)
+        return DeviceSteps(body, [kind_of(shape, is_ranked=False, watched=None)], settings.max_batch)
+
+    def _capture(self) -> GraphSet:
+        settings, began = self.settings, time.perf_counter()
+        graphs = GraphSet(backend_for(settings.device), self._lifecycle)
+        graphs.capture_prefill(self.runner, min(settings.chunk_size, settings.max_prompt))
+        for steps in self._steps.values():
+            graphs.capture_steps(steps)
+        logger.info("captured all graphs in %.1f s", time.perf_counter() - began)
+        return graphs
+
+    def __repr__(self) -> str:
+        return f"<Rig {self.runner!r}, {self.graphs!r}>"
+
+
+def _check_positions(settings: RigSettings, shape: DraftShape, limit: int) -> None:
+    wanted = max(settings.max_request + shape.spare_slots, settings.max_prompt)
+    if wanted > limit:
+        raise ValueError(
+            f"{settings.model or settings.shape} has {limit} positions, and {wanted} would be used: the longest prompt, or "
+            "context with what all steps add; lower --context, --prefill or --repeats"
+        )
+
+
+def _request(room: str, ids: list[int], pages: list[int]) -> Request:
+    sampling = SamplingParams(temperature=0.0, max_new_tokens=NO_END, ignore_eos=True)
+    return Request(room=room, epoch=0, prompt_ids=ids, sampling=sampling, pages=pages)

@@ -1,0 +1,96 @@
+"""Which model `baton bench engine` measures: built-in shapes, or a directory's config.json, and a head of matching shape."""
+
+import json
+from pathlib import Path
+
+from ...engine.config import resolve_checkpoint
+from ...engine.models.config import ModelConfig
+from ...engine.models.registry import load_model_config
+from ...engine.speculative.spec_config import Eagle3Config, load_draft_config
+
+# The config.json of each; "toy" is for a first try and for tests.
+SHAPES: dict[str, dict[str, object]] = {
+    "llama-3.1-8b": {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "max_position_embeddings": 131072,
+    },
+    "llama-3.2-1b": {
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "max_position_embeddings": 131072,
+        "tie_word_embeddings": True,
+    },
+    "smollm2-135m": {
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "vocab_size": 49152,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 100000.0,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": True,
+    },
+    "toy": {
+        "hidden_size": 128,
+        "intermediate_size": 192,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 512,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 512,
+    },
+}
+DRAFT_VOCABULARY = 32000  # of published EAGLE3 heads for models of this size
+
+
+def target_config(shape: str, model: str, folder: Path) -> ModelConfig:
+    """Of the checkpoint `model` where one is given, else of the built-in `shape`; `folder` is for files.
+
+    Raises CheckpointError for a config that cannot be read or is not supported.
+    """
+    if model:
+        return load_model_config(resolve_checkpoint(model))
+    config = {"architectures": ["LlamaForCausalLM"], "torch_dtype": "bfloat16"} | SHAPES[shape]
+    return load_model_config(_write(folder / "target", config))
+
+
+def head_config(target: ModelConfig, dtype: str, draft_vocab_size: int, folder: Path) -> Eagle3Config:
+    """An EAGLE3 head as wide as `target`, of one layer, that reads three layers' outputs."""
+    last = target.num_layers - 1
+    ids = dict.fromkeys((min(1, last), target.num_layers // 2 - 1, max(last - 3, 0)))
+    config = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "hidden_size": target.hidden_size,
+        "intermediate_size": target.intermediate_size,
+        "num_attention_heads": target.num_heads,
+        "num_key_value_heads": target.num_kv_heads,
+        "head_dim": target.head_dim,
+        "rms_norm_eps": target.rms_norm_eps,
+        "max_position_embeddings": target.max_position_embeddings,
+        "vocab_size": target.vocab_size,
+        "draft_vocab_size": min(draft_vocab_size, target.vocab_size),
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [i for i in ids if i >= 0]},
+    }
+    return load_draft_config(_write(folder / "head", config), target, dtype=dtype, convention="output")
+
+
+def _write(folder: Path, config: dict[str, object]) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return folder

@@ -1,0 +1,133 @@
+"""The command line of `baton bench serve`."""
+
+import argparse
+from collections.abc import Sequence
+
+from ..arguments import at_least
+
+PROG = "baton bench serve"
+MOST_LENGTH = 1 << 24
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The options; exits with 2 on a wrong one."""
+    parser = argparse.ArgumentParser(
+        prog=PROG, description="Load on an OpenAI endpoint, and what its clients saw."
+    )
+    _add_load(parser)
+    _add_questions(parser)
+    _add_output(parser)
+    options = parser.parse_args(argv)
+    if options.shared_prefix >= options.input[0] and options.shared_prefix:
+        parser.error(
+            f"--shared-prefix {options.shared_prefix} leaves nothing of --input {options.input[0]} to differ"
+        )
+    return options
+
+
+def _add_load(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="the endpoint (http://127.0.0.1:8000)")
+    parser.add_argument(
+        "--metrics",
+        default="",
+        metavar="URL[,URL]",
+        help="whose /metrics are read, such as the --own-port of each router",
+    )
+    parser.add_argument(
+        "--model", default="", help="name of the model; else the first that the endpoint names"
+    )
+    load = parser.add_mutually_exclusive_group()
+    load.add_argument(
+        "--concurrency",
+        type=at_least(1),
+        nargs="+",
+        default=[8],
+        metavar="N",
+        help="closed loop: so many clients (8)",
+    )
+    load.add_argument(
+        "--rate",
+        type=_positive,
+        nargs="+",
+        default=[],
+        metavar="R",
+        help="open loop: R requests per second, Poisson",
+    )
+    parser.add_argument(
+        "--requests", type=at_least(1), default=0, metavar="N", help="requests per load (100)"
+    )
+    parser.add_argument(
+        "--duration", type=_positive, default=0.0, metavar="S", help="begin requests for so long instead"
+    )
+    parser.add_argument(
+        "--warmup", type=at_least(0), default=4, metavar="N", help="requests before, not counted (4)"
+    )
+    parser.add_argument(
+        "--timeout", type=_positive, default=600.0, metavar="S", help="longest wait for one answer (600)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of prompts, lengths and arrivals (0)")
+
+
+def _add_questions(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--input", type=lengths, default=(512, 512), metavar="N[-M]", help="tokens of a prompt (512)"
+    )
+    parser.add_argument(
+        "--output", type=lengths, default=(128, 128), metavar="N[-M]", help="tokens of an answer (128)"
+    )
+    parser.add_argument(
+        "--shared-prefix", type=at_least(0), default=0, metavar="N", help="tokens that all prompts share"
+    )
+    parser.add_argument(
+        "--vocab", type=at_least(4), default=256, metavar="N", help="random ids are 3 to N-1 (256)"
+    )
+    parser.add_argument(
+        "--prompts", default="", metavar="FILE", help='JSONL: {"prompt": ...} or {"messages": [...]}'
+    )
+    parser.add_argument("--temperature", type=_positive_or_zero, default=0.0, help="of sampling (0)")
+    parser.add_argument(
+        "--plain", action="store_true", help="send OpenAI's fields alone: no ignore_eos, no token ids"
+    )
+
+
+def _add_output(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--slo-ttft", type=_positive, default=0.0, metavar="MS", help="goodput: first token within MS"
+    )
+    parser.add_argument(
+        "--slo-itl", type=_positive, default=0.0, metavar="MS", help="goodput: MS per later token (mean)"
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON document instead of a table")
+    parser.add_argument(
+        "--plot", default="", metavar="FILE", help="a picture of all loads, PNG; needs baton[plot]"
+    )
+
+
+def lengths(text: str) -> tuple[int, int]:
+    """N or N-M."""
+    low, _, high = text.partition("-")
+    try:
+        found = int(low), int(high or low)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither N nor N-M") from None
+    if not 1 <= found[0] <= found[1] <= MOST_LENGTH:
+        raise argparse.ArgumentTypeError(f"{text!r} is no range of lengths from 1 up")
+    return found
+
+
+def _positive(text: str) -> float:
+    value = _number(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not above 0")
+    return value
+
+
+def _positive_or_zero(text: str) -> float:
+    return 0.0 if _number(text) == 0 else _positive(text)
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number") from None

@@ -1,0 +1,221 @@
+"""`baton bench serve`: puts load on an OpenAI-compatible endpoint and reports latency and throughput as clients see them.
+
+    baton bench serve --url http://127.0.0.1:8000 --concurrency 1 8 32 --requests 200 --input 512 --output 128
+    baton bench serve --rate 2 4 8 --duration 60 --slo-ttft 500 --slo-itl 50 --plot load.png
+
+`figures` defines the figures, `load` how requests are scheduled. The API key is read from BATON_API_KEY.
+"""
+
+import argparse
+import asyncio
+import importlib
+import importlib.util
+import json
+import os
+import random
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...cluster.errors import BatonError, ConfigError
+from ...cluster.security.tls_faults import tls_fault
+from .arguments import PROG, parse
+from .client import LoadClient, TimedCall, Unexpected, endpoint_of
+from .figures import Figures, Goals, figures_of
+from .load import Bound, Level, Run, begin, drive, tell
+from .prompts import Question, file_prompts, random_prompts
+from .server import read_metrics, said
+from .table import as_table
+
+KEY_VARIABLE = "BATON_API_KEY"
+TERMINAL_S, FILE_S = 1.0, 10.0  # between two lines of progress
+EXTENSIONS = {"ignore_eos": True, "return_token_ids": True}  # of ours, vLLM and SGLang
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadPlan:
+    """What all levels share."""
+
+    model: str
+    common: dict[str, Any]  # of every body
+    questions: Iterator[Question]
+    bound: Bound
+    goals: Goals
+    warmup: int
+    rng: random.Random
+
+
+class ServeBench:
+    """Levels one after the other on one endpoint. `routers`: whose metrics are read, where that is not the endpoint."""
+
+    def __init__(self, client: LoadClient, plan: LoadPlan, routers: Sequence[LoadClient] = ()) -> None:
+        self._client, self._plan = client, plan
+        self._routers = routers or [client]
+
+    async def ask(self, question: Question, due: float) -> TimedCall:
+        """One request."""
+        body = {"model": self._plan.model, "stream": True, "stream_options": {"include_usage": True}}
+        return await self._client.ask(question.path, {**body, **self._plan.common, **question.body}, due)
+
+    async def warm_up(self) -> None:
+        """Requests that count nowhere, four at a time. Raises BatonError when none is answered."""
+        if not self._plan.warmup:
+            return
+        run = begin(Level(width=min(4, self._plan.warmup)))
+        await drive(
+            run, self._plan.questions, self.ask, Bound(num_requests=self._plan.warmup), self._plan.rng
+        )
+        if run.num_errors == len(run.calls):
+            raise BatonError(f"{self._client.endpoint} answers nothing: {run.calls[0].error}")
+
+    async def measure(self, level: Level) -> tuple[Run, Figures]:
+        """One level."""
+        plan = self._plan
+        before, run = await read_metrics(self._routers), begin(level)
+        telling = asyncio.ensure_future(tell(run, _say, TERMINAL_S if sys.stderr.isatty() else FILE_S))
+        try:
+            await drive(run, plan.questions, self.ask, plan.bound, plan.rng)
+        finally:
+            telling.cancel()
+        return run, figures_of(run, plan.goals, said(before, await read_metrics(self._routers)))
+
+
+def main(argv: Sequence[str]) -> int:
+    """`baton bench serve`: 0 when every level had an answer, 1 when one had none, 2 for a wrong argument."""
+    options = parse(argv)
+    try:
+        if options.plot and importlib.util.find_spec("PIL") is None:
+            raise ConfigError("--plot needs Pillow: pip install 'baton[plot]'")
+        found = asyncio.run(_run(options))
+        _show(options, found)
+    except ConfigError as error:
+        sys.stderr.write(f"{PROG}: {error}\n")
+        return 2
+    except BatonError as error:
+        sys.stderr.write(f"{PROG}: {error}\n")
+        return 1
+    except KeyboardInterrupt:
+        sys.stderr.write(f"{PROG}: interrupted\n")
+        return 130
+    return 0 if all(figures.num_ok for _, figures in found) else 1
+
+
+async def _run(options: argparse.Namespace) -> list[tuple[Run, Figures]]:
+    clock = asyncio.get_running_loop().time
+    key = os.environ.get(KEY_VARIABLE, "")
+    if not key.isascii() or not key.isprintable():
+        raise ConfigError(f"{KEY_VARIABLE} is no API key")
+    client = LoadClient(endpoint_of(options.url), clock, api_key=key, timeout_s=options.timeout)
+    endpoints = [endpoint_of(url.strip(), "--metrics") for url in options.metrics.split(",") if url.strip()]
+    routers = [LoadClient(endpoint, clock, api_key=key, timeout_s=options.timeout) for endpoint in endpoints]
+    try:
+        bench = ServeBench(client, await plan_of(options, client), routers)
+        if routers and not await read_metrics(routers):
+            raise BatonError(
+                f"--metrics {options.metrics}: one shows no metrics of a router; correct it, or the key"
+            )
+        await bench.warm_up()
+        return [await bench.measure(level) for level in levels_of(options)]
+    finally:
+        for one in (client, *routers):
+            one.close()
+
+
+def levels_of(options: argparse.Namespace) -> list[Level]:
+    """In the order given."""
+    return [Level(rate=rate) for rate in options.rate] or [
+        Level(width=width) for width in options.concurrency
+    ]
+
+
+async def plan_of(options: argparse.Namespace, client: LoadClient) -> LoadPlan:
+    """Raises ConfigError, BatonError."""
+    rng = random.Random(options.seed)
+    questions = random_prompts(
+        rng, inputs=options.input, outputs=options.output, vocab=options.vocab, prefix=options.shared_prefix
+    )
+    if options.prompts:
+        questions = file_prompts(Path(options.prompts), rng, options.output)
+    common = {"temperature": options.temperature} | ({} if options.plain else EXTENSIONS)
+    if options.prompts and not options.plain:
+        common = common | {"ignore_eos": False}
+    return LoadPlan(
+        model=options.model or await model_of(client),
+        common=common,
+        questions=questions,
+        bound=bound_of(options),
+        goals=Goals(ttft_ms=options.slo_ttft, itl_ms=options.slo_itl),
+        warmup=options.warmup,
+        rng=random.Random(f"arrivals {options.seed}"),
+    )
+
+
+def bound_of(options: argparse.Namespace) -> Bound:
+    """As asked; 100 requests where nothing is."""
+    if not options.requests and not options.duration:
+        return Bound(num_requests=100)
+    never = Bound()
+    return Bound(
+        num_requests=options.requests or never.num_requests, seconds=options.duration or never.seconds
+    )
+
+
+async def model_of(client: LoadClient) -> str:
+    """The first model that the endpoint names. Raises BatonError."""
+    try:
+        status, body = await client.get("/v1/models")
+        if status == 200:
+            return str(json.loads(body)["data"][0]["id"])
+        said = f"{client.endpoint}/v1/models answers {status}{_words_of(body)}"
+        if status == 401:
+            raise BatonError(f"{said}; put an API key into the environment variable {KEY_VARIABLE}")
+        raise BatonError(said if status == 400 else f"{said}; name the model with --model")
+    except (OSError, EOFError, Unexpected) as error:
+        raise BatonError(why_not_reached(str(client.endpoint), error)) from None
+    except (ValueError, KeyError, IndexError, TypeError):
+        raise BatonError(f"{client.endpoint}/v1/models names no model; give one with --model") from None
+
+
+def why_not_reached(url: str, error: Exception) -> str:
+    """One line."""
+    if isinstance(error, ConnectionRefusedError):
+        return f"nothing listens at {url}"
+    if isinstance(error, EOFError):
+        return f"{url} closed the connection in place of an answer"
+    return tls_fault(url, error) or f"{url} cannot be reached: {error or type(error).__name__}"
+
+
+def _words_of(body: bytes) -> str:
+    """What an OpenAI error object says, in brackets."""
+    try:
+        return f" ({json.loads(body)['error']['message']})"
+    except (ValueError, KeyError, TypeError):
+        return ""
+
+
+def _show(options: argparse.Namespace, found: Sequence[tuple[Run, Figures]]) -> None:
+    if options.json:
+        document = {"url": options.url, "levels": [figures.as_dict() for _, figures in found]}
+        sys.stdout.write(json.dumps(document) + "\n")
+    else:
+        sys.stdout.write(as_table([figures for _, figures in found]))
+    if options.plot:
+        title = f"{options.url}: {options.prompts or f'{_range(options.input)} tokens in, {_range(options.output)} out'}"
+        try:
+            importlib.import_module(".plot", __package__).draw(
+                [run for run, _ in found], Path(options.plot), title
+            )
+        except OSError as error:
+            raise BatonError(f"--plot {options.plot}: {error}") from None
+
+
+def _range(lengths: tuple[int, int]) -> str:
+    low, high = lengths
+    return str(low) if low == high else f"{low}-{high}"
+
+
+def _say(line: str) -> None:
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()

@@ -1,0 +1,148 @@
+"""Computes latency and throughput figures from calls. All times are in milliseconds.
+
+TTFT   due to first token. "Due" is when the request was sent in a closed loop, when it should have been in an open one
+ITL    gap between two events of a stream that brought tokens: what a reader sees. One event may bring several
+TPOT   from the first event to the last, by the tokens that came after the first event: one figure a request
+e2e    due to the end of the stream
+"""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from .client import TimedCall
+from .load import Run
+
+SHARES = (50, 90, 99)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spread:
+    """Of one kind of time, in milliseconds; NaN without any."""
+
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Goals:
+    """What a request must meet to count as good; 0: anything."""
+
+    ttft_ms: float = 0.0
+    itl_ms: float = 0.0
+
+    def __bool__(self) -> bool:
+        return bool(self.ttft_ms or self.itl_ms)
+
+    def are_met(self, call: TimedCall) -> bool:
+        """By its first token, and by its mean gap per token after it."""
+        ttft, tpot = ttft_ms(call), tpot_ms(call)
+        is_soon = not self.ttft_ms or (ttft is not None and ttft <= self.ttft_ms)
+        return not call.error and is_soon and (not self.itl_ms or tpot is None or tpot <= self.itl_ms)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figures:
+    """Of one run; requests that failed count as errors and nowhere else."""
+
+    load: str
+    seconds: float
+    """From the begin to the last end, or to the end of an open loop's time."""
+    num_ok: int
+    errors: dict[str, int]
+    """By kind."""
+    requests_per_s: float
+    goodput_per_s: float | None
+    """Requests that met the goals; None without goals."""
+    prompt_tokens_per_s: float
+    output_tokens_per_s: float
+    mean_prompt_tokens: float
+    mean_output_tokens: float
+    ttft: Spread
+    itl: Spread
+    tpot: Spread
+    e2e: Spread
+    late_ms: float
+    """99 % of the requests were sent at most so long after they were due."""
+    server: dict[str, float] = field(default_factory=dict)
+    """What the endpoint says of the same time, see `serve_server`."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON, which has no NaN."""
+        found = asdict(self)
+        for name in ("ttft", "itl", "tpot", "e2e"):
+            found[name] = {
+                share: None if math.isnan(value) else value for share, value in found[name].items()
+            }
+        return found | {"late_ms": None if math.isnan(self.late_ms) else self.late_ms}
+
+
+def ttft_ms(call: TimedCall) -> float | None:
+    """None without a token."""
+    return 1000 * (call.arrivals[0][0] - call.due) if call.arrivals else None
+
+
+def tpot_ms(call: TimedCall) -> float | None:
+    """None with one token."""
+    if call.num_output < 2 or not call.arrivals:
+        return None
+    num_first = call.arrivals[0][1]
+    num_after = call.num_output - num_first
+    return 1000 * (call.arrivals[-1][0] - call.arrivals[0][0]) / num_after if num_after > 0 else None
+
+
+def gaps_ms(call: TimedCall) -> list[float]:
+    return [1000 * (after - before) for (before, _), (after, _) in pairwise(call.arrivals)]
+
+
+def e2e_ms(call: TimedCall) -> float:
+    return 1000 * (call.ended - call.due)
+
+
+def figures_of(run: Run, goals: Goals, server: dict[str, float] | None = None) -> Figures:
+    """The figures of a run that is over."""
+    good = [call for call in run.calls if not call.error]
+    seconds = max(1e-9, max([run.until, *(call.ended for call in run.calls)]) - run.began)
+    num_prompt, num_output = (
+        sum(getattr(call, name) for call in good) for name in ("num_prompt", "num_output")
+    )
+    count = max(1, len(good))
+    return Figures(
+        load=str(run.level),
+        seconds=seconds,
+        num_ok=len(good),
+        errors=dict(Counter(call.error for call in run.calls if call.error).most_common()),
+        requests_per_s=len(good) / seconds,
+        goodput_per_s=sum(map(goals.are_met, good)) / seconds if goals else None,
+        prompt_tokens_per_s=num_prompt / seconds,
+        output_tokens_per_s=num_output / seconds,
+        mean_prompt_tokens=num_prompt / count,
+        mean_output_tokens=num_output / count,
+        ttft=spread([value for call in good if (value := ttft_ms(call)) is not None]),
+        itl=spread([gap for call in good for gap in gaps_ms(call)]),
+        tpot=spread([value for call in good if (value := tpot_ms(call)) is not None]),
+        e2e=spread([e2e_ms(call) for call in good]),
+        late_ms=percentile(sorted(1000 * (call.sent - call.due) for call in run.calls), 99),
+        server=server or {},
+    )
+
+
+def spread(values: Sequence[float]) -> Spread:
+    ordered = sorted(values)
+    p50, p90, p99 = (percentile(ordered, share) for share in SHARES)
+    return Spread(mean=sum(ordered) / len(ordered) if ordered else math.nan, p50=p50, p90=p90, p99=p99)
+
+
+def percentile(ordered: Sequence[float], share: float) -> float:
+    """Between the two nearest ranks; NaN of nothing."""
+    if not ordered:
+        return math.nan
+    at = (len(ordered) - 1) * share / 100
+    low = math.floor(at)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (at - low)

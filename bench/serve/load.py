@@ -1,0 +1,114 @@
+"""Schedules the requests of `baton bench serve`. The clock is the event loop's.
+
+closed loop   `width` clients; each sends its next request when its answer is complete. A slow endpoint gets fewer
+              requests: this measures capacity, and latency at a given concurrency
+open loop     requests start at the times of a Poisson process, independent of earlier requests. Latency counts from
+              these times and not from the actual send, so that a stall of either side is included (no coordinated
+              omission, G. Tene)
+"""
+
+import asyncio
+import random
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass, field
+
+from .client import TimedCall
+from .prompts import Question
+
+Ask = Callable[[Question, float], Awaitable[TimedCall]]
+NEVER = float("inf")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Level:
+    """One load: of `width` clients, or of `rate` requests per second where that is not 0."""
+
+    width: int = 0
+    rate: float = 0.0
+
+    def __str__(self) -> str:
+        return f"{self.rate:g} req/s" if self.rate else f"{self.width} clients"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bound:
+    """What ends a run: so many requests begun, or so many seconds; whatever comes first. All that began are waited for."""
+
+    num_requests: float = NEVER
+    seconds: float = NEVER
+
+
+@dataclass(eq=False)
+class Run:
+    """One run of a level."""
+
+    level: Level
+    began: float
+    calls: list[TimedCall] = field(default_factory=list)  # that ended, in that order
+    num_begun: int = 0
+    until: float = (
+        0.0  # an open loop of so many seconds lasts so long, also when its last request ended before
+    )
+
+    @property
+    def num_running(self) -> int:
+        return self.num_begun - len(self.calls)
+
+    @property
+    def num_errors(self) -> int:
+        return sum(bool(call.error) for call in self.calls)
+
+    async def ask(self, ask: Ask, question: Question, due: float) -> None:
+        self.num_begun += 1
+        self.calls.append(await ask(question, due))
+
+
+async def drive(run: Run, questions: Iterator[Question], ask: Ask, bound: Bound, rng: random.Random) -> Run:
+    """Until `bound`, and until the last answer."""
+    await (_open if run.level.rate else _closed)(run, questions, ask, bound, rng)
+    return run
+
+
+def begin(level: Level) -> Run:
+    """Now."""
+    return Run(level, asyncio.get_running_loop().time())
+
+
+async def _closed(
+    run: Run, questions: Iterator[Question], ask: Ask, bound: Bound, rng: random.Random
+) -> None:
+    clock = asyncio.get_running_loop().time
+
+    async def client() -> None:
+        while run.num_begun < bound.num_requests and clock() - run.began < bound.seconds:
+            await run.ask(ask, next(questions), clock())
+
+    await asyncio.gather(*(client() for _ in range(run.level.width)))
+
+
+async def _open(run: Run, questions: Iterator[Question], ask: Ask, bound: Bound, rng: random.Random) -> None:
+    clock = asyncio.get_running_loop().time
+    due = run.began
+    begun: list[asyncio.Future[None]] = []
+    while len(begun) < bound.num_requests:
+        due += rng.expovariate(run.level.rate)
+        if due - run.began >= bound.seconds:
+            run.until = run.began + bound.seconds
+            break
+        await asyncio.sleep(max(0.0, due - clock()))
+        begun.append(asyncio.ensure_future(run.ask(ask, next(questions), due)))
+    await asyncio.gather(*begun)
+
+
+async def tell(run: Run, say: Callable[[str], None], every_s: float) -> None:
+    """Says how far a run is, until it is cancelled."""
+    clock, wall = asyncio.get_running_loop().time, time.monotonic()
+    while True:
+        await asyncio.sleep(every_s)
+        tokens = sum(call.num_output for call in run.calls)
+        elapsed = clock() - run.began
+        say(
+            f"{run.level}: {time.monotonic() - wall:.0f} s, {len(run.calls)} ended, {run.num_running} running, "
+            f"{run.num_errors} errors, {tokens / elapsed:.0f} tokens/s"
+        )

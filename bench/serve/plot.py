@@ -1,0 +1,117 @@
+"""A picture of one or several runs: how TTFT, ITL and e2e are distributed, and what came per second. Needs Pillow.
+
+Pillow and not matplotlib: four panels of lines are all that is drawn, and it brings no package along where matplotlib
+brings nine. The one module that imports it, so that only `--plot` needs it.
+"""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from PIL import Image, ImageDraw, ImageFont
+
+from .figures import e2e_ms, gaps_ms, ttft_ms
+from .load import Run
+
+SIZE = WIDTH, HEIGHT = 1280, 860
+MARGIN, LEGEND, GAP = 70, 50, 90  # pixels around panels, above them, between them
+NUM_TICKS, NUM_BINS, MAX_POINTS = 5, 48, 400
+COLORS = ("#2563eb", "#dc2626", "#16a34a", "#d97706", "#7c3aed", "#0891b2", "#be185d", "#4b5563")
+INK, GRID, PAPER = "#111827", "#e5e7eb", "#ffffff"
+
+Points = list[tuple[float, float]]
+Box = tuple[int, int, int, int]  # left, top, right, bottom
+
+
+def draw(runs: Sequence[Run], path: Path, title: str) -> None:
+    """Writes the PNG. Raises OSError."""
+    image = Image.new("RGB", SIZE, PAPER)
+    pen = ImageDraw.Draw(image)
+    panels = {
+        "TTFT, ms (share of requests)": [
+            cdf([v for c in run.calls if (v := ttft_ms(c)) is not None]) for run in runs
+        ],
+        "ITL, ms (share of gaps)": [
+            cdf([gap for call in run.calls for gap in gaps_ms(call)]) for run in runs
+        ],
+        "e2e, ms (share of requests)": [
+            cdf([e2e_ms(call) for call in run.calls if not call.error]) for run in runs
+        ],
+        "output tokens/s over the run, s": [pace(run) for run in runs],
+    }
+    _legend(pen, runs, title)
+    for box, (name, lines) in zip(_boxes(), panels.items(), strict=True):
+        _panel(pen, box, name, lines)
+    image.save(path, format="PNG")
+
+
+def cdf(values: Sequence[float]) -> Points:
+    """(value, share of values up to it), thinned; without the last half of a percent, which would squeeze the rest."""
+    ordered = sorted(values)
+    kept = ordered[: max(2, math.ceil(0.995 * len(ordered)))]
+    step = max(1, len(kept) // MAX_POINTS)
+    return [
+        (value, (i + 1) / len(ordered)) for i, value in enumerate(kept) if i % step == 0 or i == len(kept) - 1
+    ]
+
+
+def pace(run: Run) -> Points:
+    """(seconds since the begin, tokens per second)."""
+    arrivals = [(at - run.began, count) for call in run.calls for at, count in call.arrivals]
+    if not arrivals:
+        return []
+    width = max(at for at, _ in arrivals) / NUM_BINS or 1.0
+    bins = [0] * (NUM_BINS + 1)
+    for at, count in arrivals:
+        bins[min(NUM_BINS, int(at / width))] += count
+    return [((i + 0.5) * width, count / width) for i, count in enumerate(bins[:NUM_BINS])]
+
+
+def ticks(most: float) -> list[float]:
+    """Round numbers from 0 to `most` or the next above it."""
+    if most <= 0:
+        return [0.0, 1.0]
+    raw = most / NUM_TICKS
+    unit = 10.0 ** math.floor(math.log10(raw))
+    step = next(unit * factor for factor in (1, 2, 2.5, 5, 10) if unit * factor >= raw * 0.999)
+    return [i * step for i in range(math.ceil(most / step * 0.999) + 1)]
+
+
+def _boxes() -> list[Box]:
+    wide = (WIDTH - 2 * MARGIN - GAP) // 2
+    high = (HEIGHT - 2 * MARGIN - LEGEND - GAP) // 2
+    lefts, tops = (MARGIN, MARGIN + wide + GAP), (MARGIN + LEGEND, MARGIN + LEGEND + high + GAP)
+    return [(left, top, left + wide, top + high) for top in tops for left in lefts]
+
+
+def _legend(pen: ImageDraw.ImageDraw, runs: Sequence[Run], title: str) -> None:
+    pen.text((MARGIN, 20), title, fill=INK, font=ImageFont.load_default(20))
+    x = MARGIN
+    for i, run in enumerate(runs):
+        color = COLORS[i % len(COLORS)]
+        pen.line((x, 70, x + 24, 70), fill=color, width=4)
+        pen.text((x + 32, 61), str(run.level), fill=INK, font=ImageFont.load_default(15))
+        x += 48 + int(pen.textlength(str(run.level), font=ImageFont.load_default(15)))
+
+
+def _panel(pen: ImageDraw.ImageDraw, box: Box, name: str, lines: Sequence[Points]) -> None:
+    left, top, right, bottom = box
+    xs, ys = (ticks(max((point[axis] for line in lines for point in line), default=0.0)) for axis in (0, 1))
+
+    def at(point: tuple[float, float]) -> tuple[float, float]:
+        return left + point[0] / xs[-1] * (right - left), bottom - point[1] / ys[-1] * (bottom - top)
+
+    font = ImageFont.load_default(13)
+    pen.text((left, top - 24), name, fill=INK, font=ImageFont.load_default(15))
+    for value in xs:
+        x, _ = at((value, 0))
+        pen.line((x, top, x, bottom), fill=GRID)
+        pen.text((x, bottom + 6), f"{value:g}", fill=INK, font=font, anchor="ma")
+    for value in ys:
+        _, y = at((0, value))
+        pen.line((left, y, right, y), fill=GRID)
+        pen.text((left - 8, y), f"{value:g}", fill=INK, font=font, anchor="rm")
+    pen.rectangle(box, outline=INK)
+    for i, line in enumerate(lines):
+        if len(line) > 1:
+            pen.line([at(point) for point in line], fill=COLORS[i % len(COLORS)], width=2)

@@ -1,0 +1,86 @@
+"""Server-side figures of a baton endpoint under load: the difference of two readings of its /metrics."""
+
+from collections.abc import Mapping, Sequence
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from .client import LoadClient, Unexpected
+
+Reading = Mapping[str, float]
+WANTED = {
+    "handoff_s": "baton_handoff_seconds_sum",
+    "handoffs": "baton_handoff_seconds_count",
+    "handoff_bytes": "baton_handoff_bytes_total",
+    "prefill_s": "baton_prefill_seconds_sum",
+    "prefills": "baton_prefill_seconds_count",
+    "prefill_wait_s": "baton_prefill_queue_seconds_sum",
+    "prompt": "baton_prompt_tokens_total",
+    "cached": "baton_cached_prompt_tokens_total",
+    "retries": "baton_retries_total",
+}
+EVENTS = {
+    "verifies": "verify_steps",
+    "accepted": "accepted_tokens",
+    "drafted": "drafted_tokens",
+}  # of decode workers
+
+
+async def read_metrics(routers: Sequence[LoadClient]) -> Reading:
+    """The sums of all. Empty where one has nothing of ours, or the key may not read it. Routers that share workers show the
+    counters of these each, of which shares alone are taken.
+    """
+    readings = [await _read(client) for client in routers]
+    if not all(readings):
+        return {}
+    return {name: sum(reading.get(name, 0.0) for reading in readings) for name in (*WANTED, *EVENTS)}
+
+
+async def _read(client: LoadClient) -> Reading:
+    try:
+        status, body = await client.get("/metrics")
+    except (OSError, EOFError, Unexpected):
+        return {}
+    return totals(body.decode("utf-8", "replace")) if status == 200 else {}
+
+
+def totals(text: str) -> Reading:
+    """By the names above."""
+    names = {series: name for name, series in WANTED.items()} | {
+        event: name for name, event in EVENTS.items()
+    }
+    found: dict[str, float] = {}
+    try:
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                is_event = sample.name == "baton_worker_events_total"
+                name = names.get(sample.labels.get("event", "") if is_event else sample.name)
+                if name is not None:
+                    found[name] = found.get(name, 0.0) + sample.value
+    except ValueError:  # metrics of somebody else
+        return {}
+    return found if "prompt" in found else {}
+
+
+def said(before: Reading, after: Reading) -> dict[str, float]:
+    """Figures of the time between two readings; those without an event are left out, all where a counter began anew."""
+    if not before or not after:
+        return {}
+    gone = {name: after.get(name, 0.0) - before.get(name, 0.0) for name in (*WANTED, *EVENTS)}
+    if min(gone.values()) < 0:  # a process was started anew meanwhile, or another router answered
+        return {}
+    shown = {
+        "accept_length": _ratio(gone["accepted"] + gone["verifies"], gone["verifies"]),
+        "accepted_share": _ratio(gone["accepted"], gone["drafted"]),
+        "handoff_ms": _ratio(1000 * gone["handoff_s"], gone["handoffs"]),
+        "handoff_mb": _ratio(gone["handoff_bytes"] / 1e6, gone["handoffs"]),
+        "handoff_mb_per_s": _ratio(gone["handoff_bytes"] / 1e6, gone["handoff_s"]),
+        "prefill_ms": _ratio(1000 * gone["prefill_s"], gone["prefills"]),
+        "prefill_wait_ms": _ratio(1000 * gone["prefill_wait_s"], gone["prefills"]),
+        "cached_share": _ratio(gone["cached"], gone["prompt"]),
+        "retries": gone["retries"],
+    }
+    return {name: value for name, value in shown.items() if value is not None}
+
+
+def _ratio(part: float, whole: float) -> float | None:
+    return part / whole if whole > 0 else None

@@ -1,0 +1,332 @@
+"""`baton bench transfer`: how fast KV blocks come from one process into another one's pages.
+
+Every way is measured once in each round, so that all see the same machine. A second process holds the source; pages are
+1 MiB, their destination is memory that exists, of the host or of a GPU. "of memcpy" and "of socket" are medians of the
+ratios within a round: of a copy in this process, and of a plain socket of the same kind (tcp, or unix for ipc) that sends
+the same bytes, both in the host's memory.
+"""
+
+import argparse
+import json
+import os
+import platform
+import secrets
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+import numpy as np
+import torch
+import zmq
+
+from ...cluster.errors import TransferError
+from ...cluster.security.keyring import Peer, load_keyring, make_key, write_key, write_peers
+from ...kvtransfer.memory.malloc_tuning import keep_blocks
+from ...kvtransfer.transport import Complete, Lost, PullRequest
+from ...kvtransfer.transports.zmq_blocks import ZmqBlocksReceiver
+from ..arguments import at_least
+from .parts import (
+    MEMCPY,
+    PAGE_BYTES,
+    PAGE_TOKENS,
+    TCP,
+    UNIX,
+    Done,
+    SourceSetup,
+    Way,
+    Where,
+    layout,
+    memory,
+    no_digest,
+    ways,
+)
+
+PROG = "baton bench transfer"
+MAX_BLOCK_KIB = 64 << 10  # of a layout
+A = TypeVar("A", Where, Done)
+
+
+class TransferBench:
+    """The receiving process, with the other one as its child. A context manager."""
+
+    def __init__(
+        self, num_pages: int, block_bytes: int = 1 << 20, source: str = "cpu", target: str = "cpu"
+    ) -> None:
+        self.child_cpu_s = 0.0  # spent on orders so far
+        self._num_pages, self._block_bytes, self._devices = num_pages, block_bytes, (source, target)
+        self._planes, self._spare = memory(num_pages, None, target), memory(num_pages, seed=2)
+        self._host = self._planes if target == "cpu" else memory(num_pages, None)
+        self._stack = ExitStack()
+        self._receivers: dict[Way, ZmqBlocksReceiver] = {}
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+
+    def __enter__(self) -> "TransferBench":
+        self._folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="baton-bench-")))
+        _make_keys(self._folder)
+        safe = ["-P"] if sys.version_info >= (3, 11) else []
+        self._child = self._stack.enter_context(
+            subprocess.Popen(
+                [sys.executable, *safe, "-m", "baton.bench.transfer.source"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+        )
+        self._stack.callback(self._child.kill)
+        source, target = self._devices
+        keys = str(self._folder / "prefill")
+        self._order(SourceSetup(self._num_pages, self._block_bytes, source, target, str(self._folder), keys))
+        self._where = self._hear(Where)
+        tcp = self._stack.enter_context(socket.create_connection(("127.0.0.1", self._where.tcp_port)))
+        unix = self._stack.enter_context(socket.socket(socket.AF_UNIX))
+        unix.connect(f"{self._folder}/raw")
+        self._raw = {"tcp": tcp, "unix": unix}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for receiver in self._receivers.values():
+            receiver.close()
+        assert self._child.stdin is not None
+        self._child.stdin.close()
+        self._child.wait(10)
+        self._stack.close()
+
+    @property
+    def num_bytes(self) -> int:
+        """Moved by each measurement."""
+        return self._num_pages * PAGE_BYTES
+
+    def copy(self) -> float:
+        """Seconds of a copy of all blocks in this process."""
+        source, target = self._spare.kv.numpy(), self._host.kv.numpy()
+        began = time.perf_counter()
+        for page in range(self._num_pages):
+            np.copyto(target[page], source[page])
+        return time.perf_counter() - began
+
+    def socket(self, kind: str) -> float:
+        """Seconds for all blocks through a plain socket."""
+        target = self._host.kv.numpy()
+        self._order({"raw": kind})
+        began = time.perf_counter()
+        for page in range(self._num_pages):
+            view, at = target[page].data, 0
+            while at < PAGE_BYTES:
+                at += self._raw[kind].recv_into(view[at:])
+        seconds = time.perf_counter() - began
+        self.child_cpu_s += self._hear(Done).cpu_s
+        return seconds
+
+    def pull(self, way: Way) -> float:
+        """Seconds of the hand-off of a room with all blocks."""
+        receiver = self._receivers.get(way) or self._open(way)
+        room = secrets.token_hex(16)
+        self._order({"offer": way.source, "room": room})
+        began = time.perf_counter()
+        receiver.pull(
+            PullRequest(
+                room=room,
+                epoch=0,
+                num_tokens=self._num_pages * PAGE_TOKENS,
+                have=0,
+                pages=tuple(range(self._num_pages)),
+                features=None,
+                endpoint=self._where.endpoints[way.source],
+                peer_instance=self._where.instance,
+            )
+        )
+        ended: Complete | Lost | None = None
+        while ended is None:
+            ended = next((event for event in receiver.poll(1.0) if isinstance(event, Complete | Lost)), None)
+        seconds = time.perf_counter() - began
+        if isinstance(ended, Lost):
+            raise TransferError(f"{way.name}: {ended.reason}")
+        if way.transport == "shm" and ended.num_shm_blocks < ended.num_blocks:
+            raise TransferError(
+                f"{way.name}: {ended.num_blocks - ended.num_shm_blocks} blocks came as messages"
+            )
+        self.child_cpu_s += self._hear(Done).cpu_s
+        return seconds
+
+    def _open(self, way: Way) -> ZmqBlocksReceiver:
+        receiver = ZmqBlocksReceiver(
+            secrets.token_hex(16),
+            layout(self._block_bytes),
+            self._planes,
+            context=self._context,
+            keyring=load_keyring(str(self._folder / "decode"), "decode") if way.is_keyed else None,
+            ciphers=way.ciphers,
+            window=way.window,
+            transports=tuple(dict.fromkeys((way.transport, "zmq_blocks"))),
+        )
+        if way.guard == "plain":
+            receiver.use_crc(no_digest)
+        self._receivers[way] = receiver
+        return receiver
+
+    def _order(self, order: object) -> None:
+        assert self._child.stdin is not None
+        self._child.stdin.write(msgspec.json.encode(order).decode() + "\n")
+        self._child.stdin.flush()
+
+    def _hear(self, kind: type[A]) -> A:
+        assert self._child.stdout is not None
+        line = self._child.stdout.readline()
+        if not line:
+            raise TransferError("the sending process ended; its lines above say why")
+        return msgspec.json.decode(line, type=kind)
+
+
+@dataclass
+class Found:
+    """What the rounds gave for one way."""
+
+    rates: list[float] = field(default_factory=list)  # GB/s
+    cpu: list[float] = field(default_factory=list)  # seconds of both processes per GB
+
+
+def measure(bench: TransferBench, num_rounds: int, windows: list[int]) -> dict[str, Found]:
+    """Every way in each round; a round before them, which is not counted, opens the links."""
+    found: dict[str, Found] = {}
+    gigabytes = bench.num_bytes / 1e9
+    tries: list[tuple[str, Callable[[], float]]] = [
+        (MEMCPY, bench.copy),
+        (TCP, partial(bench.socket, "tcp")),
+        (UNIX, partial(bench.socket, "unix")),
+    ]
+    tries += [(way.name, partial(bench.pull, way)) for way in ways(windows)]
+    for number in range(num_rounds + 1):
+        for name, attempt in tries:
+            cpu_s = -time.process_time() - bench.child_cpu_s
+            seconds = attempt()
+            cpu_s += time.process_time() + bench.child_cpu_s
+            if number:
+                entry = found.setdefault(name, Found())
+                entry.rates.append(gigabytes / seconds)
+                entry.cpu.append(cpu_s / gigabytes)
+    return found
+
+
+def summary(found: dict[str, Found]) -> list[dict[str, object]]:
+    """A row per way."""
+    rows: list[dict[str, object]] = []
+    for name, way in found.items():
+        reference = found[TCP if "tcp" in name else UNIX]
+        rows.append(
+            {
+                "way": name,
+                "best": max(way.rates),
+                "median": statistics.median(way.rates),
+                "of_memcpy": _ratio(way, found[MEMCPY]),
+                "of_socket": _ratio(way, reference) if name.startswith("zmq") else None,
+                "cpu_s_per_gb": statistics.median(way.cpu),
+                "rates": way.rates,
+            }
+        )
+    return rows
+
+
+def as_table(rows: Sequence[dict[str, object]], machine: str) -> str:
+    """For the terminal, as markdown."""
+    head = ["way", "GB/s best", "median", "of memcpy", "of socket", "CPU s/GB, both"]
+    lines = [machine, "", f"| {' | '.join(head)} |", "|---|---|---|---|---|---|"]
+    for row in rows:
+        of_socket = f"{row['of_socket']:.2f}" if row["of_socket"] is not None else ""
+        cells = f"{row['best']:.2f} | {row['median']:.2f} | {row['of_memcpy']:.2f} | {of_socket} | {row['cpu_s_per_gb']:.2f}"
+        lines.append(f"| {row['way']} | {cells} |")
+    return "\n".join(lines) + "\n"
+
+
+def machine() -> str:
+    """One line about where this was measured."""
+    cores = len(os.sched_getaffinity(0))
+    load = os.getloadavg()[0]
+    return f"{cores} cores of {_processor()}, {platform.system()} {platform.release().split('-')[0]}, load {load:.1f} before"
+
+
+def device(name: str) -> str:
+    """A device of this machine; anything else is a usage error."""
+    names = ["cpu", *(f"cuda:{number}" for number in range(torch.cuda.device_count()))]
+    if name not in names:
+        raise argparse.ArgumentTypeError(
+            f"{name!r} is no device of this machine, which has {', '.join(names)}"
+        )
+    return name
+
+
+def block_kib(text: str) -> int:
+    """A block size that a layout may have; anything else is a usage error."""
+    size = at_least(4)(text)
+    if size > MAX_BLOCK_KIB:
+        raise argparse.ArgumentTypeError(f"{size} is above {MAX_BLOCK_KIB}")
+    return size
+
+
+def main(argv: Sequence[str]) -> int:
+    """`baton bench transfer`; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog=PROG, description=(__doc__ or "").split("\n\n")[0], allow_abbrev=False
+    )
+    parser.add_argument(
+        "--mib", type=at_least(8), default=128, help="bytes moved by each measurement (default 128)"
+    )
+    parser.add_argument("--rounds", type=at_least(1), default=7, help="measurements of each way (default 7)")
+    parser.add_argument(
+        "--windows", type=at_least(1), nargs="+", default=[4, 8], help="blocks in flight (default 4 8)"
+    )
+    parser.add_argument("--block-kib", type=block_kib, default=1024, help="size of a block (default 1024)")
+    where_from, where_to = (
+        "device of the source, such as cuda:0 (default cpu)",
+        "of the destination (default cpu)",
+    )
+    parser.add_argument(
+        "--from", dest="source", type=device, default="cpu", metavar="DEVICE", help=where_from
+    )
+    parser.add_argument("--to", dest="target", type=device, default="cpu", metavar="DEVICE", help=where_to)
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of the table")
+    options = parser.parse_args(list(argv))
+    torch.set_num_threads(1)
+    keep_blocks()  # as the workers do
+    where = machine()
+    try:
+        with TransferBench(options.mib, options.block_kib << 10, options.source, options.target) as bench:
+            found = measure(bench, options.rounds, list(dict.fromkeys(options.windows)))
+    except TransferError as error:
+        sys.stderr.write(f"{PROG}: {error}\n")
+        return 1
+    rows = summary(found)
+    if options.json:
+        document = {"machine": where, "mib": options.mib, "rounds": options.rounds, "ways": rows}
+        sys.stdout.write(json.dumps(document) + "\n")
+    else:
+        sys.stdout.write(as_table(rows, where))
+    return 0
+
+
+def _ratio(way: Found, reference: Found) -> float:
+    return statistics.median(a / b for a, b in zip(way.rates, reference.rates, strict=True))
+
+
+def _processor() -> str:
+    with open("/proc/cpuinfo", encoding="utf-8") as file:
+        names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
+    return names[0] if names else "an unknown processor"
+
+
+def _make_keys(folder: Path) -> None:
+    """A key for each side, each admitting the other."""
+    keys = {role: make_key(role, "bench") for role in ("prefill", "decode")}
+    for role, other in (("prefill", "decode"), ("decode", "prefill")):
+        (folder / role).mkdir(mode=0o700)
+        write_key(folder / role, keys[role])
+        write_peers(folder / role, [Peer(role=other, name="bench", public=keys[other].public)])

@@ -1,0 +1,111 @@
+"""The sending process of `baton bench transfer`: JSON orders on stdin, one answer a line on stdout.
+
+a `Setup`                                       first; answered with where everything is
+{"raw": "tcp" | "unix"}                         sends all bytes over that socket; the first one accepts it
+{"offer": source, "room": id}                   serves one room to its end
+"""
+
+import json
+import secrets
+import socket
+import sys
+import time
+
+import msgspec
+import torch
+import zmq
+
+from ...cluster.security.keyring import load_keyring
+from ...kvtransfer.memory.malloc_tuning import keep_blocks
+from ...kvtransfer.transport import Dropped, Offer, Released
+from ...kvtransfer.transports.zmq_blocks import ZmqBlocksSender
+from .parts import PAGE_TOKENS, Done, SourceSetup, Where, layout, memory, no_digest, ways
+
+
+class Source:
+    """Prefill's end of every way, over the same pages."""
+
+    def __init__(self, setup: SourceSetup) -> None:
+        self._num_pages, folder, keys = setup.num_pages, setup.folder, setup.keys
+        self._planes = memory(setup.num_pages, 1, setup.source)
+        self._host = self._planes if setup.source == "cpu" else memory(setup.num_pages, 1)
+        self._instance = secrets.token_hex(16)
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._senders: dict[str, ZmqBlocksSender] = {}
+        for way in ways([1]):
+            endpoint = "tcp://127.0.0.1:0" if way.link == "tcp" else f"ipc://{folder}/{len(self._senders)}"
+            # a context has one authenticator, so keyed senders have their own
+            sender = ZmqBlocksSender(
+                endpoint,
+                self._instance,
+                layout(setup.block_bytes),
+                self._planes,
+                context=zmq.Context() if way.is_keyed else context,
+                keyring=load_keyring(keys, "prefill") if way.is_keyed else None,
+                ciphers=way.ciphers,
+                transports=tuple(dict.fromkeys((way.transport, "zmq_blocks"))),
+            )
+            if way.guard == "plain":
+                sender.use_crc(no_digest)
+            self._senders[way.source] = sender
+        self._listeners = {"tcp": socket.socket(), "unix": socket.socket(socket.AF_UNIX)}
+        self._listeners["tcp"].bind(("127.0.0.1", 0))
+        self._listeners["unix"].bind(f"{folder}/raw")
+        for listener in self._listeners.values():
+            listener.listen(1)
+        self._raw: dict[str, socket.socket] = {}
+
+    def where(self) -> Where:
+        """What the receiving process must know."""
+        endpoints = {name: sender.endpoint for name, sender in self._senders.items()}
+        return Where(self._instance, endpoints, self._listeners["tcp"].getsockname()[1])
+
+    def send_raw(self, kind: str) -> None:
+        """All blocks, in order, through a plain socket."""
+        if kind not in self._raw:
+            self._raw[kind] = self._listeners[kind].accept()[0]
+        pages = self._host.kv.numpy()
+        for page in range(self._num_pages):
+            self._raw[kind].sendall(pages[page].data)
+
+    def offer(self, source: str, room: str) -> None:
+        """One room with all blocks; returns when it has ended."""
+        sender, num_tokens = self._senders[source], self._num_pages * PAGE_TOKENS
+        sender.offer(Offer(room=room, epoch=0, num_tokens=num_tokens, pages=tuple(range(self._num_pages))))
+        sender.advance(room, 0, num_tokens, first_token=1)
+        while not any(isinstance(event, Released | Dropped) for event in sender.poll(0.5)):
+            pass
+
+    def close(self) -> None:
+        """Ends the links."""
+        for sender in self._senders.values():
+            sender.close()
+        for opened in (*self._listeners.values(), *self._raw.values()):
+            opened.close()
+
+
+def main() -> int:
+    """Until stdin ends."""
+    torch.set_num_threads(1)
+    keep_blocks()
+    source = Source(msgspec.json.decode(sys.stdin.readline(), type=SourceSetup))
+    _answer(source.where())
+    for line in sys.stdin:
+        order = json.loads(line)
+        before = time.process_time()
+        if "raw" in order:
+            source.send_raw(order["raw"])
+        else:
+            source.offer(order["offer"], order["room"])
+        _answer(Done(time.process_time() - before))
+    source.close()
+    return 0
+
+
+def _answer(message: Where | Done) -> None:
+    sys.stdout.write(msgspec.json.encode(message).decode() + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,298 @@
+"""Groups of settings, one frozen dataclass each; a role combines several. The first docstring line is the group's title in
+`--help`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from ..net.transport_names import TRANSPORTS, transports_fault
+from ..security.ciphers import AUTO, CHOICES
+from .fields import Setting, about, check_fields, setting
+
+DEFAULT_CONTROL = "tcp://127.0.0.1:7100"
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
+CIPHER_SETTING = Setting(help="how KV blocks are protected; auto: sealed with --keys", choices=CHOICES)
+BULK_PORT_SETTING = Setting(
+    help="port of sealed KV blocks; under up the first one of several; 0: any free one",
+    minimum=0,
+    maximum=65535,
+)
+TRANSPORTS_SETTING = Setting(
+    help="ways that KV blocks may take, the best common one is used; auto: all that this host has",
+    metavar=f"{AUTO}|{','.join(TRANSPORTS)}",
+    fault_of=transports_fault,
+)
+SLAB_SETTING = Setting(
+    help="shared memory for KV blocks to decode workers of this host", unit="MiB", minimum=1, maximum=2**20
+)
+
+
+MAX_FEATURE_LAYERS = 64  # as many as a layout may name
+
+
+def layers_fault(text: str) -> str:
+    """What is wrong with the setting `text`, as the end of a sentence that begins with it; "" when nothing is."""
+    ids = text.split(",") if text else []
+    if not all(layer.isascii() and layer.isdigit() for layer in ids):
+        return "is no list of layers: write their numbers from 0 on, such as 2,14,25"
+    if len(ids) > MAX_FEATURE_LAYERS:
+        return f"names {len(ids)} layers: write at most {MAX_FEATURE_LAYERS}"
+    return ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoleConfig:
+    """Configuration file.
+
+    `explicit` maps each given setting to its source: "command line", "environment" or "file".
+    """
+
+    role: ClassVar[str] = ""
+    summary: ClassVar[str] = ""
+
+    config: str = setting(
+        "", Setting(help="TOML file with a table per role, such as [prefill]", metavar="FILE")
+    )
+    explicit: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogSettings(RoleConfig):
+    """Logs."""
+
+    log_level: str = setting(
+        "info", Setting(help="least important line to log; debug adds tracebacks", choices=LOG_LEVELS)
+    )
+    log_format: str = setting(
+        "text", Setting(help="text, or one JSON object, per record", choices=("text", "json"))
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSettings(RoleConfig):
+    """Model."""
+
+    model: str = field(
+        metadata=about(
+            Setting(help="checkpoint directory in Hugging Face format, or a hub id", metavar="DIR")
+        )
+    )
+    served_model: str = setting("", Setting(help="name that clients use; empty: the last part of --model"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class NetworkSettings(RoleConfig):
+    """Network and process life."""
+
+    keys: str = setting(
+        "",
+        Setting(
+            help="directory of keys (`baton keys init`): the links between processes are CURVE", metavar="DIR"
+        ),
+    )
+    trusted_network: bool = setting(
+        False,
+        Setting(
+            help="allow binding other addresses than loopback without keys, and --kv-cipher crc32c with keys"
+        ),
+    )
+    drain_timeout_s: float = setting(
+        30.0,
+        Setting(help="longest wait for running requests after SIGTERM", unit="s", minimum=0, maximum=3600),
+    )
+    watchdog_s: float = setting(
+        15.0,
+        Setting(
+            help="a process hung so long writes its stacks and ends; 0: never",
+            unit="s",
+            minimum=0,
+            maximum=3600,
+        ),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSettings(RoleConfig):
+    """Engine."""
+
+    draft: str = setting(
+        "", Setting(help="directory of an EAGLE3 head; prefill reads its config only", metavar="DIR")
+    )
+    no_draft: bool = setting(False, Setting(help="serve without speculation, even when --draft names a head"))
+    device: str = setting("auto", Setting(help="where the model runs", choices=("auto", "cpu", "cuda")))
+    dtype: str = setting(
+        "auto",
+        Setting(
+            help="type of weights and KV cache; auto: bfloat16 where the device has it",
+            choices=("auto", "float32", "bfloat16"),
+        ),
+    )
+    graphs: bool = setting(
+        False, Setting(help="capture forwards at start and replay them, on CPU as on a GPU")
+    )
+    graph_self_test: bool = setting(
+        True, Setting(help="compare each graph with the eager path before serving")
+    )
+    page_size: int = setting(16, Setting(help="tokens per KV page", unit="tokens", minimum=1, maximum=4096))
+    pages: int = setting(
+        0,
+        Setting(
+            help="KV pages in the pool; 0: as many as --kv-memory-mb holds", minimum=0, maximum=2**31 - 1
+        ),
+    )
+    kv_memory_mb: int = setting(
+        0,
+        Setting(
+            help="memory of the KV pool; 0: 1024 on CPU, most of a GPU's free",
+            unit="MiB",
+            minimum=0,
+            maximum=2**24,
+        ),
+    )
+    max_context: int = setting(
+        0,
+        Setting(
+            help="longest prompt plus output; 0: as the model allows",
+            unit="tokens",
+            minimum=0,
+            maximum=2**31 - 1,
+        ),
+    )
+    prefix_cache: bool = setting(
+        True, Setting(help="keep the KV of finished prompts for requests that share a prefix")
+    )
+    threads: int = setting(
+        0, Setting(help="CPU threads for torch; 0: all cores, which 'up' divides", minimum=0, maximum=1024)
+    )
+    lease_s: float = setting(
+        5.0,
+        Setting(
+            help="a hand-off without progress for this long is given up", unit="s", minimum=0.1, maximum=600
+        ),
+    )
+    kv_cipher: str = setting(AUTO, CIPHER_SETTING)
+    transports: str = setting(AUTO, TRANSPORTS_SETTING)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillSettings(RoleConfig):
+    """Prompt processing."""
+
+    chunk_size: int = setting(
+        256,
+        Setting(
+            help="prompt tokens per forward; 0: the whole prompt", unit="tokens", minimum=0, maximum=2**20
+        ),
+    )
+    max_batch: int = setting(8, Setting(help="most requests in one forward", minimum=1, maximum=4096))
+    feature_layers: str = setting(
+        "",
+        Setting(
+            help="layer outputs to offer to the heads of decode workers, beside those that --draft names; empty: no others",
+            metavar="ID[,ID...]",
+            fault_of=layers_fault,
+        ),
+    )
+    slab_mb: int = setting(256, SLAB_SETTING)
+    kv_bulk_port: int = setting(0, BULK_PORT_SETTING)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeSettings(RoleConfig):
+    """Decoding and drafting."""
+
+    max_running: int = setting(16, Setting(help="most requests decoded at once", minimum=1, maximum=4096))
+    spec_steps: int = setting(3, Setting(help="levels of drafts before each verify", minimum=1, maximum=16))
+    spec_topk: int = setting(
+        1,
+        Setting(
+            help="children of each draft that is expanded; 1: a chain, more: a tree", minimum=1, maximum=16
+        ),
+    )
+    spec_tokens: int = setting(
+        0,
+        Setting(
+            help="tokens verified at once, the likeliest of the tree and the newest; 0: 1 + steps * topk",
+            minimum=0,
+            maximum=256,
+        ),
+    )
+    overlap: str = setting(
+        "auto",
+        Setting(
+            help="launch each decode step before the one before it was read, so that the device never waits; auto: on a GPU",
+            choices=("auto", "on", "off"),
+        ),
+    )
+    spec_adaptive: str = setting(
+        "auto",
+        Setting(
+            help="draft fewer tokens, or none, while load or poor acceptance make drafting too expensive; auto: on a GPU",
+            choices=("auto", "on", "off"),
+        ),
+    )
+    local_prefill_tokens: int = setting(
+        128,
+        Setting(
+            help="of prompts that decode computes itself, per step", unit="tokens", minimum=1, maximum=8192
+        ),
+    )
+    pull_window: int = setting(
+        8, Setting(help="blocks of a hand-off asked for and not yet received", minimum=1, maximum=64)
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TraceSettings(RoleConfig):
+    """Traces."""
+
+    otlp_endpoint: str = setting(
+        "",
+        Setting(
+            help="collector of OpenTelemetry traces, as OTLP over HTTP, such as http://127.0.0.1:4318; needs baton[otel]; "
+            "empty: none",
+            metavar="URL",
+        ),
+    )
+    trace_sample: float = setting(
+        1.0,
+        Setting(
+            help="share of the requests that are traced, where the client does not say",
+            minimum=0.0,
+            maximum=1.0,
+        ),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScrapeSettings(RoleConfig):
+    """Metrics."""
+
+    metrics_host: str = setting("127.0.0.1", Setting(help="address of --metrics-port"))
+    metrics_port: int = setting(
+        0,
+        Setting(
+            help="port of this worker's own /metrics, 'up' gives each further worker of a role the next one; 0: none, the "
+            "router's tells of it",
+            minimum=0,
+            maximum=65535,
+        ),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ControlSettings(RoleConfig):
+    """Router."""
+
+    router: str = setting(
+        DEFAULT_CONTROL,
+        Setting(
+            help="control endpoint of each router, comma-separated; dns+tcp://NAME:PORT: one at every address of the name",
+            is_list=True,
+        ),
+    )

@@ -1,0 +1,226 @@
+"""Builds the config of a role from command line, environment and TOML file, and turns a config back into flags.
+
+`load_config` merges the sources: flags override environment variables, which override the file, which overrides defaults.
+`fields` describes how a single setting is read, `roles` lists the settings of each role.
+"""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
+
+from ..errors import ConfigError
+from ..security.ciphers import CURVE
+from .fields import (
+    Value,
+    as_text,
+    check_keys,
+    check_range,
+    describe,
+    did_you_mean,
+    flag_of,
+    read_command_line,
+    read_environment,
+    read_table,
+    read_toml,
+    settings_of,
+)
+from .groups import DecodeSettings, EngineSettings, RoleConfig, TraceSettings
+from .roles import ROLES, PrefillConfig, RouterConfig, UpConfig, WorkerConfig
+
+logger = logging.getLogger(__name__)
+
+INTERNAL_VARIABLES = ("BATON_PARENT_PID", "BATON_OPERATOR_TOKEN")  # see life
+CLIENT_VARIABLES = ("BATON_API_KEY",)  # of `baton top` and `baton chat`
+TEST_VARIABLES = ("BATON_FAULT", "BATON_ALLOW_FAULTS")  # see fault_points
+COMMAND_LINE, ENVIRONMENT, FILE = "command line", "environment", "file"
+
+
+C = TypeVar("C", bound=RoleConfig)
+
+
+def load_config(
+    cls: type[C],
+    argv: Sequence[str],
+    env: Mapping[str, str],
+    *,
+    prog: str = "",
+    defaults: Mapping[str, Value] | None = None,
+    warns: bool = True,
+) -> C:
+    """The config of one role from `argv` (without the program name), `env` and the file that `--config` names.
+
+    `defaults` replace the defaults of the fields. With `warns`, an unknown BATON_* variable and a setting without effect are
+    logged as warnings; children of `up` do not repeat the latter. Raises ConfigError; exits the process with 0 on --help.
+    """
+    if warns:
+        warn_unknown_variables(env)
+    given = {
+        COMMAND_LINE: read_command_line(cls, argv, prog or f"baton {cls.role}", cls.summary, _owner_of(cls)),
+        ENVIRONMENT: read_environment(cls, _env_prefix(cls), env),
+    }
+    path = str(given[COMMAND_LINE].get("config", given[ENVIRONMENT].get("config", "")))
+    given[FILE] = _read_file(cls, path) if path else {}
+    values: dict[str, Value] = dict(defaults or {})
+    explicit: dict[str, str] = {}
+    for source in (FILE, ENVIRONMENT, COMMAND_LINE):  # later ones override
+        for name, value in given[source].items():
+            check_range(value, describe(settings_of(cls)[name]), _label(cls, name, source, path))
+            values[name], explicit[name] = value, source
+    _check_required(cls, values)
+    config = cls(**values, explicit=explicit)  # type: ignore[arg-type]
+    if isinstance(config, DecodeSettings):
+        check_drafting(config)
+    if isinstance(config, RouterConfig):
+        check_own_port(config)
+    if warns and cls is not UpConfig and not any(variable in env for variable in INTERNAL_VARIABLES):
+        for warning in ignored_settings(config):
+            logger.warning("%s", warning)
+    return config
+
+
+def check_drafting(config: DecodeSettings) -> None:
+    """Raises ConfigError when steps, topk and tokens of a draft contradict each other; the engine would refuse
+    them later.
+    """
+    steps, topk, tokens = config.spec_steps, config.spec_topk, config.spec_tokens
+    most = 1 + topk + (steps - 1) * topk * topk
+    if tokens and not 1 + steps <= tokens <= most:
+        raise ConfigError(
+            f"--spec-tokens {tokens}: --spec-steps {steps} with --spec-topk {topk} needs {1 + steps} and makes at most "
+            f"{most} tokens, the newest one included; write such a number, or 0"
+        )
+
+
+def check_own_port(config: RouterConfig) -> None:
+    """Raises ConfigError when --own-port equals --port, which other routers may share."""
+    if config.own_port and config.own_port == config.port:
+        raise ConfigError(
+            f"--own-port {config.own_port} is the --port of the clients; choose another --own-port"
+        )
+
+
+def ignored_settings(config: RoleConfig) -> list[str]:
+    """One line per given setting that other settings make ineffective. `up` calls this for its children."""
+    lines = []
+    if isinstance(config, DecodeSettings) and isinstance(config, EngineSettings):
+        given = [
+            flag_of(name)
+            for name in settings_of(DecodeSettings)
+            if name[:5] == "spec_" and _is_given(config, name)
+        ]
+        if config.no_draft:
+            lines += [f"{flag} is ignored: --no-draft serves without speculation" for flag in given]
+        elif not config.draft:
+            lines += [
+                f"{flag} is ignored: nothing drafts without a head, name one with --draft" for flag in given
+            ]
+    if isinstance(config, EngineSettings) and config.pages and _is_given(config, "kv_memory_mb"):
+        lines.append("--kv-memory-mb is ignored: --pages sets the size of the KV pool")
+    if isinstance(config, WorkerConfig) and _is_given(config, "metrics_host") and not config.metrics_port:
+        lines.append("--metrics-host is ignored: --metrics-port 0 opens no port")
+    if isinstance(config, TraceSettings) and _is_given(config, "trace_sample") and not config.otlp_endpoint:
+        lines.append("--trace-sample is ignored: without --otlp-endpoint nothing is traced")
+    if isinstance(config, PrefillConfig) and config.kv_bulk_port and not _has_bulk_port(config):
+        lines.append(
+            "--kv-bulk-port is ignored: KV blocks have a port of their own only with --keys, over tcp"
+        )
+    if (
+        isinstance(config, RouterConfig)
+        and config.request_timeout_s
+        and config.queue_timeout_s > config.request_timeout_s
+    ):
+        lines.append("--queue-timeout-s is ignored: --request-timeout-s ends a request before")
+    if isinstance(config, RouterConfig) and config.local_prefill_max and not config.local_prefill:
+        lines.append("--local-prefill-max is ignored: with --local-prefill off decode computes no prompts")
+    return lines
+
+
+def _has_bulk_port(config: PrefillConfig) -> bool:
+    return bool(config.keys) and config.kv_cipher != CURVE and not config.kv_bind.startswith("ipc://")
+
+
+def _is_given(config: RoleConfig, name: str) -> bool:
+    return name in config.explicit or getattr(config, name) != settings_of(type(config))[name].default
+
+
+def to_argv(config: RoleConfig) -> list[str]:
+    """The flags that make `load_config` build `config` again, in any environment and without its file.
+
+    Settings that were given or that differ from the default are named; the others follow from the defaults.
+    """
+    argv = []
+    for name, described in settings_of(type(config)).items():
+        value = getattr(config, name)
+        if name == "config" or (value == described.default and name not in config.explicit):
+            continue
+        argv.append(f"{flag_of(name)}={as_text(value)}")
+    return argv
+
+
+def known_variables() -> list[str]:
+    """The environment variables of all roles."""
+    return [_env_prefix(cls) + name.upper() for cls in ROLES for name in settings_of(cls)]
+
+
+def warn_unknown_variables(env: Mapping[str, str]) -> None:
+    """Log one warning per BATON_* variable that is no setting of any role: it would be ignored."""
+    known = known_variables()
+    others = (*INTERNAL_VARIABLES, *CLIENT_VARIABLES, *TEST_VARIABLES)
+    for variable in sorted(env):
+        if variable.startswith("BATON_") and variable not in known and variable not in others:
+            role, _, name = variable.removeprefix("BATON_").lower().partition("_")
+            hint = next((_owner_of(cls)(name) for cls in ROLES if cls.role == role), "")
+            hint = hint or did_you_mean(variable, known, "{}")
+            logger.warning("environment variable %s is no setting of baton and is ignored%s", variable, hint)
+
+
+def _env_prefix(cls: type[RoleConfig]) -> str:
+    return f"BATON_{cls.role.upper()}_"
+
+
+def _label(cls: type[RoleConfig], name: str, source: str, path: str) -> str:
+    """Where a value came from, for an error's first words."""
+    if source == COMMAND_LINE:
+        return flag_of(name)
+    if source == ENVIRONMENT:
+        return f"environment variable {_env_prefix(cls)}{name.upper()}"
+    return f"{path}, table [{cls.role}], key {name!r}"
+
+
+def _read_file(cls: type[RoleConfig], path: str) -> dict[str, Value]:
+    """This role's values; the tables of other roles are checked for unknown keys only."""
+    tables = read_toml(path)
+    roles = {known.role: known for known in ROLES}
+    for name, table in tables.items():
+        if name not in roles:
+            hint = (
+                did_you_mean(name, roles, "[{}]")
+                or f"; known tables: {', '.join(f'[{role}]' for role in roles)}"
+            )
+            raise ConfigError(f"{path}: unknown table [{name}]{hint}")
+        check_keys(roles[name], table, f"{path}, table [{name}]", _owner_of(roles[name]))
+    return read_table(cls, tables.get(cls.role, {}), f"{path}, table [{cls.role}]")
+
+
+def _owner_of(cls: type[RoleConfig]) -> Callable[[str], str]:
+    """Says of a name that is no setting of `cls` which single role has it; to prefill also why it has not."""
+
+    def owner_of(name: str) -> str:
+        owners = [role.role for role in ROLES if role is not UpConfig and name in settings_of(role)]
+        if not owners or cls.role in owners:
+            return ""
+        is_decode = cls is PrefillConfig and name in settings_of(DecodeSettings)
+        why = ", and a prefill worker decodes nothing and owns no decode graphs" if is_decode else ""
+        if cls is UpConfig:
+            why = f", which `up` starts with what --config FILE has under {' and '.join(f'[{owner}]' for owner in owners)}"
+        return f"; it is a setting of {' and '.join(f'`baton {owner}`' for owner in owners)}{why}"
+
+    return owner_of
+
+
+def _check_required(cls: type[RoleConfig], values: Mapping[str, Value]) -> None:
+    if "model" in settings_of(cls) and not values.get("model"):
+        variable = f"{_env_prefix(cls)}MODEL"
+        raise ConfigError(
+            f'no model given; write --model DIR, set {variable}, or put model = "DIR" under [{cls.role}]'
+        )

@@ -1,0 +1,115 @@
+"""The settings of each role, one frozen dataclass per role.
+
+A role is a combination of the groups in `groups` and `router_groups` with a few settings of its own.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from .fields import Setting, setting
+from .groups import (
+    DEFAULT_CONTROL,
+    ControlSettings,
+    DecodeSettings,
+    EngineSettings,
+    LogSettings,
+    ModelSettings,
+    NetworkSettings,
+    PrefillSettings,
+    RoleConfig,
+    ScrapeSettings,
+    TraceSettings,
+)
+from .router_groups import ClientSettings, HttpSettings, PairingSettings
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerConfig(
+    ControlSettings,
+    ModelSettings,
+    EngineSettings,
+    NetworkSettings,
+    ScrapeSettings,
+    TraceSettings,
+    LogSettings,
+):
+    """What both kinds of worker share."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillConfig(PrefillSettings, WorkerConfig):
+    """Prefill worker."""
+
+    role: ClassVar[str] = "prefill"
+    summary: ClassVar[str] = "Run a prefill worker: prompts in, KV caches and first tokens out."
+
+    kv_bind: str = setting(
+        "tcp://127.0.0.1:0",
+        Setting(help="where decode workers pull KV blocks; port 0: any free one", is_endpoint=True),
+    )
+    kv_advertise: str = setting(
+        "",
+        Setting(
+            help="where decode workers reach --kv-bind, behind NAT or in a pod; port 0: the bound one; empty: as bound",
+            metavar="ENDPOINT",
+        ),
+    )
+    max_queue: int = setting(
+        256, Setting(help="most requests waiting for a forward", minimum=1, maximum=65536)
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeConfig(DecodeSettings, WorkerConfig):
+    """Decode worker."""
+
+    role: ClassVar[str] = "decode"
+    summary: ClassVar[str] = "Run a decode worker: KV caches in, tokens out, drafting with EAGLE3."
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterConfig(
+    HttpSettings, ClientSettings, PairingSettings, ModelSettings, NetworkSettings, LogSettings, TraceSettings
+):
+    """Router."""
+
+    role: ClassVar[str] = "router"
+    summary: ClassVar[str] = "Run the router: one OpenAI-compatible endpoint in front of the workers."
+
+    control_bind: str = setting(DEFAULT_CONTROL, Setting(help="where workers register", is_endpoint=True))
+    max_queue: int = setting(
+        256, Setting(help="most requests waiting for a free worker", minimum=1, maximum=65536)
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpConfig(
+    ModelSettings,
+    HttpSettings,
+    ClientSettings,
+    PairingSettings,
+    EngineSettings,
+    PrefillSettings,
+    DecodeSettings,
+    NetworkSettings,
+    LogSettings,
+    TraceSettings,
+):
+    """Cluster on this host."""
+
+    role: ClassVar[str] = "up"
+    summary: ClassVar[str] = (
+        "Start a router, prefill workers and decode workers on this host and supervise them."
+    )
+
+    routers: int = setting(
+        1, Setting(help="number of router processes behind one port", minimum=1, maximum=64)
+    )
+    prefill: int = setting(1, Setting(help="number of prefill workers", minimum=1, maximum=64))
+    decode: int = setting(1, Setting(help="number of decode workers", minimum=1, maximum=64))
+    transport: str = setting(
+        "ipc", Setting(help="how the processes reach each other", choices=("ipc", "tcp"))
+    )
+
+
+ROLES: tuple[type[RoleConfig], ...] = (UpConfig, RouterConfig, PrefillConfig, DecodeConfig)

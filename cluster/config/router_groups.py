@@ -1,0 +1,128 @@
+"""Groups of settings of the router, one frozen dataclass each."""
+
+from dataclasses import dataclass
+
+from .fields import Setting, setting
+from .groups import RoleConfig
+
+PREFILL_POLICIES = ("cache-aware", "least-loaded", "round-robin", "power-of-two")
+DECODE_POLICIES = ("session", "least-loaded", "round-robin", "power-of-two")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HttpSettings(RoleConfig):
+    """HTTP endpoint."""
+
+    host: str = setting("127.0.0.1", Setting(help="address that clients reach"))
+    port: int = setting(
+        8000, Setting(help="port that clients reach; 0: any free one", minimum=0, maximum=65535)
+    )
+    queue_timeout_s: float = setting(
+        30.0,
+        Setting(
+            help="a request that waits longer for a free worker gets 429", unit="s", minimum=0, maximum=3600
+        ),
+    )
+    request_timeout_s: float = setting(
+        600.0,
+        Setting(
+            help="a request that takes longer ends with an error; 0: no limit",
+            unit="s",
+            minimum=0,
+            maximum=86400,
+        ),
+    )
+    local_prefill: bool = setting(
+        True,
+        Setting(
+            help="let decode workers compute prompts while no prefill worker serves; off: such requests get 503"
+        ),
+    )
+    max_body_mb: int = setting(4, Setting(help="largest request body", unit="MiB", minimum=1, maximum=1024))
+    chat_max_tokens: int = setting(
+        1024,
+        Setting(
+            help="output of a chat that does not ask for a length, for which decode reserves pages; 0: what is left of the "
+            "context",
+            unit="tokens",
+            minimum=0,
+            maximum=2**31 - 1,
+        ),
+    )
+    share_port: bool = setting(
+        False,
+        Setting(
+            help="let other routers of this host listen on the same port; each needs a --control-bind of its own"
+        ),
+    )
+    own_port: int = setting(
+        0,
+        Setting(
+            help="port at which this router answers and no other, to scrape and watch it also where --port is shared; 'up' "
+            "gives each further router the next one, and with 0 each of several a free one; 0: none",
+            minimum=0,
+            maximum=65535,
+        ),
+    )
+    max_connections: int = setting(
+        0,
+        Setting(
+            help="most connections of clients; 0: 10000, or what descriptors allow", minimum=0, maximum=2**20
+        ),
+    )
+    canary_s: float = setting(
+        10.0,
+        Setting(
+            help="ready means that a request passed from prefill to decode within this time; where no client's does, a tiny "
+            "one of the router's own is sent; 0: ready means that a pair is registered",
+            unit="s",
+            minimum=0,
+            maximum=3600,
+        ),
+    )
+    worker_timeout_s: float = setting(
+        1.8, Setting(help="a worker silent for this long counts as lost", unit="s", minimum=1.0, maximum=600)
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClientSettings(RoleConfig):
+    """Who may ask."""
+
+    api_keys: str = setting(
+        "",
+        Setting(
+            help="file of API keys (`baton keys api add`), of which clients must give one", metavar="FILE"
+        ),
+    )
+    tls_cert: str = setting(
+        "", Setting(help="certificate chain, PEM: HTTP is TLS; needs --tls-key", metavar="FILE")
+    )
+    tls_key: str = setting("", Setting(help="private key of --tls-cert, PEM", metavar="FILE"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairingSettings(RoleConfig):
+    """Choice of workers."""
+
+    prefill_policy: str = setting(
+        "cache-aware",
+        Setting(help="how a prefill worker is chosen among those that serve", choices=PREFILL_POLICIES),
+    )
+    decode_policy: str = setting(
+        "session",
+        Setting(
+            help="how a decode worker is chosen; session: the one that holds the chat so far",
+            choices=DECODE_POLICIES,
+        ),
+    )
+    local_prefill_max: int = setting(
+        0,
+        Setting(
+            help="decode computes a prompt itself if it lacks at most so many of its tokens, where measured times say "
+            "that this is cheaper; 0: never",
+            unit="tokens",
+            minimum=0,
+            maximum=2**31 - 1,
+        ),
+    )

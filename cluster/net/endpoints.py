@@ -1,0 +1,79 @@
+"""Syntax of endpoints: tcp://HOST:PORT or ipc:///PATH."""
+
+SCHEMES = ("tcp", "ipc")
+DISCOVERED = "dns+tcp://"  # in a list: every address of the name, which is asked again and again
+HIGHEST_PORT = 65535
+WILDCARDS = ("0.0.0.0", "[::]", "*")
+
+
+def bracketed(host: str) -> str:
+    """`host` as it stands before a port: an IPv6 address in brackets."""
+    return f"[{host}]" if ":" in host else host
+
+
+def endpoint_fault(endpoint: str) -> str:
+    """The fault of `endpoint`, as the end of a sentence that begins with it; "" if it is valid."""
+    scheme, _, address = endpoint.partition("://")
+    if scheme not in SCHEMES or not address or (scheme == "tcp" and not address.rpartition(":")[0]):
+        return "is not an endpoint: write tcp://HOST:PORT or ipc:///PATH"
+    return port_fault(endpoint)
+
+
+def endpoints_of(text: str) -> tuple[str, ...]:
+    """The endpoints of a list that is separated by commas."""
+    return tuple(endpoint.strip() for endpoint in text.split(","))
+
+
+def endpoints_fault(text: str) -> str:
+    """As `endpoint_fault`, for a comma-separated list without duplicates, in which dns+tcp:// names are allowed."""
+    endpoints = endpoints_of(text)
+    for endpoint in endpoints:
+        if fault := endpoint_fault(
+            endpoint.removeprefix("dns+") if endpoint.startswith(DISCOVERED) else endpoint
+        ):
+            return fault if len(endpoints) == 1 else f"names {endpoint!r}, which {fault}"
+        if endpoints.count(endpoint) > 1:
+            return f"names {endpoint} twice: name each router once"
+    return ""
+
+
+def port_fault(endpoint: str) -> str:
+    """The fault of a tcp endpoint's port; "*" means any free one. libzmq would accept any number and wrap it around."""
+    scheme, _, address = endpoint.partition("://")
+    port = address.rpartition(":")[2]
+    is_number = port.isascii() and port.isdigit() and int(port) <= HIGHEST_PORT
+    if scheme != "tcp" or port == "*" or is_number:
+        return ""
+    return f"has no valid port: write a number from 0 to {HIGHEST_PORT}"
+
+
+def is_wildcard(endpoint: str) -> bool:
+    """Whether `endpoint` means all addresses of a host, which is valid for listening but not for connecting."""
+    scheme, _, address = endpoint.partition("://")
+    return scheme == "tcp" and address.rpartition(":")[0] in WILDCARDS
+
+
+def reached_at(bound: str, advertised: str) -> str:
+    """The address for peers of a listener at `bound`: `advertised` if given, with port 0 replaced by the bound port."""
+    if not advertised:
+        return bound
+    host, _, port = advertised.rpartition(":")
+    is_any = advertised.startswith("tcp://") and port == "0"
+    return f"{host}:{bound.rpartition(':')[2]}" if is_any else advertised
+
+
+def advertise_fault(bind: str, advertised: str) -> str:
+    """Why peers cannot reach a listener bound to `bind` and advertised as `advertised`; "" if they can."""
+    if not advertised:
+        remedy = "name the address that they reach with --kv-advertise tcp://HOST:0"
+        fault = f"--kv-bind {bind} listens on all addresses, none of which decode workers can call: {remedy}"
+        return fault if is_wildcard(bind) else ""
+    if fault := endpoint_fault(advertised):
+        return f"--kv-advertise: {advertised!r} {fault}"
+    if is_wildcard(advertised):
+        return f"--kv-advertise: {advertised!r} is no address that decode workers can call: name this host's"
+    if advertised.startswith("tcp://") and advertised.endswith(":0") and not bind.startswith("tcp://"):
+        return (
+            f"--kv-advertise: {advertised!r} has the bound port, and --kv-bind {bind} has none: name a port"
+        )
+    return ""

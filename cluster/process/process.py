@@ -1,0 +1,143 @@
+"""The life of a process: start in phases, serve, drain, leave.
+
+    phases    each logged with its time; an error in one ends the process with exit code 1 and one line on stderr
+    serving   a crash is logged with its traceback; exit code 70
+    SIGTERM   (or SIGINT) sets `drain`: no new work, the running one ends
+    again     sets `stop`: leave now; a third signal ends the process on the spot
+
+A child of `baton up` asks the kernel to be sent SIGTERM when its parent dies, so no worker outlives its launcher.
+"""
+
+import ctypes
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from types import FrameType
+
+from ..errors import BatonError
+from .failpoints import read_faults
+from .log import PACKAGE, fields
+
+logger = logging.getLogger(__name__)
+
+EXIT_OK = 0
+EXIT_CANNOT_START = 1
+EXIT_CRASHED = 70  # EX_SOFTWARE of sysexits.h
+EXIT_INTERRUPTED = 130
+
+# How long a thread that computes keeps the interpreter lock from one that moves blocks, which asks for it after each copy.
+# CPython's own 5 ms is longer than a decode step.
+SWITCH_INTERVAL_S = 0.0002
+
+SERVING = f"{PACKAGE}.serving"  # audit event: from here on peers are heard, and an audit hook may be strict
+PARENT_VARIABLE = "BATON_PARENT_PID"  # set by the launcher for its children
+OPERATOR_VARIABLE = (
+    "BATON_OPERATOR_TOKEN"  # likewise: with it the launcher may read a router's /status without an API key
+)
+PR_SET_PDEATHSIG = 1
+
+Phase = tuple[str, Callable[[], None]]
+Serve = Callable[[], int]
+
+
+def run_phases(phases: Sequence[Phase], clock: Callable[[], float] = time.monotonic) -> None:
+    """Run the phases in order and log the time of each. An error leaves the rest undone and is raised as it is."""
+    for name, run in phases:
+        started = clock()
+        logger.debug("%s", name)
+        try:
+            run()
+        except Exception:
+            logger.debug("%s failed", name, extra=fields(seconds=clock() - started))
+            raise
+        logger.info("%s done", name, extra=fields(seconds=round(clock() - started, 3)))
+
+
+class Shutdown:
+    """Shutdown requests as two events. The first SIGTERM or SIGINT sets `drain`, the second sets `stop`.
+
+    `on_change` runs in the main thread after each signal, to wake a waiting loop.
+    """
+
+    def __init__(self, on_change: Callable[[], None] | None = None) -> None:
+        self.drain = threading.Event()
+        self.stop = threading.Event()
+        self.first_signal = 0  # the one that set `drain`
+        self._on_change = on_change
+
+    def __repr__(self) -> str:
+        state = "stopping" if self.stop.is_set() else "draining" if self.drain.is_set() else "running"
+        return f"Shutdown({state})"
+
+    def install(self) -> None:
+        """Take SIGTERM and SIGINT over; only the main thread may."""
+        signal.signal(signal.SIGTERM, self.handle)
+        signal.signal(signal.SIGINT, self.handle)
+
+    def handle(self, signum: int, frame: FrameType | None = None) -> None:
+        """One more signal; no logging here, since a handler may interrupt a log call that holds the lock."""
+        if self.stop.is_set():
+            os._exit(128 + signum)
+        self.first_signal = self.first_signal or signum
+        (self.stop if self.drain.is_set() else self.drain).set()
+        if self._on_change is not None:
+            self._on_change()
+
+
+def run_role(prog: str, start: Callable[[], Serve], env: Mapping[str, str] = os.environ) -> int:
+    """Run one role: `start` builds everything and returns the function that serves and returns the exit code.
+
+    Returns that code, 1 when `start` failed (one line on stderr; the traceback only with log level debug), 70 when
+    serving crashed (logged with its traceback), 130 on KeyboardInterrupt.
+    """
+    watch_parent(env)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    try:
+        read_faults(env)  # a fault that nobody permitted keeps every role from starting
+        serve = start()
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except Exception as error:
+        report_cannot_start(prog, error)
+        return EXIT_CANNOT_START
+    sys.audit(SERVING)
+    try:
+        return serve()
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except Exception:
+        logger.exception("crashed")
+        return EXIT_CRASHED
+
+
+def report_cannot_start(prog: str, error: Exception) -> None:
+    """Writes one line to stderr with the reason why the process did not start; log level debug adds the traceback."""
+    is_debug = logging.getLogger(PACKAGE).level == logging.DEBUG
+    if is_debug:
+        logger.debug("start failed", exc_info=error)
+    text = " ".join(str(error).split())
+    if not isinstance(error, (BatonError, ValueError, OSError)):  # not meant for users
+        hint = "" if is_debug else "; --log-level debug shows the traceback"
+        text = f"{type(error).__name__}: {text}{hint}"
+    sys.stderr.write(f"{prog}: {text or type(error).__name__}\n")
+    sys.stderr.flush()
+
+
+def watch_parent(env: Mapping[str, str] = os.environ) -> None:
+    """In a child of the launcher: be sent SIGTERM when the launcher dies. Elsewhere: nothing.
+
+    The kernel ties the request to the parent's thread that spawned this process. Linux only; elsewhere a child whose
+    launcher is killed lives on.
+    """
+    parent = env.get(PARENT_VARIABLE, "")
+    if not parent.isdigit() or not sys.platform.startswith("linux"):
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0) != 0:
+        logger.warning("this process will outlive a killed launcher: %s", os.strerror(ctypes.get_errno()))
+    if os.getppid() != int(parent):  # it died before we asked
+        os.kill(os.getpid(), signal.SIGTERM)

@@ -1,0 +1,162 @@
+"""The messages of the KV plane: what decode and prefill say to each other about rooms and their blocks."""
+
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+from .message_parts import Count, Id, KeyBytes, Message, Port, Small, Text, Ticket, TokenId
+from .slab_messages import SlabBlock, SlabDown, SlabUp
+
+BLOCK_BYTES = 1 << 20  # what is pulled at once, unless a layout says otherwise
+BLOCK_TOKENS, MAX_BLOCK_BYTES = 32, 4 << 20
+
+
+def block_bytes_of(token_bytes: int) -> int:
+    """The block size for KV of `token_bytes` bytes per token: the memory of `BLOCK_TOKENS` tokens, within bounds.
+
+    Each block costs some messages and turns of both link threads, whatever its size: at 128 KiB a token, blocks of 1 MiB
+    hold eight tokens, and the interpreter is what bounds the hand-off. Larger ones than 4 MiB gain little more, and hold up
+    a slow link's other rooms for longer.
+    """
+    return min(max(BLOCK_BYTES, BLOCK_TOKENS * token_bytes), MAX_BLOCK_BYTES)
+
+
+class Layout(Struct, frozen=True, kw_only=True):
+    """How the KV of a token lies in a worker's pool; `kvtransfer.protocol.layout.agree` finds the layout of a pair.
+
+    Prefill's `feature_ids` are the layers that it offers, decode's those that its head reads, in the order of its input. In
+    a KVWelcome the layout is the common one: decode's features, and no `weights_hash`.
+    """
+
+    fingerprint: Text
+    dtype: Text  # "float32", "bfloat16", "float16"
+    page_size: Annotated[int, Meta(ge=1, le=4096)]
+    num_layers: Annotated[int, Meta(ge=1, le=4096)]
+    num_kv_heads: Annotated[int, Meta(ge=1, le=4096)]
+    head_dim: Annotated[int, Meta(ge=1, le=4096)]
+    # Layer outputs, in the order of a row: offered by prefill, wanted by decode; empty: no features.
+    feature_ids: Annotated[list[Small], Meta(max_length=64)] = []
+    feature_width: Small = 0  # elements of all of them per token: K*H
+    block_bytes: Annotated[int, Meta(ge=4096, le=64 << 20)] = BLOCK_BYTES
+    digest: Text = "crc32c"
+    weights_hash: Text = ""  # sha256 of every byte of the weights; "": not known yet
+
+
+class KVHello(Message, frozen=True, kw_only=True):
+    """Decode opens the pair; sent again until answered.
+
+    `ciphers` are the ways to protect blocks that it accepts, `transports` the ways to bring them; see
+    `cluster.net.transport_names`.
+    """
+
+    instance: Id
+    protocol: Small
+    layout: Layout
+    ciphers: Annotated[tuple[Text, ...], Meta(max_length=16)] = ()  # none: "crc32c"
+    transports: Annotated[tuple[Text, ...], Meta(max_length=16)] = ()  # none: "zmq_blocks"
+
+
+class KVWelcome(Message, frozen=True, kw_only=True):
+    """Prefill agrees; `layout` is the common one, `transport` the best common one, and `cipher` protects every block.
+
+    With a `bulk_ticket` blocks come over a second connection, to `bulk_port` of the same host (0: beside the ipc path),
+    which the ticket opens once.
+    """
+
+    instance: Id
+    layout: Layout
+    cipher: Text = "crc32c"
+    transport: Text = "zmq_blocks"
+    bulk_port: Port = 0
+    bulk_ticket: Ticket = ""
+
+    def __repr__(self) -> str:
+        """Without the ticket, which belongs in no log."""
+        return (
+            f"KVWelcome({self.instance}, cipher={self.cipher!r}, bulk_port={self.bulk_port}, {self.layout})"
+        )
+
+
+class KVRefused(Message, frozen=True, kw_only=True):
+    """Prefill does not agree; the reason shows both layouts."""
+
+    instance: Id
+    reason: Text
+
+
+class Attach(Message, frozen=True, kw_only=True):
+    """Decode says where a room's announcements go; `have` prompt tokens need not be offered. Idempotent."""
+
+    room: Id
+    epoch: Count
+    instance: Id
+    have: Count
+
+
+class Announce(Message, frozen=True, kw_only=True):
+    """Prompt tokens [0, tokens_ready) have KV (and features); with `final` the prompt is complete and token 1 is known.
+
+    `key` opens the sealed blocks of this transfer and of no other; it is empty where blocks are not sealed.
+    """
+
+    room: Id
+    epoch: Count
+    instance: Id
+    tokens_ready: Count
+    final: bool = False
+    first_token: TokenId = 0  # meaningful with final
+    key: KeyBytes = b""
+
+    def __repr__(self) -> str:
+        """Without the key, which belongs in no log."""
+        progress = f"{self.tokens_ready}{', final' if self.final else ''}"
+        return f"Announce({self.room}.{self.epoch} from {self.instance}, tokens_ready={progress})"
+
+
+class Pull(Message, frozen=True, kw_only=True):
+    """Decode asks for block `block` of the room's byte stream, counted from `have`."""
+
+    room: Id
+    epoch: Count
+    instance: Id
+    block: Count
+
+
+class Block(Message, frozen=True, kw_only=True):
+    """The header of one block; its bytes follow as the next frame.
+
+    The bytes of a sealed block are `size` of ciphertext and a tag, which stands for the digest. `attempt` counts how often
+    the block was sealed for this transfer.
+    """
+
+    room: Id
+    epoch: Count
+    instance: Id
+    block: Count
+    size: Count
+    digest: Annotated[int, Meta(ge=0, le=2**32 - 1)]
+    attempt: Small = 0
+
+
+class Release(Message, frozen=True, kw_only=True):
+    """Decode holds every block and its digest matched; prefill frees the room at once."""
+
+    room: Id
+    epoch: Count
+    instance: Id
+
+
+class Abort(Message, frozen=True, kw_only=True):
+    """Either side gives the room up; idempotent."""
+
+    room: Id
+    epoch: Count
+    instance: Id
+    reason: Text = ""
+
+
+PairUp = KVHello | Attach | Pull | Release | Abort
+PairDown = KVWelcome | KVRefused | Announce | Abort
+
+KVUp = PairUp | SlabUp
+KVDown = PairDown | Block | SlabBlock | SlabDown

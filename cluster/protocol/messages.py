@@ -1,0 +1,372 @@
+"""Every message that baton's processes send each other, as frozen typed structs.
+
+Two planes, one tagged union per direction and plane. `ControlUp` goes from a worker to the router, `ControlDown` from the
+router to a worker, `KVUp` from decode to prefill, `KVDown` from prefill to decode. Each message of a room carries
+(room, epoch, instance): the room is attempt-independent, the epoch counts attempts, and the instance is the random id of
+one process start. Upwards and on the KV plane the instance is the sender's; downwards it is the worker that the router
+means, so that a restarted worker drops what was meant for its predecessor. Receivers drop what is stale and count it.
+
+Unknown fields are ignored and unknown tags refused, so version N talks to N+1. Numbers are bounded here, once: a decoded
+message needs no second check of its ranges.
+"""
+
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+from .kv_messages import (
+    Abort,
+    Announce,
+    Attach,
+    Block,
+    KVDown,
+    KVHello,
+    KVRefused,
+    KVUp,
+    KVWelcome,
+    Layout,
+    Pull,
+    Release,
+)
+from .message_parts import Count, Id, Message, Small, Text, TokenId, TokenIds, TraceParent, TraceState, Unit
+
+PROTOCOL_MAJOR = 1
+
+# --- what messages are made of ---------------------------------------------------------------------------------------
+
+
+class Sampling(Struct, frozen=True, kw_only=True):
+    """How to choose tokens; the same fields and meanings as `engine.sampling_params.SamplingParams`."""
+
+    temperature: Annotated[float, Meta(ge=0.0, le=100.0)] = 1.0
+    top_k: Small = 0  # 0: off
+    top_p: Unit = 1.0
+    min_p: Unit = 0.0
+    frequency_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] = 0.0
+    presence_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] = 0.0
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100.0)] = 1.0
+    logit_bias: dict[TokenId, Annotated[float, Meta(ge=-100.0, le=100.0)]] = {}
+    seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
+    max_new_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] = 16
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=1024)] = []
+    min_new_tokens: Small = 0  # before so many no token ends the output
+    ignore_eos: bool = False
+    logprobs: Annotated[int, Meta(ge=-1, le=20)] = -1  # -1: none; 0: the chosen token's; k: also the top k
+    prompt_logprobs: Annotated[
+        int, Meta(ge=-1, le=20)
+    ] = -1  # the same of the prompt's tokens from the second on
+    grammar: Annotated[str, Meta(max_length=131072)] = (
+        ""  # that the output follows, as llguidance reads it; "": none
+    )
+
+
+# Fields of orders that workers of this protocol version may not know yet, and without which the answer would be another
+# or the cache another tenant's: who obeys one says so in its Hello, and who does not is never sent it.
+YOUNG_SAMPLING_FIELDS = ("min_new_tokens", "prompt_logprobs", "grammar")
+YOUNG_FIELDS = (*YOUNG_SAMPLING_FIELDS, "salt")
+
+
+class TokenLogprob(Struct, frozen=True, kw_only=True):
+    """A token's log probability under the raw target distribution, and the top ones as (token, logprob)."""
+
+    logprob: float
+    top: list[tuple[TokenId, float]] = []
+
+
+class PrefillTimeline(Struct, frozen=True, kw_only=True):
+    """What prefill spent on a room, in milliseconds."""
+
+    queue_ms: float = 0.0
+    prefill_ms: float = 0.0
+    prompt_tokens: Count = 0
+    cached_tokens: Count = 0
+    chunks: Count = 0
+
+
+class DecodeTimeline(Struct, frozen=True, kw_only=True):
+    """What decode spent on a room: times in milliseconds, bytes on the wire, and the drafter's luck."""
+
+    handoff_ms: float = 0.0  # first announcement to last block landed
+    handoff_bytes: Count = 0
+    handoff_blocks: Count = 0
+    handoff_shm_blocks: Count = 0  # of these, read from shared memory
+    have_tokens: Count = 0  # prefix that decode already held and did not pull
+    draft_prefill_ms: float = 0.0
+    queue_ms: float = 0.0  # landed to first decode step
+    decode_ms: float = 0.0  # first decode step to last token
+    verify_steps: Count = 0
+    drafted_tokens: Count = 0
+    accepted_tokens: Count = 0
+
+
+class GraphCounts(Struct, frozen=True, kw_only=True):
+    """Captured graphs by kind."""
+
+    prefill: Count = 0
+    draft_prefill: Count = 0
+    decode: Count = 0
+    verify: Count = 0
+    draft: Count = 0
+    draft_extend: Count = 0
+
+
+class DraftWidths(Struct, frozen=True, kw_only=True):
+    """What a drafter takes and gives: elements of features per token, elements of its own hidden state, and the drafts of a
+    step as levels, children of each expanded draft, and tokens of the verify.
+    """
+
+    features: Small = 0
+    hidden: Small = 0
+    steps: Small = 0
+    topk: Small = 0
+    tokens: Small = 0
+
+
+class WorkerStats(Struct, frozen=True, kw_only=True):
+    """One worker's condition, made by its scheduler loop."""
+
+    state: Text = "serving"  # starting, serving, draining
+    pages_total: Count = 0
+    pages_free: Count = 0  # free now or evictable from the prefix cache
+    pages_cached: Count = 0  # of the free ones, those that hold a reusable prefix
+    running: Count = 0
+    queued: Count = 0
+    transferring: Count = 0
+    graphs: GraphCounts = GraphCounts()
+    accept_length: float | None = (
+        None  # tokens committed per verify, recent average; None without a drafter or history
+    )
+    spec_steps: Small | None = None  # draft steps of the newest verify; None without a drafter
+    phase: Text = ""  # of the engine's lifecycle; "": not said
+    weights_hash: Text = ""  # sha256 of every byte of the weights; "": not known yet
+    counters: dict[Text, float] = {}  # monotonic; name -> total
+
+
+# --- control plane: worker -> router ----------------------------------------------------------------------------------
+
+
+class Hello(Message, frozen=True, kw_only=True):
+    """A worker registers; sent again after every reconnect until a Welcome comes.
+
+    `generation` grows each time this worker gave the router up and dropped all its rooms: a router that sees it grow
+    must not wait for those rooms. `missed` counts this router's messages that arrived damaged: when it grows, the router
+    says again what this worker has not answered.
+    """
+
+    generation: Count = 0
+    missed: Count = 0
+    role: Annotated[str, Meta(pattern="^(prefill|decode)$")]
+    instance: Id
+    protocol: Small
+    fingerprint: Text
+    feature_ids: Annotated[tuple[Small, ...], Meta(max_length=64)] = ()  # as in `Layout`
+    feature_width: Small = 0
+    draft_widths: DraftWidths | None = None  # None: nothing is drafted here
+    model: Text  # served model directory or name, for people
+    kv_endpoint: Text = ""  # where a prefill worker answers pulls
+    pages_total: Count
+    page_size: Annotated[int, Meta(ge=1, le=4096)]
+    max_context: Annotated[int, Meta(ge=1, le=2**31 - 1)]
+    max_running: Count
+    spec_tokens: Count = 0  # extra slots that a running request needs for unverified tokens
+    vocab_size: Count = 0
+    pid: Small = 0
+    host: Text = ""
+    device: Text = "cpu"
+    transport: Text = ""
+    takes: tuple[Text, ...] = ()  # of YOUNG_FIELDS, those that it obeys
+    takes_batches: bool = False  # frames of several messages
+    local_prefill: bool = False  # a decode worker that takes a Reserve without a prefill worker
+
+
+class Heartbeat(Message, frozen=True, kw_only=True):
+    """From the scheduler loop, not from an I/O thread: a hung loop is seen as hung."""
+
+    instance: Id
+    stats: WorkerStats
+
+
+class Reserved(Message, frozen=True, kw_only=True):
+    """Decode holds pages and a slot; `have` prompt tokens need not be pulled."""
+
+    room: Id
+    epoch: Count
+    instance: Id
+    have: Count = 0
+
+
+class Refused(Message, frozen=True, kw_only=True):
+    """The worker will not take this room now (retry_after_ms > 0) or ever (0)."""
+
+    room: Id
+    epoch: Count
+    instance: Id
+    reason: Text
+    retry_after_ms: Count = 0
+
+
+class PromptLogprobs(Message, frozen=True, kw_only=True):
+    """Log probabilities of prompt tokens `start`, `start` + 1, ..., in order from 1 on; all before the room's token 1."""
+
+    room: Id
+    epoch: Count
+    instance: Id
+    start: Count
+    items: Annotated[list[TokenLogprob], Meta(min_length=1, max_length=1024)]
+
+
+class FirstToken(Message, frozen=True, kw_only=True):
+    """Token 1, sampled by prefill, before the hand-off ends. With `finish` the request ends here, without decode."""
+
+    room: Id
+    epoch: Count
+    instance: Id
+    token: TokenId
+    logprob: TokenLogprob | None = None
+    finish: Text = ""  # "", "stop" or "length"
+    timeline: PrefillTimeline = PrefillTimeline()
+
+
+class TokenItem(Struct, frozen=True, kw_only=True, gc=False):
+    """Tokens seq .. seq+len(ids)-1 of a room's output; prefill's token is seq 0, decode continues at 1."""
+
+    room: Id
+    epoch: Count
+    seq: Count
+    ids: Annotated[list[TokenId], Meta(min_length=1, max_length=1024)]
+    logprobs: list[TokenLogprob] = []
+
+
+class Tokens(Message, frozen=True, kw_only=True):
+    """All tokens of one decode step for this router."""
+
+    instance: Id
+    items: Annotated[list[TokenItem], Meta(max_length=65536)]
+
+
+class Finished(Message, frozen=True, kw_only=True):
+    """Terminal: decode ended the room by itself; all its Tokens were sent before.
+
+    From prefill with no output tokens: the output at the end of the prompt was the whole answer.
+    """
+
+    room: Id
+    epoch: Count
+    instance: Id
+    reason: Annotated[str, Meta(pattern="^(stop|length)$")]
+    output_tokens: Count  # prefill's token included
+    timeline: DecodeTimeline = DecodeTimeline()
+    prefill: PrefillTimeline | None = None  # where decode computed the prompt itself
+
+
+class Failed(Message, frozen=True, kw_only=True):
+    """Terminal for this attempt."""
+
+    room: Id
+    epoch: Count
+    instance: Id
+    kind: Text  # an errors.py class name, e.g. TransferTimeout
+    message: Text
+    retryable: bool
+
+
+class Gone(Message, frozen=True, kw_only=True):
+    """The answer to Cancel, also for unknown rooms: nothing of its attempts up to `epoch` is computed or held here any more.
+
+    `timeline` is what decode spent on the room until then, None where it held no room.
+    """
+
+    room: Id
+    epoch: Count
+    instance: Id
+    timeline: DecodeTimeline | None = None
+
+
+class Goodbye(Message, frozen=True, kw_only=True):
+    """The worker drains: no new rooms, the running ones end."""
+
+    instance: Id
+
+
+ControlUp = (
+    Hello
+    | Heartbeat
+    | Reserved
+    | Refused
+    | PromptLogprobs
+    | FirstToken
+    | Tokens
+    | Finished
+    | Failed
+    | Gone
+    | Goodbye
+)
+
+
+# --- control plane: router -> worker ----------------------------------------------------------------------------------
+
+
+class Welcome(Message, frozen=True, kw_only=True):
+    """Registration accepted, of the generation that the router has heard of: a worker of a newer one is not meant."""
+
+    instance: Id  # the worker's, echoed
+    router: Id
+    generation: Count | None = None  # None: of a router that does not say
+    heartbeat_ms: Annotated[int, Meta(ge=50, le=60000)] = 500
+    takes_batches: bool = False  # frames of several messages
+
+
+class Rejected(Message, frozen=True, kw_only=True):
+    """Registration refused; the worker logs the reason and tries again later."""
+
+    instance: Id
+    reason: Text
+
+
+class Reserve(Message, frozen=True, kw_only=True):
+    """To decode: hold pages and a slot, then attach to the room at `prefill_endpoint` and pull.
+
+    Without a `prefill_instance` decode computes the prompt itself, and its Tokens begin at seq 0. Only workers whose Hello
+    says `local_prefill` are asked to.
+    """
+
+    room: Id
+    epoch: Count
+    instance: Id
+    prompt_ids: TokenIds
+    num_output: Count = 0  # of these, the last ones are output of earlier attempts
+    sampling: Sampling
+    deadline_ms: Count  # remaining; 0: none
+    salt: Text = ""  # cached prefixes are shared under an equal one only
+    traceparent: TraceParent = ""  # W3C; of the router's span, where the request is traced
+    tracestate: TraceState = ""  # beside it, as the client sent it
+    prefill_endpoint: Text = ""
+    prefill_instance: Id | None = None
+
+
+class Prefill(Message, frozen=True, kw_only=True):
+    """To prefill: run the prompt, sample token 1, offer the KV."""
+
+    room: Id
+    epoch: Count
+    instance: Id
+    prompt_ids: TokenIds
+    num_output: Count = 0  # of these, the last ones are output of earlier attempts
+    sampling: Sampling
+    deadline_ms: Count
+    salt: Text = ""  # as in Reserve, like the next two
+    traceparent: TraceParent = ""
+    tracestate: TraceState = ""
+
+
+class Cancel(Message, frozen=True, kw_only=True):
+    """To either: end every attempt up to `epoch`, also one whose order is still under way. Legal in every state, idempotent,
+    answered with Gone, and repeated until it is.
+    """
+
+    room: Id
+    epoch: Count
+    instance: Id
+
+
+ControlDown = Welcome | Rejected | Reserve | Prefill | Cancel

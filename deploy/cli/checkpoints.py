@@ -1,0 +1,153 @@
+"""Reads a checkpoint's metadata without loading weights: KV sizes, and missing or damaged files.
+
+KV bytes of a token = 2 * layers * KV heads * head dimension * bytes of a number (keys and values). Feature bytes of a
+token for EAGLE3 = captured layers * hidden size * bytes of a number.
+"""
+
+import hashlib
+import json
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...cluster.errors import ConfigError
+
+INDEX = "model.safetensors.index.json"
+HEADER_LIMIT = 100 << 20  # bytes, as the format has it
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+CAPTURED_LAYERS = 3  # of a head whose config names none
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVShape:
+    """Sizes that follow from a config.json. `num_features`: target layers whose output the drafter reads; 0: no drafter."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    hidden_size: int
+    dtype_bytes: int = 2
+    num_features: int = 0
+
+    @property
+    def kv_bytes(self) -> int:
+        """Of one token."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype_bytes
+
+    @property
+    def feature_bytes(self) -> int:
+        """Of one token, on the wire beside its KV."""
+        return self.num_features * self.hidden_size * self.dtype_bytes
+
+    @property
+    def token_bytes(self) -> int:
+        """What the hand-off of one token moves."""
+        return self.kv_bytes + self.feature_bytes
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """config.json. Raises ConfigError."""
+    path = directory / "config.json"
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: cannot be read ({error.strerror or error}); name a checkpoint directory"
+        ) from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: is not JSON ({error}); copy the checkpoint again") from None
+    if not isinstance(document, dict):
+        raise ConfigError(f"{path}: is not a JSON object; copy the checkpoint again")
+    return document
+
+
+def shape_of(model: Path, draft: Path | None = None, dtype: str = "bfloat16") -> KVShape:
+    """The sizes of a checkpoint, with its head's features. Raises ConfigError."""
+    config = read_config(model)
+    heads = _count(config, "num_attention_heads", model)
+    hidden = _count(config, "hidden_size", model)
+    return KVShape(
+        num_layers=_count(config, "num_hidden_layers", model),
+        num_kv_heads=_count(config, "num_key_value_heads", model, heads),
+        head_dim=_count(config, "head_dim", model, hidden // heads),
+        hidden_size=hidden,
+        dtype_bytes=DTYPE_BYTES[dtype],
+        num_features=len(feature_layers(read_config(draft))) if draft is not None else 0,
+    )
+
+
+def feature_layers(head: Mapping[str, Any]) -> list[int]:
+    """The target layers that a head reads, or as many zeros as EAGLE3 reads by default."""
+    named = (head.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    return list(named) if named else [0] * CAPTURED_LAYERS
+
+
+def faults_of(model: Path) -> list[str]:
+    """What is missing or damaged, one line each: shards, their headers and lengths, the tokenizer."""
+    faults = [] if (model / "tokenizer.json").exists() else [f"{model}: has no tokenizer.json"]
+    shards, wrong = _shards(model)
+    faults += [wrong] if wrong else []
+    for shard in shards:
+        fault = _shard_fault(model / shard)
+        faults += [fault] if fault else []
+    return faults
+
+
+def identity_of(model: Path) -> str:
+    """12 hex digits that are equal where config.json and the headers of all shards are; weights are not read."""
+    digest = hashlib.sha256((model / "config.json").read_bytes())
+    for shard in sorted(_shards(model)[0]):
+        digest.update(shard.encode())
+        digest.update(_header(model / shard))
+    return digest.hexdigest()[:12]
+
+
+def _count(config: Mapping[str, Any], key: str, source: Path, default: int | None = None) -> int:
+    value = config.get(key)
+    value = default if value is None else value
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(
+            f"{source}/config.json: {key} is {value!r}, not a number above 0; copy the checkpoint again"
+        )
+    return value
+
+
+def _shards(model: Path) -> tuple[list[str], str]:
+    """The weight files that should be there, and what is wrong with the list."""
+    index = model / INDEX
+    if not index.exists():
+        found = sorted(path.name for path in model.glob("*.safetensors"))
+        return found, "" if found else f"{model}: has no *.safetensors"
+    try:
+        shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return [], f"{index}: is no list of shards"
+    unsafe = [shard for shard in shards if not isinstance(shard, str) or "/" in shard]
+    return ([], f"{index}: names {unsafe[0]!r}") if unsafe else (shards, "")
+
+
+def _header(path: Path) -> bytes:
+    """The JSON header of a safetensors file; b"" where there is none."""
+    try:
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            return file.read(length) if length <= HEADER_LIMIT else b""
+    except (OSError, struct.error):
+        return b""
+
+
+def _shard_fault(path: Path) -> str:
+    if not path.exists():
+        return f"{path}: is missing"
+    header = _header(path)
+    try:
+        ends = [
+            entry["data_offsets"][1] for name, entry in json.loads(header).items() if name != "__metadata__"
+        ]
+        expected = 8 + len(header) + max(ends, default=0)
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+        return f"{path}: is no safetensors file"
+    size = path.stat().st_size
+    return "" if size == expected else f"{path}: has {size} bytes, its header says {expected}"

@@ -1,0 +1,178 @@
+"""`baton doctor`: finds problems of a host or cluster before they cause failures, and names a remedy for each.
+
+    baton doctor --config /etc/baton/baton.toml --keys /etc/baton/keys        this host
+    baton doctor --url http://router:8000                                     and the cluster that it belongs to
+    baton doctor --serve-pull tcp://10.0.0.2:7999 --trusted-network           one end of a measured link
+    baton doctor --pull tcp://10.0.0.2:7999 --least 2.5                       the other end
+
+Exit code 0: nothing is wrong; 1: something is; 2: a wrong setting. Warnings do not change it.
+"""
+
+import importlib.metadata
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from ...cluster.config.fields import Setting, check_fields, read_command_line, read_toml, setting
+from ...cluster.config.load import load_config
+from ...cluster.config.roles import PrefillConfig, RouterConfig
+from ...cluster.errors import BatonError, ConfigError
+from ...cluster.process.log import PACKAGE
+from .client import KEY_VARIABLE, ChatClient
+from .command import run_command
+from .findings import (
+    FAIL,
+    Finding,
+    check_certificate,
+    check_clock,
+    check_gpu,
+    check_keys,
+    check_limits,
+    check_link,
+    check_model,
+    check_pairing,
+    check_ports,
+    check_shm,
+    check_versions,
+)
+from .pull_test import measure, serve
+
+PROG = "baton doctor"
+SUMMARY = "Find what would keep baton from serving on this host."
+ANSWER_S = 5.0
+EXIT_FOUND = 1
+Tables = Mapping[str, Mapping[str, object]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DoctorConfig:
+    """Doctor."""
+
+    config: str = setting(
+        "", Setting(help="TOML file of the roles; their ports and model are looked at", metavar="FILE")
+    )
+    model: str = setting("", Setting(help="checkpoint directory; empty: that of --config", metavar="DIR"))
+    draft: str = setting(
+        "", Setting(help="directory of an EAGLE3 head; empty: that of --config", metavar="DIR")
+    )
+    device: str = setting("auto", Setting(help="where the model shall run", choices=("auto", "cpu", "cuda")))
+    keys: str = setting("", Setting(help="directory of keys; empty: links without keys", metavar="DIR"))
+    roles: str = setting(
+        "router,prefill,decode", Setting(help="roles of this host, separated by commas", metavar="ROLES")
+    )
+    url: str = setting(
+        "", Setting(help="a running router, whose workers and clock are looked at", metavar="URL")
+    )
+    pull: str = setting(
+        "", Setting(help="endpoint of --serve-pull elsewhere: measure the link", metavar="ENDPOINT")
+    )
+    least: float = setting(
+        0.1, Setting(help="least that --pull must bring", unit="GB/s", minimum=0, maximum=10000)
+    )
+    serve_pull: str = setting(
+        "", Setting(help="be the other end of --pull, for ten minutes", metavar="ENDPOINT")
+    )
+    trusted_network: bool = setting(
+        False, Setting(help="allow --serve-pull on other addresses than loopback")
+    )
+    json: bool = setting(False, Setting(help="one JSON array of findings"))
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command; its exit code."""
+
+    def work() -> int:
+        return _run(DoctorConfig(**read_command_line(DoctorConfig, argv, PROG, SUMMARY)))  # type: ignore[arg-type]
+
+    return run_command(PROG, work)
+
+
+def examine(config: DoctorConfig) -> list[Finding]:
+    """All findings. Raises ConfigError for settings that cannot be."""
+    roles = [role for role in config.roles.split(",") if role]
+    if unknown := set(roles) - {"router", "prefill", "decode"}:
+        raise ConfigError(f"--roles {min(unknown)!r} is no role; write some of router,prefill,decode")
+    tables = read_toml(config.config) if config.config else {}
+    found = check_versions(importlib.metadata.requires(PACKAGE) or [])
+    found += check_gpu(config.device) + check_limits() + check_shm()
+    if config.config:
+        found += check_ports(_endpoints(config, roles, tables))
+    model, draft = (getattr(config, name) or _from(tables, roles, name) for name in ("model", "draft"))
+    if model:
+        found += check_model(Path(model), Path(draft) if draft else None)
+    if config.keys:
+        found += check_keys(Path(config.keys), roles, time.time())
+    if config.url:
+        found += _cluster(config.url)
+    if config.pull:
+        found += check_link(config.pull, measure, config.least * 1e9)
+    return found
+
+
+def _run(config: DoctorConfig) -> int:
+    if config.serve_pull:
+        return _serve(config)
+    found = examine(config)
+    if config.json:
+        sys.stdout.write(json.dumps([asdict(finding) for finding in found], indent=2) + "\n")
+    else:
+        sys.stdout.write("".join(_line(finding) for finding in found))
+    sys.stdout.flush()
+    return EXIT_FOUND if any(finding.level == FAIL for finding in found) else 0
+
+
+def _serve(config: DoctorConfig) -> int:
+    def tell(endpoint: str) -> None:
+        sys.stdout.write(f"measure with: {PROG} --pull {endpoint}\n")
+        sys.stdout.flush()
+
+    num_blocks = serve(config.serve_pull, trusted_network=config.trusted_network, on_ready=tell)
+    sys.stdout.write(f"{num_blocks} blocks went out\n")
+    return 0
+
+
+def _line(finding: Finding) -> str:
+    remedy = f"\n               {finding.remedy}" if finding.remedy else ""
+    return f"{finding.level:<5}{finding.check:<10}{finding.text}{remedy}\n"
+
+
+def _endpoints(config: DoctorConfig, roles: Sequence[str], tables: Tables) -> dict[str, str]:
+    """What the roles of this host will listen on, of what others could have taken."""
+    endpoints = {}
+    if "router" in roles and "router" in tables:
+        router = load_config(RouterConfig, [f"--config={config.config}"], os.environ, warns=False)
+        endpoints["--port"] = f"tcp://{router.host}:{router.port}" if router.port else ""
+        endpoints["--own-port"] = f"tcp://{router.host}:{router.own_port}" if router.own_port else ""
+        endpoints["--control-bind"] = router.control_bind
+    if "prefill" in roles and "prefill" in tables:
+        endpoints["--kv-bind"] = load_config(
+            PrefillConfig, [f"--config={config.config}"], os.environ, warns=False
+        ).kv_bind
+    return {name: at for name, at in endpoints.items() if at.startswith("tcp://") and not at.endswith(":0")}
+
+
+def _from(tables: Tables, roles: Sequence[str], name: str) -> str:
+    """The first role's setting."""
+    return next((str(tables[role][name]) for role in roles if name in tables.get(role, {})), "")
+
+
+def _cluster(url: str) -> list[Finding]:
+    client = ChatClient(url, api_key=os.environ.get(KEY_VARIABLE, ""), silence_s=ANSWER_S)
+    try:
+        status = client.get("/status")
+        found = check_clock(status["router"]["clock"], time.time()) + check_pairing(status)
+        end = client.certificate_end()
+        return found if end is None else check_certificate(end, time.time()) + found
+    except BatonError as error:
+        text, _, remedy = str(error).partition("; ")
+        return [Finding("pairing", FAIL, text, remedy or "correct --url, or look at the router's log")]
+    except (KeyError, TypeError) as error:
+        text = f"{url} has no /status as a router of this version has it ({error!r})"
+        return [Finding("pairing", FAIL, text, "correct --url, or upgrade the router")]

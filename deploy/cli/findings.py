@@ -1,0 +1,286 @@
+"""The checks of `baton doctor`. Each check returns findings, and each finding of a fault has a remedy.
+
+A check receives its inputs as arguments, so that tests can simulate a faulty host. `OK` findings name what was checked.
+"""
+
+import importlib.metadata
+import resource
+import shutil
+import socket
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from packaging.requirements import InvalidRequirement, Requirement
+
+from ...cluster.errors import BatonError, ConfigError
+from ...cluster.security.keyring import read_key, read_peers
+from .checkpoints import faults_of, feature_layers, identity_of, read_config
+
+OK, WARN, FAIL = "ok", "warn", "fail"
+MIN_FILES = 4096  # open files of a router with a thousand streams, and room
+MIN_SHM_BYTES = 64 << 20
+MAX_SKEW_S = 5.0
+STALE_S = 2.0
+KEY_WARN_S = 7 * 86400.0
+COMMAND_S = 10.0
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report; `remedy` is "" for what is well."""
+
+    check: str
+    level: str
+    text: str
+    remedy: str = ""
+
+
+def well(check: str, text: str) -> list[Finding]:
+    """One finding: nothing wrong."""
+    return [Finding(check, OK, text)]
+
+
+def check_versions(
+    requirements: Sequence[str], version_of: Callable[[str], str] = importlib.metadata.version
+) -> list[Finding]:
+    """Every dependency is installed in a version that baton was made for."""
+    found = []
+    num_wanted = 0
+    for text in requirements:
+        try:
+            wanted = Requirement(text)
+        except InvalidRequirement:
+            continue
+        if wanted.marker is not None and not wanted.marker.evaluate({"extra": ""}):
+            continue
+        num_wanted += 1
+        try:
+            version = version_of(wanted.name)
+        except importlib.metadata.PackageNotFoundError:
+            found.append(
+                Finding("versions", FAIL, f"{wanted.name} is not installed", f"pip install '{text}'")
+            )
+            continue
+        if not wanted.specifier.contains(version, prereleases=True):
+            remedy = f"pip install '{wanted.name}{wanted.specifier}'"
+            found.append(
+                Finding("versions", FAIL, f"{wanted.name} {version} is not {wanted.specifier}", remedy)
+            )
+    return found or well("versions", f"{num_wanted} dependencies as required")
+
+
+def check_gpu(device: str, run: Callable[[Sequence[str]], str] | None = None) -> list[Finding]:
+    """With device cuda there are GPUs; several of them are joined by NVLink."""
+    ask = run or output_of
+    listed = ask(
+        ["nvidia-smi", "--query-gpu=index,name,driver_version,memory.total", "--format=csv,noheader"]
+    )
+    gpus = [line.strip() for line in listed.splitlines() if line.strip()]
+    if not gpus:
+        if device == "cuda":
+            remedy = "install the driver and check nvidia-smi, or serve with --device cpu"
+            return [Finding("gpu", FAIL, "nvidia-smi lists no GPU", remedy)]
+        return well("gpu", "none; models run on the CPU")
+    found = well("gpu", "; ".join(gpus))
+    if len(gpus) > 1 and "GB/s" not in ask(["nvidia-smi", "nvlink", "--status"]):
+        remedy = "expect hand-offs at the speed of PCIe, or check the bridges with nvidia-smi topo -m"
+        found.append(Finding("gpu", WARN, f"{len(gpus)} GPUs and no NVLink between them", remedy))
+    return found
+
+
+def check_ports(endpoints: Mapping[str, str]) -> list[Finding]:
+    """Setting -> tcp://HOST:PORT that a role here will listen on: nobody else does."""
+    found = []
+    for setting, endpoint in endpoints.items():
+        host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+        host = host.strip("[]")
+        try:
+            with socket.create_server(
+                (host, int(port)), family=socket.AF_INET6 if ":" in host else socket.AF_INET
+            ):
+                pass
+        except (OSError, ValueError, OverflowError) as error:
+            reason = getattr(error, "strerror", None) or str(error)
+            remedy = f"stop what has it (ss -ltnp sport = :{port}), or choose another {setting}"
+            found.append(Finding("ports", FAIL, f"{setting} {endpoint}: {reason}", remedy))
+    return found or well("ports", ", ".join(endpoints.values()) or "none to listen on")
+
+
+def check_limits(
+    limits: Callable[[int], tuple[int, int]] = resource.getrlimit,
+) -> list[Finding]:
+    """Open files for every stream and worker; no core dumps, which would hold prompts and keys."""
+    found = []
+    files = limits(resource.RLIMIT_NOFILE)[0]
+    if files != resource.RLIM_INFINITY and files < MIN_FILES:
+        remedy = "ulimit -n 65536, or LimitNOFILE=65536 in the unit"
+        found.append(Finding("limits", FAIL, f"at most {files} open files", remedy))
+    if limits(resource.RLIMIT_CORE)[0] != 0:
+        remedy = "ulimit -c 0, or LimitCORE=0 in the unit"
+        found.append(Finding("limits", WARN, "a crash would write a core file with prompts and keys", remedy))
+    return found or well("limits", f"{files} open files, no cores")
+
+
+def check_shm(path: Path = Path("/dev/shm")) -> list[Finding]:
+    """Our slabs are memfds and need no directory; NCCL and torch's own workers do."""
+    try:
+        size = shutil.disk_usage(path).total
+    except OSError as error:
+        return [Finding("shm", WARN, f"{path}: {error.strerror or error}", f"mount -t tmpfs tmpfs {path}")]
+    if size < MIN_SHM_BYTES:
+        remedy = f"mount -o remount,size=1G {path}; in a container --shm-size 1g or a memory-backed volume"
+        return [Finding("shm", WARN, f"{path} has {size >> 20} MiB, of which NCCL runs out", remedy)]
+    return well("shm", f"{path} has {size >> 20} MiB")
+
+
+def check_keys(directory: Path, roles: Sequence[str], now: float) -> list[Finding]:
+    """The roles here have keys that nobody else reads, and admit each other. `now`: seconds since the epoch."""
+    found = []
+    for role in roles:
+        try:
+            read_key(directory, role)
+        except ConfigError as error:
+            found.append(
+                Finding("keys", FAIL, str(error).rpartition("; ")[0], str(error).rpartition("; ")[2])
+            )
+    try:
+        peers = read_peers(directory)
+    except ConfigError as error:
+        return [*found, Finding("keys", FAIL, str(error).rpartition("; ")[0], str(error).rpartition("; ")[2])]
+    for role in ("router", "prefill", "decode"):
+        valid = [peer for peer in peers if peer.role == role and peer.is_valid(now)]
+        if not valid:
+            remedy = f"baton keys add {directory} KEY --role {role} --name NAME"
+            found.append(Finding("keys", FAIL, f"{directory} admits no {role}", remedy))
+        ends = [peer.not_after.timestamp() for peer in valid if peer.not_after is not None]
+        if valid and len(ends) == len(valid) and max(ends) - now < KEY_WARN_S:
+            remedy = f"baton keys add {directory} NEWKEY --role {role} --name {valid[0].name}"
+            found.append(
+                Finding(
+                    "keys", WARN, f"the last {role} key ends within {KEY_WARN_S / 86400:.0f} days", remedy
+                )
+            )
+    return found or well("keys", f"{directory}: {', '.join(roles)}; {len(peers)} admitted")
+
+
+def check_model(model: Path, draft: Path | None) -> list[Finding]:
+    """All files of the checkpoint are there and whole, and the head was made for it."""
+    try:
+        config = read_config(model)
+        found = [Finding("model", FAIL, fault, "copy the checkpoint again") for fault in faults_of(model)]
+        if draft is not None:
+            found += _head_findings(config, read_config(draft), model, draft)
+    except ConfigError as error:
+        return [Finding("model", FAIL, str(error).rpartition("; ")[0], str(error).rpartition("; ")[2])]
+    return found or well(
+        "model", f"{model}: whole, identity {identity_of(model)} (equal on every host that serves it)"
+    )
+
+
+def _head_findings(
+    config: Mapping[str, Any], head: Mapping[str, Any], model: Path, draft: Path
+) -> list[Finding]:
+    found = []
+    for key in ("hidden_size", "vocab_size"):
+        if key in head and head[key] != config.get(key):
+            text = f"{draft} was trained for {key} {head[key]}, {model} has {config.get(key)}"
+            found.append(
+                Finding("model", FAIL, text, "name the head of this model with --draft, or write --no-draft")
+            )
+    beyond = [layer for layer in feature_layers(head) if layer >= int(config.get("num_hidden_layers", 0))]
+    if beyond:
+        text = f"{draft} reads layer {beyond[0]}, {model} has {config.get('num_hidden_layers')}"
+        found.append(
+            Finding("model", FAIL, text, "name the head of this model with --draft, or write --no-draft")
+        )
+    return found
+
+
+def check_clock(router: float, here: float) -> list[Finding]:
+    """Two clocks, in seconds since the epoch: keys and certificates end by the wall clock."""
+    skew = here - router
+    if abs(skew) > MAX_SKEW_S:
+        text = f"this host's clock is {abs(skew):.0f} s {'ahead of' if skew > 0 else 'behind'} the router's"
+        return [Finding("clock", FAIL, text, "timedatectl set-ntp true, on both hosts")]
+    return well("clock", "within a few seconds of the router's")
+
+
+def check_certificate(end: float, now: float) -> list[Finding]:
+    """Of a router with TLS: one that clients take has not ended yet. Both in seconds since the epoch."""
+    text = f"the router's certificate ends in {(end - now) / 86400:.1f} days"
+    if end - now < KEY_WARN_S:
+        remedy = (
+            "see why it was not renewed; --tls-cert and --tls-key may be replaced while the router serves"
+        )
+        return [Finding("tls", WARN, text, remedy)]
+    return well("tls", text)
+
+
+def check_pairing(status: Mapping[str, Any]) -> list[Finding]:
+    """From a router's /status: workers of both roles are there, fresh, and can pair."""
+    workers = [worker for worker in status.get("workers", []) if worker.get("state") == "serving"]
+    found = []
+    for role in ("prefill", "decode"):
+        if not any(worker["role"] == role for worker in workers):
+            remedy = f"start one: baton {role} --router ENDPOINT; is it there already, its log says why it is not welcome"
+            found.append(Finding("pairing", FAIL, f"no {role} worker serves", remedy))
+    for worker in workers:
+        if worker["heartbeat_age_s"] > STALE_S:
+            name = f"{worker['role']} {worker['instance'][:8]} on {worker['host']}"
+            text = f"{name} is silent for {worker['heartbeat_age_s']} s"
+            found.append(
+                Finding("pairing", FAIL, text, f"look at its log; baton drain {worker['instance'][:8]}")
+            )
+    prints = {
+        role: {w["fingerprint"] for w in workers if w["role"] == role} for role in ("prefill", "decode")
+    }
+    for role, other in (("prefill", "decode"), ("decode", "prefill")):
+        alone = prints[role] - prints[other]
+        if prints[other] and alone:
+            others = ", ".join(sorted(text[:8] for text in prints[other]))
+            text = f"{role} with fingerprint {min(alone)[:8]} pairs with no {other} ({others})"
+            remedy = "serve the same --model, --dtype, --page-size and --draft on both"
+            found.append(Finding("pairing", FAIL, text, remedy))
+    found += [
+        Finding(
+            "pairing",
+            FAIL,
+            f"prefill {pair['prefill'][:8]} and decode {pair['decode'][:8]} do not pair: {pair['reason']}",
+            "serve the same weights on both; name the layers of every head with --feature-layers on prefill",
+        )
+        for pair in status.get("unpaired", [])
+        if not pair["reason"].startswith("fingerprints")
+    ]
+    return found or well("pairing", f"{len(workers)} workers serve and pair")
+
+
+def check_link(endpoint: str, measure: Callable[[str], Any], least: float) -> list[Finding]:
+    """The pull from `endpoint` brings at least `least` bytes per second."""
+    try:
+        link = measure(endpoint)
+    except BatonError as error:
+        return [
+            Finding(
+                "link",
+                FAIL,
+                str(error).partition(": ")[0],
+                str(error).partition(": ")[2] or "check the address",
+            )
+        ]
+    if link.bytes_per_s < least:
+        text = f"{endpoint}: {link}, less than {least / 1e9:g} GB/s"
+        remedy = "check that the traffic takes the fast interface (ip route get), its MTU and its load; see baton plan"
+        return [Finding("link", FAIL, text, remedy)]
+    return well("link", f"{endpoint}: {link}")
+
+
+def output_of(command: Sequence[str]) -> str:
+    """What a program prints; "" when there is none or it fails."""
+    try:
+        done = subprocess.run(list(command), capture_output=True, text=True, timeout=COMMAND_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout if done.returncode == 0 else ""

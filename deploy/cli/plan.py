@@ -1,0 +1,257 @@
+"""`baton plan`: sizes of a deployment from a model's config and from what the hardware does.
+
+    baton plan --model DIR --bandwidth 2.5 --prefill-rate 24000 --prompt 4000 --output 300 --rate 2
+    baton plan --model DIR --pull tcp://10.0.0.2:7999 --prefill-rate 24000       the bandwidth is measured now
+    baton plan --model DIR --url http://127.0.0.1:8000 --within 25               all is measured on a running cluster,
+                                                                                 and the prediction compared with it:
+                                                                                 more than 25 % off is exit code 1
+
+On a running cluster prompts of up to two chunks give the prefill rate, the link and the fixed cost of a hand-off; longer
+prompts, which gave none of these, are then predicted and measured. See `sizing` for the calculation.
+"""
+
+import os
+import random
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...cluster.config.fields import Setting, check_fields, read_command_line, setting
+from ...cluster.errors import BatonError, ConfigError
+from .checkpoints import DTYPE_BYTES, KVShape, shape_of
+from .client import KEY_VARIABLE, ChatClient
+from .command import run_command
+from .pull_test import measure
+from .sizing import Measured, PlannedLoad, SizingPlan, handoff_of, plan_of
+
+PROG = "baton plan"
+SUMMARY = "Size a deployment: hand-off time, memory, workers, and when not to disaggregate."
+EXIT_OFF = 1
+FASTEST = 1e12  # bytes per second: what a link is taken for when its share cannot be seen
+FIRST_ID, NUM_IDS = 10, 200  # token ids of made-up prompts, which every vocabulary has
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanConfig:
+    """Plan."""
+
+    model: str = setting("", Setting(help="checkpoint directory (required)", metavar="DIR"))
+    draft: str = setting(
+        "", Setting(help="directory of an EAGLE3 head, whose features travel too", metavar="DIR")
+    )
+    dtype: str = setting("bfloat16", Setting(help="type of the KV cache", choices=tuple(DTYPE_BYTES)))
+    url: str = setting("", Setting(help="a running cluster to measure", metavar="URL"))
+    pull: str = setting(
+        "", Setting(help="measure the link to `baton doctor --serve-pull`", metavar="ENDPOINT")
+    )
+    bandwidth: float = setting(1.1, Setting(help="of the link", unit="GB/s", minimum=0.001, maximum=10000))
+    prefill_rate: float = setting(
+        10000.0, Setting(help="of one prefill worker", unit="tokens/s", minimum=1, maximum=1e9)
+    )
+    fixed_ms: float = setting(
+        1.0, Setting(help="of each hand-off, beside its bytes", unit="ms", minimum=0, maximum=60000)
+    )
+    tpot_ms: float = setting(
+        20.0, Setting(help="per token, of a full decode worker", unit="ms", minimum=0.01, maximum=6e4)
+    )
+    prompt: int = setting(2048, Setting(help="tokens of a prompt", minimum=1, maximum=2**24))
+    output: int = setting(256, Setting(help="tokens of an answer", minimum=1, maximum=2**24))
+    rate: float = setting(1.0, Setting(help="requests per second", minimum=0.0001, maximum=1e6))
+    chunk: int = setting(
+        256, Setting(help="--chunk-size of prefill", unit="tokens", minimum=0, maximum=2**20)
+    )
+    kv_memory_mb: int = setting(
+        0, Setting(help="of a decode worker; 0: no bound", unit="MiB", minimum=0, maximum=2**24)
+    )
+    max_running: int = setting(16, Setting(help="--max-running of decode", minimum=1, maximum=4096))
+    rounds: int = setting(
+        5, Setting(help="of each prompt length on --url; medians count", minimum=1, maximum=1000)
+    )
+    within: float = setting(
+        0.0,
+        Setting(
+            help="a prediction on --url that is further off fails; 0: none does",
+            unit="%",
+            minimum=0,
+            maximum=1e6,
+        ),
+    )
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HandoffSample:
+    """One request: tokens that travelled, and times in seconds."""
+
+    tokens: int
+    num_bytes: int
+    handoff_s: float
+    prefill_s: float
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command; its exit code."""
+    return run_command(PROG, lambda: _run(PlanConfig(**read_command_line(PlanConfig, argv, PROG, SUMMARY))))  # type: ignore[arg-type]
+
+
+def fit(
+    short: Sequence[HandoffSample],
+    whole: Sequence[HandoffSample],
+    two: Sequence[HandoffSample],
+    tpot_s: float,
+) -> Measured:
+    """From prompts of a part of a chunk, a chunk, and two chunks, by medians.
+
+    Hand-offs of the first two lie on a line: its slope is the link, its foot the fixed cost. What two chunks take beyond
+    twice one is how attention slows prefill down.
+    """
+    near, far = (_median([s.handoff_s for s in samples]) for samples in (short, whole))
+    more = whole[0].num_bytes - short[0].num_bytes
+    bandwidth = more / (far - near) if far > near and more > 0 else FASTEST
+    once, twice = (_median([s.prefill_s for s in samples]) for samples in (whole, two))
+    count = whole[0].tokens
+    slowing = min(max(0.0, twice - 2 * once), once) / (count * count)
+    return Measured(
+        prefill_rate=count / (once - slowing * count * count / 2),
+        slowing=slowing,
+        bandwidth=min(bandwidth, FASTEST),
+        fixed_s=max(0.0, near - short[0].num_bytes / bandwidth),
+        tpot_s=tpot_s,
+    )
+
+
+def _run(config: PlanConfig) -> int:
+    if not config.model:
+        raise ConfigError("no model given; write --model DIR")
+    shape = shape_of(Path(config.model), Path(config.draft) if config.draft else None, config.dtype)
+    lines: list[str] = []
+    off = 0.0
+    if config.url:
+        measured, off, lines = _on_cluster(config, shape)
+    else:
+        link = measure(config.pull).bytes_per_s if config.pull else config.bandwidth * 1e9
+        measured = Measured(
+            prefill_rate=config.prefill_rate,
+            bandwidth=link,
+            fixed_s=config.fixed_ms / 1e3,
+            tpot_s=config.tpot_ms / 1e3,
+        )
+    load = PlannedLoad(
+        prompt=config.prompt,
+        output=config.output,
+        rate=config.rate,
+        chunk=config.chunk,
+        kv_memory=config.kv_memory_mb * 2.0**20,
+        max_running=config.max_running,
+    )
+    sys.stdout.write(
+        "\n".join([*lines, *_report(shape, measured, load, plan_of(shape, measured, load))]) + "\n"
+    )
+    if config.within and abs(off) > config.within / 100:
+        sys.stderr.write(
+            f"{PROG}: the prediction is off by {off:+.0%}, more than {config.within:g} %; is it idle?\n"
+        )
+        return EXIT_OFF
+    return 0
+
+
+def _report(shape: KVShape, measured: Measured, load: PlannedLoad, plan: SizingPlan) -> list[str]:
+    def row(name: str, value: str, note: str) -> str:
+        return f"{name:<26}{value:>14}  {note}"
+
+    handoff = plan.handoff
+    return [
+        row(
+            "KV of a token",
+            f"{shape.kv_bytes / 1024:.1f} KiB",
+            f"and {shape.feature_bytes / 1024:.1f} KiB to draft from",
+        ),
+        row(
+            "prefill",
+            f"{measured.prefill_rate:.0f} tok/s",
+            f"a prompt of {load.prompt} in {_ms(handoff.prefill_s)}",
+        ),
+        row(
+            "link",
+            f"{measured.bandwidth / 1e9:.2f} GB/s",
+            f"hides them from {plan.hiding_bandwidth / 1e9:.2f} GB/s on",
+        ),
+        row("hand-off", _ms(handoff.total_s), f"{_ms(handoff.exposed_s)} of it after prefill"),
+        row(
+            "KV of a request",
+            f"{plan.request_bytes / 2**20:.1f} MiB",
+            f"{load.prompt} + {load.output} tokens, on decode",
+        ),
+        row("decode worker", f"{plan.places} at once", f"at {measured.tpot_s * 1e3:.1f} ms per token"),
+        row("prefill workers", str(plan.num_prefill), f"for {load.rate:g} requests/s"),
+        row("decode workers", str(plan.num_decode), ""),
+        *[f"consider: {text}" for text in plan.advice],
+    ]
+
+
+# --- a running cluster ------------------------------------------------------------------------------------------------
+
+
+def _on_cluster(config: PlanConfig, shape: KVShape) -> tuple[Measured, float, list[str]]:
+    """What the cluster does, and by which share that mispredicts prompts that were not used to find out."""
+    if config.chunk < 8:
+        raise ConfigError(
+            f"--chunk {config.chunk}: measuring a cluster needs the --chunk-size of its prefill, at least 8"
+        )
+    client = ChatClient(config.url, api_key=os.environ.get(KEY_VARIABLE, ""))
+    model, rng = client.model(), random.Random()
+    sizes = [config.chunk // 4, config.chunk, 2 * config.chunk, config.prompt]
+    if config.prompt in sizes[:-1]:
+        raise ConfigError(
+            f"--prompt {config.prompt} is one of the lengths that are measured; write another to predict"
+        )
+    samples: dict[int, list[HandoffSample]] = {size: [] for size in sizes}
+    _ask(client, model, rng, config.chunk, shape)  # the first contact of a pair costs more
+    for _ in range(config.rounds):
+        for size in sizes:
+            samples[size].append(_ask(client, model, rng, size, shape))
+    measured = fit(samples[sizes[0]], samples[sizes[1]], samples[sizes[2]], config.tpot_ms / 1e3)
+    predicted = handoff_of(config.prompt, shape, measured, config.chunk).total_s
+    seen = _median([sample.handoff_s for sample in samples[config.prompt]])
+    text = f"hand-off of {config.prompt} tokens: predicted {predicted * 1e3:.1f} ms, measured {seen * 1e3:.1f} ms"
+    off = predicted / seen - 1
+    return measured, off, [f"{text} ({off:+.0%}, median of {config.rounds})", ""]
+
+
+def _ask(client: ChatClient, model: str, rng: random.Random, tokens: int, shape: KVShape) -> HandoffSample:
+    """One request of `tokens` that nobody has cached. Raises BatonError."""
+    body: dict[str, Any] = {
+        "model": model,
+        "prompt": [rng.randrange(FIRST_ID, FIRST_ID + NUM_IDS) for _ in range(tokens)],
+        "max_tokens": 2,
+        "temperature": 0,
+        "ignore_eos": True,
+    }
+    told = client.post("/v1/completions", body).get("timeline") or {}
+    if not told.get("handoff_bytes") or not told.get("prefill_ms"):
+        raise BatonError(
+            "the cluster handed nothing over: it needs a prefill worker, and --local-prefill-max 0"
+        )
+    expected = tokens * shape.token_bytes
+    if not 0.5 * expected <= told["handoff_bytes"] <= 2 * expected + 2**20:
+        text = f"{tokens} tokens travelled as {told['handoff_bytes']} bytes, {expected} were expected"
+        raise ConfigError(f"{text}; name the cluster's own --model, --draft and --dtype")
+    return HandoffSample(
+        tokens=tokens,
+        num_bytes=told["handoff_bytes"],
+        handoff_s=told["handoff_ms"] / 1e3,
+        prefill_s=told["prefill_ms"] / 1e3,
+    )
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f} ms"
+
+
+def _median(values: Sequence[float]) -> float:
+    return statistics.median(values)

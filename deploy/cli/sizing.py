@@ -1,0 +1,136 @@
+"""How long a hand-off takes, how many workers a load needs, and when one process does better.
+
+A prompt of S tokens is computed in chunks; each is pulled while the next is computed. With b bytes per token, chunks of c
+tokens, a prefill rate of r tokens/s, a link of B bytes/s and a fixed cost f per hand-off:
+
+    chunk i is ready at          t_i = n / r + s * n * n / 2     n: tokens of chunks 0..i, s: what attention adds per token
+    and has landed at            l_i = max(t_i, l_(i-1)) + d_i / B     d_i: bytes of the blocks that it fills; the last
+                                                                       chunk takes what is left with it
+    hand-off, as decode sees it  l_last - t_0 + f          from the first announcement to the last block
+    exposed                      l_last - t_last + f       what is left when prefill is done; the first token is gone by then
+    hidden completely when       B >= b * r
+
+Workers: prefill by its rate at `PREFILL_BUSY` of its time; decode by Little's law, at most `DECODE_FULL` of its places.
+"""
+
+import math
+from dataclasses import dataclass
+
+from ...cluster.protocol.kv_messages import block_bytes_of
+from .checkpoints import KVShape
+
+PREFILL_BUSY = 0.7
+DECODE_FULL = 0.85
+IDLE_PREFILL = 0.1  # a prefill worker busier than that earns its place
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What this hardware does."""
+
+    prefill_rate: float  # tokens per second
+    bandwidth: float  # bytes per second
+    slowing: float = 0.0  # seconds that a prompt token costs more for each token before it
+    fixed_s: float = 0.0  # of each hand-off
+    tpot_s: float = 0.02  # of a decode worker at its usual batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedLoad:
+    """What shall be served."""
+
+    prompt: int  # tokens
+    output: int
+    rate: float  # requests per second
+    chunk: int = 256  # tokens; 0: whole prompts
+    kv_memory: float = 0.0  # bytes of a decode worker's pool; 0: places alone bound it
+    max_running: int = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class HandoffTimes:
+    """Times in seconds."""
+
+    total_s: float
+    exposed_s: float
+    prefill_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class SizingPlan:
+    """What the load needs."""
+
+    handoff: HandoffTimes
+    request_bytes: int  # of KV, on decode
+    hiding_bandwidth: float  # bytes per second
+    places: int  # requests at once on one decode worker
+    num_prefill: int
+    num_decode: int
+    advice: tuple[str, ...]  # reasons not to disaggregate, or what to do first
+
+
+def handoff_of(tokens: int, shape: KVShape, measured: Measured, chunk: int) -> HandoffTimes:
+    """One hand-off of `tokens`, nothing cached on either side."""
+    step = chunk or tokens
+    landed, sent = 0.0, 0
+    first = None
+    for end in (*range(step, tokens, step), tokens):
+        ready = prefill_s(end, measured)
+        first = ready if first is None else first
+        due = end * shape.token_bytes
+        due -= due % block_bytes_of(shape.token_bytes) if end < tokens else 0
+        if due > sent:
+            landed, sent = max(ready, landed) + (due - sent) / measured.bandwidth, due
+    assert first is not None, "a prompt has a token"
+    return HandoffTimes(
+        total_s=landed - first + measured.fixed_s,
+        exposed_s=landed - ready + measured.fixed_s,
+        prefill_s=ready,
+    )
+
+
+def prefill_s(tokens: int, measured: Measured) -> float:
+    """Seconds that the first so many tokens of a prompt take."""
+    return tokens / measured.prefill_rate + measured.slowing * tokens * tokens / 2
+
+
+def plan_of(shape: KVShape, measured: Measured, load: PlannedLoad) -> SizingPlan:
+    """The whole calculation."""
+    handoff = handoff_of(load.prompt, shape, measured, load.chunk)
+    request_bytes = (load.prompt + load.output) * shape.kv_bytes
+    fitting = int(load.kv_memory // request_bytes) if load.kv_memory else load.max_running
+    places = min(load.max_running, fitting)
+    running = load.rate * (load.output * measured.tpot_s + handoff.exposed_s)
+    return SizingPlan(
+        handoff=handoff,
+        request_bytes=request_bytes,
+        hiding_bandwidth=shape.token_bytes * measured.prefill_rate,
+        places=places,
+        num_prefill=max(1, math.ceil(load.rate * handoff.prefill_s / PREFILL_BUSY)),
+        num_decode=max(1, math.ceil(running / (places * DECODE_FULL))) if places else 0,
+        advice=tuple(_advice(shape, measured, load, handoff, places)),
+    )
+
+
+def _advice(
+    shape: KVShape, measured: Measured, load: PlannedLoad, handoff: HandoffTimes, places: int
+) -> list[str]:
+    found = []
+    whole_s = load.prompt * shape.token_bytes / measured.bandwidth + measured.fixed_s
+    if not places:
+        found.append("a request does not fit a decode worker's KV memory: more memory, or shorter requests")
+    if whole_s >= handoff.prefill_s:
+        found.append(
+            f"moving a prompt ({whole_s * 1e3:.1f} ms) costs as much as computing it ({handoff.prefill_s * 1e3:.1f} ms): "
+            "let decode compute such prompts (--local-prefill-max), or use a faster link"
+        )
+    if handoff.prefill_s <= measured.tpot_s:
+        found.append(
+            "a prompt is computed within one token's time: it would not be felt beside decoding; one process per GPU does"
+        )
+    if load.rate * handoff.prefill_s < IDLE_PREFILL:
+        found.append(
+            f"a prefill worker would be busy {load.rate * handoff.prefill_s:.0%} of its time: "
+            "it buys even token times, not throughput"
+        )
+    return found

@@ -1,0 +1,250 @@
+"""Config, command line and environment of each child of `baton up`."""
+
+import dataclasses
+import logging
+import os
+import random
+import socket
+import sys
+from collections import Counter
+from collections.abc import Callable, Container, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from ...cluster.config.fields import Value, as_text, flag_of, settings_of
+from ...cluster.config.groups import RoleConfig
+from ...cluster.config.load import (
+    COMMAND_LINE,
+    check_own_port,
+    ignored_settings,
+    known_variables,
+    load_config,
+    to_argv,
+)
+from ...cluster.config.roles import DecodeConfig, PrefillConfig, RouterConfig, UpConfig
+from ...cluster.errors import ConfigError, StartupError
+from ...cluster.process.log import PACKAGE
+from ...cluster.process.process import OPERATOR_VARIABLE, PARENT_VARIABLE
+from ...cluster.process.sd_notify import without_manager
+from .supervise import ChildSpec
+
+logger = logging.getLogger(__name__)
+
+PATHS = ("model", "draft", "keys", "api_keys", "tls_cert", "tls_key")  # settings that may be relative paths
+
+PROG = "baton up"
+LOWEST_PORT, LAST_PORT = 20_000, 65535  # the first of those that are chosen for a child
+PORTS_TRIED = 16
+GIVEN_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")  # IPv6's too
+ROUTER = "router"  # the name of that child
+
+Command = Callable[[str, Sequence[str]], list[str]]
+
+
+def role_command(role: str, flags: Sequence[str]) -> list[str]:
+    """The command line of a role; -P keeps the current directory, whose folders may shadow packages, off sys.path."""
+    safe = ["-P"] if sys.version_info >= (3, 11) else []
+    return [sys.executable, *safe, "-m", f"{PACKAGE}.{role}", *flags]
+
+
+def child_configs(config: UpConfig, env: Mapping[str, str], directory: Path) -> list[tuple[str, RoleConfig]]:
+    """The finished config of every child by name, its endpoints in `directory` or on free ports, the router first."""
+    is_ipc = config.transport == "ipc"
+    controls = _controls(config.routers, directory if is_ipc else None)
+    threads = _threads(config, env)
+    plan: list[tuple[str, type[RoleConfig], dict[str, Value]]] = []
+    for i, endpoint in enumerate(controls):
+        name = f"{ROUTER}-{i}" if i else ROUTER
+        plan.append((name, RouterConfig, {"control_bind": endpoint, "share_port": config.routers > 1}))
+    control = ",".join(controls)
+    for i in range(config.prefill):
+        kv = f"ipc://{directory}/kv-{i}" if is_ipc else "tcp://127.0.0.1:0"
+        plan.append((f"prefill-{i}", PrefillConfig, {"router": control, "kv_bind": kv}))
+    plan += [(f"decode-{i}", DecodeConfig, {"router": control}) for i in range(config.decode)]
+    children = [(name, child_config(cls, config, env, wiring, threads)) for name, cls, wiring in plan]
+    children = _on_one_port(children)
+    for port in ("kv_bulk_port", "metrics_port", "own_port"):
+        children = _with_ports(children, port)
+    children = _with_own_ports(children)
+    for warning in dict.fromkeys(text for _, child in children for text in ignored_settings(child)):
+        logger.warning("%s", warning)
+    return children
+
+
+def _controls(count: int, directory: Path | None) -> list[str]:
+    """Where workers register with each router."""
+    if directory is None:
+        return [f"tcp://127.0.0.1:{free_port('127.0.0.1')}" for _ in range(count)]
+    return [f"ipc://{directory}/control{f'-{i}' if i else ''}" for i in range(count)]
+
+
+def _on_one_port(children: Sequence[tuple[str, RoleConfig]]) -> list[tuple[str, RoleConfig]]:
+    """All routers listen where the first one does, also when it chose the port itself."""
+    port = next(child.port for _, child in children if isinstance(child, RouterConfig))
+    return [
+        (name, dataclasses.replace(child, port=port) if isinstance(child, RouterConfig) else child)
+        for name, child in children
+    ]
+
+
+def _with_ports(children: Sequence[tuple[str, RoleConfig]], setting: str) -> list[tuple[str, RoleConfig]]:
+    """A port that is given is the first child's of its role, each other one takes the next; ConfigError beyond the last."""
+    told: list[tuple[str, RoleConfig]] = []
+    taken: Counter[str] = Counter()
+    for name, child in children:
+        first = getattr(child, setting, 0)
+        if first:
+            port = first + taken[child.role]
+            if port > LAST_PORT:
+                raise ConfigError(f"{flag_of(setting)} {first} leaves no port for {name}; choose a lower one")
+            changed: dict[str, Any] = {setting: port}
+            child = dataclasses.replace(child, **changed)
+            taken[child.role] += 1
+        told.append((name, child))
+    return told
+
+
+def _with_own_ports(children: Sequence[tuple[str, RoleConfig]]) -> list[tuple[str, RoleConfig]]:
+    """Each of several routers can be asked by itself: at a free port where none was given.
+
+    Raises ConfigError for a router whose own port is the clients'.
+    """
+    routers = [child for _, child in children if isinstance(child, RouterConfig)]
+    taken = {port for router in routers for port in (router.port, router.own_port)}
+    told: list[tuple[str, RoleConfig]] = []
+    for name, child in children:
+        if isinstance(child, RouterConfig):
+            if len(routers) > 1 and not child.own_port:
+                child = dataclasses.replace(child, own_port=_free_port_beside(taken, child.host))
+                taken.add(child.own_port)
+            check_own_port(child)
+        told.append((name, child))
+    return told
+
+
+def child_specs(
+    children: Sequence[tuple[str, RoleConfig]],
+    config: UpConfig,
+    env: Mapping[str, str],
+    directory: Path,
+    command_of: Command,
+) -> list[ChildSpec]:
+    """How to run each child."""
+    threads = _threads(config, env)
+    return [
+        ChildSpec(
+            name=name,
+            role=child.role,
+            argv=tuple(command_of(child.role, to_argv(child))),
+            env=child_environment(env, getattr(child, "threads", 1) or threads) | _token_of(child, env),
+            cwd=str(directory),
+        )
+        for name, child in children
+    ]
+
+
+def child_config(
+    cls: type[RoleConfig], config: UpConfig, env: Mapping[str, str], wiring: Mapping[str, Value], threads: int
+) -> RoleConfig:
+    """The config of one child, see step 2 in `launcher`.
+
+    `wiring` holds the endpoints, which no other source may override.
+    """
+    flags = [f"{flag_of(name)}={as_text(value)}" for name, value in wiring.items()]
+    flags += [f"--config={config.config}"] if config.config else []
+    defaults: dict[str, Value] = {}
+    own = settings_of(cls)
+    for name, described in settings_of(UpConfig).items():
+        value = getattr(config, name)
+        if name not in own or name == "config":
+            continue
+        source = config.explicit.get(name, "" if value == described.default else COMMAND_LINE)
+        if source == COMMAND_LINE:  # also what a program set on UpConfig itself
+            flags.append(f"{flag_of(name)}={as_text(value)}")
+        else:
+            defaults[name] = value
+    if "threads" in own and not config.threads:
+        defaults["threads"] = threads
+    known = set(known_variables())
+    told = {k: v for k, v in env.items() if k in known}
+    child = load_config(cls, flags, told, prog=PROG, defaults=defaults, warns=False)
+    fixed: dict[str, Value] = {name: _absolute(getattr(child, name)) for name in PATHS if name in own}
+    if isinstance(child, RouterConfig):
+        own_ports = range(child.own_port, child.own_port + config.routers)
+        fixed["port"] = child.port or _free_port_beside(own_ports, child.host)
+    return dataclasses.replace(child, **fixed)  # type: ignore[arg-type]
+
+
+def child_environment(env: Mapping[str, str], threads: int) -> dict[str, str]:
+    """The environment of a child: no settings of ours (flags say all), threads that sleep while they wait."""
+    child = {name: value for name, value in without_manager(env).items() if not name.startswith("BATON_")}
+    child["OMP_NUM_THREADS"] = str(threads)
+    child["OMP_WAIT_POLICY"] = "passive"  # idle threads of one worker would steal the cores of another
+    child["PYTHONUNBUFFERED"] = "1"
+    child[PARENT_VARIABLE] = str(os.getpid())
+    return child
+
+
+def _token_of(child: RoleConfig, env: Mapping[str, str]) -> dict[str, str]:
+    """What lets the launcher read the router's status; no business of workers."""
+    is_given = isinstance(child, RouterConfig) and OPERATOR_VARIABLE in env
+    return {OPERATOR_VARIABLE: env[OPERATOR_VARIABLE]} if is_given else {}
+
+
+def _threads(config: UpConfig, env: Mapping[str, str]) -> int:
+    """Of each worker. Prefill and decode seldom compute at the same moment, so each role may use all cores."""
+    if config.threads:
+        return config.threads
+    asked = env.get("OMP_NUM_THREADS", "")
+    if asked.isdigit() and int(asked) > 0:
+        return int(asked)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // max(config.prefill, config.decode))
+
+
+def _absolute(path: str) -> str:
+    """An existing path made absolute, since children run elsewhere; a hub id stays.
+
+    Links stay links: in a cache the target of one has a digest for a name.
+    """
+    expanded = os.path.expanduser(path)
+    return os.path.abspath(expanded) if path and os.path.exists(expanded) else path
+
+
+def free_port(host: str) -> int:
+    """A TCP port of `host` that nobody listens on now. If there is one, none of those that the system gives to whoever asks
+    for any: that could happen before the child listens. Raises StartupError.
+    """
+    own = range(LOWEST_PORT, _lowest_given())
+    for port in random.sample(own, min(PORTS_TRIED, len(own))):
+        with suppress(OSError):
+            return _bound(host, port)
+    try:
+        return _bound(host, 0)
+    except OSError as error:
+        raise StartupError(
+            f"cannot listen on {host!r}: {error.strerror or error}; choose another --host"
+        ) from None
+
+
+def _free_port_beside(taken: Container[int], host: str) -> int:
+    """One that is promised to nobody either. Raises StartupError."""
+    port = free_port(host)
+    while port in taken:
+        port = free_port(host)
+    return port
+
+
+def _bound(host: str, port: int) -> int:
+    """The port that a socket gets. Raises OSError."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.bind((host, port))
+        return int(probe.getsockname()[1])
+
+
+def _lowest_given() -> int:
+    """The lowest port that the system gives to whoever asks for any; 0 where it does not say."""
+    with suppress(OSError, ValueError):
+        return int(GIVEN_PORTS.read_text().split()[0])
+    return 0

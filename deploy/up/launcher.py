@@ -1,0 +1,324 @@
+"""`baton up`: a router, prefill workers and decode workers on this host, started, supervised and ended together.
+
+1. Make a private directory for the sockets and choose endpoints in it (ipc), or free ports (tcp).
+2. Work out the config of each child: what `up` was told on the command line, then the child's own variables and TOML
+   table, then what `up` was told elsewhere. A wrong value shows here, before anything runs.
+3. Start the children; restart those that crash; give up if one cannot start at all.
+4. Ready when the router says so.
+5. SIGTERM drains: the router ends what it has begun, for at most drain_timeout_s, and the workers stay until it has. After
+   that, and at once on Ctrl-C or a second signal: SIGTERM to all, SIGKILL for what is left, remove the directory.
+"""
+
+import dataclasses
+import json
+import logging
+import os
+import secrets
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TextIO
+
+import httpx
+
+from ...cluster.config.load import load_config
+from ...cluster.config.roles import RouterConfig, UpConfig
+from ...cluster.errors import StartupError
+from ...cluster.net.endpoints import bracketed
+from ...cluster.process.log import PACKAGE, configure
+from ...cluster.process.process import (
+    EXIT_CANNOT_START,
+    EXIT_OK,
+    OPERATOR_VARIABLE,
+    Shutdown,
+    report_cannot_start,
+    run_role,
+)
+from ...cluster.process.sd_notify import Notifier, notifier_of
+from ...cluster.security.ciphers import ciphers_of
+from .children import PROG, ROUTER, Command, child_configs, child_specs, role_command
+from .supervise import ChildSpec, Process, SpawnedProcess, Supervisor
+
+logger = logging.getLogger(__name__)
+
+LONGEST_DIRECTORY = 80  # bytes; an ipc path has at most 107
+STEP_S = 0.05
+LAST_FRAMES_S = 3.0  # beyond its drain time, for the router to tell its last clients
+WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}  # bind address -> address to reach it at
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChildInfo:
+    """One child as it is now; `pid` is None while it is down."""
+
+    name: str
+    role: str
+    pid: int | None
+    num_starts: int
+
+
+class Cluster:
+    """A cluster on this host. `start`, `wait_ready`, use `url`, `stop`; or a with-statement, which starts and stops.
+
+    `output` takes the children's lines (default stderr); `command_of` makes the command line of a role from its flags.
+    """
+
+    def __init__(
+        self,
+        config: UpConfig,
+        *,
+        env: Mapping[str, str] = os.environ,
+        output: TextIO | None = None,
+        command_of: Command | None = None,
+    ) -> None:
+        self.config = config  # from `start` on with host, port and drain time as the router was told
+        self.failure = ""  # why the cluster cannot go on
+        self._env, self._output, self._command_of = env, output or sys.stderr, command_of or role_command
+        self.own_urls: list[
+            str
+        ] = []  # where each router answers alone, from `start` on; none of one without such a port
+        self._token = secrets.token_hex(32)
+        self._directory: Path | None = None
+        self._supervisor: Supervisor | None = None
+        self._thread: threading.Thread | None = None
+        self._stopping = threading.Event()
+        self._hurry = threading.Event()
+        self._drain_s = 0.0
+
+    def __repr__(self) -> str:
+        return f"Cluster({self.url}, {self._supervisor or 'not started'})"
+
+    def __enter__(self) -> "Cluster":
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    @property
+    def url(self) -> str:
+        """Where clients reach the router."""
+        return self._url_at(self.config.port)
+
+    @property
+    def children(self) -> list[ChildInfo]:
+        """Router, prefill and decode workers, in this order."""
+        if self._supervisor is None:
+            return []
+        return [
+            ChildInfo(
+                name=child.spec.name,
+                role=child.spec.role,
+                pid=process.pid if (process := child.process) else None,
+                num_starts=child.num_starts,
+            )
+            for child in self._supervisor.children
+        ]
+
+    def start(self) -> None:
+        """Start the children and their supervision; raises ConfigError for settings that cannot be."""
+        assert self._supervisor is None, "a cluster starts once"
+        remove_stale_directories(_runtime_parent(self._env))
+        self._directory = _make_directory(self._env)
+        try:
+            children = child_configs(self.config, self._env, self._directory)
+            routers = [child for _, child in children if isinstance(child, RouterConfig)]
+            router = routers[0]
+            self.config = dataclasses.replace(
+                self.config, host=router.host, port=router.port, drain_timeout_s=router.drain_timeout_s,
+                tls_cert=router.tls_cert, tls_key=router.tls_key,
+            )  # fmt: skip
+            self.own_urls = [self._url_at(router.own_port) for router in routers if router.own_port]
+            env = {**self._env, OPERATOR_VARIABLE: self._token}
+            specs = child_specs(children, self.config, env, self._directory, self._command_of)
+        except Exception:
+            self._remove_directory()
+            raise
+        self._supervisor = Supervisor(specs, self._spawn)
+        self._thread = threading.Thread(target=self._supervise, name="supervisor", daemon=True)
+        self._thread.start()
+
+    def wait_ready(
+        self, timeout: float = 600.0, *, all_workers: bool = True, give_up: threading.Event | None = None
+    ) -> bool:
+        """Wait until /ready answers 200 and, with `all_workers`, every worker is registered.
+
+        True when ready, False when `give_up` was set or `stop` called first. Raises StartupError when a child cannot
+        start or time is up.
+        """
+        deadline = time.monotonic() + timeout
+        while not (give_up is not None and give_up.is_set()):
+            if self.failure:
+                raise StartupError(self.failure)
+            if self._stopping.is_set():
+                return False
+            if self._is_ready(all_workers):
+                return True
+            if time.monotonic() > deadline:
+                raise StartupError(
+                    f"{self.url} was not ready within {timeout:g} s; the children's lines say why"
+                )
+            self._stopping.wait(0.1)
+        return False
+
+    def stop(self, hurry: threading.Event | None = None, *, drain_s: float = 0.0) -> None:
+        """End all children within 5 s (at once when `hurry` is or gets set) and remove the sockets. Idempotent.
+
+        With `drain_s` the router first gets so long to end the requests that it has.
+        """
+        self._hurry, self._drain_s = hurry or self._hurry, drain_s
+        self._stopping.set()
+        while self._thread is not None and self._thread.is_alive():
+            self._thread.join(
+                STEP_S
+            )  # in a wait without end, a signal that is not its own would be heard behind it only
+        self._remove_directory()
+
+    def _supervise(self) -> None:
+        """The supervisor's thread: it starts and ends all children, since a child is told when its thread dies."""
+        supervisor = self._supervisor
+        assert supervisor is not None
+        try:
+            while not self._stopping.is_set() and not supervisor.failure:
+                supervisor.step()
+                self._stopping.wait(STEP_S)
+            self.failure = supervisor.failure
+        except Exception as error:
+            logger.exception("supervision crashed")
+            self.failure = f"supervision crashed: {error}"
+        finally:
+            if self._drain_s and not self.failure:
+                supervisor.drain(ROUTER, self._drain_s, self._hurry)
+            supervisor.stop(self._hurry)
+
+    def _spawn(self, spec: ChildSpec) -> Process:
+        return SpawnedProcess(spec, self._output, f"baton {spec.role}: ")
+
+    def _url_at(self, port: int) -> str:
+        scheme = "https" if self.config.tls_cert else "http"
+        return f"{scheme}://{bracketed(WILDCARDS.get(self.config.host, self.config.host))}:{port}"
+
+    def _is_ready(self, all_workers: bool) -> bool:
+        """Asks each router by itself; whoever else answers at a port, while ours finds it taken, is none."""
+        if any(fetch(url, "/ready") is None for url in (self.url, *self.own_urls)):
+            return False
+        ours = {child.pid for child in self.children if child.role == ROUTER}
+        return {self._ready_pid(url, all_workers) for url in self.own_urls or [self.url]} == ours
+
+    def _ready_pid(self, url: str, all_workers: bool) -> int:
+        """The router that answers there, once it knows enough workers; 0: none."""
+        try:
+            status = json.loads(fetch(url, "/status", self._token) or "{}")
+            pid, roles = int(status["router"]["pid"]), [worker["role"] for worker in status["workers"]]
+        except (ValueError, KeyError, TypeError):
+            return 0
+        wanted = {"prefill": self.config.prefill, "decode": self.config.decode} if all_workers else {}
+        return pid if all(roles.count(role) >= count for role, count in wanted.items()) else 0
+
+    def _remove_directory(self) -> None:
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
+
+
+# --- places and ports -------------------------------------------------------------------------------------------------
+
+
+def fetch(url: str, path: str, token: str = "") -> bytes | None:
+    """The body of a GET that is answered with 200, else None. The server is our child: its certificate is not checked."""
+    headers = {"authorization": f"Bearer {token}"} if token else {}
+    try:
+        reply = httpx.get(f"{url}{path}", headers=headers, timeout=2.0, verify=False, trust_env=False)
+    except httpx.HTTPError:
+        return None
+    return reply.content if reply.status_code == 200 else None
+
+
+def _runtime_parent(env: Mapping[str, str]) -> Path:
+    """Where runtime directories go: $XDG_RUNTIME_DIR if it can be used, else the temporary directory."""
+    candidate = env.get("XDG_RUNTIME_DIR", "")
+    is_usable = (
+        candidate and len(candidate.encode()) <= LONGEST_DIRECTORY - 24 and os.access(candidate, os.W_OK)
+    )
+    return Path(candidate) if is_usable else Path("/tmp")
+
+
+def _make_directory(env: Mapping[str, str]) -> Path:
+    return Path(tempfile.mkdtemp(prefix=f"{PACKAGE}-{os.getpid()}-", dir=_runtime_parent(env)))  # mode 0700
+
+
+def remove_stale_directories(parent: Path) -> None:
+    """Remove runtime directories of this user whose launcher is gone (it was killed and could not clean up)."""
+    for path in parent.glob(f"{PACKAGE}-*-*"):
+        pid = path.name.split("-")[1]
+        with suppress(OSError):
+            if pid.isdigit() and path.stat().st_uid == os.getuid() and not _is_running(int(pid)):
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def main(argv: Sequence[str]) -> int:
+    """`baton up`; returns the exit code."""
+    return run_role(PROG, lambda: _prepare(argv))
+
+
+def _prepare(argv: Sequence[str]) -> Callable[[], int]:
+    config = load_config(UpConfig, argv, os.environ)
+    configure("up", level=config.log_level, log_format=config.log_format)
+    logging.getLogger("httpx").setLevel(
+        logging.WARNING
+    )  # a line for each look at /ready, with --log-level debug
+    ciphers_of(config.kv_cipher, has_keys=bool(config.keys), trusted_network=config.trusted_network)
+    shutdown = Shutdown()
+    shutdown.install()
+    notifier = notifier_of(os.environ)
+    cluster = Cluster(config)
+    cluster.start()
+    return lambda: _serve(cluster, shutdown, notifier)
+
+
+def _serve(cluster: Cluster, shutdown: Shutdown, notifier: Notifier) -> int:
+    """Until a signal or a failure; the cluster is gone when this returns."""
+    began = time.monotonic()
+    try:
+        if cluster.wait_ready(float("inf"), all_workers=False, give_up=shutdown.drain):
+            sys.stdout.write(f"ready  {cluster.url}  ({time.monotonic() - began:.1f} s)\n")
+            if cluster.own_urls:
+                sys.stdout.write(f"watch  baton top --url {','.join(cluster.own_urls)}\n")
+            sys.stdout.flush()
+            notifier.ready(f"serving at {cluster.url}")
+        while not shutdown.drain.wait(0.2):
+            notifier.ping(time.monotonic())
+            if cluster.failure:
+                raise StartupError(cluster.failure)
+        notifier.stopping("draining")
+        if (
+            shutdown.first_signal == signal.SIGTERM
+            and not shutdown.stop.is_set()
+            and cluster.config.drain_timeout_s
+        ):
+            cluster.stop(shutdown.stop, drain_s=cluster.config.drain_timeout_s + LAST_FRAMES_S)
+        return EXIT_OK
+    except StartupError as error:
+        cluster.stop(shutdown.stop)
+        report_cannot_start(PROG, error)
+        return EXIT_CANNOT_START
+    finally:
+        cluster.stop(shutdown.stop)

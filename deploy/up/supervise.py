@@ -1,0 +1,261 @@
+"""Keeps child processes alive and ends them together.
+
+`Supervisor.step` is called in a loop and never blocks: it starts due children and handles those that ended. A child that
+exited before it was ready (exit code 1 on its first start) counts as failed to start and fails the cluster. Any other exit
+leads to a restart after 0.5 s, doubled per failure up to 30 s, with jitter. After 60 s of uptime the failure count is
+reset. `drain` ends the children of one role while the others keep working; `stop` ends all within 5 s.
+"""
+
+import logging
+import os
+import random
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import IO, Protocol, TextIO
+
+import psutil  # type: ignore[import-untyped,unused-ignore]
+
+from ...cluster.process.log import fields
+from ...cluster.process.process import EXIT_CANNOT_START
+
+logger = logging.getLogger(__name__)
+
+FIRST_PAUSE_S = 0.5
+LONGEST_PAUSE_S = 30.0
+FORGIVEN_AFTER_S = 60.0
+TERM_AGAIN_S = 2.0  # after the first SIGTERM: a second one tells a draining role to leave now
+KILL_AFTER_S = 4.0
+LAST_LINE_S = 1.0  # to read what an ended child wrote: somebody else may have its output and keep it open
+WHY_S = 10.0  # the same for the line that says why the whole ends, and nobody waits for a restart
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChildSpec:
+    """A child to run."""
+
+    name: str  # unique, such as prefill-0
+    role: str
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    cwd: str
+
+
+class Process(Protocol):
+    """A running child, as the supervisor sees it."""
+
+    pid: int
+
+    def poll(self) -> int | None:
+        """The exit code, None while it runs; negative for a signal."""
+
+    def terminate(self) -> None:
+        """Send SIGTERM, if it still runs."""
+
+    def kill(self) -> None:
+        """Kill it and everything it started."""
+
+    def finish(self, patience_s: float = LAST_LINE_S) -> str:
+        """After its end: clean up; the one line with which it said why it cannot start, or ""."""
+
+
+Spawn = Callable[[ChildSpec], Process]
+
+
+def pause_after(num_failures: int, rng: random.Random) -> float:
+    """Seconds to wait before the start that follows `num_failures` failures in a row."""
+    assert num_failures > 0
+    pause = FIRST_PAUSE_S * 2.0 ** min(num_failures - 1, 10) * rng.uniform(1.0, 1.25)
+    return min(pause, LONGEST_PAUSE_S)
+
+
+class Child:
+    """One child through all its lives."""
+
+    def __init__(self, spec: ChildSpec, now: float) -> None:
+        self.spec = spec
+        self.process: Process | None = None
+        self.num_starts = 0
+        self.num_failures = 0  # in a row
+        self.started_at = now
+        self.due_at = now  # when to start it; meaningful while there is no process
+
+    def __repr__(self) -> str:
+        state = f"pid {self.process.pid}" if self.process else "down"
+        return f"Child({self.spec.name}, {state}, {self.num_starts} starts)"
+
+
+class Supervisor:
+    """Keeps children alive. Clock, sleep and randomness are injected; one thread at a time may call it."""
+
+    def __init__(
+        self,
+        specs: Sequence[ChildSpec],
+        spawn: Spawn,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+        rng: random.Random | None = None,
+    ) -> None:
+        self._clock, self._sleep, self._spawn = clock, sleep, spawn
+        self._rng = rng or random.Random()
+        self.children = [Child(spec, clock()) for spec in specs]
+        self.failure = ""  # why the whole cannot go on; then `step` does nothing more
+
+    def __repr__(self) -> str:
+        up = sum(child.process is not None for child in self.children)
+        return f"Supervisor({up} of {len(self.children)} up{', failed' if self.failure else ''})"
+
+    def step(self) -> None:
+        """Start what is due and notice what ended."""
+        for child in self.children:
+            if self.failure:
+                return
+            if child.process is None:
+                if self._clock() >= child.due_at:
+                    self._start(child)
+                continue
+            code = child.process.poll()
+            if code is not None:
+                self._ended(child, code)
+
+    def drain(self, role: str, timeout_s: float, hurry: threading.Event | None = None) -> None:
+        """SIGTERM to the children of `role` alone; returns when they ended, time is up or `hurry` is set. `stop` follows."""
+        deadline = self._clock() + timeout_s
+        leaving = [
+            child.process for child in self.children if child.spec.role == role and child.process is not None
+        ]
+        for process in leaving:
+            process.terminate()
+        while any(process.poll() is None for process in leaving) and self._clock() < deadline:
+            if hurry is not None and hurry.is_set():
+                return
+            self._sleep(0.02)
+
+    def stop(self, hurry: threading.Event | None = None) -> None:
+        """End all children: SIGTERM, SIGTERM again, SIGKILL; at once when `hurry` is set. Returns when all are gone."""
+        began = self._clock()
+        escalation = [(0.0, _terminate), (TERM_AGAIN_S, _terminate), (KILL_AFTER_S, _kill)]
+        while self._reap():
+            elapsed = self._clock() - began
+            if hurry is not None and hurry.is_set():
+                elapsed = KILL_AFTER_S
+            while escalation and elapsed >= escalation[0][0]:
+                _, act = escalation.pop(0)
+                for child in self.children:
+                    if child.process is not None:
+                        act(child.process)
+            self._sleep(0.02)
+
+    def _reap(self) -> bool:
+        """Forget the children that ended; whether any is left."""
+        for child in self.children:
+            if child.process is not None and child.process.poll() is not None:
+                child.process.finish()
+                child.process = None
+        return any(child.process is not None for child in self.children)
+
+    def _start(self, child: Child) -> None:
+        child.num_starts += 1
+        child.started_at = self._clock()
+        try:
+            child.process = self._spawn(child.spec)
+        except OSError as error:
+            self.failure = f"{child.spec.name}: cannot run {child.spec.argv[0]}: {error.strerror or error}"
+
+    def _ended(self, child: Child, code: int) -> None:
+        assert child.process is not None
+        is_hopeless = code == EXIT_CANNOT_START and child.num_starts == 1
+        line, child.process = child.process.finish(WHY_S if is_hopeless else LAST_LINE_S), None
+        if is_hopeless:
+            self.failure = f"{child.spec.name}: {line or 'cannot start; its lines above say why'}"
+            return
+        now = self._clock()
+        child.num_failures = 1 if now - child.started_at >= FORGIVEN_AFTER_S else child.num_failures + 1
+        pause = pause_after(child.num_failures, self._rng)
+        child.due_at = now + pause
+        extra = fields(
+            child=child.spec.name, end=_describe(code), pause_s=round(pause, 2), reason=line or "unknown"
+        )
+        logger.warning("child ended, will be restarted", extra=extra)
+
+
+def _terminate(process: Process) -> None:
+    process.terminate()
+
+
+def _kill(process: Process) -> None:
+    process.kill()
+
+
+def _describe(code: int) -> str:
+    if code < 0:
+        with suppress(ValueError):
+            return signal.Signals(-code).name
+    return f"exit {code}"
+
+
+class SpawnedProcess:
+    """A real child in its own session, so that Ctrl-C in a terminal reaches the launcher alone.
+
+    Its output goes to `output` line by line, each with the child's name in front. A line that starts with
+    `error_prefix` is kept for `finish` instead.
+    """
+
+    def __init__(self, spec: ChildSpec, output: TextIO, error_prefix: str) -> None:
+        self._process = psutil.Popen(
+            list(spec.argv),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=dict(spec.env),
+            cwd=spec.cwd,
+            start_new_session=True,
+        )
+        self.pid: int = self._process.pid
+        self._name, self._output, self._error_prefix = spec.name, output, error_prefix
+        self._error = ""
+        self._pump = threading.Thread(target=self._pass_lines, name=f"output of {spec.name}", daemon=True)
+        self._pump.start()
+
+    def __repr__(self) -> str:
+        return f"SpawnedProcess({self._name}, pid {self.pid})"
+
+    def poll(self) -> int | None:
+        """The exit code, None while it runs."""
+        code: int | None = self._process.poll()
+        return code
+
+    def terminate(self) -> None:
+        """Send SIGTERM, if it still runs."""
+        with suppress(psutil.NoSuchProcess):
+            self._process.terminate()
+
+    def kill(self) -> None:
+        """Kill it and everything it started."""
+        with suppress(psutil.NoSuchProcess):
+            for process in [*self._process.children(recursive=True), self._process]:
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
+
+    def finish(self, patience_s: float = LAST_LINE_S) -> str:
+        """Kill what is left of its session, wait for its last line, and return its error."""
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self._pump.join(timeout=patience_s)
+        return self._error
+
+    def _pass_lines(self) -> None:
+        stream: IO[bytes] = self._process.stdout
+        with stream:
+            for raw in stream:
+                line = raw.decode("utf-8", "replace").rstrip("\r\n")
+                if line.startswith(self._error_prefix):
+                    self._error = line.removeprefix(self._error_prefix)
+                elif line:
+                    self._output.write(f"{self._name:<9} | {line}\n")
+                    self._output.flush()
