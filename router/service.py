@@ -28,11 +28,10 @@ from .generation import Choice, Prompt, Style, name_of
 from .grammars import Grammars, plan_of
 from .idempotency import Idempotency
 from .inbox import Inbox
-from .inline_templates import InlineRenderer, inline_renderer
 from .nursery import NurseryHandle
 from .openai import check_chat, check_token_ids, logprobs_of, max_new_of, prompts_of, sampling_of
 from .policy import Limits
-from .rendering import Chat, Switches
+from .rendering import Switches
 from .replies import Builder, DetokenizeReply, Frame, TokenizeReply
 from .response_bodies import ResponseBody, chat_of, in_words_of_responses, told_of
 from .response_replies import ResponseBuilder
@@ -85,10 +84,8 @@ class Service:
         self.grammars = Grammars(nursery, clock, dispatcher.events)
         setup = tokenizer.template_setup
         self.templates: Templates | None = None
-        self._inline: InlineRenderer | None = None
         if setup is not None:
             self.templates = Templates(setup, nursery, clock, dispatcher.events)
-            self._inline = inline_renderer(setup)
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
 
     def open(self) -> None:
@@ -212,18 +209,12 @@ class Service:
             return self.tokenizer.guard(messages, switches, [as_template_tool(tool) for tool in tools])
 
         guarded = await self._in_thread(call, call.size, guard)
-        rendered = await self._rendered(guarded.chat, is_long=call.size > INLINE_BYTES)
+        assert self.templates is not None, "a chat was guarded, so there is a template"
+        rendered = await self.templates.render(encoded(guarded.chat), is_long=call.size > INLINE_BYTES)
         self._check_chars(guarded.num_chars_of(rendered), "messages")
         return await self._in_thread(
             call, len(rendered), partial(self.tokenizer.encode_rendered, guarded, rendered)
         )
-
-    async def _rendered(self, chat: Chat, *, is_long: bool) -> str:
-        """By the model's template: here, where that is known to take no time, or by a worker. Raises ApiError."""
-        assert self.templates is not None, "a chat was guarded, so there is a template"
-        if self._inline is not None and not is_long and (text := self._inline.render(chat)) is not None:
-            return text
-        return await self.templates.render(encoded(chat), is_long=is_long)
 
     def _prompt(self, prompt: str | list[int], *, wants_starts: bool) -> Prompt:
         if not isinstance(prompt, str):
