@@ -15,8 +15,8 @@ from ..cluster.log import configure
 from ..cluster.notify import notifier_of
 from ..cluster.watchdog import Watchdog
 from .app import Router
-from .nursery import NurseryHandle
-from .tokenizer import Tokenizer, load_tokenizer
+from .sandbox.fork_server import NurseryHandle
+from .text.tokenizer import Tokenizer, load_tokenizer
 
 YOUNG_OBJECTS = (
     20_000  # that the garbage collector lets come before it looks: more than a step of 2000 streams makes

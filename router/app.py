@@ -28,19 +28,19 @@ from ..cluster.metrics import RouterMetrics
 from ..cluster.notify import Notifier
 from ..cluster.tracing import open_tracing
 from ..cluster.watchdog import Watchdog
-from .auth import Guard
 from .control import ControlSocket
 from .dispatch import Dispatcher
-from .http import Routes
-from .listeners import open_listeners
-from .nursery import NurseryHandle
+from .endpoints.routes import Routes
+from .endpoints.service import Service
+from .http.auth import Guard
+from .http.listeners import open_listeners
+from .http.server import OWN_CONNECTIONS, Counts, HttpServer, connections_allowed
+from .http.tls import certificate_of
 from .placing import PairingPolicy
 from .registry import Registry
 from .room_effects import Timeouts
-from .server import OWN_CONNECTIONS, Counts, HttpServer, connections_allowed
-from .service import Service
-from .tls import certificate_of
-from .tokenizer import Tokenizer
+from .sandbox.fork_server import NurseryHandle
+from .text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 

@@ -13,11 +13,11 @@ import math
 from collections.abc import Sequence
 
 from .admission import check_fits, check_obeyed, no_workers
-from .callers import Gate
 from .entries import Entry, Job, Request
 from .errors import ApiError, overloaded
+from .http.parse_limiter import ReadingRoom
+from .http.rate_limits import Gate
 from .policy import live_limits, live_pairs
-from .reading import ReadingRoom
 from .registry import Registry
 from .waiting import WaitingList, rank, rank_of
 

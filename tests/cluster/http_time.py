@@ -7,8 +7,8 @@ import select
 import termios
 import time
 
-from baton.router import wire
-from baton.router.wire import NEVER
+from baton.router.http import http_protocol as wire
+from baton.router.http.http_protocol import NEVER
 
 PATIENCE_S = 60.0
 

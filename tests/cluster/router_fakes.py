@@ -40,11 +40,11 @@ from baton.cluster.messages import (
 from baton.cluster.sockets import connect, make_socket, recv_parts, try_send
 from baton.router.app import Router
 from baton.router.errors import bad_request
-from baton.router.nursery import NurseryHandle
-from baton.router.rendering import RENDERED, Renderer
 from baton.router.room_effects import Timeouts
-from baton.router.templates import encoded
-from baton.router.tokenizer import load_tokenizer
+from baton.router.sandbox.fork_server import NurseryHandle
+from baton.router.sandbox.rendering import RENDERED, Renderer
+from baton.router.text.templates import encoded
+from baton.router.text.tokenizer import load_tokenizer
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast

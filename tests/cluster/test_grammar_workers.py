@@ -7,11 +7,11 @@ from contextlib import asynccontextmanager
 
 import pytest
 from baton.router.errors import ApiError
-from baton.router.grammar_compiler import Plan
-from baton.router.grammars import MAX_KEPT, Grammars
-from baton.router.nursery import NurseryHandle
-from baton.router.rendering import Setup, framed
-from baton.router.templates import Templates
+from baton.router.sandbox.fork_server import NurseryHandle
+from baton.router.sandbox.grammar_compiler import Plan
+from baton.router.sandbox.rendering import Setup, framed
+from baton.router.text.grammars import MAX_KEPT, Grammars
+from baton.router.text.templates import Templates
 from baton.tests.cluster.router_fakes import shared_nursery
 from baton.tests.corpora.corpus import schemas
 

@@ -10,10 +10,13 @@ import httpx
 import pytest
 from baton.cluster.messages import Reserve, TokenItem, Tokens
 from baton.deploy.api_keys import add
-from baton.router import dispatch, inbox, server, wire
-from baton.router.answer import Answer
+from baton.router import dispatch
+from baton.router.answers.answer import Answer
 from baton.router.entries import Entry
-from baton.router.tokenizer import load_tokenizer
+from baton.router.http import http_protocol as wire
+from baton.router.http import server
+from baton.router.scheduling import inbox
+from baton.router.text.tokenizer import load_tokenizer
 from baton.tests.cluster.http_time import read_to_the_end, seconds_left, standing_time
 from baton.tests.cluster.router_fakes import (
     BODY,

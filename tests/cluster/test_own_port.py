@@ -16,9 +16,9 @@ from baton.cluster.messages import Reserve
 from baton.deploy import top
 from baton.deploy.api_keys import add
 from baton.deploy.children import free_port
-from baton.router import server
-from baton.router.listeners import open_listeners
-from baton.router.server import OWN_CONNECTIONS, SPARE_DESCRIPTORS, SPARE_IN_DOOR, connections_allowed
+from baton.router.http import server
+from baton.router.http.listeners import open_listeners
+from baton.router.http.server import OWN_CONNECTIONS, SPARE_DESCRIPTORS, SPARE_IN_DOOR, connections_allowed
 from baton.tests.cluster.certificates import Authority, pem
 from baton.tests.cluster.router_fakes import BODY, assert_nothing_left, open_request, until
 from prometheus_client.parser import text_string_to_metric_families

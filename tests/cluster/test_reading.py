@@ -6,7 +6,7 @@ import httpx
 import pytest
 from baton.cluster.messages import Reserve
 from baton.deploy.api_keys import add
-from baton.router import reading
+from baton.router.http import parse_limiter as reading
 from baton.tests.cluster.router_fakes import BODY, assert_nothing_left, in_thread, open_request, post, until
 
 LONG = "word " * 800  # not read on the event loop

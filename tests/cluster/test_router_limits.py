@@ -11,7 +11,7 @@ import httpx
 import openai
 import pytest
 from baton.cluster.messages import DecodeTimeline, Failed, Gone, Reserve, TokenItem, Tokens
-from baton.router import wire
+from baton.router.http import http_protocol as wire
 from baton.tests.cluster.http_time import seconds_left, standing_time
 from baton.tests.cluster.router_fakes import BODY, PATIENCE, assert_nothing_left, in_thread, post, until
 

@@ -7,12 +7,12 @@ from contextlib import asynccontextmanager
 
 import psutil
 import pytest
+from baton.router.endpoints.service import INLINE_BYTES
 from baton.router.errors import ApiError
-from baton.router.nursery import NurseryHandle
-from baton.router.rendering import Chat, Renderer, Setup
-from baton.router.service import INLINE_BYTES
-from baton.router.templates import Templates
-from baton.router.tokenizer import load_tokenizer
+from baton.router.sandbox.fork_server import NurseryHandle
+from baton.router.sandbox.rendering import Chat, Renderer, Setup
+from baton.router.text.templates import Templates
+from baton.router.text.tokenizer import load_tokenizer
 from baton.tests.cluster.router_fakes import TEMPLATE, in_thread, post, save_tokenizer, shared_nursery
 from baton.tests.corpora import corpus
 from msgspec.json import encode

@@ -168,8 +168,8 @@ def test_the_doctor_tells_when_a_router_s_certificate_ends(
 
 
 def test_who_never_ends_a_handshake_counts_as_a_connection_and_is_cut(secured, trusting, monkeypatch):
-    monkeypatch.setattr("baton.router.server.HEAD_TIMEOUT_S", 600.0)
-    monkeypatch.setattr("baton.router.server.SPARE_IN_DOOR", 4)
+    monkeypatch.setattr("baton.router.http.server.HEAD_TIMEOUT_S", 600.0)
+    monkeypatch.setattr("baton.router.http.server.SPARE_IN_DOOR", 4)
     running, _ = secured(max_connections=16)
     door = running.router._server._door
     clients = [connected(running) for _ in range(20)]

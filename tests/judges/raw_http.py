@@ -12,7 +12,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from baton.router import wire
+from baton.router.http import http_protocol as wire
 from baton.tests.corpora.corpus import Case, data, http_requests
 
 ROUNDS = 4  # of the corpus

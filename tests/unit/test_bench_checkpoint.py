@@ -9,7 +9,7 @@ from baton.bench.engine_model import random_head, random_target
 from baton.engine.speculative.eagle3_weights import load_eagle3
 from baton.engine.speculative.spec_config import load_draft_config
 from baton.engine.weights import load_model, model_fingerprint
-from baton.router.tokenizer import load_tokenizer
+from baton.router.text.tokenizer import load_tokenizer
 
 CPU = torch.device("cpu")
 WRITE = [

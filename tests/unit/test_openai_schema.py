@@ -4,12 +4,12 @@ import json
 
 import pytest
 from baton.cluster.messages import TokenLogprob
-from baton.router.api_bodies import ChatBody, CompletionBody
-from baton.router.chat_replies import ChatBuilder
-from baton.router.errors import ApiError
-from baton.router.generation import Choice, Piece, Prompt, Style, TokenText
-from baton.router.grammars import plan_of
-from baton.router.openai import (
+from baton.router.answers.chat_replies import ChatBuilder
+from baton.router.answers.generation import Choice, Piece, Prompt, Style, TokenText
+from baton.router.answers.replies import Frame, sse
+from baton.router.answers.tool_calls import CallPart
+from baton.router.api.bodies import ChatBody, CompletionBody
+from baton.router.api.openai import (
     check_chat,
     check_token_ids,
     logprobs_of,
@@ -18,11 +18,11 @@ from baton.router.openai import (
     prompts_of,
     sampling_of,
 )
-from baton.router.replies import Frame, sse
-from baton.router.response_bodies import ResponseBody, chat_of, told_of
+from baton.router.api.response_bodies import ResponseBody, chat_of, told_of
+from baton.router.errors import ApiError
 from baton.router.room_effects import Deliver
-from baton.router.tokenizer import load_tokenizer
-from baton.router.tool_calls import CallPart
+from baton.router.text.grammars import plan_of
+from baton.router.text.tokenizer import load_tokenizer
 from baton.tests.cluster.router_fakes import save_tokenizer
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}

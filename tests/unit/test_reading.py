@@ -3,10 +3,10 @@
 from contextlib import ExitStack
 
 import pytest
-from baton.router import reading
-from baton.router.callers import ANYONE, Caller, Gate
 from baton.router.errors import ApiError
-from baton.router.reading import ReadingRoom
+from baton.router.http import parse_limiter as reading
+from baton.router.http.parse_limiter import ReadingRoom
+from baton.router.http.rate_limits import ANYONE, Caller, Gate
 
 
 def refusal(room, caller=ANYONE, num_bytes=1, now=0.0):

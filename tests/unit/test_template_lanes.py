@@ -1,7 +1,7 @@
 """Who renders what: chats behind a slow or dying one lose nothing, and only the one at fault fails."""
 
 import pytest
-from baton.router.template_lanes import (
+from baton.router.sandbox.pool_scheduler import (
     COSTLY_S,
     HURRIED_S,
     LATEST_S,

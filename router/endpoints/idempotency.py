@@ -1,0 +1,241 @@
+"""`Idempotency-Key`: requests with the same key and body within ten minutes share one generation and its answer.
+
+    running    the first request generates, in a task of its own; every request with the key reads what it has written so
+               far and then goes on with it. Without readers for `ABANDONED_S` the generation is cancelled.
+    kept       a whole answer with status 200 is given again, byte for byte
+    forgotten  an answer that failed, was cancelled, grew too long, or is older than `KEEP_S`; another request generates anew
+
+The seed of a request that names none comes from key and body, so a router that was restarted and has forgotten everything
+gives the same text again. Bounded in number and bytes: the answer that was kept longest goes first.
+"""
+
+import asyncio
+import hashlib
+from collections import Counter, OrderedDict
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
+from typing import Any
+
+from starlette.types import Message, Receive, Scope, Send
+
+from ..answers.answer import Answer
+from ..answers.replies import is_whole_stream
+from ..api.openai import SEED_MASK
+from ..api.request_headers import LONGEST_KEY
+from ..errors import ApiError, ErrorBody, bad_request, printable
+
+KEEP_S = 600.0
+ABANDONED_S = 10.0
+MAX_KEPT = 1024  # answers
+MAX_BYTES = 64 << 20  # of all kept answers
+MAX_ANSWER = 4 << 20  # bytes; a longer one is given once and not kept
+STALLED_S = 30.0  # a reader that takes nothing for so long is left
+
+Begin = Callable[[], Awaitable[Answer]]
+
+
+def checked_key(raw: str | None) -> str:
+    """The header's value, "" without one. Raises ApiError (400)."""
+    if raw is None:
+        return ""
+    if not 0 < len(raw) <= LONGEST_KEY or not (raw.isascii() and raw.isprintable()):
+        raise bad_request(f"Idempotency-Key must be 1 to {LONGEST_KEY} printable ASCII characters")
+    return raw
+
+
+def digest_of(key: str, path: str, body: bytes) -> bytes:
+    """32 bytes that tell one request under a key from another."""
+    hasher = hashlib.sha256()
+    for part in (key.encode(), path.encode(), body):
+        hasher.update(len(part).to_bytes(8, "big") + part)
+    return hasher.digest()
+
+
+def seed_of(digest: bytes) -> int:
+    """The sampling seed of a request that names none."""
+    return int.from_bytes(hashlib.sha256(b"seed" + digest).digest()[:8], "big") & SEED_MASK
+
+
+class Recording:
+    """One generation, what it has written so far, and those who read it."""
+
+    def __init__(self, digest: bytes, now: float) -> None:
+        self.digest = digest
+        self.created = now
+        self.messages: list[Message] = []
+        self.num_bytes = 0
+        self.num_readers = 0
+        self.is_over = False
+        self.error: Exception | None = None
+        self.abandoned = asyncio.Event()
+        self._news = asyncio.Event()
+        self._begun = asyncio.Event()
+
+    def __repr__(self) -> str:
+        return f"Recording({len(self.messages)} messages, {self.num_readers} readers{', over' if self.is_over else ''})"
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is an answer to give again; a stream that failed says so at its end."""
+        if not self.is_over or self.error is not None or not self.messages or self.num_bytes > MAX_ANSWER:
+            return False
+        first, last = self.messages[0], self.messages[-1]
+        is_stream = any(value.startswith(b"text/event-stream") for _, value in first.get("headers", ()))
+        is_ended = not last.get("more_body", True) and (not is_stream or is_whole_stream(last["body"]))
+        return is_ended and first.get("status") == 200
+
+    def begun(self) -> None:
+        """The request was taken."""
+        self._begun.set()
+
+    async def write(self, message: Message) -> None:
+        """What the generation sends."""
+        self.messages.append(message)
+        self.num_bytes += len(message.get("body", b""))
+        self._wake()
+
+    def end(self, error: Exception | None = None) -> None:
+        """Nothing more comes."""
+        self.is_over, self.error = True, error
+        self._begun.set()
+        self._wake()
+
+    async def taken(self) -> None:
+        """Waits until the request was taken. Raises the ApiError with which it was not."""
+        await self._begun.wait()
+        if self.error is not None and not self.messages:
+            raise self.error
+
+    async def read(self, num_seen: int) -> list[Message]:
+        """What was written behind the first `num_seen` messages; waits for some. Empty: it is over."""
+        while num_seen >= len(self.messages) and not self.is_over:
+            await self._news.wait()
+        return self.messages[num_seen:]
+
+    def _wake(self) -> None:
+        news, self._news = self._news, asyncio.Event()
+        news.set()
+
+
+class Replay:
+    """A response for Starlette that reads a recording from its beginning."""
+
+    def __init__(self, recording: Recording, left: Callable[[Recording], None]) -> None:
+        self._recording = recording
+        self._left = left
+        recording.num_readers += 1
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        copying = asyncio.create_task(self._copy(send))
+        watching = asyncio.create_task(_disconnected(receive))
+        try:
+            await asyncio.wait({copying, watching}, return_when=asyncio.FIRST_COMPLETED)
+            if copying.done():
+                copying.result()
+        finally:
+            for task in (copying, watching):
+                task.cancel()
+            self._recording.num_readers -= 1
+            self._left(self._recording)
+
+    async def _copy(self, send: Send) -> None:
+        num_seen = 0
+        while messages := await self._recording.read(num_seen):
+            num_seen += len(messages)
+            for message in messages:
+                await asyncio.wait_for(send(message), STALLED_S)
+
+
+class Idempotency:
+    """The recordings by key. Used on one event loop; `clock` gives monotonic seconds."""
+
+    def __init__(self, clock: Callable[[], float], events: Counter[str]) -> None:
+        self._clock = clock
+        self._events = events
+        self._recordings: OrderedDict[str, Recording] = OrderedDict()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def __repr__(self) -> str:
+        return f"Idempotency({len(self._recordings)} keys, {len(self._tasks)} running)"
+
+    async def answer(self, key: str, digest: bytes, begin: Begin) -> Replay:
+        """The answer to a request, whose generation `begin` starts unless one with the key runs or is kept.
+
+        Raises ApiError: 422 when the key was used with another body, else what `begin` raises.
+        """
+        self._sweep()
+        recording = self._recordings.get(key)
+        if recording is None:
+            recording = self._recordings[key] = Recording(digest, self._clock())
+            self._start(self._run(key, recording, begin))
+        elif recording.digest != digest:
+            raise _reused(key)
+        else:
+            self._events["idempotent_replayed" if recording.is_over else "idempotent_attached"] += 1
+        replay = Replay(recording, self._reader_left)
+        try:
+            await recording.taken()
+        except BaseException:
+            recording.num_readers -= 1
+            raise
+        return replay
+
+    def close(self) -> None:
+        """Ends what runs."""
+        for task in self._tasks:
+            task.cancel()
+
+    async def _run(self, key: str, recording: Recording, begin: Begin) -> None:
+        error: Exception | None = None
+        try:
+            answer = await begin()
+            recording.begun()
+
+            async def receive() -> dict[str, Any]:
+                await recording.abandoned.wait()
+                return {"type": "http.disconnect"}
+
+            await answer({}, receive, recording.write)
+        except Exception as raised:
+            error = raised
+        finally:
+            recording.end(error)
+            if not recording.is_whole and self._recordings.get(key) is recording:
+                del self._recordings[key]
+
+    def _reader_left(self, recording: Recording) -> None:
+        if not recording.is_over and not recording.num_readers:
+            self._start(self._abandon(recording))
+
+    async def _abandon(self, recording: Recording) -> None:
+        await asyncio.sleep(ABANDONED_S)
+        if not recording.num_readers:
+            recording.abandoned.set()
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _sweep(self) -> None:
+        """Forgets what is too old or too much, the oldest first; what runs is bounded by the router's queue."""
+        now = self._clock()
+        kept = [(key, known) for key, known in self._recordings.items() if known.is_over]
+        count, size = len(kept), sum(known.num_bytes for _, known in kept)
+        for key, known in kept:
+            if now - known.created < KEEP_S and count < MAX_KEPT and size <= MAX_BYTES:
+                return
+            del self._recordings[key]
+            count, size = count - 1, size - known.num_bytes
+
+
+def _reused(key: str) -> ApiError:
+    key = key.partition(" ")[2]  # without its owner
+    message = f"The Idempotency-Key {printable(key)} was used with another request within ten minutes; use a new one."
+    return ApiError(422, ErrorBody(message, "invalid_request_error", None, "idempotency_key_reused"))
+
+
+async def _disconnected(receive: Receive) -> None:
+    with suppress(asyncio.CancelledError):
+        while (await receive())["type"] != "http.disconnect":
+            pass

@@ -1,0 +1,193 @@
+"""One HTTP request and its answer, as the application sees it (ASGI 3), and as bytes.
+
+The request is whole before the application hears of it, so `receive` gives the body in one piece and then waits for the
+client to leave. What belongs together goes out in one write: the head with the first part of the body, a part with its
+framing. An answer without a length is sent in chunks, to a client of HTTP/1.0 up to the end of the connection.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from http import HTTPStatus
+from typing import Any, Protocol
+
+from starlette.types import ASGIApp, Message, Scope
+
+from ..errors import ApiError, internal
+from .request_head import Fields
+
+logger = logging.getLogger(__name__)
+
+STATUS_LINES = {
+    status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus
+}
+EXCHANGE = "exchange"  # where a scope has its Exchange
+
+
+class Line(Protocol):
+    """The connection under an exchange."""
+
+    is_paused: bool  # the client does not read
+
+    def answered(self, status: int) -> bool: ...
+    def write(self, data: bytes) -> None: ...
+    async def drained(self) -> None: ...
+    def ended(self, *, is_reusable: bool) -> None: ...
+    def broken(self) -> None: ...
+
+
+class Exchange:
+    """Made when a request's head is there; `run` when the rest is."""
+
+    __slots__ = (
+        "_body", "_fields", "_head", "_is_chunked", "_is_head", "_is_reusable", "_leaving", "_line", "_on_leave",
+        "_status", "has_left", "is_over", "scope",
+    )  # fmt: skip
+
+    def __init__(self, line: Line, scope: Scope, fields: Fields, *, is_reusable: bool) -> None:
+        self.scope = scope
+        self._fields = fields
+        self.is_over = False
+        self._line = line
+        self._body = b""
+        self._is_reusable = is_reusable  # the connection, for another request
+        self._is_head = scope["method"] == "HEAD"
+        self._is_chunked = False
+        self.has_left = False  # the connection is gone
+        self._leaving: asyncio.Future[None] | None = None
+        self._on_leave: Callable[[], None] | None = None
+        self._status = 0  # 0: nothing of the answer is known; -1: its head went out
+        self._head: list[tuple[bytes, bytes]] = []
+
+    def __repr__(self) -> str:
+        return (
+            f"Exchange({self.scope['method']} {self.scope['path'][:40]!r}{', over' if self.is_over else ''})"
+        )
+
+    def header(self, name: bytes) -> str | None:
+        """The first value of a header field, by its name in lower case."""
+        values = self._fields.get(name)
+        return values[0].decode("latin-1") if values is not None else None
+
+    def headers(self, name: bytes) -> list[str]:
+        """All its values, in their order."""
+        values = self._fields.get(name)
+        return [value.decode("latin-1") for value in values] if values is not None else []
+
+    def complete(self, body: bytes) -> None:
+        """The request is whole."""
+        self._body = body
+
+    def take_body(self) -> bytes:
+        """The request's body, once."""
+        body, self._body = self._body, b""
+        return body
+
+    async def run(self, app: ASGIApp) -> None:
+        """The answer, whatever becomes of it."""
+        try:
+            await app(self.scope, self.receive, self.send)
+        except Exception:
+            logger.exception("request failed")
+        if not self.is_over:
+            await self._fail()
+        self.scope.pop(EXCHANGE, None)  # each has the other: only the garbage collector would end them
+
+    async def receive(self) -> Message:
+        """The body, then the end of the connection."""
+        if self._body is not None and not self.has_left and self._leaving is None:
+            self._leaving = asyncio.get_running_loop().create_future()
+            return {"type": "http.request", "body": self.take_body(), "more_body": False}
+        if not self.has_left and self._leaving is not None:
+            await self._leaving
+        return {"type": "http.disconnect"}
+
+    def when_left(self, callback: Callable[[], None]) -> None:
+        """Calls back when the client leaves before its answer is over; at once if it has."""
+        if self.has_left:
+            callback()
+        else:
+            self._on_leave = callback
+
+    def left(self) -> None:
+        """The connection is gone."""
+        self.has_left = True
+        if self._leaving is not None and not self._leaving.done():
+            self._leaving.set_result(None)
+        on_leave, self._on_leave = self._on_leave, None  # it holds all that was made for the answer
+        if on_leave is not None and not self.is_over:
+            on_leave()
+
+    async def send(self, message: Message) -> None:
+        """A part of the answer; waits while the client does not read. Nothing happens after the client has left."""
+        if message["type"] == "http.response.start":
+            self._status, self._head = message["status"], [*message.get("headers", ())]
+            return
+        if self.has_left or self.is_over:
+            return
+        body, is_last = message.get("body", b""), not message.get("more_body", False)
+        if self._status > 0 and not self._line.answered(self._status):
+            self._is_reusable = False
+        data = self._opening(body, is_last) if self._status > 0 else b""
+        self._line.write(data + self._framed(body, is_last))
+        if is_last:
+            self._end()
+        elif self._line.is_paused:
+            await self._line.drained()
+
+    def _opening(self, body: bytes, is_last: bool) -> bytes:
+        """The head of the answer, which goes out with the first part of its body."""
+        has_length = False
+        for name, _ in self._head:
+            has_length = has_length or name.lower() == b"content-length"
+        is_old = self.scope["http_version"] == "1.0"
+        if not has_length and self._status not in (204, 304):
+            if is_last:
+                self._head.append((b"content-length", str(len(body)).encode()))
+            elif is_old:
+                self._is_reusable = False
+            else:
+                self._is_chunked = True
+                self._head.append((b"transfer-encoding", b"chunked"))
+        if (b"connection", b"close") in self._head:
+            self._is_reusable = False
+        elif not self._is_reusable:
+            self._head.append((b"connection", b"close"))
+        elif is_old:
+            self._head.append((b"connection", b"keep-alive"))
+        lines = b"".join([b"%b: %b\r\n" % pair for pair in self._head])
+        status_line = STATUS_LINES.get(self._status) or b"HTTP/1.1 %d \r\n" % self._status
+        self._status, self._head = -1, []
+        return status_line + lines + b"\r\n"
+
+    def _framed(self, body: bytes, is_last: bool) -> bytes:
+        if self._is_head:
+            return b""
+        if not self._is_chunked:
+            return body
+        chunk = b"%x\r\n%b\r\n" % (len(body), body) if body else b""
+        return chunk + b"0\r\n\r\n" if is_last else chunk
+
+    def _end(self) -> None:
+        self.is_over = True
+        self._on_leave = None
+        self._line.ended(is_reusable=self._is_reusable)
+
+    async def _fail(self) -> None:
+        """The application gave no answer, or a part of one: a client must not take that for the whole."""
+        self._on_leave = None
+        if self.has_left:
+            return
+        if self._status >= 0:
+            self._status = 0
+            await self.answer(internal())
+        else:
+            self.is_over = True
+            self._line.broken()
+
+    async def answer(self, error: ApiError) -> None:
+        """An error object is the answer."""
+        headers: list[Any] = [(b"content-type", b"application/json")]
+        headers += [(name.encode(), value.encode()) for name, value in error.headers.items()]
+        await self.send({"type": "http.response.start", "status": error.status, "headers": headers})
+        await self.send({"type": "http.response.body", "body": error.encode()})

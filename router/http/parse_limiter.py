@@ -1,0 +1,41 @@
+"""The requests whose text is being read: a schema compiled, a template rendered, words encoded. Pure.
+
+That comes before anybody knows how many tokens a request has, so it has bounds of its own, and what may be known before is
+asked before: who may not ask now, and who would only be turned away from a full queue, costs no work.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ..errors import overloaded
+from .rate_limits import Caller, Gate
+
+MAX_READING = 1024  # requests
+MAX_READING_BYTES = 256 << 20  # of their bodies, together
+
+
+class ReadingRoom:
+    """Counts those that are being read."""
+
+    def __init__(self, gate: Gate) -> None:
+        self.num_requests = 0
+        self.num_bytes = 0
+        self._gate = gate
+
+    def __repr__(self) -> str:
+        return f"ReadingRoom({self.num_requests} requests, {self.num_bytes} bytes)"
+
+    @contextmanager
+    def reading(self, caller: Caller, num_bytes: int, now: float) -> Iterator[None]:
+        """While a body of so many bytes is read. Raises ApiError (429) when the caller's limits or ours are reached."""
+        if self.num_requests >= MAX_READING or self.num_bytes + num_bytes > MAX_READING_BYTES:
+            raise overloaded("Too many requests are being read. Try again later.")
+        self._gate.begin(caller, now)
+        self.num_requests += 1
+        self.num_bytes += num_bytes
+        try:
+            yield
+        finally:
+            self.num_requests -= 1
+            self.num_bytes -= num_bytes
+            self._gate.finish(caller)

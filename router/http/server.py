@@ -1,0 +1,218 @@
+"""The HTTP server: its connections, their bounds together, and its end."""
+
+import asyncio
+import resource
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from starlette.types import ASGIApp
+
+from .asgi import Exchange
+from .auth import Guard
+from .http_protocol import HEAD_TIMEOUT_S, NEVER, HttpProtocol
+from .tls import Certificate
+from .tls_listener import TlsDoor
+
+SWEEP_S = 0.1
+MAX_BUFFERED = 256 << 20  # bytes of bodies that are being read, of all connections together
+MAX_CONNECTIONS = 10_000
+OWN_CONNECTIONS = (
+    32  # of a router's own port, beside those of its clients: full of these, it can still be asked
+)
+LAST_TURNS = 3  # of the loop, within which a closed server's descriptor is closed
+SPARE_DESCRIPTORS = 124  # for workers, files and libraries
+SPARE_IN_DOOR = 32  # of these, for who is over the number and hears it when TLS is there
+
+
+@dataclass(eq=False)
+class Counts:
+    """What all servers of a process count together."""
+
+    responses: Counter[int] = field(default_factory=Counter)
+    """Answers that began, by status."""
+    num_buffered: int = 0
+    """Bytes of bodies that are being read."""
+
+
+def connections_allowed(asked: int = 0, *, has_own_port: bool = False) -> int:
+    """How many connections of clients there may be: `asked`, or MAX_CONNECTIONS, as far as this process may have
+    descriptors, some of which its own port takes.
+
+    The soft limit on descriptors is raised as far as it may.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    spare = SPARE_DESCRIPTORS + (OWN_CONNECTIONS + SPARE_IN_DOOR if has_own_port else 0)
+    wanted = (asked or MAX_CONNECTIONS) + spare
+    if soft < wanted:
+        with suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (min(wanted, hard), hard))
+            soft = min(wanted, hard)
+    return min(asked or MAX_CONNECTIONS, max(16, soft - spare))
+
+
+class HttpServer:
+    """Serves `app` on a listening socket to those whom `guard` lets in; each listener of a process has a server."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        guard: Guard,
+        counts: Counts,
+        *,
+        max_body: int,
+        max_connections: int,
+        certificate: Certificate | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.guard = guard
+        self.max_body = max_body  # bytes
+        self.max_connections = max_connections
+        self.clock = clock
+        self.is_leaving = False  # answers say that their connection ends behind them
+        self.is_draining = False  # connections end behind an answer also where it could not say so
+        self._app, self._counts = app, counts
+        self._listening: asyncio.Server | TlsDoor | None = None
+        self._door = None if certificate is None else self._door_with(certificate)
+        self._connections: set[HttpProtocol] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._next_deadline = NEVER  # of all connections; none is due before
+
+    def __repr__(self) -> str:
+        num_bytes = self._counts.num_buffered
+        return f"HttpServer({len(self._connections)} connections, {len(self._tasks)} requests, {num_bytes} bytes)"
+
+    async def serve(self, listener: socket.socket) -> None:
+        """Until it is cancelled."""
+        own = listener.dup()  # the loop closes it, at a moment of its own
+        if self._door is not None:
+            self._door.open(own)
+            self._listening = self._door
+        else:
+            self._listening = await asyncio.get_running_loop().create_server(
+                self._connection, sock=own, backlog=1024
+            )
+        try:
+            while True:
+                await asyncio.sleep(SWEEP_S)
+                self._sweep()
+        finally:
+            self._listening.close()
+
+    @property
+    def num_tls_failed(self) -> int:
+        """Who came to a port with TLS and did not get in."""
+        return 0 if self._door is None else self._door.num_failed
+
+    def _connection(self) -> HttpProtocol:
+        return HttpProtocol(self)
+
+    def _door_with(self, certificate: Certificate) -> TlsDoor:
+        def has_room(num_in_door: int) -> bool:
+            return num_in_door + len(self._connections) < self.max_connections + SPARE_IN_DOOR
+
+        return TlsDoor(certificate, self._connection, has_room, patience_s=HEAD_TIMEOUT_S, clock=self.clock)
+
+    async def hand_over(self, listener: socket.socket) -> None:
+        """Leaves the port to others that listen there: closes `listener`, and each connection behind the next answer that
+        says so. One whose head is out already, such as a stream's, is not: its client would find the connection closed
+        with its next request under way.
+
+        Whom the kernel has put into this listener's queue is served: the queue is empty when it goes, but for who comes
+        within the microseconds between. With net.ipv4.tcp_migrate_req these go to the others.
+        """
+        self.is_leaving = True
+        if self._listening is not None:
+            self._listening.close()
+            for _ in range(
+                LAST_TURNS
+            ):  # the loop gives its descriptor back; from then on `listener` is the last
+                await asyncio.sleep(0)
+        waiting = []
+        with suppress(OSError):  # nobody waits, or it never listened
+            listener.setblocking(False)
+            while True:
+                waiting.append(listener.accept()[0])
+        listener.close()
+        for client in waiting:
+            if self._door is not None:
+                self._door.take(client)
+                continue
+            with suppress(OSError):  # it left
+                client.setblocking(False)
+                await asyncio.get_running_loop().connect_accepted_socket(self._connection, client)
+
+    def begin_drain(self) -> None:
+        """Connections end with the answers that are under way."""
+        self.is_leaving = self.is_draining = True
+
+    def drain(self) -> None:
+        """The same, and idle ones end now."""
+        self.begin_drain()
+        for connection in list(self._connections):
+            connection.close_if_idle()
+
+    async def close(self, grace_s: float) -> None:
+        """Waits for the last answers, at most so long, and cuts what is left."""
+        self.drain()
+        if self._door is not None:
+            self._door.abort()
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=grace_s)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        deadline = self.clock() + grace_s
+        while self._connections and self.clock() < deadline:  # what is written must leave
+            await asyncio.sleep(0.01)
+        for connection in list(self._connections):
+            connection.abort()
+
+    # --- what connections ask -----------------------------------------------------------------------------------------
+
+    def joined(self, connection: HttpProtocol) -> bool:
+        """False when there are too many."""
+        self._connections.add(connection)
+        return len(self._connections) <= self.max_connections
+
+    def left(self, connection: HttpProtocol) -> None:
+        """Idempotent."""
+        self._connections.discard(connection)
+
+    def may_buffer(self, num_bytes: int) -> bool:
+        """Counts bytes of a body, unless all bodies together are too many."""
+        if self._counts.num_buffered + num_bytes > MAX_BUFFERED:
+            return False
+        self._counts.num_buffered += num_bytes
+        return True
+
+    def unbuffer(self, num_bytes: int) -> None:
+        self._counts.num_buffered -= num_bytes
+
+    def answered(self, status: int) -> None:
+        self._counts.responses[status] += 1
+
+    def deadline_in(self, seconds: float) -> float:
+        """The time, in monotonic seconds, at which what a connection awaits is overdue; it is looked at then."""
+        deadline = self.clock() + seconds
+        self._next_deadline = min(self._next_deadline, deadline)
+        return deadline
+
+    def begin(self, exchange: Exchange) -> None:
+        """The application answers."""
+        task = asyncio.get_running_loop().create_task(exchange.run(self._app))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _sweep(self) -> None:
+        if self._door is not None:
+            self._door.sweep()
+        now = self.clock()
+        if now < self._next_deadline:
+            return
+        for connection in [one for one in self._connections if one.deadline <= now]:
+            connection.on_deadline()
+        self._next_deadline = min([one.deadline for one in self._connections], default=NEVER)

@@ -1,0 +1,97 @@
+"""What an answer must look like, as a grammar for the workers: JSON of a schema, calls of tools, or text with calls in it.
+
+A call is written as `<tool_call>`, a line `{"name": ..., "arguments": ...}` and `</tool_call>`, the form that many open
+models are trained on. Schemas come from clients: they are compiled before a worker sees them, in processes that can be
+killed, as `grammar_compiler` has it.
+"""
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+
+import msgspec
+
+from ..api.bodies import ChatBody, CompletionBody
+from ..api.tool_bodies import ToolChoice, schema_of
+from ..errors import bad_request, grammar_too_costly, overloaded
+from ..sandbox.fork_server import NurseryHandle
+from ..sandbox.grammar_compiler import GRAMMARS, Plan, check_size
+from ..sandbox.pool_scheduler import SLOW_S, Lanes
+from ..sandbox.rendering import REFUSED, RENDERED
+from ..sandbox.sandbox_pool import NoWorker, TooCostly, WorkerLost, Workshop
+
+MAX_KEPT = 64
+MAX_WAITING = 64  # grammars to compile
+LONG = 2000  # bytes of schemas
+SLOW_ONES = 1  # that are compiled beside the others; who dies of want of memory was one
+
+
+def plan_of(body: ChatBody | CompletionBody) -> Plan:
+    """What the answer to `body` must look like."""
+    answer = schema_of(body.response_format)
+    if not isinstance(body, ChatBody) or not body.calls_tools:
+        return Plan(answer=answer)
+    chosen = body.tool_choice
+    name = chosen.function.name if isinstance(chosen, ToolChoice) else None
+    functions = [tool.function for tool in body.tools or ()]
+    return Plan(
+        answer=answer,
+        tools=tuple((f.name, f.schema) for f in functions if name in (None, f.name)),
+        must_call=name is not None or chosen == "required",
+        may_repeat=name is None and body.parallel_tool_calls is not False,
+    )
+
+
+class Grammars:
+    """Has plans compiled and keeps the last ones. Used on one event loop."""
+
+    def __init__(
+        self, nursery: NurseryHandle, clock: Callable[[], float], events: Counter[str] | None = None
+    ) -> None:
+        self._shop = Workshop(
+            GRAMMARS, nursery, clock, Lanes(max_aside=SLOW_ONES, costly_s=SLOW_S), kind="grammar"
+        )
+        self._events = Counter() if events is None else events
+        self._kept: OrderedDict[Plan, str] = OrderedDict()
+        self._num_waiting = 0
+
+    def __repr__(self) -> str:
+        return f"Grammars({len(self._kept)} kept, {self._num_waiting} waiting)"
+
+    def close(self) -> None:
+        """Ends the processes. Idempotent."""
+        self._shop.close()
+
+    async def of(self, plan: Plan) -> str:
+        """The grammar, "" where anything goes. Raises ApiError: 400 for what cannot be followed, 429."""
+        if not plan:
+            return ""
+        if plan not in self._kept:
+            check_size(plan)
+            if self._num_waiting >= MAX_WAITING:
+                raise overloaded("Too many schemas wait to be compiled. Try again later.")
+            self._num_waiting += 1
+            try:
+                self._kept[plan] = await self._compiled(plan)
+            finally:
+                self._num_waiting -= 1
+        self._kept.move_to_end(plan)
+        grammar = self._kept[plan]
+        if len(self._kept) > MAX_KEPT:
+            self._kept.popitem(last=False)
+        return grammar
+
+    async def _compiled(self, plan: Plan) -> str:
+        try:
+            reply = await self._shop.reply_to(msgspec.msgpack.encode(plan), is_long=plan.num_bytes > LONG)
+        except NoWorker:
+            raise overloaded("No schema can be compiled now. Try again later.") from None
+        except (TooCostly, WorkerLost):  # who runs out of memory below Python dies of it
+            reply = b""
+        kind, text = reply[:1], reply[1:].decode()
+        if kind == RENDERED:
+            return text
+        if kind == REFUSED:
+            param, _, message = text.partition("\0")
+            raise bad_request(message, param=param)
+        self._events["grammar_cut"] += 1
+        raise grammar_too_costly(plan.param)

@@ -1,0 +1,225 @@
+"""The model's tokenizer: prompts and chats to token ids. Importing it imports no torch.
+
+A chat takes three steps: `guard` here, rendering by the model's template elsewhere (see `templates`), `encode_rendered`.
+
+The text of a chat message stays text: where it spells a control token, that spelling is encoded letter by letter, so
+that no message can end its own turn or open another's. A raw completion prompt is the user's own and may use control
+tokens.
+"""
+
+import json
+import re
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as Backend
+from transformers import PreTrainedTokenizerFast
+
+from ...cluster.errors import ConfigError, StartupError
+from ..errors import bad_request, nested_too_deeply, printable
+from ..sandbox.rendering import Chat, Setup, Switches
+from .detokenizer import Detokenizer, TokenBytes
+from .tool_prompts import ChatMessage, is_native, written_out
+
+RENDERING = signature(PreTrainedTokenizerFast.apply_chat_template)
+RESERVED_SWITCHES = frozenset((*RENDERING.parameters, "messages", "conversations"))
+
+
+@dataclass(frozen=True)
+class GuardedChat:
+    """A chat for its template, with `mark` and a number in place of each spelled control token."""
+
+    chat: Chat
+    mark: str
+    spelled: list[str]
+
+    def num_chars_of(self, rendered: str) -> int:
+        """Without the marks."""
+        return len(rendered) - len(self.mark) * len(self.spelled)
+
+
+class Tokenizer:
+    """Loaded once; its methods may run in threads."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        self._hf = tokenizer
+        self._backend: Backend = tokenizer.backend_tokenizer
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        _keep_spaces(self._backend)
+        self._plain: Backend = Backend.from_str(self._backend.to_str())
+        self._plain.encode_special_tokens = True
+        self.token_bytes = TokenBytes(self._backend)
+        self.longest_token = max(1, self.token_bytes.longest)
+        added = self._backend.get_added_tokens_decoder()
+        spellings = sorted(
+            (token.content for token in added.values() if token.special), key=len, reverse=True
+        )
+        self._is_native = is_native(tokenizer.chat_template)
+        self._reserved = RESERVED_SWITCHES | tokenizer.special_tokens_map.keys()
+        self._special = re.compile("|".join(map(re.escape, spellings))) if spellings else None
+
+    def __repr__(self) -> str:
+        return f"Tokenizer({len(self)} tokens, chat={self.has_chat_template})"
+
+    def __len__(self) -> int:
+        return len(self.token_bytes)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._hf.chat_template is not None
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """A raw prompt, with what the tokenizer puts around any text (such as a begin token)."""
+        return self._encode(self._backend, text, add_special_tokens=add_special_tokens)
+
+    def encode_with_starts(self, text: str) -> tuple[list[int], list[int]]:
+        """A raw prompt, and of each token the character of `text` that it begins or goes on with.
+
+        A token that spells nothing of it (such as a begin token) stands where the next one does.
+        """
+        [encoding] = self._backend.encode_batch([text])
+        starts, start = [], len(text)
+        for first, end in reversed(encoding.offsets):
+            start = first if first < end else start
+            starts.append(start)
+        return encoding.ids, starts[::-1]
+
+    @property
+    def template_setup(self) -> Setup | None:
+        """What renders this model's chats; None without a template."""
+        if not self.has_chat_template:
+            return None
+        return Setup(chat_template=self._hf.chat_template, special_tokens=dict(self._hf.special_tokens_map))
+
+    def guard(
+        self,
+        messages: Sequence[ChatMessage],
+        switches: Switches | None = None,
+        tools: Sequence[ChatMessage] = (),
+    ) -> GuardedChat:
+        """A chat ready to be rendered by the model's template up to where the assistant begins to speak.
+
+        `switches` are what templates of some models ask for beside the messages. Raises ApiError (400).
+        """
+        if not self.has_chat_template:
+            raise bad_request("this model has no chat template: use /v1/completions", param="messages")
+        self._check_switches(switches or {})
+        if not self._is_native:
+            messages, tools = written_out(messages, tools), ()
+        guard = _Guard(self._special)
+        try:
+            guarded = [_in_strings(guard, message) for message in messages]
+            given = [_in_strings(guard, tool) for tool in tools]
+        except RecursionError:
+            raise nested_too_deeply() from None
+        return GuardedChat(
+            Chat(messages=guarded, tools=given, switches=switches or {}), guard.mark, guard.spelled
+        )
+
+    def _check_switches(self, switches: Switches) -> None:
+        """They go to the template as they are, so none may be, or stand for, a control token. Raises ApiError (400)."""
+        taken = sorted(self._reserved.intersection(switches))
+        if taken:
+            text = f"chat_template_kwargs: {taken[0]} is not a switch of a template"
+            raise bad_request(text, param="chat_template_kwargs")
+        for name, value in switches.items():
+            if isinstance(value, str) and self._special is not None and self._special.search(value):
+                text = f"chat_template_kwargs: {printable(name)} spells a control token of the model"
+                raise bad_request(text, param="chat_template_kwargs")
+
+    def encode_rendered(self, chat: GuardedChat, rendered: str) -> list[int]:
+        """The ids of what the template made of a chat."""
+        if not chat.spelled:
+            return self._encode(self._backend, rendered, add_special_tokens=False)
+        ids: list[int] = []
+        for i, part in enumerate(rendered.split(chat.mark)):
+            text = part
+            if i:  # a number, an x, and what follows
+                number, _, text = part.partition("x")
+                ids += self._encode(self._plain, chat.spelled[int(number)], add_special_tokens=False)
+            if text:
+                ids += self._encode(self._backend, text, add_special_tokens=False)
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of whole `ids`, control tokens included."""
+        detokenizer = self.detokenizer(skip_special=False)
+        return detokenizer.feed(ids) + detokenizer.flush()
+
+    def detokenizer(self, *, skip_special: bool = True) -> Detokenizer:
+        return Detokenizer(self.token_bytes, skip_special=skip_special)
+
+    @staticmethod
+    def _encode(backend: Backend, text: str, *, add_special_tokens: bool) -> list[int]:
+        """The ids alone: where each token stands in the text is a third of the work, and few ask."""
+        [encoding] = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = encoding.ids
+        return ids
+
+
+def _keep_spaces(backend: Backend) -> None:
+    """A token that begins with a space begins there, also where the tokenizer's file would trim it."""
+    processor = backend.post_processor
+    if processor is not None:
+        parts = json.loads(processor.__getstate__(), object_hook=_untrimmed)
+        processor.__setstate__(json.dumps(parts).encode())
+        backend.post_processor = processor
+
+
+def _untrimmed(part: dict[str, Any]) -> dict[str, Any]:
+    return part | {"trim_offsets": False} if "trim_offsets" in part else part
+
+
+class _Guard:
+    """Puts an unguessable mark and a number in place of every spelled control token, and notes what stood there."""
+
+    def __init__(self, special: re.Pattern[str] | None) -> None:
+        self._special = special
+        self.mark = ""  # made for the first one
+        self.spelled: list[str] = []
+
+    def __call__(self, text: str) -> str:
+        if self._special is None or self._special.search(text) is None:
+            return text
+        self.mark = self.mark or secrets.token_hex(16)
+        return self._special.sub(self._note, text)
+
+    def _note(self, match: re.Match[str]) -> str:
+        self.spelled.append(match.group())
+        return f"{self.mark}{len(self.spelled) - 1}x"
+
+
+def _in_strings(change: Callable[[str], str], value: Any) -> Any:  # noqa: ANN401 - JSON
+    """`value` with every string in it changed, also the names of fields of schemas."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, dict):
+        return {change(key): _in_strings(change, item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_in_strings(change, item) for item in value]
+    return value
+
+
+def load_tokenizer(model: str) -> Tokenizer:
+    """The tokenizer of a model directory or hub id. Raises ConfigError or StartupError in one line."""
+    path = Path(model)
+    if path.is_dir() and not (path / "tokenizer.json").is_file():
+        raise ConfigError(
+            f"{model} has no tokenizer.json: give a Hugging Face directory with a fast tokenizer"
+        )
+    if not path.is_dir() and (path.is_absolute() or model.startswith(".") or model.count("/") != 1):
+        raise ConfigError(
+            f"model {model!r} is neither a directory nor a hub id: give one of them with --model"
+        )
+    try:
+        return Tokenizer(PreTrainedTokenizerFast.from_pretrained(model))
+    except (OSError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        reason = str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__
+        raise StartupError(f"cannot load the tokenizer of {model}: {reason}") from None
