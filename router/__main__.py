@@ -15,7 +15,7 @@ from ..cluster.log import configure
 from ..cluster.notify import notifier_of
 from ..cluster.watchdog import Watchdog
 from .app import Router
-from .sandbox.fork_server import NurseryHandle
+from .sandbox.fork_server import ForkServer
 from .text.tokenizer import Tokenizer, load_tokenizer
 
 YOUNG_OBJECTS = (
@@ -36,7 +36,7 @@ def _start(argv: Sequence[str]) -> Callable[[], int]:
     config = load_config(RouterConfig, argv, os.environ)
     configure("router", level=config.log_level, log_format=config.log_format)
     notifier = notifier_of(os.environ)
-    nursery = NurseryHandle.forked()  # before anything here has a thread
+    fork_server = ForkServer.forked()  # before anything here has a thread
     made: list[Tokenizer | Router] = []
 
     def load() -> None:
@@ -46,7 +46,7 @@ def _start(argv: Sequence[str]) -> Callable[[], int]:
         tokenizer = made[0]
         assert isinstance(tokenizer, Tokenizer)
         watchdog = Watchdog(config.watchdog_s, notifier=notifier)
-        made.append(Router(config, tokenizer, nursery, watchdog=watchdog, notifier=notifier))
+        made.append(Router(config, tokenizer, fork_server, watchdog=watchdog, notifier=notifier))
 
     run_phases([("loading the tokenizer", load), ("binding sockets", listen)])
     gc.collect()
@@ -54,14 +54,14 @@ def _start(argv: Sequence[str]) -> Callable[[], int]:
     gc.set_threshold(YOUNG_OBJECTS)
     router = made[1]
     assert isinstance(router, Router)
-    return lambda: _serve(router, nursery)
+    return lambda: _serve(router, fork_server)
 
 
-def _serve(router: Router, nursery: NurseryHandle) -> int:
+def _serve(router: Router, fork_server: ForkServer) -> int:
     try:
         uvloop.run(_run(router))
     finally:
-        nursery.close()
+        fork_server.close()
     return EXIT_OK
 
 

@@ -39,7 +39,7 @@ from .http.tls import certificate_of
 from .placing import PairingPolicy
 from .registry import Registry
 from .room_effects import Timeouts
-from .sandbox.fork_server import NurseryHandle
+from .sandbox.fork_server import ForkServer
 from .text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -54,14 +54,14 @@ HAND_OVER_S = 2.0  # for clients with a kept connection to ask once more, and to
 class Router:
     """Everything of one router. Sockets are bound when it is made, so that a port in use is known at once.
 
-    `nursery` gives it template workers, and is closed by its owner, behind the router.
+    `fork_server` gives it template workers, and is closed by its owner, behind the router.
     """
 
     def __init__(
         self,
         config: RouterConfig,
         tokenizer: Tokenizer,
-        nursery: NurseryHandle,
+        fork_server: ForkServer,
         timeouts: Timeouts | None = None,
         watchdog: Watchdog | None = None,
         notifier: Notifier | None = None,
@@ -110,7 +110,7 @@ class Router:
             tokenizer,
             served,
             time.monotonic,
-            nursery,
+            fork_server,
             self._tracing,
             chat_max_tokens=chat_max,
         )

@@ -49,7 +49,7 @@ class ClientLeft(Exception):
     """Nobody waits for the answer any more."""
 
 
-class Wish(Struct, frozen=True, kw_only=True, gc=False):
+class AnswerOptions(Struct, frozen=True, kw_only=True, gc=False):
     """How a client wants its answer."""
 
     is_stream: bool
@@ -71,7 +71,7 @@ class Answer:
         inbox: Inbox,
         choices: Sequence[Choice],
         builder: Builder,
-        wish: Wish,
+        options: AnswerOptions,
     ) -> None:
         self._dispatcher = dispatcher
         self._clock = clock
@@ -79,7 +79,7 @@ class Answer:
         self._inbox = inbox
         self._choices = choices
         self._builder = builder
-        self._wish = wish
+        self._options = options
         self._named = [
             (b"x-request-id", entries[0].request.tag.reply_id.encode())
         ]  # as /requests/ID knows it
@@ -89,7 +89,7 @@ class Answer:
         self._inbox.own()
         watcher = self._watch(scope, receive)
         try:
-            await (self._stream(send) if self._wish.is_stream else self._collect(send))
+            await (self._stream(send) if self._options.is_stream else self._collect(send))
         except ClientLeft:
             pass
         except asyncio.CancelledError:
@@ -121,7 +121,7 @@ class Answer:
         except ApiError as error:
             return await self._send_error(send, error)
         whole = [Piece.joined(pieces[index]) for index in self._best()]
-        timeline = self._timeline() if self._wish.wants_timeline else None
+        timeline = self._timeline() if self._options.wants_timeline else None
         await _send_start(send, 200, RAW_JSON + self._named)
         await _send_body(send, self._builder.whole(whole, self._usage(), timeline), is_last=True)
 
@@ -136,7 +136,7 @@ class Answer:
                     if not is_open[index]:
                         is_open[index] = True
                         data += self._builder.opening(index)
-                    usage = self._usage() if self._wish.wants_usage_always else None
+                    usage = self._usage() if self._options.wants_usage_always else None
                     data += self._builder.chunk(index, piece, usage)
                 if not is_started:
                     is_started = True
@@ -160,21 +160,21 @@ class Answer:
         await _send_body(send, error.encode(), is_last=True)
 
     def _closing(self) -> bytes:
-        usage = self._usage() if self._wish.wants_usage else None
+        usage = self._usage() if self._options.wants_usage else None
         return (
-            self._builder.closing(usage, self._timeline() if self._wish.wants_timeline else None)
+            self._builder.closing(usage, self._timeline() if self._options.wants_timeline else None)
             + self._builder.end
         )
 
     def _best(self) -> list[int]:
         """The tries that are the answer, prompt by prompt: those of the highest mean log probability."""
-        wish = self._wish
-        if wish.num_tries == wish.num_choices:
+        options = self._options
+        if options.num_tries == options.num_choices:
             return list(range(len(self._choices)))
         best: list[int] = []
-        for first in range(0, len(self._choices), wish.num_tries):
-            tries = range(first, first + wish.num_tries)
-            best += sorted(tries, key=lambda i: -self._choices[i].mean_logprob)[: wish.num_choices]
+        for first in range(0, len(self._choices), options.num_tries):
+            tries = range(first, first + options.num_tries)
+            best += sorted(tries, key=lambda i: -self._choices[i].mean_logprob)[: options.num_choices]
         return best
 
     # --- events -------------------------------------------------------------------------------------------------------
@@ -185,7 +185,7 @@ class Answer:
 
     @property
     def _wants_accounts(self) -> bool:
-        return self._wish.wants_usage or self._wish.wants_timeline
+        return self._options.wants_usage or self._options.wants_timeline
 
     @property
     def _is_settling(self) -> bool:
@@ -228,7 +228,7 @@ class Answer:
         for number, (entry, choice) in enumerate(zip(self._entries, self._choices, strict=True)):
             room = entry.room
             num_output += choice.num_tokens
-            if number % self._wish.num_tries == 0:  # the choices of a prompt share it
+            if number % self._options.num_tries == 0:  # the choices of a prompt share it
                 num_prompt += room.num_prompt
                 cached += room.cached_tokens
             if (decode := room.decode_timeline) is not None:

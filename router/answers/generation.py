@@ -62,7 +62,7 @@ class Piece(Struct, frozen=True, gc=False):
         return cls("".join(texts), logprobs, ids, finish, calls)
 
 
-class Style(Struct, frozen=True, kw_only=True, gc=False):
+class ChoiceOptions(Struct, frozen=True, kw_only=True, gc=False):
     """What a client wants of the text of its choices. `num_top` -1: no log probabilities."""
 
     stops: tuple[str, ...] = ()
@@ -85,12 +85,12 @@ class Prompt(Struct, frozen=True, gc=False):
 class Choice:
     """The text of one choice. `finish` is set once, and nothing is added after it."""
 
-    def __init__(self, tokenizer: Tokenizer, style: Style, echo: Prompt | None = None) -> None:
+    def __init__(self, tokenizer: Tokenizer, options: ChoiceOptions, echo: Prompt | None = None) -> None:
         self._tokenizer = tokenizer
-        self._style = style
-        self._detokenizer = tokenizer.detokenizer(skip_special=style.skip_special)
-        self._stops = StopStrings(style.stops) if style.stops else None
-        self._calls = CallReader(only_first=style.calls_come_first) if style.has_calls else None
+        self._options = options
+        self._detokenizer = tokenizer.detokenizer(skip_special=options.skip_special)
+        self._stops = StopStrings(options.stops) if options.stops else None
+        self._calls = CallReader(only_first=options.calls_come_first) if options.has_calls else None
         self._echo = echo
         self._num_chars = 0  # that all tokens so far have completed
         self._sum_logprobs = 0.0
@@ -140,12 +140,12 @@ class Choice:
         return replace(piece, text=said, calls=calls, finish=self.finish if piece.finish else "")
 
     def _add_prompt(self, prompt: Prompt, logprobs: Sequence[TokenLogprob]) -> Piece:
-        ids, style = prompt.ids, self._style
+        ids, options = prompt.ids, self._options
         text, starts = self._spell(ids)
         if prompt.text is not None:  # what the client wrote: control tokens, too, and before any normalising
             text, starts = prompt.text, prompt.starts
         self._num_chars = len(text)
-        if style.num_top < 0:
+        if options.num_top < 0:
             return Piece(text, ids=list(ids))
         if len(logprobs) != len(ids) - 1:
             raise ValueError(f"{len(logprobs)} log probabilities of a prompt of {len(ids)} tokens")
@@ -156,7 +156,7 @@ class Choice:
         return Piece(text, named, list(ids))
 
     def _add_output(self, effect: Deliver) -> Piece:
-        if self._style.is_silent:
+        if self._options.is_silent:
             return Piece("")
         ids, names = effect.ids, []
         if self._stops is None and not effect.logprobs:
@@ -167,7 +167,7 @@ class Choice:
             used = len(starts)
             logprobs = effect.logprobs[:used]
             self._sum_logprobs += sum(logprob.logprob for logprob in logprobs)
-            if self._style.num_top >= 0:
+            if self._options.num_top >= 0:
                 names = [self._named(*token) for token in zip(ids, logprobs, starts, strict=False)]
         self.num_tokens += used
         return self._parted(Piece(text, names, list(ids[:used]), self.finish))
@@ -188,7 +188,7 @@ class Choice:
         for number, token in enumerate(ids, self.num_tokens + 1):
             text, start = self._spell((token,))
             starts += start
-            is_checked = self._stops is not None and number > self._style.min_tokens
+            is_checked = self._stops is not None and number > self._options.min_tokens
             out.append(self._stops.feed(text) if is_checked and self._stops is not None else text)
             if self._stops is not None and self._stops.is_hit:
                 self.finish = "stop"
@@ -199,7 +199,7 @@ class Choice:
         data = self._tokenizer.token_bytes[token]
         if logprob is None:
             return TokenText(name_of(data), data, None, [], at)
-        top = [(token, value) for token, value in logprob.top[: self._style.num_top]]
+        top = [(token, value) for token, value in logprob.top[: self._options.num_top]]
         names = [(name_of(spelled), spelled, value) for spelled, value in self._bytes_of(top)]
         return TokenText(name_of(data), data, logprob.logprob, names, at)
 

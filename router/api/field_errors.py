@@ -10,10 +10,10 @@ from ..errors import ApiError, bad_request, printable
 from .fields import Field
 
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-Refused = list[tuple[str, str, Field]]  # attribute, name in JSON, and what the table says of it
+RefusedFields = list[tuple[str, str, Field]]  # attribute, name in JSON, and what the table says of it
 
 
-def refused_of(kind: type[Struct]) -> Refused:
+def refused_of(kind: type[Struct]) -> RefusedFields:
     """The fields of a type that its table refuses."""
     table: Mapping[str, Field] = getattr(kind, "TABLE", {})
     known = [
@@ -22,7 +22,7 @@ def refused_of(kind: type[Struct]) -> Refused:
     return [(attribute, name, table[name]) for attribute, name in known if table[name].state == "refused"]
 
 
-def check_refused(asked: Struct, refused: Refused, inside: str = "", param: str = "") -> None:
+def check_refused(asked: Struct, refused: RefusedFields, inside: str = "", param: str = "") -> None:
     """Raises ApiError (400) for a field that is not served, unless what it says asks for nothing."""
     for attribute, name, field in refused:
         value = getattr(asked, attribute)

@@ -24,7 +24,7 @@ STYLE_LINK = '<link rel="stylesheet" href="page.css">'
 SCRIPT_LINK = '<script src="page.js" type="module"></script>'
 
 
-class Overview:
+class Dashboard:
     """The addresses of an operator."""
 
     def __init__(self, history: History) -> None:

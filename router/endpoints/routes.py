@@ -35,7 +35,7 @@ from ..errors import (
 )
 from ..http.asgi import EXCHANGE, Exchange
 from ..http.auth import CALLER, must_ask, must_see_all
-from .dashboard import Overview
+from .dashboard import Dashboard
 from .idempotency import Begin, Replay, checked_key, digest_of, seed_of
 from .openapi import PAGE_POLICY, openapi_of, page_of
 from .service import Call, Service
@@ -67,7 +67,7 @@ class Routes:
             Route("/ready", self.ready, methods=["GET"]),
             Route("/status", self.status, methods=["GET"]),
             Route("/metrics", self.metrics, methods=["GET"]),
-            *Overview(self._service.dispatcher.history).routes(),
+            *Dashboard(self._service.dispatcher.history).routes(),
         ]
         handlers: dict[object, Callable[[Request, Exception], Awaitable[Response]]] = {
             ApiError: _on_api_error,

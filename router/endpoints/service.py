@@ -16,10 +16,10 @@ from starlette.requests import ClientDisconnect
 from ...cluster.trace_context import NOWHERE, TraceContext
 from ...cluster.tracing import Tracing, Untraced
 from ..admission import max_new_tokens, no_workers
-from ..answers.answer import Answer, Wish
+from ..answers.answer import Answer, AnswerOptions
 from ..answers.chat_replies import ChatBuilder
 from ..answers.completion_replies import CompletionBuilder
-from ..answers.generation import Choice, Prompt, Style, name_of
+from ..answers.generation import Choice, ChoiceOptions, Prompt, name_of
 from ..answers.replies import Builder, DetokenizeReply, Frame, TokenizeReply
 from ..answers.response_replies import ResponseBuilder
 from ..api.bodies import ChatBody, CompletionBody, DetokenizeBody, Message, TokenizeBody
@@ -31,8 +31,8 @@ from ..entries import Entry, Job, Request, Tag
 from ..errors import ApiError, bad_request, context_too_long, unknown_model
 from ..http.rate_limits import ANYONE, Caller
 from ..policy import Limits
-from ..sandbox.fork_server import NurseryHandle
-from ..sandbox.rendering import Switches
+from ..sandbox.fork_server import ForkServer
+from ..sandbox.template_renderer import Switches
 from ..scheduling.inbox import Inbox
 from ..text.grammars import Grammars, plan_of
 from ..text.templates import Templates, encoded
@@ -66,7 +66,7 @@ class Service:
         tokenizer: Tokenizer,
         served_model: str,
         clock: Callable[[], float],
-        nursery: NurseryHandle,
+        fork_server: ForkServer,
         tracing: Tracing | None = None,
         *,
         chat_max_tokens: int,
@@ -81,11 +81,11 @@ class Service:
         self.started = int(time.time())
         self.clock = clock
         self.replays = Idempotency(clock, dispatcher.events)
-        self.grammars = Grammars(nursery, clock, dispatcher.events)
+        self.grammars = Grammars(fork_server, clock, dispatcher.events)
         setup = tokenizer.template_setup
         self.templates: Templates | None = None
         if setup is not None:
-            self.templates = Templates(setup, nursery, clock, dispatcher.events)
+            self.templates = Templates(setup, fork_server, clock, dispatcher.events)
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
 
     def open(self) -> None:
@@ -177,13 +177,13 @@ class Service:
         """While the text of a request is read that waits for a worker then. Raises ApiError (429)."""
         now, intake = self.clock(), self.dispatcher.intake
         intake.check_queue(call.caller.priority_of(priority), now)
-        return intake.reading_room.reading(call.caller, call.size, now)
+        return intake.parse_limiter.reading(call.caller, call.size, now)
 
     @contextmanager
     def _counted(self, call: Call) -> Iterator[None]:
         """While a request is answered that no worker sees; it counts against rates like others. Raises ApiError (429)."""
         now, intake = self.clock(), self.dispatcher.intake
-        with intake.reading_room.reading(call.caller, call.size, now):
+        with intake.parse_limiter.reading(call.caller, call.size, now):
             intake.gate.charge(call.caller, 0, now)
             yield
 
@@ -262,19 +262,19 @@ class Service:
         live = self.dispatcher.limits()
         if live is None:  # then nobody knows the vocabulary either, which may be larger than the tokenizer's
             raise no_workers()
-        style, num_choices, num_tries = _style_of(body), body.num_choices, body.num_tries
+        choice_options, num_choices, num_tries = _choice_options(body), body.num_choices, body.num_tries
         jobs: list[Job] = []
         choices: list[Choice] = []
         for prompt in prompts:
             check_token_ids(body, prompt.ids, self._vocab_size(live))
             jobs += self._jobs(body, prompt.ids, live, call, tokenize_s)
             echo = prompt if body.wants_echo else None
-            choices += [Choice(self.tokenizer, style, echo) for _ in range(num_tries)]
+            choices += [Choice(self.tokenizer, choice_options, echo) for _ in range(num_tries)]
         inbox = Inbox(
-            self.clock, is_patient=not body.stream and not style.stops
+            self.clock, is_patient=not body.stream and not choice_options.stops
         )  # a stop string is looked for at once
         entries = self._submit(jobs, inbox, frame.id, call)
-        wish = Wish(
+        options = AnswerOptions(
             is_stream=bool(body.stream),
             wants_usage=body.wants_usage,
             wants_usage_always=body.wants_usage_always,
@@ -282,7 +282,7 @@ class Service:
             num_choices=num_choices,
             num_tries=num_tries,
         )
-        return Answer(self.dispatcher, self.clock, entries, inbox, choices, builder, wish)
+        return Answer(self.dispatcher, self.clock, entries, inbox, choices, builder, options)
 
     def _submit(self, jobs: Sequence[Job], inbox: Inbox, reply_id: str, call: Call) -> list[Entry]:
         """In a span of its own, which ends with the last choice, or here when the request is refused."""
@@ -332,8 +332,8 @@ class Service:
         return live.vocab_size or len(self.tokenizer)
 
 
-def _style_of(body: ChatBody | CompletionBody) -> Style:
-    return Style(
+def _choice_options(body: ChatBody | CompletionBody) -> ChoiceOptions:
+    return ChoiceOptions(
         stops=body.stops,
         skip_special=True if body.skip_special_tokens is None else body.skip_special_tokens,
         num_top=logprobs_of(body),

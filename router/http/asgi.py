@@ -24,7 +24,7 @@ STATUS_LINES = {
 EXCHANGE = "exchange"  # where a scope has its Exchange
 
 
-class Line(Protocol):
+class Connection(Protocol):
     """The connection under an exchange."""
 
     is_paused: bool  # the client does not read
@@ -40,15 +40,26 @@ class Exchange:
     """Made when a request's head is there; `run` when the rest is."""
 
     __slots__ = (
-        "_body", "_fields", "_head", "_is_chunked", "_is_head", "_is_reusable", "_leaving", "_line", "_on_leave",
-        "_status", "has_left", "is_over", "scope",
+        "_body",
+        "_connection",
+        "_fields",
+        "_head",
+        "_is_chunked",
+        "_is_head",
+        "_is_reusable",
+        "_leaving",
+        "_on_leave",
+        "_status",
+        "has_left",
+        "is_over",
+        "scope",
     )  # fmt: skip
 
-    def __init__(self, line: Line, scope: Scope, fields: Fields, *, is_reusable: bool) -> None:
+    def __init__(self, connection: Connection, scope: Scope, fields: Fields, *, is_reusable: bool) -> None:
         self.scope = scope
         self._fields = fields
         self.is_over = False
-        self._line = line
+        self._connection = connection
         self._body = b""
         self._is_reusable = is_reusable  # the connection, for another request
         self._is_head = scope["method"] == "HEAD"
@@ -126,14 +137,14 @@ class Exchange:
         if self.has_left or self.is_over:
             return
         body, is_last = message.get("body", b""), not message.get("more_body", False)
-        if self._status > 0 and not self._line.answered(self._status):
+        if self._status > 0 and not self._connection.answered(self._status):
             self._is_reusable = False
         data = self._opening(body, is_last) if self._status > 0 else b""
-        self._line.write(data + self._framed(body, is_last))
+        self._connection.write(data + self._framed(body, is_last))
         if is_last:
             self._end()
-        elif self._line.is_paused:
-            await self._line.drained()
+        elif self._connection.is_paused:
+            await self._connection.drained()
 
     def _opening(self, body: bytes, is_last: bool) -> bytes:
         """The head of the answer, which goes out with the first part of its body."""
@@ -171,7 +182,7 @@ class Exchange:
     def _end(self) -> None:
         self.is_over = True
         self._on_leave = None
-        self._line.ended(is_reusable=self._is_reusable)
+        self._connection.ended(is_reusable=self._is_reusable)
 
     async def _fail(self) -> None:
         """The application gave no answer, or a part of one: a client must not take that for the whole."""
@@ -183,7 +194,7 @@ class Exchange:
             await self.answer(internal())
         else:
             self.is_over = True
-            self._line.broken()
+            self._connection.broken()
 
     async def answer(self, error: ApiError) -> None:
         """An error object is the answer."""

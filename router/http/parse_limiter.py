@@ -14,7 +14,7 @@ MAX_READING = 1024  # requests
 MAX_READING_BYTES = 256 << 20  # of their bodies, together
 
 
-class ReadingRoom:
+class ParseLimiter:
     """Counts those that are being read."""
 
     def __init__(self, gate: Gate) -> None:
@@ -23,7 +23,7 @@ class ReadingRoom:
         self._gate = gate
 
     def __repr__(self) -> str:
-        return f"ReadingRoom({self.num_requests} requests, {self.num_bytes} bytes)"
+        return f"ParseLimiter({self.num_requests} requests, {self.num_bytes} bytes)"
 
     @contextmanager
     def reading(self, caller: Caller, num_bytes: int, now: float) -> Iterator[None]:

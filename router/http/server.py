@@ -15,7 +15,7 @@ from .asgi import Exchange
 from .auth import Guard
 from .http_protocol import HEAD_TIMEOUT_S, NEVER, HttpProtocol
 from .tls import Certificate
-from .tls_listener import TlsDoor
+from .tls_listener import TlsListener
 
 SWEEP_S = 0.1
 MAX_BUFFERED = 256 << 20  # bytes of bodies that are being read, of all connections together
@@ -75,7 +75,7 @@ class HttpServer:
         self.is_leaving = False  # answers say that their connection ends behind them
         self.is_draining = False  # connections end behind an answer also where it could not say so
         self._app, self._counts = app, counts
-        self._listening: asyncio.Server | TlsDoor | None = None
+        self._listening: asyncio.Server | TlsListener | None = None
         self._door = None if certificate is None else self._door_with(certificate)
         self._connections: set[HttpProtocol] = set()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -110,11 +110,13 @@ class HttpServer:
     def _connection(self) -> HttpProtocol:
         return HttpProtocol(self)
 
-    def _door_with(self, certificate: Certificate) -> TlsDoor:
+    def _door_with(self, certificate: Certificate) -> TlsListener:
         def has_room(num_in_door: int) -> bool:
             return num_in_door + len(self._connections) < self.max_connections + SPARE_IN_DOOR
 
-        return TlsDoor(certificate, self._connection, has_room, patience_s=HEAD_TIMEOUT_S, clock=self.clock)
+        return TlsListener(
+            certificate, self._connection, has_room, patience_s=HEAD_TIMEOUT_S, clock=self.clock
+        )
 
     async def hand_over(self, listener: socket.socket) -> None:
         """Leaves the port to others that listen there: closes `listener`, and each connection behind the next answer that

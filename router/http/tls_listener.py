@@ -30,7 +30,7 @@ HANDSHAKE = b"\x16"  # the content type of a handshake record, RFC 8446, 5.1
 READ_BYTES = 1 << 16
 
 
-class TlsDoor:
+class TlsListener:
     """Accepts for one server, on one event loop. `has_room`: whether one more may come, given how many are in the door."""
 
     def __init__(
@@ -50,7 +50,7 @@ class TlsDoor:
         self._handshakes: set[asyncio.Task[None]] = set()
 
     def __repr__(self) -> str:
-        return f"TlsDoor({len(self._silent)} silent, {len(self._handshakes)} in a handshake)"
+        return f"TlsListener({len(self._silent)} silent, {len(self._handshakes)} in a handshake)"
 
     def __len__(self) -> int:
         """Who is not inside yet."""

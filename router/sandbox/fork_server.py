@@ -9,14 +9,14 @@ from contextlib import suppress
 from functools import partial
 from itertools import count
 
-from . import pool_worker as template_worker
-from .pool_worker import COMMAND, Command, run_nursery
+from . import pool_worker
+from .pool_worker import COMMAND, Command, run_fork_server
 
-PROGRAM = (sys.executable, "-m", template_worker.__name__)
+PROGRAM = (sys.executable, "-m", pool_worker.__name__)
 
 
-class NurseryHandle:
-    """Forks workers for as long as it is not closed. A nursery that died is replaced when it is needed next."""
+class ForkServer:
+    """Forks workers for as long as it is not closed. A fork_server that died is replaced when it is needed next."""
 
     def __init__(self) -> None:
         self._numbers = count(1)
@@ -24,11 +24,11 @@ class NurseryHandle:
         self._reap: Callable[[], object] = int  # waits for the process, which ends when the channel is closed
 
     def __repr__(self) -> str:
-        return f"NurseryHandle({'not started' if self._channel is None else 'started'})"
+        return f"ForkServer({'not started' if self._channel is None else 'started'})"
 
     @classmethod
-    def forked(cls) -> "NurseryHandle":
-        """A nursery forked from this process, which must have no thread of its own yet: it is there at once."""
+    def forked(cls) -> "ForkServer":
+        """A fork_server forked from this process, which must have no thread of its own yet: it is there at once."""
         made = cls()
         own, other = _channel()
         sys.stdout.flush()
@@ -36,7 +36,7 @@ class NurseryHandle:
         pid = os.fork()
         if not pid:
             own.close()
-            run_nursery(other)
+            run_fork_server(other)
         other.close()
         made._channel, made._reap = own, partial(os.waitpid, pid, 0)
         return made
@@ -60,12 +60,12 @@ class NurseryHandle:
             self._order(Command.SET_ASIDE, number)
 
     def kill(self, number: int) -> None:
-        """Ends the worker; if the nursery died, its deadline does that."""
+        """Ends the worker; if the fork_server died, its deadline does that."""
         with suppress(OSError):
             self._order(Command.KILL, number)
 
     def close(self) -> None:
-        """Ends the nursery and all of its workers. Idempotent."""
+        """Ends the fork_server and all of its workers. Idempotent."""
         if self._channel is not None:
             self._channel.close()
             self._channel = None
@@ -80,12 +80,12 @@ class NurseryHandle:
                 return
             except ConnectionError:
                 self.close()
-        if end is not None:  # others are about workers of the nursery that died
+        if end is not None:  # others are about workers of the fork_server that died
             self._channel = self._start()
             socket.send_fds(self._channel, [data], descriptors)
 
     def _start(self) -> socket.socket:
-        """A nursery as a program of its own: it loads the libraries anew, which takes it a second."""
+        """A fork_server as a program of its own: it loads the libraries anew, which takes it a second."""
         own, other = _channel()
         with other:
             number = other.fileno()
@@ -97,7 +97,7 @@ class NurseryHandle:
 
 
 def _channel() -> tuple[socket.socket, socket.socket]:
-    """The router's end, which never waits, and the nursery's."""
+    """The router's end, which never waits, and the fork_server's."""
     own, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     own.setblocking(False)
     return own, other

@@ -20,7 +20,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from ..api.tool_bodies import CLOSE, OPEN
 from ..errors import ApiError, bad_request
-from .rendering import REFUSED, RENDERED, TOO_LARGE
+from .frames import REFUSED, RENDERED, TOO_LARGE
 
 GRAMMARS = b"grammars"  # the first frame of a process that compiles, in place of a Setup
 MAX_GRAMMAR = 131072  # bytes; what a message to a worker takes

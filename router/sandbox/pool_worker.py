@@ -1,11 +1,11 @@
 """The processes that render chat templates and compile grammars, so that one that runs wild can be killed.
 
-    nursery   has the libraries loaded and no template; it forks a worker within milliseconds when the router asks for one,
+    fork_server   has the libraries loaded and no template; it forks a worker within milliseconds when the router asks for one,
               sets it aside (at the lowest priority) or kills it. It ends with the router, and its workers with it.
     worker    renders one chat after the other. The kernel ends it when one takes longer than DEADLINE_S, also inside a
               function in C; it cannot have more than MEMORY beyond what it began with.
 
-To the nursery, one datagram each: a Command and a worker's number, with FORK the worker's end of a socket.
+To the fork_server, one datagram each: a Command and a worker's number, with FORK the worker's end of a socket.
 """
 
 import contextlib
@@ -23,8 +23,9 @@ from enum import IntEnum
 import msgspec
 
 from ...cluster.life import SERVING
+from .frames import READY, TOO_LARGE, Frames, framed
 from .grammar_compiler import GRAMMARS, GrammarCompiler
-from .rendering import READY, TOO_LARGE, Frames, Renderer, Setup, framed
+from .template_renderer import Setup, TemplateRenderer
 
 DEADLINE_S = 2.0  # of one chat, in a worker that is not starved
 MEMORY = 512 << 20  # bytes of address space that rendering may take
@@ -35,14 +36,14 @@ READ_BYTES = 1 << 18
 
 
 class Command(IntEnum):
-    """What a router asks of a nursery."""
+    """What a router asks of a fork_server."""
 
     FORK = 1
     SET_ASIDE = 2
     KILL = 3
 
 
-class Nursery:
+class ForkServerProcess:
     """The loop that forks and reaps. One thread."""
 
     def __init__(self, channel: socket.socket) -> None:
@@ -53,7 +54,7 @@ class Nursery:
             end.setblocking(False)
 
     def __repr__(self) -> str:
-        return f"Nursery({len(self._children)} workers)"
+        return f"ForkServerProcess({len(self._children)} workers)"
 
     def serve(self) -> None:
         """Until the router is gone. In a worker it does not return."""
@@ -120,7 +121,7 @@ class Nursery:
                 del self._children[number]
 
 
-def run_nursery(channel: socket.socket) -> None:
+def run_fork_server(channel: socket.socket) -> None:
     """The whole life of the process, which ends with it."""
     code = 1
     try:
@@ -128,7 +129,7 @@ def run_nursery(channel: socket.socket) -> None:
             signal.signal(number, signal.SIG_IGN)
         gc.collect()
         gc.freeze()
-        Nursery(channel).serve()
+        ForkServerProcess(channel).serve()
         code = 0
     except BaseException:
         traceback.print_exc()
@@ -143,26 +144,26 @@ def _work(end: socket.socket) -> None:
     _limit(MEMORY)
     sys.audit(SERVING)
     frames = Frames()
-    trade: Renderer | GrammarCompiler | None = None
+    executor: TemplateRenderer | GrammarCompiler | None = None
     with contextlib.suppress(ConnectionError):
         while data := end.recv(READ_BYTES):
             for frame in frames.feed(data):
-                if trade is None:
-                    trade = _trade_of(frame)
+                if executor is None:
+                    executor = _executor_of(frame)
                     end.sendall(framed(READY))
                     continue
                 signal.setitimer(signal.ITIMER_REAL, DEADLINE_S)
-                reply = trade.answer(frame)
+                reply = executor.answer(frame)
                 signal.setitimer(signal.ITIMER_REAL, 0)
                 end.sendall(framed(reply))
                 if reply == TOO_LARGE:
                     return
 
 
-def _trade_of(frame: bytes) -> Renderer | GrammarCompiler:
+def _executor_of(frame: bytes) -> TemplateRenderer | GrammarCompiler:
     """What the first frame makes of a worker."""
     if frame != GRAMMARS:
-        return Renderer(msgspec.json.decode(frame, type=Setup))
+        return TemplateRenderer(msgspec.json.decode(frame, type=Setup))
     made = GrammarCompiler()
     _limit(GRAMMAR_MEMORY)
     return made
@@ -182,4 +183,4 @@ def _address_space() -> int:
 
 
 if __name__ == "__main__":
-    run_nursery(socket.socket(fileno=int(sys.argv[1])))
+    run_fork_server(socket.socket(fileno=int(sys.argv[1])))

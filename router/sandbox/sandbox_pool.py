@@ -1,6 +1,6 @@
-"""Work that a client's words make costly, done by processes that can be killed, which `template_lanes` directs.
+"""A pool of sandboxed processes on the event loop: jobs in, replies out. `PoolScheduler` decides, this file does the I/O.
 
-Chat templates and grammars are such: one Workshop each, with processes of its own from the router's one nursery.
+Chat templates and grammars have one pool each, with workers forked by the router's one fork server.
 """
 
 import asyncio
@@ -10,9 +10,21 @@ from collections.abc import Callable
 
 from ...cluster.errors import BatonError
 from ...cluster.log import fields
-from .fork_server import NurseryHandle
-from .pool_scheduler import SLOW_S, Answered, Effect, End, Failed, Fork, Lanes, Rendering, Send, SetAside
-from .rendering import READY, TOO_LARGE, Frames, framed
+from .fork_server import ForkServer
+from .frames import READY, TOO_LARGE, Frames, framed
+from .pool_scheduler import (
+    SLOW_S,
+    Answered,
+    Assign,
+    Effect,
+    End,
+    Failed,
+    Fork,
+    Job,
+    PoolScheduler,
+    Reason,
+    SetAside,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -20,24 +32,23 @@ READ_BYTES = 1 << 18
 
 
 class TooCostly(BatonError):
-    """The work took more time than it may."""
+    """The job took more time than it may."""
 
 
 class WorkerLost(BatonError):
-    """Processes died of the work, or could not be made."""
+    """Workers died of the job, or none could be started."""
 
 
 class NoWorker(WorkerLost):
-    """None could be made, which says nothing of the work."""
+    """No worker could be started, which says nothing about the job."""
 
 
 class _Pipe:
-    """The socket to one worker, on the event loop."""
+    """The socket to one worker."""
 
     def __init__(self, number: int, end: socket.socket, on_data: Callable[[], None]) -> None:
-        self.number = number
+        self.number = number  # the fork server's name for the worker
         self.frames = Frames()
-        self.is_up = False  # it has said that it is ready
         self._end = end
         self._unsent = bytearray()
         self._loop = asyncio.get_running_loop()
@@ -47,13 +58,14 @@ class _Pipe:
         return f"_Pipe(worker {self.number}, {len(self._unsent)} bytes unsent)"
 
     def send(self, data: bytes) -> None:
-        """With what else is sent in this turn of the loop, since each write wakes the worker; or when there is room."""
-        if not self._unsent:
-            self._loop.call_soon(self._flush)
+        """Writes `data`; what the socket has no room for is written later."""
         self._unsent += data
+        self._write()
+        if self._unsent:
+            self._loop.add_writer(self._end, self._on_room)
 
     def read(self) -> bytes | None:
-        """What has come; None: nothing yet, b"": the worker is gone."""
+        """What has come; None when nothing has, b"" when the worker is gone."""
         try:
             return self._end.recv(READ_BYTES)
         except BlockingIOError:
@@ -67,97 +79,87 @@ class _Pipe:
         self._loop.remove_writer(self._end)
         self._end.close()
 
-    def _flush(self) -> None:
-        del self._unsent[: self._written(self._unsent)]
-        if self._unsent:
-            self._loop.add_writer(self._end, self._on_room)
-
-    def _written(self, data: bytes | bytearray) -> int:
-        """How much of it. Of a worker that is gone the reader hears."""
+    def _write(self) -> None:
         try:
-            return self._end.send(data)
+            del self._unsent[: self._end.send(self._unsent)]
         except BlockingIOError:
-            return 0
-        except OSError:
-            return len(data)
+            pass
+        except OSError:  # the worker is gone; the reader finds that out
+            self._unsent.clear()
 
     def _on_room(self) -> None:
-        del self._unsent[: self._written(self._unsent)]
+        self._write()
         if not self._unsent:
             self._loop.remove_writer(self._end)
 
 
-class Workshop:
-    """Has work done for one router, on one event loop. Processes are made when there is something to do.
+class SandboxPool:
+    """Does jobs for one router, on one event loop. Workers are started when there is a job.
 
-    `setup` is the first frame that each of them gets; of `lanes` every workshop has its own. `kind` is for the log.
+    `setup` is the first frame that each worker gets. `kind` names the pool in the log.
     """
 
     def __init__(
         self,
         setup: bytes,
-        nursery: NurseryHandle,
+        fork_server: ForkServer,
         clock: Callable[[], float],
-        lanes: Lanes | None = None,
+        scheduler: PoolScheduler | None = None,
         *,
         kind: str = "template",
     ) -> None:
         self._setup = framed(setup)
         self._kind = kind
-        self._nursery = nursery
+        self._fork_server = fork_server
         self._clock = clock
-        self._lanes = lanes or Lanes()
-        self._pipes: dict[int, _Pipe] = {}
-        self._answers: dict[Rendering, asyncio.Future[bytes]] = {}
+        self._scheduler = scheduler or PoolScheduler()
+        self._pipes: dict[int, _Pipe] = {}  # by the scheduler's key
+        self._answers: dict[Job, asyncio.Future[bytes]] = {}
         self._timer: asyncio.TimerHandle | None = None
-        self._reply = b""  # that a worker has just given
-        self._is_barren = False  # whoever was lost last had not come up
 
     def __repr__(self) -> str:
-        return f"Workshop({self._lanes}, {len(self._pipes)} {self._kind} workers)"
+        return f"SandboxPool({self._kind}, {self._scheduler})"
 
     def close(self) -> None:
         """Ends all workers. Idempotent."""
         if self._timer is not None:
             self._timer.cancel()
         for key in list(self._pipes):
-            self._end(key, is_idle=False)
+            self._end(key, must_kill=True)
 
     async def reply_to(self, data: bytes, *, is_long: bool) -> bytes:
-        """A worker's reply. Raises TooCostly, and WorkerLost or its NoWorker."""
-        rendering = Rendering(data, is_long)
+        """A worker's reply to `data`. Raises TooCostly, WorkerLost or NoWorker."""
+        job = Job(data, is_long)
         answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        self._answers[rendering] = answer
-        self._do(self._lanes.submit(rendering, self._clock()))
+        self._answers[job] = answer
+        self._do(self._scheduler.submit(job, self._clock()))
         try:
             return await answer
         finally:
-            rendering.is_dropped = True
-            self._answers.pop(rendering, None)
+            job.is_dropped = True
+            self._answers.pop(job, None)
 
-    def _do(self, effects: list[Effect]) -> None:
+    def _do(self, effects: list[Effect], reply: bytes = b"") -> None:
         for effect in effects:
             match effect:
+                case Assign(key, job):
+                    self._pipes[key].send(framed(job.data))
+                case Answered(job):
+                    self._settle(job, reply)
                 case Fork(key):
                     self._fork(key)
-                case Send(key, rendering):
-                    if key in self._pipes:
-                        self._pipes[key].send(framed(rendering.data))
                 case SetAside(key):
-                    self._nursery.set_aside(self._pipes[key].number)
-                case End(key, is_idle):
-                    self._end(key, is_idle=is_idle)
-                case Answered(rendering):
-                    self._settle(rendering, self._reply)
-                case Failed(rendering, is_costly):
-                    lost = NoWorker() if self._is_barren else WorkerLost()
-                    self._settle(rendering, TooCostly() if is_costly else lost)
-        if self._timer is None and self._lanes.num_open:
+                    self._fork_server.set_aside(self._pipes[key].number)
+                case End(key, must_kill):
+                    self._end(key, must_kill=must_kill)
+                case Failed(job, reason):
+                    self._settle(job, _error_of(reason))
+        if self._timer is None and self._scheduler.num_open:
             self._timer = asyncio.get_running_loop().call_later(SLOW_S / 2, self._tick)
 
     def _fork(self, key: int) -> None:
         try:
-            number, end = self._nursery.fork()
+            number, end = self._fork_server.fork()
         except OSError as error:
             logger.warning("no %s worker can be made", self._kind, extra=fields(reason=str(error)))
             asyncio.get_running_loop().call_soon(self._on_end, key)
@@ -173,42 +175,49 @@ class Workshop:
                 if key not in self._pipes:
                     return
         if data is not None:
-            self._end(key, is_idle=True)
-            self._on_end(key, was_up=pipe.is_up)
+            self._end(key, must_kill=False)
+            self._on_end(key)
 
     def _on_reply(self, key: int, reply: bytes) -> None:
+        now = self._clock()
         if reply == READY:
-            self._pipes[key].is_up = True
-            self._lanes.ready(key, self._clock())
-            return
-        self._reply = reply
-        self._do(self._lanes.answered(key, self._clock(), is_last=reply == TOO_LARGE))
+            self._do(self._scheduler.ready(key, now))
+        else:
+            self._do(self._scheduler.answered(key, now, is_last=reply == TOO_LARGE), reply)
 
-    def _on_end(self, key: int, *, was_up: bool = False) -> None:
-        self._is_barren = not was_up
-        self._do(self._lanes.ended(key, self._clock()))
+    def _on_end(self, key: int) -> None:
+        self._do(self._scheduler.ended(key, self._clock()))
 
     def _tick(self) -> None:
         self._timer = None
-        for key in list(self._pipes):  # a loop that was late shall not blame workers that were not
+        for key in list(self._pipes):  # replies first: workers are not slow because the event loop was late
             if key in self._pipes:
                 self._on_data(key)
-        self._is_barren = True  # whom it finds lost did not come up
-        self._do(self._lanes.tick(self._clock()))
+        self._do(self._scheduler.tick(self._clock()))
 
-    def _end(self, key: int, *, is_idle: bool) -> None:
+    def _end(self, key: int, *, must_kill: bool) -> None:
         pipe = self._pipes.pop(key, None)
-        if pipe is None:  # it could not be made
+        if pipe is None:  # it could not be started
             return
-        if not is_idle:
-            self._nursery.kill(pipe.number)
+        if must_kill:
+            self._fork_server.kill(pipe.number)
         pipe.close()
 
-    def _settle(self, rendering: Rendering, outcome: bytes | BatonError) -> None:
-        answer = self._answers.get(rendering)
+    def _settle(self, job: Job, outcome: bytes | BatonError) -> None:
+        answer = self._answers.get(job)
         if answer is None or answer.done():
             return
         if isinstance(outcome, bytes):
             answer.set_result(outcome)
         else:
             answer.set_exception(outcome)
+
+
+def _error_of(reason: Reason) -> BatonError:
+    match reason:
+        case Reason.COSTLY:
+            return TooCostly()
+        case Reason.LOST:
+            return WorkerLost()
+        case Reason.NO_WORKER:
+            return NoWorker()

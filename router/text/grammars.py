@@ -13,16 +13,17 @@ import msgspec
 from ..api.bodies import ChatBody, CompletionBody
 from ..api.tool_bodies import ToolChoice, schema_of
 from ..errors import bad_request, grammar_too_costly, overloaded
-from ..sandbox.fork_server import NurseryHandle
+from ..sandbox.fork_server import ForkServer
+from ..sandbox.frames import REFUSED, RENDERED
 from ..sandbox.grammar_compiler import GRAMMARS, Plan, check_size
-from ..sandbox.pool_scheduler import SLOW_S, Lanes
-from ..sandbox.rendering import REFUSED, RENDERED
-from ..sandbox.sandbox_pool import NoWorker, TooCostly, WorkerLost, Workshop
+from ..sandbox.pool_scheduler import SLOW_S, PoolScheduler
+from ..sandbox.sandbox_pool import NoWorker, SandboxPool, TooCostly, WorkerLost
 
 MAX_KEPT = 64
 MAX_WAITING = 64  # grammars to compile
 LONG = 2000  # bytes of schemas
-SLOW_ONES = 1  # that are compiled beside the others; who dies of want of memory was one
+NUM_WORKERS = 2  # one for short schemas, one for long ones
+MAX_ASIDE = 1
 
 
 def plan_of(body: ChatBody | CompletionBody) -> Plan:
@@ -45,11 +46,11 @@ class Grammars:
     """Has plans compiled and keeps the last ones. Used on one event loop."""
 
     def __init__(
-        self, nursery: NurseryHandle, clock: Callable[[], float], events: Counter[str] | None = None
+        self, fork_server: ForkServer, clock: Callable[[], float], events: Counter[str] | None = None
     ) -> None:
-        self._shop = Workshop(
-            GRAMMARS, nursery, clock, Lanes(max_aside=SLOW_ONES, costly_s=SLOW_S), kind="grammar"
-        )
+        # llguidance ends a process that has no memory left, so a worker that died behind SLOW_S was too costly
+        scheduler = PoolScheduler(NUM_WORKERS, MAX_ASIDE, costly_s=SLOW_S)
+        self._pool = SandboxPool(GRAMMARS, fork_server, clock, scheduler, kind="grammar")
         self._events = Counter() if events is None else events
         self._kept: OrderedDict[Plan, str] = OrderedDict()
         self._num_waiting = 0
@@ -59,7 +60,7 @@ class Grammars:
 
     def close(self) -> None:
         """Ends the processes. Idempotent."""
-        self._shop.close()
+        self._pool.close()
 
     async def of(self, plan: Plan) -> str:
         """The grammar, "" where anything goes. Raises ApiError: 400 for what cannot be followed, 429."""
@@ -82,7 +83,7 @@ class Grammars:
 
     async def _compiled(self, plan: Plan) -> str:
         try:
-            reply = await self._shop.reply_to(msgspec.msgpack.encode(plan), is_long=plan.num_bytes > LONG)
+            reply = await self._pool.reply_to(msgspec.msgpack.encode(plan), is_long=plan.num_bytes > LONG)
         except NoWorker:
             raise overloaded("No schema can be compiled now. Try again later.") from None
         except (TooCostly, WorkerLost):  # who runs out of memory below Python dies of it

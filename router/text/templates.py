@@ -8,9 +8,10 @@ from collections.abc import Callable
 import msgspec
 
 from ..errors import ApiError, bad_request, nested_too_deeply, template_failed, template_too_costly
-from ..sandbox.fork_server import NurseryHandle
-from ..sandbox.rendering import REFUSED, RENDERED, Chat, Setup
-from ..sandbox.sandbox_pool import TooCostly, WorkerLost, Workshop
+from ..sandbox.fork_server import ForkServer
+from ..sandbox.frames import REFUSED, RENDERED
+from ..sandbox.sandbox_pool import SandboxPool, TooCostly, WorkerLost
+from ..sandbox.template_renderer import Chat, Setup
 
 logger = logging.getLogger(__name__)
 
@@ -31,16 +32,16 @@ class Templates:
     def __init__(
         self,
         setup: Setup,
-        nursery: NurseryHandle,
+        fork_server: ForkServer,
         clock: Callable[[], float],
         events: Counter[str] | None = None,
     ) -> None:
-        self._shop = Workshop(msgspec.json.encode(setup), nursery, clock)
+        self._pool = SandboxPool(msgspec.json.encode(setup), fork_server, clock)
         self._events = Counter() if events is None else events
         self._warming: list[asyncio.Task[str]] = []
 
     def __repr__(self) -> str:
-        return f"Templates({self._shop})"
+        return f"Templates({self._pool})"
 
     def warm(self) -> None:
         """Has workers made and the template compiled before somebody waits for that."""
@@ -56,12 +57,12 @@ class Templates:
         """Ends all workers. Idempotent."""
         for task in self._warming:
             task.cancel()
-        self._shop.close()
+        self._pool.close()
 
     async def render(self, chat: bytes, *, is_long: bool) -> str:
         """The text of an encoded Chat. Raises ApiError: what the template refuses, or takes too much for, is 400."""
         try:
-            reply = await self._shop.reply_to(chat, is_long=is_long)
+            reply = await self._pool.reply_to(chat, is_long=is_long)
         except TooCostly:
             raise self._too_costly() from None
         except WorkerLost:

@@ -21,9 +21,10 @@ from transformers import PreTrainedTokenizerFast
 
 from ...cluster.errors import ConfigError, StartupError
 from ..errors import bad_request, nested_too_deeply, printable
-from ..sandbox.rendering import Chat, Setup, Switches
+from ..sandbox.template_renderer import Chat, Setup, Switches
 from .detokenizer import Detokenizer, TokenBytes
 from .tool_prompts import ChatMessage, is_native, written_out
+from .word_ids import word_ids
 
 RENDERING = signature(PreTrainedTokenizerFast.apply_chat_template)
 RESERVED_SWITCHES = frozenset((*RENDERING.parameters, "messages", "conversations"))
@@ -53,6 +54,8 @@ class Tokenizer:
         _keep_spaces(self._backend)
         self._plain: Backend = Backend.from_str(self._backend.to_str())
         self._plain.encode_special_tokens = True
+        self._word_ids = word_ids(self._backend)
+        self._has_frame = self._backend.num_special_tokens_to_add(False) > 0
         self.token_bytes = TokenBytes(self._backend)
         self.longest_token = max(1, self.token_bytes.longest)
         added = self._backend.get_added_tokens_decoder()
@@ -75,7 +78,9 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """A raw prompt, with what the tokenizer puts around any text (such as a begin token)."""
-        return self._encode(self._backend, text, add_special_tokens=add_special_tokens)
+        if add_special_tokens and self._has_frame:
+            return self._encode(self._backend, text, add_special_tokens=True)
+        return self._encode_text(text)
 
     def encode_with_starts(self, text: str) -> tuple[list[int], list[int]]:
         """A raw prompt, and of each token the character of `text` that it begins or goes on with.
@@ -135,7 +140,7 @@ class Tokenizer:
     def encode_rendered(self, chat: GuardedChat, rendered: str) -> list[int]:
         """The ids of what the template made of a chat."""
         if not chat.spelled:
-            return self._encode(self._backend, rendered, add_special_tokens=False)
+            return self._encode_text(rendered)
         ids: list[int] = []
         for i, part in enumerate(rendered.split(chat.mark)):
             text = part
@@ -143,7 +148,7 @@ class Tokenizer:
                 number, _, text = part.partition("x")
                 ids += self._encode(self._plain, chat.spelled[int(number)], add_special_tokens=False)
             if text:
-                ids += self._encode(self._backend, text, add_special_tokens=False)
+                ids += self._encode_text(text)
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -153,6 +158,11 @@ class Tokenizer:
 
     def detokenizer(self, *, skip_special: bool = True) -> Detokenizer:
         return Detokenizer(self.token_bytes, skip_special=skip_special)
+
+    def _encode_text(self, text: str) -> list[int]:
+        """The ids of a text with control tokens in it, and nothing added around it."""
+        ids = None if self._word_ids is None else self._word_ids.encode(text)
+        return self._encode(self._backend, text, add_special_tokens=False) if ids is None else ids
 
     @staticmethod
     def _encode(backend: Backend, text: str, *, add_special_tokens: bool) -> list[int]:
