@@ -9,7 +9,6 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from msgspec import Struct
-from starlette.types import Receive, Scope, Send
 
 from ..dispatch import Dispatcher
 from ..entries import Entry
@@ -23,7 +22,7 @@ from ..errors import (
     unavailable,
     upstream,
 )
-from ..http.asgi import EXCHANGE, Exchange
+from ..http.exchange import AnswerSink
 from ..intake import OVERLOADED
 from ..room_effects import Broken, Deliver, Settled
 from ..room_parts import BAD_GRAMMAR, DEADLINE_EXCEEDED, GRAMMARS_OVERDUE
@@ -61,7 +60,7 @@ class AnswerOptions(Struct, frozen=True, kw_only=True, gc=False):
 
 
 class Answer:
-    """A response for Starlette; `entries` are the rooms of its choices, in order."""
+    """The answer of one request. `entries` are the rooms of its choices, in order."""
 
     def __init__(
         self,
@@ -84,34 +83,24 @@ class Answer:
             (b"x-request-id", entries[0].request.tag.reply_id.encode())
         ]  # as /requests/ID knows it
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def serve(self, sink: AnswerSink) -> None:
         """Serves the answer to the end, and leaves no room behind however it ends."""
         self._inbox.own()
-        watcher = self._watch(scope, receive)
+        sink.when_left(lambda: self._inbox.put(0, Disconnected()))
         try:
-            await (self._stream(send) if self._options.is_stream else self._collect(send))
+            await (self._stream(sink) if self._options.is_stream else self._collect(sink))
         except ClientLeft:
             pass
         except asyncio.CancelledError:
             if not self._inbox.is_cut:
                 raise
         finally:
-            if watcher is not None:
-                watcher.cancel()
             for entry in self._entries:
                 self._dispatcher.client_left(entry)
 
-    def _watch(self, scope: Scope, receive: Receive) -> asyncio.Task[None] | None:
-        """Notices when the client leaves; a task where the connection itself does not tell."""
-        exchange: Exchange | None = scope.get(EXCHANGE)
-        if exchange is None:
-            return asyncio.create_task(_watch(receive, self._inbox))
-        exchange.when_left(lambda: self._inbox.put(0, Disconnected()))
-        return None
-
     # --- the two forms ------------------------------------------------------------------------------------------------
 
-    async def _collect(self, send: Send) -> None:
+    async def _collect(self, sink: AnswerSink) -> None:
         pieces: list[list[Piece]] = [[] for _ in self._choices]
         try:
             while not self._is_done:
@@ -119,13 +108,13 @@ class Answer:
                     pieces[index].append(piece)
             await self._settle()
         except ApiError as error:
-            return await self._send_error(send, error)
+            return await self._send_error(sink, error)
         whole = [Piece.joined(pieces[index]) for index in self._best()]
         timeline = self._timeline() if self._options.wants_timeline else None
-        await _send_start(send, 200, RAW_JSON + self._named)
-        await _send_body(send, self._builder.whole(whole, self._usage(), timeline), is_last=True)
+        await sink.start(200, RAW_JSON + self._named)
+        await sink.write(self._builder.whole(whole, self._usage(), timeline), is_last=True)
 
-    async def _stream(self, send: Send) -> None:
+    async def _stream(self, sink: AnswerSink) -> None:
         """Headers go out with the first tokens, so that an early failure has a status of its own."""
         is_open = [False] * len(self._choices)
         is_started = is_done = is_last = False
@@ -140,24 +129,24 @@ class Answer:
                     data += self._builder.chunk(index, piece, usage)
                 if not is_started:
                     is_started = True
-                    await _send_start(send, 200, RAW_SSE + self._named)
+                    await sink.start(200, RAW_SSE + self._named)
                 if is_done := self._is_done:
                     is_last = not (self._wants_accounts and self._is_settling)
                     data += self._closing() if is_last else b""
                 if data:
-                    await _send_body(send, data, is_last=is_last)
+                    await sink.write(data, is_last=is_last)
             if not is_last:
                 await self._settle()
-                await _send_body(send, self._closing(), is_last=True)
+                await sink.write(self._closing(), is_last=True)
         except ApiError as error:
             if not is_started:
-                return await self._send_error(send, error)
-            await _send_body(send, self._builder.failed(error), is_last=True)
+                return await self._send_error(sink, error)
+            await sink.write(self._builder.failed(error), is_last=True)
 
-    async def _send_error(self, send: Send, error: ApiError) -> None:
+    async def _send_error(self, sink: AnswerSink, error: ApiError) -> None:
         more = [(name.encode(), value.encode()) for name, value in error.headers.items()]
-        await _send_start(send, error.status, RAW_JSON + more + self._named)
-        await _send_body(send, error.encode(), is_last=True)
+        await sink.start(error.status, RAW_JSON + more + self._named)
+        await sink.write(error.encode(), is_last=True)
 
     def _closing(self) -> bytes:
         usage = self._usage() if self._options.wants_usage else None
@@ -273,19 +262,3 @@ def error_of(event: Broken) -> ApiError:
     if event.kind == "Timeout":
         return upstream("A worker made no progress with this request. Try again.", "worker_timeout")
     return upstream("A worker failed to serve this request. Try again.", "worker_failed")
-
-
-async def _watch(receive: Receive, inbox: Inbox) -> None:
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            inbox.put(0, Disconnected())
-            return
-
-
-async def _send_start(send: Send, status: int, headers: list[tuple[bytes, bytes]]) -> None:
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-
-
-async def _send_body(send: Send, data: bytes, *, is_last: bool) -> None:
-    await send({"type": "http.response.body", "body": data, "more_body": not is_last})

@@ -7,18 +7,15 @@ runs nothing else, whatever a worker or a client may have put into what the page
 import base64
 import hashlib
 from pathlib import Path
+from urllib.parse import parse_qs
 
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
-
-from ..answers.answer import JSON_HEADERS
 from ..answers.replies import compact
 from ..errors import bad_request, unknown_request
 from ..history import KEPT, History
-from ..http.auth import CALLER
+from ..http.exchange import Exchange, send
 
 USUAL_LIMIT = 50
+FRESH = {"cache-control": "no-store"}
 PAGE = Path(__file__).parent / "page"
 STYLE_LINK = '<link rel="stylesheet" href="page.css">'
 SCRIPT_LINK = '<script src="page.js" type="module"></script>'
@@ -31,34 +28,24 @@ class Dashboard:
         self._history = history
         self._page, self._page_headers = page_of(PAGE)
 
-    def routes(self) -> list[Route]:
-        return [
-            Route("/", self.page, methods=["GET"]),
-            Route("/requests", self.requests, methods=["GET"]),
-            Route("/requests/{id}", self.request, methods=["GET"]),
-        ]
+    async def page(self, exchange: Exchange) -> None:
+        await send(exchange, self._page, headers=self._page_headers)
 
-    async def page(self, request: Request) -> Response:
-        return Response(self._page, headers=self._page_headers)
-
-    async def requests(self, request: Request) -> Response:
-        """The newest ones that the caller may see, `?limit=` of them."""
-        raw = request.query_params.get("limit", str(USUAL_LIMIT))
+    async def requests(self, exchange: Exchange) -> None:
+        """The newest requests that the caller may see, `?limit=` of them. Raises ApiError (400)."""
+        asked = parse_qs(exchange.query.decode("latin-1"), keep_blank_values=True)
+        raw = asked.get("limit", [str(USUAL_LIMIT)])[-1]
         limit = int(raw) if raw.isascii() and raw.isdigit() and len(raw) < 9 else 0
         if not 1 <= limit <= KEPT:
             raise bad_request(f"limit must be a whole number from 1 to {KEPT}", param="limit")
-        return _fresh(compact(self._history.recent(request.scope[CALLER], limit)))
+        await send(exchange, compact(self._history.recent(exchange.caller, limit)), headers=FRESH)
 
-    async def request(self, request: Request) -> Response:
-        name = request.path_params["id"]
-        found = self._history.find(name, request.scope[CALLER])
+    async def request(self, exchange: Exchange, name: str) -> None:
+        """The story of one request. Raises ApiError (404)."""
+        found = self._history.find(name, exchange.caller)
         if found is None:
             raise unknown_request(name)
-        return _fresh(compact(found))
-
-
-def _fresh(body: bytes) -> Response:
-    return Response(body, headers=JSON_HEADERS | {"cache-control": "no-store"})
+        await send(exchange, compact(found), headers=FRESH)
 
 
 def page_of(directory: Path) -> tuple[bytes, dict[str, str]]:

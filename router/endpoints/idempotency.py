@@ -13,16 +13,14 @@ import asyncio
 import hashlib
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine
-from contextlib import suppress
 from typing import Any
-
-from starlette.types import Message, Receive, Scope, Send
 
 from ..answers.answer import Answer
 from ..answers.replies import is_whole_stream
 from ..api.openai import SEED_MASK
 from ..api.request_headers import LONGEST_KEY
 from ..errors import ApiError, ErrorBody, bad_request, printable
+from ..http.exchange import AnswerSink, RawHeaders
 
 KEEP_S = 600.0
 ABANDONED_S = 10.0
@@ -62,55 +60,72 @@ class Recording:
     def __init__(self, digest: bytes, now: float) -> None:
         self.digest = digest
         self.created = now
-        self.messages: list[Message] = []
+        self.status = 0
+        self.headers: RawHeaders = []
+        self.parts: list[bytes] = []
+        self._is_ended = False  # by the last part of its body
         self.num_bytes = 0
         self.num_readers = 0
         self.is_over = False
         self.error: Exception | None = None
-        self.abandoned = asyncio.Event()
+        self._on_abandoned: Callable[[], None] | None = None
         self._news = asyncio.Event()
         self._begun = asyncio.Event()
 
     def __repr__(self) -> str:
-        return f"Recording({len(self.messages)} messages, {self.num_readers} readers{', over' if self.is_over else ''})"
+        return f"Recording({len(self.parts)} parts, {self.num_readers} readers{', over' if self.is_over else ''})"
 
     @property
     def is_whole(self) -> bool:
         """Whether it is an answer to give again; a stream that failed says so at its end."""
-        if not self.is_over or self.error is not None or not self.messages or self.num_bytes > MAX_ANSWER:
+        if not self.is_over or self.error is not None or not self._is_ended or self.num_bytes > MAX_ANSWER:
             return False
-        first, last = self.messages[0], self.messages[-1]
-        is_stream = any(value.startswith(b"text/event-stream") for _, value in first.get("headers", ()))
-        is_ended = not last.get("more_body", True) and (not is_stream or is_whole_stream(last["body"]))
-        return is_ended and first.get("status") == 200
+        is_stream = any(value.startswith(b"text/event-stream") for _, value in self.headers)
+        return self.status == 200 and (not is_stream or is_whole_stream(self.parts[-1]))
 
     def begun(self) -> None:
         """The request was taken."""
         self._begun.set()
 
-    async def write(self, message: Message) -> None:
-        """What the generation sends."""
-        self.messages.append(message)
-        self.num_bytes += len(message.get("body", b""))
+    def when_left(self, callback: Callable[[], None]) -> None:
+        """Calls back when nobody reads any more."""
+        self._on_abandoned = callback
+
+    def abandon(self) -> None:
+        """Nobody reads any more."""
+        if self._on_abandoned is not None:
+            self._on_abandoned()
+
+    async def start(self, status: int, headers: RawHeaders) -> None:
+        """What the generation answers with."""
+        self.status, self.headers = status, headers
+
+    async def write(self, data: bytes, *, is_last: bool) -> None:
+        """A part of its answer."""
+        self.parts.append(data)
+        self.num_bytes += len(data)
+        self._is_ended = is_last
         self._wake()
 
     def end(self, error: Exception | None = None) -> None:
         """Nothing more comes."""
         self.is_over, self.error = True, error
+        self._on_abandoned = None  # it holds all that was made for the answer
         self._begun.set()
         self._wake()
 
     async def taken(self) -> None:
         """Waits until the request was taken. Raises the ApiError with which it was not."""
         await self._begun.wait()
-        if self.error is not None and not self.messages:
+        if self.error is not None and not self.parts:
             raise self.error
 
-    async def read(self, num_seen: int) -> list[Message]:
-        """What was written behind the first `num_seen` messages; waits for some. Empty: it is over."""
-        while num_seen >= len(self.messages) and not self.is_over:
+    async def read(self, num_seen: int) -> list[tuple[bytes, bool]]:
+        """The parts behind the first `num_seen`, each with whether it is the last one; waits for some. Empty: it is over."""
+        while num_seen >= len(self.parts) and not self.is_over:
             await self._news.wait()
-        return self.messages[num_seen:]
+        num_parts = len(self.parts)
+        return [(self.parts[i], self._is_ended and i == num_parts - 1) for i in range(num_seen, num_parts)]
 
     def _wake(self) -> None:
         news, self._news = self._news, asyncio.Event()
@@ -118,32 +133,38 @@ class Recording:
 
 
 class Replay:
-    """A response for Starlette that reads a recording from its beginning."""
+    """An answer that is read from a recording, from its beginning."""
 
     def __init__(self, recording: Recording, left: Callable[[Recording], None]) -> None:
         self._recording = recording
         self._left = left
         recording.num_readers += 1
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        copying = asyncio.create_task(self._copy(send))
-        watching = asyncio.create_task(_disconnected(receive))
+    async def serve(self, sink: AnswerSink) -> None:
+        """Copies the recording to the end, or until the client leaves."""
+        copying = asyncio.create_task(self._copy(sink))
+
+        def leave() -> None:
+            copying.cancel()
+
+        sink.when_left(leave)
         try:
-            await asyncio.wait({copying, watching}, return_when=asyncio.FIRST_COMPLETED)
-            if copying.done():
+            await asyncio.wait({copying})
+            if not copying.cancelled():
                 copying.result()
         finally:
-            for task in (copying, watching):
-                task.cancel()
+            copying.cancel()
             self._recording.num_readers -= 1
             self._left(self._recording)
 
-    async def _copy(self, send: Send) -> None:
+    async def _copy(self, sink: AnswerSink) -> None:
         num_seen = 0
-        while messages := await self._recording.read(num_seen):
-            num_seen += len(messages)
-            for message in messages:
-                await asyncio.wait_for(send(message), STALLED_S)
+        while parts := await self._recording.read(num_seen):
+            if not num_seen:
+                await sink.start(self._recording.status, self._recording.headers)
+            num_seen += len(parts)
+            for data, is_last in parts:
+                await asyncio.wait_for(sink.write(data, is_last=is_last), STALLED_S)
 
 
 class Idempotency:
@@ -190,12 +211,7 @@ class Idempotency:
         try:
             answer = await begin()
             recording.begun()
-
-            async def receive() -> dict[str, Any]:
-                await recording.abandoned.wait()
-                return {"type": "http.disconnect"}
-
-            await answer({}, receive, recording.write)
+            await answer.serve(recording)
         except Exception as raised:
             error = raised
         finally:
@@ -210,7 +226,7 @@ class Idempotency:
     async def _abandon(self, recording: Recording) -> None:
         await asyncio.sleep(ABANDONED_S)
         if not recording.num_readers:
-            recording.abandoned.set()
+            recording.abandon()
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -233,9 +249,3 @@ def _reused(key: str) -> ApiError:
     key = key.partition(" ")[2]  # without its owner
     message = f"The Idempotency-Key {printable(key)} was used with another request within ten minutes; use a new one."
     return ApiError(422, ErrorBody(message, "invalid_request_error", None, "idempotency_key_reused"))
-
-
-async def _disconnected(receive: Receive) -> None:
-    with suppress(asyncio.CancelledError):
-        while (await receive())["type"] != "http.disconnect":
-            pass

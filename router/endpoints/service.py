@@ -11,7 +11,6 @@ from typing import TypeVar
 
 from msgspec import Struct
 from msgspec.structs import replace
-from starlette.requests import ClientDisconnect
 
 from ...cluster.trace_context import NOWHERE, TraceContext
 from ...cluster.tracing import Tracing, Untraced
@@ -29,6 +28,7 @@ from ..api.tool_bodies import Tool, as_template_tool, schema_of
 from ..dispatch import Dispatcher
 from ..entries import Entry, Job, Request, Tag
 from ..errors import ApiError, bad_request, context_too_long, unknown_model
+from ..http.exchange import ClientGone
 from ..http.rate_limits import ANYONE, Caller
 from ..policy import Limits
 from ..sandbox.fork_server import ForkServer
@@ -225,13 +225,13 @@ class Service:
         return Prompt(ids, prompt, starts)
 
     async def _in_thread(self, call: Call, size: int, work: Callable[[], T]) -> T:
-        """Work on so many bytes. Raises ClientDisconnect when its turn comes and nobody waits for it any more."""
+        """Work on so many bytes. Raises ClientGone when its turn comes and nobody waits for it any more."""
         if size <= INLINE_BYTES:
             return work()
 
         def do() -> T:
             if call.has_left():
-                raise ClientDisconnect
+                raise ClientGone
             return work()
 
         return await asyncio.get_running_loop().run_in_executor(self._threads, do)

@@ -13,7 +13,6 @@ from .request_head import Fields
 
 OPEN_PATHS = (b"/health", b"/ready", b"/", b"/docs", b"/openapi.json")
 STATUS = b"/status"  # which the launcher may read
-CALLER = "caller"  # where a scope has its Caller
 SCHEME = "bearer "
 
 

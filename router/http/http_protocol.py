@@ -17,7 +17,7 @@ the times, instead of a timer for each.
 
 import asyncio
 from collections import deque
-from typing import Protocol, cast
+from typing import NoReturn, Protocol, cast
 
 import httptools
 
@@ -33,9 +33,9 @@ from ..errors import (
     too_many_pending,
     unauthorized,
 )
-from .asgi import EXCHANGE, Exchange
-from .auth import CALLER, Guard
-from .request_head import fault_of, fields_of, head_of_body, scope_of
+from .auth import Guard
+from .exchange import Exchange
+from .request_head import fault_of, fields_of, head_of_body, target_of
 
 HEAD_TIMEOUT_S = 10.0
 BODY_TIMEOUT_S = 10.0
@@ -214,14 +214,12 @@ class HttpProtocol(asyncio.Protocol):
         fault = fault_of(fields, version, self._server.max_body)
         if fault is not None:
             self._stop(fault)
-        scope = scope_of(self._url, self._parser.get_method(), version, self._headers)
-        caller = self._server.guard.caller_of(scope["raw_path"], fields)
+        target = target_of(self._url, self._parser.get_method())
+        caller = self._server.guard.caller_of(target.raw_path, fields)
         if caller is None:
             self._stop(unauthorized())
-        scope[CALLER] = caller
-        exchange = scope[EXCHANGE] = Exchange(
-            self, scope, fields, is_reusable=self._parser.should_keep_alive()
-        )
+        is_reusable = self._parser.should_keep_alive()
+        exchange = Exchange(self, target, fields, caller, version=version, is_reusable=is_reusable)
         self._incoming = exchange
         if self._parser.should_upgrade():
             self._rest = head_of_body(fields)
@@ -261,7 +259,7 @@ class HttpProtocol(asyncio.Protocol):
         if self._num_head > MAX_HEAD_BYTES or len(self._headers) > MAX_HEADERS:
             self._stop(head_too_large(MAX_HEAD_BYTES, MAX_HEADERS))
 
-    def _stop(self, fault: ApiError) -> None:
+    def _stop(self, fault: ApiError) -> NoReturn:
         self._fault = fault
         raise Refused
 

@@ -1,7 +1,7 @@
-"""The head of a request: its fields by name, what is wrong with it, and its ASGI scope."""
+"""The head of a request: its fields by name, its faults and its target."""
 
 from collections.abc import Iterable
-from typing import Any
+from typing import NamedTuple
 from urllib.parse import unquote_to_bytes
 
 import httptools
@@ -56,10 +56,19 @@ def head_of_body(fields: Fields) -> bytes:
     return b""
 
 
-def scope_of(url: bytes, method: bytes, version: str, headers: list[tuple[bytes, bytes]]) -> dict[str, Any]:
-    """The ASGI scope of a request."""
+class Target(NamedTuple):
+    """What a request line asks for."""
+
+    method: str
+    raw_path: bytes  # as it came
+    path: str  # decoded
+    query: bytes  # as it came, without the question mark
+
+
+def target_of(url: bytes, method: bytes) -> Target:
+    """The target of a request line. A proxy's form and `OPTIONS *` have a path, too."""
     target = url
-    if not url.startswith(b"/"):  # a proxy's form, or OPTIONS *
+    if not url.startswith(b"/"):
         try:
             parts = httptools.parse_url(url)
         except httptools.HttpParserInvalidURLError:
@@ -68,18 +77,4 @@ def scope_of(url: bytes, method: bytes, version: str, headers: list[tuple[bytes,
         target = path + (b"?" + parts.query if parts is not None and parts.query else b"")
     raw_path, _, query = target.partition(b"?")
     path = unquote_to_bytes(raw_path) if b"%" in raw_path else raw_path
-    return {
-        "type": "http",
-        "asgi": {"version": "3.0", "spec_version": "2.3"},
-        "http_version": version,
-        "scheme": "http",
-        "method": method.decode("ascii"),
-        "root_path": "",
-        "path": path.decode("utf-8", "replace"),
-        "raw_path": raw_path,
-        "query_string": query,
-        "headers": headers,
-        "client": None,
-        "server": None,
-        "state": {},
-    }
+    return Target(method.decode("ascii"), raw_path, path.decode("utf-8", "replace"), query)

@@ -9,10 +9,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from starlette.types import ASGIApp
-
-from .asgi import Exchange
 from .auth import Guard
+from .exchange import App, Exchange
 from .http_protocol import HEAD_TIMEOUT_S, NEVER, HttpProtocol
 from .tls import Certificate
 from .tls_listener import TlsListener
@@ -59,7 +57,7 @@ class HttpServer:
 
     def __init__(
         self,
-        app: ASGIApp,
+        app: App,
         guard: Guard,
         counts: Counts,
         *,

@@ -1,20 +1,21 @@
 """The scheduler of a sandbox pool: which worker process does which job, and what a slow or dying worker costs. Pure.
 
-A worker does one job at a time, so a job that hangs, grows or crashes the worker takes no other job with it.
+A worker does its jobs in their order and is sent up to MAX_AHEAD of them, all short or all long, since waking a process for
+each job costs more than a job. Only the first of them can hang, grow or crash the worker; the others move to another worker.
 
-    idle      a worker that reported ready, or has answered, gets the next job. Short jobs go first; neither short nor
-              long jobs take the last worker of the pool from the other kind
-    slow      a worker busy with one job for SLOW_S is set aside: it runs at the lowest priority, no longer counts as a
+    next      a job goes to a worker that has jobs of its kind, else to an idle one. Neither short nor long jobs take the
+              last worker of the pool from the other kind
+    slow      a worker at one job for SLOW_S is set aside with it: it runs at the lowest priority, no longer counts as a
               worker of the pool, and ends after its answer. At most `max_aside` workers are set aside. When one more
               is slow, the oldest is killed if it had HURRIED_S
-    dead      the job of a worker that died after `costly_s` was too costly. Before that, the job gets one more try
+    dead      the first job of a worker that died after `costly_s` was too costly. Before that, it gets one more try
     starting  a worker has START_S to report ready. One worker starts at a time
 
 The caller passes the monotonic time in seconds and carries out the returned effects in their order.
 """
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import TypeAlias
 
@@ -26,6 +27,7 @@ START_S = 15.0
 NUM_WORKERS = 3
 MAX_ASIDE = 3
 MAX_DEATHS = 2
+MAX_AHEAD = 16
 
 
 @dataclass(eq=False, slots=True)
@@ -97,13 +99,13 @@ Effect: TypeAlias = Fork | Assign | SetAside | End | Answered | Failed
 @dataclass(eq=False)
 class _Worker:
     key: int
-    since: float  # when it was started, became ready or got its job
+    since: float  # when it was started, became ready or began with its first job
     is_ready: bool = False
-    job: Job | None = None
+    jobs: deque[Job] = field(default_factory=deque)
 
-    @property
-    def is_idle(self) -> bool:
-        return self.is_ready and self.job is None
+    def takes(self, job: Job) -> bool:
+        """Whether the job may be sent behind the worker's others."""
+        return bool(self.jobs) and self.jobs[0].is_long == job.is_long and len(self.jobs) < MAX_AHEAD
 
 
 class PoolScheduler:
@@ -126,8 +128,8 @@ class PoolScheduler:
     @property
     def num_open(self) -> int:
         """Jobs without an answer."""
-        num_busy = sum(worker.job is not None for worker in self._workers.values())
-        return sum(map(len, self._waiting.values())) + num_busy + len(self._aside)
+        workers = (*self._workers.values(), *self._aside.values())
+        return sum(map(len, self._waiting.values())) + sum(len(worker.jobs) for worker in workers)
 
     def submit(self, job: Job, now: float) -> list[Effect]:
         """A new job."""
@@ -145,17 +147,17 @@ class PoolScheduler:
     def answered(self, key: int, now: float, *, is_last: bool = False) -> list[Effect]:
         """A worker has answered its job. With `is_last` the worker ends by itself."""
         if key in self._aside:
-            return [Answered(_job_of(self._aside.pop(key))), End(key, must_kill=True)]
+            return [Answered(self._aside.pop(key).jobs[0]), End(key, must_kill=True)]
         worker = self._workers.get(key)
         if worker is None:
             return []  # killed meanwhile
-        if worker.job is None:  # an answer to nothing
+        if not worker.jobs:  # an answer to nothing
             del self._workers[key]
             return [End(key, must_kill=True), *self._assign(now)]
-        done: list[Effect] = [Answered(worker.job)]
-        worker.job = None
+        done: list[Effect] = [Answered(worker.jobs.popleft())]
+        worker.since = now
         if is_last:
-            del self._workers[key]
+            self._return(self._workers.pop(key).jobs)
             done.append(End(key, must_kill=False))
         return done + self._assign(now)
 
@@ -176,7 +178,7 @@ class PoolScheduler:
         for worker in [one for one in self._aside.values() if now - one.since >= LATEST_S]:
             done += self._kill_aside(worker)  # stopped, or starved
         for worker in list(self._workers.values()):
-            if worker.job is not None and now - worker.since >= SLOW_S:
+            if worker.jobs and now - worker.since >= SLOW_S:
                 done += self._set_aside(worker, now)
             elif not worker.is_ready and now - worker.since >= START_S:
                 del self._workers[worker.key]
@@ -184,36 +186,41 @@ class PoolScheduler:
         return done + self._assign(now)
 
     def _assign(self, now: float) -> list[Effect]:
-        """Gives waiting jobs to idle workers, and starts a worker when jobs are left."""
+        """Sends waiting jobs to workers, and starts a worker when jobs are left that it could take."""
         done: list[Effect] = []
-        idle = [worker for worker in self._workers.values() if worker.is_idle]
-        while (waiting := self._next()) is not None:
-            if not idle:
-                is_starting = any(not worker.is_ready for worker in self._workers.values())
-                if not is_starting and len(self._workers) < self._max_workers:
-                    done.append(self._fork(now))
-                break
-            worker = idle.pop(0)
-            worker.job, worker.since = waiting.popleft(), now
-            done.append(Assign(worker.key, worker.job))
+        for waiting in self._waiting.values():
+            while waiting:
+                if waiting[0].is_dropped:
+                    waiting.popleft()
+                elif worker := self._worker_for(waiting[0]):
+                    if not worker.jobs:
+                        worker.since = now
+                    worker.jobs.append(waiting.popleft())
+                    done.append(Assign(worker.key, worker.jobs[-1]))
+                else:
+                    done += self._fork_for(waiting[0], now)
+                    break
         return done
 
-    def _next(self) -> deque[Job] | None:
-        """The queue whose first job may run now."""
-        for is_long, waiting in self._waiting.items():
-            while waiting and waiting[0].is_dropped:
-                waiting.popleft()
-            num_busy = sum(
-                worker.job is not None and worker.job.is_long == is_long for worker in self._workers.values()
-            )
-            if waiting and num_busy < self._max_workers - 1:
-                return waiting
-        return None
+    def _worker_for(self, job: Job) -> _Worker | None:
+        ready = [worker for worker in self._workers.values() if worker.is_ready]
+        if found := [worker for worker in ready if worker.takes(job)]:
+            return found[0]
+        idle = [worker for worker in ready if not worker.jobs]
+        return idle[0] if idle and self._may_begin(job) else None
 
-    def _fork(self, now: float) -> Fork:
+    def _may_begin(self, job: Job) -> bool:
+        """Whether the job's kind may have one more worker."""
+        busy = [worker for worker in self._workers.values() if worker.jobs]
+        return sum(worker.jobs[0].is_long == job.is_long for worker in busy) < self._max_workers - 1
+
+    def _fork_for(self, job: Job, now: float) -> list[Effect]:
+        is_starting = any(not worker.is_ready for worker in self._workers.values())
+        if is_starting or len(self._workers) >= self._max_workers or not self._may_begin(job):
+            return []
         self._num_made += 1
         self._workers[self._num_made] = _Worker(self._num_made, now)
-        return Fork(self._num_made)
+        return [Fork(self._num_made)]
 
     def _set_aside(self, worker: _Worker, now: float) -> list[Effect]:
         done: list[Effect] = []
@@ -223,26 +230,35 @@ class PoolScheduler:
                 return []
             done += self._kill_aside(oldest)
         self._aside[worker.key] = self._workers.pop(worker.key)
+        first = worker.jobs.popleft()
+        self._return(worker.jobs)
+        worker.jobs = deque([first])
         return [*done, SetAside(worker.key)]
+
+    def _return(self, jobs: deque[Job]) -> None:
+        """Puts jobs of a worker back to the head of their queue."""
+        for job in reversed(jobs):
+            self._waiting[job.is_long].appendleft(job)
 
     def _kill_aside(self, worker: _Worker) -> list[Effect]:
         del self._aside[worker.key]
-        return [Failed(_job_of(worker), Reason.COSTLY), End(worker.key, must_kill=True)]
+        return [Failed(worker.jobs[0], Reason.COSTLY), End(worker.key, must_kill=True)]
 
     def _blame(self, worker: _Worker, now: float) -> list[Effect]:
-        """The job of a worker that died fails, or goes back to the head of its queue."""
-        job = worker.job
-        if job is None:
+        """The first job of a dead worker fails or is tried once more; the others wait again."""
+        if not worker.jobs:
             return []
+        first = worker.jobs.popleft()
+        self._return(worker.jobs)
         if now - worker.since >= self._costly_s:
-            return [Failed(job, Reason.COSTLY)]
-        return self._try_again(job, Reason.LOST)
+            return [Failed(first, Reason.COSTLY)]
+        return self._try_again(first, Reason.LOST)
 
     def _not_started(self, now: float) -> list[Effect]:
         """A worker could not be started. While others live, the jobs wait for them."""
         if any(worker.is_ready for worker in self._workers.values()):
             return []
-        waiting = self._next()
+        waiting = next((waiting for waiting in self._waiting.values() if waiting), None)
         failed = [] if waiting is None else self._try_again(waiting.popleft(), Reason.NO_WORKER)
         return failed + self._assign(now)
 
@@ -252,8 +268,3 @@ class PoolScheduler:
             return [Failed(job, reason)]
         self._waiting[job.is_long].appendleft(job)
         return []
-
-
-def _job_of(worker: _Worker) -> Job:
-    assert worker.job is not None, worker
-    return worker.job

@@ -58,11 +58,10 @@ class _Pipe:
         return f"_Pipe(worker {self.number}, {len(self._unsent)} bytes unsent)"
 
     def send(self, data: bytes) -> None:
-        """Writes `data`; what the socket has no room for is written later."""
+        """Writes `data` together with what else is sent in this turn of the loop, since each write wakes the worker."""
+        if not self._unsent:
+            self._loop.call_soon(self._flush)
         self._unsent += data
-        self._write()
-        if self._unsent:
-            self._loop.add_writer(self._end, self._on_room)
 
     def read(self) -> bytes | None:
         """What has come; None when nothing has, b"" when the worker is gone."""
@@ -78,6 +77,11 @@ class _Pipe:
         self._loop.remove_reader(self._end)
         self._loop.remove_writer(self._end)
         self._end.close()
+
+    def _flush(self) -> None:
+        self._write()
+        if self._unsent:
+            self._loop.add_writer(self._end, self._on_room)
 
     def _write(self) -> None:
         try:

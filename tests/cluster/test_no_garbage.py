@@ -3,7 +3,7 @@
 import httpx
 import pytest
 from baton.router.entries import Entry, Request
-from baton.router.http.asgi import Exchange
+from baton.router.http.exchange import Exchange
 from baton.router.rooms import Room
 from baton.router.scheduling.inbox import Inbox
 from baton.tests.cluster.router_fakes import ANSWER, MODEL, RunningRouter, Script, until, without_collector

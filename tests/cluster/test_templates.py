@@ -97,7 +97,7 @@ def test_s19_a_worker_that_dies_costs_its_chats_nothing_and_neither_does_a_nurse
 
 async def kill_worker(made, fork_server):
     """The newest one that has something to do, once there is one."""
-    while not (busy := [key for key, one in made._pool._scheduler._workers.items() if one.job is not None]):
+    while not (busy := [key for key, one in made._pool._scheduler._workers.items() if one.jobs]):
         await asyncio.sleep(0.001)
     key = max(busy)
     pipe = made._pool._pipes[key]

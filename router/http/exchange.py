@@ -1,27 +1,29 @@
-"""One HTTP request and its answer, as the application sees it (ASGI 3), and as bytes.
+"""One HTTP request and its answer, as the application sees it, and as bytes.
 
-The request is whole before the application hears of it, so `receive` gives the body in one piece and then waits for the
-client to leave. What belongs together goes out in one write: the head with the first part of the body, a part with its
-framing. An answer without a length is sent in chunks, to a client of HTTP/1.0 up to the end of the connection.
+The request is complete before the application hears of it. Bytes that belong together go out in one write: the head with
+the first part of the body, a part with its framing. An answer without a length is sent in chunks, or to a client of
+HTTP/1.0 up to the end of the connection.
 """
 
-import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
-from typing import Any, Protocol
-
-from starlette.types import ASGIApp, Message, Scope
+from typing import Protocol
 
 from ..errors import ApiError, internal
-from .request_head import Fields
+from .rate_limits import Caller
+from .request_head import Fields, Target
 
 logger = logging.getLogger(__name__)
 
 STATUS_LINES = {
     status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus
 }
-EXCHANGE = "exchange"  # where a scope has its Exchange
+RawHeaders = list[tuple[bytes, bytes]]
+
+
+class ClientGone(Exception):
+    """The client left before the work for its request began."""
 
 
 class Connection(Protocol):
@@ -36,44 +38,54 @@ class Connection(Protocol):
     def broken(self) -> None: ...
 
 
+class AnswerSink(Protocol):
+    """Where an answer is written: an exchange, or a recording of one."""
+
+    def when_left(self, callback: Callable[[], None]) -> None:
+        """Calls back when nobody waits for the answer any more; at once if that is so."""
+
+    async def start(self, status: int, headers: RawHeaders) -> None:
+        """The status and header fields. They go out with the first part of the body."""
+
+    async def write(self, data: bytes, *, is_last: bool) -> None:
+        """A part of the body."""
+
+
 class Exchange:
-    """Made when a request's head is there; `run` when the rest is."""
+    """Made when a request's head is there; `run` when the rest is. It is an AnswerSink."""
 
     __slots__ = (
-        "_body",
-        "_connection",
-        "_fields",
-        "_head",
-        "_is_chunked",
-        "_is_head",
-        "_is_reusable",
-        "_leaving",
-        "_on_leave",
-        "_status",
-        "has_left",
-        "is_over",
-        "scope",
+        "_body", "_connection", "_fields", "_head", "_is_chunked", "_is_head", "_is_old", "_is_reusable", "_on_leave",
+        "_status", "caller", "has_left", "is_over", "method", "path", "query",
     )  # fmt: skip
 
-    def __init__(self, connection: Connection, scope: Scope, fields: Fields, *, is_reusable: bool) -> None:
-        self.scope = scope
+    def __init__(
+        self,
+        connection: Connection,
+        target: Target,
+        fields: Fields,
+        caller: Caller,
+        *,
+        version: str,
+        is_reusable: bool,
+    ) -> None:
+        self.method, self.path, self.query = target.method, target.path, target.query
+        self.caller = caller
         self._fields = fields
         self.is_over = False
         self._connection = connection
         self._body = b""
         self._is_reusable = is_reusable  # the connection, for another request
-        self._is_head = scope["method"] == "HEAD"
+        self._is_head = target.method == "HEAD"
+        self._is_old = version == "1.0"
         self._is_chunked = False
         self.has_left = False  # the connection is gone
-        self._leaving: asyncio.Future[None] | None = None
         self._on_leave: Callable[[], None] | None = None
         self._status = 0  # 0: nothing of the answer is known; -1: its head went out
-        self._head: list[tuple[bytes, bytes]] = []
+        self._head: RawHeaders = []
 
     def __repr__(self) -> str:
-        return (
-            f"Exchange({self.scope['method']} {self.scope['path'][:40]!r}{', over' if self.is_over else ''})"
-        )
+        return f"Exchange({self.method} {self.path[:40]!r}{', over' if self.is_over else ''})"
 
     def header(self, name: bytes) -> str | None:
         """The first value of a header field, by its name in lower case."""
@@ -94,24 +106,14 @@ class Exchange:
         body, self._body = self._body, b""
         return body
 
-    async def run(self, app: ASGIApp) -> None:
-        """The answer, whatever becomes of it."""
+    async def run(self, app: "App") -> None:
+        """The answer of the application, or an error where it gives none."""
         try:
-            await app(self.scope, self.receive, self.send)
+            await app(self)
         except Exception:
             logger.exception("request failed")
         if not self.is_over:
             await self._fail()
-        self.scope.pop(EXCHANGE, None)  # each has the other: only the garbage collector would end them
-
-    async def receive(self) -> Message:
-        """The body, then the end of the connection."""
-        if self._body is not None and not self.has_left and self._leaving is None:
-            self._leaving = asyncio.get_running_loop().create_future()
-            return {"type": "http.request", "body": self.take_body(), "more_body": False}
-        if not self.has_left and self._leaving is not None:
-            await self._leaving
-        return {"type": "http.disconnect"}
 
     def when_left(self, callback: Callable[[], None]) -> None:
         """Calls back when the client leaves before its answer is over; at once if it has."""
@@ -123,39 +125,40 @@ class Exchange:
     def left(self) -> None:
         """The connection is gone."""
         self.has_left = True
-        if self._leaving is not None and not self._leaving.done():
-            self._leaving.set_result(None)
         on_leave, self._on_leave = self._on_leave, None  # it holds all that was made for the answer
         if on_leave is not None and not self.is_over:
             on_leave()
 
-    async def send(self, message: Message) -> None:
-        """A part of the answer; waits while the client does not read. Nothing happens after the client has left."""
-        if message["type"] == "http.response.start":
-            self._status, self._head = message["status"], [*message.get("headers", ())]
-            return
+    async def start(self, status: int, headers: RawHeaders) -> None:
+        """The status and header fields. They go out with the first part of the body."""
+        self._status, self._head = status, [*headers]
+
+    async def write(self, data: bytes, *, is_last: bool) -> None:
+        """A part of the body; waits while the client does not read. Does nothing after the client has left."""
         if self.has_left or self.is_over:
             return
-        body, is_last = message.get("body", b""), not message.get("more_body", False)
         if self._status > 0 and not self._connection.answered(self._status):
             self._is_reusable = False
-        data = self._opening(body, is_last) if self._status > 0 else b""
-        self._connection.write(data + self._framed(body, is_last))
+        opening = self._opening(data, is_last) if self._status > 0 else b""
+        self._connection.write(opening + self._framed(data, is_last))
         if is_last:
             self._end()
         elif self._connection.is_paused:
             await self._connection.drained()
+
+    async def answer(self, error: ApiError) -> None:
+        """An error object is the answer."""
+        await send(self, error.encode(), error.status, error.headers)
 
     def _opening(self, body: bytes, is_last: bool) -> bytes:
         """The head of the answer, which goes out with the first part of its body."""
         has_length = False
         for name, _ in self._head:
             has_length = has_length or name.lower() == b"content-length"
-        is_old = self.scope["http_version"] == "1.0"
         if not has_length and self._status not in (204, 304):
             if is_last:
                 self._head.append((b"content-length", str(len(body)).encode()))
-            elif is_old:
+            elif self._is_old:
                 self._is_reusable = False
             else:
                 self._is_chunked = True
@@ -164,7 +167,7 @@ class Exchange:
             self._is_reusable = False
         elif not self._is_reusable:
             self._head.append((b"connection", b"close"))
-        elif is_old:
+        elif self._is_old:
             self._head.append((b"connection", b"keep-alive"))
         lines = b"".join([b"%b: %b\r\n" % pair for pair in self._head])
         status_line = STATUS_LINES.get(self._status) or b"HTTP/1.1 %d \r\n" % self._status
@@ -196,9 +199,14 @@ class Exchange:
             self.is_over = True
             self._connection.broken()
 
-    async def answer(self, error: ApiError) -> None:
-        """An error object is the answer."""
-        headers: list[Any] = [(b"content-type", b"application/json")]
-        headers += [(name.encode(), value.encode()) for name, value in error.headers.items()]
-        await self.send({"type": "http.response.start", "status": error.status, "headers": headers})
-        await self.send({"type": "http.response.body", "body": error.encode()})
+
+App = Callable[[Exchange], Awaitable[None]]
+
+
+async def send(
+    sink: AnswerSink, body: bytes, status: int = 200, headers: Mapping[str, str] | None = None
+) -> None:
+    """A whole answer, JSON unless the headers say otherwise."""
+    named = {"content-type": "application/json"} | dict(headers or {})
+    await sink.start(status, [(name.encode(), value.encode()) for name, value in named.items()])
+    await sink.write(body, is_last=True)
