@@ -1,15 +1,13 @@
 """The scheduler of a sandbox pool: which worker process does which job, and what a slow or dying worker costs. Pure.
 
-A worker does its jobs in their order and is sent up to MAX_AHEAD of them, all short or all long, since waking a process for
-each job costs more than a job. Only the first of them can hang, grow or crash the worker; the others move to another worker.
-
-    next      a job goes to a worker that has jobs of its kind, else to an idle one. Neither short nor long jobs take the
-              last worker of the pool from the other kind
-    slow      a worker at one job for SLOW_S is set aside with it: it runs at the lowest priority, no longer counts as a
-              worker of the pool, and ends after its answer. At most `max_aside` workers are set aside. When one more
-              is slow, the oldest is killed if it had HURRIED_S
-    dead      the first job of a worker that died after `costly_s` was too costly. Before that, it gets one more try
-    starting  a worker has START_S to report ready. One worker starts at a time
+    lanes     short jobs and long jobs have one worker each, which does its jobs in their order. It is sent up to MAX_AHEAD
+              of them, since waking a process for each job costs more than a job
+    slow      a worker at one job for SLOW_S is set aside with it: it runs at the lowest priority and ends after its answer.
+              The jobs behind go to a new worker. At most `max_aside` workers are set aside. When one more is slow, the
+              oldest is killed if it had HURRIED_S
+    dead      the first job of a worker that died after `costly_s` was too costly. Before that, it gets one more try. The
+              jobs behind go to a new worker
+    starting  a worker has START_S to report ready
 
 The caller passes the monotonic time in seconds and carries out the returned effects in their order.
 """
@@ -24,8 +22,7 @@ HURRIED_S = 0.5
 LATEST_S = 3.0  # by this time the kernel has ended a worker that got any processor time
 COSTLY_S = 1.8  # the worker's own deadline is 2 s, measured by another clock
 START_S = 15.0
-NUM_WORKERS = 3
-MAX_ASIDE = 3
+MAX_ASIDE = 4
 MAX_DEATHS = 2
 MAX_AHEAD = 16
 
@@ -99,25 +96,20 @@ Effect: TypeAlias = Fork | Assign | SetAside | End | Answered | Failed
 @dataclass(eq=False)
 class _Worker:
     key: int
+    is_long: bool  # the kind of its jobs
     since: float  # when it was started, became ready or began with its first job
     is_ready: bool = False
     jobs: deque[Job] = field(default_factory=deque)
-
-    def takes(self, job: Job) -> bool:
-        """Whether the job may be sent behind the worker's others."""
-        return bool(self.jobs) and self.jobs[0].is_long == job.is_long and len(self.jobs) < MAX_AHEAD
 
 
 class PoolScheduler:
     """All jobs and workers of one pool."""
 
-    def __init__(
-        self, num_workers: int = NUM_WORKERS, max_aside: int = MAX_ASIDE, costly_s: float = COSTLY_S
-    ) -> None:
-        self._max_workers, self._max_aside, self._costly_s = num_workers, max_aside, costly_s
+    def __init__(self, max_aside: int = MAX_ASIDE, costly_s: float = COSTLY_S) -> None:
+        self._max_aside, self._costly_s = max_aside, costly_s
         self._num_made = 0
         self._waiting: dict[bool, deque[Job]] = {False: deque(), True: deque()}  # by is_long
-        self._workers: dict[int, _Worker] = {}
+        self._workers: dict[int, _Worker] = {}  # by key; at most one of each kind
         self._aside: dict[int, _Worker] = {}
 
     def __repr__(self) -> str:
@@ -170,7 +162,7 @@ class PoolScheduler:
             return []
         if worker.is_ready:
             return self._blame(worker, now) + self._assign(now)
-        return self._not_started(now)
+        return self._not_started(worker, now)
 
     def tick(self, now: float) -> list[Effect]:
         """What time alone brings; to be called every SLOW_S / 2 while jobs are open."""
@@ -182,45 +174,25 @@ class PoolScheduler:
                 done += self._set_aside(worker, now)
             elif not worker.is_ready and now - worker.since >= START_S:
                 del self._workers[worker.key]
-                done += [End(worker.key, must_kill=True), *self._not_started(now)]
+                done += [End(worker.key, must_kill=True), *self._not_started(worker, now)]
         return done + self._assign(now)
 
     def _assign(self, now: float) -> list[Effect]:
-        """Sends waiting jobs to workers, and starts a worker when jobs are left that it could take."""
+        """Sends waiting jobs to the workers of their kind, or starts one."""
         done: list[Effect] = []
-        for waiting in self._waiting.values():
-            while waiting:
-                if waiting[0].is_dropped:
-                    waiting.popleft()
-                elif worker := self._worker_for(waiting[0]):
-                    if not worker.jobs:
-                        worker.since = now
-                    worker.jobs.append(waiting.popleft())
-                    done.append(Assign(worker.key, worker.jobs[-1]))
-                else:
-                    done += self._fork_for(waiting[0], now)
-                    break
+        for is_long, waiting in self._waiting.items():
+            while waiting and waiting[0].is_dropped:
+                waiting.popleft()
+            if not waiting:
+                continue
+            worker = next((one for one in self._workers.values() if one.is_long == is_long), None)
+            if worker is None:
+                self._num_made += 1
+                self._workers[self._num_made] = _Worker(self._num_made, is_long, now)
+                done.append(Fork(self._num_made))
+            elif worker.is_ready:
+                done += _send(worker, waiting, now)
         return done
-
-    def _worker_for(self, job: Job) -> _Worker | None:
-        ready = [worker for worker in self._workers.values() if worker.is_ready]
-        if found := [worker for worker in ready if worker.takes(job)]:
-            return found[0]
-        idle = [worker for worker in ready if not worker.jobs]
-        return idle[0] if idle and self._may_begin(job) else None
-
-    def _may_begin(self, job: Job) -> bool:
-        """Whether the job's kind may have one more worker."""
-        busy = [worker for worker in self._workers.values() if worker.jobs]
-        return sum(worker.jobs[0].is_long == job.is_long for worker in busy) < self._max_workers - 1
-
-    def _fork_for(self, job: Job, now: float) -> list[Effect]:
-        is_starting = any(not worker.is_ready for worker in self._workers.values())
-        if is_starting or len(self._workers) >= self._max_workers or not self._may_begin(job):
-            return []
-        self._num_made += 1
-        self._workers[self._num_made] = _Worker(self._num_made, now)
-        return [Fork(self._num_made)]
 
     def _set_aside(self, worker: _Worker, now: float) -> list[Effect]:
         done: list[Effect] = []
@@ -254,12 +226,10 @@ class PoolScheduler:
             return [Failed(first, Reason.COSTLY)]
         return self._try_again(first, Reason.LOST)
 
-    def _not_started(self, now: float) -> list[Effect]:
-        """A worker could not be started. While others live, the jobs wait for them."""
-        if any(worker.is_ready for worker in self._workers.values()):
-            return []
-        waiting = next((waiting for waiting in self._waiting.values() if waiting), None)
-        failed = [] if waiting is None else self._try_again(waiting.popleft(), Reason.NO_WORKER)
+    def _not_started(self, worker: _Worker, now: float) -> list[Effect]:
+        """A worker could not be started."""
+        waiting = self._waiting[worker.is_long]
+        failed = self._try_again(waiting.popleft(), Reason.NO_WORKER) if waiting else []
         return failed + self._assign(now)
 
     def _try_again(self, job: Job, reason: Reason) -> list[Effect]:
@@ -268,3 +238,16 @@ class PoolScheduler:
             return [Failed(job, reason)]
         self._waiting[job.is_long].appendleft(job)
         return []
+
+
+def _send(worker: _Worker, waiting: deque[Job], now: float) -> list[Effect]:
+    done: list[Effect] = []
+    while waiting and len(worker.jobs) < MAX_AHEAD:
+        job = waiting.popleft()
+        if job.is_dropped:
+            continue
+        if not worker.jobs:
+            worker.since = now
+        worker.jobs.append(job)
+        done.append(Assign(worker.key, job))
+    return done

@@ -22,7 +22,6 @@ from ..sandbox.sandbox_pool import NoWorker, SandboxPool, TooCostly, WorkerLost
 MAX_KEPT = 64
 MAX_WAITING = 64  # grammars to compile
 LONG = 2000  # bytes of schemas
-NUM_WORKERS = 2  # one for short schemas, one for long ones
 MAX_ASIDE = 1
 
 
@@ -49,7 +48,7 @@ class Grammars:
         self, fork_server: ForkServer, clock: Callable[[], float], events: Counter[str] | None = None
     ) -> None:
         # llguidance ends a process that has no memory left, so a worker that died behind SLOW_S was too costly
-        scheduler = PoolScheduler(NUM_WORKERS, MAX_ASIDE, costly_s=SLOW_S)
+        scheduler = PoolScheduler(MAX_ASIDE, costly_s=SLOW_S)
         self._pool = SandboxPool(GRAMMARS, fork_server, clock, scheduler, kind="grammar")
         self._events = Counter() if events is None else events
         self._kept: OrderedDict[Plan, str] = OrderedDict()

@@ -7,7 +7,6 @@ from baton.router.sandbox.pool_scheduler import (
     LATEST_S,
     MAX_AHEAD,
     MAX_ASIDE,
-    NUM_WORKERS,
     SLOW_S,
     START_S,
     Answered,
@@ -51,21 +50,12 @@ def test_long_jobs_and_short_jobs_never_share_a_worker():
     assert scheduler.ready(2, 0.0) == [Assign(2, long)]
 
 
-@pytest.mark.parametrize("is_long", [False, True])
-def test_neither_kind_of_job_takes_the_last_worker_from_the_other(is_long):
-    num_full = MAX_AHEAD * (NUM_WORKERS - 1)
-    many, (other,) = jobs(num_full + 1, is_long=is_long), jobs(1, is_long=not is_long)
-    scheduler, keys, assigned = PoolScheduler(), [], []
-    for job in many:
-        effects = scheduler.submit(job, 0.0)
-        keys += [effect.key for effect in effects if isinstance(effect, Fork)]
-        assigned += [e for key in keys[-1:] for e in scheduler.ready(key, 0.0)]
-        assigned += [effect for effect in effects if isinstance(effect, Assign)]
-    assert keys == list(range(1, NUM_WORKERS))
-    assert [effect.job for effect in assigned] == many[:num_full]
-    assert scheduler.submit(other, 0.0) == [Fork(NUM_WORKERS)]
-    assert scheduler.ready(NUM_WORKERS, 0.0) == [Assign(NUM_WORKERS, other)]
-    assert scheduler.answered(1, 0.01) == [Answered(many[0]), Assign(1, many[-1])]
+def test_a_worker_is_sent_no_more_jobs_ahead_than_the_bound():
+    first, *behind = jobs(MAX_AHEAD + 1)
+    scheduler = started(first)
+    assigned = [effect for job in behind for effect in scheduler.submit(job, 0.0)]
+    assert assigned == [Assign(1, job) for job in behind[:-1]]
+    assert scheduler.answered(1, 0.01) == [Answered(first), Assign(1, behind[-1])]
 
 
 def test_jobs_behind_a_slow_one_go_to_another_worker():
@@ -86,14 +76,6 @@ def test_a_worker_that_does_not_start_in_time_is_replaced_once():
     assert scheduler.tick(START_S) == [End(1, must_kill=True), Fork(2)]
     assert scheduler.ended(2, START_S) == [Failed(job, Reason.NO_WORKER)]
     assert scheduler.num_open == 0
-
-
-def test_where_no_further_worker_starts_jobs_wait_for_those_that_live():
-    first, *others = jobs(MAX_AHEAD + 1)
-    scheduler = started(first)
-    assert [type(effect) for job in others for effect in scheduler.submit(job, 0.0)][-1] is Fork
-    assert scheduler.ended(2, 0.01) == []
-    assert scheduler.answered(1, 0.02) == [Answered(first), Assign(1, others[-1])]
 
 
 @pytest.mark.parametrize("is_costly", [True, False])
@@ -131,13 +113,13 @@ def test_an_answer_to_nothing_ends_its_worker_alone():
 
 
 def test_many_slow_jobs_kill_the_oldest_but_none_that_is_young():
-    scheduler = PoolScheduler()
-    slow = jobs(MAX_ASIDE + 1)
-    for number, job in enumerate(slow):
-        now = 1.1 * SLOW_S * number
+    scheduler, slow = PoolScheduler(), []
+    for number in range(MAX_ASIDE + 1):
+        now = 1.1 * SLOW_S * (number // 2)
         scheduler.tick(now)
-        assert scheduler.submit(job, now) == [Fork(number + 1)]
-        assert scheduler.ready(number + 1, now) == [Assign(number + 1, job)]
+        slow += jobs(1, is_long=bool(number % 2))
+        assert scheduler.submit(slow[-1], now) == [Fork(number + 1)]
+        assert scheduler.ready(number + 1, now) == [Assign(number + 1, slow[-1])]
     assert scheduler.tick(HURRIED_S - 0.01) == [], "all are young"
     killed = [Failed(slow[0], Reason.COSTLY), End(1, must_kill=True), SetAside(MAX_ASIDE + 1)]
     assert scheduler.tick(HURRIED_S) == killed
