@@ -1,8 +1,8 @@
-"""The answer to one generation request, as an ASGI response: whole, or as server-sent events.
+"""The answer to one generation request: a JSON object, or server-sent events.
 
-One task serves a request. It waits on its inbox, turns all that is there into one write, and ends when every choice has
-ended, when the request failed, or when the client left, which a second task waits for. Where a stop string ended a choice,
-the figures that close the answer wait a moment for decode's account of it; its text never does.
+One task serves a request. It waits on its inbox, turns all waiting events into one write, and ends when every choice has
+ended, when the request failed, or when the client left. When a stop string ends a choice, its text goes out at once; only
+the usage at the end of the answer waits a moment for the decode worker's token counts.
 """
 
 import asyncio

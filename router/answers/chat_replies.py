@@ -1,4 +1,4 @@
-"""Chat answers as the API has them."""
+"""The JSON of chat answers: chat.completion and chat.completion.chunk objects."""
 
 from collections.abc import Sequence
 

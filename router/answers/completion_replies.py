@@ -1,4 +1,4 @@
-"""Answers of /v1/completions."""
+"""The JSON of answers to /v1/completions."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""One choice of an answer as it grows: tokens become text, stop strings end it, log probabilities get their names."""
+"""One choice of an answer while it grows: token ids become text, stop strings are found, log probabilities are named."""
 
 from collections.abc import Sequence
 

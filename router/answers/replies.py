@@ -1,6 +1,6 @@
-"""What answers of every kind share: usage, timelines, and their bytes as JSON or as server-sent events.
+"""The parts that answers of all APIs share: usage, timelines, and their encoding as JSON or server-sent events.
 
-JSON cannot hold an infinite log probability: -9999 stands for it, as the API has it.
+JSON cannot represent an infinite log probability: -9999 stands for it, as in the OpenAI API.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Answers of /v1/responses: one object, or the events by which it grows.
+"""Answers of /v1/responses: one object, or the events by which it grows. The order of the events:
 
 response.created, response.in_progress
 per item     response.output_item.added ... response.output_item.done

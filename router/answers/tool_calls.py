@@ -1,4 +1,4 @@
-"""Calls in the text of an answer, found while it grows. It follows a grammar of `grammars`, so their form is known."""
+"""Finds tool calls in the text of an answer while it grows. A grammar (`text/grammars`) guarantees their form."""
 
 import re
 import secrets

@@ -1,7 +1,6 @@
-"""The request bodies of the OpenAI API as types: what is of another shape never gets further.
+"""The request bodies of the OpenAI API as types. msgspec refuses a body of any other shape.
 
-Null is everywhere the same as absent. What becomes of each field stands in `api_fields`; the values that need more than
-a type are checked in `openai`.
+Null always equals absent. `fields` lists how each field is treated; `openai` checks values that need more than a type.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""What a client hears of a field that is not served, or that is none."""
+"""Errors for unsupported and unknown request fields."""
 
 import re
 from collections.abc import Mapping

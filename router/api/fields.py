@@ -1,8 +1,8 @@
-"""What this server does with each field of the OpenAI API, and with the fields that it adds: the one table of it.
+"""The field table: how this server treats each field of the OpenAI API, and the fields that it adds.
 
-docs/api.md shows these tables, and the bodies in `api_bodies` have exactly these fields; tests compare all three, and the
-published schema with them. A refused field is let through when it is null or says one of `harmless`, which asks for nothing.
-Of an object inside of a body the table has only what does not work: INSIDE names those objects.
+docs/api.md shows these tables, and the types in `bodies` have exactly these fields. Tests compare all three with each other
+and with the published schema. A refused field passes when it is null or has one of its `harmless` values, which ask for
+nothing. For objects inside a body, the table lists only what does not work; INSIDE names those objects.
 """
 
 from collections.abc import Mapping

@@ -1,7 +1,7 @@
-"""What clients may ask: the request bodies of the OpenAI API, checked and turned into what the router serves.
+"""Validates request bodies of the OpenAI API and turns them into what the router serves.
 
-Everything a client can get wrong ends here with one line that names the field. Fields of the public API that are not
-served are named as such; a value that asks for nothing (null, the API's default) is let through.
+Every mistake of a client becomes one line that names the field. Fields of the public API that are not supported are refused
+by name; a value that asks for nothing (null, or the API's default) passes.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""The header fields that a request for an answer may have beside its body: the one table of them.
+"""The table of the header fields that a generation request may have.
 
 docs/api.md and the OpenAPI document show it.
 """

@@ -1,4 +1,4 @@
-"""POST /v1/responses: its body, and the chat that it asks for."""
+"""The body of POST /v1/responses, and its translation to a chat body."""
 
 from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal

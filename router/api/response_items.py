@@ -1,7 +1,7 @@
-"""The items of a response's `input`, and the messages of a chat that they stand for.
+"""The items of the `input` of /v1/responses, and their translation to chat messages.
 
-An answer's own items come back here, with fields that say nothing to a model: those are ignored, and a field that nobody
-knows is refused, as everywhere.
+Clients send the items of earlier answers back. Their known fields that mean nothing to a model are ignored; unknown fields
+are refused, as everywhere.
 """
 
 from collections.abc import Mapping, Sequence

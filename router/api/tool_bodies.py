@@ -1,4 +1,4 @@
-"""Tools, calls of them and formats of answers, as requests spell them."""
+"""The types of tools, tool calls, tool choices and response formats in requests."""
 
 from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal

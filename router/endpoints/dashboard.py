@@ -1,7 +1,7 @@
-"""What people look at: the list of recent requests, the story of one, and a page that shows both beside the workers.
+"""The operator's pages: the list of recent requests, the timeline of one request, and an HTML page over both.
 
-The page is one document: its style and script are parts of it, named in its policy by their hashes, so that the browser
-runs nothing else, whatever a worker or a client may have put into what the page shows.
+The page is one document with inline style and script. Its content security policy names both by their hashes, so the browser
+runs no other script, whatever text a worker or a client put into the data.
 """
 
 import base64

@@ -1,12 +1,12 @@
 """`Idempotency-Key`: requests with the same key and body within ten minutes share one generation and its answer.
 
-    running    the first request generates, in a task of its own; every request with the key reads what it has written so
-               far and then goes on with it. Without readers for `ABANDONED_S` the generation is cancelled.
-    kept       a whole answer with status 200 is given again, byte for byte
-    forgotten  an answer that failed, was cancelled, grew too long, or is older than `KEEP_S`; another request generates anew
+    running    the first request generates, in a task of its own. Every request with the key reads the answer from its
+               beginning. A generation without readers for `ABANDONED_S` is cancelled.
+    kept       a complete answer with status 200 is sent again, byte for byte
+    forgotten  an answer that failed, was cancelled, grew too long, or is older than `KEEP_S`. The next request generates anew
 
-The seed of a request that names none comes from key and body, so a router that was restarted and has forgotten everything
-gives the same text again. Bounded in number and bytes: the answer that was kept longest goes first.
+A request without a seed gets one made from key and body, so a restarted router generates the same text again. Number and
+bytes of kept answers are bounded: the oldest is dropped first.
 """
 
 import asyncio

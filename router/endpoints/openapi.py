@@ -1,6 +1,6 @@
-"""The OpenAPI document of the client's side, made from the types that the server reads and writes, and a page of it.
+"""The OpenAPI document, generated from the types that the server reads and writes, and an HTML page of it.
 
-Of a request body it shows the fields that work or are ignored; what becomes of the others stands in `api_fields`.
+Of request bodies it shows the fields that work or are ignored; `api/fields` lists the others.
 """
 
 import html

@@ -1,6 +1,6 @@
-"""The router's spans: one of a whole request, under it one of each wait for a pair.
+"""The router's trace spans: one for each request, and below it one for each wait for a pair of workers.
 
-The request's has the attributes of OpenTelemetry's conventions for generative AI; what they have no name for is `baton.*`.
+Request spans have the attributes of OpenTelemetry's conventions for generative AI; further attributes begin with `baton.`.
 """
 
 from ...cluster.messages import Sampling

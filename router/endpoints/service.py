@@ -1,4 +1,4 @@
-"""From a checked body to an answer: tokenise, measure against the workers' limits, submit."""
+"""From a checked body to an answer: render, tokenise, check against the workers' limits, submit to the dispatcher."""
 
 import asyncio
 import os

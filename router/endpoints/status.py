@@ -1,4 +1,4 @@
-"""What operators see: /status, /metrics, /v1/models."""
+"""The bodies of /status, /metrics and /v1/models."""
 
 import os
 import time

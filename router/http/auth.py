@@ -1,7 +1,7 @@
-"""Who may ask: every path needs an API key, but the two that say whether the router lives and serves, the page that asks
-for a key and shows nothing without one, and the two that describe the interface.
+"""Authentication: each path but the OPEN_PATHS needs an API key.
 
-The decision is made on the path as the request line has it, before anything is routed, read or rewritten.
+OPEN_PATHS are health and readiness, the description of the API, and the page, which shows nothing without a key. The check
+uses the path of the request line, before anything is routed, read or rewritten.
 """
 
 import hmac

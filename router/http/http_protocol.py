@@ -1,18 +1,19 @@
-"""HTTP/1.1 on one connection, with bounds on everything that a client may send, keep back or not read.
+"""HTTP/1.1 on one connection, with a bound on everything that a client may send, withhold or leave unread.
 
-    connection   one over the server's number gets 503; one that sends no head within HEAD_TIMEOUT_S is closed, and after an
-                 answer one that is silent for KEEP_ALIVE_S
-    head         at most MAX_HEAD_BYTES and MAX_HEADERS (431), complete within HEAD_TIMEOUT_S of its beginning (408); a Host
-    key          looked for before a body is read (401)
-    body         at most the server's bound (413), complete within BODY_TIMEOUT_S (408); all bodies of the server that are
-                 being read have a bound together (503); trailers like a head (431)
-    pipelining   a request that comes before the answer to the last one waits; nothing is read behind it, and of what came
-                 with it MAX_PENDING requests are taken (429)
-    answer       a client that takes none of it for WRITE_STALL_S is cut off; above WRITE_HIGH bytes the writer waits, and so
-                 do further requests
+    connection   above the server's maximum number it gets 503. It is closed when no head comes within HEAD_TIMEOUT_S, and
+                 after an answer when it is silent for KEEP_ALIVE_S
+    head         at most MAX_HEAD_BYTES and MAX_HEADERS (431), complete within HEAD_TIMEOUT_S of its first byte (408), with
+                 exactly one Host
+    key          checked before the body is read (401)
+    body         at most the server's bound (413), complete within BODY_TIMEOUT_S (408). All bodies being read share a bound
+                 (503). Trailers have the bounds of a head (431)
+    pipelining   a request that comes before the last answer ended waits, and the connection is not read meanwhile. Of the
+                 requests that came with it, MAX_PENDING are taken (429)
+    answer       a client that reads nothing for WRITE_STALL_S is cut off. Above WRITE_HIGH unsent bytes the writer and
+                 further requests wait
 
-Parsing is httptools' (llhttp); what it lets through and should not is refused here. One sweep over all connections keeps
-the times, instead of a timer for each.
+httptools (llhttp) parses; `request_head` refuses what it wrongly accepts. One sweep over all connections checks the
+deadlines, instead of one timer each.
 """
 
 import asyncio

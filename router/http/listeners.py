@@ -1,4 +1,4 @@
-"""The sockets at which a router is asked over HTTP: the port of its clients, which other routers may share, and its own."""
+"""The listening sockets of the HTTP API: the clients' port, which other routers may share, and the router's own port."""
 
 import socket
 

@@ -1,7 +1,7 @@
-"""The requests whose text is being read: a schema compiled, a template rendered, words encoded. Pure.
+"""Bounds the requests that are being prepared: schema compiled, template rendered, text tokenised. Pure.
 
-That comes before anybody knows how many tokens a request has, so it has bounds of its own, and what may be known before is
-asked before: who may not ask now, and who would only be turned away from a full queue, costs no work.
+The number of tokens is not known before that work, so it has bounds of its own. Limits that need no token count are checked
+first: a caller over its limits, or a request that a full queue would refuse, costs no work.
 """
 
 from collections.abc import Iterator

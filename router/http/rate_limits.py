@@ -1,4 +1,4 @@
-"""Who asks, what they may ask for, and how much of it they have asked. Pure."""
+"""Callers and their limits: priority, requests and tokens per minute, requests at once. Pure."""
 
 from collections import OrderedDict
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""The HTTP server: its connections, their bounds together, and its end."""
+"""The HTTP server: its connections, their common bounds, and its shutdown."""
 
 import asyncio
 import resource

@@ -1,7 +1,7 @@
-"""The certificate of the HTTP endpoint: two PEM files, which may be replaced while the router serves.
+"""The TLS certificate of the HTTP API: two PEM files, which may be replaced while the router serves.
 
-New connections get what the files hold then; those that stand keep what they began with. What cannot be used leaves the
-last good pair in place, also the moment at which one of the two is new and the other is not yet.
+New connections use the current files; open connections keep their certificate. While the files are unusable or do not match
+(one of two is already replaced), the last good pair stays in use.
 """
 
 import logging

@@ -1,11 +1,11 @@
-"""Who comes to a port that speaks TLS, until the handshake is done.
+"""Accepts connections on a TLS port, up to the end of the handshake.
 
-    silent      nothing came yet: a socket and nothing else, for at most the patience
-    handshake   its first byte begins one: TLS has what is left of the patience
-    plain       it begins anything else: a request without TLS hears in one line that this port wants it
-    inside      an HTTP connection like any other
+    silent      no byte came yet: the connection costs a socket and nothing else, for at most the patience
+    handshake   the first byte begins a handshake: it has the rest of the patience
+    plain       the first byte begins anything else: a plain HTTP request is told that this port speaks TLS
+    inside      the handshake is done: an HTTP connection like any other
 
-All who are not inside count as connections, so that they take no descriptors beyond the server's bound.
+Connections before the handshake count as connections, so they cannot use descriptors beyond the server's bound.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""The router's hold on the process that forks template workers."""
+"""The router's handle of the fork server, a process that forks the sandboxed workers."""
 
 import os
 import socket

@@ -1,15 +1,14 @@
-"""Compiling what an answer must look like, as a process of its own does it, since what it costs is up to a schema.
+"""Compiles the grammar of an answer, inside a sandboxed worker.
 
-JSON is written without needless white space, so that no model can go on writing blanks for ever.
+JSON is written without optional white space, so a model cannot generate blanks for ever.
 
-llguidance bounds much of what a schema can ask of it, and not all: it writes out each element that an array counts, and
-the automaton of `multipleOf` or of patterns that hold together has as many states as their product, which a worker
-would find out. So a grammar is compiled here as far as a worker compiles it, and one that takes more time or memory than
-`template_worker` gives is cut with its process. What is not understood is refused, also what llguidance knows and does
-not enforce.
+llguidance does not bound all costs of a schema: it expands every element that an array counts, and the automaton of
+`multipleOf`, or of patterns in conjunction, has the product of their states. A decode worker would run into that, so this
+process compiles a grammar as far as a decode worker will, and `pool_worker` ends it when that takes too much time or memory.
+Schema keywords that are unknown, or known to llguidance and not enforced, are refused.
 
-To the process a Plan in MessagePack; back its grammar in llguidance's JSON form, or the fault's `param`, a zero byte and
-its text.
+The job is a Plan in MessagePack. The reply is its grammar in llguidance's JSON form, or the `param` at fault, a zero byte
+and a message.
 """
 
 import json

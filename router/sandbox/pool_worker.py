@@ -1,11 +1,11 @@
-"""The processes that render chat templates and compile grammars, so that one that runs wild can be killed.
+"""The processes of the sandbox: a fork server, and the workers that render chat templates or compile grammars.
 
-    fork_server   has the libraries loaded and no template; it forks a worker within milliseconds when the router asks for one,
-              sets it aside (at the lowest priority) or kills it. It ends with the router, and its workers with it.
-    worker    renders one chat after the other. The kernel ends it when one takes longer than DEADLINE_S, also inside a
-              function in C; it cannot have more than MEMORY beyond what it began with.
+    fork server   has loaded the libraries and no template. On request of the router it forks a worker within milliseconds,
+                  lowers its priority, or kills it. It ends with the router, and its workers end with it.
+    worker        does one job after the other. The kernel ends it when a job takes longer than DEADLINE_S, also inside a C
+                  function. It cannot allocate more than MEMORY beyond its initial size.
 
-To the fork_server, one datagram each: a Command and a worker's number, with FORK the worker's end of a socket.
+The router sends the fork server datagrams: a Command and the number of a worker, with FORK also the worker's socket.
 """
 
 import contextlib

@@ -1,6 +1,6 @@
-"""A pool of sandboxed processes on the event loop: jobs in, replies out. `PoolScheduler` decides, this file does the I/O.
+"""A pool of sandboxed processes on the event loop: jobs in, replies out. `PoolScheduler` decides; this file does the I/O.
 
-Chat templates and grammars have one pool each, with workers forked by the router's one fork server.
+Chat templates and grammars have one pool each. One fork server forks the workers of both.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""What waits for the one task that answers a client: events of all its rooms, read in batches."""
+"""The inbox of an answer: events of all rooms of one request, read in batches by the task that answers the client."""
 
 import asyncio
 from collections.abc import Callable

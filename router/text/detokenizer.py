@@ -1,7 +1,7 @@
-"""Token ids to text, one request at a time, without ever cutting a character in two.
+"""Token ids to text, for one growing output, without cutting a character in two.
 
-A token is a string of bytes. The text of a sequence is the UTF-8 decoding of the joined bytes, and an incomplete
-character is withheld until its last byte has come, so that the pieces together equal the text of the whole.
+A token is a byte string. The text of a sequence is the UTF-8 decoding of the joined bytes. An incomplete character is
+withheld until its last byte comes, so the pieces together equal the text of the whole.
 """
 
 import codecs

@@ -1,8 +1,8 @@
-"""What an answer must look like, as a grammar for the workers: JSON of a schema, calls of tools, or text with calls in it.
+"""Grammars that constrain an answer: JSON of a schema, tool calls, or text with tool calls.
 
-A call is written as `<tool_call>`, a line `{"name": ..., "arguments": ...}` and `</tool_call>`, the form that many open
-models are trained on. Schemas come from clients: they are compiled before a worker sees them, in processes that can be
-killed, as `grammar_compiler` has it.
+A call is written as `<tool_call>`, a line `{"name": ..., "arguments": ...}` and `</tool_call>`, the form on which many open
+models were trained. Schemas come from clients, so a sandboxed process compiles them before a worker sees them
+(`sandbox/grammar_compiler`).
 """
 
 from collections import Counter, OrderedDict

@@ -1,4 +1,4 @@
-"""Chat templates as the router sees them: rendered by workers in processes of their own, which `template_lanes` directs."""
+"""Renders chats by the model's template, in a pool of sandboxed processes."""
 
 import asyncio
 import logging

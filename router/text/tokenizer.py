@@ -1,10 +1,9 @@
-"""The model's tokenizer: prompts and chats to token ids. Importing it imports no torch.
+"""The model's tokenizer: prompts and chats to token ids. It imports no torch.
 
-A chat takes three steps: `guard` here, rendering by the model's template elsewhere (see `templates`), `encode_rendered`.
+A chat takes three steps: `guard` here, rendering in the sandbox (`templates`), `encode_rendered` here.
 
-The text of a chat message stays text: where it spells a control token, that spelling is encoded letter by letter, so
-that no message can end its own turn or open another's. A raw completion prompt is the user's own and may use control
-tokens.
+Text in a chat message stays text: where it spells a control token, the spelling is encoded as letters, so a message cannot
+end its own turn or open another. A raw completion prompt may use control tokens.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Tools written out as text, for models whose chat template does not know them in the form that `grammars` asks for."""
+"""Writes tools as text into the prompt, for chat templates that do not support them in the form of `grammars`."""
 
 import json
 from collections.abc import Mapping, Sequence
