@@ -45,11 +45,11 @@ RAW_JSON = [(name.encode(), value.encode()) for name, value in JSON_HEADERS.item
 
 
 class ClientLeft(Exception):
-    """Nobody waits for the answer any more."""
+    """The client left while the answer was generated."""
 
 
 class AnswerOptions(Struct, frozen=True, kw_only=True, gc=False):
-    """How a client wants its answer."""
+    """The form of answer that a request asked for."""
 
     is_stream: bool
     wants_usage: bool
@@ -84,7 +84,7 @@ class Answer:
         ]  # as /requests/ID knows it
 
     async def serve(self, sink: AnswerSink) -> None:
-        """Serves the answer to the end, and leaves no room behind however it ends."""
+        """Writes the answer to its end. Every room of the request is closed afterwards, also after an error."""
         self._inbox.own()
         sink.when_left(lambda: self._inbox.put(0, Disconnected()))
         try:
@@ -156,7 +156,7 @@ class Answer:
         )
 
     def _best(self) -> list[int]:
-        """The tries that are the answer, prompt by prompt: those of the highest mean log probability."""
+        """The indices of the tries to answer with: per prompt those with the highest mean log probability."""
         options = self._options
         if options.num_tries == options.num_choices:
             return list(range(len(self._choices)))
@@ -181,7 +181,7 @@ class Answer:
         return any([entry.room.is_settling for entry in self._entries])
 
     async def _settle(self) -> None:
-        """Waits for what the choices that a stop string ended have cost; the rooms themselves bound the wait."""
+        """Waits for the decode worker's counts of choices that a stop string ended. The rooms bound the wait."""
         while self._is_settling:
             self._absorb(await self._inbox.take())
 
@@ -240,7 +240,7 @@ class Answer:
 
 
 def error_of(event: Broken) -> ApiError:
-    """What the client hears of a failure: a fixed sentence per kind, since a worker's words may name its host."""
+    """The client's error for a failure. Each kind has a fixed message, since a worker's own message may name its host."""
     if event.kind == "NoWorkers" or event.kind == "Shutdown":
         return unavailable(event.message)
     if event.kind in ("QueueTimeout", OVERLOADED):

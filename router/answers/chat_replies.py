@@ -11,7 +11,7 @@ from .tool_calls import CallPart
 
 
 class TopLogprob(Struct):
-    """An alternative, in a chat."""
+    """An alternative to a token, in `top_logprobs`."""
 
     token: str
     logprob: float
@@ -19,7 +19,7 @@ class TopLogprob(Struct):
 
 
 class TokenLogprobs(Struct):
-    """One output token, in a chat."""
+    """One output token, in `logprobs.content`."""
 
     token: str
     logprob: float
@@ -35,7 +35,7 @@ class ChatLogprobs(Struct):
 
 
 class Called(Struct):
-    """The function of a call, or in a chunk a part of it."""
+    """The `function` of a call; in a chunk, a part of it."""
 
     arguments: str
     name: str | UnsetType = UNSET
@@ -120,7 +120,7 @@ class ChatChunk(Struct):
 
 
 class ChatBuilder:
-    """Makes the objects of one chat answer."""
+    """Encodes one chat answer."""
 
     end = DONE
 
@@ -147,7 +147,7 @@ class ChatBuilder:
         )
 
     def opening(self, index: int) -> bytes:
-        """Who speaks."""
+        """The chunk with the role."""
         return self._chunk([ChatChunkChoice(index, Delta("assistant", ""))])
 
     def chunk(self, index: int, piece: Piece, usage: Usage | None = None) -> bytes:
@@ -178,7 +178,7 @@ class ChatBuilder:
         return before + self._chunk([choice], UNSET if usage is None else usage)
 
     def closing(self, usage: Usage | None, timeline: AnyTimeline | None) -> bytes:
-        """The last chunk, which has no choices; empty when nobody asked for what it holds."""
+        """The last chunk, without choices, for usage and timeline; empty without both."""
         if usage is None and timeline is None:
             return b""
         return self._chunk([], UNSET if usage is None else usage, raw_timeline(timeline))

@@ -41,7 +41,7 @@ class CompletionReply(Struct):
 
 
 class CompletionBuilder:
-    """Makes the objects of one completion."""
+    """Encodes one completion."""
 
     end = DONE
 
@@ -54,7 +54,7 @@ class CompletionBuilder:
         return compact(self._reply(choices, usage, raw_timeline(timeline)))
 
     def opening(self, index: int) -> bytes:
-        """A completion says nothing before its text."""
+        """Empty: a completion has no chunk before its text."""
         return b""
 
     def chunk(self, index: int, piece: Piece, usage: Usage | None = None) -> bytes:
@@ -64,7 +64,7 @@ class CompletionBuilder:
         return sse(compact(self._reply([self._choice(index, piece)], UNSET if usage is None else usage)))
 
     def closing(self, usage: Usage | None, timeline: AnyTimeline | None) -> bytes:
-        """The last chunk, which has no choices; empty when nobody asked for what it holds."""
+        """The last chunk, without choices, for usage and timeline; empty without both."""
         if usage is None and timeline is None:
             return b""
         return sse(compact(self._reply([], UNSET if usage is None else usage, raw_timeline(timeline))))
@@ -101,7 +101,7 @@ class CompletionBuilder:
 
 
 def _top_of(token: TokenText) -> dict[str, float] | None:
-    """The likeliest tokens, and the one that stands there."""
+    """The likeliest tokens, and the chosen token, by name."""
     if token.logprob is None:
         return None
     top = {

@@ -13,7 +13,7 @@ from .tool_calls import CallPart, CallReader
 
 
 class TokenText(Struct, frozen=True, gc=False):
-    """One token with its log probability (None: nothing stands before it) and the best alternatives."""
+    """One token with its log probability (None for the first token of a prompt) and the best alternatives."""
 
     text: str
     data: bytes
@@ -23,7 +23,7 @@ class TokenText(Struct, frozen=True, gc=False):
 
 
 class Piece(Struct, frozen=True, gc=False):
-    """What one batch of tokens adds to a choice."""
+    """The text, tokens and calls that one batch of tokens adds to a choice."""
 
     text: str
     logprobs: list[TokenText] = []
@@ -63,7 +63,7 @@ class Piece(Struct, frozen=True, gc=False):
 
 
 class ChoiceOptions(Struct, frozen=True, kw_only=True, gc=False):
-    """What a client wants of the text of its choices. `num_top` -1: no log probabilities."""
+    """Options of a request for the text of its choices. `num_top` is -1 without log probabilities."""
 
     stops: tuple[str, ...] = ()
     skip_special: bool = True
@@ -75,7 +75,7 @@ class ChoiceOptions(Struct, frozen=True, kw_only=True, gc=False):
 
 
 class Prompt(Struct, frozen=True, gc=False):
-    """What is echoed; `text` None: what the ids spell."""
+    """A prompt to echo. Without `text`, the ids are decoded."""
 
     ids: list[int]
     text: str | None = None
@@ -102,7 +102,7 @@ class Choice:
 
     @property
     def mean_logprob(self) -> float:
-        """Per output token; what best_of compares."""
+        """The mean log probability per output token, which best_of compares."""
         return self._sum_logprobs / max(1, self.num_tokens)
 
     def add(self, effect: Deliver) -> Piece:
@@ -118,7 +118,7 @@ class Choice:
         return Piece.joined([self._add_prompt(echo, effect.prompt), self._add_output(effect)])
 
     def end(self, reason: str) -> Piece:
-        """No more tokens come: what was withheld."""
+        """Ends the choice: the text that was withheld so far."""
         if self.finish:
             return Piece("")
         tail = self._detokenizer.flush()
@@ -129,7 +129,7 @@ class Choice:
         return self._parted(Piece(tail, finish=reason))
 
     def _parted(self, piece: Piece) -> Piece:
-        """What the text of a piece says, and what it calls."""
+        """Splits the text of a piece into plain text and tool calls."""
         if self._calls is None:
             return piece
         said, calls = self._calls.feed(piece.text)
@@ -208,7 +208,7 @@ class Choice:
 
 
 def name_of(data: bytes) -> str:
-    """A token as a string; the bytes of one that is no text by itself are spelled, as the API does."""
+    """A token as a string. Bytes that are no UTF-8 text are written as `bytes:\\xff`, as in the OpenAI API."""
     try:
         return data.decode()
     except UnicodeDecodeError:

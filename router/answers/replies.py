@@ -70,7 +70,7 @@ AnyTimeline = Timeline | ChoiceTimelines
 
 
 class Frame(Struct, frozen=True, kw_only=True):
-    """What is the same in all objects of one answer."""
+    """The fields that all objects of one answer share."""
 
     id: str
     created: int  # Unix seconds
@@ -80,7 +80,7 @@ class Frame(Struct, frozen=True, kw_only=True):
 
 
 class Builder(Protocol):
-    """Makes the bytes of one answer, whole or event by event."""
+    """Encodes one answer, as one body or as events."""
 
     end: bytes  # what follows the last event
 
@@ -91,10 +91,10 @@ class Builder(Protocol):
         """The first events of a choice."""
 
     def chunk(self, index: int, piece: Piece, usage: Usage | None = None) -> bytes:
-        """The events of one piece, with the usage so far where it is given; empty when there is nothing to say."""
+        """The events of one piece, with the usage so far if given; empty when the piece adds nothing."""
 
     def closing(self, usage: Usage | None, timeline: AnyTimeline | None) -> bytes:
-        """The last events; empty when nobody asked for what they hold."""
+        """The last events; empty when the request asked for none of their content."""
 
     def failed(self, error: ApiError) -> bytes:
         """The last event of a stream that failed."""
@@ -115,7 +115,7 @@ def sse_error(error: ApiError) -> bytes:
 
 
 def is_whole_stream(last: bytes) -> bool:
-    """Whether the last bytes of a stream say that it is complete."""
+    """Whether the last bytes of a stream mark it as complete."""
     return (
         last.endswith(DONE)
         or b"event: response.completed\n" in last
@@ -129,10 +129,10 @@ def compact(value: object) -> bytes:
 
 
 def raw_timeline(timeline: AnyTimeline | None) -> Raw | UnsetType:
-    """A timeline as a field of an answer, which has none unless it was asked for."""
+    """A timeline as a field of an answer; unset unless the request asked for it."""
     return UNSET if timeline is None else Raw(compact(timeline))
 
 
 def finite(logprob: float) -> float:
-    """A log probability as JSON can hold it."""
+    """A log probability that JSON can represent."""
     return logprob if logprob > LOWEST_LOGPROB else LOWEST_LOGPROB  # also for NaN, which compares false

@@ -79,7 +79,7 @@ class Reasoning(Struct, frozen=True):
 
 
 class Response(Struct, kw_only=True):
-    """The outer object."""
+    """The body of an answer, and of the events about the whole response."""
 
     id: str
     created_at: int
@@ -111,7 +111,7 @@ class Response(Struct, kw_only=True):
 
 
 class Event(Struct, omit_defaults=True):
-    """Any event; which fields it has depends on its type."""
+    """Any event. Its type determines which fields are set."""
 
     type: str
     sequence_number: int | None = None
@@ -129,7 +129,7 @@ class Event(Struct, omit_defaults=True):
 
 
 class ResponseBuilder:
-    """Makes the object or the events of one response; it has one choice."""
+    """Encodes one response, which has one choice, as one body or as events."""
 
     end = b""
 
@@ -147,7 +147,7 @@ class ResponseBuilder:
         return compact(self._ended(usage, timeline))
 
     def opening(self, index: int) -> bytes:
-        """The response before anything of it is there."""
+        """The first events, with an empty response."""
         made = self._response("in_progress")
         return self._event("response.created", response=made) + self._event(
             "response.in_progress", response=made
@@ -166,7 +166,7 @@ class ResponseBuilder:
         return events
 
     def closing(self, usage: Usage | None, timeline: AnyTimeline | None) -> bytes:
-        """The whole response."""
+        """The last events, with the complete response."""
         made = self._ended(usage, timeline)
         return self._event(f"response.{made.status}", response=made)
 

@@ -11,7 +11,7 @@ HEAD = re.compile(r'\s*\{"name": "([^"]*)", "arguments": ')
 
 @dataclass(frozen=True)
 class CallPart:
-    """A part of a tool call: its first part has its id and name, all of them pieces of its arguments."""
+    """A part of a tool call. The first part has id and name; every part has a piece of the arguments."""
 
     index: int
     id: str = ""
@@ -20,7 +20,7 @@ class CallPart:
 
 
 class ArgumentScanner:
-    """Finds the end of one JSON object in text that comes in pieces."""
+    """Finds the end of one JSON object in text that arrives in pieces."""
 
     def __init__(self) -> None:
         self._depth = 0
@@ -28,7 +28,7 @@ class ArgumentScanner:
         self._is_escaped = False
 
     def end_in(self, text: str) -> int | None:
-        """How many characters of `text` still belong to the object; None: all, and more may come."""
+        """The number of characters of `text` that belong to the object; None when all do and more may follow."""
         for at, char in enumerate(text):
             if self._is_in_string:
                 self._read_string(char)
@@ -69,7 +69,7 @@ class CallReader:
         return f"CallReader({self.num_calls} calls, held={len(self._held)})"
 
     def feed(self, text: str) -> tuple[str, list[CallPart]]:
-        """(what is said, parts of calls) in the text so far that were not given before."""
+        """The new (plain text, parts of calls) that `text` completes."""
         self._held += text
         said, parts = "", []
         while True:
@@ -84,12 +84,12 @@ class CallReader:
                 return said, parts
 
     def flush(self) -> str:
-        """What was withheld and is text, when no more comes."""
+        """Ends the text: the plain text that was withheld so far."""
         held, self._held = self._held, ""
         return "" if self._is_in_call or self._scanner is not None or self.num_calls else held
 
     def _read_text(self) -> str:
-        """Up to the next call. Between calls nothing is said."""
+        """Reads up to the next call. Text after the first call is dropped."""
         self._is_plain |= (
             self._only_first and not self.num_calls and not OPEN.startswith(self._held[: len(OPEN)])
         )

@@ -78,7 +78,7 @@ class Message(Struct, forbid_unknown_fields=True):
 
     @property
     def num_chars(self) -> int:
-        """All that a template may write of it."""
+        """The number of characters that a template may write of the message."""
         calls = sum(len(call.function.name) + len(call.function.arguments) for call in self.tool_calls or ())
         return len(self.role) + len(self.text) + len(self.name or "") + calls
 
@@ -89,7 +89,7 @@ class Message(Struct, forbid_unknown_fields=True):
         return self.content or ""
 
     def as_template_input(self) -> dict[str, Any]:
-        """What chat templates expect."""
+        """The message in the form that chat templates expect."""
         fields: dict[str, Any] = {
             "role": "system" if self.role == "developer" else self.role,
             "content": self.text,
@@ -104,7 +104,7 @@ class Message(Struct, forbid_unknown_fields=True):
 
 
 class CommonBody(Struct, kw_only=True, forbid_unknown_fields=True):
-    """What chat and completions share."""
+    """The fields that chat and completions share."""
 
     TABLE: ClassVar[Mapping[str, Field]]
 
@@ -138,12 +138,12 @@ class CommonBody(Struct, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def num_choices(self) -> int:
-        """Choices per prompt that the client gets."""
+        """The number of choices per prompt in the answer."""
         return 1 if self.n is None else self.n
 
     @property
     def num_tries(self) -> int:
-        """Choices per prompt that are generated."""
+        """The number of choices per prompt to generate."""
         return self.num_choices
 
     @property
@@ -197,7 +197,7 @@ class ChatBody(CommonBody, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def calls_tools(self) -> bool:
-        """Whether the answer may call one."""
+        """Whether the answer may call a tool."""
         return bool(self.tools) and self.tool_choice != "none"
 
 
@@ -241,7 +241,7 @@ class DetokenizeBody(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 def _as_template_call(call: ToolCall) -> dict[str, Any]:
-    """Templates write arguments as JSON themselves; what is no JSON stays as it is."""
+    """A call for chat templates, which expect arguments as an object. Arguments that are no JSON stay a string."""
     arguments: object = call.function.arguments
     with contextlib.suppress(msgspec.DecodeError, RecursionError):
         arguments = msgspec.json.decode(call.function.arguments)

@@ -23,7 +23,7 @@ def refused_of(kind: type[Struct]) -> RefusedFields:
 
 
 def check_refused(asked: Struct, refused: RefusedFields, inside: str = "", param: str = "") -> None:
-    """Raises ApiError (400) for a field that is not served, unless what it says asks for nothing."""
+    """Raises ApiError (400) for an unsupported field, unless its value asks for nothing."""
     for attribute, name, field in refused:
         value = getattr(asked, attribute)
         if isinstance(value, Raw) and not _says_nothing(value, field.harmless):
@@ -44,7 +44,7 @@ def unreadable(error: Exception, inside: str = "") -> ApiError:
 
 
 def _invalid_field(reason: str, inside: str) -> ApiError:
-    """From msgspec's "Expected `int`, got `str` - at `$.n`"."""
+    """Translates a msgspec error such as "Expected `int`, got `str` - at `$.n`"."""
     text, _, at = reason.partition(" - at `$")
     where = (inside + at.strip("`")).lstrip(".")
     named = re.search(r"(?:field|required field) `([^`]*)`", text)

@@ -14,7 +14,7 @@ State = Literal["works", "ignored", "refused"]
 
 @dataclass(frozen=True)
 class Field:
-    """What becomes of a field, why, and the compact JSON that a refused one may say."""
+    """The state of a field, its explanation, and the compact JSON values that a refused field may have."""
 
     state: State
     says: str

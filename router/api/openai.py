@@ -44,7 +44,7 @@ B = TypeVar("B", ChatBody, CompletionBody, ResponseBody, TokenizeBody, Detokeniz
 
 
 def parse_body(raw: bytes, kind: type[B]) -> B:
-    """The checked body. Raises ApiError (400) that names the field at fault."""
+    """Parses and checks a body. Raises ApiError (400), which names the field at fault."""
     try:
         body = msgspec.json.decode(raw, type=kind)
     except UNREADABLE as error:
@@ -119,7 +119,7 @@ def max_new_of(body: CommonBody) -> int | None:
 
 
 def logprobs_of(body: ChatBody | CompletionBody) -> int:
-    """-1: none; k: the chosen token's and the k best."""
+    """The number of alternatives per token; 0 for the chosen token only, -1 for no log probabilities."""
     if isinstance(body, ChatBody):
         return _or(body.top_logprobs, 0) if body.logprobs else -1
     return -1 if body.logprobs is None else body.logprobs
@@ -169,7 +169,7 @@ def _check_common(body: CommonBody) -> None:
 
 
 def check_chat(body: ChatBody) -> None:
-    """Raises ApiError (400) for a chat that asks for what cannot be."""
+    """Raises ApiError (400) for a chat that is empty or whose fields contradict each other."""
     _check_messages(body.messages)
     _check_tools(body)
     if not any(message.text or message.tool_calls for message in body.messages):
@@ -193,7 +193,7 @@ def _check_messages(messages: Sequence[Message]) -> None:
 
 
 def _check_functions(functions: Sequence[Function]) -> list[str]:
-    """Their names. A template may show all of them, so each must be readable, also one that may not be called."""
+    """The names of the functions. All are checked, since a template may show also those that may not be called."""
     names = [function.name for function in functions]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
@@ -238,7 +238,7 @@ def _check_tools(body: ChatBody) -> None:
 
 
 def _check_guided(body: CommonBody, param: str) -> None:
-    """A grammar says itself where the output ends."""
+    """Raises ApiError (400) for fields that a grammar excludes, since it decides itself where the output ends."""
     for name, is_set in (("ignore_eos", body.ignore_eos), ("min_tokens", body.min_tokens)):
         if is_set:
             raise bad_request(f"{name} and {param} exclude each other", param=name)

@@ -12,7 +12,7 @@ LONGEST_TIMEOUT_MS = 86_400_000
 
 @dataclass(frozen=True)
 class HeaderField:
-    """One of them."""
+    """One header field."""
 
     name: bytes  # in lower case
     says: str

@@ -119,7 +119,7 @@ class ResponseBody(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class Told(Struct, frozen=True, kw_only=True):
-    """What a response repeats of its request."""
+    """The fields of a request that its response repeats."""
 
     instructions: str | None
     max_output_tokens: int | None
@@ -134,7 +134,7 @@ class Told(Struct, frozen=True, kw_only=True):
 
 
 def told_of(body: ResponseBody) -> Told:
-    """What the response to `body` repeats of it."""
+    """The fields that the response to `body` repeats."""
     return Told(
         instructions=body.instructions,
         max_output_tokens=body.max_output_tokens,
@@ -150,7 +150,7 @@ def told_of(body: ResponseBody) -> Told:
 
 
 def chat_of(body: ResponseBody) -> ChatBody:
-    """The chat that stands for a response. Raises ApiError (400) in the words of /v1/responses."""
+    """Translates a response body to a chat body. Raises ApiError (400)."""
     wants_logprobs = LOGPROBS in (body.include or ())
     chat = ChatBody(
         model=body.model,
@@ -173,7 +173,7 @@ def chat_of(body: ResponseBody) -> ChatBody:
 
 
 def in_words_of_responses(error: ApiError) -> ApiError:
-    """An error about a chat's field, about the field that it came from."""
+    """An error about a chat's field, translated to name the field of the response body."""
     told = error.body
     param = PARAM_OF.get(told.param or "", told.param)
     return ApiError(error.status, msgspec.structs.replace(told, param=param), error.retry_after_s)
@@ -194,7 +194,7 @@ def _format_of(body: ResponseBody) -> AnyFormat | None:
 
 
 def _as_read(tool: ResponseTool) -> ResponseTool:
-    """Without what is ignored, which may be anything."""
+    """A tool without its ignored fields."""
     return ResponseTool(
         name=tool.name, description=tool.description, parameters=tool.parameters, strict=tool.strict
     )

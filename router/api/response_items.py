@@ -18,11 +18,11 @@ from .tool_bodies import CalledFunction, ToolCall
 
 
 class InputTextPart(TextPart, tag="input_text", forbid_unknown_fields=True):
-    """A part of what was said."""
+    """A text part of an input message."""
 
 
 class OutputTextPart(Struct, tag_field="type", tag="output_text", forbid_unknown_fields=True):
-    """A part of an answer before."""
+    """A text part of an earlier answer."""
 
     TABLE: ClassVar[Mapping[str, Field]] = OUTPUT_PART
 
@@ -36,7 +36,7 @@ Content = str | list[TextPart | InputTextPart | OutputTextPart]
 
 
 class InputMessage(Struct, forbid_unknown_fields=True):
-    """A message, also where an item does not say what it is."""
+    """A message. Items without a type are messages."""
 
     TABLE: ClassVar[Mapping[str, Field]] = INPUT_MESSAGE
 
@@ -49,7 +49,7 @@ class InputMessage(Struct, forbid_unknown_fields=True):
 
 
 class InputCall(Struct, forbid_unknown_fields=True):
-    """A function call of an answer before."""
+    """A function call of an earlier answer."""
 
     TABLE: ClassVar[Mapping[str, Field]] = INPUT_CALL
 
@@ -67,7 +67,7 @@ class InputCall(Struct, forbid_unknown_fields=True):
 
 
 class InputCallOutput(Struct, forbid_unknown_fields=True):
-    """What a called function returned."""
+    """The result of a function call."""
 
     TABLE: ClassVar[Mapping[str, Field]] = INPUT_CALL_OUTPUT
 
@@ -82,7 +82,7 @@ class InputCallOutput(Struct, forbid_unknown_fields=True):
 
 
 class InputReasoning(Struct, forbid_unknown_fields=True):
-    """What a model thought before it answered; ignored."""
+    """The reasoning of an earlier answer; ignored."""
 
     TABLE: ClassVar[Mapping[str, Field]] = INPUT_REASONING
 
@@ -106,7 +106,7 @@ REFUSED = {kind: refused_of(kind) for kind in ITEMS.values()}
 
 
 class _Typed(Struct):
-    """Any item."""
+    """The type of any item."""
 
     type: str | None = None
 
@@ -115,7 +115,7 @@ TYPE_OF = msgspec.json.Decoder(_Typed)
 
 
 def messages_of(items: Sequence[Raw]) -> list[Message]:
-    """The messages that the items of a request stand for. Raises ApiError (400) that names the item at fault."""
+    """Translates input items to chat messages. Raises ApiError (400), which names the item at fault."""
     messages: list[Message] = []
     for number, raw in enumerate(items):
         _add(messages, _item_of(raw, f"input[{number}]"))
@@ -123,7 +123,7 @@ def messages_of(items: Sequence[Raw]) -> list[Message]:
 
 
 def _item_of(raw: Raw, where: str) -> Item:
-    """By its type first: what is not served is told so, whatever its fields are."""
+    """Parses an item by its type. An unsupported type is reported as such, whatever its fields are."""
     try:
         kind = TYPE_OF.decode(raw).type or "message"
         if kind not in DECODERS:
@@ -136,7 +136,7 @@ def _item_of(raw: Raw, where: str) -> Item:
 
 
 def _add(messages: list[Message], item: Item) -> None:
-    """Calls belong to the assistant's message before them, if that is what comes before."""
+    """Adds an item. Calls are added to the assistant message before them, if there is one."""
     if isinstance(item, InputCall):
         made = ToolCall(item.call_id, CalledFunction(item.name, item.arguments))
         if messages and messages[-1].role == "assistant":

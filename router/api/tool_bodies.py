@@ -28,7 +28,7 @@ class Function(Struct, forbid_unknown_fields=True):
 
     @property
     def schema(self) -> bytes:
-        """The schema of its arguments."""
+        """The JSON schema of the function's arguments."""
         return _said(self.parameters) or NO_PARAMETERS
 
 
@@ -39,19 +39,19 @@ class Tool(Struct, tag_field="type", tag="function", forbid_unknown_fields=True)
 
 
 class FunctionChoice(Struct, forbid_unknown_fields=True):
-    """Which function."""
+    """The function of a tool choice."""
 
     name: str
 
 
 class ToolChoice(Struct, tag_field="type", tag="function", forbid_unknown_fields=True):
-    """`tool_choice`: this one."""
+    """`tool_choice`: one function."""
 
     function: FunctionChoice
 
 
 class AllowedFunctions(Struct, forbid_unknown_fields=True):
-    """Which functions, and whether one must be called."""
+    """The functions that may be called, and whether one must be."""
 
     mode: Literal["auto", "required"]
     tools: Annotated[list[ToolChoice], Meta(min_length=1, max_length=MAX_TOOLS)]
@@ -67,7 +67,7 @@ AnyToolChoice = Literal["none", "auto", "required"] | ToolChoice | AllowedTools
 
 
 class CalledFunction(Struct, forbid_unknown_fields=True):
-    """What was called; `arguments` is JSON text."""
+    """A called function. `arguments` is JSON text."""
 
     TABLE: ClassVar[Mapping[str, Field]] = CALLED
 
@@ -87,11 +87,11 @@ class ToolCall(Struct, tag_field="type", tag="function", forbid_unknown_fields=T
 
 
 class TextFormat(Struct, tag_field="type", tag="text", forbid_unknown_fields=True):
-    """`response_format`: anything."""
+    """`response_format`: any text."""
 
 
 class ObjectFormat(Struct, tag_field="type", tag="json_object", forbid_unknown_fields=True):
-    """`response_format`: some JSON object."""
+    """`response_format`: any JSON object."""
 
 
 class NamedSchema(Struct, forbid_unknown_fields=True):
@@ -120,13 +120,13 @@ def schema_of(wanted: AnyFormat | None) -> bytes | None:
 
 
 def _said(value: Json) -> bytes:
-    """The JSON of a field; nothing for null and for a field that is not there."""
+    """The JSON of a field; b"" for null and for an absent field."""
     raw = bytes(value) if isinstance(value, Raw) else b""
     return b"" if raw == b"null" else raw
 
 
 def as_template_tool(tool: Tool) -> dict[str, object]:
-    """A tool as chat templates take it."""
+    """A tool in the form that chat templates expect."""
     function: dict[str, object] = {"name": tool.function.name}
     if tool.function.description:
         function["description"] = tool.function.description

@@ -22,7 +22,7 @@ SCRIPT_LINK = '<script src="page.js" type="module"></script>'
 
 
 class Dashboard:
-    """The addresses of an operator."""
+    """The handlers of the operator's pages."""
 
     def __init__(self, history: History) -> None:
         self._history = history
@@ -41,7 +41,7 @@ class Dashboard:
         await send(exchange, compact(self._history.recent(exchange.caller, limit)), headers=FRESH)
 
     async def request(self, exchange: Exchange, name: str) -> None:
-        """The story of one request. Raises ApiError (404)."""
+        """The timeline of one request. Raises ApiError (404)."""
         found = self._history.find(name, exchange.caller)
         if found is None:
             raise unknown_request(name)
@@ -49,7 +49,7 @@ class Dashboard:
 
 
 def page_of(directory: Path) -> tuple[bytes, dict[str, str]]:
-    """The page made of the files there, and the headers that it is sent with."""
+    """The HTML page from the files of `directory`, and its response headers."""
     document, style, script = (
         (directory / name).read_text(encoding="utf-8") for name in ("index.html", "page.css", "page.js")
     )
@@ -75,5 +75,5 @@ def page_of(directory: Path) -> tuple[bytes, dict[str, str]]:
 
 
 def _source(text: str) -> str:
-    """How a policy names an inline element."""
+    """The source expression of a content security policy for an inline element."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

@@ -3,7 +3,7 @@
     running    the first request generates, in a task of its own. Every request with the key reads the answer from its
                beginning. A generation without readers for `ABANDONED_S` is cancelled.
     kept       a complete answer with status 200 is sent again, byte for byte
-    forgotten  an answer that failed, was cancelled, grew too long, or is older than `KEEP_S`. The next request generates anew
+    forgotten  an answer that failed, was cancelled, grew too long, or is older than `KEEP_S`: the next request starts anew
 
 A request without a seed gets one made from key and body, so a restarted router generates the same text again. Number and
 bytes of kept answers are bounded: the oldest is dropped first.
@@ -42,7 +42,7 @@ def checked_key(raw: str | None) -> str:
 
 
 def digest_of(key: str, path: str, body: bytes) -> bytes:
-    """32 bytes that tell one request under a key from another."""
+    """A SHA-256 of key, path and body."""
     hasher = hashlib.sha256()
     for part in (key.encode(), path.encode(), body):
         hasher.update(len(part).to_bytes(8, "big") + part)
@@ -55,7 +55,7 @@ def seed_of(digest: bytes) -> int:
 
 
 class Recording:
-    """One generation, what it has written so far, and those who read it."""
+    """The answer of one generation as far as it was written, and the number of its readers. It is an AnswerSink."""
 
     def __init__(self, digest: bytes, now: float) -> None:
         self.digest = digest
@@ -77,51 +77,51 @@ class Recording:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is an answer to give again; a stream that failed says so at its end."""
+        """Whether the answer is complete and successful, and may be sent again. A failed stream has an error at its end."""
         if not self.is_over or self.error is not None or not self._is_ended or self.num_bytes > MAX_ANSWER:
             return False
         is_stream = any(value.startswith(b"text/event-stream") for _, value in self.headers)
         return self.status == 200 and (not is_stream or is_whole_stream(self.parts[-1]))
 
     def begun(self) -> None:
-        """The request was taken."""
+        """The request was accepted."""
         self._begun.set()
 
     def when_left(self, callback: Callable[[], None]) -> None:
-        """Calls back when nobody reads any more."""
+        """Calls back when the recording is abandoned."""
         self._on_abandoned = callback
 
     def abandon(self) -> None:
-        """Nobody reads any more."""
+        """There are no readers any more: the generation ends."""
         if self._on_abandoned is not None:
             self._on_abandoned()
 
     async def start(self, status: int, headers: RawHeaders) -> None:
-        """What the generation answers with."""
+        """The status and header fields of the answer."""
         self.status, self.headers = status, headers
 
     async def write(self, data: bytes, *, is_last: bool) -> None:
-        """A part of its answer."""
+        """A part of the answer's body."""
         self.parts.append(data)
         self.num_bytes += len(data)
         self._is_ended = is_last
         self._wake()
 
     def end(self, error: Exception | None = None) -> None:
-        """Nothing more comes."""
+        """The generation has ended, with an error or without."""
         self.is_over, self.error = True, error
         self._on_abandoned = None  # it holds all that was made for the answer
         self._begun.set()
         self._wake()
 
     async def taken(self) -> None:
-        """Waits until the request was taken. Raises the ApiError with which it was not."""
+        """Waits until the request was accepted. Raises the ApiError that refused it."""
         await self._begun.wait()
         if self.error is not None and not self.parts:
             raise self.error
 
     async def read(self, num_seen: int) -> list[tuple[bytes, bool]]:
-        """The parts behind the first `num_seen`, each with whether it is the last one; waits for some. Empty: it is over."""
+        """Waits for parts after the first `num_seen`: pairs (bytes, whether it is the last). Empty at the end."""
         while num_seen >= len(self.parts) and not self.is_over:
             await self._news.wait()
         num_parts = len(self.parts)
@@ -202,7 +202,7 @@ class Idempotency:
         return replay
 
     def close(self) -> None:
-        """Ends what runs."""
+        """Cancels running generations."""
         for task in self._tasks:
             task.cancel()
 
@@ -234,7 +234,7 @@ class Idempotency:
         task.add_done_callback(self._tasks.discard)
 
     def _sweep(self) -> None:
-        """Forgets what is too old or too much, the oldest first; what runs is bounded by the router's queue."""
+        """Drops finished answers that are too old or too many, the oldest first. The router's queue bounds running ones."""
         now = self._clock()
         kept = [(key, known) for key, known in self._recordings.items() if known.is_over]
         count, size = len(kept), sum(known.num_bytes for _, known in kept)

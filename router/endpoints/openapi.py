@@ -72,7 +72,7 @@ class Operation:
 
     @property
     def is_open(self) -> bool:
-        """Whether it asks for no key."""
+        """Whether the operation needs no key."""
         return self.path.encode() in OPEN_PATHS
 
 
@@ -160,7 +160,7 @@ OPERATIONS = (
 
 
 def openapi_of(served_model: str, *, is_keyed: bool = False) -> Json:
-    """The document, OpenAPI 3.1; `served_model` is the one name that requests may give, `is_keyed`: who asks needs a key."""
+    """The OpenAPI 3.1 document. `served_model` is the only valid model name; with `is_keyed`, requests need a key."""
     kinds = {kind for op in OPERATIONS for kind in (op.body, op.reply, op.chunk) if kind is not None}
     ordered = sorted({*kinds, *ITEMS.values(), ErrorEnvelope}, key=lambda kind: kind.__name__)
     _, schemas = msgspec.json.schema_components(ordered, ref_template=REF)
@@ -183,7 +183,7 @@ def openapi_of(served_model: str, *, is_keyed: bool = False) -> Json:
 
 
 def _tell_fields(schema: Json, table: Mapping[str, Field]) -> None:
-    """Takes refused fields out of a body's schema, and says of the others what the table says."""
+    """Removes refused fields from a body's schema, and describes the others as the field table does."""
     for name, field in table.items():
         if field.state == "refused":
             del schema["properties"][name]
@@ -220,7 +220,7 @@ def _operation(operation: Operation, served_model: str) -> Json:
 
 
 def _parameters(operation: Operation, served_model: str) -> list[Json]:
-    """What it takes beside a body."""
+    """The header, path and query parameters of an operation."""
     if "{model}" in operation.path:
         return [
             {

@@ -16,7 +16,7 @@ def operation_of(reply_id: str) -> str:
 
 
 def end_request(tracing: Tracing, request: Request, model: str, now: float) -> None:
-    """Records what became of a request whose choices have all ended."""
+    """Ends the span of a request when all its choices have ended."""
     for entry in request.entries:
         for span in waits_of(entry, now):
             tracing.record(span)
@@ -25,7 +25,7 @@ def end_request(tracing: Tracing, request: Request, model: str, now: float) -> N
 
 
 def waits_of(entry: Entry, now: float) -> list[Span]:
-    """A span for each time that a choice was without a pair."""
+    """One span for each time that a choice waited for a pair."""
     since, spans = entry.room.stamps.created, []
     for note in entry.trace.attempts:
         spans.append(_wait(entry, since, note.placed, note.epoch))

@@ -126,7 +126,7 @@ class Routes:
         await send(exchange, self._page.encode(), headers=headers)
 
     def _call(self, exchange: Exchange) -> tuple[bytes, Call]:
-        """The body, and what the headers ask for. Raises ApiError."""
+        """The body, and the options in the headers. Raises ApiError."""
         must_ask(exchange.caller)
         arrived, timeout_s = self._service.clock(), _timeout_of(exchange.header(TIMEOUT.name))
         raw = exchange.take_body()
@@ -144,7 +144,7 @@ class Routes:
     async def _answer(
         self, exchange: Exchange, body: ChatBody | CompletionBody | ResponseBody, begin: Begin
     ) -> None:
-        """A new answer, or with an Idempotency-Key that of the request before."""
+        """Serves a new answer, or with an Idempotency-Key the answer of the earlier request."""
         key = checked_key(exchange.header(IDEMPOTENCY_KEY.name))
         if not key:
             answer = await begin()
@@ -206,7 +206,7 @@ def _wants_timeline(exchange: Exchange) -> bool:
 
 
 def _timeout_of(header: str | None) -> float:
-    """Seconds after which the client wants no answer any more; 0 when it does not say. Raises ApiError (400)."""
+    """The client's timeout in seconds; 0 without one. Raises ApiError (400)."""
     if header is None:
         return 0.0
     milliseconds = int(header) if header.isascii() and header.isdigit() and len(header) <= 9 else 0

@@ -45,7 +45,7 @@ T = TypeVar("T")
 
 
 class Call(Struct, frozen=True, kw_only=True, gc=False):
-    """What a generation request is beside its body."""
+    """The attributes of a generation request outside its body."""
 
     arrived: float  # monotonic seconds
     size: int  # of the body, in bytes
@@ -58,7 +58,7 @@ class Call(Struct, frozen=True, kw_only=True, gc=False):
 
 
 class Service:
-    """Everything a generation request needs; one per router."""
+    """Serves generation requests, from the checked body to the answer. One per router."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class Service:
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
 
     def open(self) -> None:
-        """On the event loop that serves."""
+        """Starts the template workers. To be called on the event loop that serves."""
         if self.templates is not None:
             self.templates.warm()
 
@@ -101,7 +101,7 @@ class Service:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def respond(self, body: ResponseBody, call: Call) -> Answer:
-        """POST /v1/responses: a chat in other words. Raises ApiError."""
+        """POST /v1/responses: translated to a chat. Raises ApiError."""
         try:
             asked = chat_of(body)
             check_chat(asked)
@@ -174,14 +174,14 @@ class Service:
             )
 
     def _reading(self, call: Call, priority: int | None) -> AbstractContextManager[None]:
-        """While the text of a request is read that waits for a worker then. Raises ApiError (429)."""
+        """Bounds the preparation of a request that will need workers. Raises ApiError (429)."""
         now, intake = self.clock(), self.dispatcher.intake
         intake.check_queue(call.caller.priority_of(priority), now)
         return intake.parse_limiter.reading(call.caller, call.size, now)
 
     @contextmanager
     def _counted(self, call: Call) -> Iterator[None]:
-        """While a request is answered that no worker sees; it counts against rates like others. Raises ApiError (429)."""
+        """Bounds and counts a request that needs no worker. Raises ApiError (429)."""
         now, intake = self.clock(), self.dispatcher.intake
         with intake.parse_limiter.reading(call.caller, call.size, now):
             intake.gate.charge(call.caller, 0, now)
@@ -191,7 +191,7 @@ class Service:
         return [name_of(self.tokenizer.token_bytes[i]) for i in ids]
 
     def _decoded(self, ids: Sequence[int]) -> str:
-        """Raises ApiError (400) for ids that there are not."""
+        """Raises ApiError (400) for an id outside the vocabulary."""
         wrong = next((i for i in ids if i >= len(self.tokenizer)), None)
         if wrong is not None:
             text = f"tokens: token id {wrong} is outside the vocabulary of {len(self.tokenizer)}"
@@ -225,7 +225,7 @@ class Service:
         return Prompt(ids, prompt, starts)
 
     async def _in_thread(self, call: Call, size: int, work: Callable[[], T]) -> T:
-        """Work on so many bytes. Raises ClientGone when its turn comes and nobody waits for it any more."""
+        """Runs `work`, in a thread when `size` bytes are many. Raises ClientGone if the client left before it began."""
         if size <= INLINE_BYTES:
             return work()
 
@@ -241,7 +241,7 @@ class Service:
             raise unknown_model(model, self.served_model)
 
     def _check_chars(self, num_chars: int, param: str) -> None:
-        """Refuses a text that cannot fit, before the work of tokenising it."""
+        """Raises ApiError (400) for a text that cannot fit, before it is tokenised."""
         live = self.dispatcher.limits()
         longest = live.context * self.tokenizer.longest_token if live is not None else None
         if longest is not None and num_chars > longest:
@@ -285,7 +285,7 @@ class Service:
         return Answer(self.dispatcher, self.clock, entries, inbox, choices, builder, options)
 
     def _submit(self, jobs: Sequence[Job], inbox: Inbox, reply_id: str, call: Call) -> list[Entry]:
-        """In a span of its own, which ends with the last choice, or here when the request is refused."""
+        """Submits the jobs within a trace span, which ends with the last choice, or here when the request is refused."""
         span = self.tracing.begin(f"{operation_of(reply_id)} {self.served_model}", call.trace, call.arrived)
         tag = Tag(reply_id=reply_id, span=span)
         if self._is_traced:
@@ -328,7 +328,7 @@ class Service:
         )
 
     def _vocab_size(self, live: Limits) -> int:
-        """The workers' word counts: a model's embedding may be larger than its tokenizer."""
+        """The workers' vocabulary size, since a model's embedding may be larger than its tokenizer."""
         return live.vocab_size or len(self.tokenizer)
 
 

@@ -15,7 +15,7 @@ from ..registry import Registry, Worker
 
 
 class RouterStatus(Struct, frozen=True, kw_only=True):
-    """The router itself."""
+    """The state of the router."""
 
     instance: str
     pid: int
@@ -32,7 +32,7 @@ class RouterStatus(Struct, frozen=True, kw_only=True):
 
 
 class WorkerStatus(Struct, frozen=True, kw_only=True):
-    """One worker, from its Hello, its last heartbeat and the router's ledger."""
+    """The state of one worker, from its Hello, its last heartbeat and the router's ledger."""
 
     role: str
     instance: str
@@ -86,7 +86,7 @@ class ModelList(Struct, frozen=True):
 
 
 def status_of(dispatcher: Dispatcher, model: str, uptime_s: float, now: float) -> Status:
-    """The whole picture at `now` (monotonic seconds)."""
+    """The status of the router and its workers at `now` (monotonic seconds)."""
     registry = dispatcher.registry
     router = RouterStatus(
         instance=registry.router,
@@ -107,7 +107,7 @@ def status_of(dispatcher: Dispatcher, model: str, uptime_s: float, now: float) -
 
 
 def why_not_ready(dispatcher: Dispatcher, now: float) -> str:
-    """One line for /ready; empty when a pair can serve, and has shown it."""
+    """The reason why the router is not ready, in one line; empty when a pair can serve and has passed its probe."""
     if dispatcher.is_draining:
         return "the router is shutting down"
     registry = dispatcher.registry

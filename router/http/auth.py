@@ -31,7 +31,7 @@ class Guard:
         return f"Guard({self._keys or 'everybody'})"
 
     def caller_of(self, raw_path: bytes, fields: Fields) -> Caller | None:
-        """Who asks for a path, as the request line has it; None when nobody knows them."""
+        """The caller of a request for `raw_path` (undecoded); None without a valid key."""
         if self._keys is None or raw_path in OPEN_PATHS:
             return ANYONE
         given = presented(fields)
@@ -49,27 +49,27 @@ class Guard:
 
 
 def must_see_all(caller: Caller) -> None:
-    """Raises ApiError (403) for a key to which the cluster and other tenants' load are not shown."""
+    """Raises ApiError (403) unless the key may see the cluster and other tenants' load."""
     if not caller.sees_all:
         text = "This shows the whole cluster, which takes an operator's or an observer's key."
         raise forbidden(text, "operator_key_required")
 
 
 def must_ask(caller: Caller) -> None:
-    """Raises ApiError (403) for a key that may look and nothing else."""
+    """Raises ApiError (403) for an observer's key, which may not generate."""
     if caller.is_observer:
         raise forbidden("An observer's key shows the cluster; for answers use another key.", "observer_key")
 
 
 def presented(fields: Fields) -> str:
-    """The key of `Authorization: Bearer ...`; "" without exactly one such header."""
+    """The key in `Authorization: Bearer ...`; "" without exactly one such header."""
     values = fields.get(b"authorization", ())
     text = values[0].decode("latin-1") if len(values) == 1 else ""
     return text[len(SCHEME) :].strip() if text[: len(SCHEME)].lower() == SCHEME else ""
 
 
 def caller_of(key: ApiKey) -> Caller:
-    """Whom a key stands for."""
+    """The caller that a key belongs to."""
     return Caller(
         id=key.id,
         name=key.name,

@@ -39,7 +39,7 @@ class Connection(Protocol):
 
 
 class AnswerSink(Protocol):
-    """Where an answer is written: an exchange, or a recording of one."""
+    """The destination of an answer: an exchange, or a recording."""
 
     def when_left(self, callback: Callable[[], None]) -> None:
         """Calls back when nobody waits for the answer any more; at once if that is so."""
@@ -52,7 +52,7 @@ class AnswerSink(Protocol):
 
 
 class Exchange:
-    """Made when a request's head is there; `run` when the rest is. It is an AnswerSink."""
+    """One request and its answer. The protocol creates it when the head is parsed, and runs it when the body is complete."""
 
     __slots__ = (
         "_body", "_connection", "_fields", "_head", "_is_chunked", "_is_head", "_is_old", "_is_reusable", "_on_leave",
@@ -98,11 +98,11 @@ class Exchange:
         return [value.decode("latin-1") for value in values] if values is not None else []
 
     def complete(self, body: bytes) -> None:
-        """The request is whole."""
+        """Sets the request's body."""
         self._body = body
 
     def take_body(self) -> bytes:
-        """The request's body, once."""
+        """The request's body. A second call gives b"", so that large bodies are freed early."""
         body, self._body = self._body, b""
         return body
 
@@ -123,7 +123,7 @@ class Exchange:
             self._on_leave = callback
 
     def left(self) -> None:
-        """The connection is gone."""
+        """The protocol reports that the connection is gone."""
         self.has_left = True
         on_leave, self._on_leave = self._on_leave, None  # it holds all that was made for the answer
         if on_leave is not None and not self.is_over:
@@ -147,11 +147,11 @@ class Exchange:
             await self._connection.drained()
 
     async def answer(self, error: ApiError) -> None:
-        """An error object is the answer."""
+        """Answers with an error object."""
         await send(self, error.encode(), error.status, error.headers)
 
     def _opening(self, body: bytes, is_last: bool) -> bytes:
-        """The head of the answer, which goes out with the first part of its body."""
+        """The bytes of the answer's head, which go out with the first part of its body."""
         has_length = False
         for name, _ in self._head:
             has_length = has_length or name.lower() == b"content-length"
@@ -188,7 +188,7 @@ class Exchange:
         self._connection.ended(is_reusable=self._is_reusable)
 
     async def _fail(self) -> None:
-        """The application gave no answer, or a part of one: a client must not take that for the whole."""
+        """Ends an exchange whose application gave no answer, or a part that a client must not take for complete."""
         self._on_leave = None
         if self.has_left:
             return
@@ -206,7 +206,7 @@ App = Callable[[Exchange], Awaitable[None]]
 async def send(
     sink: AnswerSink, body: bytes, status: int = 200, headers: Mapping[str, str] | None = None
 ) -> None:
-    """A whole answer, JSON unless the headers say otherwise."""
+    """Writes a complete answer. Its content type is JSON unless the headers name another."""
     named = {"content-type": "application/json"} | dict(headers or {})
     await sink.start(status, [(name.encode(), value.encode()) for name, value in named.items()])
     await sink.write(body, is_last=True)

@@ -51,11 +51,11 @@ NEVER = float("inf")
 
 
 class Refused(Exception):
-    """Ends the parser's work; `HttpProtocol` has the reason."""
+    """Stops the parser. `HttpProtocol` keeps the reason."""
 
 
 class Host(Protocol):
-    """What a connection asks of its server."""
+    """The interface of the server to its connections."""
 
     guard: Guard
     max_body: int
@@ -105,7 +105,7 @@ class HttpProtocol(asyncio.Protocol):
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is being asked or answered."""
+        """Whether no request is being read or answered."""
         return self._exchange is None and self._incoming is None and not self._has_begun
 
     # --- the transport's side -----------------------------------------------------------------------------------------
@@ -267,18 +267,18 @@ class HttpProtocol(asyncio.Protocol):
     # --- the exchange's side ------------------------------------------------------------------------------------------
 
     def answered(self, status: int) -> bool:
-        """The head of an answer goes out; False when it must say that the connection ends behind it."""
+        """Counts an answer. False when its head must announce that the connection closes after it."""
         self._server.answered(status)
         return not self._server.is_leaving
 
     def write(self, data: bytes) -> None:
-        """Does not wait."""
+        """Writes without waiting."""
         transport = self._transport
         if transport is not None and not transport.is_closing():
             transport.write(data)
 
     async def drained(self) -> None:
-        """Waits while the client reads more slowly than it is written to."""
+        """Waits until the client has read enough of what was written."""
         if not self.is_paused or self._transport is None or self._transport.is_closing():
             return
         if self._resumed is None:
@@ -286,7 +286,7 @@ class HttpProtocol(asyncio.Protocol):
         await asyncio.shield(self._resumed)
 
     def ended(self, *, is_reusable: bool) -> None:
-        """An answer is whole; the next request is answered, read or awaited."""
+        """An answer is complete: goes on with the next request, or closes the connection."""
         self._exchange = None
         assert self._transport is not None
         if self._fault is not None and not self._pending and is_reusable:
@@ -302,7 +302,7 @@ class HttpProtocol(asyncio.Protocol):
             self._go_on()
 
     def _go_on(self) -> None:
-        """With the request that waits, or by reading."""
+        """Answers the request that waits, or reads on."""
         assert self._transport is not None
         if self._pending:
             return self._begin(self._pending.popleft())
@@ -310,7 +310,7 @@ class HttpProtocol(asyncio.Protocol):
         self._await(BODY_TIMEOUT_S if self._incoming else HEAD_TIMEOUT_S if self._has_begun else KEEP_ALIVE_S)
 
     def broken(self) -> None:
-        """An answer ends in its middle. Who does not read hears nothing more."""
+        """An answer is cut off: closes the connection, at once when the client does not read."""
         self._exchange = None
         if self.is_paused:
             self.abort()
@@ -325,7 +325,7 @@ class HttpProtocol(asyncio.Protocol):
     # --- ends ---------------------------------------------------------------------------------------------------------
 
     def on_deadline(self) -> None:
-        """What was awaited did not come in time."""
+        """A deadline has passed: refuses, closes or aborts."""
         assert self._transport is not None
         self._await(None)
         if self.is_paused or self._is_discarding or self._transport.is_closing():
@@ -346,7 +346,7 @@ class HttpProtocol(asyncio.Protocol):
             self._transport.abort()
 
     def _refuse(self, error: ApiError) -> None:
-        """Answers outside of any request and closes, when the answer before it is whole."""
+        """Sends an error outside of any request and closes, after a running answer is complete."""
         self._fault = error
         self._forget_body()
         self._incoming, self._has_begun = None, False
@@ -357,7 +357,7 @@ class HttpProtocol(asyncio.Protocol):
         self._linger()
 
     def _linger(self) -> None:
-        """A connection that is closed with bytes unread takes the answer back: the client gets a moment to read it."""
+        """Half-closes for LINGER_S. Closing with unread bytes would reset the connection and could lose the answer."""
         transport = self._transport
         assert transport is not None
         if transport.is_closing() or not transport.can_write_eof():

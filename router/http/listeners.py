@@ -34,7 +34,7 @@ def open_listeners(
 
 
 def _listen(host: str, port: int, flag: str, *, trusted_network: bool, is_shared: bool) -> socket.socket:
-    """A socket that listens, or a shared one that will."""
+    """A listening socket; a shared one is only bound."""
     check_bind_address(f"tcp://{bracketed(host)}:{port}", trusted_network)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:

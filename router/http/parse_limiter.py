@@ -15,7 +15,7 @@ MAX_READING_BYTES = 256 << 20  # of their bodies, together
 
 
 class ParseLimiter:
-    """Counts those that are being read."""
+    """Counts requests in preparation and the bytes of their bodies."""
 
     def __init__(self, gate: Gate) -> None:
         self.num_requests = 0
@@ -27,7 +27,7 @@ class ParseLimiter:
 
     @contextmanager
     def reading(self, caller: Caller, num_bytes: int, now: float) -> Iterator[None]:
-        """While a body of so many bytes is read. Raises ApiError (429) when the caller's limits or ours are reached."""
+        """Holds a place for a request with a body of `num_bytes`. Raises ApiError (429) when a limit is reached."""
         if self.num_requests >= MAX_READING or self.num_bytes + num_bytes > MAX_READING_BYTES:
             raise overloaded("Too many requests are being read. Try again later.")
         self._gate.begin(caller, now)

@@ -11,7 +11,7 @@ MAX_CALLERS = 4096  # whose use is remembered
 
 @dataclass(frozen=True, kw_only=True)
 class Caller:
-    """The owner of an API key; 0 stands for no limit."""
+    """The owner of an API key and its limits. 0 means no limit."""
 
     id: str = ""  # of the key
     name: str = ""
@@ -26,15 +26,15 @@ class Caller:
 
     @property
     def sees_all(self) -> bool:
-        """Whether it may see the cluster, and what became of everybody's requests."""
+        """Whether the caller may see the cluster and the requests of all callers."""
         return not self.id or self.is_operator or self.is_observer
 
     def may_see(self, caller_id: str) -> bool:
-        """Whether it may see what became of that caller's requests."""
+        """Whether the caller may see the requests of the caller `caller_id`."""
         return self.sees_all or caller_id == self.id
 
     def priority_of(self, asked: int | None) -> int:
-        """The priority of a request that asks for one, or does not."""
+        """The priority of a request, from the one it asked for (None: the caller's default)."""
         return self.priority if asked is None else max(asked, self.best_priority)
 
 
@@ -43,14 +43,14 @@ ANYONE = Caller()  # where no keys are asked for
 
 @dataclass(eq=False)
 class Bucket:
-    """Fills evenly up to a minute's worth; what is asked is taken while anything is left, so one large request passes."""
+    """A token bucket of one minute's capacity. It may go below zero, so that one large request passes."""
 
     per_minute: int
     level: float
     filled_at: float
 
     def wait(self, now: float) -> float:
-        """Seconds until something may be taken."""
+        """Seconds until the bucket is above zero."""
         self.level = min(
             float(self.per_minute), self.level + (now - self.filled_at) * self.per_minute / MINUTE_S
         )
@@ -73,7 +73,7 @@ class _Use:
 
 
 class Gate:
-    """Counts each caller's requests and holds them to their limits."""
+    """Counts each caller's requests and enforces its limits."""
 
     def __init__(self) -> None:
         self._uses: OrderedDict[str, _Use] = OrderedDict()  # by id, the last to ask at the end
@@ -88,31 +88,31 @@ class Gate:
         return use.num_running if use is not None else 0
 
     def enter(self, caller: Caller, num_tokens: int, now: float) -> None:
-        """One request more, of so many tokens of prompt and output. Raises ApiError (429) and counts nothing then."""
+        """Counts one more running request of `num_tokens` (prompt and output). Raises ApiError (429) without counting it."""
         use = self._use_of(caller)
         self._check(use, caller, use.num_running, now)
         self._charge(use, caller, num_tokens, now)
         use.num_running += 1
 
     def charge(self, caller: Caller, num_tokens: int, now: float) -> None:
-        """Counts one request, of so many tokens, against the rates."""
+        """Charges one request of `num_tokens` to the rates."""
         self._charge(self._use_of(caller), caller, num_tokens, now)
 
     def begin(self, caller: Caller, now: float) -> None:
-        """The text of one request more is read; what it asks for is not known yet. Raises as `enter`."""
+        """Counts one more request in preparation, whose tokens are not known yet. Raises as `enter`."""
         use = self._use_of(caller)
         self._check(use, caller, use.num_running + use.num_reading, now)
         use.num_reading += 1
 
     def finish(self, caller: Caller) -> None:
-        """The text of a request that had begun is read, or never will be."""
+        """A request that had begun is prepared, or was given up."""
         use = self._uses.get(caller.id)
         assert use is not None, caller
         assert use.num_reading > 0, caller
         use.num_reading -= 1
 
     def leave(self, caller: Caller) -> None:
-        """A request that had entered has ended."""
+        """A running request has ended."""
         use = self._uses.get(caller.id)
         assert use is not None, caller
         assert use.num_running > 0, caller
@@ -150,7 +150,7 @@ class Gate:
 
 
 def _limits_of(caller: Caller, num_tokens: int) -> list[tuple[str, int, int]]:
-    """(what is limited, how much of it per minute, how much a request takes)."""
+    """Triples (name of the limit, capacity per minute, cost of the request)."""
     asked = (("requests", caller.requests_per_minute, 1), ("tokens", caller.tokens_per_minute, num_tokens))
     return [limit for limit in asked if limit[1]]
 

@@ -13,7 +13,7 @@ Fields = dict[bytes, list[bytes]]  # values by name in lower case, in the order 
 
 
 def fields_of(headers: Iterable[tuple[bytes, bytes]]) -> Fields:
-    """The header fields by name."""
+    """Groups header fields by name."""
     fields: Fields = {}
     for name, value in headers:
         if name in fields:
@@ -24,7 +24,7 @@ def fields_of(headers: Iterable[tuple[bytes, bytes]]) -> Fields:
 
 
 def fault_of(fields: Fields, version: str, max_body: int) -> ApiError | None:
-    """What the parser lets through and should not: hosts, lengths and expectations."""
+    """The error for a head that the parser wrongly accepts (hosts, lengths, encodings, expectations), or None."""
     num_hosts = len(fields.get(b"host", ()))
     if num_hosts > 1 or (num_hosts == 0 and version != "1.0") or version not in ("1.0", "1.1"):
         return malformed()
@@ -49,7 +49,7 @@ def fault_of(fields: Fields, version: str, max_body: int) -> ApiError | None:
 
 
 def head_of_body(fields: Fields) -> bytes:
-    """A head that says how the body of a request with these fields is framed, and no more; empty without a body."""
+    """A minimal head with the body framing of `fields`; b"" for a request without a body."""
     for name in (b"transfer-encoding", b"content-length"):
         if name in fields and fields[name][0].strip().lstrip(b"0"):  # blanks behind a value are no part of it
             return b"POST / HTTP/1.1\r\n%b: %b\r\n\r\n" % (name, fields[name][0])
@@ -57,7 +57,7 @@ def head_of_body(fields: Fields) -> bytes:
 
 
 class Target(NamedTuple):
-    """What a request line asks for."""
+    """Method and address of a request line."""
 
     method: str
     raw_path: bytes  # as it came
@@ -66,7 +66,7 @@ class Target(NamedTuple):
 
 
 def target_of(url: bytes, method: bytes) -> Target:
-    """The target of a request line. A proxy's form and `OPTIONS *` have a path, too."""
+    """Parses a request target in origin form (/path), absolute form (http://...) or asterisk form (*)."""
     target = url
     if not url.startswith(b"/"):
         try:

@@ -28,7 +28,7 @@ SPARE_IN_DOOR = 32  # of these, for who is over the number and hears it when TLS
 
 @dataclass(eq=False)
 class Counts:
-    """What all servers of a process count together."""
+    """Counters that all servers of a process share."""
 
     responses: Counter[int] = field(default_factory=Counter)
     """Answers that began, by status."""
@@ -53,7 +53,7 @@ def connections_allowed(asked: int = 0, *, has_own_port: bool = False) -> int:
 
 
 class HttpServer:
-    """Serves `app` on a listening socket to those whom `guard` lets in; each listener of a process has a server."""
+    """Serves `app` on one listening socket to the callers that `guard` accepts."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class HttpServer:
         return f"HttpServer({len(self._connections)} connections, {len(self._tasks)} requests, {num_bytes} bytes)"
 
     async def serve(self, listener: socket.socket) -> None:
-        """Until it is cancelled."""
+        """Serves until it is cancelled."""
         own = listener.dup()  # the loop closes it, at a moment of its own
         if self._door is not None:
             self._door.open(own)
@@ -102,7 +102,7 @@ class HttpServer:
 
     @property
     def num_tls_failed(self) -> int:
-        """Who came to a port with TLS and did not get in."""
+        """The number of failed TLS handshakes."""
         return 0 if self._door is None else self._door.num_failed
 
     def _connection(self) -> HttpProtocol:
@@ -146,17 +146,17 @@ class HttpServer:
                 await asyncio.get_running_loop().connect_accepted_socket(self._connection, client)
 
     def begin_drain(self) -> None:
-        """Connections end with the answers that are under way."""
+        """From now on, connections close after their running answer."""
         self.is_leaving = self.is_draining = True
 
     def drain(self) -> None:
-        """The same, and idle ones end now."""
+        """As `begin_drain`, and closes idle connections now."""
         self.begin_drain()
         for connection in list(self._connections):
             connection.close_if_idle()
 
     async def close(self, grace_s: float) -> None:
-        """Waits for the last answers, at most so long, and cuts what is left."""
+        """Waits up to `grace_s` seconds for running answers, then cuts the rest off."""
         self.drain()
         if self._door is not None:
             self._door.abort()
@@ -174,16 +174,16 @@ class HttpServer:
     # --- what connections ask -----------------------------------------------------------------------------------------
 
     def joined(self, connection: HttpProtocol) -> bool:
-        """False when there are too many."""
+        """Registers a connection. False when there are too many."""
         self._connections.add(connection)
         return len(self._connections) <= self.max_connections
 
     def left(self, connection: HttpProtocol) -> None:
-        """Idempotent."""
+        """Removes a connection. Idempotent."""
         self._connections.discard(connection)
 
     def may_buffer(self, num_bytes: int) -> bool:
-        """Counts bytes of a body, unless all bodies together are too many."""
+        """Counts bytes of a body. False, without counting, when all bodies together would exceed the bound."""
         if self._counts.num_buffered + num_bytes > MAX_BUFFERED:
             return False
         self._counts.num_buffered += num_bytes
@@ -196,13 +196,13 @@ class HttpServer:
         self._counts.responses[status] += 1
 
     def deadline_in(self, seconds: float) -> float:
-        """The time, in monotonic seconds, at which what a connection awaits is overdue; it is looked at then."""
+        """Schedules a deadline check of a connection; the deadline in monotonic seconds."""
         deadline = self.clock() + seconds
         self._next_deadline = min(self._next_deadline, deadline)
         return deadline
 
     def begin(self, exchange: Exchange) -> None:
-        """The application answers."""
+        """Runs the application for an exchange, in a task."""
         task = asyncio.get_running_loop().create_task(exchange.run(self._app))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -49,7 +49,7 @@ class Certificate:
 
     @property
     def context(self) -> ssl.SSLContext:
-        """For a connection that begins now."""
+        """The context for a new connection. Reloads the files when they changed."""
         now = self._monotonic()
         if now - self._looked_at >= LOOK_AGAIN_S:
             self._looked_at = now
@@ -74,7 +74,7 @@ class Certificate:
         return made
 
     def _warn_of_end(self) -> None:
-        """Clients refuse a chain of which one certificate has ended; it is offered nevertheless, as it was asked for."""
+        """Logs a certificate that has expired or expires soon. It is still used, as configured."""
         try:
             found = x509.load_pem_x509_certificates(Path(self._chain).read_bytes())
             end = min(one.not_valid_after_utc for one in found)
@@ -95,14 +95,14 @@ class Certificate:
 
 
 def certificate_of(chain: str, key: str) -> Certificate | None:
-    """Of two settings; None without. Raises ConfigError."""
+    """The certificate that the two settings name; None without settings. Raises ConfigError."""
     if bool(chain) != bool(key):
         raise ConfigError("--tls-cert and --tls-key belong together: give both, or neither")
     return Certificate(chain, key) if chain else None
 
 
 def server_context(chain: str, key: str) -> ssl.SSLContext:
-    """TLS 1.2 or 1.3 with what two PEM files hold. Raises ConfigError."""
+    """A context for TLS 1.2 and 1.3 from two PEM files. Raises ConfigError."""
     _check_content(chain, key)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -122,7 +122,7 @@ def server_context(chain: str, key: str) -> ssl.SSLContext:
 
 
 def _check_content(chain: str, key: str) -> None:
-    """Finds the mistakes that OpenSSL has no words for."""
+    """Finds mistakes that OpenSSL reports without a useful message."""
     if PEM_CERTIFICATE not in _content("--tls-cert", chain):
         remedy = "give the chain as text that begins with -----BEGIN CERTIFICATE-----"
         raise ConfigError(f"--tls-cert {chain} holds no certificate in PEM; {remedy}")

@@ -53,25 +53,25 @@ class TlsListener:
         return f"TlsListener({len(self._silent)} silent, {len(self._handshakes)} in a handshake)"
 
     def __len__(self) -> int:
-        """Who is not inside yet."""
+        """The number of connections before the end of their handshake."""
         return len(self._silent) + len(self._handshakes)
 
     def open(self, listener: socket.socket) -> None:
-        """Accepts from it, and closes it at the end."""
+        """Starts accepting from `listener`, and owns it from then on."""
         listener.setblocking(False)
         listener.listen(BACKLOG)
         self._listener = listener
         self._listen()
 
     def close(self) -> None:
-        """Accepts nobody any more; who is in the door may come in. Idempotent."""
+        """Stops accepting connections. Handshakes in progress may finish. Idempotent."""
         if self._listener is not None:
             asyncio.get_running_loop().remove_reader(self._listener)
             self._listener.close()
             self._listener = None
 
     def abort(self) -> None:
-        """Nobody comes in any more."""
+        """Stops accepting, and ends all handshakes."""
         self.close()
         for client in list(self._silent):
             self._forget(client)
@@ -80,7 +80,7 @@ class TlsListener:
             task.cancel()
 
     def sweep(self) -> None:
-        """Sends those away who were silent for too long."""
+        """Closes connections that were silent for too long."""
         now = self._clock()
         for client, deadline in list(self._silent.items()):
             if deadline > now:
@@ -89,7 +89,7 @@ class TlsListener:
             client.close()
 
     def take(self, client: socket.socket) -> None:
-        """One that was accepted, here or elsewhere."""
+        """Takes over an accepted connection."""
         if not self._has_room(len(self)):
             client.close()
             return
@@ -151,7 +151,7 @@ class TlsListener:
 
 
 def _refuse(client: socket.socket) -> None:
-    """Who speaks HTTP reads why; what came is read first, since to close with bytes unread takes the answer back."""
+    """Sends an error to a plain HTTP client. Its bytes are read first, since they would reset the connection."""
     with suppress(OSError):
         client.recv(READ_BYTES)
         client.send(tls_wanted().as_http())

@@ -16,7 +16,7 @@ PROGRAM = (sys.executable, "-m", pool_worker.__name__)
 
 
 class ForkServer:
-    """Forks workers for as long as it is not closed. A fork_server that died is replaced when it is needed next."""
+    """Forks workers until it is closed. A fork server that died is replaced at the next fork."""
 
     def __init__(self) -> None:
         self._numbers = count(1)
@@ -28,7 +28,7 @@ class ForkServer:
 
     @classmethod
     def forked(cls) -> "ForkServer":
-        """A fork_server forked from this process, which must have no thread of its own yet: it is there at once."""
+        """Forks the fork server from this process, which must not have threads yet. It can serve at once."""
         made = cls()
         own, other = _channel()
         sys.stdout.flush()
@@ -55,17 +55,17 @@ class ForkServer:
         return number, own
 
     def set_aside(self, number: int) -> None:
-        """The worker goes on only where nobody else wants the processor."""
+        """Lowers the worker's priority to the lowest."""
         with suppress(OSError):
             self._order(Command.SET_ASIDE, number)
 
     def kill(self, number: int) -> None:
-        """Ends the worker; if the fork_server died, its deadline does that."""
+        """Kills the worker. Where the fork server has died, the worker's own deadline ends it."""
         with suppress(OSError):
             self._order(Command.KILL, number)
 
     def close(self) -> None:
-        """Ends the fork_server and all of its workers. Idempotent."""
+        """Ends the fork server and all its workers. Idempotent."""
         if self._channel is not None:
             self._channel.close()
             self._channel = None
@@ -80,12 +80,12 @@ class ForkServer:
                 return
             except ConnectionError:
                 self.close()
-        if end is not None:  # others are about workers of the fork_server that died
+        if end is not None:  # the other commands concern workers of the fork server that died
             self._channel = self._start()
             socket.send_fds(self._channel, [data], descriptors)
 
     def _start(self) -> socket.socket:
-        """A fork_server as a program of its own: it loads the libraries anew, which takes it a second."""
+        """Starts a fork server as a new program, which needs about a second to load its libraries."""
         own, other = _channel()
         with other:
             number = other.fileno()
@@ -97,7 +97,7 @@ class ForkServer:
 
 
 def _channel() -> tuple[socket.socket, socket.socket]:
-    """The router's end, which never waits, and the fork_server's."""
+    """A socket pair: the router's end, which never blocks, and the fork server's end."""
     own, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     own.setblocking(False)
     return own, other

@@ -35,7 +35,7 @@ LIMITS = LLParserLimits(verbose_errors=False, max_grammar_size=MAX_SYMBOLS)
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What a grammar is made of. `answer`: the schema of an answer that calls nothing, None: any text."""
+    """The input of a grammar. `answer` is the JSON schema of an answer without calls; None allows any text."""
 
     answer: bytes | None = None
     tools: tuple[tuple[str, bytes], ...] = ()  # name and schema of those that may be called
@@ -48,7 +48,7 @@ class Plan:
 
     @property
     def param(self) -> str:
-        """The field of the request that is at fault when this is."""
+        """The request field that an error about this plan names."""
         return "tools" if self.tools else "response_format"
 
     def __bool__(self) -> bool:
@@ -56,7 +56,7 @@ class Plan:
 
 
 class GrammarCompiler:
-    """The work of such a process."""
+    """Compiles grammars in a sandboxed worker."""
 
     def __init__(self) -> None:
         self._decoder = msgspec.msgpack.Decoder(Plan)
@@ -81,7 +81,7 @@ class GrammarCompiler:
 
 
 def check_size(plan: Plan) -> None:
-    """Raises ApiError (400)."""
+    """Raises ApiError (400) when the schemas are too large."""
     if plan.num_bytes > MAX_SCHEMAS:
         raise bad_request(
             f"{plan.param}: {plan.num_bytes} bytes of schemas are more than {MAX_SCHEMAS}", param=plan.param
@@ -127,8 +127,8 @@ def _schema_grammar(schema: bytes, param: str, what: str) -> dict[str, object]:
 
 
 def _check_counts(schema: bytes, param: str, what: str) -> None:
-    """Finds what llguidance would take and take long for: how many elements all arrays of a schema must and may have, and
-    texts that every step would walk through. Raises ApiError, and ValueError for no JSON.
+    """Bounds two costs that llguidance does not: the elements that arrays count, and the length of texts, which every decode
+    step walks. Raises ApiError (400), and ValueError for invalid JSON.
     """
     num_items, longest, todo = 0, 0, [json.loads(schema)]
     while todo:
@@ -165,7 +165,7 @@ def _refused(param: str, what: str, reason: str) -> ApiError:
 
 
 def _lark(plan: Plan) -> str:
-    """The frame around the schemas: where calls may stand."""
+    """The Lark grammar around the schemas: where calls may stand."""
     any_tool = " | ".join(f"tool_{i}" for i in range(len(plan.tools)))
     more = f"({json.dumps(chr(10) + OPEN + chr(10))} any)*" if plan.may_repeat else ""
     rules = ["%llguidance {}", f"any: {any_tool}", f"first: {json.dumps(OPEN + chr(10))} any"]

@@ -36,7 +36,7 @@ READ_BYTES = 1 << 18
 
 
 class Command(IntEnum):
-    """What a router asks of a fork_server."""
+    """The requests of the router to the fork server."""
 
     FORK = 1
     SET_ASIDE = 2
@@ -44,7 +44,7 @@ class Command(IntEnum):
 
 
 class ForkServerProcess:
-    """The loop that forks and reaps. One thread."""
+    """The main loop of the fork server, which forks and reaps workers. One thread."""
 
     def __init__(self, channel: socket.socket) -> None:
         self._channel = channel
@@ -57,7 +57,7 @@ class ForkServerProcess:
         return f"ForkServerProcess({len(self._children)} workers)"
 
     def serve(self) -> None:
-        """Until the router is gone. In a worker it does not return."""
+        """Serves until the router is gone. Forked workers do not return from here."""
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._wake.fileno())
         with selectors.DefaultSelector() as selector:
@@ -70,7 +70,7 @@ class ForkServerProcess:
             os.kill(pid, signal.SIGKILL)
 
     def _is_asked(self, selector: selectors.BaseSelector) -> bool:
-        """Waits and does what is asked; False when the router is gone."""
+        """Waits for requests and carries them out. False when the router is gone."""
         for key, _ in selector.select():
             if key.fileobj is self._wakes:
                 with contextlib.suppress(BlockingIOError):
@@ -122,7 +122,7 @@ class ForkServerProcess:
 
 
 def run_fork_server(channel: socket.socket) -> None:
-    """The whole life of the process, which ends with it."""
+    """Runs the fork server and exits the process."""
     code = 1
     try:
         for number in (signal.SIGINT, signal.SIGTERM):  # the router's drain needs templates
@@ -138,7 +138,7 @@ def run_fork_server(channel: socket.socket) -> None:
 
 
 def _work(end: socket.socket) -> None:
-    """A worker's life: until the router closes its socket, or until one chat took too much memory."""
+    """Runs a worker until the router closes its socket, or until a job took too much memory."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # whose default is the end of the process
     _limit(MEMORY)
@@ -161,7 +161,7 @@ def _work(end: socket.socket) -> None:
 
 
 def _executor_of(frame: bytes) -> TemplateRenderer | GrammarCompiler:
-    """What the first frame makes of a worker."""
+    """The executor that the setup frame asks for."""
     if frame != GRAMMARS:
         return TemplateRenderer(msgspec.json.decode(frame, type=Setup))
     made = GrammarCompiler()
@@ -170,14 +170,14 @@ def _executor_of(frame: bytes) -> TemplateRenderer | GrammarCompiler:
 
 
 def _limit(memory: int) -> None:
-    """Bounds the memory of this process from now on, and keeps chats out of core files."""
+    """Bounds the address space of this process to `memory` bytes beyond its current size, and disables core files."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     size = memory + _address_space()
     resource.setrlimit(resource.RLIMIT_AS, (size, size))
 
 
 def _address_space() -> int:
-    """Of this process, in bytes."""
+    """The address space of this process, in bytes."""
     with open("/proc/self/statm", encoding="ascii") as file:
         return int(file.read().split()[0]) * resource.getpagesize()
 

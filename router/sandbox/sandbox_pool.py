@@ -64,7 +64,7 @@ class _Pipe:
         self._unsent += data
 
     def read(self) -> bytes | None:
-        """What has come; None when nothing has, b"" when the worker is gone."""
+        """The bytes that have come; None when there are none, b"" when the worker is gone."""
         try:
             return self._end.recv(READ_BYTES)
         except BlockingIOError:

@@ -20,9 +20,9 @@ InboxEvent = Deliver | Ended | Settled | Broken | Disconnected
 
 
 class Inbox:
-    """Filled by the dispatcher, drained by one task of the same event loop.
+    """The events of one request. The dispatcher puts them in, one task of the same event loop takes them out.
 
-    A patient reader wants nothing before the end: it is woken for other events than tokens, and for `MANY` tokens.
+    A patient reader needs nothing before the end: only events other than tokens, or `MANY` tokens, wake it.
     """
 
     __slots__ = (
@@ -64,7 +64,7 @@ class Inbox:
                 self._waiter.set_result(None)
 
     async def take(self) -> list[tuple[int, InboxEvent]]:
-        """Waits for something to read; all events that there are, in order."""
+        """Waits for events; all that are there, in order."""
         if self.unread_since is None:
             self._waiter = asyncio.get_running_loop().create_future()
             try:
@@ -77,24 +77,24 @@ class Inbox:
         return events
 
     def own(self) -> None:
-        """Says that the current task is the reader, which `cut` may stop."""
+        """Makes the current task the reader, which `cut` may cancel."""
         self._owner = asyncio.current_task()
 
     def unread_for(self, now: float) -> float:
-        """Seconds for which the reader has left events lying: it waits for a client that does not read."""
+        """Seconds since the reader last took events while some are waiting: its client does not read."""
         return 0.0 if self.unread_since is None else now - self.unread_since
 
     @property
     def is_full(self) -> bool:
-        """Whether the reader has left too much lying."""
+        """Whether too many tokens wait for the reader."""
         return self._num_unread > MAX_UNREAD
 
     def has_stalled(self, now: float, longest_s: float) -> bool:
-        """Whether the reader has left something lying for longer, or too much."""
+        """Whether events have waited for longer than the limit, or too many of them."""
         return self.is_full or self.unread_for(now) > longest_s
 
     def cut(self) -> None:
-        """Stops a reader that is stuck in a write."""
+        """Cancels a reader that is stuck in a write."""
         if self._owner is not None and not self.is_cut:
             self.is_cut = True
             self._owner.cancel()

@@ -50,7 +50,7 @@ class TokenBytes:
         return self._bytes[token_id] if token_id < len(self._bytes) else b""
 
     def joined(self, ids: Sequence[int], skipped: AbstractSet[int] = frozenset()) -> bytes:
-        """The bytes of several tokens but the skipped ones."""
+        """The joined bytes of tokens, without those in `skipped`."""
         known = self._bytes
         try:
             return b"".join([known[i] for i in ids if i not in skipped])
@@ -63,7 +63,7 @@ class TokenBytes:
 
 
 class Detokenizer:
-    """The text of one growing output."""
+    """Decodes one growing output."""
 
     def __init__(self, table: TokenBytes, *, skip_special: bool = True) -> None:
         self._table = table
@@ -72,7 +72,7 @@ class Detokenizer:
         self._strip_next = table.strips_first_space
 
     def feed(self, ids: Sequence[int]) -> str:
-        """The text that `ids` complete."""
+        """The text that `ids` complete; an incomplete last character is withheld."""
         data = self._table.joined(ids, self._skipped)
         if self._strip_next and data:
             self._strip_next = False
@@ -83,7 +83,7 @@ class Detokenizer:
         return text
 
     def flush(self) -> str:
-        """A replacement character for an unfinished one, when no more tokens come."""
+        """Ends the output: a replacement character if its last character is incomplete, else ""."""
         rest, self._rest = self._rest, b""
         return rest.decode("utf-8", "replace")
 
@@ -98,7 +98,7 @@ def _kinds(decoder: dict[str, object] | None) -> set[str]:
 
 
 def _strips_first_space(decoder: dict[str, object]) -> bool:
-    """Whether the space that encoding put before the text is taken away again."""
+    """Whether decoding removes the space that encoding puts before a text."""
     if decoder["type"] == "Metaspace":
         return decoder.get("prepend_scheme") != "never"
     parts = decoder.get("decoders", [])

@@ -26,7 +26,7 @@ MAX_ASIDE = 1
 
 
 def plan_of(body: ChatBody | CompletionBody) -> Plan:
-    """What the answer to `body` must look like."""
+    """The plan of the grammar that the answer to `body` must follow."""
     answer = schema_of(body.response_format)
     if not isinstance(body, ChatBody) or not body.calls_tools:
         return Plan(answer=answer)
@@ -42,7 +42,7 @@ def plan_of(body: ChatBody | CompletionBody) -> Plan:
 
 
 class Grammars:
-    """Has plans compiled and keeps the last ones. Used on one event loop."""
+    """Compiles plans in the sandbox, and keeps the most recently used grammars. Used on one event loop."""
 
     def __init__(
         self, fork_server: ForkServer, clock: Callable[[], float], events: Counter[str] | None = None
@@ -62,7 +62,10 @@ class Grammars:
         self._pool.close()
 
     async def of(self, plan: Plan) -> str:
-        """The grammar, "" where anything goes. Raises ApiError: 400 for what cannot be followed, 429."""
+        """The grammar of a plan; "" for an empty plan.
+
+        Raises ApiError: 400 for a plan that cannot be followed, 429 when too many wait.
+        """
         if not plan:
             return ""
         if plan not in self._kept:

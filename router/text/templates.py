@@ -19,7 +19,7 @@ WARM = Chat(messages=[{"role": "user", "content": "hi"}])
 
 
 def encoded(chat: Chat) -> bytes:
-    """As workers read it. Raises ApiError (400)."""
+    """A chat in JSON, as pool workers read it. Raises ApiError (400)."""
     try:
         return msgspec.json.encode(chat)
     except RecursionError:
@@ -27,7 +27,7 @@ def encoded(chat: Chat) -> bytes:
 
 
 class Templates:
-    """Renders for one router, on one event loop. Workers are made when there is something to render."""
+    """Renders chats for one router, on one event loop."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class Templates:
         return f"Templates({self._pool})"
 
     def warm(self) -> None:
-        """Has workers made and the template compiled before somebody waits for that."""
+        """Starts the workers and compiles the template before the first request."""
         encoded = msgspec.json.encode(WARM)
         for is_long in (False, True):
             task = asyncio.get_running_loop().create_task(self.render(encoded, is_long=is_long))
@@ -60,7 +60,10 @@ class Templates:
         self._pool.close()
 
     async def render(self, chat: bytes, *, is_long: bool) -> str:
-        """The text of an encoded Chat. Raises ApiError: what the template refuses, or takes too much for, is 400."""
+        """The text of an encoded Chat.
+
+        Raises ApiError: 400 when the template refuses it or takes too much, 500 when workers died.
+        """
         try:
             reply = await self._pool.reply_to(chat, is_long=is_long)
         except TooCostly:

@@ -31,19 +31,19 @@ RESERVED_SWITCHES = frozenset((*RENDERING.parameters, "messages", "conversations
 
 @dataclass(frozen=True)
 class GuardedChat:
-    """A chat for its template, with `mark` and a number in place of each spelled control token."""
+    """A chat for the template. `mark`, a number and an x replace each spelled control token."""
 
     chat: Chat
     mark: str
     spelled: list[str]
 
     def num_chars_of(self, rendered: str) -> int:
-        """Without the marks."""
+        """The number of characters of `rendered` without the marks."""
         return len(rendered) - len(self.mark) * len(self.spelled)
 
 
 class Tokenizer:
-    """Loaded once; its methods may run in threads."""
+    """The tokenizer of one model. Its methods are thread-safe."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         self._hf = tokenizer
@@ -76,15 +76,15 @@ class Tokenizer:
         return self._hf.chat_template is not None
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """A raw prompt, with what the tokenizer puts around any text (such as a begin token)."""
+        """The ids of a raw prompt. `add_special_tokens` adds the tokenizer's own frame, such as a begin token."""
         if add_special_tokens and self._has_frame:
             return self._encode(self._backend, text, add_special_tokens=True)
         return self._encode_text(text)
 
     def encode_with_starts(self, text: str) -> tuple[list[int], list[int]]:
-        """A raw prompt, and of each token the character of `text` that it begins or goes on with.
+        """The ids of a raw prompt, and for each token the index in `text` of its first character.
 
-        A token that spells nothing of it (such as a begin token) stands where the next one does.
+        A token that spells no character (such as a begin token) has the index of the next one.
         """
         [encoding] = self._backend.encode_batch([text])
         starts, start = [], len(text)
@@ -95,7 +95,7 @@ class Tokenizer:
 
     @property
     def template_setup(self) -> Setup | None:
-        """What renders this model's chats; None without a template."""
+        """The setup of the model's template workers; None without a template."""
         if not self.has_chat_template:
             return None
         return Setup(chat_template=self._hf.chat_template, special_tokens=dict(self._hf.special_tokens_map))
@@ -106,9 +106,9 @@ class Tokenizer:
         switches: Switches | None = None,
         tools: Sequence[ChatMessage] = (),
     ) -> GuardedChat:
-        """A chat ready to be rendered by the model's template up to where the assistant begins to speak.
+        """A chat that may be rendered by the model's template: no text in it spells a control token.
 
-        `switches` are what templates of some models ask for beside the messages. Raises ApiError (400).
+        `switches` are further variables of the template. Raises ApiError (400).
         """
         if not self.has_chat_template:
             raise bad_request("this model has no chat template: use /v1/completions", param="messages")
@@ -126,7 +126,7 @@ class Tokenizer:
         )
 
     def _check_switches(self, switches: Switches) -> None:
-        """They go to the template as they are, so none may be, or stand for, a control token. Raises ApiError (400)."""
+        """Switches reach the template unchanged, so none may name or spell a control token. Raises ApiError (400)."""
         taken = sorted(self._reserved.intersection(switches))
         if taken:
             text = f"chat_template_kwargs: {taken[0]} is not a switch of a template"
@@ -137,7 +137,7 @@ class Tokenizer:
                 raise bad_request(text, param="chat_template_kwargs")
 
     def encode_rendered(self, chat: GuardedChat, rendered: str) -> list[int]:
-        """The ids of what the template made of a chat."""
+        """The token ids of a rendered chat. Spelled control tokens are encoded as letters."""
         if not chat.spelled:
             return self._encode_text(rendered)
         ids: list[int] = []
@@ -151,7 +151,7 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of whole `ids`, control tokens included."""
+        """The text of `ids`, control tokens included."""
         detokenizer = self.detokenizer(skip_special=False)
         return detokenizer.feed(ids) + detokenizer.flush()
 
@@ -165,14 +165,14 @@ class Tokenizer:
 
     @staticmethod
     def _encode(backend: Backend, text: str, *, add_special_tokens: bool) -> list[int]:
-        """The ids alone: where each token stands in the text is a third of the work, and few ask."""
+        """The ids without offsets, which would cost half as much again."""
         [encoding] = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = encoding.ids
         return ids
 
 
 def _keep_spaces(backend: Backend) -> None:
-    """A token that begins with a space begins there, also where the tokenizer's file would trim it."""
+    """Makes offsets of tokens include their leading space, also where the tokenizer's file trims it."""
     processor = backend.post_processor
     if processor is not None:
         parts = json.loads(processor.__getstate__(), object_hook=_untrimmed)
@@ -185,7 +185,7 @@ def _untrimmed(part: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Guard:
-    """Puts an unguessable mark and a number in place of every spelled control token, and notes what stood there."""
+    """Replaces each spelled control token by an unguessable mark and a number, and notes its spelling."""
 
     def __init__(self, special: re.Pattern[str] | None) -> None:
         self._special = special
@@ -204,7 +204,7 @@ class _Guard:
 
 
 def _in_strings(change: Callable[[str], str], value: Any) -> Any:  # noqa: ANN401 - JSON
-    """`value` with every string in it changed, also the names of fields of schemas."""
+    """`value` with `change` applied to every string in it, keys of objects included."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, dict):

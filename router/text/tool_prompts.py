@@ -17,12 +17,12 @@ EXPLAINED = (
 
 
 def is_native(template: object) -> bool:
-    """Whether a chat template writes tools and calls in that form by itself."""
+    """Whether a chat template supports tools in the form of `grammars`."""
     return isinstance(template, str) and "tools" in template and OPEN in template
 
 
 def written_out(messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]]) -> list[ChatMessage]:
-    """The chat with tools, calls and results as plain text in messages of system, user and assistant."""
+    """The chat with tools, calls and results as plain text in system, user and assistant messages."""
     written = [_written(message) for message in messages]
     if not tools:
         return written
