@@ -204,7 +204,7 @@ class Answer:
         choice = self._choices[index]
         try:
             piece = choice.add(event)
-        except ValueError:  # a worker that does not know what it was asked
+        except ValueError:  # a worker that sent no log probabilities
             raise upstream("A worker failed to serve this request. Try again.", "worker_failed") from None
         if piece.finish:
             self._dispatcher.stopped(self._entries[index])

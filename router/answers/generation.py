@@ -70,7 +70,7 @@ class ChoiceOptions(Struct, frozen=True, kw_only=True, gc=False):
     num_top: int = -1
     min_tokens: int = 0  # no stop string counts before so many
     is_silent: bool = False  # the output is neither shown nor counted
-    has_calls: bool = False  # calls of tools are told apart from what is said
+    has_calls: bool = False  # tool calls are split from the text
     calls_come_first: bool = False  # or not at all
 
 
@@ -142,7 +142,7 @@ class Choice:
     def _add_prompt(self, prompt: Prompt, logprobs: Sequence[TokenLogprob]) -> Piece:
         ids, options = prompt.ids, self._options
         text, starts = self._spell(ids)
-        if prompt.text is not None:  # what the client wrote: control tokens, too, and before any normalising
+        if prompt.text is not None:  # the client's own text, with control tokens and without normalisation
             text, starts = prompt.text, prompt.starts
         self._num_chars = len(text)
         if options.num_top < 0:

@@ -82,7 +82,7 @@ class Frame(Struct, frozen=True, kw_only=True):
 class Builder(Protocol):
     """Encodes one answer, as one body or as events."""
 
-    end: bytes  # what follows the last event
+    end: bytes  # the bytes after the last event
 
     def whole(self, answers: Sequence[Piece], usage: Usage, timeline: AnyTimeline | None) -> bytes:
         """The body of an answer that is not streamed, one piece per choice."""

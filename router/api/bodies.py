@@ -13,7 +13,7 @@ from msgspec import Meta, Struct
 from .fields import CHAT, COMPLETION, MESSAGE, STREAM_OPTIONS, TEXT_PART, Field
 from .tool_bodies import MAX_TOOLS, AnyFormat, AnyToolChoice, Tool, ToolCall
 
-MAX_CHOICES = 128  # rooms of a request: choices, or what best_of chooses from, times the number of prompts
+MAX_CHOICES = 128  # rooms of a request: number of choices (or best_of) times number of prompts
 MAX_SEED = 2**63 - 1
 MAX_SWITCHES = 32  # of a template
 MAX_SWITCH_CHARS = 256
@@ -64,12 +64,12 @@ class Message(Struct, forbid_unknown_fields=True):
     name: str | None = None
     tool_calls: list[ToolCall] | None = None  # of an assistant
     tool_call_id: str | None = None  # of a tool: whose result this is
-    # what an answer's `message.model_dump()` holds beside; served only when it says nothing
+    # further fields of an answer's `message.model_dump()`; accepted only when they are empty
     refusal: Unread = msgspec.UNSET
     annotations: Unread = msgspec.UNSET
     audio: Unread = msgspec.UNSET
     function_call: Unread = msgspec.UNSET
-    # what clients add to an answer's message before they send it back; ignored
+    # fields that clients add to an answer's message before they send it back; ignored
     parsed: Unread = msgspec.UNSET
     reasoning: Unread = msgspec.UNSET
     reasoning_content: Unread = msgspec.UNSET

@@ -10,7 +10,7 @@ from ..errors import ApiError, bad_request, printable
 from .fields import Field
 
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-RefusedFields = list[tuple[str, str, Field]]  # attribute, name in JSON, and what the table says of it
+RefusedFields = list[tuple[str, str, Field]]  # attribute, name in JSON, and its row of the table
 
 
 def refused_of(kind: type[Struct]) -> RefusedFields:

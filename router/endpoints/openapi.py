@@ -60,7 +60,7 @@ class Operation:
     reply: type | None = None
     chunk: type | None = None  # of a stream
     statuses: Mapping[int, str] | None = None  # beside 200
-    kind: str = "application/json"  # of what a reply without a type is
+    kind: str = "application/json"  # content type of a reply that has no schema
 
     @property
     def method(self) -> str:

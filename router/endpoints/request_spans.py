@@ -30,7 +30,7 @@ def waits_of(entry: Entry, now: float) -> list[Span]:
     for note in entry.trace.attempts:
         spans.append(_wait(entry, since, note.placed, note.epoch))
         since = note.ended if note.ended is not None else now
-    if entry.room.pair is None:  # nobody took it any more
+    if entry.room.pair is None:  # it ended without a pair
         spans.append(_wait(entry, since, now, len(entry.trace.attempts)))
     return spans
 

@@ -73,7 +73,7 @@ class Routes:
         except ApiError as error:
             await exchange.answer(error)
         except ClientGone:
-            pass  # there is nobody to answer
+            pass  # no client is left to answer
 
     def _handler_of(self, method: str, path: str) -> Handler:
         """Raises ApiError: 404 for an unknown path, 405 for another method."""

@@ -54,7 +54,7 @@ class Call(Struct, frozen=True, kw_only=True, gc=False):
     grammar: str = ""  # that the answer follows, once the body was read
     caller: Caller = ANYONE
     trace: TraceContext = NOWHERE  # of the client's span
-    has_left: Callable[[], bool] = lambda: False  # the client; what it asked for need not be read then
+    has_left: Callable[[], bool] = lambda: False  # the client has left, and the request need not be prepared
 
 
 class Service:
@@ -260,7 +260,7 @@ class Service:
         builder: Builder,
     ) -> Answer:
         live = self.dispatcher.limits()
-        if live is None:  # then nobody knows the vocabulary either, which may be larger than the tokenizer's
+        if live is None:  # the vocabulary, which may be larger than the tokenizer's, is not known either
             raise no_workers()
         choice_options, num_choices, num_tries = _choice_options(body), body.num_choices, body.num_tries
         jobs: list[Job] = []

@@ -78,9 +78,9 @@ class HttpProtocol(asyncio.Protocol):
         self._server = server
         self._parser = httptools.HttpRequestParser(self)
         self._transport: asyncio.Transport | None = None
-        self.deadline = NEVER  # of what is awaited, in monotonic seconds
+        self.deadline = NEVER  # of the awaited event, in monotonic seconds
         self._fault: ApiError | None = None  # why nothing more is read
-        self._is_discarding = False  # the answer was an error, and what still comes is thrown away
+        self._is_discarding = False  # an error was sent, and further input is discarded
         self._is_last = False  # nothing behind the request that is being answered is read
         self._rest: bytes | None = (
             None  # of a request that wants another protocol: a head for the body that follows
@@ -202,7 +202,7 @@ class HttpProtocol(asyncio.Protocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._is_resuming:
             return
-        if self._incoming is None:  # trailers are no headers: what was decided by these stays
+        if self._incoming is None:  # trailers must not change what the headers decided
             self._headers.append((name.lower(), value))
         self._count(len(name) + len(value))
 
@@ -295,7 +295,7 @@ class HttpProtocol(asyncio.Protocol):
             return self._close()
         if (
             self.is_paused and not self._transport.is_closing()
-        ):  # who asks and does not read would have us hold answers
+        ):  # answers of a client that sends and does not read would pile up
             self._transport.pause_reading()
             self._await(WRITE_STALL_S)
         elif not self.is_paused:
@@ -370,7 +370,7 @@ class HttpProtocol(asyncio.Protocol):
     def _close(self) -> None:
         assert self._transport is not None
         self._transport.close()
-        self._await(WRITE_STALL_S)  # what is not read by then goes with the connection
+        self._await(WRITE_STALL_S)  # then unsent bytes are dropped with the connection
 
     def _forget_body(self) -> None:
         self._server.unbuffer(self._num_body)

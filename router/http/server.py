@@ -23,7 +23,9 @@ OWN_CONNECTIONS = (
 )
 LAST_TURNS = 3  # of the loop, within which a closed server's descriptor is closed
 SPARE_DESCRIPTORS = 124  # for workers, files and libraries
-SPARE_IN_DOOR = 32  # of these, for who is over the number and hears it when TLS is there
+SPARE_IN_HANDSHAKE = (
+    32  # of these, for connections above the maximum, which get their 503 after the handshake
+)
 
 
 @dataclass(eq=False)
@@ -43,7 +45,7 @@ def connections_allowed(asked: int = 0, *, has_own_port: bool = False) -> int:
     The soft limit on descriptors is raised as far as it may.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    spare = SPARE_DESCRIPTORS + (OWN_CONNECTIONS + SPARE_IN_DOOR if has_own_port else 0)
+    spare = SPARE_DESCRIPTORS + (OWN_CONNECTIONS + SPARE_IN_HANDSHAKE if has_own_port else 0)
     wanted = (asked or MAX_CONNECTIONS) + spare
     if soft < wanted:
         with suppress(ValueError, OSError):
@@ -74,7 +76,7 @@ class HttpServer:
         self.is_draining = False  # connections end behind an answer also where it could not say so
         self._app, self._counts = app, counts
         self._listening: asyncio.Server | TlsListener | None = None
-        self._door = None if certificate is None else self._door_with(certificate)
+        self._tls_listener = None if certificate is None else self._tls_listener_with(certificate)
         self._connections: set[HttpProtocol] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._next_deadline = NEVER  # of all connections; none is due before
@@ -86,9 +88,9 @@ class HttpServer:
     async def serve(self, listener: socket.socket) -> None:
         """Serves until it is cancelled."""
         own = listener.dup()  # the loop closes it, at a moment of its own
-        if self._door is not None:
-            self._door.open(own)
-            self._listening = self._door
+        if self._tls_listener is not None:
+            self._tls_listener.open(own)
+            self._listening = self._tls_listener
         else:
             self._listening = await asyncio.get_running_loop().create_server(
                 self._connection, sock=own, backlog=1024
@@ -103,14 +105,14 @@ class HttpServer:
     @property
     def num_tls_failed(self) -> int:
         """The number of failed TLS handshakes."""
-        return 0 if self._door is None else self._door.num_failed
+        return 0 if self._tls_listener is None else self._tls_listener.num_failed
 
     def _connection(self) -> HttpProtocol:
         return HttpProtocol(self)
 
-    def _door_with(self, certificate: Certificate) -> TlsListener:
-        def has_room(num_in_door: int) -> bool:
-            return num_in_door + len(self._connections) < self.max_connections + SPARE_IN_DOOR
+    def _tls_listener_with(self, certificate: Certificate) -> TlsListener:
+        def has_room(num_in_handshake: int) -> bool:
+            return num_in_handshake + len(self._connections) < self.max_connections + SPARE_IN_HANDSHAKE
 
         return TlsListener(
             certificate, self._connection, has_room, patience_s=HEAD_TIMEOUT_S, clock=self.clock
@@ -132,14 +134,14 @@ class HttpServer:
             ):  # the loop gives its descriptor back; from then on `listener` is the last
                 await asyncio.sleep(0)
         waiting = []
-        with suppress(OSError):  # nobody waits, or it never listened
+        with suppress(OSError):  # the queue is empty, or the socket never listened
             listener.setblocking(False)
             while True:
                 waiting.append(listener.accept()[0])
         listener.close()
         for client in waiting:
-            if self._door is not None:
-                self._door.take(client)
+            if self._tls_listener is not None:
+                self._tls_listener.take(client)
                 continue
             with suppress(OSError):  # it left
                 client.setblocking(False)
@@ -158,20 +160,20 @@ class HttpServer:
     async def close(self, grace_s: float) -> None:
         """Waits up to `grace_s` seconds for running answers, then cuts the rest off."""
         self.drain()
-        if self._door is not None:
-            self._door.abort()
+        if self._tls_listener is not None:
+            self._tls_listener.abort()
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=grace_s)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         deadline = self.clock() + grace_s
-        while self._connections and self.clock() < deadline:  # what is written must leave
+        while self._connections and self.clock() < deadline:  # written bytes must go out first
             await asyncio.sleep(0.01)
         for connection in list(self._connections):
             connection.abort()
 
-    # --- what connections ask -----------------------------------------------------------------------------------------
+    # --- for connections ----------------------------------------------------------------------------------------------
 
     def joined(self, connection: HttpProtocol) -> bool:
         """Registers a connection. False when there are too many."""
@@ -208,8 +210,8 @@ class HttpServer:
         task.add_done_callback(self._tasks.discard)
 
     def _sweep(self) -> None:
-        if self._door is not None:
-            self._door.sweep()
+        if self._tls_listener is not None:
+            self._tls_listener.sweep()
         now = self.clock()
         if now < self._next_deadline:
             return

@@ -31,7 +31,10 @@ READ_BYTES = 1 << 16
 
 
 class TlsListener:
-    """Accepts for one server, on one event loop. `has_room`: whether one more may come, given how many are in the door."""
+    """Accepts connections for one server, on one event loop.
+
+    `has_room(n)` says whether one more connection may come while `n` connections are before the end of their handshake.
+    """
 
     def __init__(
         self,
@@ -144,7 +147,7 @@ class TlsListener:
             await loop.connect_accepted_socket(
                 self._make, client, ssl=self._certificate.context, ssl_handshake_timeout=max(seconds, 0.1)
             )
-        except OSError as error:  # those of ssl are such
+        except OSError as error:  # ssl.SSLError is one
             self.num_failed += 1
             logger.debug("TLS handshake failed", extra=fields(reason=str(error) or type(error).__name__))
             client.close()

@@ -22,13 +22,13 @@ from ..errors import ApiError, bad_request
 from .frames import REFUSED, RENDERED, TOO_LARGE
 
 GRAMMARS = b"grammars"  # the first frame of a process that compiles, in place of a Setup
-MAX_GRAMMAR = 131072  # bytes; what a message to a worker takes
+MAX_GRAMMAR = 131072  # bytes; the bound of a message to a worker
 MAX_SCHEMAS = MAX_GRAMMAR // 2  # bytes of a plan's schemas
 MAX_ITEMS = 16384  # elements of arrays that a schema counts, in all; llguidance writes out each of them
 MAX_TEXT = (
     2048  # characters of a constant, a name or a pattern: each mask of a step walks it, up to 0.5 ms per 1000
 )
-NOTES = frozenset({"description", "title", "$comment", "default", "examples"})  # which bind nobody
+NOTES = frozenset({"description", "title", "$comment", "default", "examples"})  # which constrain nothing
 MAX_SYMBOLS = 131072  # of a grammar, of which workers keep some 600 bytes each
 LIMITS = LLParserLimits(verbose_errors=False, max_grammar_size=MAX_SYMBOLS)
 

@@ -41,7 +41,7 @@ class Inbox:
         self._is_patient = is_patient
         self._events: list[tuple[int, InboxEvent]] = []
         self._waiter: asyncio.Future[None] | None = None  # of the reader, while there is nothing to read
-        self._num_unread = 0  # tokens, and what counts as so many
+        self._num_unread = 0  # tokens; a log probability counts as tokens, too
         self.unread_since: float | None = None  # the reader was called then and has not come yet
         self._owner: asyncio.Task[object] | None = None
         self.is_cut = False

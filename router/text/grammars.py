@@ -88,7 +88,7 @@ class Grammars:
             reply = await self._pool.reply_to(msgspec.msgpack.encode(plan), is_long=plan.num_bytes > LONG)
         except NoWorker:
             raise overloaded("No schema can be compiled now. Try again later.") from None
-        except (TooCostly, WorkerLost):  # who runs out of memory below Python dies of it
+        except (TooCostly, WorkerLost):  # llguidance aborts when it has no memory left
             reply = b""
         kind, text = reply[:1], reply[1:].decode()
         if kind == RENDERED:

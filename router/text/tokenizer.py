@@ -143,7 +143,7 @@ class Tokenizer:
         ids: list[int] = []
         for i, part in enumerate(rendered.split(chat.mark)):
             text = part
-            if i:  # a number, an x, and what follows
+            if i:  # a number, an x, and the text behind
                 number, _, text = part.partition("x")
                 ids += self._encode(self._plain, chat.spelled[int(number)], add_special_tokens=False)
             if text:

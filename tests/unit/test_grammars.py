@@ -178,7 +178,7 @@ def test_s18_the_corpus_of_schemas_takes_no_512_mib():
     code = """if True:
         import resource
         from baton.router.errors import ApiError
-        from baton.router.grammar_compiler import Plan, compiled
+        from baton.router.sandbox.grammar_compiler import Plan, compiled
         from baton.tests.corpora.corpus import schemas
         peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         before = peak()
