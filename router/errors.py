@@ -1,4 +1,4 @@
-"""What a client gets instead of an answer: one catalogue of OpenAI error objects."""
+"""The catalogue of errors that clients get, as OpenAI error objects."""
 
 import math
 from http import HTTPStatus
