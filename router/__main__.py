@@ -16,8 +16,8 @@ from ..cluster.process.process import EXIT_OK, Shutdown, run_phases, run_role
 from ..cluster.process.sd_notify import notifier_of
 from ..cluster.process.watchdog import Watchdog
 from .app import Router
-from .nursery import NurseryHandle
-from .tokenizer import Tokenizer, load_tokenizer
+from .sandbox.fork_server import ForkServer
+from .text.tokenizer import Tokenizer, load_tokenizer
 
 YOUNG_OBJECTS = (
     20_000  # that the garbage collector lets come before it looks: more than a step of 2000 streams makes
@@ -37,7 +37,7 @@ def _start(argv: Sequence[str]) -> Callable[[], int]:
     config = load_config(RouterConfig, argv, os.environ)
     configure("router", level=config.log_level, log_format=config.log_format)
     notifier = notifier_of(os.environ)
-    nursery = NurseryHandle.forked()  # before anything here has a thread
+    fork_server = ForkServer.forked()  # before anything here has a thread
     made: list[Tokenizer | Router] = []
 
     def load() -> None:
@@ -47,7 +47,7 @@ def _start(argv: Sequence[str]) -> Callable[[], int]:
         tokenizer = made[0]
         assert isinstance(tokenizer, Tokenizer)
         watchdog = Watchdog(config.watchdog_s, notifier=notifier)
-        made.append(Router(config, tokenizer, nursery, watchdog=watchdog, notifier=notifier))
+        made.append(Router(config, tokenizer, fork_server, watchdog=watchdog, notifier=notifier))
 
     run_phases([("loading the tokenizer", load), ("binding sockets", listen)])
     gc.collect()
@@ -55,14 +55,14 @@ def _start(argv: Sequence[str]) -> Callable[[], int]:
     gc.set_threshold(YOUNG_OBJECTS)
     router = made[1]
     assert isinstance(router, Router)
-    return lambda: _serve(router, nursery)
+    return lambda: _serve(router, fork_server)
 
 
-def _serve(router: Router, nursery: NurseryHandle) -> int:
+def _serve(router: Router, fork_server: ForkServer) -> int:
     try:
         uvloop.run(_run(router))
     finally:
-        nursery.close()
+        fork_server.close()
     return EXIT_OK
 
 

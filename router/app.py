@@ -1,12 +1,12 @@
-"""The router process: what it is made of, how it serves, how it ends.
+"""The router process: its parts, and its states from start to end.
 
-    joining    behind a shared port: it is not listened to before a pair has shown itself, for at most JOIN_S
-    serving    new requests are taken
-    leaving    behind a shared port: new connections go to the others, those that stand are closed behind an answer
-    draining   /ready is 503 and new requests get 503; running ones end, for at most drain_timeout_s
-    stopping   what still runs gets an error; the listener closes
+    joining    with a shared port: the router does not listen before a pair of workers is ready, for at most JOIN_S
+    serving    new requests are accepted
+    leaving    with a shared port: new connections go to the other routers, and open ones close after an answer
+    draining   /ready and new requests get 503; running requests may finish, for at most drain_timeout_s
+    stopping   requests that still run get an error; the listener closes
 
-At --own-port the same is answered from before the first of these to the end of the last.
+The router's own port (--own-port) answers in all of these states.
 """
 
 import asyncio
@@ -28,19 +28,19 @@ from ..cluster.security.api_keys import ApiKeys
 from ..cluster.security.keyring import load_keyring
 from ..cluster.telemetry.metrics import RouterMetrics
 from ..cluster.telemetry.tracing import open_tracing
-from .auth import Guard
 from .control import ControlSocket
 from .dispatch import Dispatcher
-from .http import Routes
-from .listeners import open_listeners
-from .nursery import NurseryHandle
+from .endpoints.routes import Routes
+from .endpoints.service import Service
+from .http.auth import Guard
+from .http.listeners import open_listeners
+from .http.server import OWN_CONNECTIONS, Counts, HttpServer, connections_allowed
+from .http.tls import certificate_of
 from .placing import PairingPolicy
 from .registry import Registry
 from .room_effects import Timeouts
-from .server import OWN_CONNECTIONS, Counts, HttpServer, connections_allowed
-from .service import Service
-from .tls import certificate_of
-from .tokenizer import Tokenizer
+from .sandbox.fork_server import ForkServer
+from .text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -52,16 +52,16 @@ HAND_OVER_S = 2.0  # for clients with a kept connection to ask once more, and to
 
 
 class Router:
-    """Everything of one router. Sockets are bound when it is made, so that a port in use is known at once.
+    """All parts of one router. The constructor binds the sockets, so a port in use is reported at once.
 
-    `nursery` gives it template workers, and is closed by its owner, behind the router.
+    `fork_server` forks the sandboxed workers. Its owner closes it after the router.
     """
 
     def __init__(
         self,
         config: RouterConfig,
         tokenizer: Tokenizer,
-        nursery: NurseryHandle,
+        fork_server: ForkServer,
         timeouts: Timeouts | None = None,
         watchdog: Watchdog | None = None,
         notifier: Notifier | None = None,
@@ -110,7 +110,7 @@ class Router:
             tokenizer,
             served,
             time.monotonic,
-            nursery,
+            fork_server,
             self._tracing,
             chat_max_tokens=chat_max,
         )
@@ -131,7 +131,7 @@ class Router:
 
     @property
     def own_url(self) -> str:
-        """Where no other router answers; "" without --own-port."""
+        """The URL at the router's own port; "" without --own-port."""
         return self._url_at(self._config.own_port) if self._own_listener is not None else ""
 
     async def run(self, drain: asyncio.Event, stop: asyncio.Event) -> None:
@@ -157,7 +157,7 @@ class Router:
             self.close()
 
     def close(self) -> None:
-        """Gives the sockets back. Idempotent."""
+        """Closes the sockets. Idempotent."""
         self._watchdog.stop()
         self._service.close()
         self._tracing.close()
@@ -165,7 +165,7 @@ class Router:
         self.control.close()
 
     def _servers(self) -> tuple[HttpServer, HttpServer]:
-        """Of the clients' port and of the router's own: the same application, for the same callers."""
+        """The servers of the clients' port and of the router's own port: one application, one set of callers."""
         config, counts = self._config, Counts()
         guard = Guard(self._api_keys, os.environ.get(OPERATOR_VARIABLE, ""))
         app = Routes(self._service, is_keyed=self._api_keys is not None).app()
@@ -189,14 +189,14 @@ class Router:
             self._own_listener.close()
 
     async def _serve(self) -> None:
-        """Behind a shared port another router would have served who came too early to this one."""
+        """Serves; with a shared port only when a pair is ready, since other routers can serve until then."""
         began = time.monotonic()
         while self._config.share_port and not self.dispatcher.is_ready and time.monotonic() - began < JOIN_S:
             await asyncio.sleep(TICK_S)
         await self._server.serve(self._listener)
 
     def _on_left(self) -> None:
-        """Looks at once who is gone, before anything is sent there; for whoever comes and goes not more than once a tick."""
+        """Probes for lost workers at once when a connection ends, but not more than once a tick."""
         if not self._has_looked:
             self._has_looked = True
             asyncio.get_running_loop().call_later(LOOK_S, self.dispatcher.probe)

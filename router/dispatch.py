@@ -17,7 +17,6 @@ from .canary import Canaries
 from .entries import OUTCOMES, Entry, Job, Request, Tag, addressed, new_request, tested_workers
 from .errors import unavailable
 from .history import History
-from .inbox import Inbox
 from .intake import OVERLOADED, Intake
 from .placing import PairingPolicy, Placer
 from .policy import Limits, can_ever, live_limits, live_pairs
@@ -41,6 +40,7 @@ from .room_effects import (
 )
 from .room_parts import PEER_LOST, Phase, RoomEvent
 from .rooms import Room
+from .scheduling.inbox import Inbox
 from .suspicion import QUARANTINED
 from .waiting import WaitingList
 

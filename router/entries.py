@@ -16,12 +16,12 @@ from ..cluster.protocol.messages import Cancel, Prefill, Reserve, Sampling
 from ..cluster.telemetry.metrics import Handoff, PromptWork, RequestRecord
 from ..cluster.telemetry.tracing import OpenSpan, Passing
 from .admission import young_fields
-from .callers import ANYONE, Caller
-from .inbox import Inbox
+from .http.rate_limits import ANYONE, Caller
 from .policy import Need
 from .prefixes import Prompt
 from .room_parts import DEADLINE_EXCEEDED, GRAMMARS_OVERDUE
 from .rooms import Room
+from .scheduling.inbox import Inbox
 from .timeline import Account, Timeline, account_of
 from .trace import Trace
 

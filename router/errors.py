@@ -1,4 +1,4 @@
-"""What a client gets instead of an answer: one catalogue of OpenAI error objects."""
+"""The catalogue of errors that clients get, as OpenAI error objects."""
 
 import math
 from http import HTTPStatus
@@ -27,17 +27,21 @@ class ErrorEnvelope(msgspec.Struct, frozen=True):
 class ApiError(Exception):
     """Ends a request with an HTTP status and an error object."""
 
-    def __init__(self, status: int, body: ErrorBody, retry_after_s: int = 0, scheme: str = "") -> None:
+    def __init__(
+        self, status: int, body: ErrorBody, retry_after_s: int = 0, scheme: str = "", allow: str = ""
+    ) -> None:
         super().__init__(body.message)
         self.status = status
         self.body = body
         self.retry_after_s = retry_after_s
         self._scheme = scheme  # of authentication that is asked for
+        self._allow = allow  # methods that the address takes
 
     @property
     def headers(self) -> dict[str, str]:
         headers = {"retry-after": str(self.retry_after_s)} if self.retry_after_s else {}
-        return headers | ({"www-authenticate": self._scheme} if self._scheme else {})
+        headers |= {"www-authenticate": self._scheme} if self._scheme else {}
+        return headers | ({"allow": self._allow} if self._allow else {})
 
     def encode(self) -> bytes:
         return msgspec.json.encode(ErrorEnvelope(self.body))
@@ -107,7 +111,8 @@ def unknown_request(name: str) -> ApiError:
 
 
 def method_not_allowed(allowed: str) -> ApiError:
-    return ApiError(405, ErrorBody(f"This address takes {allowed} only.", "invalid_request_error"))
+    body = ErrorBody(f"This address takes {allowed} only.", "invalid_request_error")
+    return ApiError(405, body, allow=allowed)
 
 
 def body_too_large(limit: int) -> ApiError:

@@ -12,8 +12,8 @@ from itertools import islice
 
 from msgspec import Struct
 
-from .callers import Caller
 from .entries import Entry, Request
+from .http.rate_limits import Caller
 from .room_parts import Phase
 from .timeline import Account, Timeline
 

@@ -13,11 +13,11 @@ import math
 from collections.abc import Sequence
 
 from .admission import check_fits, check_obeyed, no_workers
-from .callers import Gate
 from .entries import Entry, Job, Request
 from .errors import ApiError, overloaded
+from .http.parse_limiter import ParseLimiter
+from .http.rate_limits import Gate
 from .policy import live_limits, live_pairs
-from .reading import ReadingRoom
 from .registry import Registry
 from .waiting import WaitingList, rank, rank_of
 
@@ -57,7 +57,7 @@ class Intake:
 
     def __init__(self, registry: Registry, waiting: WaitingList, max_queue: int) -> None:
         self.gate = Gate()
-        self.reading_room = ReadingRoom(self.gate)
+        self.parse_limiter = ParseLimiter(self.gate)
         self.pace = Pace()
         self._registry = registry
         self._waiting = waiting

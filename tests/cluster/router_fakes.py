@@ -40,11 +40,12 @@ from baton.cluster.protocol.messages import (
 )
 from baton.router.app import Router
 from baton.router.errors import bad_request
-from baton.router.nursery import NurseryHandle
-from baton.router.rendering import RENDERED, Renderer
 from baton.router.room_effects import Timeouts
-from baton.router.templates import encoded
-from baton.router.tokenizer import load_tokenizer
+from baton.router.sandbox.fork_server import ForkServer
+from baton.router.sandbox.frames import RENDERED
+from baton.router.sandbox.template_renderer import TemplateRenderer
+from baton.router.text.templates import encoded
+from baton.router.text.tokenizer import load_tokenizer
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -235,9 +236,9 @@ class Script:
 
 
 @functools.cache
-def shared_nursery():
+def shared_fork_server():
     """One for all routers of this process; it ends with it."""
-    handle = NurseryHandle()
+    handle = ForkServer()
     atexit.register(handle.close)
     return handle
 
@@ -245,7 +246,7 @@ def shared_nursery():
 def encode_chat(tokenizer, messages, switches=None, tools=()):
     """A chat's ids, rendered in this process."""
     guarded = tokenizer.guard(messages, switches, tools)
-    reply = Renderer(tokenizer.template_setup).answer(encoded(guarded.chat))
+    reply = TemplateRenderer(tokenizer.template_setup).answer(encoded(guarded.chat))
     if reply[:1] != RENDERED:
         raise bad_request(reply[1:].decode())
     return tokenizer.encode_rendered(guarded, reply[1:].decode())
@@ -286,7 +287,7 @@ class RunningRouter:
     async def _serve(self):
         self.loop = asyncio.get_running_loop()
         self.drain, self.stop = asyncio.Event(), asyncio.Event()
-        self.router = Router(self._config, self.tokenizer, shared_nursery(), self._timeouts)
+        self.router = Router(self._config, self.tokenizer, shared_fork_server(), self._timeouts)
         self._ready.set()
         await self.router.run(self.drain, self.stop)
 

@@ -7,12 +7,13 @@ from contextlib import asynccontextmanager
 
 import pytest
 from baton.router.errors import ApiError
-from baton.router.grammar_compiler import Plan
-from baton.router.grammars import MAX_KEPT, Grammars
-from baton.router.nursery import NurseryHandle
-from baton.router.rendering import Setup, framed
-from baton.router.templates import Templates
-from baton.tests.cluster.router_fakes import shared_nursery
+from baton.router.sandbox.fork_server import ForkServer
+from baton.router.sandbox.frames import framed
+from baton.router.sandbox.grammar_compiler import Plan
+from baton.router.sandbox.template_renderer import Setup
+from baton.router.text.grammars import MAX_KEPT, Grammars
+from baton.router.text.templates import Templates
+from baton.tests.cluster.router_fakes import shared_fork_server
 from baton.tests.corpora.corpus import schemas
 
 # an automaton with as many states as both numbers multiplied: minutes and gigabytes at whoever builds it
@@ -21,7 +22,7 @@ ENDLESS = b'{"allOf":[{"type":"integer","multipleOf":9973},{"type":"integer","mu
 
 @asynccontextmanager
 async def grammars():
-    made = Grammars(shared_nursery(), time.monotonic, Counter())
+    made = Grammars(shared_fork_server(), time.monotonic, Counter())
     try:
         yield made
     finally:
@@ -65,7 +66,7 @@ def median(found):
 
 @pytest.mark.parametrize("kind", ["grammar", "template"])
 def test_the_log_says_which_kind_of_worker_cannot_be_made(kind, caplog):
-    class Barren(NurseryHandle):
+    class Barren(ForkServer):
         def fork(self):
             raise OSError("too many processes")
 
@@ -91,7 +92,7 @@ def test_the_log_says_which_kind_of_worker_cannot_be_made(kind, caplog):
 def test_a_schema_whose_worker_does_not_come_up_is_not_called_costly(monkeypatch):
     async def main():
         async with grammars() as made:
-            monkeypatch.setattr(made._shop, "_setup", framed(b"no setup"))  # of which a worker dies
+            monkeypatch.setattr(made._pool, "_setup", framed(b"no setup"))  # of which a worker dies
             return await outcome(made, b"{}"), made._events
 
     (found, _), events = asyncio.run(main())
@@ -102,8 +103,8 @@ def test_a_schema_whose_worker_does_not_come_up_is_not_called_costly(monkeypatch
 def test_a_plan_is_compiled_once_and_the_last_ones_are_kept():
     async def main():
         async with grammars() as made:
-            asked, reply_to = [], made._shop.reply_to
-            made._shop.reply_to = lambda data, *, is_long: (
+            asked, reply_to = [], made._pool.reply_to
+            made._pool.reply_to = lambda data, *, is_long: (
                 asked.append(data) or reply_to(data, is_long=is_long)
             )
             plan = Plan(answer=b'{"const": 1}')

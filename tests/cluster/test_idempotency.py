@@ -3,7 +3,7 @@
 import httpx
 import pytest
 from baton.cluster.protocol.messages import Cancel, Prefill, Reserve
-from baton.router import idempotency
+from baton.router.endpoints import idempotency
 from baton.tests.cluster.router_fakes import ANSWER, BODY, in_thread, open_request, until
 
 KEY = {"idempotency-key": "order-17"}

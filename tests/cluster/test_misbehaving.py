@@ -10,10 +10,12 @@ import httpx
 import pytest
 from baton.cluster.protocol.messages import Reserve, TokenItem, Tokens
 from baton.deploy.keys.api_keys import add
-from baton.router import dispatch, inbox, server, wire
-from baton.router.answer import Answer
+from baton.router import dispatch
+from baton.router.answers.answer import Answer
 from baton.router.entries import Entry
-from baton.router.tokenizer import load_tokenizer
+from baton.router.http import http_protocol, server
+from baton.router.scheduling import inbox
+from baton.router.text.tokenizer import load_tokenizer
 from baton.tests.cluster.http_time import read_to_the_end, seconds_left, standing_time
 from baton.tests.cluster.router_fakes import (
     BODY,
@@ -92,7 +94,7 @@ def test_pipelined_requests_are_answered_one_after_another_in_their_order(keyed)
 
 
 def test_who_asks_and_does_not_read_has_only_a_few_answers_held(keyed, monkeypatch):
-    monkeypatch.setattr(wire, "WRITE_STALL_S", 0.5)
+    monkeypatch.setattr(http_protocol, "WRITE_STALL_S", 0.5)
     running, _ = keyed
     seen = []
 
@@ -108,7 +110,7 @@ def test_who_asks_and_does_not_read_has_only_a_few_answers_held(keyed, monkeypat
                 connection.sendall(b"GET / HTTP/1.1\r\nhost: a\r\n\r\n" * 50)
                 running.call(held)
         until(lambda: running.call(held) == 0, "it is cut")
-    assert max(seen) < wire.WRITE_HIGH + (256 << 10)
+    assert max(seen) < http_protocol.WRITE_HIGH + (256 << 10)
 
 
 def test_who_reads_late_gets_every_answer(start):
@@ -143,7 +145,7 @@ def test_requests_that_come_before_an_answer_have_a_bound(keyed):
         body,
     )
     answer = told(running, first + b"GET /health HTTP/1.1\r\nhost: a\r\n\r\n" * 500)
-    assert statuses(answer) == [200] * (1 + wire.MAX_PENDING) + [429]
+    assert statuses(answer) == [200] * (1 + http_protocol.MAX_PENDING) + [429]
 
 
 def test_trailers_without_end_are_refused(keyed):
@@ -168,7 +170,7 @@ def test_a_trailer_is_no_header(keyed):
 
 
 def test_a_client_that_waits_for_continue_gets_it_and_one_that_is_refused_does_not(keyed, monkeypatch):
-    monkeypatch.setattr(wire, "BODY_TIMEOUT_S", ENDS_S)
+    monkeypatch.setattr(http_protocol, "BODY_TIMEOUT_S", ENDS_S)
     running, secret = keyed
     body = json.dumps({"model": "tiny", "prompt": "hi", "max_tokens": 2}).encode()
     head = REQUEST + b"expect: 100-continue\r\ncontent-length: %d\r\n" % len(body)
@@ -181,7 +183,7 @@ def test_a_client_that_waits_for_continue_gets_it_and_one_that_is_refused_does_n
 
 
 def test_a_body_is_not_read_for_a_client_without_a_key_nor_beyond_the_bound(keyed, monkeypatch):
-    monkeypatch.setattr(wire, "BODY_TIMEOUT_S", 2 * ENDS_S)
+    monkeypatch.setattr(http_protocol, "BODY_TIMEOUT_S", 2 * ENDS_S)
     running, secret = keyed
     head = REQUEST + b"content-length: 100000000\r\n"
     assert statuses(told(running, head + b"\r\n" + b"x" * 500_000)) == [413]
@@ -242,7 +244,7 @@ def check_slow(running, secret, slow, let_pass):
             lambda connection=connection: seconds_left(running, connection) is not None,
             "all that it sent is read",
         )
-    let_pass(max(wire.HEAD_TIMEOUT_S, wire.BODY_TIMEOUT_S))
+    let_pass(max(http_protocol.HEAD_TIMEOUT_S, http_protocol.BODY_TIMEOUT_S))
     ends = [statuses(connection.recv(1 << 16)) for connection in slow]
     assert ends == [[], [408], [408]] * 50
 
@@ -257,7 +259,7 @@ def flood(worker, reserve, num_tokens):
 @pytest.fixture
 def uncollected():
     """uncollected(): what is held for requests, while no garbage collector looks for what holds itself."""
-    with without_collector(wire.HttpProtocol, Answer, Entry) as uncollected:
+    with without_collector(http_protocol.HttpProtocol, Answer, Entry) as uncollected:
         yield uncollected
 
 

@@ -3,9 +3,9 @@
 import httpx
 import pytest
 from baton.router.entries import Entry, Request
-from baton.router.exchange import Exchange
-from baton.router.inbox import Inbox
+from baton.router.http.exchange import Exchange
 from baton.router.rooms import Room
+from baton.router.scheduling.inbox import Inbox
 from baton.tests.cluster.router_fakes import ANSWER, MODEL, RunningRouter, Script, until, without_collector
 
 KINDS = (Entry, Exchange, Inbox, Request, Room)

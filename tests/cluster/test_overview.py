@@ -8,8 +8,8 @@ import socket
 import httpx
 import pytest
 from baton.deploy.keys.api_keys import add
+from baton.router.endpoints.dashboard import PAGE
 from baton.router.history import KEPT
-from baton.router.overview import PAGE
 from baton.tests.cluster.router_fakes import BODY, post, until
 from baton.tests.unit.test_metrics import samples
 

@@ -16,9 +16,14 @@ from baton.cluster.protocol.messages import Reserve
 from baton.deploy.cli import top
 from baton.deploy.keys.api_keys import add
 from baton.deploy.up.children import free_port
-from baton.router import server
-from baton.router.listeners import open_listeners
-from baton.router.server import OWN_CONNECTIONS, SPARE_DESCRIPTORS, SPARE_IN_DOOR, connections_allowed
+from baton.router.http import server
+from baton.router.http.listeners import open_listeners
+from baton.router.http.server import (
+    OWN_CONNECTIONS,
+    SPARE_DESCRIPTORS,
+    SPARE_IN_HANDSHAKE,
+    connections_allowed,
+)
 from baton.tests.cluster.certificates import Authority, pem
 from baton.tests.cluster.router_fakes import BODY, assert_nothing_left, open_request, until
 from prometheus_client.parser import text_string_to_metric_families
@@ -173,7 +178,8 @@ def test_descriptors_of_the_own_port_are_kept_free(monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda which: (1024, 1024))
     assert connections_allowed() == 1024 - SPARE_DESCRIPTORS
     assert (
-        connections_allowed(has_own_port=True) == 1024 - SPARE_DESCRIPTORS - OWN_CONNECTIONS - SPARE_IN_DOOR
+        connections_allowed(has_own_port=True)
+        == 1024 - SPARE_DESCRIPTORS - OWN_CONNECTIONS - SPARE_IN_HANDSHAKE
     )
     assert connections_allowed(100, has_own_port=True) == 100
 

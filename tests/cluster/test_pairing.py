@@ -5,7 +5,7 @@ import shutil
 
 import httpx
 import pytest
-from baton.router.tokenizer import load_tokenizer
+from baton.router.text.tokenizer import load_tokenizer
 from baton.tests.cluster.router_fakes import encode_chat, save_tokenizer
 from baton.tests.cluster.serving import (
     complete,

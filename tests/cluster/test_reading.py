@@ -6,7 +6,7 @@ import httpx
 import pytest
 from baton.cluster.protocol.messages import Reserve
 from baton.deploy.keys.api_keys import add
-from baton.router import reading
+from baton.router.http import parse_limiter
 from baton.tests.cluster.router_fakes import BODY, assert_nothing_left, in_thread, open_request, post, until
 
 LONG = "word " * 800  # not read on the event loop
@@ -135,7 +135,7 @@ def test_a_full_queue_refuses_before_it_reads_but_not_who_is_more_urgent(start):
 
 
 def test_so_much_is_read_at_once_and_no_more(start, monkeypatch):
-    monkeypatch.setattr(reading, "MAX_READING", 2)
+    monkeypatch.setattr(parse_limiter, "MAX_READING", 2)
     running, script = start()
     running.pair(script, max_context=100_000, pages_total=10_000)
     encoding = Encoding(running.tokenizer)
@@ -160,7 +160,7 @@ def test_who_leaves_before_its_turn_is_not_read_unless_it_may_come_back(start):
     encoding.goes_on.clear()
     readers = [in_thread(lambda: complete(running)) for _ in range(2)]  # both threads
     until(lambda: encoding.num_long == 2, "all threads read")
-    room = running.router.dispatcher.intake.reading_room
+    room = running.router.dispatcher.intake.parse_limiter
     prompt = [{"role": "user", "content": LONG}]
     leaving = [open_request(running, messages=prompt), open_request(running, messages=prompt)]
     keyed = open_request(running, messages=prompt, headers={"idempotency-key": "again"})

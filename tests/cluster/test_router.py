@@ -261,7 +261,12 @@ def test_models_and_probes(client, served):
     metrics = httpx.get(url + "/metrics")
     assert 'baton_requests_total{outcome="ok"}' in metrics.text
     assert httpx.get(url + "/nothing").json()["error"]["code"] == "not_found"
-    assert httpx.get(url + "/v1/completions").status_code == 405
+    wrong = httpx.get(url + "/v1/completions")
+    assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
+    wrong = httpx.post(url + "/health")
+    assert (wrong.status_code, wrong.headers["allow"]) == (405, "GET, HEAD")
+    head = httpx.head(url + "/health")
+    assert (head.status_code, head.content) == (200, b"")
 
 
 def test_text_that_spells_control_tokens_stays_text_in_a_chat(client, served):

@@ -11,7 +11,7 @@ import httpx
 import openai
 import pytest
 from baton.cluster.protocol.messages import DecodeTimeline, Failed, Gone, Reserve, TokenItem, Tokens
-from baton.router import wire
+from baton.router.http import http_protocol
 from baton.tests.cluster.http_time import seconds_left, standing_time
 from baton.tests.cluster.router_fakes import BODY, PATIENCE, assert_nothing_left, in_thread, post, until
 
@@ -180,7 +180,7 @@ def test_a_head_that_is_not_sent_whole_in_time_is_cut(start, sent):
     with standing_time(running) as let_pass, connect(running) as connection:
         connection.sendall(sent)
         left = until(lambda: seconds_left(running, connection), "it is read, and the rest awaited")
-        assert left == pytest.approx(wire.HEAD_TIMEOUT_S)
+        assert left == pytest.approx(http_protocol.HEAD_TIMEOUT_S)
         let_pass(left)
         reply = read_all(connection)
     if sent in (b"GET /hea", HEAD):
@@ -195,7 +195,7 @@ def test_a_request_that_takes_its_time_after_the_head_is_not_cut(start):
     with standing_time(running) as let_pass:
         _, results = in_thread(lambda: post(running))
         until(lambda: decode.of(Reserve), "placed")
-        let_pass(10 * wire.HEAD_TIMEOUT_S)
+        let_pass(10 * http_protocol.HEAD_TIMEOUT_S)
         running.call(running.router._server._sweep)
         script.stream(decode, decode.of(Reserve)[0])
         assert until(lambda: results, "an answer")[0].status_code == 200

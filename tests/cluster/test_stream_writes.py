@@ -5,7 +5,7 @@ import contextlib
 import httpx
 import pytest
 from baton.cluster.protocol.messages import Finished, Reserve, TokenItem, Tokens
-from baton.router.wire import HttpProtocol
+from baton.router.http.http_protocol import HttpProtocol
 from baton.tests.cluster.router_fakes import MODEL, Script, assert_nothing_left
 from baton.tests.cluster.serving import sse_events
 

@@ -1,4 +1,4 @@
-"""S19: templates that run wild end alone. Real workers, under one nursery for all tests of this process."""
+"""S19: templates that run wild end alone. Real workers, under one fork_server for all tests of this process."""
 
 import asyncio
 import json
@@ -7,13 +7,13 @@ from contextlib import asynccontextmanager
 
 import psutil
 import pytest
+from baton.router.endpoints.service import INLINE_BYTES
 from baton.router.errors import ApiError
-from baton.router.nursery import NurseryHandle
-from baton.router.rendering import Chat, Renderer, Setup
-from baton.router.service import INLINE_BYTES
-from baton.router.templates import Templates
-from baton.router.tokenizer import load_tokenizer
-from baton.tests.cluster.router_fakes import TEMPLATE, in_thread, post, save_tokenizer, shared_nursery
+from baton.router.sandbox.fork_server import ForkServer
+from baton.router.sandbox.template_renderer import Chat, Setup, TemplateRenderer
+from baton.router.text.templates import Templates
+from baton.router.text.tokenizer import load_tokenizer
+from baton.tests.cluster.router_fakes import TEMPLATE, in_thread, post, save_tokenizer, shared_fork_server
 from baton.tests.corpora import corpus
 from msgspec.json import encode
 
@@ -30,9 +30,9 @@ def chat(content, **switches):
 
 
 @asynccontextmanager
-async def templates(template=WILD, nursery=None):
+async def templates(template=WILD, fork_server=None):
     made = Templates(
-        Setup(chat_template=template, special_tokens={}), nursery or shared_nursery(), time.monotonic
+        Setup(chat_template=template, special_tokens={}), fork_server or shared_fork_server(), time.monotonic
     )
     try:
         yield made
@@ -68,39 +68,41 @@ def test_s19_endless_large_and_broken_templates_fail_alone():
     assert any(asyncio.run(play()) for _ in range(3)), "the others wait for no endless loop"
 
 
-def test_s19_a_worker_that_dies_costs_its_chats_nothing_and_neither_does_a_nursery():
-    async def play(nursery):
-        async with templates(nursery=nursery) as made:
+def test_s19_a_dead_worker_or_fork_server_costs_no_chat():
+    async def play(fork_server):
+        async with templates(fork_server=fork_server) as made:
             usual = await made.render(chat("hi"), is_long=False)
             many = [asyncio.create_task(made.render(chat("hi"), is_long=False)) for _ in range(20)]
-            await kill_worker(made, nursery)
+            await kill_worker(made, fork_server)
             assert await asyncio.gather(*many) == [usual] * 20
             died = asyncio.create_task(code_of(made.render(chat("loop"), is_long=False)))
-            await kill_worker(made, nursery)
+            await kill_worker(made, fork_server)
             assert not died.done(), "a death is forgiven"
-            await kill_worker(made, nursery)
+            await kill_worker(made, fork_server)
             assert await died == "template_failed"
             for process in psutil.Process().children():
                 if process.pid not in others:
                     process.kill()
-            assert await made.render(chat("hi"), is_long=False) == usual, "another nursery was started"
+            assert await made.render(chat("hi"), is_long=False) == usual, "another fork_server was started"
 
-    shared_nursery().fork()[1].close()  # it is there
+    shared_fork_server().fork()[1].close()  # it is there
     others = {process.pid for process in psutil.Process().children()}
-    nursery = NurseryHandle()
+    fork_server = ForkServer()
     try:
-        asyncio.run(play(nursery))
+        asyncio.run(play(fork_server))
     finally:
-        nursery.close()
+        fork_server.close()
     assert {process.pid for process in psutil.Process().children()} <= others
 
 
-async def kill_worker(made, nursery):
-    """The newest one, once it has something to do."""
-    await asyncio.sleep(0)
-    key, pipe = max(made._shop._pipes.items())
-    nursery.kill(pipe.number)
-    while made._shop._pipes.get(key) is pipe:
+async def kill_worker(made, fork_server):
+    """The newest one that has something to do, once there is one."""
+    while not (busy := [key for key, one in made._pool._scheduler._workers.items() if one.jobs]):
+        await asyncio.sleep(0.001)
+    key = max(busy)
+    pipe = made._pool._pipes[key]
+    fork_server.kill(pipe.number)
+    while made._pool._pipes.get(key) is pipe:
         await asyncio.sleep(0.005)
 
 
@@ -115,12 +117,11 @@ def test_s19_nobody_else_has_to_wait_while_more_endless_templates_run_than_may()
             usual = asyncio.create_task(code_of(made.render(chat("hi"), is_long=False)))
             assert await asyncio.gather(*endless) == ["template_too_costly"] * 8
             assert isinstance(await usual, int)
-            assert not made._shop._lanes.num_open
+            assert not made._pool._scheduler.num_open
 
     asyncio.run(play())
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 def test_s19_the_corpus_of_templates_is_rendered_or_refused():
     async def play(name, template):
@@ -149,7 +150,7 @@ def test_the_worker_renders_what_transformers_renders(tmp_path):
     given = {"tokenize": False, "add_generation_prompt": True, "thinking": True}
     expected = tokenizer._hf.apply_chat_template(messages, tools=tools, **given)
     asked = Chat(messages=messages, tools=tools, switches={"thinking": True})
-    reply = Renderer(tokenizer.template_setup).answer(encode(asked))
+    reply = TemplateRenderer(tokenizer.template_setup).answer(encode(asked))
     assert reply == b"t" + expected.encode()
 
 
@@ -169,14 +170,13 @@ def test_s19_a_router_whose_template_runs_wild_serves_on(tmp_path, start):
     assert post(running).status_code == 200
 
 
-def test_a_short_chat_of_a_harmless_template_asks_no_worker_and_a_long_or_refused_one_does(start):
+def test_every_chat_is_rendered_in_the_pool_as_short_or_long(start):
     running, script = start()
     running.pair(script)
     templates, asked = running.router._service.templates, []
     render = templates.render
     templates.render = lambda chat, *, is_long: asked.append(is_long) or render(chat, is_long=is_long)
     assert post(running).status_code == 200
-    assert asked == []
     assert post(running, messages=[{"role": "user", "content": "refuse me"}]).status_code == 400
     assert post(running, messages=[{"role": "user", "content": "a" * INLINE_BYTES}]).status_code in (200, 400)
-    assert asked == [False, True]
+    assert asked == [False, False, True]

@@ -87,7 +87,7 @@ def test_with_a_certificate_http_is_tls_and_who_comes_without_hears_so(secured, 
         assert is_cut(client)
     until(lambda: running.router.dispatcher.event_totals.get("tls_failed") == 2, "both are counted")
     assert alive.main([f"{running.url}/health"]) == 0
-    assert running.router._server._door.num_failed == 2, "a health check of https:// is no failure"
+    assert running.router._server._tls_listener.num_failed == 2, "a health check of https:// is no failure"
     assert alive.main([f"{plain}/health"]) == 0, "the image's health check asks over TLS then"
     assert capsys.readouterr().out.count(": 200 ") == 2
 
@@ -169,28 +169,31 @@ def test_the_doctor_tells_when_a_router_s_certificate_ends(
 
 
 def test_who_never_ends_a_handshake_counts_as_a_connection_and_is_cut(secured, trusting, monkeypatch):
-    monkeypatch.setattr("baton.router.server.HEAD_TIMEOUT_S", 600.0)
-    monkeypatch.setattr("baton.router.server.SPARE_IN_DOOR", 4)
+    monkeypatch.setattr("baton.router.http.server.HEAD_TIMEOUT_S", 600.0)
+    monkeypatch.setattr("baton.router.http.server.SPARE_IN_HANDSHAKE", 4)
     running, _ = secured(max_connections=16)
-    door = running.router._server._door
+    tls_listener = running.router._server._tls_listener
     clients = [connected(running) for _ in range(20)]
     for client in clients[::2]:
         client.sendall(HELLO)
-    until(lambda: (len(door._silent), len(door._handshakes)) == (10, 10), "all stand in the door")
+    until(
+        lambda: (len(tls_listener._silent), len(tls_listener._handshakes)) == (10, 10),
+        "all 20 are in a handshake",
+    )
     with connected(running) as beyond:
         assert is_cut(beyond)
-        assert len(door) == 20, "and nobody else yet"
+        assert len(tls_listener) == 20, "and nobody else yet"
     for client in clients[::2]:
         client.close()
-    until(lambda: len(door) == 10, "they left")
-    door._patience_s = 0.3  # of who comes from now on
+    until(lambda: len(tls_listener) == 10, "they left")
+    tls_listener._patience_s = 0.3  # of who comes from now on
     clients[::2] = [connected(running), connected(running)] * 5
     for client in clients[:4:2]:
         client.sendall(HELLO)
-    clock = door._clock
-    door._clock = lambda: clock() + 600.0
+    clock = tls_listener._clock
+    tls_listener._clock = lambda: clock() + 600.0
     assert all(is_cut(client) for client in clients)
-    until(lambda: len(door) == 0, "the door is empty")
+    until(lambda: len(tls_listener) == 0, "the tls_listener is empty")
     assert name_offered(running, trusting) == "first"
     for client in clients:
         client.close()
@@ -201,7 +204,7 @@ def test_who_waits_at_a_shared_port_gets_in_while_the_router_leaves_it(secured, 
     monkeypatch.setattr("baton.router.app.HAND_OVER_S", 0.4)
     running, script = secured(share_port=True)
     running.pair(script)
-    until(lambda: running.router._server._door._listener is not None, "it listens")
+    until(lambda: running.router._server._tls_listener._listener is not None, "it listens")
     with connected(running) as waiting:
         running.begin_drain()
         until(lambda: running.router._listener.fileno() == -1, "its listener is closed")

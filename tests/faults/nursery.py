@@ -19,7 +19,7 @@ PRELOADED = (
     "baton.prefill.startup",
     "baton.decode.startup",
     "baton.router.app",
-    "baton.router.tokenizer",
+    "baton.router.text.tokenizer",
     "uvloop",
 )
 AUDIT = "baton.tests.audit.sitecustomize"

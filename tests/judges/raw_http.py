@@ -12,7 +12,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from baton.router import wire
+from baton.router.http import http_protocol
 from baton.tests.corpora.corpus import Case, data, http_requests
 
 ROUNDS = 4  # of the corpus
@@ -42,9 +42,11 @@ class Told:
 
 def bound_of(expect: str) -> float:
     """Seconds after which a connection must have come to its end: refused ones soon, others when nothing more is asked."""
-    refused_s = max(wire.HEAD_TIMEOUT_S, wire.BODY_TIMEOUT_S) + wire.LINGER_S
+    refused_s = max(http_protocol.HEAD_TIMEOUT_S, http_protocol.BODY_TIMEOUT_S) + http_protocol.LINGER_S
     return SLACK_S + (
-        refused_s if expect in ("reject", "reject-body", "partial") else wire.KEEP_ALIVE_S + refused_s
+        refused_s
+        if expect in ("reject", "reject-body", "partial")
+        else http_protocol.KEEP_ALIVE_S + refused_s
     )
 
 

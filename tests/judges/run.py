@@ -212,7 +212,7 @@ def lm_eval(bench: Bench) -> Verdict:
 
 
 def _worst_likelihood(bench: Bench, samples: list[dict]) -> tuple[float, int]:
-    from baton.router.tokenizer import load_tokenizer
+    from baton.router.text.tokenizer import load_tokenizer
 
     tokenizer, model = load_tokenizer(str(bench.model_dir)), reference_model(bench.model_dir)
     worst, count = 0.0, 0

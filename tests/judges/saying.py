@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from baton.cluster.protocol.messages import Prefill, Reserve, WorkerStats
-from baton.router.tokenizer import Tokenizer
+from baton.router.text.tokenizer import Tokenizer
 from baton.tests.cluster.router_fakes import ANSWER, RunningRouter, Script
 
 PAGES = 1024  # of 16 tokens

@@ -5,12 +5,12 @@ import re
 from pathlib import Path
 
 import pytest
-from baton.router.api_bodies import ChatBody, CompletionBody
+from baton.router.api.bodies import ChatBody, CompletionBody
+from baton.router.api.openai import parse_body
+from baton.router.api.request_headers import REQUEST_HEADERS
+from baton.router.api.response_bodies import ResponseBody
+from baton.router.endpoints.openapi import OPERATIONS, openapi_of, page_of
 from baton.router.errors import ApiError
-from baton.router.openai import parse_body
-from baton.router.openapi import OPERATIONS, openapi_of, page_of
-from baton.router.request_headers import REQUEST_HEADERS
-from baton.router.response_bodies import ResponseBody
 from openai.types import completion_create_params
 from openai.types.chat import chat_completion_stream_options_param
 from openai.types.chat import completion_create_params as chat_create_params

@@ -10,7 +10,7 @@ from baton.engine.models.weights import load_model
 from baton.engine.speculative.eagle3_weights import load_eagle3
 from baton.engine.speculative.spec_config import load_draft_config
 from baton.engine.weights_hash import model_fingerprint
-from baton.router.tokenizer import load_tokenizer
+from baton.router.text.tokenizer import load_tokenizer
 
 CPU = torch.device("cpu")
 WRITE = [

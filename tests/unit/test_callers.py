@@ -4,8 +4,8 @@ import contextlib
 import math
 
 import pytest
-from baton.router.callers import ANYONE, MINUTE_S, Caller, Gate
 from baton.router.errors import ApiError
+from baton.router.http.rate_limits import ANYONE, MINUTE_S, Caller, Gate
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -81,7 +81,7 @@ def test_without_limits_nobody_is_refused_and_use_is_forgotten_only_when_idle():
 
 
 def test_who_comes_while_all_that_are_remembered_run_is_counted_too(monkeypatch):
-    monkeypatch.setattr("baton.router.callers.MAX_CALLERS", 1)
+    monkeypatch.setattr("baton.router.http.rate_limits.MAX_CALLERS", 1)
     gate, running, newcomer = Gate(), Caller(id="a"), Caller(id="b")
     gate.enter(running, 1, 0.0)
     gate.enter(newcomer, 1, 0.0)

@@ -11,10 +11,10 @@ from baton.tests.test_layout import Source, unsafe_violations
 
 # Distributions whose code sees bytes of clients or peers, and the modules that are scanned.
 REACHED = {
-    "anyio": "anyio", "crc32c": "crc32c", "cryptography": "cryptography",
+    "crc32c": "crc32c", "cryptography": "cryptography",
     "httptools": "httptools", "jinja2": "jinja2", "llguidance": "llguidance",
     "markupsafe": "markupsafe", "msgspec": "msgspec",
-    "prometheus-client": "prometheus_client", "psutil": "psutil", "pyzmq": "zmq", "starlette": "starlette",
+    "prometheus-client": "prometheus_client", "psutil": "psutil", "pyzmq": "zmq",
     "tokenizers": "tokenizers", "uvloop": "uvloop",
 }  # fmt: skip
 COMPILED = "runs before serving or is compiled: has no Python source that a peer's bytes pass through"
@@ -30,7 +30,7 @@ NOT_REACHED = {
     "triton": BUILD, "sympy": BUILD, "mpmath": BUILD, "networkx": BUILD, "setuptools": BUILD, "fsspec": BUILD,
     "filelock": DOWNLOAD, "huggingface-hub": DOWNLOAD, "hf-xet": DOWNLOAD, "httpx2": DOWNLOAD, "httpcore2": DOWNLOAD,
     "httpx": DOWNLOAD, "httpcore": DOWNLOAD, "h11": DOWNLOAD, "click": DOWNLOAD, "certifi": DOWNLOAD, "idna": DOWNLOAD,
-    "requests": DOWNLOAD,
+    "requests": DOWNLOAD, "anyio": DOWNLOAD,
     "urllib3": DOWNLOAD, "charset-normalizer": DOWNLOAD, "sniffio": DOWNLOAD, "truststore": DOWNLOAD, "tqdm": DOWNLOAD,
     "packaging": DOWNLOAD, "rich": TERMINAL, "typer": TERMINAL, "shellingham": TERMINAL, "markdown-it-py": TERMINAL,
     "mdurl": TERMINAL, "pygments": TERMINAL, "annotated-doc": TERMINAL, "typing-extensions": COMPILED,
@@ -40,7 +40,6 @@ NOT_REACHED = {
 
 # What the scan finds and why it is not a way in: (file, what) -> reason.
 PYOBJ = "send_pyobj and recv_pyobj, which nothing of ours calls"
-OWN_PROCESS = "talks to processes that it started itself, which anyio does not do here"
 TEMPLATE = "compiles the served model's own chat template; requests cannot bring one"
 CACHE = "a bytecode cache that is off unless an environment is given one"
 ALLOWED = {
@@ -50,10 +49,6 @@ ALLOWED = {
         "msgspec/yaml.py",
         "yaml.load",
     ): "decodes YAML with the safe loader; ours decodes MessagePack and JSON only",
-    ("anyio/to_interpreter.py", "pickle"): OWN_PROCESS,
-    ("anyio/to_interpreter.py", "compile"): OWN_PROCESS,
-    ("anyio/to_process.py", "pickle"): OWN_PROCESS,
-    ("anyio/_lazyimport.py", "compile"): "compiles the source of its own package at import",
     ("jinja2/bccache.py", "marshal"): CACHE,
     ("jinja2/bccache.py", "pickle"): CACHE,
     ("jinja2/debug.py", "compile"): TEMPLATE,

@@ -5,9 +5,9 @@ from itertools import pairwise
 import hypothesis.strategies as st
 import pytest
 from baton.cluster.errors import ConfigError
-from baton.router.detokenizer import TokenBytes
 from baton.router.errors import ApiError
-from baton.router.tokenizer import Tokenizer, load_tokenizer
+from baton.router.text.detokenizer import TokenBytes
+from baton.router.text.tokenizer import Tokenizer, load_tokenizer
 from baton.tests.cluster.router_fakes import encode_chat, save_tokenizer
 from hypothesis import given
 from tokenizers import Tokenizer as Backend

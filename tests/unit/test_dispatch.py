@@ -24,15 +24,15 @@ from baton.cluster.protocol.messages import (
     WorkerStats,
 )
 from baton.cluster.telemetry.metrics import RouterMetrics
-from baton.router.answer import error_of
+from baton.router.answers.answer import error_of
 from baton.router.dispatch import CLIENT_STALL_S, Dispatcher
+from baton.router.endpoints.status import metrics_of, status_of
 from baton.router.entries import Job
 from baton.router.errors import ApiError
-from baton.router.inbox import Inbox
 from baton.router.intake import OVERLOADED
 from baton.router.registry import UNREACHABLE_S, Registry
 from baton.router.room_effects import Broken, Deliver, Ended, Settled
-from baton.router.status import metrics_of, status_of
+from baton.router.scheduling.inbox import Inbox
 from baton.tests.unit.test_registry import hello
 
 P, D = "1" * 32, "2" * 32

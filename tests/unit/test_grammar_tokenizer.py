@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from baton.engine.grammar_tokenizer import Spelling, load_tokenizer
 from baton.engine.guided import GrammarCompiler
-from baton.router.detokenizer import TokenBytes
-from baton.router.grammar_compiler import Plan, compiled
+from baton.router.sandbox.grammar_compiler import Plan, compiled
+from baton.router.text.detokenizer import TokenBytes
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 

@@ -7,12 +7,12 @@ import time
 
 import numpy as np
 import pytest
-from baton.router.answer import error_of
+from baton.router.answers.answer import error_of
+from baton.router.answers.tool_calls import CallReader
 from baton.router.errors import ApiError
-from baton.router.grammar_compiler import LIMITS, MAX_GRAMMAR, Plan, compiled
 from baton.router.room_effects import Broken
-from baton.router.tool_calls import CallReader
-from baton.router.tool_prompts import is_native, written_out
+from baton.router.sandbox.grammar_compiler import LIMITS, MAX_GRAMMAR, Plan, compiled
+from baton.router.text.tool_prompts import is_native, written_out
 from baton.tests.corpora.corpus import schemas
 from llguidance import LLMatcher, LLTokenizer
 
@@ -178,7 +178,7 @@ def test_s18_the_corpus_of_schemas_takes_no_512_mib():
     code = """if True:
         import resource
         from baton.router.errors import ApiError
-        from baton.router.grammar_compiler import Plan, compiled
+        from baton.router.sandbox.grammar_compiler import Plan, compiled
         from baton.tests.corpora.corpus import schemas
         peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         before = peak()

@@ -6,13 +6,13 @@ from typing import Any, Literal, get_args, get_origin
 
 import msgspec
 import pytest
-from baton.router.api_bodies import ChatBody, CompletionBody
-from baton.router.api_fields import INSIDE
+from baton.router.api.bodies import ChatBody, CompletionBody
+from baton.router.api.fields import INSIDE
+from baton.router.api.openai import parse_body
+from baton.router.api.response_bodies import ResponseBody, chat_of
+from baton.router.api.response_items import ITEMS
+from baton.router.endpoints.openapi import INNER, openapi_of
 from baton.router.errors import ApiError
-from baton.router.openai import parse_body
-from baton.router.openapi import INNER, openapi_of
-from baton.router.response_bodies import ResponseBody, chat_of
-from baton.router.response_items import ITEMS
 from msgspec import Struct
 from openai.types import completion_create_params
 from openai.types.chat import ParsedFunctionToolCall

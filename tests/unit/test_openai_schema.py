@@ -4,12 +4,12 @@ import json
 
 import pytest
 from baton.cluster.protocol.messages import TokenLogprob
-from baton.router.api_bodies import ChatBody, CompletionBody
-from baton.router.chat_replies import ChatBuilder
-from baton.router.errors import ApiError
-from baton.router.generation import Choice, Piece, Prompt, Style, TokenText
-from baton.router.grammars import plan_of
-from baton.router.openai import (
+from baton.router.answers.chat_replies import ChatBuilder
+from baton.router.answers.generation import Choice, ChoiceOptions, Piece, Prompt, TokenText
+from baton.router.answers.replies import Frame, sse
+from baton.router.answers.tool_calls import CallPart
+from baton.router.api.bodies import ChatBody, CompletionBody
+from baton.router.api.openai import (
     check_chat,
     check_token_ids,
     logprobs_of,
@@ -18,11 +18,11 @@ from baton.router.openai import (
     prompts_of,
     sampling_of,
 )
-from baton.router.replies import Frame, sse
-from baton.router.response_bodies import ResponseBody, chat_of, told_of
+from baton.router.api.response_bodies import ResponseBody, chat_of, told_of
+from baton.router.errors import ApiError
 from baton.router.room_effects import Deliver
-from baton.router.tokenizer import load_tokenizer
-from baton.router.tool_calls import CallPart
+from baton.router.text.grammars import plan_of
+from baton.router.text.tokenizer import load_tokenizer
 from baton.tests.cluster.router_fakes import save_tokenizer
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
@@ -196,7 +196,7 @@ def tokenizer(tmp_path_factory):
 
 
 def test_end_gives_back_what_was_withheld_in_order(tokenizer):
-    choice = Choice(tokenizer, Style(stops=("yz",)))
+    choice = Choice(tokenizer, ChoiceOptions(stops=("yz",)))
     piece = choice.add(Deliver([*tokenizer.encode("xy"), tokenizer.encode("😀")[0]], []))
     assert (piece.text, choice.end("length")) == ("x", Piece("y�", finish="length"))
 
@@ -204,7 +204,7 @@ def test_end_gives_back_what_was_withheld_in_order(tokenizer):
 @pytest.mark.parametrize("step", [1, 2, 5, 100])
 def test_stop_string_counts_the_same_tokens_however_they_come(tokenizer, step):
     ids = tokenizer.encode("one two END three")
-    choice = Choice(tokenizer, Style(stops=("END",), num_top=0))
+    choice = Choice(tokenizer, ChoiceOptions(stops=("END",), num_top=0))
     pieces = []
     for at in range(0, len(ids), step):
         part = ids[at : at + step]
@@ -314,7 +314,7 @@ def test_a_temperature_next_to_zero_is_served_as_the_coldest(asked, served):
 def test_offsets_point_into_the_text_also_inside_a_character(tokenizer):
     ids = tokenizer.encode("ab😀cd")
     assert len(ids) > 6, "the emoji is several tokens"
-    choice = Choice(tokenizer, Style(num_top=0))
+    choice = Choice(tokenizer, ChoiceOptions(num_top=0))
     tokens = [choice.add(Deliver([token], [TokenLogprob(logprob=-1.0)])).logprobs[0] for token in ids]
     assert b"".join(token.data for token in tokens).decode() == "ab😀cd"
     whole = "ab😀cd"
@@ -327,7 +327,7 @@ def test_offsets_point_into_the_text_also_inside_a_character(tokenizer):
 
 def test_an_echoed_prompt_stands_before_the_output_with_its_log_probabilities(tokenizer):
     ids, starts = tokenizer.encode_with_starts("one two")
-    choice = Choice(tokenizer, Style(num_top=1), Prompt(ids, "one two", starts))
+    choice = Choice(tokenizer, ChoiceOptions(num_top=1), Prompt(ids, "one two", starts))
     scores = [TokenLogprob(logprob=-float(i), top=[(token, -float(i))]) for i, token in enumerate(ids[1:], 1)]
     piece = choice.add(Deliver(tokenizer.encode("!"), [TokenLogprob(logprob=-9.0)], scores))
     assert piece.text == "one two!"
@@ -339,19 +339,19 @@ def test_an_echoed_prompt_stands_before_the_output_with_its_log_probabilities(to
     assert [token.at for token in piece.logprobs][-1] == len("one two")
     assert (choice.num_tokens, len(piece.ids)) == (1, len(ids) + 1)
     with pytest.raises(ValueError, match="log probabilities of a prompt"):
-        Choice(tokenizer, Style(num_top=0), Prompt(ids)).add(
+        Choice(tokenizer, ChoiceOptions(num_top=0), Prompt(ids)).add(
             Deliver([5], [TokenLogprob(logprob=-1.0)], scores[1:])
         )
 
 
 def test_a_silent_choice_shows_the_prompt_only(tokenizer):
-    choice = Choice(tokenizer, Style(is_silent=True), Prompt(tokenizer.encode("one"), "one"))
+    choice = Choice(tokenizer, ChoiceOptions(is_silent=True), Prompt(tokenizer.encode("one"), "one"))
     assert choice.add(Deliver([9], [])).text == "one"
     assert (choice.end("length").text, choice.num_tokens) == ("", 0)
 
 
 def test_a_stop_string_does_not_count_before_min_tokens(tokenizer):
     ids = tokenizer.encode("END and END more")
-    choice = Choice(tokenizer, Style(stops=("END",), min_tokens=len(tokenizer.encode("END and "))))
+    choice = Choice(tokenizer, ChoiceOptions(stops=("END",), min_tokens=len(tokenizer.encode("END and "))))
     assert choice.add(Deliver(ids, [])).text == "END and "
     assert choice.finish == "stop"

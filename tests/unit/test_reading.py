@@ -3,10 +3,10 @@
 from contextlib import ExitStack
 
 import pytest
-from baton.router import reading
-from baton.router.callers import ANYONE, Caller, Gate
 from baton.router.errors import ApiError
-from baton.router.reading import ReadingRoom
+from baton.router.http import parse_limiter
+from baton.router.http.parse_limiter import ParseLimiter
+from baton.router.http.rate_limits import ANYONE, Caller, Gate
 
 
 def refusal(room, caller=ANYONE, num_bytes=1, now=0.0):
@@ -23,9 +23,9 @@ def counts(room):
 
 @pytest.mark.parametrize(("requests", "num_bytes"), [(3, 100), (100, 30)])
 def test_so_many_and_so_much_are_read_at_once_and_each_end_makes_room(monkeypatch, requests, num_bytes):
-    monkeypatch.setattr(reading, "MAX_READING", requests)
-    monkeypatch.setattr(reading, "MAX_READING_BYTES", num_bytes)
-    room = ReadingRoom(Gate())
+    monkeypatch.setattr(parse_limiter, "MAX_READING", requests)
+    monkeypatch.setattr(parse_limiter, "MAX_READING_BYTES", num_bytes)
+    room = ParseLimiter(Gate())
     with ExitStack() as others:
         for _ in range(2):
             others.enter_context(room.reading(ANYONE, 10, 0.0))
@@ -39,7 +39,7 @@ def test_so_many_and_so_much_are_read_at_once_and_each_end_makes_room(monkeypatc
 
 def test_a_request_that_fails_while_it_is_read_is_forgotten():
     gate = Gate()
-    room, caller = ReadingRoom(gate), Caller(id="a", max_requests=1)
+    room, caller = ParseLimiter(gate), Caller(id="a", max_requests=1)
     for _ in range(3):
         with pytest.raises(ZeroDivisionError), room.reading(caller, 5, 0.0):
             raise ZeroDivisionError
@@ -49,7 +49,7 @@ def test_a_request_that_fails_while_it_is_read_is_forgotten():
 
 def test_what_is_read_and_what_runs_count_together_against_a_callers_requests_at_once():
     gate = Gate()
-    room, two, other = ReadingRoom(gate), Caller(id="a", max_requests=2), Caller(id="b", max_requests=2)
+    room, two, other = ParseLimiter(gate), Caller(id="a", max_requests=2), Caller(id="b", max_requests=2)
     gate.enter(two, 1, 0.0)
     with room.reading(two, 1, 0.0):
         refusal(room, two)
@@ -64,7 +64,7 @@ def test_what_is_read_and_what_runs_count_together_against_a_callers_requests_at
 
 def test_a_rate_that_is_used_up_holds_before_anything_is_read_and_reading_takes_nothing_of_it():
     gate = Gate()
-    room, caller = ReadingRoom(gate), Caller(id="a", requests_per_minute=2, tokens_per_minute=60)
+    room, caller = ParseLimiter(gate), Caller(id="a", requests_per_minute=2, tokens_per_minute=60)
     for _ in range(10):
         with room.reading(caller, 1, 0.0):
             pass
@@ -76,7 +76,7 @@ def test_a_rate_that_is_used_up_holds_before_anything_is_read_and_reading_takes_
 
 def test_who_is_read_is_not_forgotten_for_newcomers():
     gate = Gate()
-    room, first = ReadingRoom(gate), Caller(id="first", max_requests=1)
+    room, first = ParseLimiter(gate), Caller(id="first", max_requests=1)
     with room.reading(first, 1, 0.0):
         for number in range(5000):
             with room.reading(Caller(id=str(number)), 1, 0.0):

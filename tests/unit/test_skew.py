@@ -14,11 +14,11 @@ from baton.cluster.protocol.messages import (
     WorkerStats,
 )
 from baton.router.admission import SAID
-from baton.router.callers import Caller
 from baton.router.entries import Job
 from baton.router.errors import ApiError
-from baton.router.inbox import Inbox
+from baton.router.http.rate_limits import Caller
 from baton.router.room_effects import Broken, Deliver
+from baton.router.scheduling.inbox import Inbox
 from baton.tests.unit.test_dispatch import World, events
 from baton.tests.unit.test_registry import hello
 

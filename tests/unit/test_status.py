@@ -3,8 +3,8 @@
 from types import SimpleNamespace
 
 from baton.cluster.protocol.messages import DraftWidths, WorkerStats
+from baton.router.endpoints.status import status_of, unpaired_of, why_not_ready
 from baton.router.registry import Registry
-from baton.router.status import status_of, unpaired_of, why_not_ready
 from baton.tests.unit.test_registry import beat, hello
 
 P, D, PLAIN = "1" * 32, "2" * 32, "3" * 32

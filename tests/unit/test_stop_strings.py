@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import hypothesis.strategies as st
 import pytest
-from baton.router.stop import StopStrings
+from baton.router.answers.stop import StopStrings
 from hypothesis import example, given
 
 letters = st.text(alphabet="ab\n", max_size=24)

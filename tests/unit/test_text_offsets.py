@@ -6,9 +6,9 @@ from unicodedata import normalize
 import hypothesis.strategies as st
 import pytest
 from baton.cluster.protocol.messages import TokenLogprob
-from baton.router.generation import Choice, Prompt, Style
+from baton.router.answers.generation import Choice, ChoiceOptions, Prompt
 from baton.router.room_effects import Deliver
-from baton.router.tokenizer import Tokenizer, load_tokenizer
+from baton.router.text.tokenizer import Tokenizer, load_tokenizer
 from baton.tests.cluster.router_fakes import save_tokenizer
 from baton.tests.parity.conftest import smollm2_dir
 from hypothesis import given
@@ -73,7 +73,7 @@ def read(tokenizer, prompt):
 def echoed(tokenizer, prompt, *, skip_special=True, output=()):
     """The text of a prompt and an output, and where each token begins in it."""
     given = read(tokenizer, prompt)
-    choice = Choice(tokenizer, Style(num_top=0, skip_special=skip_special), given)
+    choice = Choice(tokenizer, ChoiceOptions(num_top=0, skip_special=skip_special), given)
     some = TokenLogprob(logprob=-1.0)
     piece = choice.add(Deliver(list(output), [some for _ in output], [some for _ in given.ids[1:]]))
     return piece.text, [token.at for token in piece.logprobs]

@@ -2,8 +2,8 @@
 
 from baton.cluster.protocol.messages import Sampling
 from baton.router.entries import Entry, Job, Request
-from baton.router.inbox import Inbox
 from baton.router.rooms import Room
+from baton.router.scheduling.inbox import Inbox
 from baton.router.waiting import PRIORITY_S, WaitingList
 from hypothesis import given
 from hypothesis import strategies as st

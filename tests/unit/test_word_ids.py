@@ -1,9 +1,9 @@
-"""Words remembered one by one give the ids of the tokenizer, for every text, or none."""
+"""The cache of words gives the ids of the tokenizer, for every text, or none."""
 
 import random
 
 import pytest
-from baton.router.word_ids import CUTS, MAX_CHARS, MAX_WORDS, word_ids
+from baton.router.text.word_ids import CUTS, MAX_CHARS, MAX_WORDS, word_ids
 from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
@@ -93,7 +93,7 @@ def test_a_chat_as_templates_write_it_is_known_at_its_second_coming():
     words = word_ids(tokenizer)
     text = "<|im_start|>user\nHello, world! It's what they said.\nThe cats, too.<|im_end|>\n<|im_start|>assistant\n"
     assert words.encode(text) == plain(tokenizer, text)
-    words._words.encoded = words._edges.encoded = None  # nobody is asked again
+    words._backend = None  # every word is known
     assert words.encode(text) == plain(tokenizer, text)
 
 
@@ -113,13 +113,12 @@ def test_other_white_space_stays_within_what_lone_spaces_part(text):
 def test_memory_is_bounded_and_still_right():
     tokenizer = backend(KNOWN["letters"])
     words = word_ids(tokenizer)
-    for remembered in (words._words, words._edges):
-        remembered.update(dict.fromkeys(map(str, range(MAX_WORDS)), b""))
+    words.update(dict.fromkeys(map(str, range(MAX_WORDS)), b""))
     assert words.encode("hello world cats") == plain(tokenizer, "hello world cats")
-    assert (len(words._words), len(words._edges)) == (1, 2)
+    assert len(words) == 3
     long = "hello " + "x" * 1000 + " world"
     assert words.encode(long) == plain(tokenizer, long)
-    assert len(words._words) == 1
+    assert len(words) == 3
 
 
 OTHERS = {
@@ -138,14 +137,20 @@ TOKENS = {
     "takes the space behind it": AddedToken("<x>", rstrip=True),
     "looks around": AddedToken("<x>", single_word=True),
     "holds a space": AddedToken("<a b>"),
-    "is a word": AddedToken("hello"),
-    "is a sign": AddedToken("!"),
 }
 
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_ways_of_cutting_are_left_to_the_tokenizer(name):
     assert word_ids(OTHERS[name]) is None
+
+
+@pytest.mark.parametrize("content", ["hello", "!", "'s"])
+def test_special_tokens_that_spell_words_and_signs_are_found(content):
+    tokenizer = backend(spaces())
+    tokenizer.add_tokens([AddedToken(content)])
+    text = "Well hello, world! hello! it's what they said, xhello x"
+    assert word_ids(tokenizer).encode(text) == plain(tokenizer, text)
 
 
 @pytest.mark.parametrize("name", TOKENS)

@@ -1,0 +1,264 @@
+"""The answer to one generation request: a JSON object, or server-sent events.
+
+One task serves a request. It waits on its inbox, turns all waiting events into one write, and ends when every choice has
+ended, when the request failed, or when the client left. When a stop string ends a choice, its text goes out at once; only
+the usage at the end of the answer waits a moment for the decode worker's token counts.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from msgspec import Struct
+
+from ..dispatch import Dispatcher
+from ..entries import Entry
+from ..errors import (
+    RETRY_AFTER_S,
+    ApiError,
+    ErrorBody,
+    bad_request,
+    deadline_exceeded,
+    overloaded,
+    unavailable,
+    upstream,
+)
+from ..http.exchange import AnswerSink
+from ..intake import OVERLOADED
+from ..room_effects import Broken, Deliver, Settled
+from ..room_parts import BAD_GRAMMAR, DEADLINE_EXCEEDED, GRAMMARS_OVERDUE
+from ..scheduling.inbox import Disconnected, Inbox, InboxEvent
+from ..suspicion import QUARANTINED
+from .generation import Choice, Piece
+from .replies import (
+    AnyTimeline,
+    Builder,
+    ChoiceTimelines,
+    CompletionDetails,
+    PromptDetails,
+    Usage,
+)
+
+SSE_HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-store"}
+JSON_HEADERS = {"content-type": "application/json"}
+RAW_SSE = [(name.encode(), value.encode()) for name, value in SSE_HEADERS.items()]
+RAW_JSON = [(name.encode(), value.encode()) for name, value in JSON_HEADERS.items()]
+
+
+class ClientLeft(Exception):
+    """The client left while the answer was generated."""
+
+
+class AnswerOptions(Struct, frozen=True, kw_only=True, gc=False):
+    """The form of answer that a request asked for."""
+
+    is_stream: bool
+    wants_usage: bool
+    wants_timeline: bool
+    num_choices: int  # per prompt
+    num_tries: int  # per prompt; the best `num_choices` of them are the answer
+    wants_usage_always: bool = False
+
+
+class Answer:
+    """The answer of one request. `entries` are the rooms of its choices, in order."""
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        clock: Callable[[], float],
+        entries: Sequence[Entry],
+        inbox: Inbox,
+        choices: Sequence[Choice],
+        builder: Builder,
+        options: AnswerOptions,
+    ) -> None:
+        self._dispatcher = dispatcher
+        self._clock = clock
+        self._entries = entries
+        self._inbox = inbox
+        self._choices = choices
+        self._builder = builder
+        self._options = options
+        self._named = [
+            (b"x-request-id", entries[0].request.tag.reply_id.encode())
+        ]  # as /requests/ID knows it
+
+    async def serve(self, sink: AnswerSink) -> None:
+        """Writes the answer to its end. Every room of the request is closed afterwards, also after an error."""
+        self._inbox.own()
+        sink.when_left(lambda: self._inbox.put(0, Disconnected()))
+        try:
+            await (self._stream(sink) if self._options.is_stream else self._collect(sink))
+        except ClientLeft:
+            pass
+        except asyncio.CancelledError:
+            if not self._inbox.is_cut:
+                raise
+        finally:
+            for entry in self._entries:
+                self._dispatcher.client_left(entry)
+
+    # --- the two forms ------------------------------------------------------------------------------------------------
+
+    async def _collect(self, sink: AnswerSink) -> None:
+        pieces: list[list[Piece]] = [[] for _ in self._choices]
+        try:
+            while not self._is_done:
+                for index, piece in self._absorb(await self._inbox.take()):
+                    pieces[index].append(piece)
+            await self._settle()
+        except ApiError as error:
+            return await self._send_error(sink, error)
+        whole = [Piece.joined(pieces[index]) for index in self._best()]
+        timeline = self._timeline() if self._options.wants_timeline else None
+        await sink.start(200, RAW_JSON + self._named)
+        await sink.write(self._builder.whole(whole, self._usage(), timeline), is_last=True)
+
+    async def _stream(self, sink: AnswerSink) -> None:
+        """Headers go out with the first tokens, so that an early failure has a status of its own."""
+        is_open = [False] * len(self._choices)
+        is_started = is_done = is_last = False
+        try:
+            while not is_done:
+                data = b""
+                for index, piece in self._absorb(await self._inbox.take()):
+                    if not is_open[index]:
+                        is_open[index] = True
+                        data += self._builder.opening(index)
+                    usage = self._usage() if self._options.wants_usage_always else None
+                    data += self._builder.chunk(index, piece, usage)
+                if not is_started:
+                    is_started = True
+                    await sink.start(200, RAW_SSE + self._named)
+                if is_done := self._is_done:
+                    is_last = not (self._wants_accounts and self._is_settling)
+                    data += self._closing() if is_last else b""
+                if data:
+                    await sink.write(data, is_last=is_last)
+            if not is_last:
+                await self._settle()
+                await sink.write(self._closing(), is_last=True)
+        except ApiError as error:
+            if not is_started:
+                return await self._send_error(sink, error)
+            await sink.write(self._builder.failed(error), is_last=True)
+
+    async def _send_error(self, sink: AnswerSink, error: ApiError) -> None:
+        more = [(name.encode(), value.encode()) for name, value in error.headers.items()]
+        await sink.start(error.status, RAW_JSON + more + self._named)
+        await sink.write(error.encode(), is_last=True)
+
+    def _closing(self) -> bytes:
+        usage = self._usage() if self._options.wants_usage else None
+        return (
+            self._builder.closing(usage, self._timeline() if self._options.wants_timeline else None)
+            + self._builder.end
+        )
+
+    def _best(self) -> list[int]:
+        """The indices of the tries to answer with: per prompt those with the highest mean log probability."""
+        options = self._options
+        if options.num_tries == options.num_choices:
+            return list(range(len(self._choices)))
+        best: list[int] = []
+        for first in range(0, len(self._choices), options.num_tries):
+            tries = range(first, first + options.num_tries)
+            best += sorted(tries, key=lambda i: -self._choices[i].mean_logprob)[: options.num_choices]
+        return best
+
+    # --- events -------------------------------------------------------------------------------------------------------
+
+    @property
+    def _is_done(self) -> bool:
+        return all([choice.finish for choice in self._choices])
+
+    @property
+    def _wants_accounts(self) -> bool:
+        return self._options.wants_usage or self._options.wants_timeline
+
+    @property
+    def _is_settling(self) -> bool:
+        return any([entry.room.is_settling for entry in self._entries])
+
+    async def _settle(self) -> None:
+        """Waits for the decode worker's counts of choices that a stop string ended. The rooms bound the wait."""
+        while self._is_settling:
+            self._absorb(await self._inbox.take())
+
+    def _absorb(self, events: Sequence[tuple[int, InboxEvent]]) -> list[tuple[int, Piece]]:
+        """The pieces of a batch of events. Raises ApiError for a failure and ClientLeft."""
+        pieces = []
+        for index, event in events:
+            if isinstance(event, Deliver):
+                pieces.append((index, self._add(index, event)))
+            elif isinstance(event, Disconnected):
+                raise ClientLeft
+            elif isinstance(event, Broken):
+                if not self._choices[index].finish:
+                    raise error_of(event)
+            elif not isinstance(event, Settled):
+                pieces.append((index, self._choices[index].end(event.reason)))
+        return pieces
+
+    def _add(self, index: int, event: Deliver) -> Piece:
+        choice = self._choices[index]
+        try:
+            piece = choice.add(event)
+        except ValueError:  # a worker that sent no log probabilities
+            raise upstream("A worker failed to serve this request. Try again.", "worker_failed") from None
+        if piece.finish:
+            self._dispatcher.stopped(self._entries[index])
+        return piece
+
+    # --- accounts -----------------------------------------------------------------------------------------------------
+
+    def _usage(self) -> Usage:
+        num_prompt = num_output = drafted = accepted = cached = 0
+        for number, (entry, choice) in enumerate(zip(self._entries, self._choices, strict=True)):
+            room = entry.room
+            num_output += choice.num_tokens
+            if number % self._options.num_tries == 0:  # the choices of a prompt share it
+                num_prompt += room.num_prompt
+                cached += room.cached_tokens
+            if (decode := room.decode_timeline) is not None:
+                drafted += decode.drafted_tokens
+                accepted += decode.accepted_tokens
+        return Usage(
+            prompt_tokens=num_prompt,
+            completion_tokens=num_output,
+            total_tokens=num_prompt + num_output,
+            prompt_tokens_details=PromptDetails(cached_tokens=cached),
+            completion_tokens_details=CompletionDetails(
+                accepted_prediction_tokens=accepted, rejected_prediction_tokens=max(0, drafted - accepted)
+            ),
+        )
+
+    def _timeline(self) -> AnyTimeline:
+        now = self._clock()
+        timelines = [entry.timeline(now) for entry in self._entries]
+        return timelines[0] if len(timelines) == 1 else ChoiceTimelines(timelines)
+
+
+def error_of(event: Broken) -> ApiError:
+    """The client's error for a failure. Each kind has a fixed message, since a worker's own message may name its host."""
+    if event.kind == "NoWorkers" or event.kind == "Shutdown":
+        return unavailable(event.message)
+    if event.kind in ("QueueTimeout", OVERLOADED):
+        return overloaded(event.message, max(RETRY_AFTER_S, event.retry_after_s))
+    if event.kind == "Refused":
+        return bad_request("No worker takes this request: " + event.message[:200])
+    if event.kind == BAD_GRAMMAR:
+        message = "No worker can follow what response_format and tools ask for. Ask for something simpler."
+        return bad_request(message, code="grammar_too_costly")
+    if event.kind == GRAMMARS_OVERDUE:
+        return overloaded("The workers compile too many schemas already. Try again later.")
+    if event.kind == QUARANTINED:
+        message = "Workers were lost while they served this request, so it is not tried again."
+        return ApiError(500, ErrorBody(message, "server_error", None, "request_quarantined"))
+    if event.kind == "PeerLost":
+        return upstream("A worker was lost while it served this request. Try again.", "worker_lost")
+    if event.kind == DEADLINE_EXCEEDED:
+        return deadline_exceeded()
+    if event.kind == "Timeout":
+        return upstream("A worker made no progress with this request. Try again.", "worker_timeout")
+    return upstream("A worker failed to serve this request. Try again.", "worker_failed")

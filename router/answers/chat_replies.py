@@ -1,0 +1,232 @@
+"""The JSON of chat answers: chat.completion and chat.completion.chunk objects."""
+
+from collections.abc import Sequence
+
+from msgspec import UNSET, Raw, Struct, UnsetType
+
+from ..errors import ApiError
+from .generation import Piece, TokenText
+from .replies import DONE, AnyTimeline, Frame, Usage, compact, finite, raw_timeline, sse, sse_error
+from .tool_calls import CallPart
+
+
+class TopLogprob(Struct):
+    """An alternative to a token, in `top_logprobs`."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprobs(Struct):
+    """One output token, in `logprobs.content`."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(Struct):
+    """`logprobs` of a chat choice."""
+
+    content: list[TokenLogprobs]
+    refusal: None = None
+
+
+class Called(Struct):
+    """The `function` of a call; in a chunk, a part of it."""
+
+    arguments: str
+    name: str | UnsetType = UNSET
+
+
+class MessageCall(Struct):
+    """A call in a message."""
+
+    id: str
+    function: Called
+    type: str = "function"
+
+
+class DeltaCall(Struct):
+    """What a chunk adds to a call; the first one of a call has its id and name."""
+
+    index: int
+    function: Called
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+
+
+class ChatMessage(Struct):
+    """The assistant's message."""
+
+    content: str | None
+    role: str = "assistant"
+    refusal: None = None
+    tool_calls: list[MessageCall] | UnsetType = UNSET
+
+
+class Delta(Struct):
+    """What a chunk adds to the message."""
+
+    role: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+    tool_calls: list[DeltaCall] | UnsetType = UNSET
+
+
+class ChatChoice(Struct):
+    """A choice of a chat answer."""
+
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: str
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatChunkChoice(Struct):
+    """A choice's part of a chat chunk."""
+
+    index: int
+    delta: Delta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatReply(Struct):
+    """A whole answer."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage | UnsetType = UNSET
+    timeline: Raw | UnsetType = UNSET
+
+
+class ChatChunk(Struct):
+    """A chunk of an answer."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | UnsetType = UNSET
+    timeline: Raw | UnsetType = UNSET
+
+
+class ChatBuilder:
+    """Encodes one chat answer."""
+
+    end = DONE
+
+    def __init__(self, frame: Frame) -> None:
+        self._frame = frame
+
+    def whole(self, answers: Sequence[Piece], usage: Usage, timeline: AnyTimeline | None) -> bytes:
+        """The body of an answer that is not streamed, one piece per choice."""
+        choices = [
+            ChatChoice(index, _message_of(piece), self._logprobs(piece), piece.finish, self._ids(piece))
+            for index, piece in enumerate(answers)
+        ]
+        frame = self._frame
+        return compact(
+            ChatReply(
+                frame.id,
+                "chat.completion",
+                frame.created,
+                frame.model,
+                choices,
+                usage,
+                raw_timeline(timeline),
+            )
+        )
+
+    def opening(self, index: int) -> bytes:
+        """The chunk with the role."""
+        return self._chunk([ChatChunkChoice(index, Delta("assistant", ""))])
+
+    def chunk(self, index: int, piece: Piece, usage: Usage | None = None) -> bytes:
+        """What a piece adds to the message; empty when it adds nothing.
+
+        Clients read the first call of a chunk, as the API never sends two: each has chunks of its own.
+        """
+        if not (
+            piece.text
+            or piece.calls
+            or piece.logprobs
+            or piece.finish
+            or (self._frame.wants_ids and piece.ids)
+        ):
+            return b""
+        delta = Delta(content=piece.text) if piece.text or not (piece.finish or piece.calls) else Delta()
+        before = b""
+        if piece.calls:
+            *others, last = _deltas_of(piece.calls)
+            for other in others:
+                before += self._chunk(
+                    [ChatChunkChoice(index, Delta(content=delta.content, tool_calls=[other]))]
+                )
+                delta = Delta()
+            delta.tool_calls = [last]
+        finish = piece.finish or None
+        choice = ChatChunkChoice(index, delta, self._logprobs(piece), finish, self._ids(piece))
+        return before + self._chunk([choice], UNSET if usage is None else usage)
+
+    def closing(self, usage: Usage | None, timeline: AnyTimeline | None) -> bytes:
+        """The last chunk, without choices, for usage and timeline; empty without both."""
+        if usage is None and timeline is None:
+            return b""
+        return self._chunk([], UNSET if usage is None else usage, raw_timeline(timeline))
+
+    def failed(self, error: ApiError) -> bytes:
+        """The last event of a stream that failed."""
+        return sse_error(error)
+
+    def _chunk(
+        self,
+        choices: list[ChatChunkChoice],
+        usage: Usage | UnsetType = UNSET,
+        timeline: Raw | UnsetType = UNSET,
+    ) -> bytes:
+        frame = self._frame
+        kind = "chat.completion.chunk"
+        return sse(compact(ChatChunk(frame.id, kind, frame.created, frame.model, choices, usage, timeline)))
+
+    def _ids(self, piece: Piece) -> list[int] | UnsetType:
+        return piece.ids if self._frame.wants_ids else UNSET
+
+    def _logprobs(self, piece: Piece) -> ChatLogprobs | None:
+        num_top = self._frame.num_top
+        if num_top < 0 or not piece.logprobs:
+            return None
+        return ChatLogprobs([chat_logprobs(token, num_top) for token in piece.logprobs])
+
+
+def _message_of(piece: Piece) -> ChatMessage:
+    calls = [MessageCall(call.id, Called(call.arguments, call.name)) for call in piece.whole_calls]
+    return ChatMessage(piece.text or None, tool_calls=calls) if calls else ChatMessage(piece.text)
+
+
+def _deltas_of(parts: Sequence[CallPart]) -> list[DeltaCall]:
+    """What a chunk adds to each call, in order."""
+    deltas: list[DeltaCall] = []
+    for part in parts:
+        if part.id:
+            deltas.append(DeltaCall(part.index, Called(part.arguments, part.name), part.id, "function"))
+        elif deltas and deltas[-1].index == part.index:
+            deltas[-1].function.arguments += part.arguments
+        else:
+            deltas.append(DeltaCall(part.index, Called(part.arguments)))
+    return deltas
+
+
+def chat_logprobs(token: TokenText, num_top: int) -> TokenLogprobs:
+    """A token with its alternatives."""
+    assert token.logprob is not None, "only a prompt has a token with nothing before it"
+    top = [TopLogprob(text, finite(value), list(data)) for text, data, value in token.top[:num_top]]
+    return TokenLogprobs(token.text, finite(token.logprob), list(token.data), top)

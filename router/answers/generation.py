@@ -1,0 +1,215 @@
+"""One choice of an answer while it grows: token ids become text, stop strings are found, log probabilities are named."""
+
+from collections.abc import Sequence
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from ...cluster.protocol.messages import TokenLogprob
+from ..room_effects import Deliver
+from ..text.tokenizer import Tokenizer
+from .stop import StopStrings
+from .tool_calls import CallPart, CallReader
+
+
+class TokenText(Struct, frozen=True, gc=False):
+    """One token with its log probability (None for the first token of a prompt) and the best alternatives."""
+
+    text: str
+    data: bytes
+    logprob: float | None
+    top: list[tuple[str, bytes, float]]
+    at: int  # characters of the choice's text before those that this token begins or goes on with
+
+
+class Piece(Struct, frozen=True, gc=False):
+    """The text, tokens and calls that one batch of tokens adds to a choice."""
+
+    text: str
+    logprobs: list[TokenText] = []
+    ids: list[int] = []
+    finish: str = ""  # "", "stop", "length" or "tool_calls"
+    calls: list[CallPart] = []
+
+    @property
+    def whole_calls(self) -> list[CallPart]:
+        """The calls of a whole answer, each in one part."""
+        firsts = [part for part in self.calls if part.id]
+        joined = [
+            "".join(part.arguments for part in self.calls if part.index == first.index) for first in firsts
+        ]
+        return [
+            CallPart(first.index, first.id, first.name, text)
+            for first, text in zip(firsts, joined, strict=True)
+        ]
+
+    @classmethod
+    def joined(cls, pieces: Sequence["Piece"]) -> "Piece":
+        """All of a choice's pieces as one."""
+        if len(pieces) == 1:
+            return pieces[0]
+        texts: list[str] = []
+        logprobs: list[TokenText] = []
+        ids: list[int] = []
+        calls: list[CallPart] = []
+        finish = ""
+        for piece in pieces:
+            texts.append(piece.text)
+            logprobs += piece.logprobs
+            ids += piece.ids
+            calls += piece.calls
+            finish = finish or piece.finish
+        return cls("".join(texts), logprobs, ids, finish, calls)
+
+
+class ChoiceOptions(Struct, frozen=True, kw_only=True, gc=False):
+    """Options of a request for the text of its choices. `num_top` is -1 without log probabilities."""
+
+    stops: tuple[str, ...] = ()
+    skip_special: bool = True
+    num_top: int = -1
+    min_tokens: int = 0  # no stop string counts before so many
+    is_silent: bool = False  # the output is neither shown nor counted
+    has_calls: bool = False  # tool calls are split from the text
+    calls_come_first: bool = False  # or not at all
+
+
+class Prompt(Struct, frozen=True, gc=False):
+    """A prompt to echo. Without `text`, the ids are decoded."""
+
+    ids: list[int]
+    text: str | None = None
+    starts: Sequence[int] = ()  # of each id in `text`, where log probabilities are wanted
+
+
+class Choice:
+    """The text of one choice. `finish` is set once, and nothing is added after it."""
+
+    def __init__(self, tokenizer: Tokenizer, options: ChoiceOptions, echo: Prompt | None = None) -> None:
+        self._tokenizer = tokenizer
+        self._options = options
+        self._detokenizer = tokenizer.detokenizer(skip_special=options.skip_special)
+        self._stops = StopStrings(options.stops) if options.stops else None
+        self._calls = CallReader(only_first=options.calls_come_first) if options.has_calls else None
+        self._echo = echo
+        self._num_chars = 0  # that all tokens so far have completed
+        self._sum_logprobs = 0.0
+        self.num_tokens = 0
+        self.finish = ""
+
+    def __repr__(self) -> str:
+        return f"Choice({self.num_tokens} tokens, finish={self.finish or None})"
+
+    @property
+    def mean_logprob(self) -> float:
+        """The mean log probability per output token, which best_of compares."""
+        return self._sum_logprobs / max(1, self.num_tokens)
+
+    def add(self, effect: Deliver) -> Piece:
+        """The tokens of one message, behind the prompt where it is echoed. What follows a stop string is not counted.
+
+        Raises ValueError when log probabilities of the prompt are wanted and are not all there.
+        """
+        if self.finish:
+            return Piece("")
+        if self._echo is None:
+            return self._add_output(effect)
+        echo, self._echo = self._echo, None
+        return Piece.joined([self._add_prompt(echo, effect.prompt), self._add_output(effect)])
+
+    def end(self, reason: str) -> Piece:
+        """Ends the choice: the text that was withheld so far."""
+        if self.finish:
+            return Piece("")
+        tail = self._detokenizer.flush()
+        if self._stops is not None:
+            tail = self._stops.feed(tail)
+            tail += self._stops.flush()
+        self.finish = reason
+        return self._parted(Piece(tail, finish=reason))
+
+    def _parted(self, piece: Piece) -> Piece:
+        """Splits the text of a piece into plain text and tool calls."""
+        if self._calls is None:
+            return piece
+        said, calls = self._calls.feed(piece.text)
+        if piece.finish:
+            said += self._calls.flush()
+            if piece.finish == "stop" and self._calls.num_calls:
+                self.finish = "tool_calls"
+        return replace(piece, text=said, calls=calls, finish=self.finish if piece.finish else "")
+
+    def _add_prompt(self, prompt: Prompt, logprobs: Sequence[TokenLogprob]) -> Piece:
+        ids, options = prompt.ids, self._options
+        text, starts = self._spell(ids)
+        if prompt.text is not None:  # the client's own text, with control tokens and without normalisation
+            text, starts = prompt.text, prompt.starts
+        self._num_chars = len(text)
+        if options.num_top < 0:
+            return Piece(text, ids=list(ids))
+        if len(logprobs) != len(ids) - 1:
+            raise ValueError(f"{len(logprobs)} log probabilities of a prompt of {len(ids)} tokens")
+        known: list[TokenLogprob | None] = [None, *logprobs]
+        named = [
+            self._named(token, logprob, at) for token, logprob, at in zip(ids, known, starts, strict=True)
+        ]
+        return Piece(text, named, list(ids))
+
+    def _add_output(self, effect: Deliver) -> Piece:
+        if self._options.is_silent:
+            return Piece("")
+        ids, names = effect.ids, []
+        if self._stops is None and not effect.logprobs:
+            text, used = self._detokenizer.feed(ids), len(ids)
+            self._num_chars += len(text)
+        else:
+            text, starts = self._spell_to_stop(ids)
+            used = len(starts)
+            logprobs = effect.logprobs[:used]
+            self._sum_logprobs += sum(logprob.logprob for logprob in logprobs)
+            if self._options.num_top >= 0:
+                names = [self._named(*token) for token in zip(ids, logprobs, starts, strict=False)]
+        self.num_tokens += used
+        return self._parted(Piece(text, names, list(ids[:used]), self.finish))
+
+    def _spell(self, ids: Sequence[int]) -> tuple[str, Sequence[int]]:
+        """The text of `ids`, and where each begins."""
+        parts, starts = [], []
+        for token in ids:
+            starts.append(self._num_chars)
+            parts.append(self._detokenizer.feed((token,)))
+            self._num_chars += len(parts[-1])
+        return "".join(parts), starts
+
+    def _spell_to_stop(self, ids: Sequence[int]) -> tuple[str, list[int]]:
+        """The text that may go out, and where each of the ids begins that made it."""
+        out: list[str] = []
+        starts: list[int] = []
+        for number, token in enumerate(ids, self.num_tokens + 1):
+            text, start = self._spell((token,))
+            starts += start
+            is_checked = self._stops is not None and number > self._options.min_tokens
+            out.append(self._stops.feed(text) if is_checked and self._stops is not None else text)
+            if self._stops is not None and self._stops.is_hit:
+                self.finish = "stop"
+                break
+        return "".join(out), starts
+
+    def _named(self, token: int, logprob: TokenLogprob | None, at: int) -> TokenText:
+        data = self._tokenizer.token_bytes[token]
+        if logprob is None:
+            return TokenText(name_of(data), data, None, [], at)
+        top = [(token, value) for token, value in logprob.top[: self._options.num_top]]
+        names = [(name_of(spelled), spelled, value) for spelled, value in self._bytes_of(top)]
+        return TokenText(name_of(data), data, logprob.logprob, names, at)
+
+    def _bytes_of(self, top: Sequence[tuple[int, float]]) -> list[tuple[bytes, float]]:
+        return [(self._tokenizer.token_bytes[token], value) for token, value in top]
+
+
+def name_of(data: bytes) -> str:
+    """A token as a string. Bytes that are no UTF-8 text are written as `bytes:\\xff`, as in the OpenAI API."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)

@@ -1,0 +1,252 @@
+"""The request bodies of the OpenAI API as types. msgspec refuses a body of any other shape.
+
+Null always equals absent. `fields` lists how each field is treated; `openai` checks values that need more than a type.
+"""
+
+import contextlib
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from .fields import CHAT, COMPLETION, MESSAGE, STREAM_OPTIONS, TEXT_PART, Field
+from .tool_bodies import MAX_TOOLS, AnyFormat, AnyToolChoice, Tool, ToolCall
+
+MAX_CHOICES = 128  # rooms of a request: number of choices (or best_of) times number of prompts
+MAX_SEED = 2**63 - 1
+MAX_SWITCHES = 32  # of a template
+MAX_SWITCH_CHARS = 256
+LOWEST_REPETITION_PENALTY = 0.01  # logits divided by less leave the range of float32
+
+NotNegative = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
+Bias = Annotated[float, Meta(ge=-100.0, le=100.0)]
+Fraction = Annotated[float, Meta(ge=0.0, le=1.0)]
+Choices = Annotated[int, Meta(ge=1, le=MAX_CHOICES)]
+NOT_EMPTY = Meta(
+    extra_json_schema={"minLength": 1, "minItems": 1}
+)  # as `openai` checks it, in words of its own
+SwitchText = Annotated[str, Meta(max_length=MAX_SWITCH_CHARS)]
+Switches = Annotated[dict[str, bool | int | float | SwitchText | None], Meta(max_length=MAX_SWITCHES)]
+Tools = Annotated[list[Tool], Meta(max_length=MAX_TOOLS)]
+Unread = msgspec.Raw | msgspec.UnsetType  # any JSON: ignored, or looked at only to refuse it
+
+
+class StreamOptions(Struct, forbid_unknown_fields=True):
+    """`stream_options`."""
+
+    TABLE: ClassVar[Mapping[str, Field]] = STREAM_OPTIONS
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: Unread = msgspec.UNSET
+
+
+class TextPart(Struct, tag_field="type", tag="text", forbid_unknown_fields=True):
+    """One part of a message's content; only text is served."""
+
+    TABLE: ClassVar[Mapping[str, Field]] = TEXT_PART
+
+    text: str
+    prompt_cache_breakpoint: Unread = msgspec.UNSET
+    cache_control: Unread = msgspec.UNSET
+
+
+class Message(Struct, forbid_unknown_fields=True):
+    """One message of a chat."""
+
+    TABLE: ClassVar[Mapping[str, Field]] = MESSAGE
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None  # of an assistant
+    tool_call_id: str | None = None  # of a tool: whose result this is
+    # further fields of an answer's `message.model_dump()`; accepted only when they are empty
+    refusal: Unread = msgspec.UNSET
+    annotations: Unread = msgspec.UNSET
+    audio: Unread = msgspec.UNSET
+    function_call: Unread = msgspec.UNSET
+    # fields that clients add to an answer's message before they send it back; ignored
+    parsed: Unread = msgspec.UNSET
+    reasoning: Unread = msgspec.UNSET
+    reasoning_content: Unread = msgspec.UNSET
+    thinking_blocks: Unread = msgspec.UNSET
+    provider_specific_fields: Unread = msgspec.UNSET
+
+    @property
+    def num_chars(self) -> int:
+        """The number of characters that a template may write of the message."""
+        calls = sum(len(call.function.name) + len(call.function.arguments) for call in self.tool_calls or ())
+        return len(self.role) + len(self.text) + len(self.name or "") + calls
+
+    @property
+    def text(self) -> str:
+        if isinstance(self.content, list):
+            return "".join(part.text for part in self.content)
+        return self.content or ""
+
+    def as_template_input(self) -> dict[str, Any]:
+        """The message in the form that chat templates expect."""
+        fields: dict[str, Any] = {
+            "role": "system" if self.role == "developer" else self.role,
+            "content": self.text,
+        }
+        if self.name:
+            fields["name"] = self.name
+        if self.tool_call_id:
+            fields["tool_call_id"] = self.tool_call_id
+        if self.tool_calls:
+            fields["tool_calls"] = [_as_template_call(call) for call in self.tool_calls]
+        return fields
+
+
+class CommonBody(Struct, kw_only=True, forbid_unknown_fields=True):
+    """The fields that chat and completions share."""
+
+    TABLE: ClassVar[Mapping[str, Field]]
+
+    model: str
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Choices | None = None
+    stop: str | list[str] | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=MAX_SEED)] | None = None
+    temperature: Annotated[float, Meta(ge=0.0, le=100.0)] | None = None
+    top_p: Fraction | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    min_p: Fraction | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(ge=LOWEST_REPETITION_PENALTY, le=100.0)] | None = None
+    logit_bias: dict[str, Bias] | None = None
+    max_tokens: NotNegative | None = None
+    min_tokens: NotNegative | None = None
+    ignore_eos: bool | None = None
+    priority: Annotated[int, Meta(ge=-100, le=100)] | None = None
+    response_format: AnyFormat | None = None
+    stop_token_ids: Annotated[list[NotNegative], Meta(max_length=1024)] | None = None
+    skip_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+    user: Unread = msgspec.UNSET
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def num_choices(self) -> int:
+        """The number of choices per prompt in the answer."""
+        return 1 if self.n is None else self.n
+
+    @property
+    def num_tries(self) -> int:
+        """The number of choices per prompt to generate."""
+        return self.num_choices
+
+    @property
+    def wants_echo(self) -> bool:
+        return False
+
+    @property
+    def wants_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def wants_usage_always(self) -> bool:
+        return (
+            self.wants_usage
+            and self.stream_options is not None
+            and bool(self.stream_options.continuous_usage_stats)
+        )
+
+
+class ChatBody(CommonBody, kw_only=True, forbid_unknown_fields=True):
+    """POST /v1/chat/completions."""
+
+    TABLE: ClassVar[Mapping[str, Field]] = CHAT
+
+    messages: Annotated[list[Message], NOT_EMPTY]
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    max_tokens: Positive | None = None
+    max_completion_tokens: Positive | None = None
+    chat_template_kwargs: Switches | None = None
+    tools: Tools | None = None
+    tool_choice: AnyToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    functions: Unread = msgspec.UNSET
+    function_call: Unread = msgspec.UNSET
+    modalities: Unread = msgspec.UNSET
+    audio: Unread = msgspec.UNSET
+    moderation: Unread = msgspec.UNSET
+    prediction: Unread = msgspec.UNSET
+    reasoning_effort: Unread = msgspec.UNSET
+    verbosity: Unread = msgspec.UNSET
+    web_search_options: Unread = msgspec.UNSET
+    store: Unread = msgspec.UNSET
+    metadata: Unread = msgspec.UNSET
+    service_tier: Unread = msgspec.UNSET
+    safety_identifier: Unread = msgspec.UNSET
+    prompt_cache_key: Unread = msgspec.UNSET
+    prompt_cache_options: Unread = msgspec.UNSET
+    prompt_cache_retention: Unread = msgspec.UNSET
+    chat_template: Unread = msgspec.UNSET
+
+    @property
+    def calls_tools(self) -> bool:
+        """Whether the answer may call a tool."""
+        return bool(self.tools) and self.tool_choice != "none"
+
+
+class CompletionBody(CommonBody, kw_only=True, forbid_unknown_fields=True):
+    """POST /v1/completions."""
+
+    TABLE: ClassVar[Mapping[str, Field]] = COMPLETION
+
+    prompt: Annotated[str | list[str | int | list[int]], NOT_EMPTY]
+    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    echo: bool | None = None
+    best_of: Choices | None = None
+    suffix: Unread = msgspec.UNSET
+
+    @property
+    def num_tries(self) -> int:
+        return self.num_choices if self.best_of is None else self.best_of
+
+    @property
+    def wants_echo(self) -> bool:
+        return bool(self.echo)
+
+
+class TokenizeBody(Struct, kw_only=True, forbid_unknown_fields=True):
+    """POST /tokenize: of a `prompt`, or of a chat's `messages` and `tools` as the model's template writes them."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+    chat_template_kwargs: Switches | None = None
+    tools: Tools | None = None
+
+
+class DetokenizeBody(Struct, kw_only=True, forbid_unknown_fields=True):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: list[NotNegative]
+
+
+def _as_template_call(call: ToolCall) -> dict[str, Any]:
+    """A call for chat templates, which expect arguments as an object. Arguments that are no JSON stay a string."""
+    arguments: object = call.function.arguments
+    with contextlib.suppress(msgspec.DecodeError, RecursionError):
+        arguments = msgspec.json.decode(call.function.arguments)
+    return {
+        "id": call.id,
+        "type": "function",
+        "function": {"name": call.function.name, "arguments": arguments},
+    }

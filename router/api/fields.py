@@ -1,0 +1,225 @@
+"""The field table: how this server treats each field of the OpenAI API, and the fields that it adds.
+
+docs/api.md shows these tables, and the types in `bodies` have exactly these fields. Tests compare all three with each other
+and with the published schema. A refused field passes when it is null or has one of its `harmless` values, which ask for
+nothing. For objects inside a body, the table lists only what does not work; INSIDE names those objects.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+State = Literal["works", "ignored", "refused"]
+
+
+@dataclass(frozen=True)
+class Field:
+    """The state of a field, its explanation, and the compact JSON values that a refused field may have."""
+
+    state: State
+    says: str
+    harmless: tuple[bytes, ...] = ()
+
+
+def _works(says: str) -> Field:
+    return Field("works", says)
+
+
+def _ignored(says: str) -> Field:
+    return Field("ignored", says)
+
+
+def _refused(says: str, *harmless: bytes) -> Field:
+    return Field("refused", says, harmless)
+
+
+_COMMON: dict[str, Field] = {
+    "model": _works("the name in /v1/models; another one is a 404"),
+    "stream": _works("server-sent events, ended by `[DONE]`"),
+    "stream_options": _works(
+        "`include_usage`; `continuous_usage_stats`: in every chunk; `include_obfuscation` is ignored"
+    ),
+    "n": _works(
+        "up to 128 choices over all prompts; the prompt is computed once and found in the prefix cache"
+    ),
+    "stop": _works("a string, or up to 4 of up to 256 characters"),
+    "seed": _works("equal seeds give equal answers; choice i takes seed + i"),
+    "temperature": _works("0 is greedy; between 0 and 0.001 counts as 0.001; up to 100"),
+    "top_p": _works("0 keeps the likeliest token"),
+    "frequency_penalty": _works("over the output so far"),
+    "presence_penalty": _works("over the output so far"),
+    "logit_bias": _works("up to 1024 token ids"),
+    "user": _ignored("requests are not attributed to users"),
+    "top_k": _works("added; 0 or -1: off"),
+    "min_p": _works("added; relative to the likeliest token"),
+    "repetition_penalty": _works("added; over prompt and output"),
+    "min_tokens": _works("added; no end token and no stop string counts before"),
+    "priority": _works(
+        "added; -100 to 100, lower goes first: a step is worth 10 s of waiting; never before its key's"
+    ),
+    "response_format": _works(
+        "text, json_object, or json_schema, which answers always follow; in completions added"
+    ),
+    "ignore_eos": _works("added; the model's end tokens do not end the answer"),
+    "stop_token_ids": _works("added; up to 1024"),
+    "skip_special_tokens": _works("added; default true"),
+    "return_token_ids": _works("added; each choice has `token_ids`"),
+}
+
+CHAT: Mapping[str, Field] = _COMMON | {
+    "messages": _works(
+        "roles system, developer, user, assistant, tool; content is text or a list of text parts"
+    ),
+    "max_tokens": _works("the same as max_completion_tokens"),
+    "max_completion_tokens": _works(
+        "default: what is left of the context, `--chat-max-tokens` (1024) at most"
+    ),
+    "logprobs": _works("of the model's own distribution, before temperature and penalties"),
+    "top_logprobs": _works("up to 20, with logprobs"),
+    "chat_template_kwargs": _works(
+        "added; the template's own switches: true, false, numbers, text of up to 256 characters"
+    ),
+    "tools": _works("up to 128 functions; arguments always follow their schema"),
+    "tool_choice": _works(
+        "none, auto, required, one function, or allowed_tools: the others are not shown to the model"
+    ),
+    "parallel_tool_calls": _works("false: one call at most"),
+    "functions": _refused("deprecated by the API: use tools", b"[]"),
+    "function_call": _refused("deprecated by the API: use tool_choice", b'"none"'),
+    "modalities": _refused("text only", b'["text"]'),
+    "audio": _refused("text only"),
+    "web_search_options": _refused("nothing is searched"),
+    "moderation": _refused("nothing is moderated"),
+    "chat_template": _refused("templates come from the model only"),
+    "prediction": _ignored("a hint about speed; drafts come from the drafter"),
+    "reasoning_effort": _ignored("a hint; chat_template_kwargs takes it to templates that read it"),
+    "verbosity": _ignored("a hint"),
+    "store": _ignored("nothing is stored"),
+    "metadata": _ignored("goes with stored answers, and nothing is stored"),
+    "service_tier": _ignored("there is one tier"),
+    "safety_identifier": _ignored("requests are not attributed to users"),
+    "prompt_cache_key": _ignored("prefixes are found by their tokens"),
+    "prompt_cache_options": _ignored("prefixes are found by their tokens"),
+    "prompt_cache_retention": _ignored("prefixes stay as long as there is room"),
+}
+
+COMPLETION: Mapping[str, Field] = _COMMON | {
+    "prompt": _works("a string, token ids, or a list of either"),
+    "max_tokens": _works("default 16; 0 with echo: the prompt's log probabilities only"),
+    "logprobs": _works("up to 20, of the model's own distribution; the chosen token is always among them"),
+    "echo": _works("the prompt before the answer, with its log probabilities when logprobs is given"),
+    "best_of": _works(
+        "so many are generated, the n of the highest mean log probability are returned; not with stream"
+    ),
+    "suffix": _refused("nothing is inserted", b'""'),
+}
+
+RESPONSE: Mapping[str, Field] = {
+    "model": _works("the name in /v1/models; another one is a 404"),
+    "input": _works(
+        "text, or items: messages of text, function calls and their outputs; reasoning is ignored"
+    ),
+    "instructions": _works("a system message in front"),
+    "max_output_tokens": _works("default: what is left of the context, `--chat-max-tokens` (1024) at most"),
+    "temperature": _works("as in a chat"),
+    "top_p": _works("as in a chat"),
+    "top_logprobs": _works("up to 20, with include"),
+    "include": _works("`message.output_text.logprobs`; other values are ignored"),
+    "stream": _works("typed events"),
+    "stream_options": _works("`include_obfuscation` is ignored; usage always comes at the end"),
+    "metadata": _works("up to 16 pairs, repeated in the response"),
+    "seed": _works("added; equal seeds give equal answers"),
+    "priority": _works("added; as in a chat"),
+    "text": _works("`format`: text, json_object or json_schema; `verbosity` is ignored"),
+    "tools": _works("up to 128 functions; there are no built-in tools"),
+    "tool_choice": _works(
+        "none, auto, required, one function, or allowed_tools: the others are not shown to the model"
+    ),
+    "parallel_tool_calls": _works("false: one call at most"),
+    "background": _refused("the answer comes on this connection", b"false"),
+    "conversation": _refused("nothing is stored: send the whole input"),
+    "previous_response_id": _refused("nothing is stored: send the whole input"),
+    "prompt": _refused("no prompt templates are stored"),
+    "context_management": _refused("the input is taken as it is", b"[]"),
+    "truncation": _refused("an input that is too long is an error", b'"disabled"'),
+    "moderation": _refused("nothing is moderated"),
+    "image": _refused("text only"),
+    "access_programs": _refused("there are none", b"[]"),
+    "reasoning": _ignored("a hint"),
+    "max_tool_calls": _ignored("there are no built-in tools"),
+    "store": _ignored("nothing is stored; the response says so"),
+    "service_tier": _ignored("there is one tier"),
+    "user": _ignored("requests are not attributed to users"),
+    "safety_identifier": _ignored("requests are not attributed to users"),
+    "prompt_cache_key": _ignored("prefixes are found by their tokens"),
+    "prompt_cache_options": _ignored("prefixes are found by their tokens"),
+    "prompt_cache_retention": _ignored("prefixes stay as long as there is room"),
+}
+
+_OF_AN_ANSWER = _ignored("of an answer before")
+_BY_A_CLIENT = _ignored("clients add it to an answer")
+_BY_TOKENS = _ignored("prefixes are found by their tokens")
+_THOUGHTS = _ignored("thoughts of an answer before are not shown to the model")
+
+MESSAGE: Mapping[str, Field] = {
+    "refusal": _refused("text only"),
+    "annotations": _refused("nothing is cited", b"[]"),
+    "audio": _refused("text only"),
+    "function_call": _refused("deprecated by the API: use tool_calls"),
+    "parsed": _BY_A_CLIENT,
+    "reasoning": _BY_A_CLIENT,
+    "reasoning_content": _BY_A_CLIENT,
+    "thinking_blocks": _BY_A_CLIENT,
+    "provider_specific_fields": _BY_A_CLIENT,
+}
+TEXT_PART: Mapping[str, Field] = {"prompt_cache_breakpoint": _BY_TOKENS, "cache_control": _BY_TOKENS}
+CALL: Mapping[str, Field] = {"index": _BY_A_CLIENT}
+CALLED: Mapping[str, Field] = {"parsed_arguments": _BY_A_CLIENT}
+STREAM_OPTIONS: Mapping[str, Field] = {"include_obfuscation": _ignored("events are not padded")}
+TEXT_OPTIONS: Mapping[str, Field] = {"verbosity": _ignored("a hint")}
+RESPONSE_TOOL: Mapping[str, Field] = {
+    "output_schema": _ignored("a hint"),
+    "async": _refused("a call is answered in a later request", b"false"),
+    "defer_loading": _refused("nothing is searched", b"false"),
+    "allowed_callers": _refused("the model alone calls", b'["direct"]'),
+}
+OUTPUT_PART: Mapping[str, Field] = {
+    "annotations": _OF_AN_ANSWER,
+    "logprobs": _OF_AN_ANSWER,
+    "parsed": _BY_A_CLIENT,
+}
+INPUT_MESSAGE: Mapping[str, Field] = {"id": _OF_AN_ANSWER, "status": _OF_AN_ANSWER, "phase": _OF_AN_ANSWER}
+_CALLER: dict[str, Field] = {
+    "caller": _refused("the model alone calls", b'{"type":"direct"}'),
+    "namespace": _refused("functions have one name"),
+}
+INPUT_CALL: Mapping[str, Field] = _CALLER | {
+    "id": _OF_AN_ANSWER,
+    "status": _OF_AN_ANSWER,
+    "parsed_arguments": _BY_A_CLIENT,
+    "async": _refused("a call is answered in a later request", b"false"),
+    "async_": _refused("`async`, as Python's client dumps it", b"false"),
+}
+INPUT_CALL_OUTPUT: Mapping[str, Field] = _CALLER | {"id": _OF_AN_ANSWER, "status": _OF_AN_ANSWER}
+INPUT_REASONING: Mapping[str, Field] = {
+    "id": _OF_AN_ANSWER,
+    "status": _OF_AN_ANSWER,
+    "summary": _THOUGHTS,
+    "content": _THOUGHTS,
+    "encrypted_content": _THOUGHTS,
+}
+
+INSIDE: Mapping[str, Mapping[str, Field]] = {
+    "`stream_options`": STREAM_OPTIONS,
+    "a message of a chat": MESSAGE,
+    "a call of it": CALL,
+    "the call's `function`": CALLED,
+    "a part of type text or input_text": TEXT_PART,
+    "a part of type output_text": OUTPUT_PART,
+    "an item of type message": INPUT_MESSAGE,
+    "an item of type function_call": INPUT_CALL,
+    "an item of type function_call_output": INPUT_CALL_OUTPUT,
+    "an item of type reasoning": INPUT_REASONING,
+    "a tool of /v1/responses": RESPONSE_TOOL,
+    "`text` of /v1/responses": TEXT_OPTIONS,
+}

@@ -1,0 +1,79 @@
+"""The operator's pages: the list of recent requests, the timeline of one request, and an HTML page over both.
+
+The page is one document with inline style and script. Its content security policy names both by their hashes, so the browser
+runs no other script, whatever text a worker or a client put into the data.
+"""
+
+import base64
+import hashlib
+from pathlib import Path
+from urllib.parse import parse_qs
+
+from ..answers.replies import compact
+from ..errors import bad_request, unknown_request
+from ..history import KEPT, History
+from ..http.exchange import Exchange, send
+
+USUAL_LIMIT = 50
+FRESH = {"cache-control": "no-store"}
+PAGE = Path(__file__).parent / "page"
+STYLE_LINK = '<link rel="stylesheet" href="page.css">'
+SCRIPT_LINK = '<script src="page.js" type="module"></script>'
+
+
+class Dashboard:
+    """The handlers of the operator's pages."""
+
+    def __init__(self, history: History) -> None:
+        self._history = history
+        self._page, self._page_headers = page_of(PAGE)
+
+    async def page(self, exchange: Exchange) -> None:
+        await send(exchange, self._page, headers=self._page_headers)
+
+    async def requests(self, exchange: Exchange) -> None:
+        """The newest requests that the caller may see, `?limit=` of them. Raises ApiError (400)."""
+        asked = parse_qs(exchange.query.decode("latin-1"), keep_blank_values=True)
+        raw = asked.get("limit", [str(USUAL_LIMIT)])[-1]
+        limit = int(raw) if raw.isascii() and raw.isdigit() and len(raw) < 9 else 0
+        if not 1 <= limit <= KEPT:
+            raise bad_request(f"limit must be a whole number from 1 to {KEPT}", param="limit")
+        await send(exchange, compact(self._history.recent(exchange.caller, limit)), headers=FRESH)
+
+    async def request(self, exchange: Exchange, name: str) -> None:
+        """The timeline of one request. Raises ApiError (404)."""
+        found = self._history.find(name, exchange.caller)
+        if found is None:
+            raise unknown_request(name)
+        await send(exchange, compact(found), headers=FRESH)
+
+
+def page_of(directory: Path) -> tuple[bytes, dict[str, str]]:
+    """The HTML page from the files of `directory`, and its response headers."""
+    document, style, script = (
+        (directory / name).read_text(encoding="utf-8") for name in ("index.html", "page.css", "page.js")
+    )
+    assert "</style" not in style, "would end the element"
+    assert "</script" not in script, "would end the element"
+    whole = document.replace(STYLE_LINK, f"<style>{style}</style>")
+    whole = whole.replace(SCRIPT_LINK, f'<script type="module">{script}</script>')
+    assert style in whole, STYLE_LINK
+    assert script in whole, SCRIPT_LINK
+    policy = (
+        f"default-src 'none'; style-src {_source(style)}; script-src {_source(script)}; connect-src 'self'; img-src data:; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'"
+    )
+    headers = {
+        "content-type": "text/html; charset=utf-8",
+        "content-security-policy": policy,
+        "x-content-type-options": "nosniff",
+        "referrer-policy": "no-referrer",
+        "cross-origin-opener-policy": "same-origin",
+        "cache-control": "no-cache",
+    }
+    return whole.encode(), headers
+
+
+def _source(text: str) -> str:
+    """The source expression of a content security policy for an inline element."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

@@ -1,0 +1,328 @@
+"""The OpenAPI document, generated from the types that the server reads and writes, and an HTML page of it.
+
+Of request bodies it shows the fields that work or are ignored; `api/fields` lists the others.
+"""
+
+import html
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from ..answers.chat_replies import ChatChunk, ChatReply
+from ..answers.completion_replies import CompletionReply
+from ..answers.replies import DetokenizeReply, TokenizeReply
+from ..answers.response_replies import Event, Response
+from ..api.bodies import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    Message,
+    StreamOptions,
+    TextPart,
+    TokenizeBody,
+)
+from ..api.fields import Field
+from ..api.request_headers import REQUEST_HEADERS
+from ..api.response_bodies import ResponseBody, ResponseTool, TextOptions
+from ..api.response_items import ITEMS, InputTextPart, OutputTextPart
+from ..api.tool_bodies import CalledFunction, ToolCall
+from ..errors import ErrorEnvelope
+from ..history import KEPT, RequestList, RequestView
+from ..http.auth import OPEN_PATHS
+from .status import ModelCard, ModelList, Status
+
+REF = "#/components/schemas/{name}"
+PAGE_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+Json = dict[str, Any]
+INNER = (
+    Message,
+    TextPart,
+    InputTextPart,
+    OutputTextPart,
+    ToolCall,
+    CalledFunction,
+    StreamOptions,
+    TextOptions,
+    ResponseTool,
+    *ITEMS.values(),
+)  # fmt: skip - objects inside of bodies that have tables of their own
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One method of one address."""
+
+    path: str
+    says: str
+    body: type | None = None
+    reply: type | None = None
+    chunk: type | None = None  # of a stream
+    statuses: Mapping[int, str] | None = None  # beside 200
+    kind: str = "application/json"  # content type of a reply that has no schema
+
+    @property
+    def method(self) -> str:
+        return "get" if self.body is None else "post"
+
+    @property
+    def is_generating(self) -> bool:
+        return self.chunk is not None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the operation needs no key."""
+        return self.path.encode() in OPEN_PATHS
+
+
+_KEY = "key"  # the name of a scheme
+_SCHEMES = {
+    _KEY: {
+        "type": "http",
+        "scheme": "bearer",
+        "description": "An API key, as `baton keys api add` printed it.",
+    }
+}
+_RETRY_AFTER = {
+    "description": "Seconds until it may be worth another try.", "required": True,
+    "schema": {"type": "integer", "minimum": 1},
+}  # fmt: skip
+_RETRIED = (429, 503)  # statuses that have it
+_GENERATING = {
+    400: "The request is not one that can be served; `param` names the field at fault.",
+    401: "No valid key.",
+    403: "A key that may look and nothing else.",
+    404: "Another model than the served one.",
+    408: "The body did not arrive in time.",
+    413: "The body is too large.",
+    415: "The body is compressed.",
+    422: "The Idempotency-Key was used with another request.",
+    429: "Too much waits; Retry-After says when to try again.",
+    500: "A failure of the server.",
+    502: "A worker failed or was lost.",
+    503: "No workers, or shutting down; Retry-After says when to try again.",
+    504: "The time limit is over.",
+}
+_READING = {401: _GENERATING[401]}
+_CONVERTING = {status: _GENERATING[status] for status in (400, 401, 403, 404, 408, 413, 415, 429)}
+_WATCHING = {**_READING, 403: "Neither an operator's nor an observer's key."}
+
+OPERATIONS = (
+    Operation("/v1/chat/completions", "An answer to a chat.", ChatBody, ChatReply, ChatChunk, _GENERATING),
+    Operation(
+        "/v1/completions",
+        "What follows a text.",
+        CompletionBody,
+        CompletionReply,
+        CompletionReply,
+        _GENERATING,
+    ),
+    Operation(
+        "/v1/responses",
+        "An answer, in the words of the Responses API.",
+        ResponseBody,
+        Response,
+        Event,
+        _GENERATING,
+    ),
+    Operation(
+        "/tokenize", "The token ids of a text or of a chat.", TokenizeBody, TokenizeReply, None, _CONVERTING
+    ),
+    Operation("/detokenize", "The text of token ids.", DetokenizeBody, DetokenizeReply, None, _CONVERTING),
+    Operation("/v1/models", "The served model.", None, ModelList, None, _READING),
+    Operation(
+        "/v1/models/{model}", "The served model.", None, ModelCard, None, {**_READING, 404: _GENERATING[404]}
+    ),
+    Operation("/health", "Whether the router lives.", None, None, None, None),
+    Operation("/ready", "Whether a request can be served now.", None, None, None, {503: "Not now."}),
+    Operation("/status", "The router, its workers and their load.", None, Status, None, _WATCHING),
+    Operation(
+        "/metrics", "Counters and times, as Prometheus reads them.", None, None, None, _WATCHING, "text/plain"
+    ),
+    Operation(
+        "/requests",
+        "What became of recent requests.",
+        None,
+        RequestList,
+        None,
+        {**_READING, 400: _GENERATING[400]},
+    ),
+    Operation(
+        "/requests/{id}",
+        "What became of one request.",
+        None,
+        RequestView,
+        None,
+        {**_READING, 404: "It is not remembered."},
+    ),
+)
+
+
+def openapi_of(served_model: str, *, is_keyed: bool = False) -> Json:
+    """The OpenAPI 3.1 document. `served_model` is the only valid model name; with `is_keyed`, requests need a key."""
+    kinds = {kind for op in OPERATIONS for kind in (op.body, op.reply, op.chunk) if kind is not None}
+    ordered = sorted({*kinds, *ITEMS.values(), ErrorEnvelope}, key=lambda kind: kind.__name__)
+    _, schemas = msgspec.json.schema_components(ordered, ref_template=REF)
+    for kind in {*ordered, *INNER}:
+        _tell_fields(schemas[kind.__name__], getattr(kind, "TABLE", {}))
+        if kind in {op.body for op in OPERATIONS}:
+            schemas[kind.__name__]["properties"]["model"] = {"type": "string", "enum": [served_model]}
+    items = {"type": "array", "items": {"anyOf": [_ref(kind) for kind in ITEMS.values()]}}
+    schemas[ResponseBody.__name__]["properties"]["input"] |= {"anyOf": [{"type": "string"}, items]}
+    paths: Json = {}
+    for operation in OPERATIONS:
+        made = paths.setdefault(operation.path, {})[operation.method] = _operation(operation, served_model)
+        made["security"] = [] if operation.is_open else [{_KEY: []}] if is_keyed else [{}, {_KEY: []}]
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "baton", "version": "1", "description": "Disaggregated LLM serving."},
+        "paths": paths,
+        "components": {"schemas": schemas, "securitySchemes": _SCHEMES},
+    }
+
+
+def _tell_fields(schema: Json, table: Mapping[str, Field]) -> None:
+    """Removes refused fields from a body's schema, and describes the others as the field table does."""
+    for name, field in table.items():
+        if field.state == "refused":
+            del schema["properties"][name]
+        else:
+            schema["properties"][name]["description"] = (
+                f"{'Ignored: ' * (field.state == 'ignored')}{field.says}"
+            )
+
+
+def _operation(operation: Operation, served_model: str) -> Json:
+    made: Json = {
+        "summary": operation.says,
+        "operationId": f"{operation.method}{operation.path.replace('/', '_')}",
+    }
+    if operation.body is not None:
+        made["requestBody"] = {
+            "required": True,
+            "content": {"application/json": {"schema": _ref(operation.body)}},
+        }
+    if parameters := _parameters(operation, served_model):
+        made["parameters"] = parameters
+    whole = {"type": "object"} if operation.kind == "application/json" else {"type": "string"}
+    content: Json = {operation.kind: {"schema": whole if operation.reply is None else _ref(operation.reply)}}
+    if operation.chunk is not None:
+        content["text/event-stream"] = {"schema": _event(operation.chunk)}
+    made["responses"] = {"200": {"description": "The answer.", "content": content}}
+    error = {"type": "object"} if operation.path == "/ready" else _ref(ErrorEnvelope)
+    for status, says in (operation.statuses or {}).items():
+        answer: Json = {"description": says, "content": {"application/json": {"schema": error}}}
+        if status in _RETRIED:
+            answer["headers"] = {"Retry-After": _RETRY_AFTER}
+        made["responses"][str(status)] = answer
+    return made
+
+
+def _parameters(operation: Operation, served_model: str) -> list[Json]:
+    """The header, path and query parameters of an operation."""
+    if "{model}" in operation.path:
+        return [
+            {
+                "name": "model",
+                "in": "path",
+                "required": True,
+                "schema": {"type": "string", "enum": [served_model]},
+            }
+        ]
+    if "{id}" in operation.path:
+        schema = {"type": "string", "description": "Of an answer, or the first 8 digits or more of a room."}
+        return [{"name": "id", "in": "path", "required": True, "schema": schema}]
+    if operation.reply is RequestList:
+        bounds = {"type": "integer", "minimum": 1, "maximum": KEPT}
+        return [{"name": "limit", "in": "query", "required": False, "schema": bounds}]
+    if operation.is_generating:
+        is_there = {"in": "header", "required": False}
+        return [
+            {"name": f.name.decode(), **is_there, "description": f.says, "schema": f.schema}
+            for f in REQUEST_HEADERS
+        ]
+    return []
+
+
+def _event(chunk: type) -> Json:
+    """An event of a stream, which is what the schema of a stream describes."""
+    told = {
+        "contentMediaType": "application/json",
+        "contentSchema": {"anyOf": [_ref(chunk), _ref(ErrorEnvelope)]},
+    }
+    data = told if chunk is Event else {"anyOf": [{"const": "[DONE]"}, told]}
+    properties = {"event": {"type": "string"}, "data": {"type": "string", **data}}
+    return {"type": "object", "description": "Each event.", "properties": properties, "required": ["data"]}
+
+
+def _ref(kind: type) -> Json:
+    return {"$ref": REF.format(name=kind.__name__)}
+
+
+# --- the page ---------------------------------------------------------------------------------------------------------
+
+
+def page_of(document: Json) -> str:
+    """The document as one HTML page that loads nothing."""
+    operations = [(path, *way) for path, ways in document["paths"].items() for way in ways.items()]
+    parts = [_section(path, method, made, document) for path, method, made in operations]
+    title = html.escape(f"{document['info']['title']}")
+    return PAGE.format(title=title, sections="\n".join(parts))
+
+
+def _section(path: str, method: str, made: Json, document: Json) -> str:
+    needs = " Needs an API key." * ({} not in made["security"] and bool(made["security"]))
+    lines = [f"<h2>{method.upper()} {html.escape(path)}</h2><p>{html.escape(made['summary'])}{needs}</p>"]
+    body = made.get("requestBody")
+    if body is not None:
+        name = body["content"]["application/json"]["schema"]["$ref"].rsplit("/", 1)[-1]
+        lines += _table(("field", "type", ""), _rows_of(document["components"]["schemas"][name]))
+    asked = [field for field in made.get("parameters", ()) if field["in"] == "header"]
+    headers = [(field["name"], _type_of(field["schema"]), field["description"]) for field in asked]
+    lines += _table(("header", "type", ""), headers) if headers else []
+    statuses = [(code, "", answer["description"]) for code, answer in made["responses"].items()]
+    return "\n".join([*lines, *_table(("status", "", ""), statuses)])
+
+
+def _rows_of(schema: Json) -> Iterator[tuple[str, str, str]]:
+    required = schema.get("required", [])
+    for name, field in schema["properties"].items():
+        yield name + (" *" if name in required else ""), _type_of(field), field.get("description", "")
+
+
+def _type_of(schema: Json) -> str:
+    if "anyOf" in schema:
+        return " or ".join(_type_of(part) for part in schema["anyOf"] if part != {"type": "null"})
+    if "enum" in schema:
+        return ", ".join(str(value) for value in schema["enum"])
+    if "$ref" in schema:
+        return str(schema["$ref"]).rsplit("/", 1)[-1]
+    if "items" in schema:
+        return f"list of {_type_of(schema['items'])}" if schema["items"] else "list"
+    return str(schema.get("type", "any"))
+
+
+def _table(
+    heads: Sequence[str], rows: Iterator[tuple[str, str, str]] | Sequence[tuple[str, str, str]]
+) -> list[str]:
+    made = "".join(
+        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
+    )
+    return ["<table><tr>" + "".join(f"<th>{head}</th>" for head in heads) + "</tr>" + made + "</table>"]
+
+
+PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>{title}: API</title>
+<style>
+body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222; }}
+table {{ border-collapse: collapse; width: 100%; margin: 0.5rem 0 1rem; }}
+td, th {{ border: 1px solid #ccc; padding: 0.2rem 0.5rem; text-align: left; vertical-align: top; }}
+td:first-child {{ font-family: monospace; white-space: nowrap; }}
+h2 {{ font: bold 1.1rem monospace; margin-top: 2rem; }}
+</style></head><body>
+<h1>{title}</h1>
+<p>Required fields bear a star. The machine-readable form is <a href="/openapi.json">/openapi.json</a>.</p>
+{sections}
+</body></html>
+"""

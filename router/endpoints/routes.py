@@ -1,0 +1,222 @@
+"""The routes of the HTTP API: which address is answered by which method, and errors as OpenAI error objects."""
+
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
+
+import msgspec
+
+from ...cluster.telemetry.metrics import CONTENT_TYPE
+from ...cluster.telemetry.trace_context import context_of
+from ..api.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from ..api.openai import parse_body
+from ..api.request_headers import (
+    IDEMPOTENCY_KEY,
+    LONGEST_TIMEOUT_MS,
+    TIMELINE,
+    TIMEOUT,
+    TRACEPARENT,
+    TRACESTATE,
+)
+from ..api.response_bodies import ResponseBody
+from ..errors import ApiError, bad_request, method_not_allowed, not_found, unknown_model
+from ..http.auth import must_ask, must_see_all
+from ..http.exchange import App, ClientGone, Exchange, send
+from .dashboard import Dashboard
+from .idempotency import Begin, checked_key, digest_of, seed_of
+from .openapi import PAGE_POLICY, openapi_of, page_of
+from .service import Call, Service
+from .status import ModelCard, ModelList, metrics_of, status_of, why_not_ready
+
+Handler = Callable[[Exchange], Awaitable[None]]
+NamedHandler = Callable[[Exchange, str], Awaitable[None]]
+
+
+class Routes:
+    """The endpoints over one service. A handler answers on its exchange, or raises ApiError before it does."""
+
+    def __init__(self, service: Service, *, is_keyed: bool) -> None:
+        self._service = service
+        self._started = service.clock()
+        document = openapi_of(service.served_model, is_keyed=is_keyed)
+        self._document, self._page = msgspec.json.encode(document), page_of(document)
+        dashboard = Dashboard(service.dispatcher.history)
+        self._posts: dict[str, Handler] = {
+            "/v1/chat/completions": self.chat,
+            "/v1/completions": self.complete,
+            "/v1/responses": self.respond,
+            "/tokenize": self.tokenize,
+            "/detokenize": self.detokenize,
+        }
+        self._gets: dict[str, Handler] = {
+            "/": dashboard.page,
+            "/requests": dashboard.requests,
+            "/openapi.json": self.openapi,
+            "/docs": self.docs,
+            "/v1/models": self.models,
+            "/health": self.health,
+            "/ready": self.ready,
+            "/status": self.status,
+            "/metrics": self.metrics,
+        }
+        self._named_gets: dict[str, NamedHandler] = {
+            "/v1/models/": self.model,
+            "/requests/": dashboard.request,
+        }
+
+    def app(self) -> App:
+        """The application that the HTTP servers run for each request."""
+        return self._serve
+
+    async def _serve(self, exchange: Exchange) -> None:
+        try:
+            await self._handler_of(exchange.method, exchange.path)(exchange)
+        except ApiError as error:
+            await exchange.answer(error)
+        except ClientGone:
+            pass  # no client is left to answer
+
+    def _handler_of(self, method: str, path: str) -> Handler:
+        """Raises ApiError: 404 for an unknown path, 405 for another method."""
+        if (post := self._posts.get(path)) is not None:
+            if method == "POST":
+                return post
+            raise method_not_allowed("POST")
+        get = self._gets.get(path) or self._named_get(path)
+        if get is None:
+            raise not_found(path)
+        if method in ("GET", "HEAD"):
+            return get
+        raise method_not_allowed("GET, HEAD")
+
+    def _named_get(self, path: str) -> Handler | None:
+        """The handler of a path that ends with a name."""
+        for prefix, handler in self._named_gets.items():
+            if path.startswith(prefix) and (name := path.removeprefix(prefix)):
+                return lambda exchange: handler(exchange, name)
+        return None
+
+    async def chat(self, exchange: Exchange) -> None:
+        raw, call = self._call(exchange)
+        body = parse_body(raw, ChatBody)
+        await self._answer(exchange, body, partial(self._service.chat, body, call))
+
+    async def complete(self, exchange: Exchange) -> None:
+        raw, call = self._call(exchange)
+        body = parse_body(raw, CompletionBody)
+        await self._answer(exchange, body, partial(self._service.complete, body, call))
+
+    async def respond(self, exchange: Exchange) -> None:
+        raw, call = self._call(exchange)
+        body = parse_body(raw, ResponseBody)
+        await self._answer(exchange, body, partial(self._service.respond, body, call))
+
+    async def tokenize(self, exchange: Exchange) -> None:
+        raw, call = self._call(exchange)
+        await _send_json(exchange, await self._service.tokenize(parse_body(raw, TokenizeBody), call))
+
+    async def detokenize(self, exchange: Exchange) -> None:
+        raw, call = self._call(exchange)
+        await _send_json(exchange, await self._service.detokenize(parse_body(raw, DetokenizeBody), call))
+
+    async def openapi(self, exchange: Exchange) -> None:
+        await send(exchange, self._document)
+
+    async def docs(self, exchange: Exchange) -> None:
+        headers = {"content-type": "text/html; charset=utf-8", "content-security-policy": PAGE_POLICY}
+        await send(exchange, self._page.encode(), headers=headers)
+
+    def _call(self, exchange: Exchange) -> tuple[bytes, Call]:
+        """The body, and the options in the headers. Raises ApiError."""
+        must_ask(exchange.caller)
+        arrived, timeout_s = self._service.clock(), _timeout_of(exchange.header(TIMEOUT.name))
+        raw = exchange.take_body()
+        call = Call(
+            arrived=arrived,
+            size=len(raw),
+            wants_timeline=_wants_timeline(exchange),
+            timeout_s=timeout_s,
+            caller=exchange.caller,
+            has_left=partial(_has_left, exchange),
+            trace=context_of(exchange.headers(TRACEPARENT.name), exchange.headers(TRACESTATE.name)),
+        )
+        return raw, call
+
+    async def _answer(
+        self, exchange: Exchange, body: ChatBody | CompletionBody | ResponseBody, begin: Begin
+    ) -> None:
+        """Serves a new answer, or with an Idempotency-Key the answer of the earlier request."""
+        key = checked_key(exchange.header(IDEMPOTENCY_KEY.name))
+        if not key:
+            answer = await begin()
+            return await answer.serve(exchange)
+        key = f"{exchange.caller.id} {key}"  # keys of two clients never meet
+        form = f"{exchange.path} {_wants_timeline(exchange)}"
+        digest = digest_of(key, form, msgspec.json.encode(body, order="deterministic"))
+        if body.seed is None:
+            body.seed = seed_of(digest)
+        replay = await self._service.replays.answer(key, digest, begin)
+        await replay.serve(exchange)
+
+    async def models(self, exchange: Exchange) -> None:
+        await _send_json(exchange, ModelList([self._card()]))
+
+    async def model(self, exchange: Exchange, name: str) -> None:
+        if name != self._service.served_model:
+            raise unknown_model(name, self._service.served_model)
+        await _send_json(exchange, self._card())
+
+    async def health(self, exchange: Exchange) -> None:
+        await _send_json(exchange, {"status": "ok"})
+
+    async def ready(self, exchange: Exchange) -> None:
+        reason = why_not_ready(self._service.dispatcher, self._service.clock())
+        if reason:
+            body = {"status": "not ready", "reason": reason}
+            return await _send_json(exchange, body, status=503, headers={"retry-after": "1"})
+        await _send_json(exchange, {"status": "ready"})
+
+    async def status(self, exchange: Exchange) -> None:
+        must_see_all(exchange.caller)
+        service, now = self._service, self._service.clock()
+        await _send_json(
+            exchange, status_of(service.dispatcher, service.served_model, now - self._started, now)
+        )
+
+    async def metrics(self, exchange: Exchange) -> None:
+        must_see_all(exchange.caller)
+        body = metrics_of(self._service.dispatcher, self._service.responses)
+        await send(exchange, body, headers={"content-type": CONTENT_TYPE})
+
+    def _card(self) -> ModelCard:
+        live = self._service.dispatcher.limits()
+        return ModelCard(
+            id=self._service.served_model,
+            created=self._service.started,
+            max_model_len=live.context if live is not None else None,
+        )
+
+
+def _has_left(exchange: Exchange) -> bool:
+    """Whether nobody waits for the answer. With an Idempotency-Key the client may come back for it."""
+    return exchange.has_left and exchange.header(IDEMPOTENCY_KEY.name) is None
+
+
+def _wants_timeline(exchange: Exchange) -> bool:
+    return exchange.header(TIMELINE.name) == "1"
+
+
+def _timeout_of(header: str | None) -> float:
+    """The client's timeout in seconds; 0 without one. Raises ApiError (400)."""
+    if header is None:
+        return 0.0
+    milliseconds = int(header) if header.isascii() and header.isdigit() and len(header) <= 9 else 0
+    if not 0 < milliseconds <= LONGEST_TIMEOUT_MS:
+        text = f"{TIMEOUT.name.decode()} must be a whole number from 1 to {LONGEST_TIMEOUT_MS}"
+        raise bad_request(text)
+    return milliseconds / 1000
+
+
+async def _send_json(
+    exchange: Exchange, value: object, *, status: int = 200, headers: Mapping[str, str] | None = None
+) -> None:
+    await send(exchange, msgspec.json.encode(value), status, headers)

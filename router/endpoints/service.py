@@ -1,0 +1,344 @@
+"""From a checked body to an answer: render, tokenise, check against the workers' limits, submit to the dispatcher."""
+
+import asyncio
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import TypeVar
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from ...cluster.telemetry.trace_context import NOWHERE, TraceContext
+from ...cluster.telemetry.tracing import Tracing, Untraced
+from ..admission import max_new_tokens, no_workers
+from ..answers.answer import Answer, AnswerOptions
+from ..answers.chat_replies import ChatBuilder
+from ..answers.completion_replies import CompletionBuilder
+from ..answers.generation import Choice, ChoiceOptions, Prompt, name_of
+from ..answers.replies import Builder, DetokenizeReply, Frame, TokenizeReply
+from ..answers.response_replies import ResponseBuilder
+from ..api.bodies import ChatBody, CompletionBody, DetokenizeBody, Message, TokenizeBody
+from ..api.openai import check_chat, check_token_ids, logprobs_of, max_new_of, prompts_of, sampling_of
+from ..api.response_bodies import ResponseBody, chat_of, in_words_of_responses, told_of
+from ..api.tool_bodies import Tool, as_template_tool, schema_of
+from ..dispatch import Dispatcher
+from ..entries import Entry, Job, Request, Tag
+from ..errors import ApiError, bad_request, context_too_long, unknown_model
+from ..http.exchange import ClientGone
+from ..http.rate_limits import ANYONE, Caller
+from ..policy import Limits
+from ..sandbox.fork_server import ForkServer
+from ..sandbox.template_renderer import Switches
+from ..scheduling.inbox import Inbox
+from ..text.grammars import Grammars, plan_of
+from ..text.templates import Templates, encoded
+from ..text.tokenizer import GuardedChat, Tokenizer
+from .idempotency import Idempotency
+from .request_spans import end_request, operation_of
+
+INLINE_BYTES = 2000  # of a body: about a millisecond of work, less than a trip to a thread costs under load
+T = TypeVar("T")
+
+
+class Call(Struct, frozen=True, kw_only=True, gc=False):
+    """The attributes of a generation request outside its body."""
+
+    arrived: float  # monotonic seconds
+    size: int  # of the body, in bytes
+    wants_timeline: bool = False
+    timeout_s: float = 0.0  # that the client gave; 0: none
+    grammar: str = ""  # that the answer follows, once the body was read
+    caller: Caller = ANYONE
+    trace: TraceContext = NOWHERE  # of the client's span
+    has_left: Callable[[], bool] = lambda: False  # the client has left, and the request need not be prepared
+
+
+class Service:
+    """Serves generation requests, from the checked body to the answer. One per router."""
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        tokenizer: Tokenizer,
+        served_model: str,
+        clock: Callable[[], float],
+        fork_server: ForkServer,
+        tracing: Tracing | None = None,
+        *,
+        chat_max_tokens: int,
+    ) -> None:
+        self.dispatcher = dispatcher
+        self.tracing = tracing or Untraced()
+        self._is_traced = not isinstance(self.tracing, Untraced)
+        self.responses: Mapping[int, int] = {}  # of the HTTP server, by status
+        self.tokenizer = tokenizer
+        self._chat_max_tokens = chat_max_tokens  # of output where a chat does not say; 0: all that fits
+        self.served_model = served_model
+        self.started = int(time.time())
+        self.clock = clock
+        self.replays = Idempotency(clock, dispatcher.events)
+        self.grammars = Grammars(fork_server, clock, dispatcher.events)
+        setup = tokenizer.template_setup
+        self.templates: Templates | None = None
+        if setup is not None:
+            self.templates = Templates(setup, fork_server, clock, dispatcher.events)
+        self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
+
+    def open(self) -> None:
+        """Starts the template workers. To be called on the event loop that serves."""
+        if self.templates is not None:
+            self.templates.warm()
+
+    def close(self) -> None:
+        self.replays.close()
+        self.grammars.close()
+        if self.templates is not None:
+            self.templates.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def respond(self, body: ResponseBody, call: Call) -> Answer:
+        """POST /v1/responses: translated to a chat. Raises ApiError."""
+        try:
+            asked = chat_of(body)
+            check_chat(asked)
+            return await self.chat(asked, call, partial(ResponseBuilder, told=told_of(body)), "resp_")
+        except ApiError as error:
+            raise in_words_of_responses(error) from None
+
+    async def chat(
+        self,
+        body: ChatBody,
+        call: Call,
+        make_builder: Callable[[Frame], Builder] = ChatBuilder,
+        prefix: str = "chatcmpl-",
+    ) -> Answer:
+        """POST /v1/chat/completions. Raises ApiError."""
+        self._check_model(body.model)
+        with self._reading(call, body.priority):
+            if plan := plan_of(body):
+                call = replace(call, grammar=await self.grammars.of(plan))
+            started = self.clock()
+            tools = body.tools or () if body.calls_tools else ()
+            ids = await self._encode_chat(body.messages, body.chat_template_kwargs, call, tools)
+        frame = self._frame(body, prefix)
+        return self._answer(body, [Prompt(ids)], call, self.clock() - started, frame, make_builder(frame))
+
+    async def complete(self, body: CompletionBody, call: Call) -> Answer:
+        """POST /v1/completions. Raises ApiError."""
+        self._check_model(body.model)
+        prompts = prompts_of(body)
+        self._check_chars(max([len(p) for p in prompts if isinstance(p, str)], default=0), "prompt")
+        read_one = partial(self._prompt, wants_starts=body.wants_echo and logprobs_of(body) >= 0)
+        with self._reading(call, body.priority):
+            if plan := plan_of(body):
+                call = replace(call, grammar=await self.grammars.of(plan))
+            started = self.clock()
+            read = await self._in_thread(call, call.size, lambda: [read_one(prompt) for prompt in prompts])
+        frame = self._frame(body, "cmpl-")
+        return self._answer(body, read, call, self.clock() - started, frame, CompletionBuilder(frame))
+
+    async def tokenize(self, body: TokenizeBody, call: Call) -> TokenizeReply:
+        """POST /tokenize. Raises ApiError."""
+        self._check_model(body.model or self.served_model)
+        if (body.prompt is None) == (body.messages is None):
+            raise bad_request("give prompt or messages, and not both", param="prompt")
+        with self._counted(call):
+            if body.messages is not None:
+                ids = await self._encode_chat(
+                    body.messages, body.chat_template_kwargs, call, body.tools or ()
+                )
+            else:
+                text, add_special_tokens = body.prompt or "", body.add_special_tokens is not False
+                self._check_chars(len(text), "prompt")
+                work = partial(self.tokenizer.encode, text, add_special_tokens=add_special_tokens)
+                ids = await self._in_thread(call, call.size, work)
+            names = (
+                await self._in_thread(call, call.size, partial(self._names, ids))
+                if body.return_token_strs
+                else None
+            )
+        live = self.dispatcher.limits()
+        context = live.context if live is not None else None
+        return TokenizeReply(count=len(ids), max_model_len=context, tokens=ids, token_strs=names)
+
+    async def detokenize(self, body: DetokenizeBody, call: Call) -> DetokenizeReply:
+        """POST /detokenize. Raises ApiError."""
+        self._check_model(body.model or self.served_model)
+        with self._counted(call):
+            return DetokenizeReply(
+                prompt=await self._in_thread(call, call.size, partial(self._decoded, body.tokens))
+            )
+
+    def _reading(self, call: Call, priority: int | None) -> AbstractContextManager[None]:
+        """Bounds the preparation of a request that will need workers. Raises ApiError (429)."""
+        now, intake = self.clock(), self.dispatcher.intake
+        intake.check_queue(call.caller.priority_of(priority), now)
+        return intake.parse_limiter.reading(call.caller, call.size, now)
+
+    @contextmanager
+    def _counted(self, call: Call) -> Iterator[None]:
+        """Bounds and counts a request that needs no worker. Raises ApiError (429)."""
+        now, intake = self.clock(), self.dispatcher.intake
+        with intake.parse_limiter.reading(call.caller, call.size, now):
+            intake.gate.charge(call.caller, 0, now)
+            yield
+
+    def _names(self, ids: Sequence[int]) -> list[str]:
+        return [name_of(self.tokenizer.token_bytes[i]) for i in ids]
+
+    def _decoded(self, ids: Sequence[int]) -> str:
+        """Raises ApiError (400) for an id outside the vocabulary."""
+        wrong = next((i for i in ids if i >= len(self.tokenizer)), None)
+        if wrong is not None:
+            text = f"tokens: token id {wrong} is outside the vocabulary of {len(self.tokenizer)}"
+            raise bad_request(text, param="tokens")
+        return self.tokenizer.decode(ids)
+
+    async def _encode_chat(
+        self, said: Sequence[Message], switches: Switches | None, call: Call, tools: Sequence[Tool] = ()
+    ) -> list[int]:
+        self._check_chars(sum(message.num_chars for message in said), "messages")
+        self._check_chars(sum(len(tool.function.description or "") for tool in tools), "tools")
+
+        def guard() -> GuardedChat:
+            messages = [message.as_template_input() for message in said]
+            return self.tokenizer.guard(messages, switches, [as_template_tool(tool) for tool in tools])
+
+        guarded = await self._in_thread(call, call.size, guard)
+        assert self.templates is not None, "a chat was guarded, so there is a template"
+        rendered = await self.templates.render(encoded(guarded.chat), is_long=call.size > INLINE_BYTES)
+        self._check_chars(guarded.num_chars_of(rendered), "messages")
+        return await self._in_thread(
+            call, len(rendered), partial(self.tokenizer.encode_rendered, guarded, rendered)
+        )
+
+    def _prompt(self, prompt: str | list[int], *, wants_starts: bool) -> Prompt:
+        if not isinstance(prompt, str):
+            return Prompt(prompt)
+        if not wants_starts:
+            return Prompt(self.tokenizer.encode(prompt), prompt)
+        ids, starts = self.tokenizer.encode_with_starts(prompt)
+        return Prompt(ids, prompt, starts)
+
+    async def _in_thread(self, call: Call, size: int, work: Callable[[], T]) -> T:
+        """Runs `work`, in a thread when `size` bytes are many. Raises ClientGone if the client left before it began."""
+        if size <= INLINE_BYTES:
+            return work()
+
+        def do() -> T:
+            if call.has_left():
+                raise ClientGone
+            return work()
+
+        return await asyncio.get_running_loop().run_in_executor(self._threads, do)
+
+    def _check_model(self, model: str) -> None:
+        if model != self.served_model:
+            raise unknown_model(model, self.served_model)
+
+    def _check_chars(self, num_chars: int, param: str) -> None:
+        """Raises ApiError (400) for a text that cannot fit, before it is tokenised."""
+        live = self.dispatcher.limits()
+        longest = live.context * self.tokenizer.longest_token if live is not None else None
+        if longest is not None and num_chars > longest:
+            raise context_too_long(
+                f"The prompt has {num_chars} characters, but no more than {longest} can fit this model's context.",
+                param=param,
+            )
+
+    def _answer(
+        self,
+        body: ChatBody | CompletionBody,
+        prompts: Sequence[Prompt],
+        call: Call,
+        tokenize_s: float,
+        frame: Frame,
+        builder: Builder,
+    ) -> Answer:
+        live = self.dispatcher.limits()
+        if live is None:  # the vocabulary, which may be larger than the tokenizer's, is not known either
+            raise no_workers()
+        choice_options, num_choices, num_tries = _choice_options(body), body.num_choices, body.num_tries
+        jobs: list[Job] = []
+        choices: list[Choice] = []
+        for prompt in prompts:
+            check_token_ids(body, prompt.ids, self._vocab_size(live))
+            jobs += self._jobs(body, prompt.ids, live, call, tokenize_s)
+            echo = prompt if body.wants_echo else None
+            choices += [Choice(self.tokenizer, choice_options, echo) for _ in range(num_tries)]
+        inbox = Inbox(
+            self.clock, is_patient=not body.stream and not choice_options.stops
+        )  # a stop string is looked for at once
+        entries = self._submit(jobs, inbox, frame.id, call)
+        options = AnswerOptions(
+            is_stream=bool(body.stream),
+            wants_usage=body.wants_usage,
+            wants_usage_always=body.wants_usage_always,
+            wants_timeline=call.wants_timeline,
+            num_choices=num_choices,
+            num_tries=num_tries,
+        )
+        return Answer(self.dispatcher, self.clock, entries, inbox, choices, builder, options)
+
+    def _submit(self, jobs: Sequence[Job], inbox: Inbox, reply_id: str, call: Call) -> list[Entry]:
+        """Submits the jobs within a trace span, which ends with the last choice, or here when the request is refused."""
+        span = self.tracing.begin(f"{operation_of(reply_id)} {self.served_model}", call.trace, call.arrived)
+        tag = Tag(reply_id=reply_id, span=span)
+        if self._is_traced:
+            tag = Tag(reply_id=reply_id, span=span, on_end=self._end_span)
+        try:
+            return self.dispatcher.submit(jobs, inbox, tag)
+        except ApiError as error:
+            span.end(self.clock(), {"baton.outcome": "rejected"}, error.body.code or str(error.status))
+            raise
+
+    def _end_span(self, request: Request, now: float) -> None:
+        end_request(self.tracing, request, self.served_model, now)
+
+    def _jobs(
+        self, body: ChatBody | CompletionBody, ids: list[int], live: Limits, call: Call, tokenize_s: float
+    ) -> list[Job]:
+        is_chat = isinstance(body, ChatBody)
+        asked, chat_max = max_new_of(body), self._chat_max_tokens
+        max_new = max_new_tokens(len(ids), asked, is_chat=is_chat, chat_max=chat_max, live=live)
+        return [
+            Job(
+                prompt_ids=ids,
+                sampling=sampling_of(body, max_new=max_new, choice=choice, grammar=call.grammar),
+                arrived=call.arrived,
+                tokenize_s=tokenize_s,
+                timeout_s=call.timeout_s,
+                priority=call.caller.priority_of(body.priority),
+                caller=call.caller,
+            )
+            for choice in range(body.num_tries)
+        ]
+
+    def _frame(self, body: ChatBody | CompletionBody, prefix: str) -> Frame:
+        return Frame(
+            id=prefix + os.urandom(12).hex(),
+            created=int(time.time()),
+            model=self.served_model,
+            num_top=logprobs_of(body),
+            wants_ids=bool(body.return_token_ids),
+        )
+
+    def _vocab_size(self, live: Limits) -> int:
+        """The workers' vocabulary size, since a model's embedding may be larger than its tokenizer."""
+        return live.vocab_size or len(self.tokenizer)
+
+
+def _choice_options(body: ChatBody | CompletionBody) -> ChoiceOptions:
+    return ChoiceOptions(
+        stops=body.stops,
+        skip_special=True if body.skip_special_tokens is None else body.skip_special_tokens,
+        num_top=logprobs_of(body),
+        min_tokens=body.min_tokens or 0,
+        is_silent=max_new_of(body) == 0,
+        has_calls=isinstance(body, ChatBody) and body.calls_tools,
+        calls_come_first=schema_of(body.response_format) is not None,
+    )

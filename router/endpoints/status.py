@@ -1,0 +1,214 @@
+"""The bodies of /status, /metrics and /v1/models."""
+
+import os
+import time
+from collections.abc import Mapping
+from itertools import islice
+
+from msgspec import Struct
+
+from ...cluster.protocol.messages import DraftWidths, GraphCounts, WorkerStats
+from ...cluster.telemetry.metrics import RouterRecord, WorkerRecord
+from ..dispatch import Dispatcher
+from ..policy import is_ready, why_not_pair
+from ..proofs import PairStatus
+from ..registry import Registry, Worker
+
+MAX_UNPAIRED = 64
+
+
+class RouterStatus(Struct, frozen=True, kw_only=True):
+    """The state of the router."""
+
+    instance: str
+    pid: int
+    model: str
+    state: str
+    is_ready: bool
+    why_not_ready: str
+    queued: int
+    running: int
+    open_rooms: int
+    uptime_s: float
+    clock: float  # this host's, seconds since the epoch
+    events: dict[str, int]
+
+
+class WorkerStatus(Struct, frozen=True, kw_only=True):
+    """The state of one worker, from its Hello, its last heartbeat and the router's ledger."""
+
+    role: str
+    instance: str
+    pid: int
+    host: str
+    state: str
+    model: str
+    device: str
+    transport: str
+    fingerprint: str
+    weights_hash: str  # of every byte of the weights; "": not known yet
+    phase: str  # of the engine's lifecycle
+    feature_ids: list[int]  # layers whose features prefill offers, or decode's head reads
+    feature_width: int  # elements of all of them per token
+    draft_widths: DraftWidths | None  # None: nothing is drafted here
+    pages_free: int
+    pages_total: int
+    pages_cached: int
+    page_size: int
+    max_context: int
+    max_running: int
+    running: int
+    queued: int
+    transferring: int
+    placed: int
+    graphs: GraphCounts
+    accept_length: float | None
+    spec_steps: int | None
+    heartbeat_age_s: float
+    counters: dict[str, float]
+
+
+class Unpaired(Struct, frozen=True, kw_only=True):
+    """A prefill and a decode worker that serve, and why they do not pair."""
+
+    prefill: str
+    decode: str
+    reason: str
+
+
+class Status(Struct, frozen=True):
+    """The body of /status."""
+
+    router: RouterStatus
+    workers: list[WorkerStatus]
+    pairs: list[PairStatus]  # empty with --canary-s 0
+    unpaired: list[Unpaired]  # at most MAX_UNPAIRED
+
+
+class ModelCard(Struct, frozen=True, kw_only=True):
+    """One model of /v1/models."""
+
+    id: str
+    created: int
+    max_model_len: int | None
+    object: str = "model"
+    owned_by: str = "baton"
+
+
+class ModelList(Struct, frozen=True):
+    """The body of /v1/models."""
+
+    data: list[ModelCard]
+    object: str = "list"
+
+
+def status_of(dispatcher: Dispatcher, model: str, uptime_s: float, now: float) -> Status:
+    """The status of the router and its workers at `now` (monotonic seconds)."""
+    registry = dispatcher.registry
+    router = RouterStatus(
+        instance=registry.router,
+        pid=os.getpid(),
+        model=model,
+        state="draining" if dispatcher.is_draining else "serving",
+        is_ready=dispatcher.is_ready,
+        why_not_ready=why_not_ready(dispatcher, now),
+        queued=dispatcher.num_queued,
+        running=dispatcher.num_running,
+        open_rooms=dispatcher.num_open,
+        uptime_s=round(uptime_s, 1),
+        clock=round(time.time(), 3),
+        events=dispatcher.event_totals,
+    )
+    workers = [_worker_status(worker, now) for worker in registry]
+    return Status(router, workers, dispatcher.canaries.proofs.status(now), unpaired_of(registry))
+
+
+def unpaired_of(registry: Registry) -> list[Unpaired]:
+    """The serving pairs that do not fit together."""
+    serving = [worker for worker in registry if worker.is_serving]
+    reasons = (
+        Unpaired(prefill=prefill.instance, decode=decode.instance, reason=reason)
+        for decode in serving
+        if decode.role == "decode"
+        for prefill in serving
+        if prefill.role == "prefill" and (reason := why_not_pair(prefill, decode))
+    )
+    return list(islice(reasons, MAX_UNPAIRED))
+
+
+def why_not_ready(dispatcher: Dispatcher, now: float) -> str:
+    """The reason why the router is not ready, in one line; empty when a pair can serve and has passed its probe."""
+    if dispatcher.is_draining:
+        return "the router is shutting down"
+    registry = dispatcher.registry
+    if is_ready(registry):
+        return "" if dispatcher.is_ready else dispatcher.canaries.proofs.why_not(now)
+    counts = {role: _num_serving(registry, role) for role in ("prefill", "decode")}
+    missing = [role for role, count in counts.items() if count == 0]
+    if missing:
+        return f"no {' and no '.join(missing)} worker is ready"
+    by_layout = [one.reason for one in unpaired_of(registry) if not one.reason.startswith("fingerprints")]
+    if by_layout:
+        return f"no prefill and decode worker pair: {by_layout[0]}"
+    return "no prefill and decode worker have equal fingerprints: start them with the same model, dtype and page size"
+
+
+def metrics_of(dispatcher: Dispatcher, responses: Mapping[int, int] | None = None) -> bytes:
+    """The body of /metrics; `responses` are the answers by status."""
+    router = RouterRecord(
+        queued=dispatcher.num_queued,
+        running=dispatcher.num_running,
+        events=dispatcher.event_totals,
+        responses=responses or {},
+        is_ready=dispatcher.is_ready,
+        canaries=dispatcher.canaries.outcomes,
+        failing_pairs=tuple(dispatcher.canaries.proofs.failures()),
+    )
+    workers = [
+        WorkerRecord(role=worker.role, instance=worker.instance, stats=worker.stats)
+        for worker in dispatcher.registry
+        if worker.stats is not None
+    ]
+    return dispatcher.metrics.render(router, workers)
+
+
+def _num_serving(registry: Registry, role: str) -> int:
+    return sum(worker.role == role and worker.is_serving for worker in registry)
+
+
+def _worker_status(worker: Worker, now: float) -> WorkerStatus:
+    hello = worker.hello
+    stats = worker.stats or WorkerStats(
+        state="starting", pages_total=hello.pages_total, pages_free=hello.pages_total
+    )
+    return WorkerStatus(
+        role=hello.role,
+        instance=hello.instance,
+        pid=hello.pid,
+        host=hello.host,
+        state=worker.state,
+        model=hello.model,
+        device=hello.device,
+        transport=hello.transport,
+        fingerprint=hello.fingerprint,
+        weights_hash=stats.weights_hash,
+        phase=stats.phase,
+        feature_ids=list(hello.feature_ids),
+        feature_width=hello.feature_width,
+        draft_widths=hello.draft_widths,
+        pages_free=stats.pages_free,
+        pages_total=stats.pages_total,
+        pages_cached=stats.pages_cached,
+        page_size=hello.page_size,
+        max_context=hello.max_context,
+        max_running=hello.max_running,
+        running=stats.running,
+        queued=stats.queued,
+        transferring=stats.transferring,
+        placed=worker.num_rooms,
+        graphs=stats.graphs,
+        accept_length=stats.accept_length,
+        spec_steps=stats.spec_steps,
+        heartbeat_age_s=round(now - worker.last_seen, 3),
+        counters=stats.counters,
+    )

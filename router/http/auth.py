@@ -1,0 +1,84 @@
+"""Authentication: each path but the OPEN_PATHS needs an API key.
+
+OPEN_PATHS are health and readiness, the description of the API, and the page, which shows nothing without a key. The check
+uses the path of the request line, before anything is routed, read or rewritten.
+"""
+
+import hmac
+
+from ...cluster.security.api_keys import ApiKey, ApiKeys
+from ..errors import forbidden
+from .rate_limits import ANYONE, Caller
+from .request_head import Fields
+
+OPEN_PATHS = (b"/health", b"/ready", b"/", b"/docs", b"/openapi.json")
+STATUS = b"/status"  # which the launcher may read
+SCHEME = "bearer "
+
+
+class Guard:
+    """Says who asks; what they may see is decided where it is shown, by `must_see_all`.
+
+    Without `keys` everybody is welcome; the launcher of this process has a token of its own.
+    """
+
+    def __init__(self, keys: ApiKeys | None, operator_token: str = "") -> None:
+        self._keys = keys
+        self._token = operator_token
+        self._callers: dict[str, tuple[ApiKey, Caller]] = {}  # by key id, with the entry then
+
+    def __repr__(self) -> str:
+        return f"Guard({self._keys or 'everybody'})"
+
+    def caller_of(self, raw_path: bytes, fields: Fields) -> Caller | None:
+        """The caller of a request for `raw_path` (undecoded); None without a valid key."""
+        if self._keys is None or raw_path in OPEN_PATHS:
+            return ANYONE
+        given = presented(fields)
+        if raw_path == STATUS and self._token and hmac.compare_digest(given.encode(), self._token.encode()):
+            return ANYONE
+        key = self._keys.find(given)
+        return self._known(key) if key is not None else None
+
+    def _known(self, key: ApiKey) -> Caller:
+        entry, caller = self._callers.get(key.id, (None, ANYONE))
+        if entry is not key:  # new, or the file was read again
+            caller = caller_of(key)
+            self._callers[key.id] = key, caller
+        return caller
+
+
+def must_see_all(caller: Caller) -> None:
+    """Raises ApiError (403) unless the key may see the cluster and other tenants' load."""
+    if not caller.sees_all:
+        text = "This shows the whole cluster, which takes an operator's or an observer's key."
+        raise forbidden(text, "operator_key_required")
+
+
+def must_ask(caller: Caller) -> None:
+    """Raises ApiError (403) for an observer's key, which may not generate."""
+    if caller.is_observer:
+        raise forbidden("An observer's key shows the cluster; for answers use another key.", "observer_key")
+
+
+def presented(fields: Fields) -> str:
+    """The key in `Authorization: Bearer ...`; "" without exactly one such header."""
+    values = fields.get(b"authorization", ())
+    text = values[0].decode("latin-1") if len(values) == 1 else ""
+    return text[len(SCHEME) :].strip() if text[: len(SCHEME)].lower() == SCHEME else ""
+
+
+def caller_of(key: ApiKey) -> Caller:
+    """The caller that a key belongs to."""
+    return Caller(
+        id=key.id,
+        name=key.name,
+        salt=key.salt,
+        priority=key.priority,
+        best_priority=key.priority,
+        requests_per_minute=key.requests_per_minute,
+        tokens_per_minute=key.tokens_per_minute,
+        max_requests=key.max_requests,
+        is_operator=key.operator,
+        is_observer=key.observer,
+    )

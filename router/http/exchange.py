@@ -1,0 +1,212 @@
+"""One HTTP request and its answer, as the application sees it, and as bytes.
+
+The request is complete before the application hears of it. Bytes that belong together go out in one write: the head with
+the first part of the body, a part with its framing. An answer without a length is sent in chunks, or to a client of
+HTTP/1.0 up to the end of the connection.
+"""
+
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from http import HTTPStatus
+from typing import Protocol
+
+from ..errors import ApiError, internal
+from .rate_limits import Caller
+from .request_head import Fields, Target
+
+logger = logging.getLogger(__name__)
+
+STATUS_LINES = {
+    status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus
+}
+RawHeaders = list[tuple[bytes, bytes]]
+
+
+class ClientGone(Exception):
+    """The client left before the work for its request began."""
+
+
+class Connection(Protocol):
+    """The connection under an exchange."""
+
+    is_paused: bool  # the client does not read
+
+    def answered(self, status: int) -> bool: ...
+    def write(self, data: bytes) -> None: ...
+    async def drained(self) -> None: ...
+    def ended(self, *, is_reusable: bool) -> None: ...
+    def broken(self) -> None: ...
+
+
+class AnswerSink(Protocol):
+    """The destination of an answer: an exchange, or a recording."""
+
+    def when_left(self, callback: Callable[[], None]) -> None:
+        """Calls back when nobody waits for the answer any more; at once if that is so."""
+
+    async def start(self, status: int, headers: RawHeaders) -> None:
+        """The status and header fields. They go out with the first part of the body."""
+
+    async def write(self, data: bytes, *, is_last: bool) -> None:
+        """A part of the body."""
+
+
+class Exchange:
+    """One request and its answer. The protocol creates it when the head is parsed, and runs it when the body is complete."""
+
+    __slots__ = (
+        "_body", "_connection", "_fields", "_head", "_is_chunked", "_is_head", "_is_old", "_is_reusable", "_on_leave",
+        "_status", "caller", "has_left", "is_over", "method", "path", "query",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        connection: Connection,
+        target: Target,
+        fields: Fields,
+        caller: Caller,
+        *,
+        version: str,
+        is_reusable: bool,
+    ) -> None:
+        self.method, self.path, self.query = target.method, target.path, target.query
+        self.caller = caller
+        self._fields = fields
+        self.is_over = False
+        self._connection = connection
+        self._body = b""
+        self._is_reusable = is_reusable  # the connection, for another request
+        self._is_head = target.method == "HEAD"
+        self._is_old = version == "1.0"
+        self._is_chunked = False
+        self.has_left = False  # the connection is gone
+        self._on_leave: Callable[[], None] | None = None
+        self._status = 0  # 0: nothing of the answer is known; -1: its head went out
+        self._head: RawHeaders = []
+
+    def __repr__(self) -> str:
+        return f"Exchange({self.method} {self.path[:40]!r}{', over' if self.is_over else ''})"
+
+    def header(self, name: bytes) -> str | None:
+        """The first value of a header field, by its name in lower case."""
+        values = self._fields.get(name)
+        return values[0].decode("latin-1") if values is not None else None
+
+    def headers(self, name: bytes) -> list[str]:
+        """All its values, in their order."""
+        values = self._fields.get(name)
+        return [value.decode("latin-1") for value in values] if values is not None else []
+
+    def complete(self, body: bytes) -> None:
+        """Sets the request's body."""
+        self._body = body
+
+    def take_body(self) -> bytes:
+        """The request's body. A second call gives b"", so that large bodies are freed early."""
+        body, self._body = self._body, b""
+        return body
+
+    async def run(self, app: "App") -> None:
+        """The answer of the application, or an error where it gives none."""
+        try:
+            await app(self)
+        except Exception:
+            logger.exception("request failed")
+        if not self.is_over:
+            await self._fail()
+
+    def when_left(self, callback: Callable[[], None]) -> None:
+        """Calls back when the client leaves before its answer is over; at once if it has."""
+        if self.has_left:
+            callback()
+        else:
+            self._on_leave = callback
+
+    def left(self) -> None:
+        """The protocol reports that the connection is gone."""
+        self.has_left = True
+        on_leave, self._on_leave = self._on_leave, None  # it holds all that was made for the answer
+        if on_leave is not None and not self.is_over:
+            on_leave()
+
+    async def start(self, status: int, headers: RawHeaders) -> None:
+        """The status and header fields. They go out with the first part of the body."""
+        self._status, self._head = status, [*headers]
+
+    async def write(self, data: bytes, *, is_last: bool) -> None:
+        """A part of the body; waits while the client does not read. Does nothing after the client has left."""
+        if self.has_left or self.is_over:
+            return
+        if self._status > 0 and not self._connection.answered(self._status):
+            self._is_reusable = False
+        opening = self._opening(data, is_last) if self._status > 0 else b""
+        self._connection.write(opening + self._framed(data, is_last))
+        if is_last:
+            self._end()
+        elif self._connection.is_paused:
+            await self._connection.drained()
+
+    async def answer(self, error: ApiError) -> None:
+        """Answers with an error object."""
+        await send(self, error.encode(), error.status, error.headers)
+
+    def _opening(self, body: bytes, is_last: bool) -> bytes:
+        """The bytes of the answer's head, which go out with the first part of its body."""
+        has_length = False
+        for name, _ in self._head:
+            has_length = has_length or name.lower() == b"content-length"
+        if not has_length and self._status not in (204, 304):
+            if is_last:
+                self._head.append((b"content-length", str(len(body)).encode()))
+            elif self._is_old:
+                self._is_reusable = False
+            else:
+                self._is_chunked = True
+                self._head.append((b"transfer-encoding", b"chunked"))
+        if (b"connection", b"close") in self._head:
+            self._is_reusable = False
+        elif not self._is_reusable:
+            self._head.append((b"connection", b"close"))
+        elif self._is_old:
+            self._head.append((b"connection", b"keep-alive"))
+        lines = b"".join([b"%b: %b\r\n" % pair for pair in self._head])
+        status_line = STATUS_LINES.get(self._status) or b"HTTP/1.1 %d \r\n" % self._status
+        self._status, self._head = -1, []
+        return status_line + lines + b"\r\n"
+
+    def _framed(self, body: bytes, is_last: bool) -> bytes:
+        if self._is_head:
+            return b""
+        if not self._is_chunked:
+            return body
+        chunk = b"%x\r\n%b\r\n" % (len(body), body) if body else b""
+        return chunk + b"0\r\n\r\n" if is_last else chunk
+
+    def _end(self) -> None:
+        self.is_over = True
+        self._on_leave = None
+        self._connection.ended(is_reusable=self._is_reusable)
+
+    async def _fail(self) -> None:
+        """Ends an exchange whose application gave no answer, or a part that a client must not take for complete."""
+        self._on_leave = None
+        if self.has_left:
+            return
+        if self._status >= 0:
+            self._status = 0
+            await self.answer(internal())
+        else:
+            self.is_over = True
+            self._connection.broken()
+
+
+App = Callable[[Exchange], Awaitable[None]]
+
+
+async def send(
+    sink: AnswerSink, body: bytes, status: int = 200, headers: Mapping[str, str] | None = None
+) -> None:
+    """Writes a complete answer. Its content type is JSON unless the headers name another."""
+    named = {"content-type": "application/json"} | dict(headers or {})
+    await sink.start(status, [(name.encode(), value.encode()) for name, value in named.items()])
+    await sink.write(body, is_last=True)

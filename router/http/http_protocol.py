@@ -1,0 +1,386 @@
+"""HTTP/1.1 on one connection, with a bound on everything that a client may send, withhold or leave unread.
+
+    connection   above the server's maximum number it gets 503. It is closed when no head comes within HEAD_TIMEOUT_S, and
+                 after an answer when it is silent for KEEP_ALIVE_S
+    head         at most MAX_HEAD_BYTES and MAX_HEADERS (431), complete within HEAD_TIMEOUT_S of its first byte (408), with
+                 exactly one Host
+    key          checked before the body is read (401)
+    body         at most the server's bound (413), complete within BODY_TIMEOUT_S (408). All bodies being read share a bound
+                 (503). Trailers have the bounds of a head (431)
+    pipelining   a request that comes before the last answer ended waits, and the connection is not read meanwhile. Of the
+                 requests that came with it, MAX_PENDING are taken (429)
+    answer       a client that reads nothing for WRITE_STALL_S is cut off. Above WRITE_HIGH unsent bytes the writer and
+                 further requests wait
+
+httptools (llhttp) parses; `request_head` refuses what it wrongly accepts. One sweep over all connections checks the
+deadlines, instead of one timer each.
+"""
+
+import asyncio
+from collections import deque
+from typing import NoReturn, Protocol, cast
+
+import httptools
+
+from ..errors import (
+    ApiError,
+    body_too_large,
+    body_too_slow,
+    head_too_large,
+    head_too_slow,
+    malformed,
+    too_many_bodies,
+    too_many_connections,
+    too_many_pending,
+    unauthorized,
+)
+from .auth import Guard
+from .exchange import Exchange
+from .request_head import fault_of, fields_of, head_of_body, target_of
+
+HEAD_TIMEOUT_S = 10.0
+BODY_TIMEOUT_S = 10.0
+KEEP_ALIVE_S = 30.0
+WRITE_STALL_S = 35.0
+LINGER_S = 1.0
+MAX_HEAD_BYTES = 16 << 10
+MAX_HEADERS = 64
+MAX_PENDING = 64
+WRITE_HIGH, WRITE_LOW = 64 << 10, 16 << 10
+NEVER = float("inf")
+
+
+class Refused(Exception):
+    """Stops the parser. `HttpProtocol` keeps the reason."""
+
+
+class Host(Protocol):
+    """The interface of the server to its connections."""
+
+    guard: Guard
+    max_body: int
+    is_leaving: bool
+    is_draining: bool
+
+    def deadline_in(self, seconds: float) -> float: ...
+    def joined(self, connection: "HttpProtocol") -> bool: ...
+    def left(self, connection: "HttpProtocol") -> None: ...
+    def may_buffer(self, num_bytes: int) -> bool: ...
+    def unbuffer(self, num_bytes: int) -> None: ...
+    def begin(self, exchange: Exchange) -> None: ...
+    def answered(self, status: int) -> None: ...
+
+
+class HttpProtocol(asyncio.Protocol):
+    """One connection."""
+
+    def __init__(self, server: Host) -> None:
+        self._server = server
+        self._parser = httptools.HttpRequestParser(self)
+        self._transport: asyncio.Transport | None = None
+        self.deadline = NEVER  # of the awaited event, in monotonic seconds
+        self._fault: ApiError | None = None  # why nothing more is read
+        self._is_discarding = False  # an error was sent, and further input is discarded
+        self._is_last = False  # nothing behind the request that is being answered is read
+        self._rest: bytes | None = (
+            None  # of a request that wants another protocol: a head for the body that follows
+        )
+        self._is_resuming = False  # the parser reads that head
+        self.is_paused = False  # the client does not read
+        self._resumed: asyncio.Future[None] | None = None
+        self._exchange: Exchange | None = None  # that is being answered
+        self._pending: deque[Exchange] = deque()
+        self._incoming: Exchange | None = None  # whose body is being read
+        self._url = b""
+        self._headers: list[tuple[bytes, bytes]] = []
+        self._body: list[bytes] = []
+        self._num_body = 0
+        self._num_heads = 0  # complete ones
+        self._num_pending = 0  # bytes of a head or of trailers that are not complete, as they came
+        self._num_head = 0  # bytes of a head as far as it is parsed
+        self._has_begun = False  # something of a head is here
+
+    def __repr__(self) -> str:
+        return f"HttpProtocol({self._exchange or ('reads' if self._has_begun or self._incoming else 'idle')})"
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is being read or answered."""
+        return self._exchange is None and self._incoming is None and not self._has_begun
+
+    # --- the transport's side -----------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport = cast(
+            asyncio.Transport, transport
+        )  # uvloop's are not of asyncio's class
+        transport.set_write_buffer_limits(WRITE_HIGH, WRITE_LOW)
+        self._await(HEAD_TIMEOUT_S)
+        if not self._server.joined(self):
+            self._refuse(too_many_connections())
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._server.left(self)
+        self._forget_body()
+        self._resume_writers()
+        exchanges = [self._exchange, *self._pending]
+        self._exchange, self._incoming = None, None
+        self._pending.clear()
+        del self._parser  # it holds methods of this object, which would wait for the garbage collector
+        for exchange in exchanges:
+            if exchange is not None:
+                exchange.left()
+
+    def eof_received(self) -> bool:
+        return False  # a client that stops sending has left
+
+    def pause_writing(self) -> None:
+        self.is_paused = True
+        self._await(WRITE_STALL_S)
+
+    def resume_writing(self) -> None:
+        self.is_paused = False
+        self._resume_writers()
+        assert self._transport is not None
+        if self._transport.is_closing():
+            self._await(WRITE_STALL_S)
+        elif self._exchange is not None:
+            self._await(None)
+        elif not self._is_discarding:
+            self._go_on()
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_discarding or self._is_last or self._fault is not None:
+            return
+        incoming, num_heads, num_body, rest = self._incoming, self._num_heads, self._num_body, data
+        while rest:
+            try:
+                self._parser.feed_data(rest)
+                break
+            except httptools.HttpParserUpgrade as upgrade:
+                rest = self._read_on(rest[upgrade.args[0] :])
+            except httptools.HttpParserError:
+                return self._refuse(self._fault or malformed())
+        if (
+            self._incoming is incoming and self._num_heads == num_heads
+        ):  # else the chunk also held a body, or its end
+            self._num_pending = self._num_pending + len(data) if self._num_body == num_body else 0
+        if self._num_pending > MAX_HEAD_BYTES:  # also one endless header, which the parser keeps to itself
+            self._refuse(head_too_large(MAX_HEAD_BYTES, MAX_HEADERS))
+
+    def _read_on(self, data: bytes) -> bytes:
+        """What is still to be parsed behind a head that asks for another protocol, for which the parser takes `data`.
+
+        Nobody gets another one: what follows is that request's body, or the next request. Behind CONNECT it can be anything.
+        """
+        if self._parser.get_method() == b"CONNECT":
+            self._is_last = True
+            return b""
+        self._parser = httptools.HttpRequestParser(self)
+        if self._rest:
+            self._is_resuming = True
+            self._parser.feed_data(self._rest)
+            self._is_resuming = False
+        self._rest = None
+        return data
+
+    # --- the parser's side --------------------------------------------------------------------------------------------
+
+    def on_message_begin(self) -> None:
+        if self._is_resuming:
+            return
+        self._url, self._headers, self._num_head, self._has_begun = b"", [], 0, True
+        if self._exchange is None:
+            self._await(HEAD_TIMEOUT_S)
+
+    def on_url(self, url: bytes) -> None:
+        if self._is_resuming:
+            return
+        self._url += url
+        self._count(len(url))
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._is_resuming:
+            return
+        if self._incoming is None:  # trailers must not change what the headers decided
+            self._headers.append((name.lower(), value))
+        self._count(len(name) + len(value))
+
+    def on_headers_complete(self) -> None:
+        if self._is_resuming:
+            return
+        self._has_begun, self._num_pending = False, 0
+        self._num_heads += 1
+        version, fields = self._parser.get_http_version(), fields_of(self._headers)
+        fault = fault_of(fields, version, self._server.max_body)
+        if fault is not None:
+            self._stop(fault)
+        target = target_of(self._url, self._parser.get_method())
+        caller = self._server.guard.caller_of(target.raw_path, fields)
+        if caller is None:
+            self._stop(unauthorized())
+        is_reusable = self._parser.should_keep_alive()
+        exchange = Exchange(self, target, fields, caller, version=version, is_reusable=is_reusable)
+        self._incoming = exchange
+        if self._parser.should_upgrade():
+            self._rest = head_of_body(fields)
+        if self._exchange is None:
+            self._await(BODY_TIMEOUT_S)
+            if b"expect" in fields:
+                self.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+    def on_body(self, body: bytes) -> None:
+        self._num_body += len(body)
+        if self._num_body > self._server.max_body:
+            self._stop(body_too_large(self._server.max_body))
+        if not self._server.may_buffer(len(body)):
+            self._num_body -= len(body)
+            self._stop(too_many_bodies())
+        self._body.append(body)
+
+    def on_message_complete(self) -> None:
+        if self._rest:  # the parser does not see that there is a body
+            return
+        exchange, self._incoming = self._incoming, None
+        self._num_pending = 0
+        assert exchange is not None
+        exchange.complete(b"".join(self._body))
+        self._forget_body()
+        if self._exchange is None:
+            self._begin(exchange)
+        elif len(self._pending) == MAX_PENDING:
+            self._stop(too_many_pending(MAX_PENDING))
+        else:
+            self._pending.append(exchange)
+            assert self._transport is not None
+            self._transport.pause_reading()
+
+    def _count(self, num_bytes: int) -> None:
+        self._num_head += num_bytes
+        if self._num_head > MAX_HEAD_BYTES or len(self._headers) > MAX_HEADERS:
+            self._stop(head_too_large(MAX_HEAD_BYTES, MAX_HEADERS))
+
+    def _stop(self, fault: ApiError) -> NoReturn:
+        self._fault = fault
+        raise Refused
+
+    # --- the exchange's side ------------------------------------------------------------------------------------------
+
+    def answered(self, status: int) -> bool:
+        """Counts an answer. False when its head must announce that the connection closes after it."""
+        self._server.answered(status)
+        return not self._server.is_leaving
+
+    def write(self, data: bytes) -> None:
+        """Writes without waiting."""
+        transport = self._transport
+        if transport is not None and not transport.is_closing():
+            transport.write(data)
+
+    async def drained(self) -> None:
+        """Waits until the client has read enough of what was written."""
+        if not self.is_paused or self._transport is None or self._transport.is_closing():
+            return
+        if self._resumed is None:
+            self._resumed = asyncio.get_running_loop().create_future()
+        await asyncio.shield(self._resumed)
+
+    def ended(self, *, is_reusable: bool) -> None:
+        """An answer is complete: goes on with the next request, or closes the connection."""
+        self._exchange = None
+        assert self._transport is not None
+        if self._fault is not None and not self._pending and is_reusable:
+            return self._refuse(self._fault)
+        if not is_reusable or self._is_last or self._server.is_draining:
+            return self._close()
+        if (
+            self.is_paused and not self._transport.is_closing()
+        ):  # answers of a client that sends and does not read would pile up
+            self._transport.pause_reading()
+            self._await(WRITE_STALL_S)
+        elif not self.is_paused:
+            self._go_on()
+
+    def _go_on(self) -> None:
+        """Answers the request that waits, or reads on."""
+        assert self._transport is not None
+        if self._pending:
+            return self._begin(self._pending.popleft())
+        self._transport.resume_reading()
+        self._await(BODY_TIMEOUT_S if self._incoming else HEAD_TIMEOUT_S if self._has_begun else KEEP_ALIVE_S)
+
+    def broken(self) -> None:
+        """An answer is cut off: closes the connection, at once when the client does not read."""
+        self._exchange = None
+        if self.is_paused:
+            self.abort()
+        else:
+            self._close()
+
+    def _begin(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+        self._await(WRITE_STALL_S if self.is_paused else None)
+        self._server.begin(exchange)
+
+    # --- ends ---------------------------------------------------------------------------------------------------------
+
+    def on_deadline(self) -> None:
+        """A deadline has passed: refuses, closes or aborts."""
+        assert self._transport is not None
+        self._await(None)
+        if self.is_paused or self._is_discarding or self._transport.is_closing():
+            self._transport.abort()
+        elif self._incoming is not None:
+            self._refuse(body_too_slow())
+        elif self._has_begun:
+            self._refuse(head_too_slow())
+        else:
+            self._close()
+
+    def close_if_idle(self) -> None:
+        if self.is_idle:
+            self._close()
+
+    def abort(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+    def _refuse(self, error: ApiError) -> None:
+        """Sends an error outside of any request and closes, after a running answer is complete."""
+        self._fault = error
+        self._forget_body()
+        self._incoming, self._has_begun = None, False
+        if self._exchange is not None or self._transport is None:
+            return
+        self._server.answered(error.status)
+        self.write(error.as_http())
+        self._linger()
+
+    def _linger(self) -> None:
+        """Half-closes for LINGER_S. Closing with unread bytes would reset the connection and could lose the answer."""
+        transport = self._transport
+        assert transport is not None
+        if transport.is_closing() or not transport.can_write_eof():
+            return self._close()
+        self._is_discarding = True
+        self._await(LINGER_S)
+        transport.resume_reading()
+        transport.write_eof()
+
+    def _close(self) -> None:
+        assert self._transport is not None
+        self._transport.close()
+        self._await(WRITE_STALL_S)  # then unsent bytes are dropped with the connection
+
+    def _forget_body(self) -> None:
+        self._server.unbuffer(self._num_body)
+        self._body, self._num_body = [], 0
+
+    def _await(self, seconds: float | None) -> None:
+        self.deadline = NEVER if seconds is None else self._server.deadline_in(seconds)
+
+    def _resume_writers(self) -> None:
+        if self._resumed is not None:
+            if not self._resumed.done():
+                self._resumed.set_result(None)
+            self._resumed = None

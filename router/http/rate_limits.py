@@ -1,0 +1,159 @@
+"""Callers and their limits: priority, requests and tokens per minute, requests at once. Pure."""
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from ..errors import ApiError, rate_limited
+
+MINUTE_S = 60.0
+MAX_CALLERS = 4096  # whose use is remembered
+
+
+@dataclass(frozen=True, kw_only=True)
+class Caller:
+    """The owner of an API key and its limits. 0 means no limit."""
+
+    id: str = ""  # of the key
+    name: str = ""
+    salt: str = ""  # prefix caches are shared among equal ones only
+    priority: int = 0  # lower goes first
+    best_priority: int = -100  # that it may ask for
+    requests_per_minute: int = 0
+    tokens_per_minute: int = 0
+    max_requests: int = 0
+    is_operator: bool = False
+    is_observer: bool = False
+
+    @property
+    def sees_all(self) -> bool:
+        """Whether the caller may see the cluster and the requests of all callers."""
+        return not self.id or self.is_operator or self.is_observer
+
+    def may_see(self, caller_id: str) -> bool:
+        """Whether the caller may see the requests of the caller `caller_id`."""
+        return self.sees_all or caller_id == self.id
+
+    def priority_of(self, asked: int | None) -> int:
+        """The priority of a request, from the one it asked for (None: the caller's default)."""
+        return self.priority if asked is None else max(asked, self.best_priority)
+
+
+ANYONE = Caller()  # where no keys are asked for
+
+
+@dataclass(eq=False)
+class Bucket:
+    """A token bucket of one minute's capacity. It may go below zero, so that one large request passes."""
+
+    per_minute: int
+    level: float
+    filled_at: float
+
+    def wait(self, now: float) -> float:
+        """Seconds until the bucket is above zero."""
+        self.level = min(
+            float(self.per_minute), self.level + (now - self.filled_at) * self.per_minute / MINUTE_S
+        )
+        self.filled_at = now
+        return 0.0 if self.level >= 1.0 else (1.0 - self.level) * MINUTE_S / self.per_minute
+
+    def take(self, amount: int) -> None:
+        self.level -= amount
+
+
+@dataclass(eq=False)
+class _Use:
+    num_reading: int = 0
+    num_running: int = 0
+    buckets: dict[str, Bucket] = field(default_factory=dict)
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.num_running and not self.num_reading
+
+
+class Gate:
+    """Counts each caller's requests and enforces its limits."""
+
+    def __init__(self) -> None:
+        self._uses: OrderedDict[str, _Use] = OrderedDict()  # by id, the last to ask at the end
+
+    def __repr__(self) -> str:
+        return (
+            f"Gate({len(self._uses)} callers, {sum(use.num_running for use in self._uses.values())} requests)"
+        )
+
+    def num_running(self, caller: Caller) -> int:
+        use = self._uses.get(caller.id)
+        return use.num_running if use is not None else 0
+
+    def enter(self, caller: Caller, num_tokens: int, now: float) -> None:
+        """Counts one more running request of `num_tokens` (prompt and output). Raises ApiError (429) without counting it."""
+        use = self._use_of(caller)
+        self._check(use, caller, use.num_running, now)
+        self._charge(use, caller, num_tokens, now)
+        use.num_running += 1
+
+    def charge(self, caller: Caller, num_tokens: int, now: float) -> None:
+        """Charges one request of `num_tokens` to the rates."""
+        self._charge(self._use_of(caller), caller, num_tokens, now)
+
+    def begin(self, caller: Caller, now: float) -> None:
+        """Counts one more request in preparation, whose tokens are not known yet. Raises as `enter`."""
+        use = self._use_of(caller)
+        self._check(use, caller, use.num_running + use.num_reading, now)
+        use.num_reading += 1
+
+    def finish(self, caller: Caller) -> None:
+        """A request that had begun is prepared, or was given up."""
+        use = self._uses.get(caller.id)
+        assert use is not None, caller
+        assert use.num_reading > 0, caller
+        use.num_reading -= 1
+
+    def leave(self, caller: Caller) -> None:
+        """A running request has ended."""
+        use = self._uses.get(caller.id)
+        assert use is not None, caller
+        assert use.num_running > 0, caller
+        use.num_running -= 1
+
+    def _check(self, use: _Use, caller: Caller, num_requests: int, now: float) -> None:
+        if caller.max_requests and num_requests >= caller.max_requests:
+            raise _too_many(caller, f"{caller.max_requests} requests at once", 1.0)
+        for what, per_minute, _ in _limits_of(caller, 0):
+            wait = self._bucket(use, what, per_minute, now).wait(now)
+            if wait:
+                raise _too_many(caller, f"{per_minute} {what} per minute", wait)
+
+    def _charge(self, use: _Use, caller: Caller, num_tokens: int, now: float) -> None:
+        for what, per_minute, amount in _limits_of(caller, num_tokens):
+            self._bucket(use, what, per_minute, now).take(amount)
+
+    def _use_of(self, caller: Caller) -> _Use:
+        use = self._uses.setdefault(caller.id, _Use())
+        self._uses.move_to_end(caller.id)
+        if len(self._uses) > MAX_CALLERS:
+            idle = next(
+                (key for key, known in self._uses.items() if known is not use and known.is_idle), None
+            )
+            if idle is not None:
+                del self._uses[idle]
+        return use
+
+    @staticmethod
+    def _bucket(use: _Use, what: str, per_minute: int, now: float) -> Bucket:
+        bucket = use.buckets.get(what)
+        if bucket is None or bucket.per_minute != per_minute:  # the key's entry was changed
+            bucket = use.buckets[what] = Bucket(per_minute, float(per_minute), now)
+        return bucket
+
+
+def _limits_of(caller: Caller, num_tokens: int) -> list[tuple[str, int, int]]:
+    """Triples (name of the limit, capacity per minute, cost of the request)."""
+    asked = (("requests", caller.requests_per_minute, 1), ("tokens", caller.tokens_per_minute, num_tokens))
+    return [limit for limit in asked if limit[1]]
+
+
+def _too_many(caller: Caller, limit: str, wait_s: float) -> ApiError:
+    return rate_limited(f"The key {caller.name!r} is limited to {limit}. Try again later.", wait_s)

@@ -1,0 +1,220 @@
+"""The HTTP server: its connections, their common bounds, and its shutdown."""
+
+import asyncio
+import resource
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from .auth import Guard
+from .exchange import App, Exchange
+from .http_protocol import HEAD_TIMEOUT_S, NEVER, HttpProtocol
+from .tls import Certificate
+from .tls_listener import TlsListener
+
+SWEEP_S = 0.1
+MAX_BUFFERED = 256 << 20  # bytes of bodies that are being read, of all connections together
+MAX_CONNECTIONS = 10_000
+OWN_CONNECTIONS = (
+    32  # of a router's own port, beside those of its clients: full of these, it can still be asked
+)
+LAST_TURNS = 3  # of the loop, within which a closed server's descriptor is closed
+SPARE_DESCRIPTORS = 124  # for workers, files and libraries
+SPARE_IN_HANDSHAKE = (
+    32  # of these, for connections above the maximum, which get their 503 after the handshake
+)
+
+
+@dataclass(eq=False)
+class Counts:
+    """Counters that all servers of a process share."""
+
+    responses: Counter[int] = field(default_factory=Counter)
+    """Answers that began, by status."""
+    num_buffered: int = 0
+    """Bytes of bodies that are being read."""
+
+
+def connections_allowed(asked: int = 0, *, has_own_port: bool = False) -> int:
+    """How many connections of clients there may be: `asked`, or MAX_CONNECTIONS, as far as this process may have
+    descriptors, some of which its own port takes.
+
+    The soft limit on descriptors is raised as far as it may.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    spare = SPARE_DESCRIPTORS + (OWN_CONNECTIONS + SPARE_IN_HANDSHAKE if has_own_port else 0)
+    wanted = (asked or MAX_CONNECTIONS) + spare
+    if soft < wanted:
+        with suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (min(wanted, hard), hard))
+            soft = min(wanted, hard)
+    return min(asked or MAX_CONNECTIONS, max(16, soft - spare))
+
+
+class HttpServer:
+    """Serves `app` on one listening socket to the callers that `guard` accepts."""
+
+    def __init__(
+        self,
+        app: App,
+        guard: Guard,
+        counts: Counts,
+        *,
+        max_body: int,
+        max_connections: int,
+        certificate: Certificate | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.guard = guard
+        self.max_body = max_body  # bytes
+        self.max_connections = max_connections
+        self.clock = clock
+        self.is_leaving = False  # answers say that their connection ends behind them
+        self.is_draining = False  # connections end behind an answer also where it could not say so
+        self._app, self._counts = app, counts
+        self._listening: asyncio.Server | TlsListener | None = None
+        self._tls_listener = None if certificate is None else self._tls_listener_with(certificate)
+        self._connections: set[HttpProtocol] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._next_deadline = NEVER  # of all connections; none is due before
+
+    def __repr__(self) -> str:
+        num_bytes = self._counts.num_buffered
+        return f"HttpServer({len(self._connections)} connections, {len(self._tasks)} requests, {num_bytes} bytes)"
+
+    async def serve(self, listener: socket.socket) -> None:
+        """Serves until it is cancelled."""
+        own = listener.dup()  # the loop closes it, at a moment of its own
+        if self._tls_listener is not None:
+            self._tls_listener.open(own)
+            self._listening = self._tls_listener
+        else:
+            self._listening = await asyncio.get_running_loop().create_server(
+                self._connection, sock=own, backlog=1024
+            )
+        try:
+            while True:
+                await asyncio.sleep(SWEEP_S)
+                self._sweep()
+        finally:
+            self._listening.close()
+
+    @property
+    def num_tls_failed(self) -> int:
+        """The number of failed TLS handshakes."""
+        return 0 if self._tls_listener is None else self._tls_listener.num_failed
+
+    def _connection(self) -> HttpProtocol:
+        return HttpProtocol(self)
+
+    def _tls_listener_with(self, certificate: Certificate) -> TlsListener:
+        def has_room(num_in_handshake: int) -> bool:
+            return num_in_handshake + len(self._connections) < self.max_connections + SPARE_IN_HANDSHAKE
+
+        return TlsListener(
+            certificate, self._connection, has_room, patience_s=HEAD_TIMEOUT_S, clock=self.clock
+        )
+
+    async def hand_over(self, listener: socket.socket) -> None:
+        """Leaves the port to others that listen there: closes `listener`, and each connection behind the next answer that
+        says so. One whose head is out already, such as a stream's, is not: its client would find the connection closed
+        with its next request under way.
+
+        Whom the kernel has put into this listener's queue is served: the queue is empty when it goes, but for who comes
+        within the microseconds between. With net.ipv4.tcp_migrate_req these go to the others.
+        """
+        self.is_leaving = True
+        if self._listening is not None:
+            self._listening.close()
+            for _ in range(
+                LAST_TURNS
+            ):  # the loop gives its descriptor back; from then on `listener` is the last
+                await asyncio.sleep(0)
+        waiting = []
+        with suppress(OSError):  # the queue is empty, or the socket never listened
+            listener.setblocking(False)
+            while True:
+                waiting.append(listener.accept()[0])
+        listener.close()
+        for client in waiting:
+            if self._tls_listener is not None:
+                self._tls_listener.take(client)
+                continue
+            with suppress(OSError):  # it left
+                client.setblocking(False)
+                await asyncio.get_running_loop().connect_accepted_socket(self._connection, client)
+
+    def begin_drain(self) -> None:
+        """From now on, connections close after their running answer."""
+        self.is_leaving = self.is_draining = True
+
+    def drain(self) -> None:
+        """As `begin_drain`, and closes idle connections now."""
+        self.begin_drain()
+        for connection in list(self._connections):
+            connection.close_if_idle()
+
+    async def close(self, grace_s: float) -> None:
+        """Waits up to `grace_s` seconds for running answers, then cuts the rest off."""
+        self.drain()
+        if self._tls_listener is not None:
+            self._tls_listener.abort()
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=grace_s)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        deadline = self.clock() + grace_s
+        while self._connections and self.clock() < deadline:  # written bytes must go out first
+            await asyncio.sleep(0.01)
+        for connection in list(self._connections):
+            connection.abort()
+
+    # --- for connections ----------------------------------------------------------------------------------------------
+
+    def joined(self, connection: HttpProtocol) -> bool:
+        """Registers a connection. False when there are too many."""
+        self._connections.add(connection)
+        return len(self._connections) <= self.max_connections
+
+    def left(self, connection: HttpProtocol) -> None:
+        """Removes a connection. Idempotent."""
+        self._connections.discard(connection)
+
+    def may_buffer(self, num_bytes: int) -> bool:
+        """Counts bytes of a body. False, without counting, when all bodies together would exceed the bound."""
+        if self._counts.num_buffered + num_bytes > MAX_BUFFERED:
+            return False
+        self._counts.num_buffered += num_bytes
+        return True
+
+    def unbuffer(self, num_bytes: int) -> None:
+        self._counts.num_buffered -= num_bytes
+
+    def answered(self, status: int) -> None:
+        self._counts.responses[status] += 1
+
+    def deadline_in(self, seconds: float) -> float:
+        """Schedules a deadline check of a connection; the deadline in monotonic seconds."""
+        deadline = self.clock() + seconds
+        self._next_deadline = min(self._next_deadline, deadline)
+        return deadline
+
+    def begin(self, exchange: Exchange) -> None:
+        """Runs the application for an exchange, in a task."""
+        task = asyncio.get_running_loop().create_task(exchange.run(self._app))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _sweep(self) -> None:
+        if self._tls_listener is not None:
+            self._tls_listener.sweep()
+        now = self.clock()
+        if now < self._next_deadline:
+            return
+        for connection in [one for one in self._connections if one.deadline <= now]:
+            connection.on_deadline()
+        self._next_deadline = min([one.deadline for one in self._connections], default=NEVER)

@@ -1,0 +1,182 @@
+"""Compiles the grammar of an answer, inside a sandboxed worker.
+
+JSON is written without optional white space, so a model cannot generate blanks for ever.
+
+llguidance does not bound all costs of a schema: it expands every element that an array counts, and the automaton of
+`multipleOf`, or of patterns in conjunction, has the product of their states. A decode worker would run into that, so this
+process compiles a grammar as far as a decode worker will, and `pool_worker` ends it when that takes too much time or memory.
+Schema keywords that are unknown, or known to llguidance and not enforced, are refused.
+
+The job is a Plan in MessagePack. The reply is its grammar in llguidance's JSON form, or the `param` at fault, a zero byte
+and a message.
+"""
+
+import json
+from dataclasses import dataclass
+
+import msgspec
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from ..api.tool_bodies import CLOSE, OPEN
+from ..errors import ApiError, bad_request
+from .frames import REFUSED, RENDERED, TOO_LARGE
+
+GRAMMARS = b"grammars"  # the first frame of a process that compiles, in place of a Setup
+MAX_GRAMMAR = 131072  # bytes; the bound of a message to a worker
+MAX_SCHEMAS = MAX_GRAMMAR // 2  # bytes of a plan's schemas
+MAX_ITEMS = 16384  # elements of arrays that a schema counts, in all; llguidance writes out each of them
+MAX_TEXT = (
+    2048  # characters of a constant, a name or a pattern: each mask of a step walks it, up to 0.5 ms per 1000
+)
+NOTES = frozenset({"description", "title", "$comment", "default", "examples"})  # which constrain nothing
+MAX_SYMBOLS = 131072  # of a grammar, of which workers keep some 600 bytes each
+LIMITS = LLParserLimits(verbose_errors=False, max_grammar_size=MAX_SYMBOLS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The input of a grammar. `answer` is the JSON schema of an answer without calls; None allows any text."""
+
+    answer: bytes | None = None
+    tools: tuple[tuple[str, bytes], ...] = ()  # name and schema of those that may be called
+    must_call: bool = False
+    may_repeat: bool = True  # more than one call
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.answer or b"") + sum(len(name) + len(schema) for name, schema in self.tools)
+
+    @property
+    def param(self) -> str:
+        """The request field that an error about this plan names."""
+        return "tools" if self.tools else "response_format"
+
+    def __bool__(self) -> bool:
+        return self.answer is not None or bool(self.tools)
+
+
+class GrammarCompiler:
+    """Compiles grammars in a sandboxed worker."""
+
+    def __init__(self) -> None:
+        self._decoder = msgspec.msgpack.Decoder(Plan)
+        self._tokenizer = LLTokenizer("byte")
+
+    def __repr__(self) -> str:
+        return "GrammarCompiler()"
+
+    def answer(self, data: bytes) -> bytes:
+        """The reply to an encoded Plan."""
+        try:
+            plan = self._decoder.decode(data)
+            grammar = compiled(plan)
+            matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=LIMITS)
+            if matcher.is_error():
+                raise _refused(plan.param, plan.param, matcher.get_error())
+        except MemoryError:
+            return TOO_LARGE
+        except ApiError as error:
+            return REFUSED + f"{error.body.param}\0{error.body.message}".encode()
+        return RENDERED + grammar.encode()
+
+
+def check_size(plan: Plan) -> None:
+    """Raises ApiError (400) when the schemas are too large."""
+    if plan.num_bytes > MAX_SCHEMAS:
+        raise bad_request(
+            f"{plan.param}: {plan.num_bytes} bytes of schemas are more than {MAX_SCHEMAS}", param=plan.param
+        )
+
+
+def compiled(plan: Plan) -> str:
+    """The checked grammar of a plan, in llguidance's JSON form. Raises ApiError (400)."""
+    check_size(plan)
+    param = plan.param
+    parts: list[dict[str, object]] = []
+    if plan.answer is not None:
+        parts.append({**_schema_grammar(plan.answer, "response_format", "response_format"), "name": "answer"})
+    for i, (name, schema) in enumerate(plan.tools):
+        made = _schema_grammar(schema, "tools", f"tools: the parameters of {name}")
+        known = made["json_schema"]
+        if not isinstance(known, dict) or known.get("type") != "object":
+            raise bad_request(
+                f'tools: the parameters of {name} are not a schema of type "object"', param="tools"
+            )
+        parts.append({**made, "name": f"arguments_{i}"})
+    if plan.tools:
+        parts.insert(0, {"name": "main", "lark_grammar": _lark(plan)})
+    grammar = json.dumps({"grammars": parts})
+    if len(grammar) > MAX_GRAMMAR:
+        raise bad_request(f"{param}: the schemas are too large", param=param)
+    _check(grammar, param, param)
+    return grammar
+
+
+def _schema_grammar(schema: bytes, param: str, what: str) -> dict[str, object]:
+    try:
+        _check_counts(schema, param, what)
+        grammar = LLMatcher.grammar_from_json_schema(
+            schema.decode(),
+            overrides={"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "},
+        )
+        _check(grammar, param, what)
+        part: dict[str, object] = json.loads(grammar)["grammars"][0]
+    except (ValueError, RecursionError) as error:
+        raise _refused(param, what, str(error)) from None
+    return part
+
+
+def _check_counts(schema: bytes, param: str, what: str) -> None:
+    """Bounds two costs that llguidance does not: the elements that arrays count, and the length of texts, which every decode
+    step walks. Raises ApiError (400), and ValueError for invalid JSON.
+    """
+    num_items, longest, todo = 0, 0, [json.loads(schema)]
+    while todo:
+        part = todo.pop()
+        if isinstance(part, dict):
+            num_items += sum(
+                int(part[key]) for key in ("minItems", "maxItems") if isinstance(part.get(key), int)
+            )
+            todo += part
+            todo += [value for key, value in part.items() if key not in NOTES or isinstance(value, dict)]
+        elif isinstance(part, list):
+            todo += part
+        elif isinstance(part, str):
+            longest = max(longest, len(part))
+    if num_items > MAX_ITEMS:
+        raise bad_request(
+            f"{what}: minItems and maxItems add up to {num_items}, more than {MAX_ITEMS}", param=param
+        )
+    if longest > MAX_TEXT:
+        raise bad_request(
+            f"{what}: a text of {longest} characters must be met, more than {MAX_TEXT}", param=param
+        )
+
+
+def _check(grammar: str, param: str, what: str) -> None:
+    is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar, limits=LIMITS)
+    if is_error:
+        raise _refused(param, what, messages[0] if messages else "it cannot be followed")
+
+
+def _refused(param: str, what: str, reason: str) -> ApiError:
+    line = "".join(char if char.isascii() and char.isprintable() else " " for char in reason[:200])
+    return bad_request(f"{what} cannot be followed: {line}", param=param)
+
+
+def _lark(plan: Plan) -> str:
+    """The Lark grammar around the schemas: where calls may stand."""
+    any_tool = " | ".join(f"tool_{i}" for i in range(len(plan.tools)))
+    more = f"({json.dumps(chr(10) + OPEN + chr(10))} any)*" if plan.may_repeat else ""
+    rules = ["%llguidance {}", f"any: {any_tool}", f"first: {json.dumps(OPEN + chr(10))} any"]
+    if plan.must_call:
+        rules.insert(1, f"start: first {more}")
+    elif plan.answer is not None:
+        rules.insert(1, f"start: @answer | first {more}")
+    else:
+        rules.insert(1, f"start: TEXT | said {more}")
+        rules += ['said: head "\\n" any', f"head[lazy]: TEXT {json.dumps(OPEN)}", "TEXT: /(.|\\n)*/"]
+    for i, (name, _) in enumerate(plan.tools):
+        begin, end = json.dumps(f'{{"name": "{name}", "arguments": '), json.dumps("}\n" + CLOSE)
+        rules.append(f"tool_{i}: {begin} @arguments_{i} {end}")
+    return "\n".join(rules) + "\n"
