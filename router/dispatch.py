@@ -14,7 +14,7 @@ from ..cluster.messages import ControlUp, Goodbye, Heartbeat, Hello, TokenItem, 
 from ..cluster.metrics import RouterMetrics
 from .admission import MAX_PROMPT_TOKENS, no_pair_for
 from .canary import Canaries
-from .entries import OUTCOMES, Entry, Job, Request, Tag, addressed, new_request, tested_workers
+from .entries import OUTCOMES, Entry, Job, Request, Tag, addressed, new_request, reserved_workers
 from .errors import unavailable
 from .history import History
 from .inbox import Inbox
@@ -81,6 +81,9 @@ class Dispatcher:
         self._timeouts = timeouts or Timeouts()
         self._mint = mint
         self._entries: dict[str, Entry] = {}
+        self._suspects: dict[
+            str, Entry
+        ] = {}  # those of them that workers died with, as of their last requeue
         self._waiting = WaitingList()
         self.intake = Intake(registry, self._waiting, max_queue)
         self.canaries = Canaries(registry, self._postbox, mint, canary_s)
@@ -265,10 +268,16 @@ class Dispatcher:
     def _settle_rooms_of(
         self, worker: Worker, now: float, *, is_dead: bool, unreachable_since: float | None = None
     ) -> None:
+        """Tells every room of the worker that it is gone. A death is held against the room that is alone there, if any."""
         self.canaries.lost(worker.instance, now)
-        for entry in self._rooms_of(worker):
+        entries = self._rooms_of(worker)
+        alone = [entry for entry in entries if worker.instance in entry.room.alone_on]
+        for entry in entries:
             lost = entry.room.worker_lost(
-                worker.instance, now, is_dead=is_dead, unreachable_since=unreachable_since
+                worker.instance,
+                now,
+                is_dead=is_dead and (not alone or entry in alone),
+                unreachable_since=unreachable_since,
             )
             self._perform(entry, lost, now)
 
@@ -327,12 +336,31 @@ class Dispatcher:
         for entry in self._waiting:
             if entry.room.phase is not Phase.QUEUED or entry.not_before > now:
                 continue
-            tested = tested_workers(self._entries.values()) if entry.room.suspicion else set()
-            pair = self._placer.pair_for(entry, self.registry.doubtful(now), tested)
+            reserved = reserved_workers(self._suspects.values(), entry.room) if self._suspects else set()
+            pair = self._placer.pair_for(entry, self.registry.doubtful(now), reserved)
             if pair is None and entry.pairless_since is None:
                 return
-            if pair is not None and tested.isdisjoint(pair.instances):
+            if (
+                pair is not None
+                and reserved.isdisjoint(pair.instances)
+                and not self._must_wait(entry, pair, now)
+            ):
                 self._place(entry, pair, now)
+
+    def _must_wait(self, entry: Entry, pair: Pair, now: float) -> bool:
+        """Whether to wait for a better pair: while it is not known whether this one lives, and, for a request that must be
+        alone, while another request is there.
+        """
+        suspicion, timeouts = entry.room.suspicion, self._timeouts
+        if not suspicion:
+            return False
+        waited = now - max(entry.queued_at, entry.not_before)
+        if waited < timeouts.suspect_s and suspicion.has_suspect(pair.instances):
+            return True
+        if not suspicion.must_be_alone or waited >= timeouts.alone_s:
+            return False
+        workers = [self.registry.get(instance) for instance in pair.instances]
+        return any(worker is not None and worker.num_taken > 0 for worker in workers)
 
     def _place(self, entry: Entry, pair: Pair, now: float) -> None:
         self._waiting.leave(entry)
@@ -397,9 +425,12 @@ class Dispatcher:
             self.events["requeued"] += 1
             self.events["resumed"] += room.num_output > 0
             entry.requeue(now, effect.not_before)
+            if room.suspicion:
+                self._suspects[room.room] = entry
             self._waiting.join(entry)
             return True
         elif self._entries.pop(room.room, None) is not None:
+            self._suspects.pop(room.room, None)
             self.history.closed(entry)
         if room.phase is not Phase.QUEUED:
             self._waiting.leave(entry)

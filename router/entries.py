@@ -196,6 +196,7 @@ class Entry:
     def requeue(self, now: float, not_before: float) -> None:
         """Its attempt failed; the next begins behind the output so far."""
         self.queued_at, self.not_before, self._prompt = now, not_before, None
+        self.pairless_since = None
 
     def account(self, now: float) -> Account:
         """What there is to tell of it, without its tokens."""
@@ -228,9 +229,15 @@ def new_request(jobs: Sequence[Job], now: float, tag: Tag | None = None) -> Requ
     )
 
 
-def tested_workers(entries: Iterable[Entry]) -> set[str]:
-    """The workers with a room on probation."""
-    pairs = [entry.room.pair for entry in entries if entry.room.is_on_probation]
+def reserved_workers(suspects: Iterable[Entry], room: Room) -> set[str]:
+    """The workers on which `room` is not placed now: those of rooms that must be alone, and where `room` itself has a record
+    of deaths, those of all rooms on probation.
+    """
+    pairs = [
+        entry.room.pair
+        for entry in suspects
+        if entry.room.alone_on or (room.suspicion and entry.room.is_on_probation)
+    ]
     return {instance for pair in pairs if pair is not None for instance in pair.instances}
 
 

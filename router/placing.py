@@ -14,7 +14,7 @@ from ..cluster.messages import Failed, Finished, FirstToken, Reserved
 from .costs import Costs
 from .entries import Entry
 from .pairing import Picker, decode_picker, held_tokens, prefill_picker
-from .policy import able_pairs, live_pairs
+from .policy import able_pairs, emptiest_pairs, live_pairs
 from .prefixes import PrefixIndex, Prompt
 from .proofs import Proofs
 from .registry import Load, Registry, Worker
@@ -59,6 +59,7 @@ class Placer:
 
         Workers that failed it and `doubtful` ones are taken only when no other can serve, and so are `tested` ones, which
         are busy with a request that may kill: these are worth waiting for, so decode does not prefill in their place.
+        A request that must be alone gets the pair with the fewest rooms.
         Nobody is sent to a pair that fails its canaries where another pair serves, or decode alone.
         """
         avoid = entry.room.failed_on | doubtful
@@ -67,6 +68,8 @@ class Placer:
             pairs = self._sound(pairs, entry)
         if not pairs:
             return None
+        if entry.room.suspicion.must_be_alone:
+            pairs = emptiest_pairs(pairs)
         prompt = entry.prompt
         prefill, decode = choose(pairs, self._prefill, self._decode, prompt)
         if (

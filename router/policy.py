@@ -111,6 +111,13 @@ def able_pairs(
     return [pair for pair, count in zip(able, counts, strict=True) if count == min(counts)]
 
 
+def emptiest_pairs(live: Iterable[tuple[Worker, Worker]]) -> list[tuple[Worker, Worker]]:
+    """The pairs whose workers have the fewest rooms."""
+    counted = [(prefill.num_taken + decode.num_taken, prefill, decode) for prefill, decode in live]
+    fewest = min((count for count, _, _ in counted), default=0)
+    return [(prefill, decode) for count, prefill, decode in counted if count == fewest]
+
+
 def obeyed(prefill: Worker, decode: Worker, fields: Collection[str]) -> bool:
     """Whether both know these fields: a worker of an older version would drop them without a word."""
     by_prefill, by_decode = prefill.hello.takes, decode.hello.takes

@@ -27,6 +27,7 @@ class Timeouts:
     )
     accounts_s: float = 0.3  # decode's last word on what a stopped room cost
     word_s: float = 1.0  # prefill's own word on why it gave a hand-off up, when decode has told that it did
+    alone_s: float = 2.0  # for a pair with nothing else on it, where the next death would be proof
     pair_s: float = 5.0  # for a pair to come back, while a stream that has begun has none left
 
 

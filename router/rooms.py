@@ -17,6 +17,7 @@ what decode spent on it comes with its Gone, which is awaited for `accounts_s` a
 Whatever comes from another attempt or another worker than the attempt's own is dropped and counted.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -93,6 +94,10 @@ class Room:
         self._holds = Holds(self.room)
         self._settle_by: float | None = None  # until then decode's account of a stopped room is awaited
         self._attempt: Attempt | None = None
+        self._last_failure: Broken | None = (
+            None  # no attempt is left; whether this one killed a worker is awaited
+        )
+        self._proof_by = math.inf
 
     def __repr__(self) -> str:
         return f"Room({self.room[:8]} {self.phase.value} epoch={self.epoch} out={self.num_output} held=[{self._holds}])"
@@ -117,6 +122,13 @@ class Room:
         """Whether it is at its workers and may yet kill them, for all that is known."""
         attempt = self._attempt
         return bool(self.suspicion) and attempt is not None and self.is_at_workers and attempt.num_output < 2
+
+    @property
+    def alone_on(self) -> tuple[str, ...]:
+        """The workers on which no other request is placed now: it is on probation there, and the next death is proof."""
+        attempt = self._attempt
+        is_alone = attempt is not None and self.suspicion.must_be_alone and self.is_on_probation
+        return attempt.instances if attempt is not None and is_alone else ()
 
     @property
     def pair(self) -> Pair | None:
@@ -176,7 +188,8 @@ class Room:
     def worker_lost(
         self, instance: str, now: float, *, is_dead: bool = True, unreachable_since: float | None = None
     ) -> list[Effect]:
-        """A worker's process went away or fell silent, or (not `is_dead`) lives and has dropped its rooms.
+        """A worker's process went away or fell silent. Without `is_dead` that is not held against the request: the worker
+        lives and has dropped its rooms, or another request is known to have killed it.
 
         A worker that could not be reached since before the attempt never had the request: not the request's doing.
         """
@@ -184,6 +197,8 @@ class Room:
         attempt = self._attempt
         if is_dead:
             self.suspicion.lost(instance, unreachable_since)
+        else:
+            self.suspicion.cleared(instance)
         if self.phase is Phase.CLOSING:
             settled = self._settle() if attempt is not None and instance == attempt.pair.decode else []
             return effects + settled + self._maybe_closed()
@@ -219,6 +234,9 @@ class Room:
             return effects + (self._settle() if is_late else []) + self._maybe_closed()
         if self.is_live and self.deadline is not None and now >= self.deadline:
             return effects + self.give_up(DEADLINE_EXCEEDED, "the deadline passed", now)
+        if (failure := self._last_failure) is not None and self.phase is Phase.QUEUED:
+            is_known = now >= self._proof_by or not self.suspicion.awaits_proof
+            return effects + (self.give_up(failure.kind, failure.message, now) if is_known else [])
         if self._attempt is not None and self.is_at_workers:
             if (word := self._attempt.overdue_word(now)) is not None:
                 return effects + self._on_failed(self._attempt, word, now)
@@ -311,7 +329,7 @@ class Room:
 
     def _on_gone(self, message: Gone, instance: str) -> list[Effect]:
         gone = self._holds.gone(instance, message.epoch)
-        self.suspicion.answered(instance)
+        self.suspicion.cleared(instance)
         effects = list(gone)
         if gone and message.timeline is not None:
             self.decode_timeline = summed(self.decode_timeline, message.timeline)
@@ -378,6 +396,9 @@ class Room:
             return [Ended("stop" if is_stop else "length"), *self._close(now)]
         if quarantined := self._quarantine(now):
             return quarantined
+        if retryable and self._num_failed >= self.max_attempts and self.suspicion.awaits_proof:
+            self._last_failure, self._proof_by = Broken(kind, message), now + self.timeouts.suspect_s
+            return self._requeue(Requeued(math.inf, self._last_failure), now)
         if retryable and self._num_failed < self.max_attempts:
             not_before = now + self.timeouts.suspect_s if self.suspicion.is_open else now
             return self._requeue(Requeued(not_before, Broken(kind, message)), now)

@@ -1,13 +1,18 @@
-"""Which workers died with a request, and which may have: what keeps one that kills from killing on. Pure.
+"""Which workers died while they had a request: the record that stops a request that kills workers. Pure.
 
-A worker that its peer found silent is a suspect until it answers, or is lost: then it is a death. A request with deaths or
-suspects is on probation in its next attempt, until decode has given a token of its own: no other such request is placed on
-its workers meanwhile, so that of many that were with a dead worker only the one that kills is with the next one to die.
+A worker that its peer found silent is a suspect. It stays one until it answers, or until it is lost and counts as a death.
+
+    1 death    The request is on probation in its next attempt, until decode has given a token of its own. No other request
+               with a record is placed on its workers meanwhile.
+    2 deaths   These may be chance: two workers can be killed within a second. The request gets one more attempt, and is
+               alone: on a pair with nothing else where one comes free soon, and nothing else is placed there before the
+               probation ends. A worker that dies then counts against this request only.
+    3 deaths   Proof. The request fails.
 """
 
 from collections.abc import Iterable
 
-MAX_DEATHS = 2  # of workers that had the request
+MAX_DEATHS = 3  # of workers that had the request
 QUARANTINED = "Quarantined"  # how the router calls what ends a request then
 
 
@@ -30,16 +35,30 @@ class Suspicion:
         return len(self.died_with) >= MAX_DEATHS
 
     @property
+    def must_be_alone(self) -> bool:
+        """Whether the next death may be proof, so that the next attempt shares its workers with no other request."""
+        return len(self.died_with | self._suspects.keys()) >= MAX_DEATHS - 1
+
+    @property
     def is_open(self) -> bool:
         """Whether it killed one and may have killed another."""
         return bool(self.died_with and self._suspects.keys() - self.died_with)
+
+    @property
+    def awaits_proof(self) -> bool:
+        """Whether it is proven if all suspects are dead."""
+        return not self.is_proven and len(self.died_with | self._suspects.keys()) >= MAX_DEATHS
+
+    def has_suspect(self, instances: Iterable[str]) -> bool:
+        """Whether one of these is neither known to live nor to be dead."""
+        return any(instance in self._suspects for instance in instances)
 
     def suspect(self, instances: Iterable[str], placed_at: float) -> None:
         """They were found silent in an attempt that was placed at `placed_at`."""
         self._suspects.update(dict.fromkeys(instances, placed_at))
 
-    def answered(self, instance: str) -> None:
-        """It lives."""
+    def cleared(self, instance: str) -> None:
+        """It lives, or its death is held against another request."""
         self._suspects.pop(instance, None)
 
     def lost(self, instance: str, unreachable_since: float | None, placed_at: float | None = None) -> None:

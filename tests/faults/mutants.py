@@ -11,6 +11,7 @@ from baton.kvtransfer import prepared, receiver_endpoint
 from baton.kvtransfer.transports import zmq_blocks
 from baton.prefill.queues import RoomState
 from baton.prefill.worker import PrefillWorker
+from baton.router import suspicion
 from baton.router.retries import Breaker
 
 ZAP_DIES_AT = "ZAP_DIES_AT"  # environment: the ZAP thread dies at the first question after this file is there
@@ -34,6 +35,11 @@ def no_digest() -> None:
 def no_breaker() -> None:
     """A router places requests with a worker that fails them all as with any other."""
     Breaker.is_avoided = lambda self, now: False
+
+
+def no_third_chance() -> None:
+    """A router takes the deaths of two workers for the doing of the request that both had."""
+    suspicion.MAX_DEATHS = 2
 
 
 def no_checksum() -> None:

@@ -229,7 +229,7 @@ class SimLink:
             name = type(said(event)).__name__
             self.process.world.timeline.note(self.process.name, "takes", name)
             death = self.process.world.on_transition(self.process, "event", name)
-            if death:
+            if death or self.process.world.is_killed_by(said(event)):
                 self.process.world.kill(self.process)
                 raise Died
             events += incoming(self.owners, event)

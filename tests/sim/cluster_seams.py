@@ -19,7 +19,7 @@ from baton.kvtransfer.session import Lease, SendBlock, SenderState
 from baton.kvtransfer.transport import Released
 from baton.prefill.queues import RoomState as PrefillState
 from baton.prefill.worker import PrefillWorker
-from baton.router import policy
+from baton.router import policy, suspicion
 from baton.router.dispatch import Dispatcher
 from baton.router.holds import Holds
 from baton.router.reception import Reception
@@ -225,6 +225,15 @@ def no_attempt_limit():
     )
 
 
+def no_third_chance():
+    """Two workers that died with a request are taken for proof."""
+    options = Options(
+        faults=Faults(kill_two=1), settings=Settings(step_s=0.2, chunk_size=4, max_running=8), num_clients=24,
+        num_prefills=3, num_decodes=3,
+    )  # fmt: skip
+    return patch.object(suspicion, "MAX_DEATHS", 2), options
+
+
 def no_deadline():
     """A client waits for as long as it takes."""
     enqueue = Dispatcher._enqueue
@@ -340,6 +349,7 @@ SEAMS = {
     "pages held until read": free_before_read,
     "retry budget": no_retry_budget,
     "attempts of a room": no_attempt_limit,
+    "third chance": no_third_chance,
     "deadline": no_deadline,
     "heartbeat": no_heartbeat,
     "generation": no_generation,

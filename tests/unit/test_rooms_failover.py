@@ -1,5 +1,7 @@
 """A stream survives its worker: the next attempt goes on where the last one ended, and the client sees no seam."""
 
+import math
+
 import hypothesis.strategies as st
 from baton.cluster.messages import (
     Cancel,
@@ -177,11 +179,44 @@ def test_the_workers_accounts_are_summed_and_the_cached_part_is_of_the_clients_p
     )
 
 
-def test_a_request_that_was_with_two_workers_when_they_died_is_quarantined():
+P3, D3 = "6" * 32, "7" * 32
+PAIR3 = Pair(prefill=P3, decode=D3, prefill_endpoint="ipc:///p3")
+QUARANTINED = Broken("Quarantined", "3 workers were lost while they served it")
+
+
+def test_two_deaths_may_be_chance_and_cost_a_stream_nothing():
     room, _ = resumed()
     assert room.suspicion.died_with == {D}
-    effects = room.worker_lost(P2, 1.2)
-    assert Broken("Quarantined", "2 workers were lost while they served it") in effects
+    assert Requeued(1.2, LOST) in room.worker_lost(P2, 1.2)
+    assert room.suspicion.must_be_alone
+    room.place(PAIR3, 1.3)
+    room.on(Reserved(room=ROOM, epoch=2, instance=D3), D3, 1.4)
+    room.on(FirstToken(room=ROOM, epoch=2, instance=P3, token=103), P3, 1.4)
+    end = Finished(room=ROOM, epoch=2, instance=D3, reason="stop", output_tokens=2)
+    room.on(tokens(1, [104], epoch=2), D3, 1.5)
+    assert Ended("stop") in room.on(end, D3, 1.6)
+    assert room.output_ids == [100, 101, 102, 103, 104]
+
+
+def test_a_third_death_is_proof_and_ends_the_request():
+    room, _ = resumed()
+    room.worker_lost(P2, 1.2)
+    room.place(PAIR3, 1.3)
+    assert QUARANTINED in room.worker_lost(D3, 1.4)
+
+
+def test_a_room_has_its_workers_to_itself_from_the_second_death_to_its_first_decoded_token():
+    room, _ = resumed()
+    assert (bool(room.suspicion), room.alone_on) == (True, ()), "one death"
+    room.worker_lost(P2, 1.2)
+    assert room.alone_on == (), "it waits"
+    room.place(PAIR3, 1.3)
+    assert room.alone_on == (P3, D3)
+    room.on(Reserved(room=ROOM, epoch=2, instance=D3), D3, 1.4)
+    room.on(FirstToken(room=ROOM, epoch=2, instance=P3, token=103), P3, 1.4)
+    assert room.alone_on == (P3, D3), "decode may still die of it"
+    room.on(tokens(1, [104], epoch=2), D3, 1.5)
+    assert room.alone_on == ()
 
 
 def test_workers_that_live_or_never_had_the_request_do_not_quarantine_it():
@@ -199,7 +234,7 @@ def silent(pair, epoch):
     )
 
 
-def test_a_request_whose_workers_their_peers_found_silent_waits_for_their_death_and_is_quarantined():
+def test_a_request_whose_workers_their_peers_found_silent_waits_for_their_death():
     room = placed()
     effects = room.on(silent(PAIR, 0), D, 1.0)
     assert Requeued(1.0, Broken("PeerLost", "silent")) in effects, "the first one is tried again at once"
@@ -210,7 +245,32 @@ def test_a_request_whose_workers_their_peers_found_silent_waits_for_their_death_
     assert Requeued(2.0 + room.timeouts.suspect_s, Broken("PeerLost", "silent")) in effects, (
         "it may have killed another"
     )
-    assert Broken("Quarantined", "2 workers were lost while they served it") in room.worker_lost(P2, 2.8)
+    room.worker_lost(P2, 2.8)
+    assert (room.is_live, room.suspicion.must_be_alone) == (True, True)
+    room.place(PAIR3, 4.0)
+    assert QUARANTINED in room.worker_lost(P3, 4.8)
+
+
+def found_silent_thrice():
+    """A room that two workers died with, and whose third prefill worker its decode finds silent."""
+    room, _ = resumed()
+    room.worker_lost(P2, 1.2)
+    room.place(PAIR3, 1.3)
+    assert Requeued(math.inf, Broken("PeerLost", "silent")) in room.on(silent(PAIR3, 2), D3, 2.0)
+    room.tick(3.0)
+    assert room.is_live
+    return room
+
+
+def test_the_last_failure_is_quarantine_when_the_silent_worker_turns_out_dead():
+    assert QUARANTINED in found_silent_thrice().worker_lost(P3, 3.1)
+
+
+def test_the_last_failure_is_the_peers_word_when_the_silent_worker_lives_or_nobody_knows():
+    answered, unknown = found_silent_thrice(), found_silent_thrice()
+    answered.on(gone(P3, 2), P3, 3.0)
+    assert Broken("PeerLost", "silent") in answered.tick(3.1)
+    assert Broken("PeerLost", "silent") in unknown.tick(2.0 + unknown.timeouts.suspect_s)
 
 
 def test_a_silent_worker_that_answers_or_never_had_the_request_is_not_counted_as_dead():
