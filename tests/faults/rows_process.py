@@ -190,13 +190,20 @@ def longest_pause(calls: list[Call]) -> float:
 def f57(scene: Scene) -> str:
     asks = scene.known(workload(157, 8, prompt=(300, 500), max_tokens=400))
     scene.promise = ALL_FINISH
-    scene.victims.add("prefill-0")
     calls = scene.traffic.start(*asks)
     wait_until(lambda: min(len(call.ids) for call in calls) >= 5, 20, "all streams run", pause=0.002)
-    scene.cluster.signal("prefill-0", signal.SIGSTOP)  # as if it had a long prompt before theirs
+    prefills = ("prefill-0", "prefill-1")
+    for name in prefills:
+        scene.cluster.signal(name, signal.SIGSTOP)  # as if each had a long prompt before theirs
     scene.kill("decode-0")
-    time.sleep(1.0)
-    scene.kill("prefill-0")
+    (again, *_), _ = wait_until(
+        lambda: [name for name in prefills if scene.cluster.worker(name).get("placed", 0)],
+        1.5,
+        "a stream goes on to a prefill worker",
+    )
+    scene.kill(again)
+    for name in prefills:
+        scene.cluster.signal(name, signal.SIGCONT)
     scene.traffic.wait(calls)
     assert all(call.end == "finished" for call in calls), calls
     assert any(call.attempts > 2 for call in calls), "both died with somebody"
