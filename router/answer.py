@@ -11,8 +11,6 @@ from collections.abc import Callable, Sequence
 from msgspec import Struct
 from starlette.types import Receive, Scope, Send
 
-from .dispatch import Dispatcher
-from .entries import Entry
 from .errors import (
     RETRY_AFTER_S,
     ApiError,
@@ -25,8 +23,6 @@ from .errors import (
 )
 from .exchange import EXCHANGE, Exchange
 from .generation import Choice, Piece
-from .inbox import Disconnected, Inbox, InboxEvent
-from .intake import OVERLOADED
 from .replies import (
     AnyTimeline,
     Builder,
@@ -35,9 +31,13 @@ from .replies import (
     PromptDetails,
     Usage,
 )
-from .room_effects import Broken, Deliver, Settled
-from .room_parts import BAD_GRAMMAR, DEADLINE_EXCEEDED, GRAMMARS_OVERDUE
-from .suspicion import QUARANTINED
+from .rooms.attempt import BAD_GRAMMAR, DEADLINE_EXCEEDED, GRAMMARS_OVERDUE
+from .rooms.effects import Broken, Deliver, Settled
+from .rooms.quarantine import QUARANTINED
+from .scheduling.admission_queue import OVERLOADED
+from .scheduling.dispatcher import Dispatcher
+from .scheduling.inbox import Disconnected, Inbox, InboxEvent
+from .scheduling.request_state import Entry
 
 SSE_HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-store"}
 JSON_HEADERS = {"content-type": "application/json"}

@@ -29,18 +29,18 @@ from ..cluster.notify import Notifier
 from ..cluster.tracing import open_tracing
 from ..cluster.watchdog import Watchdog
 from .auth import Guard
-from .control import ControlSocket
-from .dispatch import Dispatcher
 from .http import Routes
 from .listeners import open_listeners
 from .nursery import NurseryHandle
-from .placing import PairingPolicy
-from .registry import Registry
-from .room_effects import Timeouts
+from .rooms.effects import Timeouts
+from .scheduling.dispatcher import Dispatcher
+from .scheduling.placement import PairingPolicy
 from .server import OWN_CONNECTIONS, Counts, HttpServer, connections_allowed
 from .service import Service
 from .tls import certificate_of
 from .tokenizer import Tokenizer
+from .workers.control import ControlSocket
+from .workers.registry import Registry
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ..cluster.messages import TokenLogprob
-from .room_effects import Deliver
+from .rooms.effects import Deliver
 from .stop import StopStrings
 from .tokenizer import Tokenizer
 from .tool_calls import CallPart, CallReader

@@ -24,12 +24,12 @@ from .auth import OPEN_PATHS
 from .chat_replies import ChatChunk, ChatReply
 from .completion_replies import CompletionReply
 from .errors import ErrorEnvelope
-from .history import KEPT, RequestList, RequestView
 from .replies import DetokenizeReply, TokenizeReply
 from .request_headers import REQUEST_HEADERS
 from .response_bodies import ResponseBody, ResponseTool, TextOptions
 from .response_items import ITEMS, InputTextPart, OutputTextPart
 from .response_replies import Event, Response
+from .scheduling.history import KEPT, RequestList, RequestView
 from .status import ModelCard, ModelList, Status
 from .tool_bodies import CalledFunction, ToolCall
 

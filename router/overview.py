@@ -15,8 +15,8 @@ from starlette.routing import Route
 from .answer import JSON_HEADERS
 from .auth import CALLER
 from .errors import bad_request, unknown_request
-from .history import KEPT, History
 from .replies import compact
+from .scheduling.history import KEPT, History
 
 USUAL_LIMIT = 50
 PAGE = Path(__file__).parent / "page"

@@ -11,7 +11,7 @@ from msgspec import UNSET, Raw, Struct, UnsetType
 
 from .errors import ApiError
 from .generation import Piece
-from .timeline import Timeline
+from .rooms.timeline import Timeline
 
 DONE = b"data: [DONE]\n\n"
 LOWEST_LOGPROB = -9999.0

@@ -15,31 +15,31 @@ from starlette.requests import ClientDisconnect
 
 from ..cluster.trace_context import NOWHERE, TraceContext
 from ..cluster.tracing import Tracing, Untraced
-from .admission import max_new_tokens, no_workers
 from .answer import Answer, Wish
 from .api_bodies import ChatBody, CompletionBody, DetokenizeBody, Message, TokenizeBody
 from .callers import ANYONE, Caller
 from .chat_replies import ChatBuilder
 from .completion_replies import CompletionBuilder
-from .dispatch import Dispatcher
-from .entries import Entry, Job, Request, Tag
 from .errors import ApiError, bad_request, context_too_long, unknown_model
 from .generation import Choice, Prompt, Style, name_of
 from .grammars import Grammars, plan_of
 from .idempotency import Idempotency
-from .inbox import Inbox
 from .inline_templates import InlineRenderer, inline_renderer
 from .nursery import NurseryHandle
 from .openai import check_chat, check_token_ids, logprobs_of, max_new_of, prompts_of, sampling_of
-from .policy import Limits
 from .rendering import Chat, Switches
 from .replies import Builder, DetokenizeReply, Frame, TokenizeReply
 from .response_bodies import ResponseBody, chat_of, in_words_of_responses, told_of
 from .response_replies import ResponseBuilder
+from .scheduling.dispatcher import Dispatcher
+from .scheduling.inbox import Inbox
+from .scheduling.request_limits import max_new_tokens, no_workers
+from .scheduling.request_state import Entry, Job, Request, Tag
 from .spans import end_request, operation_of
 from .templates import Templates, encoded
 from .tokenizer import GuardedChat, Tokenizer
 from .tool_bodies import Tool, as_template_tool, schema_of
+from .workers.eligibility import Limits
 
 INLINE_BYTES = 2000  # of a body: about a millisecond of work, less than a trip to a thread costs under load
 T = TypeVar("T")

@@ -5,7 +5,7 @@ The request's has the attributes of OpenTelemetry's conventions for generative A
 
 from ..cluster.messages import Sampling
 from ..cluster.tracing import Attribute, Span, Tracing
-from .entries import Entry, Request
+from .scheduling.request_state import Entry, Request
 
 ROOT_ERRORS = ("failed", "timeout", "rejected")
 

@@ -8,10 +8,10 @@ from msgspec import Struct
 
 from ..cluster.messages import GraphCounts, WorkerStats
 from ..cluster.metrics import RouterRecord, WorkerRecord
-from .dispatch import Dispatcher
-from .policy import is_ready
-from .proofs import PairStatus
-from .registry import Registry, Worker
+from .scheduling.dispatcher import Dispatcher
+from .workers.eligibility import is_ready
+from .workers.pair_health import PairStatus
+from .workers.registry import Registry, Worker
 
 
 class RouterStatus(Struct, frozen=True, kw_only=True):

@@ -42,7 +42,7 @@ from baton.router.app import Router
 from baton.router.errors import bad_request
 from baton.router.nursery import NurseryHandle
 from baton.router.rendering import RENDERED, Renderer
-from baton.router.room_effects import Timeouts
+from baton.router.rooms.effects import Timeouts
 from baton.router.templates import encoded
 from baton.router.tokenizer import load_tokenizer
 from tokenizers import Tokenizer as Backend

@@ -8,8 +8,8 @@ import socket
 import httpx
 import pytest
 from baton.deploy.api_keys import add
-from baton.router.history import KEPT
 from baton.router.overview import PAGE
+from baton.router.scheduling.history import KEPT
 from baton.tests.cluster.router_fakes import BODY, post, until
 from baton.tests.unit.test_metrics import samples
 

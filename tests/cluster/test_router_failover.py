@@ -7,7 +7,7 @@ from dataclasses import replace
 import httpx
 import pytest
 from baton.cluster.messages import Finished, Prefill, Reserve, TokenItem, Tokens
-from baton.router.room_effects import Timeouts
+from baton.router.rooms.effects import Timeouts
 from baton.tests.cluster.router_fakes import (
     ANSWER,
     BODY,

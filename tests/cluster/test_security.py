@@ -14,7 +14,7 @@ from baton.cluster.messages import FirstToken, Gone, Heartbeat, Rejected, Welcom
 from baton.cluster.security import Authenticator
 from baton.cluster.sockets import make_socket, recv_parts
 from baton.deploy.keys import remove, rotate
-from baton.router.control import ControlSocket, Speakers
+from baton.router.workers.control import ControlSocket, Speakers
 from baton.tests.cluster.keyed_peers import (
     PATIENCE_S,
     REFUSAL_S,

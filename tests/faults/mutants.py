@@ -11,8 +11,8 @@ from baton.kvtransfer import prepared, receiver_endpoint
 from baton.kvtransfer.transports import zmq_blocks
 from baton.prefill.queues import RoomState
 from baton.prefill.worker import PrefillWorker
-from baton.router import suspicion
-from baton.router.retries import Breaker
+from baton.router.rooms import quarantine
+from baton.router.workers.breaker import Breaker
 
 ZAP_DIES_AT = "ZAP_DIES_AT"  # environment: the ZAP thread dies at the first question after this file is there
 
@@ -39,7 +39,7 @@ def no_breaker() -> None:
 
 def no_third_chance() -> None:
     """A router takes the deaths of two workers for the doing of the request that both had."""
-    suspicion.MAX_DEATHS = 2
+    quarantine.MAX_DEATHS = 2
 
 
 def no_checksum() -> None:

@@ -3,8 +3,8 @@
 from baton.decode.queues import RoomState
 from baton.kvtransfer.sender import EARLY_S
 from baton.kvtransfer.session import MAX_TOMBSTONES, TOMBSTONE_S
-from baton.router.retries import BUDGET_FLOOR, BUDGET_SHARE, MAX_ATTEMPTS
-from baton.router.room_parts import Phase
+from baton.router.rooms.retries import BUDGET_FLOOR, BUDGET_SHARE, MAX_ATTEMPTS
+from baton.router.rooms.room import Phase
 from baton.tests.sim.cluster_clients import Violation
 from baton.tests.sim.cluster_faults import LOSING
 

@@ -4,10 +4,10 @@ from dataclasses import dataclass, field
 from random import Random
 
 from baton.cluster.messages import Sampling
-from baton.router.entries import Job
 from baton.router.errors import ApiError
-from baton.router.inbox import Inbox
-from baton.router.room_effects import Broken, Deliver, Ended, Settled
+from baton.router.rooms.effects import Broken, Deliver, Ended, Settled
+from baton.router.scheduling.inbox import Inbox
+from baton.router.scheduling.request_state import Job
 from baton.tests.sim.cluster_toy import NUM_PROMPTS, expected, prompts
 
 GRACE_S = 1.0  # that a client may wait behind its deadline

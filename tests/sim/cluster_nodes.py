@@ -21,10 +21,10 @@ from baton.kvtransfer.receiver_endpoint import ReceiverEndpoint
 from baton.kvtransfer.sender_endpoint import SenderEndpoint
 from baton.kvtransfer.worker_loop import WorkerLoop
 from baton.prefill.worker import PrefillWorker
-from baton.router.dispatch import Dispatcher
-from baton.router.placing import PairingPolicy
-from baton.router.registry import Registry
-from baton.router.room_effects import Timeouts
+from baton.router.rooms.effects import Timeouts
+from baton.router.scheduling.dispatcher import Dispatcher
+from baton.router.scheduling.placement import PairingPolicy
+from baton.router.workers.registry import Registry
 from baton.tests.sim.cluster_net import INFINITY, Died, Process
 from baton.tests.sim.cluster_toy import MAX_CONTEXT, VOCAB, ToyAheadDecoder, ToyDecoder, toy_engine
 from msgspec.structs import replace

@@ -19,15 +19,16 @@ from baton.kvtransfer.session import Lease, SendBlock, SenderState
 from baton.kvtransfer.transport import Released
 from baton.prefill.queues import RoomState as PrefillState
 from baton.prefill.worker import PrefillWorker
-from baton.router import policy, suspicion
-from baton.router.dispatch import Dispatcher
-from baton.router.holds import Holds
-from baton.router.reception import Reception
-from baton.router.registry import UNREACHABLE_S, Registry
-from baton.router.retries import RetryBudget
-from baton.router.room_effects import Deliver, Freed
-from baton.router.room_parts import Attempt
-from baton.router.rooms import Room
+from baton.router.rooms import quarantine
+from baton.router.rooms.attempt import Attempt
+from baton.router.rooms.effects import Deliver, Freed
+from baton.router.rooms.pending_cancels import Holds
+from baton.router.rooms.retries import RetryBudget
+from baton.router.rooms.room import Room
+from baton.router.scheduling.dispatcher import Dispatcher
+from baton.router.workers import eligibility
+from baton.router.workers.registration import Reception
+from baton.router.workers.registry import UNREACHABLE_S, Registry
 from baton.tests.sim.cluster_faults import Faults
 from baton.tests.sim.cluster_nodes import SimSender
 from baton.tests.sim.cluster_world import Options, Settings
@@ -231,7 +232,7 @@ def no_third_chance():
         faults=Faults(kill_two=1), settings=Settings(step_s=0.2, chunk_size=4, max_running=8), num_clients=24,
         num_prefills=3, num_decodes=3,
     )  # fmt: skip
-    return patch.object(suspicion, "MAX_DEATHS", 2), options
+    return patch.object(quarantine, "MAX_DEATHS", 2), options
 
 
 def no_deadline():
@@ -320,7 +321,7 @@ def prefillers_of_any(decode, serving, avoid):
 def no_fingerprint():
     """The router pairs workers of different models; the handshake between them is what is left, and costs an attempt."""
     options = Options(faults=Faults(), odd="P1", num_prefills=2, num_decodes=2, may_repeat=False)
-    return patch.object(policy, "prefillers", prefillers_of_any), options
+    return patch.object(eligibility, "prefillers", prefillers_of_any), options
 
 
 def no_fingerprint_anywhere():
@@ -329,7 +330,7 @@ def no_fingerprint_anywhere():
     @contextmanager
     def patched():
         with ExitStack() as stack:
-            stack.enter_context(patch.object(policy, "prefillers", prefillers_of_any))
+            stack.enter_context(patch.object(eligibility, "prefillers", prefillers_of_any))
             stack.enter_context(patch.object(sender, "agree", lambda ours, theirs: theirs))
             stack.enter_context(patch.object(pair, "agree", lambda ours, theirs: theirs))
             yield

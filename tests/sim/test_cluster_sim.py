@@ -11,8 +11,8 @@ from collections import Counter
 from unittest.mock import patch
 
 import pytest
-from baton.router.dispatch import Dispatcher
-from baton.router.retries import RetryBudget
+from baton.router.rooms.retries import RetryBudget
+from baton.router.scheduling.dispatcher import Dispatcher
 from baton.tests.sim import cluster_main
 from baton.tests.sim.cluster_faults import KINDS, TRANSITIONS, Faults
 from baton.tests.sim.cluster_seams import SEAMS

@@ -16,8 +16,8 @@ from baton.cluster.messages import (
     Tokens,
     WorkerStats,
 )
-from baton.router.registry import UNREACHABLE_S
 from baton.router.status import metrics_of, status_of, why_not_ready
+from baton.router.workers.registry import UNREACHABLE_S
 from baton.tests.unit.test_dispatch import World, events
 from baton.tests.unit.test_registry import hello
 

@@ -20,9 +20,9 @@ from baton.cluster.codec import (
 from baton.cluster.control_link import OUTBOX_LIMIT, LinkQueues
 from baton.cluster.errors import DamagedMessage, RemoteProtocolError
 from baton.cluster.messages import Cancel, Gone, Welcome
-from baton.router.control import ControlSocket
-from baton.router.postbox import Postbox
-from baton.router.registry import Worker
+from baton.router.workers.control import ControlSocket
+from baton.router.workers.outbox import Postbox
+from baton.router.workers.registry import Worker
 from baton.tests.unit.test_control_link import HELLO, ME, R1
 from msgspec.structs import replace
 

@@ -2,7 +2,7 @@
 
 import pytest
 from baton.cluster.messages import DecodeTimeline, PrefillTimeline
-from baton.router.costs import Costs, Line
+from baton.router.scheduling.cost_model import Costs, Line
 
 
 def line(*samples):

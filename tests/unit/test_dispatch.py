@@ -25,14 +25,14 @@ from baton.cluster.messages import (
 )
 from baton.cluster.metrics import RouterMetrics
 from baton.router.answer import error_of
-from baton.router.dispatch import CLIENT_STALL_S, Dispatcher
-from baton.router.entries import Job
 from baton.router.errors import ApiError
-from baton.router.inbox import Inbox
-from baton.router.intake import OVERLOADED
-from baton.router.registry import UNREACHABLE_S, Registry
-from baton.router.room_effects import Broken, Deliver, Ended, Settled
+from baton.router.rooms.effects import Broken, Deliver, Ended, Settled
+from baton.router.scheduling.admission_queue import OVERLOADED
+from baton.router.scheduling.dispatcher import CLIENT_STALL_S, Dispatcher
+from baton.router.scheduling.inbox import Inbox
+from baton.router.scheduling.request_state import Job
 from baton.router.status import metrics_of, status_of
+from baton.router.workers.registry import UNREACHABLE_S, Registry
 from baton.tests.unit.test_registry import hello
 
 P, D = "1" * 32, "2" * 32

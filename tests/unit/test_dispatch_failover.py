@@ -18,9 +18,10 @@ from baton.cluster.messages import (
     Tokens,
     WorkerStats,
 )
-from baton.router.registry import UNREACHABLE_S
-from baton.router.retries import BREAKER_OPEN_S, BUDGET_FLOOR
-from baton.router.room_effects import Broken, Deliver, Ended, Timeouts
+from baton.router.rooms.effects import Broken, Deliver, Ended, Timeouts
+from baton.router.rooms.retries import BUDGET_FLOOR
+from baton.router.workers.breaker import BREAKER_OPEN_S
+from baton.router.workers.registry import UNREACHABLE_S
 from baton.tests.unit.test_dispatch import World, begin, events
 from baton.tests.unit.test_registry import hello
 

@@ -14,9 +14,9 @@ from baton.cluster.config import ROLES, settings_of
 from baton.cluster.messages import ControlDown, ControlUp, KVDown, KVUp
 from baton.cluster.sockets import make_socket
 from baton.kvtransfer.session import TransferCounters
-from baton.router.room_effects import Timeouts
-from baton.router.timeline import Timeline
-from baton.router.trace import AttemptLog
+from baton.router.rooms.attempt_log import AttemptLog
+from baton.router.rooms.effects import Timeouts
+from baton.router.rooms.timeline import Timeline
 from baton.tests.faults.rows import load
 from baton.tests.sim.cluster_talk import as_json, of_one_request, talk
 

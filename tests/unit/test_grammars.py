@@ -10,7 +10,7 @@ import pytest
 from baton.router.answer import error_of
 from baton.router.errors import ApiError
 from baton.router.grammar_compiler import LIMITS, MAX_GRAMMAR, Plan, compiled
-from baton.router.room_effects import Broken
+from baton.router.rooms.effects import Broken
 from baton.router.tool_calls import CallReader
 from baton.router.tool_prompts import is_native, written_out
 from baton.tests.corpora.corpus import schemas

@@ -18,9 +18,9 @@ from baton.cluster.messages import (
     WorkerStats,
 )
 from baton.router.callers import ANYONE, Caller
-from baton.router.entries import Job, Tag
-from baton.router.history import KEPT
-from baton.router.inbox import Inbox
+from baton.router.scheduling.history import KEPT
+from baton.router.scheduling.inbox import Inbox
+from baton.router.scheduling.request_state import Job, Tag
 from baton.tests.unit.test_dispatch import D, P, Sampling, World
 
 DECODED = DecodeTimeline(

@@ -1,8 +1,8 @@
 """What waits for a client that reads slowly is bounded by what it takes, not by tokens alone."""
 
 from baton.cluster.messages import TokenLogprob
-from baton.router.inbox import MAX_UNREAD, Inbox
-from baton.router.room_effects import Deliver
+from baton.router.rooms.effects import Deliver
+from baton.router.scheduling.inbox import MAX_UNREAD, Inbox
 
 
 def filled(count, num_top):

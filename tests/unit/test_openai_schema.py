@@ -20,7 +20,7 @@ from baton.router.openai import (
 )
 from baton.router.replies import Frame, sse
 from baton.router.response_bodies import ResponseBody, chat_of, told_of
-from baton.router.room_effects import Deliver
+from baton.router.rooms.effects import Deliver
 from baton.router.tokenizer import load_tokenizer
 from baton.router.tool_calls import CallPart
 from baton.tests.cluster.router_fakes import save_tokenizer

@@ -7,9 +7,9 @@ from random import Random
 
 import pytest
 from baton.cluster.config_router import DECODE_POLICIES, PREFILL_POLICIES
-from baton.router.pairing import decode_picker, prefill_picker
-from baton.router.prefixes import PrefixIndex, Prompt
-from baton.router.registry import Load
+from baton.router.scheduling.balancing import decode_picker, prefill_picker
+from baton.router.scheduling.prefixes import PrefixIndex, Prompt
+from baton.router.workers.registry import Load
 from baton.tests.unit.test_policy import worker
 
 PROMPT = Prompt(range(100))  # 6 whole pages of 16

@@ -1,11 +1,11 @@
 """Which pair serves a request."""
 
 from baton.cluster.messages import WorkerStats
-from baton.router.pairing import Picker, decode_load, prefill_load
-from baton.router.placing import choose
-from baton.router.policy import Need, able_pairs, can_ever, is_ready, limits, pairs
-from baton.router.prefixes import Prompt
-from baton.router.registry import Load, Worker
+from baton.router.scheduling.balancing import Picker, decode_load, prefill_load
+from baton.router.scheduling.placement import choose
+from baton.router.scheduling.prefixes import Prompt
+from baton.router.workers.eligibility import Need, able_pairs, can_ever, is_ready, limits, pairs
+from baton.router.workers.registry import Load, Worker
 from baton.tests.unit.test_registry import hello
 
 

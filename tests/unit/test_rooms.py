@@ -18,7 +18,7 @@ from baton.cluster.messages import (
     Sampling,
     TokenItem,
 )
-from baton.router.room_effects import (
+from baton.router.rooms.effects import (
     Broken,
     Closed,
     Deliver,
@@ -31,8 +31,7 @@ from baton.router.room_effects import (
     Settled,
     Timeouts,
 )
-from baton.router.room_parts import Phase
-from baton.router.rooms import Room
+from baton.router.rooms.room import Phase, Room
 from hypothesis import given, settings
 
 ROOM, P, D, OTHER = "a" * 32, "1" * 32, "2" * 32, "3" * 32

@@ -19,7 +19,7 @@ from baton.cluster.messages import (
     TokenItem,
     TokenLogprob,
 )
-from baton.router.room_effects import (
+from baton.router.rooms.effects import (
     Broken,
     Closed,
     Deliver,
@@ -31,8 +31,7 @@ from baton.router.room_effects import (
     Send,
     Settled,
 )
-from baton.router.room_parts import Phase
-from baton.router.rooms import Room
+from baton.router.rooms.room import Phase, Room
 from baton.tests.unit.test_rooms import (
     CANCEL_P,
     LOST,

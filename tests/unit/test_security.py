@@ -26,7 +26,7 @@ from baton.cluster.security import MAX_SUBJECTS, DropLog, Sparingly
 from baton.cluster.sockets import check_bind_address
 from baton.deploy.children import child_config
 from baton.deploy.keys import add, init, main, remove, rotate
-from baton.router.control import INSTANCES_PER_USER, Speakers
+from baton.router.workers.control import INSTANCES_PER_USER, Speakers
 
 NOW = 1_800_000_000.0
 ROOM, P, D = "c" * 32, "1" * 32, "2" * 32

@@ -13,12 +13,12 @@ from baton.cluster.messages import (
     Sampling,
     WorkerStats,
 )
-from baton.router.admission import SAID
 from baton.router.callers import Caller
-from baton.router.entries import Job
 from baton.router.errors import ApiError
-from baton.router.inbox import Inbox
-from baton.router.room_effects import Broken, Deliver
+from baton.router.rooms.effects import Broken, Deliver
+from baton.router.scheduling.inbox import Inbox
+from baton.router.scheduling.request_limits import SAID
+from baton.router.scheduling.request_state import Job
 from baton.tests.unit.test_dispatch import World, events
 from baton.tests.unit.test_registry import hello
 

@@ -7,7 +7,7 @@ import hypothesis.strategies as st
 import pytest
 from baton.cluster.messages import TokenLogprob
 from baton.router.generation import Choice, Prompt, Style
-from baton.router.room_effects import Deliver
+from baton.router.rooms.effects import Deliver
 from baton.router.tokenizer import Tokenizer, load_tokenizer
 from baton.tests.cluster.router_fakes import save_tokenizer
 from baton.tests.parity.conftest import smollm2_dir

@@ -16,8 +16,8 @@ from baton.engine.sampling_params import SamplingParams
 from baton.prefill.queues import PrefillQueues
 from baton.prefill.queues import Room as PrefillRoom
 from baton.prefill.spans import PrefillSpans
-from baton.router.entries import Job, Tag
-from baton.router.inbox import Inbox
+from baton.router.scheduling.inbox import Inbox
+from baton.router.scheduling.request_state import Job, Tag
 from baton.router.spans import end_request
 from baton.tests.unit.test_dispatch import D, Sampling, World
 from baton.tests.unit.test_history import say, serve

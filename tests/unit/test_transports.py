@@ -7,9 +7,9 @@ from baton.cluster.errors import HandshakeRefused
 from baton.cluster.transports import best_common, transports_fault, transports_of
 from baton.kvtransfer.sender import SenderSession
 from baton.kvtransfer.session import Send
-from baton.router.rooms import Room
-from baton.router.timeline import account_of
-from baton.router.trace import Trace
+from baton.router.rooms.attempt_log import Trace
+from baton.router.rooms.room import Room
+from baton.router.rooms.timeline import account_of
 
 LAYOUT = m.Layout(
     fingerprint="f", dtype="float32", page_size=4, num_layers=1, num_kv_heads=1, head_dim=2, block_bytes=4096

@@ -2,12 +2,11 @@
 
 from msgspec import Struct
 
-from ..cluster.messages import DecodeTimeline, PrefillTimeline
-from ..cluster.transports import SHM, ZMQ_BLOCKS
-from .room_effects import Pair
-from .room_parts import Stamps
-from .rooms import Room
-from .trace import AttemptLog, Trace
+from ...cluster.messages import DecodeTimeline, PrefillTimeline
+from ...cluster.transports import SHM, ZMQ_BLOCKS
+from .attempt_log import AttemptLog, Trace
+from .effects import Pair
+from .room import Room, Stamps
 
 
 class Timeline(Struct, frozen=True, kw_only=True):

@@ -8,7 +8,7 @@ a failed attempt has its old rank.
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 
-from .entries import Entry
+from .request_state import Entry
 
 PRIORITY_S = 10.0  # of waiting that a step in priority is worth
 

@@ -16,15 +16,15 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
-from ..cluster.log import fields
-from ..cluster.messages import Cancel, FirstToken, Reserved, Sampling, TokenItem
-from .policy import Need, able_pairs, is_ready, live_pairs
-from .postbox import Postbox
-from .proofs import Names, Proofs
+from ...cluster.log import fields
+from ...cluster.messages import Cancel, FirstToken, Reserved, Sampling, TokenItem
+from ..rooms.attempt import DEADLINE_EXCEEDED, RoomEvent
+from ..rooms.effects import Broken, Closed, Effect, Ended, Freed, Judged, Pair, Requeued, Send, Timeouts
+from ..rooms.room import Room
+from .eligibility import Need, able_pairs, is_ready, live_pairs
+from .outbox import Postbox
+from .pair_health import Names, Proofs
 from .registry import Load, Registry, Worker
-from .room_effects import Broken, Closed, Effect, Ended, Freed, Judged, Pair, Requeued, Send, Timeouts
-from .room_parts import DEADLINE_EXCEEDED, RoomEvent
-from .rooms import Room
 
 logger = logging.getLogger(__name__)
 

@@ -5,13 +5,13 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..cluster.log import fields
-from ..cluster.messages import Cancel, Hello, Rejected
-from .leftovers import Leftovers, Orphans
-from .postbox import Postbox
+from ...cluster.log import fields
+from ...cluster.messages import Cancel, Hello, Rejected
+from ..rooms.attempt import RoomEvent
+from ..rooms.effects import Judged
+from .outbox import Postbox
 from .registry import Registry, Worker
-from .room_effects import Judged
-from .room_parts import RoomEvent
+from .stale_rooms import Leftovers, Orphans
 
 logger = logging.getLogger(__name__)
 

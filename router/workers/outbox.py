@@ -2,9 +2,9 @@
 
 from collections.abc import Callable
 
-from ..cluster.codec import encode, pack, send_waiting
-from ..cluster.errors import PeerLost
-from ..cluster.messages import ControlDown
+from ...cluster.codec import encode, pack, send_waiting
+from ...cluster.errors import PeerLost
+from ...cluster.messages import ControlDown
 from .registry import Worker
 
 MAX_OUTBOX = 4096  # messages

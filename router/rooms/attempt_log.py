@@ -4,9 +4,9 @@ from dataclasses import dataclass, field
 
 from msgspec import Struct
 
-from ..cluster.messages import Cancel, Failed, FirstToken, Prefill, Refused, Reserve, Reserved
-from .room_effects import Broken, Closed, Ended, Requeued, Settled
-from .room_parts import RoomEvent
+from ...cluster.messages import Cancel, Failed, FirstToken, Prefill, Refused, Reserve, Reserved
+from .attempt import RoomEvent
+from .effects import Broken, Closed, Ended, Requeued, Settled
 
 RUNNING, OK, REFUSED, FAILED, CANCELLED = "running", "ok", "refused", "failed", "cancelled"
 

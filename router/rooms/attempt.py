@@ -1,20 +1,15 @@
 """What a room is made of: its phases, its attempt, and its moments."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from enum import Enum
-from typing import TypeVar
 
 from msgspec.structs import replace
 
-from ..cluster.messages import (
-    DecodeTimeline,
+from ...cluster.messages import (
     Failed,
     Finished,
     FirstToken,
     Gone,
     Prefill,
-    PrefillTimeline,
     PromptLogprobs,
     Refused,
     Reserve,
@@ -23,7 +18,7 @@ from ..cluster.messages import (
     TokenItem,
     TokenLogprob,
 )
-from .room_effects import Effect, Pair, Timeouts
+from .effects import Pair, Timeouts
 
 MAX_EARLY_ITEMS = 256  # decode's items that wait for prefill's token 1
 DRAINING = "Draining"  # of a worker's Failed: it leaves in order, which is no failure of the attempt
@@ -40,30 +35,9 @@ HANDOFF_ABORTED = "HandoffAborted"  # of decode: prefill gave the room up, of wh
 HANDOFF_KINDS = frozenset(
     ("TransferError", HANDOFF_ABORTED, "TransferTimeout", "DigestMismatch", "HandshakeRefused")
 )
-T = TypeVar("T", PrefillTimeline, DecodeTimeline)
 
 AttemptEvent = Reserved | Refused | PromptLogprobs | FirstToken | TokenItem | Finished | Failed
 RoomEvent = AttemptEvent | Gone
-
-
-class Phase(Enum):
-    """Where a room stands; see the table in `rooms`."""
-
-    QUEUED = "queued"
-    PREFILLING = "prefilling"
-    STREAMING = "streaming"
-    CLOSING = "closing"
-    CLOSED = "closed"
-
-
-@dataclass
-class Stamps:
-    """When things happened to a room, in monotonic seconds; None: not yet."""
-
-    created: float
-    first_token: float | None = None
-    last_token: float | None = None
-    ended: float | None = None
 
 
 @dataclass(eq=False)
@@ -233,15 +207,6 @@ class Attempt:
         return None
 
 
-def _note_scores(room: object, attempt: Attempt, message: PromptLogprobs, now: float) -> list[Effect]:
-    attempt.keep_scores(message)
-    return []
-
-
-# The handlers of messages that change nothing of a room but what its attempt knows.
-SCORING: dict[type, Callable[..., list[Effect]]] = {PromptLogprobs: _note_scores}
-
-
 def _behind(sampling: Sampling, num_output: int) -> Sampling:
     """What is left to do behind so many tokens of output, with which the client has what it asked of its prompt."""
     return replace(
@@ -250,10 +215,3 @@ def _behind(sampling: Sampling, num_output: int) -> Sampling:
         min_new_tokens=max(0, sampling.min_new_tokens - num_output),
         prompt_logprobs=-1,
     )
-
-
-def summed(total: T | None, part: T) -> T:
-    """What several attempts spent together."""
-    if total is None:
-        return part
-    return type(part)(**{name: getattr(total, name) + getattr(part, name) for name in part.__struct_fields__})

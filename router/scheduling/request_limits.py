@@ -2,13 +2,13 @@
 
 from collections.abc import Collection
 
-from ..cluster.messages import YOUNG_SAMPLING_FIELDS, Sampling
-from ..cluster.sockets import CONTROL_MAX_FRAME
-from .errors import ApiError, bad_request, context_too_long, unavailable
-from .grammar_compiler import MAX_GRAMMAR
-from .openai import COMPLETION_MAX_TOKENS
-from .policy import Limits, Need, can_ever, live_pairs, obeyed
-from .registry import Registry, Worker
+from ...cluster.messages import YOUNG_SAMPLING_FIELDS, Sampling
+from ...cluster.sockets import CONTROL_MAX_FRAME
+from ..errors import ApiError, bad_request, context_too_long, unavailable
+from ..grammar_compiler import MAX_GRAMMAR
+from ..openai import COMPLETION_MAX_TOKENS
+from ..workers.eligibility import Limits, Need, can_ever, live_pairs, obeyed
+from ..workers.registry import Registry, Worker
 
 # A prompt travels in one control frame: 5 bytes per id at most, and room for a grammar and the other sampling fields.
 MAX_PROMPT_TOKENS = (CONTROL_MAX_FRAME - MAX_GRAMMAR - (64 << 10)) // 5

@@ -9,7 +9,7 @@ request itself and for every one that waits for it.
 
 from dataclasses import dataclass, field
 
-from ..cluster.messages import DecodeTimeline, PrefillTimeline
+from ...cluster.messages import DecodeTimeline, PrefillTimeline
 
 FORGETTING = 0.98  # of the weight of older samples, per sample
 MIN_SAMPLES = 3  # before a line is believed

@@ -3,8 +3,8 @@
 from collections import deque
 from collections.abc import Sequence
 
-from ..cluster.messages import Cancel, FirstToken, Reserved, TokenItem
-from .room_parts import RoomEvent
+from ...cluster.messages import Cancel, FirstToken, Reserved, TokenItem
+from ..rooms.attempt import RoomEvent
 
 NUM_ORPHANS = 1024  # rooms remembered as cancelled on a worker that still talks about them
 MAX_WORKERS = 256  # remembered; the oldest is forgotten, and the lease on its side frees what it holds

@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ..cluster.messages import Cancel
-from .room_effects import Effect, Freed, Send
+from ...cluster.messages import Cancel
+from .effects import Effect, Freed, Send
 
 CANCEL_AGAIN_S = 0.25  # a Cancel without Gone is repeated after so long, then after twice as long, and so on
 

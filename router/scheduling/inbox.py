@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from .room_effects import Broken, Deliver, Ended, Settled
+from ..rooms.effects import Broken, Deliver, Ended, Settled
 
 
 @dataclass(frozen=True)

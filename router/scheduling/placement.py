@@ -10,17 +10,17 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from random import Random
 
-from ..cluster.messages import Failed, Finished, FirstToken, Reserved
-from .costs import Costs
-from .entries import Entry
-from .pairing import Picker, decode_picker, held_tokens, prefill_picker
-from .policy import able_pairs, emptiest_pairs, live_pairs
+from ...cluster.messages import Failed, Finished, FirstToken, Reserved
+from ..rooms.attempt import HANDOFF_KINDS, RoomEvent
+from ..rooms.attempt_log import RUNNING
+from ..rooms.effects import Pair
+from ..workers.eligibility import able_pairs, emptiest_pairs, live_pairs
+from ..workers.pair_health import Proofs
+from ..workers.registry import Load, Registry, Worker
+from .balancing import Picker, decode_picker, held_tokens, prefill_picker
+from .cost_model import Costs
 from .prefixes import PrefixIndex, Prompt
-from .proofs import Proofs
-from .registry import Load, Registry, Worker
-from .room_effects import Pair
-from .room_parts import HANDOFF_KINDS, RoomEvent
-from .trace import RUNNING
+from .request_state import Entry
 
 _TOLD = (Reserved, FirstToken, Finished, Failed)
 

@@ -14,9 +14,9 @@ serve, and picks one. Loads are of the router's own ledger, so what was placed a
 from collections.abc import Callable, Sequence
 from random import Random
 
-from ..cluster.config_router import DECODE_POLICIES, PREFILL_POLICIES
+from ...cluster.config_router import DECODE_POLICIES, PREFILL_POLICIES
+from ..workers.registry import Worker
 from .prefixes import PrefixIndex, Prompt
-from .registry import Worker
 
 AFFINITY = 0.5  # a decode worker that holds the whole prompt may be so much fuller than others
 MAX_TURNS = 4096  # instances whose turn is remembered

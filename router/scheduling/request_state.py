@@ -12,18 +12,18 @@ from functools import cached_property
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ..cluster.messages import Cancel, Prefill, Reserve, Sampling
-from ..cluster.metrics import Handoff, PromptWork, RequestRecord
-from ..cluster.tracing import OpenSpan, Passing
-from .admission import young_fields
-from .callers import ANYONE, Caller
+from ...cluster.messages import Cancel, Prefill, Reserve, Sampling
+from ...cluster.metrics import Handoff, PromptWork, RequestRecord
+from ...cluster.tracing import OpenSpan, Passing
+from ..callers import ANYONE, Caller
+from ..rooms.attempt import DEADLINE_EXCEEDED, GRAMMARS_OVERDUE
+from ..rooms.attempt_log import Trace
+from ..rooms.room import Room
+from ..rooms.timeline import Account, Timeline, account_of
+from ..workers.eligibility import Need
 from .inbox import Inbox
-from .policy import Need
 from .prefixes import Prompt
-from .room_parts import DEADLINE_EXCEEDED, GRAMMARS_OVERDUE
-from .rooms import Room
-from .timeline import Account, Timeline, account_of
-from .trace import Trace
+from .request_limits import young_fields
 
 OUTCOMES = {
     "QueueTimeout": "rejected",

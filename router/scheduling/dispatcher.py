@@ -9,23 +9,12 @@ import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
-from ..cluster.log import fields
-from ..cluster.messages import ControlUp, Goodbye, Heartbeat, Hello, TokenItem, Tokens
-from ..cluster.metrics import RouterMetrics
-from .admission import MAX_PROMPT_TOKENS, no_pair_for
-from .canary import Canaries
-from .entries import OUTCOMES, Entry, Job, Request, Tag, addressed, new_request, reserved_workers
-from .errors import unavailable
-from .history import History
-from .inbox import Inbox
-from .intake import OVERLOADED, Intake
-from .placing import PairingPolicy, Placer
-from .policy import Limits, can_ever, live_limits, live_pairs
-from .postbox import Postbox, Soon, Transmit
-from .reception import Reception
-from .registry import Registry, Worker
-from .retries import RetryBudget
-from .room_effects import (
+from ...cluster.log import fields
+from ...cluster.messages import ControlUp, Goodbye, Heartbeat, Hello, TokenItem, Tokens
+from ...cluster.metrics import RouterMetrics
+from ..errors import unavailable
+from ..rooms.attempt import PEER_LOST, RoomEvent
+from ..rooms.effects import (
     Broken,
     Closed,
     Deliver,
@@ -39,10 +28,21 @@ from .room_effects import (
     Settled,
     Timeouts,
 )
-from .room_parts import PEER_LOST, Phase, RoomEvent
-from .rooms import Room
-from .suspicion import QUARANTINED
-from .waiting import WaitingList
+from ..rooms.quarantine import QUARANTINED
+from ..rooms.retries import RetryBudget
+from ..rooms.room import Phase, Room
+from ..workers.eligibility import Limits, can_ever, live_limits, live_pairs
+from ..workers.health_probe import Canaries
+from ..workers.outbox import Postbox, Soon, Transmit
+from ..workers.registration import Reception
+from ..workers.registry import Registry, Worker
+from .admission_queue import OVERLOADED, Intake
+from .history import History
+from .inbox import Inbox
+from .placement import PairingPolicy, Placer
+from .request_limits import MAX_PROMPT_TOKENS, no_pair_for
+from .request_state import OUTCOMES, Entry, Job, Request, Tag, addressed, new_request, reserved_workers
+from .waiting_list import WaitingList
 
 logger = logging.getLogger(__name__)
 

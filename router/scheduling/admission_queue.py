@@ -12,14 +12,14 @@ Retry-After is what the queue takes to empty at the pace of the last while.
 import math
 from collections.abc import Sequence
 
-from .admission import check_fits, check_obeyed, no_workers
-from .callers import Gate
-from .entries import Entry, Job, Request
-from .errors import ApiError, overloaded
-from .policy import live_limits, live_pairs
-from .reading import ReadingRoom
-from .registry import Registry
-from .waiting import WaitingList, rank, rank_of
+from ..callers import Gate
+from ..errors import ApiError, overloaded
+from ..reading import ReadingRoom
+from ..workers.eligibility import live_limits, live_pairs
+from ..workers.registry import Registry
+from .request_limits import check_fits, check_obeyed, no_workers
+from .request_state import Entry, Job, Request
+from .waiting_list import WaitingList, rank, rank_of
 
 OVERLOADED = "Overloaded"  # kind of a Broken
 LONGEST_RETRY_AFTER_S = 30

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from msgspec import Struct
 
-from ..cluster.messages import Cancel, Prefill, Reserve, TokenLogprob
+from ...cluster.messages import Cancel, Prefill, Reserve, TokenLogprob
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,13 +1,7 @@
-"""What keeps repeated attempts from making a bad moment worse: a budget over all rooms, and a breaker per worker. Pure."""
+"""The circuit breaker of one worker: after several failures within a window the worker is avoided for a while. Pure."""
 
 from collections import deque
 from dataclasses import dataclass, field
-
-MAX_ATTEMPTS = 3  # of one room
-BUDGET_SHARE = 0.2  # repeated attempts per room
-BUDGET_FLOOR = 10  # repeated attempts that are always allowed within the window
-BUDGET_WINDOW_S = 60.0
-BUDGET_STEP_S = 1.0  # how finely the window slides
 
 BREAKER_FAILURES = 3  # within the window: the worker is avoided
 BREAKER_WINDOW_S = 30.0
@@ -16,41 +10,6 @@ FIRST_RETURN, FULL_RETURN = (
     2,
     16,
 )  # attempts at once of a worker that is well again: at first, and when none is counted
-
-
-class RetryBudget:
-    """Repeated attempts may be a fifth of the rooms: of those that came within the window, or of those that live now."""
-
-    def __init__(self) -> None:
-        self._steps: deque[list[float]] = (
-            deque()
-        )  # [begin, rooms, repeated attempts] of each step of the window
-
-    def __repr__(self) -> str:
-        return f"RetryBudget({self._sum(2):g} of {self._sum(1):g} rooms)"
-
-    def came(self, num_rooms: int, now: float) -> None:
-        """Rooms have arrived."""
-        self._step(now)[1] += num_rooms
-
-    def take(self, num_live: int, now: float) -> bool:
-        """Whether one more repeated attempt is allowed; it counts then."""
-        step = self._step(now)
-        allowed = max(BUDGET_FLOOR, BUDGET_SHARE * max(num_live, self._sum(1)))
-        if self._sum(2) + 1 > allowed:
-            return False
-        step[2] += 1
-        return True
-
-    def _step(self, now: float) -> list[float]:
-        while self._steps and now - self._steps[0][0] >= BUDGET_WINDOW_S:
-            self._steps.popleft()
-        if not self._steps or now - self._steps[-1][0] >= BUDGET_STEP_S:
-            self._steps.append([now, 0, 0])
-        return self._steps[-1]
-
-    def _sum(self, column: int) -> float:
-        return sum(step[column] for step in self._steps)
 
 
 @dataclass(eq=False)

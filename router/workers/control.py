@@ -11,12 +11,12 @@ from contextlib import suppress
 
 import zmq
 
-from ..cluster.codec import control_up_decoder, encode, unknown_messages
-from ..cluster.errors import DamagedMessage, PeerLost, RemoteProtocolError
-from ..cluster.keyring import Keyring
-from ..cluster.log import fields
-from ..cluster.messages import ControlUp, Finished, FirstToken, Hello, Rejected, Reserved, Tokens
-from ..cluster.security import (
+from ...cluster.codec import control_up_decoder, encode, unknown_messages
+from ...cluster.errors import DamagedMessage, PeerLost, RemoteProtocolError
+from ...cluster.keyring import Keyring
+from ...cluster.log import fields
+from ...cluster.messages import ControlUp, Finished, FirstToken, Hello, Rejected, Reserved, Tokens
+from ...cluster.security import (
     MONITOR_BYTES,
     MONITOR_PARTS,
     Authenticator,
@@ -25,7 +25,7 @@ from ..cluster.security import (
     Sparingly,
     user_of,
 )
-from ..cluster.sockets import (
+from ...cluster.sockets import (
     CONTROL_MAX_FRAME,
     TOO_LONG,
     AsyncReceiver,

@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 
 from msgspec import Struct
 
-from ..cluster.messages import PROTOCOL_MAJOR, ControlUp, Hello, Refused, Rejected, Welcome, WorkerStats
-from .retries import Breaker
+from ...cluster.messages import PROTOCOL_MAJOR, ControlUp, Hello, Refused, Rejected, Welcome, WorkerStats
+from .breaker import Breaker
 
 HEARTBEATS_PER_TIMEOUT = 6  # some may be late before a worker counts as lost
 HEARTBEAT_RANGE_MS = (100, 1000)

@@ -12,10 +12,10 @@ from itertools import islice
 
 from msgspec import Struct
 
-from .callers import Caller
-from .entries import Entry, Request
-from .room_parts import Phase
-from .timeline import Account, Timeline
+from ..callers import Caller
+from ..rooms.room import Phase
+from ..rooms.timeline import Account, Timeline
+from .request_state import Entry, Request
 
 KEPT = 256
 SHORT = 8  # digits of an id that tell it apart for people, and that find it

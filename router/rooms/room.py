@@ -20,8 +20,10 @@ Whatever comes from another attempt or another worker than the attempt's own is 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import Enum
+from typing import TypeVar
 
-from ..cluster.messages import (
+from ...cluster.messages import (
     DecodeTimeline,
     Failed,
     Finished,
@@ -29,15 +31,21 @@ from ..cluster.messages import (
     Gone,
     Prefill,
     PrefillTimeline,
+    PromptLogprobs,
     Refused,
     Reserve,
     Reserved,
     Sampling,
     TokenItem,
 )
-from .holds import Holds
-from .retries import MAX_ATTEMPTS
-from .room_effects import (
+from .attempt import (
+    DEADLINE_EXCEEDED,
+    DRAINING,
+    PEER_LOST,
+    Attempt,
+    RoomEvent,
+)
+from .effects import (
     Broken,
     Closed,
     Deliver,
@@ -51,18 +59,31 @@ from .room_effects import (
     Settled,
     Timeouts,
 )
-from .room_parts import (
-    DEADLINE_EXCEEDED,
-    DRAINING,
-    PEER_LOST,
-    SCORING,
-    Attempt,
-    Phase,
-    RoomEvent,
-    Stamps,
-    summed,
-)
-from .suspicion import MAX_DEATHS, QUARANTINED, Suspicion
+from .pending_cancels import Holds
+from .quarantine import MAX_DEATHS, QUARANTINED, Suspicion
+from .retries import MAX_ATTEMPTS
+
+T = TypeVar("T", PrefillTimeline, DecodeTimeline)
+
+
+class Phase(Enum):
+    """Where a room stands; see the table in `rooms`."""
+
+    QUEUED = "queued"
+    PREFILLING = "prefilling"
+    STREAMING = "streaming"
+    CLOSING = "closing"
+    CLOSED = "closed"
+
+
+@dataclass
+class Stamps:
+    """When things happened to a room, in monotonic seconds; None: not yet."""
+
+    created: float
+    first_token: float | None = None
+    last_token: float | None = None
+    ended: float | None = None
 
 
 @dataclass(eq=False)
@@ -272,6 +293,10 @@ class Room:
             return [*effects, *self.give_up("Refused", message.reason, now)]
         return effects + self._requeue(Requeued(now + message.retry_after_ms / 1000), now)
 
+    def _on_prompt_logprobs(self, attempt: Attempt, message: PromptLogprobs, now: float) -> list[Effect]:
+        attempt.keep_scores(message)
+        return []
+
     def _on_first_token(self, attempt: Attempt, message: FirstToken, now: float) -> list[Effect]:
         if attempt.first is not None:
             self.num_stale += 1
@@ -445,9 +470,16 @@ class Room:
 _HANDLERS: dict[type, Callable[..., list[Effect]]] = {
     Reserved: Room._on_reserved,
     Refused: Room._on_refused,
-    **SCORING,
+    PromptLogprobs: Room._on_prompt_logprobs,
     FirstToken: Room._on_first_token,
     TokenItem: Room._on_tokens,
     Finished: Room._on_finished,
     Failed: Room._on_failed,
 }
+
+
+def summed(total: T | None, part: T) -> T:
+    """What several attempts spent together."""
+    if total is None:
+        return part
+    return type(part)(**{name: getattr(total, name) + getattr(part, name) for name in part.__struct_fields__})
