@@ -32,7 +32,7 @@ from .replies import (
     Usage,
 )
 from .rooms.attempt import BAD_GRAMMAR, DEADLINE_EXCEEDED, GRAMMARS_OVERDUE
-from .rooms.effects import Broken, Deliver, Settled
+from .rooms.effects import Deliver, Failure, Settled
 from .rooms.quarantine import QUARANTINED
 from .scheduling.admission_queue import OVERLOADED
 from .scheduling.dispatcher import Dispatcher
@@ -204,7 +204,7 @@ class Answer:
                 pieces.append((index, self._add(index, event)))
             elif isinstance(event, Disconnected):
                 raise ClientLeft
-            elif isinstance(event, Broken):
+            elif isinstance(event, Failure):
                 if not self._choices[index].finish:
                     raise error_of(event)
             elif not isinstance(event, Settled):
@@ -250,7 +250,7 @@ class Answer:
         return timelines[0] if len(timelines) == 1 else ChoiceTimelines(timelines)
 
 
-def error_of(event: Broken) -> ApiError:
+def error_of(event: Failure) -> ApiError:
     """What the client hears of a failure: a fixed sentence per kind, since a worker's words may name its host."""
     if event.kind == "NoWorkers" or event.kind == "Shutdown":
         return unavailable(event.message)

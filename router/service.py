@@ -178,14 +178,14 @@ class Service:
 
     def _reading(self, call: Call, priority: int | None) -> AbstractContextManager[None]:
         """While the text of a request is read that waits for a worker then. Raises ApiError (429)."""
-        now, intake = self.clock(), self.dispatcher.intake
+        now, intake = self.clock(), self.dispatcher.admission
         intake.check_queue(call.caller.priority_of(priority), now)
         return intake.reading_room.reading(call.caller, call.size, now)
 
     @contextmanager
     def _counted(self, call: Call) -> Iterator[None]:
         """While a request is answered that no worker sees; it counts against rates like others. Raises ApiError (429)."""
-        now, intake = self.clock(), self.dispatcher.intake
+        now, intake = self.clock(), self.dispatcher.admission
         with intake.reading_room.reading(call.caller, call.size, now):
             intake.gate.charge(call.caller, 0, now)
             yield

@@ -103,7 +103,7 @@ def status_of(dispatcher: Dispatcher, model: str, uptime_s: float, now: float) -
         events=dispatcher.event_totals,
     )
     workers = [_worker_status(worker, now) for worker in registry]
-    return Status(router, workers, dispatcher.canaries.proofs.status(now))
+    return Status(router, workers, dispatcher.health_probes.pair_health.status(now))
 
 
 def why_not_ready(dispatcher: Dispatcher, now: float) -> str:
@@ -112,7 +112,7 @@ def why_not_ready(dispatcher: Dispatcher, now: float) -> str:
         return "the router is shutting down"
     registry = dispatcher.registry
     if is_ready(registry):
-        return "" if dispatcher.is_ready else dispatcher.canaries.proofs.why_not(now)
+        return "" if dispatcher.is_ready else dispatcher.health_probes.pair_health.why_not(now)
     counts = {role: _num_serving(registry, role) for role in ("prefill", "decode")}
     missing = [role for role, count in counts.items() if count == 0]
     if missing:
@@ -128,8 +128,8 @@ def metrics_of(dispatcher: Dispatcher, responses: Mapping[int, int] | None = Non
         events=dispatcher.event_totals,
         responses=responses or {},
         is_ready=dispatcher.is_ready,
-        canaries=dispatcher.canaries.outcomes,
-        failing_pairs=tuple(dispatcher.canaries.proofs.failures()),
+        canaries=dispatcher.health_probes.outcomes,
+        failing_pairs=tuple(dispatcher.health_probes.pair_health.failures()),
     )
     workers = [
         WorkerRecord(role=worker.role, instance=worker.instance, stats=worker.stats)

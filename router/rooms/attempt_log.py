@@ -6,7 +6,7 @@ from msgspec import Struct
 
 from ...cluster.messages import Cancel, Failed, FirstToken, Prefill, Refused, Reserve, Reserved
 from .attempt import RoomEvent
-from .effects import Broken, Closed, Ended, Requeued, Settled
+from .effects import Closed, Ended, Failure, Requeued, Settled
 
 RUNNING, OK, REFUSED, FAILED, CANCELLED = "running", "ok", "refused", "failed", "cancelled"
 
@@ -78,7 +78,7 @@ class AttemptNote:
 
 
 @dataclass(eq=False)
-class Trace:
+class AttemptTrace:
     """All attempts of one room, in order."""
 
     attempts: list[AttemptNote] = field(default_factory=list)
@@ -115,14 +115,14 @@ class Trace:
         elif isinstance(message, Cancel) and self.last is not None and message.epoch == self.last.epoch:
             self.last.end(CANCELLED, "", now)
 
-    def did(self, effect: Ended | Settled | Broken | Requeued | Closed, now: float) -> None:
+    def did(self, effect: Ended | Settled | Failure | Requeued | Closed, now: float) -> None:
         """What else the room asks for."""
         note = self.last
         if note is None:
             return
         if isinstance(effect, (Ended, Settled)):
             note.end(OK, "", now)
-        elif isinstance(effect, Broken):
+        elif isinstance(effect, Failure):
             note.end(FAILED, effect.kind, now)
         elif isinstance(effect, Requeued):
             failure = effect.failure

@@ -72,7 +72,7 @@ class Settled(Struct, frozen=True, gc=False):
     """What a stopped request cost is known now, or will never be."""
 
 
-class Broken(Struct, frozen=True, gc=False):
+class Failure(Struct, frozen=True, gc=False):
     """The request failed for good."""
 
     kind: str
@@ -87,7 +87,7 @@ class Freed(Struct, frozen=True, gc=False):
     epoch: int
 
 
-class Judged(Struct, frozen=True, gc=False):
+class Outcome(Struct, frozen=True, gc=False):
     """A worker has done its part of an attempt, or failed it by its own fault. A refusal is no fault."""
 
     instance: str
@@ -103,11 +103,11 @@ class Requeued(Struct, frozen=True, gc=False):
     """
 
     not_before: float
-    failure: Broken | None = None
+    failure: Failure | None = None
 
 
 class Closed(Struct, frozen=True, gc=False):
     """Forget the room."""
 
 
-Effect = Send | Deliver | Ended | Settled | Broken | Freed | Judged | Requeued | Closed
+Effect = Send | Deliver | Ended | Settled | Failure | Freed | Outcome | Requeued | Closed

@@ -16,7 +16,7 @@ MAX_DEATHS = 3  # of workers that had the request
 QUARANTINED = "Quarantined"  # how the router calls what ends a request then
 
 
-class Suspicion:
+class DeathRecord:
     """Of one request."""
 
     def __init__(self) -> None:
@@ -24,7 +24,7 @@ class Suspicion:
         self._suspects: dict[str, float] = {}  # instance -> when it got the request
 
     def __repr__(self) -> str:
-        return f"Suspicion({len(self.died_with)} deaths, {len(self._suspects)} suspects)"
+        return f"DeathRecord({len(self.died_with)} deaths, {len(self._suspects)} suspects)"
 
     def __bool__(self) -> bool:
         return bool(self.died_with or self._suspects)

@@ -46,21 +46,21 @@ from .attempt import (
     RoomEvent,
 )
 from .effects import (
-    Broken,
     Closed,
     Deliver,
     Effect,
     Ended,
+    Failure,
     Freed,
-    Judged,
+    Outcome,
     Pair,
     Requeued,
     Send,
     Settled,
     Timeouts,
 )
-from .pending_cancels import Holds
-from .quarantine import MAX_DEATHS, QUARANTINED, Suspicion
+from .pending_cancels import PendingCancels
+from .quarantine import MAX_DEATHS, QUARANTINED, DeathRecord
 from .retries import MAX_ATTEMPTS
 
 T = TypeVar("T", PrefillTimeline, DecodeTimeline)
@@ -110,18 +110,18 @@ class Room:
     def __post_init__(self) -> None:
         self.stamps = Stamps(self.created)
         self._num_failed = 0
-        self.suspicion = Suspicion()
+        self.deaths = DeathRecord()
         self._progress_at = self.created
-        self._holds = Holds(self.room)
+        self._pending = PendingCancels(self.room)
         self._settle_by: float | None = None  # until then decode's account of a stopped room is awaited
         self._attempt: Attempt | None = None
-        self._last_failure: Broken | None = (
+        self._last_failure: Failure | None = (
             None  # no attempt is left; whether this one killed a worker is awaited
         )
         self._proof_by = math.inf
 
     def __repr__(self) -> str:
-        return f"Room({self.room[:8]} {self.phase.value} epoch={self.epoch} out={self.num_output} held=[{self._holds}])"
+        return f"Room({self.room[:8]} {self.phase.value} epoch={self.epoch} out={self.num_output} held=[{self._pending}])"
 
     @property
     def is_live(self) -> bool:
@@ -142,13 +142,13 @@ class Room:
     def is_on_probation(self) -> bool:
         """Whether it is at its workers and may yet kill them, for all that is known."""
         attempt = self._attempt
-        return bool(self.suspicion) and attempt is not None and self.is_at_workers and attempt.num_output < 2
+        return bool(self.deaths) and attempt is not None and self.is_at_workers and attempt.num_output < 2
 
     @property
     def alone_on(self) -> tuple[str, ...]:
         """The workers on which no other request is placed now: it is on probation there, and the next death is proof."""
         attempt = self._attempt
-        is_alone = attempt is not None and self.suspicion.must_be_alone and self.is_on_probation
+        is_alone = attempt is not None and self.deaths.must_be_alone and self.is_on_probation
         return attempt.instances if attempt is not None and is_alone else ()
 
     @property
@@ -167,7 +167,7 @@ class Room:
     @property
     def instances(self) -> set[str]:
         """The workers that may hold something of this room."""
-        return self._holds.instances
+        return self._pending.instances
 
     # --- commands -----------------------------------------------------------------------------------------------------
 
@@ -178,10 +178,10 @@ class Room:
         self._attempt = Attempt(pair=pair, epoch=self.epoch, placed_at=now, num_before=self.num_output)
         self.phase = Phase.PREFILLING
         self._progress_at = now
-        self._holds.add(pair.instances, self.epoch)
+        self._pending.add(pair.instances, self.epoch)
         return [Send(order.instance, order) for order in self._orders(self._attempt, now)]
 
-    def say_again(self, instance: str, now: float) -> list[Effect]:
+    def resend_orders(self, instance: str, now: float) -> list[Effect]:
         """A worker may not have heard its order: repeats it until it was answered. Who knows it drops the second one."""
         attempt = self._attempt
         if attempt is None or self.phase is not Phase.PREFILLING or not attempt.is_answer_due(instance):
@@ -197,14 +197,14 @@ class Room:
         if not self.is_live:
             return []
         attempt = self._attempt
-        if attempt is not None and self._holds.has(attempt.pair.decode, self.epoch):
+        if attempt is not None and self._pending.has(attempt.pair.decode, self.epoch):
             self._settle_by = now + self.timeouts.accounts_s
             return self._close(now)
         return [Settled(), *self._close(now)]
 
     def give_up(self, kind: str, message: str, now: float, retry_after_s: int = 0) -> list[Effect]:
         """Ends the request with an error."""
-        return [Broken(kind, message, retry_after_s), *self._close(now)] if self.is_live else []
+        return [Failure(kind, message, retry_after_s), *self._close(now)] if self.is_live else []
 
     def worker_lost(
         self, instance: str, now: float, *, is_dead: bool = True, unreachable_since: float | None = None
@@ -214,12 +214,12 @@ class Room:
 
         A worker that could not be reached since before the attempt never had the request: not the request's doing.
         """
-        effects, epochs = self._holds.lose(instance)
+        effects, epochs = self._pending.lose(instance)
         attempt = self._attempt
         if is_dead:
-            self.suspicion.lost(instance, unreachable_since)
+            self.deaths.lost(instance, unreachable_since)
         else:
-            self.suspicion.cleared(instance)
+            self.deaths.cleared(instance)
         if self.phase is Phase.CLOSING:
             settled = self._settle() if attempt is not None and instance == attempt.pair.decode else []
             return effects + settled + self._maybe_closed()
@@ -229,7 +229,7 @@ class Room:
         if instance == attempt.pair.decode or not attempt.has_first or attempt.aborted is not None:
             self.failed_on.add(instance)
             if is_dead:
-                self.suspicion.lost(instance, unreachable_since, attempt.placed_at)
+                self.deaths.lost(instance, unreachable_since, attempt.placed_at)
             effects += self._attempt_failed("PeerLost", "a worker was lost", True, now)
         return effects
 
@@ -249,14 +249,14 @@ class Room:
 
     def tick(self, now: float) -> list[Effect]:
         """Ends what has made no progress for too long."""
-        effects = self._holds.tick(now, self.timeouts.gone_s)
+        effects = self._pending.tick(now, self.timeouts.gone_s)
         if self.phase is Phase.CLOSING:
             is_late = self._settle_by is not None and now >= self._settle_by
             return effects + (self._settle() if is_late else []) + self._maybe_closed()
         if self.is_live and self.deadline is not None and now >= self.deadline:
             return effects + self.give_up(DEADLINE_EXCEEDED, "the deadline passed", now)
         if (failure := self._last_failure) is not None and self.phase is Phase.QUEUED:
-            is_known = now >= self._proof_by or not self.suspicion.awaits_proof
+            is_known = now >= self._proof_by or not self.deaths.awaits_proof
             return effects + (self.give_up(failure.kind, failure.message, now) if is_known else [])
         if self._attempt is not None and self.is_at_workers:
             if (word := self._attempt.overdue_word(now)) is not None:
@@ -286,7 +286,7 @@ class Room:
         return self._advance(attempt, now)
 
     def _on_refused(self, attempt: Attempt, message: Refused, now: float) -> list[Effect]:
-        effects = self._holds.drop(message.instance, self.epoch)
+        effects = self._pending.drop(message.instance, self.epoch)
         if self.phase is Phase.STREAMING:  # decode reserved first: too late to refuse
             return effects + self._attempt_failed("Refused", message.reason, False, now)
         if message.retry_after_ms == 0:
@@ -325,7 +325,11 @@ class Room:
     def _on_finished(self, attempt: Attempt, message: Finished, now: float) -> list[Effect]:
         self._progress_at = now
         if message.output_tokens == 0:
-            return [Ended(message.reason), *self._holds.drop(message.instance, self.epoch), *self._close(now)]
+            return [
+                Ended(message.reason),
+                *self._pending.drop(message.instance, self.epoch),
+                *self._close(now),
+            ]
         if attempt.finished is not None:
             self.num_stale += 1
             return []
@@ -337,24 +341,24 @@ class Room:
 
     def _on_failed(self, attempt: Attempt, message: Failed, now: float) -> list[Effect]:
         if attempt.defers(message, now + self.timeouts.word_s):
-            dropped = self._holds.drop(message.instance, self.epoch)
-            if self._holds.has(attempt.pair.prefill, self.epoch):
+            dropped = self._pending.drop(message.instance, self.epoch)
+            if self._pending.has(attempt.pair.prefill, self.epoch):
                 return dropped
             self.failed_on.add(attempt.pair.prefill)  # it was heard before that it had dropped all its rooms
             return dropped + self._attempt_failed("PeerLost", "a worker was lost", True, now)
         if message.kind == DRAINING and self.num_output < self.sampling.max_new_tokens:
-            return self._holds.drop(message.instance, self.epoch) + self._requeue(Requeued(now), now)
+            return self._pending.drop(message.instance, self.epoch) + self._requeue(Requeued(now), now)
         self.failed_on.update(attempt.unable(message))
         effects = self._blame(*attempt.at_fault(message))
         if message.kind == PEER_LOST:
-            self.suspicion.suspect(attempt.at_fault(message), attempt.placed_at)
-        effects += self._holds.drop(message.instance, self.epoch)
+            self.deaths.suspect(attempt.at_fault(message), attempt.placed_at)
+        effects += self._pending.drop(message.instance, self.epoch)
         is_retryable = message.retryable and message.kind != DEADLINE_EXCEEDED
         return effects + self._attempt_failed(message.kind, message.message, is_retryable, now)
 
     def _on_gone(self, message: Gone, instance: str) -> list[Effect]:
-        gone = self._holds.gone(instance, message.epoch)
-        self.suspicion.cleared(instance)
+        gone = self._pending.gone(instance, message.epoch)
+        self.deaths.cleared(instance)
         effects = list(gone)
         if gone and message.timeline is not None:
             self.decode_timeline = summed(self.decode_timeline, message.timeline)
@@ -378,7 +382,7 @@ class Room:
             self.phase = Phase.STREAMING
             # Prefill's queue no longer carries this room, though its pages wait for the hand-off.
             done: list[Effect] = [
-                Judged(attempt.pair.prefill, self.epoch, True),
+                Outcome(attempt.pair.prefill, self.epoch, True),
                 Freed(attempt.pair.prefill, self.epoch),
             ]
             effects += [*self._deliver(attempt, attempt.head(), now), *done]
@@ -402,15 +406,15 @@ class Room:
         finished = attempt.finished
         if finished is None or self.phase is not Phase.STREAMING or not attempt.is_complete:
             return []
-        freed = self._holds.finish(self.epoch)  # decode had released prefill before
-        done = Judged(attempt.pair.decode, self.epoch, True)
+        freed = self._pending.finish(self.epoch)  # decode had released prefill before
+        done = Outcome(attempt.pair.decode, self.epoch, True)
         return [Ended(finished.reason), done, *freed, *self._close(now)]
 
     # --- ends ---------------------------------------------------------------------------------------------------------
 
     def _blame(self, *instances: str) -> list[Effect]:
         self.failed_on.update(instances)
-        return [Judged(instance, self.epoch, False) for instance in instances]
+        return [Outcome(instance, self.epoch, False) for instance in instances]
 
     def _attempt_failed(self, kind: str, message: str, retryable: bool, now: float) -> list[Effect]:
         self._num_failed += 1
@@ -421,20 +425,20 @@ class Room:
             return [Ended("stop" if is_stop else "length"), *self._close(now)]
         if quarantined := self._quarantine(now):
             return quarantined
-        if retryable and self._num_failed >= self.max_attempts and self.suspicion.awaits_proof:
-            self._last_failure, self._proof_by = Broken(kind, message), now + self.timeouts.suspect_s
+        if retryable and self._num_failed >= self.max_attempts and self.deaths.awaits_proof:
+            self._last_failure, self._proof_by = Failure(kind, message), now + self.timeouts.suspect_s
             return self._requeue(Requeued(math.inf, self._last_failure), now)
         if retryable and self._num_failed < self.max_attempts:
-            not_before = now + self.timeouts.suspect_s if self.suspicion.is_open else now
-            return self._requeue(Requeued(not_before, Broken(kind, message)), now)
+            not_before = now + self.timeouts.suspect_s if self.deaths.is_open else now
+            return self._requeue(Requeued(not_before, Failure(kind, message)), now)
         return self.give_up(kind, message, now)
 
     def _quarantine(self, now: float) -> list[Effect]:
         message = f"{MAX_DEATHS} workers were lost while they served it"
-        return self.give_up(QUARANTINED, message, now) if self.suspicion.is_proven else []
+        return self.give_up(QUARANTINED, message, now) if self.deaths.is_proven else []
 
     def _requeue(self, effect: Requeued, now: float) -> list[Effect]:
-        effects = self._holds.cancel(now)
+        effects = self._pending.cancel(now)
         self.phase = Phase.QUEUED
         self._attempt = None
         return [*effects, effect]
@@ -447,10 +451,10 @@ class Room:
     def _close(self, now: float) -> list[Effect]:
         self.stamps.ended = now
         self.phase = Phase.CLOSING
-        return self._holds.cancel(now) + self._maybe_closed()
+        return self._pending.cancel(now) + self._maybe_closed()
 
     def _maybe_closed(self) -> list[Effect]:
-        if self._holds:
+        if self._pending:
             return []
         self.phase = Phase.CLOSED
         return [*self._settle(), Closed()]
@@ -458,13 +462,13 @@ class Room:
     def check_integrity(self) -> None:
         """Raises AssertionError when an invariant of the table above does not hold."""
         attempt = self._attempt
-        assert (self.phase is Phase.CLOSED) <= (not self._holds), self
+        assert (self.phase is Phase.CLOSED) <= (not self._pending), self
         assert (attempt is not None) == self.is_at_workers or not self.is_live, self
         has_tokens = attempt is not None and attempt.num_output > 0
         assert (self.phase is Phase.STREAMING) == has_tokens or not self.is_live, self
         assert attempt is None or self.num_output == attempt.num_before + attempt.num_output, self
         assert self.is_settling <= (self.phase is Phase.CLOSING), self
-        assert (self.phase is Phase.CLOSING) <= self._holds.are_cancelled, self
+        assert (self.phase is Phase.CLOSING) <= self._pending.are_cancelled, self
 
 
 _HANDLERS: dict[type, Callable[..., list[Effect]]] = {

@@ -4,7 +4,7 @@ from msgspec import Struct
 
 from ...cluster.messages import DecodeTimeline, PrefillTimeline
 from ...cluster.transports import SHM, ZMQ_BLOCKS
-from .attempt_log import AttemptLog, Trace
+from .attempt_log import AttemptLog, AttemptTrace
 from .effects import Pair
 from .room import Room, Stamps
 
@@ -60,7 +60,7 @@ class Account(Struct, frozen=True, kw_only=True):
     tokenize_s: float
     queued_s: float
     now: float
-    trace: Trace
+    trace: AttemptTrace
 
     def timeline(self) -> Timeline:
         """As far as it is known."""
@@ -96,7 +96,7 @@ class Account(Struct, frozen=True, kw_only=True):
 
 
 def account_of(
-    room: Room, *, arrived: float, tokenize_s: float, queued_s: float, now: float, trace: Trace
+    room: Room, *, arrived: float, tokenize_s: float, queued_s: float, now: float, trace: AttemptTrace
 ) -> Account:
     """The account of a room at `now`; times are monotonic seconds."""
     return Account(

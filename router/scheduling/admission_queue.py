@@ -26,7 +26,7 @@ LONGEST_RETRY_AFTER_S = 30
 PACE_WINDOW_S = 10.0
 
 
-class Pace:
+class PlacementRate:
     """How many rooms get a pair per second, over about the last `PACE_WINDOW_S`."""
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class Pace:
         self._at = 0.0
 
     def __repr__(self) -> str:
-        return f"Pace({self._weight / PACE_WINDOW_S:.1f}/s)"
+        return f"PlacementRate({self._weight / PACE_WINDOW_S:.1f}/s)"
 
     def note(self, now: float) -> None:
         """One room got a pair."""
@@ -52,19 +52,19 @@ class Pace:
         return self._weight * math.exp(-max(0.0, now - self._at) / PACE_WINDOW_S)
 
 
-class Intake:
+class AdmissionQueue:
     """The bounds of one router."""
 
     def __init__(self, registry: Registry, waiting: WaitingList, max_queue: int) -> None:
         self.gate = Gate()
         self.reading_room = ReadingRoom(self.gate)
-        self.pace = Pace()
+        self.pace = PlacementRate()
         self._registry = registry
         self._waiting = waiting
         self._max_queue = max_queue
 
     def __repr__(self) -> str:
-        return f"Intake({self._waiting}, {self.gate}, {self.pace})"
+        return f"AdmissionQueue({self._waiting}, {self.gate}, {self.pace})"
 
     def check(self, jobs: Sequence[Job], now: float) -> None:
         """Takes the jobs of one request; whoever goes on calls `gate.leave` at its end. Raises ApiError and takes none."""

@@ -38,7 +38,7 @@ def decode_load(worker: Worker) -> float:
     )
 
 
-class Picker:
+class Balancer:
     """A policy for one role. This one: the least loaded worker; of equals always the same."""
 
     def __init__(self, load: Load) -> None:
@@ -58,7 +58,7 @@ class Picker:
         """An attempt goes there."""
 
 
-class CacheAware(Picker):
+class CacheAware(Balancer):
     """Prefill by what is left to compute."""
 
     def __init__(self, load: Load, index: PrefixIndex) -> None:
@@ -69,7 +69,7 @@ class CacheAware(Picker):
         return self.load(worker) + prompt.num_tokens - held_tokens(self._index, worker, prompt)
 
 
-class Session(Picker):
+class Session(Balancer):
     """Decode by what it holds, within reason."""
 
     def __init__(self, load: Load, index: PrefixIndex) -> None:
@@ -81,7 +81,7 @@ class Session(Picker):
         return self.load(worker) - AFFINITY * held
 
 
-class RoundRobin(Picker):
+class RoundRobin(Balancer):
     """In turns."""
 
     def __init__(self, load: Load) -> None:
@@ -100,7 +100,7 @@ class RoundRobin(Picker):
             del self._turns[next(iter(self._turns))]
 
 
-class PowerOfTwo(Picker):
+class PowerOfTwo(Balancer):
     """Nearly as even as the least loaded, and routers that do not know of each other do not all choose the same."""
 
     def __init__(self, load: Load, coin: Random) -> None:
@@ -118,19 +118,19 @@ def held_tokens(index: PrefixIndex, worker: Worker, prompt: Prompt) -> int:
     return min(num_held, (max(0, prompt.num_tokens - 1)) // size * size)
 
 
-def prefill_picker(name: str, index: PrefixIndex, coin: Random) -> Picker:
+def prefill_balancer(name: str, index: PrefixIndex, coin: Random) -> Balancer:
     """The policy of this name, one of `PREFILL_POLICIES`."""
     assert name in PREFILL_POLICIES, name
     return CacheAware(prefill_load, index) if name == "cache-aware" else _common(name, prefill_load, coin)
 
 
-def decode_picker(name: str, index: PrefixIndex, coin: Random) -> Picker:
+def decode_balancer(name: str, index: PrefixIndex, coin: Random) -> Balancer:
     """The policy of this name, one of `DECODE_POLICIES`."""
     assert name in DECODE_POLICIES, name
     return Session(decode_load, index) if name == "session" else _common(name, decode_load, coin)
 
 
-def _common(name: str, load: Load, coin: Random) -> Picker:
+def _common(name: str, load: Load, coin: Random) -> Balancer:
     if name == "round-robin":
         return RoundRobin(load)
-    return PowerOfTwo(load, coin) if name == "power-of-two" else Picker(load)
+    return PowerOfTwo(load, coin) if name == "power-of-two" else Balancer(load)

@@ -16,14 +16,14 @@ MIN_SAMPLES = 3  # before a line is believed
 
 
 @dataclass(eq=False)
-class Line:
+class LinearFit:
     """Seconds over tokens."""
 
     num_samples: int = 0
     _sums: list[float] = field(default_factory=lambda: [0.0] * 5)  # weights of 1, x, x^2, y, x*y
 
     def __repr__(self) -> str:
-        return f"Line({self.num_samples} samples)"
+        return f"LinearFit({self.num_samples} samples)"
 
     @property
     def is_known(self) -> bool:
@@ -55,14 +55,14 @@ class Line:
         return fixed + slope * tokens
 
 
-class Costs:
+class CostModel:
     """The lines of one fingerprint: prefill's forward, the hand-off, decode's own prefill."""
 
     def __init__(self) -> None:
-        self.prefill, self.handoff, self.local = Line(), Line(), Line()
+        self.prefill, self.handoff, self.local = LinearFit(), LinearFit(), LinearFit()
 
     def __repr__(self) -> str:
-        return f"Costs(prefill={self.prefill}, handoff={self.handoff}, local={self.local})"
+        return f"CostModel(prefill={self.prefill}, handoff={self.handoff}, local={self.local})"
 
     def prefilled(self, timeline: PrefillTimeline, *, is_local: bool) -> None:
         """A prompt was computed."""

@@ -15,13 +15,13 @@ from ...cluster.metrics import RouterMetrics
 from ..errors import unavailable
 from ..rooms.attempt import PEER_LOST, RoomEvent
 from ..rooms.effects import (
-    Broken,
     Closed,
     Deliver,
     Effect,
     Ended,
+    Failure,
     Freed,
-    Judged,
+    Outcome,
     Pair,
     Requeued,
     Send,
@@ -32,11 +32,11 @@ from ..rooms.quarantine import QUARANTINED
 from ..rooms.retries import RetryBudget
 from ..rooms.room import Phase, Room
 from ..workers.eligibility import Limits, can_ever, live_limits, live_pairs
-from ..workers.health_probe import Canaries
-from ..workers.outbox import Postbox, Soon, Transmit
-from ..workers.registration import Reception
+from ..workers.health_probe import HealthProbes
+from ..workers.outbox import Outbox, Soon, Transmit
+from ..workers.registration import Registration
 from ..workers.registry import Registry, Worker
-from .admission_queue import OVERLOADED, Intake
+from .admission_queue import OVERLOADED, AdmissionQueue
 from .history import History
 from .inbox import Inbox
 from .placement import PairingPolicy, Placer
@@ -73,7 +73,7 @@ class Dispatcher:
         self.metrics = metrics
         self.events: Counter[str] = Counter(stale_message=0)
         self.is_draining = False
-        self._postbox = Postbox(transmit, clock, soon)
+        self._outbox = Outbox(transmit, clock, soon)
         self._clock = clock
         self._queue_timeout_s = queue_timeout_s
         self._request_timeout_s = request_timeout_s  # 0: none
@@ -85,10 +85,10 @@ class Dispatcher:
             str, Entry
         ] = {}  # those of them that workers died with, as of their last requeue
         self._waiting = WaitingList()
-        self.intake = Intake(registry, self._waiting, max_queue)
-        self.canaries = Canaries(registry, self._postbox, mint, canary_s)
-        self._placer = Placer(registry, policy, self.canaries.proofs)
-        self._reception = Reception(registry, self._postbox, self.events)
+        self.admission = AdmissionQueue(registry, self._waiting, max_queue)
+        self.health_probes = HealthProbes(registry, self._outbox, mint, canary_s)
+        self._placer = Placer(registry, policy, self.health_probes.pair_health)
+        self._registration = Registration(registry, self._outbox, self.events)
         self._retries = RetryBudget()
         self.history = History(clock)
 
@@ -116,7 +116,7 @@ class Dispatcher:
 
     @property
     def is_ready(self) -> bool:
-        return not self.is_draining and self.canaries.is_ready(self._clock())
+        return not self.is_draining and self.health_probes.is_ready(self._clock())
 
     @property
     def event_totals(self) -> dict[str, int]:
@@ -134,7 +134,7 @@ class Dispatcher:
         if self.is_draining:
             raise unavailable("This server is shutting down; try another.")
         now = self._clock()
-        self.intake.check(jobs, now)
+        self.admission.check(jobs, now)
         request = new_request(jobs, now, tag)
         entries = request.entries = [self._enqueue(job, request, inbox, i, now) for i, job in enumerate(jobs)]
         self.history.begun(request)
@@ -145,8 +145,8 @@ class Dispatcher:
 
     def _turn_away(self, request: Request, now: float) -> None:
         """Keeps the queue within its bound. Raises ApiError when `request` itself would be served last."""
-        while (last := self.intake.surplus(request)) is not None:
-            full = self.intake.full(now)
+        while (last := self.admission.surplus(request)) is not None:
+            full = self.admission.full(now)
             if last.request is not request:
                 self._perform(last, last.room.give_up(OVERLOADED, str(full), now, full.retry_after_s), now)
                 continue
@@ -210,29 +210,29 @@ class Dispatcher:
             self._on_room_event(worker, message.room, message, now)
 
     def _on_hello(self, identity: bytes, message: Hello, now: float) -> None:
-        greeted = self._reception.hello(identity, message, now)
+        greeted = self._registration.hello(identity, message, now)
         if greeted is None:
             return
         worker = greeted.worker
         if greeted.has_dropped_all:
             self._settle_rooms_of(worker, now, is_dead=False)
-            self._postbox.flush(worker, now)
+            self._outbox.flush(worker, now)
             return
-        self.canaries.missed(worker.instance, now)
+        self.health_probes.missed(worker.instance, now)
         for entry in self._rooms_of(worker):
-            self._perform(entry, entry.room.say_again(worker.instance, now), now)
+            self._perform(entry, entry.room.resend_orders(worker.instance, now), now)
 
     def _on_heartbeat(self, identity: bytes, worker: Worker, message: Heartbeat, now: float) -> None:
         self.registry.heartbeat(identity, worker.instance, message.stats, now)
-        self._postbox.flush(worker, now)
+        self._outbox.flush(worker, now)
         self._admit(now)
         if not worker.is_serving:
             self._check_queue(now)
 
     def _on_room_event(self, worker: Worker, room: str, event: RoomEvent, now: float) -> None:
         if (entry := self._entries.get(room)) is None:
-            if not self.canaries.on(worker, room, event, now):
-                self._reception.orphan(worker, room, event, now)
+            if not self.health_probes.on(worker, room, event, now):
+                self._registration.orphan(worker, room, event, now)
             return
         stale = entry.room.num_stale
         if not isinstance(event, TokenItem):  # which teaches nobody anything
@@ -247,7 +247,7 @@ class Dispatcher:
         now = self._clock()
         lost = [(worker, worker.unreachable_since) for worker in workers]
         for worker in workers:
-            self._reception.farewell(
+            self._registration.deregister(
                 worker, [(entry.room.room, entry.room.epoch) for entry in self._rooms_of(worker)], now
             )
         for worker, since in lost:
@@ -256,11 +256,11 @@ class Dispatcher:
 
     def on_damaged(self, identity: bytes) -> None:
         """A message of this connection was lost."""
-        self._reception.damaged(identity, self._clock())
+        self._registration.damaged(identity, self._clock())
 
     def probe(self) -> None:
         """Some worker's connection ended: finds out whose."""
-        self._reception.probe(self._clock())
+        self._registration.probe(self._clock())
 
     def _rooms_of(self, worker: Worker) -> list[Entry]:
         return [entry for entry in self._entries.values() if worker.instance in entry.room.instances]
@@ -269,7 +269,7 @@ class Dispatcher:
         self, worker: Worker, now: float, *, is_dead: bool, unreachable_since: float | None = None
     ) -> None:
         """Tells every room of the worker that it is gone. A death is held against the room that is alone there, if any."""
-        self.canaries.lost(worker.instance, now)
+        self.health_probes.lost(worker.instance, now)
         entries = self._rooms_of(worker)
         alone = [entry for entry in entries if worker.instance in entry.room.alone_on]
         for entry in entries:
@@ -290,8 +290,8 @@ class Dispatcher:
         if overdue := self.registry.overdue(now):
             self.lose(overdue)
         for worker in self.registry:
-            self._postbox.flush(worker, now)
-        self.canaries.tick(now, may_ask=not self._waiting and not self.is_draining)
+            self._outbox.flush(worker, now)
+        self.health_probes.tick(now, may_ask=not self._waiting and not self.is_draining)
         for entry in list(self._entries.values()):
             if now >= entry.quiet_until:
                 self._tick_entry(entry, now)
@@ -305,7 +305,7 @@ class Dispatcher:
     def _tick_entry(self, entry: Entry, now: float) -> None:
         if entry.room.phase is Phase.QUEUED and entry.request.waited(now) > self._queue_timeout_s:
             message = f"No worker had room within {self._queue_timeout_s:g} s. Try again later."
-            gone = entry.room.give_up("QueueTimeout", message, now, self.intake.retry_after_s(now))
+            gone = entry.room.give_up("QueueTimeout", message, now, self.admission.retry_after_s(now))
             return self._perform(entry, gone, now)
         if entry.room.num_output:
             self._check_pairs(entry, now)
@@ -351,13 +351,13 @@ class Dispatcher:
         """Whether to wait for a better pair: while it is not known whether this one lives, and, for a request that must be
         alone, while another request is there.
         """
-        suspicion, timeouts = entry.room.suspicion, self._timeouts
-        if not suspicion:
+        deaths, timeouts = entry.room.deaths, self._timeouts
+        if not deaths:
             return False
         waited = now - max(entry.queued_at, entry.not_before)
-        if waited < timeouts.suspect_s and suspicion.has_suspect(pair.instances):
+        if waited < timeouts.suspect_s and deaths.has_suspect(pair.instances):
             return True
-        if not suspicion.must_be_alone or waited >= timeouts.alone_s:
+        if not deaths.must_be_alone or waited >= timeouts.alone_s:
             return False
         workers = [self.registry.get(instance) for instance in pair.instances]
         return any(worker is not None and worker.num_taken > 0 for worker in workers)
@@ -367,7 +367,7 @@ class Dispatcher:
         effects = entry.room.place(pair, now)
         entry.queued_s += now - entry.queued_at
         self._placer.book(entry, pair)
-        self.intake.pace.note(now)
+        self.admission.pace.note(now)
         self.events["local_prefill"] += pair.is_local
         if logger.isEnabledFor(logging.DEBUG):
             names = fields(
@@ -383,18 +383,18 @@ class Dispatcher:
             if isinstance(effect, Deliver):
                 entry.trace.delivered(len(effect.ids), now)
                 self._deliver(entry, effect, now)
-                is_admission_due |= bool(entry.room.suspicion)  # it may be off probation now
+                is_admission_due |= bool(entry.room.deaths)  # it may be off probation now
                 continue
             entry.quiet_until = 0.0
             if isinstance(effect, Freed):
                 self.registry.release(effect.instance, entry.room.room, effect.epoch)
                 is_admission_due = True
-            elif isinstance(effect, Judged):
-                self._reception.judge(entry.room.room, effect, now)
+            elif isinstance(effect, Outcome):
+                self._registration.judge(entry.room.room, effect, now)
             elif isinstance(effect, Send):
                 entry.trace.sent(effect.message, now)
                 if (worker := self.registry.get(effect.instance)) is not None:
-                    self._postbox.post(worker, addressed(effect.message, entry.request), now)
+                    self._outbox.post(worker, addressed(effect.message, entry.request), now)
             else:
                 entry.trace.did(effect, now)
                 is_admission_due |= self._perform_rare(entry, effect, now)
@@ -402,14 +402,14 @@ class Dispatcher:
             self._admit(now)
 
     def _perform_rare(
-        self, entry: Entry, effect: Ended | Settled | Broken | Requeued | Closed, now: float
+        self, entry: Entry, effect: Ended | Settled | Failure | Requeued | Closed, now: float
     ) -> bool:
         room = entry.room
         if isinstance(effect, (Ended, Settled)):
             self._placer.ended(entry)
             self._count(entry, "ok", now)
             entry.inbox.put(entry.index, effect)
-        elif isinstance(effect, Broken):
+        elif isinstance(effect, Failure):
             level = logging.DEBUG if entry.request.is_warned else logging.WARNING
             entry.request.is_warned = True
             logger.log(level, "failed", extra=fields(room=room.room, kind=effect.kind, reason=effect.message))
@@ -425,7 +425,7 @@ class Dispatcher:
             self.events["requeued"] += 1
             self.events["resumed"] += room.num_output > 0
             entry.requeue(now, effect.not_before)
-            if room.suspicion:
+            if room.deaths:
                 self._suspects[room.room] = entry
             self._waiting.join(entry)
             return True
@@ -436,7 +436,7 @@ class Dispatcher:
             self._waiting.leave(entry)
         return False
 
-    def _may_retry(self, entry: Entry, failure: Broken, now: float) -> bool:
+    def _may_retry(self, entry: Entry, failure: Failure, now: float) -> bool:
         """A death takes every room of a worker at once and is no storm: it draws on the budget and is never denied."""
         is_paid = self._retries.take(self.num_live, now) or failure.kind == PEER_LOST
         return is_paid and entry.need.prompt <= MAX_PROMPT_TOKENS
@@ -451,5 +451,5 @@ class Dispatcher:
 
     def _count(self, entry: Entry, outcome: str, now: float) -> None:
         if entry.request.end(entry.index, outcome, now):
-            self.intake.gate.leave(entry.request.caller)
+            self.admission.gate.leave(entry.request.caller)
             self.metrics.request_ended(entry.request.record(now))

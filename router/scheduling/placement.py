@@ -15,10 +15,10 @@ from ..rooms.attempt import HANDOFF_KINDS, RoomEvent
 from ..rooms.attempt_log import RUNNING
 from ..rooms.effects import Pair
 from ..workers.eligibility import able_pairs, emptiest_pairs, live_pairs
-from ..workers.pair_health import Proofs
+from ..workers.pair_health import PairHealth
 from ..workers.registry import Load, Registry, Worker
-from .balancing import Picker, decode_picker, held_tokens, prefill_picker
-from .cost_model import Costs
+from .balancing import Balancer, decode_balancer, held_tokens, prefill_balancer
+from .cost_model import CostModel
 from .prefixes import PrefixIndex, Prompt
 from .request_state import Entry
 
@@ -41,15 +41,15 @@ class Placer:
     """Chooses and books pairs."""
 
     def __init__(
-        self, registry: Registry, policy: PairingPolicy | None = None, proofs: Proofs | None = None
+        self, registry: Registry, policy: PairingPolicy | None = None, pair_health: PairHealth | None = None
     ) -> None:
         policy = policy or PairingPolicy()
-        self._registry, self._proofs = registry, Proofs() if proofs is None else proofs
+        self._registry, self._pair_health = registry, PairHealth() if pair_health is None else pair_health
         self._local_prefill_max = policy.local_prefill_max
         self._on_prefill, self._on_decode = PrefixIndex(), PrefixIndex()
-        self._prefill: Picker = prefill_picker(policy.prefill, self._on_prefill, policy.coin)
-        self._decode: Picker = decode_picker(policy.decode, self._on_decode, policy.coin)
-        self._costs: dict[str, Costs] = {}  # by fingerprint
+        self._prefill: Balancer = prefill_balancer(policy.prefill, self._on_prefill, policy.coin)
+        self._decode: Balancer = decode_balancer(policy.decode, self._on_decode, policy.coin)
+        self._cost_models: dict[str, CostModel] = {}  # by fingerprint
 
     def __repr__(self) -> str:
         return f"Placer(prefill={self._on_prefill}, decode={self._on_decode})"
@@ -64,17 +64,17 @@ class Placer:
         """
         avoid = entry.room.failed_on | doubtful
         pairs = able_pairs(live_pairs(self._registry, avoid), entry.need, avoid, tested)
-        if self._proofs.failing:
+        if self._pair_health.failing:
             pairs = self._sound(pairs, entry)
         if not pairs:
             return None
-        if entry.room.suspicion.must_be_alone:
+        if entry.room.deaths.must_be_alone:
             pairs = emptiest_pairs(pairs)
         prompt = entry.prompt
         prefill, decode = choose(pairs, self._prefill, self._decode, prompt)
         if (
             prefill is not decode
-            and not entry.room.suspicion
+            and not entry.room.deaths
             and self._is_better_on_decode(prefill, decode, prompt)
         ):
             prefill = decode
@@ -109,16 +109,16 @@ class Placer:
         if isinstance(event, Reserved) and worker.instance == pair.decode and self._has_choice("decode"):
             self._on_decode.learn(worker.instance, entry.prompt.pages(size), event.have // size)
         elif isinstance(event, FirstToken) and worker.instance == pair.prefill:
-            self._costs_of(worker).prefilled(event.timeline, is_local=False)
+            self._cost_model_of(worker).prefilled(event.timeline, is_local=False)
         elif isinstance(event, Finished) and worker.instance == pair.decode:
             self._on_finished(entry, worker, event)
             if event.timeline.handoff_blocks or pair.is_local:
                 since_ms = (
                     event.timeline.queue_ms + event.timeline.decode_ms
                 )  # decode has had the last block for so long
-                self._proofs.passed(pair.prefill, pair.decode, now - since_ms / 1000)
+                self._pair_health.passed(pair.prefill, pair.decode, now - since_ms / 1000)
         elif isinstance(event, Failed) and event.kind in HANDOFF_KINDS:
-            self._proofs.doubt(pair.prefill, pair.decode)
+            self._pair_health.doubt(pair.prefill, pair.decode)
 
     def watch(self, entry: Entry, now: float) -> None:
         """New tokens came: a stream has shown its pair with decode's first one, which may be long before its end."""
@@ -130,10 +130,10 @@ class Placer:
             and note.epoch != entry.shown_epoch
         ):
             entry.shown_epoch = note.epoch
-            self._proofs.passed(note.prefill, note.decode, now)
+            self._pair_health.passed(note.prefill, note.decode, now)
 
     def _on_finished(self, entry: Entry, worker: Worker, event: Finished) -> None:
-        costs = self._costs_of(worker)
+        costs = self._cost_model_of(worker)
         if event.prefill is not None:
             costs.prefilled(event.prefill, is_local=True)
         elif event.timeline.handoff_bytes:
@@ -149,7 +149,7 @@ class Placer:
 
     def _sound(self, able: list[tuple[Worker, Worker]], entry: Entry) -> list[tuple[Worker, Worker]]:
         """Of the pairs that can hold the request those that do not fail; without any, decode alone, else all of them."""
-        failing = self._proofs.failing
+        failing = self._pair_health.failing
         sound = [(p, d) for p, d in able if (p.instance, d.instance) not in failing]
         if sound or not able:
             return sound
@@ -161,7 +161,7 @@ class Placer:
         if not self._local_prefill_max or not decode.takes_prompts:
             return False
         num_new = prompt.num_tokens - held_tokens(self._on_decode, decode, prompt)
-        return num_new <= self._local_prefill_max and self._costs_of(decode).is_local_cheaper(
+        return num_new <= self._local_prefill_max and self._cost_model_of(decode).is_local_cheaper(
             new_on_prefill=prompt.num_tokens - held_tokens(self._on_prefill, prefill, prompt),
             new_on_decode=num_new,
             queued_tokens=prefill.num_tokens,
@@ -175,15 +175,15 @@ class Placer:
         count: int = self._registry.memo(role, lambda: sum(worker.role == role for worker in self._registry))
         return count > 1
 
-    def _costs_of(self, worker: Worker) -> Costs:
+    def _cost_model_of(self, worker: Worker) -> CostModel:
         fingerprint = worker.hello.fingerprint
-        if fingerprint not in self._costs:
-            self._costs[fingerprint] = Costs()
-        return self._costs[fingerprint]
+        if fingerprint not in self._cost_models:
+            self._cost_models[fingerprint] = CostModel()
+        return self._cost_models[fingerprint]
 
 
 def choose(
-    pairs: Sequence[tuple[Worker, Worker]], prefill: Picker, decode: Picker, prompt: Prompt
+    pairs: Sequence[tuple[Worker, Worker]], prefill: Balancer, decode: Balancer, prompt: Prompt
 ) -> tuple[Worker, Worker]:
     """One of the (prefill, decode) pairs: decode first, then one of its partners."""
     if len(pairs) == 1:

@@ -17,7 +17,7 @@ from ...cluster.metrics import Handoff, PromptWork, RequestRecord
 from ...cluster.tracing import OpenSpan, Passing
 from ..callers import ANYONE, Caller
 from ..rooms.attempt import DEADLINE_EXCEEDED, GRAMMARS_OVERDUE
-from ..rooms.attempt_log import Trace
+from ..rooms.attempt_log import AttemptTrace
 from ..rooms.room import Room
 from ..rooms.timeline import Account, Timeline, account_of
 from ..workers.eligibility import Need
@@ -175,7 +175,7 @@ class Entry:
     last_arrival: float = 0.0
     shown_epoch: int = -1  # of the attempt that has shown its pair
     quiet_until: float = 0.0  # the room's, as of its last tick; 0 when more than tokens came since
-    trace: Trace = field(default_factory=Trace)
+    trace: AttemptTrace = field(default_factory=AttemptTrace)
     _prompt: Prompt | None = None
 
     @property
@@ -236,7 +236,7 @@ def reserved_workers(suspects: Iterable[Entry], room: Room) -> set[str]:
     pairs = [
         entry.room.pair
         for entry in suspects
-        if entry.room.alone_on or (room.suspicion and entry.room.is_on_probation)
+        if entry.room.alone_on or (room.deaths and entry.room.is_on_probation)
     ]
     return {instance for pair in pairs if pair is not None for instance in pair.instances}
 

@@ -19,11 +19,11 @@ from msgspec.structs import replace
 from ...cluster.log import fields
 from ...cluster.messages import Cancel, FirstToken, Reserved, Sampling, TokenItem
 from ..rooms.attempt import DEADLINE_EXCEEDED, RoomEvent
-from ..rooms.effects import Broken, Closed, Effect, Ended, Freed, Judged, Pair, Requeued, Send, Timeouts
+from ..rooms.effects import Closed, Effect, Ended, Failure, Freed, Outcome, Pair, Requeued, Send, Timeouts
 from ..rooms.room import Room
 from .eligibility import Need, able_pairs, is_ready, live_pairs
-from .outbox import Postbox
-from .pair_health import Names, Proofs
+from .outbox import Outbox
+from .pair_health import Names, PairHealth
 from .registry import Load, Registry, Worker
 
 logger = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ PASSED, FAILED, UNDECIDED = "passed", "failed", "undecided"
 
 
 @dataclass(eq=False)
-class Canary:
+class HealthProbe:
     """One on its way."""
 
     room: Room
@@ -56,26 +56,24 @@ class Canary:
         return "decode gave no token" if TokenItem not in self.heard else "decode did not finish"
 
 
-class Canaries:
+class HealthProbes:
     """Of one router. Driven by the dispatcher's tick; `proofs` is what they and clients' requests have shown."""
 
-    def __init__(
-        self, registry: Registry, postbox: Postbox, mint: Callable[[], str], window_s: float
-    ) -> None:
-        self.proofs = Proofs(window_s)
+    def __init__(self, registry: Registry, outbox: Outbox, mint: Callable[[], str], window_s: float) -> None:
+        self.pair_health = PairHealth(window_s)
         self.outcomes: Counter[str] = Counter()
-        self._registry, self._postbox, self._mint = registry, postbox, mint
+        self._registry, self._outbox, self._mint = registry, outbox, mint
         self._window_s = window_s
         self._patience_s = window_s / 2
         self._timeouts = Timeouts(
             reserve_s=window_s, first_token_s=window_s, token_s=window_s
         )  # the deadline is sooner
-        self._canaries: dict[str, Canary] = {}  # by room
+        self._canaries: dict[str, HealthProbe] = {}  # by room
         self._next_at = 0.0
         self._ticked_at: float | None = None
 
     def __repr__(self) -> str:
-        return f"Canaries({len(self._canaries)} under way, {self.proofs})"
+        return f"HealthProbes({len(self._canaries)} under way, {self.pair_health})"
 
     @property
     def is_on(self) -> bool:
@@ -83,16 +81,16 @@ class Canaries:
 
     def is_ready(self, now: float) -> bool:
         """Whether some pair serves, and has shown it."""
-        return is_ready(self._registry) and (not self.is_on or self.proofs.is_ready(now))
+        return is_ready(self._registry) and (not self.is_on or self.pair_health.is_ready(now))
 
     def tick(self, now: float, *, may_ask: bool) -> None:
         """Ends what takes too long and, if it may, begins what is due."""
         if not self.is_on:
             return
-        self.proofs.see(live_pairs(self._registry))
+        self.pair_health.see(live_pairs(self._registry))
         for canary in list(self._canaries.values()):
             self._perform(canary, canary.room.tick(now), now)
-        urgent, due = self.proofs.urgent(), self.proofs.due(now)
+        urgent, due = self.pair_health.urgent(), self.pair_health.due(now)
         elapsed = 0.0 if self._ticked_at is None else now - self._ticked_at
         self._ticked_at = now
         if urgent or due:
@@ -118,9 +116,9 @@ class Canaries:
     def missed(self, instance: str, now: float) -> None:
         """A worker has not heard an order."""
         for canary in self._on_worker(instance):
-            self._perform(canary, canary.room.say_again(instance, now), now)
+            self._perform(canary, canary.room.resend_orders(instance, now), now)
 
-    def _on_worker(self, instance: str) -> list[Canary]:
+    def _on_worker(self, instance: str) -> list[HealthProbe]:
         return [one for one in self._canaries.values() if instance in one.room.instances]
 
     # --- where the next one goes --------------------------------------------------------------------------------------
@@ -136,13 +134,13 @@ class Canaries:
         for prefill, decode in due:
             names = prefill.instance, decode.instance
             if names not in asked and not (may_ask and self._is_free(prefill, decode)):
-                self.proofs.hold(*names, seconds)
+                self.pair_health.hold(*names, seconds)
 
     def _ask_next(self, names: list[Names], live: dict[Names, tuple[Worker, Worker]], now: float) -> None:
         asked = self._asked
         for one in names:
             if one not in asked and self._is_free(*live[one]):
-                self._next_at = now + self._window_s / 4 / min(len(self.proofs), MAX_PER_TURN)
+                self._next_at = now + self._window_s / 4 / min(len(self.pair_health), MAX_PER_TURN)
                 self._begin(*live[one], now)
                 return
 
@@ -169,27 +167,27 @@ class Canaries:
         pair = Pair(
             prefill=prefill.instance, decode=decode.instance, prefill_endpoint=prefill.hello.kv_endpoint
         )
-        canary = self._canaries[room.room] = Canary(room, (prefill.instance, decode.instance))
+        canary = self._canaries[room.room] = HealthProbe(room, (prefill.instance, decode.instance))
         effects = room.place(pair, now)
         load = Load(pages=decode.pages_for(NEED.total), tokens=NEED.total)
         self._registry.reserve(decode.instance, room.room, room.epoch, load)
         if not pair.is_local:
             self._registry.reserve(prefill.instance, room.room, room.epoch, Load(pages=0, tokens=NUM_PROMPT))
-        self.proofs.asked(*canary.names, now)
+        self.pair_health.asked(*canary.names, now)
         self._perform(canary, effects, now)
 
     # --- what becomes of it -------------------------------------------------------------------------------------------
 
-    def _perform(self, canary: Canary, effects: list[Effect], now: float) -> None:
+    def _perform(self, canary: HealthProbe, effects: list[Effect], now: float) -> None:
         room = canary.room
         for effect in effects:
             if isinstance(effect, Send):
                 self._send(room, effect, now)
             elif isinstance(effect, Freed):
                 self._registry.release(effect.instance, room.room, effect.epoch)
-            elif isinstance(effect, Judged) and effect.is_good:
+            elif isinstance(effect, Outcome) and effect.is_good:
                 self._registry.judge(effect.instance, room.room, effect.epoch, True, now)
-            elif isinstance(effect, (Ended, Broken)):
+            elif isinstance(effect, (Ended, Failure)):
                 self._decide(canary, effect, now)
             elif isinstance(effect, Requeued):  # refused, or the worker leaves: nothing is known
                 self._note(canary, UNDECIDED)
@@ -201,14 +199,14 @@ class Canaries:
         worker, message = self._registry.get(effect.instance), effect.message
         if worker is not None:
             order = message if isinstance(message, Cancel) else replace(message, salt=f"canary {room.room}")
-            self._postbox.post(worker, order, now)
+            self._outbox.post(worker, order, now)
 
-    def _decide(self, canary: Canary, effect: Ended | Broken, now: float) -> None:
+    def _decide(self, canary: HealthProbe, effect: Ended | Failure, now: float) -> None:
         if isinstance(effect, Ended):
             self._note(canary, PASSED)
-            if canary.names in self.proofs.failing:
+            if canary.names in self.pair_health.failing:
                 logger.info("a canary passed", extra=_fields(canary))
-            return self.proofs.passed(*canary.names, now)
+            return self.pair_health.passed(*canary.names, now)
         kind, message = effect.kind, effect.message
         if kind == DEADLINE_EXCEEDED:
             message = f"{canary.waits_for} within {self._patience_s:g} s"
@@ -216,19 +214,19 @@ class Canaries:
                 return self._note(canary, UNDECIDED)
         self._note(canary, FAILED)
         logger.warning("a canary failed", extra=_fields(canary, kind=kind, reason=message))
-        return self.proofs.failed(*canary.names, kind, message, now)
+        return self.pair_health.failed(*canary.names, kind, message, now)
 
-    def _is_crowded(self, canary: Canary) -> bool:
+    def _is_crowded(self, canary: HealthProbe) -> bool:
         """Whether its workers have had others to serve meanwhile, who may have made it late."""
         workers = [self._registry.get(instance) for instance in canary.names]
         return any(worker is not None and worker.num_taken > 1 for worker in workers)
 
-    def _note(self, canary: Canary, outcome: str) -> None:
+    def _note(self, canary: HealthProbe, outcome: str) -> None:
         if not canary.is_decided:
             canary.is_decided = True
             self.outcomes[outcome] += 1
 
 
-def _fields(canary: Canary, **more: object) -> dict[str, object]:
+def _fields(canary: HealthProbe, **more: object) -> dict[str, object]:
     prefill, decode = canary.names
     return fields(prefill=prefill, decode=decode, room=canary.room.room, **more)

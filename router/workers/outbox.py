@@ -14,7 +14,7 @@ Transmit = Callable[[bytes, bytes], bool]  # (identity, frame); False: its queue
 Soon = Callable[[Callable[[], None]], None]  # calls at the end of this turn of the event loop
 
 
-class Postbox:
+class Outbox:
     """Sends through `transmit`, and marks a worker that cannot be reached with the time since when.
 
     With `soon` what is posted in one turn of the loop leaves together, in as few frames as the worker takes: to wake

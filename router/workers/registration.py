@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from ...cluster.log import fields
 from ...cluster.messages import Cancel, Hello, Rejected
 from ..rooms.attempt import RoomEvent
-from ..rooms.effects import Judged
-from .outbox import Postbox
+from ..rooms.effects import Outcome
+from .outbox import Outbox
 from .registry import Registry, Worker
-from .stale_rooms import Leftovers, Orphans
+from .stale_rooms import Orphans, StaleRooms
 
 logger = logging.getLogger(__name__)
 
@@ -26,18 +26,18 @@ class Greeted:
     has_dropped_all: bool
 
 
-class Reception:
+class Registration:
     """Between the registry and the connections; knows rooms by their names only."""
 
-    def __init__(self, registry: Registry, postbox: Postbox, events: Counter[str]) -> None:
+    def __init__(self, registry: Registry, outbox: Outbox, events: Counter[str]) -> None:
         self._registry = registry
-        self._postbox = postbox
+        self._outbox = outbox
         self._events = events
-        self._leftovers = Leftovers()
+        self._stale_rooms = StaleRooms()
         self._orphans = Orphans()
 
     def __repr__(self) -> str:
-        return f"Reception({self._registry}, {self._leftovers})"
+        return f"Registration({self._registry}, {self._stale_rooms})"
 
     def hello(self, identity: bytes, message: Hello, now: float) -> Greeted | None:
         """Registers or refuses. None, when that changes nothing for any room."""
@@ -56,7 +56,7 @@ class Reception:
             logger.warning(
                 "worker rejected", extra=fields(role=message.role, instance=message.instance, reason=reason)
             )
-            self._postbox.answer(identity, answer)
+            self._outbox.answer(identity, answer)
             return None
         if known is None:
             logger.info(
@@ -66,22 +66,22 @@ class Reception:
             worker.forget_rooms()
         if worker.has_hole:  # it has not heard so
             answer = Rejected(instance=worker.instance, reason=DAMAGED)
-        self._postbox.greet(worker, answer, now)
-        for room, epoch in self._leftovers.take(message.instance, message.generation):
-            self._postbox.post(worker, Cancel(room=room, epoch=epoch, instance=worker.instance), now)
+        self._outbox.greet(worker, answer, now)
+        for room, epoch in self._stale_rooms.take(message.instance, message.generation):
+            self._outbox.post(worker, Cancel(room=room, epoch=epoch, instance=worker.instance), now)
         if has_dropped_all:
             logger.warning(
                 "worker dropped its rooms", extra=fields(role=worker.role, instance=worker.instance)
             )
             self._events["worker_dropped_rooms"] += 1
             return Greeted(worker, has_dropped_all=True)
-        self._postbox.flush(worker, now)
+        self._outbox.flush(worker, now)
         if not has_missed:
             return None
         self._events["damaged_order"] += 1
         return Greeted(worker, has_dropped_all=False)
 
-    def farewell(self, worker: Worker, rooms: Sequence[tuple[str, int]], now: float) -> None:
+    def deregister(self, worker: Worker, rooms: Sequence[tuple[str, int]], now: float) -> None:
         """Forgets a worker. If it is only slow, it shall not go on working on `rooms` (name and newest epoch) for nobody."""
         reason = "silent" if worker.unreachable_since is None else "unreachable"
         if worker.is_draining and not rooms:
@@ -92,11 +92,11 @@ class Reception:
             )
             self._events["worker_lost"] += 1
         for room, epoch in rooms:
-            self._postbox.post(worker, Cancel(room=room, epoch=epoch, instance=worker.instance), now)
-        self._leftovers.keep(worker.instance, worker.hello.generation, rooms)  # it may not have heard
+            self._outbox.post(worker, Cancel(room=room, epoch=epoch, instance=worker.instance), now)
+        self._stale_rooms.keep(worker.instance, worker.hello.generation, rooms)  # it may not have heard
         self._registry.remove(worker.instance)
 
-    def judge(self, room: str, verdict: Judged, now: float) -> None:
+    def judge(self, room: str, verdict: Outcome, now: float) -> None:
         """A worker did its part of an attempt, or failed it."""
         if self._registry.judge(verdict.instance, room, verdict.epoch, verdict.is_good, now):
             self._events["breaker_opened"] += 1
@@ -110,16 +110,16 @@ class Reception:
             if worker.identity == identity:
                 self._events["damaged_message"] += 1
                 worker.has_hole = True
-                self._postbox.post(worker, Rejected(instance=worker.instance, reason=DAMAGED), now)
+                self._outbox.post(worker, Rejected(instance=worker.instance, reason=DAMAGED), now)
 
     def orphan(self, worker: Worker, room: str, event: RoomEvent, now: float) -> None:
         """A worker speaks of a room that is over."""
         self._events["orphan_message"] += 1
         cancel = self._orphans.answer(room, worker.instance, event)
         if cancel is not None:
-            self._postbox.post(worker, cancel, now)
+            self._outbox.post(worker, cancel, now)
 
     def probe(self, now: float) -> None:
         """Some connection ended. Says Welcome again, which changes nothing for who is there and finds out who is gone."""
         for worker in self._registry:
-            self._postbox.post(worker, self._registry.welcome(worker.instance), now)
+            self._outbox.post(worker, self._registry.welcome(worker.instance), now)

@@ -10,14 +10,14 @@ NUM_ORPHANS = 1024  # rooms remembered as cancelled on a worker that still talks
 MAX_WORKERS = 256  # remembered; the oldest is forgotten, and the lease on its side frees what it holds
 
 
-class Leftovers:
+class StaleRooms:
     """By instance, and for one generation of it: a worker that gave the router up too has dropped them itself."""
 
     def __init__(self) -> None:
         self._rooms: dict[str, tuple[int, tuple[tuple[str, int], ...]]] = {}
 
     def __repr__(self) -> str:
-        return f"Leftovers({len(self._rooms)} workers)"
+        return f"StaleRooms({len(self._rooms)} workers)"
 
     def keep(self, instance: str, generation: int, rooms: Sequence[tuple[str, int]]) -> None:
         """Remembers the rooms of a worker that was given up, each with its newest epoch."""

@@ -12,7 +12,7 @@ from baton.cluster.messages import Reserve, TokenItem, Tokens
 from baton.deploy.api_keys import add
 from baton.router import server, wire
 from baton.router.answer import Answer
-from baton.router.scheduling import inbox
+from baton.router.scheduling import dispatcher, inbox
 from baton.router.scheduling.request_state import Entry
 from baton.router.tokenizer import load_tokenizer
 from baton.tests.cluster.http_time import read_to_the_end, seconds_left, standing_time

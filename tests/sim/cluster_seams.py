@@ -22,12 +22,12 @@ from baton.prefill.worker import PrefillWorker
 from baton.router.rooms import quarantine
 from baton.router.rooms.attempt import Attempt
 from baton.router.rooms.effects import Deliver, Freed
-from baton.router.rooms.pending_cancels import Holds
+from baton.router.rooms.pending_cancels import PendingCancels
 from baton.router.rooms.retries import RetryBudget
 from baton.router.rooms.room import Room
 from baton.router.scheduling.dispatcher import Dispatcher
 from baton.router.workers import eligibility
-from baton.router.workers.registration import Reception
+from baton.router.workers.registration import Registration
 from baton.router.workers.registry import UNREACHABLE_S, Registry
 from baton.tests.sim.cluster_faults import Faults
 from baton.tests.sim.cluster_nodes import SimSender
@@ -165,7 +165,7 @@ def no_explicit_cancel():
         hold.num_cancels += 1
         return Freed(hold.instance, -1)  # an effect that changes nothing
 
-    return patch.object(Holds, "_ask", keep_quiet), Options(faults=Faults(leave=0.9))
+    return patch.object(PendingCancels, "_ask", keep_quiet), Options(faults=Faults(leave=0.9))
 
 
 def free_on_send():
@@ -263,7 +263,7 @@ def no_heartbeat():
 
 def no_generation():
     """The router does not hear that a worker has dropped all its rooms."""
-    hello = Reception.hello
+    hello = Registration.hello
 
     def deaf(self, identity, message, now):
         known = self._registry.get(message.instance)
@@ -275,7 +275,7 @@ def no_generation():
         faults=Faults(cut=3), settings=Settings(step_s=0.1), num_prefills=2, num_decodes=2, num_clients=12,
         served_within_s=2.8,
     )  # fmt: skip
-    return patch.object(Reception, "hello", deaf), options
+    return patch.object(Registration, "hello", deaf), options
 
 
 def no_broken_connection():
@@ -290,7 +290,7 @@ def no_broken_connection():
 def no_repeated_orders():
     """The router does not hear that a worker missed an order of it."""
     options = Options(faults=Faults(order_flip=0.1), num_clients=16, may_repeat=False)
-    return patch.object(Room, "say_again", lambda *_: []), options
+    return patch.object(Room, "resend_orders", lambda *_: []), options
 
 
 def no_lost_router():
@@ -305,7 +305,7 @@ def no_lost_router():
             for owner, name in (
                 (DecodeWorker, "drop_rooms"),
                 (PrefillWorker, "drop_rooms"),
-                (Reception, "orphan"),
+                (Registration, "orphan"),
             ):
                 stack.enter_context(patch.object(owner, name, lambda *_: None))
             yield

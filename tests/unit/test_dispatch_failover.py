@@ -18,7 +18,7 @@ from baton.cluster.messages import (
     Tokens,
     WorkerStats,
 )
-from baton.router.rooms.effects import Broken, Deliver, Ended, Timeouts
+from baton.router.rooms.effects import Deliver, Ended, Failure, Timeouts
 from baton.router.rooms.retries import BUDGET_FLOOR
 from baton.router.workers.breaker import BREAKER_OPEN_S
 from baton.router.workers.registry import UNREACHABLE_S
@@ -102,7 +102,7 @@ def test_of_requests_that_were_with_a_dead_worker_one_at_a_time_meets_the_next_a
     assert [m.epoch for m in world.of(b"p2", Prefill)] == [1, 0, 1], "the next one's turn"
     world.kill((b"p2", P2))
     last = world.of(b"p2", Prefill)[-1].room
-    assert [entry.room.room for entry in entries if entry.room.suspicion.must_be_alone] == [last], "alone"
+    assert [entry.room.room for entry in entries if entry.room.deaths.must_be_alone] == [last], "alone"
 
 
 def test_a_stream_without_a_pair_waits_a_while_and_goes_on_when_one_comes_back():
@@ -174,7 +174,7 @@ def test_a_stream_without_a_pair_ends_with_an_error_when_none_comes_back():
     world.kill((b"d", D))
     world.pass_time(PAIR_S + 0.1)
     assert not entry.room.is_live
-    assert events(inbox) == [Deliver([9], []), Broken("PeerLost", "no pair is left to go on with")]
+    assert events(inbox) == [Deliver([9], []), Failure("PeerLost", "no pair is left to go on with")]
 
 
 def test_a_request_that_has_no_token_yet_does_not_wait_for_a_pair():
@@ -192,7 +192,7 @@ def test_rooms_do_not_go_from_one_lost_worker_to_another_that_is_lost_with_it():
     world.add(*others)
     world.kill((b"d", D), (b"d2", D2))
     assert world.epochs(b"d2") == []
-    assert (entry.room.epoch, entry.room.suspicion.died_with) == (0, {D})
+    assert (entry.room.epoch, entry.room.deaths.died_with) == (0, {D})
 
 
 def test_a_worker_that_cannot_be_reached_is_tried_last_and_is_not_counted_against_the_request():
@@ -206,7 +206,7 @@ def test_a_worker_that_cannot_be_reached_is_tried_last_and_is_not_counted_agains
     world.add((b"d3", "6" * 32, "decode"))
     world.pass_time(UNREACHABLE_S + 0.1)
     assert world.epochs(b"d3") == [2]
-    assert (entry.room.is_live, entry.room.suspicion.died_with) == (True, {D})
+    assert (entry.room.is_live, entry.room.deaths.died_with) == (True, {D})
 
 
 D3, P3, P4, D4 = ("6" * 32, "7" * 32, "8" * 32, "9" * 32)
@@ -225,7 +225,7 @@ def after_two_deaths():
     assert [message.room for message in world.of(b"d2", Reserve)] == [entry.room.room]
     assert [message.room for message in world.of(b"d3", Reserve)] == [innocent.room.room]
     world.kill((b"d2", D2))
-    assert entry.room.suspicion.died_with == {D, D2}
+    assert entry.room.deaths.died_with == {D, D2}
     return world, entry, inbox, innocent
 
 
@@ -285,7 +285,7 @@ def test_a_third_death_ends_the_request_and_is_held_against_no_other():
     world.kill((b"d3", D3))
     assert [event.kind for event in events(inbox)] == ["Quarantined"]
     assert world.dispatcher.events["quarantined"] == 1
-    assert not innocent.room.suspicion
+    assert not innocent.room.deaths
 
 
 def fail(world, entry, identity=b"d", instance=D, kind="BadLogits", retryable=True):
@@ -404,7 +404,7 @@ def test_a_worker_that_leaves_at_the_end_of_its_drain_is_not_held_against_its_re
     world.dispatcher.on_message(b"d", Goodbye(instance=D))
     world.add(*others)
     world.kill((b"d", D))
-    assert (world.epochs(b"d2"), entry.room.suspicion.died_with) == ([1], set())
+    assert (world.epochs(b"d2"), entry.room.deaths.died_with) == ([1], set())
 
 
 def with_local(**settings):
