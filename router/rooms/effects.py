@@ -1,6 +1,6 @@
-"""What a room asks of its surroundings, and the small records that it is made with.
+"""The effects that a room returns for the dispatcher to perform, and its small records.
 
-Effects are made several per message of a worker, so they are of the kind of struct that is quickest to make.
+Effects are msgspec structs because several are made per message and these are the cheapest to make.
 """
 
 from dataclasses import dataclass
@@ -14,25 +14,21 @@ from ...cluster.messages import Cancel, Prefill, Reserve, TokenLogprob
 class Timeouts:
     """Longest time without progress per state, in seconds."""
 
-    reserve_s: float = 10.0  # decode's answer to Reserve, which it gives between two steps
-    first_token_s: float = (
-        300.0  # a prompt may wait behind others on prefill, whose liveness the heartbeat shows
-    )
+    reserve_s: float = 10.0  # for decode's answer to Reserve, which it sends between two steps
+    first_token_s: float = 300.0  # a prompt may queue on prefill; the heartbeat shows that prefill lives
     token_s: float = 60.0
     gone_s: float = (
-        30.0  # a worker that lives answers a Cancel, which is repeated; else its own lease frees the room
+        30.0  # for the answer to a Cancel, which is repeated; later the worker's own lease frees the room
     )
-    suspect_s: float = (
-        2.0  # until a silent worker is known to live or to be dead; its heartbeats stop counting before
-    )
-    accounts_s: float = 0.3  # decode's last word on what a stopped room cost
-    word_s: float = 1.0  # prefill's own word on why it gave a hand-off up, when decode has told that it did
-    alone_s: float = 2.0  # for a pair with nothing else on it, where the next death would be proof
-    pair_s: float = 5.0  # for a pair to come back, while a stream that has begun has none left
+    suspect_s: float = 2.0  # until a silent worker is known to live or to be dead
+    accounts_s: float = 0.3  # for decode's account of a stopped room
+    word_s: float = 1.0  # for prefill's own reason after decode reported that prefill gave the hand-off up
+    alone_s: float = 2.0  # for an idle pair, where the next death may be proof
+    pair_s: float = 5.0  # for a pair to return, while a stream that has begun has none
 
 
 class Pair(Struct, frozen=True, kw_only=True, gc=False):
-    """The workers of one attempt. Where `prefill` is `decode`, that worker computes the prompt itself."""
+    """The workers of one attempt. Where `prefill` equals `decode`, that worker computes the prompt itself."""
 
     prefill: str  # instance
     decode: str  # instance
@@ -48,28 +44,28 @@ class Pair(Struct, frozen=True, kw_only=True, gc=False):
 
 
 class Send(Struct, frozen=True, gc=False):
-    """A message for a worker."""
+    """Sends a message to a worker."""
 
     instance: str
     message: Reserve | Prefill | Cancel
 
 
 class Deliver(Struct, frozen=True, gc=False):
-    """New output tokens for the client, in order; with the first ones what was asked of the prompt's."""
+    """Gives new output tokens to the client, in order. The first delivery also has the prompt's log-probabilities."""
 
     ids: list[int]
     logprobs: list[TokenLogprob]
-    prompt: list[TokenLogprob] = []  # of its tokens from the second on
+    prompt: list[TokenLogprob] = []  # from its second token on
 
 
 class Ended(Struct, frozen=True, gc=False):
-    """The request is complete; "stop" or "length"."""
+    """The request is complete; `reason` is "stop" or "length"."""
 
     reason: str
 
 
 class Settled(Struct, frozen=True, gc=False):
-    """What a stopped request cost is known now, or will never be."""
+    """The cost of a stopped request is final, known or not."""
 
 
 class Failure(Struct, frozen=True, gc=False):
@@ -77,7 +73,7 @@ class Failure(Struct, frozen=True, gc=False):
 
     kind: str
     message: str
-    retry_after_s: int = 0  # until another try is worth while; 0: nobody knows
+    retry_after_s: int = 0  # until another try is worthwhile; 0: unknown
 
 
 class Freed(Struct, frozen=True, gc=False):
@@ -98,8 +94,8 @@ class Outcome(Struct, frozen=True, gc=False):
 class Requeued(Struct, frozen=True, gc=False):
     """The room wants another pair, not before `not_before` (monotonic seconds).
 
-    `failure` is what failed the attempt, and what the client hears if nobody pays for another; None after a refusal,
-    which costs no attempt.
+    `failure` says why the attempt failed. The client gets it when the retry budget denies another attempt. None after a
+    refusal, which costs no attempt.
     """
 
     not_before: float
@@ -107,7 +103,7 @@ class Requeued(Struct, frozen=True, gc=False):
 
 
 class Closed(Struct, frozen=True, gc=False):
-    """Forget the room."""
+    """The room is over and can be forgotten."""
 
 
 Effect = Send | Deliver | Ended | Settled | Failure | Freed | Outcome | Requeued | Closed

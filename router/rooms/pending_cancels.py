@@ -1,4 +1,4 @@
-"""The workers that may hold something of a room, each asked to let go of it until it says that it has."""
+"""The workers that may hold something of a room. Each gets a Cancel at the end, repeated until its Gone arrives. Pure."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ CANCEL_AGAIN_S = 0.25  # a Cancel without Gone is repeated after so long, then a
 
 @dataclass
 class PendingCancel:
-    """A worker that may hold something of an attempt."""
+    """A worker that may hold something of an attempt, with the state of its Cancel."""
 
     instance: str
     epoch: int
@@ -19,17 +19,18 @@ class PendingCancel:
     num_cancels: int = 0
 
     def is_due(self, now: float) -> bool:
-        """Whether its Cancel should go out again: the last one, or the Gone that answers it, may be lost."""
+        """Whether the Cancel is repeated now: it, or the Gone that answers it, may be lost."""
         return self.cancelled_at is not None and now - self.cancelled_at >= CANCEL_AGAIN_S * (
             2**self.num_cancels - 1
         )
 
     def is_overdue(self, now: float, gone_s: float) -> bool:
+        """Whether the Cancel has been unanswered for longer than `gone_s`."""
         return self.cancelled_at is not None and now - self.cancelled_at > gone_s
 
 
 class PendingCancels:
-    """Those of one room, of all its attempts."""
+    """Those of one room, for all its attempts."""
 
     def __init__(self, room: str) -> None:
         self._room = room
@@ -50,13 +51,15 @@ class PendingCancels:
         return all(hold.cancelled_at is not None for hold in self._pending)
 
     def add(self, instances: Sequence[str], epoch: int) -> None:
+        """Workers of a new attempt."""
         self._pending += [PendingCancel(instance, epoch) for instance in instances]
 
     def has(self, instance: str, epoch: int) -> bool:
+        """Whether the worker may hold something of this attempt."""
         return any(hold.instance == instance and hold.epoch == epoch for hold in self._pending)
 
     def cancel(self, now: float) -> list[Effect]:
-        """Asks whoever was not asked yet."""
+        """Sends a Cancel to every worker that has not been sent one."""
         asked: list[Effect] = []
         for hold in self._pending:
             if hold.cancelled_at is None:
@@ -65,7 +68,7 @@ class PendingCancels:
         return asked
 
     def tick(self, now: float, gone_s: float) -> list[Effect]:
-        """Asks again; a worker that has not answered for `gone_s` is taken to hold nothing, its own lease sees to that."""
+        """Repeats due Cancels. A worker silent for `gone_s` is dropped: its own lease frees the room."""
         overdue = [hold for hold in self._pending if hold.is_overdue(now, gone_s)]
         return self._free(overdue) + [self._ask(hold) for hold in self._pending if hold.is_due(now)]
 
@@ -75,12 +78,12 @@ class PendingCancels:
         return self._free([hold for hold in mine if hold.cancelled_at is not None])
 
     def lose(self, instance: str) -> tuple[list[Effect], set[int]]:
-        """The worker is no more; also the epochs that it held."""
+        """Drops a worker that is gone. Returns the effects and the epochs that it had."""
         lost = [hold for hold in self._pending if hold.instance == instance]
         return self._free(lost), {hold.epoch for hold in lost}
 
     def finish(self, epoch: int) -> list[Effect]:
-        """An attempt is complete: nothing of it is held anywhere."""
+        """Drops all workers of a complete attempt."""
         freed: list[Effect] = []
         kept: list[PendingCancel] = []
         for hold in self._pending:
@@ -92,7 +95,7 @@ class PendingCancels:
         return freed
 
     def drop(self, instance: str, epoch: int) -> list[Effect]:
-        """The worker itself said that it holds nothing of an attempt."""
+        """Drops one attempt of a worker that itself reported to hold nothing of it."""
         self._pending = [
             hold for hold in self._pending if not (hold.instance == instance and hold.epoch == epoch)
         ]

@@ -13,15 +13,15 @@ A worker that its peer found silent is a suspect. It stays one until it answers,
 from collections.abc import Iterable
 
 MAX_DEATHS = 3  # of workers that had the request
-QUARANTINED = "Quarantined"  # how the router calls what ends a request then
+QUARANTINED = "Quarantined"  # kind of the Failure that ends such a request
 
 
 class DeathRecord:
-    """Of one request."""
+    """The deaths and suspects of one request."""
 
     def __init__(self) -> None:
         self.died_with: set[str] = set()
-        self._suspects: dict[str, float] = {}  # instance -> when it got the request
+        self._suspects: dict[str, float] = {}  # instance -> when it received the request
 
     def __repr__(self) -> str:
         return f"DeathRecord({len(self.died_with)} deaths, {len(self._suspects)} suspects)"
@@ -31,7 +31,7 @@ class DeathRecord:
 
     @property
     def is_proven(self) -> bool:
-        """Whether it gets no other attempt."""
+        """Whether the request gets no other attempt."""
         return len(self.died_with) >= MAX_DEATHS
 
     @property
@@ -41,30 +41,30 @@ class DeathRecord:
 
     @property
     def is_open(self) -> bool:
-        """Whether it killed one and may have killed another."""
+        """Whether the request killed one worker and may have killed another."""
         return bool(self.died_with and self._suspects.keys() - self.died_with)
 
     @property
     def awaits_proof(self) -> bool:
-        """Whether it is proven if all suspects are dead."""
+        """Whether the request is proven if all of its suspects are dead."""
         return not self.is_proven and len(self.died_with | self._suspects.keys()) >= MAX_DEATHS
 
     def has_suspect(self, instances: Iterable[str]) -> bool:
-        """Whether one of these is neither known to live nor to be dead."""
+        """Whether one of these workers is neither known to live nor known to be dead."""
         return any(instance in self._suspects for instance in instances)
 
     def suspect(self, instances: Iterable[str], placed_at: float) -> None:
-        """They were found silent in an attempt that was placed at `placed_at`."""
+        """Notes workers found silent in an attempt that was placed at `placed_at`."""
         self._suspects.update(dict.fromkeys(instances, placed_at))
 
     def cleared(self, instance: str) -> None:
-        """It lives, or its death is held against another request."""
+        """Removes a suspect: it lives, or its death is held against another request."""
         self._suspects.pop(instance, None)
 
     def lost(self, instance: str, unreachable_since: float | None, placed_at: float | None = None) -> None:
-        """It is dead. Counts when it had the request: as a suspect, or in the attempt that was placed at `placed_at`.
+        """Notes that a worker is dead. Counts if it had the request: as a suspect, or in the attempt placed at `placed_at`.
 
-        A worker that could not be reached since before never had it.
+        A worker unreachable since before the placement never received the request.
         """
         placed_at = self._suspects.get(instance) if placed_at is None else placed_at
         if placed_at is not None and (unreachable_since is None or unreachable_since > placed_at):

@@ -1,4 +1,4 @@
-"""The retry budget: repeated attempts are a bounded share of all requests, so that a bad moment does not get worse. Pure."""
+"""The limits on repeated attempts: a number per room, and a budget over all rooms that keeps a fault from growing. Pure."""
 
 from collections import deque
 
@@ -10,7 +10,7 @@ BUDGET_STEP_S = 1.0  # how finely the window slides
 
 
 class RetryBudget:
-    """Repeated attempts may be a fifth of the rooms: of those that came within the window, or of those that live now."""
+    """Allows repeated attempts for a fifth of the rooms: of those that came within the window, or of those live now."""
 
     def __init__(self) -> None:
         self._steps: deque[list[float]] = (
@@ -21,11 +21,11 @@ class RetryBudget:
         return f"RetryBudget({self._sum(2):g} of {self._sum(1):g} rooms)"
 
     def came(self, num_rooms: int, now: float) -> None:
-        """Rooms have arrived."""
+        """Counts new rooms."""
         self._step(now)[1] += num_rooms
 
     def take(self, num_live: int, now: float) -> bool:
-        """Whether one more repeated attempt is allowed; it counts then."""
+        """Whether one more repeated attempt is allowed; counts it if so."""
         step = self._step(now)
         allowed = max(BUDGET_FLOOR, BUDGET_SHARE * max(num_live, self._sum(1)))
         if self._sum(2) + 1 > allowed:

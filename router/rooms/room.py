@@ -1,20 +1,20 @@
-"""The life of one request in the router, as a pure state machine: events in, effects out, no clock and no socket.
+"""The life of one request in the router: a pure state machine with events in and effects out, without clock or socket.
 
-A room is one request; an attempt is one try of it on a (prefill, decode) pair and has an epoch of its own.
+A room is one request. An attempt is one try of it on a (prefill, decode) pair; its epoch is its number, from 0.
 
     QUEUED      waits for a pair                     place() -> PREFILLING
     PREFILLING  sent to both workers, no token yet   token 1 and Reserved -> STREAMING; failed -> QUEUED or CLOSING
     STREAMING   the client has tokens of the attempt Finished -> CLOSED; failed -> QUEUED or CLOSING; cancelled -> CLOSING
-    CLOSING     the client has its end; Cancel went to the workers that may hold something, their Gone is awaited
-    CLOSED      nothing of the room is left anywhere
+    CLOSING     the client has its end; Cancel went to all workers that may hold something, their Gone is awaited
+    CLOSED      no worker holds anything of the room
 
-Token 1 is withheld until decode has said Reserved, so that a refusal never comes after a token reached the client. A new
-attempt takes up where the last one ended: its prompt is the client's and all tokens so far, and since what is chosen
-depends on the absolute position, the client's stream goes on as if nothing had happened. There are `max_attempts` of them,
-refusals not counted; a request that was with two workers when they died gets no other, see `suspicion`. A room with a
-deadline ends with an error when it is over, in every state. A stop string ends a room here, while decode still works:
-what decode spent on it comes with its Gone, which is awaited for `accounts_s` at most before the room counts as settled.
-Whatever comes from another attempt or another worker than the attempt's own is dropped and counted.
+Token 1 is withheld until decode has sent Reserved, so a refusal never follows a delivered token. The prompt of a new
+attempt is the client's prompt and all tokens delivered so far. Sampling depends on the absolute position only, so the
+client's stream continues without a seam. A room gets `max_attempts` attempts; refusals are not counted. Deaths of its
+workers can end it sooner, see `quarantine`. A room with a deadline ends with an error when the deadline passes, in every
+state. A stop string ends a room in the router while decode still works. Decode's account of the cost comes with its Gone,
+and the room counts as settled after at most `accounts_s`. Messages of other attempts and of other workers are dropped and
+counted.
 """
 
 import math
@@ -67,7 +67,7 @@ T = TypeVar("T", PrefillTimeline, DecodeTimeline)
 
 
 class Phase(Enum):
-    """Where a room stands; see the table in `rooms`."""
+    """The states of a room; the table in the module docstring has their transitions."""
 
     QUEUED = "queued"
     PREFILLING = "prefilling"
@@ -78,7 +78,7 @@ class Phase(Enum):
 
 @dataclass
 class Stamps:
-    """When things happened to a room, in monotonic seconds; None: not yet."""
+    """Times of a room's events in monotonic seconds; None before the event."""
 
     created: float
     first_token: float | None = None
@@ -100,11 +100,11 @@ class Room:
 
     phase: Phase = Phase.QUEUED
     epoch: int = -1
-    output_ids: list[int] = field(default_factory=list)  # that went to the client, of all attempts
+    output_ids: list[int] = field(default_factory=list)  # delivered to the client, by all attempts
     failed_on: set[str] = field(default_factory=set)
     num_stale: int = 0
-    cached_tokens: int = 0  # of the client's prompt, found by the first prefill that ended
-    prefill_timeline: PrefillTimeline | None = None  # like decode's, of all attempts that are known
+    cached_tokens: int = 0  # of the client's prompt, as the first completed prefill reported
+    prefill_timeline: PrefillTimeline | None = None  # sum over all attempts that reported, like decode's
     decode_timeline: DecodeTimeline | None = None
 
     def __post_init__(self) -> None:
@@ -113,10 +113,10 @@ class Room:
         self.deaths = DeathRecord()
         self._progress_at = self.created
         self._pending = PendingCancels(self.room)
-        self._settle_by: float | None = None  # until then decode's account of a stopped room is awaited
+        self._settle_by: float | None = None  # end of the wait for decode's account of a stopped room
         self._attempt: Attempt | None = None
         self._last_failure: Failure | None = (
-            None  # no attempt is left; whether this one killed a worker is awaited
+            None  # of the last attempt, while the fate of a silent worker is unknown
         )
         self._proof_by = math.inf
 
@@ -125,12 +125,12 @@ class Room:
 
     @property
     def is_live(self) -> bool:
-        """Whether the client still waits for something."""
+        """Whether the client still waits for output."""
         return self.phase in (Phase.QUEUED, Phase.PREFILLING, Phase.STREAMING)
 
     @property
     def is_at_workers(self) -> bool:
-        """Whether an attempt runs for a client that waits."""
+        """Whether an attempt runs for a live client."""
         return self.phase in (Phase.PREFILLING, Phase.STREAMING)
 
     @property
@@ -140,20 +140,20 @@ class Room:
 
     @property
     def is_on_probation(self) -> bool:
-        """Whether it is at its workers and may yet kill them, for all that is known."""
+        """Whether the room has a record of deaths and its attempt has not yet given a token of decode."""
         attempt = self._attempt
         return bool(self.deaths) and attempt is not None and self.is_at_workers and attempt.num_output < 2
 
     @property
     def alone_on(self) -> tuple[str, ...]:
-        """The workers on which no other request is placed now: it is on probation there, and the next death is proof."""
+        """The workers reserved for this room: it is on probation there, and the next death may be proof. Else ()."""
         attempt = self._attempt
         is_alone = attempt is not None and self.deaths.must_be_alone and self.is_on_probation
         return attempt.instances if attempt is not None and is_alone else ()
 
     @property
     def pair(self) -> Pair | None:
-        """The pair of the last attempt; None while the room waits for another."""
+        """The pair of the current or last attempt; None while the room waits for a pair."""
         return self._attempt.pair if self._attempt is not None else None
 
     @property
@@ -172,7 +172,7 @@ class Room:
     # --- commands -----------------------------------------------------------------------------------------------------
 
     def place(self, pair: Pair, now: float) -> list[Effect]:
-        """Starts the next attempt on `pair`."""
+        """Starts the next attempt on `pair`. The room must be QUEUED."""
         assert self.phase is Phase.QUEUED, self
         self.epoch += 1
         self._attempt = Attempt(pair=pair, epoch=self.epoch, placed_at=now, num_before=self.num_output)
@@ -182,18 +182,18 @@ class Room:
         return [Send(order.instance, order) for order in self._orders(self._attempt, now)]
 
     def resend_orders(self, instance: str, now: float) -> list[Effect]:
-        """A worker may not have heard its order: repeats it until it was answered. Who knows it drops the second one."""
+        """Sends an unanswered order to `instance` again. The worker drops duplicates by (room, epoch)."""
         attempt = self._attempt
         if attempt is None or self.phase is not Phase.PREFILLING or not attempt.is_answer_due(instance):
             return []
         return [Send(instance, order) for order in self._orders(attempt, now) if order.instance == instance]
 
     def cancel(self, now: float) -> list[Effect]:
-        """The client left, or has all it wants. Legal in every state, idempotent."""
+        """Ends the room because the client left or needs no more output. Legal in every state, idempotent."""
         return self._close(now) if self.is_live else []
 
     def stop(self, now: float) -> list[Effect]:
-        """The router found the end itself, in a stop string. `Settled` follows, now or later."""
+        """Ends the room at a stop string that the router found. `Settled` follows, in these effects or in later ones."""
         if not self.is_live:
             return []
         attempt = self._attempt
@@ -203,16 +203,17 @@ class Room:
         return [Settled(), *self._close(now)]
 
     def give_up(self, kind: str, message: str, now: float, retry_after_s: int = 0) -> list[Effect]:
-        """Ends the request with an error."""
+        """Ends a live room with an error. `retry_after_s` of 0 means unknown."""
         return [Failure(kind, message, retry_after_s), *self._close(now)] if self.is_live else []
 
     def worker_lost(
         self, instance: str, now: float, *, is_dead: bool = True, unreachable_since: float | None = None
     ) -> list[Effect]:
-        """A worker's process went away or fell silent. Without `is_dead` that is not held against the request: the worker
-        lives and has dropped its rooms, or another request is known to have killed it.
+        """A worker is gone, or has dropped its rooms.
 
-        A worker that could not be reached since before the attempt never had the request: not the request's doing.
+        `is_dead` holds the loss against the request. It is false for a worker that lives and has dropped its rooms, and
+        for a death that another request caused. A worker unreachable since before the attempt never received the
+        request, so its death does not count either.
         """
         effects, epochs = self._pending.lose(instance)
         attempt = self._attempt
@@ -225,7 +226,7 @@ class Room:
             return effects + settled + self._maybe_closed()
         if attempt is None or self.epoch not in epochs:
             return effects + (self._quarantine(now) if self.phase is Phase.QUEUED else [])
-        # With token 1 here, prefill has done its part as far as the router can see; decode tells if the hand-off fails.
+        # Once token 1 is here, the loss of prefill is no failure: decode reports it if the hand-off breaks.
         if instance == attempt.pair.decode or not attempt.has_first or attempt.aborted is not None:
             self.failed_on.add(instance)
             if is_dead:
@@ -235,7 +236,7 @@ class Room:
 
     @property
     def quiet_until(self) -> float:
-        """Before this moment `tick` has nothing to do if only tokens come: thousands of streams are not looked at."""
+        """Until this time `tick` has nothing to do if only tokens arrive. The dispatcher skips the room until then."""
         attempt = self._attempt
         if (
             self.phase is not Phase.STREAMING
@@ -248,7 +249,7 @@ class Room:
         return late if self.deadline is None else min(late, self.deadline)
 
     def tick(self, now: float) -> list[Effect]:
-        """Ends what has made no progress for too long."""
+        """Ends an attempt without progress, a room past its deadline, and a wait that has become pointless."""
         effects = self._pending.tick(now, self.timeouts.gone_s)
         if self.phase is Phase.CLOSING:
             is_late = self._settle_by is not None and now >= self._settle_by
@@ -269,7 +270,7 @@ class Room:
     # --- events from workers ------------------------------------------------------------------------------------------
 
     def on(self, message: RoomEvent, instance: str, now: float) -> list[Effect]:
-        """One message of worker `instance` about this room."""
+        """Handles one message about this room from worker `instance`."""
         if isinstance(message, Gone):
             return self._on_gone(message, instance)
         attempt = self._attempt
@@ -373,7 +374,7 @@ class Room:
     # --- tokens to the client -----------------------------------------------------------------------------------------
 
     def _advance(self, attempt: Attempt, now: float) -> list[Effect]:
-        """Delivers what has become contiguous."""
+        """Delivers all tokens that are contiguous now."""
         first = attempt.first
         if not attempt.is_reserved or not attempt.has_first:
             return []
@@ -444,7 +445,7 @@ class Room:
         return [*effects, effect]
 
     def _settle(self) -> list[Effect]:
-        """Nothing more will be known of what the room cost."""
+        """Marks the cost of the room as final."""
         was_due, self._settle_by = self._settle_by, None
         return [] if was_due is None else [Settled()]
 
@@ -460,7 +461,7 @@ class Room:
         return [*self._settle(), Closed()]
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when an invariant of the table above does not hold."""
+        """Raises AssertionError when an invariant of the state table does not hold."""
         attempt = self._attempt
         assert (self.phase is Phase.CLOSED) <= (not self._pending), self
         assert (attempt is not None) == self.is_at_workers or not self.is_live, self
@@ -483,7 +484,7 @@ _HANDLERS: dict[type, Callable[..., list[Effect]]] = {
 
 
 def summed(total: T | None, part: T) -> T:
-    """What several attempts spent together."""
+    """The sum of two timelines of the same kind; `part` if there is no `total` yet."""
     if total is None:
         return part
     return type(part)(**{name: getattr(total, name) + getattr(part, name) for name in part.__struct_fields__})

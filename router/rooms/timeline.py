@@ -1,4 +1,4 @@
-"""Where a request's time went, as the client may see it."""
+"""Where the time of a request went, in the form that clients and operators see."""
 
 from msgspec import Struct
 
@@ -10,10 +10,10 @@ from .room import Room, Stamps
 
 
 class Timeline(Struct, frozen=True, kw_only=True):
-    """Times in milliseconds from the moment the request was read; null where it is not known.
+    """Times in milliseconds since the request was read; null where unknown.
 
-    What workers spent is summed over all attempts that said it: a worker that died took its account with it. The
-    instances are those of the last attempt.
+    Times spent by workers are sums over all attempts that reported; a dead worker's report is lost. The instances are those
+    of the last attempt.
     """
 
     queue_ms: float
@@ -44,7 +44,7 @@ class Timeline(Struct, frozen=True, kw_only=True):
 
 
 class Account(Struct, frozen=True, kw_only=True):
-    """A room as it was at `now`, without its tokens: a timeline is made of it when somebody asks."""
+    """A snapshot of a room at `now`, without its tokens. A timeline is computed from it on demand."""
 
     room: str
     phase: str
@@ -63,7 +63,7 @@ class Account(Struct, frozen=True, kw_only=True):
     trace: AttemptTrace
 
     def timeline(self) -> Timeline:
-        """As far as it is known."""
+        """The timeline, as far as it is known."""
         stamps, prefill, decode, pair = self.stamps, self.prefill, self.decode, self.pair
         ended = stamps.ended if stamps.ended is not None else self.now
         return Timeline(

@@ -1,14 +1,14 @@
-"""The policies by which workers are chosen, by name. Pure: the coin is injected.
+"""The load-balancing policies by name. Pure: the random source is injected.
 
-A policy sees the workers of one role that can take the request now, those that failed lately left out where others can
-serve, and picks one. Loads are of the router's own ledger, so what was placed a moment ago counts.
+A policy gets the workers of one role that can take the request now, without those that failed lately where others can
+serve, and picks one. Loads are those of the router's own ledger, so a placement counts at once.
 
-    cache-aware    prefill with the fewest tokens to compute until this prompt is done: its queue, and what it lacks of it
-    session        decode that holds the beginning of the prompt, unless it is much fuller than others: the next turn of a
-                   chat goes where the last one was, and only what is new is handed over
-    least-loaded   prefill with the fewest tokens queued, decode with the smallest share of places and pages taken
-    round-robin    the one whose turn is longest ago
-    power-of-two   the less loaded of two drawn ones (Mitzenmacher, "The Power of Two Choices in Randomized Load Balancing")
+    cache-aware    prefill with the fewest tokens to compute until this prompt is done: its queue and the uncached part
+    session        decode that has the beginning of the prompt cached, unless it is much fuller than others: the next turn
+                   of a chat goes where the last one was, and only new KV is handed over
+    least-loaded   prefill with the fewest tokens queued, decode with the smallest share of places and pages in use
+    round-robin    the worker whose turn is longest ago
+    power-of-two   the less loaded of two random ones (Mitzenmacher, "The Power of Two Choices in Randomized Load Balancing")
 """
 
 from collections.abc import Callable, Sequence
@@ -18,19 +18,19 @@ from ...cluster.config_router import DECODE_POLICIES, PREFILL_POLICIES
 from ..workers.registry import Worker
 from .prefixes import PrefixIndex, Prompt
 
-AFFINITY = 0.5  # a decode worker that holds the whole prompt may be so much fuller than others
-MAX_TURNS = 4096  # instances whose turn is remembered
+AFFINITY = 0.5  # extra load at which a decode worker with the whole prompt cached still wins
+MAX_TURNS = 4096  # instances
 
 Load = Callable[[Worker], float]
 
 
 def prefill_load(worker: Worker) -> float:
-    """Prompt tokens that wait there."""
+    """Prompt tokens in the queue of a prefill worker."""
     return float(worker.num_tokens)
 
 
 def decode_load(worker: Worker) -> float:
-    """The share of its places that is taken, and that of its pages."""
+    """The share of places in use plus the share of pages in use, from 0 to 2."""
     return (
         worker.num_taken / max(1, worker.hello.max_running)
         + 1.0
@@ -39,27 +39,27 @@ def decode_load(worker: Worker) -> float:
 
 
 class Balancer:
-    """A policy for one role. This one: the least loaded worker; of equals always the same."""
+    """A policy for one role. This one picks the least loaded worker; of equals always the same."""
 
     def __init__(self, load: Load) -> None:
         self.load = load
 
     def pick(self, workers: Sequence[Worker], prompt: Prompt) -> Worker:
-        """One of `workers`, of which there is at least one."""
+        """One of `workers`, which is not empty."""
         if len(workers) == 1:
             return workers[0]
         return min(workers, key=lambda worker: (self.cost(worker, prompt), worker.instance))
 
     def cost(self, worker: Worker, prompt: Prompt) -> float:
-        """Lower is better."""
+        """The cost of a worker for this prompt; lower is better."""
         return self.load(worker)
 
     def placed(self, worker: Worker) -> None:
-        """An attempt goes there."""
+        """An attempt goes to this worker."""
 
 
 class CacheAware(Balancer):
-    """Prefill by what is left to compute."""
+    """Prefill with the fewest tokens left to compute."""
 
     def __init__(self, load: Load, index: PrefixIndex) -> None:
         super().__init__(load)
@@ -70,7 +70,7 @@ class CacheAware(Balancer):
 
 
 class Session(Balancer):
-    """Decode by what it holds, within reason."""
+    """Decode with the largest cached part, unless it is too full."""
 
     def __init__(self, load: Load, index: PrefixIndex) -> None:
         super().__init__(load)
@@ -82,7 +82,7 @@ class Session(Balancer):
 
 
 class RoundRobin(Balancer):
-    """In turns."""
+    """Each worker in turn."""
 
     def __init__(self, load: Load) -> None:
         super().__init__(load)
@@ -101,7 +101,7 @@ class RoundRobin(Balancer):
 
 
 class PowerOfTwo(Balancer):
-    """Nearly as even as the least loaded, and routers that do not know of each other do not all choose the same."""
+    """Nearly as even as the least loaded. Routers that do not know each other do not all choose the same worker."""
 
     def __init__(self, load: Load, coin: Random) -> None:
         super().__init__(load)
@@ -112,7 +112,7 @@ class PowerOfTwo(Balancer):
 
 
 def held_tokens(index: PrefixIndex, worker: Worker, prompt: Prompt) -> int:
-    """Tokens of the prompt that the worker has in its prefix cache, as far as the router knows; never all of them."""
+    """Tokens of the prompt in the worker's prefix cache, as far as the router knows; never all of them."""
     size = worker.hello.page_size
     num_held = index.num_held(worker.instance, prompt.pages(size)) * size
     return min(num_held, (max(0, prompt.num_tokens - 1)) // size * size)

@@ -1,7 +1,7 @@
-"""The router's middle: a waiting queue, the rooms in flight, and the roads between clients, policy and workers.
+"""The centre of the router: accepts requests, places their rooms on workers, and passes messages between both sides.
 
-No socket and no clock of its own: `transmit` hands a frame to a worker's connection, `clock` tells monotonic seconds,
-and `tick` is called several times a second.
+It has no socket and no clock of its own. `transmit` hands a frame to a worker's connection, `clock` gives monotonic
+seconds, and `tick` is called several times a second.
 """
 
 import logging
@@ -46,7 +46,7 @@ from .waiting_list import WaitingList
 
 logger = logging.getLogger(__name__)
 
-CLIENT_STALL_S = 30.0  # a client that does not read for so long is cut off
+CLIENT_STALL_S = 30.0  # longest time for which a client may leave its events unread
 
 
 class Dispatcher:
@@ -81,9 +81,7 @@ class Dispatcher:
         self._timeouts = timeouts or Timeouts()
         self._mint = mint
         self._entries: dict[str, Entry] = {}
-        self._suspects: dict[
-            str, Entry
-        ] = {}  # those of them that workers died with, as of their last requeue
+        self._suspects: dict[str, Entry] = {}  # those with a record of deaths when they were last requeued
         self._waiting = WaitingList()
         self.admission = AdmissionQueue(registry, self._waiting, max_queue)
         self.health_probes = HealthProbes(registry, self._outbox, mint, canary_s)
@@ -106,12 +104,12 @@ class Dispatcher:
 
     @property
     def num_live(self) -> int:
-        """Rooms whose clients still wait."""
+        """Rooms of clients that still wait."""
         return sum(entry.room.is_live for entry in self._entries.values())
 
     @property
     def num_open(self) -> int:
-        """Rooms of which something may be left anywhere."""
+        """Rooms of which a worker may still hold something."""
         return len(self._entries)
 
     @property
@@ -120,17 +118,17 @@ class Dispatcher:
 
     @property
     def event_totals(self) -> dict[str, int]:
-        """Rarer things by name, with what the control socket dropped."""
+        """Counts of rare events by name, with the messages that the control socket dropped."""
         return {**self._drops(), **self.events}
 
     def limits(self) -> Limits | None:
-        """What the live pairs can serve at most; None without any."""
+        """The largest request that live pairs can serve; None without any."""
         return live_limits(self.registry)
 
     # --- the client's side --------------------------------------------------------------------------------------------
 
     def submit(self, jobs: Sequence[Job], inbox: Inbox, tag: Tag | None = None) -> list[Entry]:
-        """Takes all jobs of one client request; their events come through `inbox`. Raises ApiError and takes none."""
+        """Takes all jobs of one client request; their events arrive in `inbox`. Raises ApiError and then takes none."""
         if self.is_draining:
             raise unavailable("This server is shutting down; try another.")
         now = self._clock()
@@ -144,7 +142,7 @@ class Dispatcher:
         return entries
 
     def _turn_away(self, request: Request, now: float) -> None:
-        """Keeps the queue within its bound. Raises ApiError when `request` itself would be served last."""
+        """Keeps the queue within its bound. Raises ApiError when `request` itself is the one to be turned away."""
         while (last := self.admission.surplus(request)) is not None:
             full = self.admission.full(now)
             if last.request is not request:
@@ -156,18 +154,18 @@ class Dispatcher:
             raise full
 
     def cancel(self, entry: Entry) -> None:
-        """The client left or has enough. Idempotent."""
+        """The client left or needs no more output. Idempotent."""
         now = self._clock()
         self._perform(entry, entry.room.cancel(now), now)
 
     def client_left(self, entry: Entry) -> None:
-        """Cancels and counts it as the client's doing, if it still runs."""
+        """Cancels a room that still runs and counts it as cancelled by the client."""
         if entry.room.is_live:
             self._count(entry, "cancelled", self._clock())
             self.cancel(entry)
 
     def stopped(self, entry: Entry) -> None:
-        """The router itself found the end, in a stop string. `Settled` follows in the inbox, unless it is settled now."""
+        """The router found a stop string. `Settled` arrives in the inbox, unless the room is settled already."""
         now = self._clock()
         self._perform(entry, entry.room.stop(now), now)
 
@@ -189,12 +187,12 @@ class Dispatcher:
     # --- the workers' side --------------------------------------------------------------------------------------------
 
     def on_message(self, identity: bytes, message: ControlUp) -> None:
-        """One message from a worker's connection."""
+        """Handles one message from a worker's connection."""
         now = self._clock()
         if isinstance(message, Hello):
             return self._on_hello(identity, message, now)
         worker = self.registry.get(message.instance)
-        if worker is None:  # it will say Hello when it hears nothing from us
+        if worker is None:  # it sends Hello when the router is silent
             self.events["unknown_worker"] += 1
         elif isinstance(message, Tokens):
             for item in message.items:
@@ -235,7 +233,7 @@ class Dispatcher:
                 self._registration.orphan(worker, room, event, now)
             return
         stale = entry.room.num_stale
-        if not isinstance(event, TokenItem):  # which teaches nobody anything
+        if not isinstance(event, TokenItem):  # tokens carry no news for these two
             self._placer.heard(entry, worker, event, now)
             entry.trace.heard(event, now)
         self._perform(entry, entry.room.on(event, worker.instance, now), now)
@@ -243,7 +241,7 @@ class Dispatcher:
             self.events["stale_message"] += entry.room.num_stale - stale
 
     def lose(self, workers: Sequence[Worker]) -> None:
-        """Forgets workers, then settles their rooms: none goes from one lost worker to the next."""
+        """Forgets lost workers, then settles their rooms, so that no room moves from one lost worker to another."""
         now = self._clock()
         lost = [(worker, worker.unreachable_since) for worker in workers]
         for worker in workers:
@@ -259,7 +257,7 @@ class Dispatcher:
         self._registration.damaged(identity, self._clock())
 
     def probe(self) -> None:
-        """Some worker's connection ended: finds out whose."""
+        """Some worker's connection ended: finds out which."""
         self._registration.probe(self._clock())
 
     def _rooms_of(self, worker: Worker) -> list[Entry]:
@@ -268,7 +266,7 @@ class Dispatcher:
     def _settle_rooms_of(
         self, worker: Worker, now: float, *, is_dead: bool, unreachable_since: float | None = None
     ) -> None:
-        """Tells every room of the worker that it is gone. A death is held against the room that is alone there, if any."""
+        """Tells the rooms of a worker that it is gone. Its death counts against the room that is alone there, if any."""
         self.health_probes.lost(worker.instance, now)
         entries = self._rooms_of(worker)
         alone = [entry for entry in entries if worker.instance in entry.room.alone_on]
@@ -284,7 +282,10 @@ class Dispatcher:
     # --- time ---------------------------------------------------------------------------------------------------------
 
     def tick(self, *, is_behind: bool = False) -> None:
-        """Timers of workers, rooms, waits and clients that do not read; `is_behind`: workers may have spoken unheard."""
+        """Runs the timers of workers, rooms, waits and clients that do not read.
+
+        `is_behind`: messages of workers may be unread, so their silence does not count.
+        """
         now = self._clock()
         self.registry.excuse(now, is_behind=is_behind)
         if overdue := self.registry.overdue(now):
@@ -316,7 +317,7 @@ class Dispatcher:
             self._check_pairs(entry, now)
 
     def _check_pairs(self, entry: Entry, now: float) -> None:
-        """Ends a wait that no worker can end. A client that has tokens already waits a while: workers are restarted."""
+        """Ends a wait that no worker can end. A stream that has begun waits `pair_s`, since workers are restarted."""
         live = live_pairs(self.registry)
         if entry.room.phase is not Phase.QUEUED or can_ever(live, entry.need):
             entry.pairless_since = None
@@ -332,7 +333,7 @@ class Dispatcher:
     # --- effects ------------------------------------------------------------------------------------------------------
 
     def _admit(self, now: float) -> None:
-        """Places waiting rooms by rank, until one finds no pair that it could have: nobody overtakes it for ever."""
+        """Places waiting rooms by rank until one finds all its pairs full, so that no room is overtaken forever."""
         for entry in self._waiting:
             if entry.room.phase is not Phase.QUEUED or entry.not_before > now:
                 continue
@@ -348,8 +349,9 @@ class Dispatcher:
                 self._place(entry, pair, now)
 
     def _must_wait(self, entry: Entry, pair: Pair, now: float) -> bool:
-        """Whether to wait for a better pair: while it is not known whether this one lives, and, for a request that must be
-        alone, while another request is there.
+        """Whether to wait for a better pair.
+
+        True while it is unknown whether this pair lives, and, for a request that must be alone, while another room is there.
         """
         deaths, timeouts = entry.room.deaths, self._timeouts
         if not deaths:
@@ -383,7 +385,7 @@ class Dispatcher:
             if isinstance(effect, Deliver):
                 entry.trace.delivered(len(effect.ids), now)
                 self._deliver(entry, effect, now)
-                is_admission_due |= bool(entry.room.deaths)  # it may be off probation now
+                is_admission_due |= bool(entry.room.deaths)  # its probation may be over
                 continue
             entry.quiet_until = 0.0
             if isinstance(effect, Freed):
@@ -437,7 +439,7 @@ class Dispatcher:
         return False
 
     def _may_retry(self, entry: Entry, failure: Failure, now: float) -> bool:
-        """A death takes every room of a worker at once and is no storm: it draws on the budget and is never denied."""
+        """A worker's death takes all its rooms at once: its retries draw on the budget and are never denied."""
         is_paid = self._retries.take(self.num_live, now) or failure.kind == PEER_LOST
         return is_paid and entry.need.prompt <= MAX_PROMPT_TOKENS
 

@@ -1,4 +1,4 @@
-"""What waits for the one task that answers a client: events of all its rooms, read in batches."""
+"""The events of a client's rooms that wait for the task that answers it, read in batches."""
 
 import asyncio
 from collections.abc import Callable

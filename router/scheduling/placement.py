@@ -1,8 +1,8 @@
-"""Where attempts go: a pair is chosen by policies and booked in the registry's ledger; what workers say teaches the next.
+"""Where attempts go: chooses pairs by policy, books them in the registry's ledger, and learns from workers' messages.
 
-prompt on prefill    known to be there from the placing on: whoever comes behind waits for it in the same queue
-rest of it           prompt and output are on decode once the room ended; the newest token has no KV
-what it really had   `have` of decode's Reserved corrects a wrong belief
+prompt on prefill    counts as cached there from the placing on: a later request with it waits in the same queue
+prompt and output    on decode once the room ended; the newest token has no KV
+real state           `have` of decode's Reserved corrects a wrong belief
 """
 
 from collections.abc import Sequence
@@ -27,12 +27,12 @@ _TOLD = (Reserved, FirstToken, Finished, Failed)
 
 @dataclass(frozen=True, kw_only=True)
 class PairingPolicy:
-    """How pairs are chosen; see `pairing` for the names."""
+    """How pairs are chosen; `balancing` explains the names."""
 
     prefill: str = "cache-aware"
     decode: str = "session"
     local_prefill_max: int = (
-        0  # tokens new to decode that it may compute itself when that is cheaper; 0: never
+        0  # most uncached tokens that decode computes itself when that is cheaper; 0: never
     )
     coin: Random = field(default_factory=Random)
 
@@ -54,16 +54,16 @@ class Placer:
     def __repr__(self) -> str:
         return f"Placer(prefill={self._on_prefill}, decode={self._on_decode})"
 
-    def pair_for(self, entry: Entry, doubtful: AbstractSet[str], tested: AbstractSet[str]) -> Pair | None:
-        """The pair for the next attempt; None while all that could serve are full.
+    def pair_for(self, entry: Entry, doubtful: AbstractSet[str], reserved: AbstractSet[str]) -> Pair | None:
+        """The pair for the next attempt; None while all pairs that could serve are full.
 
-        Workers that failed it and `doubtful` ones are taken only when no other can serve, and so are `tested` ones, which
-        are busy with a request that may kill: these are worth waiting for, so decode does not prefill in their place.
-        A request that must be alone gets the pair with the fewest rooms.
-        Nobody is sent to a pair that fails its canaries where another pair serves, or decode alone.
+        Workers where the room failed and `doubtful` ones are used only when no other can serve. `reserved` workers are
+        busy with a request that may kill, which is worth waiting for, so decode does not prefill in their place. The
+        caller must not place on a reserved worker. A room that must be alone gets the pair with the fewest rooms. A
+        pair that fails its health probes is used only where neither another pair nor decode alone can serve.
         """
         avoid = entry.room.failed_on | doubtful
-        pairs = able_pairs(live_pairs(self._registry, avoid), entry.need, avoid, tested)
+        pairs = able_pairs(live_pairs(self._registry, avoid), entry.need, avoid, reserved)
         if self._pair_health.failing:
             pairs = self._sound(pairs, entry)
         if not pairs:
@@ -83,7 +83,7 @@ class Placer:
         )
 
     def book(self, entry: Entry, pair: Pair) -> None:
-        """The attempt goes there; called when the room has its epoch."""
+        """Books the attempt; called when the room has its epoch."""
         decode, prefill = self._registry.get(pair.decode), self._registry.get(pair.prefill)
         assert decode is not None
         assert prefill is not None
@@ -102,7 +102,7 @@ class Placer:
             self._on_prefill.add(pair.prefill, prompt.pages(prefill.hello.page_size))
 
     def heard(self, entry: Entry, worker: Worker, event: RoomEvent, now: float) -> None:
-        """A worker of the current attempt spoke; called before the room takes it."""
+        """Learns from a message of a worker of the current attempt; called before the room handles it."""
         pair, size = entry.room.pair, worker.hello.page_size
         if pair is None or not isinstance(event, _TOLD) or event.epoch != entry.room.epoch:
             return
@@ -121,7 +121,7 @@ class Placer:
             self._pair_health.doubt(pair.prefill, pair.decode)
 
     def watch(self, entry: Entry, now: float) -> None:
-        """New tokens came: a stream has shown its pair with decode's first one, which may be long before its end."""
+        """Called on new tokens: decode's first own token shows that the pair works, long before the end of a stream."""
         note = entry.trace.last
         if (
             note is not None
@@ -140,7 +140,7 @@ class Placer:
             costs.handed_over(entry.prompt.num_tokens - event.timeline.have_tokens, event.timeline)
 
     def ended(self, entry: Entry) -> None:
-        """The room's output is complete: its decode worker keeps prompt and output for the next turn."""
+        """The output is complete: decode keeps prompt and output in its prefix cache for the next turn."""
         room = entry.room
         decode = self._registry.get(room.pair.decode) if room.pair is not None else None
         if decode is not None and self._has_choice("decode"):
@@ -148,7 +148,7 @@ class Placer:
             self._on_decode.add(decode.instance, whole.pages(decode.hello.page_size))
 
     def _sound(self, able: list[tuple[Worker, Worker]], entry: Entry) -> list[tuple[Worker, Worker]]:
-        """Of the pairs that can hold the request those that do not fail; without any, decode alone, else all of them."""
+        """The pairs that pass their probes. Without any, decode alone; without that, all of them."""
         failing = self._pair_health.failing
         sound = [(p, d) for p, d in able if (p.instance, d.instance) not in failing]
         if sound or not able:
@@ -169,7 +169,7 @@ class Placer:
         )
 
     def _has_choice(self, role: str) -> bool:
-        """Whether it matters which worker holds what: also for where a prompt is computed."""
+        """Whether it matters which worker has a prefix cached, also for the choice of local prefill."""
         if self._local_prefill_max:
             return True
         count: int = self._registry.memo(role, lambda: sum(worker.role == role for worker in self._registry))

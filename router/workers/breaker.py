@@ -1,4 +1,4 @@
-"""The circuit breaker of one worker: after several failures within a window the worker is avoided for a while. Pure."""
+"""The circuit breaker of one worker: after several failures within a window, attempts avoid the worker for a while. Pure."""
 
 from collections import deque
 from dataclasses import dataclass, field
@@ -14,16 +14,16 @@ FIRST_RETURN, FULL_RETURN = (
 
 @dataclass(eq=False)
 class Breaker:
-    """Whether a worker is to be avoided.
+    """The state of one worker's breaker.
 
     closed     attempts go there                        BREAKER_FAILURES failures within the window -> open
-    open       avoided, while others can serve          after BREAKER_OPEN_S -> half open
-    half open  takes one attempt                        it succeeds -> returning; it fails -> open; it ends else -> half open
-    returning  takes 2 attempts at once, each success   at FULL_RETURN of them -> closed; one fails -> open
+    open       avoided while others can serve           after BREAKER_OPEN_S -> half open
+    half open  takes one attempt                        success -> returning; failure -> open; any other end -> half open
+    returning  takes 2 attempts at once, each success   at FULL_RETURN attempts -> closed; one failure -> open
                allows one more
 
-    With no other worker an attempt goes to an avoided one too, and shows the same. What the client has wrong is judged
-    neither way.
+    Without another worker, attempts go to an avoided one too, and count in the same way. Failures that the request itself
+    caused do not count.
     """
 
     opened_at: float | None = None
@@ -44,14 +44,14 @@ class Breaker:
         return self.state(now) == "open" or self.probe is not None or is_full
 
     def placed(self, room: str, epoch: int) -> None:
-        """An attempt goes there."""
+        """Counts an attempt that goes there."""
         if self.opened_at is not None and self.probe is None:
             self.probe = room, epoch
         if self.allowed:
             self._held.add((room, epoch))
 
     def judge(self, room: str, epoch: int, is_good: bool, now: float) -> bool:
-        """The worker's outcome in an attempt; True when this opens the breaker."""
+        """Counts the worker's outcome in an attempt; True when this opens the breaker."""
         is_probe = self.probe == (room, epoch)
         if is_good:
             self._succeeded(room, epoch, is_probe)
@@ -66,7 +66,7 @@ class Breaker:
         return True
 
     def left(self, room: str, epoch: int) -> None:
-        """An attempt is over there, however it ended."""
+        """Forgets an attempt that is over, however it ended."""
         self._held.discard((room, epoch))
         if self.probe == (room, epoch):
             self.probe = None

@@ -1,4 +1,4 @@
-"""How workers come and go: their Hello is answered, those that were given up are told what to drop when they return."""
+"""How workers come and go: Hello is answered, and a worker that was given up is told which rooms to drop when it returns."""
 
 import logging
 from collections import Counter
@@ -20,14 +20,14 @@ DAMAGED = "a message of this worker arrived damaged; it may come back at once"
 
 @dataclass(frozen=True)
 class Greeted:
-    """A worker of whose rooms something was lost: all that it held, or else the orders that it has not heard."""
+    """A worker that lost something of its rooms: all of them, or else orders that it did not receive."""
 
     worker: Worker
     has_dropped_all: bool
 
 
 class Registration:
-    """Between the registry and the connections; knows rooms by their names only."""
+    """Stands between the registry and the connections; knows rooms by name only."""
 
     def __init__(self, registry: Registry, outbox: Outbox, events: Counter[str]) -> None:
         self._registry = registry
@@ -40,7 +40,7 @@ class Registration:
         return f"Registration({self._registry}, {self._stale_rooms})"
 
     def hello(self, identity: bytes, message: Hello, now: float) -> Greeted | None:
-        """Registers or refuses. None, when that changes nothing for any room."""
+        """Registers or rejects a worker. None when that changes nothing for any room."""
         known = self._registry.get(message.instance)
         if (
             known is not None and message.generation < known.hello.generation
@@ -82,7 +82,10 @@ class Registration:
         return Greeted(worker, has_dropped_all=False)
 
     def deregister(self, worker: Worker, rooms: Sequence[tuple[str, int]], now: float) -> None:
-        """Forgets a worker. If it is only slow, it shall not go on working on `rooms` (name and newest epoch) for nobody."""
+        """Forgets a worker and cancels `rooms` (name and newest epoch) there.
+
+        A worker that is only slow then stops working on them.
+        """
         reason = "silent" if worker.unreachable_since is None else "unreachable"
         if worker.is_draining and not rooms:
             logger.info("worker left", extra=fields(role=worker.role, instance=worker.instance))
@@ -105,7 +108,7 @@ class Registration:
             )
 
     def damaged(self, identity: bytes, now: float) -> None:
-        """A message of a worker was lost, which would leave a hole in a stream: it shall drop its rooms and begin anew."""
+        """A message of a worker was lost, which may leave a gap in a stream: the worker is told to drop its rooms."""
         for worker in self._registry:
             if worker.identity == identity:
                 self._events["damaged_message"] += 1
@@ -113,13 +116,16 @@ class Registration:
                 self._outbox.post(worker, Rejected(instance=worker.instance, reason=DAMAGED), now)
 
     def orphan(self, worker: Worker, room: str, event: RoomEvent, now: float) -> None:
-        """A worker speaks of a room that is over."""
+        """A worker sent a message about a room that is over."""
         self._events["orphan_message"] += 1
         cancel = self._orphans.answer(room, worker.instance, event)
         if cancel is not None:
             self._outbox.post(worker, cancel, now)
 
     def probe(self, now: float) -> None:
-        """Some connection ended. Says Welcome again, which changes nothing for who is there and finds out who is gone."""
+        """Some connection ended. Sends Welcome to every worker, which changes nothing for a worker that is there.
+
+        The send fails for the unreachable one.
+        """
         for worker in self._registry:
             self._outbox.post(worker, self._registry.welcome(worker.instance), now)
