@@ -43,7 +43,7 @@ class Pair(Struct, frozen=True, kw_only=True, gc=False):
         return (self.decode,) if self.is_local else (self.prefill, self.decode)
 
 
-class Send(Struct, frozen=True, gc=False):
+class SendOrder(Struct, frozen=True, gc=False):
     """Sends a message to a worker."""
 
     instance: str
@@ -106,4 +106,4 @@ class Closed(Struct, frozen=True, gc=False):
     """The room is over and can be forgotten."""
 
 
-Effect = Send | Deliver | Ended | Settled | Failure | Freed | Outcome | Requeued | Closed
+Effect = SendOrder | Deliver | Ended | Settled | Failure | Freed | Outcome | Requeued | Closed

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ...cluster.messages import Cancel
-from .effects import Effect, Freed, Send
+from .effects import Effect, Freed, SendOrder
 
 CANCEL_AGAIN_S = 0.25  # a Cancel without Gone is repeated after so long, then after twice as long, and so on
 
@@ -106,6 +106,6 @@ class PendingCancels:
         self._pending = [hold for hold in self._pending if not any(hold is other for other in free)]
         return [Freed(hold.instance, hold.epoch) for hold in free]
 
-    def _ask(self, hold: PendingCancel) -> Send:
+    def _ask(self, hold: PendingCancel) -> SendOrder:
         hold.num_cancels += 1
-        return Send(hold.instance, Cancel(room=self._room, epoch=hold.epoch, instance=hold.instance))
+        return SendOrder(hold.instance, Cancel(room=self._room, epoch=hold.epoch, instance=hold.instance))

@@ -55,7 +55,7 @@ from .effects import (
     Outcome,
     Pair,
     Requeued,
-    Send,
+    SendOrder,
     Settled,
     Timeouts,
 )
@@ -179,14 +179,16 @@ class Room:
         self.phase = Phase.PREFILLING
         self._progress_at = now
         self._pending.add(pair.instances, self.epoch)
-        return [Send(order.instance, order) for order in self._orders(self._attempt, now)]
+        return [SendOrder(order.instance, order) for order in self._orders(self._attempt, now)]
 
     def resend_orders(self, instance: str, now: float) -> list[Effect]:
         """Sends an unanswered order to `instance` again. The worker drops duplicates by (room, epoch)."""
         attempt = self._attempt
         if attempt is None or self.phase is not Phase.PREFILLING or not attempt.is_answer_due(instance):
             return []
-        return [Send(instance, order) for order in self._orders(attempt, now) if order.instance == instance]
+        return [
+            SendOrder(instance, order) for order in self._orders(attempt, now) if order.instance == instance
+        ]
 
     def cancel(self, now: float) -> list[Effect]:
         """Ends the room because the client left or needs no more output. Legal in every state, idempotent."""

@@ -23,18 +23,18 @@ from .waiting_list import WaitingList, rank, rank_of
 
 OVERLOADED = "Overloaded"  # kind of a Broken
 LONGEST_RETRY_AFTER_S = 30
-PACE_WINDOW_S = 10.0
+RATE_WINDOW_S = 10.0
 
 
 class PlacementRate:
-    """Rooms placed per second, averaged over about the last `PACE_WINDOW_S`."""
+    """Rooms placed per second, averaged over about the last `RATE_WINDOW_S`."""
 
     def __init__(self) -> None:
         self._weight = 0.0
         self._at = 0.0
 
     def __repr__(self) -> str:
-        return f"PlacementRate({self._weight / PACE_WINDOW_S:.1f}/s)"
+        return f"PlacementRate({self._weight / RATE_WINDOW_S:.1f}/s)"
 
     def note(self, now: float) -> None:
         """One room was placed."""
@@ -43,13 +43,13 @@ class PlacementRate:
 
     def seconds_for(self, num_rooms: int, now: float) -> int:
         """Seconds until `num_rooms` more are placed: 1 to `LONGEST_RETRY_AFTER_S`, and 1 without a known rate."""
-        per_second = self._decayed(now) / PACE_WINDOW_S
+        per_second = self._decayed(now) / RATE_WINDOW_S
         if per_second <= 0.0:
             return 1
         return max(1, min(LONGEST_RETRY_AFTER_S, math.ceil(num_rooms / per_second)))
 
     def _decayed(self, now: float) -> float:
-        return self._weight * math.exp(-max(0.0, now - self._at) / PACE_WINDOW_S)
+        return self._weight * math.exp(-max(0.0, now - self._at) / RATE_WINDOW_S)
 
 
 class AdmissionQueue:
@@ -58,13 +58,13 @@ class AdmissionQueue:
     def __init__(self, registry: Registry, waiting: WaitingList, max_queue: int) -> None:
         self.gate = Gate()
         self.reading_room = ReadingRoom(self.gate)
-        self.pace = PlacementRate()
+        self.placement_rate = PlacementRate()
         self._registry = registry
         self._waiting = waiting
         self._max_queue = max_queue
 
     def __repr__(self) -> str:
-        return f"AdmissionQueue({self._waiting}, {self.gate}, {self.pace})"
+        return f"AdmissionQueue({self._waiting}, {self.gate}, {self.placement_rate})"
 
     def check(self, jobs: Sequence[Job], now: float) -> None:
         """Accepts the jobs of one request. Raises ApiError and then accepts none.
@@ -107,4 +107,4 @@ class AdmissionQueue:
 
     def retry_after_s(self, now: float) -> int:
         """Seconds to empty the queue."""
-        return self.pace.seconds_for(len(self._waiting), now)
+        return self.placement_rate.seconds_for(len(self._waiting), now)

@@ -24,7 +24,7 @@ from ..rooms.effects import (
     Outcome,
     Pair,
     Requeued,
-    Send,
+    SendOrder,
     Settled,
     Timeouts,
 )
@@ -369,7 +369,7 @@ class Dispatcher:
         effects = entry.room.place(pair, now)
         entry.queued_s += now - entry.queued_at
         self._placer.book(entry, pair)
-        self.admission.pace.note(now)
+        self.admission.placement_rate.note(now)
         self.events["local_prefill"] += pair.is_local
         if logger.isEnabledFor(logging.DEBUG):
             names = fields(
@@ -393,7 +393,7 @@ class Dispatcher:
                 is_admission_due = True
             elif isinstance(effect, Outcome):
                 self._registration.judge(entry.room.room, effect, now)
-            elif isinstance(effect, Send):
+            elif isinstance(effect, SendOrder):
                 entry.trace.sent(effect.message, now)
                 if (worker := self.registry.get(effect.instance)) is not None:
                     self._outbox.post(worker, addressed(effect.message, entry.request), now)

@@ -19,7 +19,18 @@ from msgspec.structs import replace
 from ...cluster.log import fields
 from ...cluster.messages import Cancel, FirstToken, Reserved, Sampling, TokenItem
 from ..rooms.attempt import DEADLINE_EXCEEDED, RoomEvent
-from ..rooms.effects import Closed, Effect, Ended, Failure, Freed, Outcome, Pair, Requeued, Send, Timeouts
+from ..rooms.effects import (
+    Closed,
+    Effect,
+    Ended,
+    Failure,
+    Freed,
+    Outcome,
+    Pair,
+    Requeued,
+    SendOrder,
+    Timeouts,
+)
 from ..rooms.room import Room
 from .eligibility import Need, able_pairs, is_ready, live_pairs
 from .outbox import Outbox
@@ -183,7 +194,7 @@ class HealthProbes:
     def _perform(self, probe: HealthProbe, effects: list[Effect], now: float) -> None:
         room = probe.room
         for effect in effects:
-            if isinstance(effect, Send):
+            if isinstance(effect, SendOrder):
                 self._send(room, effect, now)
             elif isinstance(effect, Freed):
                 self._registry.release(effect.instance, room.room, effect.epoch)
@@ -197,7 +208,7 @@ class HealthProbes:
             elif isinstance(effect, Closed):
                 self._probes.pop(room.room, None)
 
-    def _send(self, room: Room, effect: Send, now: float) -> None:
+    def _send(self, room: Room, effect: SendOrder, now: float) -> None:
         worker, message = self._registry.get(effect.instance), effect.message
         if worker is not None:
             order = message if isinstance(message, Cancel) else replace(message, salt=f"canary {room.room}")

@@ -177,7 +177,7 @@ def test_a_stream_that_no_pair_can_go_on_with_ends_with_an_error_frame_in_bounde
     assert_nothing_left(running)
 
 
-def test_a_request_that_three_workers_died_with_is_an_error_500_and_the_others_go_on(running):
+def test_a_request_that_three_workers_died_with_is_an_error_500(running):
     output = answer_of(running)
     _, first = running.pair(Breaking(output, 1))
     results = begin(running, LONG)

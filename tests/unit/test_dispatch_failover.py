@@ -143,7 +143,7 @@ def test_a_second_outage_gives_a_stream_as_long_as_the_first():
     assert not entry.room.is_live
 
 
-def test_a_stream_that_was_placed_between_two_outages_waits_its_whole_time_again():
+def test_a_stream_placed_between_two_outages_waits_its_whole_time_again():
     world, others = two_pairs()
     (entry,), _ = world.submit(16)
     begin(world, entry)
@@ -155,7 +155,7 @@ def test_a_stream_that_was_placed_between_two_outages_waits_its_whole_time_again
     assert entry.room.is_live
 
 
-def test_after_an_outage_nobody_overtakes_a_stream_that_waits_for_a_full_pair():
+def test_after_an_outage_no_room_overtakes_one_that_waits_for_a_full_pair():
     world, entry, _ = full_pair_after_an_outage()
     (small,), _ = world.submit(1)
     stats = WorkerStats(pages_total=100, pages_free=2)
@@ -241,13 +241,13 @@ def test_after_two_deaths_a_request_waits_for_a_pair_of_its_own():
     assert entry.room.alone_on == (P4, D4)
 
 
-def test_without_a_pair_of_its_own_it_goes_where_the_fewest_rooms_are_in_bounded_time():
+def test_without_an_idle_pair_it_goes_to_the_emptiest_in_bounded_time():
     world, entry, _, innocent = after_two_deaths()
     world.pass_time(ALONE_S + 0.1)
     assert rooms_at(world, b"d3") == [innocent.room.room, entry.room.room]
 
 
-def test_a_request_waits_until_a_silent_worker_is_known_to_live_before_it_goes_there_again():
+def test_a_request_returns_to_a_silent_worker_only_when_that_answered():
     world, _ = two_pairs()
     (entry,), _ = world.submit(16)
     fail(world, entry, kind="PeerLost")
@@ -261,7 +261,7 @@ def test_a_request_waits_until_a_silent_worker_is_known_to_live_before_it_goes_t
     assert world.epochs(b"d") == [0, 1, 2], "it did not answer, and is not lost"
 
 
-def test_nothing_is_placed_beside_a_request_that_must_be_alone_until_it_shows_a_token():
+def test_no_room_is_placed_beside_one_that_must_be_alone():
     world, entry, _, _ = after_two_deaths()
     world.add((b"p4", P4, "prefill"), (b"d4", D4, "decode"))
     others = [world.submit(16)[0][0] for _ in range(4)]

@@ -28,7 +28,7 @@ PACES = {
     "FOREVER_S", "PAUSE_S", "POLL_S", "READY_TIMEOUT_S", "STEP_S", "SWEEP_S", "TICK_S", "IDLE_WAIT_S", "RETRY_S",
     "MAX_RETRY_S", "RETRY_AFTER_S", "BUDGET_STEP_S", "TERM_AGAIN_S", "KILL_AFTER_S", "LAST_FRAMES_S", "TIMEOUT_S",
     "deploy.supervise.LAST_LINE_S", "deploy.supervise.WHY_S",
-    "cluster.security.QUIET_S", "PRIORITY_S", "LONGEST_RETRY_AFTER_S", "PACE_WINDOW_S", "MINUTE_S",
+    "cluster.security.QUIET_S", "PRIORITY_S", "LONGEST_RETRY_AFTER_S", "RATE_WINDOW_S", "MINUTE_S",
     "cluster.life.SWITCH_INTERVAL_S",
     "LOOK_AGAIN_S", "LOOK_S", "deploy.findings.KEY_WARN_S", "deploy.findings.COMMAND_S", "deploy.findings.MAX_SKEW_S",
     "deploy.findings.STALE_S", "deploy.pull_test.SILENCE_S", "deploy.pull_test.SERVE_S", "deploy.pull_test.MEASURE_S",

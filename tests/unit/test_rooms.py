@@ -27,7 +27,7 @@ from baton.router.rooms.effects import (
     Outcome,
     Pair,
     Requeued,
-    Send,
+    SendOrder,
     Settled,
     Timeouts,
 )
@@ -84,8 +84,8 @@ def gone(instance, epoch=0):
 TRANSFER = Failure("TransferTimeout", "x")
 LOST = Failure("PeerLost", "a worker was lost")
 CANCEL_P, CANCEL_D = (
-    Send(P, Cancel(room=ROOM, epoch=0, instance=P)),
-    Send(D, Cancel(room=ROOM, epoch=0, instance=D)),
+    SendOrder(P, Cancel(room=ROOM, epoch=0, instance=P)),
+    SendOrder(D, Cancel(room=ROOM, epoch=0, instance=D)),
 )
 
 
@@ -190,7 +190,7 @@ def test_failure_before_a_token_is_tried_again_with_the_next_epoch_three_times_i
     room.place(PAIR, 0.6)
     assert Requeued(0.7, TRANSFER) in room.on(failed(D, epoch=1), D, 0.7)
     room.place(PAIR, 0.8)
-    cancel = Send(P, Cancel(room=ROOM, epoch=2, instance=P))
+    cancel = SendOrder(P, Cancel(room=ROOM, epoch=2, instance=P))
     assert room.on(failed(D, epoch=2), D, 0.9)[2:] == [Freed(D, 2), TRANSFER, cancel]
 
 
@@ -432,6 +432,6 @@ def test_any_history_delivers_contiguously_ends_once_and_frees_what_it_held(hist
     placed_on = {
         (s.instance, s.message.epoch)
         for s in effects
-        if isinstance(s, Send) and not isinstance(s.message, Cancel)
+        if isinstance(s, SendOrder) and not isinstance(s.message, Cancel)
     }
     assert placed_on == {(freed.instance, freed.epoch) for freed in effects if isinstance(freed, Freed)}

@@ -28,7 +28,7 @@ from baton.router.rooms.effects import (
     Outcome,
     Pair,
     Requeued,
-    Send,
+    SendOrder,
     Settled,
 )
 from baton.router.rooms.room import Phase, Room
@@ -144,7 +144,7 @@ def test_a_stream_that_lacks_only_its_end_ends():
 def test_a_prefill_that_finds_the_answer_complete_ends_it():
     room, _ = resumed()
     end = Finished(room=ROOM, epoch=1, instance=P2, reason="stop", output_tokens=0)
-    cancel = Send(D2, Cancel(room=ROOM, epoch=1, instance=D2))
+    cancel = SendOrder(D2, Cancel(room=ROOM, epoch=1, instance=D2))
     assert room.on(end, P2, 1.2) == [Ended("stop"), Freed(P2, 1), cancel]
     fresh = placed()
     assert fresh.on(Finished(room=ROOM, epoch=0, instance=P, reason="stop", output_tokens=0), P, 0.1) == []
@@ -204,7 +204,7 @@ def test_a_third_death_is_proof_and_ends_the_request():
     assert QUARANTINED in room.worker_lost(D3, 1.4)
 
 
-def test_a_room_has_its_workers_to_itself_from_the_second_death_to_its_first_decoded_token():
+def test_a_room_is_alone_from_its_second_death_to_a_token_of_decode():
     room, _ = resumed()
     assert (bool(room.deaths), room.alone_on) == (True, ()), "one death"
     room.worker_lost(P2, 1.2)
@@ -233,7 +233,7 @@ def silent(pair, epoch):
     )
 
 
-def test_a_request_whose_workers_their_peers_found_silent_waits_for_their_death():
+def test_a_request_waits_for_the_death_of_workers_found_silent():
     room = placed()
     effects = room.on(silent(PAIR, 0), D, 1.0)
     assert Requeued(1.0, Failure("PeerLost", "silent")) in effects, "the first one is tried again at once"
@@ -261,11 +261,11 @@ def found_silent_thrice():
     return room
 
 
-def test_the_last_failure_is_quarantine_when_the_silent_worker_turns_out_dead():
+def test_the_last_failure_is_quarantine_if_the_silent_worker_is_dead():
     assert QUARANTINED in found_silent_thrice().worker_lost(P3, 3.1)
 
 
-def test_the_last_failure_is_the_peers_word_when_the_silent_worker_lives_or_nobody_knows():
+def test_the_last_failure_is_the_peers_word_if_the_silent_worker_lives():
     answered, unknown = found_silent_thrice(), found_silent_thrice()
     answered.on(gone(P3, 2), P3, 3.0)
     assert Failure("PeerLost", "silent") in answered.tick(3.1)
