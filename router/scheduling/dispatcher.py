@@ -81,7 +81,7 @@ class Dispatcher:
         self._timeouts = timeouts or Timeouts()
         self._mint = mint
         self._entries: dict[str, Entry] = {}
-        self._suspects: dict[str, Entry] = {}  # those with a record of deaths when they were last requeued
+        self._on_probation: dict[str, Entry] = {}  # rooms with a record of deaths, from their placing on
         self._waiting = WaitingList()
         self.admission = AdmissionQueue(registry, self._waiting, max_queue)
         self.health_probes = HealthProbes(registry, self._outbox, mint, canary_s)
@@ -337,7 +337,9 @@ class Dispatcher:
         for entry in self._waiting:
             if entry.room.phase is not Phase.QUEUED or entry.not_before > now:
                 continue
-            reserved = reserved_workers(self._suspects.values(), entry.room) if self._suspects else set()
+            reserved = (
+                reserved_workers(self._on_probation.values(), entry.room) if self._on_probation else set()
+            )
             pair = self._placer.pair_for(entry, self.registry.doubtful(now), reserved)
             if pair is None and entry.pairless_since is None:
                 return
@@ -367,6 +369,8 @@ class Dispatcher:
     def _place(self, entry: Entry, pair: Pair, now: float) -> None:
         self._waiting.leave(entry)
         effects = entry.room.place(pair, now)
+        if entry.room.deaths:
+            self._on_probation[entry.room.room] = entry
         entry.queued_s += now - entry.queued_at
         self._placer.book(entry, pair)
         self.admission.placement_rate.note(now)
@@ -385,7 +389,8 @@ class Dispatcher:
             if isinstance(effect, Deliver):
                 entry.trace.delivered(len(effect.ids), now)
                 self._deliver(entry, effect, now)
-                is_admission_due |= bool(entry.room.deaths)  # its probation may be over
+                if self._on_probation and not entry.room.is_on_probation:
+                    is_admission_due |= self._on_probation.pop(entry.room.room, None) is not None
                 continue
             entry.quiet_until = 0.0
             if isinstance(effect, Freed):
@@ -407,6 +412,7 @@ class Dispatcher:
         self, entry: Entry, effect: Ended | Settled | Failure | Requeued | Closed, now: float
     ) -> bool:
         room = entry.room
+        self._on_probation.pop(room.room, None)
         if isinstance(effect, (Ended, Settled)):
             self._placer.ended(entry)
             self._count(entry, "ok", now)
@@ -427,12 +433,9 @@ class Dispatcher:
             self.events["requeued"] += 1
             self.events["resumed"] += room.num_output > 0
             entry.requeue(now, effect.not_before)
-            if room.deaths:
-                self._suspects[room.room] = entry
             self._waiting.join(entry)
             return True
         elif self._entries.pop(room.room, None) is not None:
-            self._suspects.pop(room.room, None)
             self.history.closed(entry)
         if room.phase is not Phase.QUEUED:
             self._waiting.leave(entry)

@@ -229,7 +229,7 @@ def new_request(jobs: Sequence[Job], now: float, tag: Tag | None = None) -> Requ
     )
 
 
-def reserved_workers(suspects: Iterable[Entry], room: Room) -> set[str]:
+def reserved_workers(on_probation: Iterable[Entry], room: Room) -> set[str]:
     """The workers on which `room` may not be placed now.
 
     These are the workers of rooms that must be alone. If `room` itself has a record of deaths, the workers of all rooms on
@@ -237,7 +237,7 @@ def reserved_workers(suspects: Iterable[Entry], room: Room) -> set[str]:
     """
     pairs = [
         entry.room.pair
-        for entry in suspects
+        for entry in on_probation
         if entry.room.alone_on or (room.deaths and entry.room.is_on_probation)
     ]
     return {instance for pair in pairs if pair is not None for instance in pair.instances}
