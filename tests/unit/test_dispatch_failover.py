@@ -247,6 +247,20 @@ def test_without_an_idle_pair_it_goes_to_the_emptiest_in_bounded_time():
     assert rooms_at(world, b"d3") == [innocent.room.room, entry.room.room]
 
 
+def test_of_busy_pairs_it_takes_the_one_with_the_fewest_rooms():
+    world, entry, _, _ = after_two_deaths()
+    world.submit(16)
+    assert len(rooms_at(world, b"d3")) == 2
+    world.sent.setdefault(b"d4", [])
+    world.dispatcher.on_message(b"d4", hello(instance=D4, role="decode"))
+    stats = WorkerStats(
+        pages_total=100, pages_free=10, running=1
+    )  # one room of another router: fuller, and emptier
+    world.dispatcher.on_message(b"d4", Heartbeat(instance=D4, stats=stats))
+    world.pass_time(ALONE_S + 0.1)
+    assert rooms_at(world, b"d4") == [entry.room.room]
+
+
 def test_a_request_returns_to_a_silent_worker_only_when_that_answered():
     world, _ = two_pairs()
     (entry,), _ = world.submit(16)
