@@ -11,7 +11,7 @@ from baton.kvtransfer import prepared, receiver_endpoint
 from baton.kvtransfer.transports import zmq_blocks
 from baton.prefill.queues import RoomState
 from baton.prefill.worker import PrefillWorker
-from baton.router.rooms import quarantine
+from baton.router.rooms.quarantine import DeathRecord
 from baton.router.workers.breaker import Breaker
 
 ZAP_DIES_AT = "ZAP_DIES_AT"  # environment: the ZAP thread dies at the first question after this file is there
@@ -39,7 +39,7 @@ def no_breaker() -> None:
 
 def no_third_chance() -> None:
     """A router takes the deaths of two workers for the doing of the request that both had."""
-    quarantine.MAX_DEATHS = 2
+    DeathRecord.is_proven = property(lambda self: len(self.died_with) >= 2)
 
 
 def no_checksum() -> None:

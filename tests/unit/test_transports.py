@@ -7,7 +7,7 @@ from baton.cluster.errors import HandshakeRefused
 from baton.cluster.transports import best_common, transports_fault, transports_of
 from baton.kvtransfer.sender import SenderSession
 from baton.kvtransfer.session import Send
-from baton.router.rooms.attempt_log import Trace
+from baton.router.rooms.attempt_log import AttemptTrace
 from baton.router.rooms.room import Room
 from baton.router.rooms.timeline import account_of
 
@@ -70,5 +70,5 @@ def test_prefill_answers_a_hello_with_the_choice_and_remembers_it_for_this_proce
 def test_the_timeline_says_how_the_blocks_came(blocks, shared, name):
     decode = m.DecodeTimeline(handoff_blocks=blocks, handoff_shm_blocks=shared)
     room = Room(room="a" * 32, prompt_ids=[1], sampling=m.Sampling(), created=0.0, decode_timeline=decode)
-    account = account_of(room, arrived=0.0, tokenize_s=0.0, queued_s=0.0, now=1.0, trace=Trace())
+    account = account_of(room, arrived=0.0, tokenize_s=0.0, queued_s=0.0, now=1.0, trace=AttemptTrace())
     assert account.timeline().handoff_transport == name
