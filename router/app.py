@@ -28,19 +28,19 @@ from ..cluster.security.api_keys import ApiKeys
 from ..cluster.security.keyring import load_keyring
 from ..cluster.telemetry.metrics import RouterMetrics
 from ..cluster.telemetry.tracing import open_tracing
-from .control import ControlSocket
-from .dispatch import Dispatcher
 from .endpoints.routes import Routes
 from .endpoints.service import Service
 from .http.auth import Guard
 from .http.listeners import open_listeners
 from .http.server import OWN_CONNECTIONS, Counts, HttpServer, connections_allowed
 from .http.tls import certificate_of
-from .placing import PairingPolicy
-from .registry import Registry
-from .room_effects import Timeouts
+from .rooms.effects import Timeouts
 from .sandbox.fork_server import ForkServer
+from .scheduling.dispatcher import Dispatcher
+from .scheduling.placement import PairingPolicy
 from .text.tokenizer import Tokenizer
+from .workers.control import ControlSocket
+from .workers.registry import Registry
 
 logger = logging.getLogger(__name__)
 

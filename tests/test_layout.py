@@ -34,6 +34,11 @@ ALLOWED_FOREIGN = {
 }
 FORBIDDEN_FOREIGN = {"router": {"torch", "triton"}, "deploy": {"torch", "triton"}}
 
+# Sub-folders that import nothing of their own top folder but themselves and these modules.
+ISLANDS: dict[str, tuple[str, ...]] = {"router.rooms": ("router.errors",), "router.api": ("router.errors",)}
+# Top folders whose sub-folders still import each other in a circle.
+CIRCULAR_ROOMS: tuple[str, ...] = ()
+
 UNSAFE_MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 UNSAFE_CALLS = {"eval", "exec", "compile", "__import__"}
 UNSAFE_ATTRIBUTES = {("torch", "load"), ("np", "load"), ("numpy", "load"), ("yaml", "load")}
@@ -141,7 +146,50 @@ def test_import_violations(source: Source) -> list[str]:
 def find_circles(sources: list[Source]) -> list[list[str]]:
     """Groups of modules that import each other (strongly connected components of more than one, and self-imports)."""
     known = {source.module for source in sources}
-    edges = {s.module: {target for target, _ in s.own_targets(known) if target in known} for s in sources}
+    return circles(
+        {s.module: {target for target, _ in s.own_targets(known) if target in known} for s in sources}
+    )
+
+
+def room_of(module: str) -> str:
+    """The sub-folder of a module ("router.rooms"); "" for a file that lies in its top folder."""
+    parts = module.removeprefix("baton.").split(".")
+    return ".".join(parts[:2]) if len(parts) > 2 else ""
+
+
+def find_room_circles(sources: list[Source]) -> list[list[str]]:
+    """Groups of sub-folders of one top folder that import each other. Files beside the sub-folders do not count."""
+    known = {source.module for source in sources}
+    edges: dict[str, set[str]] = {}
+    for source in sources:
+        room = room_of(source.module)
+        if room:
+            targets = {room_of(target) for target, _ in source.own_targets(known) if target in known}
+            edges.setdefault(room, set()).update(
+                target
+                for target in targets - {"", room}
+                if target.partition(".")[0] == room.partition(".")[0]
+            )
+    return circles({room: targets & edges.keys() for room, targets in edges.items()})
+
+
+def island_violations(source: Source, known: set[str]) -> list[str]:
+    """Imports by which an island knows more of its own top folder than it may."""
+    room = room_of(source.module)
+    if room not in ISLANDS:
+        return []
+    top, allowed = room.partition(".")[0], (room, *ISLANDS[room])
+    found = []
+    for target, line in source.own_targets(known):
+        inner = target.removeprefix("baton.")
+        is_ours = inner == top or inner.startswith(top + ".")
+        if is_ours and not any(inner == name or inner.startswith(name + ".") for name in allowed):
+            found.append(f"{source.relative}:{line}: {room} may not import {target}")
+    return found
+
+
+def circles(edges: dict[str, set[str]]) -> list[list[str]]:
+    """The strongly connected components of more than one node, and nodes with an edge to themselves."""
     reach: dict[str, set[str]] = {}
     for start in edges:
         seen: set[str] = set()
@@ -152,35 +200,10 @@ def find_circles(sources: list[Source]) -> list[list[str]]:
                 seen.add(module)
                 todo += edges[module]
         reach[start] = seen
-    circles = {
+    found = {
         frozenset(m for m in reach[start] if start in reach[m]) for start in edges if start in reach[start]
     }
-    return sorted(sorted(circle) for circle in circles)
-
-
-def room_circles(sources: list[Source], folder: str) -> list[str]:
-    """The rooms (sub-folders, or files beside them) of a folder that reach themselves through imports."""
-
-    def room_of(module: str) -> str:
-        return ".".join(module.split(".")[:3])
-
-    known = {source.module for source in sources}
-    arrows: dict[str, set[str]] = {}
-    for source in sources:
-        if source.folder == folder:
-            targets = {room_of(t) for t, _ in source.own_targets(known) if t.startswith(f"baton.{folder}.")}
-            arrows.setdefault(room_of(source.module), set()).update(targets - {room_of(source.module)})
-    found = []
-    for start, todo in ((room, list(targets)) for room, targets in arrows.items()):
-        seen: set[str] = set()
-        while todo:
-            room = todo.pop()
-            if room not in seen:
-                seen.add(room)
-                todo += arrows.get(room, ())
-        if start in seen:
-            found.append(start)
-    return sorted(found)
+    return sorted(sorted(circle) for circle in found)
 
 
 test_import_violations.__test__ = False  # type: ignore[attr-defined]
@@ -218,18 +241,16 @@ def test_there_are_no_circles():
     assert find_circles(package_files()) == []
 
 
-@pytest.mark.parametrize("folder", ["bench", "cluster", "deploy"])
-def test_rooms_of_a_folder_form_no_circle(folder):
-    assert room_circles(package_files(), folder) == []
+def test_there_are_no_circles_between_sub_folders():
+    found = find_room_circles(package_files())
+    assert [circle for circle in found if circle[0].partition(".")[0] not in CIRCULAR_ROOMS] == []
+    assert {circle[0].partition(".")[0] for circle in found} == set(CIRCULAR_ROOMS), "list no others"
 
 
-def test_a_circle_of_rooms_is_seen():
-    sources = [
-        snippet("cluster/net/a.py", "from ..process.b import x"),
-        snippet("cluster/net/c.py", "import os"),
-        snippet("cluster/process/b.py", "from ..net.c import y"),
-    ]
-    assert room_circles(sources, "cluster") == ["baton.cluster.net", "baton.cluster.process"]
+def test_islands_know_nothing_of_their_top_folder_but_what_is_listed():
+    sources = package_files()
+    known = {source.module for source in sources}
+    assert [violation for source in sources for violation in island_violations(source, known)] == []
 
 
 def test_s1_nothing_turns_data_into_code():
@@ -352,6 +373,34 @@ def test_circles_are_seen():
     assert find_circles(chain) == []
     closed = [*chain[:2], snippet("engine/c.py", "from ..engine.a import y")]
     assert find_circles(closed) == [["baton.engine.a", "baton.engine.b", "baton.engine.c"]]
+
+
+def test_circles_between_sub_folders_are_seen():
+    chain = [
+        snippet("router/workers/a.py", "from ..rooms.b import x"),
+        snippet("router/rooms/b.py", "from ..errors import ApiError"),
+        snippet("router/rooms/c.py", "from .b import x"),
+        snippet("router/errors.py", "from .workers.z import x"),  # a file beside them
+        snippet("router/workers/z.py", "import os"),
+    ]
+    assert find_room_circles(chain) == []
+    closed = [*chain, snippet("router/rooms/d.py", "from ..workers.a import y")]
+    assert find_circles(closed) == [], "no two files import each other"
+    assert find_room_circles(closed) == [["router.rooms", "router.workers"]]
+
+
+def test_what_an_island_may_not_know_is_seen():
+    known = {
+        "baton.router.errors",
+        "baton.router.rooms.room.b",
+        "baton.router.workers.a",
+        "baton.cluster.protocol.messages",
+    }
+    allowed = "from ..errors import ApiError\nfrom .b import x\nfrom ...cluster.messages import Hello"
+    assert island_violations(snippet("router/rooms/a.py", allowed), known) == []
+    assert len(island_violations(snippet("router/rooms/a.py", "from ..workers.a import x"), known)) == 1
+    assert len(island_violations(snippet("router/api/a.py", "from ..rooms.b import x"), known)) == 1
+    assert island_violations(snippet("router/workers/a.py", "from ..rooms.b import x"), known) == []
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,6 @@ from collections.abc import Callable, Sequence
 
 from msgspec import Struct
 
-from ..dispatch import Dispatcher
-from ..entries import Entry
 from ..errors import (
     RETRY_AFTER_S,
     ApiError,
@@ -23,11 +21,13 @@ from ..errors import (
     upstream,
 )
 from ..http.exchange import AnswerSink
-from ..intake import OVERLOADED
-from ..room_effects import Broken, Deliver, Settled
-from ..room_parts import BAD_GRAMMAR, DEADLINE_EXCEEDED, GRAMMARS_OVERDUE
+from ..rooms.attempt import BAD_GRAMMAR, DEADLINE_EXCEEDED, GRAMMARS_OVERDUE
+from ..rooms.effects import Deliver, Failure, Settled
+from ..rooms.quarantine import QUARANTINED
+from ..scheduling.admission_queue import OVERLOADED
+from ..scheduling.dispatcher import Dispatcher
 from ..scheduling.inbox import Disconnected, Inbox, InboxEvent
-from ..suspicion import QUARANTINED
+from ..scheduling.request_state import Entry
 from .generation import Choice, Piece
 from .replies import (
     AnyTimeline,
@@ -193,7 +193,7 @@ class Answer:
                 pieces.append((index, self._add(index, event)))
             elif isinstance(event, Disconnected):
                 raise ClientLeft
-            elif isinstance(event, Broken):
+            elif isinstance(event, Failure):
                 if not self._choices[index].finish:
                     raise error_of(event)
             elif not isinstance(event, Settled):
@@ -239,7 +239,7 @@ class Answer:
         return timelines[0] if len(timelines) == 1 else ChoiceTimelines(timelines)
 
 
-def error_of(event: Broken) -> ApiError:
+def error_of(event: Failure) -> ApiError:
     """The client's error for a failure. Each kind has a fixed message, since a worker's own message may name its host."""
     if event.kind == "NoWorkers" or event.kind == "Shutdown":
         return unavailable(event.message)

@@ -6,7 +6,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ...cluster.protocol.messages import TokenLogprob
-from ..room_effects import Deliver
+from ..rooms.effects import Deliver
 from ..text.tokenizer import Tokenizer
 from .stop import StopStrings
 from .tool_calls import CallPart, CallReader

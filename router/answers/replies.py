@@ -10,7 +10,7 @@ import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
 
 from ..errors import ApiError
-from ..timeline import Timeline
+from ..rooms.timeline import Timeline
 from .generation import Piece
 
 DONE = b"data: [DONE]\n\n"

@@ -11,8 +11,8 @@ from urllib.parse import parse_qs
 
 from ..answers.replies import compact
 from ..errors import bad_request, unknown_request
-from ..history import KEPT, History
 from ..http.exchange import Exchange, send
+from ..scheduling.history import KEPT, History
 
 USUAL_LIMIT = 50
 FRESH = {"cache-control": "no-store"}

@@ -29,8 +29,8 @@ from ..api.response_bodies import ResponseBody, ResponseTool, TextOptions
 from ..api.response_items import ITEMS, InputTextPart, OutputTextPart
 from ..api.tool_bodies import CalledFunction, ToolCall
 from ..errors import ErrorEnvelope
-from ..history import KEPT, RequestList, RequestView
 from ..http.auth import OPEN_PATHS
+from ..scheduling.history import KEPT, RequestList, RequestView
 from .status import ModelCard, ModelList, Status
 
 REF = "#/components/schemas/{name}"

@@ -5,7 +5,7 @@ Request spans have the attributes of OpenTelemetry's conventions for generative 
 
 from ...cluster.protocol.messages import Sampling
 from ...cluster.telemetry.tracing import Attribute, Span, Tracing
-from ..entries import Entry, Request
+from ..scheduling.request_state import Entry, Request
 
 ROOT_ERRORS = ("failed", "timeout", "rejected")
 

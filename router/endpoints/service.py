@@ -14,7 +14,6 @@ from msgspec.structs import replace
 
 from ...cluster.telemetry.trace_context import NOWHERE, TraceContext
 from ...cluster.telemetry.tracing import Tracing, Untraced
-from ..admission import max_new_tokens, no_workers
 from ..answers.answer import Answer, AnswerOptions
 from ..answers.chat_replies import ChatBuilder
 from ..answers.completion_replies import CompletionBuilder
@@ -25,18 +24,19 @@ from ..api.bodies import ChatBody, CompletionBody, DetokenizeBody, Message, Toke
 from ..api.openai import check_chat, check_token_ids, logprobs_of, max_new_of, prompts_of, sampling_of
 from ..api.response_bodies import ResponseBody, chat_of, in_words_of_responses, told_of
 from ..api.tool_bodies import Tool, as_template_tool, schema_of
-from ..dispatch import Dispatcher
-from ..entries import Entry, Job, Request, Tag
 from ..errors import ApiError, bad_request, context_too_long, unknown_model
 from ..http.exchange import ClientGone
 from ..http.rate_limits import ANYONE, Caller
-from ..policy import Limits
 from ..sandbox.fork_server import ForkServer
 from ..sandbox.template_renderer import Switches
+from ..scheduling.dispatcher import Dispatcher
 from ..scheduling.inbox import Inbox
+from ..scheduling.request_limits import max_new_tokens, no_workers
+from ..scheduling.request_state import Entry, Job, Request, Tag
 from ..text.grammars import Grammars, plan_of
 from ..text.templates import Templates, encoded
 from ..text.tokenizer import GuardedChat, Tokenizer
+from ..workers.eligibility import Limits
 from .idempotency import Idempotency
 from .request_spans import end_request, operation_of
 
@@ -175,14 +175,14 @@ class Service:
 
     def _reading(self, call: Call, priority: int | None) -> AbstractContextManager[None]:
         """Bounds the preparation of a request that will need workers. Raises ApiError (429)."""
-        now, intake = self.clock(), self.dispatcher.intake
+        now, intake = self.clock(), self.dispatcher.admission
         intake.check_queue(call.caller.priority_of(priority), now)
         return intake.parse_limiter.reading(call.caller, call.size, now)
 
     @contextmanager
     def _counted(self, call: Call) -> Iterator[None]:
         """Bounds and counts a request that needs no worker. Raises ApiError (429)."""
-        now, intake = self.clock(), self.dispatcher.intake
+        now, intake = self.clock(), self.dispatcher.admission
         with intake.parse_limiter.reading(call.caller, call.size, now):
             intake.gate.charge(call.caller, 0, now)
             yield

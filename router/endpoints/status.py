@@ -9,10 +9,10 @@ from msgspec import Struct
 
 from ...cluster.protocol.messages import DraftWidths, GraphCounts, WorkerStats
 from ...cluster.telemetry.metrics import RouterRecord, WorkerRecord
-from ..dispatch import Dispatcher
-from ..policy import is_ready, why_not_pair
-from ..proofs import PairStatus
-from ..registry import Registry, Worker
+from ..scheduling.dispatcher import Dispatcher
+from ..workers.eligibility import is_ready, why_not_pair
+from ..workers.pair_health import PairStatus
+from ..workers.registry import Registry, Worker
 
 MAX_UNPAIRED = 64
 
@@ -120,7 +120,7 @@ def status_of(dispatcher: Dispatcher, model: str, uptime_s: float, now: float) -
         events=dispatcher.event_totals,
     )
     workers = [_worker_status(worker, now) for worker in registry]
-    return Status(router, workers, dispatcher.canaries.proofs.status(now), unpaired_of(registry))
+    return Status(router, workers, dispatcher.health_probes.pair_health.status(now), unpaired_of(registry))
 
 
 def unpaired_of(registry: Registry) -> list[Unpaired]:
@@ -142,7 +142,7 @@ def why_not_ready(dispatcher: Dispatcher, now: float) -> str:
         return "the router is shutting down"
     registry = dispatcher.registry
     if is_ready(registry):
-        return "" if dispatcher.is_ready else dispatcher.canaries.proofs.why_not(now)
+        return "" if dispatcher.is_ready else dispatcher.health_probes.pair_health.why_not(now)
     counts = {role: _num_serving(registry, role) for role in ("prefill", "decode")}
     missing = [role for role, count in counts.items() if count == 0]
     if missing:
@@ -161,8 +161,8 @@ def metrics_of(dispatcher: Dispatcher, responses: Mapping[int, int] | None = Non
         events=dispatcher.event_totals,
         responses=responses or {},
         is_ready=dispatcher.is_ready,
-        canaries=dispatcher.canaries.outcomes,
-        failing_pairs=tuple(dispatcher.canaries.proofs.failures()),
+        canaries=dispatcher.health_probes.outcomes,
+        failing_pairs=tuple(dispatcher.health_probes.pair_health.failures()),
     )
     workers = [
         WorkerRecord(role=worker.role, instance=worker.instance, stats=worker.stats)

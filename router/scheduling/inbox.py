@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..room_effects import Broken, Deliver, Ended, Settled
+from ..rooms.effects import Deliver, Ended, Failure, Settled
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,7 @@ MAX_UNREAD = 1 << 16  # tokens that wait for a client that reads slowly; with mo
 MANY = 256  # tokens for which a patient reader is woken, so that its work comes in small parts
 LOGPROB_COST = 2  # tokens that a log-probability counts for: it takes some 120 bytes, a token 36
 
-InboxEvent = Deliver | Ended | Settled | Broken | Disconnected
+InboxEvent = Deliver | Ended | Settled | Failure | Disconnected
 
 
 class Inbox:

@@ -14,7 +14,7 @@ from baton.cluster.protocol.codec import encode
 from baton.cluster.protocol.messages import PROTOCOL_MAJOR, Hello
 from baton.cluster.security.keyring import Curve, load_keyring, make_key, read_key
 from baton.deploy.keys.keys import add, init
-from baton.router.control import ControlSocket
+from baton.router.workers.control import ControlSocket
 
 REFUSAL_S = 0.5  # a handshake on loopback takes a few ms; who has not got through by then was refused
 PATIENCE_S = 60.0  # for who is to get through

@@ -10,11 +10,10 @@ import httpx
 import pytest
 from baton.cluster.protocol.messages import Reserve, TokenItem, Tokens
 from baton.deploy.keys.api_keys import add
-from baton.router import dispatch
 from baton.router.answers.answer import Answer
-from baton.router.entries import Entry
 from baton.router.http import http_protocol, server
-from baton.router.scheduling import inbox
+from baton.router.scheduling import dispatcher, inbox
+from baton.router.scheduling.request_state import Entry
 from baton.router.text.tokenizer import load_tokenizer
 from baton.tests.cluster.http_time import read_to_the_end, seconds_left, standing_time
 from baton.tests.cluster.router_fakes import (
@@ -279,7 +278,7 @@ def test_f16_a_client_that_never_reads_is_cut_at_a_bound_of_time_or_of_tokens(
     start, monkeypatch, bound, uncollected
 ):
     if bound == "time":
-        monkeypatch.setattr(dispatch, "CLIENT_STALL_S", 0.5)
+        monkeypatch.setattr(dispatcher, "CLIENT_STALL_S", 0.5)
     else:
         monkeypatch.setattr(inbox, "MAX_UNREAD", 20_000)
     running, script = start(worker_timeout_s=20)

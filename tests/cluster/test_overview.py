@@ -9,7 +9,7 @@ import httpx
 import pytest
 from baton.deploy.keys.api_keys import add
 from baton.router.endpoints.dashboard import PAGE
-from baton.router.history import KEPT
+from baton.router.scheduling.history import KEPT
 from baton.tests.cluster.router_fakes import BODY, post, until
 from baton.tests.unit.test_metrics import samples
 

@@ -160,7 +160,7 @@ def test_who_leaves_before_its_turn_is_not_read_unless_it_may_come_back(start):
     encoding.goes_on.clear()
     readers = [in_thread(lambda: complete(running)) for _ in range(2)]  # both threads
     until(lambda: encoding.num_long == 2, "all threads read")
-    room = running.router.dispatcher.intake.parse_limiter
+    room = running.router.dispatcher.admission.parse_limiter
     prompt = [{"role": "user", "content": LONG}]
     leaving = [open_request(running, messages=prompt), open_request(running, messages=prompt)]
     keyed = open_request(running, messages=prompt, headers={"idempotency-key": "again"})

@@ -7,7 +7,7 @@ from dataclasses import replace
 import httpx
 import pytest
 from baton.cluster.protocol.messages import Finished, Prefill, Reserve, TokenItem, Tokens
-from baton.router.room_effects import Timeouts
+from baton.router.rooms.room.effects import Timeouts
 from baton.tests.cluster.router_fakes import (
     ANSWER,
     BODY,
@@ -177,7 +177,7 @@ def test_a_stream_that_no_pair_can_go_on_with_ends_with_an_error_frame_in_bounde
     assert_nothing_left(running)
 
 
-def test_a_request_that_two_workers_died_with_is_an_error_500_and_the_others_go_on(running):
+def test_a_request_that_three_workers_died_with_is_an_error_500(running):
     output = answer_of(running)
     _, first = running.pair(Breaking(output, 1))
     results = begin(running, LONG)
@@ -185,9 +185,13 @@ def test_a_request_that_two_workers_died_with_is_an_error_500_and_the_others_go_
     second = running.add("decode", Breaking(output, 1).decode)
     first.close()
     until(lambda: second.of(Reserve), "the second has it")
-    running.add("decode", Relay(output).decode)
+    third = running.add("decode", Breaking(output, 1).decode)
     until_heard(running, second)  # it has the request and lives
     second.close()
+    until(lambda: third.of(Reserve), "the third has it")
+    running.add("decode", Relay(output).decode)
+    until_heard(running, third)
+    third.close()
     status, lines = until(lambda: results, "an end")[0]
     assert status == 500
     assert json.loads(lines[0])["error"]["code"] == "request_quarantined"

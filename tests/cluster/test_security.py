@@ -14,7 +14,7 @@ from baton.cluster.protocol.codec import control_down_decoder, encode
 from baton.cluster.protocol.messages import FirstToken, Gone, Heartbeat, Rejected, Welcome, WorkerStats
 from baton.cluster.security.keyring import load_keyring, read_key, write_key
 from baton.deploy.keys.keys import remove, rotate
-from baton.router.control import ControlSocket, Speakers
+from baton.router.workers.control import ControlSocket, Speakers
 from baton.tests.cluster.keyed_peers import (
     PATIENCE_S,
     REFUSAL_S,

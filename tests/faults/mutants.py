@@ -11,7 +11,8 @@ from baton.cluster.protocol import codec
 from baton.kvtransfer.transports import prepared_blocks, receiver_endpoint, zmq_blocks
 from baton.prefill.queues import PrefillState
 from baton.prefill.worker import PrefillWorker
-from baton.router.retries import Breaker
+from baton.router.rooms.room.quarantine import DeathRecord
+from baton.router.workers.breaker import Breaker
 
 ZAP_DIES_AT = "ZAP_DIES_AT"  # environment: the ZAP thread dies at the first question after this file is there
 
@@ -34,6 +35,11 @@ def no_digest() -> None:
 def no_breaker() -> None:
     """A router places requests with a worker that fails them all as with any other."""
     Breaker.is_avoided = lambda self, now: False
+
+
+def no_third_chance() -> None:
+    """A router takes the deaths of two workers for the doing of the request that both had."""
+    DeathRecord.is_proven = property(lambda self: len(self.died_with) >= 2)
 
 
 def no_checksum() -> None:

@@ -10,6 +10,7 @@ import time
 
 import psutil
 from baton.cluster.process.failpoints import PAUSE_S
+from baton.decode.local_prefill import LocalPrefill
 from baton.prefill.worker import PrefillWorker
 from baton.tests.faults.bed import Scene
 from baton.tests.faults.cluster import in_time, wait_until
@@ -275,18 +276,19 @@ POISON = (77,) * 5  # the beginning of a prompt
 
 @row(
     "F49",
-    "a prompt crashes every prefill worker that computes it",
-    "two workers die of it, then 500 for it alone",
+    "a prompt crashes every worker that computes it",
+    "three workers die of it, then 500 for it alone",
 )
 def f49(scene: Scene) -> str:
     asks = scene.known(workload(149, 12, prompt=(30, 100), max_tokens=30))
     scene.promise = Promise(statuses=(500,))
-    for name in ("prefill-0", "prefill-1"):
+    names = [node.name for node in scene.cluster.workers]
+    for name in names:
         scene.victims.add(name)
         scene.cluster.restart(name, prepare=["baton.tests.faults.rows_clients:fear_poison"])
         scene.cluster.nodes[name].keeps_alive = True
     scene.cluster.wait_whole(20)
-    scene.rebase("prefill-0", "prefill-1")
+    scene.rebase(*names)
     starts = sum(node.num_starts for node in scene.cluster.workers)
     scene.traffic.run(asks * 8)  # the retry budget is a share of all requests
     calls = scene.traffic.start(*asks)
@@ -297,21 +299,28 @@ def f49(scene: Scene) -> str:
     assert all(call.end == "finished" for call in calls), calls
     scene.cluster.wait_whole(10)
     deaths = sum(node.num_starts for node in scene.cluster.workers) - starts
-    assert deaths <= 2, f"{deaths} workers died"
+    assert deaths <= 3, f"{deaths} workers died"
     took = poisoned.ended - poisoned.started
     return f"{deaths} deaths, 500 {poisoned.error['code']} after {took:.1f} s; {placed_again(calls)}"
 
 
 def fear_poison() -> None:
-    """In a prefill node: a prompt that begins with POISON kills it."""
-    forward = PrefillWorker._forward
+    """In a worker: a prompt that begins with POISON kills it, be it computed by prefill or by decode."""
+    on_prefill, on_decode = PrefillWorker._forward, LocalPrefill._forward
 
-    def die_of_poison(self, chunks):
-        if any(tuple(chunk.room.request.prompt_ids[: len(POISON)]) == POISON for chunk in chunks):
+    def look_at(rooms):
+        if any(tuple(room.request.prompt_ids[: len(POISON)]) == POISON for room in rooms):
             os.kill(os.getpid(), signal.SIGKILL)
-        return forward(self, chunks)
 
-    PrefillWorker._forward = die_of_poison
+    def die_on_prefill(self, chunks):
+        look_at(chunk.room for chunk in chunks)
+        return on_prefill(self, chunks)
+
+    def die_on_decode(self, chunks):
+        look_at(room for room, _, _ in chunks)
+        return on_decode(self, chunks)
+
+    PrefillWorker._forward, LocalPrefill._forward = die_on_prefill, die_on_decode
 
 
 @row(

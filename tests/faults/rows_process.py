@@ -182,6 +182,35 @@ def longest_pause(calls: list[Call]) -> float:
 
 
 @row(
+    "F57",
+    "decode is killed under 8 streams, and a second later the prefill worker that one of them went on to",
+    "every client sees its contiguous, equal tokens; one of them after two deaths",
+    flags=UNCACHED,
+)
+def f57(scene: Scene) -> str:
+    asks = scene.known(workload(157, 8, prompt=(300, 500), max_tokens=400))
+    scene.promise = ALL_FINISH
+    calls = scene.traffic.start(*asks)
+    wait_until(lambda: min(len(call.ids) for call in calls) >= 5, 20, "all streams run", pause=0.002)
+    prefills = ("prefill-0", "prefill-1")
+    for name in prefills:
+        scene.cluster.signal(name, signal.SIGSTOP)  # as if each had a long prompt before theirs
+    scene.kill("decode-0")
+    (again, *_), _ = wait_until(
+        lambda: [name for name in prefills if scene.cluster.worker(name).get("placed", 0)],
+        1.5,
+        "a stream goes on to a prefill worker",
+    )
+    scene.kill(again)
+    for name in prefills:
+        scene.cluster.signal(name, signal.SIGCONT)
+    scene.traffic.wait(calls)
+    assert all(call.end == "finished" for call in calls), calls
+    assert any(call.attempts > 2 for call in calls), "both died with somebody"
+    return f"{placed_again(calls)}, longest gap in a stream {longest_pause(calls):.2f} s"
+
+
+@row(
     "F09",
     "every decode worker is killed",
     "503 with Retry-After <= 2 s; streams end with an error frame; serves <= 10 s after restart",

@@ -14,6 +14,7 @@ HERE = "baton.tests.faults.mutants:"
 NO_DIGEST = {"*": [f"{HERE}no_digest"]}
 NO_CANCEL = {"prefill-0": [f"{HERE}no_cancel"]}
 NO_BREAKER = {"router": [f"{HERE}no_breaker"], "decode": ["baton.tests.faults.rows_storms:steps_of_a_device"]}
+NO_THIRD_CHANCE = {"router": [f"{HERE}no_third_chance"]}
 NO_CHECKSUM = {"*": [f"{HERE}no_checksum"]}
 NO_LIMIT = {"*": [f"{HERE}no_frame_limit"]}
 NO_TRACKER = {"prefill-0": [f"{HERE}no_tracker"]}
@@ -51,6 +52,7 @@ MUTANTS = {
     "no checksum of messages": Mutant(row="F33c", says="I2: token", prepare=NO_CHECKSUM, play=another_token),
     "no frame limit": Mutant(row="F33q", says="MiB more", prepare=NO_LIMIT),
     "no breaker": Mutant(row="F50", says="ejected after", prepare=NO_BREAKER),
+    "two deaths are proof": Mutant(row="F57", says="request_quarantined", prepare=NO_THIRD_CHANCE),
     "ZAP is not enforced": Mutant(row="F55", says="with nobody to ask", prepare={}, play=without_enforcement),
 }
 LEARNING = (

@@ -3,8 +3,8 @@
 from baton.decode.queues import DecodeState
 from baton.kvtransfer.protocol.sender import EARLY_S
 from baton.kvtransfer.protocol.session import MAX_TOMBSTONES, TOMBSTONE_S
-from baton.router.retries import BUDGET_FLOOR, BUDGET_SHARE, MAX_ATTEMPTS
-from baton.router.room_parts import Phase
+from baton.router.rooms.room.retries import BUDGET_FLOOR, BUDGET_SHARE, MAX_ATTEMPTS
+from baton.router.rooms.room.room import Phase
 from baton.tests.sim.cluster_clients import Violation
 from baton.tests.sim.cluster_faults import LOSING
 
@@ -106,6 +106,7 @@ class Checker:
                 self._check_memory(worker)
         self._check_retries()
         self._check_success()
+        self._check_innocence()
         self._check_options()
         self._check_digests()
 
@@ -146,6 +147,8 @@ class Checker:
         is_lossless = faults.are_only("burst", "stop", "leave", "order_flip")
         has_spare = min(world.num_prefills, world.num_decodes) > 1
         is_one_death = faults.are_only("kill", "kill_at", "stop", "leave") and world.num_deaths.total() == 1
+        if world.options.poison:
+            return
         if not is_lossless and not (is_one_death and has_spare and not world.num_deaths["R"]):
             return
         for client in world.clients:
@@ -159,6 +162,18 @@ class Checker:
                 and waited > RECOVERED_S
             ):
                 raise Violation(f"client {client.number} waited {waited:.1f} s after the death of a worker")
+
+    def _check_innocence(self):
+        """Two deaths may be chance: no request here kills, so none fails of them before a third worker was lost."""
+        world = self.world
+        if world.options.poison or not world.faults.are_only(
+            "kill", "kill_at", "kill_two", "stop", "leave", "burst", "tight"
+        ):
+            return
+        num_deaths = world.num_deaths["P"] + world.num_deaths["D"]
+        for client in world.clients:
+            if client.end in ("Quarantined", "PeerLost") and num_deaths < 3:
+                raise Violation(f"client {client.number} ended with {client.end} after {num_deaths} deaths")
 
     def _check_options(self):
         """What the caller of this run expects of it."""

@@ -4,10 +4,10 @@ from dataclasses import dataclass, field
 from random import Random
 
 from baton.cluster.protocol.messages import Sampling
-from baton.router.entries import Job
 from baton.router.errors import ApiError
-from baton.router.room_effects import Broken, Deliver, Ended, Settled
+from baton.router.rooms.room.effects import Deliver, Ended, Failure, Settled
 from baton.router.scheduling.inbox import Inbox
+from baton.router.scheduling.request_state import Job
 from baton.tests.sim.cluster_toy import NUM_PROMPTS, expected, prompts
 
 GRACE_S = 1.0  # that a client may wait behind its deadline
@@ -132,7 +132,7 @@ class Client:
                 got = f"{self.tokens} {event.reason}"
                 raise Violation(f"client {self.number} ended with {got}, not {self.text} {self.reason}")
             self._end("ok")
-        elif isinstance(event, Broken):
+        elif isinstance(event, Failure):
             self._end(event.kind)
 
     def _deliver(self, ids):

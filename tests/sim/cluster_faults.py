@@ -3,17 +3,20 @@
 from dataclasses import dataclass
 from random import Random
 
+NEAR_S = 1.0  # between two deaths that are no chance to a router which counts them
+
 KINDS = (
     "control_loss", "control_duplicate", "control_reorder", "control_break", "order_flip", "report_flip", "kv_loss",
     "kv_duplicate", "kv_reorder", "kv_flip", "flip", "truncate", "delay", "congestion", "cut", "partition", "one_way",
     "kill", "kill_at", "stall", "hang", "freeze", "jump", "leave", "stop", "slow", "drain", "usurp", "tight", "burst",
+    "kill_two",
 )  # fmt: skip
 # What neither loses nor changes a message and takes nobody away.
 HARMLESS = frozenset(("kv_duplicate", "kv_reorder", "control_duplicate", "congestion", "slow"))
 # What makes a worker look lost.
 LOSING = frozenset(
     ("kill", "kill_at", "partition", "one_way", "cut", "control_break", "control_loss", "delay", "stall", "hang", "freeze",
-     "jump", "usurp", "drain", "report_flip")
+     "jump", "usurp", "drain", "report_flip", "kill_two")
 )  # fmt: skip
 # The transitions at which a process may die: what it has just been sent, is about to send, or its scheduler is told.
 ROLE_VERBS = {
@@ -60,6 +63,7 @@ class Faults:
     partition: int = 0
     one_way: int = 0
     kill: int = 0
+    kill_two: int = 0  # two workers, within NEAR_S
     kill_at: str = ""  # a transition
     kill_nth: int = 1
     kill_after: bool = False  # the message has left, or was taken in, when the process dies
@@ -130,4 +134,5 @@ def draw(rng: Random) -> Faults:
         usurp=times(1) if rng.random() < 0.3 else 0,
         tight=on(),
         burst=on(),
+        kill_two=times(1),
     )

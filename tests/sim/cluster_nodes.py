@@ -17,10 +17,10 @@ from baton.kvtransfer.transports.endpoint import Delivered
 from baton.kvtransfer.transports.receiver_endpoint import ReceiverEndpoint
 from baton.kvtransfer.transports.sender_endpoint import SenderEndpoint
 from baton.prefill.worker import PrefillWorker
-from baton.router.dispatch import Dispatcher
-from baton.router.placing import PairingPolicy
-from baton.router.registry import Registry
-from baton.router.room_effects import Timeouts
+from baton.router.rooms.room.effects import Timeouts
+from baton.router.scheduling.dispatcher import Dispatcher
+from baton.router.scheduling.placement import PairingPolicy
+from baton.router.workers.registry import Registry
 from baton.tests.sim.cluster_net import INFINITY, Died, Process
 from baton.tests.sim.cluster_toy import MAX_CONTEXT, VOCAB, ToyAheadDecoder, ToyDecoder, toy_engine
 from baton.worker.identity import hello_of, layout_of, planes_of
@@ -229,7 +229,7 @@ class SimLink:
             name = type(said(event)).__name__
             self.process.world.timeline.note(self.process.name, "takes", name)
             death = self.process.world.on_transition(self.process, "event", name)
-            if death:
+            if death or self.process.world.is_killed_by(said(event)):
                 self.process.world.kill(self.process)
                 raise Died
             events += incoming(self.owners, event)

@@ -20,15 +20,15 @@ from baton.kvtransfer.transports.endpoint import Delivered
 from baton.kvtransfer.transports.sender_endpoint import SenderEndpoint
 from baton.prefill.queues import PrefillState
 from baton.prefill.worker import PrefillWorker
-from baton.router import policy
-from baton.router.dispatch import Dispatcher
-from baton.router.holds import Holds
-from baton.router.reception import Reception
-from baton.router.registry import UNREACHABLE_S, Registry
-from baton.router.retries import RetryBudget
-from baton.router.room_effects import Deliver, Freed
-from baton.router.room_parts import Attempt
-from baton.router.rooms import Room
+from baton.router.rooms.room.attempt import Attempt
+from baton.router.rooms.room.effects import Deliver, Freed
+from baton.router.rooms.room.pending_cancels import PendingCancels
+from baton.router.rooms.room.retries import RetryBudget
+from baton.router.rooms.room.room import Room, quarantine
+from baton.router.scheduling.dispatcher import Dispatcher
+from baton.router.workers import eligibility
+from baton.router.workers.registration import Registration
+from baton.router.workers.registry import UNREACHABLE_S, Registry
 from baton.tests.sim.cluster_faults import Faults
 from baton.tests.sim.cluster_nodes import SimSender
 from baton.tests.sim.cluster_world import Options, Settings
@@ -166,7 +166,7 @@ def no_explicit_cancel():
         hold.num_cancels += 1
         return Freed(hold.instance, -1)  # an effect that changes nothing
 
-    return patch.object(Holds, "_ask", keep_quiet), Options(faults=Faults(leave=0.9))
+    return patch.object(PendingCancels, "_ask", keep_quiet), Options(faults=Faults(leave=0.9))
 
 
 def free_on_send():
@@ -227,6 +227,15 @@ def no_attempt_limit():
     )
 
 
+def no_third_chance():
+    """Two workers that died with a request are taken for proof."""
+    options = Options(
+        faults=Faults(kill_two=1), settings=Settings(step_s=0.2, chunk_size=4, max_running=8), num_clients=24,
+        num_prefills=3, num_decodes=3,
+    )  # fmt: skip
+    return patch.object(quarantine, "MAX_DEATHS", 2), options
+
+
 def no_deadline():
     """A client waits for as long as it takes."""
     enqueue = Dispatcher._enqueue
@@ -255,7 +264,7 @@ def no_heartbeat():
 
 def no_generation():
     """The router does not hear that a worker has dropped all its rooms."""
-    hello = Reception.hello
+    hello = Registration.hello
 
     def deaf(self, identity, message, now):
         known = self._registry.get(message.instance)
@@ -267,7 +276,7 @@ def no_generation():
         faults=Faults(cut=3), settings=Settings(step_s=0.1), num_prefills=2, num_decodes=2, num_clients=12,
         served_within_s=2.8,
     )  # fmt: skip
-    return patch.object(Reception, "hello", deaf), options
+    return patch.object(Registration, "hello", deaf), options
 
 
 def no_broken_connection():
@@ -282,7 +291,7 @@ def no_broken_connection():
 def no_repeated_orders():
     """The router does not hear that a worker missed an order of it."""
     options = Options(faults=Faults(order_flip=0.1), num_clients=16, may_repeat=False)
-    return patch.object(Room, "say_again", lambda *_: []), options
+    return patch.object(Room, "resend_orders", lambda *_: []), options
 
 
 def no_lost_router():
@@ -297,7 +306,7 @@ def no_lost_router():
             for owner, name in (
                 (DecodeWorker, "drop_rooms"),
                 (PrefillWorker, "drop_rooms"),
-                (Reception, "orphan"),
+                (Registration, "orphan"),
             ):
                 stack.enter_context(patch.object(owner, name, lambda *_: None))
             yield
@@ -313,7 +322,7 @@ def prefillers_of_any(decode, serving, avoid):
 def no_fingerprint():
     """The router pairs workers of different models; the handshake between them is what is left, and costs an attempt."""
     options = Options(faults=Faults(), odd="P1", num_prefills=2, num_decodes=2, may_repeat=False)
-    return patch.object(policy, "prefillers", prefillers_of_any), options
+    return patch.object(eligibility, "prefillers", prefillers_of_any), options
 
 
 def no_fingerprint_anywhere():
@@ -322,7 +331,7 @@ def no_fingerprint_anywhere():
     @contextmanager
     def patched():
         with ExitStack() as stack:
-            stack.enter_context(patch.object(policy, "prefillers", prefillers_of_any))
+            stack.enter_context(patch.object(eligibility, "prefillers", prefillers_of_any))
             stack.enter_context(patch.object(sender, "agree", lambda ours, theirs: theirs))
             stack.enter_context(patch.object(peer_link, "agree", lambda ours, theirs: theirs))
             yield
@@ -342,6 +351,7 @@ SEAMS = {
     "pages held until read": free_before_read,
     "retry budget": no_retry_budget,
     "attempts of a room": no_attempt_limit,
+    "third chance": no_third_chance,
     "deadline": no_deadline,
     "heartbeat": no_heartbeat,
     "generation": no_generation,

@@ -13,7 +13,7 @@ from random import Random
 from baton.cluster.config.router_groups import DECODE_POLICIES, PREFILL_POLICIES
 from baton.tests.sim.cluster_check import Checker
 from baton.tests.sim.cluster_clients import Client, Violation, draw_client
-from baton.tests.sim.cluster_faults import TRANSITIONS, Faults, draw
+from baton.tests.sim.cluster_faults import NEAR_S, TRANSITIONS, Faults, draw
 from baton.tests.sim.cluster_net import Network, Timeline
 from baton.tests.sim.cluster_nodes import CONTROL, RouterProcess, WorkerProcess
 
@@ -69,6 +69,7 @@ class Options:
     may_repeat: bool = True  # False: every attempt must succeed
     served_within_s: float = 0.0  # every client must have its whole text by then; 0: no such bar
     leave_at: str = ""  # clients leave when this event waits for a scheduler, such as "D event Complete"
+    poison: str = ""  # "Prefill" or "Reserve": this order of client 0 kills every worker that takes it
     is_told: bool = False  # keep the story
 
 
@@ -193,6 +194,13 @@ class World:
             if client.inbox is not None and client.inbox._events:
                 client.read()
 
+    def is_killed_by(self, message):
+        """Whether a worker dies of an order that it takes."""
+        if type(message).__name__ != self.options.poison or self.clients[0].entry is None:
+            return False
+        self.reached["poisoned"] += message.room == self.clients[0].entry.room.room
+        return message.room == self.clients[0].entry.room.room
+
     def leave(self, room):
         """The client of a room goes away, unless the faults are over."""
         for client in self.clients:
@@ -207,6 +215,7 @@ class World:
             "partition",
             "one_way",
             "kill",
+            "kill_two",
             "stall",
             "hang",
             "freeze",
@@ -258,6 +267,16 @@ class World:
     def _kill(self, victim):
         self.reached["killed " + victim.role] += 1
         self.kill(victim)
+        return True
+
+    def _kill_two(self, victim):
+        """A worker dies, and another one soon after it."""
+        workers = [worker for worker in self.workers.values() if worker is not None]
+        if len(workers) < 2:
+            return False
+        first, second = self.rng.sample(workers, 2)
+        self._kill(first)
+        self.timeline.at(self.timeline.now + NEAR_S * self.rng.random(), self._kill, second)
         return True
 
     def _stall(self, victim):

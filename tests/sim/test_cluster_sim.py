@@ -11,8 +11,8 @@ from collections import Counter
 from unittest.mock import patch
 
 import pytest
-from baton.router.dispatch import Dispatcher
-from baton.router.retries import RetryBudget
+from baton.router.rooms.room.retries import RetryBudget
+from baton.router.scheduling.dispatcher import Dispatcher
 from baton.tests.sim import cluster_main
 from baton.tests.sim.cluster_faults import KINDS, TRANSITIONS, Faults
 from baton.tests.sim.cluster_seams import SEAMS
@@ -93,6 +93,31 @@ def test_a_worker_that_dies_takes_no_answer_with_it(transition):
         if outcome.reached["kill_at"] == 1:
             assert set(outcome.outcomes) == {"ok"}, seed
     assert num_deaths > 4
+
+
+def test_two_workers_that_die_within_a_second_take_no_answer_with_them():
+    num_deaths = 0
+    for seed in range(16):
+        options = Options(faults=Faults(kill_two=1), num_prefills=3, num_decodes=3)
+        outcome = run(seed, options)
+        assert outcome.violation == "", seed
+        num_deaths += outcome.reached["killed P"] + outcome.reached["killed D"]
+        assert set(outcome.outcomes) == {"ok"}, seed
+    assert num_deaths == 32
+
+
+@pytest.mark.parametrize("order", ["Prefill", "Reserve"])
+def test_a_request_that_kills_takes_three_workers_and_no_other_answer(order):
+    for seed in range(12):
+        settings = Settings(step_s=0.05, max_running=8)
+        options = Options(
+            faults=Faults(), settings=settings, poison=order, num_prefills=4, num_decodes=4, num_clients=16
+        )
+        outcome = run(seed, options)
+        assert outcome.violation == "", seed
+        assert outcome.reached["poisoned"] == 3, seed
+        assert outcome.outcomes.pop("Quarantined") == 1, seed
+        assert set(outcome.outcomes) == {"ok"}, (seed, outcome.outcomes)
 
 
 def test_an_order_that_arrives_damaged_is_said_again_and_costs_no_attempt():

@@ -26,6 +26,7 @@ SEEDS = {
     "pages held until read": (0, 2, 4, 5, 7, 8),
     "retry budget": (0, 2, 7, 8, 12, 13),
     "attempts of a room": (0, 1, 2, 3, 5, 6),
+    "third chance": (8, 9, 10, 12, 13, 14),
     "deadline": (1, 2, 8, 10, 11, 14),
     "heartbeat": (0, 1, 5, 7, 8, 9),
     "generation": (0, 1, 6, 10, 11, 14),

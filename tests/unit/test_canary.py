@@ -17,7 +17,7 @@ from baton.cluster.protocol.messages import (
     WorkerStats,
 )
 from baton.router.endpoints.status import metrics_of, status_of, why_not_ready
-from baton.router.registry import UNREACHABLE_S
+from baton.router.workers.registry import UNREACHABLE_S
 from baton.tests.unit.test_dispatch import World, events
 from baton.tests.unit.test_registry import hello
 
@@ -269,7 +269,7 @@ def test_a_refused_canary_decides_nothing():
     assert world.is_ready
     assert world.metric('baton_canaries_total{outcome="undecided"} 1.0')
     world.dispatcher.on_message(b"p", Gone(room=order.room, epoch=0, instance=P))
-    assert world.dispatcher.canaries.outcomes == {"passed": 1, "undecided": 1}
+    assert world.dispatcher.health_probes.outcomes == {"passed": 1, "undecided": 1}
     assert set(world.placed().values()) == {0}
 
 
@@ -279,7 +279,7 @@ def test_a_canary_that_is_late_behind_a_client_decides_nothing():
     world.submit(2)
     world.wait(HALF_S)
     assert world.pair().failures == 0
-    assert world.dispatcher.canaries.outcomes["undecided"] == 1
+    assert world.dispatcher.health_probes.outcomes["undecided"] == 1
 
 
 def test_clients_are_sent_past_a_failing_pair_where_another_serves():

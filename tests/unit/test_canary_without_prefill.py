@@ -3,7 +3,7 @@
 import pytest
 from baton.cluster.protocol.messages import DecodeTimeline, Finished, Reserved, TokenItem, Tokens
 from baton.router.endpoints.status import why_not_ready
-from baton.router.registry import UNREACHABLE_S
+from baton.router.workers.registry import UNREACHABLE_S
 from baton.tests.unit.test_canary import HALF_S, WINDOW_S, D, P, Yard, proven
 
 

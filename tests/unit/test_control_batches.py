@@ -20,9 +20,9 @@ from baton.cluster.protocol.codec import (
     pack,
 )
 from baton.cluster.protocol.messages import Cancel, Gone, Welcome
-from baton.router.control import ControlSocket
-from baton.router.postbox import Postbox
-from baton.router.registry import Worker
+from baton.router.workers.control import ControlSocket
+from baton.router.workers.outbox import Outbox
+from baton.router.workers.registry import Worker
 from baton.tests.unit.test_control_link import HELLO, ME, R1
 from msgspec.structs import replace
 
@@ -66,11 +66,11 @@ class Post:
     def __init__(self, **hello):
         self.worker = Worker(replace(HELLO, **hello), b"d", 0.0)
         self.frames, self.takes, self.due = [], float("inf"), []
-        self.postbox = Postbox(self._transmit, lambda: 0.0, self.due.append)
+        self.outbox = Outbox(self._transmit, lambda: 0.0, self.due.append)
 
     def post(self, *messages):
         for message in messages:
-            self.postbox.post(self.worker, message, 0.0)
+            self.outbox.post(self.worker, message, 0.0)
         for work in self.due:
             work()
         self.due.clear()

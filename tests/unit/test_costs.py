@@ -2,11 +2,11 @@
 
 import pytest
 from baton.cluster.protocol.messages import DecodeTimeline, PrefillTimeline
-from baton.router.costs import Costs, Line
+from baton.router.scheduling.cost_model import CostModel, LinearFit
 
 
 def line(*samples):
-    made = Line()
+    made = LinearFit()
     for tokens, seconds in samples:
         made.add(tokens, seconds)
     return made
@@ -32,7 +32,7 @@ def test_what_is_measured_now_outweighs_what_was():
 
 
 def costs(prefill_ms_per_token=0.1, handoff_ms=5.0, local_ms_per_token=0.0):
-    made = Costs()
+    made = CostModel()
     for tokens in (32, 256, 512):
         made.prefilled(
             PrefillTimeline(prefill_ms=prefill_ms_per_token * tokens, prompt_tokens=tokens), is_local=False
@@ -54,8 +54,8 @@ def cheaper(made, new, *, on_prefill=None, queued=0, running=0):
 
 
 def test_nothing_is_cheaper_on_decode_before_prefill_and_hand_off_are_known():
-    assert not cheaper(Costs(), 1)
-    one_sided = Costs()
+    assert not cheaper(CostModel(), 1)
+    one_sided = CostModel()
     for _ in range(9):
         one_sided.prefilled(PrefillTimeline(prefill_ms=1000, prompt_tokens=10), is_local=False)
     assert not cheaper(one_sided, 1)
@@ -81,7 +81,7 @@ def test_decodes_own_times_count_once_it_has_some():
 
 
 def test_cached_tokens_are_not_computed_and_count_for_nothing():
-    made = Costs()
+    made = CostModel()
     for _ in range(3):
         made.prefilled(PrefillTimeline(prefill_ms=10, prompt_tokens=1000, cached_tokens=900), is_local=False)
     assert made.prefill.at(100) == pytest.approx(0.010, rel=0.02)

@@ -25,14 +25,14 @@ from baton.cluster.protocol.messages import (
 )
 from baton.cluster.telemetry.metrics import RouterMetrics
 from baton.router.answers.answer import error_of
-from baton.router.dispatch import CLIENT_STALL_S, Dispatcher
 from baton.router.endpoints.status import metrics_of, status_of
-from baton.router.entries import Job
 from baton.router.errors import ApiError
-from baton.router.intake import OVERLOADED
-from baton.router.registry import UNREACHABLE_S, Registry
-from baton.router.room_effects import Broken, Deliver, Ended, Settled
+from baton.router.rooms.room.effects import Deliver, Ended, Failure, Settled
+from baton.router.scheduling.admission_queue import OVERLOADED
+from baton.router.scheduling.dispatcher import CLIENT_STALL_S, Dispatcher
 from baton.router.scheduling.inbox import Inbox
+from baton.router.scheduling.request_state import Job
+from baton.router.workers.registry import UNREACHABLE_S, Registry
 from baton.tests.unit.test_registry import hello
 
 P, D = "1" * 32, "2" * 32
@@ -166,7 +166,7 @@ def test_worker_that_reconnects_in_time_gets_what_waited_and_one_that_does_not_i
     world.now += UNREACHABLE_S + 0.1
     world.dispatcher.tick()
     assert world.dispatcher.registry.get(D) is None
-    assert [type(event) for event in events(inbox)] == [Broken]
+    assert [type(event) for event in events(inbox)] == [Failure]
 
 
 def test_reader_that_leaves_its_tokens_lying_is_cut_and_cancelled():
@@ -218,7 +218,7 @@ def test_who_is_displaced_hears_when_to_come_again_as_those_do_who_were_not_let_
 
 def test_without_a_pace_it_is_a_second():
     for kind in (OVERLOADED, "QueueTimeout", "GrammarsOverdue"):
-        assert error_of(Broken(kind, "x")).headers == {"retry-after": "1"}
+        assert error_of(Failure(kind, "x")).headers == {"retry-after": "1"}
 
 
 def test_without_a_pair_nothing_is_taken():
@@ -309,7 +309,7 @@ def test_choices_that_wait_behind_their_own_siblings_are_not_a_queue():
         world.now += 4.0  # 12 s in all, and the request is at the workers all the time
         world.dispatcher.tick()
         world.finish(entry.room.room)
-    assert [event for event in events(inbox) if isinstance(event, (Ended, Broken))] == [Ended("stop")] * 3
+    assert [event for event in events(inbox) if isinstance(event, (Ended, Failure))] == [Ended("stop")] * 3
 
 
 def test_choices_that_wait_behind_others_when_their_siblings_are_done_time_out_with_one_warning(caplog):
@@ -324,7 +324,7 @@ def test_choices_that_wait_behind_others_when_their_siblings_are_done_time_out_w
     world.now = 14.1
     with caplog.at_level(logging.WARNING):
         world.dispatcher.tick()
-    assert [event.kind for event in events(inbox) if isinstance(event, Broken)] == ["QueueTimeout"] * 2
+    assert [event.kind for event in events(inbox) if isinstance(event, Failure)] == ["QueueTimeout"] * 2
     assert len(caplog.records) == 1
 
 

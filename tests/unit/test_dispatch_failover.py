@@ -18,9 +18,10 @@ from baton.cluster.protocol.messages import (
     Tokens,
     WorkerStats,
 )
-from baton.router.registry import UNREACHABLE_S
-from baton.router.retries import BREAKER_OPEN_S, BUDGET_FLOOR
-from baton.router.room_effects import Broken, Deliver, Ended, Timeouts
+from baton.router.rooms.room.effects import Deliver, Ended, Failure, Timeouts
+from baton.router.rooms.room.retries import BUDGET_FLOOR
+from baton.router.workers.breaker import BREAKER_OPEN_S
+from baton.router.workers.registry import UNREACHABLE_S
 from baton.tests.unit.test_dispatch import World, begin, events
 from baton.tests.unit.test_registry import hello
 
@@ -101,10 +102,7 @@ def test_of_requests_that_were_with_a_dead_worker_one_at_a_time_meets_the_next_a
     assert [m.epoch for m in world.of(b"p2", Prefill)] == [1, 0, 1], "the next one's turn"
     world.kill((b"p2", P2))
     last = world.of(b"p2", Prefill)[-1].room
-    broken = [entry for entry in entries if not entry.room.is_live]
-    assert [entry.room.room for entry in broken if len(entry.room.suspicion.died_with) == 2] == [last], (
-        "alone"
-    )
+    assert [entry.room.room for entry in entries if entry.room.deaths.must_be_alone] == [last], "alone"
 
 
 def test_a_stream_without_a_pair_waits_a_while_and_goes_on_when_one_comes_back():
@@ -120,6 +118,55 @@ def test_a_stream_without_a_pair_waits_a_while_and_goes_on_when_one_comes_back()
     assert entry.room.is_live
 
 
+def full_pair_after_an_outage():
+    """A stream that had no pair waits for a decode worker that came back and has no place for it."""
+    world, _ = two_pairs()
+    (entry,), inbox = world.submit(64)
+    begin(world, entry)
+    world.kill((b"d", D))
+    world.pass_time(PAIR_S - 0.1)
+    world.sent.setdefault(b"d2", [])
+    world.dispatcher.on_message(b"d2", hello(instance=D2, role="decode"))
+    stats = WorkerStats(pages_total=100, pages_free=1)
+    world.dispatcher.on_message(b"d2", Heartbeat(instance=D2, stats=stats))
+    world.pass_time(0.01)
+    assert (entry.room.phase.value, entry.pairless_since) == ("queued", None), "a pair could hold it one day"
+    return world, entry, inbox
+
+
+def test_a_second_outage_gives_a_stream_as_long_as_the_first():
+    world, entry, _ = full_pair_after_an_outage()
+    world.kill((b"d2", D2))
+    world.pass_time(PAIR_S - 0.1)
+    assert entry.room.is_live
+    world.pass_time(0.2)
+    assert not entry.room.is_live
+
+
+def test_a_stream_placed_between_two_outages_waits_its_whole_time_again():
+    world, others = two_pairs()
+    (entry,), _ = world.submit(16)
+    begin(world, entry)
+    world.kill((b"d", D))
+    world.pass_time(PAIR_S - 0.1)
+    world.add(others[1])
+    world.now += 0.2  # and no tick
+    world.kill((b"d2", D2))
+    assert entry.room.is_live
+
+
+def test_after_an_outage_no_room_overtakes_one_that_waits_for_a_full_pair():
+    world, entry, _ = full_pair_after_an_outage()
+    (small,), _ = world.submit(1)
+    stats = WorkerStats(pages_total=100, pages_free=2)
+    world.dispatcher.on_message(b"d2", Heartbeat(instance=D2, stats=stats))
+    assert rooms_at(world, b"d2") == [], "two pages are enough for the small one only"
+    world.dispatcher.on_message(
+        b"d2", Heartbeat(instance=D2, stats=WorkerStats(pages_total=100, pages_free=100))
+    )
+    assert rooms_at(world, b"d2") == [entry.room.room, small.room.room]
+
+
 def test_a_stream_without_a_pair_ends_with_an_error_when_none_comes_back():
     world, _ = two_pairs()
     (entry,), inbox = world.submit(16)
@@ -127,7 +174,7 @@ def test_a_stream_without_a_pair_ends_with_an_error_when_none_comes_back():
     world.kill((b"d", D))
     world.pass_time(PAIR_S + 0.1)
     assert not entry.room.is_live
-    assert events(inbox) == [Deliver([9], []), Broken("PeerLost", "no pair is left to go on with")]
+    assert events(inbox) == [Deliver([9], []), Failure("PeerLost", "no pair is left to go on with")]
 
 
 def test_a_request_that_has_no_token_yet_does_not_wait_for_a_pair():
@@ -145,7 +192,7 @@ def test_rooms_do_not_go_from_one_lost_worker_to_another_that_is_lost_with_it():
     world.add(*others)
     world.kill((b"d", D), (b"d2", D2))
     assert world.epochs(b"d2") == []
-    assert (entry.room.epoch, entry.room.suspicion.died_with) == (0, {D})
+    assert (entry.room.epoch, entry.room.deaths.died_with) == (0, {D})
 
 
 def test_a_worker_that_cannot_be_reached_is_tried_last_and_is_not_counted_against_the_request():
@@ -159,24 +206,100 @@ def test_a_worker_that_cannot_be_reached_is_tried_last_and_is_not_counted_agains
     world.add((b"d3", "6" * 32, "decode"))
     world.pass_time(UNREACHABLE_S + 0.1)
     assert world.epochs(b"d3") == [2]
-    assert (entry.room.is_live, entry.room.suspicion.died_with) == (True, {D})
+    assert (entry.room.is_live, entry.room.deaths.died_with) == (True, {D})
 
 
-def test_a_request_that_was_with_two_workers_when_they_died_fails_alone():
+D3, P3, P4, D4 = ("6" * 32, "7" * 32, "8" * 32, "9" * 32)
+ALONE_S = Timeouts().alone_s
+
+
+def after_two_deaths():
+    """A request that two decode workers died with, and an innocent one that runs on (P or P2, D3)."""
     world, others = two_pairs()
     (entry,), inbox = world.submit(16)
     world.add(*others)
     world.kill((b"d", D))
     world.now += 1.0
-    world.add((b"d3", "6" * 32, "decode"))
+    world.add((b"d3", D3, "decode"))
     (innocent,), _ = world.submit(16)
     assert [message.room for message in world.of(b"d2", Reserve)] == [entry.room.room]
     assert [message.room for message in world.of(b"d3", Reserve)] == [innocent.room.room]
     world.kill((b"d2", D2))
-    assert not entry.room.is_live
+    assert entry.room.deaths.died_with == {D, D2}
+    return world, entry, inbox, innocent
+
+
+def rooms_at(world, identity):
+    return [message.room for message in world.of(identity, Reserve)]
+
+
+def test_after_two_deaths_a_request_waits_for_a_pair_of_its_own():
+    world, entry, _, innocent = after_two_deaths()
+    world.pass_time(ALONE_S / 2)
+    assert rooms_at(world, b"d3") == [innocent.room.room], "not with another"
+    world.add((b"p4", P4, "prefill"), (b"d4", D4, "decode"))
+    assert entry.room.alone_on == (P4, D4)
+
+
+def test_without_an_idle_pair_it_goes_to_the_emptiest_in_bounded_time():
+    world, entry, _, innocent = after_two_deaths()
+    world.pass_time(ALONE_S + 0.1)
+    assert rooms_at(world, b"d3") == [innocent.room.room, entry.room.room]
+
+
+def test_of_busy_pairs_it_takes_the_one_with_the_fewest_rooms():
+    world, entry, _, _ = after_two_deaths()
+    world.submit(16)
+    assert len(rooms_at(world, b"d3")) == 2
+    world.sent.setdefault(b"d4", [])
+    world.dispatcher.on_message(b"d4", hello(instance=D4, role="decode"))
+    stats = WorkerStats(
+        pages_total=100, pages_free=10, running=1
+    )  # one room of another router: fuller, and emptier
+    world.dispatcher.on_message(b"d4", Heartbeat(instance=D4, stats=stats))
+    world.pass_time(ALONE_S + 0.1)
+    assert rooms_at(world, b"d4") == [entry.room.room]
+
+
+def test_a_request_returns_to_a_silent_worker_only_when_that_answered():
+    world, _ = two_pairs()
+    (entry,), _ = world.submit(16)
+    fail(world, entry, kind="PeerLost")
+    assert world.epochs(b"d") == [0], "P may be dead, and there is no other"
+    world.dispatcher.on_message(b"p", Gone(room=entry.room.room, epoch=0, instance=P))
+    assert world.epochs(b"d") == [0, 1]
+    fail(world, entry, kind="PeerLost")
+    world.pass_time(Timeouts().suspect_s - 0.1)
+    assert world.epochs(b"d") == [0, 1]
+    world.pass_time(0.2)
+    assert world.epochs(b"d") == [0, 1, 2], "it did not answer, and is not lost"
+
+
+def test_no_room_is_placed_beside_one_that_must_be_alone():
+    world, entry, _, _ = after_two_deaths()
+    world.add((b"p4", P4, "prefill"), (b"d4", D4, "decode"))
+    others = [world.submit(16)[0][0] for _ in range(4)]
+    assert all(other.room.is_at_workers for other in others), "other workers serve them"
+    assert rooms_at(world, b"d4") == [entry.room.room]
+    assert len(world.of(b"p4", Prefill)) == 1
+    one = {"room": entry.room.room, "epoch": 2}
+    world.dispatcher.on_message(b"d4", Reserved(instance=D4, **one))
+    world.dispatcher.on_message(b"p4", FirstToken(instance=P4, token=9, **one))
+    assert entry.room.alone_on == (P4, D4), "decode may still die of it"
+    world.dispatcher.on_message(b"d4", Tokens(instance=D4, items=[TokenItem(seq=1, ids=[8], **one)]))
+    for _ in range(4):
+        world.submit(16)
+    assert len(rooms_at(world, b"d4")) > 1
+
+
+def test_a_third_death_ends_the_request_and_is_held_against_no_other():
+    world, entry, inbox, innocent = after_two_deaths()
+    world.pass_time(ALONE_S + 0.1)
+    assert D3 in entry.room.alone_on
+    world.kill((b"d3", D3))
     assert [event.kind for event in events(inbox)] == ["Quarantined"]
-    assert innocent.room.is_at_workers
     assert world.dispatcher.events["quarantined"] == 1
+    assert not innocent.room.deaths
 
 
 def fail(world, entry, identity=b"d", instance=D, kind="BadLogits", retryable=True):
@@ -295,7 +418,7 @@ def test_a_worker_that_leaves_at_the_end_of_its_drain_is_not_held_against_its_re
     world.dispatcher.on_message(b"d", Goodbye(instance=D))
     world.add(*others)
     world.kill((b"d", D))
-    assert (world.epochs(b"d2"), entry.room.suspicion.died_with) == ([1], set())
+    assert (world.epochs(b"d2"), entry.room.deaths.died_with) == ([1], set())
 
 
 def with_local(**settings):

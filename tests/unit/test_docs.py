@@ -15,9 +15,9 @@ from baton.cluster.config.roles import ROLES
 from baton.cluster.net.sockets import make_socket
 from baton.cluster.protocol.messages import ControlDown, ControlUp, KVDown, KVUp
 from baton.kvtransfer.protocol.session import TransferCounters
-from baton.router.room_effects import Timeouts
-from baton.router.timeline import Timeline
-from baton.router.trace import AttemptLog
+from baton.router.rooms.room.attempt_log import AttemptLog
+from baton.router.rooms.room.effects import Timeouts
+from baton.router.rooms.room.timeline import Timeline
 from baton.tests.faults.rows import load
 from baton.tests.sim.cluster_talk import as_json, of_one_request, talk
 
@@ -29,7 +29,7 @@ PACES = {
     "FOREVER_S", "PAUSE_S", "POLL_S", "READY_TIMEOUT_S", "STEP_S", "SWEEP_S", "TICK_S", "IDLE_WAIT_S", "RETRY_S",
     "MAX_RETRY_S", "RETRY_AFTER_S", "BUDGET_STEP_S", "TERM_AGAIN_S", "KILL_AFTER_S", "LAST_FRAMES_S", "TIMEOUT_S",
     "deploy.up.supervise.LAST_LINE_S", "deploy.up.supervise.WHY_S",
-    "cluster.process.log_throttle.QUIET_S", "PRIORITY_S", "LONGEST_RETRY_AFTER_S", "PACE_WINDOW_S", "MINUTE_S",
+    "cluster.process.log_throttle.QUIET_S", "PRIORITY_S", "LONGEST_RETRY_AFTER_S", "RATE_WINDOW_S", "MINUTE_S",
     "cluster.process.process.SWITCH_INTERVAL_S",
     "LOOK_AGAIN_S", "LOOK_S", "deploy.cli.findings.KEY_WARN_S", "deploy.cli.findings.COMMAND_S",
     "deploy.cli.findings.MAX_SKEW_S", "deploy.cli.findings.STALE_S", "deploy.cli.pull_test.SILENCE_S",

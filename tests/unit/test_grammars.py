@@ -10,7 +10,7 @@ import pytest
 from baton.router.answers.answer import error_of
 from baton.router.answers.tool_calls import CallReader
 from baton.router.errors import ApiError
-from baton.router.room_effects import Broken
+from baton.router.rooms.room.effects import Failure
 from baton.router.sandbox.grammar_compiler import LIMITS, MAX_GRAMMAR, Plan, compiled
 from baton.router.text.tool_prompts import is_native, written_out
 from baton.tests.corpora.corpus import schemas
@@ -208,7 +208,7 @@ def test_a_schema_that_cannot_be_followed_is_refused(name):
 
 def test_a_grammar_that_workers_cannot_follow_is_the_request_s_fault():
     error = error_of(
-        Broken(kind="BadGrammar", message="the grammar takes more than 2 s to compile on host-7")
+        Failure(kind="BadGrammar", message="the grammar takes more than 2 s to compile on host-7")
     )
     assert (error.status, error.body.code) == (400, "grammar_too_costly")
     assert "host-7" not in error.body.message
@@ -216,7 +216,7 @@ def test_a_grammar_that_workers_cannot_follow_is_the_request_s_fault():
 
 def test_workers_that_have_too_many_grammars_to_compile_are_asked_again_later():
     error = error_of(
-        Broken(kind="GrammarsOverdue", message="4 grammars that take too long are being compiled on host-7")
+        Failure(kind="GrammarsOverdue", message="4 grammars that take too long are being compiled on host-7")
     )
     assert (error.status, error.body.code) == (429, "overloaded")
     assert "retry-after" in {name.lower() for name in error.headers}

@@ -17,10 +17,10 @@ from baton.cluster.protocol.messages import (
     Tokens,
     WorkerStats,
 )
-from baton.router.entries import Job, Tag
-from baton.router.history import KEPT
 from baton.router.http.rate_limits import ANYONE, Caller
+from baton.router.scheduling.history import KEPT
 from baton.router.scheduling.inbox import Inbox
+from baton.router.scheduling.request_state import Job, Tag
 from baton.tests.unit.test_dispatch import D, P, Sampling, World
 
 DECODED = DecodeTimeline(

@@ -4,9 +4,9 @@ import asyncio
 
 import hypothesis.strategies as st
 from baton.router.http.request_head import fault_of, fields_of
-from baton.router.registry import Ledger, Load
-from baton.router.room_effects import Deliver, Ended
+from baton.router.rooms.room.effects import Deliver, Ended
 from baton.router.scheduling.inbox import MANY, Inbox
+from baton.router.workers.registry import Ledger, Load
 from baton.tests.unit.test_rooms import TIMEOUTS, first, placed, reserved, tokens
 from baton.tests.unit.test_rooms import D as DECODE
 from baton.tests.unit.test_rooms import P as PREFILL

@@ -7,16 +7,16 @@ from random import Random
 
 import pytest
 from baton.cluster.config.router_groups import DECODE_POLICIES, PREFILL_POLICIES
-from baton.router.pairing import decode_picker, prefill_picker
-from baton.router.prefixes import PrefixIndex, Prompt
-from baton.router.registry import Load
+from baton.router.scheduling.balancing import decode_balancer, prefill_balancer
+from baton.router.scheduling.prefixes import PrefixIndex, Prompt
+from baton.router.workers.registry import Load
 from baton.tests.unit.test_policy import worker
 
 PROMPT = Prompt(range(100))  # 6 whole pages of 16
 
 
 def picker(role, name, index=None, seed=0):
-    make = prefill_picker if role == "prefill" else decode_picker
+    make = prefill_balancer if role == "prefill" else decode_balancer
     return make(name, index if index is not None else PrefixIndex(), Random(seed))
 
 

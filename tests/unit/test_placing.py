@@ -1,8 +1,8 @@
 """What the router believes of prefix caches, where one worker of each role leaves the place of a prompt to choose."""
 
 from baton.cluster.protocol.messages import Reserved
-from baton.router.placing import PairingPolicy
-from baton.router.prefixes import Prompt
+from baton.router.scheduling.placement import PairingPolicy
+from baton.router.scheduling.prefixes import Prompt
 from baton.tests.unit.test_dispatch import D, P, World
 
 PROMPT = Prompt([5] * 16)

@@ -2,8 +2,8 @@
 
 import pytest
 from baton.cluster.protocol.messages import Cancel, Failed, Prefill, Rejected, Reserved
-from baton.router.retries import BUDGET_FLOOR
-from baton.router.room_effects import Broken, Timeouts
+from baton.router.rooms.room.effects import Failure, Timeouts
+from baton.router.rooms.room.retries import BUDGET_FLOOR
 from baton.tests.unit.test_dispatch import D, P, World, begin, events
 from baton.tests.unit.test_registry import hello
 
@@ -90,7 +90,7 @@ def test_where_prefill_says_nothing_decode_s_word_counts_and_the_budget_does(wor
     pass_time(world, 0.02)
     assert (world.dispatcher.events["requeued"], world.dispatcher.events["retry_denied"]) == (BUDGET_FLOOR, 5)
     broken = [event for entry in entries if not entry.room.is_live for event in events(entry.inbox)]
-    assert {event.kind for event in broken if isinstance(event, Broken)} == {"HandoffAborted"}
+    assert {event.kind for event in broken if isinstance(event, Failure)} == {"HandoffAborted"}
     assert entries[0].room.failed_on == {P, D}
 
 

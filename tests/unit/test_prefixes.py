@@ -1,6 +1,6 @@
 """What the router believes about prefix caches."""
 
-from baton.router.prefixes import MAX_HASHED, PrefixIndex, Prompt, page_names
+from baton.router.scheduling.prefixes import MAX_HASHED, PrefixIndex, Prompt, page_names
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -9,7 +9,7 @@ from typing import get_args
 
 import pytest
 from baton.cluster.protocol import messages as m
-from baton.router.registry import Registry
+from baton.router.workers.registry import Registry
 from baton.tests.unit.test_registry import hello
 from msgspec import structs
 

@@ -2,8 +2,8 @@
 
 import hypothesis.strategies as st
 from baton.cluster.protocol.messages import PROTOCOL_MAJOR, Hello, Refused, Rejected, Welcome, WorkerStats
-from baton.router.policy import Need, able_pairs, live_pairs
-from baton.router.registry import UNREACHABLE_S, Load, Registry
+from baton.router.workers.eligibility import Need, able_pairs, live_pairs
+from baton.router.workers.registry import UNREACHABLE_S, Load, Registry
 from hypothesis import given
 
 ROUTER = "a" * 32

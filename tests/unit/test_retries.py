@@ -1,17 +1,19 @@
 """The retry budget and the breaker on numbers alone."""
 
 import hypothesis.strategies as st
-from baton.router.retries import (
-    BREAKER_FAILURES,
-    BREAKER_OPEN_S,
-    BREAKER_WINDOW_S,
+from baton.router.rooms.room.retries import (
     BUDGET_FLOOR,
     BUDGET_SHARE,
     BUDGET_STEP_S,
     BUDGET_WINDOW_S,
+    RetryBudget,
+)
+from baton.router.workers.breaker import (
+    BREAKER_FAILURES,
+    BREAKER_OPEN_S,
+    BREAKER_WINDOW_S,
     FIRST_RETURN,
     Breaker,
-    RetryBudget,
 )
 from hypothesis import given
 

@@ -18,21 +18,20 @@ from baton.cluster.protocol.messages import (
     Sampling,
     TokenItem,
 )
-from baton.router.room_effects import (
-    Broken,
+from baton.router.rooms.room.effects import (
     Closed,
     Deliver,
     Ended,
+    Failure,
     Freed,
-    Judged,
+    Outcome,
     Pair,
     Requeued,
-    Send,
+    SendOrder,
     Settled,
     Timeouts,
 )
-from baton.router.room_parts import Phase
-from baton.router.rooms import Room
+from baton.router.rooms.room.room import Phase, Room
 from hypothesis import given, settings
 
 ROOM, P, D, OTHER = "a" * 32, "1" * 32, "2" * 32, "3" * 32
@@ -82,11 +81,11 @@ def gone(instance, epoch=0):
     return Gone(room=ROOM, epoch=epoch, instance=instance)
 
 
-TRANSFER = Broken("TransferTimeout", "x")
-LOST = Broken("PeerLost", "a worker was lost")
+TRANSFER = Failure("TransferTimeout", "x")
+LOST = Failure("PeerLost", "a worker was lost")
 CANCEL_P, CANCEL_D = (
-    Send(P, Cancel(room=ROOM, epoch=0, instance=P)),
-    Send(D, Cancel(room=ROOM, epoch=0, instance=D)),
+    SendOrder(P, Cancel(room=ROOM, epoch=0, instance=P)),
+    SendOrder(D, Cancel(room=ROOM, epoch=0, instance=D)),
 )
 
 
@@ -110,14 +109,14 @@ def test_place_sends_reserve_and_prefill_together():
 def test_first_token_waits_for_reserved_and_then_goes_out():
     room = placed()
     assert room.on(first(), P, 0.1) == []
-    assert room.on(reserved(), D, 0.2) == [Deliver([100], []), Judged(P, 0, True), Freed(P, 0)]
+    assert room.on(reserved(), D, 0.2) == [Deliver([100], []), Outcome(P, 0, True), Freed(P, 0)]
 
 
 def test_whole_life_in_order():
     room = streaming()
     assert room.on(tokens(1, [101, 102]), D, 0.3) == [Deliver([101, 102], [])]
     effects = room.on(finished(3), D, 0.4)
-    assert effects == [Ended("stop"), Judged(D, 0, True), Freed(P, 0), Freed(D, 0), Closed()]
+    assert effects == [Ended("stop"), Outcome(D, 0, True), Freed(P, 0), Freed(D, 0), Closed()]
     assert (room.phase, room.instances) == (Phase.CLOSED, set())
 
 
@@ -134,7 +133,7 @@ def test_tokens_are_contiguous_in_whatever_order_the_workers_are_heard(order):
     effects = [effect for i in order for effect in room.on(*events[i], 0.1)]
     ids = [token for effect in effects if isinstance(effect, Deliver) for token in effect.ids]
     assert ids == [100, 101, 102, 103]
-    assert [effect for effect in effects if isinstance(effect, (Ended, Broken))] == [Ended("stop")]
+    assert [effect for effect in effects if isinstance(effect, (Ended, Failure))] == [Ended("stop")]
     assert room.phase is Phase.CLOSED
 
 
@@ -152,7 +151,7 @@ def test_first_token_with_finish_ends_and_cancels_both():
     effects = room.on(first(finish="length"), P, 0.2)
     assert effects == [
         Deliver([100], []),
-        Judged(P, 0, True),
+        Outcome(P, 0, True),
         Freed(P, 0),
         Ended("length"),
         CANCEL_P,
@@ -180,18 +179,18 @@ def test_refusals_do_not_use_up_the_retry():
 
 def test_refusal_for_ever_ends_the_request():
     effects = placed().on(refused(0), D, 1.0)
-    assert effects == [Freed(D, 0), Broken("Refused", "full"), CANCEL_P]
+    assert effects == [Freed(D, 0), Failure("Refused", "full"), CANCEL_P]
 
 
 def test_failure_before_a_token_is_tried_again_with_the_next_epoch_three_times_in_all():
     room = placed()
-    blamed = [Judged(P, 0, False), Judged(D, 0, False)]
+    blamed = [Outcome(P, 0, False), Outcome(D, 0, False)]
     assert room.on(failed(P), P, 0.5) == [*blamed, Freed(P, 0), CANCEL_D, Requeued(0.5, TRANSFER)]
     assert room.failed_on == {P, D}
     room.place(PAIR, 0.6)
     assert Requeued(0.7, TRANSFER) in room.on(failed(D, epoch=1), D, 0.7)
     room.place(PAIR, 0.8)
-    cancel = Send(P, Cancel(room=ROOM, epoch=2, instance=P))
+    cancel = SendOrder(P, Cancel(room=ROOM, epoch=2, instance=P))
     assert room.on(failed(D, epoch=2), D, 0.9)[2:] == [Freed(D, 2), TRANSFER, cancel]
 
 
@@ -217,7 +216,7 @@ def test_a_failure_speaks_against_whom_it_names(kind, sender, at_fault):
     room = placed()
     effects = room.on(message, sender, 0.5)
     assert {
-        effect.instance for effect in effects if isinstance(effect, Judged) and not effect.is_good
+        effect.instance for effect in effects if isinstance(effect, Outcome) and not effect.is_good
     } == at_fault
     assert room.failed_on == at_fault | (
         {D} if kind == "GrammarsOverdue" else set()
@@ -225,7 +224,7 @@ def test_a_failure_speaks_against_whom_it_names(kind, sender, at_fault):
 
 
 def test_a_refusal_speaks_against_nobody():
-    assert not any(isinstance(effect, Judged) for effect in placed().on(refused(250), D, 1.0))
+    assert not any(isinstance(effect, Outcome) for effect in placed().on(refused(250), D, 1.0))
 
 
 @pytest.mark.parametrize(
@@ -315,14 +314,14 @@ def test_the_remaining_time_travels_to_both_workers():
 def test_a_deadline_ends_a_room_in_every_state():
     waiting, (running, _) = new_room(deadline=1.5), with_deadline(1.5)
     for room in (waiting, running):
-        assert not any(isinstance(effect, Broken) for effect in room.tick(1.4))
-        assert Broken("DeadlineExceeded", "the deadline passed") in room.tick(1.6)
+        assert not any(isinstance(effect, Failure) for effect in room.tick(1.4))
+        assert Failure("DeadlineExceeded", "the deadline passed") in room.tick(1.6)
 
 
 def test_a_workers_word_that_the_deadline_passed_is_not_tried_again():
     room, _ = with_deadline(9.0)
     message = Failed(room=ROOM, epoch=0, instance=D, kind="DeadlineExceeded", message="late", retryable=True)
-    assert Broken("DeadlineExceeded", "late") in room.on(message, D, 1.1)
+    assert Failure("DeadlineExceeded", "late") in room.on(message, D, 1.1)
 
 
 def test_a_cancel_is_repeated_less_and_less_often_until_its_gone():
@@ -372,7 +371,7 @@ def test_progress_renews_the_patience():
     room = placed()
     room.on(reserved(), D, 0.9)
     assert room.tick(5.8) == []
-    assert Requeued(6.0, Broken("Timeout", "a worker made no progress")) in room.tick(6.0)
+    assert Requeued(6.0, Failure("Timeout", "a worker made no progress")) in room.tick(6.0)
 
 
 events = st.one_of(
@@ -422,7 +421,7 @@ def test_any_history_delivers_contiguously_ends_once_and_frees_what_it_held(hist
         now += 1.0
         effects += room.tick(now)
     assert sum(len(effect.ids) for effect in effects if isinstance(effect, Deliver)) == room.num_output
-    ends = [effect for effect in effects if isinstance(effect, (Ended, Broken, Settled))]
+    ends = [effect for effect in effects if isinstance(effect, (Ended, Failure, Settled))]
     assert len(ends) <= 1
     if ends:  # nothing is delivered after the end
         after = effects[effects.index(ends[0]) + 1 :]
@@ -433,6 +432,6 @@ def test_any_history_delivers_contiguously_ends_once_and_frees_what_it_held(hist
     placed_on = {
         (s.instance, s.message.epoch)
         for s in effects
-        if isinstance(s, Send) and not isinstance(s.message, Cancel)
+        if isinstance(s, SendOrder) and not isinstance(s.message, Cancel)
     }
     assert placed_on == {(freed.instance, freed.epoch) for freed in effects if isinstance(freed, Freed)}

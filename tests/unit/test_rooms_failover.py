@@ -1,5 +1,7 @@
 """A stream survives its worker: the next attempt goes on where the last one ended, and the client sees no seam."""
 
+import math
+
 import hypothesis.strategies as st
 from baton.cluster.protocol.messages import (
     Cancel,
@@ -17,20 +19,19 @@ from baton.cluster.protocol.messages import (
     TokenItem,
     TokenLogprob,
 )
-from baton.router.room_effects import (
-    Broken,
+from baton.router.rooms.room.effects import (
     Closed,
     Deliver,
     Ended,
+    Failure,
     Freed,
-    Judged,
+    Outcome,
     Pair,
     Requeued,
-    Send,
+    SendOrder,
     Settled,
 )
-from baton.router.room_parts import Phase
-from baton.router.rooms import Room
+from baton.router.rooms.room.room import Phase, Room
 from baton.tests.unit.test_rooms import (
     CANCEL_P,
     LOST,
@@ -103,7 +104,7 @@ def test_the_next_attempt_has_the_tokens_so_far_as_its_prompt():
 def test_the_stream_goes_on_where_it_was():
     room, _ = resumed()
     assert room.on(reserved(1, D2), D2, 1.2) == []
-    assert room.on(again(), P2, 1.3) == [Deliver([103], []), Judged(P2, 1, True), Freed(P2, 1)]
+    assert room.on(again(), P2, 1.3) == [Deliver([103], []), Outcome(P2, 1, True), Freed(P2, 1)]
     assert room.on(tokens(1, [104, 105], 1), D2, 1.4) == [Deliver([104, 105], [])]
     assert Ended("stop") in room.on(finished(3, 1), D2, 1.5)
     assert room.output_ids == [100, 101, 102, 103, 104, 105]
@@ -120,7 +121,7 @@ def test_what_the_lost_decode_still_says_is_dropped_and_counted():
 
 def test_a_stream_survives_a_failed_hand_off_and_a_silent_decode_too():
     assert Requeued(0.5, TRANSFER) in streaming().on(failed(), D, 0.5)
-    assert Requeued(9.0, Broken("Timeout", "a worker made no progress")) in streaming().tick(9.0)
+    assert Requeued(9.0, Failure("Timeout", "a worker made no progress")) in streaming().tick(9.0)
 
 
 def test_attempts_after_the_first_token_are_bounded_like_those_before():
@@ -143,7 +144,7 @@ def test_a_stream_that_lacks_only_its_end_ends():
 def test_a_prefill_that_finds_the_answer_complete_ends_it():
     room, _ = resumed()
     end = Finished(room=ROOM, epoch=1, instance=P2, reason="stop", output_tokens=0)
-    cancel = Send(D2, Cancel(room=ROOM, epoch=1, instance=D2))
+    cancel = SendOrder(D2, Cancel(room=ROOM, epoch=1, instance=D2))
     assert room.on(end, P2, 1.2) == [Ended("stop"), Freed(P2, 1), cancel]
     fresh = placed()
     assert fresh.on(Finished(room=ROOM, epoch=0, instance=P, reason="stop", output_tokens=0), P, 0.1) == []
@@ -177,11 +178,44 @@ def test_the_workers_accounts_are_summed_and_the_cached_part_is_of_the_clients_p
     )
 
 
-def test_a_request_that_was_with_two_workers_when_they_died_is_quarantined():
+P3, D3 = "6" * 32, "7" * 32
+PAIR3 = Pair(prefill=P3, decode=D3, prefill_endpoint="ipc:///p3")
+QUARANTINED = Failure("Quarantined", "3 workers were lost while they served it")
+
+
+def test_two_deaths_may_be_chance_and_cost_a_stream_nothing():
     room, _ = resumed()
-    assert room.suspicion.died_with == {D}
-    effects = room.worker_lost(P2, 1.2)
-    assert Broken("Quarantined", "2 workers were lost while they served it") in effects
+    assert room.deaths.died_with == {D}
+    assert Requeued(1.2, LOST) in room.worker_lost(P2, 1.2)
+    assert room.deaths.must_be_alone
+    room.place(PAIR3, 1.3)
+    room.on(Reserved(room=ROOM, epoch=2, instance=D3), D3, 1.4)
+    room.on(FirstToken(room=ROOM, epoch=2, instance=P3, token=103), P3, 1.4)
+    end = Finished(room=ROOM, epoch=2, instance=D3, reason="stop", output_tokens=2)
+    room.on(tokens(1, [104], epoch=2), D3, 1.5)
+    assert Ended("stop") in room.on(end, D3, 1.6)
+    assert room.output_ids == [100, 101, 102, 103, 104]
+
+
+def test_a_third_death_is_proof_and_ends_the_request():
+    room, _ = resumed()
+    room.worker_lost(P2, 1.2)
+    room.place(PAIR3, 1.3)
+    assert QUARANTINED in room.worker_lost(D3, 1.4)
+
+
+def test_a_room_is_alone_from_its_second_death_to_a_token_of_decode():
+    room, _ = resumed()
+    assert (bool(room.deaths), room.alone_on) == (True, ()), "one death"
+    room.worker_lost(P2, 1.2)
+    assert room.alone_on == (), "it waits"
+    room.place(PAIR3, 1.3)
+    assert room.alone_on == (P3, D3)
+    room.on(Reserved(room=ROOM, epoch=2, instance=D3), D3, 1.4)
+    room.on(FirstToken(room=ROOM, epoch=2, instance=P3, token=103), P3, 1.4)
+    assert room.alone_on == (P3, D3), "decode may still die of it"
+    room.on(tokens(1, [104], epoch=2), D3, 1.5)
+    assert room.alone_on == ()
 
 
 def test_workers_that_live_or_never_had_the_request_do_not_quarantine_it():
@@ -189,7 +223,7 @@ def test_workers_that_live_or_never_had_the_request_do_not_quarantine_it():
     assert Requeued(1.2, LOST) in room.worker_lost(D2, 1.2, unreachable_since=1.1)
     room.place(PAIR, 1.3)
     assert LOST in room.worker_lost(P, 1.4, is_dead=False)
-    assert room.suspicion.died_with == {D}
+    assert room.deaths.died_with == {D}
 
 
 def silent(pair, epoch):
@@ -199,18 +233,43 @@ def silent(pair, epoch):
     )
 
 
-def test_a_request_whose_workers_their_peers_found_silent_waits_for_their_death_and_is_quarantined():
+def test_a_request_waits_for_the_death_of_workers_found_silent():
     room = placed()
     effects = room.on(silent(PAIR, 0), D, 1.0)
-    assert Requeued(1.0, Broken("PeerLost", "silent")) in effects, "the first one is tried again at once"
+    assert Requeued(1.0, Failure("PeerLost", "silent")) in effects, "the first one is tried again at once"
     room.place(PAIR2, 1.0)
     room.worker_lost(P, 1.8)
-    assert room.suspicion.died_with == {P}, "of the attempt before"
+    assert room.deaths.died_with == {P}, "of the attempt before"
     effects = room.on(silent(PAIR2, 1), D2, 2.0)
-    assert Requeued(2.0 + room.timeouts.suspect_s, Broken("PeerLost", "silent")) in effects, (
+    assert Requeued(2.0 + room.timeouts.suspect_s, Failure("PeerLost", "silent")) in effects, (
         "it may have killed another"
     )
-    assert Broken("Quarantined", "2 workers were lost while they served it") in room.worker_lost(P2, 2.8)
+    room.worker_lost(P2, 2.8)
+    assert (room.is_live, room.deaths.must_be_alone) == (True, True)
+    room.place(PAIR3, 4.0)
+    assert QUARANTINED in room.worker_lost(P3, 4.8)
+
+
+def found_silent_thrice():
+    """A room that two workers died with, and whose third prefill worker its decode finds silent."""
+    room, _ = resumed()
+    room.worker_lost(P2, 1.2)
+    room.place(PAIR3, 1.3)
+    assert Requeued(math.inf, Failure("PeerLost", "silent")) in room.on(silent(PAIR3, 2), D3, 2.0)
+    room.tick(3.0)
+    assert room.is_live
+    return room
+
+
+def test_the_last_failure_is_quarantine_if_the_silent_worker_is_dead():
+    assert QUARANTINED in found_silent_thrice().worker_lost(P3, 3.1)
+
+
+def test_the_last_failure_is_the_peers_word_if_the_silent_worker_lives():
+    answered, unknown = found_silent_thrice(), found_silent_thrice()
+    answered.on(gone(P3, 2), P3, 3.0)
+    assert Failure("PeerLost", "silent") in answered.tick(3.1)
+    assert Failure("PeerLost", "silent") in unknown.tick(2.0 + unknown.timeouts.suspect_s)
 
 
 def test_a_silent_worker_that_answers_or_never_had_the_request_is_not_counted_as_dead():
@@ -221,7 +280,7 @@ def test_a_silent_worker_that_answers_or_never_had_the_request_is_not_counted_as
     room.worker_lost(P, 1.8)
     room.on(silent(PAIR2, 1), D2, 2.0)
     room.worker_lost(P2, 2.8, unreachable_since=1.1)
-    assert room.suspicion.died_with == set()
+    assert room.deaths.died_with == set()
     assert room.phase is Phase.QUEUED
 
 
@@ -276,4 +335,4 @@ def test_whatever_fails_and_when_the_client_gets_the_one_answer_whole(faults):
         if room.is_at_workers:  # prefill was lost after its part was done
             effects += room.on(failed(decode, room.epoch), decode, 0.3)
     assert [token for effect in effects if isinstance(effect, Deliver) for token in effect.ids] == ANSWER
-    assert [effect for effect in effects if isinstance(effect, (Ended, Broken))] == [Ended("length")]
+    assert [effect for effect in effects if isinstance(effect, (Ended, Failure))] == [Ended("length")]

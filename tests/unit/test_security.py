@@ -27,7 +27,7 @@ from baton.cluster.security.keyring import (
 )
 from baton.deploy.keys.keys import add, init, main, remove, rotate
 from baton.deploy.up.children import child_config
-from baton.router.control import INSTANCES_PER_USER, Speakers
+from baton.router.workers.control import INSTANCES_PER_USER, Speakers
 
 NOW = 1_800_000_000.0
 ROOM, P, D = "c" * 32, "1" * 32, "2" * 32

@@ -13,12 +13,12 @@ from baton.cluster.protocol.messages import (
     Sampling,
     WorkerStats,
 )
-from baton.router.admission import SAID
-from baton.router.entries import Job
 from baton.router.errors import ApiError
 from baton.router.http.rate_limits import Caller
-from baton.router.room_effects import Broken, Deliver
+from baton.router.rooms.room.effects import Deliver, Failure
 from baton.router.scheduling.inbox import Inbox
+from baton.router.scheduling.request_limits import SAID
+from baton.router.scheduling.request_state import Job
 from baton.tests.unit.test_dispatch import World, events
 from baton.tests.unit.test_registry import hello
 
@@ -139,7 +139,7 @@ def test_a_request_that_failed_is_not_put_on_older_workers_the_next_time():
     fleet.dispatcher.tick()
     assert [order.epoch for order in fleet.of(b"d2", Reserve)] == [0, 1]
     fleet.lose("p2", "d2")
-    [broken] = [event for event in events(inbox) if isinstance(event, Broken)]
+    [broken] = [event for event in events(inbox) if isinstance(event, Failure)]
     assert broken.kind == "NoWorkers"
     assert "does not know response_format and tools" in broken.message
     assert fleet.asked() == {"p2", "d2"}

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 from baton.cluster.protocol.messages import DraftWidths, WorkerStats
 from baton.router.endpoints.status import status_of, unpaired_of, why_not_ready
-from baton.router.registry import Registry
+from baton.router.workers.registry import Registry
 from baton.tests.unit.test_registry import beat, hello
 
 P, D, PLAIN = "1" * 32, "2" * 32, "3" * 32
@@ -23,7 +23,7 @@ def dispatcher_of(registry):
     proofs = SimpleNamespace(status=lambda now: [], why_not=lambda now: "no pair was shown")
     return SimpleNamespace(
         registry=registry, is_draining=False, is_ready=False, num_queued=0, num_running=0, num_open=0, event_totals={},
-        canaries=SimpleNamespace(proofs=proofs),
+        health_probes=SimpleNamespace(pair_health=proofs),
     )  # fmt: skip
 
 

@@ -17,8 +17,8 @@ from baton.engine.sampling_params import SamplingParams
 from baton.prefill.queues import PrefillQueues, PrefillRoom
 from baton.prefill.spans import prefill_spans
 from baton.router.endpoints.request_spans import end_request
-from baton.router.entries import Job, Tag
 from baton.router.scheduling.inbox import Inbox
+from baton.router.scheduling.request_state import Job, Tag
 from baton.tests.unit.test_dispatch import D, Sampling, World
 from baton.tests.unit.test_history import say, serve
 from baton.worker.spans import RoomSpans

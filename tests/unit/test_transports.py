@@ -7,9 +7,9 @@ from baton.cluster.net.transport_names import best_common, transports_fault, tra
 from baton.cluster.protocol import messages as m
 from baton.kvtransfer.protocol.sender import SenderSession
 from baton.kvtransfer.protocol.session import SendMessage
-from baton.router.rooms import Room
-from baton.router.timeline import account_of
-from baton.router.trace import Trace
+from baton.router.rooms.room.attempt_log import AttemptTrace
+from baton.router.rooms.room.room import Room
+from baton.router.rooms.room.timeline import account_of
 
 LAYOUT = m.Layout(
     fingerprint="f", dtype="float32", page_size=4, num_layers=1, num_kv_heads=1, head_dim=2, block_bytes=4096
@@ -70,5 +70,5 @@ def test_prefill_answers_a_hello_with_the_choice_and_remembers_it_for_this_proce
 def test_the_timeline_says_how_the_blocks_came(blocks, shared, name):
     decode = m.DecodeTimeline(handoff_blocks=blocks, handoff_shm_blocks=shared)
     room = Room(room="a" * 32, prompt_ids=[1], sampling=m.Sampling(), created=0.0, decode_timeline=decode)
-    account = account_of(room, arrived=0.0, tokenize_s=0.0, queued_s=0.0, now=1.0, trace=Trace())
+    account = account_of(room, arrived=0.0, tokenize_s=0.0, queued_s=0.0, now=1.0, trace=AttemptTrace())
     assert account.timeline().handoff_transport == name

@@ -1,10 +1,10 @@
 """Who waits, and who goes first."""
 
 from baton.cluster.protocol.messages import Sampling
-from baton.router.entries import Entry, Job, Request
-from baton.router.rooms import Room
+from baton.router.rooms.room.room import Room
 from baton.router.scheduling.inbox import Inbox
-from baton.router.waiting import PRIORITY_S, WaitingList
+from baton.router.scheduling.request_state import Entry, Job, Request
+from baton.router.scheduling.waiting_list import PRIORITY_S, WaitingList
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -1,20 +1,19 @@
-"""Where a request's time went, as the client may see it."""
+"""Where the time of a request went, in the form that clients and operators see."""
 
 from msgspec import Struct
 
-from ..cluster.net.transport_names import SHM, ZMQ_BLOCKS
-from ..cluster.protocol.messages import DecodeTimeline, PrefillTimeline
-from .room_effects import Pair
-from .room_parts import Stamps
-from .rooms import Room
-from .trace import AttemptLog, Trace
+from ...cluster.net.transport_names import SHM, ZMQ_BLOCKS
+from ...cluster.protocol.messages import DecodeTimeline, PrefillTimeline
+from .attempt_log import AttemptLog, AttemptTrace
+from .effects import Pair
+from .room import Room, Stamps
 
 
 class Timeline(Struct, frozen=True, kw_only=True):
-    """Times in milliseconds from the moment the request was read; null where it is not known.
+    """Times in milliseconds since the request was read; null where unknown.
 
-    What workers spent is summed over all attempts that said it: a worker that died took its account with it. The
-    instances are those of the last attempt.
+    Times spent by workers are sums over all attempts that reported; a dead worker's report is lost. The instances are those
+    of the last attempt.
     """
 
     queue_ms: float
@@ -45,7 +44,7 @@ class Timeline(Struct, frozen=True, kw_only=True):
 
 
 class Account(Struct, frozen=True, kw_only=True):
-    """A room as it was at `now`, without its tokens: a timeline is made of it when somebody asks."""
+    """A snapshot of a room at `now`, without its tokens. A timeline is computed from it on demand."""
 
     room: str
     phase: str
@@ -61,10 +60,10 @@ class Account(Struct, frozen=True, kw_only=True):
     tokenize_s: float
     queued_s: float
     now: float
-    trace: Trace
+    trace: AttemptTrace
 
     def timeline(self) -> Timeline:
-        """As far as it is known."""
+        """The timeline, as far as it is known."""
         stamps, prefill, decode, pair = self.stamps, self.prefill, self.decode, self.pair
         ended = stamps.ended if stamps.ended is not None else self.now
         return Timeline(
@@ -97,7 +96,7 @@ class Account(Struct, frozen=True, kw_only=True):
 
 
 def account_of(
-    room: Room, *, arrived: float, tokenize_s: float, queued_s: float, now: float, trace: Trace
+    room: Room, *, arrived: float, tokenize_s: float, queued_s: float, now: float, trace: AttemptTrace
 ) -> Account:
     """The account of a room at `now`; times are monotonic seconds."""
     return Account(

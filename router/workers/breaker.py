@@ -1,13 +1,7 @@
-"""What keeps repeated attempts from making a bad moment worse: a budget over all rooms, and a breaker per worker. Pure."""
+"""The circuit breaker of one worker: after several failures within a window, attempts avoid the worker for a while. Pure."""
 
 from collections import deque
 from dataclasses import dataclass, field
-
-MAX_ATTEMPTS = 3  # of one room
-BUDGET_SHARE = 0.2  # repeated attempts per room
-BUDGET_FLOOR = 10  # repeated attempts that are always allowed within the window
-BUDGET_WINDOW_S = 60.0
-BUDGET_STEP_S = 1.0  # how finely the window slides
 
 BREAKER_FAILURES = 3  # within the window: the worker is avoided
 BREAKER_WINDOW_S = 30.0
@@ -18,53 +12,18 @@ FIRST_RETURN, FULL_RETURN = (
 )  # attempts at once of a worker that is well again: at first, and when none is counted
 
 
-class RetryBudget:
-    """Repeated attempts may be a fifth of the rooms: of those that came within the window, or of those that live now."""
-
-    def __init__(self) -> None:
-        self._steps: deque[list[float]] = (
-            deque()
-        )  # [begin, rooms, repeated attempts] of each step of the window
-
-    def __repr__(self) -> str:
-        return f"RetryBudget({self._sum(2):g} of {self._sum(1):g} rooms)"
-
-    def came(self, num_rooms: int, now: float) -> None:
-        """Rooms have arrived."""
-        self._step(now)[1] += num_rooms
-
-    def take(self, num_live: int, now: float) -> bool:
-        """Whether one more repeated attempt is allowed; it counts then."""
-        step = self._step(now)
-        allowed = max(BUDGET_FLOOR, BUDGET_SHARE * max(num_live, self._sum(1)))
-        if self._sum(2) + 1 > allowed:
-            return False
-        step[2] += 1
-        return True
-
-    def _step(self, now: float) -> list[float]:
-        while self._steps and now - self._steps[0][0] >= BUDGET_WINDOW_S:
-            self._steps.popleft()
-        if not self._steps or now - self._steps[-1][0] >= BUDGET_STEP_S:
-            self._steps.append([now, 0, 0])
-        return self._steps[-1]
-
-    def _sum(self, column: int) -> float:
-        return sum(step[column] for step in self._steps)
-
-
 @dataclass(eq=False)
 class Breaker:
-    """Whether a worker is to be avoided.
+    """The state of one worker's breaker.
 
     closed     attempts go there                        BREAKER_FAILURES failures within the window -> open
-    open       avoided, while others can serve          after BREAKER_OPEN_S -> half open
-    half open  takes one attempt                        it succeeds -> returning; it fails -> open; it ends else -> half open
-    returning  takes 2 attempts at once, each success   at FULL_RETURN of them -> closed; one fails -> open
+    open       avoided while others can serve           after BREAKER_OPEN_S -> half open
+    half open  takes one attempt                        success -> returning; failure -> open; any other end -> half open
+    returning  takes 2 attempts at once, each success   at FULL_RETURN attempts -> closed; one failure -> open
                allows one more
 
-    With no other worker an attempt goes to an avoided one too, and shows the same. What the client has wrong is judged
-    neither way.
+    Without another worker, attempts go to an avoided one too, and count in the same way. Failures that the request itself
+    caused do not count.
     """
 
     opened_at: float | None = None
@@ -85,14 +44,14 @@ class Breaker:
         return self.state(now) == "open" or self.probe is not None or is_full
 
     def placed(self, room: str, epoch: int) -> None:
-        """An attempt goes there."""
+        """Counts an attempt that goes there."""
         if self.opened_at is not None and self.probe is None:
             self.probe = room, epoch
         if self.allowed:
             self._held.add((room, epoch))
 
     def judge(self, room: str, epoch: int, is_good: bool, now: float) -> bool:
-        """The worker's outcome in an attempt; True when this opens the breaker."""
+        """Counts the worker's outcome in an attempt; True when this opens the breaker."""
         is_probe = self.probe == (room, epoch)
         if is_good:
             self._succeeded(room, epoch, is_probe)
@@ -107,7 +66,7 @@ class Breaker:
         return True
 
     def left(self, room: str, epoch: int) -> None:
-        """An attempt is over there, however it ended."""
+        """Forgets an attempt that is over, however it ended."""
         self._held.discard((room, epoch))
         if self.probe == (room, epoch):
             self.probe = None

@@ -1,4 +1,4 @@
-"""Which workers serve a request: pure functions over the registry's workers."""
+"""Which workers can serve a request: pure functions over the registry's workers."""
 
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from .registry import Registry, Worker, are_other_weights
 
 
 class Need(Struct, frozen=True, gc=False):
-    """What a request asks of its workers, in tokens."""
+    """What a request needs of its workers; sizes in tokens."""
 
     prompt: int
     max_new: int
@@ -26,7 +26,7 @@ class Need(Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True)
 class Limits:
-    """What the live pairs can serve at most: the largest values over all pairs."""
+    """The largest values over all live pairs."""
 
     context: int  # tokens of prompt and output together
     decode_tokens: int  # tokens of prompt and output that fit the pages of the roomiest decode worker
@@ -35,7 +35,7 @@ class Limits:
 
 
 def pairs(workers: Iterable[Worker], avoid: Collection[str] = ()) -> Iterator[tuple[Worker, Worker]]:
-    """Every (prefill, decode) that serves and fits together; see `prefillers` and `why_not_pair`."""
+    """Every (prefill, decode) pair that serves and fits together; see `prefillers` and `why_not_pair`."""
     serving = [worker for worker in workers if worker.is_serving]
     for decode in serving:
         if decode.role == "decode":
@@ -60,9 +60,9 @@ def why_not_pair(prefill: Worker, decode: Worker) -> str:
 
 
 def prefillers(decode: Worker, serving: Iterable[Worker], avoid: Collection[str]) -> list[Worker]:
-    """Who may compute a prompt for `decode`: the prefill workers, and itself when there are none but those in `avoid`.
+    """The workers that may compute a prompt for `decode`: prefill workers, or `decode` itself if `avoid` has all of them.
 
-    Where both can, `placing` decides which is cheaper.
+    Where both can, `placement` decides which is cheaper.
     """
     found = [w for w in serving if w.role == "prefill" and not why_not_pair(w, decode)]
     if decode.takes_prompts and all(worker.instance in avoid for worker in found):
@@ -89,12 +89,12 @@ def limits(workers: Iterable[Worker]) -> Limits | None:
 
 
 def live_pairs(registry: Registry, avoid: Collection[str] = ()) -> list[tuple[Worker, Worker]]:
-    """The pairs of a registry, made anew when it has changed."""
+    """The pairs of a registry, cached until it changes."""
     return list(pairs(registry, avoid)) if avoid else registry.memo("pairs", lambda: list(pairs(registry)))
 
 
 def live_limits(registry: Registry) -> Limits | None:
-    """Likewise its limits."""
+    """The limits of a registry, cached until it changes."""
     return registry.memo("limits", lambda: limits(registry))
 
 
@@ -114,11 +114,10 @@ def able_pairs(
     avoid: Collection[str] = (),
     taken: Collection[str] = (),
 ) -> list[tuple[Worker, Worker]]:
-    """Those pairs that can hold the request now, with the fewest workers in `avoid`, then in `taken`; empty: all are full.
+    """The pairs that can hold the request now, with the fewest workers in `avoid`, then in `taken`. Empty: all are full.
 
-    Workers in `avoid` (an earlier attempt failed on them) are taken only when no other pair can. Those that are `taken` for
-    now are worth waiting for: nobody goes back to a worker that failed it because the others are busy for a moment, and
-    decode does not prefill in their place.
+    Workers in `avoid` (where an earlier attempt failed) are used only when no other pair can serve. Workers in `taken` are
+    worth waiting for, so they come before those in `avoid`, and decode does not prefill in their place.
     """
     able = [(p, d) for p, d in live if _suits(p, d, need) and _can_prefill(p, need) and _can_decode(d, need)]
     if len(able) < 2 or not (avoid or taken):
@@ -128,8 +127,15 @@ def able_pairs(
     return [pair for pair, count in zip(able, counts, strict=True) if count == min(counts)]
 
 
+def emptiest_pairs(live: Iterable[tuple[Worker, Worker]]) -> list[tuple[Worker, Worker]]:
+    """The pairs whose workers have the fewest rooms."""
+    counted = [(prefill.num_taken + decode.num_taken, prefill, decode) for prefill, decode in live]
+    fewest = min((count for count, _, _ in counted), default=0)
+    return [(prefill, decode) for count, prefill, decode in counted if count == fewest]
+
+
 def obeyed(prefill: Worker, decode: Worker, fields: Collection[str]) -> bool:
-    """Whether both know these fields: a worker of an older version would drop them without a word."""
+    """Whether both workers know these fields. A worker of an older version would ignore them."""
     by_prefill, by_decode = prefill.hello.takes, decode.hello.takes
     for name in fields:  # noqa: SIM110 (asked several times per request, and a generator costs more than all the rest)
         if name not in by_decode or name not in by_prefill:
@@ -138,7 +144,7 @@ def obeyed(prefill: Worker, decode: Worker, fields: Collection[str]) -> bool:
 
 
 def _suits(prefill: Worker, decode: Worker, need: Need) -> bool:
-    """Whether the pair's tokens are those that the request asks for, and of the kind that it has already."""
+    """Whether the pair knows the request's fields and continues output of the same fingerprint and weights."""
     if need.fingerprint and decode.hello.fingerprint != need.fingerprint:
         return False
     if need.weights_hash and decode.weights_hash and decode.weights_hash != need.weights_hash:

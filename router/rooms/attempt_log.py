@@ -1,18 +1,18 @@
-"""What became of each attempt of a room, noted from what the room was told and what it asked for. Pure."""
+"""The log of a room's attempts, written from the messages that the room received and the effects that it returned. Pure."""
 
 from dataclasses import dataclass, field
 
 from msgspec import Struct
 
-from ..cluster.protocol.messages import Cancel, Failed, FirstToken, Prefill, Refused, Reserve, Reserved
-from .room_effects import Broken, Closed, Ended, Requeued, Settled
-from .room_parts import RoomEvent
+from ...cluster.protocol.messages import Cancel, Failed, FirstToken, Prefill, Refused, Reserve, Reserved
+from .attempt import RoomEvent
+from .effects import Closed, Ended, Failure, Requeued, Settled
 
 RUNNING, OK, REFUSED, FAILED, CANCELLED = "running", "ok", "refused", "failed", "cancelled"
 
 
 class AttemptLog(Struct, frozen=True, kw_only=True):
-    """One attempt, as people may see it. Times in milliseconds from the moment the request was read; null: never."""
+    """One attempt as shown to people. Times in milliseconds since the request was read; null: never."""
 
     epoch: int
     prefill_instance: str
@@ -51,13 +51,13 @@ class AttemptNote:
     last_word: str = ""  # kind of a refusal or failure that a worker told
 
     def end(self, outcome: str, reason: str, now: float) -> None:
-        """Whoever has cancelled it may say later why."""
+        """Notes the outcome. The reason of a cancelled attempt may follow later."""
         if self.outcome in (RUNNING, CANCELLED):
             self.ended = now if self.ended is None else self.ended
             self.outcome, self.reason = outcome, reason
 
     def log(self, arrived: float) -> AttemptLog:
-        """The attempt in times since `arrived`."""
+        """The attempt with times since `arrived` (monotonic seconds)."""
 
         def since(moment: float | None) -> float | None:
             return None if moment is None else round((moment - arrived) * 1000, 3)
@@ -78,7 +78,7 @@ class AttemptNote:
 
 
 @dataclass(eq=False)
-class Trace:
+class AttemptTrace:
     """All attempts of one room, in order."""
 
     attempts: list[AttemptNote] = field(default_factory=list)
@@ -88,7 +88,7 @@ class Trace:
         return self.attempts[-1] if self.attempts else None
 
     def heard(self, event: RoomEvent, now: float) -> None:
-        """A worker's word, before the room hears it; that of an older attempt is not for the last."""
+        """A message of a worker, before the room handles it. Messages of older attempts are ignored."""
         note = self.last
         if note is None or event.epoch != note.epoch:
             return
@@ -100,7 +100,7 @@ class Trace:
             note.last_word = event.kind if isinstance(event, Failed) else "Refused"
 
     def delivered(self, num_tokens: int, now: float) -> None:
-        """Tokens go to the client."""
+        """Tokens were delivered to the client."""
         if self.attempts:
             note = self.attempts[-1]
             note.num_tokens += num_tokens
@@ -108,21 +108,21 @@ class Trace:
                 note.first_token = now
 
     def sent(self, message: Reserve | Prefill | Cancel, now: float) -> None:
-        """A worker is told something."""
+        """A message was sent to a worker."""
         if isinstance(message, Reserve):
             prefill = message.prefill_instance or message.instance
             self.attempts.append(AttemptNote(message.epoch, prefill, message.instance, now))
         elif isinstance(message, Cancel) and self.last is not None and message.epoch == self.last.epoch:
             self.last.end(CANCELLED, "", now)
 
-    def did(self, effect: Ended | Settled | Broken | Requeued | Closed, now: float) -> None:
-        """What else the room asks for."""
+    def did(self, effect: Ended | Settled | Failure | Requeued | Closed, now: float) -> None:
+        """Any other effect of the room."""
         note = self.last
         if note is None:
             return
         if isinstance(effect, (Ended, Settled)):
             note.end(OK, "", now)
-        elif isinstance(effect, Broken):
+        elif isinstance(effect, Failure):
             note.end(FAILED, effect.kind, now)
         elif isinstance(effect, Requeued):
             failure = effect.failure

@@ -1,8 +1,8 @@
-"""What the router has seen of the workers' prefix caches: which worker holds which beginning of a prompt. Pure.
+"""The router's view of the workers' prefix caches: which worker has which beginning of a prompt. Pure.
 
-A prompt is cut into pages; a page's name is a digest over the name of the page before it and its own tokens, so the names
-form a tree without links, and a name stands for everything up to its page. The first name begins with the tenant's salt:
-tenants share no node. What the router believes is a hint: a worker says what it really holds, and is believed.
+A prompt is cut into pages. The name of a page is a digest over the name of the page before it and its own tokens. So the
+names form a tree without links, and a name stands for everything up to its page. The first name begins with the tenant's
+salt, so tenants share no node. The view is a hint: what a worker reports replaces it.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ DIGEST_BYTES = 16
 
 
 class Prompt:
-    """The tokens that an attempt computes first, as prefix caches see them; hashed when somebody asks, once."""
+    """The tokens that an attempt computes first, as prefix caches see them; hashed once, on demand."""
 
     def __init__(self, token_ids: Sequence[int], salt: str = "") -> None:
         self._token_ids = token_ids
@@ -32,14 +32,14 @@ class Prompt:
         return len(self._token_ids)
 
     def pages(self, page_size: int) -> list[bytes]:
-        """The names of its whole pages of `page_size` tokens, the first page's first."""
+        """The names of its whole pages of `page_size` tokens, in order."""
         if page_size not in self._pages:
             self._pages[page_size] = page_names(self._token_ids, page_size, self._salt)
         return self._pages[page_size]
 
 
 def page_names(token_ids: Sequence[int], page_size: int, salt: str) -> list[bytes]:
-    """One digest per whole page, each over all that is before it; at most `MAX_HASHED`."""
+    """One digest per whole page, each over everything up to that page; at most `MAX_HASHED`."""
     num_pages = min(len(token_ids) // page_size, MAX_HASHED)
     data = memoryview(array("I", token_ids[: num_pages * page_size])).cast("B")
     size = 4 * page_size
@@ -51,7 +51,7 @@ def page_names(token_ids: Sequence[int], page_size: int, salt: str) -> list[byte
 
 
 class PrefixIndex:
-    """Page names with their holders; bounded, what was not asked for or added for longest goes first."""
+    """Page names with the workers that hold them. Bounded; the least recently used name is dropped first."""
 
     def __init__(self, max_pages: int = MAX_PAGES) -> None:
         self._max_pages = max_pages
@@ -76,14 +76,14 @@ class PrefixIndex:
             self._holders.popitem(last=False)
 
     def num_held(self, instance: str, names: Sequence[bytes]) -> int:
-        """How many of these pages the worker holds without a gap, from the first on."""
+        """The number of leading pages that the worker holds without a gap."""
         for i, name in enumerate(names):
             if instance not in self._holders.get(name, ()):
                 return i
         return len(names)
 
     def learn(self, instance: str, names: Sequence[bytes], num_held: int) -> None:
-        """The worker says that it holds the first `num_held` pages and not the next."""
+        """The worker reports that it holds the first `num_held` pages and not the next."""
         self.add(instance, names[:num_held])
         for name in names[num_held : num_held + 1]:  # what is behind a gap does not count
             holders = self._holders.get(name, ())

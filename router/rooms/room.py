@@ -1,26 +1,29 @@
-"""The life of one request in the router, as a pure state machine: events in, effects out, no clock and no socket.
+"""The life of one request in the router: a pure state machine with events in and effects out, without clock or socket.
 
-A room is one request; an attempt is one try of it on a (prefill, decode) pair and has an epoch of its own.
+A room is one request. An attempt is one try of it on a (prefill, decode) pair; its epoch is its number, from 0.
 
     QUEUED      waits for a pair                     place() -> PREFILLING
     PREFILLING  sent to both workers, no token yet   token 1 and Reserved -> STREAMING; failed -> QUEUED or CLOSING
     STREAMING   the client has tokens of the attempt Finished -> CLOSED; failed -> QUEUED or CLOSING; cancelled -> CLOSING
-    CLOSING     the client has its end; Cancel went to the workers that may hold something, their Gone is awaited
-    CLOSED      nothing of the room is left anywhere
+    CLOSING     the client has its end; Cancel went to all workers that may hold something, their Gone is awaited
+    CLOSED      no worker holds anything of the room
 
-Token 1 is withheld until decode has said Reserved, so that a refusal never comes after a token reached the client. A new
-attempt takes up where the last one ended: its prompt is the client's and all tokens so far, and since what is chosen
-depends on the absolute position, the client's stream goes on as if nothing had happened. There are `max_attempts` of them,
-refusals not counted; a request that was with two workers when they died gets no other, see `suspicion`. A room with a
-deadline ends with an error when it is over, in every state. A stop string ends a room here, while decode still works:
-what decode spent on it comes with its Gone, which is awaited for `accounts_s` at most before the room counts as settled.
-Whatever comes from another attempt or another worker than the attempt's own is dropped and counted.
+Token 1 is withheld until decode has sent Reserved, so a refusal never follows a delivered token. The prompt of a new
+attempt is the client's prompt and all tokens delivered so far. Sampling depends on the absolute position only, so the
+client's stream continues without a seam. A room gets `max_attempts` attempts; refusals are not counted. Deaths of its
+workers can end it sooner, see `quarantine`. A room with a deadline ends with an error when the deadline passes, in every
+state. A stop string ends a room in the router while decode still works. Decode's account of the cost comes with its Gone,
+and the room counts as settled after at most `accounts_s`. Messages of other attempts and of other workers are dropped and
+counted.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import Enum
+from typing import TypeVar
 
-from ..cluster.protocol.messages import (
+from ...cluster.protocol.messages import (
     DecodeTimeline,
     Failed,
     Finished,
@@ -28,40 +31,59 @@ from ..cluster.protocol.messages import (
     Gone,
     Prefill,
     PrefillTimeline,
+    PromptLogprobs,
     Refused,
     Reserve,
     Reserved,
     Sampling,
     TokenItem,
 )
-from .holds import Holds
-from .retries import MAX_ATTEMPTS
-from .room_effects import (
-    Broken,
+from .attempt import (
+    DEADLINE_EXCEEDED,
+    DRAINING,
+    PEER_LOST,
+    Attempt,
+    RoomEvent,
+)
+from .effects import (
     Closed,
     Deliver,
     Effect,
     Ended,
+    Failure,
     Freed,
-    Judged,
+    Outcome,
     Pair,
     Requeued,
-    Send,
+    SendOrder,
     Settled,
     Timeouts,
 )
-from .room_parts import (
-    DEADLINE_EXCEEDED,
-    DRAINING,
-    PEER_LOST,
-    SCORING,
-    Attempt,
-    Phase,
-    RoomEvent,
-    Stamps,
-    summed,
-)
-from .suspicion import MAX_DEATHS, QUARANTINED, Suspicion
+from .pending_cancels import PendingCancels
+from .quarantine import MAX_DEATHS, QUARANTINED, DeathRecord
+from .retries import MAX_ATTEMPTS
+
+T = TypeVar("T", PrefillTimeline, DecodeTimeline)
+
+
+class Phase(Enum):
+    """The states of a room; the table in the module docstring has their transitions."""
+
+    QUEUED = "queued"
+    PREFILLING = "prefilling"
+    STREAMING = "streaming"
+    CLOSING = "closing"
+    CLOSED = "closed"
+
+
+@dataclass
+class Stamps:
+    """Times of a room's events in monotonic seconds; None before the event."""
+
+    created: float
+    first_token: float | None = None
+    last_token: float | None = None
+    ended: float | None = None
 
 
 @dataclass(eq=False)
@@ -78,33 +100,37 @@ class Room:
 
     phase: Phase = Phase.QUEUED
     epoch: int = -1
-    output_ids: list[int] = field(default_factory=list)  # that went to the client, of all attempts
+    output_ids: list[int] = field(default_factory=list)  # delivered to the client, by all attempts
     failed_on: set[str] = field(default_factory=set)
     num_stale: int = 0
-    cached_tokens: int = 0  # of the client's prompt, found by the first prefill that ended
-    prefill_timeline: PrefillTimeline | None = None  # like decode's, of all attempts that are known
+    cached_tokens: int = 0  # of the client's prompt, as the first completed prefill reported
+    prefill_timeline: PrefillTimeline | None = None  # sum over all attempts that reported, like decode's
     decode_timeline: DecodeTimeline | None = None
 
     def __post_init__(self) -> None:
         self.stamps = Stamps(self.created)
         self._num_failed = 0
-        self.suspicion = Suspicion()
+        self.deaths = DeathRecord()
         self._progress_at = self.created
-        self._holds = Holds(self.room)
-        self._settle_by: float | None = None  # until then decode's account of a stopped room is awaited
+        self._pending = PendingCancels(self.room)
+        self._settle_by: float | None = None  # end of the wait for decode's account of a stopped room
         self._attempt: Attempt | None = None
+        self._last_failure: Failure | None = (
+            None  # of the last attempt, while the fate of a silent worker is unknown
+        )
+        self._proof_by = math.inf
 
     def __repr__(self) -> str:
-        return f"Room({self.room[:8]} {self.phase.value} epoch={self.epoch} out={self.num_output} held=[{self._holds}])"
+        return f"Room({self.room[:8]} {self.phase.value} epoch={self.epoch} out={self.num_output} held=[{self._pending}])"
 
     @property
     def is_live(self) -> bool:
-        """Whether the client still waits for something."""
+        """Whether the client still waits for output."""
         return self.phase in (Phase.QUEUED, Phase.PREFILLING, Phase.STREAMING)
 
     @property
     def is_at_workers(self) -> bool:
-        """Whether an attempt runs for a client that waits."""
+        """Whether an attempt runs for a live client."""
         return self.phase in (Phase.PREFILLING, Phase.STREAMING)
 
     @property
@@ -114,13 +140,20 @@ class Room:
 
     @property
     def is_on_probation(self) -> bool:
-        """Whether it is at its workers and may yet kill them, for all that is known."""
+        """Whether the room has a record of deaths and its attempt has not yet given a token of decode."""
         attempt = self._attempt
-        return bool(self.suspicion) and attempt is not None and self.is_at_workers and attempt.num_output < 2
+        return bool(self.deaths) and attempt is not None and self.is_at_workers and attempt.num_output < 2
+
+    @property
+    def alone_on(self) -> tuple[str, ...]:
+        """The workers reserved for this room: it is on probation there, and the next death may be proof. Else ()."""
+        attempt = self._attempt
+        is_alone = attempt is not None and self.deaths.must_be_alone and self.is_on_probation
+        return attempt.instances if attempt is not None and is_alone else ()
 
     @property
     def pair(self) -> Pair | None:
-        """The pair of the last attempt; None while the room waits for another."""
+        """The pair of the current or last attempt; None while the room waits for a pair."""
         return self._attempt.pair if self._attempt is not None else None
 
     @property
@@ -134,72 +167,78 @@ class Room:
     @property
     def instances(self) -> set[str]:
         """The workers that may hold something of this room."""
-        return self._holds.instances
+        return self._pending.instances
 
     # --- commands -----------------------------------------------------------------------------------------------------
 
     def place(self, pair: Pair, now: float) -> list[Effect]:
-        """Starts the next attempt on `pair`."""
+        """Starts the next attempt on `pair`. The room must be QUEUED."""
         assert self.phase is Phase.QUEUED, self
         self.epoch += 1
         self._attempt = Attempt(pair=pair, epoch=self.epoch, placed_at=now, num_before=self.num_output)
         self.phase = Phase.PREFILLING
         self._progress_at = now
-        self._holds.add(pair.instances, self.epoch)
-        return [Send(order.instance, order) for order in self._orders(self._attempt, now)]
+        self._pending.add(pair.instances, self.epoch)
+        return [SendOrder(order.instance, order) for order in self._orders(self._attempt, now)]
 
-    def say_again(self, instance: str, now: float) -> list[Effect]:
-        """A worker may not have heard its order: repeats it until it was answered. Who knows it drops the second one."""
+    def resend_orders(self, instance: str, now: float) -> list[Effect]:
+        """Sends an unanswered order to `instance` again. The worker drops duplicates by (room, epoch)."""
         attempt = self._attempt
         if attempt is None or self.phase is not Phase.PREFILLING or not attempt.is_answer_due(instance):
             return []
-        return [Send(instance, order) for order in self._orders(attempt, now) if order.instance == instance]
+        return [
+            SendOrder(instance, order) for order in self._orders(attempt, now) if order.instance == instance
+        ]
 
     def cancel(self, now: float) -> list[Effect]:
-        """The client left, or has all it wants. Legal in every state, idempotent."""
+        """Ends the room because the client left or needs no more output. Legal in every state, idempotent."""
         return self._close(now) if self.is_live else []
 
     def stop(self, now: float) -> list[Effect]:
-        """The router found the end itself, in a stop string. `Settled` follows, now or later."""
+        """Ends the room at a stop string that the router found. `Settled` follows, in these effects or in later ones."""
         if not self.is_live:
             return []
         attempt = self._attempt
-        if attempt is not None and self._holds.has(attempt.pair.decode, self.epoch):
+        if attempt is not None and self._pending.has(attempt.pair.decode, self.epoch):
             self._settle_by = now + self.timeouts.accounts_s
             return self._close(now)
         return [Settled(), *self._close(now)]
 
     def give_up(self, kind: str, message: str, now: float, retry_after_s: int = 0) -> list[Effect]:
-        """Ends the request with an error."""
-        return [Broken(kind, message, retry_after_s), *self._close(now)] if self.is_live else []
+        """Ends a live room with an error. `retry_after_s` of 0 means unknown."""
+        return [Failure(kind, message, retry_after_s), *self._close(now)] if self.is_live else []
 
     def worker_lost(
         self, instance: str, now: float, *, is_dead: bool = True, unreachable_since: float | None = None
     ) -> list[Effect]:
-        """A worker's process went away or fell silent, or (not `is_dead`) lives and has dropped its rooms.
+        """A worker is gone, or has dropped its rooms.
 
-        A worker that could not be reached since before the attempt never had the request: not the request's doing.
+        `is_dead` holds the loss against the request. It is false for a worker that lives and has dropped its rooms, and
+        for a death that another request caused. A worker unreachable since before the attempt never received the
+        request, so its death does not count either.
         """
-        effects, epochs = self._holds.lose(instance)
+        effects, epochs = self._pending.lose(instance)
         attempt = self._attempt
         if is_dead:
-            self.suspicion.lost(instance, unreachable_since)
+            self.deaths.lost(instance, unreachable_since)
+        else:
+            self.deaths.cleared(instance)
         if self.phase is Phase.CLOSING:
             settled = self._settle() if attempt is not None and instance == attempt.pair.decode else []
             return effects + settled + self._maybe_closed()
         if attempt is None or self.epoch not in epochs:
             return effects + (self._quarantine(now) if self.phase is Phase.QUEUED else [])
-        # With token 1 here, prefill has done its part as far as the router can see; decode tells if the hand-off fails.
+        # Once token 1 is here, the loss of prefill is no failure: decode reports it if the hand-off breaks.
         if instance == attempt.pair.decode or not attempt.has_first or attempt.aborted is not None:
             self.failed_on.add(instance)
             if is_dead:
-                self.suspicion.lost(instance, unreachable_since, attempt.placed_at)
+                self.deaths.lost(instance, unreachable_since, attempt.placed_at)
             effects += self._attempt_failed("PeerLost", "a worker was lost", True, now)
         return effects
 
     @property
     def quiet_until(self) -> float:
-        """Before this moment `tick` has nothing to do if only tokens come: thousands of streams are not looked at."""
+        """Until this time `tick` has nothing to do if only tokens arrive. The dispatcher skips the room until then."""
         attempt = self._attempt
         if (
             self.phase is not Phase.STREAMING
@@ -212,13 +251,16 @@ class Room:
         return late if self.deadline is None else min(late, self.deadline)
 
     def tick(self, now: float) -> list[Effect]:
-        """Ends what has made no progress for too long."""
-        effects = self._holds.tick(now, self.timeouts.gone_s)
+        """Ends an attempt without progress, a room past its deadline, and a wait that has become pointless."""
+        effects = self._pending.tick(now, self.timeouts.gone_s)
         if self.phase is Phase.CLOSING:
             is_late = self._settle_by is not None and now >= self._settle_by
             return effects + (self._settle() if is_late else []) + self._maybe_closed()
         if self.is_live and self.deadline is not None and now >= self.deadline:
             return effects + self.give_up(DEADLINE_EXCEEDED, "the deadline passed", now)
+        if (failure := self._last_failure) is not None and self.phase is Phase.QUEUED:
+            is_known = now >= self._proof_by or not self.deaths.awaits_proof
+            return effects + (self.give_up(failure.kind, failure.message, now) if is_known else [])
         if self._attempt is not None and self.is_at_workers:
             if (word := self._attempt.overdue_word(now)) is not None:
                 return effects + self._on_failed(self._attempt, word, now)
@@ -230,7 +272,7 @@ class Room:
     # --- events from workers ------------------------------------------------------------------------------------------
 
     def on(self, message: RoomEvent, instance: str, now: float) -> list[Effect]:
-        """One message of worker `instance` about this room."""
+        """Handles one message about this room from worker `instance`."""
         if isinstance(message, Gone):
             return self._on_gone(message, instance)
         attempt = self._attempt
@@ -247,12 +289,16 @@ class Room:
         return self._advance(attempt, now)
 
     def _on_refused(self, attempt: Attempt, message: Refused, now: float) -> list[Effect]:
-        effects = self._holds.drop(message.instance, self.epoch)
+        effects = self._pending.drop(message.instance, self.epoch)
         if self.phase is Phase.STREAMING:  # decode reserved first: too late to refuse
             return effects + self._attempt_failed("Refused", message.reason, False, now)
         if message.retry_after_ms == 0:
             return [*effects, *self.give_up("Refused", message.reason, now)]
         return effects + self._requeue(Requeued(now + message.retry_after_ms / 1000), now)
+
+    def _on_prompt_logprobs(self, attempt: Attempt, message: PromptLogprobs, now: float) -> list[Effect]:
+        attempt.keep_scores(message)
+        return []
 
     def _on_first_token(self, attempt: Attempt, message: FirstToken, now: float) -> list[Effect]:
         if attempt.first is not None:
@@ -282,7 +328,11 @@ class Room:
     def _on_finished(self, attempt: Attempt, message: Finished, now: float) -> list[Effect]:
         self._progress_at = now
         if message.output_tokens == 0:
-            return [Ended(message.reason), *self._holds.drop(message.instance, self.epoch), *self._close(now)]
+            return [
+                Ended(message.reason),
+                *self._pending.drop(message.instance, self.epoch),
+                *self._close(now),
+            ]
         if attempt.finished is not None:
             self.num_stale += 1
             return []
@@ -294,24 +344,24 @@ class Room:
 
     def _on_failed(self, attempt: Attempt, message: Failed, now: float) -> list[Effect]:
         if attempt.defers(message, now + self.timeouts.word_s):
-            dropped = self._holds.drop(message.instance, self.epoch)
-            if self._holds.has(attempt.pair.prefill, self.epoch):
+            dropped = self._pending.drop(message.instance, self.epoch)
+            if self._pending.has(attempt.pair.prefill, self.epoch):
                 return dropped
             self.failed_on.add(attempt.pair.prefill)  # it was heard before that it had dropped all its rooms
             return dropped + self._attempt_failed("PeerLost", "a worker was lost", True, now)
         if message.kind == DRAINING and self.num_output < self.sampling.max_new_tokens:
-            return self._holds.drop(message.instance, self.epoch) + self._requeue(Requeued(now), now)
+            return self._pending.drop(message.instance, self.epoch) + self._requeue(Requeued(now), now)
         self.failed_on.update(attempt.unable(message))
         effects = self._blame(*attempt.at_fault(message))
         if message.kind == PEER_LOST:
-            self.suspicion.suspect(attempt.at_fault(message), attempt.placed_at)
-        effects += self._holds.drop(message.instance, self.epoch)
+            self.deaths.suspect(attempt.at_fault(message), attempt.placed_at)
+        effects += self._pending.drop(message.instance, self.epoch)
         is_retryable = message.retryable and message.kind != DEADLINE_EXCEEDED
         return effects + self._attempt_failed(message.kind, message.message, is_retryable, now)
 
     def _on_gone(self, message: Gone, instance: str) -> list[Effect]:
-        gone = self._holds.gone(instance, message.epoch)
-        self.suspicion.answered(instance)
+        gone = self._pending.gone(instance, message.epoch)
+        self.deaths.cleared(instance)
         effects = list(gone)
         if gone and message.timeline is not None:
             self.decode_timeline = summed(self.decode_timeline, message.timeline)
@@ -326,7 +376,7 @@ class Room:
     # --- tokens to the client -----------------------------------------------------------------------------------------
 
     def _advance(self, attempt: Attempt, now: float) -> list[Effect]:
-        """Delivers what has become contiguous."""
+        """Delivers all tokens that are contiguous now."""
         first = attempt.first
         if not attempt.is_reserved or not attempt.has_first:
             return []
@@ -335,7 +385,7 @@ class Room:
             self.phase = Phase.STREAMING
             # Prefill's queue no longer carries this room, though its pages wait for the hand-off.
             done: list[Effect] = [
-                Judged(attempt.pair.prefill, self.epoch, True),
+                Outcome(attempt.pair.prefill, self.epoch, True),
                 Freed(attempt.pair.prefill, self.epoch),
             ]
             effects += [*self._deliver(attempt, attempt.head(), now), *done]
@@ -359,15 +409,15 @@ class Room:
         finished = attempt.finished
         if finished is None or self.phase is not Phase.STREAMING or not attempt.is_complete:
             return []
-        freed = self._holds.finish(self.epoch)  # decode had released prefill before
-        done = Judged(attempt.pair.decode, self.epoch, True)
+        freed = self._pending.finish(self.epoch)  # decode had released prefill before
+        done = Outcome(attempt.pair.decode, self.epoch, True)
         return [Ended(finished.reason), done, *freed, *self._close(now)]
 
     # --- ends ---------------------------------------------------------------------------------------------------------
 
     def _blame(self, *instances: str) -> list[Effect]:
         self.failed_on.update(instances)
-        return [Judged(instance, self.epoch, False) for instance in instances]
+        return [Outcome(instance, self.epoch, False) for instance in instances]
 
     def _attempt_failed(self, kind: str, message: str, retryable: bool, now: float) -> list[Effect]:
         self._num_failed += 1
@@ -378,55 +428,65 @@ class Room:
             return [Ended("stop" if is_stop else "length"), *self._close(now)]
         if quarantined := self._quarantine(now):
             return quarantined
+        if retryable and self._num_failed >= self.max_attempts and self.deaths.awaits_proof:
+            self._last_failure, self._proof_by = Failure(kind, message), now + self.timeouts.suspect_s
+            return self._requeue(Requeued(math.inf, self._last_failure), now)
         if retryable and self._num_failed < self.max_attempts:
-            not_before = now + self.timeouts.suspect_s if self.suspicion.is_open else now
-            return self._requeue(Requeued(not_before, Broken(kind, message)), now)
+            not_before = now + self.timeouts.suspect_s if self.deaths.is_open else now
+            return self._requeue(Requeued(not_before, Failure(kind, message)), now)
         return self.give_up(kind, message, now)
 
     def _quarantine(self, now: float) -> list[Effect]:
         message = f"{MAX_DEATHS} workers were lost while they served it"
-        return self.give_up(QUARANTINED, message, now) if self.suspicion.is_proven else []
+        return self.give_up(QUARANTINED, message, now) if self.deaths.is_proven else []
 
     def _requeue(self, effect: Requeued, now: float) -> list[Effect]:
-        effects = self._holds.cancel(now)
+        effects = self._pending.cancel(now)
         self.phase = Phase.QUEUED
         self._attempt = None
         return [*effects, effect]
 
     def _settle(self) -> list[Effect]:
-        """Nothing more will be known of what the room cost."""
+        """Marks the cost of the room as final."""
         was_due, self._settle_by = self._settle_by, None
         return [] if was_due is None else [Settled()]
 
     def _close(self, now: float) -> list[Effect]:
         self.stamps.ended = now
         self.phase = Phase.CLOSING
-        return self._holds.cancel(now) + self._maybe_closed()
+        return self._pending.cancel(now) + self._maybe_closed()
 
     def _maybe_closed(self) -> list[Effect]:
-        if self._holds:
+        if self._pending:
             return []
         self.phase = Phase.CLOSED
         return [*self._settle(), Closed()]
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when an invariant of the table above does not hold."""
+        """Raises AssertionError when an invariant of the state table does not hold."""
         attempt = self._attempt
-        assert (self.phase is Phase.CLOSED) <= (not self._holds), self
+        assert (self.phase is Phase.CLOSED) <= (not self._pending), self
         assert (attempt is not None) == self.is_at_workers or not self.is_live, self
         has_tokens = attempt is not None and attempt.num_output > 0
         assert (self.phase is Phase.STREAMING) == has_tokens or not self.is_live, self
         assert attempt is None or self.num_output == attempt.num_before + attempt.num_output, self
         assert self.is_settling <= (self.phase is Phase.CLOSING), self
-        assert (self.phase is Phase.CLOSING) <= self._holds.are_cancelled, self
+        assert (self.phase is Phase.CLOSING) <= self._pending.are_cancelled, self
 
 
 _HANDLERS: dict[type, Callable[..., list[Effect]]] = {
     Reserved: Room._on_reserved,
     Refused: Room._on_refused,
-    **SCORING,
+    PromptLogprobs: Room._on_prompt_logprobs,
     FirstToken: Room._on_first_token,
     TokenItem: Room._on_tokens,
     Finished: Room._on_finished,
     Failed: Room._on_failed,
 }
+
+
+def summed(total: T | None, part: T) -> T:
+    """The sum of two timelines of the same kind; `part` if there is no `total` yet."""
+    if total is None:
+        return part
+    return type(part)(**{name: getattr(total, name) + getattr(part, name) for name in part.__struct_fields__})

@@ -1,73 +1,76 @@
-"""Whether a request is taken: what it asks for, who asks, and how many wait already. Pure.
+"""Whether a request is accepted: its size, its caller's limits, and the length of the queue. Pure.
 
     never    it fits no pair, however idle                              400
     not now  no pair serves, or none that knows all its fields          503 with Retry-After
-    not you  the caller's own limits                                    429 with Retry-After
+    caller   the caller's own limits                                    429 with Retry-After
     not now  more than `max_queue` rooms wait: the one that would be    429 with Retry-After
-             served last is turned away, be it this one or another's
+             served last is turned away, this one or another
 
-Retry-After is what the queue takes to empty at the pace of the last while.
+Retry-After is the time to empty the queue at the recent rate of placements.
 """
 
 import math
 from collections.abc import Sequence
 
-from .admission import check_fits, check_obeyed, no_workers
-from .entries import Entry, Job, Request
-from .errors import ApiError, overloaded
-from .http.parse_limiter import ParseLimiter
-from .http.rate_limits import Gate
-from .policy import live_limits, live_pairs
-from .registry import Registry
-from .waiting import WaitingList, rank, rank_of
+from ..errors import ApiError, overloaded
+from ..http.parse_limiter import ParseLimiter
+from ..http.rate_limits import Gate
+from ..workers.eligibility import live_limits, live_pairs
+from ..workers.registry import Registry
+from .request_limits import check_fits, check_obeyed, no_workers
+from .request_state import Entry, Job, Request
+from .waiting_list import WaitingList, rank, rank_of
 
-OVERLOADED = "Overloaded"  # kind of a Broken
+OVERLOADED = "Overloaded"  # kind of a Failure
 LONGEST_RETRY_AFTER_S = 30
-PACE_WINDOW_S = 10.0
+RATE_WINDOW_S = 10.0
 
 
-class Pace:
-    """How many rooms get a pair per second, over about the last `PACE_WINDOW_S`."""
+class PlacementRate:
+    """Rooms placed per second, averaged over about the last `RATE_WINDOW_S`."""
 
     def __init__(self) -> None:
         self._weight = 0.0
         self._at = 0.0
 
     def __repr__(self) -> str:
-        return f"Pace({self._weight / PACE_WINDOW_S:.1f}/s)"
+        return f"PlacementRate({self._weight / RATE_WINDOW_S:.1f}/s)"
 
     def note(self, now: float) -> None:
-        """One room got a pair."""
+        """One room was placed."""
         self._weight = self._decayed(now) + 1.0
         self._at = now
 
     def seconds_for(self, num_rooms: int, now: float) -> int:
-        """Until so many more have one, 1 to `LONGEST_RETRY_AFTER_S`; without a pace 1."""
-        per_second = self._decayed(now) / PACE_WINDOW_S
+        """Seconds until `num_rooms` more are placed: 1 to `LONGEST_RETRY_AFTER_S`, and 1 without a known rate."""
+        per_second = self._decayed(now) / RATE_WINDOW_S
         if per_second <= 0.0:
             return 1
         return max(1, min(LONGEST_RETRY_AFTER_S, math.ceil(num_rooms / per_second)))
 
     def _decayed(self, now: float) -> float:
-        return self._weight * math.exp(-max(0.0, now - self._at) / PACE_WINDOW_S)
+        return self._weight * math.exp(-max(0.0, now - self._at) / RATE_WINDOW_S)
 
 
-class Intake:
-    """The bounds of one router."""
+class AdmissionQueue:
+    """The bounds on what one router accepts."""
 
     def __init__(self, registry: Registry, waiting: WaitingList, max_queue: int) -> None:
         self.gate = Gate()
         self.parse_limiter = ParseLimiter(self.gate)
-        self.pace = Pace()
+        self.placement_rate = PlacementRate()
         self._registry = registry
         self._waiting = waiting
         self._max_queue = max_queue
 
     def __repr__(self) -> str:
-        return f"Intake({self._waiting}, {self.gate}, {self.pace})"
+        return f"AdmissionQueue({self._waiting}, {self.gate}, {self.placement_rate})"
 
     def check(self, jobs: Sequence[Job], now: float) -> None:
-        """Takes the jobs of one request; whoever goes on calls `gate.leave` at its end. Raises ApiError and takes none."""
+        """Accepts the jobs of one request. Raises ApiError and then accepts none.
+
+        The caller of `check` calls `gate.leave` at the end of the request.
+        """
         live = live_limits(self._registry)
         if live is None:
             raise no_workers()
@@ -80,10 +83,7 @@ class Intake:
             self.gate.enter(jobs[0].caller, num_tokens, now)
 
     def check_queue(self, priority: int, now: float) -> None:
-        """Before its text is read: a request of this priority is not the one that a full queue would turn away.
-
-        Raises ApiError (429) for one that is.
-        """
+        """Before the body is parsed: raises ApiError (429) if a full queue would turn away a request of this priority."""
         if not self._max_queue or len(self._waiting) < self._max_queue:
             return
         last = self._waiting.last()
@@ -91,9 +91,9 @@ class Intake:
             raise self.full(now)
 
     def surplus(self, request: Request) -> Entry | None:
-        """Whoever must be turned away, now that `request` has come; None while the queue is within its bound.
+        """The entry to be turned away now that `request` is in the queue; None while the queue is within its bound.
 
-        Of a request that only just came all choices go together, so one of its entries stands for all.
+        A new request goes with all its choices, so one of its entries stands for all.
         """
         if len(self._waiting) <= self._max_queue:
             return None
@@ -101,10 +101,10 @@ class Intake:
         return last if last is not None else request.entries[0]
 
     def full(self, now: float) -> ApiError:
-        """What those hear who are turned away."""
+        """The error for requests that are turned away."""
         message = f"The queue is full: {self._max_queue} requests wait for a worker. Try again later."
         return overloaded(message, self.retry_after_s(now))
 
     def retry_after_s(self, now: float) -> int:
-        """What the queue takes to empty."""
-        return self.pace.seconds_for(len(self._waiting), now)
+        """Seconds to empty the queue."""
+        return self.placement_rate.seconds_for(len(self._waiting), now)

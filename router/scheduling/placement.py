@@ -1,8 +1,8 @@
-"""Where attempts go: a pair is chosen by policies and booked in the registry's ledger; what workers say teaches the next.
+"""Where attempts go: chooses pairs by policy, books them in the registry's ledger, and learns from workers' messages.
 
-prompt on prefill    known to be there from the placing on: whoever comes behind waits for it in the same queue
-rest of it           prompt and output are on decode once the room ended; the newest token has no KV
-what it really had   `have` of decode's Reserved corrects a wrong belief
+prompt on prefill    counts as cached there from the placing on: a later request with it waits in the same queue
+prompt and output    on decode once the room ended; the newest token has no KV
+real state           `have` of decode's Reserved corrects a wrong belief
 """
 
 from collections.abc import Sequence
@@ -10,29 +10,29 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from random import Random
 
-from ..cluster.protocol.messages import Failed, Finished, FirstToken, Reserved
-from .costs import Costs
-from .entries import Entry
-from .pairing import Picker, decode_picker, held_tokens, prefill_picker
-from .policy import able_pairs, live_pairs
+from ...cluster.protocol.messages import Failed, Finished, FirstToken, Reserved
+from ..rooms.attempt import HANDOFF_KINDS, RoomEvent
+from ..rooms.attempt_log import RUNNING
+from ..rooms.effects import Pair
+from ..workers.eligibility import able_pairs, emptiest_pairs, live_pairs
+from ..workers.pair_health import PairHealth
+from ..workers.registry import Load, Registry, Worker
+from .balancing import Balancer, decode_balancer, held_tokens, prefill_balancer
+from .cost_model import CostModel
 from .prefixes import PrefixIndex, Prompt
-from .proofs import Proofs
-from .registry import Load, Registry, Worker
-from .room_effects import Pair
-from .room_parts import HANDOFF_KINDS, RoomEvent
-from .trace import RUNNING
+from .request_state import Entry
 
 _TOLD = (Reserved, FirstToken, Finished, Failed)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PairingPolicy:
-    """How pairs are chosen; see `pairing` for the names."""
+    """How pairs are chosen; `balancing` explains the names."""
 
     prefill: str = "cache-aware"
     decode: str = "session"
     local_prefill_max: int = (
-        0  # tokens new to decode that it may compute itself when that is cheaper; 0: never
+        0  # most uncached tokens that decode computes itself when that is cheaper; 0: never
     )
     coin: Random = field(default_factory=Random)
 
@@ -41,37 +41,40 @@ class Placer:
     """Chooses and books pairs."""
 
     def __init__(
-        self, registry: Registry, policy: PairingPolicy | None = None, proofs: Proofs | None = None
+        self, registry: Registry, policy: PairingPolicy | None = None, pair_health: PairHealth | None = None
     ) -> None:
         policy = policy or PairingPolicy()
-        self._registry, self._proofs = registry, Proofs() if proofs is None else proofs
+        self._registry, self._pair_health = registry, PairHealth() if pair_health is None else pair_health
         self._local_prefill_max = policy.local_prefill_max
         self._on_prefill, self._on_decode = PrefixIndex(), PrefixIndex()
-        self._prefill: Picker = prefill_picker(policy.prefill, self._on_prefill, policy.coin)
-        self._decode: Picker = decode_picker(policy.decode, self._on_decode, policy.coin)
-        self._costs: dict[str, Costs] = {}  # by fingerprint
+        self._prefill: Balancer = prefill_balancer(policy.prefill, self._on_prefill, policy.coin)
+        self._decode: Balancer = decode_balancer(policy.decode, self._on_decode, policy.coin)
+        self._cost_models: dict[str, CostModel] = {}  # by fingerprint
 
     def __repr__(self) -> str:
         return f"Placer(prefill={self._on_prefill}, decode={self._on_decode})"
 
-    def pair_for(self, entry: Entry, doubtful: AbstractSet[str], tested: AbstractSet[str]) -> Pair | None:
-        """The pair for the next attempt; None while all that could serve are full.
+    def pair_for(self, entry: Entry, doubtful: AbstractSet[str], reserved: AbstractSet[str]) -> Pair | None:
+        """The pair for the next attempt; None while all pairs that could serve are full.
 
-        Workers that failed it and `doubtful` ones are taken only when no other can serve, and so are `tested` ones, which
-        are busy with a request that may kill: these are worth waiting for, so decode does not prefill in their place.
-        Nobody is sent to a pair that fails its canaries where another pair serves, or decode alone.
+        Workers where the room failed and `doubtful` ones are used only when no other can serve. `reserved` workers are
+        busy with a request that may kill, which is worth waiting for, so decode does not prefill in their place. The
+        caller must not place on a reserved worker. A room that must be alone gets the pair with the fewest rooms. A
+        pair that fails its health probes is used only where neither another pair nor decode alone can serve.
         """
         avoid = entry.room.failed_on | doubtful
-        pairs = able_pairs(live_pairs(self._registry, avoid), entry.need, avoid, tested)
-        if self._proofs.failing:
+        pairs = able_pairs(live_pairs(self._registry, avoid), entry.need, avoid, reserved)
+        if self._pair_health.failing:
             pairs = self._sound(pairs, entry)
         if not pairs:
             return None
+        if entry.room.deaths.must_be_alone:
+            pairs = emptiest_pairs(pairs)
         prompt = entry.prompt
         prefill, decode = choose(pairs, self._prefill, self._decode, prompt)
         if (
             prefill is not decode
-            and not entry.room.suspicion
+            and not entry.room.deaths
             and self._is_better_on_decode(prefill, decode, prompt)
         ):
             prefill = decode
@@ -80,7 +83,7 @@ class Placer:
         )
 
     def book(self, entry: Entry, pair: Pair) -> None:
-        """The attempt goes there; called when the room has its epoch."""
+        """Books the attempt; called when the room has its epoch."""
         decode, prefill = self._registry.get(pair.decode), self._registry.get(pair.prefill)
         assert decode is not None
         assert prefill is not None
@@ -99,26 +102,26 @@ class Placer:
             self._on_prefill.add(pair.prefill, prompt.pages(prefill.hello.page_size))
 
     def heard(self, entry: Entry, worker: Worker, event: RoomEvent, now: float) -> None:
-        """A worker of the current attempt spoke; called before the room takes it."""
+        """Learns from a message of a worker of the current attempt; called before the room handles it."""
         pair, size = entry.room.pair, worker.hello.page_size
         if pair is None or not isinstance(event, _TOLD) or event.epoch != entry.room.epoch:
             return
         if isinstance(event, Reserved) and worker.instance == pair.decode and self._has_choice("decode"):
             self._on_decode.learn(worker.instance, entry.prompt.pages(size), event.have // size)
         elif isinstance(event, FirstToken) and worker.instance == pair.prefill:
-            self._costs_of(worker).prefilled(event.timeline, is_local=False)
+            self._cost_model_of(worker).prefilled(event.timeline, is_local=False)
         elif isinstance(event, Finished) and worker.instance == pair.decode:
             self._on_finished(entry, worker, event)
             if event.timeline.handoff_blocks or pair.is_local:
                 since_ms = (
                     event.timeline.queue_ms + event.timeline.decode_ms
                 )  # decode has had the last block for so long
-                self._proofs.passed(pair.prefill, pair.decode, now - since_ms / 1000)
+                self._pair_health.passed(pair.prefill, pair.decode, now - since_ms / 1000)
         elif isinstance(event, Failed) and event.kind in HANDOFF_KINDS:
-            self._proofs.doubt(pair.prefill, pair.decode)
+            self._pair_health.doubt(pair.prefill, pair.decode)
 
     def watch(self, entry: Entry, now: float) -> None:
-        """New tokens came: a stream has shown its pair with decode's first one, which may be long before its end."""
+        """Called on new tokens: decode's first own token shows that the pair works, long before the end of a stream."""
         note = entry.trace.last
         if (
             note is not None
@@ -127,17 +130,17 @@ class Placer:
             and note.epoch != entry.shown_epoch
         ):
             entry.shown_epoch = note.epoch
-            self._proofs.passed(note.prefill, note.decode, now)
+            self._pair_health.passed(note.prefill, note.decode, now)
 
     def _on_finished(self, entry: Entry, worker: Worker, event: Finished) -> None:
-        costs = self._costs_of(worker)
+        costs = self._cost_model_of(worker)
         if event.prefill is not None:
             costs.prefilled(event.prefill, is_local=True)
         elif event.timeline.handoff_bytes:
             costs.handed_over(entry.prompt.num_tokens - event.timeline.have_tokens, event.timeline)
 
     def ended(self, entry: Entry) -> None:
-        """The room's output is complete: its decode worker keeps prompt and output for the next turn."""
+        """The output is complete: decode keeps prompt and output in its prefix cache for the next turn."""
         room = entry.room
         decode = self._registry.get(room.pair.decode) if room.pair is not None else None
         if decode is not None and self._has_choice("decode"):
@@ -145,8 +148,8 @@ class Placer:
             self._on_decode.add(decode.instance, whole.pages(decode.hello.page_size))
 
     def _sound(self, able: list[tuple[Worker, Worker]], entry: Entry) -> list[tuple[Worker, Worker]]:
-        """Of the pairs that can hold the request those that do not fail; without any, decode alone, else all of them."""
-        failing = self._proofs.failing
+        """The pairs that pass their probes. Without any, decode alone; without that, all of them."""
+        failing = self._pair_health.failing
         sound = [(p, d) for p, d in able if (p.instance, d.instance) not in failing]
         if sound or not able:
             return sound
@@ -158,7 +161,7 @@ class Placer:
         if not self._local_prefill_max or not decode.takes_prompts:
             return False
         num_new = prompt.num_tokens - held_tokens(self._on_decode, decode, prompt)
-        return num_new <= self._local_prefill_max and self._costs_of(decode).is_local_cheaper(
+        return num_new <= self._local_prefill_max and self._cost_model_of(decode).is_local_cheaper(
             new_on_prefill=prompt.num_tokens - held_tokens(self._on_prefill, prefill, prompt),
             new_on_decode=num_new,
             queued_tokens=prefill.num_tokens,
@@ -166,21 +169,21 @@ class Placer:
         )
 
     def _has_choice(self, role: str) -> bool:
-        """Whether it matters which worker holds what: also for where a prompt is computed."""
+        """Whether it matters which worker has a prefix cached, also for the choice of local prefill."""
         if self._local_prefill_max:
             return True
         count: int = self._registry.memo(role, lambda: sum(worker.role == role for worker in self._registry))
         return count > 1
 
-    def _costs_of(self, worker: Worker) -> Costs:
+    def _cost_model_of(self, worker: Worker) -> CostModel:
         fingerprint = worker.hello.fingerprint
-        if fingerprint not in self._costs:
-            self._costs[fingerprint] = Costs()
-        return self._costs[fingerprint]
+        if fingerprint not in self._cost_models:
+            self._cost_models[fingerprint] = CostModel()
+        return self._cost_models[fingerprint]
 
 
 def choose(
-    pairs: Sequence[tuple[Worker, Worker]], prefill: Picker, decode: Picker, prompt: Prompt
+    pairs: Sequence[tuple[Worker, Worker]], prefill: Balancer, decode: Balancer, prompt: Prompt
 ) -> tuple[Worker, Worker]:
     """One of the (prefill, decode) pairs: decode first, then one of its partners."""
     if len(pairs) == 1:

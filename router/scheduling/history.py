@@ -1,8 +1,8 @@
-"""The requests that run, and those that ended of late: what became of them, and no word of what was said in them.
+"""The running requests and the last ended ones: their figures, never their content.
 
-A request is kept whole while any of its rooms is open, since workers may still tell what it cost; then only its figures
-are, of the last `KEPT` requests, and nothing is made of them before somebody asks. Who asks with an API key sees its own
-requests, an operator's key sees all.
+A request is kept whole while any of its rooms is open, since workers may still report its cost. Then only its figures
+stay, for the last `KEPT` requests, and views are computed on demand. An API key sees its own requests, an operator's key
+sees all.
 """
 
 import time
@@ -12,10 +12,10 @@ from itertools import islice
 
 from msgspec import Struct
 
-from .entries import Entry, Request
-from .http.rate_limits import Caller
-from .room_parts import Phase
-from .timeline import Account, Timeline
+from ..http.rate_limits import Caller
+from ..rooms.room import Phase
+from ..rooms.timeline import Account, Timeline
+from .request_state import Entry, Request
 
 KEPT = 256
 SHORT = 8  # digits of an id that tell it apart for people, and that find it
@@ -80,7 +80,7 @@ class RequestView(Struct, frozen=True, kw_only=True):
 
 
 class Kept(Struct, frozen=True, kw_only=True):
-    """What is left of a request."""
+    """The figures of one request."""
 
     caller_id: str
     reply_id: str
@@ -93,23 +93,23 @@ class Kept(Struct, frozen=True, kw_only=True):
         return _is_named(name, self.reply_id, [account.room for account in self.accounts])
 
     def view(self) -> RequestView:
-        """All there is to tell of it."""
+        """The body of /requests/{id}."""
         choices = [_choice(account) for account in self.accounts]
         return RequestView(
             id=self.reply_id, arrived=self.arrived, state=self.state, outcome=self.outcome, choices=choices
         )
 
     def row(self) -> RequestRow:
-        """Its line in a list."""
+        """Its row in the list."""
         return _row(self, [account.timeline() for account in self.accounts])
 
 
 class History:
-    """Filled by the dispatcher. `wall` tells Unix seconds, `clock` monotonic ones."""
+    """Filled by the dispatcher. `wall` gives Unix seconds, `clock` monotonic seconds."""
 
     def __init__(self, clock: Callable[[], float], wall: Callable[[], float] = time.time) -> None:
         self._clock, self._wall = clock, wall
-        self._open: dict[int, Request] = {}  # by id(), which is theirs as long as they are here
+        self._open: dict[int, Request] = {}  # by id(), valid while the request is in this table
         self._num_open_rooms: dict[int, int] = {}
         self._ended: deque[Kept] = deque(maxlen=KEPT)
 
@@ -117,29 +117,29 @@ class History:
         return f"History({len(self._open)} open, {len(self._ended)} ended)"
 
     def begun(self, request: Request) -> None:
-        """A request whose rooms are all there."""
+        """A request starts; all its rooms exist."""
         self._open[id(request)] = request
         self._num_open_rooms[id(request)] = len(request.entries)
 
     def closed(self, entry: Entry) -> None:
-        """Nothing of one of its rooms is left anywhere."""
+        """No worker holds anything of one of its rooms any more."""
         key = id(entry.request)
         self._num_open_rooms[key] -= 1
         if not self._num_open_rooms[key]:
             del self._num_open_rooms[key]
             request = self._open.pop(key)
             self._ended.append(self._keep(request))
-            request.entries = []  # which have it: only the garbage collector would end them
+            request.entries = []  # breaks the reference cycle, so that no garbage collection is needed
 
     def recent(self, caller: Caller, limit: int) -> RequestList:
-        """The newest requests that `caller` may see, those that run before those that ended."""
+        """The newest requests that `caller` may see, running ones first."""
         running = (request for request in reversed(self._open.values()) if caller.may_see(request.caller.id))
         rows = [self._keep(request).row() for request in islice(running, limit)]
         ended = (kept.row() for kept in reversed(self._ended) if caller.may_see(kept.caller_id))
         return RequestList(now=round(self._wall(), 3), requests=rows + list(islice(ended, limit - len(rows))))
 
     def find(self, name: str, caller: Caller) -> RequestView | None:
-        """The newest request that an answer's id, or the first 8 digits or more of a room, names."""
+        """The newest request that matches an answer's id, or at least the first 8 digits of a room."""
         for request in reversed(self._open.values()):
             rooms = [entry.room.room for entry in request.entries]
             if caller.may_see(request.caller.id) and _is_named(name, request.tag.reply_id, rooms):
@@ -168,14 +168,14 @@ def _is_named(name: str, reply_id: str, rooms: Sequence[str]) -> bool:
 
 
 def state_of(request: Request) -> str:
-    """Of several choices that of the one furthest on."""
+    """The state of the choice that is furthest on."""
     if request.outcome is not None:
         return "ended"
     phases = {entry.room.phase for entry in request.entries}
     for phase in (Phase.STREAMING, Phase.PREFILLING, Phase.QUEUED):
         if phase in phases:
             return str(phase.value)
-    return "ended"  # its figures are awaited
+    return "ended"  # only its figures are still awaited
 
 
 def _choice(account: Account) -> ChoiceView:

@@ -1,9 +1,9 @@
-"""The workers that the router knows, and the ledger of what it has placed on them. Pure: no clock, no socket.
+"""The workers that the router knows, and the ledger of the attempts that it has placed on them. Pure: no clock, no socket.
 
-A worker is its instance, one process start. It registers with Hello and serves from its first heartbeat on: the
-scheduler loop makes heartbeats, the link thread says Hello, and a worker whose loop hangs must not be trusted because
-its link lives. It is forgotten when no heartbeat came for `worker_timeout_s`, or when it could not be reached for
-`UNREACHABLE_S`: the connection of a process that died is closed at once.
+A worker is one process start, named by its instance. It registers with Hello and serves from its first heartbeat on.
+The scheduler loop sends heartbeats and the link thread sends Hello, so a worker with a hung loop is not trusted because
+of its live link. A worker is forgotten after `worker_timeout_s` without a heartbeat, or after `UNREACHABLE_S` without a
+connection: the connection of a dead process closes at once.
 """
 
 import logging
@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 
 from msgspec import Struct
 
-from ..cluster.process.log import fields
-from ..cluster.protocol.messages import (
+from ...cluster.process.log import fields
+from ...cluster.protocol.messages import (
     PROTOCOL_MAJOR,
     ControlUp,
     Hello,
@@ -24,11 +24,11 @@ from ..cluster.protocol.messages import (
     Welcome,
     WorkerStats,
 )
-from .retries import Breaker
+from .breaker import Breaker
 
 logger = logging.getLogger(__name__)
 
-HEARTBEATS_PER_TIMEOUT = 6  # some may be late before a worker counts as lost
+HEARTBEATS_PER_TIMEOUT = 6  # so that a few late ones do no harm
 HEARTBEAT_RANGE_MS = (100, 1000)
 LONGEST_EXCUSE_S = 5.0
 UNREACHABLE_S = 0.75  # a worker that reconnects says Hello within this time
@@ -37,14 +37,14 @@ T = TypeVar("T")
 
 
 class Load(Struct, frozen=True, gc=False):
-    """What one attempt occupies on a worker."""
+    """The size of one attempt on a worker."""
 
     pages: int
     tokens: int
 
 
 class Ledger:
-    """The attempts (room, epoch) on one worker, with their sums."""
+    """The attempts (room, epoch) placed on one worker, with their sums."""
 
     __slots__ = ("_loads", "pages", "tokens")
 
@@ -68,7 +68,7 @@ class Ledger:
         self.tokens += load.tokens
 
     def drop(self, attempt: tuple[str, int]) -> None:
-        """Idempotent."""
+        """Removes an attempt. Idempotent."""
         load = self._loads.pop(attempt, None)
         if load is not None:
             self.pages -= load.pages
@@ -81,7 +81,7 @@ class Ledger:
 
 @dataclass(eq=False)
 class Worker:
-    """One registered worker with its ledger: attempts (room, epoch) that the router has placed there."""
+    """One registered worker with its ledger of placed attempts."""
 
     hello: Hello
     identity: bytes
@@ -92,14 +92,14 @@ class Worker:
     unreachable_since: float | None = None
     outbox: deque[bytes] = field(
         default_factory=deque
-    )  # packed messages that its connection did not take yet
+    )  # packed messages that its connection has not taken yet
     breaker: Breaker = field(default_factory=Breaker)
     has_hole: bool = (
-        False  # a message of it was lost: it must drop its rooms, since nobody knows of which one that told
+        False  # one of its messages was lost: it must drop its rooms, since any of them may be concerned
     )
     takes_prompts: bool = False  # a decode worker that may be given prompts without a prefill worker
-    foreign_pages: int = 0  # used by what the ledger does not know, as of the last heartbeat
-    foreign_rooms: int = 0  # of another router, likewise
+    foreign_pages: int = 0  # in use beyond the ledger, as of the last heartbeat
+    foreign_rooms: int = 0  # of other routers, as of the last heartbeat
 
     def __repr__(self) -> str:
         pages = f"{self.free_pages}/{self.hello.pages_total}"
@@ -136,7 +136,7 @@ class Worker:
 
     @property
     def num_taken(self) -> int:
-        """Places that are taken, by our rooms and by another router's."""
+        """Places in use, by rooms of this router and of others."""
         return self.num_rooms + self.foreign_rooms
 
     @property
@@ -153,11 +153,11 @@ class Worker:
         return max(0, self.hello.pages_total - self.placed_pages - self.foreign_pages)
 
     def pages_for(self, num_tokens: int) -> int:
-        """Pages that a request of `num_tokens` needs here, room for unverified tokens included."""
+        """Pages that a request of `num_tokens` needs here, including space for unverified draft tokens."""
         return -(-(num_tokens + self.hello.spec_tokens) // self.hello.page_size)
 
     def forget_rooms(self) -> None:
-        """The worker itself dropped everything that was placed there."""
+        """The worker has dropped everything that was placed there."""
         self.ledger.clear()
         self.breaker.probe = None
         self.outbox.clear()
@@ -165,8 +165,10 @@ class Worker:
         self.has_hole = False
 
     def hear(self, message: ControlUp) -> None:
-        """A word about a room. A worker that refuses is fuller than the ledger says, since it serves another router too: it
-        gets nothing more before its next heartbeat.
+        """Handles a message about a room.
+
+        A refusal shows that the worker is fuller than the ledger says, since it serves another router too. It then gets
+        nothing more before its next heartbeat.
         """
         if isinstance(message, Refused):
             self.foreign_pages = self.hello.pages_total
@@ -179,7 +181,7 @@ class Worker:
 
 
 class Registry:
-    """All registered workers by instance."""
+    """All registered workers, by instance."""
 
     def __init__(self, router: str, worker_timeout_s: float, *, local_prefill: bool = True) -> None:
         self.router = router
@@ -202,12 +204,12 @@ class Registry:
 
     @property
     def heartbeat_ms(self) -> int:
-        """How often workers shall send a heartbeat."""
+        """The heartbeat interval that workers are told, in milliseconds."""
         low, high = HEARTBEAT_RANGE_MS
         return min(high, max(low, round(self._timeout_s * 1000 / HEARTBEATS_PER_TIMEOUT)))
 
     def memo(self, name: str, make: Callable[[], T]) -> T:
-        """What `make` gave last, or gives now: kept until a worker comes, goes or changes its state."""
+        """The cached result of `make` under `name`. The cache is cleared when a worker comes, goes or changes its state."""
         try:
             found: T = self._memo[name]
         except KeyError:
@@ -215,7 +217,7 @@ class Registry:
         return found
 
     def drain(self, worker: Worker) -> None:
-        """It takes no new rooms from now on."""
+        """The worker takes no new rooms from now on."""
         worker.is_draining = True
         self._memo.clear()
 
@@ -237,7 +239,7 @@ class Registry:
         return self.welcome(message.instance)
 
     def welcome(self, instance: str) -> Welcome:
-        """What a registered worker is told, as often as it asks."""
+        """The answer to a registered worker's Hello."""
         return Welcome(
             instance=instance,
             router=self.router,
@@ -279,9 +281,9 @@ class Registry:
         return [worker for worker in self if self._is_overdue(worker, now)]
 
     def excuse(self, now: float, *, is_behind: bool) -> None:
-        """Called at every tick: while the router `is_behind` in reading, silence since the last call is its own fault.
+        """Called at every tick. While the router `is_behind` in reading, silence since the last call is its own fault.
 
-        For at most `LONGEST_EXCUSE_S` at a time: who floods the router for longer is not told apart from dead workers.
+        Workers are excused for at most `LONGEST_EXCUSE_S` at a time, so a flood cannot hide dead workers for longer.
         """
         elapsed, self._excused_at = now - self._excused_at, now
         if not is_behind:
@@ -306,19 +308,19 @@ class Registry:
         worker.breaker.placed(room, epoch)
 
     def release(self, instance: str, room: str, epoch: int) -> None:
-        """Idempotent; the worker may be gone."""
+        """Removes an attempt from the ledger. Idempotent; the worker may be gone."""
         worker = self._workers.get(instance)
         if worker is not None:
             worker.ledger.drop((room, epoch))
             worker.breaker.left(room, epoch)
 
     def judge(self, instance: str, room: str, epoch: int, is_good: bool, now: float) -> bool:
-        """Notes a worker's outcome in an attempt; True when it is avoided from now on."""
+        """Notes a worker's outcome in an attempt; True when its breaker opens."""
         worker = self._workers.get(instance)
         return worker is not None and worker.breaker.judge(room, epoch, is_good, now)
 
     def doubtful(self, now: float) -> set[str]:
-        """Workers that get an attempt only when no other can: they failed lately, or cannot be reached just now."""
+        """Workers that get an attempt only when no other can: those with an open breaker, and those unreachable now."""
         return {
             worker.instance
             for worker in self

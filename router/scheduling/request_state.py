@@ -1,8 +1,8 @@
-"""What the dispatcher keeps of the requests: a request with its choices, and each choice's room.
+"""The dispatcher's state of the requests: a request with its choices, and the room of each choice.
 
-A request is what a client sent; each of its choices has a room of its own. Time in the queue and the figures of /metrics
-belong to the request: a choice that waits behind its own siblings does not wait for workers that others hold, and a
-request with eight choices is one request.
+A request is what a client sent; each of its choices has a room of its own. Queue time and the figures of /metrics belong
+to the request. A choice that waits behind its own siblings does not count as waiting, and a request with eight choices
+counts once.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -12,18 +12,18 @@ from functools import cached_property
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ..cluster.protocol.messages import Cancel, Prefill, Reserve, Sampling
-from ..cluster.telemetry.metrics import Handoff, PromptWork, RequestRecord
-from ..cluster.telemetry.tracing import OpenSpan, Passing
-from .admission import young_fields
-from .http.rate_limits import ANYONE, Caller
-from .policy import Need
+from ...cluster.protocol.messages import Cancel, Prefill, Reserve, Sampling
+from ...cluster.telemetry.metrics import Handoff, PromptWork, RequestRecord
+from ...cluster.telemetry.tracing import OpenSpan, Passing
+from ..http.rate_limits import ANYONE, Caller
+from ..rooms.attempt import DEADLINE_EXCEEDED, GRAMMARS_OVERDUE
+from ..rooms.attempt_log import AttemptTrace
+from ..rooms.room import Room
+from ..rooms.timeline import Account, Timeline, account_of
+from ..workers.eligibility import Need
+from .inbox import Inbox
 from .prefixes import Prompt
-from .room_parts import DEADLINE_EXCEEDED, GRAMMARS_OVERDUE
-from .rooms import Room
-from .scheduling.inbox import Inbox
-from .timeline import Account, Timeline, account_of
-from .trace import Trace
+from .request_limits import young_fields
 
 OUTCOMES = {
     "QueueTimeout": "rejected",
@@ -33,10 +33,10 @@ OUTCOMES = {
     GRAMMARS_OVERDUE: "rejected",
     "Timeout": "timeout",
     DEADLINE_EXCEEDED: "timeout",
-}  # of a Broken's kinds; "failed" for any other
+}  # of the kinds of a Failure; "failed" for any other
 
 
-class Job(Struct, frozen=True, kw_only=True, dict=True):  # a dict: for what is computed once
+class Job(Struct, frozen=True, kw_only=True, dict=True):  # dict: for cached properties
     """One choice that a client wants."""
 
     prompt_ids: list[int]
@@ -49,14 +49,14 @@ class Job(Struct, frozen=True, kw_only=True, dict=True):  # a dict: for what is 
 
     @cached_property
     def need(self) -> Need:
-        """What its first attempt asks of its workers."""
+        """What its first attempt needs of its workers."""
         asks = young_fields(self.sampling, self.caller.salt)
         return Need(len(self.prompt_ids), self.sampling.max_new_tokens, asks=asks)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tag:
-    """What goes along with a request for those who look on."""
+    """What observers attach to a request."""
 
     reply_id: str = ""  # that the answer has
     span: OpenSpan = field(default_factory=Passing)
@@ -67,7 +67,7 @@ class Tag:
 
 @dataclass(eq=False)
 class Request:
-    """What the choices of one client request share."""
+    """The common state of the choices of one client request."""
 
     arrived: float
     waiting_since: float | None  # None while a choice is at the workers
@@ -82,7 +82,7 @@ class Request:
 
     @property
     def outcome(self) -> str | None:
-        """How it ended, the first of its choices that did not end well counting; None while one runs."""
+        """How it ended: the first outcome other than ok, else ok; None while a choice runs."""
         if len(self.outcomes) < len(self.entries):
             return None
         for outcome in self.outcomes.values():
@@ -106,7 +106,7 @@ class Request:
             self.waiting_since = now
 
     def end(self, index: int, outcome: str, now: float) -> bool:
-        """Notes how a choice ended, the first word counting; True when it was the last to end."""
+        """Notes the outcome of a choice; a second call changes nothing. True for the last choice to end."""
         if index in self.outcomes:
             return False
         self.outcomes[index] = outcome
@@ -116,7 +116,7 @@ class Request:
         return True
 
     def record(self, now: float) -> RequestRecord:
-        """The account of a request whose choices have all ended; its outcome is the first that is not ok."""
+        """The figures of a request whose choices have all ended."""
         first = ended = None  # the first of the first tokens, the last of the ends
         num_prompt = num_cached = num_output = num_drafted = num_accepted = 0
         prompts: list[PromptWork] = []
@@ -157,7 +157,7 @@ class Request:
 
 @dataclass(eq=False)
 class Entry:
-    """A choice: its room, with what the router keeps beside it."""
+    """One choice: its room, and the router's state beside it."""
 
     room: Room
     job: Job
@@ -176,12 +176,12 @@ class Entry:
     last_arrival: float = 0.0
     shown_epoch: int = -1  # of the attempt that has shown its pair
     quiet_until: float = 0.0  # the room's, as of its last tick; 0 when more than tokens came since
-    trace: Trace = field(default_factory=Trace)
+    trace: AttemptTrace = field(default_factory=AttemptTrace)
     _prompt: Prompt | None = None
 
     @property
     def need(self) -> Need:
-        """What the next attempt asks of its workers: output so far is prompt then."""
+        """What the next attempt needs of its workers: output so far counts as prompt."""
         need, num_output = self.job.need, self.room.num_output
         if not num_output:
             return need
@@ -190,17 +190,18 @@ class Entry:
 
     @property
     def prompt(self) -> Prompt:
-        """What the next attempt computes first, or the current one did."""
+        """The tokens that the next attempt computes first, or the current attempt did."""
         if self._prompt is None:
             self._prompt = Prompt([*self.room.prompt_ids, *self.room.output_ids], self.job.caller.salt)
         return self._prompt
 
     def requeue(self, now: float, not_before: float) -> None:
-        """Its attempt failed; the next begins behind the output so far."""
+        """An attempt failed; the next one continues behind the output so far."""
         self.queued_at, self.not_before, self._prompt = now, not_before, None
+        self.pairless_since = None
 
     def account(self, now: float) -> Account:
-        """What there is to tell of it, without its tokens."""
+        """A snapshot of its figures, without tokens."""
         room, until = self.room, now
         if room.pair is None and room.stamps.ended is not None:  # no pair came
             until = room.stamps.ended
@@ -230,14 +231,22 @@ def new_request(jobs: Sequence[Job], now: float, tag: Tag | None = None) -> Requ
     )
 
 
-def tested_workers(entries: Iterable[Entry]) -> set[str]:
-    """The workers with a room on probation."""
-    pairs = [entry.room.pair for entry in entries if entry.room.is_on_probation]
+def reserved_workers(on_probation: Iterable[Entry], room: Room) -> set[str]:
+    """The workers on which `room` may not be placed now.
+
+    These are the workers of rooms that must be alone. If `room` itself has a record of deaths, the workers of all rooms on
+    probation belong to them, too.
+    """
+    pairs = [
+        entry.room.pair
+        for entry in on_probation
+        if entry.room.alone_on or (room.deaths and entry.room.is_on_probation)
+    ]
     return {instance for pair in pairs if pair is not None for instance in pair.instances}
 
 
 def addressed(message: Reserve | Prefill | Cancel, request: Request) -> Reserve | Prefill | Cancel:
-    """An order to a worker, kept to the prefixes of a tenant and to the trace of its request."""
+    """An order with the tenant's salt and the trace context of its request."""
     salt, trace = request.caller.salt, request.tag.span.context
     if isinstance(message, Cancel) or not (salt or trace):
         return message

@@ -1,7 +1,7 @@
 """The router's end of the control plane: a ROUTER socket on the event loop.
 
-With keys, who sent a message is what ZAP says (`role/name`), never the routing id: a key speaks for the worker instances
-that it introduced, and only the verbs of its role.
+With keys, the sender of a message is the ZAP User-Id (`role/name`), never the routing id. A key may speak for the worker
+instances that it introduced, with the verbs of its role only.
 """
 
 import logging
@@ -11,11 +11,11 @@ from contextlib import suppress
 
 import zmq
 
-from ..cluster.errors import DamagedMessage, PeerLost, RemoteProtocolError
-from ..cluster.net.authenticator import Authenticator, user_of
-from ..cluster.net.drop_log import DropLog
-from ..cluster.net.handshakes import MONITOR_BYTES, MONITOR_PARTS, HandshakeMonitor
-from ..cluster.net.sockets import (
+from ...cluster.errors import DamagedMessage, PeerLost, RemoteProtocolError
+from ...cluster.net.authenticator import Authenticator, user_of
+from ...cluster.net.drop_log import DropLog
+from ...cluster.net.handshakes import MONITOR_BYTES, MONITOR_PARTS, HandshakeMonitor
+from ...cluster.net.sockets import (
     TOO_LONG,
     AsyncReceiver,
     Socket,
@@ -24,11 +24,11 @@ from ..cluster.net.sockets import (
     is_discarding,
     make_socket,
 )
-from ..cluster.process.log import fields
-from ..cluster.process.log_throttle import LogThrottle
-from ..cluster.protocol.codec import CONTROL_MAX_FRAME, control_up_decoder, encode, unknown_messages
-from ..cluster.protocol.messages import ControlUp, Finished, FirstToken, Hello, Rejected, Reserved, Tokens
-from ..cluster.security.keyring import Keyring
+from ...cluster.process.log import fields
+from ...cluster.process.log_throttle import LogThrottle
+from ...cluster.protocol.codec import CONTROL_MAX_FRAME, control_up_decoder, encode, unknown_messages
+from ...cluster.protocol.messages import ControlUp, Finished, FirstToken, Hello, Rejected, Reserved, Tokens
+from ...cluster.security.keyring import Keyring
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ INSTANCES_PER_USER = 1024  # worker processes that share one key
 
 
 class Speakers:
-    """Which user speaks for which worker instance: the one whose Hello introduced it."""
+    """Which user speaks for which worker instance: the user whose Hello introduced it."""
 
     def __init__(self) -> None:
         self._user_of: dict[str, str] = {}
@@ -56,7 +56,7 @@ class Speakers:
         return f"Speakers({len(self._user_of)} instances of {len(self._instances)} users)"
 
     def fault(self, user: str, message: ControlUp) -> str:
-        """Why `user` (`role/name`) may not say this, or ""; takes the speaker of an instance from its Hello."""
+        """Why `user` (`role/name`) may not send this message, or "". A Hello makes its user the speaker of the instance."""
         role = user.partition("/")[0]
         verb = type(message).__name__
         if role not in WORKER_ROLES:
@@ -83,7 +83,7 @@ class Speakers:
 
 
 class ControlSocket:
-    """Bound when made; `open` starts reading on the running loop. With a `keyring` only listed workers get through."""
+    """Bound when constructed; `open` starts reading on the running loop. With a `keyring` only listed workers connect."""
 
     def __init__(self, endpoint: str, *, trusted_network: bool, keyring: Keyring | None = None) -> None:
         check_bind_address(endpoint, trusted_network, has_keys=keyring is not None)
@@ -122,7 +122,7 @@ class ControlSocket:
 
     @property
     def drops(self) -> dict[str, int]:
-        """Messages that never became an event: no message of the protocol, or longer than one may be."""
+        """Counts of messages that never became an event: invalid, or too long."""
         num_oversized = self._receiver.num_dropped if self._receiver is not None else 0
         drops = {"control_malformed": self.num_malformed, "control_oversized": num_oversized}
         drops["control_handshakes_failed"] = self._handshakes.num_failed
@@ -132,7 +132,7 @@ class ControlSocket:
 
     @property
     def is_behind(self) -> bool:
-        """Whether the rest of an endless message stands before what workers said."""
+        """Whether the rest of an oversized message still delays the messages of workers."""
         return is_discarding(self._socket)
 
     def open(
@@ -141,8 +141,8 @@ class ControlSocket:
         on_damaged: Callable[[bytes], None] = lambda _: None,
         on_left: Callable[[], None] = lambda: None,
     ) -> None:
-        """Hands every message to `on_message(identity, message)`; `on_damaged(identity)`: it sent one that was lost;
-        `on_left()`: somebody's connection has just ended.
+        """Starts to read. Calls `on_message(identity, message)` per message, `on_damaged(identity)` for a lost message, and
+        `on_left()` when a connection ends.
         """
         self._on_message, self._on_damaged, self._on_left = on_message, on_damaged, on_left
         max_bytes = CONTROL_MAX_FRAME + MAX_IDENTITY
@@ -158,14 +158,12 @@ class ControlSocket:
         )
 
     def transmit(self, identity: bytes, frame: bytes) -> bool:
-        """Sends without waiting; False when the worker's queue is full, and after `close`, as timers may still have
-        something to say. Raises PeerLost.
-        """
+        """Sends without waiting. False when the worker's queue is full, or after `close`. Raises PeerLost."""
         assert self._receiver is not None, "transmit before open"
         return not self._socket.closed and self._receiver.send([identity, frame])
 
     def close(self) -> None:
-        """Idempotent; what was sent has the socket's linger to leave."""
+        """Closes the socket. Idempotent. Sent messages may leave within the socket's linger."""
         for receiver in (self._receiver, self._door_receiver):
             if receiver is not None:
                 receiver.close()
@@ -201,7 +199,7 @@ class ControlSocket:
         self._drop_log.say(identity.bytes.hex(), reason)
 
     def _hear_all(self, identity: bytes, user: str, messages: tuple[ControlUp, ...]) -> None:
-        """Each as if it had come alone: of one that cannot be handled the others know nothing."""
+        """Handles each message by itself: an error in one does not affect the others."""
         for number, message in enumerate(messages, 1):
             try:
                 self._hear(identity, user, message)

@@ -1,36 +1,36 @@
-"""The policies by which workers are chosen, by name. Pure: the coin is injected.
+"""The load-balancing policies by name. Pure: the random source is injected.
 
-A policy sees the workers of one role that can take the request now, those that failed lately left out where others can
-serve, and picks one. Loads are of the router's own ledger, so what was placed a moment ago counts.
+A policy gets the workers of one role that can take the request now, without those that failed lately where others can
+serve, and picks one. Loads are those of the router's own ledger, so a placement counts at once.
 
-    cache-aware    prefill with the fewest tokens to compute until this prompt is done: its queue, and what it lacks of it
-    session        decode that holds the beginning of the prompt, unless it is much fuller than others: the next turn of a
-                   chat goes where the last one was, and only what is new is handed over
-    least-loaded   prefill with the fewest tokens queued, decode with the smallest share of places and pages taken
-    round-robin    the one whose turn is longest ago
-    power-of-two   the less loaded of two drawn ones (Mitzenmacher, "The Power of Two Choices in Randomized Load Balancing")
+    cache-aware    prefill with the fewest tokens to compute until this prompt is done: its queue and the uncached part
+    session        decode that has the beginning of the prompt cached, unless it is much fuller than others: the next turn
+                   of a chat goes where the last one was, and only new KV is handed over
+    least-loaded   prefill with the fewest tokens queued, decode with the smallest share of places and pages in use
+    round-robin    the worker whose turn is longest ago
+    power-of-two   the less loaded of two random ones (Mitzenmacher, "The Power of Two Choices in Randomized Load Balancing")
 """
 
 from collections.abc import Callable, Sequence
 from random import Random
 
-from ..cluster.config.router_groups import DECODE_POLICIES, PREFILL_POLICIES
+from ...cluster.config.router_groups import DECODE_POLICIES, PREFILL_POLICIES
+from ..workers.registry import Worker
 from .prefixes import PrefixIndex, Prompt
-from .registry import Worker
 
-AFFINITY = 0.5  # a decode worker that holds the whole prompt may be so much fuller than others
-MAX_TURNS = 4096  # instances whose turn is remembered
+AFFINITY = 0.5  # extra load at which a decode worker with the whole prompt cached still wins
+MAX_TURNS = 4096  # instances
 
 Load = Callable[[Worker], float]
 
 
 def prefill_load(worker: Worker) -> float:
-    """Prompt tokens that wait there."""
+    """Prompt tokens in the queue of a prefill worker."""
     return float(worker.num_tokens)
 
 
 def decode_load(worker: Worker) -> float:
-    """The share of its places that is taken, and that of its pages."""
+    """The share of places in use plus the share of pages in use, from 0 to 2."""
     return (
         worker.num_taken / max(1, worker.hello.max_running)
         + 1.0
@@ -38,28 +38,28 @@ def decode_load(worker: Worker) -> float:
     )
 
 
-class Picker:
-    """A policy for one role. This one: the least loaded worker; of equals always the same."""
+class Balancer:
+    """A policy for one role. This one picks the least loaded worker; of equals always the same."""
 
     def __init__(self, load: Load) -> None:
         self.load = load
 
     def pick(self, workers: Sequence[Worker], prompt: Prompt) -> Worker:
-        """One of `workers`, of which there is at least one."""
+        """One of `workers`, which is not empty."""
         if len(workers) == 1:
             return workers[0]
         return min(workers, key=lambda worker: (self.cost(worker, prompt), worker.instance))
 
     def cost(self, worker: Worker, prompt: Prompt) -> float:
-        """Lower is better."""
+        """The cost of a worker for this prompt; lower is better."""
         return self.load(worker)
 
     def placed(self, worker: Worker) -> None:
-        """An attempt goes there."""
+        """An attempt goes to this worker."""
 
 
-class CacheAware(Picker):
-    """Prefill by what is left to compute."""
+class CacheAware(Balancer):
+    """Prefill with the fewest tokens left to compute."""
 
     def __init__(self, load: Load, index: PrefixIndex) -> None:
         super().__init__(load)
@@ -69,8 +69,8 @@ class CacheAware(Picker):
         return self.load(worker) + prompt.num_tokens - held_tokens(self._index, worker, prompt)
 
 
-class Session(Picker):
-    """Decode by what it holds, within reason."""
+class Session(Balancer):
+    """Decode with the largest cached part, unless it is too full."""
 
     def __init__(self, load: Load, index: PrefixIndex) -> None:
         super().__init__(load)
@@ -81,8 +81,8 @@ class Session(Picker):
         return self.load(worker) - AFFINITY * held
 
 
-class RoundRobin(Picker):
-    """In turns."""
+class RoundRobin(Balancer):
+    """Each worker in turn."""
 
     def __init__(self, load: Load) -> None:
         super().__init__(load)
@@ -100,8 +100,8 @@ class RoundRobin(Picker):
             del self._turns[next(iter(self._turns))]
 
 
-class PowerOfTwo(Picker):
-    """Nearly as even as the least loaded, and routers that do not know of each other do not all choose the same."""
+class PowerOfTwo(Balancer):
+    """Nearly as even as the least loaded. Routers that do not know each other do not all choose the same worker."""
 
     def __init__(self, load: Load, coin: Random) -> None:
         super().__init__(load)
@@ -112,25 +112,25 @@ class PowerOfTwo(Picker):
 
 
 def held_tokens(index: PrefixIndex, worker: Worker, prompt: Prompt) -> int:
-    """Tokens of the prompt that the worker has in its prefix cache, as far as the router knows; never all of them."""
+    """Tokens of the prompt in the worker's prefix cache, as far as the router knows; never all of them."""
     size = worker.hello.page_size
     num_held = index.num_held(worker.instance, prompt.pages(size)) * size
     return min(num_held, (max(0, prompt.num_tokens - 1)) // size * size)
 
 
-def prefill_picker(name: str, index: PrefixIndex, coin: Random) -> Picker:
+def prefill_balancer(name: str, index: PrefixIndex, coin: Random) -> Balancer:
     """The policy of this name, one of `PREFILL_POLICIES`."""
     assert name in PREFILL_POLICIES, name
     return CacheAware(prefill_load, index) if name == "cache-aware" else _common(name, prefill_load, coin)
 
 
-def decode_picker(name: str, index: PrefixIndex, coin: Random) -> Picker:
+def decode_balancer(name: str, index: PrefixIndex, coin: Random) -> Balancer:
     """The policy of this name, one of `DECODE_POLICIES`."""
     assert name in DECODE_POLICIES, name
     return Session(decode_load, index) if name == "session" else _common(name, decode_load, coin)
 
 
-def _common(name: str, load: Load, coin: Random) -> Picker:
+def _common(name: str, load: Load, coin: Random) -> Balancer:
     if name == "round-robin":
         return RoundRobin(load)
-    return PowerOfTwo(load, coin) if name == "power-of-two" else Picker(load)
+    return PowerOfTwo(load, coin) if name == "power-of-two" else Balancer(load)

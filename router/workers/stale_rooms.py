@@ -1,23 +1,23 @@
-"""Rooms that are over while a worker may still work for them: it is told once, when it speaks of them or comes back."""
+"""Rooms that are over while a worker may still work on them. The worker is told once, when it mentions them or returns."""
 
 from collections import deque
 from collections.abc import Sequence
 
-from ..cluster.protocol.messages import Cancel, FirstToken, Reserved, TokenItem
-from .room_parts import RoomEvent
+from ...cluster.protocol.messages import Cancel, FirstToken, Reserved, TokenItem
+from ..rooms.attempt import RoomEvent
 
 NUM_ORPHANS = 1024  # rooms remembered as cancelled on a worker that still talks about them
 MAX_WORKERS = 256  # remembered; the oldest is forgotten, and the lease on its side frees what it holds
 
 
-class Leftovers:
-    """By instance, and for one generation of it: a worker that gave the router up too has dropped them itself."""
+class StaleRooms:
+    """By instance and generation. A worker of a newer generation has dropped them itself."""
 
     def __init__(self) -> None:
         self._rooms: dict[str, tuple[int, tuple[tuple[str, int], ...]]] = {}
 
     def __repr__(self) -> str:
-        return f"Leftovers({len(self._rooms)} workers)"
+        return f"StaleRooms({len(self._rooms)} workers)"
 
     def keep(self, instance: str, generation: int, rooms: Sequence[tuple[str, int]]) -> None:
         """Remembers the rooms of a worker that was given up, each with its newest epoch."""
@@ -27,13 +27,13 @@ class Leftovers:
             self._rooms.pop(next(iter(self._rooms)))
 
     def take(self, instance: str, generation: int) -> tuple[tuple[str, int], ...]:
-        """What a worker that comes back as `generation` must be told to drop; once."""
+        """The rooms that a worker returning as `generation` must drop; empty when called again."""
         kept, rooms = self._rooms.pop(instance, (generation, ()))
         return rooms if kept == generation else ()
 
 
 class Orphans:
-    """Rooms that a worker spoke of though they are over."""
+    """Rooms that a worker mentioned although they are over."""
 
     def __init__(self) -> None:
         self._told: deque[tuple[str, str]] = deque(maxlen=NUM_ORPHANS)
@@ -42,7 +42,7 @@ class Orphans:
         return f"Orphans({len(self._told)} told)"
 
     def answer(self, room: str, instance: str, event: RoomEvent) -> Cancel | None:
-        """For a worker that works for a room that is over, once: a Cancel was lost, or the worker was given up too early."""
+        """A Cancel for a worker that works on a room that is over, once per room: an earlier Cancel may be lost."""
         if not isinstance(event, (Reserved, FirstToken, TokenItem)) or (room, instance) in self._told:
             return None
         self._told.append((room, instance))

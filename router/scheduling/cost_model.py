@@ -1,36 +1,35 @@
-"""What prompts cost where, from the workers' own accounts; by that a short one may be computed on decode. Pure.
+"""The cost of a prompt on prefill and on decode, fitted to the workers' timings: decides where a short prompt runs. Pure.
 
-Prefill computes a prompt apart from the running streams, and hands its KV over; decode computes it between two steps of its
-batch, which waits meanwhile, and hands nothing over. Each side's time is a line over the tokens, `fixed + slope * tokens`,
-fitted by least squares in which an older sample counts less (recursive least squares with a forgetting factor; Haykin,
-"Adaptive Filter Theory"). A prompt is computed where less time of all requests is spent: each side's time counts for the
-request itself and for every one that waits for it.
+Prefill computes a prompt apart from the running streams and hands its KV over. Decode computes it between two steps of
+its batch, which waits, and hands nothing over. The time of each side is a line, `fixed + slope * tokens`, fitted by
+recursive least squares with a forgetting factor (Haykin, "Adaptive Filter Theory"). A prompt runs where the total delay
+over all requests is smaller: a side's time counts once for the request and once for every request that waits for it.
 """
 
 from dataclasses import dataclass, field
 
-from ..cluster.protocol.messages import DecodeTimeline, PrefillTimeline
+from ...cluster.protocol.messages import DecodeTimeline, PrefillTimeline
 
 FORGETTING = 0.98  # of the weight of older samples, per sample
 MIN_SAMPLES = 3  # before a line is believed
 
 
 @dataclass(eq=False)
-class Line:
-    """Seconds over tokens."""
+class LinearFit:
+    """Seconds as a linear function of tokens."""
 
     num_samples: int = 0
     _sums: list[float] = field(default_factory=lambda: [0.0] * 5)  # weights of 1, x, x^2, y, x*y
 
     def __repr__(self) -> str:
-        return f"Line({self.num_samples} samples)"
+        return f"LinearFit({self.num_samples} samples)"
 
     @property
     def is_known(self) -> bool:
         return self.num_samples >= MIN_SAMPLES
 
     def add(self, tokens: int, seconds: float) -> None:
-        """One sample."""
+        """Adds one sample."""
         self.num_samples += 1
         n, x, xx, y, xy = self._sums
         old = FORGETTING
@@ -43,7 +42,7 @@ class Line:
         ]
 
     def at(self, tokens: int) -> float:
-        """Seconds for so many tokens; neither part of the line is below 0."""
+        """Predicted seconds for `tokens`; neither coefficient is below 0."""
         n, x, xx, y, xy = self._sums
         if not n:
             return 0.0
@@ -55,14 +54,14 @@ class Line:
         return fixed + slope * tokens
 
 
-class Costs:
-    """The lines of one fingerprint: prefill's forward, the hand-off, decode's own prefill."""
+class CostModel:
+    """The fits of one fingerprint: prefill's forward, the hand-off, decode's own prefill."""
 
     def __init__(self) -> None:
-        self.prefill, self.handoff, self.local = Line(), Line(), Line()
+        self.prefill, self.handoff, self.local = LinearFit(), LinearFit(), LinearFit()
 
     def __repr__(self) -> str:
-        return f"Costs(prefill={self.prefill}, handoff={self.handoff}, local={self.local})"
+        return f"CostModel(prefill={self.prefill}, handoff={self.handoff}, local={self.local})"
 
     def prefilled(self, timeline: PrefillTimeline, *, is_local: bool) -> None:
         """A prompt was computed."""
@@ -76,10 +75,10 @@ class Costs:
     def is_local_cheaper(
         self, *, new_on_prefill: int, new_on_decode: int, queued_tokens: int, running: int
     ) -> bool:
-        """Whether decode, with `running` requests, should compute a prompt of which it lacks `new_on_decode` tokens.
+        """Whether decode, with `running` requests, should compute a prompt that lacks `new_on_decode` tokens there.
 
-        `queued_tokens` wait on prefill, which lacks `new_on_prefill`. As long as decode's own times are not known prefill's
-        stand for them: it is the same model. Without prefill's and the hand-off's the answer is no.
+        `queued_tokens` wait on prefill, where `new_on_prefill` tokens are uncached. Until decode's own times are known,
+        prefill's stand in, since the model is the same. Without prefill's and the hand-off's times the answer is no.
         """
         if not (self.prefill.is_known and self.handoff.is_known):
             return False

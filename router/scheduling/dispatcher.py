@@ -1,7 +1,7 @@
-"""The router's middle: a waiting queue, the rooms in flight, and the roads between clients, policy and workers.
+"""The centre of the router: accepts requests, places their rooms on workers, and passes messages between both sides.
 
-No socket and no clock of its own: `transmit` hands a frame to a worker's connection, `clock` tells monotonic seconds,
-and `tick` is called several times a second.
+It has no socket and no clock of its own. `transmit` hands a frame to a worker's connection, `clock` gives monotonic
+seconds, and `tick` is called several times a second.
 """
 
 import logging
@@ -9,44 +9,44 @@ import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
-from ..cluster.process.log import fields
-from ..cluster.protocol.messages import ControlUp, Goodbye, Heartbeat, Hello, TokenItem, Tokens
-from ..cluster.telemetry.metrics import RouterMetrics
-from .admission import MAX_PROMPT_TOKENS, no_pair_for
-from .canary import Canaries
-from .entries import OUTCOMES, Entry, Job, Request, Tag, addressed, new_request, tested_workers
-from .errors import unavailable
-from .history import History
-from .intake import OVERLOADED, Intake
-from .placing import PairingPolicy, Placer
-from .policy import Limits, can_ever, live_limits, live_pairs
-from .postbox import Postbox, Soon, Transmit
-from .reception import Reception
-from .registry import Registry, Worker
-from .retries import RetryBudget
-from .room_effects import (
-    Broken,
+from ...cluster.process.log import fields
+from ...cluster.protocol.messages import ControlUp, Goodbye, Heartbeat, Hello, TokenItem, Tokens
+from ...cluster.telemetry.metrics import RouterMetrics
+from ..errors import unavailable
+from ..rooms.attempt import PEER_LOST, RoomEvent
+from ..rooms.effects import (
     Closed,
     Deliver,
     Effect,
     Ended,
+    Failure,
     Freed,
-    Judged,
+    Outcome,
     Pair,
     Requeued,
-    Send,
+    SendOrder,
     Settled,
     Timeouts,
 )
-from .room_parts import PEER_LOST, Phase, RoomEvent
-from .rooms import Room
-from .scheduling.inbox import Inbox
-from .suspicion import QUARANTINED
-from .waiting import WaitingList
+from ..rooms.quarantine import QUARANTINED
+from ..rooms.retries import RetryBudget
+from ..rooms.room import Phase, Room
+from ..workers.eligibility import Limits, can_ever, live_limits, live_pairs
+from ..workers.health_probe import HealthProbes
+from ..workers.outbox import Outbox, Soon, Transmit
+from ..workers.registration import Registration
+from ..workers.registry import Registry, Worker
+from .admission_queue import OVERLOADED, AdmissionQueue
+from .history import History
+from .inbox import Inbox
+from .placement import PairingPolicy, Placer
+from .request_limits import MAX_PROMPT_TOKENS, no_pair_for
+from .request_state import OUTCOMES, Entry, Job, Request, Tag, addressed, new_request, reserved_workers
+from .waiting_list import WaitingList
 
 logger = logging.getLogger(__name__)
 
-CLIENT_STALL_S = 30.0  # a client that does not read for so long is cut off
+CLIENT_STALL_S = 30.0  # longest time for which a client may leave its events unread
 
 
 class Dispatcher:
@@ -73,7 +73,7 @@ class Dispatcher:
         self.metrics = metrics
         self.events: Counter[str] = Counter(stale_message=0)
         self.is_draining = False
-        self._postbox = Postbox(transmit, clock, soon)
+        self._outbox = Outbox(transmit, clock, soon)
         self._clock = clock
         self._queue_timeout_s = queue_timeout_s
         self._request_timeout_s = request_timeout_s  # 0: none
@@ -81,11 +81,12 @@ class Dispatcher:
         self._timeouts = timeouts or Timeouts()
         self._mint = mint
         self._entries: dict[str, Entry] = {}
+        self._on_probation: dict[str, Entry] = {}  # rooms with a record of deaths, from their placing on
         self._waiting = WaitingList()
-        self.intake = Intake(registry, self._waiting, max_queue)
-        self.canaries = Canaries(registry, self._postbox, mint, canary_s)
-        self._placer = Placer(registry, policy, self.canaries.proofs)
-        self._reception = Reception(registry, self._postbox, self.events)
+        self.admission = AdmissionQueue(registry, self._waiting, max_queue)
+        self.health_probes = HealthProbes(registry, self._outbox, mint, canary_s)
+        self._placer = Placer(registry, policy, self.health_probes.pair_health)
+        self._registration = Registration(registry, self._outbox, self.events)
         self._retries = RetryBudget()
         self.history = History(clock)
 
@@ -103,35 +104,35 @@ class Dispatcher:
 
     @property
     def num_live(self) -> int:
-        """Rooms whose clients still wait."""
+        """Rooms of clients that still wait."""
         return sum(entry.room.is_live for entry in self._entries.values())
 
     @property
     def num_open(self) -> int:
-        """Rooms of which something may be left anywhere."""
+        """Rooms of which a worker may still hold something."""
         return len(self._entries)
 
     @property
     def is_ready(self) -> bool:
-        return not self.is_draining and self.canaries.is_ready(self._clock())
+        return not self.is_draining and self.health_probes.is_ready(self._clock())
 
     @property
     def event_totals(self) -> dict[str, int]:
-        """Rarer things by name, with what the control socket dropped."""
+        """Counts of rare events by name, with the messages that the control socket dropped."""
         return {**self._drops(), **self.events}
 
     def limits(self) -> Limits | None:
-        """What the live pairs can serve at most; None without any."""
+        """The largest request that live pairs can serve; None without any."""
         return live_limits(self.registry)
 
     # --- the client's side --------------------------------------------------------------------------------------------
 
     def submit(self, jobs: Sequence[Job], inbox: Inbox, tag: Tag | None = None) -> list[Entry]:
-        """Takes all jobs of one client request; their events come through `inbox`. Raises ApiError and takes none."""
+        """Takes all jobs of one client request; their events arrive in `inbox`. Raises ApiError and then takes none."""
         if self.is_draining:
             raise unavailable("This server is shutting down; try another.")
         now = self._clock()
-        self.intake.check(jobs, now)
+        self.admission.check(jobs, now)
         request = new_request(jobs, now, tag)
         entries = request.entries = [self._enqueue(job, request, inbox, i, now) for i, job in enumerate(jobs)]
         self.history.begun(request)
@@ -141,9 +142,9 @@ class Dispatcher:
         return entries
 
     def _turn_away(self, request: Request, now: float) -> None:
-        """Keeps the queue within its bound. Raises ApiError when `request` itself would be served last."""
-        while (last := self.intake.surplus(request)) is not None:
-            full = self.intake.full(now)
+        """Keeps the queue within its bound. Raises ApiError when `request` itself is the one to be turned away."""
+        while (last := self.admission.surplus(request)) is not None:
+            full = self.admission.full(now)
             if last.request is not request:
                 self._perform(last, last.room.give_up(OVERLOADED, str(full), now, full.retry_after_s), now)
                 continue
@@ -153,18 +154,18 @@ class Dispatcher:
             raise full
 
     def cancel(self, entry: Entry) -> None:
-        """The client left or has enough. Idempotent."""
+        """The client left or needs no more output. Idempotent."""
         now = self._clock()
         self._perform(entry, entry.room.cancel(now), now)
 
     def client_left(self, entry: Entry) -> None:
-        """Cancels and counts it as the client's doing, if it still runs."""
+        """Cancels a room that still runs and counts it as cancelled by the client."""
         if entry.room.is_live:
             self._count(entry, "cancelled", self._clock())
             self.cancel(entry)
 
     def stopped(self, entry: Entry) -> None:
-        """The router itself found the end, in a stop string. `Settled` follows in the inbox, unless it is settled now."""
+        """The router found a stop string. `Settled` arrives in the inbox, unless the room is settled already."""
         now = self._clock()
         self._perform(entry, entry.room.stop(now), now)
 
@@ -186,12 +187,12 @@ class Dispatcher:
     # --- the workers' side --------------------------------------------------------------------------------------------
 
     def on_message(self, identity: bytes, message: ControlUp) -> None:
-        """One message from a worker's connection."""
+        """Handles one message from a worker's connection."""
         now = self._clock()
         if isinstance(message, Hello):
             return self._on_hello(identity, message, now)
         worker = self.registry.get(message.instance)
-        if worker is None:  # it will say Hello when it hears nothing from us
+        if worker is None:  # it sends Hello when the router is silent
             self.events["unknown_worker"] += 1
         elif isinstance(message, Tokens):
             for item in message.items:
@@ -207,32 +208,32 @@ class Dispatcher:
             self._on_room_event(worker, message.room, message, now)
 
     def _on_hello(self, identity: bytes, message: Hello, now: float) -> None:
-        greeted = self._reception.hello(identity, message, now)
+        greeted = self._registration.hello(identity, message, now)
         if greeted is None:
             return
         worker = greeted.worker
         if greeted.has_dropped_all:
             self._settle_rooms_of(worker, now, is_dead=False)
-            self._postbox.flush(worker, now)
+            self._outbox.flush(worker, now)
             return
-        self.canaries.missed(worker.instance, now)
+        self.health_probes.missed(worker.instance, now)
         for entry in self._rooms_of(worker):
-            self._perform(entry, entry.room.say_again(worker.instance, now), now)
+            self._perform(entry, entry.room.resend_orders(worker.instance, now), now)
 
     def _on_heartbeat(self, identity: bytes, worker: Worker, message: Heartbeat, now: float) -> None:
         self.registry.heartbeat(identity, worker.instance, message.stats, now)
-        self._postbox.flush(worker, now)
+        self._outbox.flush(worker, now)
         self._admit(now)
         if not worker.is_serving:
             self._check_queue(now)
 
     def _on_room_event(self, worker: Worker, room: str, event: RoomEvent, now: float) -> None:
         if (entry := self._entries.get(room)) is None:
-            if not self.canaries.on(worker, room, event, now):
-                self._reception.orphan(worker, room, event, now)
+            if not self.health_probes.on(worker, room, event, now):
+                self._registration.orphan(worker, room, event, now)
             return
         stale = entry.room.num_stale
-        if not isinstance(event, TokenItem):  # which teaches nobody anything
+        if not isinstance(event, TokenItem):  # tokens carry no news for these two
             self._placer.heard(entry, worker, event, now)
             entry.trace.heard(event, now)
         self._perform(entry, entry.room.on(event, worker.instance, now), now)
@@ -240,11 +241,11 @@ class Dispatcher:
             self.events["stale_message"] += entry.room.num_stale - stale
 
     def lose(self, workers: Sequence[Worker]) -> None:
-        """Forgets workers, then settles their rooms: none goes from one lost worker to the next."""
+        """Forgets lost workers, then settles their rooms, so that no room moves from one lost worker to another."""
         now = self._clock()
         lost = [(worker, worker.unreachable_since) for worker in workers]
         for worker in workers:
-            self._reception.farewell(
+            self._registration.deregister(
                 worker, [(entry.room.room, entry.room.epoch) for entry in self._rooms_of(worker)], now
             )
         for worker, since in lost:
@@ -253,11 +254,11 @@ class Dispatcher:
 
     def on_damaged(self, identity: bytes) -> None:
         """A message of this connection was lost."""
-        self._reception.damaged(identity, self._clock())
+        self._registration.damaged(identity, self._clock())
 
     def probe(self) -> None:
-        """Some worker's connection ended: finds out whose."""
-        self._reception.probe(self._clock())
+        """Some worker's connection ended: finds out which."""
+        self._registration.probe(self._clock())
 
     def _rooms_of(self, worker: Worker) -> list[Entry]:
         return [entry for entry in self._entries.values() if worker.instance in entry.room.instances]
@@ -265,24 +266,33 @@ class Dispatcher:
     def _settle_rooms_of(
         self, worker: Worker, now: float, *, is_dead: bool, unreachable_since: float | None = None
     ) -> None:
-        self.canaries.lost(worker.instance, now)
-        for entry in self._rooms_of(worker):
+        """Tells the rooms of a worker that it is gone. Its death counts against the room that is alone there, if any."""
+        self.health_probes.lost(worker.instance, now)
+        entries = self._rooms_of(worker)
+        alone = [entry for entry in entries if worker.instance in entry.room.alone_on]
+        for entry in entries:
             lost = entry.room.worker_lost(
-                worker.instance, now, is_dead=is_dead, unreachable_since=unreachable_since
+                worker.instance,
+                now,
+                is_dead=is_dead and (not alone or entry in alone),
+                unreachable_since=unreachable_since,
             )
             self._perform(entry, lost, now)
 
     # --- time ---------------------------------------------------------------------------------------------------------
 
     def tick(self, *, is_behind: bool = False) -> None:
-        """Timers of workers, rooms, waits and clients that do not read; `is_behind`: workers may have spoken unheard."""
+        """Runs the timers of workers, rooms, waits and clients that do not read.
+
+        `is_behind`: messages of workers may be unread, so their silence does not count.
+        """
         now = self._clock()
         self.registry.excuse(now, is_behind=is_behind)
         if overdue := self.registry.overdue(now):
             self.lose(overdue)
         for worker in self.registry:
-            self._postbox.flush(worker, now)
-        self.canaries.tick(now, may_ask=not self._waiting and not self.is_draining)
+            self._outbox.flush(worker, now)
+        self.health_probes.tick(now, may_ask=not self._waiting and not self.is_draining)
         for entry in list(self._entries.values()):
             if now >= entry.quiet_until:
                 self._tick_entry(entry, now)
@@ -296,7 +306,7 @@ class Dispatcher:
     def _tick_entry(self, entry: Entry, now: float) -> None:
         if entry.room.phase is Phase.QUEUED and entry.request.waited(now) > self._queue_timeout_s:
             message = f"No worker had room within {self._queue_timeout_s:g} s. Try again later."
-            gone = entry.room.give_up("QueueTimeout", message, now, self.intake.retry_after_s(now))
+            gone = entry.room.give_up("QueueTimeout", message, now, self.admission.retry_after_s(now))
             return self._perform(entry, gone, now)
         if entry.room.num_output:
             self._check_pairs(entry, now)
@@ -307,7 +317,7 @@ class Dispatcher:
             self._check_pairs(entry, now)
 
     def _check_pairs(self, entry: Entry, now: float) -> None:
-        """Ends a wait that no worker can end. A client that has tokens already waits a while: workers are restarted."""
+        """Ends a wait that no worker can end. A stream that has begun waits `pair_s`, since workers are restarted."""
         live = live_pairs(self.registry)
         if entry.room.phase is not Phase.QUEUED or can_ever(live, entry.need):
             entry.pairless_since = None
@@ -323,23 +333,47 @@ class Dispatcher:
     # --- effects ------------------------------------------------------------------------------------------------------
 
     def _admit(self, now: float) -> None:
-        """Places waiting rooms by rank, until one finds no pair that it could have: nobody overtakes it for ever."""
+        """Places waiting rooms by rank until one finds all its pairs full, so that no room is overtaken forever."""
         for entry in self._waiting:
             if entry.room.phase is not Phase.QUEUED or entry.not_before > now:
                 continue
-            tested = tested_workers(self._entries.values()) if entry.room.suspicion else set()
-            pair = self._placer.pair_for(entry, self.registry.doubtful(now), tested)
+            reserved = (
+                reserved_workers(self._on_probation.values(), entry.room) if self._on_probation else set()
+            )
+            pair = self._placer.pair_for(entry, self.registry.doubtful(now), reserved)
             if pair is None and entry.pairless_since is None:
                 return
-            if pair is not None and tested.isdisjoint(pair.instances):
+            if (
+                pair is not None
+                and reserved.isdisjoint(pair.instances)
+                and not self._must_wait(entry, pair, now)
+            ):
                 self._place(entry, pair, now)
+
+    def _must_wait(self, entry: Entry, pair: Pair, now: float) -> bool:
+        """Whether to wait for a better pair.
+
+        True while it is unknown whether this pair lives, and, for a request that must be alone, while another room is there.
+        """
+        deaths, timeouts = entry.room.deaths, self._timeouts
+        if not deaths:
+            return False
+        waited = now - max(entry.queued_at, entry.not_before)
+        if waited < timeouts.suspect_s and deaths.has_suspect(pair.instances):
+            return True
+        if not deaths.must_be_alone or waited >= timeouts.alone_s:
+            return False
+        workers = [self.registry.get(instance) for instance in pair.instances]
+        return any(worker is not None and worker.num_taken > 0 for worker in workers)
 
     def _place(self, entry: Entry, pair: Pair, now: float) -> None:
         self._waiting.leave(entry)
         effects = entry.room.place(pair, now)
+        if entry.room.deaths:
+            self._on_probation[entry.room.room] = entry
         entry.queued_s += now - entry.queued_at
         self._placer.book(entry, pair)
-        self.intake.pace.note(now)
+        self.admission.placement_rate.note(now)
         self.events["local_prefill"] += pair.is_local
         if logger.isEnabledFor(logging.DEBUG):
             names = fields(
@@ -355,18 +389,19 @@ class Dispatcher:
             if isinstance(effect, Deliver):
                 entry.trace.delivered(len(effect.ids), now)
                 self._deliver(entry, effect, now)
-                is_admission_due |= bool(entry.room.suspicion)  # it may be off probation now
+                if self._on_probation and not entry.room.is_on_probation:
+                    is_admission_due |= self._on_probation.pop(entry.room.room, None) is not None
                 continue
             entry.quiet_until = 0.0
             if isinstance(effect, Freed):
                 self.registry.release(effect.instance, entry.room.room, effect.epoch)
                 is_admission_due = True
-            elif isinstance(effect, Judged):
-                self._reception.judge(entry.room.room, effect, now)
-            elif isinstance(effect, Send):
+            elif isinstance(effect, Outcome):
+                self._registration.judge(entry.room.room, effect, now)
+            elif isinstance(effect, SendOrder):
                 entry.trace.sent(effect.message, now)
                 if (worker := self.registry.get(effect.instance)) is not None:
-                    self._postbox.post(worker, addressed(effect.message, entry.request), now)
+                    self._outbox.post(worker, addressed(effect.message, entry.request), now)
             else:
                 entry.trace.did(effect, now)
                 is_admission_due |= self._perform_rare(entry, effect, now)
@@ -374,14 +409,15 @@ class Dispatcher:
             self._admit(now)
 
     def _perform_rare(
-        self, entry: Entry, effect: Ended | Settled | Broken | Requeued | Closed, now: float
+        self, entry: Entry, effect: Ended | Settled | Failure | Requeued | Closed, now: float
     ) -> bool:
         room = entry.room
+        self._on_probation.pop(room.room, None)
         if isinstance(effect, (Ended, Settled)):
             self._placer.ended(entry)
             self._count(entry, "ok", now)
             entry.inbox.put(entry.index, effect)
-        elif isinstance(effect, Broken):
+        elif isinstance(effect, Failure):
             level = logging.DEBUG if entry.request.is_warned else logging.WARNING
             entry.request.is_warned = True
             logger.log(level, "failed", extra=fields(room=room.room, kind=effect.kind, reason=effect.message))
@@ -405,8 +441,8 @@ class Dispatcher:
             self._waiting.leave(entry)
         return False
 
-    def _may_retry(self, entry: Entry, failure: Broken, now: float) -> bool:
-        """A death takes every room of a worker at once and is no storm: it draws on the budget and is never denied."""
+    def _may_retry(self, entry: Entry, failure: Failure, now: float) -> bool:
+        """A worker's death takes all its rooms at once: its retries draw on the budget and are never denied."""
         is_paid = self._retries.take(self.num_live, now) or failure.kind == PEER_LOST
         return is_paid and entry.need.prompt <= MAX_PROMPT_TOKENS
 
@@ -420,5 +456,5 @@ class Dispatcher:
 
     def _count(self, entry: Entry, outcome: str, now: float) -> None:
         if entry.request.end(entry.index, outcome, now):
-            self.intake.gate.leave(entry.request.caller)
+            self.admission.gate.leave(entry.request.caller)
             self.metrics.request_ended(entry.request.record(now))

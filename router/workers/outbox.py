@@ -1,10 +1,10 @@
-"""Messages to workers: kept in order for a connection that takes none right now, given up with the worker."""
+"""Messages to workers, kept in order while a connection takes none, and dropped with the worker."""
 
 from collections.abc import Callable
 
-from ..cluster.errors import PeerLost
-from ..cluster.protocol.codec import encode, pack, send_waiting
-from ..cluster.protocol.messages import ControlDown
+from ...cluster.errors import PeerLost
+from ...cluster.protocol.codec import encode, pack, send_waiting
+from ...cluster.protocol.messages import ControlDown
 from .registry import Worker
 
 MAX_OUTBOX = 4096  # messages
@@ -14,11 +14,11 @@ Transmit = Callable[[bytes, bytes], bool]  # (identity, frame); False: its queue
 Soon = Callable[[Callable[[], None]], None]  # calls at the end of this turn of the event loop
 
 
-class Postbox:
-    """Sends through `transmit`, and marks a worker that cannot be reached with the time since when.
+class Outbox:
+    """Sends through `transmit`. Marks an unreachable worker with the time of the first failure.
 
-    With `soon` what is posted in one turn of the loop leaves together, in as few frames as the worker takes: to wake
-    ZeroMQ's thread for each message alone costs more than all else that is done for a request.
+    With `soon`, messages posted in one turn of the event loop leave together, in as few frames as the worker accepts. Waking
+    ZeroMQ's thread for each message would cost more than the rest of a request.
     """
 
     def __init__(self, transmit: Transmit, clock: Callable[[], float], soon: Soon | None = None) -> None:
@@ -28,12 +28,12 @@ class Postbox:
         self._due: dict[str, Worker] = {}  # that are flushed soon
 
     def post(self, worker: Worker, message: ControlDown, now: float) -> None:
-        """Sends, now or with what else is posted in this turn of the loop, or keeps for `flush`."""
+        """Sends a message now, or with others at the end of this turn, or keeps it for `flush`."""
         worker.outbox.append(pack(message))
         self._flush_soon(worker, now)
 
     def greet(self, worker: Worker, message: ControlDown, now: float) -> None:
-        """Before all that waits: a worker takes no order before it is welcome."""
+        """Puts a message before all that wait: a worker takes no order before its Welcome."""
         worker.outbox.appendleft(pack(message))
         self._flush_soon(worker, now)
 
@@ -54,7 +54,7 @@ class Postbox:
             self.flush(worker, now)
 
     def flush(self, worker: Worker, now: float) -> None:
-        """Sends what was kept, as far as the connection takes it."""
+        """Sends kept messages, as far as the connection takes them."""
         send_waiting(
             worker.outbox,
             lambda frame: self._try(worker, frame, now),
@@ -62,7 +62,7 @@ class Postbox:
         )
 
     def answer(self, identity: bytes, message: ControlDown) -> bool:
-        """Sends to a connection that is no registered worker's; False when it took nothing."""
+        """Sends to a connection that belongs to no registered worker; False when it took nothing."""
         try:
             return self._transmit(identity, encode(message))
         except PeerLost:

@@ -1,20 +1,15 @@
-"""What a room is made of: its phases, its attempt, and its moments."""
+"""One attempt of a room on a pair of workers: checks their messages and puts their tokens in order. Pure."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from enum import Enum
-from typing import TypeVar
 
 from msgspec.structs import replace
 
-from ..cluster.protocol.messages import (
-    DecodeTimeline,
+from ...cluster.protocol.messages import (
     Failed,
     Finished,
     FirstToken,
     Gone,
     Prefill,
-    PrefillTimeline,
     PromptLogprobs,
     Refused,
     Reserve,
@@ -23,54 +18,31 @@ from ..cluster.protocol.messages import (
     TokenItem,
     TokenLogprob,
 )
-from .room_effects import Effect, Pair, Timeouts
+from .effects import Pair, Timeouts
 
-MAX_EARLY_ITEMS = 256  # decode's items that wait for prefill's token 1
-DRAINING = "Draining"  # of a worker's Failed: it leaves in order, which is no failure of the attempt
+MAX_EARLY_ITEMS = 256  # items of decode that are kept for an earlier token
+DRAINING = "Draining"  # kind of a Failed: the worker leaves in order; the attempt has not failed
 PEER_LOST = "PeerLost"  # kind of a Failed: the other worker of the pair is gone
-BAD_GRAMMAR = "BadGrammar"  # no worker can follow what this request's answer must look like
-GRAMMARS_OVERDUE = (
-    "GrammarsOverdue"  # this worker has grammars enough to compile; another may be free for one more
-)
+BAD_GRAMMAR = "BadGrammar"  # no worker can compile the grammar of this request
+GRAMMARS_OVERDUE = "GrammarsOverdue"  # this worker compiles too many grammars; another may have capacity
 DEADLINE_EXCEEDED = "DeadlineExceeded"  # also the kind of a worker's Failed
 BLAMELESS = frozenset(
     (BAD_GRAMMAR, GRAMMARS_OVERDUE, DEADLINE_EXCEEDED)
-)  # what a client asked for, and no worker's fault
-HANDOFF_ABORTED = "HandoffAborted"  # of decode: prefill gave the room up, of which it tells the router itself
+)  # kinds caused by the request, not by a worker
+HANDOFF_ABORTED = "HandoffAborted"  # from decode: prefill gave the room up; prefill reports the reason itself
 HANDOFF_KINDS = frozenset(
     ("TransferError", HANDOFF_ABORTED, "TransferTimeout", "DigestMismatch", "HandshakeRefused")
 )
-T = TypeVar("T", PrefillTimeline, DecodeTimeline)
 
 AttemptEvent = Reserved | Refused | PromptLogprobs | FirstToken | TokenItem | Finished | Failed
 RoomEvent = AttemptEvent | Gone
 
 
-class Phase(Enum):
-    """Where a room stands; see the table in `rooms`."""
-
-    QUEUED = "queued"
-    PREFILLING = "prefilling"
-    STREAMING = "streaming"
-    CLOSING = "closing"
-    CLOSED = "closed"
-
-
-@dataclass
-class Stamps:
-    """When things happened to a room, in monotonic seconds; None: not yet."""
-
-    created: float
-    first_token: float | None = None
-    last_token: float | None = None
-    ended: float | None = None
-
-
 @dataclass(eq=False)
 class Attempt:
-    """One try of a room on a pair: what its workers have said, put in order.
+    """The state of one attempt.
 
-    Its tokens are counted from 0 as the workers count them: output of earlier attempts is part of its prompt.
+    Tokens are numbered from 0 as the workers number them: output of earlier attempts belongs to the prompt.
     """
 
     pair: Pair
@@ -80,9 +52,9 @@ class Attempt:
     is_reserved: bool = False
     first: FirstToken | None = None
     finished: Finished | None = None
-    num_output: int = 0  # tokens that went to the client
-    aborted: Failed | None = None  # decode's word that prefill gave it up
-    _word_by: float = 0.0  # until then prefill's own is awaited
+    num_output: int = 0  # tokens delivered to the client
+    aborted: Failed | None = None  # decode's message that prefill gave the room up
+    _word_by: float = 0.0  # end of the wait for prefill's own reason
     _early: dict[int, TokenItem] = field(default_factory=dict)
     _scores: list[TokenLogprob] = field(default_factory=list)  # of the prompt's tokens from the second on
 
@@ -92,34 +64,34 @@ class Attempt:
 
     @property
     def has_first(self) -> bool:
-        """Whether token 1 is here; of a prompt that decode computes it comes with the others."""
+        """Whether token 1 is here. Decode sends it with the other tokens of a prompt that it computes itself."""
         return self.first is not None or self.pair.is_local
 
     @property
     def waits_for(self) -> str:
-        """The worker whose word is due."""
+        """The instance of the worker that has to speak next."""
         return self.pair.prefill if self.is_reserved and not self.has_first else self.pair.decode
 
     @property
     def is_flooded(self) -> bool:
-        """Whether too much waits for a token that does not come."""
+        """Whether more than MAX_EARLY_ITEMS wait for an earlier token."""
         return len(self._early) > MAX_EARLY_ITEMS
 
     def patience(self, timeouts: Timeouts) -> float:
-        """Seconds without progress after which it has failed."""
+        """Seconds without progress after which the attempt has failed."""
         if self.num_output:
             return timeouts.token_s
         return timeouts.first_token_s if self.is_reserved else timeouts.reserve_s
 
     @property
     def is_complete(self) -> bool:
-        """Whether decode has ended it and every token of it is delivered."""
+        """Whether decode has finished and every token is delivered."""
         return self.finished is not None and 0 < self.num_output >= self.finished.output_tokens
 
     def orders(
         self, room: str, prompt_ids: list[int], output_ids: list[int], sampling: Sampling, deadline_ms: int
     ) -> list[Reserve | Prefill]:
-        """What the workers are told: go on behind the client's prompt and the output so far."""
+        """The orders for the workers: continue behind `prompt_ids` and `output_ids`. Decode's Reserve comes first."""
         if output_ids:
             prompt_ids = prompt_ids + output_ids
             sampling = _behind(sampling, len(output_ids))
@@ -153,7 +125,7 @@ class Attempt:
         return instance in self.instances and is_awaited
 
     def accepts(self, message: AttemptEvent, instance: str) -> bool:
-        """Whether `message` of worker `instance` is of this attempt and from the one who may say it."""
+        """Whether `message` belongs to this attempt and `instance` may send it."""
         if message.epoch != self.epoch:
             return False
         if isinstance(message, TokenItem):  # nearly every message is one
@@ -171,7 +143,7 @@ class Attempt:
         return instance == self.pair.decode or not isinstance(message, (Reserved, Finished))
 
     def at_fault(self, message: Failed) -> tuple[str, ...]:
-        """The workers that a failure speaks against; a hand-off that failed speaks against both of its ends."""
+        """The workers that a failure speaks against. A failed hand-off speaks against both ends."""
         if message.kind in BLAMELESS:
             return ()
         if message.kind == PEER_LOST:
@@ -179,11 +151,11 @@ class Attempt:
         return self.instances if message.kind in HANDOFF_KINDS else (message.instance,)
 
     def unable(self, message: Failed) -> tuple[str, ...]:
-        """The workers that cannot serve this request, which speaks against none of them."""
+        """The workers that cannot serve this request now, without being at fault."""
         return (message.instance,) if message.kind == GRAMMARS_OVERDUE else ()
 
     def defers(self, message: Failed, until: float) -> bool:
-        """Whether to wait `until` prefill itself says why it gave the room up, or is found to have dropped all rooms."""
+        """Whether to wait until `until` for prefill's own reason, since decode only knows that prefill gave the room up."""
         if message.kind != HANDOFF_ABORTED or message.instance != self.pair.decode or message is self.aborted:
             return False
         if self.aborted is None:
@@ -191,38 +163,38 @@ class Attempt:
         return True
 
     def overdue_word(self, now: float) -> Failed | None:
-        """What decode said, when prefill has said nothing for long enough."""
+        """Decode's message, once prefill has given no reason of its own in time."""
         return self.aborted if now >= self._word_by else None
 
     def is_next(self, item: TokenItem) -> bool:
-        """Whether it follows at once what decode has given already, as it does in all but the strangest orders."""
+        """Whether the item directly continues the delivered tokens, which is the common case."""
         return 0 < item.seq == self.num_output and len(item.ids) > 0 and not self._early
 
     def keep(self, item: TokenItem) -> bool:
-        """Notes tokens of decode; False for those that are known already."""
+        """Stores tokens of decode; False for duplicates."""
         if item.seq + len(item.ids) <= self.num_output or item.seq in self._early:
             return False
         self._early[item.seq] = item
         return True
 
     def keep_scores(self, message: PromptLogprobs) -> None:
-        """Notes what the model thinks of the next part of the prompt."""
+        """Stores log-probabilities of the next part of the prompt."""
         self._scores += message.items
 
     def take_scores(self) -> list[TokenLogprob]:
-        """What it thinks of the whole prompt, once."""
+        """Log-probabilities of the whole prompt; empty when called again."""
         scores, self._scores = self._scores, []
         return scores
 
     def head(self) -> TokenItem:
-        """Prefill's token as the item that it would be of decode."""
+        """Token 1 of prefill as the equivalent item of decode."""
         first = self.first
         assert first is not None
         logprobs = [first.logprob] if first.logprob is not None else []
         return TokenItem(room=first.room, epoch=self.epoch, seq=0, ids=[first.token], logprobs=logprobs)
 
     def next_item(self) -> TokenItem | None:
-        """What follows the delivered tokens without a gap, if it is here; taken."""
+        """Removes and returns the stored item that continues the delivered tokens; None if there is none."""
         while self._early:
             seq = min(self._early)
             if seq > self.num_output:
@@ -233,27 +205,11 @@ class Attempt:
         return None
 
 
-def _note_scores(room: object, attempt: Attempt, message: PromptLogprobs, now: float) -> list[Effect]:
-    attempt.keep_scores(message)
-    return []
-
-
-# The handlers of messages that change nothing of a room but what its attempt knows.
-SCORING: dict[type, Callable[..., list[Effect]]] = {PromptLogprobs: _note_scores}
-
-
 def _behind(sampling: Sampling, num_output: int) -> Sampling:
-    """What is left to do behind so many tokens of output, with which the client has what it asked of its prompt."""
+    """The sampling of a continuation: limits less the output so far, and no prompt log-probabilities."""
     return replace(
         sampling,
         max_new_tokens=sampling.max_new_tokens - num_output,
         min_new_tokens=max(0, sampling.min_new_tokens - num_output),
         prompt_logprobs=-1,
     )
-
-
-def summed(total: T | None, part: T) -> T:
-    """What several attempts spent together."""
-    if total is None:
-        return part
-    return type(part)(**{name: getattr(total, name) + getattr(part, name) for name in part.__struct_fields__})

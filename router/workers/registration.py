@@ -1,17 +1,17 @@
-"""How workers come and go: their Hello is answered, those that were given up are told what to drop when they return."""
+"""How workers come and go: Hello is answered, and a worker that was given up is told which rooms to drop when it returns."""
 
 import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..cluster.process.log import fields
-from ..cluster.protocol.messages import Cancel, Hello, Rejected
-from .leftovers import Leftovers, Orphans
-from .postbox import Postbox
+from ...cluster.process.log import fields
+from ...cluster.protocol.messages import Cancel, Hello, Rejected
+from ..rooms.attempt import RoomEvent
+from ..rooms.effects import Outcome
+from .outbox import Outbox
 from .registry import Registry, Worker
-from .room_effects import Judged
-from .room_parts import RoomEvent
+from .stale_rooms import Orphans, StaleRooms
 
 logger = logging.getLogger(__name__)
 
@@ -20,27 +20,27 @@ DAMAGED = "a message of this worker arrived damaged; it may come back at once"
 
 @dataclass(frozen=True)
 class Greeted:
-    """A worker of whose rooms something was lost: all that it held, or else the orders that it has not heard."""
+    """A worker that lost something of its rooms: all of them, or else orders that it did not receive."""
 
     worker: Worker
     has_dropped_all: bool
 
 
-class Reception:
-    """Between the registry and the connections; knows rooms by their names only."""
+class Registration:
+    """Stands between the registry and the connections; knows rooms by name only."""
 
-    def __init__(self, registry: Registry, postbox: Postbox, events: Counter[str]) -> None:
+    def __init__(self, registry: Registry, outbox: Outbox, events: Counter[str]) -> None:
         self._registry = registry
-        self._postbox = postbox
+        self._outbox = outbox
         self._events = events
-        self._leftovers = Leftovers()
+        self._stale_rooms = StaleRooms()
         self._orphans = Orphans()
 
     def __repr__(self) -> str:
-        return f"Reception({self._registry}, {self._leftovers})"
+        return f"Registration({self._registry}, {self._stale_rooms})"
 
     def hello(self, identity: bytes, message: Hello, now: float) -> Greeted | None:
-        """Registers or refuses. None, when that changes nothing for any room."""
+        """Registers or rejects a worker. None when that changes nothing for any room."""
         known = self._registry.get(message.instance)
         if (
             known is not None and message.generation < known.hello.generation
@@ -56,7 +56,7 @@ class Reception:
             logger.warning(
                 "worker rejected", extra=fields(role=message.role, instance=message.instance, reason=reason)
             )
-            self._postbox.answer(identity, answer)
+            self._outbox.answer(identity, answer)
             return None
         if known is None:
             logger.info(
@@ -66,23 +66,26 @@ class Reception:
             worker.forget_rooms()
         if worker.has_hole:  # it has not heard so
             answer = Rejected(instance=worker.instance, reason=DAMAGED)
-        self._postbox.greet(worker, answer, now)
-        for room, epoch in self._leftovers.take(message.instance, message.generation):
-            self._postbox.post(worker, Cancel(room=room, epoch=epoch, instance=worker.instance), now)
+        self._outbox.greet(worker, answer, now)
+        for room, epoch in self._stale_rooms.take(message.instance, message.generation):
+            self._outbox.post(worker, Cancel(room=room, epoch=epoch, instance=worker.instance), now)
         if has_dropped_all:
             logger.warning(
                 "worker dropped its rooms", extra=fields(role=worker.role, instance=worker.instance)
             )
             self._events["worker_dropped_rooms"] += 1
             return Greeted(worker, has_dropped_all=True)
-        self._postbox.flush(worker, now)
+        self._outbox.flush(worker, now)
         if not has_missed:
             return None
         self._events["damaged_order"] += 1
         return Greeted(worker, has_dropped_all=False)
 
-    def farewell(self, worker: Worker, rooms: Sequence[tuple[str, int]], now: float) -> None:
-        """Forgets a worker. If it is only slow, it shall not go on working on `rooms` (name and newest epoch) for nobody."""
+    def deregister(self, worker: Worker, rooms: Sequence[tuple[str, int]], now: float) -> None:
+        """Forgets a worker and cancels `rooms` (name and newest epoch) there.
+
+        A worker that is only slow then stops working on them.
+        """
         reason = "silent" if worker.unreachable_since is None else "unreachable"
         if worker.is_draining and not rooms:
             logger.info("worker left", extra=fields(role=worker.role, instance=worker.instance))
@@ -92,11 +95,11 @@ class Reception:
             )
             self._events["worker_lost"] += 1
         for room, epoch in rooms:
-            self._postbox.post(worker, Cancel(room=room, epoch=epoch, instance=worker.instance), now)
-        self._leftovers.keep(worker.instance, worker.hello.generation, rooms)  # it may not have heard
+            self._outbox.post(worker, Cancel(room=room, epoch=epoch, instance=worker.instance), now)
+        self._stale_rooms.keep(worker.instance, worker.hello.generation, rooms)  # it may not have heard
         self._registry.remove(worker.instance)
 
-    def judge(self, room: str, verdict: Judged, now: float) -> None:
+    def judge(self, room: str, verdict: Outcome, now: float) -> None:
         """A worker did its part of an attempt, or failed it."""
         if self._registry.judge(verdict.instance, room, verdict.epoch, verdict.is_good, now):
             self._events["breaker_opened"] += 1
@@ -105,21 +108,24 @@ class Reception:
             )
 
     def damaged(self, identity: bytes, now: float) -> None:
-        """A message of a worker was lost, which would leave a hole in a stream: it shall drop its rooms and begin anew."""
+        """A message of a worker was lost, which may leave a gap in a stream: the worker is told to drop its rooms."""
         for worker in self._registry:
             if worker.identity == identity:
                 self._events["damaged_message"] += 1
                 worker.has_hole = True
-                self._postbox.post(worker, Rejected(instance=worker.instance, reason=DAMAGED), now)
+                self._outbox.post(worker, Rejected(instance=worker.instance, reason=DAMAGED), now)
 
     def orphan(self, worker: Worker, room: str, event: RoomEvent, now: float) -> None:
-        """A worker speaks of a room that is over."""
+        """A worker sent a message about a room that is over."""
         self._events["orphan_message"] += 1
         cancel = self._orphans.answer(room, worker.instance, event)
         if cancel is not None:
-            self._postbox.post(worker, cancel, now)
+            self._outbox.post(worker, cancel, now)
 
     def probe(self, now: float) -> None:
-        """Some connection ended. Says Welcome again, which changes nothing for who is there and finds out who is gone."""
+        """Some connection ended. Sends Welcome to every worker, which changes nothing for a worker that is there.
+
+        The send fails for the unreachable one.
+        """
         for worker in self._registry:
-            self._postbox.post(worker, self._registry.welcome(worker.instance), now)
+            self._outbox.post(worker, self._registry.welcome(worker.instance), now)

@@ -1,14 +1,14 @@
-"""What a request may ask of the workers that are there, and how long its output is when it does not say."""
+"""The limits that live workers set to a request, and the output length when the request gives none."""
 
 from collections.abc import Collection
 
-from ..cluster.protocol.codec import CONTROL_MAX_FRAME
-from ..cluster.protocol.messages import YOUNG_SAMPLING_FIELDS, Sampling
-from .api.openai import COMPLETION_MAX_TOKENS
-from .errors import ApiError, bad_request, context_too_long, unavailable
-from .policy import Limits, Need, can_ever, live_pairs, obeyed
-from .registry import Registry, Worker
-from .sandbox.grammar_compiler import MAX_GRAMMAR
+from ...cluster.protocol.codec import CONTROL_MAX_FRAME
+from ...cluster.protocol.messages import YOUNG_SAMPLING_FIELDS, Sampling
+from ..api.openai import COMPLETION_MAX_TOKENS
+from ..errors import ApiError, bad_request, context_too_long, unavailable
+from ..sandbox.grammar_compiler import MAX_GRAMMAR
+from ..workers.eligibility import Limits, Need, can_ever, live_pairs, obeyed
+from ..workers.registry import Registry, Worker
 
 # A prompt travels in one control frame: 5 bytes per id at most, and room for a grammar and the other sampling fields.
 MAX_PROMPT_TOKENS = (CONTROL_MAX_FRAME - MAX_GRAMMAR - (64 << 10)) // 5
@@ -27,9 +27,9 @@ def no_workers() -> ApiError:
 
 
 def max_new_tokens(num_prompt: int, asked: int | None, *, is_chat: bool, chat_max: int, live: Limits) -> int:
-    """The output length: what was asked, or the default as far as it fits (a chat's `chat_max`, 0: all that fits).
+    """The output length: as asked, or a default that fits (`chat_max` for a chat; 0: all that fits).
 
-    Raises ApiError for a prompt too long.
+    Raises ApiError for a prompt that is too long.
     """
     param = "messages" if is_chat else "prompt"
     check_prompt(num_prompt, param, live)
@@ -47,7 +47,7 @@ def max_new_tokens(num_prompt: int, asked: int | None, *, is_chat: bool, chat_ma
 
 
 def check_prompt(num_prompt: int, param: str, live: Limits) -> None:
-    """Raises ApiError (400) for a prompt that leaves no room for one token of output."""
+    """Raises ApiError (400) for a prompt that leaves no space for one token of output."""
     longest = min(live.context - 1, MAX_PROMPT_TOKENS, live.prefill_tokens)
     if num_prompt > longest:
         raise context_too_long(
@@ -57,7 +57,7 @@ def check_prompt(num_prompt: int, param: str, live: Limits) -> None:
 
 
 def young_fields(sampling: Sampling, salt: str) -> tuple[str, ...]:
-    """The fields of an order that workers of an older version may not know, where they say something."""
+    """The fields of an order that are set and that workers of an older version may not know."""
     asked: tuple[str, ...] = ()
     for name in YOUNG_SAMPLING_FIELDS:
         if getattr(sampling, name) != getattr(DEFAULTS, name):
@@ -66,7 +66,7 @@ def young_fields(sampling: Sampling, salt: str) -> tuple[str, ...]:
 
 
 def no_pair_for(need: Need, pairs: Collection[tuple[Worker, Worker]]) -> ApiError:
-    """503: why none of the live pairs serves a request, whatever its size; it names a field that they do not know."""
+    """503 with the reason why no live pair serves a request of any size; names a field that they do not know."""
     unknown = [name for name in need.asks if not any(obeyed(p, d, [name]) for p, d in pairs)] or need.asks
     if not pairs or not unknown or any(obeyed(p, d, need.asks) for p, d in pairs):
         return no_workers()
@@ -75,7 +75,7 @@ def no_pair_for(need: Need, pairs: Collection[tuple[Worker, Worker]]) -> ApiErro
 
 
 def check_obeyed(need: Need, live: Collection[tuple[Worker, Worker]]) -> None:
-    """Raises ApiError (503) where no pair would obey all fields of a request."""
+    """Raises ApiError (503) where no pair knows all fields of a request."""
     if not need.asks:
         return
     for prefill, decode in live:
@@ -85,7 +85,7 @@ def check_obeyed(need: Need, live: Collection[tuple[Worker, Worker]]) -> None:
 
 
 def check_fits(need: Need, registry: Registry, live: Limits) -> None:
-    """Raises ApiError (400) for a request that no decode worker could hold even when it is idle."""
+    """Raises ApiError (400) for a request that no idle decode worker could hold."""
     if need.total > live.decode_tokens:
         raise bad_request(
             f"{need.prompt} prompt tokens and {need.max_new} output tokens need KV pages for {need.total} tokens, "
