@@ -11,7 +11,7 @@ from baton.deploy.api_keys import add
 from baton.deploy.findings import OK, WARN
 from baton.tests.cluster.certificates import DAY, Authority, pem
 from baton.tests.cluster.router_fakes import BODY, until
-from baton.tests.kubernetes.secret_volume import SecretVolume
+from baton.tests.meta.kubernetes.secret_volume import SecretVolume
 
 
 @pytest.fixture(scope="module")

@@ -32,7 +32,6 @@ SLOWEST = (
     "cluster/test_hostile_frames.py",
     "cluster/test_security.py",
     "cluster/test_graphs_on.py",
-    "meta/test_lint.py",
     "sim/test_cluster_sim.py",
     "parity/test_overlap.py",
     "parity/test_path_matrix.py",

@@ -13,7 +13,7 @@ from baton.cluster.api_keys import LOOK_AGAIN_S, ApiKeys, read_api_keys, write_a
 from baton.cluster.errors import ConfigError
 from baton.deploy.api_keys import add, revoke
 from baton.deploy.keys import main
-from baton.tests.kubernetes.secret_volume import SecretVolume
+from baton.tests.meta.kubernetes.secret_volume import SecretVolume
 
 ENTRY = '{"id":"00000001","name":"a","sha256":"' + "0" * 64 + '"}'
 

@@ -7,7 +7,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from baton.tests.source_trees import ROOT, Source, files_of_tests, forget, package_files
+from baton.tests.meta.source_trees import ROOT, Source, files_of_tests, forget, package_files
 
 if sys.version_info >= (3, 11):
     import tomllib

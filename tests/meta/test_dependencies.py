@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from baton.deploy.lock import Requirement, digests_of, requirements, sbom
-from baton.tests.test_layout import Source, unsafe_violations
+from baton.tests.meta.test_layout import Source, unsafe_violations
 
 ROOT = Path(__file__).resolve().parents[2]
 

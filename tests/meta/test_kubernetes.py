@@ -11,7 +11,7 @@ from baton.cluster.config import DecodeConfig, PrefillConfig, RouterConfig, load
 from baton.cluster.metrics import RouterMetrics, RouterRecord
 from baton.deploy.findings import OK, check_keys
 from baton.deploy.keys import init
-from baton.tests.kubernetes.manifests import (
+from baton.tests.meta.kubernetes.manifests import (
     KUBERNETES,
     OVERLAYS,
     container_of,
@@ -24,7 +24,7 @@ from baton.tests.kubernetes.manifests import (
     validate,
     workload,
 )
-from baton.tests.kubernetes.policies import Pod, is_allowed, labels_of, selects
+from baton.tests.meta.kubernetes.policies import Pod, is_allowed, labels_of, selects
 
 ROLES = {"router": RouterConfig, "prefill": PrefillConfig, "decode": DecodeConfig}
 kubectl = needs("kubectl")

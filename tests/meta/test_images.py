@@ -14,7 +14,7 @@ from baton.cluster.errors import BatonError
 from baton.deploy import alive, image_locks, lock
 from baton.deploy.image_locks import DEVICES, EXTRAS, IMAGES, UNUSED
 from baton.deploy.lock import LOCK, PINS, normalised, requirements
-from baton.tests.kubernetes.manifests import KUBERNETES, ROOT, needs, run
+from baton.tests.meta.kubernetes.manifests import KUBERNETES, ROOT, needs, run
 from packaging.requirements import Requirement
 
 DEPLOY = ROOT / "deploy"
