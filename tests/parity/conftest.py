@@ -38,14 +38,26 @@ class Reference:
 
 @pytest.fixture(scope="session")
 def target(toy_checkpoint: Callable[..., Path]) -> Path:
-    """A random target of 12 layers."""
-    return toy_checkpoint("llama", num_hidden_layers=12)
+    """A random target of few layers: what takes long is the capture of each."""
+    return toy_checkpoint("llama", num_hidden_layers=4)
 
 
 @pytest.fixture(scope="session")
 def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random head for it, with the default layers."""
-    return write_head(tmp_path_factory.mktemp("head"), head_config(2), head_tensors())
+    """A random head for `target`."""
+    return write_head(tmp_path_factory.mktemp("head"), head_config(2, (0, 1, 3)), head_tensors())
+
+
+@pytest.fixture(scope="session")
+def deep_target(toy_checkpoint: Callable[..., Path]) -> Path:
+    """A random target of 12 layers, for tests of which layers the features come from."""
+    return toy_checkpoint("llama", num_hidden_layers=12)
+
+
+@pytest.fixture(scope="session")
+def deep_head(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random head for `deep_target`, with the default layers."""
+    return write_head(tmp_path_factory.mktemp("deep_head"), head_config(2), head_tensors())
 
 
 @pytest.fixture(scope="session")
