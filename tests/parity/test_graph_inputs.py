@@ -35,6 +35,17 @@ from baton.tests.parity.toy_models import reference_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
+
+@pytest.fixture
+def target(deep_target):
+    return deep_target
+
+
+@pytest.fixture
+def head(deep_head):
+    return deep_head
+
+
 IDS = (9, 1, 5)
 FIVE = (7, 0, 10, 4, 2)
 EXTEND, VERIFY = ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY

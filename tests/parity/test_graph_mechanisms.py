@@ -29,6 +29,17 @@ from baton.tests.parity.toy_models import reference_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
+
+@pytest.fixture
+def target(deep_target: Path) -> Path:
+    return deep_target
+
+
+@pytest.fixture
+def head(deep_head: Path) -> Path:
+    return deep_head
+
+
 IDS = (9, 1, 5)
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=12, ignore_eos=True)
 
