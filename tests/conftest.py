@@ -39,6 +39,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
     """Files in the order of their collection, each in one process; the matrix of paths on a device goes by engine.
 
+    All files of `faults` go to one process: their rows have deadlines, and two rows at once would miss them.
+
     The dist mode `loadgroup` would be the documented way, but the marks of pytest-xdist 3.8 get lost in pytest 9.
     """
     from xdist.scheduler import LoadScopeScheduling
@@ -46,7 +48,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
     class Files(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             path, _, test = nodeid.removeprefix("tests/").partition("::")
-            return "-".join(test.partition("[")[2].split("-")[:4]) if path == MATRIX else path
+            if path == MATRIX:
+                return "-".join(test.partition("[")[2].split("-")[:4])
+            return "faults" if path.startswith("faults/") else path
 
     config.option.loadscopereorder = False  # it would begin with the files of the most tests
     return Files(config, log)
