@@ -1,12 +1,12 @@
-# baton. `make demo` shows the whole road on this machine, `make test` runs lint, types and the CPU test suite.
+# baton. `make demo` shows the whole road on this machine, `make test` runs lint, types and the first tier of the tests.
 #
 #   PYTHON=python3.12    the interpreter that makes .venv; default: the first >= 3.10 found
 #   TORCH_INDEX=URL      where torch comes from besides pip's own index; default: PyTorch's CPU wheels, unless there is
 #                        an NVIDIA driver; TORCH_INDEX= (empty): pip's own index only
 #   ARGS=...             arguments of `baton demo`, such as --once
-#   TESTS=...            what `make test` runs; default: all
+#   TESTS=...            the files or folders that the three test commands look at; default: all
 #   SEEDS=N              how many seeds `make sim` plays; default: 20000
-#   SPREAD=              tests in one process; default: -n 2, one waits for processes and sockets, one computes
+#   SPREAD=              tests in one process; default: -n 2, two of them
 #   ROWS=F01,F08         what `make faults` plays; default: all
 #   SHARDS=6             so many of them at a time, each on two cores of its own
 #   JUDGES=openai        which judges `make judges` asks; default: all
@@ -41,12 +41,13 @@ VERSION := $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' __init__.py)
 
 MODEL ?= $(HOME)/.cache/baton/models/smollm2-135m-instruct
 
-.PHONY: bench-router help venv install model demo lint sim test test-full faults judges deploy-check lock image sbom clean
+.PHONY: bench-router help venv install model demo lint sim test test-cluster test-full faults judges deploy-check lock image sbom clean
 
 help:
 	@printf '%s\n' 'make demo       a cluster on this machine answers one request (ARGS=--once: then stops)' \
-	  'make test       lint, types, CPU tests (TESTS=tests/unit: some of them)' \
-	  'make test-full  the slow tests too' \
+	  'make test       lint, types, the first tier of the tests: minutes (TESTS=tests/unit: some of them)' \
+	  'make test-cluster  the second tier: clusters of real processes, faults, the real model' \
+	  'make test-full  lint, types and every test' \
 	  'make faults     real processes die, hang and leave: the table of faults (ROWS=F01,F08: some of them)' \
 	  'make deploy-check  units, manifests and chart, asked of systemd, kubectl and helm where they are installed' \
 	  'make judges     clients that others wrote: openai, litellm, schemathesis, lm-eval and more (JUDGES=openai: some of them)' \
@@ -101,11 +102,19 @@ lint: install
 	cd .lint && ../$(BIN)/mypy --config-file ../pyproject.toml --cache-dir ../.mypy_cache \
 	  $(addprefix baton/,__init__.py __main__.py $(FOLDERS))
 
-test: lint model
-	$(BIN)/pytest $(SPREAD) -m 'not slow and not gpu' --durations=15 $(TESTS)
+# A test's tier is in its markers: tests/meta/tiers.py. The first tier computes lint and types beside its tests.
+PYTEST := $(BIN)/pytest $(SPREAD)
+
+test: model
+	@mkdir -p .lint; $(MAKE) --no-print-directory lint >.lint/report 2>&1 & lint=$$!; failed=0; \
+	  $(PYTEST) -m 'not cluster and not slow and not gpu' --durations=15 $(TESTS) || failed=$$?; \
+	  wait $$lint || failed=$$?; cat .lint/report; exit $$failed
+
+test-cluster: model
+	$(PYTEST) -m 'cluster and not slow and not gpu' --durations=15 $(TESTS)
 
 test-full: lint model
-	$(BIN)/pytest $(SPREAD) --durations=30 $(TESTS)
+	$(PYTEST) --durations=30 $(TESTS)
 
 faults: install
 	$(BIN)/python tests/faults/run.py $(if $(ROWS),--rows $(ROWS)) $(if $(SHARDS),--shards $(SHARDS))
@@ -113,8 +122,8 @@ faults: install
 # with the tools themselves: apt-get install systemd, and kubectl; helm and hadolint come with the tests; what is missing is
 # skipped and named
 deploy-check: install
-	$(BIN)/pytest -rs tests/unit/test_units.py tests/unit/test_kubernetes.py tests/unit/test_helm.py tests/unit/test_key_secret.py \
-	  tests/unit/test_images.py tests/kubernetes tests/cluster/test_managed.py tests/cluster/test_systemd_run.py
+	$(BIN)/pytest -rs tests/unit/test_units.py tests/meta/test_kubernetes.py tests/meta/test_helm.py tests/unit/test_key_secret.py \
+	  tests/meta/test_images.py tests/meta/kubernetes tests/cluster/test_managed.py tests/cluster/test_systemd_run.py
 
 # the judges live apart, so that their dependencies cannot change what is judged
 .judges/.installed: tests/judges/requirements.txt tests/judges/frameworks.txt | $(BIN)/python

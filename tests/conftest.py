@@ -6,11 +6,9 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from baton.tests.meta.tiers import mark_tiers
 
-HERE = Path(__file__).resolve().parent
 MATRIX = "gpu/test_path_matrix.py"  # its ids begin with the four fields that say which engine
-# Tests that wait for real processes and sockets: one at a time, so that their deadlines hold beside one that computes.
-WAITING = ("cluster", "faults", "parity/test_cluster_tokens.py", "parity/test_guided_model.py")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -31,10 +29,17 @@ def pytest_configure(config: pytest.Config) -> None:
         settings.load_profile("baton")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Before `-m` looks at the markers."""
+    mark_tiers(items)
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
-    """Files in the order of their collection, each in one process; those of WAITING come first, all in one process, and the
-    matrix of paths on a device goes by engine.
+    """Files in the order of their collection, each in one process; the matrix of paths on a device goes by engine.
+
+    All files of `faults` go to one process: their rows have deadlines, and two rows at once would miss them.
 
     The dist mode `loadgroup` would be the documented way, but the marks of pytest-xdist 3.8 get lost in pytest 9.
     """
@@ -45,7 +50,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
             path, _, test = nodeid.removeprefix("tests/").partition("::")
             if path == MATRIX:
                 return "-".join(test.partition("[")[2].split("-")[:4])
-            return "processes" if path.startswith(WAITING) else path
+            return "faults" if path.startswith("faults/") else path
 
     config.option.loadscopereorder = False  # it would begin with the files of the most tests
     return Files(config, log)

@@ -12,7 +12,7 @@ from baton.deploy.keys.api_keys import add
 from baton.deploy.packaging import alive
 from baton.tests.cluster.certificates import DAY, Authority, pem
 from baton.tests.cluster.router_fakes import BODY, until
-from baton.tests.kubernetes.secret_volume import SecretVolume
+from baton.tests.meta.kubernetes.secret_volume import SecretVolume
 
 
 @pytest.fixture(scope="module")

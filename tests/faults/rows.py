@@ -24,7 +24,7 @@ MODULES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One row of the table; `settings` are those of its cluster, `is_quick` puts it into `make test`."""
+    """One row of the table; `settings` are those of its cluster, `is_quick` puts it into `make test-cluster`."""
 
     name: str
     fault: str

@@ -18,8 +18,8 @@ from baton.tests.faults.places import CLIENT
 from baton.tests.faults.rows import row
 from baton.tests.faults.rows_network import finished, placed_again, told
 from baton.tests.faults.traffic import Ask, Call, workload
-from baton.tests.kubernetes.pods import ENDS, PORTS, Pods, allowed
-from baton.tests.kubernetes.policies import shipped
+from baton.tests.meta.kubernetes.pods import ENDS, PORTS, Pods, allowed
+from baton.tests.meta.kubernetes.policies import shipped
 
 COLD = {"decode": {"prefix-cache": "off"}}  # decode pulls what it had before, too
 LOSS, HEAVY_LOSS = 5, 30  # percent

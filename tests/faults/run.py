@@ -41,7 +41,7 @@ PORTS_PER_SHARD = 1500
 def main() -> int:
     parser = argparse.ArgumentParser(prog="make faults")
     parser.add_argument("--rows", default="", help="names, separated by commas; empty: all")
-    parser.add_argument("--quick", action="store_true", help="only the rows that `make test` plays")
+    parser.add_argument("--quick", action="store_true", help="only the rows that `make test-cluster` plays")
     parser.add_argument(
         "--shards", type=int, default=1, help="so many rows at a time, each on two cores of its own"
     )

@@ -1,4 +1,4 @@
-"""Every row of the fault table holds; the quick ones are in `make test`."""
+"""Every row of the fault table holds; the quick ones are in `make test-cluster`."""
 
 import pytest
 from baton.tests.faults.bed import Bed

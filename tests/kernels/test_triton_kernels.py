@@ -7,10 +7,17 @@ from baton.tests.kernels.attention_cases import attention_cases, tree_cases
 from baton.tests.kernels.cases import pool_cases, rows_cases
 from baton.tests.kernels.choice_cases import choice_cases
 
-CASES = [*rows_cases(), *pool_cases(), *attention_cases(), *tree_cases(), *choice_cases()]
+QUICK_ATTENTION = list(attention_cases(is_whole=False))
+CASES = [
+    pytest.param(*case, id=case[0].__name__[6:], marks=[] if case in QUICK_ATTENTION else pytest.mark.slow)
+    for case in attention_cases()
+] + [
+    pytest.param(*case, id=case[0].__name__[6:])
+    for case in (*rows_cases(), *pool_cases(), *tree_cases(), *choice_cases())
+]
 
 
-@pytest.mark.parametrize(("check", "arguments"), CASES, ids=[check.__name__[6:] for check, _ in CASES])
+@pytest.mark.parametrize(("check", "arguments"), CASES)
 def test_kernel_equals_its_definition(
     check: Callable[..., None], arguments: tuple[object, ...], interpreter: None
 ):

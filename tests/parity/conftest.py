@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -38,14 +38,26 @@ class Reference:
 
 @pytest.fixture(scope="session")
 def target(toy_checkpoint: Callable[..., Path]) -> Path:
-    """A random target of 12 layers."""
-    return toy_checkpoint("llama", num_hidden_layers=12)
+    """A random target of few layers: what takes long is the capture of each."""
+    return toy_checkpoint("llama", num_hidden_layers=4)
 
 
 @pytest.fixture(scope="session")
 def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random head for it, with the default layers."""
-    return write_head(tmp_path_factory.mktemp("head"), head_config(2), head_tensors())
+    """A random head for `target`."""
+    return write_head(tmp_path_factory.mktemp("head"), head_config(2, (0, 1, 3)), head_tensors())
+
+
+@pytest.fixture(scope="session")
+def deep_target(toy_checkpoint: Callable[..., Path]) -> Path:
+    """A random target of 12 layers, for tests of which layers the features come from."""
+    return toy_checkpoint("llama", num_hidden_layers=12)
+
+
+@pytest.fixture(scope="session")
+def deep_head(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random head for `deep_target`, with the default layers."""
+    return write_head(tmp_path_factory.mktemp("deep_head"), head_config(2), head_tensors())
 
 
 @pytest.fixture(scope="session")
@@ -75,20 +87,35 @@ def smollm2_tokenizer(smollm2_dir: Path) -> transformers.PreTrainedTokenizerBase
 def reference_greedy(
     smollm2_dir: Path, smollm2_tokenizer: transformers.PreTrainedTokenizerBase
 ) -> dict[str, Reference]:
-    """References of all PROMPTS by name, from the cache where model, prompt and versions are the same."""
-    prompts = {prompt.name: prompt.token_ids(smollm2_tokenizer) for prompt in PROMPTS}
-    paths = {name: _path(smollm2_dir, ids) for name, ids in prompts.items()}
-    load = functools.cache(lambda: _load(smollm2_dir))
-    for waits in (
-        False,
-        True,
-    ):  # a test process beside this one makes some of them: those that it is at come last
-        for i, (name, path) in enumerate(paths.items()):
-            with contextlib.ExitStack() as stack:
-                if not path.is_file() and stack.enter_context(_alone(i, waits=waits)) and not path.is_file():
-                    _write(path, json.dumps(asdict(_greedy(load(), name, prompts[name]))))
-    found = [Reference(**json.loads(path.read_text(encoding="utf-8"))) for path in paths.values()]
+    """References of all PROMPTS by name."""
+    found = few_references(smollm2_dir, smollm2_tokenizer, [prompt.name for prompt in PROMPTS])
     return {reference.name: reference for reference in found}
+
+
+def few_references(
+    smollm2_dir: Path, smollm2_tokenizer: transformers.PreTrainedTokenizerBase, names: Sequence[str]
+) -> list[Reference]:
+    """References of these prompts, from the cache on disk where model, prompt and versions are the same."""
+    prompts = {p.name: p.token_ids(smollm2_tokenizer) for p in PROMPTS if p.name in names}
+    paths = {name: _path(smollm2_dir, prompts[name]) for name in names}
+    load = functools.cache(lambda: _load(smollm2_dir))
+    # Another test process may compute some of them: those are waited for last.
+    for waits in (False, True):
+        for name, path in paths.items():
+            with contextlib.ExitStack() as stack:
+                number = _number(name)
+                if (
+                    not path.is_file()
+                    and stack.enter_context(_alone(number, waits=waits))
+                    and not path.is_file()
+                ):
+                    _write(path, json.dumps(asdict(_greedy(load(), name, prompts[name]))))
+    return [Reference(**json.loads(path.read_text(encoding="utf-8"))) for path in paths.values()]
+
+
+def _number(name: str) -> int:
+    """The prompt's place among PROMPTS: the byte of the lock file that stands for it."""
+    return [prompt.name for prompt in PROMPTS].index(name)
 
 
 def _path(model_dir: Path, prompt_ids: list[int]) -> Path:

@@ -16,7 +16,7 @@ import torch
 from baton.engine.graph_set import GraphSet
 from baton.engine.graphs.backend import GraphBackend
 from baton.engine.graphs.cuda import CudaBackend
-from baton.engine.graphs.tape.tape.tape.tape.tape.tape.tape import TapeBackend
+from baton.engine.graphs.tape.tape.tape.tape.tape.tape.tape.tape import TapeBackend
 from baton.engine.sampling_params import SamplingParams
 from baton.tests.parity.eagle3_engine import Engine
 from baton.tests.parity.eagle3_toys import (
@@ -43,7 +43,7 @@ from baton.tests.parity.overlap_engine import overlapped, run_ahead
 from baton.tests.parity.toy_engine import random_ids
 from baton.tests.parity.toy_models import reference_model, write_toy_checkpoint
 
-LAYERS, STEPS = 12, 3
+LAYERS, STEPS = 9, 3
 MAX_BATCH, MAX_TOKENS = 6, 24  # buckets 1, 2, 4, 6 and 1, 2, 4, 8, 16, 24
 PATHS = {"full": FULL, "breakable": BREAKABLE, "eager": set()}
 SIZES = {
@@ -53,7 +53,7 @@ SIZES = {
     "edge + 1": (5, 17),
     "above": (9, 25),
 }  # requests, tokens
-AUX_IDS = {"default": (1, 5, 8), "custom": (2, 3, 7), "unsorted": (8, 1, 5), "last layer": (0, 5, 11)}
+AUX_IDS = {"default": (1, 3, 5), "custom": (2, 3, 7), "unsorted": (7, 1, 5), "last layer": (0, 5, 8)}
 SHAPES = {"chain": {"steps": STEPS}, "tree": {"steps": STEPS, "topk": 2, "tokens": 8}}
 STATES = ("fresh", "churned")
 PAIRS = ("random", "oracle")

@@ -28,6 +28,17 @@ from baton.tests.parity.toy_models import reference_greedy, reference_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
+
+@pytest.fixture
+def target(deep_target: Path) -> Path:
+    return deep_target
+
+
+@pytest.fixture
+def head(deep_head: Path) -> Path:
+    return deep_head
+
+
 PROMPTS = ([5, 9, 200, 31, 7, 7, 90, 18, 3], [17], list(range(40, 64)), [250, 3, 250, 3, 250, 3])
 
 

@@ -16,7 +16,7 @@ from baton.engine.graphs.breakable import ReplayContext
 from baton.engine.graphs.bucketed_graphs import BatchShape, GraphFamily, GraphLimits
 from baton.engine.graphs.graph_pool import GraphKind, GraphPool
 from baton.engine.graphs.static import load_rows
-from baton.engine.graphs.tape.tape.tape.tape.tape.tape.tape import TapeBackend
+from baton.engine.graphs.tape.tape.tape.tape.tape.tape.tape.tape import TapeBackend
 from baton.engine.graphs.token_graphs import attend_real_rows
 from baton.engine.kv.pool import FeaturePlane, KVPool
 from baton.engine.models.llama import LlamaForCausalLM
@@ -34,6 +34,17 @@ from baton.tests.parity.toy_engine import PAGE_SIZE, ToyEngine, random_ids
 from baton.tests.parity.toy_models import reference_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture
+def target(deep_target):
+    return deep_target
+
+
+@pytest.fixture
+def head(deep_head):
+    return deep_head
+
 
 IDS = (9, 1, 5)
 FIVE = (7, 0, 10, 4, 2)

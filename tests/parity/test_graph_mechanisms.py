@@ -12,7 +12,7 @@ from baton.engine.graph_set import GraphSet
 from baton.engine.graphs.bucketed_graphs import EAGER
 from baton.engine.graphs.errors import GraphError, StaleGraph
 from baton.engine.graphs.graph_pool import FallbackReason, GraphKind
-from baton.engine.graphs.tape.tape.tape.tape.tape.tape.tape import TapeBackend
+from baton.engine.graphs.tape.tape.tape.tape.tape.tape.tape.tape import TapeBackend
 from baton.engine.kv.page_table import build_page_table, slots_for
 from baton.engine.loader import EngineLoader
 from baton.engine.runner.lifecycle import Phase
@@ -29,16 +29,50 @@ from baton.tests.parity.toy_models import reference_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
+
+@pytest.fixture
+def target(deep_target: Path) -> Path:
+    return deep_target
+
+
+@pytest.fixture
+def head(deep_head: Path) -> Path:
+    return deep_head
+
+
 IDS = (9, 1, 5)
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=12, ignore_eos=True)
 
 
-@pytest.fixture
-def toy(target: Path) -> ToyEngine:
+class Captured(ToyEngine):
+    """With its graphs, and what they had counted when the test began."""
+
+    def __init__(self, target: Path) -> None:
+        super().__init__(target, aux=IDS)
+        self.graphs = capture(self.runner, memory=arena(), num_rows=2)
+        self.before: dict[str, float] = {}
+
+    def start(self) -> None:
+        """As if no request had come."""
+        self.pool.kv.zero_()
+        self.free += [page for pages in self.pages.values() for page in pages]
+        self.pages, self.lengths = {}, {}
+        self.before = self.graphs.counters()
+
+    def counted(self, name: str) -> float:
+        return self.graphs.counters()[name] - self.before.get(name, 0)
+
+
+@pytest.fixture(scope="module")
+def captured(deep_target: Path, one_thread: None) -> Captured:
     """Both target kinds, two rows per request, up to 4 requests and 24 tokens."""
-    toy = ToyEngine(target, aux=IDS)
-    toy.graphs = capture(toy.runner, memory=arena(), num_rows=2)
-    return toy
+    return Captured(deep_target)
+
+
+@pytest.fixture
+def toy(captured: Captured) -> Captured:
+    captured.start()
+    return captured
 
 
 def batch_of(
@@ -49,8 +83,9 @@ def batch_of(
     return batch
 
 
-def fallbacks(graphs: GraphSet) -> dict[str, float]:
-    return {key: count for key, count in graphs.counters().items() if "fallback" in key}
+def fallbacks(graphs: GraphSet, before: dict[str, float] | None = None) -> dict[str, float]:
+    counted = {key: count - (before or {}).get(key, 0) for key, count in graphs.counters().items()}
+    return {key: count for key, count in counted.items() if "fallback" in key and count}
 
 
 # --- M1: aux capture --------------------------------------------------------------------------------------------------
@@ -217,7 +252,7 @@ def test_m2_3_prefill_at_bucket_edges_equals_eager_and_what_is_larger_is_counted
     torch.testing.assert_close(output.hidden, expected.hidden, atol=1e-4, rtol=1e-4)
     assert torch.equal(output.logits.argmax(-1), expected.logits.argmax(-1))
     assert output.path == ("breakable" if count <= 24 else "eager")
-    assert fallbacks(toy.graphs) == (
+    assert fallbacks(toy.graphs, toy.before) == (
         {} if count <= 24 else {"graph_fallback_target_prefill_tokens_over_max": 1}
     )
 
@@ -232,7 +267,7 @@ def test_m2_8_padding_writes_to_the_sink_only(toy):
         slots = {int(page) * PAGE_SIZE + int(offset) for page, offset in changed}
         assert slots == set(batch.slots.tolist())
         assert toy.pool.kv[0].count_nonzero() == 0
-    assert toy.graphs.counters()["graph_pad_rows_target_prefill"] == 4
+    assert toy.counted("graph_pad_rows_target_prefill") == 4
 
 
 # --- M3: idle rows and widths -----------------------------------------------------------------------------------------
@@ -364,7 +399,7 @@ def test_a_verify_of_another_shape_has_no_graph(toy):
     output = toy.runner.forward(batch_of(toy, ("a", [1, 2, 3]), mode=ForwardMode.TARGET_VERIFY))
     mixed = toy.runner.forward(batch_of(toy, ("b", [1, 2]), ("c", [1]), mode=ForwardMode.TARGET_VERIFY))
     assert (output.path, mixed.path) == ("eager", "eager")
-    assert fallbacks(toy.graphs) == {"graph_fallback_target_verify_verify_mode": 2}
+    assert fallbacks(toy.graphs, toy.before) == {"graph_fallback_target_verify_verify_mode": 2}
 
 
 def test_more_context_than_planned_runs_eagerly(target):
@@ -382,4 +417,4 @@ def test_the_predicate_answers_once_per_batch_and_the_answer_travels(toy):
     assert first.reason is FallbackReason.TOKENS_OVER_MAX
     toy.runner.forward(batch)
     assert batch.decision is first
-    assert sum(fallbacks(toy.graphs).values()) == 1
+    assert sum(fallbacks(toy.graphs, toy.before).values()) == 1

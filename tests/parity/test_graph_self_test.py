@@ -1,5 +1,7 @@
 """The start-up self-test finds graphs that differ from the eager path; and what becomes of their batches."""
 
+from pathlib import Path
+
 import pytest
 from baton.engine.config import EngineConfig
 from baton.engine.graph_self_test import SelfTest
@@ -12,6 +14,17 @@ from baton.tests.parity.overlap_engine import overlapped, run_ahead
 from baton.tests.parity.toy_engine import ToyEngine, random_ids
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture
+def target(deep_target: Path) -> Path:
+    return deep_target
+
+
+@pytest.fixture
+def head(deep_head: Path) -> Path:
+    return deep_head
+
 
 IDS = (9, 1, 5)
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=12, ignore_eos=True)

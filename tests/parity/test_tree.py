@@ -366,10 +366,10 @@ def test_graphs_grow_the_same_trees_and_draft_rows(target: Path, head: Path) -> 
     assert bool(found[0][1].flatten(2).any(dim=2).all()), "every draft row was written"
 
 
-def test_children_are_those_of_a_full_recompute_of_their_branch(target: Path, head: Path) -> None:
+def test_children_are_those_of_a_full_recompute_of_their_branch(deep_target: Path, deep_head: Path) -> None:
     tensors = head_tensors()
     for prompt in PROMPTS:
-        engine = tree(target, head, (3, 3, 22))  # all that is drafted
+        engine = tree(deep_target, deep_head, (3, 3, 22))  # all that is drafted
         request = engine.prefill(prompt, greedy())
         ids, grown = list(request.all_ids), []
         propose = engine.drafter.propose_tree
@@ -382,6 +382,6 @@ def test_children_are_those_of_a_full_recompute_of_their_branch(target: Path, he
         assert len(set(parents)) == 1 + 1 + 3 + 3, "none's, the root's, and three of each level's"
         for node in sorted(set(parents[1:])):
             children = {found[child][-1] for child, parent in enumerate(parents) if parent == node}
-            assert children == set(recomputed_children(target, tensors, ids, found[node], 3)), (
+            assert children == set(recomputed_children(deep_target, tensors, ids, found[node], 3)), (
                 f"behind {found[node]}"
             )

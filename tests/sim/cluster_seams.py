@@ -20,11 +20,11 @@ from baton.kvtransfer.transports.endpoint import Delivered
 from baton.kvtransfer.transports.sender_endpoint import SenderEndpoint
 from baton.prefill.queues import PrefillState
 from baton.prefill.worker import PrefillWorker
-from baton.router.rooms.room.attempt import Attempt
-from baton.router.rooms.room.effects import Deliver, Freed
-from baton.router.rooms.room.pending_cancels import PendingCancels
-from baton.router.rooms.room.retries import RetryBudget
-from baton.router.rooms.room.room import Room, quarantine
+from baton.router.rooms.room.room.attempt import Attempt
+from baton.router.rooms.room.room.effects import Deliver, Freed
+from baton.router.rooms.room.room.pending_cancels import PendingCancels
+from baton.router.rooms.room.room.retries import RetryBudget
+from baton.router.rooms.room.room.room import Room, quarantine
 from baton.router.scheduling.dispatcher import Dispatcher
 from baton.router.workers import eligibility
 from baton.router.workers.registration import Registration

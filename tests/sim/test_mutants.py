@@ -71,17 +71,9 @@ def test_every_defence_has_its_seeds():
 
 
 @pytest.mark.parametrize("name", SEEDS)
-def test_a_missing_defence_is_noticed(name):
-    switched_off, options = SEAMS[name]()
-    with switched_off:
-        violations = (run(seed, options).violation for seed in SEEDS[name])
-        assert any(violations), f"no seed notices that the defence is off: {name}; see the top of this file"
-
-
-@pytest.mark.parametrize("name", SEEDS)
-def test_with_the_defence_the_same_seeds_break_nothing(name):
-    _, options = SEAMS[name]()
-    assert [run(seed, options).violation for seed in SEEDS[name]] == [""] * len(SEEDS[name])
+def test_a_missing_defence_is_noticed_by_a_seed_that_holds_with_it(name):
+    noticed = any(kills(name, seed) for seed in SEEDS[name])
+    assert noticed, f"no seed notices that the defence is off: {name}; see the top of this file"
 
 
 @pytest.mark.slow

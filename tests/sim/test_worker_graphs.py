@@ -16,8 +16,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.fixture(scope="module")
 def random_pair(toy_checkpoint, tmp_path_factory):
-    target = toy_checkpoint("llama", num_hidden_layers=12)
-    return target, write_head(tmp_path_factory.mktemp("head"), head_config(2), head_tensors())
+    target = toy_checkpoint("llama", num_hidden_layers=4)
+    return target, write_head(tmp_path_factory.mktemp("head"), head_config(2, (0, 1, 3)), head_tensors())
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from baton.cluster.security import api_keys
 from baton.cluster.security.api_keys import LOOK_AGAIN_S, ApiKeys, read_api_keys, write_api_keys
 from baton.deploy.keys.api_keys import add, revoke
 from baton.deploy.keys.keys import main
-from baton.tests.kubernetes.secret_volume import SecretVolume
+from baton.tests.meta.kubernetes.secret_volume import SecretVolume
 
 ENTRY = '{"id":"00000001","name":"a","sha256":"' + "0" * 64 + '"}'
 

@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 from baton.cluster.security.keyring import PEERS, read_key, read_peers
 from baton.deploy.keys import keys
-from baton.tests.kubernetes.manifests import validate
+from baton.tests.meta.kubernetes.manifests import validate
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec

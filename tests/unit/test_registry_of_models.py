@@ -10,7 +10,7 @@ from baton.engine.errors import CheckpointError
 from baton.engine.models.config import read_dense_config
 from baton.engine.models.llama import LlamaForCausalLM
 from baton.engine.models.registry import MODELS, ModelEntry, build_model, load_model_config
-from baton.tests.source_trees import package_files
+from baton.tests.meta.source_trees import package_files
 from baton.tests.unit.test_model_config import write
 
 

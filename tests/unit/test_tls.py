@@ -8,7 +8,7 @@ from baton.cluster.errors import ConfigError
 from baton.cluster.security.tls_faults import tls_fault
 from baton.router.http.tls import LOOK_AGAIN_S, Certificate, certificate_of
 from baton.tests.cluster.certificates import DAY, Authority, pem
-from baton.tests.kubernetes.secret_volume import SecretVolume
+from baton.tests.meta.kubernetes.secret_volume import SecretVolume
 from cryptography.hazmat.primitives.serialization import Encoding
 
 ISSUER = Authority()

@@ -27,10 +27,11 @@ UNFILLED = frozenset(
 
 
 class StepMaker:
-    """Makes steps; remembers which overload writes into a given output."""
+    """Makes steps; remembers which overload writes into a given output, and which binding leads to an overload."""
 
     def __init__(self) -> None:
         self._out_overloads: dict[OpOverload, OpOverload | None] = {}
+        self._bindings: dict[object, Callable[..., object]] = {}
 
     def make(self, call: Call, outputs: Sequence[torch.Tensor | None]) -> Step | None:
         """The step that repeats `call`; None when there is nothing to do.
@@ -40,22 +41,31 @@ class StepMaker:
         func, args, kwargs = call
         fresh = [output for output in outputs if output is not None]
         if not fresh:
-            return _fastest(call) if func._schema.is_mutable else None
+            return self._fastest(call) if func._schema.is_mutable else None
         if func._schema.name in UNFILLED:
             return None
         if func._schema.is_mutable:
-            return partial(_run_and_copy, _fastest(call), outputs)
+            return partial(_run_and_copy, self._fastest(call), outputs)
         if func._schema.name in COPYING:
             return partial(fresh[0].copy_, next(tensors_of(args)))
         into = self._out_overload(func)
         if into is not None and len(outputs) == 1:
-            return _fastest((into, args, kwargs | {"out": fresh[0]}))
-        return partial(_run_and_copy, _fastest(call), outputs)
+            return self._fastest((into, args, kwargs | {"out": fresh[0]}))
+        return partial(_run_and_copy, self._fastest(call), outputs)
 
     def _out_overload(self, func: OpOverload) -> OpOverload | None:
         if func not in self._out_overloads:
             self._out_overloads[func] = _find_out_overload(func)
         return self._out_overloads[func]
+
+    def _fastest(self, call: Call) -> Step:
+        func, args, kwargs = call
+        taken = {argument.name for argument in func._schema.arguments}
+        kwargs = {name: value for name, value in kwargs.items() if name in taken}
+        key = (func, _signature((args, kwargs), []))
+        if key not in self._bindings:
+            self._bindings[key] = _find_binding((func, args, kwargs))
+        return partial(self._bindings[key], *args, **kwargs)
 
 
 def _find_out_overload(func: OpOverload) -> OpOverload | None:
@@ -94,15 +104,27 @@ def _run_and_copy(run: Step, outputs: Sequence[torch.Tensor | None]) -> None:
             output.copy_(result)
 
 
-def _fastest(call: Call) -> Step:
+def _signature(nest: object, seen: list[torch.Tensor]) -> object:
+    """Hashable; equal for calls that differ in the contents, sizes and places of their tensors alone."""
+    if isinstance(nest, torch.Tensor):
+        place = next((i for i, tensor in enumerate(seen) if tensor is nest), len(seen))
+        if place == len(seen):
+            seen.append(nest)
+        return place, nest.dtype, nest.dim()
+    if isinstance(nest, dict):
+        return tuple((name, _signature(value, seen)) for name, value in nest.items())
+    if isinstance(nest, (tuple, list)):
+        return type(nest), *(_signature(item, seen) for item in nest)
+    return type(nest), nest
+
+
+def _find_binding(call: Call) -> Callable[..., object]:
+    """The Python binding that leads to the call's overload; the overload itself when there is none."""
     func, args, kwargs = call
-    taken = {argument.name for argument in func._schema.arguments}
-    call = (func, args, {name: value for name, value in kwargs.items() if name in taken})
     for binding in _bindings(func):
-        step = partial(binding, *args, **call[2])
-        if _asks_for(step, call):
-            return step
-    return partial(func, *args, **call[2])
+        if _asks_for(partial(binding, *args, **kwargs), call):
+            return binding
+    return func
 
 
 def _bindings(func: OpOverload) -> Iterator[Callable[..., object]]:

@@ -14,7 +14,7 @@ from pathlib import Path
 import yaml
 
 Labels = Mapping[str, str]
-MANIFESTS = Path(__file__).resolve().parents[2] / "deploy" / "packaging" / "kubernetes" / "base"
+MANIFESTS = Path(__file__).resolve().parents[3] / "deploy" / "packaging" / "kubernetes" / "base"
 HOOKS = {
     "Ingress": ("from", "input", "saddr"),
     "Egress": ("to", "output", "daddr"),

@@ -7,8 +7,8 @@ import itertools
 import pytest
 from baton.tests.faults.netns import missing
 from baton.tests.faults.places import BULK, CLIENT, CONTROL, KV, METRICS, Lan
-from baton.tests.kubernetes.pods import ENDS, Pods, allowed
-from baton.tests.kubernetes.policies import shipped
+from baton.tests.meta.kubernetes.pods import ENDS, Pods, allowed
+from baton.tests.meta.kubernetes.policies import shipped
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "hosts can be made")
 

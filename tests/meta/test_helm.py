@@ -7,7 +7,7 @@ import sys
 import baton
 import pytest
 import yaml
-from baton.tests.kubernetes.manifests import (
+from baton.tests.meta.kubernetes.manifests import (
     CHART,
     KUBERNETES,
     OVERLAYS,

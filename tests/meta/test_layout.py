@@ -7,7 +7,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from baton.tests.source_trees import ROOT, Source, files_of_tests, forget, package_files
+from baton.tests.meta.source_trees import ROOT, Source, files_of_tests, forget, package_files
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -392,7 +392,7 @@ def test_circles_between_sub_folders_are_seen():
 def test_what_an_island_may_not_know_is_seen():
     known = {
         "baton.router.errors",
-        "baton.router.rooms.room.b",
+        "baton.router.rooms.room.room.b",
         "baton.router.workers.a",
         "baton.cluster.protocol.messages",
     }

@@ -12,7 +12,7 @@ from baton.cluster.config.roles import DecodeConfig, PrefillConfig, RouterConfig
 from baton.cluster.telemetry.metrics import RouterMetrics, RouterRecord
 from baton.deploy.cli.findings import OK, check_keys
 from baton.deploy.keys.keys import init
-from baton.tests.kubernetes.manifests import (
+from baton.tests.meta.kubernetes.manifests import (
     KUBERNETES,
     OVERLAYS,
     container_of,
@@ -25,7 +25,7 @@ from baton.tests.kubernetes.manifests import (
     validate,
     workload,
 )
-from baton.tests.kubernetes.policies import Pod, is_allowed, labels_of, selects
+from baton.tests.meta.kubernetes.policies import Pod, is_allowed, labels_of, selects
 
 ROLES = {"router": RouterConfig, "prefill": PrefillConfig, "decode": DecodeConfig}
 kubectl = needs("kubectl")

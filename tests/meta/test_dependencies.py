@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from baton.tests.lock_files import LOCK, PINS, pins_of
-from baton.tests.test_layout import Source, unsafe_violations
+from baton.tests.meta.test_layout import Source, unsafe_violations
 
 # Distributions whose code sees bytes of clients or peers, and the modules that are scanned.
 REACHED = {

@@ -1,4 +1,4 @@
-"""`python tests/kubernetes/pin_schemas.py DEFINITIONS POD_MONITOR_SPEC > tests/kubernetes/schemas-v1.34.json`.
+"""`python tests/meta/kubernetes/pin_schemas.py DEFINITIONS POD_MONITOR_SPEC > tests/meta/kubernetes/schemas-v1.34.json`.
 
 Cuts the schemas that the manifests' tests ask out of two public files, so that the tests need neither:
 

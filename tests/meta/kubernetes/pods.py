@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable, Mapping
 
 from baton.tests.faults.places import BULK, CLIENT, CONTROL, HTTP, KV, METRICS, Lan
-from baton.tests.kubernetes.policies import Pod, is_allowed, labels_of, ruleset
+from baton.tests.meta.kubernetes.policies import Pod, is_allowed, labels_of, ruleset
 
 Triple = tuple[str, str, int]  # source, target, port
 DNS = 53

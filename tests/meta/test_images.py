@@ -12,8 +12,8 @@ import yaml
 from baton.cluster.config.load import load_config
 from baton.cluster.config.roles import DecodeConfig, PrefillConfig, RouterConfig
 from baton.deploy.packaging import alive
-from baton.tests.kubernetes.manifests import KUBERNETES, ROOT, needs, run
 from baton.tests.lock_files import IMAGES, LOCK, PINS, pins_of
+from baton.tests.meta.kubernetes.manifests import KUBERNETES, ROOT, needs, run
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 

@@ -12,12 +12,12 @@ import jsonschema
 import pytest
 import yaml
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 KUBERNETES = ROOT / "deploy" / "packaging" / "kubernetes"
 CHART = ROOT / "deploy" / "packaging" / "helm" / "baton"
 OVERLAYS = ("cpu-demo", "single-node-gpu", "multi-node", "autoscaled", "secured")
 WORKLOADS = ("Deployment", "StatefulSet")
-SCHEMAS = json.loads((ROOT / "tests" / "kubernetes" / "schemas-v1.34.json").read_text())
+SCHEMAS = json.loads((Path(__file__).parent / "schemas-v1.34.json").read_text())
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast
 
 Document = dict[str, Any]
