@@ -40,7 +40,7 @@ from baton.cluster.protocol.messages import (
 )
 from baton.router.app import Router
 from baton.router.errors import bad_request
-from baton.router.rooms.room.room.effects import Timeouts
+from baton.router.rooms.effects import Timeouts
 from baton.router.sandbox.fork_server import ForkServer
 from baton.router.sandbox.frames import RENDERED
 from baton.router.sandbox.template_renderer import TemplateRenderer

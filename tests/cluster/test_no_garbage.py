@@ -3,7 +3,7 @@
 import httpx
 import pytest
 from baton.router.http.exchange import Exchange
-from baton.router.rooms.room.room.room import Room
+from baton.router.rooms.room import Room
 from baton.router.scheduling.inbox import Inbox
 from baton.router.scheduling.request_state import Entry, Request
 from baton.tests.cluster.router_fakes import ANSWER, MODEL, RunningRouter, Script, until, without_collector

@@ -7,7 +7,7 @@ from dataclasses import replace
 import httpx
 import pytest
 from baton.cluster.protocol.messages import Finished, Prefill, Reserve, TokenItem, Tokens
-from baton.router.rooms.room.room.effects import Timeouts
+from baton.router.rooms.effects import Timeouts
 from baton.tests.cluster.router_fakes import (
     ANSWER,
     BODY,

@@ -11,7 +11,7 @@ from baton.cluster.protocol import codec
 from baton.kvtransfer.transports import prepared_blocks, receiver_endpoint, zmq_blocks
 from baton.prefill.queues import PrefillState
 from baton.prefill.worker import PrefillWorker
-from baton.router.rooms.room.room.quarantine import DeathRecord
+from baton.router.rooms.quarantine import DeathRecord
 from baton.router.workers.breaker import Breaker
 
 ZAP_DIES_AT = "ZAP_DIES_AT"  # environment: the ZAP thread dies at the first question after this file is there

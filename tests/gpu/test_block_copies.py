@@ -9,13 +9,13 @@ import torch
 from baton.cluster.protocol.messages import Layout
 from baton.engine.kv.page_order import PageOrder, launched
 from baton.engine.kv.pool import PageAllocator
-from baton.kvtransfer.memory.blocks.blocks.blocks.blocks.blocks.blocks import (
+from baton.kvtransfer.memory.blocks import (
     Arrival,
     BlockReader,
     BlockWriter,
     Filling,
 )
-from baton.kvtransfer.memory.blocks.blocks.blocks.blocks.blocks.slab import MappedSlab, Slab, SlabDoor
+from baton.kvtransfer.memory.slab import MappedSlab, Slab, SlabDoor
 from baton.kvtransfer.protocol.layout import KVLayout, digest_seed
 from baton.kvtransfer.protocol.seal import KEY_BYTES, TAG_BYTES, BlockName, Opener, Sealer
 from baton.kvtransfer.transport import Planes, PullRequest

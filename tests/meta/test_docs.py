@@ -15,9 +15,9 @@ from baton.cluster.config.roles import ROLES
 from baton.cluster.net.sockets import make_socket
 from baton.cluster.protocol.messages import ControlDown, ControlUp, KVDown, KVUp
 from baton.kvtransfer.protocol.session import TransferCounters
-from baton.router.rooms.room.room.attempt_log import AttemptLog
-from baton.router.rooms.room.room.effects import Timeouts
-from baton.router.rooms.room.room.timeline import Timeline
+from baton.router.rooms.attempt_log import AttemptLog
+from baton.router.rooms.effects import Timeouts
+from baton.router.rooms.timeline import Timeline
 from baton.tests.faults.rows import load
 from baton.tests.sim.cluster_talk import as_json, of_one_request, talk
 

@@ -392,7 +392,7 @@ def test_circles_between_sub_folders_are_seen():
 def test_what_an_island_may_not_know_is_seen():
     known = {
         "baton.router.errors",
-        "baton.router.rooms.room.room.b",
+        "baton.router.rooms.room.b",
         "baton.router.workers.a",
         "baton.cluster.protocol.messages",
     }

@@ -16,8 +16,8 @@ from baton.engine.attention.metadata import plan
 from baton.engine.attention.registry import attention_for
 from baton.engine.batch.forward_batch import ForwardBatch, ForwardMode
 from baton.engine.graphs.breakable import BreakableGraph, Breaks, ReplayContext
-from baton.engine.graphs.tape.tape.tape.tape.tape.tape.tape.arena import ArenaMemory
-from baton.engine.graphs.tape.tape.tape.tape.tape.tape.tape.tape import KeptMemory, TapeBackend
+from baton.engine.graphs.tape.arena import ArenaMemory
+from baton.engine.graphs.tape.tape import KeptMemory, TapeBackend
 from baton.engine.kv.pool import KVPool
 from baton.engine.models.config import ModelConfig
 from baton.engine.models.layers import Attend

@@ -9,8 +9,8 @@ from baton.engine.graph_set import GraphSet
 from baton.engine.graphs.backend import GraphBackend
 from baton.engine.graphs.bucketed_graphs import GraphFamily
 from baton.engine.graphs.graph_pool import GraphKind
-from baton.engine.graphs.tape.tape.tape.tape.tape.tape.tape.arena import ArenaMemory
-from baton.engine.graphs.tape.tape.tape.tape.tape.tape.tape.tape import KeptMemory, TapeBackend, TapeMemory
+from baton.engine.graphs.tape.arena import ArenaMemory
+from baton.engine.graphs.tape.tape import KeptMemory, TapeBackend, TapeMemory
 from baton.engine.kv.page_table import slots_for
 from baton.engine.request import Request
 from baton.engine.runner.lifecycle import Lifecycle, Phase

@@ -10,8 +10,8 @@ from baton.engine.graphs.backend import GraphBackend
 from baton.engine.graphs.guard import HOST_READS
 from baton.engine.graphs.modes import DispatchMode, storage_of, storages_of
 from baton.engine.graphs.pytree import tensors_of
-from baton.engine.graphs.tape.tape.tape.tape.tape.tape.tape.arena import ArenaMemory
-from baton.engine.graphs.tape.tape.tape.tape.tape.tape.tape.tape import TapeBackend
+from baton.engine.graphs.tape.arena import ArenaMemory
+from baton.engine.graphs.tape.tape import TapeBackend
 from baton.engine.request import Request
 from baton.engine.runner.lifecycle import Phase
 from baton.engine.speculative.device_steps import DeviceSteps, Report

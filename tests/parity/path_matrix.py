@@ -16,7 +16,7 @@ import torch
 from baton.engine.graph_set import GraphSet
 from baton.engine.graphs.backend import GraphBackend
 from baton.engine.graphs.cuda import CudaBackend
-from baton.engine.graphs.tape.tape.tape.tape.tape.tape.tape.tape import TapeBackend
+from baton.engine.graphs.tape.tape import TapeBackend
 from baton.engine.sampling_params import SamplingParams
 from baton.tests.parity.eagle3_engine import Engine
 from baton.tests.parity.eagle3_toys import (

@@ -16,7 +16,7 @@ from baton.engine.graphs.breakable import ReplayContext
 from baton.engine.graphs.bucketed_graphs import BatchShape, GraphFamily, GraphLimits
 from baton.engine.graphs.graph_pool import GraphKind, GraphPool
 from baton.engine.graphs.static import load_rows
-from baton.engine.graphs.tape.tape.tape.tape.tape.tape.tape.tape import TapeBackend
+from baton.engine.graphs.tape.tape import TapeBackend
 from baton.engine.graphs.token_graphs import attend_real_rows
 from baton.engine.kv.pool import FeaturePlane, KVPool
 from baton.engine.models.llama import LlamaForCausalLM

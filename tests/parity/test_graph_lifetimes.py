@@ -12,8 +12,8 @@ from baton.engine.graphs import breakable
 from baton.engine.graphs.breakable import BreakableGraph, Breaks, ReplayContext
 from baton.engine.graphs.graph_pool import GraphKind, GraphPool, PooledGraph
 from baton.engine.graphs.pytree import map_items, own
-from baton.engine.graphs.tape.tape.tape.tape.tape.tape.tape.arena import ArenaMemory
-from baton.engine.graphs.tape.tape.tape.tape.tape.tape.tape.tape import KeptMemory, TapeBackend, TapeMemory
+from baton.engine.graphs.tape.arena import ArenaMemory
+from baton.engine.graphs.tape.tape import KeptMemory, TapeBackend, TapeMemory
 from baton.engine.models.layers import Attend
 from baton.tests.parity.graph_laws import big_small_churn_and_back
 from baton.tests.parity.graph_toys import ToyBucket, ToyDecoder, context_of

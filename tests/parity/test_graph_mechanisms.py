@@ -12,7 +12,7 @@ from baton.engine.graph_set import GraphSet
 from baton.engine.graphs.bucketed_graphs import EAGER
 from baton.engine.graphs.errors import GraphError, StaleGraph
 from baton.engine.graphs.graph_pool import FallbackReason, GraphKind
-from baton.engine.graphs.tape.tape.tape.tape.tape.tape.tape.tape import TapeBackend
+from baton.engine.graphs.tape.tape import TapeBackend
 from baton.engine.kv.page_table import build_page_table, slots_for
 from baton.engine.loader import EngineLoader
 from baton.engine.runner.lifecycle import Phase

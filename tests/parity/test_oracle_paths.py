@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from baton.engine.graph_set import GraphSet
-from baton.engine.graphs.tape.tape.tape.tape.tape.tape.tape.tape import TapeBackend
+from baton.engine.graphs.tape.tape import TapeBackend
 from baton.engine.runner.lifecycle import Phase
 from baton.engine.sampling_params import SamplingParams
 from baton.tests.parity.eagle3_engine import Engine

@@ -3,8 +3,8 @@
 from baton.decode.queues import DecodeState
 from baton.kvtransfer.protocol.sender import EARLY_S
 from baton.kvtransfer.protocol.session import MAX_TOMBSTONES, TOMBSTONE_S
-from baton.router.rooms.room.room.retries import BUDGET_FLOOR, BUDGET_SHARE, MAX_ATTEMPTS
-from baton.router.rooms.room.room.room import Phase
+from baton.router.rooms.retries import BUDGET_FLOOR, BUDGET_SHARE, MAX_ATTEMPTS
+from baton.router.rooms.room import Phase
 from baton.tests.sim.cluster_clients import Violation
 from baton.tests.sim.cluster_faults import LOSING
 

@@ -5,7 +5,7 @@ from random import Random
 
 from baton.cluster.protocol.messages import Sampling
 from baton.router.errors import ApiError
-from baton.router.rooms.room.room.effects import Deliver, Ended, Failure, Settled
+from baton.router.rooms.effects import Deliver, Ended, Failure, Settled
 from baton.router.scheduling.inbox import Inbox
 from baton.router.scheduling.request_state import Job
 from baton.tests.sim.cluster_toy import NUM_PROMPTS, expected, prompts

@@ -17,7 +17,7 @@ from baton.kvtransfer.transports.endpoint import Delivered
 from baton.kvtransfer.transports.receiver_endpoint import ReceiverEndpoint
 from baton.kvtransfer.transports.sender_endpoint import SenderEndpoint
 from baton.prefill.worker import PrefillWorker
-from baton.router.rooms.room.room.effects import Timeouts
+from baton.router.rooms.effects import Timeouts
 from baton.router.scheduling.dispatcher import Dispatcher
 from baton.router.scheduling.placement import PairingPolicy
 from baton.router.workers.registry import Registry

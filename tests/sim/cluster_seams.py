@@ -20,11 +20,12 @@ from baton.kvtransfer.transports.endpoint import Delivered
 from baton.kvtransfer.transports.sender_endpoint import SenderEndpoint
 from baton.prefill.queues import PrefillState
 from baton.prefill.worker import PrefillWorker
-from baton.router.rooms.room.room.attempt import Attempt
-from baton.router.rooms.room.room.effects import Deliver, Freed
-from baton.router.rooms.room.room.pending_cancels import PendingCancels
-from baton.router.rooms.room.room.retries import RetryBudget
-from baton.router.rooms.room.room.room import Room, quarantine
+from baton.router.rooms import quarantine
+from baton.router.rooms.attempt import Attempt
+from baton.router.rooms.effects import Deliver, Freed
+from baton.router.rooms.pending_cancels import PendingCancels
+from baton.router.rooms.retries import RetryBudget
+from baton.router.rooms.room import Room
 from baton.router.scheduling.dispatcher import Dispatcher
 from baton.router.workers import eligibility
 from baton.router.workers.registration import Registration

@@ -11,7 +11,7 @@ from collections import Counter
 from unittest.mock import patch
 
 import pytest
-from baton.router.rooms.room.room.retries import RetryBudget
+from baton.router.rooms.retries import RetryBudget
 from baton.router.scheduling.dispatcher import Dispatcher
 from baton.tests.sim import cluster_main
 from baton.tests.sim.cluster_faults import KINDS, TRANSITIONS, Faults

@@ -9,7 +9,7 @@ import random
 import pytest
 from baton.cluster.protocol.messages import Cancel, Failed, Finished, FirstToken, Gone, Refused
 from baton.decode.queues import DecodeState
-from baton.engine.loader import STAGING_SHARE
+from baton.engine.kv.budget import STAGING_SHARE
 from baton.kvtransfer.transport import Complete
 from baton.prefill.queues import PrefillState
 from baton.tests.parity.eagle3_toys import successor, write_oracle

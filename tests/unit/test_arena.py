@@ -3,8 +3,8 @@
 import pytest
 import torch
 from baton.engine.graphs.breakable import BreakableGraph, ReplayContext
-from baton.engine.graphs.tape.tape.tape.tape.tape.tape.tape.arena import ALIGNMENT, Arena, ArenaMemory
-from baton.engine.graphs.tape.tape.tape.tape.tape.tape.tape.tape import TapeBackend
+from baton.engine.graphs.tape.arena import ALIGNMENT, Arena, ArenaMemory
+from baton.engine.graphs.tape.tape import TapeBackend
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

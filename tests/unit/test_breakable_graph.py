@@ -12,8 +12,8 @@ from baton.engine.graphs.breakable import BreakableGraph, Breaks, ReplayContext
 from baton.engine.graphs.errors import CaptureRefused, GraphError
 from baton.engine.graphs.graph_pool import FallbackReason, GraphKind, GraphPool, KindReport
 from baton.engine.graphs.pytree import own
-from baton.engine.graphs.tape.tape.tape.tape.tape.tape.tape.arena import ArenaMemory
-from baton.engine.graphs.tape.tape.tape.tape.tape.tape.tape.tape import TapeBackend
+from baton.engine.graphs.tape.arena import ArenaMemory
+from baton.engine.graphs.tape.tape import TapeBackend
 from baton.tests.parity.graph_laws import LAWS, ROWS, Law
 
 MEMORIES = {

@@ -5,7 +5,7 @@ import threading
 
 import numpy as np
 import pytest
-from baton.kvtransfer.memory.blocks.blocks.blocks.blocks.blocks.copy_pool import (
+from baton.kvtransfer.memory.copy_pool import (
     PART_BYTES,
     CopyPool,
     SplitCrc,

@@ -27,7 +27,7 @@ from baton.cluster.telemetry.metrics import RouterMetrics
 from baton.router.answers.answer import error_of
 from baton.router.endpoints.status import metrics_of, status_of
 from baton.router.errors import ApiError
-from baton.router.rooms.room.room.effects import Deliver, Ended, Failure, Settled
+from baton.router.rooms.effects import Deliver, Ended, Failure, Settled
 from baton.router.scheduling.admission_queue import OVERLOADED
 from baton.router.scheduling.dispatcher import CLIENT_STALL_S, Dispatcher
 from baton.router.scheduling.inbox import Inbox

@@ -18,8 +18,8 @@ from baton.cluster.protocol.messages import (
     Tokens,
     WorkerStats,
 )
-from baton.router.rooms.room.room.effects import Deliver, Ended, Failure, Timeouts
-from baton.router.rooms.room.room.retries import BUDGET_FLOOR
+from baton.router.rooms.effects import Deliver, Ended, Failure, Timeouts
+from baton.router.rooms.retries import BUDGET_FLOOR
 from baton.router.workers.breaker import BREAKER_OPEN_S
 from baton.router.workers.registry import UNREACHABLE_S
 from baton.tests.unit.test_dispatch import World, begin, events

@@ -6,7 +6,7 @@ import pytest
 import torch
 from baton.cluster.protocol import messages as m
 from baton.cluster.protocol.codec import encode, kv_down_decoder
-from baton.kvtransfer.memory.blocks.blocks.blocks.blocks.blocks.blocks import Payload
+from baton.kvtransfer.memory.blocks import Payload
 from baton.kvtransfer.protocol.layout import block_digest
 from baton.kvtransfer.transport import Offer, Planes, Released
 from baton.kvtransfer.transports.sender_endpoint import SenderEndpoint

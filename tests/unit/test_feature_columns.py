@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 from baton.cluster.protocol.messages import Layout
-from baton.kvtransfer.memory.blocks.blocks.blocks.blocks.blocks.blocks import BlockReader, Filling
+from baton.kvtransfer.memory.blocks import BlockReader, Filling
 from baton.kvtransfer.protocol.layout import KVLayout, agree, feature_columns
 from baton.kvtransfer.transport import Planes
 from crc32c import crc32c

@@ -10,7 +10,7 @@ import pytest
 from baton.router.answers.answer import error_of
 from baton.router.answers.tool_calls import CallReader
 from baton.router.errors import ApiError
-from baton.router.rooms.room.room.effects import Failure
+from baton.router.rooms.effects import Failure
 from baton.router.sandbox.grammar_compiler import LIMITS, MAX_GRAMMAR, Plan, compiled
 from baton.router.text.tool_prompts import is_native, written_out
 from baton.tests.corpora.corpus import schemas

@@ -11,7 +11,7 @@ from baton.engine.graphs.buckets import batch_buckets, bucket_for, token_buckets
 from baton.engine.graphs.errors import GraphError
 from baton.engine.graphs.graph_pool import FallbackReason, GraphKind, GraphPool
 from baton.engine.graphs.static import load_rows
-from baton.engine.graphs.tape.tape.tape.tape.tape.tape.tape.tape import TapeBackend
+from baton.engine.graphs.tape.tape import TapeBackend
 
 
 def family(buckets=(2, 8, 32), **limits):

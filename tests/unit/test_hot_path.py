@@ -4,7 +4,7 @@ import asyncio
 
 import hypothesis.strategies as st
 from baton.router.http.request_head import fault_of, fields_of
-from baton.router.rooms.room.room.effects import Deliver, Ended
+from baton.router.rooms.effects import Deliver, Ended
 from baton.router.scheduling.inbox import MANY, Inbox
 from baton.router.workers.registry import Ledger, Load
 from baton.tests.unit.test_rooms import TIMEOUTS, first, placed, reserved, tokens

@@ -1,7 +1,7 @@
 """What waits for a client that reads slowly is bounded by what it takes, not by tokens alone."""
 
 from baton.cluster.protocol.messages import TokenLogprob
-from baton.router.rooms.room.room.effects import Deliver
+from baton.router.rooms.effects import Deliver
 from baton.router.scheduling.inbox import MAX_UNREAD, Inbox
 
 

@@ -5,7 +5,7 @@ import sys
 
 PROGRAM = """
 import ctypes, resource, sys
-from baton.kvtransfer.memory.blocks.blocks.blocks.blocks.blocks.malloc_tuning import keep_blocks
+from baton.kvtransfer.memory.malloc_tuning import keep_blocks
 if sys.argv[1] == "kept":
     assert keep_blocks()
 libc = ctypes.CDLL(None)

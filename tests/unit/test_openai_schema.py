@@ -20,7 +20,7 @@ from baton.router.api.openai import (
 )
 from baton.router.api.response_bodies import ResponseBody, chat_of, told_of
 from baton.router.errors import ApiError
-from baton.router.rooms.room.room.effects import Deliver
+from baton.router.rooms.effects import Deliver
 from baton.router.text.grammars import plan_of
 from baton.router.text.tokenizer import load_tokenizer
 from baton.tests.cluster.router_fakes import save_tokenizer

@@ -10,7 +10,7 @@ from baton.cluster.protocol.messages import Layout
 from baton.engine.kv.layouts import MHALayout
 from baton.engine.kv.page_order import LateDevice, LateEvent, PageOrder
 from baton.engine.kv.pool import KVPool, PageAllocator
-from baton.kvtransfer.memory.blocks.blocks.blocks.blocks.blocks.blocks import (
+from baton.kvtransfer.memory.blocks import (
     Arrival,
     BlockReader,
     BlockWriter,

@@ -2,8 +2,8 @@
 
 import pytest
 from baton.cluster.protocol.messages import Cancel, Failed, Prefill, Rejected, Reserved
-from baton.router.rooms.room.room.effects import Failure, Timeouts
-from baton.router.rooms.room.room.retries import BUDGET_FLOOR
+from baton.router.rooms.effects import Failure, Timeouts
+from baton.router.rooms.retries import BUDGET_FLOOR
 from baton.tests.unit.test_dispatch import D, P, World, begin, events
 from baton.tests.unit.test_registry import hello
 

@@ -1,7 +1,7 @@
 """The retry budget and the breaker on numbers alone."""
 
 import hypothesis.strategies as st
-from baton.router.rooms.room.room.retries import (
+from baton.router.rooms.retries import (
     BUDGET_FLOOR,
     BUDGET_SHARE,
     BUDGET_STEP_S,

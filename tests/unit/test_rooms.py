@@ -18,7 +18,7 @@ from baton.cluster.protocol.messages import (
     Sampling,
     TokenItem,
 )
-from baton.router.rooms.room.room.effects import (
+from baton.router.rooms.effects import (
     Closed,
     Deliver,
     Ended,
@@ -31,7 +31,7 @@ from baton.router.rooms.room.room.effects import (
     Settled,
     Timeouts,
 )
-from baton.router.rooms.room.room.room import Phase, Room
+from baton.router.rooms.room import Phase, Room
 from hypothesis import given, settings
 
 ROOM, P, D, OTHER = "a" * 32, "1" * 32, "2" * 32, "3" * 32

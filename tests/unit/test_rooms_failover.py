@@ -19,7 +19,7 @@ from baton.cluster.protocol.messages import (
     TokenItem,
     TokenLogprob,
 )
-from baton.router.rooms.room.room.effects import (
+from baton.router.rooms.effects import (
     Closed,
     Deliver,
     Ended,
@@ -31,7 +31,7 @@ from baton.router.rooms.room.room.effects import (
     SendOrder,
     Settled,
 )
-from baton.router.rooms.room.room.room import Phase, Room
+from baton.router.rooms.room import Phase, Room
 from baton.tests.unit.test_rooms import (
     CANCEL_P,
     LOST,

@@ -14,7 +14,7 @@ from baton.cluster.protocol.slab_messages import (
     SlabUnusable,
     SlotFree,
 )
-from baton.kvtransfer.memory.blocks.blocks.blocks.blocks.blocks.slab import Slab, SlabError
+from baton.kvtransfer.memory.slab import Slab, SlabError
 from baton.kvtransfer.protocol.layout import KVLayout
 from baton.kvtransfer.transport import Complete, Lost, Offer, Planes, PullRequest, Released
 from baton.kvtransfer.transports import shm

@@ -15,7 +15,7 @@ from baton.cluster.protocol.messages import (
 )
 from baton.router.errors import ApiError
 from baton.router.http.rate_limits import Caller
-from baton.router.rooms.room.room.effects import Deliver, Failure
+from baton.router.rooms.effects import Deliver, Failure
 from baton.router.scheduling.inbox import Inbox
 from baton.router.scheduling.request_limits import SAID
 from baton.router.scheduling.request_state import Job

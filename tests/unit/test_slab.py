@@ -11,15 +11,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from baton.kvtransfer.memory.blocks.blocks.blocks.blocks.blocks.blocks import slab as slab_module
-from baton.kvtransfer.memory.blocks.blocks.blocks.blocks.blocks.slab import (
+from baton.kvtransfer.memory import slab as slab_module
+from baton.kvtransfer.memory.slab import (
     MappedSlab,
     Slab,
     SlabDoor,
     SlabError,
     is_alive,
 )
-from baton.kvtransfer.memory.blocks.blocks.blocks.blocks.blocks.slot_table import SlotTable
+from baton.kvtransfer.memory.slot_table import SlotTable
 from baton.tests.cluster.hostile import hostile_frames
 
 TOKEN = "7" * 32

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from baton.engine.graphs.backend import GraphBackend
 from baton.engine.graphs.breakable import BreakableGraph, ReplayContext
 from baton.engine.graphs.errors import CaptureRefused
-from baton.engine.graphs.tape.tape.tape.tape.tape.tape.tape.arena import ArenaMemory
-from baton.engine.graphs.tape.tape.tape.tape.tape.tape.tape.tape import TapeBackend
+from baton.engine.graphs.tape.arena import ArenaMemory
+from baton.engine.graphs.tape.tape import TapeBackend
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -7,7 +7,7 @@ import hypothesis.strategies as st
 import pytest
 from baton.cluster.protocol.messages import TokenLogprob
 from baton.router.answers.generation import Choice, ChoiceOptions, Prompt
-from baton.router.rooms.room.room.effects import Deliver
+from baton.router.rooms.effects import Deliver
 from baton.router.text.tokenizer import Tokenizer, load_tokenizer
 from baton.tests.cluster.router_fakes import save_tokenizer
 from baton.tests.parity.conftest import smollm2_dir

@@ -7,9 +7,9 @@ from baton.cluster.net.transport_names import best_common, transports_fault, tra
 from baton.cluster.protocol import messages as m
 from baton.kvtransfer.protocol.sender import SenderSession
 from baton.kvtransfer.protocol.session import SendMessage
-from baton.router.rooms.room.room.attempt_log import AttemptTrace
-from baton.router.rooms.room.room.room import Room
-from baton.router.rooms.room.room.timeline import account_of
+from baton.router.rooms.attempt_log import AttemptTrace
+from baton.router.rooms.room import Room
+from baton.router.rooms.timeline import account_of
 
 LAYOUT = m.Layout(
     fingerprint="f", dtype="float32", page_size=4, num_layers=1, num_kv_heads=1, head_dim=2, block_bytes=4096

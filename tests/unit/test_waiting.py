@@ -1,7 +1,7 @@
 """Who waits, and who goes first."""
 
 from baton.cluster.protocol.messages import Sampling
-from baton.router.rooms.room.room.room import Room
+from baton.router.rooms.room import Room
 from baton.router.scheduling.inbox import Inbox
 from baton.router.scheduling.request_state import Entry, Job, Request
 from baton.router.scheduling.waiting_list import PRIORITY_S, WaitingList
