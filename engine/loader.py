@@ -159,6 +159,7 @@ class EngineLoader:
         self._engine: Engine | None = None
         self._draft_config: Eagle3Config | DflashConfig | None = None
         self._head: Eagle3Head | None = None
+        self._feature_ids: tuple[int, ...] = ()
 
     def phases(self) -> list[tuple[str, Callable[[], None]]]:
         """(name, action) in the order in which they must run."""
