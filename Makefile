@@ -122,7 +122,7 @@ faults: install
 # with the tools themselves: apt-get install systemd, and kubectl; helm and hadolint come with the tests; what is missing is
 # skipped and named
 deploy-check: install
-	$(BIN)/pytest -rs tests/unit/test_units.py tests/meta/test_kubernetes.py tests/meta/test_helm.py tests/unit/test_key_secret.py \
+	$(BIN)/pytest -rs tests/unit/deploy/packaging/test_units.py tests/meta/test_kubernetes.py tests/meta/test_helm.py tests/unit/deploy/keys/test_key_secret.py \
 	  tests/meta/test_images.py tests/meta/kubernetes tests/cluster/test_managed.py tests/cluster/test_systemd_run.py
 
 # the judges live apart, so that their dependencies cannot change what is judged

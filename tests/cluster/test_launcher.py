@@ -150,7 +150,7 @@ def test_a_killed_child_comes_back_with_another_pid(launch):
 def test_children_that_ignore_sigterm_and_their_children_are_ended(launch, runtime, monkeypatch):
     monkeypatch.setattr(
         supervise, "TERM_AGAIN_S", 0.3
-    )  # the times themselves are a matter of unit/test_supervise.py
+    )  # the times themselves are a matter of unit/deploy/up/test_supervise.py
     monkeypatch.setattr(supervise, "KILL_AFTER_S", 0.6)
     cluster, output = launch(prefill=STUBBORN)
     assert cluster.wait_ready(60)
@@ -263,7 +263,7 @@ def test_up_says_ready_and_a_signal_ends_everything(runtime, signum):
         process.send_signal(signum)
         assert process.wait(60) == 0
         assert time.monotonic() - began < 30.0, (
-            "nothing is waited for; the times are a matter of unit/test_supervise.py"
+            "nothing is waited for; the times are a matter of unit/deploy/up/test_supervise.py"
         )
     assert all(is_gone(pid) for pid in tree)
     assert list(runtime.iterdir()) == []

@@ -69,7 +69,7 @@ def test_a_worker_is_ready_after_its_router_pings_while_it_moves_is_killed_when_
                 worker.wait_for("READY=1", 60)
             prefill.wait_for_pings(
                 2 * PINGS_PER_LIMIT, 60
-            )  # an idle loop moves; at which pace is for unit/test_notify.py
+            )  # an idle loop moves; at which pace is for unit/cluster/process/test_sd_notify.py
             asking = ask(url, served_dir)
             assert prefill.watch(WATCHDOG_S, 60)  # its I/O thread goes on, its loop does not
             assert prefill.process.wait(60) == -signal.SIGABRT

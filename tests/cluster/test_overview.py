@@ -11,7 +11,7 @@ from baton.deploy.keys.api_keys import add
 from baton.router.endpoints.dashboard import PAGE
 from baton.router.scheduling.history import KEPT
 from baton.tests.cluster.router_fakes import BODY, post, until
-from baton.tests.unit.test_metrics import samples
+from baton.tests.unit.cluster.telemetry.test_metrics import samples
 
 
 @pytest.fixture

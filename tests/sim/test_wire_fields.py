@@ -11,8 +11,8 @@ from baton.cluster.protocol.codec import (
 from baton.cluster.protocol.messages import ControlDown, ControlUp, KVDown, KVUp
 from baton.tests.sim.wire_fields import damaged, intact
 from baton.tests.sim.worker_pair import ENDPOINT, D, P, Pair, name
-from baton.tests.unit.test_dispatch import D as ROUTER_D
-from baton.tests.unit.test_dispatch import World
+from baton.tests.unit.router.scheduling.test_dispatcher import D as ROUTER_D
+from baton.tests.unit.router.scheduling.test_dispatcher import World
 from hypothesis import HealthCheck, given, settings
 
 ROOM = name(1)

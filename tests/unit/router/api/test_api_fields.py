@@ -1,0 +1,144 @@
+"""Every field of the published API has its word in the table, the table is what the bodies do, and the docs show it."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from baton.router.api.bodies import ChatBody, CompletionBody
+from baton.router.api.openai import parse_body
+from baton.router.api.request_headers import REQUEST_HEADERS
+from baton.router.api.response_bodies import ResponseBody
+from baton.router.endpoints.openapi import OPERATIONS, openapi_of, page_of
+from baton.router.errors import ApiError
+from openai.types import completion_create_params
+from openai.types.chat import chat_completion_stream_options_param
+from openai.types.chat import completion_create_params as chat_create_params
+from openai.types.responses import response_create_params
+
+DOCS = Path(__file__).resolve().parents[4] / "docs" / "api.md"
+BASE = {
+    ResponseBody: {"model": "m", "input": "hi"},
+    ChatBody: {"model": "m", "messages": [{"role": "user", "content": "hi"}]},
+    CompletionBody: {"model": "m", "prompt": "hi"},
+}
+PUBLISHED = {
+    ChatBody: chat_create_params.CompletionCreateParamsBase,
+    CompletionBody: completion_create_params.CompletionCreateParamsBase,
+    ResponseBody: response_create_params.ResponseCreateParamsBase,
+}
+HEADINGS = {
+    ChatBody: "## POST /v1/chat/completions",
+    CompletionBody: "## POST /v1/completions",
+    ResponseBody: "## POST /v1/responses",
+}
+BODIES = list(BASE)
+
+
+def parse(kind, **more):
+    return parse_body(json.dumps(BASE[kind] | more).encode(), kind)
+
+
+def fields_in(state):
+    return [(kind, name) for kind in BODIES for name, field in kind.TABLE.items() if field.state == state]
+
+
+def of_docs(heading):
+    """The rows (name, state, says) of the first table below a heading."""
+    text = DOCS.read_text().partition(heading + "\n")[2].partition("\n## ")[0]
+    rows = [line.strip("|").split(" | ") for line in text.splitlines() if line.startswith("| `")]
+    return [tuple(cell.strip() for cell in row) for row in rows]
+
+
+@pytest.mark.parametrize("kind", BODIES)
+def test_no_field_of_the_published_schema_is_missing_from_the_table(kind):
+    assert {*PUBLISHED[kind].__annotations__, "stream"} <= set(kind.TABLE)
+
+
+def test_every_published_stream_option_is_taken():
+    published = chat_completion_stream_options_param.ChatCompletionStreamOptionsParam.__annotations__
+    for name in published:
+        assert parse(ChatBody, stream=True, stream_options={name: True}).stream
+
+
+@pytest.mark.parametrize("kind", BODIES)
+def test_the_table_has_the_fields_of_the_body_and_no_other(kind):
+    assert set(kind.TABLE) == set(kind.__struct_fields__)
+
+
+@pytest.mark.parametrize(("kind", "name"), fields_in("refused"))
+def test_a_refused_field_is_named_unless_it_asks_for_nothing(kind, name):
+    with pytest.raises(ApiError) as caught:
+        parse(kind, **{name: {"some": "thing"}})
+    assert (caught.value.status, caught.value.body.param) == (400, name)
+    for harmless in (b"null", *kind.TABLE[name].harmless):
+        assert parse(kind, **{name: json.loads(harmless)}).model == "m"
+
+
+@pytest.mark.parametrize(("kind", "name"), fields_in("ignored"))
+def test_an_ignored_field_may_say_anything(kind, name):
+    for value in (None, True, "text", 1.5, [], {"a": {"b": []}}):
+        assert parse(kind, **{name: value}).model == "m"
+
+
+@pytest.mark.parametrize(("kind", "name"), fields_in("works"))
+def test_a_field_that_works_refuses_what_it_cannot_mean(kind, name):
+    with pytest.raises(ApiError) as caught:
+        parse(kind, **{name: {"no": {"such": "thing"}}})
+    assert (caught.value.status, caught.value.body.param) == (400, name)
+
+
+@pytest.mark.parametrize("kind", BODIES)
+def test_the_docs_show_the_table(kind):
+    expected = [(f"`{name}`", field.state, field.says) for name, field in kind.TABLE.items()]
+    assert of_docs(HEADINGS[kind]) == expected
+
+
+def test_the_document_shows_what_is_served_and_nothing_that_is_refused():
+    document = openapi_of("m")
+    for kind in BODIES:
+        schema = document["components"]["schemas"][kind.__name__]
+        served = {name for name, field in kind.TABLE.items() if field.state != "refused"}
+        assert set(schema["properties"]) == served
+        assert schema["properties"]["model"]["enum"] == ["m"]
+        assert schema["additionalProperties"] is False
+    text = json.dumps(document)
+    for name in set(re.findall(r"#/components/schemas/(\w+)", text)):
+        assert name in document["components"]["schemas"]
+    assert set(document["paths"]) == {operation.path for operation in OPERATIONS}
+
+
+@pytest.mark.parametrize("is_keyed", [False, True])
+def test_the_document_says_who_may_ask_which_headers_are_read_and_when_to_come_again(is_keyed):
+    document = openapi_of("m", is_keyed=is_keyed)
+    [scheme] = document["components"]["securitySchemes"]
+    headers = [field.name.decode() for field in REQUEST_HEADERS]
+    for path, ways in document["paths"].items():
+        for method, made in ways.items():
+            asked = [[], [{scheme: []}]] if is_keyed else [[], [{}, {scheme: []}]]
+            assert made["security"] == asked[path not in ("/health", "/ready")], path
+            read = [field["name"] for field in made.get("parameters", ()) if field["in"] == "header"]
+            assert read == (headers if "text/event-stream" in made["responses"]["200"]["content"] else []), (
+                path
+            )
+            for status, answer in made["responses"].items():
+                assert ("Retry-After" in answer.get("headers", ())) is (status in ("429", "503")), (
+                    method,
+                    path,
+                    status,
+                )
+    assert list(document["paths"]["/metrics"]["get"]["responses"]["200"]["content"]) == ["text/plain"]
+
+
+def test_the_docs_show_the_headers():
+    expected = [(f"`{field.name.decode()}`", field.says) for field in REQUEST_HEADERS]
+    rows = DOCS.read_text().partition("| header | |\n|---|---|\n")[2].partition("\n\n")[0].splitlines()
+    assert [tuple(row.strip("| ").split(" | ")) for row in rows] == expected
+
+
+def test_the_page_has_every_operation_and_loads_nothing():
+    page = page_of(openapi_of("<m>"))
+    for operation in OPERATIONS:
+        assert f"{operation.method.upper()} {operation.path}" in page
+    assert "<m>" not in page
+    assert not re.findall(r"<(?:script|img|link|iframe)|https?://|@import", page)

@@ -1,0 +1,68 @@
+"""/status names what pairs workers, and why two do not pair."""
+
+from types import SimpleNamespace
+
+from baton.cluster.protocol.messages import DraftWidths, WorkerStats
+from baton.router.endpoints.status import status_of, unpaired_of, why_not_ready
+from baton.router.workers.registry import Registry
+from baton.tests.unit.router.workers.test_registry import beat, hello
+
+P, D, PLAIN = "1" * 32, "2" * 32, "3" * 32
+WIDTHS = DraftWidths(features=192, hidden=64, steps=3, topk=1, tokens=4)
+
+
+def registry_of(*hellos):
+    registry = Registry("a" * 32, 3.0)
+    for message in hellos:
+        registry.hello(message.instance[:1].encode(), message, 0.0)
+        beat(registry, registry.get(message.instance), phase="serving", weights_hash="e" * 64)
+    return registry
+
+
+def dispatcher_of(registry):
+    proofs = SimpleNamespace(status=lambda now: [], why_not=lambda now: "no pair was shown")
+    return SimpleNamespace(
+        registry=registry, is_draining=False, is_ready=False, num_queued=0, num_running=0, num_open=0, event_totals={},
+        health_probes=SimpleNamespace(pair_health=proofs),
+    )  # fmt: skip
+
+
+PREFILL = hello(P, "prefill", feature_ids=(1, 5), feature_width=128)
+SPECULATIVE = hello(D, feature_ids=(1, 5, 8), feature_width=192, draft_widths=WIDTHS)
+
+
+def test_status_names_layers_widths_phase_and_weights_of_each_worker():
+    status = status_of(dispatcher_of(registry_of(PREFILL, SPECULATIVE)), "m", 0.0, 0.0)
+    shown = [
+        (w.feature_ids, w.feature_width, w.draft_widths, w.phase, w.weights_hash) for w in status.workers
+    ]
+    assert shown == [
+        ([1, 5], 128, None, "serving", "e" * 64),
+        ([1, 5, 8], 192, WIDTHS, "serving", "e" * 64),
+    ]
+
+
+def test_status_says_why_two_workers_do_not_pair():
+    registry = registry_of(PREFILL, SPECULATIVE, hello(PLAIN))
+    (one,) = unpaired_of(registry)
+    assert (one.prefill, one.decode) == (P, D)
+    assert "[1, 5]" in one.reason
+    assert "[1, 5, 8]" in one.reason
+    assert status_of(dispatcher_of(registry), "m", 0.0, 0.0).unpaired == [one]
+
+
+def test_a_cluster_without_a_pair_says_which_features_are_missing():
+    assert "[1, 5, 8]" in why_not_ready(dispatcher_of(registry_of(PREFILL, SPECULATIVE)), 0.0)
+    other = hello(D, fingerprint="another")
+    assert "equal fingerprints" in why_not_ready(dispatcher_of(registry_of(PREFILL, other)), 0.0)
+
+
+def test_an_older_worker_says_nothing_of_its_features_and_pairs_by_fingerprint():
+    registry = Registry("a" * 32, 3.0)
+    for message in (hello(P, "prefill"), hello(D)):
+        registry.hello(message.instance[:1].encode(), message, 0.0)
+        worker = registry.get(message.instance)
+        registry.heartbeat(
+            worker.identity, worker.instance, WorkerStats(pages_total=100, pages_free=100), 0.0
+        )
+    assert unpaired_of(registry) == []

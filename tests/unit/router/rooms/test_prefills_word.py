@@ -1,0 +1,110 @@
+"""Decode tells that prefill gave a hand-off up; what that is, and what it costs, is in prefill's own word."""
+
+import pytest
+from baton.cluster.protocol.messages import Cancel, Failed, Prefill, Rejected, Reserved
+from baton.router.rooms.effects import Failure, Timeouts
+from baton.router.rooms.retries import BUDGET_FLOOR
+from baton.tests.unit.router.scheduling.test_dispatcher import D, P, World, begin, events
+from baton.tests.unit.router.workers.test_registry import hello
+
+WORD_S = Timeouts().word_s
+NUM_ROOMS = BUDGET_FLOOR + 5
+
+
+@pytest.fixture
+def world():
+    return World(max_queue=100).join(max_running=64, pages_total=1000)
+
+
+def given_up(world, entry, instance=D, kind="HandoffAborted"):
+    room = {"room": entry.room.room, "epoch": entry.room.epoch}
+    failed = Failed(instance=instance, kind=kind, message="the router is gone", retryable=True, **room)
+    world.dispatcher.on_message(b"d" if instance == D else b"p", failed)
+
+
+def submitted(world, num_begun):
+    """Rooms at their workers, of which some have their first token."""
+    entries = [world.submit(16)[0][0] for _ in range(NUM_ROOMS)]
+    for entry in entries[:num_begun]:
+        begin(world, entry)
+    return entries
+
+
+def pass_time(world, seconds):
+    world.now += seconds
+    world.dispatcher.tick()
+
+
+@pytest.mark.parametrize("num_begun", [0, NUM_ROOMS])
+def test_a_prefill_worker_that_dropped_more_rooms_than_the_budget_fails_none_and_decode_is_not_blamed(
+    world, num_begun
+):
+    entries = submitted(world, num_begun)
+    for entry in entries:
+        given_up(world, entry)
+    assert world.dispatcher.events["requeued"] == 0, "its word is awaited"
+    world.dispatcher.on_message(b"p", hello(instance=P, role="prefill", generation=1))
+    assert all(entry.room.is_live for entry in entries)
+    assert [entry.room.epoch for entry in entries] == [1] * NUM_ROOMS
+    assert world.dispatcher.events["retry_denied"] == 0
+    assert not any(
+        world.dispatcher.registry.get(instance).breaker.is_avoided(world.now) for instance in (P, D)
+    )
+
+
+def test_decode_s_word_behind_that_of_prefill_ends_the_attempt_at_once_and_costs_nothing(world):
+    entries = submitted(world, NUM_ROOMS)
+    world.dispatcher.on_message(b"p", hello(instance=P, role="prefill", generation=1))
+    assert [entry.room.epoch for entry in entries] == [0] * NUM_ROOMS, (
+        "with token 1 here, decode may have all it needs"
+    )
+    for entry in entries:
+        given_up(world, entry)
+    assert [entry.room.epoch for entry in entries] == [1] * NUM_ROOMS
+    assert world.dispatcher.events["retry_denied"] == 0
+    assert not any(
+        world.dispatcher.registry.get(instance).breaker.is_avoided(world.now) for instance in (P, D)
+    )
+
+
+def test_what_prefill_says_itself_counts_whoever_is_heard_first(world):
+    (entry, *_) = submitted(world, 0)
+    given_up(world, entry)
+    given_up(world, entry, P, "BadLogits")
+    assert entry.room.failed_on == {P}
+    assert entry.room.epoch == 1
+    given_up(world, entry, P, "Draining")
+    assert entry.room.failed_on == {P}, "nobody is at fault"
+    assert len([order for order in world.of(b"p", Prefill) if order.room == entry.room.room]) == 3
+
+
+@pytest.mark.parametrize("num_begun", [0, NUM_ROOMS])
+def test_where_prefill_says_nothing_decode_s_word_counts_and_the_budget_does(world, num_begun):
+    entries = submitted(world, num_begun)
+    world.dispatcher.tick()  # streams that go on are not looked at again
+    for entry in entries:
+        given_up(world, entry)
+        given_up(world, entry)  # the network may say it twice
+    pass_time(world, WORD_S - 0.01)
+    assert world.dispatcher.events["requeued"] == 0
+    pass_time(world, 0.02)
+    assert (world.dispatcher.events["requeued"], world.dispatcher.events["retry_denied"]) == (BUDGET_FLOOR, 5)
+    broken = [event for entry in entries if not entry.room.is_live for event in events(entry.inbox)]
+    assert {event.kind for event in broken if isinstance(event, Failure)} == {"HandoffAborted"}
+    assert entries[0].room.failed_on == {P, D}
+
+
+def test_a_client_that_leaves_while_prefill_s_word_is_awaited_leaves_nothing(world):
+    (entry, *_) = submitted(world, 1)
+    given_up(world, entry)
+    world.dispatcher.client_left(entry)
+    assert [message.room for message in world.of(b"p", Cancel)] == [entry.room.room]
+    assert world.of(b"d", Cancel) == [], "decode has said that it holds nothing"
+    assert world.of(b"d", Rejected) == []
+
+
+def test_prefill_s_word_is_awaited_of_hand_offs_only(world):
+    (entry, *_) = submitted(world, 0)
+    world.dispatcher.on_message(b"d", Reserved(instance=D, room=entry.room.room, epoch=0))
+    given_up(world, entry, kind="TransferTimeout")
+    assert entry.room.epoch == 1

@@ -1,0 +1,395 @@
+"""The dispatcher on a fake clock and a fake wire: order, bounds, and frames that wait for a connection."""
+
+import asyncio
+import logging
+
+import pytest
+from baton.cluster.errors import PeerLost
+from baton.cluster.protocol.codec import control_down_decoder
+from baton.cluster.protocol.messages import (
+    Cancel,
+    DecodeTimeline,
+    Failed,
+    Finished,
+    FirstToken,
+    Gone,
+    Heartbeat,
+    Prefill,
+    Reserve,
+    Reserved,
+    Sampling,
+    TokenItem,
+    Tokens,
+    Welcome,
+    WorkerStats,
+)
+from baton.cluster.telemetry.metrics import RouterMetrics
+from baton.router.answers.answer import error_of
+from baton.router.endpoints.status import metrics_of, status_of
+from baton.router.errors import ApiError
+from baton.router.rooms.effects import Deliver, Ended, Failure, Settled
+from baton.router.scheduling.admission_queue import OVERLOADED
+from baton.router.scheduling.dispatcher import CLIENT_STALL_S, Dispatcher
+from baton.router.scheduling.inbox import Inbox
+from baton.router.scheduling.request_state import Job
+from baton.router.workers.registry import UNREACHABLE_S, Registry
+from baton.tests.unit.router.workers.test_registry import hello
+
+P, D = "1" * 32, "2" * 32
+
+
+class World:
+    """A dispatcher, the frames that its workers got, and a clock that only tests move."""
+
+    def __init__(self, **settings):
+        self.now = 0.0
+        self.sent = {b"p": [], b"d": []}
+        self.refusing = set()  # identities whose queue is full
+        self.lost = set()  # identities that are not connected
+        self._decoder = control_down_decoder()
+        registry = Registry("a" * 32, 1000.0)
+        settings = {"max_queue": 8, "queue_timeout_s": 30.0} | settings
+        self.dispatcher = Dispatcher(registry, self._transmit, lambda: self.now, RouterMetrics(), **settings)
+
+    def join(self, roles=("prefill", "decode"), **decode):
+        for identity, instance, role, more in ((b"p", P, "prefill", {}), (b"d", D, "decode", decode)):
+            if role not in roles:
+                continue
+            message = hello(instance=instance, role=role, **more)
+            stats = WorkerStats(pages_total=message.pages_total, pages_free=message.pages_total)
+            self.dispatcher.on_message(identity, message)
+            self.dispatcher.on_message(identity, Heartbeat(instance=instance, stats=stats))
+        return self
+
+    def _transmit(self, identity, frame):
+        if identity in self.lost:
+            raise PeerLost("gone")
+        if identity in self.refusing:
+            return False
+        self.sent[identity].append(self._decoder.decode(frame))
+        return True
+
+    def submit(self, *max_new):
+        inbox = Inbox(lambda: self.now)
+        jobs = [
+            Job(prompt_ids=[5] * 16, sampling=Sampling(max_new_tokens=n), arrived=0.0, tokenize_s=0.0)
+            for n in max_new
+        ]
+        return self.dispatcher.submit(jobs, inbox), inbox
+
+    def of(self, identity, kind):
+        return [message for message in self.sent[identity] if isinstance(message, kind)]
+
+    def finish(self, room):
+        one = {"room": room, "epoch": 0}
+        self.dispatcher.on_message(b"d", Reserved(instance=D, **one))
+        self.dispatcher.on_message(b"p", FirstToken(instance=P, token=9, **one))
+        self.dispatcher.on_message(b"d", Tokens(instance=D, items=[TokenItem(seq=1, ids=[8], **one)]))
+        self.dispatcher.on_message(b"d", Finished(instance=D, reason="stop", output_tokens=2, **one))
+
+
+def events(inbox):
+    return [event for _, event in asyncio.run(inbox.take())]
+
+
+def test_a_room_runs_from_submit_to_nothing_left():
+    world = World().join()
+    (entry,), inbox = world.submit(16)
+    world.finish(entry.room.room)
+    assert events(inbox) == [Deliver([9], []), Deliver([8], []), Ended("stop")]
+    assert world.dispatcher.num_open == 0
+    assert [worker.num_rooms for worker in world.dispatcher.registry] == [0, 0]
+    assert 'baton_requests_total{outcome="ok"} 1.0' in _metrics(world)
+
+
+def _metrics(world):
+    return metrics_of(world.dispatcher).decode()
+
+
+def test_waiting_rooms_are_placed_in_order_and_a_small_one_does_not_overtake():
+    world = World().join(pages_total=10)
+    (first,), _ = world.submit(16 * 7)  # 8 pages
+    (big,), _ = world.submit(16 * 4)  # 5 pages: waits
+    (small,), _ = world.submit(16)  # 2 pages: would fit now
+    assert [r.room for r in world.of(b"d", Reserve)] == [first.room.room]
+    world.finish(first.room.room)
+    assert [r.room for r in world.of(b"d", Reserve)] == [first.room.room, big.room.room, small.room.room]
+
+
+def test_room_whose_attempt_failed_keeps_its_place_before_younger_ones():
+    world = World().join(max_running=1)
+    (old,), _ = world.submit(16)
+    (young,), _ = world.submit(16)
+    room = old.room.room
+    world.dispatcher.on_message(
+        b"d", Failed(room=room, epoch=0, instance=D, kind="TransferTimeout", message="", retryable=True)
+    )
+    assert [(r.room, r.epoch) for r in world.of(b"d", Reserve)] == [(room, 0), (room, 1)]
+    assert world.dispatcher.num_queued == 1
+    assert young.room.epoch == -1
+
+
+def test_request_with_several_choices_is_taken_whole_or_not_at_all():
+    world = World(max_queue=2).join(max_running=1)
+    with pytest.raises(ApiError) as caught:
+        world.submit(16, 16, 16, 16)
+    assert caught.value.status == 429
+    assert world.dispatcher.num_queued == 0
+    assert len(world.of(b"d", Cancel)) == 1
+    world.dispatcher.on_message(b"d", Gone(room=world.of(b"d", Reserve)[0].room, epoch=0, instance=D))
+    world.dispatcher.on_message(b"p", Gone(room=world.of(b"p", Prefill)[0].room, epoch=0, instance=P))
+    assert world.dispatcher.num_open == 0
+
+
+def test_frames_wait_in_order_for_a_worker_that_takes_none():
+    world = World().join()
+    world.refusing = {b"d"}
+    rooms = [world.submit(16)[0][0].room.room for _ in range(3)]
+    world.dispatcher.tick()
+    assert world.of(b"d", Reserve) == []
+    world.refusing = set()
+    world.dispatcher.tick()
+    assert [r.room for r in world.of(b"d", Reserve)] == rooms
+
+
+def test_worker_that_reconnects_in_time_gets_what_waited_and_one_that_does_not_is_lost():
+    world = World().join()
+    world.lost = {b"d"}
+    _, inbox = world.submit(16)
+    world.now += UNREACHABLE_S / 2
+    world.dispatcher.tick()
+    world.sent[b"d2"] = []
+    world.dispatcher.on_message(b"d2", hello(instance=D, role="decode"))
+    assert [type(message).__name__ for message in world.sent[b"d2"]] == ["Welcome", "Reserve"]
+    world.lost = {b"d2"}
+    world.submit(16)
+    world.now += UNREACHABLE_S + 0.1
+    world.dispatcher.tick()
+    assert world.dispatcher.registry.get(D) is None
+    assert [type(event) for event in events(inbox)] == [Failure]
+
+
+def test_reader_that_leaves_its_tokens_lying_is_cut_and_cancelled():
+    world = World().join()
+    (entry,), inbox = world.submit(100)
+    world.dispatcher.on_message(b"d", Reserved(room=entry.room.room, epoch=0, instance=D))
+    world.dispatcher.on_message(b"p", FirstToken(room=entry.room.room, epoch=0, instance=P, token=9))
+    world.now += CLIENT_STALL_S - 1
+    world.dispatcher.on_message(
+        b"d", Tokens(instance=D, items=[TokenItem(room=entry.room.room, epoch=0, seq=1, ids=[8])])
+    )
+    world.dispatcher.tick()
+    assert world.of(b"d", Cancel) == []
+    world.now += 2
+    world.dispatcher.tick()
+    assert inbox.unread_for(world.now) > CLIENT_STALL_S
+    assert [message.room for message in world.of(b"d", Cancel)] == [entry.room.room]
+    assert 'outcome="cancelled"} 1.0' in _metrics(world)
+
+
+def test_wait_is_bounded_also_behind_refusals():
+    world = World(queue_timeout_s=5.0).join(max_running=1)
+    world.submit(16)
+    _, inbox = world.submit(16)
+    world.now = 4.9
+    world.dispatcher.tick()
+    assert world.dispatcher.num_queued == 1
+    world.now = 5.1
+    world.dispatcher.tick()
+    (broken,) = events(inbox)
+    assert broken.kind == "QueueTimeout"
+    assert broken.retry_after_s == 17, "one got a pair within the last ten seconds or so, 5.1 s ago"
+    assert int(error_of(broken).headers["retry-after"]) == 17
+
+
+def test_who_is_displaced_hears_when_to_come_again_as_those_do_who_were_not_let_in():
+    world = World(max_queue=1).join(max_running=1)
+    world.submit(16)
+    world.now = 4.0
+    _, displaced = world.submit(16)
+    urgent = Job(prompt_ids=[5] * 16, sampling=Sampling(), arrived=4.0, tokenize_s=0.0, priority=-1)
+    world.dispatcher.submit([urgent], Inbox(lambda: world.now))
+    with pytest.raises(ApiError) as caught:
+        world.submit(16)
+    (broken,) = events(displaced)
+    assert broken.kind == OVERLOADED
+    assert caught.value.retry_after_s == broken.retry_after_s == error_of(broken).retry_after_s == 30
+
+
+def test_without_a_pace_it_is_a_second():
+    for kind in (OVERLOADED, "QueueTimeout", "GrammarsOverdue"):
+        assert error_of(Failure(kind, "x")).headers == {"retry-after": "1"}
+
+
+def test_without_a_pair_nothing_is_taken():
+    world = World()
+    with pytest.raises(ApiError) as caught:
+        world.submit(16)
+    assert (caught.value.status, caught.value.retry_after_s) == (503, 1)
+    assert repr(world.dispatcher) == "Dispatcher(open, queued=0, running=0, Registry(prefill=0, decode=0))"
+
+
+def test_messages_of_unknown_workers_are_counted_and_change_nothing():
+    world = World().join()
+    (entry,), _ = world.submit(16)
+    world.dispatcher.on_message(b"x", Reserved(room=entry.room.room, epoch=0, instance="9" * 32))
+    assert world.dispatcher.events["unknown_worker"] == 1
+
+
+# --- workers that gave the router up, or that it gave up --------------------------------------------------------------
+
+
+def begin(world, entry, epoch=0):
+    """Reserved and token 1: the client's answer has begun."""
+    one = {"room": entry.room.room, "epoch": epoch}
+    world.dispatcher.on_message(b"d", Reserved(instance=D, **one))
+    world.dispatcher.on_message(b"p", FirstToken(instance=P, token=9, **one))
+
+
+def test_a_worker_that_dropped_its_rooms_loses_them_at_once_and_its_pages_are_free():
+    world = World().join()
+    (begun,), begun_inbox = world.submit(16)
+    begin(world, begun)
+    (fresh,), _ = world.submit(16)
+    world.dispatcher.on_message(b"d", hello(instance=D, role="decode", generation=1))
+    assert [type(event) for event in events(begun_inbox)] == [Deliver]
+    rooms = {(begun.room.room, 1), (fresh.room.room, 1)}
+    assert {(r.room, r.epoch) for r in world.of(b"d", Reserve)[2:]} == rooms  # both are tried again
+    worker = world.dispatcher.registry.get(D)
+    assert set(worker.ledger) == rooms
+    kinds = [type(message) for message in world.sent[b"d"]]
+    assert kinds.index(Welcome, 1) < len(kinds) - 1  # before the new Reserve
+    assert world.dispatcher.events["worker_dropped_rooms"] == 1
+
+
+def test_the_same_generation_asks_and_an_older_one_is_a_straggler():
+    world = World().join()
+    world.dispatcher.on_message(b"d", hello(instance=D, role="decode", generation=2))
+    (entry,), _ = world.submit(16)
+    world.dispatcher.on_message(b"d", hello(instance=D, role="decode", generation=2))
+    world.dispatcher.on_message(b"x", hello(instance=D, role="decode", generation=1))
+    assert entry.room.is_at_workers
+    assert world.dispatcher.registry.get(D).identity == b"d"
+    assert world.dispatcher.events["stale_hello"] == 1
+
+
+def test_frames_that_waited_for_a_worker_that_dropped_its_rooms_are_not_sent():
+    world = World().join()
+    world.refusing = {b"d"}
+    (entry,), _ = world.submit(16)
+    world.refusing = set()
+    world.dispatcher.on_message(b"d", hello(instance=D, role="decode", generation=1))
+    assert [r.epoch for r in world.of(b"d", Reserve)] == [1]
+    assert entry.room.epoch == 1
+
+
+@pytest.mark.parametrize("generation", [0, 1])
+def test_a_worker_that_comes_back_is_told_which_rooms_are_over(generation):
+    world = World().join()
+    (entry,), _ = world.submit(16)
+    world.lost = {b"d"}
+    world.dispatcher.lose([world.dispatcher.registry.get(D)])
+    world.lost = set()
+    assert world.of(b"d", Cancel) == []
+    for _ in range(2):
+        world.dispatcher.on_message(b"d", hello(instance=D, role="decode", generation=generation))
+    told = [message.room for message in world.of(b"d", Cancel)]
+    assert told == (
+        [entry.room.room] if generation == 0 else []
+    )  # the next generation has dropped them itself
+
+
+# --- requests of several choices --------------------------------------------------------------------------------------
+
+
+def test_choices_that_wait_behind_their_own_siblings_are_not_a_queue():
+    world = World(queue_timeout_s=5.0).join(max_running=1)
+    entries, inbox = world.submit(16, 16, 16)
+    for entry in entries:
+        world.now += 4.0  # 12 s in all, and the request is at the workers all the time
+        world.dispatcher.tick()
+        world.finish(entry.room.room)
+    assert [event for event in events(inbox) if isinstance(event, (Ended, Failure))] == [Ended("stop")] * 3
+
+
+def test_choices_that_wait_behind_others_when_their_siblings_are_done_time_out_with_one_warning(caplog):
+    world = World(queue_timeout_s=5.0).join(max_running=1)
+    (first, *_), inbox = world.submit(16, 16, 16)
+    world.now = 9.0
+    world.dispatcher.registry.drain(world.dispatcher.registry.get(D))
+    world.finish(first.room.room)
+    world.now = 13.0
+    world.dispatcher.tick()
+    assert world.dispatcher.num_queued == 2
+    world.now = 14.1
+    with caplog.at_level(logging.WARNING):
+        world.dispatcher.tick()
+    assert [event.kind for event in events(inbox) if isinstance(event, Failure)] == ["QueueTimeout"] * 2
+    assert len(caplog.records) == 1
+
+
+def test_a_request_counts_once_whatever_its_choices_and_with_their_tokens():
+    world = World().join()
+    entries, _ = world.submit(16, 16, 16)
+    for entry in entries[:2]:
+        world.finish(entry.room.room)
+    assert 'baton_requests_total{outcome="ok"} 0.0' in _metrics(world)
+    world.finish(entries[2].room.room)
+    text = _metrics(world)
+    assert 'baton_requests_total{outcome="ok"} 1.0' in text
+    assert "baton_output_tokens_total 6.0" in text
+    assert "baton_request_seconds_count 1.0" in text
+
+
+def test_a_request_of_which_one_choice_failed_has_failed():
+    world = World().join()
+    entries, _ = world.submit(16, 16)
+    world.finish(entries[0].room.room)
+    failed = {"epoch": 0, "instance": D, "kind": "TransferTimeout", "message": "", "retryable": False}
+    world.dispatcher.on_message(b"d", Failed(room=entries[1].room.room, **failed))
+    assert 'outcome="failed"} 1.0' in _metrics(world)
+    assert 'outcome="ok"} 0.0' in _metrics(world)
+
+
+def test_a_full_queue_counts_one_rejected_request():
+    world = World(max_queue=1).join(max_running=1)
+    with pytest.raises(ApiError):
+        world.submit(16, 16, 16)
+    assert 'outcome="rejected"} 1.0' in _metrics(world)
+    assert 'outcome="cancelled"} 0.0' in _metrics(world)
+
+
+def test_a_stopped_choice_counts_with_what_decode_says_it_cost():
+    world = World().join()
+    (entry,), inbox = world.submit(16)
+    begin(world, entry)
+    world.dispatcher.stopped(entry)
+    assert 'outcome="ok"} 0.0' in _metrics(world)
+    account = DecodeTimeline(drafted_tokens=6, accepted_tokens=4, verify_steps=2)
+    world.dispatcher.on_message(b"d", Gone(room=entry.room.room, epoch=0, instance=D, timeline=account))
+    assert events(inbox)[-1] == Settled()
+    text = _metrics(world)
+    assert 'outcome="ok"} 1.0' in text
+    assert "baton_accepted_tokens_total 4.0" in text
+
+
+def test_a_request_that_takes_too_long_ends_with_that_error_and_its_workers_know():
+    world = World(request_timeout_s=20.0).join()
+    (entry,), inbox = world.submit(16)
+    assert world.of(b"d", Reserve)[0].deadline_ms == world.of(b"p", Prefill)[0].deadline_ms == 20_000
+    begin(world, entry)
+    world.now = 19.9
+    world.dispatcher.tick()
+    assert world.of(b"d", Cancel) == []
+    world.now = 20.1
+    world.dispatcher.tick()
+    assert events(inbox)[-1].kind == "DeadlineExceeded"
+    assert len(world.of(b"d", Cancel)) == len(world.of(b"p", Cancel)) == 1
+    assert 'outcome="timeout"} 1.0' in _metrics(world)
+
+
+def test_what_the_control_socket_drops_is_in_the_metrics():
+    world = World(drops=lambda: {"control_malformed": 3, "control_oversized": 0})
+    assert 'baton_router_events_total{event="control_malformed"} 3.0' in _metrics(world)
+    assert 'event="control_oversized"} 0.0' in _metrics(world)
+    assert status_of(world.dispatcher, "m", 0.0, 0.0).router.events["control_malformed"] == 3

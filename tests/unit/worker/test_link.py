@@ -1,0 +1,115 @@
+"""The end of a connection, what a router says before it has heard of it, and its pace, as a worker's link takes them in."""
+
+import pytest
+from baton.cluster.net.control_link import LinkMachine, LinkQueues
+from baton.cluster.protocol.codec import control_up_decoder, encode
+from baton.cluster.protocol.messages import (
+    Cancel,
+    Gone,
+    Heartbeat,
+    Hello,
+    Prefill,
+    Rejected,
+    Sampling,
+    Welcome,
+    WorkerStats,
+)
+from baton.tests.unit.cluster.net.test_control_link import HELLO, ME, R1, R2, ROOM, advance, joined, welcome
+
+
+def order(epoch=0):
+    sampling = Sampling(max_new_tokens=1)
+    return Prefill(room=ROOM, epoch=epoch, instance=ME, prompt_ids=[1], sampling=sampling, deadline_ms=0)
+
+
+def test_a_broken_connection_loses_the_router_and_its_rooms_once():
+    machine = joined()
+    machine.broke()
+    assert not machine.can_send
+    is_due, lost = advance(machine, 0.1)
+    assert is_due, "the next generation is told at once"
+    assert "broke" in lost
+    assert machine.hello.generation == 1
+    machine.broke()
+    assert advance(machine, 0.2)[1] == "", "nothing is left to lose"
+
+
+LOSSES = {
+    "the connection broke": lambda machine: machine.broke(),
+    "rejected": lambda machine: machine.hear(Rejected(instance=ME, reason="damaged")),
+    "another router": lambda machine: machine.hear(welcome(R2, generation=0)),
+}
+
+
+@pytest.mark.parametrize("lose", LOSSES.values(), ids=LOSSES)
+def test_after_a_loss_no_order_is_taken_before_the_router_has_heard_of_it_for_it_would_cancel_none_of_them(
+    lose,
+):
+    machine = joined()
+    assert machine.hear(order())
+    lose(machine)
+    assert not machine.hear(order()), "the router was slow to hear of the loss"
+    advance(machine, 0.1)
+    assert machine.hello.generation == 1
+    assert not machine.hear(order())
+    assert not machine.hear(welcome(machine.router, generation=0)), "an answer to what it heard before"
+    assert not machine.hear(order())
+    assert machine.num_early == 3
+    assert machine.hear(Cancel(room=ROOM, epoch=0, instance=ME)), "which does no harm"
+    machine.hear(welcome(machine.router, generation=1))
+    assert machine.hear(order(epoch=1))
+    assert advance(machine, 0.2)[1] == ""
+
+
+def test_a_router_that_names_no_generation_is_taken_at_its_word():
+    machine = joined()
+    machine.broke()
+    advance(machine, 0.1)
+    assert not machine.hear(order())
+    assert machine.hear(welcome())
+    assert machine.hear(order(epoch=1))
+
+
+def test_the_routers_pace_of_heartbeats_is_shown():
+    machine = LinkMachine(HELLO, 0.0)
+    machine.hear(Welcome(instance=ME, router=R1, heartbeat_ms=125))
+    assert machine.heartbeat_s == 0.125
+
+
+class CrawlingLink(LinkQueues):
+    """A connection that takes one message between two greetings."""
+
+    def __init__(self):
+        super().__init__(HELLO, 0.0)
+        self.sent, self.inbox, self.is_open = [], [], True
+
+    def _transmit(self, frame):
+        message = control_up_decoder().decode(frame)
+        if isinstance(message, Hello):
+            self.inbox.append([encode(Welcome(instance=ME, router=R1, heartbeat_ms=250))])
+            self.is_open = True
+        elif not self.is_open:
+            return False
+        else:
+            self.is_open = False
+            self.sent.append(message)
+        return True
+
+    def _next_message(self):
+        return self.inbox.pop(0) if self.inbox else None
+
+
+def test_no_backlog_holds_a_heartbeat_back():
+    link, now = CrawlingLink(), 0.0
+    for _ in range(100):
+        link.send(Gone(room=ROOM, epoch=0, instance=ME))
+    for beat in range(8):
+        link.send(Heartbeat(instance=ME, stats=WorkerStats(running=beat)))
+        for _ in range(10):
+            now += 0.025
+            link.tick(now)
+            link.receive()
+    beats = [message.stats.running for message in link.sent if isinstance(message, Heartbeat)]
+    assert beats, "the backlog was not sent in that time"
+    assert len(link.sent) < 100
+    assert beats[-1] >= 6
