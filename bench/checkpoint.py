@@ -22,7 +22,7 @@ from ..cluster.errors import ConfigError
 from ..engine.config import DTYPES, resolve_device, resolve_dtype
 from ..engine.errors import CheckpointError
 from ..engine.layers import NamedTensors
-from ..engine.speculative.eagle3 import Eagle3Head
+from ..engine.speculative.drafters.eagle3_head import Eagle3Head
 from ..engine.weights import INDEX_FILE
 from .arguments import at_least
 from .engine_model import random_head, random_target

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from ..engine.model_config import ModelConfig
-from ..engine.speculative.spec_config import Eagle3Config
+from ..engine.speculative.drafters.spec_config import Eagle3Config
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,26 +13,26 @@ from pathlib import Path
 
 import torch
 
+from ..engine.capture.graph_set import GraphSet, backend_for
 from ..engine.extend_batch import extend_batch
 from ..engine.forward_batch import CaptureHidden
-from ..engine.graph_set import GraphSet, backend_for
 from ..engine.kv_pool import FeaturePlane, KVPool
 from ..engine.lifecycle import Lifecycle, Phase
 from ..engine.model_config import ModelConfig
 from ..engine.model_runner import ModelRunner
 from ..engine.page_table import pages_for
 from ..engine.request import Request
-from ..engine.sampler import Sampler, sampling_rows
-from ..engine.sampling_params import SamplingParams
-from ..engine.speculative.device_steps import DeviceSteps
-from ..engine.speculative.draft_shape import PLAIN, DraftShape, planned_pages
-from ..engine.speculative.draft_worker import DraftWorker
-from ..engine.speculative.eagle3 import Eagle3Head
-from ..engine.speculative.overlapped import Flight, OverlappedDecoder, kind_of
-from ..engine.speculative.spec_config import Eagle3Config
+from ..engine.sampling.params import SamplingParams
+from ..engine.sampling.sampler import Sampler, sampling_rows
+from ..engine.speculative.drafters.eagle3 import DraftWorker
+from ..engine.speculative.drafters.eagle3_head import Eagle3Head
+from ..engine.speculative.drafters.spec_config import Eagle3Config
+from ..engine.speculative.drafting.shape import PLAIN, DraftShape, planned_pages
 from ..engine.speculative.spec_decoder import SpecDecoder, StepResult
-from ..engine.speculative.step_body import StepBody
-from ..engine.speculative.step_state import StepState
+from ..engine.speculative.step.async_decoder import Flight, OverlappedDecoder, kind_of
+from ..engine.speculative.step.device_state import StepState
+from ..engine.speculative.step.fused_step import StepBody
+from ..engine.speculative.step.step_graphs import DeviceSteps
 from .engine_model import TOKEN, random_head, random_target
 from .engine_shapes import head_config, target_config
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from ..engine.config import resolve_checkpoint
 from ..engine.model_config import ModelConfig, load_model_config
-from ..engine.speculative.spec_config import Eagle3Config, load_draft_config
+from ..engine.speculative.drafters.spec_config import Eagle3Config, load_draft_config
 
 # The config.json of each; "toy" is for a first try and for tests.
 SHAPES: dict[str, dict[str, object]] = {

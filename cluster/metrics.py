@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector, generate_late
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from . import metric_names as names
+from ..cluster import metric_names as names
 from .messages import WorkerStats
 from .metric_names import COUNTER, MetricName
 from .tally import Tally

@@ -15,7 +15,7 @@ from ..engine.extend_batch import extend_batch
 from ..engine.forward_batch import CaptureHidden, ForwardOutput
 from ..engine.loader import Engine
 from ..engine.prompt_logprobs import most_scored, scores_of
-from ..engine.sampler import SampleOutput, sampling_rows
+from ..engine.sampling.sampler import SampleOutput, sampling_rows
 from ..engine.speculative.spec_decoder import StepResult, TokenLogprob
 from .queues import Room, RoomState
 from .step_decoder import StepDecoder

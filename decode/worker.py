@@ -35,7 +35,7 @@ from ..cluster.messages import (
 from ..cluster.trace_context import carried_by
 from ..engine.loader import Engine
 from ..engine.request import Request
-from ..engine.sampling_params import SamplingParams
+from ..engine.sampling.params import SamplingParams
 from ..engine.speculative.spec_decoder import StepResult
 from ..kvtransfer.link import Command, Drop, Ended, LinkEvent, WorkerLink
 from ..kvtransfer.transport import Complete, Landed, Lost

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable, Sequence
 
-from . import units
+from ..deploy import units
 
 KINDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "systemd": (units.main, "units of one host"),

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import torch
 
+from .capture.graph_set import GraphSet, backend_for
 from .config import EngineConfig, resolve_checkpoint, resolve_device, resolve_dtype
 from .errors import CheckpointError
-from .graph_set import GraphSet, backend_for
 from .graphs.backend import GraphBackend
 from .guided import GrammarCompiler
 from .kv_pool import FeaturePlane, KVPool, PageAllocator
@@ -25,17 +25,17 @@ from .model_runner import ModelRunner, configure_aux_capture
 from .models.llama import LlamaForCausalLM
 from .page_table import pages_for
 from .prefix_cache import PrefixCache
-from .sampler import Sampler
+from .sampling.sampler import Sampler
 from .speculative.adaptive import KNEE_ROWS, StepCosts, StepPolicy
-from .speculative.device_steps import DeviceSteps
-from .speculative.dflash_config import DflashConfig, load_any_draft_config
-from .speculative.draft_shape import PLAIN, DraftShape
-from .speculative.draft_worker import MAX_PREFILL_ROWS, DraftWorker
-from .speculative.eagle3 import Eagle3Head
-from .speculative.eagle3_weights import load_eagle3
-from .speculative.overlapped import OverlappedDecoder, device_steps
-from .speculative.spec_config import Eagle3Config
+from .speculative.drafters.dflash_config import DflashConfig, load_any_draft_config
+from .speculative.drafters.eagle3 import MAX_PREFILL_ROWS, DraftWorker
+from .speculative.drafters.eagle3_head import Eagle3Head
+from .speculative.drafters.eagle3_weights import load_eagle3
+from .speculative.drafters.spec_config import Eagle3Config
+from .speculative.drafting.shape import PLAIN, DraftShape
 from .speculative.spec_decoder import SpecDecoder
+from .speculative.step.async_decoder import OverlappedDecoder, device_steps
+from .speculative.step.step_graphs import DeviceSteps
 from .weights import load_model, model_fingerprint
 
 logger = logging.getLogger(__name__)

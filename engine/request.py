@@ -5,7 +5,7 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass, field, replace
 
 from .guided import Guide
-from .sampling_params import SamplingParams
+from .sampling.params import SamplingParams
 
 
 @dataclass(kw_only=True, eq=False)

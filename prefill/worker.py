@@ -40,8 +40,8 @@ from ..engine.loader import Engine
 from ..engine.page_table import pages_for
 from ..engine.prompt_logprobs import scores_of
 from ..engine.request import Request
-from ..engine.sampler import SampleOutput, sampling_rows, validate_params
-from ..engine.sampling_params import SamplingParams
+from ..engine.sampling.params import SamplingParams
+from ..engine.sampling.sampler import SampleOutput, sampling_rows, validate_params
 from ..kvtransfer.link import Advance, Command, Drop, Ended, LinkEvent, WorkerLink
 from ..kvtransfer.transport import Dropped, Offer, Released
 from .queues import PrefillQueues, Room, RoomState

@@ -9,7 +9,7 @@ from contextlib import suppress
 from functools import partial
 from itertools import count
 
-from . import template_worker
+from ..router import template_worker
 from .template_worker import COMMAND, Command, run_nursery
 
 PROGRAM = (sys.executable, "-m", template_worker.__name__)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from .draft_graphs import DraftExtendGraphs, DraftLoopGraphs, DraftPrefillGraphs
+from .drafters.prefill_graphs import DraftExtendGraphs, DraftLoopGraphs, DraftPrefillGraphs
 from .tree_graphs import TreeLoopGraphs
 
 

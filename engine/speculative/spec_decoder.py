@@ -13,14 +13,14 @@ import torch
 from ..forward_batch import CaptureHidden, ForwardMode, ForwardOutput
 from ..model_runner import ModelRunner
 from ..request import Request
-from ..sampler import SampleOutput, Sampler, rows_behind
+from ..sampling.sampler import SampleOutput, Sampler, rows_behind
 from .adaptive import StepPolicy
 from .chain import ChainPlan, chain_batch, plan_chain
-from .draft_shape import PLAIN, DraftShape
-from .draft_state import PAD_ROW
-from .draft_worker import DraftPrefill, DraftWorker
-from .tree import DraftTree, branches
-from .verify import Verdict, compact, judge
+from .drafters.eagle3 import DraftPrefill, DraftWorker
+from .drafters.states import PAD_ROW
+from .drafting.shape import PLAIN, DraftShape
+from .drafting.tree import DraftTree, branches
+from .drafting.verify import Verdict, compact, judge
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from ..graphs.breakable import Breaks, ReplayContext
 from ..graphs.inventory import GraphPool
 from ..kv_pool import KVPool
-from .draft_graphs import LoopGraphs
-from .draft_loops import draft_tree
-from .draft_shape import DraftShape
-from .eagle3 import Eagle3Head
-from .tree import DraftTree
+from .drafters.eagle3_head import Eagle3Head
+from .drafters.loops import draft_tree
+from .drafters.prefill_graphs import LoopGraphs
+from .drafting.shape import DraftShape
+from .drafting.tree import DraftTree
 
 
 class TreeLoopGraphs(LoopGraphs[DraftTree]):

@@ -10,7 +10,7 @@ from baton.engine.extend_batch import extend_batch
 from baton.engine.forward_batch import CaptureHidden
 from baton.engine.loader import Engine, EngineLoader
 from baton.engine.request import Request
-from baton.engine.sampling_params import SamplingParams
+from baton.engine.sampling.params import SamplingParams
 from baton.engine.speculative.spec_decoder import SpecDecoder
 from baton.tests.parity.eagle3_toys import head_config, head_tensors, write_head
 from baton.tests.parity.toy_engine import random_ids

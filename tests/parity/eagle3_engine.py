@@ -10,13 +10,13 @@ from baton.engine.kv_pool import KVPool
 from baton.engine.model_runner import ModelRunner
 from baton.engine.page_table import build_page_table, pages_for, slots_for
 from baton.engine.request import Request
-from baton.engine.sampler import Sampler, sampling_rows
-from baton.engine.sampling_params import SamplingParams
+from baton.engine.sampling.params import SamplingParams
+from baton.engine.sampling.sampler import Sampler, sampling_rows
 from baton.engine.speculative.adaptive import StepPolicy
-from baton.engine.speculative.draft_shape import DraftShape
-from baton.engine.speculative.draft_worker import DraftWorker
-from baton.engine.speculative.eagle3_weights import load_eagle3
-from baton.engine.speculative.spec_config import load_draft_config
+from baton.engine.speculative.drafters.eagle3 import DraftWorker
+from baton.engine.speculative.drafters.eagle3_weights import load_eagle3
+from baton.engine.speculative.drafters.spec_config import load_draft_config
+from baton.engine.speculative.drafting.shape import DraftShape
 from baton.engine.speculative.spec_decoder import SpecDecoder, StepResult
 from baton.engine.weights import load_model
 from baton.tests.parity.eagle3_toys import DEFAULT_IDS, SHAPE

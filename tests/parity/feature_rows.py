@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 from baton.engine.speculative.chain import ChainPlan
-from baton.engine.speculative.draft_worker import DraftPrefill, DraftWorker
+from baton.engine.speculative.drafters.eagle3 import DraftPrefill, DraftWorker
 
 Known = dict[int, dict[int, torch.Tensor]]
 

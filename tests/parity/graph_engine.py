@@ -4,8 +4,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from baton.engine.attention import PagedAttention
+from baton.engine.capture.graph_set import GraphSet
 from baton.engine.fixed_rows import FixedRows
-from baton.engine.graph_set import GraphSet
 from baton.engine.graphs.arena import ArenaMemory
 from baton.engine.graphs.backend import GraphBackend
 from baton.engine.graphs.family import GraphFamily
@@ -15,9 +15,9 @@ from baton.engine.lifecycle import Lifecycle, Phase
 from baton.engine.model_runner import ModelRunner
 from baton.engine.page_table import slots_for
 from baton.engine.request import Request
-from baton.engine.speculative.draft_graphs import DraftLoopGraphs
-from baton.engine.speculative.draft_shape import PLAIN, DraftShape
-from baton.engine.speculative.draft_worker import DraftWorker
+from baton.engine.speculative.drafters.eagle3 import DraftWorker
+from baton.engine.speculative.drafters.prefill_graphs import DraftLoopGraphs
+from baton.engine.speculative.drafting.shape import PLAIN, DraftShape
 from baton.engine.speculative.tree_graphs import TreeLoopGraphs
 from baton.tests.parity.eagle3_engine import PAGE_SIZE, Engine
 

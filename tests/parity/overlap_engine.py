@@ -5,7 +5,7 @@ import weakref
 from collections.abc import Callable, Sequence
 
 import torch
-from baton.engine.graph_set import GraphSet
+from baton.engine.capture.graph_set import GraphSet
 from baton.engine.graphs.arena import ArenaMemory
 from baton.engine.graphs.backend import GraphBackend
 from baton.engine.graphs.guard import HOST_READS
@@ -14,11 +14,11 @@ from baton.engine.graphs.nest import tensors_of
 from baton.engine.graphs.tape import TapeBackend
 from baton.engine.lifecycle import Phase
 from baton.engine.request import Request
-from baton.engine.speculative.device_steps import DeviceSteps, Report
-from baton.engine.speculative.draft_shape import PLAIN
-from baton.engine.speculative.overlapped import OverlappedDecoder, device_steps
+from baton.engine.speculative.drafting.shape import PLAIN
 from baton.engine.speculative.spec_decoder import StepResult
-from baton.engine.speculative.step_body import StepKind
+from baton.engine.speculative.step.async_decoder import OverlappedDecoder, device_steps
+from baton.engine.speculative.step.fused_step import StepKind
+from baton.engine.speculative.step.step_graphs import DeviceSteps, Report
 from baton.tests.parity.eagle3_engine import Engine
 from baton.tests.parity.graph_engine import at
 from torch.overrides import TorchFunctionMode

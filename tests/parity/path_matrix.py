@@ -13,11 +13,11 @@ from itertools import combinations, product
 from pathlib import Path
 
 import torch
-from baton.engine.graph_set import GraphSet
+from baton.engine.capture.graph_set import GraphSet
 from baton.engine.graphs.backend import GraphBackend
 from baton.engine.graphs.cuda import CudaBackend
 from baton.engine.graphs.tape import TapeBackend
-from baton.engine.sampling_params import SamplingParams
+from baton.engine.sampling.params import SamplingParams
 from baton.tests.parity.eagle3_engine import Engine
 from baton.tests.parity.eagle3_toys import (
     ORACLE_VOCAB,

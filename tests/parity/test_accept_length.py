@@ -11,8 +11,8 @@ from baton.engine.extend_batch import extend_batch
 from baton.engine.forward_batch import CaptureHidden
 from baton.engine.loader import EngineLoader
 from baton.engine.request import Request
-from baton.engine.sampling_params import SamplingParams
-from baton.engine.speculative.draft_shape import DraftShape
+from baton.engine.sampling.params import SamplingParams
+from baton.engine.speculative.drafting.shape import DraftShape
 from baton.engine.speculative.spec_decoder import SpecDecoder
 from baton.tests.parity.prompts import CHATS
 from baton.tests.parity.test_cluster_tokens import assert_same

@@ -3,9 +3,9 @@
 from pathlib import Path
 
 import pytest
-from baton.engine.sampling_params import SamplingParams
+from baton.engine.sampling.params import SamplingParams
 from baton.engine.speculative.adaptive import StepCosts, StepPolicy
-from baton.engine.speculative.draft_shape import PLAIN, DraftShape
+from baton.engine.speculative.drafting.shape import PLAIN, DraftShape
 from baton.tests.parity.eagle3_engine import Engine
 from baton.tests.parity.graph_engine import arena, with_graphs
 

@@ -8,9 +8,10 @@ from baton.engine.forward_batch import CaptureHidden, ForwardBatch, ForwardMode
 from baton.engine.graphs.family import EAGER
 from baton.engine.page_table import build_page_table, pages_for, slots_for
 from baton.engine.request import Request
-from baton.engine.sampling_params import SamplingParams
-from baton.engine.speculative import draft_loops, draft_worker
+from baton.engine.sampling.params import SamplingParams
 from baton.engine.speculative.chain import ChainPlan, plan_chain
+from baton.engine.speculative.drafters import eagle3 as draft_worker
+from baton.engine.speculative.drafters import loops as draft_loops
 from baton.kernels.kv_store import kv_rows
 from baton.tests.parity.eagle3_engine import PAGE_SIZE, Engine
 from baton.tests.parity.graph_engine import MAX_BATCH, MAX_TOKENS, arena, poison, with_graphs

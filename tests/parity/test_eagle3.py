@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 from baton.engine.request import Request
-from baton.engine.sampler import sampling_rows
-from baton.engine.sampling_params import SamplingParams
+from baton.engine.sampling.params import SamplingParams
+from baton.engine.sampling.sampler import sampling_rows
 from baton.tests.parity.eagle3_engine import (
     NUM_PAGES,
     PAGE_SIZE,

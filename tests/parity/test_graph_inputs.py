@@ -21,12 +21,16 @@ from baton.engine.kv_pool import FeaturePlane, KVPool
 from baton.engine.model_runner import ModelRunner
 from baton.engine.models.llama import LlamaForCausalLM
 from baton.engine.padding import pad_rows
-from baton.engine.sampling_params import SamplingParams
-from baton.engine.speculative.draft_graphs import DraftExtendGraphs, DraftLoopGraphs, DraftPrefillGraphs
-from baton.engine.speculative.draft_worker import DraftWorker
-from baton.engine.speculative.eagle3 import DraftPhase, Eagle3Head
-from baton.engine.speculative.idle import idle_draft_batch
-from baton.engine.speculative.spec_config import load_draft_config
+from baton.engine.sampling.params import SamplingParams
+from baton.engine.speculative.drafters.eagle3 import DraftWorker
+from baton.engine.speculative.drafters.eagle3_head import DraftPhase, Eagle3Head
+from baton.engine.speculative.drafters.idle import idle_draft_batch
+from baton.engine.speculative.drafters.prefill_graphs import (
+    DraftExtendGraphs,
+    DraftLoopGraphs,
+    DraftPrefillGraphs,
+)
+from baton.engine.speculative.drafters.spec_config import load_draft_config
 from baton.tests.parity.eagle3_engine import Engine
 from baton.tests.parity.eagle3_toys import VOCAB, head_config, toy_target, write_head
 from baton.tests.parity.graph_engine import arena, capture, families, kv_of, with_graphs

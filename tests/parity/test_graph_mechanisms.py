@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 from baton.engine.attention import plan
+from baton.engine.capture.graph_set import GraphSet
 from baton.engine.config import EngineConfig
 from baton.engine.errors import LifecycleError
 from baton.engine.forward_batch import CaptureHidden, ForwardBatch, ForwardMode
-from baton.engine.graph_set import GraphSet
 from baton.engine.graphs.errors import GraphError, StaleGraph
 from baton.engine.graphs.family import EAGER
 from baton.engine.graphs.inventory import FallbackReason, GraphKind
@@ -16,11 +16,11 @@ from baton.engine.graphs.tape import TapeBackend
 from baton.engine.lifecycle import Phase
 from baton.engine.loader import EngineLoader
 from baton.engine.page_table import build_page_table, slots_for
-from baton.engine.sampling_params import SamplingParams
-from baton.engine.speculative.draft_graphs import DraftPrefillGraphs
-from baton.engine.speculative.draft_shape import PLAIN
-from baton.engine.speculative.eagle3_weights import load_eagle3
-from baton.engine.speculative.spec_config import load_draft_config
+from baton.engine.sampling.params import SamplingParams
+from baton.engine.speculative.drafters.eagle3_weights import load_eagle3
+from baton.engine.speculative.drafters.prefill_graphs import DraftPrefillGraphs
+from baton.engine.speculative.drafters.spec_config import load_draft_config
+from baton.engine.speculative.drafting.shape import PLAIN
 from baton.tests.parity.eagle3_engine import Engine
 from baton.tests.parity.eagle3_toys import toy_target
 from baton.tests.parity.graph_engine import arena, at, capture, with_graphs

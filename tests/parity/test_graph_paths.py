@@ -6,7 +6,7 @@ inputs are poisoned before every step, and what graphs have given back to their 
 
 import pytest
 import torch
-from baton.engine.sampling_params import SamplingParams
+from baton.engine.sampling.params import SamplingParams
 from baton.tests.parity.eagle3_engine import Engine
 from baton.tests.parity.graph_engine import MAX_TOKENS, arena, families, kv_of, uses_kernels, with_graphs
 from baton.tests.parity.toy_engine import random_ids

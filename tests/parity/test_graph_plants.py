@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 from baton.engine import fixed_rows, target_graphs
+from baton.engine.capture.graph_self_test import SelfTest
+from baton.engine.capture.graph_set import GraphSet
 from baton.engine.errors import LifecycleError
 from baton.engine.fixed_rows import FixedRows
 from baton.engine.forward_batch import CaptureHidden
-from baton.engine.graph_self_test import SelfTest
-from baton.engine.graph_set import GraphSet
 from baton.engine.graphs import token_graphs
 from baton.engine.graphs.breakable import Breaks
 from baton.engine.graphs.errors import GraphError
@@ -22,8 +22,8 @@ from baton.engine.graphs.static import load_rows
 from baton.engine.graphs.token_graphs import AttendContext, AttentionBridge, attend_real_rows
 from baton.engine.layers import Attend
 from baton.engine.model_runner import ModelRunner
-from baton.engine.sampling_params import SamplingParams
-from baton.engine.speculative.draft_graphs import DraftLoopGraphs
+from baton.engine.sampling.params import SamplingParams
+from baton.engine.speculative.drafters.prefill_graphs import DraftLoopGraphs
 from baton.tests.parity.eagle3_engine import Engine, features_of
 from baton.tests.parity.eagle3_toys import ORACLE_IDS, head_config, head_tensors, successor, write_head
 from baton.tests.parity.graph_engine import arena, with_graphs

@@ -1,11 +1,11 @@
 """The start-up self-test finds graphs that differ from the eager path; and what becomes of their batches."""
 
 import pytest
+from baton.engine.capture.graph_self_test import SelfTest
+from baton.engine.capture.step_self_test import StepSelfTest
 from baton.engine.config import EngineConfig
-from baton.engine.graph_self_test import SelfTest
 from baton.engine.loader import EngineLoader
-from baton.engine.sampling_params import SamplingParams
-from baton.engine.step_self_test import StepSelfTest
+from baton.engine.sampling.params import SamplingParams
 from baton.tests.parity.eagle3_engine import Engine
 from baton.tests.parity.graph_engine import capture, with_graphs
 from baton.tests.parity.overlap_engine import overlapped, run_ahead

@@ -9,10 +9,10 @@ from itertools import permutations
 from pathlib import Path
 
 import pytest
-from baton.engine.graph_set import GraphSet
+from baton.engine.capture.graph_set import GraphSet
 from baton.engine.graphs.tape import TapeBackend
 from baton.engine.lifecycle import Phase
-from baton.engine.sampling_params import SamplingParams
+from baton.engine.sampling.params import SamplingParams
 from baton.tests.parity.eagle3_engine import Engine
 from baton.tests.parity.eagle3_toys import ORACLE_IDS, ORACLE_LAYERS, successor
 from baton.tests.parity.feature_rows import FeatureRows

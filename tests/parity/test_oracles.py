@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from baton.engine.request import Request
-from baton.engine.sampling_params import SamplingParams
+from baton.engine.sampling.params import SamplingParams
 from baton.tests.parity.eagle3_engine import PAGE_SIZE, Engine
 from baton.tests.parity.graph_engine import arena, kv_of, with_graphs
 from baton.tests.parity.oracles import (

@@ -4,13 +4,13 @@ import random
 from pathlib import Path
 
 import pytest
-from baton.engine import token_choice
 from baton.engine.request import Request
-from baton.engine.sampling_params import SamplingParams
-from baton.engine.speculative import step_body
-from baton.engine.speculative.device_steps import DeviceSteps
-from baton.engine.speculative.draft_shape import PLAIN, DraftShape
-from baton.engine.speculative.overlapped import host_reason
+from baton.engine.sampling import choose as token_choice
+from baton.engine.sampling.params import SamplingParams
+from baton.engine.speculative.drafting.shape import PLAIN, DraftShape
+from baton.engine.speculative.step import fused_step as step_body
+from baton.engine.speculative.step.async_decoder import host_reason
+from baton.engine.speculative.step.step_graphs import DeviceSteps
 from baton.tests.parity.eagle3_engine import Engine
 from baton.tests.parity.overlap_engine import LateSteps, counting_reads, overlapped, run_ahead
 from baton.tests.parity.test_adaptive_steps import Scripted

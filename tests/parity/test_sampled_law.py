@@ -26,7 +26,7 @@ from baton.decode.worker import DecodeWorker
 from baton.engine.config import EngineConfig
 from baton.engine.loader import EngineLoader
 from baton.engine.speculative import spec_decoder
-from baton.engine.speculative.verify import judge
+from baton.engine.speculative.drafting.verify import judge
 from baton.tests.parity.eagle3_toys import write_head
 from safetensors.torch import save_file
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from baton.engine.graphs.family import EAGER
 from baton.engine.request import Request
-from baton.engine.sampling_params import SamplingParams
-from baton.engine.speculative.tree import branches
+from baton.engine.sampling.params import SamplingParams
+from baton.engine.speculative.drafting.tree import branches
 from baton.tests.parity.eagle3_engine import (
     NUM_PAGES,
     PAGE_SIZE,

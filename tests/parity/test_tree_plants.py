@@ -12,12 +12,13 @@ import torch
 from baton.engine import fixed_rows
 from baton.engine.graphs.static import load_rows
 from baton.engine.request import Request
-from baton.engine.sampler import SamplingBatch
-from baton.engine.sampling_params import SamplingParams
-from baton.engine.speculative import spec_decoder, verify
+from baton.engine.sampling.params import SamplingParams
+from baton.engine.sampling.sampler import SamplingBatch
+from baton.engine.speculative import spec_decoder
 from baton.engine.speculative.chain import chain_batch
+from baton.engine.speculative.drafting import verify
+from baton.engine.speculative.drafting.tree import DraftTree, ancestors
 from baton.engine.speculative.spec_decoder import SpecDecoder
-from baton.engine.speculative.tree import DraftTree, ancestors
 from baton.kernels.compact_kv import compact_kv
 from baton.tests.parity.eagle3_engine import Engine, rows_of
 from baton.tests.parity.eagle3_toys import head_config, head_tensors, write_head

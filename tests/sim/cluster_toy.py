@@ -22,7 +22,7 @@ from baton.engine.kv_pool import KVPool, PageAllocator
 from baton.engine.lifecycle import Lifecycle
 from baton.engine.loader import Engine
 from baton.engine.prefix_cache import PrefixCache
-from baton.engine.sampler import SampleOutput
+from baton.engine.sampling.sampler import SampleOutput
 from baton.engine.speculative.spec_decoder import StepResult
 from crc32c import crc32c
 

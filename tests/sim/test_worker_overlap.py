@@ -11,7 +11,7 @@ import pytest
 import torch
 from baton.cluster.messages import Finished
 from baton.decode.queues import RoomState
-from baton.engine.speculative.overlapped import device_steps
+from baton.engine.speculative.step.async_decoder import device_steps
 from baton.tests.parity.eagle3_toys import head_config, head_tensors, write_head
 from baton.tests.parity.overlap_engine import LateSteps
 from baton.tests.sim.cluster_seams import hasty_close

@@ -6,8 +6,8 @@ import pytest
 import torch
 from baton.bench.checkpoint import main
 from baton.bench.engine_model import random_head, random_target
-from baton.engine.speculative.eagle3_weights import load_eagle3
-from baton.engine.speculative.spec_config import load_draft_config
+from baton.engine.speculative.drafters.eagle3_weights import load_eagle3
+from baton.engine.speculative.drafters.spec_config import load_draft_config
 from baton.engine.weights import load_model, model_fingerprint
 from baton.router.tokenizer import load_tokenizer
 

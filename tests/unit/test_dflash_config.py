@@ -7,8 +7,12 @@ import pytest
 from baton.engine.config import EngineConfig
 from baton.engine.errors import CheckpointError
 from baton.engine.loader import EngineLoader
-from baton.engine.speculative.dflash_config import ARCHITECTURE, load_any_draft_config, load_dflash_config
-from baton.engine.speculative.spec_config import Eagle3Config
+from baton.engine.speculative.drafters.dflash_config import (
+    ARCHITECTURE,
+    load_any_draft_config,
+    load_dflash_config,
+)
+from baton.engine.speculative.drafters.spec_config import Eagle3Config
 from baton.tests.parity.eagle3_toys import head_config, toy_target
 
 

@@ -5,7 +5,7 @@ from baton.engine import prompt_logprobs
 from baton.engine.kv_pool import PageAllocator
 from baton.engine.prefix_cache import PrefixCache
 from baton.engine.request import Request
-from baton.engine.sampling_params import SamplingParams
+from baton.engine.sampling.params import SamplingParams
 from baton.prefill.queues import PrefillQueues, Room, RoomState
 from baton.prefill.scheduler import PrefillScheduler
 from hypothesis import given, settings

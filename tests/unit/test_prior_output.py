@@ -1,8 +1,8 @@
 """Output of earlier attempts: prompt for the engine, output for penalties and for the end of the request."""
 
 from baton.engine.request import Request
-from baton.engine.sampler import sampling_rows
-from baton.engine.sampling_params import SamplingParams
+from baton.engine.sampling.params import SamplingParams
+from baton.engine.sampling.sampler import sampling_rows
 
 
 def request_of(num_prior_output, **sampling):

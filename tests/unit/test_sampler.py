@@ -4,10 +4,10 @@ import math
 import numpy as np
 import pytest
 import torch
-from baton.engine import sampler as sampler_module
 from baton.engine.request import Request
-from baton.engine.sampler import Sampler, SamplingRow, propose, sampling_rows, validate_params
-from baton.engine.sampling_params import SamplingParams
+from baton.engine.sampling import sampler as sampler_module
+from baton.engine.sampling.params import SamplingParams
+from baton.engine.sampling.sampler import Sampler, SamplingRow, propose, sampling_rows, validate_params
 from baton.kernels.noise import gumbel, seed_tensor
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from baton.engine import token_choice
-from baton.engine.sampler import Sampler, SamplingRow
-from baton.engine.sampling_params import SamplingParams
-from baton.engine.token_choice import Knobs, choose_fixed, choose_tokens, needs_ranking
+from baton.engine.sampling import choose as token_choice
+from baton.engine.sampling.choose import Knobs, choose_fixed, choose_tokens, needs_ranking
+from baton.engine.sampling.params import SamplingParams
+from baton.engine.sampling.sampler import Sampler, SamplingRow
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

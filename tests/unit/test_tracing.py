@@ -12,7 +12,7 @@ from baton.cluster.tracing import Span, Untraced, closing, open_tracing
 from baton.decode.queues import Room as DecodeRoom
 from baton.decode.spans import DecodeSpans
 from baton.engine.request import Request
-from baton.engine.sampling_params import SamplingParams
+from baton.engine.sampling.params import SamplingParams
 from baton.prefill.queues import PrefillQueues
 from baton.prefill.queues import Room as PrefillRoom
 from baton.prefill.spans import PrefillSpans

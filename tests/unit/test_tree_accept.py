@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from baton.engine.speculative.draft_shape import DraftShape
-from baton.engine.speculative.tree import DraftTree, ancestors
-from baton.engine.speculative.verify import judge
+from baton.engine.speculative.drafting.shape import DraftShape
+from baton.engine.speculative.drafting.tree import DraftTree, ancestors
+from baton.engine.speculative.drafting.verify import judge
 
 # The noise of a position is one of GRID equally likely values, and a choice inverts the cumulative distribution: the law of
 # the first TOKENS tokens is then a count over all GRID ** TOKENS noises, exact as a fraction.

@@ -5,10 +5,10 @@ from itertools import product
 
 import pytest
 import torch
-from baton.engine.sampling_params import SamplingParams
-from baton.engine.speculative.draft_choice import DraftSampling
-from baton.engine.speculative.draft_shape import DraftShape
-from baton.engine.speculative.tree import ancestors, branches, grow_tree
+from baton.engine.sampling.params import SamplingParams
+from baton.engine.speculative.drafting.choice import DraftSampling
+from baton.engine.speculative.drafting.shape import DraftShape
+from baton.engine.speculative.drafting.tree import ancestors, branches, grow_tree
 from baton.kernels.noise import gumbel, seed_tensor
 
 VOCAB, HIDDEN = 7, 4

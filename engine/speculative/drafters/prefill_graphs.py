@@ -10,24 +10,24 @@ from typing import Generic, TypeVar
 
 import torch
 
-from ...kernels.kv_store import kv_rows
-from ...kernels.select_rows import select_last_rows
-from ..errors import LifecycleError
-from ..fixed_rows import FixedRows
-from ..forward_batch import CaptureHidden, ForwardBatch
-from ..graphs.breakable import Breaks, ReplayContext
-from ..graphs.family import BatchShape, GraphFamily, GraphLimits, PathDecision
-from ..graphs.inventory import GraphKind, GraphPool
-from ..graphs.nest import own
-from ..graphs.static import load_rows
-from ..graphs.token_graphs import AttentionBridge, TokenGraphs
-from ..kv_pool import KVPool
-from ..layers import Attend, NamedTensors
-from ..sampling_params import SamplingParams
-from .chain import ChainPlan
-from .draft_choice import DraftSampling
-from .draft_loops import DraftRows, draft_chain
-from .eagle3 import DraftPhase, Eagle3Head
+from ....kernels.kv_store import kv_rows
+from ....kernels.select_rows import select_last_rows
+from ...errors import LifecycleError
+from ...fixed_rows import FixedRows
+from ...forward_batch import CaptureHidden, ForwardBatch
+from ...graphs.breakable import Breaks, ReplayContext
+from ...graphs.family import BatchShape, GraphFamily, GraphLimits, PathDecision
+from ...graphs.inventory import GraphKind, GraphPool
+from ...graphs.nest import own
+from ...graphs.static import load_rows
+from ...graphs.token_graphs import AttentionBridge, TokenGraphs
+from ...kv_pool import KVPool
+from ...layers import Attend, NamedTensors
+from ...sampling.params import SamplingParams
+from ..chain import ChainPlan
+from ..drafting.choice import DraftSampling
+from .eagle3_head import DraftPhase, Eagle3Head
+from .loops import DraftRows, draft_chain
 
 Drafts = TypeVar("Drafts")
 

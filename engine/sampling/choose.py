@@ -10,10 +10,10 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from ..kernels.choose_token import choose_token
-from ..kernels.noise import seed_tensor
+from ...kernels.choose_token import choose_token
+from ...kernels.noise import seed_tensor
 from .draws import CHUNK_LOGITS, NUCLEUS_WIDTH, Draw, draw_fixed, draw_free, draw_ranked, is_argmax
-from .sampling_params import SamplingParams
+from .params import SamplingParams
 
 torch.library.define(
     "baton::choose_tokens",

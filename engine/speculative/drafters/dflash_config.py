@@ -7,9 +7,9 @@ github.com/z-lab/dflash, `build_target_layer_ids` for the ids of a config that n
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import CheckpointError
-from ..model_config import ModelConfig, read_json
-from .dialects import Fields
+from ...errors import CheckpointError
+from ...model_config import ModelConfig, read_json
+from .config_formats import Fields
 from .spec_config import AuxSpec, DraftDims, Eagle3Config, check_ids, load_draft_config
 
 ARCHITECTURE = "DFlashDraftModel"

@@ -7,7 +7,7 @@ draft per level; a tree keeps the best drafts of `steps` levels, each grown from
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..page_table import pages_for
+from ...page_table import pages_for
 
 # Chains shorter than the configured one that may stand in for it; 0 is plain decode.
 SHORTER_CHAINS = (0, 1, 2, 3, 5, 8, 12)

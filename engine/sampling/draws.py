@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ..kernels.noise import gumbel
-from .sampling_params import SamplingParams
+from ...kernels.noise import gumbel
+from .params import SamplingParams
 
 # Probabilities relative to the likeliest token, in units of 2**-40: the sum over 2**20 tokens stays below 2**60.
 _MASS_ONE = float(1 << 40)

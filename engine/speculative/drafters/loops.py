@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import torch
 
-from ..fixed_rows import attend_rows
-from ..kv_pool import KVPool
-from .draft_choice import DraftSampling
-from .draft_shape import DraftShape
-from .eagle3 import DraftPhase, Eagle3Head
-from .tree import DraftTree, grow_tree
+from ...fixed_rows import attend_rows
+from ...kv_pool import KVPool
+from ..drafting.choice import DraftSampling
+from ..drafting.shape import DraftShape
+from ..drafting.tree import DraftTree, grow_tree
+from .eagle3_head import DraftPhase, Eagle3Head
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,19 +12,19 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..model_runner import ModelRunner
-from ..request import Request
-from ..sampler import Sampler
-from ..sampling_params import SamplingParams
-from ..token_choice import needs_ranking
-from .adaptive import StepPolicy
-from .device_steps import DeviceSteps, Report
-from .draft_shape import PLAIN, DraftShape, planned_pages
-from .draft_state import PAD_ROW
-from .draft_worker import DraftWorker
-from .spec_decoder import SpecDecoder, StepResult, num_offered
-from .step_body import ACCEPTED, GOOD, SEEN, WOULD_MATCH, StepBody, StepKind
-from .step_state import Joining, StepState
+from ...model_runner import ModelRunner
+from ...request import Request
+from ...sampling.choose import needs_ranking
+from ...sampling.params import SamplingParams
+from ...sampling.sampler import Sampler
+from ..adaptive import StepPolicy
+from ..drafters.eagle3 import DraftWorker
+from ..drafters.states import PAD_ROW
+from ..drafting.shape import PLAIN, DraftShape, planned_pages
+from ..spec_decoder import SpecDecoder, StepResult, num_offered
+from .device_state import Joining, StepState
+from .fused_step import ACCEPTED, GOOD, SEEN, WOULD_MATCH, StepBody, StepKind
+from .step_graphs import DeviceSteps, Report
 
 
 def host_reason(params: SamplingParams) -> str | None:

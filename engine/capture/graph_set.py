@@ -10,24 +10,24 @@ from dataclasses import replace
 
 import torch
 
+from ..graphs.arena import ArenaMemory
+from ..graphs.backend import GraphBackend
+from ..graphs.buckets import batch_buckets, token_buckets
+from ..graphs.cuda import CudaBackend
+from ..graphs.inventory import GraphKind, GraphPool
+from ..graphs.tape import TapeBackend
+from ..kv_pool import KVPool
+from ..lifecycle import Lifecycle, Phase
+from ..model_runner import ModelRunner
+from ..speculative.draft_graph_set import DraftGraphs
+from ..speculative.drafters.eagle3 import DraftWorker
+from ..speculative.drafters.prefill_graphs import DraftExtendGraphs, DraftLoopGraphs, DraftPrefillGraphs
+from ..speculative.drafting.shape import DraftShape, planned_pages
+from ..speculative.step.step_graphs import DeviceSteps
+from ..speculative.tree_graphs import TreeLoopGraphs
+from ..target_graphs import PrefillGraphs, TargetGraphs, VerifyGraphs
 from .graph_self_test import SelfTest
-from .graphs.arena import ArenaMemory
-from .graphs.backend import GraphBackend
-from .graphs.buckets import batch_buckets, token_buckets
-from .graphs.cuda import CudaBackend
-from .graphs.inventory import GraphKind, GraphPool
-from .graphs.tape import TapeBackend
-from .kv_pool import KVPool
-from .lifecycle import Lifecycle, Phase
-from .model_runner import ModelRunner
-from .speculative.device_steps import DeviceSteps
-from .speculative.draft_graph_set import DraftGraphs
-from .speculative.draft_graphs import DraftExtendGraphs, DraftLoopGraphs, DraftPrefillGraphs
-from .speculative.draft_shape import DraftShape, planned_pages
-from .speculative.draft_worker import DraftWorker
-from .speculative.tree_graphs import TreeLoopGraphs
 from .step_self_test import StepSelfTest
-from .target_graphs import PrefillGraphs, TargetGraphs, VerifyGraphs
 
 logger = logging.getLogger(__name__)
 

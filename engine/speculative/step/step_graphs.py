@@ -12,13 +12,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..graphs.breakable import Breaks, ReplayContext
-from ..graphs.family import BatchShape, GraphFamily, GraphLimits
-from ..graphs.inventory import FallbackReason, GraphKind, GraphPool
-from ..host_copy import to_device
-from ..target_graphs import captured_mode
-from .draft_graphs import parameters_of
-from .step_body import StepBody, StepKind
+from ...graphs.breakable import Breaks, ReplayContext
+from ...graphs.family import BatchShape, GraphFamily, GraphLimits
+from ...graphs.inventory import FallbackReason, GraphKind, GraphPool
+from ...host_copy import to_device
+from ...target_graphs import captured_mode
+from ..drafters.prefill_graphs import parameters_of
+from .fused_step import StepBody, StepKind
 
 UNREAD_STEPS = (
     3  # reports that may wait on the host: that of a step under way, of the one before it, and one to spare

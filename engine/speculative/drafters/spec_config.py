@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast
 
-from ..errors import CheckpointError
-from ..model_config import ModelConfig, read_json
-from ..rope import RopeConfig, read_rope_config
-from .dialects import Fields, IdConvention, flatten
+from ...errors import CheckpointError
+from ...model_config import ModelConfig, read_json
+from ...rope import RopeConfig, read_rope_config
+from .config_formats import Fields, IdConvention, flatten
 
 
 @dataclass(frozen=True, kw_only=True)

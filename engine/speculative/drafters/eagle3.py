@@ -10,24 +10,24 @@ from dataclasses import dataclass
 
 import torch
 
-from ..attention import PagedAttention, plan
-from ..errors import CheckpointError, LifecycleError, UnsupportedInput
-from ..forward_batch import CaptureHidden, ForwardBatch, ForwardMode
-from ..graphs.family import EAGER, PathDecision
-from ..host_copy import to_device
-from ..kv_pool import KVPool
-from ..padding import pad_rows
-from ..page_table import build_page_table, pages_for, slots_for
-from ..sampler import propose
-from ..sampling_params import SamplingParams
-from .chain import ChainPlan, chain_batch
-from .draft_choice import DraftSampling
-from .draft_graph_set import DraftGraphs
-from .draft_shape import DraftShape
-from .draft_state import DraftStates
-from .eagle3 import DraftPhase, Eagle3Head
+from ...attention import PagedAttention, plan
+from ...errors import CheckpointError, LifecycleError, UnsupportedInput
+from ...forward_batch import CaptureHidden, ForwardBatch, ForwardMode
+from ...graphs.family import EAGER, PathDecision
+from ...host_copy import to_device
+from ...kv_pool import KVPool
+from ...padding import pad_rows
+from ...page_table import build_page_table, pages_for, slots_for
+from ...sampling.params import SamplingParams
+from ...sampling.sampler import propose
+from ..chain import ChainPlan, chain_batch
+from ..draft_graph_set import DraftGraphs
+from ..drafting.choice import DraftSampling
+from ..drafting.shape import DraftShape
+from ..drafting.tree import DraftTree, grow_tree
+from .eagle3_head import DraftPhase, Eagle3Head
 from .idle import idle_draft_batch
-from .tree import DraftTree, grow_tree
+from .states import DraftStates
 
 MAX_PREFILL_ROWS = 512  # rows of one draft prefill that a graph is captured for
 

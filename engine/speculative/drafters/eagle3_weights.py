@@ -4,9 +4,9 @@ from pathlib import Path
 
 import torch
 
-from ..errors import CheckpointError
-from ..weights import LOADABLE, iter_safetensors
-from .eagle3 import Eagle3Head
+from ...errors import CheckpointError
+from ...weights import LOADABLE, iter_safetensors
+from .eagle3_head import Eagle3Head
 from .spec_config import Eagle3Config
 
 _LAYER_PREFIXES = ("model.layers.0.", "layers.0.", "midlayer.")

@@ -12,21 +12,21 @@ from dataclasses import dataclass
 
 import torch
 
-from ...kernels.select_rows import select_last_rows
-from ...kernels.step_glue import NUM_COUNTS, Places, PlaceSizes, step_outcome, step_places
-from ..fixed_rows import attend_rows
-from ..model_runner import ModelRunner
-from ..target_graphs import aux_ids_of
-from ..token_choice import choose_tokens
-from .draft_choice import DraftSampling
-from .draft_loops import DraftRows, draft_chain, draft_tree
-from .draft_shape import DraftShape
-from .draft_state import PAD_ROW
-from .draft_worker import DraftWorker
-from .eagle3 import DraftPhase
-from .step_state import StepRows, StepState
-from .tree import DraftTree
-from .verify import Verdict, compact, judge
+from ....kernels.select_rows import select_last_rows
+from ....kernels.step_glue import NUM_COUNTS, Places, PlaceSizes, step_outcome, step_places
+from ...fixed_rows import attend_rows
+from ...model_runner import ModelRunner
+from ...sampling.choose import choose_tokens
+from ...target_graphs import aux_ids_of
+from ..drafters.eagle3 import DraftWorker
+from ..drafters.eagle3_head import DraftPhase
+from ..drafters.loops import DraftRows, draft_chain, draft_tree
+from ..drafters.states import PAD_ROW
+from ..drafting.choice import DraftSampling
+from ..drafting.shape import DraftShape
+from ..drafting.tree import DraftTree
+from ..drafting.verify import Verdict, compact, judge
+from .device_state import StepRows, StepState
 
 # Columns of a report behind the R tokens: what verify accepted; rows in front of the first whose logits are not finite;
 # rows in front of the first whose support was not seen whole; whether the draft that was not asked would have been right.

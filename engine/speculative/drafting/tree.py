@@ -16,9 +16,9 @@ from typing import NamedTuple
 
 import torch
 
-from .draft_choice import DraftSampling
-from .draft_shape import DraftShape
-from .eagle3 import Eagle3Head
+from ..drafters.eagle3_head import Eagle3Head
+from .choice import DraftSampling
+from .shape import DraftShape
 
 # (level, hidden [B*k, H], tokens [B*k], mask bool [B, k, level*k]) -> the layer's output [B*k, H] of a level's nodes, whose
 # draft rows are the last k of level*k behind the committed ones.

@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 import torch
 
-from ...kernels.chain_verify import chain_verify
-from ...kernels.compact_kv import compact_kv
-from ...kernels.tree_verify import tree_verify
-from ..kv_pool import KVPool
-from .draft_shape import DraftShape
+from ....kernels.chain_verify import chain_verify
+from ....kernels.compact_kv import compact_kv
+from ....kernels.tree_verify import tree_verify
+from ...kv_pool import KVPool
+from .shape import DraftShape
 from .tree import DraftTree
 
 

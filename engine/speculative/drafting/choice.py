@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 import torch
 
-from ...kernels.choose_token import choose_token
-from ...kernels.noise import gumbel, seed_tensor
-from ..sampling_params import SamplingParams
+from ....kernels.choose_token import choose_token
+from ....kernels.noise import gumbel, seed_tensor
+from ...sampling.params import SamplingParams
 
 torch.library.define(
     "baton::choose_drafts",

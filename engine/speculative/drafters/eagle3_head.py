@@ -10,9 +10,9 @@ from enum import Enum
 import torch
 import torch.nn.functional as F
 
-from ..errors import CheckpointError, LifecycleError
-from ..layers import Attend, GatedMLP, Linear, NamedTensors, RMSNorm, SelfAttention
-from ..rope import RotaryEmbedding
+from ...errors import CheckpointError, LifecycleError
+from ...layers import Attend, GatedMLP, Linear, NamedTensors, RMSNorm, SelfAttention
+from ...rope import RotaryEmbedding
 from .spec_config import Eagle3Config
 
 

@@ -10,20 +10,20 @@ from typing import Any
 
 import torch
 
-from .extend_batch import extend_batch
-from .forward_batch import CaptureHidden, ForwardBatch, ForwardMode
-from .graphs.family import EAGER, GraphFamily, PathDecision
-from .graphs.inventory import FallbackReason
-from .kv_pool import KVPool
-from .model_runner import ModelRunner
-from .page_table import build_page_table, pages_for, slots_for
-from .request import Request
-from .sampling_params import SamplingParams
-from .speculative.chain import ChainPlan, chain_batch, plan_chain
-from .speculative.draft_worker import DraftWorker
-from .speculative.tree import ancestors
-from .speculative.tree_graphs import TreeLoopGraphs
-from .target_graphs import VerifyGraphs
+from ..extend_batch import extend_batch
+from ..forward_batch import CaptureHidden, ForwardBatch, ForwardMode
+from ..graphs.family import EAGER, GraphFamily, PathDecision
+from ..graphs.inventory import FallbackReason
+from ..kv_pool import KVPool
+from ..model_runner import ModelRunner
+from ..page_table import build_page_table, pages_for, slots_for
+from ..request import Request
+from ..sampling.params import SamplingParams
+from ..speculative.chain import ChainPlan, chain_batch, plan_chain
+from ..speculative.drafters.eagle3 import DraftWorker
+from ..speculative.drafting.tree import ancestors
+from ..speculative.tree_graphs import TreeLoopGraphs
+from ..target_graphs import VerifyGraphs
 
 logger = logging.getLogger(__name__)
 

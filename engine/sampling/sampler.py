@@ -23,7 +23,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..kernels.noise import gumbel, seed_tensor
+from ...kernels.noise import gumbel, seed_tensor
+from ..guided import Mask
+from ..request import Request
 from .draws import (
     CHUNK_LOGITS,
     NUCLEUS_WIDTH,
@@ -34,9 +36,7 @@ from .draws import (
     ranked_ids,
     scaled_logits,
 )
-from .guided import Mask
-from .request import Request
-from .sampling_params import SamplingParams
+from .params import SamplingParams
 
 _Ids = npt.NDArray[np.int64]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast
 
-from ..errors import CheckpointError
+from ...errors import CheckpointError
 
 IdConvention = Literal["auto", "output", "input"]
 

@@ -2,8 +2,8 @@
 
 import torch
 
-from ..forward_batch import CaptureHidden, ForwardBatch, ForwardMode
-from .eagle3 import DraftPhase
+from ...forward_batch import CaptureHidden, ForwardBatch, ForwardMode
+from .eagle3_head import DraftPhase
 from .spec_config import DraftDims
 
 

@@ -10,16 +10,16 @@ from dataclasses import replace
 
 import torch
 
+from ..graphs.breakable import ReplayContext
+from ..graphs.family import GraphFamily, PathDecision
+from ..graphs.inventory import FallbackReason
+from ..page_table import pages_for
+from ..sampling.params import SamplingParams
+from ..speculative.drafters.states import PAD_ROW
+from ..speculative.step.device_state import Joining
+from ..speculative.step.fused_step import StepKind
+from ..speculative.step.step_graphs import DeviceSteps
 from .graph_self_test import SEED, TOLERANCES, edges, relative_error
-from .graphs.breakable import ReplayContext
-from .graphs.family import GraphFamily, PathDecision
-from .graphs.inventory import FallbackReason
-from .page_table import pages_for
-from .sampling_params import SamplingParams
-from .speculative.device_steps import DeviceSteps
-from .speculative.draft_state import PAD_ROW
-from .speculative.step_body import StepKind
-from .speculative.step_state import Joining
 
 logger = logging.getLogger(__name__)
 

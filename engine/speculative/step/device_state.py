@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 import torch
 
-from ...kernels.step_glue import DRAFT_ROW, IS_DRAWN, NEWEST, PAGES, SEED, TOP_K
-from ..host_copy import to_device
-from ..sampling_params import SamplingParams
-from ..token_choice import Knobs
+from ....kernels.step_glue import DRAFT_ROW, IS_DRAWN, NEWEST, PAGES, SEED, TOP_K
+from ...host_copy import to_device
+from ...sampling.choose import Knobs
+from ...sampling.params import SamplingParams
 
 PAD_SLOT = 0
 
