@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from ..engine.speculative.canary import AcceptCanary
-from ..engine.speculative.spec_decoder import StepResult
+from ..engine.speculative.step.result import StepResult
 from .queues import Room
 
 RECENT_VERIFIES = 256  # window of the accept length that heartbeats report

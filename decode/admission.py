@@ -12,7 +12,7 @@ from ..engine.kv_pool import PoolExhausted, launched
 from ..engine.loader import STAGING_SHARE, Engine
 from ..engine.page_table import pages_for
 from ..engine.request import Request
-from ..engine.sampling.sampler import validate_params
+from ..engine.sampling.params import validate_params
 from ..kvtransfer.transport import PullRequest
 from .queues import DecodeQueues, Room, RoomState
 

@@ -15,8 +15,7 @@ from ..engine.extend_batch import extend_batch
 from ..engine.forward_batch import CaptureHidden, ForwardOutput
 from ..engine.loader import Engine
 from ..engine.prompt_logprobs import most_scored, scores_of
-from ..engine.sampling.sampler import SampleOutput, sampling_rows
-from ..engine.speculative.spec_decoder import StepResult, TokenLogprob
+from ..engine.speculative.step.result import StepResult
 from .queues import Room, RoomState
 from .step_decoder import StepDecoder
 
@@ -86,7 +85,7 @@ class LocalPrefill:
     def _first_tokens(self, rooms: Sequence[Room], output: ForwardOutput) -> StepResult:
         """Token 1 of each room, appended to its request."""
         sampler = self.engine.sampler
-        rows = sampler.build([row for room in rooms for row in sampling_rows(room.request)])
+        rows = sampler.build([room.request.masked_row for room in rooms])
         sampled = sampler.sample(output.logits[: len(rooms)], rows)
         tokens, is_bad = sampled.tokens.tolist(), sampled.bad_rows.tolist()
         for room, token, bad in zip(rooms, tokens, is_bad, strict=True):
@@ -94,7 +93,9 @@ class LocalPrefill:
                 room.request.append([token], self.engine.model_config.eos_token_ids)
         return StepResult(
             tokens=[[] if bad else [token] for token, bad in zip(tokens, is_bad, strict=True)],
-            logprobs=[_logprobs(sampled, i, room.request.sampling.logprobs) for i, room in enumerate(rooms)],
+            logprobs=[
+                sampled.token_logprobs(i, room.request.sampling.logprobs) for i, room in enumerate(rooms)
+            ],
             accept_lens=[1] * len(rooms),
             drafted=[0] * len(rooms),
             is_bad=is_bad,
@@ -126,10 +127,3 @@ def _cut(rooms: Sequence[Room], budget: int, vocab_size: int) -> list[Chunk]:
         if budget <= 0:
             break
     return chunks
-
-
-def _logprobs(sampled: SampleOutput, row: int, wanted: int) -> list[TokenLogprob]:
-    if wanted < 0 or sampled.logprobs is None or sampled.top_ids is None or sampled.top_logprobs is None:
-        return []
-    ids, values = sampled.top_ids[row, :wanted].tolist(), sampled.top_logprobs[row, :wanted].tolist()
-    return [TokenLogprob(logprob=float(sampled.logprobs[row]), top=list(zip(ids, values, strict=True)))]

@@ -6,8 +6,8 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from ..engine.request import Request
-from ..engine.speculative.spec_decoder import StepResult
 from ..engine.speculative.step.async_decoder import Flight
+from ..engine.speculative.step.result import StepResult
 
 
 class StepDecoder(Protocol):

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from ..engine.speculative.drafters.eagle3 import MAX_PREFILL_ROWS
+from ..engine.speculative.drafters.protocol import MAX_PREFILL_ROWS
 from .queues import Room, RoomState
 from .step_decoder import StepDecoder
 

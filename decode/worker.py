@@ -36,7 +36,7 @@ from ..cluster.trace_context import carried_by
 from ..engine.loader import Engine
 from ..engine.request import Request
 from ..engine.sampling.params import SamplingParams
-from ..engine.speculative.spec_decoder import StepResult
+from ..engine.speculative.step.result import StepResult
 from ..kvtransfer.link import Command, Drop, Ended, LinkEvent, WorkerLink
 from ..kvtransfer.transport import Complete, Landed, Lost
 from .accounts import Accounts

@@ -8,14 +8,13 @@ import logging
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
 
 from .capture.graph_set import GraphSet, backend_for
 from .config import EngineConfig, resolve_checkpoint, resolve_device, resolve_dtype
-from .errors import CheckpointError
+from .errors import CheckpointError, LifecycleError
 from .graphs.backend import GraphBackend
 from .guided import GrammarCompiler
 from .kv_pool import FeaturePlane, KVPool, PageAllocator
@@ -28,14 +27,14 @@ from .prefix_cache import PrefixCache
 from .sampling.sampler import Sampler
 from .speculative.adaptive import KNEE_ROWS, StepCosts, StepPolicy
 from .speculative.drafters.dflash_config import DflashConfig, load_any_draft_config
-from .speculative.drafters.eagle3 import MAX_PREFILL_ROWS, DraftWorker
+from .speculative.drafters.eagle3 import Eagle3Drafter
 from .speculative.drafters.eagle3_head import Eagle3Head
 from .speculative.drafters.eagle3_weights import load_eagle3
+from .speculative.drafters.protocol import MAX_PREFILL_ROWS, Drafter
 from .speculative.drafters.spec_config import Eagle3Config
 from .speculative.drafting.shape import PLAIN, DraftShape
-from .speculative.spec_decoder import SpecDecoder
-from .speculative.step.async_decoder import OverlappedDecoder, device_steps
-from .speculative.step.step_graphs import DeviceSteps
+from .speculative.step.async_decoder import AsyncDecoder
+from .speculative.step.step_graphs import StepGraphs, step_graphs
 from .weights import load_model, model_fingerprint
 
 logger = logging.getLogger(__name__)
@@ -52,8 +51,8 @@ class Engine:
     """A ready engine: one target over one page pool, with what drafting needs on this side.
 
     `features` is prefill's plane, `drafter` decode's head; both None without a draft. `max_context` in tokens. `shape` is
-    what a step drafts, unless `step_policy` says otherwise. `graphs` None: every forward runs eagerly. `steps` None: each
-    decode step is read before the next is launched.
+    what a step drafts, unless `step_policy` says otherwise. `graphs` None: every forward runs eagerly. `steps`: decode's;
+    with `launches_ahead` a step is launched before the one before it is read.
     """
 
     path: Path
@@ -65,7 +64,7 @@ class Engine:
     sampler: Sampler
     pool: KVPool
     features: FeaturePlane | None
-    drafter: DraftWorker | None
+    drafter: Drafter | None
     cache: PrefixCache
     max_context: int
     lifecycle: Lifecycle
@@ -73,19 +72,19 @@ class Engine:
     shape: DraftShape = PLAIN
     step_policy: StepPolicy | None = None
     graphs: GraphSet | None = None
-    steps: DeviceSteps | None = None
+    steps: StepGraphs | None = None
+    launches_ahead: bool = False
 
-    def decoder(self) -> SpecDecoder:
-        """A decoder of requests on this engine; there is one at a time."""
-        kind = SpecDecoder if self.steps is None else partial(OverlappedDecoder, steps=self.steps)
-        return kind(
-            self.runner,
-            self.sampler,
-            drafter=self.drafter,
+    def decoder(self) -> AsyncDecoder:
+        """A decoder of requests on this engine; there is one at a time. Raises LifecycleError on a prefill engine."""
+        if self.steps is None:
+            raise LifecycleError("a prefill engine takes no decode steps")
+        return AsyncDecoder(
+            self.steps,
             shape=self.shape,
             policy=self.step_policy,
             eos_token_ids=self.model_config.eos_token_ids,
-            max_context=self.max_context,
+            launches_ahead=self.launches_ahead,
         )
 
     def __repr__(self) -> str:
@@ -233,7 +232,7 @@ class EngineLoader:
             width = self._draft_config.dims.target_feature_width
             features = FeaturePlane(num_pages, config.page_size, width, self._dtype, self._device)
         if self._head is not None:
-            drafter = DraftWorker(
+            drafter = Eagle3Drafter(
                 self._head,
                 num_pages=num_pages,
                 page_size=config.page_size,
@@ -264,11 +263,12 @@ class EngineLoader:
             lifecycle=self.lifecycle,
             grammars=GrammarCompiler(self._path / "tokenizer.json", model.vocab_size, model.eos_token_ids),
             shape=PLAIN if drafter is None else self._shape,
-            step_policy=None if drafter is None else self._step_policy(drafter.head),
+            step_policy=None if self._head is None else self._step_policy(self._head),
         )
-        if self.has_drafter and self._is_overlapped:
+        if self.has_drafter:
             engine = self._engine
-            engine.steps = device_steps(
+            engine.launches_ahead = self._is_overlapped
+            engine.steps = step_graphs(
                 runner,
                 drafter,
                 shapes=_shapes_of(engine),
@@ -292,10 +292,8 @@ class EngineLoader:
         if config.graphs:
             engine.graphs = graphs = GraphSet(self._backend or backend_for(self._device), self.lifecycle)
             if self.has_drafter:
-                sizes = (config.max_running, _shapes_of(engine), self._max_context)
-                graphs.capture_decode(engine.runner, *sizes)
                 if engine.drafter is not None:
-                    graphs.capture_draft(engine.drafter, *sizes, MAX_PREFILL_ROWS)
+                    graphs.capture_draft(engine.drafter, MAX_PREFILL_ROWS)
                 if engine.steps is not None:
                     graphs.capture_steps(engine.steps)
             else:

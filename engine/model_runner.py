@@ -8,7 +8,6 @@ from .attention import AttentionMetadata, PagedAttention, plan
 from .errors import CheckpointError, LifecycleError, UnsupportedInput
 from .forward_batch import CaptureHidden, ForwardBatch, ForwardOutput, StepCounters
 from .graphs.family import EAGER, PathDecision
-from .graphs.inventory import GraphKind
 from .kv_pool import KVPool
 from .layers import Attend
 from .models.interface import AuxCapture, CausalLM, DflashCapture, InputEmbeds
@@ -91,14 +90,9 @@ class ModelRunner:
         aux_ids: tuple[int, ...],
     ) -> tuple[str, Hidden]:
         """The path that ran, and what it gave."""
-        graphs = self.graphs or TargetGraphs()
-        if decision.kind is GraphKind.TARGET_VERIFY and decision.is_graph:
-            verify = graphs.verify_of(batch.q_lens[0] if batch.q_lens else 0)
-            assert verify is not None, decision
-            return "graph", verify.run(batch, decision)
         attend = self._bind(plan(batch, self.pool.page_size) if metadata is None else metadata)
-        if decision.is_graph and graphs.prefill is not None:
-            return "breakable", graphs.prefill.run(batch, attend, decision)
+        if decision.is_graph and self.graphs is not None:
+            return "breakable", self.graphs.prefill.run(batch, attend, decision)
         embeds = self.model.embed(batch.input_ids) if batch.input_embeds is None else batch.input_embeds
         return "eager", self.model.body(embeds, batch.positions, attend, aux_ids)
 

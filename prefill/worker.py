@@ -40,8 +40,8 @@ from ..engine.loader import Engine
 from ..engine.page_table import pages_for
 from ..engine.prompt_logprobs import scores_of
 from ..engine.request import Request
-from ..engine.sampling.params import SamplingParams
-from ..engine.sampling.sampler import SampleOutput, sampling_rows, validate_params
+from ..engine.sampling.params import SamplingParams, validate_params
+from ..engine.sampling.sampler import SampleOutput
 from ..kvtransfer.link import Advance, Command, Drop, Ended, LinkEvent, WorkerLink
 from ..kvtransfer.transport import Dropped, Offer, Released
 from .queues import PrefillQueues, Room, RoomState
@@ -339,7 +339,7 @@ class PrefillWorker:
 
     def _sample(self, chunks: list[Chunk], output: ForwardOutput) -> SampleOutput:
         """Token 1 of every prompt that ends in this forward, in the order of the chunks."""
-        rows = [row for chunk in chunks if chunk.is_last for row in sampling_rows(chunk.room.request)]
+        rows = [chunk.room.request.masked_row for chunk in chunks if chunk.is_last]
         sampled = self.engine.sampler.sample(output.logits[: len(rows)], self.engine.sampler.build(rows))
         if self.engine.pool.device.type == "cuda":
             torch.cuda.current_stream(

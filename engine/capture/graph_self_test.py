@@ -10,20 +10,13 @@ from typing import Any
 
 import torch
 
-from ..extend_batch import extend_batch
 from ..forward_batch import CaptureHidden, ForwardBatch, ForwardMode
 from ..graphs.family import EAGER, GraphFamily, PathDecision
 from ..graphs.inventory import FallbackReason
 from ..kv_pool import KVPool
 from ..model_runner import ModelRunner
 from ..page_table import build_page_table, pages_for, slots_for
-from ..request import Request
-from ..sampling.params import SamplingParams
-from ..speculative.chain import ChainPlan, chain_batch, plan_chain
-from ..speculative.drafters.eagle3 import DraftWorker
-from ..speculative.drafting.tree import ancestors
-from ..speculative.tree_graphs import TreeLoopGraphs
-from ..target_graphs import VerifyGraphs
+from ..speculative.drafters.protocol import Drafter
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +44,7 @@ class Trial:
 class SelfTest:
     """All graphs of an engine against its eager path."""
 
-    def __init__(self, runner: ModelRunner, drafter: DraftWorker | None, max_context: int) -> None:
+    def __init__(self, runner: ModelRunner, drafter: Drafter | None, max_context: int) -> None:
         self.runner = runner
         self.drafter = drafter
         self.max_context = max_context
@@ -78,29 +71,13 @@ class SelfTest:
 
     def _trials(self) -> Iterator[Trial]:
         graphs = self.runner.graphs
-        if graphs is not None and graphs.prefill is not None:
+        if graphs is not None:
             for bucket, size in edges(graphs.prefill.tokens.family):
                 yield self._prefill_trial(graphs.prefill.tokens.family, bucket, size)
-        for verify in graphs.verifies if graphs is not None else ():
-            for bucket, size in edges(verify.family):
-                yield self._verify_trial(verify, bucket, size)
-        if self.drafter is not None and self.drafter.graphs is not None:
-            yield from self._draft_trials(self.drafter)
-
-    def _draft_trials(self, drafter: DraftWorker) -> Iterator[Trial]:
-        graphs = drafter.graphs
-        assert graphs is not None
-        for bucket, size in edges(graphs.prefill.tokens.family):
-            yield self._draft_prefill_trial(drafter, graphs.prefill.tokens.family, bucket, size)
-        for extend in graphs.extends:
-            for bucket, size in edges(extend.family):
-                yield self._extend_trial(drafter, extend.family, bucket, size, extend.rows.num_rows)
-        for loop in graphs.loops:
-            for bucket, size in edges(loop.family):
-                yield self._loop_trial(drafter, loop.family, bucket, size, loop.rows.num_rows)
-        if graphs.tree is not None:
-            for bucket, size in edges(graphs.tree.family):
-                yield self._tree_trial(drafter, graphs.tree, bucket, size)
+        family = None if self.drafter is None else self.drafter.prefill_family
+        if self.drafter is not None and family is not None:
+            for bucket, size in edges(family):
+                yield self._draft_prefill_trial(self.drafter, family, bucket, size)
 
     def _difference(self, trial: Trial) -> str:
         """What differs, or "": outputs and the KV that was written, both paths from the same KV."""
@@ -133,7 +110,7 @@ class SelfTest:
         return Trial(family=family, bucket=bucket, size=size, pool=pool, num_pages=num_pages, run=run)
 
     def _draft_prefill_trial(
-        self, drafter: DraftWorker, family: GraphFamily[Any, Any], bucket: int, size: int
+        self, drafter: Drafter, family: GraphFamily[Any, Any], bucket: int, size: int
     ) -> Trial:
         features = self._normal(size, drafter.feature_width)
 
@@ -143,93 +120,8 @@ class SelfTest:
             batch.decision = decision
             return (drafter.prefill_rows(batch),)
 
-        num_pages = pages_for(size, drafter.page_size)
+        num_pages = pages_for(size, drafter.pool.page_size)
         return Trial(family=family, bucket=bucket, size=size, pool=drafter.pool, num_pages=num_pages, run=run)
-
-    def _verify_trial(self, graphs: VerifyGraphs, bucket: int, size: int) -> Trial:
-        """A chain, or a tree in which each node has two children."""
-        pool, family, num_rows = self.runner.pool, graphs.family, graphs.rows.num_rows
-        chain, requests = self._chain(pool, size, num_rows)
-        mask = None
-        if graphs.rows.tree_mask is not None:
-            parents = (torch.arange(num_rows, device=pool.device) - 1).div(2, rounding_mode="floor")
-            mask = ancestors(parents.expand(chain.num_requests, -1), num_rows)
-        ids = self._ids(chain.num_requests * num_rows).view(chain.num_requests, num_rows)
-        prompts = [(request, 0, request.num_prompt) for request in requests]
-
-        def run(decision: PathDecision) -> Outputs:
-            # The model's own KV for a context: behind noise, rounding alone would grow from layer to layer.
-            context = extend_batch(prompts, page_size=pool.page_size, device=pool.device)
-            context.decision = EAGER
-            self.runner.forward(context)
-            mode = ForwardMode.TARGET_VERIFY if num_rows > 1 else ForwardMode.DECODE
-            batch = chain_batch(
-                chain, ids, mode=mode, tree_mask=mask, capture=CaptureHidden(family.limits.hidden)
-            )
-            batch.decision = decision
-            output = self.runner.forward(batch)
-            return output.logits, output.hidden
-
-        num_pages = sum(len(request.pages) for request in requests)
-        return Trial(family=family, bucket=bucket, size=size, pool=pool, num_pages=num_pages, run=run)
-
-    def _extend_trial(
-        self, drafter: DraftWorker, family: GraphFamily[Any, Any], bucket: int, size: int, num_rows: int
-    ) -> Trial:
-        chain, requests = self._chain(drafter.pool, size, num_rows)
-        count = chain.num_requests
-        ids = self._ids(count * num_rows).view(count, num_rows)
-        features = self._normal(count * num_rows, drafter.feature_width)
-        accept_len = (torch.arange(count, device=drafter.device) % num_rows) + 1
-
-        def run(decision: PathDecision) -> Outputs:
-            batch = chain_batch(
-                chain, ids, mode=ForwardMode.DRAFT_EXTEND, capture=CaptureHidden.LAST, features=features
-            )
-            batch.decision = decision
-            return drafter.extend_rows(batch, accept_len)
-
-        num_pages = sum(len(request.pages) for request in requests)
-        return Trial(family=family, bucket=bucket, size=size, pool=drafter.pool, num_pages=num_pages, run=run)
-
-    def _loop_trial(
-        self, drafter: DraftWorker, family: GraphFamily[Any, Any], bucket: int, size: int, num_rows: int
-    ) -> Trial:
-        """Compares the first proposals and the KV of the first forward; later ones may split at a tie of two logits."""
-        chain, requests = self._chain(drafter.pool, size, num_rows)
-        state, params = self._draft_state(drafter, chain.num_requests)
-        slots = chain.slots.clone()
-        slots[:, 1:] = 0
-
-        def run(decision: PathDecision) -> Outputs:
-            drafts = drafter.draft_rows(chain, slots, state, params, decision)
-            return (drafts[:, :1],)
-
-        num_pages = sum(len(request.pages) for request in requests)
-        return Trial(family=family, bucket=bucket, size=size, pool=drafter.pool, num_pages=num_pages, run=run)
-
-    def _tree_trial(self, drafter: DraftWorker, graphs: TreeLoopGraphs, bucket: int, size: int) -> Trial:
-        """As `_loop_trial`: the likeliest first proposal, which every tree holds first, and the KV of the first level."""
-        family, shape = graphs.family, graphs.shape
-        plan, requests = self._chain(drafter.pool, size, shape.spare_slots)
-        state, params = self._draft_state(drafter, plan.num_requests)
-        slots = plan.slots.clone()
-        slots[:, shape.topk :] = 0
-
-        def run(decision: PathDecision) -> Outputs:
-            return (drafter.tree_rows(shape, plan, slots, state, params, decision).drafts[:, :1],)
-
-        num_pages = sum(len(request.pages) for request in requests)
-        return Trial(family=family, bucket=bucket, size=size, pool=drafter.pool, num_pages=num_pages, run=run)
-
-    def _draft_state(
-        self, drafter: DraftWorker, count: int
-    ) -> tuple[tuple[torch.Tensor, torch.Tensor], list[SamplingParams]]:
-        """Hidden and logits of first proposals, and parameters of which every second draws."""
-        config = drafter.head.config
-        hidden = self._normal(count, config.dims.self_width)
-        logits = self._normal(count, config.draft_vocab_size).float()
-        return (hidden, logits), [SamplingParams(temperature=float(i % 2), seed=i) for i in range(count)]
 
     def _extend_batch(self, pool: KVPool, size: int, capture: CaptureHidden) -> ForwardBatch:
         """`size` new tokens, as few requests as the context allows, behind nothing."""
@@ -252,40 +144,6 @@ class SelfTest:
             kv_lens=lens,
             capture_hidden=capture,
         )
-
-    def _chain(self, pool: KVPool, size: int, num_rows: int) -> tuple[ChainPlan, list[Request]]:
-        """A step of `size` requests with contexts of several lengths, or of as many as the pool has room for."""
-        spread = max(min(pool.page_size * 2, self.max_context - num_rows), 1)
-        requests: list[Request] = []
-        next_page = 1
-        for i in range(size):
-            length = 1 + i * 5 % spread
-            count = min(
-                pages_for(length + num_rows, pool.page_size), pool.num_pages - 1
-            )  # one request always fits
-            if next_page + count > pool.num_pages:
-                break
-            prompt_ids = self._ids(length).tolist()
-            pages = list(range(next_page, next_page + count))
-            requests.append(
-                Request(
-                    room=f"{i:032x}",
-                    epoch=0,
-                    prompt_ids=prompt_ids,
-                    sampling=SamplingParams(),
-                    output_ids=[0],
-                    pages=pages,
-                )
-            )
-            next_page += count
-        chain = plan_chain(
-            requests, num_rows, page_size=pool.page_size, max_context=self.max_context, device=pool.device
-        )
-        return chain, requests
-
-    def _ids(self, count: int) -> torch.Tensor:
-        vocab_size = self.runner.model.config.vocab_size
-        return torch.randint(vocab_size, (count,), generator=self._random).to(self.runner.pool.device)
 
     def _normal(self, rows: int, width: int) -> torch.Tensor:
         normal = torch.randn((rows, width), generator=self._random)

@@ -5,8 +5,6 @@ draft's when it drafts. There is no switch that gives one role the other's.
 """
 
 import logging
-from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 
@@ -16,29 +14,21 @@ from ..graphs.buckets import batch_buckets, token_buckets
 from ..graphs.cuda import CudaBackend
 from ..graphs.inventory import GraphKind, GraphPool
 from ..graphs.tape import TapeBackend
-from ..kv_pool import KVPool
 from ..lifecycle import Lifecycle, Phase
 from ..model_runner import ModelRunner
-from ..speculative.draft_graph_set import DraftGraphs
-from ..speculative.drafters.eagle3 import DraftWorker
-from ..speculative.drafters.prefill_graphs import DraftExtendGraphs, DraftLoopGraphs, DraftPrefillGraphs
-from ..speculative.drafting.shape import DraftShape, planned_pages
-from ..speculative.step.step_graphs import DeviceSteps
-from ..speculative.tree_graphs import TreeLoopGraphs
-from ..target_graphs import PrefillGraphs, TargetGraphs, VerifyGraphs
+from ..speculative.drafters.protocol import Drafter
+from ..speculative.step.step_graphs import StepGraphs
+from ..target_graphs import PrefillGraphs, TargetGraphs
 from .graph_self_test import SelfTest
 from .step_self_test import StepSelfTest
 
 logger = logging.getLogger(__name__)
 
 MIB = 1 << 20
-GRAPH_NAMES = {
-    "prefill": GraphKind.TARGET_PREFILL,
-    "draft_prefill": GraphKind.DRAFT_PREFILL,
-    "verify": GraphKind.TARGET_VERIFY,  # those of one row are "decode"
-    "draft": GraphKind.DRAFT_DECODE,
-    "draft_extend": GraphKind.DRAFT_EXTEND,
-}
+# Replays of a graph between two looks at the addresses of its parameters: nothing exchanges them while an engine serves, so
+# that a look, which takes about as long as launching a step, is a guard against mistakes and need not be often.
+CHECK_EVERY = 1024
+STEP_KINDS = (GraphKind.DECODE_STEP, GraphKind.RANKED_STEP, GraphKind.EDITED_STEP)
 
 
 def backend_for(device: torch.device) -> GraphBackend:
@@ -54,85 +44,34 @@ class GraphSet:
     """
 
     def __init__(self, backend: GraphBackend, lifecycle: Lifecycle, *, as_one_break: bool = False) -> None:
-        self.pool = GraphPool(backend, as_one_break=as_one_break)
+        self.pool = GraphPool(backend, check_every=CHECK_EVERY, as_one_break=as_one_break)
         self._lifecycle = lifecycle
 
     def capture_prefill(self, runner: ModelRunner, max_tokens: int) -> None:
         """Target prefill up to `max_tokens` tokens, as far as the KV pool can hold so many."""
         self._lifecycle.require(Phase.POOLS_ALLOCATED)
-        buckets = token_buckets(min(max_tokens, _usable_slots(runner.pool)))
+        buckets = token_buckets(min(max_tokens, runner.pool.num_slots - runner.pool.page_size))
         prefill = PrefillGraphs(self.pool, runner.model, runner.pool, buckets)
         prefill.tokens.capture()
-        runner.graphs = replace(runner.graphs or TargetGraphs(), prefill=prefill)
+        runner.graphs = TargetGraphs(prefill=prefill)
 
-    def capture_decode(
-        self, runner: ModelRunner, max_batch: int, shapes: Sequence[DraftShape], max_context: int
-    ) -> None:
-        """Decode or verify of each of `shapes`, the configured one first, for up to `max_batch` requests of up to
-        `max_context` tokens each."""
+    def capture_draft(self, drafter: Drafter, max_tokens: int) -> None:
+        """The draft's prefill, up to `max_tokens` tokens."""
         self._lifecycle.require(Phase.POOLS_ALLOCATED)
-        max_pages = planned_pages(shapes, max_context, runner.pool.page_size)
-        buckets = batch_buckets(min(max_batch, runner.pool.num_pages - 1))
-        verifies = tuple(
-            VerifyGraphs(
-                self.pool,
-                runner.model,
-                runner.pool,
-                buckets,
-                num_rows=shape.num_nodes,
-                max_pages=max_pages,
-                has_tree=shape.is_tree,
-            )
-            for shape in shapes
-        )
-        for verify in verifies:
-            verify.capture()
-        runner.graphs = replace(runner.graphs or TargetGraphs(), verifies=verifies)
+        drafter.capture(self.pool, max_tokens)
 
-    def capture_draft(
-        self,
-        drafter: DraftWorker,
-        max_batch: int,
-        shapes: Sequence[DraftShape],
-        max_context: int,
-        max_tokens: int,
-    ) -> None:
-        """The draft's part of the same steps, and its prefill up to `max_tokens` tokens."""
+    def capture_steps(self, steps: StepGraphs, max_batch: int | None = None) -> None:
+        """Whole decode steps, for up to `max_batch` requests, by default as many as `steps` takes."""
         self._lifecycle.require(Phase.POOLS_ALLOCATED)
-        head, pool = drafter.head, drafter.pool
-        max_pages = planned_pages(shapes, max_context, pool.page_size)
-        buckets = batch_buckets(min(max_batch, pool.num_pages - 1))
-        common = (self.pool, head, pool, buckets)
-        prefill = DraftPrefillGraphs(
-            self.pool, head, pool, token_buckets(min(max_tokens, _usable_slots(pool)))
-        )
-        extends = tuple(DraftExtendGraphs(*common, num_rows=s.num_path, max_pages=max_pages) for s in shapes)
-        chains = [shape for shape in shapes if shape.steps and not shape.is_tree]
-        loops = tuple(DraftLoopGraphs(*common, num_rows=s.num_nodes, max_pages=max_pages) for s in chains)
-        trees = [TreeLoopGraphs(*common, shape=s, max_pages=max_pages) for s in shapes if s.is_tree]
-        prefill.tokens.capture()
-        families: tuple[DraftExtendGraphs | DraftLoopGraphs | TreeLoopGraphs, ...] = (
-            *extends,
-            *loops,
-            *trees,
-        )
-        for graphs in families:
-            graphs.capture()
-        tree = trees[0] if trees else None
-        drafter.graphs = DraftGraphs(prefill=prefill, extends=extends, loops=loops, tree=tree)
-
-    def capture_steps(self, steps: DeviceSteps) -> None:
-        """Whole decode steps, for up to as many requests as `steps` takes."""
-        self._lifecycle.require(Phase.POOLS_ALLOCATED)
-        pool = steps.body.runner.pool
-        steps.capture(self.pool, batch_buckets(min(steps.max_requests, pool.num_pages - 1)))
+        pool = steps.step.runner.pool
+        steps.capture(self.pool, batch_buckets(min(max_batch or steps.max_requests, pool.num_pages - 1)))
 
     def self_test(
         self,
         runner: ModelRunner,
-        drafter: DraftWorker | None,
+        drafter: Drafter | None,
         max_context: int,
-        steps: DeviceSteps | None = None,
+        steps: StepGraphs | None = None,
     ) -> None:
         """Drop every graph that differs from the eager path; leaves the KV pools as they were, zeros."""
         tests: list[SelfTest | StepSelfTest] = [SelfTest(runner, drafter, max_context)]
@@ -160,16 +99,16 @@ class GraphSet:
         logger.info("%d graphs, %.1f MiB shared", report.num_graphs, report.pool_bytes / MIB)
 
     def counts(self) -> dict[str, int]:
-        """Graphs that exist now, by the names of heartbeats."""
+        """Graphs that exist now, by the names of heartbeats: those of whole steps are "verify" where they have drafts and
+        "decode" where they have none."""
         kinds = {kind.kind: kind.rows for kind in self.pool.kinds()}
-        held = {name: len(kinds.get(kind.value, ())) for name, kind in GRAPH_NAMES.items()}
-        decode = sum(rows == 1 for rows in kinds.get(GraphKind.TARGET_VERIFY.value, ()))
-        verify = held.pop("verify") - decode
-        return (
-            held
-            | ({"decode": decode} if decode or not verify else {})
-            | ({"verify": verify} if verify else {})
-        )
+        steps = [rows for kind in STEP_KINDS for rows in kinds.get(kind.value, ())]
+        return {
+            "prefill": len(kinds.get(GraphKind.TARGET_PREFILL.value, ())),
+            "draft_prefill": len(kinds.get(GraphKind.DRAFT_PREFILL.value, ())),
+            "decode": sum(rows == 1 for rows in steps),
+            "verify": sum(rows > 1 for rows in steps),
+        }
 
     def counters(self) -> dict[str, float]:
         """Replays by kind and fallbacks by kind and reason since the start; monotonic."""
@@ -182,7 +121,3 @@ class GraphSet:
 
     def __repr__(self) -> str:
         return f"<GraphSet {self.pool!r}>"
-
-
-def _usable_slots(pool: KVPool) -> int:
-    return (pool.num_pages - 1) * pool.page_size

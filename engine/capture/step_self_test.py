@@ -10,34 +10,43 @@ from dataclasses import replace
 
 import torch
 
-from ..graphs.breakable import ReplayContext
+from ..graphs.breakable import Breaks
 from ..graphs.family import GraphFamily, PathDecision
 from ..graphs.inventory import FallbackReason
 from ..page_table import pages_for
+from ..sampling.edits import SamplingRow
 from ..sampling.params import SamplingParams
 from ..speculative.drafters.states import PAD_ROW
-from ..speculative.step.device_state import Joining
-from ..speculative.step.fused_step import StepKind
-from ..speculative.step.step_graphs import DeviceSteps
+from ..speculative.step.device_state import RequestInit
+from ..speculative.step.fused_step import StepContext, StepKind
+from ..speculative.step.step_graphs import StepGraphs
 from .graph_self_test import SEED, TOLERANCES, edges, relative_error
 
 logger = logging.getLogger(__name__)
 
-KNOBS = (
+# By kind: the first two are free draws, the next two are ranked, the rest need edited logits.
+PARAMS = (
     SamplingParams(temperature=0.0),
     SamplingParams(temperature=1.0, min_p=0.01),
     SamplingParams(temperature=0.7, top_k=20),
     SamplingParams(temperature=1.0, top_p=0.9),
+    SamplingParams(temperature=0.0, frequency_penalty=0.5, repetition_penalty=1.3, logprobs=3),
+    SamplingParams(temperature=1.0, presence_penalty=0.5, logit_bias={1: 2.0, 5: -3.0}, min_new_tokens=3),
 )
+
+
+def forbid_low_tokens(drafts: torch.Tensor, parents: torch.Tensor | None, masks: torch.Tensor) -> None:
+    """As a grammar of the first request would: its tokens 0 to 31 are forbidden."""
+    masks[0, :, 0] = 0
 
 
 class StepSelfTest:
     """All graphs of `steps`."""
 
-    def __init__(self, steps: DeviceSteps) -> None:
+    def __init__(self, steps: StepGraphs) -> None:
         self.steps = steps
         self.num_compared = 0
-        self._body = steps.body
+        self._step = steps.step
 
     @torch.no_grad()
     def run(self) -> int:
@@ -57,20 +66,22 @@ class StepSelfTest:
         return dropped
 
     def _difference(
-        self, kind: StepKind, family: GraphFamily[ReplayContext, torch.Tensor], bucket: int, size: int
+        self, kind: StepKind, family: GraphFamily[StepContext, torch.Tensor], bucket: int, size: int
     ) -> str:
         """What differs between the paths, from the same state and the same KV, or ""."""
-        joining, state = self._joining(size, kind), self._body.state
+        joining, state = self._joining(size, kind), self._step.state
         slots = tuple(state.open() for _ in joining)
         self.steps.tell(slots)
         results = []
         for is_graph in (False, True):
             self._prepare(slots, joining)
+            fill = forbid_low_tokens if kind.is_edited else None
             if is_graph:
                 decision = PathDecision(kind=family.kind, bucket=bucket)
-                report = family.replay(decision, ReplayContext(num_rows=len(slots)))
+                report = family.replay(decision, StepContext(num_rows=len(slots), fill=fill))
             else:
-                report = self._body.run(self.steps.slots[:bucket], kind)
+                breaks = Breaks(StepContext(num_rows=len(slots), fill=fill))
+                report = self._step.run(self.steps.slots[:bucket], kind, breaks)
             results.append((report[: len(slots)].clone(), *(kv.clone() for kv in self._pages(joining))))
         self._leave(slots, joining)
         self.num_compared += 1
@@ -78,14 +89,14 @@ class StepSelfTest:
         if not torch.equal(eager, graphed):
             return f"{int((eager != graphed).any(dim=1).sum())} of {len(slots)} reports"
         errors = [relative_error(*pair) for pair in zip(eager_kv, graphed_kv, strict=True)]
-        tolerance = TOLERANCES[self._body.runner.pool.dtype]
+        tolerance = TOLERANCES[self._step.runner.pool.dtype]
         return ", ".join(f"KV {i} by {error:.2g}" for i, error in enumerate(errors) if not error <= tolerance)
 
-    def _joining(self, size: int, kind: StepKind) -> list[Joining]:
+    def _joining(self, size: int, kind: StepKind) -> list[RequestInit]:
         """`size` requests with contexts of several lengths, or as many as the pool has room for."""
-        pool, found, next_page = self._body.runner.pool, [], 1
-        drafter, spare = self._body.drafter, kind.shape.spare_slots
-        spread = max(min(2 * pool.page_size, self._body.max_context - spare), 1)
+        pool, found, next_page = self._step.runner.pool, [], 1
+        drafter, spare = self._step.drafter, kind.shape.spare_slots
+        spread = max(min(2 * pool.page_size, self._step.max_context - spare), 1)
         for i in range(size):
             length = 1 + i * 5 % spread
             count = min(
@@ -93,44 +104,51 @@ class StepSelfTest:
             )  # one request always fits
             if next_page + count > pool.num_pages:
                 break
-            knobs = KNOBS[i % (len(KNOBS) if kind.is_ranked else 2)]
+            params = PARAMS[(i + 4) % 6 if kind.is_edited else i % (4 if kind.is_ranked else 2)]
             found.append(
-                Joining(
+                RequestInit(
                     newest=i,
                     length=length,
                     remaining=spare,
-                    capacity=min(count * pool.page_size, self._body.max_context),
-                    draft_row=PAD_ROW if drafter is None else drafter.states.open(),
+                    capacity=min(count * pool.page_size, self._step.max_context),
+                    draft_row=PAD_ROW if drafter is None else drafter.open(),
                     pages=range(next_page, next_page + count),
-                    sampling=replace(knobs, seed=i),
+                    row=SamplingRow(
+                        params=replace(params, seed=i),
+                        position=length + 1,
+                        prompt_ids=range(length),
+                        output_ids=[i],
+                        ends=[2, 3],
+                        first_end=length + 2,
+                    ),
                 )
             )
             next_page += count
         return found
 
-    def _prepare(self, slots: Sequence[int], joining: Sequence[Joining]) -> None:
+    def _prepare(self, slots: Sequence[int], joining: Sequence[RequestInit]) -> None:
         """The state and the KV that both paths begin with."""
-        self._body.state.write(slots, joining)
-        generator = torch.Generator(self._body.state.device)
+        self._step.state.write(slots, joining)
+        generator = torch.Generator(self._step.state.device)
         for kv in self._pages(joining):
             kv.normal_(generator=generator.manual_seed(SEED))
-        if self._body.drafter is not None:
-            for values in (self._body.drafter.states.hidden, self._body.drafter.states.logits):
+        if self._step.drafter is not None:
+            for values in self._step.drafter.anchors:
                 values.normal_(generator=generator.manual_seed(SEED))
 
-    def _leave(self, slots: Sequence[int], joining: Sequence[Joining]) -> None:
+    def _leave(self, slots: Sequence[int], joining: Sequence[RequestInit]) -> None:
         for slot, each in zip(slots, joining, strict=True):
-            self._body.state.close(slot)
-            if self._body.drafter is not None:
-                self._body.drafter.states.close(each.draft_row)
+            self._step.state.close(slot)
+            if self._step.drafter is not None:
+                self._step.drafter.close(each.draft_row)
         for kv in self._pages(joining):
             kv.zero_()
-        if self._body.drafter is not None:
-            self._body.drafter.states.hidden.zero_()
-            self._body.drafter.states.logits.zero_()
+        if self._step.drafter is not None:
+            for values in self._step.drafter.anchors:
+                values.zero_()
 
-    def _pages(self, joining: Sequence[Joining]) -> list[torch.Tensor]:
+    def _pages(self, joining: Sequence[RequestInit]) -> list[torch.Tensor]:
         """The KV of all pages of `joining` in each pool."""
-        drafter, end = self._body.drafter, max(each.pages[-1] for each in joining) + 1
-        pools = [self._body.runner.pool, *([] if drafter is None else [drafter.pool])]
+        drafter, end = self._step.drafter, max(each.pages[-1] for each in joining) + 1
+        pools = [self._step.runner.pool, *([] if drafter is None else [drafter.pool])]
         return [pool.kv[1:end] for pool in pools]

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import torch
 
 from ...kernels.noise import gumbel
-from .params import SamplingParams
 
 # Probabilities relative to the likeliest token, in units of 2**-40: the sum over 2**20 tokens stays below 2**60.
 _MASS_ONE = float(1 << 40)
@@ -35,11 +34,6 @@ class Draw:
     top_p: torch.Tensor  # float64
     min_p: torch.Tensor  # float64
     width: int
-
-
-def is_argmax(params: SamplingParams) -> bool:
-    """Whether there is nothing to draw: only the likeliest token can be chosen."""
-    return params.is_greedy or params.top_k == 1
 
 
 def draw_free(logits: torch.Tensor, draw: Draw, vocabulary: torch.Tensor) -> torch.Tensor:

@@ -1,11 +1,12 @@
-"""How tokens are chosen for one request."""
+"""How tokens are chosen for one request, and which parameters no sampler can serve."""
 
+import math
 from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """The knobs of the sampler; the wire form with the same fields is `cluster.messages.Sampling`.
+    """Parameters of one request; the wire form with the same fields is `cluster.messages.Sampling`.
 
     Before `min_new_tokens` output tokens no token is chosen that would end the request.
 
@@ -36,10 +37,54 @@ class SamplingParams:
         return self.temperature == 0.0
 
     @property
+    def is_argmax(self) -> bool:
+        """Whether there is nothing to draw: only the likeliest token can be chosen."""
+        return self.is_greedy or self.top_k == 1
+
+    @property
     def needs_penalties(self) -> bool:
         return self.frequency_penalty != 0.0 or self.presence_penalty != 0.0 or self.repetition_penalty != 1.0
 
     @property
-    def sees_drafts(self) -> bool:
-        """Whether a row's choice depends on which drafts stand in front of it, and not only on how many."""
-        return self.needs_penalties or bool(self.grammar)
+    def needs_edits(self) -> bool:
+        """Whether logits are changed before a token is chosen, or reported beside it."""
+        return (
+            self.needs_penalties
+            or bool(self.logit_bias)
+            or self.min_new_tokens > 0
+            or self.logprobs >= 0
+            or bool(self.grammar)
+        )
+
+    def needs_ranking(self, vocab_size: int) -> bool:
+        """Whether candidates have to be ranked: the row is drawn from a top-k or a nucleus."""
+        return not self.is_argmax and (0 < self.top_k < vocab_size or self.top_p < 1)
+
+
+def validate_params(params: SamplingParams, vocab_size: int) -> None:
+    """Raise ValueError, naming the value, for parameters that no sampler can serve."""
+    bad_bias = [token for token, bias in params.logit_bias.items() if not math.isfinite(bias)]
+    foreign, endless = (
+        [token for token in ids if not 0 <= token < vocab_size]
+        for ids in (params.logit_bias, params.stop_token_ids)
+    )
+    for is_wrong, text in (
+        (not 0 <= params.temperature < math.inf, f"temperature {params.temperature}: finite, >= 0"),
+        (params.top_k < 0, f"top_k {params.top_k}: 0 (off) or more"),
+        (not 0 <= params.top_p <= 1, f"top_p {params.top_p}: in [0, 1]"),
+        (not 0 <= params.min_p <= 1, f"min_p {params.min_p}: in [0, 1]"),
+        (
+            not math.isfinite(params.frequency_penalty),
+            f"frequency_penalty {params.frequency_penalty}: finite",
+        ),
+        (not math.isfinite(params.presence_penalty), f"presence_penalty {params.presence_penalty}: finite"),
+        (
+            not 0 < params.repetition_penalty < math.inf,
+            f"repetition_penalty {params.repetition_penalty}: > 0, finite",
+        ),
+        (bool(bad_bias), f"logit_bias of tokens {bad_bias}: finite"),
+        (bool(foreign), f"logit_bias of tokens {foreign}: ids in [0, {vocab_size})"),
+        (bool(endless), f"stop_token_ids {endless}: ids in [0, {vocab_size})"),
+    ):
+        if is_wrong:
+            raise ValueError(f"{text} is what the sampler takes")

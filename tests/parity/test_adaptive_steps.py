@@ -53,7 +53,7 @@ def test_the_oracle_is_believed_in_full_in_the_step_in_which_drafting_returns(
     engine = Engine(*oracle, steps=full.steps, topk=full.topk, tokens=full.num_nodes, policy=policy)
     if has_graphs:
         graphs = with_graphs(engine, arena())
-        assert (graphs.counts()["decode"], graphs.counts()["verify"]) == (3, 3 * (len(shapes) - 1))
+        assert (graphs.counts()["decode"], graphs.counts()["verify"]) == (9, 9 * (len(shapes) - 1))
     assert engine.generate([[1, 2, 3], [40]], greedy(60)) == Engine(oracle[0]).generate(
         [[1, 2, 3], [40]], greedy(60)
     )

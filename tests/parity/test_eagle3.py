@@ -6,7 +6,6 @@ import pytest
 import torch
 from baton.engine.request import Request
 from baton.engine.sampling.params import SamplingParams
-from baton.engine.sampling.sampler import sampling_rows
 from baton.tests.parity.eagle3_engine import (
     NUM_PAGES,
     PAGE_SIZE,
@@ -107,8 +106,8 @@ def test_a_draft_with_the_targets_logits_proposes_what_the_target_will_choose(
         request = engine.prefill([seed + 1, 2], sampled(seed=seed, max_new_tokens=9))
         logits = 3 * torch.randn(1, 256, generator=generator)
         engine.drafter.states.logits[engine.decoder._warm[request].row] = logits[0]
-        sampler = engine.decoder.sampler
-        choice = sampler.sample(logits, sampler.build(sampling_rows(request))).tokens.tolist()
+        rows = engine.sampler.build([request.sampling_row])
+        choice = engine.sampler.sample(logits, rows).tokens.tolist()
         assert record_drafts(engine, request)[:1] == choice
 
 

@@ -23,7 +23,7 @@ from baton.engine.lifecycle import Lifecycle
 from baton.engine.loader import Engine
 from baton.engine.prefix_cache import PrefixCache
 from baton.engine.sampling.sampler import SampleOutput
-from baton.engine.speculative.spec_decoder import StepResult
+from baton.engine.speculative.step.result import StepResult
 from crc32c import crc32c
 
 VOCAB = 9973

@@ -1,58 +1,39 @@
-"""The drafter of a decode engine: its own KV pool under the target's page ids, batched draft, prefill and extend.
+"""The EAGLE3 drafter of a decode engine: its own KV pool under the target's page ids, and what it remembers per request.
 
-Draft row i is written from the target's features of position i and the token at i+1. Chain rows are guesses and are
-overwritten by `extend` with rows made from true features before anything can depend on them.
-Shape legend: B requests, N rows each, T rows, H draft hidden, Ht target hidden, K features, Vd draft vocabulary.
+Draft row i is written from the target's features of position i and the token at i+1. The rows of drafts are guesses, which
+`observe` overwrites with rows made from true features before anything can depend on them.
+Shape legend: B requests, N nodes each, T rows, H draft hidden, Ht target hidden, K features, Vd draft vocabulary.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
+from ....kernels.select_rows import select_last_rows
 from ...attention import PagedAttention, plan
 from ...errors import CheckpointError, LifecycleError, UnsupportedInput
 from ...forward_batch import CaptureHidden, ForwardBatch, ForwardMode
-from ...graphs.family import EAGER, PathDecision
+from ...graphs.buckets import token_buckets
+from ...graphs.family import EAGER, GraphFamily
+from ...graphs.inventory import GraphPool
+from ...graphs.token_graphs import AttendContext
 from ...host_copy import to_device
 from ...kv_pool import KVPool
+from ...layers import NamedTensors
 from ...padding import pad_rows
 from ...page_table import build_page_table, pages_for, slots_for
-from ...sampling.params import SamplingParams
-from ...sampling.sampler import propose
-from ..chain import ChainPlan, chain_batch
-from ..draft_graph_set import DraftGraphs
-from ..drafting.choice import DraftSampling
+from ...row_attention import RowPlan
 from ..drafting.shape import DraftShape
-from ..drafting.tree import DraftTree, grow_tree
+from ..drafting.verify import AcceptResult
 from .eagle3_head import DraftPhase, Eagle3Head
 from .idle import idle_draft_batch
-from .states import DraftStates
-
-MAX_PREFILL_ROWS = 512  # rows of one draft prefill that a graph is captured for
-
-
-@dataclass(frozen=True, kw_only=True)
-class DraftPrefill:
-    """Rows [start, start + len(next_ids)) of one request.
-
-    `next_ids[k]` is the token at start+k+1, `features` `[len(next_ids), K*Ht]`. `state_row` is written when `is_final`,
-    that is when the last row is the newest one and so predicts the first draft token.
-    """
-
-    pages: Sequence[int]
-    start: int
-    next_ids: Sequence[int]
-    features: torch.Tensor
-    state_row: int
-    is_final: bool
-
-    @property
-    def end(self) -> int:
-        return self.start + len(self.next_ids)
+from .loops import draft_chain, draft_tree
+from .prefill_graphs import DraftPrefillGraphs, parameters_of
+from .protocol import DraftPrefill, DraftView, Proposal
+from .states import PAD_ROW, DraftStates
 
 
-class DraftWorker:
+class Eagle3Drafter:
     """Runs an EAGLE3 head whose embedding and lm_head have been shared; owns draft KV and per-request draft states.
 
     Draft row i depends on the token at i+1: whoever shares pages between requests shares a page only where the token
@@ -87,7 +68,7 @@ class DraftWorker:
         self.device = torch.device(device)
         self.pool = KVPool(num_pages, page_size, 1, config.num_kv_heads, config.head_dim, dtype, device)
         self.states = DraftStates(capacity, config.hidden_size, config.draft_vocab_size, dtype, device)
-        self.graphs: DraftGraphs | None = None
+        self.graphs: DraftPrefillGraphs | None = None
         self._attention = PagedAttention(self.pool)
 
     @property
@@ -117,11 +98,11 @@ class DraftWorker:
         """The layer's output `[T, H]` for rows made from target features, by graph or as `batch.decision` says."""
         graphs, padded = self.graphs, pad_rows(batch, self.row_multiple)
         if batch.decision is None:
-            batch.decision = EAGER if graphs is None else graphs.prefill.decide(padded)
+            batch.decision = EAGER if graphs is None else graphs.decide(padded)
         if graphs is None or not batch.decision.is_graph:
             return self._forward(batch, DraftPhase.FROM_TARGET_FEATURES)
         attend = self._attention.bind(plan(padded, self.page_size))
-        return graphs.prefill.run(padded, attend, batch.decision)[: batch.num_tokens]
+        return graphs.run(padded, attend, batch.decision)[: batch.num_tokens]
 
     def _prefill_batch(self, items: Sequence[DraftPrefill]) -> ForwardBatch:
         for item in items:
@@ -144,165 +125,76 @@ class DraftWorker:
             features=torch.cat([item.features.to(self.device) for item in items]),
         )
 
-    @torch.no_grad()
-    def propose(
-        self,
-        chain: ChainPlan,
-        state_rows: torch.Tensor,
-        slots: torch.Tensor,
-        params: Sequence[SamplingParams],
-    ) -> torch.Tensor:
-        """Draft N-1 tokens per request, target ids `[B, N-1]`; N-2 forwards, for the first proposal is remembered.
+    @property
+    def max_context(self) -> int:
+        return self.head.config.max_position_embeddings
 
-        `state_rows` `[B]` int64; `slots` `[B, N]` where draft KV may be written (slot 0: nowhere).
-        """
-        return self.draft_rows(
-            chain, slots, (self.states.hidden[state_rows], self.states.logits[state_rows]), params
-        )
+    @property
+    def page_rows(self) -> int:
+        return 2 * self.pool.page_size
 
-    @torch.no_grad()
-    def draft_rows(
-        self,
-        chain: ChainPlan,
-        slots: torch.Tensor,
-        state: tuple[torch.Tensor, torch.Tensor],
-        params: Sequence[SamplingParams],
-        decision: PathDecision | None = None,
-    ) -> torch.Tensor:
-        """`propose` from a `state` of hidden `[B, H]` and logits `[B, Vd]`, by graph or as `decision` says."""
-        loop = None if self.graphs is None else self.graphs.loop_of(chain.num_rows)
-        if decision is None:
-            decision = EAGER if loop is None else loop.decide(chain)
-        if loop is not None and decision.is_graph:
-            return loop.run(chain, slots, state, params, decision)
-        hidden, logits = state
-        drafts = [self._choose(logits, params, chain.positions[:, 0] + 1)]
-        for step in range(1, chain.num_rows - 1):
-            batch = chain_batch(
-                chain,
-                drafts[-1][:, None],
-                mode=ForwardMode.DECODE,
-                first=step - 1,
-                slots=slots[:, step - 1 : step],
-                capture=CaptureHidden.LAST,
-                features=hidden,
-            )
-            out = self._forward(batch, DraftPhase.SELF_CHAIN)
-            hidden = self.head.feedback(out)
-            drafts.append(self._choose(self.head.compute_logits(out), params, chain.positions[:, step] + 1))
-        return torch.stack(drafts, dim=1)
+    @property
+    def anchors(self) -> tuple[torch.Tensor, ...]:
+        return self.states.hidden, self.states.logits
 
-    @torch.no_grad()
-    def propose_tree(
-        self,
-        shape: DraftShape,
-        plan: ChainPlan,
-        state_rows: torch.Tensor,
-        slots: torch.Tensor,
-        params: Sequence[SamplingParams],
-    ) -> DraftTree:
-        """Draft a tree of `shape` per request; arguments as of `propose`, with `plan` and `slots` of all spare rows."""
-        state = self.states.hidden[state_rows], self.states.logits[state_rows]
-        return self.tree_rows(shape, plan, slots, state, params)
+    @property
+    def prefill_family(self) -> GraphFamily[AttendContext, torch.Tensor] | None:
+        return None if self.graphs is None else self.graphs.tokens.family
 
-    @torch.no_grad()
-    def tree_rows(
-        self,
-        shape: DraftShape,
-        plan: ChainPlan,
-        slots: torch.Tensor,
-        state: tuple[torch.Tensor, torch.Tensor],
-        params: Sequence[SamplingParams],
-        decision: PathDecision | None = None,
-    ) -> DraftTree:
-        """`propose_tree` from a `state` of hidden `[B, H]` and logits `[B, Vd]`, by graph or as `decision` says."""
-        loop = None if self.graphs is None else self.graphs.tree
-        if decision is None:
-            decision = EAGER if loop is None else loop.decide(plan)
-        if loop is not None and decision.is_graph:
-            return loop.run(plan, slots, state, params, decision)
-        sampling = DraftSampling(plan.num_requests, self.device)
-        sampling.load(params)
+    def capture(self, graphs: GraphPool, max_tokens: int) -> None:
+        buckets = token_buckets(min(max_tokens, self.pool.num_slots - self.pool.page_size))
+        self.graphs = DraftPrefillGraphs(graphs, self.head, self.pool, buckets)
+        self.graphs.tokens.capture()
 
-        def forward(
-            level: int, hidden: torch.Tensor, tokens: torch.Tensor, mask: torch.Tensor
-        ) -> torch.Tensor:
-            first, shared = (level - 1) * shape.topk, (plan.num_requests, shape.topk)
-            batch = chain_batch(
-                plan,
-                tokens.view(shared),
-                mode=ForwardMode.DECODE,
-                first=first,
-                slots=slots[:, first : first + shape.topk],
-                positions=plan.positions[:, level - 1 : level].expand(shared),
-                tree_mask=mask,
-                capture=CaptureHidden.LAST,
-                features=hidden,
-            )
-            return self._forward(batch, DraftPhase.SELF_CHAIN)
+    def parameters(self) -> NamedTensors:
+        return parameters_of(self.head)
 
-        return grow_tree(shape, self.head, sampling, state, plan.positions[:, 0] + 1, forward)
+    def reserve(self, count: int) -> None:
+        self.states.reserve(count)
 
-    @torch.no_grad()
-    def first_proposals(
-        self,
-        shape: DraftShape,
-        positions: torch.Tensor,
-        state_rows: torch.Tensor,
-        params: Sequence[SamplingParams],
-    ) -> torch.Tensor:
-        """What `shape` would draft for `positions` `[B]`, one position behind the newest token; target ids `[B, topk]`."""
-        sampling = DraftSampling(len(params), self.device)
-        sampling.load(params)
-        logits, target_ids = self.states.logits[state_rows], self.head.target_ids
-        ids, _ = sampling.rank(logits, positions, target_ids, shape.topk, len(params))
+    def open(self) -> int:
+        return self.states.open()
+
+    def close(self, row: int) -> None:
+        self.states.close(row)
+
+    def propose(self, view: DraftView, shape: DraftShape) -> Proposal:
+        """As of `Drafter`: steps - 1 forwards, for the first proposal is remembered."""
+        states = self.states
+        state = states.hidden.index_select(0, view.states), states.logits.index_select(0, view.states)
+        if shape.is_tree:
+            tree = draft_tree(self.head, self.pool, view, state, shape)
+            return Proposal(tree.drafts, tree)
+        return Proposal(draft_chain(self.head, self.pool, view, state, shape.steps), None)
+
+    def first_proposals(self, view: DraftView, topk: int) -> torch.Tensor:
+        logits, target_ids = self.states.logits.index_select(0, view.states), self.head.target_ids
+        ids, _ = view.sampling.rank(logits, view.positions[:, 0] + 1, target_ids, topk)
         return target_ids[ids]
 
-    def _choose(
-        self, logits: torch.Tensor, params: Sequence[SamplingParams], positions: torch.Tensor
-    ) -> torch.Tensor:
-        """Target ids `[B]`, chosen with the noise that the target's sampler will use for `positions` `[B]`."""
-        return self.head.target_ids[propose(logits, params, positions, self.head.target_ids)]
-
-    @torch.no_grad()
-    def extend(
+    def observe(
         self,
-        chain: ChainPlan,
-        state_rows: torch.Tensor,
-        slots: torch.Tensor,
-        next_ids: torch.Tensor,
+        view: DraftView,
         features: torch.Tensor,
-        accept_len: torch.Tensor,
+        accepted: AcceptResult,
+        emitted: torch.Tensor,
+        shape: DraftShape,
     ) -> None:
-        """Rewrite all N rows per request from true `features` `[B*N, K*Ht]` and the target's tokens `next_ids` `[B,
-        N]`.
-
-        The state of each request becomes that of its row `accept_len - 1`; rows behind it are junk until overwritten.
-        """
-        self._check_features(features, next_ids.numel())
-        batch = chain_batch(
-            chain,
-            next_ids,
-            mode=ForwardMode.DRAFT_EXTEND,
-            slots=slots,
-            capture=CaptureHidden.LAST,
-            features=features,
-        )
-        self.states.write(state_rows, *self.extend_rows(batch, accept_len))
-
-    @torch.no_grad()
-    def extend_rows(self, batch: ForwardBatch, accept_len: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Hidden `[B, H]` and logits `[B, Vd]` of row `accept_len - 1`, by graph or as `batch.decision` says."""
-        count = batch.num_requests
-        extend = None if self.graphs is None else self.graphs.extend_of(batch.q_lens[0] if count else 0)
-        if batch.decision is None:
-            batch.decision = EAGER if extend is None else extend.decide(batch)
-        if extend is not None and batch.decision.is_graph:
-            return extend.run(batch, accept_len, batch.decision)
-        out = self._forward(batch, DraftPhase.FROM_TARGET_FEATURES)
-        offsets = torch.arange(count, device=self.device) * (batch.num_tokens // max(count, 1))
-        last = out[offsets + accept_len - 1]
-        return self.head.feedback(last), self.head.compute_logits(last)
+        """As of `Drafter`: one forward of R rows per request."""
+        count, num_requests = shape.num_path, view.lens.shape[0]
+        self._check_features(features, num_requests * shape.num_nodes)
+        if shape.is_tree:
+            firsts = torch.arange(num_requests, device=features.device)[:, None] * shape.num_nodes
+            features = features.index_select(0, (firsts + accepted.path).reshape(-1))
+        rows = view.kv_rows[:, :count].reshape(-1)
+        plan = RowPlan(self.pool, rows, view.page_table, view.extend_lens, is_recorded=view.is_recorded)
+        positions = view.positions[:, :count].reshape(-1)
+        phase = DraftPhase.FROM_TARGET_FEATURES
+        out = self.head.forward(features, accepted.tokens.reshape(-1), positions, plan.attend, phase)
+        last = select_last_rows(out, emitted)
+        # A request that got no token keeps its state: what it would be given is made of rows that nobody reads.
+        kept = torch.where(emitted > 0, view.states, PAD_ROW)
+        self.states.write(kept, self.head.feedback(last), self.head.compute_logits(last))
 
     def _forward(self, batch: ForwardBatch, phase: DraftPhase) -> torch.Tensor:
         padded = pad_rows(batch, self.row_multiple)
@@ -326,4 +218,4 @@ class DraftWorker:
             )
 
     def __repr__(self) -> str:
-        return f"<DraftWorker {self.states.num_open} requests, {self.pool!r}>"
+        return f"<Eagle3Drafter {self.states.num_open} requests, {self.pool!r}>"

@@ -1,16 +1,15 @@
-"""The drafter's choices inside a graph: `sampler.propose` with every parameter in tensors.
+"""The choices of a drafter, as operations of the torch library with every parameter in tensors.
 
 A chain takes one token per row, a tree the `count` best with a score each. Legend: R rows, Vd draft vocabulary.
 """
 
 import math
-from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from ....kernels.choose_token import choose_token
-from ....kernels.noise import gumbel, seed_tensor
-from ...sampling.params import SamplingParams
+from ....kernels.noise import gumbel
 
 torch.library.define(
     "baton::choose_drafts",
@@ -23,40 +22,24 @@ torch.library.define(
 )
 
 
+@dataclass(frozen=True, kw_only=True)
 class DraftSampling:
-    """Static parameters of up to `max_requests` requests: `seeds` int64, `temperature` float64, `is_drawn` bool, `[B]`."""
+    """How drafts are chosen for B requests: `seeds` int64, `temperature` float64, `is_drawn` bool, `[B]` each."""
 
-    def __init__(self, max_requests: int, device: torch.device) -> None:
-        self.seeds = torch.zeros(max_requests, dtype=torch.int64, device=device)
-        self.temperature = torch.ones(max_requests, dtype=torch.float64, device=device)
-        self.is_drawn = torch.zeros(max_requests, dtype=torch.bool, device=device)
-
-    @classmethod
-    def over(cls, seeds: torch.Tensor, temperature: torch.Tensor, is_drawn: torch.Tensor) -> "DraftSampling":
-        """With parameters that are on the device already, `[B]` each."""
-        made = cls(0, seeds.device)
-        made.seeds, made.temperature, made.is_drawn = seeds, temperature, is_drawn
-        return made
-
-    def load(self, params: Sequence[SamplingParams]) -> None:
-        """The parameters of the first rows; those behind them take the likeliest token."""
-        drawn = [not (p.is_greedy or p.top_k == 1) for p in params]
-        count = len(params)
-        self.is_drawn.zero_()
-        if any(drawn):
-            warmth = [p.temperature if is_drawn else 1.0 for p, is_drawn in zip(params, drawn, strict=True)]
-            self.is_drawn[:count].copy_(torch.tensor(drawn))
-            self.seeds[:count].copy_(seed_tensor([p.seed for p in params]))
-            self.temperature[:count].copy_(torch.tensor(warmth, dtype=torch.float64))
+    seeds: torch.Tensor
+    temperature: torch.Tensor
+    is_drawn: torch.Tensor
 
     def choose(self, logits: torch.Tensor, positions: torch.Tensor, target_ids: torch.Tensor) -> torch.Tensor:
-        """Indices `[R]` int64 into the draft vocabulary, for the first R requests.
+        """Indices `[B]` int64 into the draft vocabulary: what the target would choose with these logits.
 
-        `logits` `[R, Vd]` float32, `positions` `[R]` of the tokens proposed, `target_ids` `[Vd]`; one recorded operation.
+        `logits` `[B, Vd]` float32, `positions` `[B]` of the tokens proposed, `target_ids` int64 `[Vd]`: the target token of
+        each draft token. The noise is the target's, so a good draft makes the target's choice. Filters and penalties are
+        left to the target.
         """
-        count = logits.shape[0]
-        static = (self.seeds[:count], self.temperature[:count], self.is_drawn[:count])
-        chosen: torch.Tensor = torch.ops.baton.choose_drafts.default(logits, *static, positions, target_ids)
+        chosen: torch.Tensor = torch.ops.baton.choose_drafts.default(
+            logits, self.seeds, self.temperature, self.is_drawn, positions, target_ids
+        )
         return chosen
 
     def rank(
@@ -65,18 +48,18 @@ class DraftSampling:
         positions: torch.Tensor,
         target_ids: torch.Tensor,
         count: int,
-        num_requests: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The `count` likeliest indices into the draft vocabulary, likeliest first, int64, and their log probabilities,
         float32 and at most 0; each `[R, count]`.
 
-        As `choose`, for the first `num_requests` requests, each with equally many rows of `logits` `[R, Vd]`. Where tokens
+        As `choose`, each request with equally many rows of `logits` `[R, Vd]`. Where tokens
         are drawn, the probabilities are those of the logits with the target's noise added: which token the target will
         choose, as far as the draft can tell.
         """
+        num_requests = self.seeds.shape[0]
         each = logits.shape[0] // max(num_requests, 1)
-        static = (self.seeds, self.temperature, self.is_drawn)
-        spread = [x[:num_requests, None].expand(num_requests, each).reshape(-1) for x in static]
+        parts = (self.seeds, self.temperature, self.is_drawn)
+        spread = [x[:, None].expand(num_requests, each).reshape(-1) for x in parts]
         ids, scores = torch.ops.baton.rank_drafts.default(logits, *spread, positions, target_ids, count)
         return ids, scores
 

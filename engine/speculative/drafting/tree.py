@@ -12,17 +12,28 @@ Vd draft vocabulary.
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
-from ..drafters.eagle3_head import Eagle3Head
 from .choice import DraftSampling
 from .shape import DraftShape
 
 # (level, hidden [B*k, H], tokens [B*k], mask bool [B, k, level*k]) -> the layer's output [B*k, H] of a level's nodes, whose
 # draft rows are the last k of level*k behind the committed ones.
 LevelForward = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class DraftHead(Protocol):
+    """What growing a tree asks of a draft model. `target_ids` int64 `[Vd]`: the target token of each draft token."""
+
+    target_ids: torch.Tensor
+
+    def compute_logits(self, out_rows: torch.Tensor) -> torch.Tensor:
+        """Outputs `[R, H]` of a forward -> logits `[R, Vd]` float32."""
+
+    def feedback(self, out_rows: torch.Tensor) -> torch.Tensor:
+        """Outputs `[R, H]` of a forward -> the hidden `[R, H]` that the next level is fed with."""
 
 
 class DraftTree(NamedTuple):
@@ -59,7 +70,7 @@ class _Frontier(NamedTuple):
 
 def grow_tree(
     shape: DraftShape,
-    head: Eagle3Head,
+    head: DraftHead,
     sampling: DraftSampling,
     state: tuple[torch.Tensor, torch.Tensor],
     first_position: torch.Tensor,
@@ -72,7 +83,7 @@ def grow_tree(
     """
     hidden, logits = state
     k, (count, width) = shape.topk, hidden.shape
-    ids, scores = sampling.rank(logits, first_position, head.target_ids, k, count)
+    ids, scores = sampling.rank(logits, first_position, head.target_ids, k)
     level_1 = _Candidates(head.target_ids[ids], scores, torch.zeros_like(ids))
     candidates = [level_1]
     own_row = torch.eye(k, dtype=torch.bool, device=hidden.device).expand(count, k, k)
@@ -85,7 +96,7 @@ def grow_tree(
     for level in range(1, shape.steps):
         out = forward(level, frontier.hidden.reshape(-1, width), frontier.tokens.reshape(-1), frontier.mask)
         positions = (first_position + level)[:, None].expand(count, k).reshape(-1)
-        ids, scores = sampling.rank(head.compute_logits(out), positions, head.target_ids, k, count)
+        ids, scores = sampling.rank(head.compute_logits(out), positions, head.target_ids, k)
         grown = _children(frontier, head.target_ids[ids].view(count, k, k), scores.view(count, k, k))
         candidates.append(grown)
         if level < shape.steps - 1:

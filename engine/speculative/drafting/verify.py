@@ -18,7 +18,7 @@ from .shape import DraftShape
 from .tree import DraftTree
 
 
-class Verdict(NamedTuple):
+class AcceptResult(NamedTuple):
     """`accept_len` int64 `[B]`: request b emits `tokens[b, :accept_len[b]]`, at least one token. `tokens` int64 `[B, R]`:
     the target's choices along the kept branch. `path` int64 `[B, R]`: the rows where they were made, root first."""
 
@@ -27,33 +27,33 @@ class Verdict(NamedTuple):
     path: torch.Tensor
 
 
-def judge(
+def verify_drafts(
     shape: DraftShape,
     tokens: torch.Tensor,
     tree: DraftTree | None,
     targets: torch.Tensor,
     limits: torch.Tensor,
-) -> Verdict:
-    """The verdict on `tokens` `[B, N]`, root first, given the target's choice `targets` `[B, N]` behind each.
+) -> AcceptResult:
+    """What is accepted of `tokens` int64 `[B, N]`, root first, given the target's choice `targets` `[B, N]` behind each.
 
-    `tree` None: they are a chain. `limits` `[B]`: rows from there on found no place and are not kept.
+    `tree` None: the tokens are a chain. `limits` int64 `[B]`: rows from there on found no place and are not kept.
     """
     if tree is None:
         accept_len = chain_verify(tokens, targets, limits)
-        return Verdict(
-            accept_len, targets, torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
-        )
+        rows = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
+        return AcceptResult(accept_len, targets, rows)
     walked = tree_verify(tokens, tree.parents, targets, limits)
-    return Verdict(walked.accept_len, walked.tokens[:, : shape.num_path], walked.path[:, : shape.num_path])
+    count = shape.num_path
+    return AcceptResult(walked.accept_len, walked.tokens[:, :count], walked.path[:, :count])
 
 
-def compact(pool: KVPool, slots: torch.Tensor, verdict: Verdict) -> None:
-    """Move the KV of the kept branch of each request to where a chain's would lie: row i from `verdict.path[:, i]`.
+def compact(pool: KVPool, slots: torch.Tensor, accepted: AcceptResult) -> None:
+    """Move the KV of the kept branch of each request to where a chain's would lie: row i from `accepted.path[:, i]`.
 
-    `slots` `[B, S]`: where the rows of each request stand.
+    `slots` int64 `[B, S]`: where the rows of each request stand.
     """
-    rows = torch.arange(1, verdict.path.shape[1], device=verdict.path.device)
-    is_kept = rows < verdict.accept_len[:, None]
-    sources = slots.gather(1, verdict.path[:, 1:]).where(is_kept, 0)
-    targets = slots[:, 1 : verdict.path.shape[1]].where(is_kept, 0)
+    rows = torch.arange(1, accepted.path.shape[1], device=accepted.path.device)
+    is_kept = rows < accepted.accept_len[:, None]
+    sources = slots.gather(1, accepted.path[:, 1:]).where(is_kept, 0)
+    targets = slots[:, 1 : accepted.path.shape[1]].where(is_kept, 0)
     compact_kv(pool.kv, sources.contiguous(), targets.contiguous())

@@ -7,22 +7,26 @@ Legend: B requests, W columns of a report.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from ...graphs.breakable import Breaks, ReplayContext
+from ...graphs.breakable import Breaks
 from ...graphs.family import BatchShape, GraphFamily, GraphLimits
 from ...graphs.inventory import FallbackReason, GraphKind, GraphPool
 from ...host_copy import to_device
+from ...model_runner import ModelRunner
 from ...target_graphs import captured_mode
-from ..drafters.prefill_graphs import parameters_of
-from .fused_step import StepBody, StepKind
+from ..drafters.protocol import Drafter
+from ..drafting.shape import PLAIN, DraftShape, planned_pages
+from .device_state import EDIT_ENTRIES, DeviceState
+from .fused_step import FillMasks, FusedStep, StepContext, StepKind
 
-UNREAD_STEPS = (
-    3  # reports that may wait on the host: that of a step under way, of the one before it, and one to spare
-)
+# Reports that may wait on the host: that of a step under way, of the one before it, and one to spare.
+UNREAD_STEPS = 3
+TOP_LOGPROBS = 20  # that graphs report; a request that asks for more is stepped eagerly
 
 
 class Report:
@@ -33,25 +37,26 @@ class Report:
         self._event = event
         self.path = path
 
-    def rows(self) -> list[list[int]]:
-        """`[B][W]`; waits for this step. To be asked for before UNREAD_STEPS more were launched."""
+    def rows(self) -> npt.NDArray[np.int64]:
+        """`[B, W]`; waits for this step. To be asked for before UNREAD_STEPS more were launched."""
         if self._event is not None:
             self._event.synchronize()
-        rows: list[list[int]] = self._values.tolist()
-        return rows
+        return self._values
 
 
-class DeviceSteps:
-    """Steps of `body` for up to `max_requests` requests, of any of `kinds`."""
+class StepGraphs:
+    """Steps of `step`, launched one behind the other. `kinds` are those that `capture` makes graphs of; any other runs
+    eagerly. Batches may grow beyond `max_requests`, but not on graphs."""
 
-    def __init__(self, body: StepBody, kinds: Sequence[StepKind], max_requests: int) -> None:
-        self.body = body
+    def __init__(self, step: FusedStep, kinds: Sequence[StepKind], max_requests: int) -> None:
+        self.step = step
         self.kinds = tuple(kinds)
         self.max_requests = max_requests
-        device = body.state.device
-        self.slots = torch.zeros(max_requests, dtype=torch.int64, device=device)
+        self.device = step.state.device
+        is_cuda = self.device.type == "cuda"
+        self.slots = torch.zeros(max_requests, dtype=torch.int64, device=self.device)
         self._told: tuple[int, ...] = ()
-        is_cuda, width = device.type == "cuda", max(kind.report_width for kind in self.kinds)
+        width = max(kind.report_width for kind in self.kinds)
         self._hosts = [
             torch.zeros(max_requests * width, dtype=torch.int64, pin_memory=is_cuda)
             for _ in range(UNREAD_STEPS)
@@ -62,71 +67,154 @@ class DeviceSteps:
             for _ in range(UNREAD_STEPS)
         ]
         self._num_launched = 0
-        self.families: dict[StepKind, GraphFamily[ReplayContext, torch.Tensor]] = {}
-        self._frozen: torch.Tensor | None = None  # the draft states that graphs read
+        self.families: dict[StepKind, GraphFamily[StepContext, torch.Tensor]] = {}
+        self._frozen: tuple[torch.Tensor, ...] = ()  # what graphs read besides the parameters
 
     def capture(self, graphs: GraphPool, buckets: Sequence[int]) -> None:
         """A graph of each kind and bucket."""
-        runner, drafter = self.body.runner, self.body.drafter
-        self._frozen = None if drafter is None else drafter.states.hidden
+        state, drafter = self.step.state, self.step.drafter
+        if any(kind.is_edited for kind in self.kinds):
+            state.reserve_edits(EDIT_ENTRIES, has_counts=True)
+        if drafter is not None:
+            drafter.reserve(self.max_requests)
+        self._frozen = self._anchors()
         for kind in self.kinds:
             limits = GraphLimits(
-                is_by_token=False, rows=kind.shape.num_nodes, hidden=captured_mode(runner.model)
+                is_by_token=False, rows=kind.shape.num_nodes, hidden=captured_mode(self.step.runner.model)
             )
-            name = GraphKind.RANKED_STEP if kind.is_ranked else GraphKind.DECODE_STEP
-            family: GraphFamily[ReplayContext, torch.Tensor] = GraphFamily(graphs, name, buckets, limits)
+            family: GraphFamily[StepContext, torch.Tensor] = GraphFamily(
+                graphs, graph_kind_of(kind), buckets, limits
+            )
             self.families[kind] = family
 
-            def forward(bucket: int, _: Breaks[ReplayContext], kind: StepKind = kind) -> torch.Tensor:
-                return self.body.run(self.slots[:bucket], kind)
+            def forward(bucket: int, breaks: Breaks[StepContext], kind: StepKind = kind) -> torch.Tensor:
+                return self.step.run(self.slots[:bucket], kind, breaks)
 
-            family.capture(forward, lambda bucket: ReplayContext(num_rows=bucket), self._parameters)
+            family.capture(forward, lambda bucket: StepContext(num_rows=bucket), self._parameters)
 
-    def launch(self, slots: tuple[int, ...], kind: StepKind) -> Report:
-        """Step the requests in `slots`, behind everything launched before; returns at once where the device is one."""
+    def takes(self, kind: StepKind, count: int) -> bool:
+        """Whether a step of `count` requests would run as a graph."""
+        family = self._family_of(kind)
+        shape = BatchShape(size=self._padded(count), rows=kind.shape.num_nodes)
+        return family is not None and family.peek(shape).is_graph and self._is_fresh()
+
+    def launch(
+        self, slots: tuple[int, ...], kind: StepKind, fill: FillMasks | None = None
+    ) -> tuple[Report, StepKind]:
+        """Step the requests in `slots`, behind everything launched before; returns at once where the device is one, unless
+        `fill` has masks of grammars to write. The report is of the kind returned, which covers the one asked for."""
         self.tell(slots)
-        values, path = self._run(len(slots), kind)
+        count = len(slots)
+        padded, family = self._padded(count), self._family_of(kind)
+        values, path = None, "eager"
+        if family is not None:
+            decision = family.decide(BatchShape(size=padded, rows=kind.shape.num_nodes))
+            if decision.is_graph and self._is_fresh(is_counted=True):
+                kind = self._covering(kind)
+                values, path = family.replay(decision, StepContext(num_rows=count, fill=fill)), "graph"
+        if values is None:
+            context = StepContext(num_rows=count, fill=fill)
+            values = self.step.run(self.slots[:padded], kind, Breaks(context))
+        return self._on_its_way(values[:count], path), kind
+
+    def tell(self, slots: tuple[int, ...]) -> None:
+        """The device's list of slots, filled up with the padding slot."""
+        if slots == self._told:
+            return
+        most = self._padded(len(slots))
+        if most > self.slots.shape[0]:  # graphs keep reading the old list, so that larger batches run eagerly
+            self.slots = torch.zeros(2 * most, dtype=torch.int64, device=self.device)
+        listed = torch.tensor([*slots, *[0] * (self.slots.shape[0] - len(slots))], dtype=torch.int64)
+        self.slots.copy_(to_device(listed, self.device))
+        self._told = slots
+
+    def _on_its_way(self, values: torch.Tensor, path: str) -> Report:
         index = self._num_launched % UNREAD_STEPS
         self._num_launched += 1
         event, num_values = self._events[index], values.numel()
+        if self._hosts[index].numel() < num_values:
+            is_cuda = self.device.type == "cuda"
+            self._hosts[index] = torch.zeros(num_values, dtype=torch.int64, pin_memory=is_cuda)
+            self._arrays[index] = self._hosts[index].numpy()
         self._hosts[index][:num_values].view(values.shape).copy_(values, non_blocking=True)
         if event is not None:
             event.record()
         return Report(self._arrays[index][:num_values].reshape(values.shape), event, path)
 
-    def _run(self, count: int, kind: StepKind) -> tuple[torch.Tensor, str]:
-        family = self.families.get(kind)
-        if family is not None:
-            shape = BatchShape(size=count, rows=kind.shape.num_nodes)
-            decision = family.decide(shape)
-            if decision.is_graph and self._is_fresh():
-                return family.replay(decision, ReplayContext(num_rows=count))[:count], "graph"
-        return self.body.run(self.slots[:count], kind), "eager"
+    def _covering(self, kind: StepKind) -> StepKind:
+        """The captured kind that costs least of those that cover `kind`; `kind` itself where there is none."""
+        found = [captured for captured in self.families if captured.covers(kind)]
+        return min(found, key=lambda each: (each.is_edited, each.is_ranked), default=kind)
 
-    def tell(self, slots: tuple[int, ...]) -> None:
-        """The device's list of slots, filled up with the padding slot."""
-        if slots != self._told:
-            listed = torch.tensor([*slots, *[0] * (self.max_requests - len(slots))], dtype=torch.int64)
-            self.slots.copy_(to_device(listed, self.slots.device))
-            self._told = slots
+    def _family_of(self, kind: StepKind) -> GraphFamily[StepContext, torch.Tensor] | None:
+        return self.families.get(self._covering(kind))
 
-    def _is_fresh(self) -> bool:
-        """Whether the draft states lie where the graphs read them: they move when more requests come than expected."""
-        drafter = self.body.drafter
-        is_fresh = drafter is None or drafter.states.hidden is self._frozen
-        if not is_fresh:
+    def _padded(self, count: int) -> int:
+        """Requests that run, with idle ones: a multiple of what peers in lockstep want."""
+        multiple = self.step.runner.row_multiple
+        return -(-count // multiple) * multiple
+
+    def _is_fresh(self, *, is_counted: bool = False) -> bool:
+        """Whether the states lie where the graphs read them: they move when more requests come than expected."""
+        anchors = self._anchors()
+        is_fresh = len(anchors) == len(self._frozen) and all(map(_is_one, anchors, self._frozen))
+        if is_counted and not is_fresh:
             family = next(iter(self.families.values()))
             family.pool.count_fallback(family.kind, FallbackReason.BATCH_OVER_PLANNED)
         return is_fresh
 
+    def _anchors(self) -> tuple[torch.Tensor, ...]:
+        drafter = self.step.drafter
+        return (self.slots, *self.step.state.anchors, *(() if drafter is None else drafter.anchors))
+
     def _parameters(self) -> list[tuple[str, torch.Tensor]]:
-        drafter = self.body.drafter
-        own = [*self.body.runner.model.tensors()]
-        return (
-            own
-            if drafter is None
-            else own + [(f"draft {name}", x) for name, x in parameters_of(drafter.head)]
-        )
+        drafter, own = self.step.drafter, [*self.step.runner.model.tensors()]
+        return own if drafter is None else own + [(f"draft {name}", x) for name, x in drafter.parameters()]
 
     def __repr__(self) -> str:
-        return f"<DeviceSteps {len(self.kinds)} kinds, {self._num_launched} launched, {self.body.state!r}>"
+        return f"<StepGraphs {len(self.families)} kinds, {self._num_launched} launched, {self.step.state!r}>"
+
+
+def _is_one(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one is other
+
+
+def graph_kind_of(kind: StepKind) -> GraphKind:
+    if kind.is_edited:
+        return GraphKind.EDITED_STEP
+    return GraphKind.RANKED_STEP if kind.is_ranked else GraphKind.DECODE_STEP
+
+
+def step_graphs(
+    runner: ModelRunner,
+    drafter: Drafter | None,
+    *,
+    shapes: Sequence[DraftShape],
+    watched: DraftShape | None = None,
+    max_requests: int,
+    max_context: int,
+    make: type[StepGraphs] = StepGraphs,
+) -> StepGraphs:
+    """Steps of any of `shapes`, and plain ones, for up to `max_requests` requests of up to `max_context` tokens.
+
+    `watched`: the shape whose first proposals are compared where nothing is drafted. Graphs can be captured of three kinds
+    of each shape: likeliest or free draws, ranked draws, and edited logits with logprobs.
+    """
+    every = list(dict.fromkeys([*shapes, PLAIN]))
+    max_pages = planned_pages(every, max_context, runner.pool.page_size)
+    vocab_size = runner.model.config.vocab_size
+    state = DeviceState(max_requests + 1, max_pages, vocab_size, runner.pool.device)
+    if drafter is not None:
+        drafter.reserve(max_requests)
+    num_top = min(TOP_LOGPROBS, vocab_size)
+    kinds = [
+        kind
+        for shape in every
+        for common in [StepKind(shape=shape, watched=None if shape.steps else watched)]
+        for kind in (
+            common,
+            replace(common, is_ranked=True),
+            replace(common, is_ranked=True, is_edited=True, num_top=num_top),
+        )
+    ]
+    return make(FusedStep(runner, drafter, state, max_context), kinds, max_requests)
