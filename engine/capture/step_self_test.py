@@ -30,14 +30,16 @@ PARAMS = (
     SamplingParams(temperature=1.0, min_p=0.01),
     SamplingParams(temperature=0.7, top_k=20),
     SamplingParams(temperature=1.0, top_p=0.9),
-    SamplingParams(temperature=0.0, frequency_penalty=0.5, repetition_penalty=1.3, logprobs=3),
+    SamplingParams(
+        temperature=0.0, frequency_penalty=0.5, repetition_penalty=1.3, logit_bias={7: 99.0, 9: 50.0}, logprobs=3
+    ),
     SamplingParams(temperature=1.0, presence_penalty=0.5, logit_bias={1: 2.0, 5: -3.0}, min_new_tokens=3),
 )
 
 
-def forbid_low_tokens(drafts: torch.Tensor, parents: torch.Tensor | None, masks: torch.Tensor) -> None:
-    """As a grammar of the first request would: its tokens 0 to 31 are forbidden."""
-    masks[0, :, 0] = 0
+def forbid_token_7(drafts: torch.Tensor, parents: torch.Tensor | None, masks: torch.Tensor) -> None:
+    """As a grammar of the first request would, which then takes its second bias instead of the first."""
+    masks[0, :, 0] = ~(1 << 7)
 
 
 class StepSelfTest:
@@ -75,7 +77,7 @@ class StepSelfTest:
         results = []
         for is_graph in (False, True):
             self._prepare(slots, joining)
-            fill = forbid_low_tokens if kind.is_edited else None
+            fill = forbid_token_7 if kind.is_edited else None
             if is_graph:
                 decision = PathDecision(kind=family.kind, bucket=bucket)
                 report = family.replay(decision, StepContext(num_rows=len(slots), fill=fill))
@@ -116,8 +118,8 @@ class StepSelfTest:
                     row=SamplingRow(
                         params=replace(params, seed=i),
                         position=length + 1,
-                        prompt_ids=range(length),
-                        output_ids=[i],
+                        prompt_ids=range(0, 32, 3),
+                        output_ids=range(0, 32, 5),
                         ends=[2, 3],
                         first_end=length + 2,
                     ),

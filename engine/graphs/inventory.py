@@ -160,9 +160,7 @@ class GraphPool:
     With `as_one_break` nothing is recorded and every forward runs eagerly behind the same interface.
     """
 
-    def __init__(
-        self, backend: GraphBackend, *, check_every: int = 0, as_one_break: bool = False
-    ) -> None:
+    def __init__(self, backend: GraphBackend, *, check_every: int = 0, as_one_break: bool = False) -> None:
         self.backend = backend
         self.check_every = check_every
         self.as_one_break = as_one_break

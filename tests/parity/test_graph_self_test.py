@@ -68,7 +68,7 @@ def logprobs_of_another_step(monkeypatch, state):
 
 
 def edits_moved(monkeypatch, state):
-    monkeypatch.setattr(state, "_edits", replace(state.edits, penalties=state.edits.penalties.clone()))
+    monkeypatch.setattr(state, "_edits", replace(state.edits, values=state.edits.values.clone()))
 
 
 @pytest.mark.parametrize("plant", [None, break_skipped, logprobs_of_another_step, edits_moved])

@@ -11,7 +11,7 @@ import pytest
 import torch
 from baton.cluster.messages import Finished
 from baton.decode.queues import RoomState
-from baton.engine.speculative.step.async_decoder import device_steps
+from baton.engine.speculative.step.step_graphs import step_graphs
 from baton.tests.parity.eagle3_toys import head_config, head_tensors, write_head
 from baton.tests.parity.overlap_engine import LateSteps
 from baton.tests.sim.cluster_seams import hasty_close
@@ -35,7 +35,7 @@ def head(tmp_path_factory):
 
 @pytest.fixture
 def late(monkeypatch):
-    monkeypatch.setattr("baton.engine.loader.device_steps", partial(device_steps, make=LateSteps))
+    monkeypatch.setattr("baton.engine.loader.step_graphs", partial(step_graphs, make=LateSteps))
 
 
 def pair_of(target, head, drafts, overlap="on", **settings):
