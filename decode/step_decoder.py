@@ -11,7 +11,7 @@ from ..engine.speculative.step.result import StepResult
 
 
 class StepDecoder(Protocol):
-    """`SpecDecoder`, as the worker sees it."""
+    """What decodes the rooms of a worker, one step at a time."""
 
     def step(self, requests: Sequence[Request]) -> StepResult:
         """Advance every request by at least one token; commits them to the requests."""
@@ -28,7 +28,7 @@ class StepDecoder(Protocol):
 
 @runtime_checkable
 class LaunchingDecoder(StepDecoder, Protocol):
-    """One whose steps may be launched before the step before was read: `OverlappedDecoder`, as the worker sees it."""
+    """A decoder whose steps may be launched before the step before was read: `AsyncDecoder`."""
 
     @property
     def counters(self) -> Mapping[str, float]:

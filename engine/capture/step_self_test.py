@@ -31,7 +31,11 @@ PARAMS = (
     SamplingParams(temperature=0.7, top_k=20),
     SamplingParams(temperature=1.0, top_p=0.9),
     SamplingParams(
-        temperature=0.0, frequency_penalty=0.5, repetition_penalty=1.3, logit_bias={7: 99.0, 9: 50.0}, logprobs=3
+        temperature=0.0,
+        frequency_penalty=0.5,
+        repetition_penalty=1.3,
+        logit_bias={7: 99.0, 9: 50.0},
+        logprobs=3,
     ),
     SamplingParams(temperature=1.0, presence_penalty=0.5, logit_bias={1: 2.0, 5: -3.0}, min_new_tokens=3),
 )

@@ -14,18 +14,17 @@ Known = dict[int, dict[int, torch.Tensor]]
 class FeatureRows:
     """Watches `drafter`. A request goes by the first of its pages.
 
-    `prefilled` and `decoded`: its features `[K*H]` by position. `accept_lens`: of its verifies, in order.
+    `prefilled` and `decoded`: its features `[K*H]` by position.
     """
 
     def __init__(self, drafter: Eagle3Drafter) -> None:
         self.prefilled: Known = {}
         self.decoded: Known = {}
-        self.accept_lens: dict[int, list[int]] = {}
         self._prefill, self._observe = drafter.prefill, drafter.observe
         drafter.prefill, drafter.observe = self._watch_prefill, self._watch_observe
 
     def clear(self) -> None:
-        for known in (self.prefilled, self.decoded, self.accept_lens):
+        for known in (self.prefilled, self.decoded):
             known.clear()
 
     def of(self, first_page: int) -> dict[int, torch.Tensor]:
@@ -50,7 +49,6 @@ class FeatureRows:
             pages, starts, counts = (x.tolist() for x in (view.page_table[:, 0], view.lens, emitted))
             for i, (page, start, count) in enumerate(zip(pages, starts, counts, strict=True)):
                 _keep(self.decoded, page, start, by_request[i, accepted.path[i, :count]])
-                self.accept_lens.setdefault(page, []).append(count)
         self._observe(view, features, accepted, emitted, shape)
 
 

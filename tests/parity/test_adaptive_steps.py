@@ -92,3 +92,18 @@ def test_the_policy_hears_of_warm_requests_only_and_never_more_than_was_tried(
     for _ in range(3):
         engine.decoder.step([cold, warm])
     assert policy.heard == [(0, 1), (0, 1), (0, 1)]
+
+
+def test_proposals_that_were_not_asked_for_match_where_drafts_would_have(oracle: tuple[Path, Path]) -> None:
+    """At temperature 1 a proposal depends on the noise of its position, which must be that of the target's choice."""
+    heard = []
+    for script in ([0], [1]):
+        policy = Scripted(CHAINS, list(script))
+        engine = Engine(*oracle, policy=policy)
+        params = [sampled() for _ in range(8)]
+        requests = [engine.prefill([7 * i + 1, 3 * i], p) for i, p in enumerate(params)]
+        engine.decoder.step(requests)
+        heard.append(policy.heard)
+    assert heard[0] == heard[1]
+    ((kept, tried),) = heard[0]
+    assert 0 < kept <= tried == 8

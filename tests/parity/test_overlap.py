@@ -246,3 +246,68 @@ def test_a_steady_step_asks_the_device_for_nothing_and_keeps_nothing(
         flight = newer
     assert reads.seen == []
     assert reads.num_kept == 0
+
+
+@pytest.mark.parametrize("drafts", DRAFTS)
+def test_steps_that_wait_and_steps_ahead_in_turn_give_the_same_tokens(
+    target: Path, head: Path, drafts: str
+) -> None:
+    """A request that was stepped by `step` and then launched ahead stays where it is when another one joins."""
+    waiting = engine_of(target, head, drafts)
+    expected = waiting.run(requests_of(waiting))
+    engine = engine_of(target, head, drafts)
+    decoder = overlapped(engine)
+    requests = requests_of(engine)
+    for count in range(1, 5):
+        live = requests[:count]
+        decoder.step(live)
+        flight = decoder.launch(live)
+        newer = decoder.launch(live)
+        decoder.read(flight, [True] * count)
+        decoder.read(newer, [not request.is_finished for request in live])
+        decoder.step([request for request in live if not request.is_finished])
+    run_ahead(engine, requests)
+    assert [request.output_ids for request in requests] == expected
+
+
+def test_a_padded_place_of_a_batch_steps_nobody(target: Path, head: Path) -> None:
+    """Not the request that had the place before, which was cancelled and whose pages belong to another now."""
+    engine, alone = (engine_of(target, head, "chain") for _ in range(2))
+    decoder = overlapped(engine, graphs=True)
+    params = SamplingParams(temperature=0.0, max_new_tokens=30, ignore_eos=True)
+    first, second, left, cancelled = (engine.prefill([9, 4 + i], params, pages=12) for i in range(4))
+    decoder.step([first, second, left, cancelled])
+    for request in (cancelled, left):
+        decoder.forget(request)
+    engine.next_page = min(cancelled.pages)
+    joining = engine.prefill(PROMPTS[2], params, pages=16)
+    assert set(cancelled.pages) < set(joining.pages)
+    run_ahead(engine, [first, second, joining])
+    assert joining.output_ids == alone.generate([PROMPTS[2]], params)[0]
+
+
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
+def test_bad_logits_behind_drafts_that_were_refused_harm_nobody(
+    target: Path, head: Path, graphs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, plain = (engine_of(target, head, "chain") for _ in range(2))
+    compute = engine.runner.model.compute_logits
+
+    def bad_at_the_last_node(rows: torch.Tensor) -> torch.Tensor:
+        logits = compute(rows)
+        is_step = rows.shape[0] % 4 == 0
+        last = torch.arange(rows.shape[0], device=rows.device) % 4 == 3
+        return logits.masked_fill(last[:, None], float("nan")) if is_step else logits
+
+    with monkeypatch.context() as broken:
+        broken.setattr(engine.runner.model, "compute_logits", bad_at_the_last_node)
+        overlapped(engine, graphs=graphs)
+    requests = requests_of(engine, GREEDY)
+    monkeypatch.setattr(engine.runner.model, "compute_logits", bad_at_the_last_node)
+    result = engine.decoder.step(requests)
+    assert max(result.accept_lens) < 4, "else the last node would be read"
+    assert result.is_bad == [False] * 4
+    expected = plain.run(requests_of(plain, GREEDY))
+    for request, wanted in zip(requests, expected, strict=True):
+        assert request.output_ids == wanted[: request.num_output]
+        assert request.num_output > 1

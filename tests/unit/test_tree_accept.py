@@ -85,7 +85,9 @@ def bonus_from_draft(shape: DraftShape, step: Round) -> tuple[torch.Tensor, torc
     """Wrong: the last token emitted is the draft's favourite child where there is one."""
     tokens, lengths = walk_down(shape, step)
     last = (lengths - 1)[:, None]
-    path = verify_drafts(shape, step.tokens, step.tree, step.targets, torch.full_like(lengths, shape.num_nodes)).path
+    path = verify_drafts(
+        shape, step.tokens, step.tree, step.targets, torch.full_like(lengths, shape.num_nodes)
+    ).path
     children = (step.tree.parents == path.gather(1, last)).long()
     has_child, first_child = children.max(dim=1, keepdim=True)
     drafted = torch.where(has_child == 1, step.tokens.gather(1, first_child), tokens.gather(1, last))

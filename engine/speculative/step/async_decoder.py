@@ -160,7 +160,7 @@ class AsyncDecoder:
         warmth = self._warm.get(request)
         if warmth is None:
             warmth = self._warm[request] = _Warmth(row=drafter.open(), covered=start)
-        assert start <= warmth.covered, (
+        assert min(start, self._draft_limit) <= warmth.covered, (
             f"{request!r}: draft rows {warmth.covered}..{start - 1} would stay unwritten"
         )
         assert warmth.row is not None, f"{request!r}: drafting has ended"
