@@ -58,7 +58,8 @@ def test_beyond_the_drafts_context_nothing_is_drafted(
     else:
         live = requests
         while live := [request for request in live if not request.is_finished]:
-            engine.decoder.step(live)
+            result = engine.decoder.step(live)
+        assert not any(result.drafted), "all are beyond"
     assert [request.output_ids for request in requests] == expected
     assert engine.decoder.counters["draft_beyond_context"] == len(LENGTHS)
     assert engine.drafter.states.num_open == 0, "their places are free for others"

@@ -163,18 +163,19 @@ def test_m5_1_the_plan_of_a_step_has_the_rows_that_the_forward_brings(plain):
 
 
 def test_m5_2_a_batch_gathered_before_the_state_was_written_is_gathered_anew(target, head):
-    """The host's plan of a batch, its slots and kind, belongs to a version of the device state."""
+    """The host's plan of a batch, its slots and who is drafted for, belongs to a version of the device state."""
     engine = Engine(target, head)
-    first, second = (engine.prefill([5 + i, 9], GREEDY) for i in range(2))
-    engine.decoder.step([first])
+    request = engine.prefill([5, 9], GREEDY)
+    engine.decoder.step([request])
     planned = engine.decoder._batch
-    engine.decoder.step([first])
+    assert engine.decoder.step([request]).drafted == [Engine.steps]
     assert engine.decoder._batch is planned
-    engine.decoder.step([second])
-    engine.decoder.forget(second)
-    engine.decoder.step([first])
-    assert engine.decoder._batch is not planned
-    assert engine.decoder._batch.version == engine.decoder.steps.step.state.version
+    engine.decoder.forget(request)
+    other = engine.prefill([6, 9], GREEDY)
+    engine.decoder.step([other])
+    engine.decoder._batch = planned  # as if the other one had not been stepped in between
+    assert engine.decoder.step([request]).drafted == [0]
+    assert engine.decoder._slots[request] != engine.decoder._slots[other]
 
 
 def test_m5_3_draft_prefills_prepared_for_a_graph_and_forced_to_eager_are_planned_anew(plain, graphed):
