@@ -26,12 +26,8 @@ from .page_table import pages_for
 from .prefix_cache import PrefixCache
 from .sampling.sampler import Sampler
 from .speculative.adaptive import KNEE_ROWS, StepCosts, StepPolicy
-from .speculative.drafters.dflash_config import DflashConfig, load_any_draft_config
-from .speculative.drafters.eagle3 import Eagle3Drafter
-from .speculative.drafters.eagle3_head import Eagle3Head
-from .speculative.drafters.eagle3_weights import load_eagle3
 from .speculative.drafters.protocol import MAX_PREFILL_ROWS, Drafter
-from .speculative.drafters.spec_config import Eagle3Config
+from .speculative.drafters.registry import DraftConfig, DraftModel, DraftSource, TargetWeights, read_drafter
 from .speculative.drafting.shape import PLAIN, DraftShape
 from .speculative.step.async_decoder import AsyncDecoder
 from .speculative.step.step_graphs import StepGraphs, step_graphs
@@ -59,7 +55,7 @@ class Engine:
     fingerprint: str
     model_config: ModelConfig
     model: LlamaForCausalLM
-    draft_config: Eagle3Config | DflashConfig | None
+    draft_config: DraftConfig | None
     runner: ModelRunner
     sampler: Sampler
     pool: KVPool
@@ -149,8 +145,8 @@ class EngineLoader:
         self.has_drafter = has_drafter
         self.lifecycle = Lifecycle()
         self._engine: Engine | None = None
-        self._draft_config: Eagle3Config | DflashConfig | None = None
-        self._head: Eagle3Head | None = None
+        self._source: DraftSource | None = None
+        self._draft: DraftModel | None = None
 
     def phases(self) -> list[tuple[str, Callable[[], None]]]:
         """(name, action) in the order in which they must run."""
@@ -190,29 +186,24 @@ class EngineLoader:
         if self.config.has_draft:
             draft_path = resolve_checkpoint(self.config.draft)
             running = str(self._dtype).removeprefix("torch.")
-            self._draft_config = draft = load_any_draft_config(
-                draft_path, self._model_config, target_path=self._path, dtype=running
-            )
-            is_dflash = isinstance(draft, DflashConfig)
-            if is_dflash and self.has_drafter:
-                raise CheckpointError(
-                    f"draft {self.config.draft}: a DFLASH drafter can be prefilled for, but decode runs EAGLE3 heads only; "
-                    "give it one, or none"
-                )
-            configure_aux_capture(self._model, draft.aux.ids, is_dflash=is_dflash)
-            logger.info("draft config: %r", self._draft_config)
+            source = read_drafter(draft_path, self._model_config, target_path=self._path, dtype=running)
+            source.check_role(has_drafter=self.has_drafter)
+            configure_aux_capture(self._model, source.config.aux.ids, is_dflash=source.is_dflash)
+            self._source = source
+            logger.info("draft config: %r", source.config)
         self.lifecycle.advance(Phase.AUX_CONFIGURED)
 
     def _share(self) -> None:
-        if self.has_drafter and isinstance(self._draft_config, Eagle3Config):
-            head = load_eagle3(self._draft_config, dtype=self._dtype, device=self._device)
-            if self._shape.topk > self._draft_config.draft_vocab_size:
-                raise CheckpointError(
-                    f"spec_topk {self._shape.topk}: the head at {self._draft_config.path} knows "
-                    f"{self._draft_config.draft_vocab_size} tokens; lower --spec-topk"
-                )
-            head.share(self._model.embed_tokens, self._model.lm_head, self._max_context)
-            self._head = head
+        if self.has_drafter and self._source is not None:
+            lent = TargetWeights(
+                embed_tokens=self._model.embed_tokens,
+                lm_head=self._model.lm_head,
+                max_context=self._max_context,
+                dtype=self._dtype,
+                device=self._device,
+            )
+            self._draft = self._source.load(lent)
+            self._draft.check(self._shape)
         self.lifecycle.advance(Phase.WEIGHTS_SHARED)
 
     def _allocate(self) -> None:
@@ -228,17 +219,12 @@ class EngineLoader:
             self._device,
         )
         features, drafter = None, None
-        if self._draft_config is not None and not self.has_drafter:
-            width = self._draft_config.dims.target_feature_width
+        if self._source is not None and not self.has_drafter:
+            width = self._source.config.dims.target_feature_width
             features = FeaturePlane(num_pages, config.page_size, width, self._dtype, self._device)
-        if self._head is not None:
-            drafter = Eagle3Drafter(
-                self._head,
-                num_pages=num_pages,
-                page_size=config.page_size,
-                dtype=self._dtype,
-                device=self._device,
-                capacity=config.max_running + 1,
+        if self._draft is not None:
+            drafter = self._draft.drafter(
+                num_pages=num_pages, page_size=config.page_size, capacity=config.max_running + 1
             )
         cache = PrefixCache(
             PageAllocator(num_pages),
@@ -252,7 +238,7 @@ class EngineLoader:
             fingerprint=self._fingerprint,
             model_config=model,
             model=self._model,
-            draft_config=self._draft_config,
+            draft_config=None if self._source is None else self._source.config,
             runner=runner,
             sampler=Sampler(model.vocab_size, self._device),
             pool=pool,
@@ -263,7 +249,7 @@ class EngineLoader:
             lifecycle=self.lifecycle,
             grammars=GrammarCompiler(self._path / "tokenizer.json", model.vocab_size, model.eos_token_ids),
             shape=PLAIN if drafter is None else self._shape,
-            step_policy=None if self._head is None else self._step_policy(self._head),
+            step_policy=None if self._draft is None else self._step_policy(self._draft),
         )
         if self.has_drafter:
             engine = self._engine
@@ -305,19 +291,16 @@ class EngineLoader:
             graphs.log_report()
         self.lifecycle.advance(Phase.CAPTURED)
 
-    def _step_policy(self, head: Eagle3Head) -> StepPolicy | None:
+    def _step_policy(self, draft: DraftModel) -> StepPolicy | None:
         """Steps that follow load and acceptance, where that is wanted."""
         if self.config.spec_adaptive == "off" or (
             self.config.spec_adaptive == "auto" and self._device.type != "cuda"
         ):
             return None
         is_vocabulary = re.compile("embed_tokens|lm_head")
-        target, draft = (
-            sum(weight.numel() for name, weight in part.tensors() if not is_vocabulary.search(name))
-            + (part.lm_head.numel() if part.lm_head is not None else 0)
-            for part in (self._model, head)
-        )
-        costs = StepCosts(draft=draft / target, knee_rows=KNEE_ROWS[self._device.type])
+        layers = sum(w.numel() for name, w in self._model.tensors() if not is_vocabulary.search(name))
+        target = layers + self._model.lm_head.numel()
+        costs = StepCosts(draft=draft.num_weights / target, knee_rows=KNEE_ROWS[self._device.type])
         return StepPolicy(self._shape.candidates(), costs)
 
     def _affordable_pages(self) -> int:
@@ -340,15 +323,15 @@ class EngineLoader:
             budget = int(free * CUDA_MEMORY_SHARE)
         else:
             budget = CPU_MEMORY_MB << 20
-        return budget * STAGING_SHARE // (STAGING_SHARE + 1) if self._head is not None else budget
+        return budget * STAGING_SHARE // (STAGING_SHARE + 1) if self._draft is not None else budget
 
     def _page_cost(self) -> int:
-        model, draft = self._model_config, self._draft_config
+        model = self._model_config
         per_token = model.num_layers * 2 * model.num_kv_heads * model.head_dim
-        if self.has_drafter and isinstance(draft, Eagle3Config):
-            per_token += 2 * draft.num_kv_heads * draft.head_dim
-        elif draft is not None:
-            per_token += draft.dims.target_feature_width
+        if self._draft is not None:
+            per_token += self._draft.kv_width
+        elif self._source is not None:
+            per_token += self._source.config.dims.target_feature_width
         return per_token * self.config.page_size * self._dtype.itemsize
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from ...errors import CheckpointError
 from ...model_config import ModelConfig, read_json
 from .config_formats import Fields
-from .spec_config import AuxSpec, DraftDims, Eagle3Config, check_ids, load_draft_config
+from .spec_config import AuxSpec, DraftDims, check_ids
 
 ARCHITECTURE = "DFlashDraftModel"
 IDS_KEY = "target_layer_ids"
@@ -23,15 +23,6 @@ class DflashConfig:
     path: Path
     aux: AuxSpec
     dims: DraftDims
-
-
-def load_any_draft_config(
-    path: Path, target: ModelConfig, *, target_path: Path | None = None, dtype: str | None = None
-) -> Eagle3Config | DflashConfig:
-    """`load_draft_config`, or that of a DFLASH drafter where `path`/config.json names its architecture."""
-    if read_json(Path(path) / "config.json").get("architectures") == [ARCHITECTURE]:
-        return load_dflash_config(path, target, dtype=dtype)
-    return load_draft_config(path, target, target_path=target_path, dtype=dtype)
 
 
 def load_dflash_config(path: Path, target: ModelConfig, *, dtype: str | None = None) -> DflashConfig:

@@ -219,3 +219,47 @@ class Eagle3Drafter:
 
     def __repr__(self) -> str:
         return f"<Eagle3Drafter {self.states.num_open} requests, {self.pool!r}>"
+
+
+class Eagle3Model:
+    """The weights of an EAGLE3 head that has the target's embedding and lm_head."""
+
+    def __init__(self, head: Eagle3Head) -> None:
+        self.head = head
+
+    @property
+    def num_weights(self) -> int:
+        """Of the layer, `fc` and `lm_head`."""
+        head = self.head
+        own = sum(
+            weight.numel()
+            for name, weight in head.tensors()
+            if "embed_tokens" not in name and "lm_head" not in name
+        )
+        return own + (0 if head.lm_head is None else head.lm_head.numel())
+
+    @property
+    def kv_width(self) -> int:
+        return 2 * self.head.config.num_kv_heads * self.head.config.head_dim
+
+    def check(self, shape: DraftShape) -> None:
+        config = self.head.config
+        if shape.topk > config.draft_vocab_size:
+            raise CheckpointError(
+                f"spec_topk {shape.topk}: the head at {config.path} knows {config.draft_vocab_size} tokens; "
+                "lower --spec-topk"
+            )
+
+    def drafter(self, *, num_pages: int, page_size: int, capacity: int) -> Eagle3Drafter:
+        head = self.head
+        return Eagle3Drafter(
+            head,
+            num_pages=num_pages,
+            page_size=page_size,
+            dtype=head.dtype,
+            device=head.device,
+            capacity=capacity,
+        )
+
+    def __repr__(self) -> str:
+        return f"<Eagle3Model {self.head!r}>"
