@@ -5,6 +5,7 @@ Legend: B requests, N rows each, P pages planned for per request, W columns of a
 
 import torch
 
+from ..kernels.kv_store import store_kv
 from ..kernels.ops import recorded_paged_verify, recorded_store_kv
 from ..kernels.verify_attention import VerifyColumns, attend_verify_columns, verify_columns
 from .errors import LifecycleError
@@ -53,10 +54,11 @@ class RowPlan:
         """`q` `[B*N, heads, D]`, `k`, `v` `[B*N, kv heads, D]` of `layer` -> `[B*N, heads, D]`; k and v are stored first."""
         self.check(q.shape[0])
         pool = self.pool
-        recorded_store_kv(pool.kv, layer, self.rows, k, v)
         grouped = q.reshape(self.page_table.shape[0], -1, *q.shape[1:])
         if self._columns is not None:
-            return attend_verify_columns(grouped, pool.kv, layer, self._columns, self._scale).view(q.shape)
+            store_kv(pool.kv, layer, self.rows, k, v)
+            return attend_verify_columns(grouped, pool.kv, layer, self._columns, self._scale).reshape(q.shape)
+        recorded_store_kv(pool.kv, layer, self.rows, k, v)
         return recorded_paged_verify(
             grouped, pool.kv, layer, self.page_table, self.kv_lens, self._scale, self.tree_mask
         ).view(q.shape)
@@ -76,9 +78,11 @@ class RowPlan:
 
     def _gather(self, num_rows: int) -> VerifyColumns:
         num_pages = max(-(-int(self.kv_lens.max()) // self.pool.page_size), 1)
-        return verify_columns(
+        columns = verify_columns(
             self.pool.kv, self.page_table[:, :num_pages], self.kv_lens, num_rows, self.tree_mask
         )
+        has_idle = self.tree_mask is not None or not bool((self.kv_lens >= num_rows).all())
+        return columns if has_idle else columns._replace(is_blind=None)
 
     def __repr__(self) -> str:
         return f"<RowPlan {self.page_table.shape[0]} requests, {self.rows.shape[0]} rows>"

@@ -46,11 +46,12 @@ def visible_columns(
 
 class VerifyColumns(NamedTuple):
     """What all layers of a forward look at: `rows` int64 `[2*B*S]` of layer 0, those of keys and then of values; `mask`
-    `[B, 1, Q, S]`, added to the scores; `is_blind` bool `[B, Q, 1, 1]`: rows that see nothing."""
+    `[B, 1, Q, S]`, added to the scores; `is_blind` bool `[B, Q, 1, 1]`: rows that see nothing, None
+    where all see something."""
 
     rows: torch.Tensor
     mask: torch.Tensor
-    is_blind: torch.Tensor
+    is_blind: torch.Tensor | None
 
 
 def verify_columns(
@@ -79,7 +80,7 @@ def attend_verify_columns(
     keys, values = gather_kv(kv, layer, columns.rows)
     shape = (q.shape[0], -1, *kv.shape[4:])
     out = batched_attention(q.contiguous(), keys.view(shape), values.view(shape), columns.mask, scale)
-    return out.masked_fill(columns.is_blind, 0)
+    return out if columns.is_blind is None else out.masked_fill(columns.is_blind, 0)
 
 
 def paged_verify_reference(

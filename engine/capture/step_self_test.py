@@ -1,7 +1,7 @@
 """Each graph of a whole decode step against the same step run eagerly, before anything is served.
 
-Both run over as many rows as the graph has, so that the same products are computed: reports and lengths must be equal,
-written KV nearly so. The comparison writes into the first pages of the KV pools and leaves them as it found them, zeros.
+Both run over as many rows as the graph has, so that the same products are computed: reports must be equal, log
+probabilities and written KV nearly so. The comparison writes into the first pages of the KV pools and leaves them as it found them, zeros.
 """
 
 import logging
@@ -10,11 +10,13 @@ from dataclasses import replace
 
 import torch
 
+from ...kernels.step_glue import NUM_COUNTS
 from ..graphs.breakable import Breaks
 from ..graphs.family import GraphFamily, PathDecision
 from ..graphs.inventory import FallbackReason
 from ..page_table import pages_for
 from ..sampling.edits import SamplingRow
+from ..sampling.logprobs import packed_width
 from ..sampling.params import SamplingParams
 from ..speculative.drafters.states import PAD_ROW
 from ..speculative.step.device_state import RequestInit
@@ -44,6 +46,15 @@ PARAMS = (
 def forbid_token_7(drafts: torch.Tensor, parents: torch.Tensor | None, masks: torch.Tensor) -> None:
     """As a grammar of the first request would, which then takes its second bias instead of the first."""
     masks[0, :, 0] = ~(1 << 7)
+
+
+def logprobs_in(packed: torch.Tensor, kind: StepKind) -> torch.Tensor:
+    """The log probabilities of a report, float32, 0 where a row asks for none."""
+    each = packed_width(kind.num_top)
+    if not each:
+        return packed.float()
+    values = packed.reshape(-1, each)[:, : 1 + kind.num_top].to(torch.int32).contiguous()
+    return values.view(torch.float32).nan_to_num(0.0)
 
 
 class StepSelfTest:
@@ -92,10 +103,13 @@ class StepSelfTest:
         self._leave(slots, joining)
         self.num_compared += 1
         (eager, *eager_kv), (graphed, *graphed_kv) = results
-        if not torch.equal(eager, graphed):
-            return f"{int((eager != graphed).any(dim=1).sum())} of {len(slots)} reports"
-        errors = [relative_error(*pair) for pair in zip(eager_kv, graphed_kv, strict=True)]
+        width = kind.shape.num_path + NUM_COUNTS
+        if not torch.equal(eager[:, :width], graphed[:, :width]):
+            return f"{int((eager != graphed)[:, :width].any(dim=1).sum())} of {len(slots)} reports"
         tolerance = TOLERANCES[self._step.runner.pool.dtype]
+        if not relative_error(*(logprobs_in(x[:, width:], kind) for x in (eager, graphed))) <= tolerance:
+            return "log probabilities"
+        errors = [relative_error(*pair) for pair in zip(eager_kv, graphed_kv, strict=True)]
         return ", ".join(f"KV {i} by {error:.2g}" for i, error in enumerate(errors) if not error <= tolerance)
 
     def _joining(self, size: int, kind: StepKind) -> list[RequestInit]:

@@ -6,6 +6,7 @@
 Legend: B requests, W columns of a report.
 """
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -23,6 +24,8 @@ from ..drafters.protocol import Drafter
 from ..drafting.shape import PLAIN, DraftShape, planned_pages
 from .device_state import EDIT_ENTRIES, DeviceState
 from .fused_step import FillMasks, FusedStep, StepContext, StepKind
+
+logger = logging.getLogger(__name__)
 
 # Reports that may wait on the host: that of a step under way, of the one before it, and one to spare.
 UNREAD_STEPS = 3
@@ -68,6 +71,7 @@ class StepGraphs:
         ]
         self._num_launched = 0
         self.families: dict[StepKind, GraphFamily[StepContext, torch.Tensor]] = {}
+        self._covered: dict[StepKind, StepKind] = {}  # by the kind asked for
         self._frozen: tuple[torch.Tensor, ...] = ()  # what graphs read besides the parameters
 
     def capture(self, graphs: GraphPool, buckets: Sequence[int]) -> None:
@@ -75,6 +79,7 @@ class StepGraphs:
         state, drafter = self.step.state, self.step.drafter
         if any(kind.is_edited for kind in self.kinds):
             state.reserve_edits(EDIT_ENTRIES, has_counts=True)
+            logger.info("logit edits of %d places: %.1f MiB", state.num_slots, state.edit_bytes / (1 << 20))
         if drafter is not None:
             drafter.reserve(self.max_requests)
         self._frozen = self._anchors()
@@ -91,6 +96,7 @@ class StepGraphs:
                 return self.step.run(self.slots[:bucket], kind, breaks)
 
             family.capture(forward, lambda bucket: StepContext(num_rows=bucket), self._parameters)
+        self._covered.clear()
 
     def takes(self, kind: StepKind, count: int) -> bool:
         """Whether a step of `count` requests would run as a graph."""
@@ -143,8 +149,10 @@ class StepGraphs:
 
     def _covering(self, kind: StepKind) -> StepKind:
         """The captured kind that costs least of those that cover `kind`; `kind` itself where there is none."""
-        found = [captured for captured in self.families if captured.covers(kind)]
-        return min(found, key=lambda each: (each.is_edited, each.is_ranked), default=kind)
+        if kind not in self._covered:
+            found = [captured for captured in self.families if captured.covers(kind)]
+            self._covered[kind] = min(found, key=lambda each: (each.is_edited, each.is_ranked), default=kind)
+        return self._covered[kind]
 
     def _family_of(self, kind: StepKind) -> GraphFamily[StepContext, torch.Tensor] | None:
         return self.families.get(self._covering(kind))
