@@ -63,7 +63,7 @@ def prefilled(engine: Engine, count: int) -> tuple[torch.Tensor, bool]:
 
 
 @pytest.mark.parametrize("count", [1, 15, 16, 17, MAX_TOKENS, MAX_TOKENS + 1])
-def test_m2_3_draft_prefills_at_bucket_edges_equal_eager_and_larger_are_counted(plain, graphed, count):
+def test_m2_3_draft_prefills_at_bucket_edges_equal_eager(plain, graphed, count):
     reason = "graph_fallback_draft_prefill_tokens_over_max"
     before = graphed.graphs.counters().get(reason, 0)
     poison(graphed)
@@ -77,7 +77,7 @@ def test_m2_3_draft_prefills_at_bucket_edges_equal_eager_and_larger_are_counted(
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, MAX_BATCH, MAX_BATCH + 1])
-def test_m2_3_steps_at_bucket_edges_equal_eager_and_larger_are_counted(target, head, count):
+def test_m2_3_steps_at_bucket_edges_equal_eager(target, head, count):
     reason = "graph_fallback_decode_step_batch_over_planned"
     engine, other = Engine(target, head, is_greedy=True), Engine(target, head)
     graphs = with_graphs(engine, arena())
@@ -162,7 +162,7 @@ def test_m5_1_the_plan_of_a_step_has_the_rows_that_the_forward_brings(plain):
             RowPlan(plain.drafter.pool, torch.arange(6), table.long(), lens.long(), is_recorded=False)
 
 
-def test_m5_2_a_batch_gathered_before_the_state_was_written_is_gathered_anew(target, head):
+def test_m5_2_a_batch_of_an_older_state_is_gathered_anew(target, head):
     """The host's plan of a batch, its slots and who is drafted for, belongs to a version of the device state."""
     engine = Engine(target, head)
     request = engine.prefill([5, 9], GREEDY)
@@ -178,7 +178,7 @@ def test_m5_2_a_batch_gathered_before_the_state_was_written_is_gathered_anew(tar
     assert engine.decoder._slots[request] != engine.decoder._slots[other]
 
 
-def test_m5_3_draft_prefills_prepared_for_a_graph_and_forced_to_eager_are_planned_anew(plain, graphed):
+def test_m5_3_a_draft_prefill_forced_to_eager_is_planned_anew(plain, graphed):
     outputs = []
     for engine in (graphed, plain):
         batch = batch_of(engine, ForwardMode.EXTEND, 7)

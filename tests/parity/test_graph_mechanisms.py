@@ -353,7 +353,7 @@ def test_m5_6_an_idle_batch_leaves_nothing_ready_for_the_next(toy):
     assert toy.runner.forward(batch_of(toy, ("a", [1, 2]))).path == "breakable"
 
 
-def test_a_step_of_another_kind_than_captured_runs_eagerly_with_the_same_tokens(target, head):
+def test_a_step_of_another_kind_than_captured_runs_eagerly(target, head):
     engine, plain = Engine(target, head, is_greedy=True), Engine(target, head)
     with_graphs(engine)
     ranked = SamplingParams(temperature=1.0, top_k=4, seed=3, max_new_tokens=12, ignore_eos=True)

@@ -281,7 +281,7 @@ def test_end_tokens_are_banned_below_a_position_and_whatever_their_bias():
 @given(
     rows=st.lists(sampling_row, min_size=1, max_size=4), each=st.integers(1, 3), seed=st.integers(0, 2**31)
 )
-def test_both_forms_of_an_edit_give_the_same_logits_and_leave_the_argument_alone(rows, each, seed):
+def test_both_forms_of_an_edit_give_the_same_logits(rows, each, seed):
     generator = torch.Generator().manual_seed(seed)
     count = len(rows)
     logits = torch.randn(count * each, V, generator=generator) * 3
