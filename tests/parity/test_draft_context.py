@@ -80,7 +80,7 @@ def test_a_request_within_the_context_is_drafted_for_beside_one_beyond(
     params = SamplingParams(temperature=0.0, max_new_tokens=9, ignore_eos=True)
     near, far = (engine.prefill(random_ids(n, seed=n), params) for n in (4, 45))
     assert engine.decoder.step([near, far]).drafted == [engine.steps, 0]
-    assert engine.decoder.num_beyond == 1
+    assert engine.decoder.coverage.num_beyond == 1
     assert torch.equal(engine.drafter.pool.kv[far.pages[LIMIT // PAGE_SIZE :]].any(), torch.tensor(False))
 
 

@@ -188,7 +188,7 @@ def test_a_nucleus_wider_than_the_device_looks_at_waits_for_the_host(
         first = engine.decoder.read(flight, [True] * 4)
         assert (first.tokens[3], first.is_bad) == ([], [False] * 4)
         for before, now in zip(states, engine.drafter.anchors if states else (), strict=True):
-            place = engine.decoder._warm[requests[3]].row
+            place = engine.decoder.coverage.known[requests[3]].row
             assert torch.equal(before[place], now[place])
             assert not torch.equal(before, now), "the other requests moved on"
         results = run_ahead(engine, requests)

@@ -235,7 +235,8 @@ def test_draft_kv_and_state_behind_a_tree_are_those_of_a_prefill(oracle: tuple[P
     for draft_kv in zip(rows_of(decoded, request), rows_of(fresh, again), strict=True):
         assert torch.allclose(draft_kv[0][rows], draft_kv[1][rows], atol=1e-4)
     states = [
-        e.drafter.states.logits[e.decoder._warm[r].row] for e, r in ((decoded, request), (fresh, again))
+        e.drafter.states.logits[e.decoder.coverage.known[r].row]
+        for e, r in ((decoded, request), (fresh, again))
     ]
     assert torch.allclose(*states, atol=1e-3)
 
@@ -278,7 +279,7 @@ def test_a_request_whose_logits_are_not_finite_is_flagged_alone(target: Path, he
     engine = tree(target, head)
     sick, well = (engine.prefill(prompt, greedy()) for prompt in PROMPTS[:2])
     engine.runner.pool.kv[sick.pages] = float("nan")
-    engine.drafter.states.logits[engine.decoder._warm[sick].row] = float("nan")
+    engine.drafter.states.logits[engine.decoder.coverage.known[sick].row] = float("nan")
     result = engine.decoder.step([sick, well])
     assert result.is_bad == [True, False]
     assert (result.tokens[0], sick.num_output) == ([], 1)

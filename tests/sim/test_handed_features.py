@@ -44,7 +44,7 @@ class Watched:
 
         def watched_step(requests):
             (request,) = requests
-            logits = drafter.states.logits[decoder._warm[request].row]
+            logits = drafter.states.logits[decoder.coverage.known[request].row]
             self.drafts.append(int(drafter.head.target_ids[logits.argmax()]))
             result = step(requests)
             self.accept_lens += result.accept_lens

@@ -247,7 +247,7 @@ class Pair:
             assert stats.pages_free == stats.pages_total, worker
             worker.engine.cache.clear()
             assert worker.engine.cache.allocator.num_used == 0, worker
-        assert not self.decode.decoder._warm
+        assert not self.decode.decoder.coverage.known
         assert self.decode.engine.steps.step.state.num_open == 0
         drafter = self.decode.engine.drafter
         assert drafter is None or drafter.states.num_open == 0

@@ -22,10 +22,11 @@ from ...host_copy import to_device
 from ...request import Request
 from ...sampling.logprobs import TokenLogprob, packed_width, unpack_logprobs
 from ..adaptive import StepPolicy
-from ..drafters.protocol import Drafter, DraftPrefill
+from ..drafters.protocol import Drafter
 from ..drafting.shape import PLAIN, DraftShape
 from ..drafting.tree import branches
 from .device_state import RequestInit
+from .draft_coverage import DraftCoverage
 from .fused_step import ACCEPTED, GOOD, SEEN, WOULD_MATCH, FillMasks, StepKind
 from .result import StepResult
 from .step_graphs import Report, StepGraphs
@@ -39,15 +40,6 @@ class Flight:
     warm: tuple[bool, ...]
     kind: StepKind
     report: Report
-
-
-@dataclass(kw_only=True)
-class _Warmth:
-    """What a drafter has of a request: its place, None once nothing is drafted for it any more, and how many of its draft
-    rows are written."""
-
-    row: int | None
-    covered: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,10 +92,9 @@ class AsyncDecoder:
         self.launches_ahead = launches_ahead
         self.fallbacks: Counter[str] = Counter()
         self.num_launched = 0  # ahead
-        self.num_beyond = 0  # requests that outgrew the draft's context
+        self.coverage = DraftCoverage(self.drafter, self.shape)
         self._eos = frozenset(eos_token_ids)
         self._page_size = steps.step.runner.pool.page_size
-        self._warm: dict[Request, _Warmth] = {}
         self._slots: dict[Request, int] = {}
         self._unseen: set[Request] = set()  # those whose support was wider than what the device looks at
         self._batch = _NOBODY
@@ -118,23 +109,15 @@ class AsyncDecoder:
         }
         if self.launches_ahead:
             found["overlapped_steps"] = float(self.num_launched)
-        if self.num_beyond:
-            found["draft_beyond_context"] = float(self.num_beyond)
+        if self.coverage.num_beyond:
+            found["draft_beyond_context"] = float(self.coverage.num_beyond)
         return found
 
     # --- draft state --------------------------------------------------------------------------------------------------
 
-    def is_warm(self, request: Request) -> bool:
-        """Whether `request` can be drafted for: its draft KV covers every row that its target KV covers."""
-        warmth = self._warm.get(request)
-        return warmth is not None and warmth.row is not None and warmth.covered == request.num_tokens - 1
-
     def num_covered(self, request: Request) -> int:
         """Rows of `request` whose draft KV is written, or never needed since they lie beyond the draft's context."""
-        warmth = self._warm.get(request)
-        if warmth is None or self.drafter is None:
-            return 0
-        return max(warmth.covered, request.num_computed) if warmth.row is None else warmth.covered
+        return self.coverage.num_covered(request)
 
     def draft_prefill(self, request: Request, features: torch.Tensor, start_row: int) -> None:
         """Write the draft rows from `start_row` on that target `features` `[rows, K*Ht]` of `request` stand for."""
@@ -147,45 +130,15 @@ class AsyncDecoder:
         token at i+1, so the last row of a prompt has to wait for the first output token. Rows beyond the draft's context are
         left out. No-op without a drafter.
         """
-        if self.drafter is not None:
-            self.drafter.prefill([self._prefill_item(self.drafter, *item) for item in items])
-
-    def _prefill_item(
-        self, drafter: Drafter, request: Request, features: torch.Tensor, start: int
-    ) -> DraftPrefill:
-        end = start + features.shape[0]
-        assert end < request.num_tokens, (
-            f"{request!r}: draft row {end - 1} needs token {end}, which is not there yet"
-        )
-        warmth = self._warm.get(request)
-        if warmth is None:
-            warmth = self._warm[request] = _Warmth(row=drafter.open(), covered=start)
-        assert min(start, self._draft_limit) <= warmth.covered, (
-            f"{request!r}: draft rows {warmth.covered}..{start - 1} would stay unwritten"
-        )
-        assert warmth.row is not None, f"{request!r}: drafting has ended"
-        assert request not in self._slots, f"{request!r}: its steps have begun"
-        last = max(start, min(end, self._draft_limit))
-        warmth.covered = max(warmth.covered, last)
-        return DraftPrefill(
-            pages=request.pages,
-            start=start,
-            next_ids=request.all_ids[start + 1 : last + 1],
-            features=features[: last - start],
-            state_row=warmth.row,
-            is_final=last == request.num_tokens - 1,
-        )
-
-    @property
-    def _draft_limit(self) -> int:
-        """Positions that drafts may have."""
-        return self.steps.step.max_context if self.drafter is None else self.drafter.max_context
+        if self.drafter is None:
+            return
+        for request, *_ in items:
+            assert request not in self._slots, f"{request!r}: its steps have begun"
+        self.drafter.prefill([self.coverage.begin(self.drafter, *item) for item in items])
 
     def forget(self, request: Request) -> None:
         """Drop what is kept of `request`; no-op when there is nothing."""
-        warmth = self._warm.pop(request, None)
-        if warmth is not None and warmth.row is not None and self.drafter is not None:
-            self.drafter.close(warmth.row)
+        self.coverage.forget(request)
         slot = self._slots.pop(request, None)
         if slot is not None:
             self.steps.step.state.close(slot)
@@ -299,7 +252,7 @@ class AsyncDecoder:
             slots = [state.open() for _ in joining]
             state.write(slots, [self._init_of(request) for request in joining])
             self._slots.update(zip(joining, slots, strict=True))
-        self._num_until_limit = self._steps_until_limit(requests)
+        self._num_until_limit = self.coverage.steps_until_limit(requests)
         vocab_size, is_edited = state.vocab_size, any(map(_is_edited, requests))
         num_top = max((request.sampling.logprobs for request in requests), default=-1)
         kind = StepKind(
@@ -312,20 +265,19 @@ class AsyncDecoder:
         return _Batch(
             requests=list(requests),
             slots=tuple(self._slots[request] for request in requests),
-            warm=tuple(map(self.is_warm, requests)),
+            warm=tuple(map(self.coverage.is_warm, requests)),
             kind=kind,
             reason=self._first_reason(requests),
             version=state.version,
         )
 
     def _init_of(self, request: Request) -> RequestInit:
-        warmth = self._warm.get(request)
         return RequestInit(
             newest=request.bonus_token,
             length=request.num_tokens - 1,
             remaining=request.num_remaining,
             capacity=min(len(request.pages) * self._page_size, self.steps.step.max_context),
-            draft_row=(warmth.row or 0) if warmth is not None and self.is_warm(request) else 0,
+            draft_row=self.coverage.row_of(request),
             pages=request.pages,
             row=request.sampling_row,
         )
@@ -366,44 +318,20 @@ class AsyncDecoder:
 
         return fill
 
-    # --- the draft's context ------------------------------------------------------------------------------------------
-
-    def _is_beyond(self, request: Request) -> bool:
-        return request.num_tokens + self.shape.steps > self._draft_limit
-
-    def _steps_until_limit(self, requests: Sequence[Request]) -> int:
-        """Steps after which one of `requests` may have outgrown the draft's context."""
-        if self.drafter is None or not requests:
-            return 1 << 30
-        room = self._draft_limit - self.shape.steps - max(request.num_tokens for request in requests)
-        return max(1, room // self.shape.num_path)
-
     def _retire(self, requests: Sequence[Request]) -> None:
-        """End drafting for those of `requests` whose drafts would lie beyond the draft's context."""
-        for request in requests:
-            warmth = self._warm.get(request)
-            is_whole = warmth is not None and warmth.covered >= min(request.num_tokens - 1, self._draft_limit)
-            if self.drafter is None or warmth is None or warmth.row is None or not is_whole:
-                continue
-            if self._is_beyond(request):
-                self.drafter.close(warmth.row)
-                warmth.row = None
-                self.num_beyond += 1
-                if request in self._slots:
-                    self.steps.step.state.stop_drafting(self._slots[request])
-        self._num_until_limit = self._steps_until_limit(requests)
+        """End drafting for those of `requests` that have outgrown the draft's context."""
+        for request in self.coverage.retire(requests):
+            if request in self._slots:
+                self.steps.step.state.stop_drafting(self._slots[request])
+        self._num_until_limit = self.coverage.steps_until_limit(requests)
 
     # --- what a step gave ---------------------------------------------------------------------------------------------
 
     def _commit_one(self, request: Request, tokens: list[int], is_warm: bool) -> list[int]:
-        warmth = self._warm.get(request)
         count = request.append(tokens, self._eos) if tokens else 0
         request.num_computed = request.num_tokens - 1
-        if warmth is not None and is_warm:
-            warmth.covered += count
-            assert warmth.covered == request.num_computed, (
-                f"{request!r}: draft KV covers {warmth.covered} rows"
-            )
+        if is_warm:
+            self.coverage.advance(request, count)
         return tokens[:count]
 
     def _tell_policy(self, flight: Flight, useful_rows: int, found: Sequence[tuple[list[int], bool]]) -> None:
