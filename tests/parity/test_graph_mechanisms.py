@@ -1,5 +1,6 @@
 """What must hold before, between and after replays: order, hidden modes, padding, ownership, plans, idle rows."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from baton.engine.sampling.params import SamplingParams
 from baton.engine.speculative.drafters.eagle3_weights import load_eagle3
 from baton.engine.speculative.drafters.prefill_graphs import DraftPrefillGraphs
 from baton.engine.speculative.drafters.spec_config import load_draft_config
+from baton.engine.speculative.step import step_graphs
 from baton.tests.parity.eagle3_engine import MAX_REQUESTS, Engine
 from baton.tests.parity.eagle3_toys import toy_target
 from baton.tests.parity.graph_engine import arena, at, capture, with_graphs
@@ -372,6 +374,18 @@ def test_more_requests_than_places_run_eagerly_and_are_counted(target, head):
     assert engine.generate([[5]], GREEDY) == plain.generate([[5]], GREEDY)
     assert {result.path for result in engine.results} == {"eager"}
     assert fallbacks(graphs)["graph_fallback_decode_step_batch_over_planned"] > 3
+
+
+def test_more_biases_than_planned_take_the_graphs_of_edited_steps_alone(target, monkeypatch):
+    monkeypatch.setattr(step_graphs, "EDIT_ENTRIES", 2)
+    engine = Engine(target)
+    with_graphs(engine)
+    biased = SamplingParams(temperature=0.0, max_new_tokens=6, ignore_eos=True, logit_bias={7: 1.0, 8: 2.0})
+    wide = replace(biased, logit_bias={7: 1.0, 8: 2.0, 9: 3.0})
+    for params, path in ((biased, "graph"), (wide, "eager"), (biased, "eager"), (GREEDY, "graph")):
+        engine.results = []
+        assert engine.generate([[5, 9]], params) == Engine(target).generate([[5, 9]], params)
+        assert {result.path for result in engine.results} == {path}
 
 
 def test_the_predicate_answers_once_per_batch_and_the_answer_travels(toy):

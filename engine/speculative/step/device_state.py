@@ -87,17 +87,22 @@ class DeviceState:
 
     @property
     def anchors(self) -> tuple[torch.Tensor, ...]:
-        """The tensors that graphs of steps read and write."""
+        """The tensors that graphs of all steps read and write."""
+        return self.integers, self._reals
+
+    @property
+    def edit_anchors(self) -> tuple[torch.Tensor, ...]:
+        """Those that graphs of steps with logit edits read and write besides."""
+        if self._edits is None or self._wanted is None:
+            return ()
         edits = self._edits
-        more = () if edits is None else (edits.ids, edits.values, edits.until, edits.penalties)
-        seen = () if edits is None or edits.seen is None else (edits.seen,)
-        wanted = () if self._wanted is None else (self._wanted,)
-        return (self.integers, self._reals, *more, *seen, *wanted)
+        found = (edits.ids, edits.values, edits.until, edits.penalties, self._wanted)
+        return found if edits.seen is None else (*found, edits.seen)
 
     @property
     def edit_bytes(self) -> int:
-        """Memory of what logit edits need; 20 bytes per entry and 4 per token of the vocabulary, of each slot."""
-        return sum(part.numel() * part.element_size() for part in self.anchors[2:])
+        """Memory of what logit edits need: of each slot, 20 bytes per entry and 4 per token of the vocabulary."""
+        return sum(part.numel() * part.element_size() for part in self.edit_anchors)
 
     def open(self) -> int:
         """A slot of its own for a request that joins."""

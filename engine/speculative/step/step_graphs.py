@@ -72,7 +72,8 @@ class StepGraphs:
         self._num_launched = 0
         self.families: dict[StepKind, GraphFamily[StepContext, torch.Tensor]] = {}
         self._covered: dict[StepKind, StepKind] = {}  # by the kind asked for
-        self._frozen: tuple[torch.Tensor, ...] = ()  # what graphs read besides the parameters
+        # What graphs read besides the parameters, those with logit edits and those without.
+        self._frozen: dict[bool, tuple[torch.Tensor, ...]] = {}
 
     def capture(self, graphs: GraphPool, buckets: Sequence[int]) -> None:
         """A graph of each kind and bucket."""
@@ -82,7 +83,7 @@ class StepGraphs:
             logger.info("logit edits of %d places: %.1f MiB", state.num_slots, state.edit_bytes / (1 << 20))
         if drafter is not None:
             drafter.reserve(self.max_requests)
-        self._frozen = self._anchors()
+        self._frozen = {is_edited: self._anchors(is_edited) for is_edited in (False, True)}
         for kind in self.kinds:
             limits = GraphLimits(
                 is_by_token=False, rows=kind.shape.num_nodes, hidden=captured_mode(self.step.runner.model)
@@ -102,7 +103,7 @@ class StepGraphs:
         """Whether a step of `count` requests would run as a graph."""
         family = self._family_of(kind)
         shape = BatchShape(size=self._padded(count), rows=kind.shape.num_nodes)
-        return family is not None and family.peek(shape).is_graph and self._is_fresh()
+        return family is not None and family.peek(shape).is_graph and self._is_fresh(self._covering(kind))
 
     def launch(
         self, slots: tuple[int, ...], kind: StepKind, fill: FillMasks | None = None
@@ -115,7 +116,7 @@ class StepGraphs:
         values, path = None, "eager"
         if family is not None:
             decision = family.decide(BatchShape(size=padded, rows=kind.shape.num_nodes))
-            if decision.is_graph and self._is_fresh(is_counted=True):
+            if decision.is_graph and self._is_fresh(self._covering(kind), is_counted=True):
                 kind = self._covering(kind)
                 values, path = family.replay(decision, StepContext(num_rows=count, fill=fill)), "graph"
         if values is None:
@@ -162,18 +163,20 @@ class StepGraphs:
         multiple = self.step.runner.row_multiple
         return -(-count // multiple) * multiple
 
-    def _is_fresh(self, *, is_counted: bool = False) -> bool:
-        """Whether the states lie where the graphs read them: they move when more requests come than expected."""
-        anchors = self._anchors()
-        is_fresh = len(anchors) == len(self._frozen) and all(map(_is_one, anchors, self._frozen))
+    def _is_fresh(self, kind: StepKind, *, is_counted: bool = False) -> bool:
+        """Whether the states lie where graphs of `kind` read them: they move when more requests come than expected, or
+        requests with more biases."""
+        frozen, anchors = self._frozen[kind.is_edited], self._anchors(kind.is_edited)
+        is_fresh = len(anchors) == len(frozen) and all(map(_is_one, anchors, frozen))
         if is_counted and not is_fresh:
-            family = next(iter(self.families.values()))
+            family = self.families[kind]
             family.pool.count_fallback(family.kind, FallbackReason.BATCH_OVER_PLANNED)
         return is_fresh
 
-    def _anchors(self) -> tuple[torch.Tensor, ...]:
-        drafter = self.step.drafter
-        return (self.slots, *self.step.state.anchors, *(() if drafter is None else drafter.anchors))
+    def _anchors(self, is_edited: bool) -> tuple[torch.Tensor, ...]:
+        state, drafter = self.step.state, self.step.drafter
+        edits = state.edit_anchors if is_edited else ()
+        return (self.slots, *state.anchors, *edits, *(() if drafter is None else drafter.anchors))
 
     def _parameters(self) -> list[tuple[str, torch.Tensor]]:
         drafter, own = self.step.drafter, [*self.step.runner.model.tensors()]
