@@ -10,8 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from .choose import row_chunks
-from .draws import ranked_ids
+from .draws import CHUNK_LOGITS, ranked_ids
 
 torch.library.define(
     "baton::top_logprobs", "(Tensor logits, Tensor chosen, Tensor wanted, int num_top) -> (Tensor, Tensor)"
@@ -37,26 +36,36 @@ def top_logprobs(
     return values, ids
 
 
-@torch.library.impl("baton::top_logprobs", "cpu")
-def _top_on_cpu(
+@torch.library.impl("baton::top_logprobs", ("cpu", "cuda"))
+def _top(
     logits: torch.Tensor, chosen: torch.Tensor, wanted: torch.Tensor, num_top: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    values = torch.full((logits.shape[0], 1 + num_top), math.nan)
-    ids = torch.full((logits.shape[0], num_top), -1, dtype=torch.int64)
+    top = top_fixed if logits.is_cuda else top_exact
+    return top(logits, chosen, wanted, num_top)
+
+
+def top_exact(
+    logits: torch.Tensor, chosen: torch.Tensor, wanted: torch.Tensor, num_top: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`top_logprobs` of the rows that ask; the host waits for the device."""
+    values = torch.full((logits.shape[0], 1 + num_top), math.nan, device=logits.device)
+    ids = torch.full((logits.shape[0], num_top), -1, dtype=torch.int64, device=logits.device)
     rows = (wanted >= 0).nonzero().squeeze(1)
     if rows.numel():
         values[rows], ids[rows] = _logprobs(logits[rows], chosen[rows], num_top)
     return values, ids
 
 
-@torch.library.impl("baton::top_logprobs", "cuda")
-def _top_on_cuda(
+def top_fixed(
     logits: torch.Tensor, chosen: torch.Tensor, wanted: torch.Tensor, num_top: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """In fixed shapes: every row, whether or not it is asked for."""
-    pieces = zip(*(row_chunks(x, logits.shape[1]) for x in (logits, chosen)), strict=True)
-    values, ids = zip(*(_logprobs(some, theirs, num_top) for some, theirs in pieces), strict=True)
-    return torch.cat(values), torch.cat(ids)
+    """`top_logprobs` in fixed shapes: every row, whether or not it asks."""
+    each = max(1, CHUNK_LOGITS // logits.shape[1])
+    pieces = [
+        _logprobs(logits[start : start + each], chosen[start : start + each], num_top)
+        for start in range(0, logits.shape[0], each)
+    ]
+    return torch.cat([values for values, _ in pieces]), torch.cat([ids for _, ids in pieces])
 
 
 def _logprobs(logits: torch.Tensor, chosen: torch.Tensor, num_top: int) -> tuple[torch.Tensor, torch.Tensor]:

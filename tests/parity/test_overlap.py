@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from baton.engine.request import Request
-from baton.engine.sampling import choose
+from baton.engine.sampling import choose, edits, logprobs
 from baton.engine.sampling.params import SamplingParams
 from baton.engine.speculative.drafting.shape import PLAIN, DraftShape
 from baton.engine.speculative.step import fused_step
@@ -311,3 +311,43 @@ def test_bad_logits_behind_drafts_that_were_refused_harm_nobody(
     for request, wanted in zip(requests, expected, strict=True):
         assert request.output_ids == wanted[: request.num_output]
         assert request.num_output > 1
+
+
+@pytest.mark.parametrize("drafts", DRAFTS)
+def test_the_fixed_forms_of_a_device_can_be_recorded_and_choose_the_same(
+    target: Path, head: Path, drafts: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tape records their insides, refusing whatever looks at the host."""
+    waiting = engine_of(target, head, drafts)
+    expected = waiting.run(requests_of(waiting, EDITED))
+
+    def choose_as_on_a_device(*args: object, is_ranked: bool, is_exact: bool) -> object:
+        assert not is_exact
+        return choose.choose_fixed(*args, is_ranked=is_ranked)
+
+    def edit_as_on_a_device(
+        logits: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        given: edits.LogitEdits,
+        **more: object,
+    ) -> torch.Tensor:
+        return edits.edit_fixed(
+            logits, positions, slots, given, more["drafts"], more["ancestors"], more["masks"]
+        )
+
+    monkeypatch.setattr(fused_step, "choose_tokens", choose_as_on_a_device)
+    monkeypatch.setattr(fused_step, "edit_logits", edit_as_on_a_device)
+    monkeypatch.setattr(fused_step, "top_logprobs", logprobs.top_fixed)
+    engine = engine_of(target, head, drafts)
+    made = engine.decoder.steps
+    made.kinds = tuple(kind for kind in made.kinds if kind.is_edited)
+    engine.step_graphs = lambda _: made
+    overlapped(engine, graphs=True)
+    requests = requests_of(engine, EDITED)
+    results = run_ahead(engine, requests)
+    assert {result.path for result in results} == {"graph"}
+    assert [request.output_ids for request in requests] == expected
+    found, wanted = (logprobs_of(each, [0, 2]) for each in (results, waiting.results))
+    for ours, theirs in zip(sorted(found), sorted(wanted), strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-4)
