@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from ..engine.speculative.draft_worker import MAX_PREFILL_ROWS
+from ..engine.speculative.drafters.protocol import MAX_PREFILL_ROWS
 from .queues import DecodeRoom, DecodeState
 from .step_decoder import StepDecoder
 

@@ -3,8 +3,8 @@
 from collections import deque
 from collections.abc import Sequence
 
-from ..engine.speculative.overlapped import Flight
-from ..engine.speculative.spec_decoder import StepResult
+from ..engine.speculative.step.async_decoder import Flight
+from ..engine.speculative.step.result import StepResult
 from .queues import DecodeRoom, DecodeState
 from .step_decoder import LaunchingDecoder, StepDecoder
 

@@ -10,11 +10,10 @@ from collections.abc import Callable, Sequence
 from ..cluster.protocol.messages import PromptLogprobs
 from ..engine.batch.forward_batch import ForwardOutput
 from ..engine.loader import Engine
-from ..engine.speculative.spec_decoder import StepResult, TokenLogprob
+from ..engine.speculative.step.result import StepResult
 from ..worker.prompt_chunks import (
     Chunk,
     batch_of,
-    logprob_of,
     sample_first_tokens,
     score_prompts,
     scored_limit,
@@ -90,8 +89,7 @@ class LocalPrefill:
         return StepResult(
             tokens=[[] if bad else [token] for token, bad in zip(tokens, is_bad, strict=True)],
             logprobs=[
-                _logprobs(logprob_of(sampled, i, room.request.sampling.logprobs))
-                for i, room in enumerate(rooms)
+                sampled.token_logprobs(i, room.request.sampling.logprobs) for i, room in enumerate(rooms)
             ],
             accept_lens=[1] * len(rooms),
             drafted=[0] * len(rooms),
@@ -124,7 +122,3 @@ def _cut(rooms: Sequence[DecodeRoom], budget: int, vocab_size: int) -> list[Chun
         if budget <= 0:
             break
     return chunks
-
-
-def _logprobs(found: tuple[float, list[tuple[int, float]]] | None) -> list[TokenLogprob]:
-    return [] if found is None else [TokenLogprob(logprob=found[0], top=found[1])]

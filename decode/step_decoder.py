@@ -6,12 +6,12 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from ..engine.request import Request
-from ..engine.speculative.overlapped import Flight
-from ..engine.speculative.spec_decoder import StepResult
+from ..engine.speculative.step.async_decoder import Flight
+from ..engine.speculative.step.result import StepResult
 
 
 class StepDecoder(Protocol):
-    """Runs one decode step at a time: `SpecDecoder`."""
+    """Runs one decode step at a time."""
 
     def step(self, requests: Sequence[Request]) -> StepResult:
         """Advance every request by at least one token and commit the tokens to the requests."""
@@ -28,7 +28,7 @@ class StepDecoder(Protocol):
 
 @runtime_checkable
 class LaunchingDecoder(StepDecoder, Protocol):
-    """Launches a step before the previous one is read: `OverlappedDecoder`."""
+    """Launches a step before the previous one is read: `AsyncDecoder`."""
 
     @property
     def counters(self) -> Mapping[str, float]:

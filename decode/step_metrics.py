@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from ..engine.speculative.spec_decoder import StepResult
+from ..engine.speculative.step.result import StepResult
 from .accept_monitor import AcceptMonitor
 from .queues import DecodeRoom
 

@@ -18,12 +18,11 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from .compilations import Compilation, Compilations, GuideError
 from .grammar_tokenizer import load_tokenizer
+from .sampling.edits import Mask
 
 logger = logging.getLogger(__name__)
 
 MAX_SYMBOLS = 131072  # of a grammar, each of which takes some 600 bytes; routers send none of more
-
-Mask = npt.NDArray[np.int32]
 
 
 class Guide:

@@ -8,14 +8,13 @@ import logging
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
 
+from .capture.graph_set import GraphSet, backend_for
 from .config import EngineConfig, resolve_checkpoint, resolve_device, resolve_dtype
-from .errors import CheckpointError
-from .graph_set import GraphSet, backend_for
+from .errors import CheckpointError, LifecycleError
 from .graphs.backend import GraphBackend
 from .guided import GrammarCompiler
 from .kv.budget import PageBudget
@@ -27,17 +26,13 @@ from .models.interface import CausalLM
 from .models.weights import load_model
 from .runner.lifecycle import Lifecycle, Phase
 from .runner.model_runner import ModelRunner, configure_aux_capture
-from .sampler import Sampler
+from .sampling.sampler import Sampler
 from .speculative.adaptive import KNEE_ROWS, StepCosts, StepPolicy
-from .speculative.device_steps import DeviceSteps
-from .speculative.dflash_config import DflashConfig, load_any_draft_config
-from .speculative.draft_shape import PLAIN, DraftShape
-from .speculative.draft_worker import MAX_PREFILL_ROWS, DraftWorker, draft_layout
-from .speculative.eagle3 import Eagle3Head
-from .speculative.eagle3_weights import load_eagle3
-from .speculative.overlapped import OverlappedDecoder, device_steps
-from .speculative.spec_config import Eagle3Config
-from .speculative.spec_decoder import SpecDecoder
+from .speculative.drafters.protocol import MAX_PREFILL_ROWS, Drafter
+from .speculative.drafters.registry import DraftConfig, DraftModel, DraftSource, TargetWeights, read_drafter
+from .speculative.drafting.shape import PLAIN, DraftShape
+from .speculative.step.async_decoder import AsyncDecoder
+from .speculative.step.step_graphs import StepGraphs, step_graphs
 from .weights_hash import WeightsHash, model_fingerprint
 
 logger = logging.getLogger(__name__)
@@ -53,20 +48,20 @@ class Engine:
     """A ready engine: one target over one page pool, with the drafting parts of its role.
 
     `features` is prefill's plane, `drafter` decode's head; both None without a draft. `max_context` in tokens. `shape` is
-    what a step drafts, unless `step_policy` says otherwise. `graphs` None: every forward runs eagerly. `steps` None: each
-    decode step is read before the next is launched.
+    what a step drafts, unless `step_policy` says otherwise. `graphs` None: every forward runs eagerly. `steps`: decode's;
+    with `launches_ahead` a step is launched before the one before it is read.
     """
 
     path: Path
     fingerprint: str
     model_config: ModelConfig
     model: CausalLM
-    draft_config: Eagle3Config | DflashConfig | None
+    draft_config: DraftConfig | None
     runner: ModelRunner
     sampler: Sampler
     pool: KVPool
     features: FeaturePlane | None
-    drafter: DraftWorker | None
+    drafter: Drafter | None
     cache: PrefixCache
     max_context: int
     lifecycle: Lifecycle
@@ -74,23 +69,22 @@ class Engine:
     shape: DraftShape = PLAIN
     step_policy: StepPolicy | None = None
     graphs: GraphSet | None = None
-    steps: DeviceSteps | None = None
+    steps: StepGraphs | None = None
+    launches_ahead: bool = False
     weights: WeightsHash | None = None
-    feature_ids: tuple[
-        int, ...
-    ] = ()  # layer outputs that prefill captures, or that decode's head reads, in its order
+    # Layer outputs that prefill captures, or that decode's head reads, in the order of its input.
+    feature_ids: tuple[int, ...] = ()
 
-    def decoder(self) -> SpecDecoder:
-        """A decoder of requests on this engine; there is one at a time."""
-        kind = SpecDecoder if self.steps is None else partial(OverlappedDecoder, steps=self.steps)
-        return kind(
-            self.runner,
-            self.sampler,
-            drafter=self.drafter,
+    def decoder(self) -> AsyncDecoder:
+        """A decoder of requests on this engine; there is one at a time. Raises LifecycleError on a prefill engine."""
+        if self.steps is None:
+            raise LifecycleError("a prefill engine takes no decode steps")
+        return AsyncDecoder(
+            self.steps,
             shape=self.shape,
             policy=self.step_policy,
             eos_token_ids=self.model_config.eos_token_ids,
-            max_context=self.max_context,
+            launches_ahead=self.launches_ahead,
         )
 
     def __repr__(self) -> str:
@@ -157,8 +151,8 @@ class EngineLoader:
         self.has_drafter = has_drafter
         self.lifecycle = Lifecycle()
         self._engine: Engine | None = None
-        self._draft_config: Eagle3Config | DflashConfig | None = None
-        self._head: Eagle3Head | None = None
+        self._source: DraftSource | None = None
+        self._draft: DraftModel | None = None
         self._feature_ids: tuple[int, ...] = ()
 
     def phases(self) -> list[tuple[str, Callable[[], None]]]:
@@ -201,16 +195,10 @@ class EngineLoader:
         if self.config.has_draft:
             draft_path = resolve_checkpoint(self.config.draft)
             running = str(self._dtype).removeprefix("torch.")
-            self._draft_config = draft = load_any_draft_config(
-                draft_path, self._model_config, target_path=self._path, dtype=running
-            )
-            if isinstance(draft, DflashConfig) and self.has_drafter:
-                raise CheckpointError(
-                    f"draft {self.config.draft}: a DFLASH drafter can be prefilled for, but decode runs EAGLE3 heads only; "
-                    "give it one, or none"
-                )
-            ids = draft.aux.ids
-            logger.info("draft config: %r", self._draft_config)
+            source = read_drafter(draft_path, self._model_config, target_path=self._path, dtype=running)
+            source.check_role(has_drafter=self.has_drafter)
+            self._source, ids = source, source.config.aux.ids
+            logger.info("draft config: %r", source.config)
         if not self.has_drafter:
             ids = self._offered(ids)
         if ids:
@@ -233,15 +221,16 @@ class EngineLoader:
         return tuple(dict.fromkeys((*ids, *extra)))
 
     def _share(self) -> None:
-        if self.has_drafter and isinstance(self._draft_config, Eagle3Config):
-            head = load_eagle3(self._draft_config, dtype=self._dtype, device=self._device)
-            if self._shape.topk > self._draft_config.draft_vocab_size:
-                raise CheckpointError(
-                    f"spec_topk {self._shape.topk}: the head at {self._draft_config.path} knows "
-                    f"{self._draft_config.draft_vocab_size} tokens; lower --spec-topk"
-                )
-            head.share(self._model.embed_tokens, self._model.lm_head, self._max_context)
-            self._head = head
+        if self.has_drafter and self._source is not None:
+            lent = TargetWeights(
+                embed_tokens=self._model.embed_tokens,
+                lm_head=self._model.lm_head,
+                max_context=self._max_context,
+                dtype=self._dtype,
+                device=self._device,
+            )
+            self._draft = self._source.load(lent)
+            self._draft.check(self._shape)
         self.lifecycle.advance(Phase.WEIGHTS_SHARED)
 
     def _allocate(self) -> None:
@@ -252,14 +241,9 @@ class EngineLoader:
         if self._feature_ids and not self.has_drafter:
             width = len(self._feature_ids) * model.hidden_size
             features = FeaturePlane(num_pages, config.page_size, width, self._dtype, self._device)
-        if self._head is not None:
-            drafter = DraftWorker(
-                self._head,
-                num_pages=num_pages,
-                page_size=config.page_size,
-                dtype=self._dtype,
-                device=self._device,
-                capacity=config.max_running + 1,
+        if self._draft is not None:
+            drafter = self._draft.drafter(
+                num_pages=num_pages, page_size=config.page_size, capacity=config.max_running + 1
             )
         cache = PrefixCache(
             PageAllocator(num_pages, pool.order),
@@ -275,7 +259,7 @@ class EngineLoader:
             feature_ids=self._feature_ids,
             model_config=model,
             model=self._model,
-            draft_config=self._draft_config,
+            draft_config=None if self._source is None else self._source.config,
             runner=runner,
             sampler=Sampler(model.vocab_size, self._device),
             pool=pool,
@@ -286,11 +270,12 @@ class EngineLoader:
             lifecycle=self.lifecycle,
             grammars=GrammarCompiler(self._path / "tokenizer.json", model.vocab_size, model.eos_token_ids),
             shape=PLAIN if drafter is None else self._shape,
-            step_policy=None if drafter is None else self._step_policy(drafter.head),
+            step_policy=None if self._draft is None else self._step_policy(self._draft),
         )
-        if self.has_drafter and self._is_overlapped:
+        if self.has_drafter:
             engine = self._engine
-            engine.steps = device_steps(
+            engine.launches_ahead = self._is_overlapped
+            engine.steps = step_graphs(
                 runner,
                 drafter,
                 shapes=_shapes_of(engine),
@@ -314,10 +299,8 @@ class EngineLoader:
         if config.graphs:
             engine.graphs = graphs = GraphSet(self._backend or backend_for(self._device), self.lifecycle)
             if self.has_drafter:
-                sizes = (config.max_running, _shapes_of(engine), self._max_context)
-                graphs.capture_decode(engine.runner, *sizes)
                 if engine.drafter is not None:
-                    graphs.capture_draft(engine.drafter, *sizes, MAX_PREFILL_ROWS)
+                    graphs.capture_draft(engine.drafter, MAX_PREFILL_ROWS)
                 if engine.steps is not None:
                     graphs.capture_steps(engine.steps)
             else:
@@ -329,19 +312,16 @@ class EngineLoader:
             graphs.log_report()
         self.lifecycle.advance(Phase.CAPTURED)
 
-    def _step_policy(self, head: Eagle3Head) -> StepPolicy | None:
+    def _step_policy(self, draft: DraftModel) -> StepPolicy | None:
         """Steps that follow load and acceptance, where that is wanted."""
         if self.config.spec_adaptive == "off" or (
             self.config.spec_adaptive == "auto" and self._device.type != "cuda"
         ):
             return None
         is_vocabulary = re.compile("embed_tokens|lm_head")
-        target, draft = (
-            sum(weight.numel() for name, weight in part.tensors() if not is_vocabulary.search(name))
-            + (part.lm_head.numel() if part.lm_head is not None else 0)
-            for part in (self._model, head)
-        )
-        costs = StepCosts(draft=draft / target, knee_rows=KNEE_ROWS[self._device.type])
+        layers = sum(w.numel() for name, w in self._model.tensors() if not is_vocabulary.search(name))
+        target = layers + self._model.lm_head.numel()
+        costs = StepCosts(draft=draft.num_weights / target, knee_rows=KNEE_ROWS[self._device.type])
         return StepPolicy(self._shape.candidates(), costs)
 
     def _affordable_pages(self) -> int:
@@ -369,9 +349,9 @@ class EngineLoader:
         """What a page costs in this role: decode keeps draft KV and lands features, prefill keeps a feature plane."""
         page_size = self.config.page_size
         kv_bytes = self._model.kv_layout(page_size).page_bytes
-        if self._head is not None:
-            drafted = draft_layout(self._head.config, page_size, self._dtype)
-            return PageBudget(kv_bytes=kv_bytes, draft_bytes=drafted.page_bytes, has_staging=True)
+        if self._draft is not None:
+            draft_bytes = self._draft.kv_layout(page_size).page_bytes
+            return PageBudget(kv_bytes=kv_bytes, draft_bytes=draft_bytes, has_staging=True)
         if self.has_drafter:
             return PageBudget(kv_bytes=kv_bytes)
         width = len(self._feature_ids) * self._model_config.hidden_size

@@ -1,11 +1,11 @@
 """One request inside an engine: its tokens, its pages, how far it is computed and how it ended."""
 
-import math
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field, replace
 
 from .guided import Guide
-from .sampling_params import SamplingParams
+from .sampling.edits import SamplingRow
+from .sampling.params import SamplingParams
 
 
 @dataclass(kw_only=True, eq=False)
@@ -92,13 +92,28 @@ class Request:
         """Its name for the router, which blames this worker for what is its own only."""
         return "GrammarsOverdue" if self.is_fault_ours else "BadGrammar"
 
-    def sampling_behind(self, num_drafts: int) -> SamplingParams:
-        """How the token behind the output and so many drafts is chosen: not yet one that would end the request too early."""
+    @property
+    def sampling_row(self) -> SamplingRow:
+        """How the next token is chosen, without the mask of its grammar."""
         params = self.sampling
-        if self.num_output + num_drafts >= params.min_new_tokens:
-            return params
-        ends = [*params.stop_token_ids, *(() if params.ignore_eos else self.eos_ids)]
-        return replace(params, logit_bias=params.logit_bias | dict.fromkeys(ends, -math.inf))
+        prompt_ids, output_ids = self.asked_and_chosen if params.needs_penalties else ((), ())
+        is_held = params.min_new_tokens > 0
+        ends = (*params.stop_token_ids, *(() if params.ignore_eos else self.eos_ids)) if is_held else ()
+        return SamplingRow(
+            params=params,
+            position=self.num_tokens,
+            prompt_ids=prompt_ids,
+            output_ids=output_ids,
+            ends=ends,
+            first_end=self.num_prompt + params.min_new_tokens if is_held else 0,
+        )
+
+    @property
+    def masked_row(self) -> SamplingRow:
+        """`sampling_row` with the mask, where there is a grammar; it must be ready."""
+        if self.guide is None:
+            return self.sampling_row
+        return replace(self.sampling_row, mask=self.guide.masks(self.asked_and_chosen[1], [()])[0])
 
     @property
     def is_finished(self) -> bool:

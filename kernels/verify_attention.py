@@ -9,6 +9,8 @@ key/value heads, G = N/K, D head dimension, S splits. Pool and page numbers are 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from .kv_store import kv_rows
@@ -42,6 +44,45 @@ def visible_columns(
     return among & (columns < kv_lens[:, None])[:, None]
 
 
+class VerifyColumns(NamedTuple):
+    """What all layers of a forward look at: `rows` int64 `[2*B*S]` of layer 0, those of keys and then of values; `mask`
+    `[B, 1, Q, S]`, added to the scores; `is_blind` bool `[B, Q, 1, 1]`: rows that see nothing, None
+    where all see something."""
+
+    rows: torch.Tensor
+    mask: torch.Tensor
+    is_blind: torch.Tensor | None
+
+
+def verify_columns(
+    kv: torch.Tensor,
+    page_table: torch.Tensor,
+    kv_lens: torch.Tensor,
+    num_rows: int,
+    tree_mask: torch.Tensor | None = None,
+) -> VerifyColumns:
+    """The columns of `num_rows` rows per request over every page of `page_table` `[B, P]`; no look at the host."""
+    page_size = kv.shape[3]
+    slots = page_table.to(torch.int64)[:, :, None] * page_size + torch.arange(page_size, device=kv.device)
+    slots = slots.flatten(1)
+    visible = visible_columns(kv_lens.to(torch.int64), num_rows, slots.shape[1], tree_mask)
+    used = visible.any(dim=1)
+    rows = kv_rows(torch.where(used, slots, 0), kv).flatten()  # unused ones read the sink, which is zeros
+    mask = torch.zeros(visible.shape, dtype=kv.dtype, device=kv.device).masked_fill_(~visible, float("-inf"))
+    is_blind = ~visible.any(dim=2)[:, :, None, None]
+    return VerifyColumns(torch.cat((rows, rows + page_size)), mask.unsqueeze(1), is_blind)
+
+
+def attend_verify_columns(
+    q: torch.Tensor, kv: torch.Tensor, layer: int, columns: VerifyColumns, scale: float
+) -> torch.Tensor:
+    """`q` `[B, Q, N, D]` over `columns` of `layer` -> `[B, Q, N, D]`; rows that see nothing give 0."""
+    keys, values = gather_kv(kv, layer, columns.rows)
+    shape = (q.shape[0], -1, *kv.shape[4:])
+    out = batched_attention(q.contiguous(), keys.view(shape), values.view(shape), columns.mask, scale)
+    return out if columns.is_blind is None else out.masked_fill(columns.is_blind, 0)
+
+
 def paged_verify_reference(
     q: torch.Tensor,
     kv: torch.Tensor,
@@ -57,18 +98,8 @@ def paged_verify_reference(
     """
     if q.numel() == 0:
         return torch.empty_like(q)
-    page_size = kv.shape[3]
-    slots = page_table.to(torch.int64)[:, :, None] * page_size + torch.arange(page_size, device=q.device)
-    visible = visible_columns(kv_lens.to(torch.int64), q.shape[1], slots[0].numel(), tree_mask)
-    used = visible.any(dim=1)
-    rows = kv_rows(
-        torch.where(used, slots.flatten(1), 0), kv
-    ).flatten()  # unused ones read the sink, which is zeros
-    keys, values = gather_kv(kv, layer, torch.cat((rows, rows + page_size)))
-    shape = (q.shape[0], -1, *kv.shape[4:])
-    mask = torch.zeros(visible.shape, dtype=q.dtype, device=q.device).masked_fill_(~visible, float("-inf"))
-    out = batched_attention(q.contiguous(), keys.view(shape), values.view(shape), mask.unsqueeze(1), scale)
-    return out.masked_fill(~visible.any(dim=2)[:, :, None, None], 0)
+    columns = verify_columns(kv, page_table, kv_lens, q.shape[1], tree_mask)
+    return attend_verify_columns(q, kv, layer, columns, scale)
 
 
 @jit

@@ -19,12 +19,12 @@ from ..cluster.telemetry.trace_context import carried_by
 from ..engine.batch.forward_batch import ForwardOutput
 from ..engine.kv.page_table import pages_for
 from ..engine.loader import Engine
-from ..engine.sampler import SampleOutput
-from ..engine.sampling_params import SamplingParams
+from ..engine.sampling.params import SamplingParams
+from ..engine.sampling.sampler import SampleOutput
 from ..kvtransfer.transport import Dropped, Offer, Released
 from ..worker.commands import Advance, DropDone, LinkEvent
 from ..worker.link import WorkerLink
-from ..worker.prompt_chunks import Chunk, batch_of, logprob_of, sample_first_tokens, score_prompts
+from ..worker.prompt_chunks import Chunk, batch_of, sample_first_tokens, score_prompts
 from ..worker.refusal import Refusal, refuse_for_now, refuse_forever
 from ..worker.role_worker import RoleWorker, sampling_params_of
 from .queues import PrefillQueues, PrefillRoom, PrefillState
@@ -226,12 +226,12 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
                 chunk.room.is_tainted = True
                 self._fail(chunk.room, "BadLogits", "the model's logits are not finite", retryable=False)
             else:
-                self._finish(chunk.room, tokens[row], logprob_of(firsts, row, request.sampling.logprobs))
+                scored = firsts.token_logprobs(row, request.sampling.logprobs)
+                logprob = TokenLogprob(logprob=scored[0].logprob, top=scored[0].top) if scored else None
+                self._finish(chunk.room, tokens[row], logprob)
             row += chunk.is_last
 
-    def _finish(
-        self, room: PrefillRoom, token: int, logprob: tuple[float, list[tuple[int, float]]] | None
-    ) -> None:
+    def _finish(self, room: PrefillRoom, token: int, logprob: TokenLogprob | None) -> None:
         """Send token 1 and hand the room over.
 
         A request that ends with this very token is handed over too; the router cancels it when it has the token. If it were
@@ -248,7 +248,7 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
                 epoch=request.epoch,
                 instance=self.instance,
                 token=token,
-                logprob=None if logprob is None else TokenLogprob(logprob=logprob[0], top=logprob[1]),
+                logprob=logprob,
                 finish=request.finish_reason or "",
                 timeline=PrefillTimeline(
                     queue_ms=(room.started - room.arrived) * 1000,

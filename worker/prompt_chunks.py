@@ -13,7 +13,7 @@ from ..engine.batch.forward_batch import CaptureHidden, ForwardBatch, ForwardOut
 from ..engine.loader import Engine
 from ..engine.prompt_logprobs import most_scored, scores_of
 from ..engine.request import Request
-from ..engine.sampler import SampleOutput, sampling_rows
+from ..engine.sampling.sampler import SampleOutput
 from .room import WorkerRoom
 
 R = TypeVar("R", bound=WorkerRoom)
@@ -60,7 +60,7 @@ def batch_of(engine: Engine, chunks: Sequence[Chunk[R]], *, has_features: bool) 
 
 def sample_first_tokens(engine: Engine, chunks: Sequence[Chunk[R]], output: ForwardOutput) -> SampleOutput:
     """Token 1 of every prompt that ends in `chunks`, in their order; the first rows of `output.logits` are theirs."""
-    rows = [row for chunk in chunks if chunk.is_last for row in sampling_rows(chunk.room.request)]
+    rows = [chunk.room.request.masked_row for chunk in chunks if chunk.is_last]
     return engine.sampler.sample(output.logits[: len(rows)], engine.sampler.build(rows))
 
 
@@ -75,11 +75,3 @@ def score_prompts(
     scored = scores_of(spans, logits[sum(chunk.is_last for chunk in chunks) :])
     for (request, start, _), scores in zip(spans, scored, strict=True):
         yield from prompt_logprobs(request.room, request.epoch, instance, start + 1, scores)
-
-
-def logprob_of(sampled: SampleOutput, row: int, wanted: int) -> tuple[float, list[tuple[int, float]]] | None:
-    """Log probability of the token of `row`, and the `wanted` likeliest (id, log probability); None where none is wanted."""
-    if wanted < 0 or sampled.logprobs is None or sampled.top_ids is None or sampled.top_logprobs is None:
-        return None
-    ids, values = sampled.top_ids[row, :wanted].tolist(), sampled.top_logprobs[row, :wanted].tolist()
-    return float(sampled.logprobs[row]), list(zip(ids, values, strict=True))

@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..engine.sampler import validate_params
-from ..engine.sampling_params import SamplingParams
+from ..engine.sampling.params import SamplingParams, validate_params
 
 
 @dataclass(frozen=True, kw_only=True)

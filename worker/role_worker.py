@@ -26,7 +26,7 @@ from ..cluster.protocol.messages import (
 )
 from ..engine.loader import Engine
 from ..engine.request import Request
-from ..engine.sampling_params import SamplingParams
+from ..engine.sampling.params import SamplingParams
 from .commands import Command, Drop, LinkEvent
 from .link import WorkerLink
 from .refusal import Refusal

@@ -23,7 +23,7 @@ from ...engine.config import DTYPES, resolve_device, resolve_dtype
 from ...engine.errors import CheckpointError
 from ...engine.models.layers import NamedTensors
 from ...engine.models.weights import INDEX_FILE
-from ...engine.speculative.eagle3 import Eagle3Head
+from ...engine.speculative.drafters.eagle3_head import Eagle3Head
 from ..arguments import at_least
 from .model import random_head, random_target
 from .shapes import DRAFT_VOCABULARY, SHAPES, head_config, target_config

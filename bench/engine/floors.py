@@ -13,8 +13,8 @@ import torch
 
 from ...engine.kv.layouts import MHALayout
 from ...engine.models.config import ModelConfig
-from ...engine.speculative.draft_worker import draft_layout
-from ...engine.speculative.spec_config import Eagle3Config
+from ...engine.speculative.drafters.eagle3 import draft_layout
+from ...engine.speculative.drafters.spec_config import Eagle3Config
 
 
 @dataclass(frozen=True, kw_only=True)

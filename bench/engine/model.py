@@ -14,8 +14,8 @@ import torch
 from ...engine.models.config import ModelConfig
 from ...engine.models.interface import CausalLM
 from ...engine.models.registry import build_model
-from ...engine.speculative.eagle3 import Eagle3Head
-from ...engine.speculative.spec_config import Eagle3Config
+from ...engine.speculative.drafters.eagle3_head import Eagle3Head
+from ...engine.speculative.drafters.spec_config import Eagle3Config
 
 LEVEL, COUNT = 0, 1  # columns of the residual stream
 TOKEN, WRONG = 1, 3  # what the target always says, and what the head says when it shall be wrong

@@ -1,7 +1,7 @@
 """A whole engine in one process, and requests that stand where a decode server's would: prompts computed, drafter warm.
 
-Everything that runs is the engine's own: `ModelRunner`, `DraftWorker`, `Sampler` and their graphs. With graphs a step is
-launched before the one before it is read (`OverlappedDecoder`), as a server on a device does; without, `SpecDecoder` steps.
+Everything that runs is the engine's own: `ModelRunner`, `Eagle3Drafter`, `Sampler`, `AsyncDecoder` and their graphs. With
+graphs a step is launched before the one before it is read, as a server on a device does; without, each step is read at once.
 """
 
 import logging
@@ -15,24 +15,22 @@ import torch
 
 from ...engine.batch.extend_batch import extend_batch
 from ...engine.batch.forward_batch import CaptureHidden
-from ...engine.graph_set import GraphSet, backend_for
+from ...engine.capture.graph_set import GraphSet, backend_for
 from ...engine.kv.page_table import pages_for
 from ...engine.kv.pool import FeaturePlane, KVPool
 from ...engine.models.config import ModelConfig
 from ...engine.request import Request
 from ...engine.runner.lifecycle import Lifecycle, Phase
 from ...engine.runner.model_runner import ModelRunner, configure_aux_capture
-from ...engine.sampler import Sampler, sampling_rows
-from ...engine.sampling_params import SamplingParams
-from ...engine.speculative.device_steps import DeviceSteps
-from ...engine.speculative.draft_shape import PLAIN, DraftShape, planned_pages
-from ...engine.speculative.draft_worker import DraftWorker
-from ...engine.speculative.eagle3 import Eagle3Head
-from ...engine.speculative.overlapped import Flight, OverlappedDecoder, kind_of
-from ...engine.speculative.spec_config import Eagle3Config
-from ...engine.speculative.spec_decoder import SpecDecoder, StepResult
-from ...engine.speculative.step_body import StepBody
-from ...engine.speculative.step_state import StepState
+from ...engine.sampling.params import SamplingParams
+from ...engine.sampling.sampler import Sampler
+from ...engine.speculative.drafters.eagle3 import Eagle3Drafter
+from ...engine.speculative.drafters.eagle3_head import Eagle3Head
+from ...engine.speculative.drafters.spec_config import Eagle3Config
+from ...engine.speculative.drafting.shape import PLAIN, DraftShape
+from ...engine.speculative.step.async_decoder import AsyncDecoder, Flight
+from ...engine.speculative.step.result import StepResult
+from ...engine.speculative.step.step_graphs import StepGraphs, step_graphs
 from .model import TOKEN, random_head, random_target
 from .shapes import head_config, target_config
 
@@ -74,7 +72,7 @@ class ComputedPrompt:
 class Stepper:
     """Steps `requests` with `decoder`, which must not know them yet; `paths` that steps took so far."""
 
-    def __init__(self, decoder: SpecDecoder, requests: Sequence[Request]) -> None:
+    def __init__(self, decoder: AsyncDecoder, requests: Sequence[Request]) -> None:
         self.decoder = decoder
         self.requests = requests
         self.paths: set[str] = set()
@@ -84,24 +82,24 @@ class Stepper:
     def step(self) -> None:
         """Launch a step and read the one before; where the decoder does not launch ahead, one step whole."""
         self.num_steps += 1
-        if not isinstance(self.decoder, OverlappedDecoder):
+        if not self.decoder.launches_ahead:
             self._note(self.decoder.step(self.requests))
             return
         self._flights.append(self.decoder.launch(self.requests))
         if len(self._flights) > 1:
-            self._read(self.decoder)
+            self._read()
 
     def finish(self) -> float:
         """Read what is under way and forget the requests; the tokens that each got per step."""
-        while self._flights and isinstance(self.decoder, OverlappedDecoder):
-            self._read(self.decoder)
+        while self._flights:
+            self._read()
         for request in self.requests:
             self.decoder.forget(request)
         return sum(request.num_output - 1 for request in self.requests) / len(self.requests) / self.num_steps
 
-    def _read(self, decoder: OverlappedDecoder) -> None:
+    def _read(self) -> None:
         flight = self._flights.pop(0)
-        self._note(decoder.read(flight, [True] * len(flight.requests)))
+        self._note(self.decoder.read(flight, [True] * len(flight.requests)))
 
     def _note(self, result: StepResult) -> None:
         self.paths.add(result.path)
@@ -143,8 +141,9 @@ class Rig:
         self.runner = ModelRunner(model, pool)
         self.sampler = Sampler(config.vocab_size, device)
         self._lifecycle.advance(Phase.POOLS_ALLOCATED)
-        self._steps = {has_drafts: self._device_steps(has_drafts) for has_drafts in (False, True)}
+        self._steps = {has_drafts: self._step_graphs(has_drafts) for has_drafts in (False, True)}
         self.graphs = self._capture() if settings.has_graphs else None
+        self._eager = {has_drafts: self._step_graphs(has_drafts) for has_drafts in (False, True)}
         self._captured = self.runner.graphs
         self._has_graphs = settings.has_graphs
         self._lifecycle.advance(Phase.CAPTURED)
@@ -153,16 +152,11 @@ class Rig:
     def use_graphs(self, wanted: bool) -> None:
         self.runner.graphs, self._has_graphs = (self._captured, True) if wanted else (None, False)
 
-    def decoder(self, *, has_drafts: bool) -> SpecDecoder:
+    def decoder(self, *, has_drafts: bool) -> AsyncDecoder:
         """A fresh one; without drafts it decodes one row per request."""
-        drafter, shape = (self.drafter, self.shape) if has_drafts else (None, PLAIN)
-        limit = self.settings.max_context + self.shape.spare_slots
-        if not self._has_graphs:
-            return SpecDecoder(self.runner, self.sampler, drafter=drafter, shape=shape, max_context=limit)
-        steps = self._steps[has_drafts]
-        return OverlappedDecoder(
-            self.runner, self.sampler, steps=steps, drafter=drafter, shape=shape, max_context=limit
-        )
+        steps = (self._steps if self._has_graphs else self._eager)[has_drafts]
+        shape = self.shape if has_drafts else PLAIN
+        return AsyncDecoder(steps, shape=shape, launches_ahead=self._has_graphs)
 
     def prompts(self, count: int, length: int) -> list[ComputedPrompt]:
         """`count` random prompts of `length` tokens, their KV in both pools."""
@@ -209,7 +203,7 @@ class Rig:
             features = output.hidden
             self.plane.store(batch.slots, features)
         assert features is not None
-        self.sampler.sample(output.logits, self.sampler.build(sampling_rows(request))).tokens.tolist()
+        self.sampler.sample(output.logits, self.sampler.build([request.sampling_row])).tokens.tolist()
         return features
 
     def _computed(self, ids: list[int], pages: list[int]) -> ComputedPrompt:
@@ -226,8 +220,8 @@ class Rig:
         ids: list[int] = torch.randint(0, self.config.vocab_size, (length - 1,), generator=generator).tolist()
         return [*ids, TOKEN]  # what decides the drafts is the newest token and the one before it
 
-    def _drafter(self, head: Eagle3Head, num_pages: int) -> DraftWorker:
-        return DraftWorker(
+    def _drafter(self, head: Eagle3Head, num_pages: int) -> Eagle3Drafter:
+        return Eagle3Drafter(
             head,
             num_pages=num_pages,
             page_size=PAGE_SIZE,
@@ -236,13 +230,18 @@ class Rig:
             capacity=self.settings.max_batch + 2,
         )
 
-    def _device_steps(self, has_drafts: bool) -> DeviceSteps:
+    def _step_graphs(self, has_drafts: bool) -> StepGraphs:
+        """Steps of one kind: what is measured is greedy."""
         settings, shape = self.settings, self.shape if has_drafts else PLAIN
-        max_pages = planned_pages([self.shape], settings.max_context, self.runner.pool.page_size)
-        state = StepState(settings.max_batch + 1, max_pages, self.config.vocab_size, settings.device)
-        limit = settings.max_context + self.shape.spare_slots
-        body = StepBody(self.runner, self.drafter if has_drafts else None, state, limit)
-        return DeviceSteps(body, [kind_of(shape, is_ranked=False, watched=None)], settings.max_batch)
+        steps = step_graphs(
+            self.runner,
+            self.drafter if has_drafts else None,
+            shapes=[shape],
+            max_requests=settings.max_batch,
+            max_context=settings.max_context + self.shape.spare_slots,
+        )
+        measured = [kind for kind in steps.kinds if kind.shape == shape and not kind.is_ranked]
+        return StepGraphs(steps.step, measured, settings.max_batch)
 
     def _capture(self) -> GraphSet:
         settings, began = self.settings, time.perf_counter()

@@ -6,7 +6,7 @@ from pathlib import Path
 from ...engine.config import resolve_checkpoint
 from ...engine.models.config import ModelConfig
 from ...engine.models.registry import load_model_config
-from ...engine.speculative.spec_config import Eagle3Config, load_draft_config
+from ...engine.speculative.drafters.spec_config import Eagle3Config, load_draft_config
 
 # The config.json of each; "toy" is for a first try and for tests.
 SHAPES: dict[str, dict[str, object]] = {

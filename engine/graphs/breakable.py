@@ -45,7 +45,12 @@ ResultT = TypeVar("ResultT")
 
 
 class Breaks(Generic[ContextT]):
-    """Handed to code that can be broken. This one breaks nothing: bodies are called at once, with one context."""
+    """Handed to code that can be broken. This one breaks nothing: bodies are called at once, with one context.
+
+    `is_recorded`: whether what runs is recorded for replays, and so must depend on no value of this run.
+    """
+
+    is_recorded = False
 
     def __init__(self, context: ContextT) -> None:
         self.context = context
@@ -89,6 +94,8 @@ class _Break(Generic[ContextT]):
 
 class GraphCapture(Breaks[ContextT]):
     """The `Breaks` of a capture: each call of a break closes a segment, runs the body and opens the next segment."""
+
+    is_recorded = True
 
     def __init__(self, backend: GraphBackend, context: ContextT) -> None:
         super().__init__(context)

@@ -20,12 +20,10 @@ class GraphKind(Enum):
     """The forward that a graph holds."""
 
     TARGET_PREFILL = "target_prefill"  # by token bucket, breakable
-    TARGET_VERIFY = "target_verify"  # decode and verify, by batch size, full
     DRAFT_PREFILL = "draft_prefill"  # by token bucket, breakable
-    DRAFT_EXTEND = "draft_extend"  # after each verify, by batch size, full
-    DRAFT_DECODE = "draft_decode"  # all draft steps, by batch size, full
     DECODE_STEP = "decode_step"  # a whole step, from drafts to the next newest token, by batch size, full
     RANKED_STEP = "ranked_step"  # the same where top-k or top-p must be looked at
+    EDITED_STEP = "edited_step"  # the same with edited logits, grammar masks (a break) and logprobs
 
     @property
     def is_decode(self) -> bool:
@@ -129,13 +127,16 @@ class PooledGraph(Generic[ContextT, OutputT]):
         self.bucket = bucket
         self.rows = rows
         self.bound: BoundTensors | None = None
+        self.num_replays = 0
         self.capture_seconds = 0.0
         self.pool_growth_bytes = 0
         self._pool = pool
 
     def replay(self, context: ContextT) -> OutputT:
-        """As BreakableGraph.replay; StaleGraph where the pool checks pointers and a parameter was exchanged."""
-        if self._pool.checks_pointers:
+        """As BreakableGraph.replay; StaleGraph where this replay is one that looks at the parameters' addresses and one of
+        them was exchanged."""
+        self.num_replays += 1
+        if self._pool.check_every and self.num_replays % self._pool.check_every == 0:
             self.require_fresh()
         output = self.graph.replay(context)
         self._pool.count_replay(self.kind, self.bucket, self.bucket - context.num_rows)
@@ -155,15 +156,13 @@ class PooledGraph(Generic[ContextT, OutputT]):
 class GraphPool:
     """The graphs of all runners of a process, on one backend.
 
-    With `checks_pointers` every replay compares the addresses of the parameters (debugging: it costs a walk over them).
+    Every `check_every`th replay of a graph compares the addresses of the parameters, which costs a walk over them; 0: none.
     With `as_one_break` nothing is recorded and every forward runs eagerly behind the same interface.
     """
 
-    def __init__(
-        self, backend: GraphBackend, *, checks_pointers: bool = False, as_one_break: bool = False
-    ) -> None:
+    def __init__(self, backend: GraphBackend, *, check_every: int = 0, as_one_break: bool = False) -> None:
         self.backend = backend
-        self.checks_pointers = checks_pointers
+        self.check_every = check_every
         self.as_one_break = as_one_break
         self._graphs: dict[tuple[GraphKind, int, int], PooledGraph[Any, Any]] = {}
         self._replays: Counter[tuple[GraphKind, int]] = Counter()

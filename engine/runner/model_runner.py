@@ -11,7 +11,6 @@ from ..batch.forward_batch import CaptureHidden, ForwardBatch, ForwardOutput, St
 from ..batch.padding import pad_rows
 from ..errors import CheckpointError, LifecycleError, UnsupportedInput
 from ..graphs.bucketed_graphs import EAGER, PathDecision
-from ..graphs.graph_pool import GraphKind
 from ..kv.pool import KVPool
 from ..models.interface import AuxCapture, CausalLM, InputEmbeds
 from ..models.layers import Attend
@@ -94,14 +93,9 @@ class ModelRunner:
         aux_ids: tuple[int, ...],
     ) -> tuple[str, Hidden]:
         """The path that ran, and what it gave."""
-        graphs = self.graphs or TargetGraphs()
-        if decision.kind is GraphKind.TARGET_VERIFY and decision.is_graph:
-            verify = graphs.verify_of(batch.q_lens[0] if batch.q_lens else 0)
-            assert verify is not None, decision
-            return "graph", verify.run(batch, decision)
         attend = self._bind(self.attention.plan(batch) if metadata is None else metadata)
-        if decision.is_graph and graphs.prefill is not None:
-            return "breakable", graphs.prefill.run(batch, attend, decision)
+        if decision.is_graph and self.graphs is not None:
+            return "breakable", self.graphs.prefill.run(batch, attend, decision)
         embeds = self.model.embed(batch.input_ids) if batch.input_embeds is None else batch.input_embeds
         return "eager", self.model.body(embeds, batch.positions, attend, aux_ids)
 

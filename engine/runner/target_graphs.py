@@ -1,7 +1,7 @@
-"""The graphs of a target model: prefill by token bucket with breaks at attention, decode and verify whole by batch size.
+"""The graphs of a target model's prefill, by token bucket, with breaks at attention.
 
-Both hold the model's body only. The rows whose logits are wanted are chosen behind it, eagerly, so that no graph depends
-on how many they are and no padding row costs a pass over the vocabulary. Legend as in `forward_batch`, N rows a request.
+They hold the model's body only. The rows whose logits are wanted are chosen behind it, eagerly, so that no graph depends
+on how many they are and no padding row costs a pass over the vocabulary. Legend as in `forward_batch`.
 """
 
 from collections.abc import Sequence
@@ -10,12 +10,9 @@ from typing import TypeAlias
 
 import torch
 
-from ..batch.fixed_rows import FixedRows
 from ..batch.forward_batch import CaptureHidden, ForwardBatch, ForwardMode
-from ..graphs.breakable import Breaks, ReplayContext
-from ..graphs.bucketed_graphs import EAGER, BatchShape, GraphFamily, GraphLimits, PathDecision
+from ..graphs.bucketed_graphs import EAGER, BatchShape, PathDecision
 from ..graphs.graph_pool import GraphKind, GraphPool
-from ..graphs.pytree import own
 from ..graphs.token_graphs import AttentionBridge, TokenGraphs
 from ..kv.pool import KVPool
 from ..models.interface import AuxCapture, CausalLM
@@ -71,80 +68,14 @@ class PrefillGraphs:
         return self.model.body(self.model.embed(ids), positions, attend, aux_ids_of(self.model))
 
 
-class VerifyGraphs:
-    """Decode (N = 1) and verify forwards of up to the largest bucket's requests, N rows each; `has_tree`: along a tree."""
-
-    def __init__(
-        self,
-        graphs: GraphPool,
-        model: CausalLM,
-        pool: KVPool,
-        buckets: Sequence[int],
-        *,
-        num_rows: int,
-        max_pages: int,
-        has_tree: bool = False,
-    ) -> None:
-        self.model = model
-        self.rows = FixedRows(
-            pool, max_requests=max(buckets), num_rows=num_rows, max_pages=max_pages, has_tree=has_tree
-        )
-        limits = GraphLimits(is_by_token=False, rows=num_rows, pages=max_pages, hidden=captured_mode(model))
-        self.family: GraphFamily[ReplayContext, Hidden] = GraphFamily(
-            graphs, GraphKind.TARGET_VERIFY, buckets, limits
-        )
-        self._scale = pool.layout.scale
-
-    def capture(self) -> None:
-        self.family.capture(self._forward, lambda bucket: ReplayContext(num_rows=bucket), self.model.tensors)
-
-    def decide(self, batch: ForwardBatch) -> PathDecision:
-        return self.family.decide(self.rows.shape_of(batch))
-
-    def takes(self, num_requests: int) -> bool:
-        """Whether a step of so many requests, N rows each, would run as a graph."""
-        limits = self.family.limits
-        return self.family.peek(
-            BatchShape(size=num_requests, rows=limits.rows, hidden=limits.hidden)
-        ).is_graph
-
-    def run(self, batch: ForwardBatch, decision: PathDecision) -> Hidden:
-        """Hidden rows and features; the caller owns them."""
-        self.rows.plan(batch, decision.bucket)
-        replayed = self.family.replay(
-            decision, ReplayContext(num_rows=batch.num_tokens // self.rows.num_rows)
-        )
-        return own(replayed, batch.num_tokens)
-
-    def _forward(self, bucket: int, _: Breaks[ReplayContext]) -> Hidden:
-        rows, count = self.rows, bucket * self.rows.num_rows
-        hidden = self.model.embed(rows.input_ids[:count])
-        attend = rows.attend(bucket, self._scale)
-        return self.model.body(hidden, rows.positions[:count], attend, aux_ids_of(self.model))
-
-
 @dataclass(frozen=True, kw_only=True)
 class TargetGraphs:
-    """The graphs of one runner. A prefill engine has `prefill`, a decode engine `verifies`; either may be absent.
+    """The graphs of one runner. Decode and verify are part of a step, which has graphs of its own."""
 
-    `verifies`: one family per number of rows that steps may have, the configured one first.
-    """
-
-    prefill: PrefillGraphs | None = None
-    verifies: tuple[VerifyGraphs, ...] = ()
-
-    @property
-    def verify(self) -> VerifyGraphs | None:
-        """The graphs of the configured number of rows."""
-        return self.verifies[0] if self.verifies else None
-
-    def verify_of(self, num_rows: int) -> VerifyGraphs | None:
-        """The graphs of `num_rows` rows per request; without any, the configured ones, which refuse the batch."""
-        return next((graphs for graphs in self.verifies if graphs.rows.num_rows == num_rows), self.verify)
+    prefill: PrefillGraphs
 
     def decide(self, batch: ForwardBatch) -> PathDecision:
-        """The decision for `batch`; EAGER when this role has no graphs of its kind."""
+        """The decision for `batch`; EAGER for rows that are no prompt."""
         if batch.mode in (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY):
-            verify = self.verify_of(batch.q_lens[0] if batch.q_lens else 0)
-            return verify.decide(batch) if verify is not None else EAGER
-        return self.prefill.decide(batch) if self.prefill is not None else EAGER
+            return EAGER
+        return self.prefill.decide(batch)

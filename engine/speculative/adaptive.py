@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .draft_shape import DraftShape
+from .drafting.shape import DraftShape
 
 PRIOR = 0.6  # the share of drafts kept before anything was seen, and
 PRIOR_TRIED = 4.0  # how many drafts that counts as

@@ -72,7 +72,7 @@ def test_workers_are_on_the_device_with_their_own_graphs_and_keep_no_page(cluste
     graphs = {
         role: {name for name, count in worker["graphs"].items() if count} for role, worker in workers.items()
     }
-    wanted = {"draft_prefill", "verify", "draft", "draft_extend"} if kind == "draft" else {"decode"}
+    wanted = {"draft_prefill", "verify", "decode"} if kind == "draft" else {"decode"}
     if kind == "draft, no graphs":
         assert graphs == {"prefill": set(), "decode": set()}
     else:

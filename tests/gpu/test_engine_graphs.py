@@ -10,8 +10,7 @@ from baton.engine.batch.forward_batch import CaptureHidden
 from baton.engine.config import EngineConfig
 from baton.engine.loader import Engine, EngineLoader
 from baton.engine.request import Request
-from baton.engine.sampling_params import SamplingParams
-from baton.engine.speculative.spec_decoder import SpecDecoder
+from baton.engine.sampling.params import SamplingParams
 from baton.tests.parity.eagle3_toys import head_config, head_tensors, write_head
 from baton.tests.parity.toy_engine import random_ids
 
@@ -41,14 +40,7 @@ def load(model: Path, head: Path, *, graphs: bool, has_drafter: bool = True, **s
 
 def serve(engine: Engine, size: int) -> tuple[list[list[int]], set[str]]:
     """Tokens of `size` requests, and the paths that their steps took."""
-    decoder = SpecDecoder(
-        engine.runner,
-        engine.sampler,
-        drafter=engine.drafter,
-        shape=engine.shape,
-        policy=engine.step_policy,
-        max_context=engine.max_context,
-    )
+    decoder = engine.decoder()
     requests = []
     for i in range(size):
         params = SamplingParams(temperature=float(i % 2), seed=i, max_new_tokens=12, ignore_eos=True)
@@ -89,7 +81,7 @@ def test_graphs_give_the_tokens_of_the_eager_path(
     target = toy_checkpoint("llama", num_hidden_layers=12)
     head = write_head(tmp_path / "head", head_config(2), head_tensors())
     eager, graphed = load(target, head, graphs=False), load(target, head, graphs=True, **settings)
-    assert graphed.graph_counts["verify"] == graphed.graph_counts["draft"] == 3 * num_shapes
+    assert graphed.graph_counts["verify"] == 3 * 3 * num_shapes, "three kinds of three sizes"
     for size in (1, 2, 3, 4, 5):
         expected, _ = serve(eager, size)
         tokens, paths = serve(graphed, size)

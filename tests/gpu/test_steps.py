@@ -1,6 +1,6 @@
 """Whole decode steps on a device: the tokens of steps that wait, and a steady step that neither waits nor allocates."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -10,9 +10,8 @@ from baton.engine.batch.forward_batch import CaptureHidden
 from baton.engine.config import EngineConfig
 from baton.engine.loader import Engine, EngineLoader
 from baton.engine.request import Request
-from baton.engine.sampling_params import SamplingParams
-from baton.engine.speculative.overlapped import OverlappedDecoder
-from baton.engine.speculative.spec_decoder import SpecDecoder
+from baton.engine.sampling.params import SamplingParams
+from baton.engine.speculative.step.async_decoder import AsyncDecoder
 from baton.tests.parity.eagle3_toys import head_config, head_tensors, write_head
 from baton.tests.parity.toy_engine import random_ids
 
@@ -27,11 +26,17 @@ DRAFTS = {
     "tree": {"spec_topk": 4, "spec_tokens": 8},
     "adaptive": {"spec_adaptive": "on", "spec_steps": 2},
 }
-KNOBS = (
+RANKED = (
     {"temperature": 0.0},
     {"temperature": 1.0, "seed": 1},
     {"temperature": 1.0, "seed": 2, "top_k": 5, "min_p": 0.001},
     {"temperature": 0.8, "seed": 3, "top_p": 0.9},
+)
+EDITED = (
+    {"temperature": 0.0, "frequency_penalty": 0.8, "repetition_penalty": 1.3, "logprobs": 2},
+    {"temperature": 1.0, "seed": 1, "logit_bias": {5: 3.0}, "presence_penalty": 0.5},
+    {"temperature": 1.0, "seed": 2, "top_k": 5, "logprobs": 0},
+    {"temperature": 0.8, "seed": 3, "min_new_tokens": 20, "stop_token_ids": tuple(range(0, 256, 3))},
 )
 LENGTH = 40
 
@@ -64,11 +69,13 @@ def load(target: Path, head: Path, drafts: str, *, overlap: str, graphs: bool = 
     return loader.engine()
 
 
-def begun(engine: Engine, decoder: SpecDecoder, size: int) -> list[Request]:
+def begun(
+    engine: Engine, decoder: AsyncDecoder, size: int, ways: Sequence[dict[str, object]] = RANKED
+) -> list[Request]:
     """Requests with their prompts computed and token 1 chosen."""
     requests = []
     for i in range(size):
-        params = SamplingParams(max_new_tokens=LENGTH, ignore_eos=True, **KNOBS[i])
+        params = SamplingParams(max_new_tokens=LENGTH, ignore_eos=True, **ways[i])
         request = Request(
             room=f"{i:032x}", epoch=0, prompt_ids=random_ids(9 + 7 * i, seed=i), sampling=params
         )
@@ -90,7 +97,7 @@ def begun(engine: Engine, decoder: SpecDecoder, size: int) -> list[Request]:
     return requests
 
 
-def run_ahead(decoder: OverlappedDecoder, requests: list[Request]) -> Iterator[str]:
+def run_ahead(decoder: AsyncDecoder, requests: list[Request]) -> Iterator[str]:
     """Step to the end, each step launched before the one before is read; yields the paths."""
     flight = None
     while live := [request for request in requests if not request.is_finished]:
@@ -101,7 +108,7 @@ def run_ahead(decoder: OverlappedDecoder, requests: list[Request]) -> Iterator[s
     decoder.read(flight, [False] * len(flight.requests))
 
 
-def run_waiting(decoder: SpecDecoder, requests: list[Request]) -> None:
+def run_waiting(decoder: AsyncDecoder, requests: list[Request]) -> None:
     while live := [request for request in requests if not request.is_finished]:
         decoder.step(live)
 
@@ -116,7 +123,7 @@ def test_steps_launched_ahead_give_the_tokens_of_steps_that_wait(
         expected = begun(waiting, decoder, size)
         run_waiting(decoder, expected)
         decoder = ahead.decoder()
-        assert isinstance(decoder, OverlappedDecoder)
+        assert decoder.launches_ahead
         requests = begun(ahead, decoder, size)
         assert set(run_ahead(decoder, requests)) == {"graph" if graphs else "eager"}
         assert [r.output_ids for r in requests] == [r.output_ids for r in expected]
@@ -127,10 +134,27 @@ def test_steps_launched_ahead_give_the_tokens_of_steps_that_wait(
 
 
 @pytest.mark.parametrize("drafts", ["off", "chain", "tree"])
+def test_edited_steps_of_graphs_give_the_tokens_of_eager_steps(target: Path, head: Path, drafts: str):
+    """The fixed forms of edits and logprobs in graphs, against the same forms run eagerly and waited for."""
+    waiting, ahead = (
+        load(target, head, drafts, overlap=overlap, graphs=overlap == "on") for overlap in ("off", "on")
+    )
+    decoder = waiting.decoder()
+    expected = begun(waiting, decoder, 4, EDITED)
+    run_waiting(decoder, expected)
+    decoder = ahead.decoder()
+    requests = begun(ahead, decoder, 4, EDITED)
+    assert set(run_ahead(decoder, requests)) == {"graph"}
+    assert [r.output_ids for r in requests] == [r.output_ids for r in expected]
+    assert not decoder.fallbacks
+    assert requests[3].num_output >= 20
+
+
+@pytest.mark.parametrize("drafts", ["off", "chain", "tree"])
 def test_a_steady_step_neither_waits_for_the_device_nor_allocates(target: Path, head: Path, drafts: str):
     engine = load(target, head, drafts, overlap="auto")
     decoder = engine.decoder()
-    assert isinstance(decoder, OverlappedDecoder), "on a GPU steps are launched ahead by default"
+    assert decoder.launches_ahead, "on a GPU steps are launched ahead by default"
     assert all(family.captured == (1, 2, 4) for family in engine.steps.families.values()), (
         "the self-test drops none"
     )

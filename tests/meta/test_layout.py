@@ -291,7 +291,7 @@ def test_router_and_cluster_load_no_torch():
 # --- the laws can fail ------------------------------------------------------------------------------------------------
 
 KNOWN = {
-    "baton.cluster.protocol.messages", "baton.cluster.protocol.codec", "baton.engine.kv.pool", "baton.engine.sampler",
+    "baton.cluster.protocol.messages", "baton.cluster.protocol.codec", "baton.engine.kv.pool", "baton.engine.sampling.sampler",
     "baton.router.app", "baton.prefill.worker", "baton.decode.worker",
     "baton.worker.link", "baton.kernels.rope", "baton.__init__",
 }  # fmt: skip
@@ -314,8 +314,8 @@ def snippet(relative: str, text: str) -> Source:
         ("worker/a.py", "from ..decode.worker import DecodeWorker"),
         ("kernels/a.py", "from ..engine.kv.pool import KVPool"),
         ("cluster/a.py", "from .. import __version__"),
-        ("kvtransfer/a.py", "from ..engine.sampler import Sampler"),
-        ("kvtransfer/a.py", "from ..engine import sampler"),
+        ("kvtransfer/a.py", "from ..engine.sampling.sampler import Sampler"),
+        ("kvtransfer/a.py", "from ..engine.sampling import sampler"),
         ("deploy/a.py", "from ..router.app import app"),
         ("cluster/a.py", "import typing\nif typing.TYPE_CHECKING:\n    from ..router.app import App"),
         ("attic/a.py", "import os"),

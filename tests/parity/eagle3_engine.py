@@ -11,18 +11,21 @@ from baton.engine.kv.pool import KVPool
 from baton.engine.models.weights import load_model
 from baton.engine.request import Request
 from baton.engine.runner.model_runner import ModelRunner
-from baton.engine.sampler import Sampler, sampling_rows
-from baton.engine.sampling_params import SamplingParams
+from baton.engine.sampling.params import SamplingParams
+from baton.engine.sampling.sampler import Sampler
 from baton.engine.speculative.adaptive import StepPolicy
-from baton.engine.speculative.draft_shape import DraftShape
-from baton.engine.speculative.draft_worker import DraftWorker
-from baton.engine.speculative.eagle3_weights import load_eagle3
-from baton.engine.speculative.spec_config import load_draft_config
-from baton.engine.speculative.spec_decoder import SpecDecoder, StepResult
+from baton.engine.speculative.drafters.eagle3 import Eagle3Drafter
+from baton.engine.speculative.drafters.eagle3_weights import load_eagle3
+from baton.engine.speculative.drafters.protocol import Proposal
+from baton.engine.speculative.drafters.spec_config import load_draft_config
+from baton.engine.speculative.drafting.shape import PLAIN, DraftShape
+from baton.engine.speculative.step.async_decoder import AsyncDecoder
+from baton.engine.speculative.step.result import StepResult
+from baton.engine.speculative.step.step_graphs import StepGraphs, step_graphs
 from baton.tests.parity.eagle3_toys import DEFAULT_IDS, SHAPE
 from baton.tests.parity.toy_models import reference_model
 
-PAGE_SIZE, NUM_PAGES, STEPS = 4, 400, 3
+PAGE_SIZE, NUM_PAGES, STEPS, MAX_REQUESTS = 4, 400, 3, 8
 
 
 @dataclass
@@ -38,6 +41,7 @@ class Engine:
     policy: StepPolicy | None = None
     max_context: int = 256
     device: str = "cpu"
+    is_greedy: bool = False
     next_page: int = 1
     results: list[StepResult] = field(default_factory=list)
 
@@ -52,24 +56,35 @@ class Engine:
             eagle3 = load_eagle3(draft, dtype=torch.float32, device=self.device)
             eagle3.share(model.embed_tokens, model.lm_head, config.max_position_embeddings)
             sizes = {"num_pages": NUM_PAGES, "page_size": PAGE_SIZE, "capacity": 2}
-            self.drafter = DraftWorker(eagle3, dtype=torch.float32, device=self.device, **sizes)
-        self.decoder = SpecDecoder(
-            self.runner,
-            Sampler(self.vocab_size, self.device),
-            drafter=self.drafter,
-            shape=DraftShape.of(self.steps, self.topk, self.tokens),
-            policy=self.policy,
-            max_context=self.max_context,
+            self.drafter = Eagle3Drafter(eagle3, dtype=torch.float32, device=self.device, **sizes)
+        self.sampler = Sampler(self.vocab_size, self.device)
+        self.shape = DraftShape.of(self.steps, self.topk, self.tokens)
+        self.decoder = AsyncDecoder(
+            self.step_graphs(), shape=self.shape, policy=self.policy, launches_ahead=False
         )
+
+    def step_graphs(self, make: type[StepGraphs] = StepGraphs) -> StepGraphs:
+        """Steps that nothing is captured of yet; with `is_greedy` graphs can be captured of greedy ones alone."""
+        shape = self.shape if self.drafter is not None else PLAIN
+        made = step_graphs(
+            self.runner,
+            self.drafter,
+            shapes=[shape] if self.policy is None else self.policy.shapes[::-1],
+            watched=None if self.policy is None else shape,
+            max_requests=MAX_REQUESTS,
+            max_context=self.max_context,
+            make=make,
+        )
+        if self.is_greedy:
+            made.kinds = tuple(kind for kind in made.kinds if kind.shape == shape and not kind.is_ranked)
+        return made
 
     def prefill(
         self, prompt: Sequence[int], params: SamplingParams, *, chunk: int = 1000, pages: int | None = None
     ) -> Request:
         """A request with its prompt computed, its first token sampled and its draft KV written in chunks."""
         request = Request(room=f"{self.next_page:032x}", epoch=0, prompt_ids=list(prompt), sampling=params)
-        wanted = pages or pages_for(
-            len(prompt) + params.max_new_tokens + self.decoder.shape.spare_slots, PAGE_SIZE
-        )
+        wanted = pages or pages_for(len(prompt) + params.max_new_tokens + self.shape.spare_slots, PAGE_SIZE)
         request.pages = list(range(self.next_page, self.next_page + wanted))[::-1]
         self.next_page += wanted
         n = len(prompt)
@@ -84,10 +99,8 @@ class Engine:
             capture_hidden=CaptureHidden.NULL if self.drafter is None else CaptureHidden.FULL,
         )
         output = self.runner.forward(batch)
-        sampler = self.decoder.sampler
-        request.append(
-            sampler.sample(output.logits[-1:], sampler.build(sampling_rows(request))).tokens.tolist(), ()
-        )
+        chosen = self.sampler.sample(output.logits[-1:], self.sampler.build([request.masked_row]))
+        request.append(chosen.tokens.tolist(), ())
         request.num_computed = n
         if output.hidden is not None:
             for start in range(0, n, chunk):
@@ -151,15 +164,16 @@ def features_of(engine: Engine, ids: list[int]) -> torch.Tensor:
 def record_drafts(engine: Engine, request: Request) -> list[int]:
     """One step; returns the drafts that were verified in it."""
     seen: list[int] = []
-    forward = engine.runner.forward
+    propose = engine.drafter.propose
 
-    def spy(batch: ForwardBatch, *args: object) -> object:
-        seen.extend(batch.input_ids.tolist()[1:])
-        return forward(batch, *args)
+    def spy(*args: object) -> Proposal:
+        proposal = propose(*args)
+        seen.extend(proposal.drafts[0].tolist())
+        return proposal
 
-    engine.runner.forward = spy
+    engine.drafter.propose = spy
     engine.decoder.step([request])
-    engine.runner.forward = forward
+    engine.drafter.propose = propose
     return seen
 
 

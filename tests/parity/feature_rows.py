@@ -3,8 +3,10 @@
 from collections.abc import Sequence
 
 import torch
-from baton.engine.speculative.chain import ChainPlan
-from baton.engine.speculative.draft_worker import DraftPrefill, DraftWorker
+from baton.engine.speculative.drafters.eagle3 import Eagle3Drafter
+from baton.engine.speculative.drafters.protocol import DraftPrefill, DraftView
+from baton.engine.speculative.drafting.shape import DraftShape
+from baton.engine.speculative.drafting.verify import AcceptResult
 
 Known = dict[int, dict[int, torch.Tensor]]
 
@@ -12,18 +14,17 @@ Known = dict[int, dict[int, torch.Tensor]]
 class FeatureRows:
     """Watches `drafter`. A request goes by the first of its pages.
 
-    `prefilled` and `decoded`: its features `[K*H]` by position. `accept_lens`: of its verifies, in order.
+    `prefilled` and `decoded`: its features `[K*H]` by position.
     """
 
-    def __init__(self, drafter: DraftWorker) -> None:
+    def __init__(self, drafter: Eagle3Drafter) -> None:
         self.prefilled: Known = {}
         self.decoded: Known = {}
-        self.accept_lens: dict[int, list[int]] = {}
-        self._prefill, self._extend = drafter.prefill, drafter.extend
-        drafter.prefill, drafter.extend = self._watch_prefill, self._watch_extend
+        self._prefill, self._observe = drafter.prefill, drafter.observe
+        drafter.prefill, drafter.observe = self._watch_prefill, self._watch_observe
 
     def clear(self) -> None:
-        for known in (self.prefilled, self.decoded, self.accept_lens):
+        for known in (self.prefilled, self.decoded):
             known.clear()
 
     def of(self, first_page: int) -> dict[int, torch.Tensor]:
@@ -35,18 +36,20 @@ class FeatureRows:
             _keep(self.prefilled, item.pages[0], item.start, item.features)
         self._prefill(items)
 
-    def _watch_extend(
-        self, chain: ChainPlan, rows: torch.Tensor, slots: torch.Tensor, ids: torch.Tensor, features: torch.Tensor,
-        accept_len: torch.Tensor,
-    ) -> None:  # fmt: skip
-        by_request = features.view(*ids.shape, -1)
-        first_pages = chain.page_table[:, 0].tolist()
-        for page, start, mine, count in zip(
-            first_pages, chain.lens, by_request, accept_len.tolist(), strict=True
-        ):
-            _keep(self.decoded, page, start, mine[:count])
-            self.accept_lens.setdefault(page, []).append(count)
-        self._extend(chain, rows, slots, ids, features, accept_len)
+    def _watch_observe(
+        self,
+        view: DraftView,
+        features: torch.Tensor,
+        accepted: AcceptResult,
+        emitted: torch.Tensor,
+        shape: DraftShape,
+    ) -> None:
+        if not view.is_recorded:
+            by_request = features.view(view.lens.shape[0], shape.num_nodes, -1)
+            pages, starts, counts = (x.tolist() for x in (view.page_table[:, 0], view.lens, emitted))
+            for i, (page, start, count) in enumerate(zip(pages, starts, counts, strict=True)):
+                _keep(self.decoded, page, start, by_request[i, accepted.path[i, :count]])
+        self._observe(view, features, accepted, emitted, shape)
 
 
 def _keep(known: Known, page: int, start: int, features: torch.Tensor) -> None:

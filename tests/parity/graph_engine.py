@@ -1,12 +1,12 @@
 """Engines with graphs beside engines without, and what makes them differ where a graph is wrong."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 from baton.engine.attention.registry import attention_for
-from baton.engine.batch.fixed_rows import FixedRows
-from baton.engine.graph_set import GraphSet
+from baton.engine.capture.graph_set import GraphSet
 from baton.engine.graphs.backend import GraphBackend
+from baton.engine.graphs.breakable import Breaks
 from baton.engine.graphs.bucketed_graphs import GraphFamily
 from baton.engine.graphs.graph_pool import GraphKind
 from baton.engine.graphs.tape.arena import ArenaMemory
@@ -15,10 +15,8 @@ from baton.engine.kv.page_table import slots_for
 from baton.engine.request import Request
 from baton.engine.runner.lifecycle import Lifecycle, Phase
 from baton.engine.runner.model_runner import ModelRunner
-from baton.engine.speculative.draft_graphs import DraftLoopGraphs
-from baton.engine.speculative.draft_shape import PLAIN, DraftShape
-from baton.engine.speculative.draft_worker import DraftWorker
-from baton.engine.speculative.tree_graphs import TreeLoopGraphs
+from baton.engine.speculative.drafters.eagle3 import Eagle3Drafter
+from baton.engine.speculative.step.step_graphs import StepGraphs
 from baton.tests.parity.eagle3_engine import PAGE_SIZE, Engine
 
 MAX_BATCH, MAX_TOKENS = 4, 24
@@ -39,26 +37,23 @@ def at(phase: Phase) -> Lifecycle:
 
 def capture(
     runner: ModelRunner,
-    drafter: DraftWorker | None = None,
+    drafter: Eagle3Drafter | None = None,
+    steps: StepGraphs | None = None,
     *,
     memory: TapeMemory | None = None,
-    num_rows: int = 1,
-    shapes: Sequence[DraftShape] = (),
-    max_context: int = 256,
     max_batch: int = MAX_BATCH,
     max_tokens: int = MAX_TOKENS,
     as_one_break: bool = False,
     backend: GraphBackend | None = None,
 ) -> GraphSet:
-    """Every kind of graph at once, as no single role has them; `num_rows` stands for a chain's `shapes`, a tape in `memory`
-    for `backend`."""
-    shapes = shapes or [DraftShape.of(num_rows - 1)]
+    """Every kind of graph at once, as no single role has them; a tape in `memory` stands for `backend`."""
     backend = backend or TapeBackend(memory or KeptMemory())
     graphs = GraphSet(backend, at(Phase.POOLS_ALLOCATED), as_one_break=as_one_break)
     graphs.capture_prefill(runner, max_tokens)
-    graphs.capture_decode(runner, max_batch, shapes, max_context)
     if drafter is not None:
-        graphs.capture_draft(drafter, max_batch, shapes, max_context, max_tokens)
+        graphs.capture_draft(drafter, max_tokens)
+    if steps is not None:
+        graphs.capture_steps(steps, max_batch)
     return graphs
 
 
@@ -73,13 +68,11 @@ def with_graphs(
     max_tokens: int = MAX_TOKENS,
 ) -> GraphSet:
     """Graphs for `engine`, of which `kinds` run; every static buffer is poisoned before each step."""
-    policy, shape = engine.decoder.policy, engine.decoder.shape if engine.drafter is not None else PLAIN
     graphs = capture(
         engine.runner,
         engine.drafter,
+        engine.decoder.steps,
         memory=memory,
-        shapes=[shape] if policy is None else policy.shapes[::-1],
-        max_context=engine.max_context,
         max_batch=max_batch,
         max_tokens=max_tokens,
         as_one_break=as_one_break,
@@ -103,51 +96,29 @@ def enable(engine: Engine, kinds: set[GraphKind] | None) -> None:
 
 
 def families(engine: Engine) -> list[GraphFamily]:
-    target = engine.runner.graphs
-    found = [target.prefill.tokens.family, *(verify.family for verify in target.verifies)]
-    if engine.drafter is not None:
-        draft = engine.drafter.graphs
-        found += [
-            draft.prefill.tokens.family,
-            *(graphs.family for graphs in (*draft.extends, *loops_of(engine))),
-        ]
-    return found
-
-
-def loops_of(engine: Engine) -> list[DraftLoopGraphs | TreeLoopGraphs]:
-    draft = engine.drafter.graphs
-    return [*draft.loops, *([] if draft.tree is None else [draft.tree])]
+    found = [engine.runner.graphs.prefill.tokens.family, *engine.decoder.steps.families.values()]
+    return found if engine.drafter is None else [*found, engine.drafter.graphs.tokens.family]
 
 
 def statics(engine: Engine) -> Iterator[torch.Tensor]:
-    """Every static input of every graph."""
-    target = engine.runner.graphs
-    tokens, rows = [target.prefill.tokens], [verify.rows for verify in target.verifies]
+    """Every static input of every graph that is loaded before each replay."""
+    tokens = [engine.runner.graphs.prefill.tokens]
     if engine.drafter is not None:
-        draft = engine.drafter.graphs
-        tokens.append(draft.prefill.tokens)
-        for extend in draft.extends:
-            rows.append(extend.rows)
-            yield from (extend.features, extend.accept_len)
-        for loop in loops_of(engine):
-            rows.append(loop.rows)
-            yield from (loop.hidden, loop.logits)
+        tokens.append(engine.drafter.graphs.tokens)
     for graphs in tokens:
         yield from graphs.inputs.values()
         yield from (graphs.bridge.q, graphs.bridge.k, graphs.bridge.v, graphs.bridge.out)
-    for fixed in rows:
-        yield from statics_of(fixed)
-
-
-def statics_of(fixed: FixedRows) -> tuple[torch.Tensor, ...]:
-    tree = () if fixed.tree_mask is None else (fixed.tree_mask,)
-    return fixed.input_ids, fixed.positions, fixed.slots, fixed.page_table, fixed.kv_lens, *tree
 
 
 def poison(engine: Engine) -> None:
-    """NaN, and ids, positions, slots and pages far outside of everything."""
+    """NaN and ids far outside of everything; and what free slots and places of requests hold means nothing either."""
     for static in statics(engine):
         static.fill_(float("nan") if static.is_floating_point() else 1 << 40)
+    state = engine.decoder.steps.step.state
+    state.integers[state._free, 1:3] = 0
+    if engine.drafter is not None:
+        for values in engine.drafter.anchors:
+            values[engine.drafter.states._free] = float("nan")
 
 
 def kv_of(engine: Engine, request: Request) -> list[torch.Tensor]:
@@ -157,8 +128,17 @@ def kv_of(engine: Engine, request: Request) -> list[torch.Tensor]:
     return [pool.kv[slots // PAGE_SIZE, :, :, slots % PAGE_SIZE] for pool in pools]
 
 
+class Recorded(Breaks):
+    """Has the step planned as for a recording."""
+
+    is_recorded = True
+
+
 def uses_kernels(engine: Engine) -> None:
     """The eager path by the paged kernels' references, as on a device."""
+    step = engine.decoder.steps.step
+    run = step.run
+    step.run = lambda slots, kind, breaks: run(slots, kind, Recorded(breaks.context))
     engine.runner.attention = attention_for(engine.runner.pool, "triton")
     if engine.drafter is not None:
         engine.drafter._attention = attention_for(engine.drafter.pool, "triton")

@@ -259,7 +259,7 @@ def exchanged_weights_are_found_and_changed_ones_followed(backend: GraphBackend,
     model.weights["1.o"] = model.weights["1.o"] * 2
     torch.testing.assert_close(pooled.replay(context_of(4)), expected, atol=1e-5, rtol=1e-5)  # the old memory
     assert pool.stale() == {"draft_prefill 4": ["1.o"]}
-    pool.checks_pointers = True
+    pool.check_every = 1
     with pytest.raises(StaleGraph, match=r"1\.o"):
         pooled.replay(context_of(4))
 

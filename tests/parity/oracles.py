@@ -8,9 +8,13 @@ never overwritten gives a wrong draft when it is looked up, DISTANCE tokens late
 
 import json
 import random
+from dataclasses import fields, replace
 from pathlib import Path
 
 import torch
+from baton.engine.speculative.drafters.protocol import DraftView, Proposal
+from baton.engine.speculative.drafting.choice import DraftSampling
+from baton.engine.speculative.drafting.shape import DraftShape
 from baton.tests.parity.eagle3_engine import Engine
 from baton.tests.parity.eagle3_toys import write_head
 from safetensors.torch import save_file
@@ -42,14 +46,23 @@ def expected_accept_length(alpha: float, steps: int) -> float:
 
 def tune(engine: Engine, alpha: float, seed: int = 0) -> None:
     """Make each draft of `engine`'s eager path wrong with chance 1 - alpha; what follows in the chain sees the wrong one."""
-    choose = engine.drafter._choose
+    propose = engine.drafter.propose
 
-    def tuned(logits: torch.Tensor, params: object, positions: torch.Tensor) -> torch.Tensor:
-        drafts = choose(logits, params, positions)
-        wrong = [not is_right(seed, row, position, alpha) for row, position in enumerate(positions.tolist())]
-        return torch.where(torch.tensor(wrong), (drafts + 1) % engine.vocab_size, drafts)
+    class Tuned(DraftSampling):
+        def choose(
+            self, logits: torch.Tensor, positions: torch.Tensor, target_ids: torch.Tensor
+        ) -> torch.Tensor:
+            drafts = super().choose(logits, positions, target_ids)
+            wrong = [
+                not is_right(seed, row, position, alpha) for row, position in enumerate(positions.tolist())
+            ]
+            return torch.where(torch.tensor(wrong), (drafts + 1) % engine.vocab_size, drafts)
 
-    engine.drafter._choose = tuned
+    def tuned(view: DraftView, shape: DraftShape) -> Proposal:
+        sampling = Tuned(**{f.name: getattr(view.sampling, f.name) for f in fields(view.sampling)})
+        return propose(replace(view, sampling=sampling), shape)
+
+    engine.drafter.propose = tuned
 
 
 def _phases() -> tuple[torch.Tensor, torch.Tensor]:

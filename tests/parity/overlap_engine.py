@@ -4,8 +4,10 @@ import gc
 import weakref
 from collections.abc import Callable, Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
-from baton.engine.graph_set import GraphSet
+from baton.engine.capture.graph_set import GraphSet
 from baton.engine.graphs.backend import GraphBackend
 from baton.engine.graphs.guard import HOST_READS
 from baton.engine.graphs.modes import DispatchMode, storage_of, storages_of
@@ -14,23 +16,27 @@ from baton.engine.graphs.tape.arena import ArenaMemory
 from baton.engine.graphs.tape.tape import TapeBackend
 from baton.engine.request import Request
 from baton.engine.runner.lifecycle import Phase
-from baton.engine.speculative.device_steps import DeviceSteps, Report
-from baton.engine.speculative.draft_shape import PLAIN
-from baton.engine.speculative.overlapped import OverlappedDecoder, device_steps
-from baton.engine.speculative.spec_decoder import StepResult
-from baton.engine.speculative.step_body import StepKind
+from baton.engine.speculative.step.async_decoder import AsyncDecoder
+from baton.engine.speculative.step.fused_step import FillMasks, StepKind
+from baton.engine.speculative.step.result import StepResult
+from baton.engine.speculative.step.step_graphs import Report, StepGraphs
 from baton.tests.parity.eagle3_engine import Engine
 from baton.tests.parity.graph_engine import at
 from torch.overrides import TorchFunctionMode
 
-MAX_REQUESTS = 6
+MAX_CAPTURED = 6
 
 
-class LateSteps(DeviceSteps):
+class LateSteps(StepGraphs):
     """Runs a step when its report is asked for, or when as many are waiting as the host has room for."""
 
-    def launch(self, slots: tuple[int, ...], kind: StepKind) -> "LateReport":
-        return LateReport(lambda: super(LateSteps, self).launch(slots, kind))
+    def launch(
+        self, slots: tuple[int, ...], kind: StepKind, fill: FillMasks | None = None
+    ) -> tuple["LateReport", StepKind]:
+        if fill is not None:
+            return super().launch(slots, kind, fill)
+        kind_run = self._covering(kind) if self.takes(kind, len(slots)) else kind
+        return LateReport(lambda: super(LateSteps, self).launch(slots, kind)[0]), kind_run
 
 
 class LateReport:
@@ -39,7 +45,7 @@ class LateReport:
     def __init__(self, run: Callable[[], Report]) -> None:
         self._run = run
 
-    def rows(self) -> list[list[int]]:
+    def rows(self) -> npt.NDArray[np.int64]:
         return self._run().rows()
 
 
@@ -47,34 +53,15 @@ def overlapped(
     engine: Engine,
     *,
     graphs: bool = False,
-    steps: type[DeviceSteps] = DeviceSteps,
+    steps: type[StepGraphs] = StepGraphs,
     backend: GraphBackend | None = None,
-) -> OverlappedDecoder:
+) -> AsyncDecoder:
     """Give `engine` a decoder that launches ahead; returns it. `graphs` are captured on `backend`, by default a tape."""
-    old = engine.decoder
-    shape = old.shape if engine.drafter is not None else PLAIN
-    shapes = [shape] if old.policy is None else list(old.policy.shapes)
-    made = device_steps(
-        engine.runner,
-        engine.drafter,
-        shapes=shapes,
-        watched=shape if old.policy is not None else None,
-        max_requests=MAX_REQUESTS,
-        max_context=engine.max_context,
-        make=steps,
-    )
+    made = engine.step_graphs(steps)
     if graphs:
         backend = backend or TapeBackend(ArenaMemory(1 << 16, poison=True))
-        GraphSet(backend, at(Phase.POOLS_ALLOCATED)).capture_steps(made)
-    engine.decoder = OverlappedDecoder(
-        engine.runner,
-        old.sampler,
-        steps=made,
-        drafter=engine.drafter,
-        shape=old.shape,
-        policy=old.policy,
-        max_context=engine.max_context,
-    )
+        GraphSet(backend, at(Phase.POOLS_ALLOCATED)).capture_steps(made, MAX_CAPTURED)
+    engine.decoder = AsyncDecoder(made, shape=engine.shape, policy=engine.policy)
     return engine.decoder
 
 

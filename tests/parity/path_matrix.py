@@ -13,11 +13,11 @@ from itertools import combinations, product
 from pathlib import Path
 
 import torch
-from baton.engine.graph_set import GraphSet
+from baton.engine.capture.graph_set import GraphSet
 from baton.engine.graphs.backend import GraphBackend
 from baton.engine.graphs.cuda import CudaBackend
 from baton.engine.graphs.tape.tape import TapeBackend
-from baton.engine.sampling_params import SamplingParams
+from baton.engine.sampling.params import SamplingParams
 from baton.tests.parity.eagle3_engine import Engine
 from baton.tests.parity.eagle3_toys import (
     ORACLE_VOCAB,
@@ -137,8 +137,8 @@ class Seen:
 
 
 def run(engine: Engine, prompts: list[list[int]], rows: FeatureRows, *, is_ahead: bool = False) -> Seen:
-    """All of `prompts` in one batch to their end, on pages that hold NaN. What a graph of a whole step passes to the drafter
-    is seen in the draft's KV alone."""
+    """All of `prompts` in one batch to their end, on pages that hold NaN. What a graph of a step passes to the drafter is
+    seen in the draft's KV alone."""
     engine.next_page, engine.results = 1, []
     rows.clear()
     for pool in (engine.runner.pool, engine.drafter.pool):
@@ -149,6 +149,7 @@ def run(engine: Engine, prompts: list[list[int]], rows: FeatureRows, *, is_ahead
         for request in requests:
             engine.decoder.forget(request)
     tokens = engine.run(requests)
+    is_hidden = any(result.path == "graph" for result in engine.results)
     for pool in (engine.runner.pool, engine.drafter.pool):
         assert not bool(pool.kv[0].any()), "the sink stays zero"
     return Seen(
@@ -156,7 +157,7 @@ def run(engine: Engine, prompts: list[list[int]], rows: FeatureRows, *, is_ahead
         accept_lens=[result.accept_lens for result in engine.results if result.tokens],
         features=[
             torch.stack(
-                [rows.of(r.pages[0])[i] for i in range(r.num_prompt if is_ahead else r.num_tokens - 1)]
+                [rows.of(r.pages[0])[i] for i in range(r.num_prompt if is_hidden else r.num_tokens - 1)]
             )
             for r in requests
         ],
@@ -169,21 +170,23 @@ class GraphedEngine:
     """An engine with every kind of graph, in the state that `cell` wants."""
 
     def __init__(self, models: tuple[Path, Path], cell: Cell, device: str) -> None:
-        self.engine = Engine(*models, device=device, **SHAPES[cell.shape])
+        self.engine = Engine(*models, device=device, is_greedy=True, **SHAPES[cell.shape])
         self.backend: GraphBackend = CudaBackend() if device == "cuda" else TapeBackend(arena())
         self.graphs = with_graphs(
             self.engine, backend=self.backend, max_batch=MAX_BATCH, max_tokens=MAX_TOKENS
         )
         self.rows = FeatureRows(self.engine.drafter)
         self.other: Engine | None = None
-        self.ahead = cache(lambda: self._ahead(Engine(*models, device=device, **SHAPES[cell.shape])))
+        self.ahead = cache(
+            lambda: self._ahead(Engine(*models, device=device, is_greedy=True, **SHAPES[cell.shape]))
+        )
         if cell.state == "churned":
-            self._capture_others(Engine(*models, device=device, steps=2))
+            self._capture_others(Engine(*models, device=device, steps=2, is_greedy=True))
 
     def _capture_others(self, other: Engine) -> None:
         """Other buckets' graphs in the same memory; half of them go again, the rest is replayed between cells."""
         graphs = capture(
-            other.runner, other.drafter, num_rows=3, max_batch=3, max_tokens=12, backend=self.backend
+            other.runner, other.drafter, other.decoder.steps, max_batch=3, max_tokens=12, backend=self.backend
         )
         enable(other, FULL)
         for family in families(other):

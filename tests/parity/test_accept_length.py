@@ -11,9 +11,10 @@ from baton.engine.batch.forward_batch import CaptureHidden
 from baton.engine.config import EngineConfig
 from baton.engine.loader import EngineLoader
 from baton.engine.request import Request
-from baton.engine.sampling_params import SamplingParams
-from baton.engine.speculative.draft_shape import DraftShape
-from baton.engine.speculative.spec_decoder import SpecDecoder
+from baton.engine.sampling.params import SamplingParams
+from baton.engine.speculative.drafting.shape import DraftShape
+from baton.engine.speculative.step.async_decoder import AsyncDecoder
+from baton.engine.speculative.step.step_graphs import step_graphs
 from baton.tests.parity.prompts import CHATS
 from baton.tests.parity.test_cluster_tokens import assert_same
 from baton.tests.sim.worker_pair import Pair, name
@@ -37,14 +38,17 @@ def load(model, draft):
 def answer(engine, prompts, shift=0, shape=CHAIN, num_tokens=NUM_TOKENS):
     """(accept length, outputs) of all prompts in one batch; `shift` moves the captured layers."""
     engine.model.aux_layer_ids = tuple(layer + shift for layer in engine.feature_ids)
-    decoder = SpecDecoder(
-        engine.runner,
-        engine.sampler,
-        drafter=engine.drafter,
-        shape=shape,
-        eos_token_ids=engine.model_config.eos_token_ids,
-        max_context=engine.max_context,
-    )
+    steps = engine.steps
+    if shape != engine.shape:
+        steps = step_graphs(
+            engine.runner,
+            engine.drafter,
+            shapes=[shape],
+            max_requests=len(prompts),
+            max_context=engine.max_context,
+        )
+    eos_ids = engine.model_config.eos_token_ids
+    decoder = AsyncDecoder(steps, shape=shape, eos_token_ids=eos_ids, launches_ahead=False)
     requests = [prefill(engine, decoder, ids, num_tokens) for ids in prompts]
     committed = verifies = 0
     while running := [request for request in requests if not request.is_finished]:
@@ -130,12 +134,11 @@ def test_graphs_and_the_hand_off_change_neither_accept_length_nor_tokens_which_a
 
     found["graphs"] = answer_in_turns()
     counters = engine.graph_counters
-    assert all(
-        counters[f"graph_replays_{kind}"] > 0 for kind in ("target_verify", "draft_decode", "draft_extend")
-    ), counters
+    assert all(counters[f"graph_replays_{kind}"] > 0 for kind in ("decode_step", "draft_prefill")), counters
     found["handed over"] = handed_over(pair, prompts, num_tokens, count)
     assert pair.prefill.stats().counters["graph_replays_target_prefill"] > 0
-    engine.runner.graphs = engine.drafter.graphs = None
+    engine.drafter.graphs, engine.steps.families = None, {}
+    engine.steps._covered.clear()
     found["eager"] = length, _ = answer_in_turns()
     num_tokens_of = {how: [len(output) for output in outputs] for how, (_, outputs) in found.items()}
     assert num_tokens_of["graphs"] == num_tokens_of["handed over"] == num_tokens_of["eager"]

@@ -3,9 +3,9 @@
 from pathlib import Path
 
 import pytest
-from baton.engine.sampling_params import SamplingParams
+from baton.engine.sampling.params import SamplingParams
 from baton.engine.speculative.adaptive import StepCosts, StepPolicy
-from baton.engine.speculative.draft_shape import PLAIN, DraftShape
+from baton.engine.speculative.drafting.shape import PLAIN, DraftShape
 from baton.tests.parity.eagle3_engine import Engine
 from baton.tests.parity.graph_engine import arena, with_graphs
 
@@ -53,7 +53,7 @@ def test_the_oracle_is_believed_in_full_in_the_step_in_which_drafting_returns(
     engine = Engine(*oracle, steps=full.steps, topk=full.topk, tokens=full.num_nodes, policy=policy)
     if has_graphs:
         graphs = with_graphs(engine, arena())
-        assert (graphs.counts()["decode"], graphs.counts()["verify"]) == (3, 3 * (len(shapes) - 1))
+        assert (graphs.counts()["decode"], graphs.counts()["verify"]) == (9, 9 * (len(shapes) - 1))
     assert engine.generate([[1, 2, 3], [40]], greedy(60)) == Engine(oracle[0]).generate(
         [[1, 2, 3], [40]], greedy(60)
     )
@@ -92,3 +92,18 @@ def test_the_policy_hears_of_warm_requests_only_and_never_more_than_was_tried(
     for _ in range(3):
         engine.decoder.step([cold, warm])
     assert policy.heard == [(0, 1), (0, 1), (0, 1)]
+
+
+def test_proposals_that_were_not_asked_for_match_where_drafts_would_have(oracle: tuple[Path, Path]) -> None:
+    """At temperature 1 a proposal depends on the noise of its position, which must be that of the target's choice."""
+    heard = []
+    for script in ([0], [1]):
+        policy = Scripted(CHAINS, list(script))
+        engine = Engine(*oracle, policy=policy)
+        params = [sampled() for _ in range(8)]
+        requests = [engine.prefill([7 * i + 1, 3 * i], p) for i, p in enumerate(params)]
+        engine.decoder.step(requests)
+        heard.append(policy.heard)
+    assert heard[0] == heard[1]
+    ((kept, tried),) = heard[0]
+    assert 0 < kept <= tried == 8

@@ -5,15 +5,18 @@ import torch
 from baton.engine.attention.metadata import plan
 from baton.engine.batch.forward_batch import CaptureHidden, ForwardBatch, ForwardMode
 from baton.engine.errors import LifecycleError
+from baton.engine.graphs.breakable import Breaks
 from baton.engine.graphs.bucketed_graphs import EAGER
+from baton.engine.graphs.graph_pool import GraphKind, GraphPool
+from baton.engine.graphs.tape.tape import KeptMemory, TapeBackend
 from baton.engine.kv.page_table import build_page_table, pages_for, slots_for
-from baton.engine.request import Request
-from baton.engine.sampling_params import SamplingParams
-from baton.engine.speculative import draft_loops, draft_worker
-from baton.engine.speculative.chain import ChainPlan, plan_chain
-from baton.kernels.kv_store import kv_rows
+from baton.engine.row_attention import RowPlan
+from baton.engine.sampling.params import SamplingParams
+from baton.engine.speculative.drafters import eagle3, loops
+from baton.engine.speculative.step import fused_step
+from baton.engine.speculative.step.fused_step import StepContext
 from baton.tests.parity.eagle3_engine import PAGE_SIZE, Engine
-from baton.tests.parity.graph_engine import MAX_BATCH, MAX_TOKENS, arena, poison, with_graphs
+from baton.tests.parity.graph_engine import MAX_BATCH, MAX_TOKENS, arena, kv_of, poison, with_graphs
 from baton.tests.parity.toy_engine import random_ids
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -59,37 +62,35 @@ def prefilled(engine: Engine, count: int) -> tuple[torch.Tensor, bool]:
     return engine.drafter.head.compute_logits(out), batch.decision.is_graph
 
 
-def extended(engine: Engine, count: int) -> tuple[torch.Tensor, bool]:
-    batch = batch_of(engine, ForwardMode.DRAFT_EXTEND, *[NUM_ROWS] * count)
-    _, logits = engine.drafter.extend_rows(batch, 1 + torch.arange(count) % NUM_ROWS)
-    return logits, batch.decision.is_graph
-
-
-EDGES = [
-    *(
-        (prefilled, n, MAX_TOKENS, "draft_prefill_tokens_over_max")
-        for n in (1, 15, 16, 17, MAX_TOKENS, MAX_TOKENS + 1)
-    ),
-    *(
-        (extended, n, MAX_BATCH, "draft_extend_batch_over_planned")
-        for n in (1, 2, 3, MAX_BATCH, MAX_BATCH + 1)
-    ),
-]
-
-
-@pytest.mark.parametrize(("run", "count", "most", "reason"), EDGES)
-def test_m2_3_draft_forwards_at_bucket_edges_equal_eager_and_what_is_larger_is_counted(
-    plain, graphed, run, count, most, reason
-):
-    before = graphed.graphs.counters().get(f"graph_fallback_{reason}", 0)
+@pytest.mark.parametrize("count", [1, 15, 16, 17, MAX_TOKENS, MAX_TOKENS + 1])
+def test_m2_3_draft_prefills_at_bucket_edges_equal_eager(plain, graphed, count):
+    reason = "graph_fallback_draft_prefill_tokens_over_max"
+    before = graphed.graphs.counters().get(reason, 0)
     poison(graphed)
-    logits, is_graph = run(graphed, count)
-    expected, _ = run(plain, count)
-    assert is_graph is (count <= most)
+    logits, is_graph = prefilled(graphed, count)
+    expected, _ = prefilled(plain, count)
+    assert is_graph is (count <= MAX_TOKENS)
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
     assert torch.equal(logits.argmax(-1), expected.argmax(-1))
     torch.testing.assert_close(graphed.drafter.pool.kv[1:], plain.drafter.pool.kv[1:], atol=1e-4, rtol=1e-4)
-    assert graphed.graphs.counters().get(f"graph_fallback_{reason}", 0) - before == (count > most)
+    assert graphed.graphs.counters().get(reason, 0) - before == (count > MAX_TOKENS)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, MAX_BATCH, MAX_BATCH + 1])
+def test_m2_3_steps_at_bucket_edges_equal_eager(target, head, count):
+    reason = "graph_fallback_decode_step_batch_over_planned"
+    engine, other = Engine(target, head, is_greedy=True), Engine(target, head)
+    graphs = with_graphs(engine, arena())
+    prompts = [random_ids(5 + 3 * i, seed=i) for i in range(count)]
+    params = SamplingParams(temperature=0.0, max_new_tokens=9, ignore_eos=True)
+    kv = []
+    for each in (engine, other):
+        requests = [each.prefill(prompt, params) for prompt in prompts]
+        each.run(requests)
+        kv.append([rows for request in requests for rows in (request.output_ids, *kv_of(each, request))])
+    torch.testing.assert_close(*kv, atol=1e-4, rtol=1e-4)
+    assert {result.path for result in engine.results} == {"graph" if count <= MAX_BATCH else "eager"}
+    assert bool(graphs.counters().get(reason, 0)) is (count > MAX_BATCH)
 
 
 # --- plans ------------------------------------------------------------------------------------------------------------
@@ -135,54 +136,57 @@ def test_m5_2_whatever_is_changed_behind_a_plan_is_refused_by_target_and_draft(p
         attention.bind(plan(batch, PAGE_SIZE)) if change is not without_a_request else None
 
 
-def requests_of(engine: Engine, count: int) -> list[Request]:
-    engine.next_page = 1
-    return [engine.prefill(random_ids(5 + 3 * i, seed=i), GREEDY) for i in range(count)]
+def step_plan(engine: Engine, num_requests: int = 2, *, num_rows: int = 3) -> RowPlan:
+    """The plan of a step's rows, as a step makes it."""
+    lens = torch.full((num_requests,), 7)
+    table = 1 + torch.arange(num_requests * 2).view(num_requests, 2)
+    rows = torch.arange(num_requests * num_rows) + PAGE_SIZE
+    return RowPlan(engine.drafter.pool, rows, table, lens, is_recorded=False)
 
 
-def chain_of(engine: Engine, count: int) -> tuple[ChainPlan, torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
-    """Plan, draft slots and draft state of a step of `count` requests, which are then forgotten."""
-    requests = requests_of(engine, count)
-    chain = plan_chain(
-        requests, engine.decoder.shape.spare_slots, page_size=PAGE_SIZE, max_context=256, device="cpu"
-    )
-    states, rows = (
-        engine.drafter.states,
-        torch.tensor([engine.decoder._warm[request].row for request in requests]),
-    )
-    state = states.hidden[rows].clone(), states.logits[rows].clone()
-    for request in requests:
-        engine.decoder.forget(request)
-    return chain, chain.slots, state
+@pytest.mark.parametrize("part", ["rows", "page_table", "kv_lens"])
+def test_m5_2_whatever_is_changed_behind_the_plan_of_a_step_is_refused(plain, part):
+    plan_of_step = step_plan(plain)
+    parts = [torch.zeros(6, heads, 16) for heads in (4, 2, 2)]
+    plan_of_step.attend(0, *parts)
+    getattr(plan_of_step, part)[:1] += 1
+    with pytest.raises(LifecycleError, match="plan after the last change"):
+        plan_of_step.attend(0, *parts)
 
 
-def test_m5_3_draft_forwards_prepared_for_a_graph_and_then_forced_to_eager_are_planned_anew(plain, graphed):
-    drafter = graphed.drafter
-    for mode, lens in ((ForwardMode.EXTEND, (7,)), (ForwardMode.DRAFT_EXTEND, (NUM_ROWS,) * 3)):
-        outputs = []
-        for engine in (graphed, plain):
-            batch, accept_len = batch_of(engine, mode, *lens), torch.full((len(lens),), 2)
-            if engine is graphed and mode is ForwardMode.EXTEND:
-                assert drafter.graphs.prefill.decide(batch).is_graph
-            elif engine is graphed:
-                drafter.graphs.extend.rows.plan(batch, drafter.graphs.extend.decide(batch).bucket)
-            batch.decision = EAGER
-            is_prefill = mode is ForwardMode.EXTEND
-            outputs.append(
-                engine.drafter.prefill_rows(batch)
-                if is_prefill
-                else engine.drafter.extend_rows(batch, accept_len)[1]
-            )
-        assert torch.equal(*outputs)
-    drafts = []
+def test_m5_1_the_plan_of_a_step_has_the_rows_that_the_forward_brings(plain):
+    with pytest.raises(LifecycleError, match="planned for 6 rows and got 8"):
+        step_plan(plain).attend(0, *(torch.zeros(8, heads, 16) for heads in (4, 2, 2)))
+    for table, lens in ((torch.ones(3, 2), torch.ones(2)), (torch.ones(4, 2), torch.ones(4))):
+        with pytest.raises(LifecycleError, match="do not make equally many rows"):
+            RowPlan(plain.drafter.pool, torch.arange(6), table.long(), lens.long(), is_recorded=False)
+
+
+def test_m5_2_a_batch_of_an_older_state_is_gathered_anew(target, head):
+    """The host's plan of a batch, its slots and who is drafted for, belongs to a version of the device state."""
+    engine = Engine(target, head)
+    request = engine.prefill([5, 9], GREEDY)
+    engine.decoder.step([request])
+    planned = engine.decoder._batch
+    assert engine.decoder.step([request]).drafted == [Engine.steps]
+    assert engine.decoder._batch is planned
+    engine.decoder.forget(request)
+    other = engine.prefill([6, 9], GREEDY)
+    engine.decoder.step([other])
+    engine.decoder._batch = planned  # as if the other one had not been stepped in between
+    assert engine.decoder.step([request]).drafted == [0]
+    assert engine.decoder._slots[request] != engine.decoder._slots[other]
+
+
+def test_m5_3_a_draft_prefill_forced_to_eager_is_planned_anew(plain, graphed):
+    outputs = []
     for engine in (graphed, plain):
-        chain, slots, state = chain_of(engine, 3)
+        batch = batch_of(engine, ForwardMode.EXTEND, 7)
         if engine is graphed:
-            drafter.graphs.loop.rows.plan_context(
-                chain.page_table, chain.lens, drafter.graphs.loop.decide(chain).bucket
-            )
-        drafts.append(engine.drafter.draft_rows(chain, slots, state, [GREEDY] * 3, EAGER))
-    assert torch.equal(*drafts)
+            assert engine.drafter.graphs.decide(batch).is_graph
+        batch.decision = EAGER
+        outputs.append(engine.drafter.prefill_rows(batch))
+    assert torch.equal(*outputs)
 
 
 # --- where rows are written -------------------------------------------------------------------------------------------
@@ -190,41 +194,50 @@ def test_m5_3_draft_forwards_prepared_for_a_graph_and_then_forced_to_eager_are_p
 
 @pytest.mark.parametrize("topk", [1, 4])
 @pytest.mark.parametrize("steps", [1, 3, 5])
-def test_m5_4_graph_and_eager_draft_steps_get_the_same_slots_lengths_and_pages(
+def test_m5_4_graph_and_eager_steps_get_the_same_slots_lengths_and_pages(
     target, head, monkeypatch, steps, topk
 ):
-    """Of each step, three requests in a bucket of four."""
-    engine = Engine(target, head, steps=steps, topk=topk)
-    captured, planned = [], []
-    attend_rows = draft_loops.attend_rows
-    monkeypatch.setattr(
-        draft_loops, "attend_rows", lambda *args: captured.append(args[1:4]) or attend_rows(*args)
+    """Of each forward of a step of three requests in a bucket of four: verify, the draft's levels, draft extend."""
+    engine = Engine(target, head, steps=steps, topk=topk, is_greedy=True)
+    graphs = with_graphs(engine, kinds=set())
+    requests = [engine.prefill(random_ids(5 + 3 * i, seed=i), GREEDY) for i in range(3)]
+    engine.decoder.step(requests)
+    planned: list[tuple[torch.Tensor, ...]] = []
+
+    class Spied(RowPlan):
+        def __init__(self, pool: object, *parts: torch.Tensor, is_recorded: bool) -> None:
+            planned.append(parts)
+            super().__init__(pool, *parts, is_recorded=is_recorded)
+
+    for module in (fused_step, loops, eagle3):
+        monkeypatch.setattr(module, "RowPlan", Spied)
+    step_graphs, kind = engine.decoder.steps, engine.decoder.steps.kinds[0]
+    graph = GraphPool(TapeBackend(KeptMemory()))
+    context = StepContext(num_rows=3)
+    states = (step_graphs.step.state.integers, *engine.drafter.anchors)
+    before = [values.clone() for values in states]
+    pooled = graph.capture(
+        GraphKind.DECODE_STEP,
+        4,
+        lambda breaks: step_graphs.step.run(step_graphs.slots[:4], kind, breaks),
+        context,
     )
-    with_graphs(engine)
-    chain, slots, state = chain_of(engine, 3)
-    chain_batch = draft_worker.chain_batch
-    monkeypatch.setattr(
-        draft_worker,
-        "chain_batch",
-        lambda *args, **more: planned.append(chain_batch(*args, **more)) or planned[-1],
-    )
-    shape, drafter, params = engine.decoder.shape, engine.drafter, [GREEDY] * 3
-    if topk == 1:
-        loop = drafter.graphs.loop
-        found = [drafter.draft_rows(chain, slots, state, params, decision) for decision in (None, EAGER)]
-    else:
-        loop = drafter.graphs.tree
-        found = [
-            drafter.tree_rows(shape, chain, slots, state, params, each).drafts
-            for each in (loop.decide(chain), EAGER)
-        ]
-    assert torch.equal(*found)
-    assert loop.family.pool.report().kinds[-1].replays == {MAX_BATCH: 1}
-    of_bucket = [args for args in captured if args[1].shape[0] == MAX_BATCH][: steps - 1]
-    assert len(of_bucket) == len(planned) == steps - 1
-    for (graph_rows, table, lens), batch in zip(of_bucket, planned, strict=True):
-        assert torch.equal(graph_rows[: 3 * topk], kv_rows(batch.slots, drafter.pool.kv))
-        assert lens[:3].tolist() == batch.kv_lens
-        width = batch.page_table.shape[1]
-        for row, used in enumerate(pages_for(n, PAGE_SIZE) for n in batch.kv_lens):
-            assert torch.equal(table[row, : min(used, width)], batch.page_table[row, :used])
+    recorded, report = planned[:], pooled.graph.output.clone()
+    planned.clear()
+    assert graphs.pool.report().num_graphs
+    for is_replay in (False, True):  # the replay writes what the recording planned
+        for values, old in zip(states, before, strict=True):
+            values.copy_(old)
+        if is_replay:
+            pooled.replay(context)
+            assert torch.equal(pooled.graph.output, report)
+        else:
+            step_graphs.step.run(step_graphs.slots[:3], kind, Breaks(context))
+    assert len(recorded) == len(planned) == 1 + steps
+    for ours, theirs in zip(recorded, planned, strict=True):
+        (rows, table, lens, *_), (eager_rows, eager_table, eager_lens, *_) = ours, theirs
+        assert torch.equal(rows[: len(eager_rows)], eager_rows)
+        assert torch.equal(lens[:3], eager_lens)
+        assert torch.equal(table[:3], eager_table)
+        assert not rows[len(eager_rows) :].any(), "idle rows lie in the sink"
+        assert len(rows) * 3 == len(eager_rows) * 4

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from baton.engine.request import Request
-from baton.engine.sampler import sampling_rows
-from baton.engine.sampling_params import SamplingParams
+from baton.engine.sampling.params import SamplingParams
 from baton.tests.parity.eagle3_engine import (
     NUM_PAGES,
     PAGE_SIZE,
@@ -117,9 +116,9 @@ def test_a_draft_with_the_targets_logits_proposes_what_the_target_will_choose(
     for seed in range(20):
         request = engine.prefill([seed + 1, 2], sampled(seed=seed, max_new_tokens=9))
         logits = 3 * torch.randn(1, 256, generator=generator)
-        engine.drafter.states.logits[engine.decoder._warm[request].row] = logits[0]
-        sampler = engine.decoder.sampler
-        choice = sampler.sample(logits, sampler.build(sampling_rows(request))).tokens.tolist()
+        engine.drafter.states.logits[engine.decoder.coverage.known[request].row] = logits[0]
+        rows = engine.sampler.build([request.sampling_row])
+        choice = engine.sampler.sample(logits, rows).tokens.tolist()
         assert record_drafts(engine, request)[:1] == choice
 
 
@@ -276,7 +275,8 @@ def test_draft_kv_after_decoding_is_that_of_a_prefill_of_the_same_tokens(
     for draft_kv in zip(rows_of(decoded, request), rows_of(fresh, again), strict=True):
         assert torch.allclose(draft_kv[0][rows], draft_kv[1][rows], atol=1e-4)
     states = [
-        e.drafter.states.logits[e.decoder._warm[r].row] for e, r in ((decoded, request), (fresh, again))
+        e.drafter.states.logits[e.decoder.coverage.known[r].row]
+        for e, r in ((decoded, request), (fresh, again))
     ]
     assert torch.allclose(*states, atol=1e-3)
 
@@ -294,11 +294,12 @@ def test_a_cached_prefix_with_the_same_token_behind_it_needs_no_draft_row_again(
     request.pages = [*owner.pages[:3], *range(300, 306)]
     request.append(expected.output_ids, ())
     engine.decoder.draft_prefill(request, features_of(whole, prompt)[shared:], shared)
-    assert engine.decoder.is_warm(request)
+    assert engine.decoder.coverage.is_warm(request)
     for mine, theirs in zip(rows_of(engine, request), rows_of(whole, expected), strict=True):
         assert torch.allclose(mine[: len(prompt)], theirs[: len(prompt)], atol=1e-4)
     states = [
-        e.drafter.states.logits[e.decoder._warm[r].row] for e, r in ((engine, request), (whole, expected))
+        e.drafter.states.logits[e.decoder.coverage.known[r].row]
+        for e, r in ((engine, request), (whole, expected))
     ]
     assert torch.allclose(*states, atol=1e-3)
 
@@ -358,7 +359,7 @@ def test_features_of_another_width_and_gaps_in_the_draft_rows_are_refused(
         engine.decoder.draft_prefill(request, torch.zeros(2, 192), 4)
     with pytest.raises(AssertionError, match="not there yet"):
         engine.decoder.draft_prefill(request, torch.zeros(30, 192), 2)
-    assert not engine.decoder.is_warm(request)
+    assert not engine.decoder.coverage.is_warm(request)
 
 
 def test_an_empty_batch_and_an_empty_prefill_pass_through(target: Path, random_head: Path) -> None:

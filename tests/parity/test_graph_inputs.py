@@ -20,16 +20,17 @@ from baton.engine.graphs.tape.tape import TapeBackend
 from baton.engine.graphs.token_graphs import attend_real_rows
 from baton.engine.kv.pool import FeaturePlane, KVPool
 from baton.engine.models.llama import LlamaForCausalLM
+from baton.engine.row_attention import RowPlan
 from baton.engine.runner.model_runner import ModelRunner
-from baton.engine.sampling_params import SamplingParams
-from baton.engine.speculative.draft_graphs import DraftExtendGraphs, DraftLoopGraphs, DraftPrefillGraphs
-from baton.engine.speculative.draft_worker import DraftWorker
-from baton.engine.speculative.eagle3 import DraftPhase, Eagle3Head
-from baton.engine.speculative.idle import idle_draft_batch
-from baton.engine.speculative.spec_config import load_draft_config
+from baton.engine.sampling.params import SamplingParams
+from baton.engine.speculative.drafters.eagle3 import Eagle3Drafter
+from baton.engine.speculative.drafters.eagle3_head import DraftPhase, Eagle3Head
+from baton.engine.speculative.drafters.idle import idle_draft_batch
+from baton.engine.speculative.drafters.prefill_graphs import DraftPrefillGraphs
+from baton.engine.speculative.drafters.spec_config import load_draft_config
 from baton.tests.parity.eagle3_engine import Engine
 from baton.tests.parity.eagle3_toys import VOCAB, head_config, toy_target, write_head
-from baton.tests.parity.graph_engine import arena, capture, families, kv_of, with_graphs
+from baton.tests.parity.graph_engine import FULL, arena, capture, families, kv_of, with_graphs
 from baton.tests.parity.toy_engine import PAGE_SIZE, ToyEngine, random_ids
 from baton.tests.parity.toy_models import reference_model
 
@@ -77,13 +78,13 @@ def test_m1_1_any_five_layers_are_captured_in_their_order_on_every_path(target):
     toy, plain, ids = ToyEngine(target), ToyEngine(target), random_ids(10, seed=1)
     for each in (toy, plain):
         each.runner.set_aux_layer_ids(FIVE)
-    capture(toy.runner, memory=arena(), num_rows=2)
+    capture(toy.runner, memory=arena())
     with torch.no_grad():
         states = reference_model(target)(torch.tensor([ids]), output_hidden_states=True).hidden_states
     expected = torch.cat([states[layer + 1][0] for layer in FIVE], dim=-1)
     outputs = [plain.runner.forward(full(plain, ("a", ids))), toy.runner.forward(full(toy, ("a", ids[:8])))]
     outputs.append(toy.runner.forward(full(toy, ("a", ids[8:]), mode=VERIFY)))
-    assert [output.path for output in outputs] == ["eager", "breakable", "graph"]
+    assert [output.path for output in outputs] == ["eager", "breakable", "eager"]
     for output, rows in zip(outputs, (slice(None), slice(8), slice(8, None)), strict=True):
         torch.testing.assert_close(output.hidden, expected[rows], atol=1e-4, rtol=1e-4)
     with pytest.raises(LifecycleError, match="already configured"):
@@ -104,13 +105,12 @@ def drop_one_layer(runner: ModelRunner) -> None:
     runner.model.body = lambda hidden, positions, attend, aux=(): body(hidden, positions, attend, aux[:-1])
 
 
-@pytest.mark.parametrize("mode", [EXTEND, VERIFY])
-@pytest.mark.parametrize("has_graphs", [False, True])
+@pytest.mark.parametrize(("mode", "has_graphs"), [(EXTEND, False), (EXTEND, True), (VERIFY, False)])
 def test_m1_7_fewer_captured_layers_than_chosen_raise_on_every_path(target, mode, has_graphs):
     toy = ToyEngine(target, aux=IDS)
     drop_one_layer(toy.runner)
     if has_graphs:
-        capture(toy.runner, num_rows=2)
+        capture(toy.runner)
     batch = full(toy, ("a", [1, 2]), mode=mode)
     with pytest.raises(
         LifecycleError, match=r"\[9, 1, 5\] are \[2, 192\], but the forward captured \[2, 128\]"
@@ -203,11 +203,10 @@ def test_m2_7_what_graphs_capture_is_what_their_forwards_ask_for(target, head):
         with_graphs(engine)
         modes.append({family.kind: family.limits.hidden for family in families(engine)})
     null, last, every = CaptureHidden
-    assert modes[0] == {GraphKind.TARGET_PREFILL: null, GraphKind.TARGET_VERIFY: null}
+    assert modes[0] == {GraphKind.TARGET_PREFILL: null} | dict.fromkeys(FULL, null)
     assert modes[1] == {
-        GraphKind.TARGET_PREFILL: every, GraphKind.TARGET_VERIFY: every, GraphKind.DRAFT_PREFILL: last,
-        GraphKind.DRAFT_EXTEND: last, GraphKind.DRAFT_DECODE: null,
-    }  # fmt: skip
+        GraphKind.TARGET_PREFILL: every, GraphKind.DRAFT_PREFILL: last,
+    } | dict.fromkeys(FULL, every)  # fmt: skip
 
 
 @pytest.mark.parametrize("captured", list(CaptureHidden))
@@ -251,19 +250,32 @@ def test_m2_8_nan_behind_each_break_and_in_padded_features_reaches_no_real_row(t
 
 @pytest.mark.parametrize("has_graphs", [False, True])
 @pytest.mark.parametrize("shape", [{}, {"steps": 2, "topk": 2, "tokens": 6}], ids=["chain", "tree"])
-def test_m5_5_forwards_padded_to_a_multiple_give_what_they_give_alone(target, head, shape, has_graphs):
+def test_m5_5_forwards_padded_to_a_multiple_give_what_they_give_alone(
+    target, head, monkeypatch, shape, has_graphs
+):
     """Draft prefill, draft decode, verify and draft extend, as beside a peer whose kernels want eight rows."""
     engine, plain = Engine(target, head, **shape), Engine(target, head, **shape)
-    if has_graphs:
-        with_graphs(engine, arena())
     engine.runner.row_multiple = engine.drafter.row_multiple = 8
+    if has_graphs:
+        with_graphs(engine, arena(), max_batch=8)
     seen = []
+    init = RowPlan.__init__
+
+    def noted(self: RowPlan, pool: KVPool, rows: torch.Tensor, *rest: object, **more: object) -> None:
+        seen.append(rows.shape[0])
+        init(self, pool, rows, *rest, **more)
+
+    monkeypatch.setattr(RowPlan, "__init__", noted)
     for runner in (engine.runner, engine.drafter):
         bind = (attention := runner._attention if runner is engine.drafter else runner.attention).bind
         attention.bind = lambda metadata, bind=bind: (seen.append(metadata.num_rows), bind(metadata))[1]
     prompts = [random_ids(n, seed=n) for n in (1, 6, 11)]
-    assert_same(engine, plain, prompts)
+    tokens = engine.generate(prompts, GREEDY)
+    monkeypatch.undo()
+    assert tokens == plain.generate(prompts, GREEDY)
+    assert [r.accept_lens for r in engine.results] == [r.accept_lens for r in plain.results]
     assert seen
+    assert {result.path for result in engine.results} == {"graph" if has_graphs else "eager"}
     assert all(rows % 8 == 0 for rows in seen), seen
 
 
@@ -272,17 +284,14 @@ def test_m3_4_idle_forwards_run_with_as_many_idle_rows_as_a_peer_forces(target, 
     engine.runner.row_multiple = engine.drafter.row_multiple = 8
     graphs = with_graphs(engine, arena())
     before = engine.runner.pool.kv.clone()
-    for mode in (EXTEND, VERIFY):
-        batch = idle_draft_batch(engine.drafter.head.config.dims, DraftPhase.FROM_TARGET_FEATURES, mode=mode)
-        batch.capture_hidden, batch.features = CaptureHidden.FULL, None
-        output = engine.runner.forward(batch)
-        assert (output.logits.shape[0], tuple(output.hidden.shape)) == (0, (0, engine.drafter.feature_width))
-        assert output.path == ("breakable" if mode is EXTEND else "graph")
+    batch = idle_draft_batch(engine.drafter.head.config.dims, DraftPhase.FROM_TARGET_FEATURES, mode=EXTEND)
+    batch.capture_hidden, batch.features = CaptureHidden.FULL, None
+    output = engine.runner.forward(batch)
+    assert (output.logits.shape[0], tuple(output.hidden.shape)) == (0, (0, engine.drafter.feature_width))
+    assert output.path == "breakable"
     engine.drafter.prefill([])
     replays = {key: count for key, count in graphs.counters().items() if "replays" in key and count}
-    assert replays == {
-        f"graph_replays_{kind}": 1 for kind in ("target_prefill", "target_verify", "draft_prefill")
-    }
+    assert replays == {f"graph_replays_{kind}": 1 for kind in ("target_prefill", "draft_prefill")}
     assert torch.equal(engine.runner.pool.kv, before)
     assert engine.drafter.pool.kv.count_nonzero() == 0
 
@@ -326,16 +335,12 @@ def test_m3_1_everyone_has_the_widths_and_dtype_of_one_record(tmp_path, target_h
         runner = ModelRunner(model, pool)
         runner.set_aux_layer_ids(draft.aux.ids)
         graphs = GraphPool(TapeBackend())
-        sizes = {"num_rows": 4, "max_pages": 2}
-        prefill, extend, loop = (
-            DraftPrefillGraphs(graphs, head, pool, (4,)),
-            DraftExtendGraphs(graphs, head, pool, (2,), **sizes),
-            DraftLoopGraphs(graphs, head, pool, (2,), **sizes),
-        )
+        prefill = DraftPrefillGraphs(graphs, head, pool, (4,))
+        drafter = Eagle3Drafter(head, num_pages=4, page_size=16, dtype=dtype)
         idle = [idle_draft_batch(draft.dims, phase).features for phase in DraftPhase]
         output = runner.forward(one_row())
-        fed = [output.hidden, idle[0], prefill.tokens.inputs["features"], extend.features]
-        own = [idle[1], loop.hidden]
+        fed = [output.hidden, idle[0], prefill.tokens.inputs["features"]]
+        own = [idle[1], drafter.states.hidden]
         assert (
             {t.shape[1] for t in fed} == {width, head.fc.weight.shape[1]} == {draft.dims.target_feature_width}
         )
@@ -355,7 +360,7 @@ def test_m3_3_a_head_or_draft_kv_in_another_dtype_than_resolved_is_refused(tmp_p
     for head_dtype, kv_dtype in ((torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)):
         head = share_own(Eagle3Head(draft, dtype=head_dtype), head_dtype)
         with pytest.raises(CheckpointError, match=r"in torch.float32, but .* was resolved for bfloat16"):
-            DraftWorker(head, num_pages=4, page_size=4, dtype=kv_dtype)
+            Eagle3Drafter(head, num_pages=4, page_size=4, dtype=kv_dtype)
 
 
 def test_m3_5_a_row_of_another_width_or_dtype_never_reaches_the_wire(target, head):

@@ -1,14 +1,15 @@
 """What must hold before, between and after replays: order, hidden modes, padding, ownership, plans, idle rows."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from baton.engine.attention.metadata import plan
 from baton.engine.batch.forward_batch import CaptureHidden, ForwardBatch, ForwardMode
+from baton.engine.capture.graph_set import CHECK_EVERY, GraphSet
 from baton.engine.config import EngineConfig
 from baton.engine.errors import LifecycleError
-from baton.engine.graph_set import GraphSet
 from baton.engine.graphs.bucketed_graphs import EAGER
 from baton.engine.graphs.errors import GraphError, StaleGraph
 from baton.engine.graphs.graph_pool import FallbackReason, GraphKind
@@ -16,12 +17,12 @@ from baton.engine.graphs.tape.tape import TapeBackend
 from baton.engine.kv.page_table import build_page_table, slots_for
 from baton.engine.loader import EngineLoader
 from baton.engine.runner.lifecycle import Phase
-from baton.engine.sampling_params import SamplingParams
-from baton.engine.speculative.draft_graphs import DraftPrefillGraphs
-from baton.engine.speculative.draft_shape import PLAIN
-from baton.engine.speculative.eagle3_weights import load_eagle3
-from baton.engine.speculative.spec_config import load_draft_config
-from baton.tests.parity.eagle3_engine import Engine
+from baton.engine.sampling.params import SamplingParams
+from baton.engine.speculative.drafters.eagle3_weights import load_eagle3
+from baton.engine.speculative.drafters.prefill_graphs import DraftPrefillGraphs
+from baton.engine.speculative.drafters.spec_config import load_draft_config
+from baton.engine.speculative.step import step_graphs
+from baton.tests.parity.eagle3_engine import MAX_REQUESTS, Engine
 from baton.tests.parity.eagle3_toys import toy_target
 from baton.tests.parity.graph_engine import arena, at, capture, with_graphs
 from baton.tests.parity.toy_engine import PAGE_SIZE, ToyEngine, random_ids
@@ -49,7 +50,7 @@ class Captured(ToyEngine):
 
     def __init__(self, target: Path) -> None:
         super().__init__(target, aux=IDS)
-        self.graphs = capture(self.runner, memory=arena(), num_rows=2)
+        self.graphs = capture(self.runner, memory=arena())
         self.before: dict[str, float] = {}
 
     def start(self) -> None:
@@ -65,7 +66,7 @@ class Captured(ToyEngine):
 
 @pytest.fixture(scope="module")
 def captured(deep_target: Path, one_thread: None) -> Captured:
-    """Both target kinds, two rows per request, up to 4 requests and 24 tokens."""
+    """Prefill graphs of up to 24 tokens."""
     return Captured(deep_target)
 
 
@@ -100,31 +101,29 @@ def test_m1_1_captured_features_are_the_outputs_of_the_configured_layers_on_ever
     breakable = toy.runner.forward(batch_of(toy, ("a", ids)))
     toy.runner.forward(batch_of(toy, ("b", ids[:8])))
     full = toy.runner.forward(batch_of(toy, ("b", ids[8:]), mode=ForwardMode.TARGET_VERIFY))
-    assert (eager.path, breakable.path, full.path) == ("eager", "breakable", "graph")
+    assert (eager.path, breakable.path, full.path) == ("eager", "breakable", "eager")
     for output, rows in ((eager, slice(None)), (breakable, slice(None)), (full, slice(8, None))):
         torch.testing.assert_close(output.hidden, expected[rows], atol=1e-4, rtol=1e-4)
     default = torch.cat([states[layer + 1][0] for layer in (1, 5, 8)], dim=-1)
     assert not torch.allclose(full.hidden, default[8:], atol=1e-2)
 
 
-NOT_ASKED = object()  # a drafter or steps that are refused before anything is asked of them
-
-
-def test_m1_5_capturing_before_the_pools_exist_names_both_states(target):
-    toy = ToyEngine(target, aux=IDS)
+def test_m1_5_capturing_before_the_pools_exist_names_both_states(target, head):
+    engine = Engine(target, head)
     for phase in (Phase.LOADED, Phase.AUX_CONFIGURED, Phase.WEIGHTS_SHARED, Phase.CAPTURED, Phase.SERVING):
         graphs = GraphSet(TapeBackend(), at(phase))
-        with pytest.raises(LifecycleError, match=f"POOLS_ALLOCATED.*{phase.name}"):
-            graphs.capture_prefill(toy.runner, 8)
-        with pytest.raises(LifecycleError, match=f"POOLS_ALLOCATED.*{phase.name}"):
-            graphs.capture_decode(toy.runner, 2, [PLAIN], 64)
-        with pytest.raises(LifecycleError, match=f"POOLS_ALLOCATED.*{phase.name}"):
-            graphs.capture_draft(NOT_ASKED, 2, [PLAIN], 64, 8)
-        with pytest.raises(LifecycleError, match=f"POOLS_ALLOCATED.*{phase.name}"):
-            graphs.capture_steps(NOT_ASKED)
-    assert toy.runner.graphs is None
+        for capturing in (
+            lambda graphs=graphs: graphs.capture_prefill(engine.runner, 8),
+            lambda graphs=graphs: graphs.capture_draft(engine.drafter, 8),
+            lambda graphs=graphs: graphs.capture_steps(engine.decoder.steps, 2),
+        ):
+            with pytest.raises(LifecycleError, match=f"POOLS_ALLOCATED.*{phase.name}"):
+                capturing()
+    assert engine.runner.graphs is None
+    assert engine.drafter.graphs is None
+    assert not engine.decoder.steps.families
     with pytest.raises(LifecycleError, match="already configured"):
-        toy.runner.set_aux_layer_ids((1, 5, 8))
+        engine.runner.set_aux_layer_ids((9, 1, 5))
 
 
 def test_m1_features_asked_for_from_graphs_captured_without_any_run_eagerly_and_are_counted(target):
@@ -157,29 +156,12 @@ def load(model: Path, draft: Path | str = "", *, has_drafter: bool, **settings: 
 def test_m2_1_each_role_has_its_own_graphs_and_none_of_the_other(target, head):
     prefill = load(target, head, has_drafter=False)
     assert prefill.graphs.pool.report().num_decode_graphs == 0
-    assert prefill.graph_counts == {
-        "prefill": 5,
-        "draft_prefill": 0,
-        "decode": 0,
-        "draft": 0,
-        "draft_extend": 0,
-    }
+    nothing = {"prefill": 0, "draft_prefill": 0, "decode": 0, "verify": 0}
+    assert prefill.graph_counts == nothing | {"prefill": 5}
     decode = load(target, head, has_drafter=True)
-    assert decode.graph_counts == {
-        "prefill": 0,
-        "draft_prefill": 13,
-        "verify": 3,
-        "draft": 3,
-        "draft_extend": 3,
-    }
+    assert decode.graph_counts == nothing | {"draft_prefill": 13, "decode": 9, "verify": 9}, "of three kinds"
     plain = load(target, has_drafter=True)
-    assert plain.graph_counts == {
-        "prefill": 0,
-        "draft_prefill": 0,
-        "decode": 3,
-        "draft": 0,
-        "draft_extend": 0,
-    }
+    assert plain.graph_counts == nothing | {"decode": 9}
     assert all(not engine.graph_counters.get(f"graph_replays_{kind.value}", 0)
                for engine in (prefill, decode, plain) for kind in GraphKind), "the self-test serves nobody"  # fmt: skip
     for engine in (prefill, decode, plain):
@@ -195,19 +177,30 @@ def test_m2_2_a_draft_graph_before_the_weights_are_shared_is_refused(target, hea
         DraftPrefillGraphs(capture(toy.runner).pool, unshared, toy.pool, (8,))
 
 
-def test_m2_2_exchanged_weights_are_found_at_replay(target, head):
-    engine = Engine(target, head)
+@pytest.mark.parametrize("name", ["lm_head", "target_ids"])
+def test_m2_2_exchanged_weights_are_found_at_replay(target, head, name):
+    """Of the head, whose draft vocabulary is a parameter as its weights are."""
+    engine = Engine(target, head, is_greedy=True)
     graphs = with_graphs(engine)
-    graphs.pool.checks_pointers = True
+    graphs.pool.check_every = 1
     request = engine.prefill(random_ids(9), GREEDY)
     engine.decoder.step([request])
-    engine.drafter.head.lm_head = engine.drafter.head.lm_head.clone()
-    assert {name.split()[0] for name in graphs.pool.stale()} == {
-        "draft_prefill",
-        "draft_extend",
-        "draft_decode",
-    }
-    with pytest.raises(StaleGraph, match="lm_head"):
+    setattr(engine.drafter.head, name, getattr(engine.drafter.head, name).clone())
+    assert {stale.split()[0] for stale in graphs.pool.stale()} == {"draft_prefill", "decode_step"}
+    with pytest.raises(StaleGraph, match=name):
+        engine.decoder.step([request])
+
+
+def test_m2_2_in_production_every_nth_replay_looks_at_the_parameters(target):
+    engine = Engine(target, is_greedy=True)
+    graphs = with_graphs(engine)
+    assert graphs.pool.check_every == CHECK_EVERY, "as GraphSet makes it, for any engine"
+    request = engine.prefill(random_ids(9), GREEDY)
+    engine.decoder.step([request])
+    engine.runner.model.norm.weight = engine.runner.model.norm.weight.clone()
+    graphs.pool.check_every = 3
+    engine.decoder.step([request])
+    with pytest.raises(StaleGraph, match="norm"):
         engine.decoder.step([request])
 
 
@@ -287,8 +280,7 @@ def test_m3_4_a_batch_of_no_rows_passes_through_every_forward(target, head, has_
         assert output.hidden.shape == (0, 3 * toy.config.hidden_size)
     width, hidden = engine.drafter.feature_width, engine.drafter.head.config.hidden_size
     out = engine.drafter.prefill_rows(draft_rows(torch.empty(0, width)))
-    state = engine.drafter.extend_rows(draft_rows(torch.empty(0, width)), torch.empty(0, dtype=torch.int64))
-    assert (out.shape, state[0].shape) == ((0, hidden), (0, hidden))
+    assert out.shape == (0, hidden)
     assert engine.decoder.step([]).tokens == []
     if graphs is not None:
         assert {key.rsplit("_", 2)[1:] == ["idle", "rank"] for key in fallbacks(graphs)} == {True}
@@ -304,22 +296,36 @@ def test_m3_5_a_wrong_width_or_dtype_raises_instead_of_replaying_what_was_there(
     ]:
         with pytest.raises(GraphError, match=f"features.*{named}"):
             engine.drafter.prefill_rows(draft_rows(features))
-    engine.drafter.graphs.extend.features = torch.zeros(16, 5)
-    with pytest.raises(GraphError, match=f"{width}.*5"):
-        engine.decoder.step([engine.prefill(random_ids(5), GREEDY)])
+    eager = Engine(target, head)
+    request = eager.prefill(random_ids(5), GREEDY)
+    eager.runner.model.aux_layer_ids = (1, 5)
+    with pytest.raises(ValueError, match=rf"\[4, 128\] torch.float32.*takes \[4, {width}\] torch.float32"):
+        eager.decoder.step([request])
 
 
 # --- M4: results ------------------------------------------------------------------------------------------------------
 
 
 def test_m4_7_results_do_not_change_with_the_next_replay(toy):
-    for mode, count in ((ForwardMode.EXTEND, 6), (ForwardMode.TARGET_VERIFY, 2)):
+    for mode, count in ((ForwardMode.EXTEND, 6), (ForwardMode.EXTEND, 2)):
         first = toy.runner.forward(batch_of(toy, ("a", random_ids(count, seed=1)), mode=mode))
         logits, hidden = first.logits.clone(), first.hidden.clone()
         toy.runner.forward(batch_of(toy, ("b", random_ids(count, seed=2)), mode=mode))
         assert torch.equal(first.logits, logits)
         assert torch.equal(first.hidden, hidden)
-        assert first.path in ("breakable", "graph")
+        assert first.path == "breakable"
+
+
+def test_m4_7_the_report_of_a_step_does_not_change_with_the_next_one(target, head):
+    engine = Engine(target, head, is_greedy=True)
+    with_graphs(engine)
+    requests = [engine.prefill(random_ids(5 + i, seed=i), GREEDY) for i in range(2)]
+    first = engine.decoder.launch(requests)
+    rows = first.report.rows().copy()
+    second = engine.decoder.launch(requests)
+    assert (first.report.rows() == rows).all()
+    assert (second.report.rows() != rows).any()
+    assert first.report.path == second.report.path == "graph"
 
 
 def test_m4_3_poisoned_graph_memory_does_not_reach_an_eager_step(target, head):
@@ -333,8 +339,8 @@ def test_m4_3_poisoned_graph_memory_does_not_reach_an_eager_step(target, head):
 
 
 @pytest.mark.parametrize("requests", [1, 3])
-@pytest.mark.parametrize("mode", [ForwardMode.TARGET_VERIFY, ForwardMode.EXTEND])
-def test_m5_1_a_batch_padded_to_a_multiple_equals_the_batch_alone(target, toy, mode, requests):
+def test_m5_1_a_batch_padded_to_a_multiple_equals_the_batch_alone(target, toy, requests):
+    mode = ForwardMode.EXTEND
     chunks = [(str(i), random_ids(2, seed=i)) for i in range(requests)]
     alone = ToyEngine(target, aux=IDS)
     expected = alone.runner.forward(batch_of(alone, *chunks, mode=mode))
@@ -347,9 +353,7 @@ def test_m5_1_a_batch_padded_to_a_multiple_equals_the_batch_alone(target, toy, m
         if not runs_graph:
             batch.decision = EAGER
         output = toy.runner.forward(batch)
-        assert output.path == (
-            "eager" if not runs_graph else "breakable" if mode is ForwardMode.EXTEND else "graph"
-        )
+        assert output.path == ("breakable" if runs_graph else "eager")
         assert output.logits.shape[0] == output.hidden.shape[0] == 8
         real = slice(2 * requests)
         torch.testing.assert_close(output.hidden[real], expected.hidden, atol=1e-4, rtol=1e-4)
@@ -362,7 +366,7 @@ def test_m5_2_a_batch_changed_after_it_was_planned_is_refused(toy, change):
     for mode, count in ((ForwardMode.EXTEND, 6), (ForwardMode.TARGET_VERIFY, 2)):
         batch = batch_of(toy, ("a", random_ids(count)), mode=mode)
         metadata = plan(batch, PAGE_SIZE)
-        assert toy.runner.decide(batch).is_graph
+        assert toy.runner.decide(batch).is_graph is (mode is ForwardMode.EXTEND)
         value = getattr(batch, change)
         setattr(batch, change, value.clone() if isinstance(value, torch.Tensor) else list(value))
         assert batch.decision is None, "the path is decided for the batch as it is"
@@ -370,45 +374,53 @@ def test_m5_2_a_batch_changed_after_it_was_planned_is_refused(toy, change):
             toy.runner.forward(batch, metadata)
 
 
-def test_m5_2_rows_and_lengths_that_do_not_belong_together_are_refused(toy):
-    batch = batch_of(toy, ("a", [1, 2]), ("b", [3, 4]), mode=ForwardMode.TARGET_VERIFY)
-    batch.kv_lens = batch.kv_lens[:1]
-    with pytest.raises(LifecycleError, match="1 lengths"):
-        toy.runner.forward(batch)
-
-
 def test_m5_3_prepared_for_a_graph_and_then_forced_to_eager_is_planned_anew(target, toy):
-    batch = batch_of(toy, ("a", [1, 2]), mode=ForwardMode.TARGET_VERIFY)
-    decision = toy.runner.decide(batch)
-    toy.runner.graphs.verify.rows.plan(batch, decision.bucket)
+    batch = batch_of(toy, ("a", [1, 2]))
+    assert toy.runner.decide(batch).is_graph
     batch.decision = EAGER
     output = toy.runner.forward(batch)
     alone = ToyEngine(target, aux=IDS)
-    expected = alone.runner.forward(batch_of(alone, ("a", [1, 2]), mode=ForwardMode.TARGET_VERIFY))
+    expected = alone.runner.forward(batch_of(alone, ("a", [1, 2])))
     assert output.path == "eager"
     assert torch.equal(output.hidden, expected.hidden)
 
 
 def test_m5_6_an_idle_batch_leaves_nothing_ready_for_the_next(toy):
-    toy.runner.forward(batch_of(toy, mode=ForwardMode.TARGET_VERIFY))
-    batch = batch_of(toy, ("a", [1, 2]), mode=ForwardMode.TARGET_VERIFY)
-    assert toy.runner.forward(batch).path == "graph"
+    toy.runner.forward(batch_of(toy))
+    assert toy.runner.forward(batch_of(toy, ("a", [1, 2]))).path == "breakable"
 
 
-def test_a_verify_of_another_shape_has_no_graph(toy):
-    output = toy.runner.forward(batch_of(toy, ("a", [1, 2, 3]), mode=ForwardMode.TARGET_VERIFY))
-    mixed = toy.runner.forward(batch_of(toy, ("b", [1, 2]), ("c", [1]), mode=ForwardMode.TARGET_VERIFY))
-    assert (output.path, mixed.path) == ("eager", "eager")
-    assert fallbacks(toy.graphs, toy.before) == {"graph_fallback_target_verify_verify_mode": 2}
+def test_a_step_of_another_kind_than_captured_runs_eagerly(target, head):
+    engine, plain = Engine(target, head, is_greedy=True), Engine(target, head)
+    with_graphs(engine)
+    ranked = SamplingParams(temperature=1.0, top_k=4, seed=3, max_new_tokens=12, ignore_eos=True)
+    for params, path in ((GREEDY, "graph"), (ranked, "eager")):
+        engine.results = []
+        assert engine.generate([[5, 9]], params) == plain.generate([[5, 9]], params)
+        assert {result.path for result in engine.results} == {path}
 
 
-def test_more_context_than_planned_runs_eagerly(target):
-    toy = ToyEngine(target, aux=IDS)
-    toy.graphs = capture(toy.runner, num_rows=2, max_context=PAGE_SIZE - 2)
-    toy.run(("a", random_ids(PAGE_SIZE)))
-    output = toy.runner.forward(batch_of(toy, ("a", [1, 2]), mode=ForwardMode.TARGET_VERIFY))
-    assert output.path == "eager"
-    assert fallbacks(toy.graphs) == {"graph_fallback_target_verify_context_over_planned": 1}
+def test_more_requests_than_places_run_eagerly_and_are_counted(target, head):
+    """The states move when they grow: graphs would read the old ones."""
+    engine, plain = Engine(target, head, is_greedy=True), Engine(target, head)
+    graphs = with_graphs(engine)
+    prompts = [[i + 1, 9] for i in range(MAX_REQUESTS + 1)]
+    assert engine.generate(prompts, GREEDY) == plain.generate(prompts, GREEDY)
+    assert engine.generate([[5]], GREEDY) == plain.generate([[5]], GREEDY)
+    assert {result.path for result in engine.results} == {"eager"}
+    assert fallbacks(graphs)["graph_fallback_decode_step_batch_over_planned"] > 3
+
+
+def test_more_biases_than_planned_take_the_graphs_of_edited_steps_alone(target, monkeypatch):
+    monkeypatch.setattr(step_graphs, "EDIT_ENTRIES", 2)
+    engine = Engine(target)
+    with_graphs(engine)
+    biased = SamplingParams(temperature=0.0, max_new_tokens=6, ignore_eos=True, logit_bias={7: 1.0, 8: 2.0})
+    wide = replace(biased, logit_bias={7: 1.0, 8: 2.0, 9: 3.0})
+    for params, path in ((biased, "graph"), (wide, "eager"), (biased, "eager"), (GREEDY, "graph")):
+        engine.results = []
+        assert engine.generate([[5, 9]], params) == Engine(target).generate([[5, 9]], params)
+        assert {result.path for result in engine.results} == {path}
 
 
 def test_the_predicate_answers_once_per_batch_and_the_answer_travels(toy):

@@ -1,15 +1,22 @@
 """The start-up self-test finds graphs that differ from the eager path; and what becomes of their batches."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from baton.engine.capture.graph_self_test import SelfTest
+from baton.engine.capture.graph_set import GraphSet
+from baton.engine.capture.step_self_test import StepSelfTest
 from baton.engine.config import EngineConfig
-from baton.engine.graph_self_test import SelfTest
+from baton.engine.graphs import breakable
+from baton.engine.graphs.tape.tape import KeptMemory, TapeBackend
 from baton.engine.loader import EngineLoader
-from baton.engine.sampling_params import SamplingParams
-from baton.engine.step_self_test import StepSelfTest
+from baton.engine.runner.lifecycle import Phase
+from baton.engine.sampling.logprobs import pack_logprobs
+from baton.engine.sampling.params import SamplingParams
+from baton.engine.speculative.step import fused_step
 from baton.tests.parity.eagle3_engine import Engine
-from baton.tests.parity.graph_engine import capture, with_graphs
+from baton.tests.parity.graph_engine import at, capture, with_graphs
 from baton.tests.parity.overlap_engine import overlapped, run_ahead
 from baton.tests.parity.toy_engine import ToyEngine, random_ids
 
@@ -31,44 +38,59 @@ GREEDY = SamplingParams(temperature=0.0, max_new_tokens=12, ignore_eos=True)
 
 
 def test_the_self_test_drops_graphs_that_read_exchanged_weights_and_tokens_stay_right(target, head, caplog):
-    engine, plain = Engine(target, head), Engine(target, head)
+    engine, plain = Engine(target, head, is_greedy=True), Engine(target, head)
     graphs = with_graphs(engine)
     assert SelfTest(engine.runner, engine.drafter, 256).run() == 0
     engine.runner.model.layers[7].mlp.down.weight = engine.runner.model.layers[7].mlp.down.weight * 3
     plain.runner.model.layers[7].mlp.down.weight = plain.runner.model.layers[7].mlp.down.weight * 3
-    test = SelfTest(engine.runner, engine.drafter, 256)
-    verify, prefill = engine.runner.graphs.verify.family, engine.runner.graphs.prefill.tokens.family
-    assert len(verify.captured + prefill.captured) == 9
-    assert test.run() == 9
-    assert "target_verify 4 differs from the eager path" in caplog.text
-    assert verify.captured == prefill.captured == ()
-    assert graphs.counts()["draft_extend"] == 3
+    prefill = engine.runner.graphs.prefill.tokens.family
+    (steps,) = engine.decoder.steps.families.values()
+    assert (len(prefill.captured), len(steps.captured)) == (6, 3)
+    assert SelfTest(engine.runner, engine.drafter, 256).run() == 6
+    assert StepSelfTest(engine.decoder.steps).run() == 3
+    assert "target_prefill 4 differs from the eager path" in caplog.text
+    assert "decode_step 4 differs from the eager path" in caplog.text
+    assert steps.captured == prefill.captured == ()
+    assert graphs.counts()["draft_prefill"] == 6
     assert engine.generate([[5, 9, 200], [17]], GREEDY) == plain.generate([[5, 9, 200], [17]], GREEDY)
-    assert graphs.counters()["graph_fallback_target_verify_capture_failed"] > 3
+    assert graphs.counters()["graph_fallback_decode_step_capture_failed"] > 3
 
 
-@pytest.mark.parametrize("kind", ["extend", "loop", "prefill"])
+@pytest.mark.parametrize("kind", ["steps", "prefill"])
 def test_the_self_test_sees_a_broken_draft_graph(target, head, kind):
-    engine = Engine(target, head)
+    engine = Engine(target, head, is_greedy=True)
     with_graphs(engine)
-    draft = engine.drafter.graphs
-    static = {"extend": draft.extend.rows.positions, "loop": draft.loop.hidden, "prefill": None}[kind]
-    fresh = draft.prefill.tokens.inputs["features"].clone() if static is None else static.clone()
-    if kind == "extend":  # what is loaded is no longer what the graph reads
-        draft.extend.rows.positions = fresh
-        static.fill_(200)
-    elif kind == "loop":
-        draft.loop.hidden = fresh
+    if kind == "steps":  # what is loaded is no longer what the graph reads
+        states = engine.drafter.states
+        states.hidden = states.hidden.clone()
+        family, test = next(iter(engine.decoder.steps.families.values())), StepSelfTest(engine.decoder.steps)
     else:
-        draft.prefill.tokens.inputs["features"] = fresh
-    families_of = {
-        "extend": draft.extend.family,
-        "loop": draft.loop.family,
-        "prefill": draft.prefill.tokens.family,
-    }
-    dropped = SelfTest(engine.runner, engine.drafter, 256).run()
-    assert dropped == len(families_of[kind].buckets)
-    assert families_of[kind].captured == ()
+        tokens = engine.drafter.graphs.tokens
+        tokens.inputs["features"] = tokens.inputs["features"].clone()
+        family, test = tokens.family, SelfTest(engine.runner, engine.drafter, 256)
+    assert test.run() == len(family.buckets) - len(family.captured) >= 2
+
+
+def break_skipped(monkeypatch, state):
+    monkeypatch.setattr(breakable._Break, "replay", lambda *_: None)
+
+
+def logprobs_of_another_step(monkeypatch, state):
+    monkeypatch.setattr(fused_step, "pack_logprobs", lambda values, ids: pack_logprobs(values + 1, ids))
+
+
+def edits_moved(monkeypatch, state):
+    monkeypatch.setattr(state, "_edits", replace(state.edits, values=state.edits.values.clone()))
+
+
+@pytest.mark.parametrize("plant", [None, break_skipped, logprobs_of_another_step, edits_moved])
+def test_the_self_test_sees_every_part_of_an_edited_step(target, head, monkeypatch, plant):
+    made = Engine(target, head).decoder.steps
+    made.kinds = tuple(kind for kind in made.kinds if kind.is_edited and kind.shape.steps)
+    GraphSet(TapeBackend(KeptMemory()), at(Phase.POOLS_ALLOCATED)).capture_steps(made, 2)
+    if plant is not None:
+        plant(monkeypatch, made.step.state)
+    assert StepSelfTest(made).run() == (0 if plant is None else 2)
 
 
 def test_a_capture_that_fails_leaves_its_batches_to_the_eager_path(target, monkeypatch, caplog):
@@ -102,7 +124,7 @@ def test_without_self_test_nothing_is_compared(target, monkeypatch):
     loader = EngineLoader(config, has_drafter=True)
     for _, run in loader.phases():
         run()
-    assert loader.engine().graph_counts["decode"] == 2
+    assert loader.engine().graph_counts["decode"] == 2 * 3
 
 
 def test_a_pool_too_small_for_all_rows_of_a_step_is_tested_with_the_rows_that_it_has(target, head, caplog):
@@ -129,7 +151,7 @@ def test_the_self_test_drops_step_graphs_that_differ_and_leaves_no_trace(target,
     assert test.num_compared > 8
     for pool in (engines[0].runner.pool, engines[0].drafter.pool):
         assert not pool.kv.any()
-    assert (decoder.steps.body.state.num_open, states.num_open, bool(states.logits.any())) == (0, 0, False)
+    assert (decoder.steps.step.state.num_open, states.num_open, bool(states.logits.any())) == (0, 0, False)
     for engine in engines:  # what the graphs read is no longer what the model has
         engine.runner.model.layers[7].mlp.down.weight = engine.runner.model.layers[7].mlp.down.weight * 3
     num_graphs = sum(len(family.captured) for family in decoder.steps.families.values())

@@ -9,13 +9,12 @@ from itertools import permutations
 from pathlib import Path
 
 import pytest
-from baton.engine.graph_set import GraphSet
+from baton.engine.capture.graph_set import GraphSet
 from baton.engine.graphs.tape.tape import TapeBackend
 from baton.engine.runner.lifecycle import Phase
-from baton.engine.sampling_params import SamplingParams
+from baton.engine.sampling.params import SamplingParams
 from baton.tests.parity.eagle3_engine import Engine
 from baton.tests.parity.eagle3_toys import ORACLE_IDS, ORACLE_LAYERS, successor
-from baton.tests.parity.feature_rows import FeatureRows
 from baton.tests.parity.graph_engine import arena, at, enable, poison
 from baton.tests.parity.path_matrix import PATHS
 
@@ -38,28 +37,26 @@ def accepted(
 ) -> set[tuple]:
     """Accept lengths of STEPS_TAKEN steps, for each of `kinds`, the graphs that run (None: there are none)."""
     engine, found = Engine(*oracle), set()
-    model, rows = engine.runner.model, FeatureRows(engine.drafter)
+    model = engine.runner.model
     if any(kinds):
         graphs = GraphSet(TapeBackend(arena()), at(Phase.POOLS_ALLOCATED))
         model.aux_layer_ids = prompt_ids
         graphs.capture_prefill(engine.runner, 4)
         model.aux_layer_ids = decode_ids
-        graphs.capture_decode(engine.runner, 1, [engine.decoder.shape], engine.max_context)
-        graphs.capture_draft(engine.drafter, 1, [engine.decoder.shape], engine.max_context, 4)
+        graphs.capture_draft(engine.drafter, 4)
+        graphs.capture_steps(engine.decoder.steps, 1)
     for running in kinds:
         if any(kinds):
             enable(engine, running)
             poison(engine)
-        rows.clear()
         model.aux_layer_ids = prompt_ids
         request = engine.prefill(PROMPT, PARAMS)
         model.aux_layer_ids = decode_ids
-        for _ in range(STEPS_TAKEN):
-            engine.decoder.step([request])
+        lengths = [engine.decoder.step([request]).accept_lens[0] for _ in range(STEPS_TAKEN)]
         tokens = request.all_ids[len(PROMPT) - 1 :]
         assert tokens[1:] == [successor(token) for token in tokens[:-1]], "drafts never change a token"
         engine.decoder.forget(request)
-        found.add(tuple(rows.accept_lens[request.pages[0]]))
+        found.add(tuple(lengths))
     return found
 
 

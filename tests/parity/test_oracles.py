@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from baton.engine.request import Request
-from baton.engine.sampling_params import SamplingParams
+from baton.engine.sampling.params import SamplingParams
 from baton.tests.parity.eagle3_engine import PAGE_SIZE, Engine
 from baton.tests.parity.graph_engine import arena, kv_of, with_graphs
 from baton.tests.parity.oracles import (
@@ -69,14 +69,14 @@ def rows_in_each_others_slots(engine: Engine, request: Request) -> None:
 
 
 def guesses_never_overwritten(engine: Engine, request: Request) -> None:
-    extend = engine.drafter.extend
+    observe = engine.drafter.observe
 
     def keeps_guesses(*args: object) -> None:
         before = engine.drafter.pool.kv.clone()
-        extend(*args)
+        observe(*args)
         engine.drafter.pool.kv.copy_(before)
 
-    engine.drafter.extend = keeps_guesses
+    engine.drafter.observe = keeps_guesses
 
 
 @pytest.mark.parametrize("plant", [hole_in_the_prompt, rows_in_each_others_slots, guesses_never_overwritten])

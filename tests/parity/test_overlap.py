@@ -4,13 +4,14 @@ import random
 from pathlib import Path
 
 import pytest
-from baton.engine import token_choice
+import torch
 from baton.engine.request import Request
-from baton.engine.sampling_params import SamplingParams
-from baton.engine.speculative import step_body
-from baton.engine.speculative.device_steps import DeviceSteps
-from baton.engine.speculative.draft_shape import PLAIN, DraftShape
-from baton.engine.speculative.overlapped import host_reason
+from baton.engine.sampling import choose, edits, logprobs
+from baton.engine.sampling.params import SamplingParams
+from baton.engine.speculative.drafting.shape import PLAIN, DraftShape
+from baton.engine.speculative.step import fused_step
+from baton.engine.speculative.step.result import StepResult
+from baton.engine.speculative.step.step_graphs import StepGraphs
 from baton.tests.parity.eagle3_engine import Engine
 from baton.tests.parity.overlap_engine import LateSteps, counting_reads, overlapped, run_ahead
 from baton.tests.parity.test_adaptive_steps import Scripted
@@ -26,7 +27,13 @@ MIXED = (
     {"temperature": 1.0, "seed": 8, "top_k": 5},
     {"temperature": 0.9, "seed": 9, "top_p": 0.8, "min_p": 0.01},
 )
-Knobs = tuple[dict[str, object], ...]
+EDITED = (
+    {"temperature": 0.0, "frequency_penalty": 0.9, "repetition_penalty": 1.3, "logprobs": 2},
+    {"temperature": 1.0, "seed": 7, "logit_bias": {5: 3.0, 9: -4.0}, "presence_penalty": 0.6},
+    {"temperature": 1.0, "seed": 8, "top_k": 5, "logprobs": 0},
+    {"temperature": 0.9, "seed": 9, "top_p": 0.8, "min_p": 0.01, "min_new_tokens": 9},
+)
+Params = tuple[dict[str, object], ...]
 
 
 def engine_of(target: Path, head: Path, drafts: str, **options: object) -> Engine:
@@ -37,23 +44,23 @@ def engine_of(target: Path, head: Path, drafts: str, **options: object) -> Engin
     return Engine(target, head, steps=steps, topk=topk, tokens=tokens, **options)
 
 
-def requests_of(engine: Engine, knobs: Knobs = MIXED, **changes: object) -> list[Request]:
+def requests_of(engine: Engine, params: Params = MIXED, **changes: object) -> list[Request]:
     """One request per prompt, each with its own way of choosing tokens and its own length."""
     made = []
-    for i, (prompt, choice) in enumerate(zip(PROMPTS, knobs, strict=True)):
-        params = {"max_new_tokens": 11 + 4 * i, "ignore_eos": True, **choice, **changes}
-        made.append(engine.prefill(prompt, SamplingParams(**params)))
+    for i, (prompt, choice) in enumerate(zip(PROMPTS, params, strict=True)):
+        values = {"max_new_tokens": 11 + 4 * i, "ignore_eos": True, **choice, **changes}
+        made.append(engine.prefill(prompt, SamplingParams(**values)))
     return made
 
 
 @pytest.mark.parametrize(
     ("graphs", "steps"),
-    [(False, LateSteps), (True, DeviceSteps), pytest.param(True, LateSteps, marks=pytest.mark.slow)],
+    [(False, LateSteps), (True, StepGraphs), pytest.param(True, LateSteps, marks=pytest.mark.slow)],
     ids=["eager-late", "graphs", "graphs-late"],
 )
 @pytest.mark.parametrize("drafts", DRAFTS)
 def test_the_tokens_are_those_of_steps_that_wait(
-    target: Path, head: Path, drafts: str, graphs: bool, steps: type[DeviceSteps]
+    target: Path, head: Path, drafts: str, graphs: bool, steps: type[StepGraphs]
 ) -> None:
     waiting = engine_of(target, head, drafts)
     expected = waiting.run(requests_of(waiting))
@@ -125,39 +132,69 @@ def test_steps_that_change_hear_of_their_acceptance_one_step_late(
     assert policies[1].heard[: len(script)] == policies[0].heard[: len(script)]
 
 
-def test_what_the_device_cannot_sample_is_stepped_by_the_host_in_between(target: Path, head: Path) -> None:
-    """Penalties of one request make its steps wait while it lives; then the others are launched ahead again."""
-    knobs = ({"temperature": 0.0, "frequency_penalty": 0.9}, *MIXED[1:])
-    waiting = engine_of(target, head, "chain")
-    expected = waiting.run(requests_of(waiting, knobs))
-    engine = engine_of(target, head, "chain")
-    overlapped(engine)
-    requests = requests_of(engine, knobs)
-    run_ahead(engine, requests[1:], until=lambda: requests[1].num_output > 4)
-    ahead = engine.decoder.num_launched
-    run_ahead(engine, requests)
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager-late", "graphs"])
+@pytest.mark.parametrize("drafts", DRAFTS)
+def test_edited_requests_are_launched_ahead_beside_others(
+    target: Path, head: Path, drafts: str, graphs: bool
+) -> None:
+    """Penalties, biases, minimum lengths and logprobs: tokens and logprobs are those of steps that wait."""
+    stops = {"stop_token_ids": tuple(range(0, 256, 12))}
+    waiting = engine_of(target, head, drafts)
+    expected = waiting.run(requests_of(waiting, EDITED, **stops))
+    free = engine_of(target, head, drafts)
+    assert free.run(requests_of(free, EDITED)) != expected, "some request is stopped"
+    engine = engine_of(target, head, drafts)
+    overlapped(engine, graphs=graphs, steps=StepGraphs if graphs else LateSteps)
+    requests = requests_of(engine, EDITED, **stops)
+    results = run_ahead(engine, requests)
     assert [request.output_ids for request in requests] == expected
-    assert engine.decoder.num_launched > ahead > 0
-    assert set(engine.decoder.fallbacks) == {"penalties"}
+    assert requests[3].num_output > 9
+    assert not engine.decoder.fallbacks
+    assert {result.path for result in results} == {"graph" if graphs else "late"}
+    found, wanted = (logprobs_of(each, [0, 2]) for each in (results, waiting.results))
+    assert len(found) == len(wanted) > 8
+    for ours, theirs in zip(sorted(found), sorted(wanted), strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-4)
+
+
+def logprobs_of(results: list[StepResult], num_tops: list[int]) -> list[tuple[float, ...]]:
+    """Each token's log probability and those of the likeliest."""
+    entries = [entry for result in results for mine in result.logprobs for entry in mine]
+    assert {len(entry.top) for entry in entries} == set(num_tops)
+    return [(entry.logprob, *(value for _, value in entry.top)) for entry in entries]
 
 
 @pytest.mark.parametrize("drafts", ["off", "chain"])
-def test_a_nucleus_wider_than_the_device_looks_at_is_drawn_by_the_host(
+def test_a_nucleus_wider_than_the_device_looks_at_waits_for_the_host(
     target: Path, head: Path, drafts: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its steps under way give it nothing and change nothing."""
-    monkeypatch.setattr(step_body, "choose_tokens", token_choice.choose_fixed)
-    knobs = (*MIXED[:3], {"temperature": 3.0, "seed": 9, "top_p": 0.97})
+    """Its steps under way give it nothing and change nothing, its draft state included."""
+    params = (*MIXED[:3], {"temperature": 3.0, "seed": 9, "top_p": 0.97})
     waiting = engine_of(target, head, drafts)
-    expected = waiting.run(requests_of(waiting, knobs))
-    monkeypatch.setattr(token_choice, "NUCLEUS_WIDTH", 16)
+    expected = waiting.run(requests_of(waiting, params))
+
+    def as_on_a_device(*args: object, is_ranked: bool, is_exact: bool) -> object:
+        form = choose.choose_exact if is_exact else choose.choose_fixed
+        return form(*args, is_ranked=is_ranked)
+
+    monkeypatch.setattr(fused_step, "choose_tokens", as_on_a_device)
     engine = engine_of(target, head, drafts)
     overlapped(engine)
-    requests = requests_of(engine, knobs)
-    results = run_ahead(engine, requests)
+    requests = requests_of(engine, params)
+    states = [] if engine.drafter is None else [x.clone() for x in engine.drafter.anchors]
+    with monkeypatch.context() as narrow:
+        narrow.setattr(choose, "NUCLEUS_WIDTH", 16)
+        flight = engine.decoder.launch(requests)
+        first = engine.decoder.read(flight, [True] * 4)
+        assert (first.tokens[3], first.is_bad) == ([], [False] * 4)
+        for before, now in zip(states, engine.drafter.anchors if states else (), strict=True):
+            place = engine.decoder.coverage.known[requests[3]].row
+            assert torch.equal(before[place], now[place])
+            assert not torch.equal(before, now), "the other requests moved on"
+        results = run_ahead(engine, requests)
     assert [request.output_ids for request in requests] == expected
     assert set(engine.decoder.fallbacks) == {"nucleus"}
-    assert any([] in result.tokens for result in results)
+    assert len(results) > 5
 
 
 @pytest.mark.parametrize("drafts", DRAFTS)
@@ -168,7 +205,7 @@ def test_requests_that_join_and_leave_at_any_step_disturb_nobody(
     expected = waiting.run(requests_of(waiting))
     for seed in range(2):
         rng, engine = random.Random(seed), engine_of(target, head, drafts)
-        decoder = overlapped(engine, graphs=seed == 0, steps=LateSteps if seed % 2 else DeviceSteps)
+        decoder = overlapped(engine, graphs=seed == 0, steps=LateSteps if seed % 2 else StepGraphs)
         requests = requests_of(engine)
         left = engine.prefill(
             PROMPTS[0], SamplingParams(temperature=1.0, seed=3, max_new_tokens=30, ignore_eos=True)
@@ -189,7 +226,7 @@ def test_requests_that_join_and_leave_at_any_step_disturb_nobody(
         assert [request.output_ids for request in requests] == expected
         for request in requests:
             decoder.forget(request)
-        assert decoder.steps.body.state.num_open == 0
+        assert decoder.steps.step.state.num_open == 0
 
 
 @pytest.mark.parametrize("drafts", DRAFTS)
@@ -211,14 +248,106 @@ def test_a_steady_step_asks_the_device_for_nothing_and_keeps_nothing(
     assert reads.num_kept == 0
 
 
-@pytest.mark.parametrize(
-    ("knobs", "reason"),
-    [
-        ({}, None),
-        ({"grammar": "g"}, "guided"),
-        ({"min_new_tokens": 1}, "min_tokens"),
-        ({"logprobs": 0}, "logprobs"),
-    ],
-)
-def test_what_needs_the_host_is_named(knobs: dict[str, object], reason: str | None) -> None:
-    assert host_reason(SamplingParams(**knobs)) == reason
+@pytest.mark.parametrize("drafts", DRAFTS)
+def test_steps_that_wait_and_steps_ahead_in_turn_give_the_same_tokens(
+    target: Path, head: Path, drafts: str
+) -> None:
+    """A request that was stepped by `step` and then launched ahead stays where it is when another one joins."""
+    waiting = engine_of(target, head, drafts)
+    expected = waiting.run(requests_of(waiting))
+    engine = engine_of(target, head, drafts)
+    decoder = overlapped(engine)
+    requests = requests_of(engine)
+    for count in range(1, 5):
+        live = requests[:count]
+        decoder.step(live)
+        flight = decoder.launch(live)
+        newer = decoder.launch(live)
+        decoder.read(flight, [True] * count)
+        decoder.read(newer, [not request.is_finished for request in live])
+        decoder.step([request for request in live if not request.is_finished])
+    run_ahead(engine, requests)
+    assert [request.output_ids for request in requests] == expected
+
+
+def test_a_padded_place_of_a_batch_steps_nobody(target: Path, head: Path) -> None:
+    """Not the request that had the place before, which was cancelled and whose pages belong to another now."""
+    engine, alone = (engine_of(target, head, "chain") for _ in range(2))
+    decoder = overlapped(engine, graphs=True)
+    params = SamplingParams(temperature=0.0, max_new_tokens=30, ignore_eos=True)
+    first, second, left, cancelled = (engine.prefill([9, 4 + i], params, pages=12) for i in range(4))
+    decoder.step([first, second, left, cancelled])
+    for request in (cancelled, left):
+        decoder.forget(request)
+    engine.next_page = min(cancelled.pages)
+    joining = engine.prefill(PROMPTS[2], params, pages=16)
+    assert set(cancelled.pages) < set(joining.pages)
+    run_ahead(engine, [first, second, joining])
+    assert joining.output_ids == alone.generate([PROMPTS[2]], params)[0]
+
+
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
+def test_bad_logits_behind_drafts_that_were_refused_harm_nobody(
+    target: Path, head: Path, graphs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, plain = (engine_of(target, head, "chain") for _ in range(2))
+    compute = engine.runner.model.compute_logits
+
+    def bad_at_the_last_node(rows: torch.Tensor) -> torch.Tensor:
+        logits = compute(rows)
+        is_step = rows.shape[0] % 4 == 0
+        last = torch.arange(rows.shape[0], device=rows.device) % 4 == 3
+        return logits.masked_fill(last[:, None], float("nan")) if is_step else logits
+
+    with monkeypatch.context() as broken:
+        broken.setattr(engine.runner.model, "compute_logits", bad_at_the_last_node)
+        overlapped(engine, graphs=graphs)
+    requests = requests_of(engine, GREEDY)
+    monkeypatch.setattr(engine.runner.model, "compute_logits", bad_at_the_last_node)
+    result = engine.decoder.step(requests)
+    assert max(result.accept_lens) < 4, "else the last node would be read"
+    assert result.is_bad == [False] * 4
+    expected = plain.run(requests_of(plain, GREEDY))
+    for request, wanted in zip(requests, expected, strict=True):
+        assert request.output_ids == wanted[: request.num_output]
+        assert request.num_output > 1
+
+
+@pytest.mark.parametrize("drafts", DRAFTS)
+def test_the_fixed_forms_of_a_device_can_be_recorded_and_choose_the_same(
+    target: Path, head: Path, drafts: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tape records their insides, refusing whatever looks at the host."""
+    waiting = engine_of(target, head, drafts)
+    expected = waiting.run(requests_of(waiting, EDITED))
+
+    def choose_as_on_a_device(*args: object, is_ranked: bool, is_exact: bool) -> object:
+        assert not is_exact
+        return choose.choose_fixed(*args, is_ranked=is_ranked)
+
+    def edit_as_on_a_device(
+        logits: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        given: edits.LogitEdits,
+        **more: object,
+    ) -> torch.Tensor:
+        return edits.edit_fixed(
+            logits, positions, slots, given, more["drafts"], more["ancestors"], more["masks"]
+        )
+
+    monkeypatch.setattr(fused_step, "choose_tokens", choose_as_on_a_device)
+    monkeypatch.setattr(fused_step, "edit_logits", edit_as_on_a_device)
+    monkeypatch.setattr(fused_step, "top_logprobs", logprobs.top_fixed)
+    engine = engine_of(target, head, drafts)
+    made = engine.decoder.steps
+    made.kinds = tuple(kind for kind in made.kinds if kind.is_edited)
+    engine.step_graphs = lambda _: made
+    overlapped(engine, graphs=True)
+    requests = requests_of(engine, EDITED)
+    results = run_ahead(engine, requests)
+    assert {result.path for result in results} == {"graph"}
+    assert [request.output_ids for request in requests] == expected
+    found, wanted = (logprobs_of(each, [0, 2]) for each in (results, waiting.results))
+    for ours, theirs in zip(sorted(found), sorted(wanted), strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-4)

@@ -25,8 +25,8 @@ from baton.cluster.protocol.messages import Reserve, Sampling, Tokens
 from baton.decode.worker import DecodeWorker
 from baton.engine.config import EngineConfig
 from baton.engine.loader import EngineLoader
-from baton.engine.speculative import spec_decoder
-from baton.engine.speculative.verify import judge
+from baton.engine.speculative.drafting.verify import verify_drafts
+from baton.engine.speculative.step import fused_step
 from baton.tests.parity.eagle3_toys import write_head
 from safetensors.torch import save_file
 
@@ -108,7 +108,7 @@ def worker_of(models: tuple[Path, Path], **shape: int) -> DecodeWorker:
     target, head = map(str, models)
     config = EngineConfig(
         model=target, draft=head, device="cpu", dtype="float32", page_size=4, pages=4 * BATCH, max_context=64,
-        prefix_cache=False, **shape,
+        prefix_cache=False, max_running=BATCH, **shape,
     )  # fmt: skip
     loader = EngineLoader(config, has_drafter=True)
     for _, run in loader.phases():
@@ -158,32 +158,32 @@ def is_refuted(cells: torch.Tensor) -> bool:
 
 def bonus_from_the_draft(shape, tokens, tree, targets, limits):
     """Wrong: behind the last kept draft stands the draft's next token instead of the target's."""
-    verdict = judge(shape, tokens, tree, targets, limits)
-    last = (verdict.accept_len - 1)[:, None]
+    accepted = verify_drafts(shape, tokens, tree, targets, limits)
+    last = (accepted.accept_len - 1)[:, None]
     drafts = torch.cat((tokens[:, 1:], tokens[:, -1:]), dim=1)
-    return verdict._replace(tokens=verdict.tokens.scatter(1, last, drafts.gather(1, last)))
+    return accepted._replace(tokens=accepted.tokens.scatter(1, last, drafts.gather(1, last)))
 
 
 def threshold_of_99_percent(shape, tokens, tree, targets, limits):
     """Wrong: a draft is kept one time in a hundred though the target chose another token."""
     is_lenient = torch.rand(targets.shape) < 0.01
     drafts = torch.cat((tokens[:, 1:], targets[:, -1:]), dim=1)
-    return judge(shape, tokens, tree, torch.where(is_lenient, drafts, targets), limits)
+    return verify_drafts(shape, tokens, tree, torch.where(is_lenient, drafts, targets), limits)
 
 
 def residual_not_normalised(shape, tokens, tree, targets, limits):
     """Wrong: where a draft was refused the target chooses anew from all its tokens, the refused one among them."""
-    verdict = judge(shape, tokens, tree, targets, limits)
-    last = (verdict.accept_len - 1)[:, None]
+    accepted = verify_drafts(shape, tokens, tree, targets, limits)
+    last = (accepted.accept_len - 1)[:, None]
     anew = torch.multinomial(LAW[tokens.gather(1, last)[:, 0]], 1)
     was_refused = last < tokens.shape[1] - 1
-    chosen = torch.where(was_refused, anew, verdict.tokens.gather(1, last))
-    return verdict._replace(tokens=verdict.tokens.scatter(1, last, chosen))
+    chosen = torch.where(was_refused, anew, accepted.tokens.gather(1, last))
+    return accepted._replace(tokens=accepted.tokens.scatter(1, last, chosen))
 
 
 def noise_of_the_first_row(shape, tokens, tree, targets, limits):
     """Wrong: all rows of a step choose with one coin."""
-    return judge(shape, tokens, tree, targets[:, :1].expand(targets.shape), limits)
+    return verify_drafts(shape, tokens, tree, targets[:, :1].expand(targets.shape), limits)
 
 
 GROSS = [bonus_from_the_draft, residual_not_normalised, noise_of_the_first_row]
@@ -196,7 +196,7 @@ def test_sequences_of_a_decode_worker_have_the_targets_law(models):
 @pytest.mark.parametrize("rule", GROSS)
 def test_a_wrong_rule_is_refuted(models, monkeypatch, rule):
     torch.manual_seed(1)
-    monkeypatch.setattr(spec_decoder, "judge", rule)
+    monkeypatch.setattr(fused_step, "verify_drafts", rule)
     assert is_refuted(sample(models, QUICK // 2))
 
 
@@ -213,5 +213,5 @@ def test_a_million_sequences_have_the_targets_law(models, shape):
 @pytest.mark.timeout(3600)
 def test_a_million_sequences_refute_a_threshold_of_99_percent(models, monkeypatch):
     torch.manual_seed(1)
-    monkeypatch.setattr(spec_decoder, "judge", threshold_of_99_percent)
+    monkeypatch.setattr(fused_step, "verify_drafts", threshold_of_99_percent)
     assert is_refuted(sample(models, MANY))

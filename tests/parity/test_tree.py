@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from baton.engine.graphs.bucketed_graphs import EAGER
 from baton.engine.request import Request
-from baton.engine.sampling_params import SamplingParams
-from baton.engine.speculative.tree import branches
+from baton.engine.sampling.params import SamplingParams
+from baton.engine.speculative.drafters.protocol import Proposal
+from baton.engine.speculative.drafting.tree import branches
 from baton.tests.parity.eagle3_engine import (
     NUM_PAGES,
     PAGE_SIZE,
@@ -154,7 +154,7 @@ def test_the_oracles_branch_is_accepted_in_full_at_every_step(
             token = successor(token)
             assert emitted == token
     assert {n for result in engine.results for n in result.accept_lens} == {1 + shape[0]}
-    assert {n for result in engine.results for n in result.drafted} == {engine.decoder.shape.num_nodes - 1}
+    assert {n for result in engine.results for n in result.drafted} == {engine.shape.num_nodes - 1}
 
 
 @pytest.mark.parametrize(
@@ -235,7 +235,8 @@ def test_draft_kv_and_state_behind_a_tree_are_those_of_a_prefill(oracle: tuple[P
     for draft_kv in zip(rows_of(decoded, request), rows_of(fresh, again), strict=True):
         assert torch.allclose(draft_kv[0][rows], draft_kv[1][rows], atol=1e-4)
     states = [
-        e.drafter.states.logits[e.decoder._warm[r].row] for e, r in ((decoded, request), (fresh, again))
+        e.drafter.states.logits[e.decoder.coverage.known[r].row]
+        for e, r in ((decoded, request), (fresh, again))
     ]
     assert torch.allclose(*states, atol=1e-3)
 
@@ -278,7 +279,7 @@ def test_a_request_whose_logits_are_not_finite_is_flagged_alone(target: Path, he
     engine = tree(target, head)
     sick, well = (engine.prefill(prompt, greedy()) for prompt in PROMPTS[:2])
     engine.runner.pool.kv[sick.pages] = float("nan")
-    engine.drafter.states.logits[engine.decoder._warm[sick].row] = float("nan")
+    engine.drafter.states.logits[engine.decoder.coverage.known[sick].row] = float("nan")
     result = engine.decoder.step([sick, well])
     assert result.is_bad == [True, False]
     assert (result.tokens[0], sick.num_output) == ([], 1)
@@ -345,36 +346,15 @@ def test_graph_and_eager_steps_in_turn_equal_eager_alone(oracle: tuple[Path, Pat
     assert {n for result in engine.results for n in result.accept_lens} == {3}
 
 
-def test_graphs_grow_the_same_trees_and_draft_rows(target: Path, head: Path) -> None:
-    engine = tree(target, head, (4, 3, 16))
-    with_graphs(engine, arena())
-    drafter, shape = engine.drafter, engine.decoder.shape
-    params = [sampled(seed=3), greedy(), sampled(temperature=0.4)]
-    requests = [engine.prefill(prompt, p) for prompt, p in zip(PROMPTS, params, strict=False)]
-    plan = engine.decoder._plan(requests)
-    state = drafter.states.hidden[plan.rows], drafter.states.logits[plan.rows]
-    found, decisions = [], (EAGER, drafter.graphs.tree.decide(plan.plan))
-    assert decisions[1].bucket == 4
-    for decision in decisions:
-        grown = drafter.tree_rows(shape, plan.plan, plan.slots, state, params, decision)
-        slots = plan.slots[:, : shape.num_draft_slots]
-        found.append((grown, drafter.pool.kv[slots // PAGE_SIZE, :, :, slots % PAGE_SIZE]))
-        drafter.pool.kv[slots // PAGE_SIZE, :, :, slots % PAGE_SIZE] = 0
-    for eager, graphed in zip(found[0][0], found[1][0], strict=True):
-        assert torch.equal(eager, graphed)
-    torch.testing.assert_close(found[1][1], found[0][1], atol=1e-4, rtol=1e-4)
-    assert bool(found[0][1].flatten(2).any(dim=2).all()), "every draft row was written"
-
-
 def test_children_are_those_of_a_full_recompute_of_their_branch(deep_target: Path, deep_head: Path) -> None:
     tensors = head_tensors()
     for prompt in PROMPTS:
         engine = tree(deep_target, deep_head, (3, 3, 22))  # all that is drafted
         request = engine.prefill(prompt, greedy())
         ids, grown = list(request.all_ids), []
-        propose = engine.drafter.propose_tree
-        engine.drafter.propose_tree = lambda *args, propose=propose, grown=grown: (
-            grown.append(propose(*args)) or grown[0]
+        propose = engine.drafter.propose
+        engine.drafter.propose = lambda *args, propose=propose, grown=grown: (
+            grown.append(propose(*args).tree) or Proposal(grown[0].drafts, grown[0])
         )
         engine.decoder.step([request])
         parents = grown[0].parents[0].tolist()

@@ -9,19 +9,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from baton.engine.batch import fixed_rows
-from baton.engine.graphs.static import load_rows
+from baton.engine.models.llama import LlamaForCausalLM
 from baton.engine.request import Request
-from baton.engine.sampler import SamplingBatch
-from baton.engine.sampling_params import SamplingParams
-from baton.engine.speculative import spec_decoder, verify
-from baton.engine.speculative.chain import chain_batch
-from baton.engine.speculative.spec_decoder import SpecDecoder
-from baton.engine.speculative.tree import DraftTree, ancestors
+from baton.engine.row_attention import RowPlan
+from baton.engine.sampling.choose import choose_tokens
+from baton.engine.sampling.edits import edit_logits
+from baton.engine.sampling.params import SamplingParams
+from baton.engine.speculative.drafters.eagle3 import Eagle3Drafter
+from baton.engine.speculative.drafters.protocol import DraftView, Proposal
+from baton.engine.speculative.drafting import verify
+from baton.engine.speculative.drafting.tree import DraftTree, ancestors
+from baton.engine.speculative.step import fused_step
 from baton.kernels.compact_kv import compact_kv
 from baton.tests.parity.eagle3_engine import Engine, rows_of
 from baton.tests.parity.eagle3_toys import head_config, head_tensors, write_head
-from baton.tests.parity.graph_engine import arena, kv_of, with_graphs
+from baton.tests.parity.graph_engine import kv_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -56,28 +58,26 @@ def plain(models: tuple[Path, Path]) -> tuple[list[list[int]], list[torch.Tensor
 def knowing(engine: Engine, requests: Sequence[Request], outputs: list[list[int]]) -> None:
     """Let the drafter propose the tokens that will be chosen, each beside a decoy and on another branch than the first."""
 
-    def propose_tree(shape: object, plan: object, *_: object) -> DraftTree:
+    def propose(view: DraftView, shape: object) -> Proposal:
         drafts = []
-        for request, output, known in zip(requests, outputs, plan.lens, strict=True):
+        for request, output, known in zip(requests, outputs, view.lens.tolist(), strict=True):
             following = [*output[known + 1 - request.num_prompt :], 0, 0]
             right, then = following[:2]
-            decoy = (
-                then if then != right else right ^ 1
-            )  # a penalty on it would change what comes behind `right`
+            # a penalty on the decoy would change what comes behind `right`
+            decoy = then if then != right else right ^ 1
             drafts.append([decoy, right, then, then ^ 1, then ^ 1, then])
         parents = torch.tensor([PARENTS] * len(drafts))
         mask = ancestors(parents, 2)
-        return DraftTree(torch.tensor(drafts), parents, mask.sum(2) - 1, mask)
+        tree = DraftTree(torch.tensor(drafts), parents, mask.sum(2) - 1, mask)
+        return Proposal(tree.drafts, tree)
 
-    engine.drafter.propose_tree = propose_tree
+    engine.drafter.propose = propose
 
 
 def check(
     models: tuple[Path, Path],
     plain: tuple[list[list[int]], list[torch.Tensor]],
     plant: Plant | None = None,
-    *,
-    has_graphs: bool = True,
 ) -> None:
     """Raises AssertionError, or whatever the engine raises, unless all is well."""
     outputs, kv = plain
@@ -88,8 +88,6 @@ def check(
         engine = Engine(*models, steps=2, topk=2, tokens=7)
         requests = [engine.prefill(prompt, p) for prompt, p in zip(PROMPTS, PARAMS, strict=True)]
         knowing(engine, requests, outputs)
-        if has_graphs:
-            with_graphs(engine, arena())
         for _ in range(4):
             assert engine.decoder.step(requests).accept_lens == [3, 3, 3]
         assert [request.output_ids for request in requests] == outputs
@@ -108,7 +106,7 @@ def check(
 
 
 def kept_rows_not_moved(planting: pytest.MonkeyPatch) -> None:
-    planting.setattr(spec_decoder, "compact", lambda *_: None)
+    planting.setattr(fused_step, "compact", lambda *_: None)
 
 
 def moved_the_wrong_way(planting: pytest.MonkeyPatch) -> None:
@@ -124,76 +122,73 @@ def one_layer_not_moved(planting: pytest.MonkeyPatch) -> None:
     planting.setattr(verify, "compact_kv", all_but_the_last)
 
 
+def masked(planting: pytest.MonkeyPatch, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def plan(*parts: object, is_recorded: bool) -> RowPlan:
+        *others, mask = parts
+        return RowPlan(*others, None if mask is None else change(mask), is_recorded=is_recorded)
+
+    planting.setattr(fused_step, "RowPlan", plan)
+
+
 def branches_see_each_other(planting: pytest.MonkeyPatch) -> None:
-    def causal(plan: object, tokens: torch.Tensor, **options: object) -> object:
-        mask = options.get("tree_mask")
-        if mask is not None:
-            options["tree_mask"] = torch.ones_like(mask).tril()
-        return chain_batch(plan, tokens, **options)
-
-    planting.setattr(spec_decoder, "chain_batch", causal)
-
-
-def positions_by_row(planting: pytest.MonkeyPatch) -> None:
-    planting.setattr(
-        spec_decoder,
-        "chain_batch",
-        lambda *args, **options: chain_batch(*args, **(options | {"positions": None})),
-    )
+    masked(planting, lambda mask: torch.ones_like(mask).tril())
 
 
 def mask_transposed(planting: pytest.MonkeyPatch) -> None:
-    def transposed(*args: object, tree_mask: torch.Tensor | None = None, **options: object) -> object:
-        mask = None if tree_mask is None else tree_mask.transpose(1, 2).contiguous()
-        return chain_batch(*args, tree_mask=mask, **options)
+    masked(planting, lambda mask: mask.transpose(1, 2).contiguous())
 
-    planting.setattr(spec_decoder, "chain_batch", transposed)
+
+def by_row(positions: torch.Tensor) -> torch.Tensor:
+    """As if the nodes of a tree stood behind each other."""
+    return (positions.view(-1, 7)[:, :1] + torch.arange(7)).flatten()
+
+
+def positions_by_row(planting: pytest.MonkeyPatch) -> None:
+    body = LlamaForCausalLM.body
+
+    def wrong(self: object, hidden: torch.Tensor, positions: torch.Tensor, *rest: object) -> object:
+        is_step = positions.shape[0] == 7 * len(PROMPTS)
+        return body(self, hidden, by_row(positions) if is_step else positions, *rest)
+
+    planting.setattr(LlamaForCausalLM, "body", wrong)
 
 
 def noise_by_row(planting: pytest.MonkeyPatch) -> None:
-    at = SamplingBatch.at
-
-    def by_row(self: SamplingBatch, positions: torch.Tensor) -> SamplingBatch:
-        return at(self, (positions.view(-1, 7)[:, :1] + torch.arange(7)).flatten())
-
-    planting.setattr(SamplingBatch, "at", by_row)
+    planting.setattr(
+        fused_step,
+        "choose_tokens",
+        lambda logits, positions, *rest, **more: choose_tokens(logits, by_row(positions), *rest, **more),
+    )
 
 
 def penalties_of_all_rows_before(planting: pytest.MonkeyPatch) -> None:
     planting.setattr(
-        spec_decoder, "branches", lambda drafts, parents: [drafts[:node] for node in range(len(parents))]
+        fused_step, "edit_logits", lambda *args, **more: edit_logits(*args, **(more | {"ancestors": None}))
     )
 
 
 def features_of_the_first_rows(planting: pytest.MonkeyPatch) -> None:
-    extend = SpecDecoder._extend
+    observe = Eagle3Drafter.observe
 
-    def first_rows(self: SpecDecoder, step: object, output: object, verdict: object) -> None:
-        extend(self, step, output, verdict._replace(path=torch.arange(3).expand_as(verdict.path)))
+    def first_rows(
+        self: Eagle3Drafter, view: object, features: object, accepted: object, *rest: object
+    ) -> None:
+        observe(self, view, features, accepted._replace(path=torch.arange(3).expand_as(accepted.path)), *rest)
 
-    planting.setattr(SpecDecoder, "_extend", first_rows)
-
-
-def mask_of_the_step_before(planting: pytest.MonkeyPatch) -> None:
-    def load_but_the_mask(static: torch.Tensor, values: torch.Tensor, end: int, *, name: str) -> None:
-        if name != "tree_mask":
-            load_rows(static, values, end, name=name)
-
-    planting.setattr(fixed_rows, "load_rows", load_but_the_mask)
+    planting.setattr(Eagle3Drafter, "observe", first_rows)
 
 
 PLANTS = [
     kept_rows_not_moved, moved_the_wrong_way, one_layer_not_moved, branches_see_each_other, positions_by_row,
-    mask_transposed, noise_by_row, penalties_of_all_rows_before, features_of_the_first_rows, mask_of_the_step_before,
+    mask_transposed, noise_by_row, penalties_of_all_rows_before, features_of_the_first_rows,
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("has_graphs", [False, True])
-def test_without_a_plant_all_is_well(models, plain, has_graphs):
-    check(models, plain, has_graphs=has_graphs)
+def test_without_a_plant_all_is_well(models, plain):
+    check(models, plain)
 
 
 @pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.__name__)
 def test_each_planted_mistake_is_noticed(models, plain, plant):
     with pytest.raises((AssertionError, RuntimeError, IndexError)):
-        check(models, plain, plant, has_graphs=plant is mask_of_the_step_before)
+        check(models, plain, plant)

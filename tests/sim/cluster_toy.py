@@ -23,8 +23,8 @@ from baton.engine.kv.pool import KVPool, PageAllocator
 from baton.engine.kv.prefix_cache import PrefixCache
 from baton.engine.loader import Engine
 from baton.engine.runner.lifecycle import Lifecycle
-from baton.engine.sampler import SampleOutput
-from baton.engine.speculative.spec_decoder import StepResult
+from baton.engine.sampling.sampler import SampleOutput
+from baton.engine.speculative.step.result import StepResult
 from crc32c import crc32c
 
 VOCAB = 9973

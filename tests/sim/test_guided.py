@@ -126,6 +126,26 @@ def test_drafts_and_where_the_prompt_is_computed_change_no_token(models, tempera
     assert answers[1:] == answers[:1] * 3
 
 
+def test_masks_are_filled_in_a_break_of_the_step_beside_other_requests(models):
+    """Requests with a grammar wait for the host, by a reason that is counted; while there is none, steps run ahead."""
+    jobs = [(grammar_of(schema), 3) for schema in schemas(2, seed=5)]
+    expected = pair_of(models, False, pages=400).answer(jobs)
+    settings = {"pages": 600, "max_running": 4, "overlap": "on", "graphs": True, "graph_self_test": False}
+    pair = pair_of(models, True, captured={"max_running": 4}, **settings)
+    plain = name(next(pair.numbers))
+    pair.send(plain, [5, 6, 7], frequency_penalty=0.5, logprobs=2, max_new_tokens=400)
+    assert pair.answer(jobs) == expected
+    counters = pair.decode.stats().counters
+    assert counters["graph_replays_edited_step"] > 10
+    assert counters["overlap_fallback_guided"] > 5
+    assert counters["overlapped_steps"] > 5
+    assert not any(key.startswith("graph_fallback") for key in counters), counters
+    alone = pair_of(models, False, pages=400)
+    alone.send(plain, [5, 6, 7], frequency_penalty=0.5, logprobs=2, max_new_tokens=400)
+    alone.run(turns=alone.max_rounds)
+    assert pair.tokens[plain] == alone.tokens[plain]
+
+
 def test_a_request_that_goes_on_elsewhere_goes_on_in_its_grammar(models):
     jobs = [(grammar_of(schema), 11) for schema in schemas(2, seed=9)]
     pair = pair_of(models, False, pages=400)

@@ -39,15 +39,25 @@ class Watched:
         self.pair = Pair(*models, pages=96, captured={"chunk_size": 32, "max_running": 4}, **settings)
         self.engine = self.pair.decode.engine
         self.rows = FeatureRows(self.engine.drafter)
-        self.num_rooms, self.drafts = 0, []
-        propose = self.engine.drafter.propose
-        self.engine.drafter.propose = lambda *args: self.drafts.append(propose(*args)) or self.drafts[-1]
+        self.num_rooms, self.drafts, self.accept_lens = 0, [], []
+        decoder, drafter = self.pair.decode.decoder, self.engine.drafter
+        step = decoder.step
+
+        def watched_step(requests):
+            (request,) = requests
+            logits = drafter.states.logits[decoder.coverage.known[request].row]
+            self.drafts.append(int(drafter.head.target_ids[logits.argmax()]))
+            result = step(requests)
+            self.accept_lens += result.accept_lens
+            return result
+
+        decoder.step = watched_step
 
     def serve(self, prompt, **how):
-        """(features of the prompt by position, target and draft KV of it, accept lengths, first drafts, tokens) of one more
-        room."""
+        """(features of the prompt by position, target and draft KV of it, accept lengths, the first draft of each step,
+        tokens) of one more room."""
         self.rows.clear()
-        self.drafts.clear()
+        self.drafts, self.accept_lens = [], []
         room, pair = name(self.num_rooms), self.pair
         self.num_rooms += 1
         pair.send(room, prompt, max_new_tokens=1 + 3 * FULL_STEP, **how)
@@ -62,7 +72,7 @@ class Watched:
             for pool in (self.engine.pool, self.engine.drafter.pool)
         ]
         pair.run()
-        return features, kv, self.rows.accept_lens[page], self.drafts[0].tolist(), pair.tokens[room]
+        return features, kv, self.accept_lens, self.drafts, pair.tokens[room]
 
 
 def stacked(features):
@@ -108,7 +118,7 @@ def test_m1_8_features_of_any_chunks_cold_and_cached_equal_those_of_one_process(
 def test_m2_9_every_bucket_has_a_draft_prefill_graph_and_a_prompt_replays_one(random_pair):
     eager = Watched(random_pair).serve(PROMPT)
     watched = Watched(random_pair, graphs=True, graph_self_test=False)
-    family = watched.engine.drafter.graphs.prefill.tokens.family
+    family = watched.engine.drafter.graphs.tokens.family
     assert family.captured == family.buckets
     assert family.buckets[-1] >= len(PROMPT)
     for count in (1, 2):

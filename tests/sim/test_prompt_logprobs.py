@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 from baton.cluster.protocol.messages import PromptLogprobs
-from baton.engine.sampling_params import SamplingParams
+from baton.engine.sampling.params import SamplingParams
 from baton.tests.parity.toy_models import reference_logits, reference_model
 from baton.tests.sim.worker_pair import Pair, name
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from baton.cluster.protocol.messages import Finished
 from baton.decode.queues import DecodeState
-from baton.engine.speculative.overlapped import device_steps
+from baton.engine.speculative.step.step_graphs import step_graphs
 from baton.tests.parity.eagle3_toys import head_config, head_tensors, write_head
 from baton.tests.parity.overlap_engine import LateSteps
 from baton.tests.sim.cluster_seams import hasty_close
@@ -35,7 +35,7 @@ def head(tmp_path_factory):
 
 @pytest.fixture
 def late(monkeypatch):
-    monkeypatch.setattr("baton.engine.loader.device_steps", partial(device_steps, make=LateSteps))
+    monkeypatch.setattr("baton.engine.loader.step_graphs", partial(step_graphs, make=LateSteps))
 
 
 def pair_of(target, head, drafts, overlap="on", **settings):
@@ -81,6 +81,30 @@ def test_the_pair_says_what_it_says_when_steps_wait(target, head, late, drafts, 
     assert not any(key.startswith("overlap_fallback") for key in counters)
     assert bool(counters.get("graph_replays_decode_step")) is graphs
     pair.assert_nothing_is_held()
+
+
+EDITED = (
+    {"temperature": 0.0, "frequency_penalty": 1.5, "logprobs": 2},
+    {"temperature": 1.0, "seed": 3, "logit_bias": {7: 4.0}, "repetition_penalty": 1.3},
+    {"temperature": 0.0, "min_new_tokens": 8, "ignore_eos": False, "stop_token_ids": list(range(0, 256, 2))},
+)
+
+
+@pytest.mark.parametrize("drafts", DRAFTS)
+def test_penalties_biases_logprobs_and_least_lengths_do_not_wait(target, head, late, drafts):
+    found = []
+    for overlap in ("off", "on"):
+        pair = pair_of(target, head, drafts, overlap=overlap, pages=96, max_running=6)
+        for i, sampling in enumerate(EDITED):
+            pair.send(name(i), [5 + i, 7, 9, 7], **{"max_new_tokens": 14, **sampling})
+        pair.run(turns=2000)
+        found.append([pair.tokens[name(i)] for i in range(len(EDITED))])
+        counters = pair.decode.stats().counters
+        assert not any(key.startswith("overlap_fallback") for key in counters), counters
+        assert bool(counters.get("overlapped_steps")) is (overlap == "on")
+        pair.assert_nothing_is_held()
+    assert found[0] == found[1]
+    assert 8 <= len(found[0][2]) < 14, "stopped, and not too early"
 
 
 def cancelled_at_random(target, head, drafts, seed):

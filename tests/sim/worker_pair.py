@@ -254,7 +254,8 @@ class Pair:
             worker.engine.cache.clear()
             assert worker.engine.cache.allocator.num_used == 0, worker
         for decode in self.decodes.values():
-            assert not decode.decoder._warm
+            assert not decode.decoder.coverage.known
+            assert decode.engine.steps.step.state.num_open == 0
             drafter = decode.engine.drafter
             assert drafter is None or drafter.states.num_open == 0
 

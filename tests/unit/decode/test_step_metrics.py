@@ -7,8 +7,8 @@ from baton.decode.accept_monitor import WINDOW
 from baton.decode.queues import DecodeRoom
 from baton.decode.step_metrics import StepMetrics
 from baton.engine.request import Request
-from baton.engine.sampling_params import SamplingParams
-from baton.engine.speculative.spec_decoder import StepResult
+from baton.engine.sampling.params import SamplingParams
+from baton.engine.speculative.step.result import StepResult
 
 
 def room(number: int = 1) -> DecodeRoom:

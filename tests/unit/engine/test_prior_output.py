@@ -1,8 +1,7 @@
 """Output of earlier attempts: prompt for the engine, output for penalties and for the end of the request."""
 
 from baton.engine.request import Request
-from baton.engine.sampler import sampling_rows
-from baton.engine.sampling_params import SamplingParams
+from baton.engine.sampling.params import SamplingParams
 
 
 def request_of(num_prior_output, **sampling):
@@ -18,19 +17,16 @@ def request_of(num_prior_output, **sampling):
 def test_rows_of_penalised_requests_tell_prompt_from_output_at_the_same_positions():
     request = request_of(2)
     request.append([9], ())
-    rows = sampling_rows(request, [10])
-    assert [(row.prompt_ids, row.output_ids, row.drafts) for row in rows] == [
-        ([5, 6], [7, 8, 9], []),
-        ([5, 6], [7, 8, 9], [10]),
-    ]
-    assert [row.position for row in rows] == [5, 6]
+    row = request.sampling_row
+    assert (row.prompt_ids, row.output_ids, row.position) == ([5, 6], [7, 8, 9], 5)
 
 
-def test_without_prior_output_or_penalties_no_list_is_copied():
-    for request in (request_of(0), request_of(2, frequency_penalty=0.0)):
-        (row,) = sampling_rows(request)
-        assert row.prompt_ids is request.prompt_ids
-        assert row.output_ids is request.output_ids
+def test_without_penalties_a_row_names_no_tokens():
+    row = request_of(0).sampling_row
+    assert row.prompt_ids == [5, 6, 7, 8]
+    assert row.output_ids == []
+    silent = request_of(2, frequency_penalty=0.0).sampling_row
+    assert (silent.prompt_ids, silent.output_ids) == ((), ())
 
 
 def test_a_number_beyond_the_prompt_makes_all_of_it_output():

@@ -1,6 +1,6 @@
 import pytest
 from baton.engine.request import Request
-from baton.engine.sampling_params import SamplingParams
+from baton.engine.sampling.params import SamplingParams
 
 EOS = (2,)
 

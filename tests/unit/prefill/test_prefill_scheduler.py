@@ -5,7 +5,7 @@ from baton.engine import prompt_logprobs
 from baton.engine.kv.pool import PageAllocator
 from baton.engine.kv.prefix_cache import PrefixCache
 from baton.engine.request import Request
-from baton.engine.sampling_params import SamplingParams
+from baton.engine.sampling.params import SamplingParams
 from baton.prefill.queues import PrefillQueues, PrefillRoom, PrefillState
 from baton.prefill.scheduler import PrefillScheduler
 from hypothesis import given, settings

@@ -7,8 +7,8 @@ import torch
 from baton.bench.engine.checkpoint import main
 from baton.bench.engine.model import random_head, random_target
 from baton.engine.models.weights import load_model
-from baton.engine.speculative.eagle3_weights import load_eagle3
-from baton.engine.speculative.spec_config import load_draft_config
+from baton.engine.speculative.drafters.eagle3_weights import load_eagle3
+from baton.engine.speculative.drafters.spec_config import load_draft_config
 from baton.engine.weights_hash import model_fingerprint
 from baton.router.text.tokenizer import load_tokenizer
 

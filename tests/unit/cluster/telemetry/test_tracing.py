@@ -13,7 +13,7 @@ from baton.cluster.telemetry.tracing import Span, Untraced, closing, open_tracin
 from baton.decode.queues import DecodeRoom
 from baton.decode.spans import decode_spans
 from baton.engine.request import Request
-from baton.engine.sampling_params import SamplingParams
+from baton.engine.sampling.params import SamplingParams
 from baton.prefill.queues import PrefillQueues, PrefillRoom
 from baton.prefill.spans import prefill_spans
 from baton.router.endpoints.request_spans import end_request

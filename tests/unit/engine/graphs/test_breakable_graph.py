@@ -93,12 +93,12 @@ def test_the_pool_counts_graphs_replays_padding_and_fallbacks():
         )
         for bucket in (8, 4)
     }
-    pool.capture(GraphKind.DRAFT_DECODE, 2, lambda _: x[:2] * 2, ReplayContext(num_rows=2))
+    pool.capture(GraphKind.RANKED_STEP, 2, lambda _: x[:2] * 2, ReplayContext(num_rows=2))
     for rows in (3, 4):
         graphs[4].replay(ReplayContext(num_rows=rows))
     graphs[8].replay(ReplayContext(num_rows=5))
     pool.count_fallback(GraphKind.TARGET_PREFILL, FallbackReason.TOKENS_OVER_MAX)
-    pool.count_fallback(GraphKind.TARGET_VERIFY, FallbackReason.DISABLED)
+    pool.count_fallback(GraphKind.DECODE_STEP, FallbackReason.DISABLED)
     report = pool.report()
     assert (report.backend, report.num_graphs, report.num_decode_graphs, report.pool_bytes) == (
         "tape",
@@ -121,26 +121,26 @@ def test_the_pool_counts_graphs_replays_padding_and_fallbacks():
         fallbacks={"tokens_over_max": 1},
     )
     assert [(kind.kind, kind.buckets) for kind in report.kinds[1:]] == [
-        ("target_verify", ()),
-        ("draft_decode", (2,)),
+        ("decode_step", ()),
+        ("ranked_step", (2,)),
     ]
 
 
 def test_dropped_graphs_are_gone_and_their_counts_stay():
     pool = GraphPool(TapeBackend())
     x = torch.ones(2, 2)
-    verify = pool.capture(GraphKind.TARGET_VERIFY, 2, lambda _: x + 1, ROWS)
+    verify = pool.capture(GraphKind.DECODE_STEP, 2, lambda _: x + 1, ROWS)
     pool.capture(GraphKind.DRAFT_PREFILL, 2, lambda _: x + 1, ROWS)
     verify.replay(ReplayContext(num_rows=2))
-    with pytest.raises(GraphError, match="target_verify 2 is already captured"):
-        pool.capture(GraphKind.TARGET_VERIFY, 2, lambda _: x, ROWS)
-    assert pool.drop(GraphKind.TARGET_VERIFY) == 1
-    with pytest.raises(GraphError, match="target_verify 2 is not captured"):
+    with pytest.raises(GraphError, match="decode_step 2 is already captured"):
+        pool.capture(GraphKind.DECODE_STEP, 2, lambda _: x, ROWS)
+    assert pool.drop(GraphKind.DECODE_STEP) == 1
+    with pytest.raises(GraphError, match="decode_step 2 is not captured"):
         verify.replay(ROWS)
     report = pool.report()
     assert (report.num_graphs, report.num_decode_graphs) == (1, 0)
-    assert report.kinds[0].replays == {2: 1}
-    pool.capture(GraphKind.TARGET_VERIFY, 2, lambda _: x + 1, ROWS)
+    assert {kind.kind: kind.replays for kind in report.kinds}["decode_step"] == {2: 1}
+    pool.capture(GraphKind.DECODE_STEP, 2, lambda _: x + 1, ROWS)
     assert pool.drop() == 2
     assert repr(pool) == "<GraphPool tape, graphs {}, 1 replays>"
 
@@ -149,9 +149,9 @@ def test_a_failed_capture_is_not_in_the_inventory():
     pool = GraphPool(TapeBackend())
     x = torch.ones(2)
     with pytest.raises(CaptureRefused):
-        pool.capture(GraphKind.TARGET_VERIFY, 2, lambda _: x.sum().item(), ROWS)
+        pool.capture(GraphKind.DECODE_STEP, 2, lambda _: x.sum().item(), ROWS)
     assert pool.report().num_graphs == 0
-    pool.capture(GraphKind.TARGET_VERIFY, 2, lambda _: x + 1, ROWS)
+    pool.capture(GraphKind.DECODE_STEP, 2, lambda _: x + 1, ROWS)
 
 
 def test_decode_kinds_are_those_of_the_decode_role():

@@ -15,7 +15,7 @@ from baton.engine.graphs.tape.tape import TapeBackend
 
 
 def family(buckets=(2, 8, 32), **limits):
-    made = GraphFamily(GraphPool(TapeBackend()), GraphKind.TARGET_VERIFY, buckets, GraphLimits(**limits))
+    made = GraphFamily(GraphPool(TapeBackend()), GraphKind.DECODE_STEP, buckets, GraphLimits(**limits))
     static = torch.zeros(max(buckets))
     made.capture(
         lambda bucket, _: static[:bucket] + 1, lambda bucket: ReplayContext(num_rows=bucket), lambda: ()
@@ -84,7 +84,7 @@ def test_a_dropped_graph_and_a_disabled_family_are_reasons_of_their_own():
 
 def test_a_bucket_that_cannot_be_captured_is_logged_and_left_out(caplog):
     made = GraphFamily(
-        GraphPool(TapeBackend()), GraphKind.DRAFT_EXTEND, (1, 2, 4), GraphLimits(is_by_token=False)
+        GraphPool(TapeBackend()), GraphKind.EDITED_STEP, (1, 2, 4), GraphLimits(is_by_token=False)
     )
     static = torch.ones(4)
 
@@ -94,13 +94,13 @@ def test_a_bucket_that_cannot_be_captured_is_logged_and_left_out(caplog):
     with caplog.at_level(logging.ERROR):
         made.capture(forward, lambda bucket: ReplayContext(num_rows=bucket), lambda: ())
     assert made.captured == (1, 4)
-    assert "draft_extend 2 cannot be captured" in caplog.text
+    assert "edited_step 2 cannot be captured" in caplog.text
     assert made.replay(made.decide(BatchShape(size=3)), ReplayContext(num_rows=3)) == 4.0
 
 
 def test_a_decision_of_another_kind_or_for_eager_is_no_graph():
     made = family(is_by_token=False)
-    other = PathDecision(kind=GraphKind.DRAFT_DECODE, bucket=2)
+    other = PathDecision(kind=GraphKind.RANKED_STEP, bucket=2)
     for decision in (PathDecision(), other, PathDecision(kind=made.kind, bucket=3)):
         with pytest.raises(GraphError, match="no decision"):
             made.replay(decision, ReplayContext(num_rows=1))

@@ -4,10 +4,13 @@ import math
 import numpy as np
 import pytest
 import torch
-from baton.engine import sampler as sampler_module
 from baton.engine.request import Request
-from baton.engine.sampler import Sampler, SamplingRow, propose, sampling_rows, validate_params
-from baton.engine.sampling_params import SamplingParams
+from baton.engine.sampling import choose
+from baton.engine.sampling.edits import LogitEdits, SamplingRow, edit_exact, edit_fixed
+from baton.engine.sampling.params import SamplingParams, validate_params
+from baton.engine.sampling.sampler import Sampler
+from baton.engine.sampling.tensors import SamplingTensors
+from baton.engine.speculative.drafting.choice import DraftSampling
 from baton.kernels.noise import gumbel, seed_tensor
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -34,7 +37,7 @@ class NearTie(Exception):
 def reference_logits(logits, row):
     """Penalties and bias, token by token."""
     p = row.params
-    output = [*row.output_ids, *row.drafts]
+    output = list(row.output_ids)
     adjusted = [float(x) for x in logits]
     for token in range(len(adjusted)):
         count = output.count(token)
@@ -102,8 +105,7 @@ sampling_row = st.builds(
     params=params,
     position=st.integers(0, 2**31),
     prompt_ids=st.lists(ids, max_size=6),
-    output_ids=st.lists(ids, max_size=6),
-    drafts=st.lists(ids, max_size=3),
+    output_ids=st.lists(ids, max_size=9),
 )
 # A coarse grid makes ties; a shift makes rows without a positive logit.
 logit = st.one_of(st.integers(-6, 6).map(lambda x: x / 2), st.floats(-8, 8, width=32))
@@ -119,7 +121,7 @@ logit_row = st.builds(
 @given(rows=st.lists(st.tuples(sampling_row, logit_row), min_size=1, max_size=6))
 def test_every_row_of_a_mixed_batch_equals_the_slow_reference(nucleus_width, rows):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sampler_module, "NUCLEUS_WIDTH", nucleus_width)
+        patch.setattr(choose, "NUCLEUS_WIDTH", nucleus_width)
         output = sample([logits for _, logits in rows], [row for row, _ in rows])
     assert not output.bad_rows.any()
     compared = 0
@@ -149,7 +151,7 @@ def test_rows_beyond_one_chunk_are_drawn_like_rows_within(monkeypatch):
     rows += [SamplingRow(params=SamplingParams(min_p=0.1, seed=i % 3), position=i) for i in range(9)]
     logits = torch.randn(18, 50, generator=torch.Generator().manual_seed(1))
     whole = sample(logits, rows).tokens
-    monkeypatch.setattr(sampler_module, "CHUNK_LOGITS", 200)
+    monkeypatch.setattr(choose, "CHUNK_LOGITS", 200)
     assert sample(logits, rows).tokens.tolist() == whole.tolist()
 
 
@@ -160,7 +162,7 @@ def test_a_wide_nucleus_is_the_same_from_few_candidates_as_from_a_full_sort(monk
     rows = [SamplingRow(params=SamplingParams(top_p=0.2 * i + 0.19), position=0) for i in range(4)]
     rows += [SamplingRow(params=SamplingParams(top_p=0.5, top_k=k), position=0) for k in (40, 2000)]
     narrow = sample(logits, rows).tokens.tolist()
-    monkeypatch.setattr(sampler_module, "NUCLEUS_WIDTH", 3000)
+    monkeypatch.setattr(choose, "NUCLEUS_WIDTH", 3000)
     assert sample(logits, rows).tokens.tolist() == narrow
 
 
@@ -234,19 +236,90 @@ def test_verify_rows_with_penalties_choose_as_the_sequential_decode_does():
         # Drafts that the raw logits like, before or after their row: a row that sees one too many or too few differs.
         drafts = logits.argmax(dim=1)[:3].tolist()
         request = Request(room="0" * 32, epoch=0, prompt_ids=[1, 7], sampling=params, output_ids=[3])
-        verified = sample(logits, sampling_rows(request, drafts)).tokens.tolist()
-        sequential = []
-        for j in range(4):
-            after = dataclasses.replace(request, output_ids=[3, *drafts[:j]])
-            sequential.append(sample(logits[j : j + 1], sampling_rows(after)).tokens.item())
-        assert verified == sequential
-        changed += verified[:3] != drafts
+        edits, tensors = LogitEdits.of([request.sampling_row], V), SamplingTensors.of([params], V)
+        positions = request.num_tokens + torch.arange(4)
+        for edit in (edit_exact, edit_fixed):
+            edited = edit(logits, positions, torch.zeros(1).long(), edits, torch.tensor([drafts]), None, None)
+            tokens, *_ = choose.choose_tokens(edited, positions, tensors, is_ranked=False)
+            sequential = []
+            for j in range(4):
+                after = dataclasses.replace(request, output_ids=[3, *drafts[:j]])
+                sequential.append(sample(logits[j : j + 1], [after.sampling_row]).tokens.item())
+            assert tokens.tolist() == sequential
+        changed += sequential[:3] != drafts
     assert changed > 5
+
+
+def test_a_row_of_a_tree_sees_the_drafts_of_its_own_branch_alone():
+    params = SamplingParams(temperature=0.0, frequency_penalty=5.0)
+    edits = LogitEdits.of([SamplingRow(params=params, position=0)], V)
+    ancestors = torch.tensor([[[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]]]).bool()
+    drafts = torch.tensor([[3, 4, 3]])  # two children of the root, and a child of the first
+    for edit in (edit_exact, edit_fixed):
+        edited = edit(
+            torch.zeros(4, V), torch.arange(4), torch.zeros(1).long(), edits, drafts, ancestors, None
+        )
+        assert edited[:, 3].tolist() == [0, -5, 0, -10]
+        assert edited[:, 4].tolist() == [0, 0, -5, 0]
+        assert not edited[:, [0, 1, 2, *range(5, V)]].any()
+
+
+def test_end_tokens_are_banned_below_a_position_and_whatever_their_bias():
+    params = SamplingParams(temperature=0.0, logit_bias={2: 9.0, 5: 1.0}, min_new_tokens=3)
+    row = SamplingRow(params=params, position=4, ends=(2, 7), first_end=6)
+    edits = LogitEdits.of([row], V)
+    for edit in (edit_exact, edit_fixed):
+        edited = edit(
+            torch.zeros(3, V), torch.tensor([4, 5, 6]), torch.zeros(1).long(), edits, None, None, None
+        )
+        assert edited[:, 2].tolist() == [-math.inf, -math.inf, 9.0]
+        assert edited[:, 7].tolist() == [-math.inf, -math.inf, 0.0]
+        assert edited[:, 5].tolist() == [1.0] * 3
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.lists(sampling_row, min_size=1, max_size=4), each=st.integers(1, 3), seed=st.integers(0, 2**31)
+)
+def test_both_forms_of_an_edit_give_the_same_logits(rows, each, seed):
+    generator = torch.Generator().manual_seed(seed)
+    count = len(rows)
+    logits = torch.randn(count * each, V, generator=generator) * 3
+    before, edits = logits.clone(), LogitEdits.of(rows, V)
+    masks = torch.randint(-(2**31), 2**31, (count * each, 1), generator=generator, dtype=torch.int32)
+    masks[: each * (count // 2)] = -1
+    slots = torch.randperm(count, generator=generator)
+    drafts = torch.randint(0, V, (count, each - 1), generator=generator)
+    args = (torch.arange(count * each), slots, edits, drafts, None, masks)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(choose, "CHUNK_LOGITS", 2 * V)
+        exact, fixed = edit_exact(logits, *args), edit_fixed(logits, *args)
+    assert torch.equal(exact, fixed)
+    assert torch.equal(logits, before)
+    for row, request in enumerate(slots.tolist()):
+        if each == 1 and row < count // 2:
+            expected = reference_logits(before[row].tolist(), rows[request])
+            torch.testing.assert_close(exact[row], torch.tensor(expected), atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("form", [choose.choose_exact, choose.choose_fixed])
+def test_top_p_counts_what_top_k_left_whatever_the_neighbours_want(form):
+    """400 draws alone and beside a row with a wide top-k, whose candidates are ranked for all of them."""
+    logits = torch.tensor([math.log(x) for x in (0.4, 0.3, 0.2, 0.1)]).repeat(401, 1)
+    params = [SamplingParams(top_p=0.6, top_k=2, seed=i) for i in range(400)]
+    beside = [*params, SamplingParams(top_k=3, top_p=0.99, seed=1)]
+    alone, *_ = form(logits[:400], torch.arange(400), SamplingTensors.of(params, 4), is_ranked=True)
+    together, *_ = form(logits, torch.arange(401), SamplingTensors.of(beside, 4), is_ranked=True)
+    assert together.tolist()[:400] == alone.tolist()
+    assert set(alone.tolist()) == {0, 1}, "0.4 of 0.7 is not enough"
+    tight = [dataclasses.replace(p, top_p=0.55) for p in beside[:400]] + beside[400:]
+    tokens, *_ = form(logits, torch.arange(401), SamplingTensors.of(tight, 4), is_ranked=True)
+    assert set(tokens.tolist()[:400]) == {0}
 
 
 def test_the_first_output_token_of_n_prompt_tokens_has_position_n():
     request = Request(room="0" * 32, epoch=0, prompt_ids=[1, 2, 3], sampling=SamplingParams())
-    assert [row.position for row in sampling_rows(request, [8, 9])] == [3, 4, 5]
+    assert request.sampling_row.position == 3
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
@@ -317,12 +390,17 @@ def test_parameters_that_cannot_be_served_are_refused_by_value(wrong, named):
         validate_params(SamplingParams(**wrong), V)
 
 
+def drafting(params):
+    tensors = SamplingTensors.of(params, V)
+    return DraftSampling(seeds=tensors.seeds, temperature=tensors.temperature, is_drawn=tensors.is_drawn)
+
+
 def test_a_draft_with_the_targets_logits_proposes_the_targets_choice():
     n = 200
     logits = torch.randn(n, V, generator=torch.Generator().manual_seed(5))
     params = [SamplingParams(temperature=(0.0, 0.5, 1.5)[i % 3], seed=i) for i in range(n)]
     chosen = sample(logits, [SamplingRow(params=p, position=i) for i, p in enumerate(params)]).tokens
-    assert torch.equal(propose(logits, params, torch.arange(n), torch.arange(V)), chosen)
+    assert torch.equal(drafting(params).choose(logits, torch.arange(n), torch.arange(V)), chosen)
 
 
 def test_a_draft_vocabulary_takes_the_noise_of_its_target_tokens():
@@ -332,7 +410,7 @@ def test_a_draft_vocabulary_takes_the_noise_of_its_target_tokens():
     logits[:, target_ids] = torch.randn(n, 4, generator=torch.Generator().manual_seed(6))
     params = [SamplingParams(seed=i) for i in range(n)]
     chosen = sample(logits, [SamplingRow(params=p, position=9) for p in params]).tokens
-    proposed = propose(logits[:, target_ids], params, torch.full((n,), 9), target_ids)
+    proposed = drafting(params).choose(logits[:, target_ids], torch.full((n,), 9), target_ids)
     assert torch.equal(target_ids[proposed], chosen)
 
 

@@ -2,10 +2,12 @@
 
 import pytest
 import torch
-from baton.engine import token_choice
-from baton.engine.sampler import Sampler, SamplingRow
-from baton.engine.sampling_params import SamplingParams
-from baton.engine.token_choice import Knobs, choose_fixed, choose_tokens, needs_ranking
+from baton.engine.sampling import choose as choosing
+from baton.engine.sampling.choose import choose_fixed, choose_tokens
+from baton.engine.sampling.edits import SamplingRow
+from baton.engine.sampling.params import SamplingParams
+from baton.engine.sampling.sampler import Sampler
+from baton.engine.sampling.tensors import SamplingTensors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -39,10 +41,12 @@ def test_the_operation_chooses_what_the_sampler_chooses(choose, rows, bad, chunk
     )
     sampler = Sampler(VOCAB)
     wanted = sampler.sample(logits, sampler.build([SamplingRow(params=p, position=at) for p, at, _ in rows]))
-    is_ranked = any(needs_ranking(p, VOCAB) for p in params)
+    is_ranked = any(p.needs_ranking(VOCAB) for p in params)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(token_choice, "CHUNK_LOGITS", chunk)
-        tokens, bad_rows, short = choose(logits, positions, Knobs.of(params, VOCAB), is_ranked=is_ranked)
+        patch.setattr(choosing, "CHUNK_LOGITS", chunk)
+        tokens, bad_rows, short = choose(
+            logits, positions, SamplingTensors.of(params, VOCAB), is_ranked=is_ranked
+        )
     assert tokens.tolist() == wanted.tokens.tolist()
     assert bad_rows.tolist() == wanted.bad_rows.tolist()
     assert not short.any()
@@ -56,34 +60,34 @@ def test_a_support_wider_than_the_candidates_is_told_and_no_other_choice_differs
         torch.tensor([values for _, _, values in rows]),
         torch.tensor([at for _, at, _ in rows]),
     )
-    exact, bad, _ = choose_tokens(logits, positions, Knobs.of(params, VOCAB), is_ranked=True)
+    exact, bad, _ = choose_tokens(logits, positions, SamplingTensors.of(params, VOCAB), is_ranked=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(token_choice, "NUCLEUS_WIDTH", width)
-        tokens, _, short = choose_fixed(logits, positions, Knobs.of(params, VOCAB), is_ranked=True)
+        patch.setattr(choosing, "NUCLEUS_WIDTH", width)
+        tokens, _, short = choose_fixed(logits, positions, SamplingTensors.of(params, VOCAB), is_ranked=True)
     assert torch.equal(tokens[~short & ~bad], exact[~short & ~bad])
-    wide = [needs_ranking(p, VOCAB) and 0 < p.top_k < VOCAB and p.top_k > width for p in params]
+    wide = [p.needs_ranking(VOCAB) and 0 < p.top_k < VOCAB and p.top_k > width for p in params]
     assert all(told or not is_wide for told, is_wide in zip(short.tolist(), wide, strict=True))
     assert not any(
-        told and not needs_ranking(p, VOCAB) for told, p in zip(short.tolist(), params, strict=True)
+        told and not p.needs_ranking(VOCAB) for told, p in zip(short.tolist(), params, strict=True)
     )
 
 
 def test_a_flat_distribution_is_told_to_need_more_candidates():
     params = [SamplingParams(temperature=1.0, top_p=0.99, seed=5)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(token_choice, "NUCLEUS_WIDTH", 8)
+        patch.setattr(choosing, "NUCLEUS_WIDTH", 8)
         _, _, short = choose_fixed(
-            torch.zeros(1, VOCAB), torch.tensor([3]), Knobs.of(params, VOCAB), is_ranked=True
+            torch.zeros(1, VOCAB), torch.tensor([3]), SamplingTensors.of(params, VOCAB), is_ranked=True
         )
     assert short.tolist() == [True]
 
 
 @pytest.mark.parametrize("choose", [choose_tokens, choose_fixed])
-def test_the_knobs_of_a_request_hold_for_each_of_its_rows(choose):
+def test_the_parameters_of_a_request_hold_for_each_of_its_rows(choose):
     params = [SamplingParams(temperature=0.5 + i, seed=i, top_k=(0, 3, 1)[i]) for i in range(3)]
     logits, positions = torch.randn(6, VOCAB, generator=torch.Generator().manual_seed(1)), torch.arange(6)
-    together = choose(logits, positions, Knobs.of(params, VOCAB), is_ranked=True)[0]
-    alone = choose(logits, positions, Knobs.of([p for p in params for _ in range(2)], VOCAB), is_ranked=True)[
-        0
-    ]
+    together = choose(logits, positions, SamplingTensors.of(params, VOCAB), is_ranked=True)[0]
+    alone = choose(
+        logits, positions, SamplingTensors.of([p for p in params for _ in range(2)], VOCAB), is_ranked=True
+    )[0]
     assert together.tolist() == alone.tolist()

@@ -4,7 +4,7 @@ import random
 
 import pytest
 from baton.engine.speculative.adaptive import MARGIN, StepCosts, StepPolicy, expected_tokens
-from baton.engine.speculative.draft_shape import PLAIN, DraftShape
+from baton.engine.speculative.drafting.shape import PLAIN, DraftShape
 
 COSTS = StepCosts(draft=0.1, knee_rows=160.0)
 FIXED = DraftShape.of(5)

@@ -7,8 +7,8 @@ import pytest
 from baton.engine.config import EngineConfig
 from baton.engine.errors import CheckpointError
 from baton.engine.loader import EngineLoader
-from baton.engine.speculative.dflash_config import ARCHITECTURE, load_any_draft_config, load_dflash_config
-from baton.engine.speculative.spec_config import Eagle3Config
+from baton.engine.speculative.drafters.dflash_config import ARCHITECTURE, load_dflash_config
+from baton.engine.speculative.drafters.registry import DflashSource, Eagle3Source, read_drafter
 from baton.tests.parity.eagle3_toys import head_config, toy_target
 
 
@@ -30,11 +30,13 @@ def test_ids_that_are_not_named_are_evenly_spaced(tmp_path, layers, count, ids):
 
 def test_named_ids_are_outputs_in_the_order_written(tmp_path):
     path = write(tmp_path, dflash={"target_layer_ids": [9, 1, 11]})
-    config = load_any_draft_config(path, toy_target(), dtype="bfloat16")
+    source = read_drafter(path, toy_target(), dtype="bfloat16")
+    assert isinstance(source, DflashSource)
+    config = source.config
     assert (config.aux.ids, config.aux.convention) == ((9, 1, 11), "output")
     assert (config.dims.num_features, config.dims.target_feature_dtype) == (3, "bfloat16")
     (tmp_path / "config.json").write_text(json.dumps(head_config(2)))
-    assert isinstance(load_any_draft_config(tmp_path, toy_target()), Eagle3Config)
+    assert isinstance(read_drafter(tmp_path, toy_target()), Eagle3Source)
 
 
 @pytest.mark.parametrize(("changes", "words"), [

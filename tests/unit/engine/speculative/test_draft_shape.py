@@ -10,7 +10,7 @@ from baton.cluster.errors import ConfigError
 from baton.engine.config import EngineConfig
 from baton.engine.errors import CheckpointError
 from baton.engine.loader import EngineLoader
-from baton.engine.speculative.draft_shape import PLAIN, DraftShape, most_nodes
+from baton.engine.speculative.drafting.shape import PLAIN, DraftShape, most_nodes
 from baton.tests.parity.eagle3_toys import head_config, head_tensors, write_head
 
 

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 from baton.engine.errors import CheckpointError, LifecycleError
-from baton.engine.speculative.eagle3 import DraftPhase, Eagle3Head
-from baton.engine.speculative.eagle3_weights import load_eagle3
-from baton.engine.speculative.spec_config import load_draft_config
+from baton.engine.speculative.drafters.eagle3_head import DraftPhase, Eagle3Head
+from baton.engine.speculative.drafters.eagle3_weights import load_eagle3
+from baton.engine.speculative.drafters.spec_config import load_draft_config
 from baton.tests.parity.eagle3_toys import (
     DRAFT_VOCAB,
     HIDDEN,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from baton.engine.errors import CheckpointError
-from baton.engine.speculative.spec_config import Eagle3Config, load_draft_config
+from baton.engine.speculative.drafters.spec_config import Eagle3Config, load_draft_config
 from baton.tests.parity.eagle3_toys import DEFAULT_IDS, DRAFT_VOCAB, HIDDEN, head_config, toy_target
 
 

@@ -5,10 +5,11 @@ from itertools import product
 
 import pytest
 import torch
-from baton.engine.sampling_params import SamplingParams
-from baton.engine.speculative.draft_choice import DraftSampling
-from baton.engine.speculative.draft_shape import DraftShape
-from baton.engine.speculative.tree import ancestors, branches, grow_tree
+from baton.engine.sampling.params import SamplingParams
+from baton.engine.sampling.tensors import SamplingTensors
+from baton.engine.speculative.drafting.choice import DraftSampling
+from baton.engine.speculative.drafting.shape import DraftShape
+from baton.engine.speculative.drafting.tree import ancestors, branches, grow_tree
 from baton.kernels.noise import gumbel, seed_tensor
 
 VOCAB, HIDDEN = 7, 4
@@ -36,6 +37,11 @@ class ToyHead:
         return out
 
 
+def sampling_of(params: list[SamplingParams]) -> DraftSampling:
+    tensors = SamplingTensors.of(params, VOCAB)
+    return DraftSampling(seeds=tensors.seeds, temperature=tensors.temperature, is_drawn=tensors.is_drawn)
+
+
 def grow(shape: DraftShape, head: ToyHead, hidden: torch.Tensor, params: list[SamplingParams]) -> tuple:
     """(the trees, the masks that the forwards of the levels were given)."""
     masks, rows = [], torch.empty((len(params), 0), dtype=torch.int64)
@@ -54,8 +60,7 @@ def grow(shape: DraftShape, head: ToyHead, hidden: torch.Tensor, params: list[Sa
             assert torch.equal(seen[:, -1], tokens)
         return head.layer(fed, tokens)
 
-    sampling = DraftSampling(len(params), torch.device("cpu"))
-    sampling.load(params)
+    sampling = sampling_of(params)
     first = torch.full((len(params),), POSITION)
     state = hidden, head.compute_logits(hidden)
     return grow_tree(shape, head, sampling, state, first, forward), masks
@@ -152,10 +157,9 @@ def test_ancestors_reach_over_all_levels():
 def test_the_best_proposal_is_the_one_that_a_chain_would_make():
     logits = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(6))
     params = [SamplingParams(temperature=t, seed=i) for i, t in enumerate((0.0, 0.4, 1.0, 2.0))]
-    sampling = DraftSampling(4, torch.device("cpu"))
-    sampling.load(params)
+    sampling = sampling_of(params)
     positions = torch.arange(4) + 3
-    ids, scores = sampling.rank(logits, positions, TARGET_IDS, 3, 4)
+    ids, scores = sampling.rank(logits, positions, TARGET_IDS, 3)
     assert torch.equal(ids[:, 0], sampling.choose(logits, positions, TARGET_IDS))
     assert (scores[:, 0] >= scores[:, 1]).all()
     assert (scores <= 0).all()

@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from baton.engine.speculative.draft_shape import DraftShape
-from baton.engine.speculative.tree import DraftTree, ancestors
-from baton.engine.speculative.verify import judge
+from baton.engine.speculative.drafting.shape import DraftShape
+from baton.engine.speculative.drafting.tree import DraftTree, ancestors
+from baton.engine.speculative.drafting.verify import verify_drafts
 
 # The noise of a position is one of GRID equally likely values, and a choice inverts the cumulative distribution: the law of
 # the first TOKENS tokens is then a count over all GRID ** TOKENS noises, exact as a fraction.
@@ -77,15 +77,17 @@ def grown(draft: str, shape: DraftShape, newest: int, noises: tuple[int, ...]) -
 def walk_down(shape: DraftShape, step: Round) -> tuple[torch.Tensor, torch.Tensor]:
     """What is served."""
     limits = torch.full((len(step.tokens),), shape.num_nodes)
-    verdict = judge(shape, step.tokens, step.tree, step.targets, limits)
-    return verdict.tokens, verdict.accept_len
+    accepted = verify_drafts(shape, step.tokens, step.tree, step.targets, limits)
+    return accepted.tokens, accepted.accept_len
 
 
 def bonus_from_draft(shape: DraftShape, step: Round) -> tuple[torch.Tensor, torch.Tensor]:
     """Wrong: the last token emitted is the draft's favourite child where there is one."""
     tokens, lengths = walk_down(shape, step)
     last = (lengths - 1)[:, None]
-    path = judge(shape, step.tokens, step.tree, step.targets, torch.full_like(lengths, shape.num_nodes)).path
+    path = verify_drafts(
+        shape, step.tokens, step.tree, step.targets, torch.full_like(lengths, shape.num_nodes)
+    ).path
     children = (step.tree.parents == path.gather(1, last)).long()
     has_child, first_child = children.max(dim=1, keepdim=True)
     drafted = torch.where(has_child == 1, step.tokens.gather(1, first_child), tokens.gather(1, last))
@@ -222,7 +224,7 @@ def test_limits_end_the_walk_before_a_node_without_a_place():
     tree = DraftTree(tokens[:, 1:], parents, mask.sum(2) - 1, mask)
     targets = torch.tensor([[2, 0, 3, 4, 5]])
     shape = DraftShape.of(3, 2, 5)
-    found = [judge(shape, tokens, tree, targets, torch.tensor([limit])) for limit in range(1, 6)]
-    assert [int(verdict.accept_len) for verdict in found] == [1, 1, 2, 3, 4]
+    found = [verify_drafts(shape, tokens, tree, targets, torch.tensor([limit])) for limit in range(1, 6)]
+    assert [int(accepted.accept_len) for accepted in found] == [1, 1, 2, 3, 4]
     assert found[-1].path.tolist() == [[0, 2, 3, 4]]
     assert found[-1].tokens.tolist() == [[2, 3, 4, 5]]

@@ -1,0 +1,123 @@
+"""The graphs of one engine: what its role captures, in which order, and what heartbeats say about them.
+
+A prefill engine has target prefill graphs and nothing else; a decode engine has the graphs of a decode step, and the
+draft's when it drafts. There is no switch that gives one role the other's.
+"""
+
+import logging
+
+import torch
+
+from ..graphs.backend import GraphBackend
+from ..graphs.buckets import batch_buckets, token_buckets
+from ..graphs.cuda import CudaBackend
+from ..graphs.graph_pool import GraphKind, GraphPool
+from ..graphs.tape.arena import ArenaMemory
+from ..graphs.tape.tape import TapeBackend
+from ..runner.lifecycle import Lifecycle, Phase
+from ..runner.model_runner import ModelRunner
+from ..runner.target_graphs import PrefillGraphs, TargetGraphs
+from ..speculative.drafters.protocol import Drafter
+from ..speculative.step.step_graphs import StepGraphs
+from .graph_self_test import SelfTest
+from .step_self_test import StepSelfTest
+
+logger = logging.getLogger(__name__)
+
+MIB = 1 << 20
+# Replays of a graph between two looks at the addresses of its parameters: nothing exchanges them while an engine serves, so
+# that a look, which takes about as long as launching a step, is a guard against mistakes and need not be often.
+CHECK_EVERY = 1024
+STEP_KINDS = (GraphKind.DECODE_STEP, GraphKind.RANKED_STEP, GraphKind.EDITED_STEP)
+
+
+def backend_for(device: torch.device) -> GraphBackend:
+    """Device graphs on CUDA; elsewhere tapes that share their memory."""
+    return CudaBackend(device) if device.type == "cuda" else TapeBackend(ArenaMemory())
+
+
+class GraphSet:
+    """Captures on `backend`, which must happen when the pools exist and before anything is served.
+
+    `as_one_break`: nothing is recorded and each forward runs eagerly behind the graphs' interface, which tells errors of
+    capturing from errors of padding and planning.
+    """
+
+    def __init__(self, backend: GraphBackend, lifecycle: Lifecycle, *, as_one_break: bool = False) -> None:
+        self.pool = GraphPool(backend, check_every=CHECK_EVERY, as_one_break=as_one_break)
+        self._lifecycle = lifecycle
+
+    def capture_prefill(self, runner: ModelRunner, max_tokens: int) -> None:
+        """Target prefill up to `max_tokens` tokens, as far as the KV pool can hold so many."""
+        self._lifecycle.require(Phase.POOLS_ALLOCATED)
+        buckets = token_buckets(min(max_tokens, runner.pool.num_slots - runner.pool.page_size))
+        prefill = PrefillGraphs(self.pool, runner.model, runner.pool, buckets)
+        prefill.tokens.capture()
+        runner.graphs = TargetGraphs(prefill=prefill)
+
+    def capture_draft(self, drafter: Drafter, max_tokens: int) -> None:
+        """The draft's prefill, up to `max_tokens` tokens."""
+        self._lifecycle.require(Phase.POOLS_ALLOCATED)
+        drafter.capture(self.pool, max_tokens)
+
+    def capture_steps(self, steps: StepGraphs, max_batch: int | None = None) -> None:
+        """Whole decode steps, for up to `max_batch` requests, by default as many as `steps` takes."""
+        self._lifecycle.require(Phase.POOLS_ALLOCATED)
+        pool = steps.step.runner.pool
+        steps.capture(self.pool, batch_buckets(min(max_batch or steps.max_requests, pool.num_pages - 1)))
+
+    def self_test(
+        self,
+        runner: ModelRunner,
+        drafter: Drafter | None,
+        max_context: int,
+        steps: StepGraphs | None = None,
+    ) -> None:
+        """Drop every graph that differs from the eager path; leaves the KV pools as they were, zeros."""
+        tests: list[SelfTest | StepSelfTest] = [SelfTest(runner, drafter, max_context)]
+        if steps is not None:
+            tests.append(StepSelfTest(steps))
+        dropped = sum(test.run() for test in tests)
+        self.pool.forget_replays()
+        compared = sum(test.num_compared for test in tests)
+        logger.info("graph self-test: %d replays compared, %d graphs dropped", compared, dropped)
+
+    def log_report(self) -> None:
+        """One line per kind: how many, which, what they cost."""
+        report = self.pool.report()
+        for kind in report.kinds:
+            logger.info(
+                "%d %s graphs on %s, %d breaks, buckets %s: %.1f MiB in %.2f s",
+                len(kind.buckets),
+                kind.kind,
+                report.backend,
+                kind.num_breaks,
+                list(kind.buckets),
+                (kind.own_bytes + kind.pool_growth_bytes) / MIB,
+                kind.capture_seconds,
+            )
+        logger.info("%d graphs, %.1f MiB shared", report.num_graphs, report.pool_bytes / MIB)
+
+    def counts(self) -> dict[str, int]:
+        """Graphs that exist now, by the names of heartbeats: those of whole steps are "verify" where they have drafts and
+        "decode" where they have none."""
+        kinds = {kind.kind: kind.rows for kind in self.pool.kinds()}
+        steps = [rows for kind in STEP_KINDS for rows in kinds.get(kind.value, ())]
+        return {
+            "prefill": len(kinds.get(GraphKind.TARGET_PREFILL.value, ())),
+            "draft_prefill": len(kinds.get(GraphKind.DRAFT_PREFILL.value, ())),
+            "decode": sum(rows == 1 for rows in steps),
+            "verify": sum(rows > 1 for rows in steps),
+        }
+
+    def counters(self) -> dict[str, float]:
+        """Replays by kind and fallbacks by kind and reason since the start; monotonic."""
+        counters: dict[str, float] = {}
+        for kind in self.pool.kinds():
+            counters[f"graph_replays_{kind.kind}"] = sum(kind.replays.values())
+            counters[f"graph_pad_rows_{kind.kind}"] = kind.pad_rows
+            counters |= {f"graph_fallback_{kind.kind}_{reason}": n for reason, n in kind.fallbacks.items()}
+        return counters
+
+    def __repr__(self) -> str:
+        return f"<GraphSet {self.pool!r}>"

@@ -1,0 +1,175 @@
+"""Each graph of a whole decode step against the same step run eagerly, before anything is served.
+
+Both run over as many rows as the graph has, so that the same products are computed: reports must be equal, log
+probabilities and written KV nearly so. The comparison writes into the first pages of the KV pools and leaves them as it
+found them, zeros.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from ...kernels.step_glue import NUM_COUNTS
+from ..graphs.breakable import Breaks
+from ..graphs.bucketed_graphs import GraphFamily, PathDecision
+from ..graphs.graph_pool import FallbackReason
+from ..kv.page_table import pages_for
+from ..sampling.edits import SamplingRow
+from ..sampling.logprobs import packed_width
+from ..sampling.params import SamplingParams
+from ..speculative.drafters.states import PAD_ROW
+from ..speculative.step.device_state import RequestInit
+from ..speculative.step.fused_step import StepContext, StepKind
+from ..speculative.step.step_graphs import StepGraphs
+from .graph_self_test import SEED, TOLERANCES, edges, relative_error
+
+logger = logging.getLogger(__name__)
+
+# By kind: the first two are free draws, the next two are ranked, the rest need edited logits.
+PARAMS = (
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=1.0, min_p=0.01),
+    SamplingParams(temperature=0.7, top_k=20),
+    SamplingParams(temperature=1.0, top_p=0.9),
+    SamplingParams(
+        temperature=0.0,
+        frequency_penalty=0.5,
+        repetition_penalty=1.3,
+        logit_bias={7: 99.0, 9: 50.0},
+        logprobs=3,
+    ),
+    SamplingParams(temperature=1.0, presence_penalty=0.5, logit_bias={1: 2.0, 5: -3.0}, min_new_tokens=3),
+)
+
+
+def forbid_token_7(drafts: torch.Tensor, parents: torch.Tensor | None, masks: torch.Tensor) -> None:
+    """As a grammar of the first request would, which then takes its second bias instead of the first."""
+    masks[0, :, 0] = ~(1 << 7)
+
+
+def logprobs_in(packed: torch.Tensor, kind: StepKind) -> torch.Tensor:
+    """The log probabilities of a report, float32, 0 where a row asks for none."""
+    each = packed_width(kind.num_top)
+    if not each:
+        return packed.float()
+    values = packed.reshape(-1, each)[:, : 1 + kind.num_top].to(torch.int32).contiguous()
+    return values.view(torch.float32).nan_to_num(0.0)
+
+
+class StepSelfTest:
+    """All graphs of `steps`."""
+
+    def __init__(self, steps: StepGraphs) -> None:
+        self.steps = steps
+        self.num_compared = 0
+        self._step = steps.step
+
+    @torch.no_grad()
+    def run(self) -> int:
+        """Compare all; returns how many graphs were dropped because they differ."""
+        dropped = 0
+        for kind, family in self.steps.families.items():
+            for bucket, size in edges(family):
+                difference = self._difference(kind, family, bucket, size) if bucket in family.captured else ""
+                if difference:
+                    name = f"{family.kind.value} {bucket}"
+                    logger.error(
+                        "graph %s differs from the eager path at %d: %s; dropped", name, size, difference
+                    )
+                    family.drop(bucket)
+                    family.pool.count_fallback(family.kind, FallbackReason.CAPTURE_FAILED)
+                    dropped += 1
+        return dropped
+
+    def _difference(
+        self, kind: StepKind, family: GraphFamily[StepContext, torch.Tensor], bucket: int, size: int
+    ) -> str:
+        """What differs between the paths, from the same state and the same KV, or ""."""
+        joining, state = self._joining(size, kind), self._step.state
+        slots = tuple(state.open() for _ in joining)
+        self.steps.tell(slots)
+        results = []
+        for is_graph in (False, True):
+            self._prepare(slots, joining)
+            fill = forbid_token_7 if kind.is_edited else None
+            if is_graph:
+                decision = PathDecision(kind=family.kind, bucket=bucket)
+                report = family.replay(decision, StepContext(num_rows=len(slots), fill=fill))
+            else:
+                breaks = Breaks(StepContext(num_rows=len(slots), fill=fill))
+                report = self._step.run(self.steps.slots[:bucket], kind, breaks)
+            results.append((report[: len(slots)].clone(), *(kv.clone() for kv in self._pages(joining))))
+        self._leave(slots, joining)
+        self.num_compared += 1
+        (eager, *eager_kv), (graphed, *graphed_kv) = results
+        width = kind.shape.num_path + NUM_COUNTS
+        if not torch.equal(eager[:, :width], graphed[:, :width]):
+            return f"{int((eager != graphed)[:, :width].any(dim=1).sum())} of {len(slots)} reports"
+        tolerance = TOLERANCES[self._step.runner.pool.dtype]
+        if not relative_error(*(logprobs_in(x[:, width:], kind) for x in (eager, graphed))) <= tolerance:
+            return "log probabilities"
+        errors = [relative_error(*pair) for pair in zip(eager_kv, graphed_kv, strict=True)]
+        return ", ".join(f"KV {i} by {error:.2g}" for i, error in enumerate(errors) if not error <= tolerance)
+
+    def _joining(self, size: int, kind: StepKind) -> list[RequestInit]:
+        """`size` requests with contexts of several lengths, or as many as the pool has room for."""
+        pool, found, next_page = self._step.runner.pool, [], 1
+        drafter, spare = self._step.drafter, kind.shape.spare_slots
+        spread = max(min(2 * pool.page_size, self._step.max_context - spare), 1)
+        for i in range(size):
+            length = 1 + i * 5 % spread
+            count = min(
+                pages_for(length + spare, pool.page_size), pool.num_pages - 1
+            )  # one request always fits
+            if next_page + count > pool.num_pages:
+                break
+            params = PARAMS[(i + 4) % 6 if kind.is_edited else i % (4 if kind.is_ranked else 2)]
+            found.append(
+                RequestInit(
+                    newest=i,
+                    length=length,
+                    remaining=spare,
+                    capacity=min(count * pool.page_size, self._step.max_context),
+                    draft_row=PAD_ROW if drafter is None else drafter.open(),
+                    pages=range(next_page, next_page + count),
+                    row=SamplingRow(
+                        params=replace(params, seed=i),
+                        position=length + 1,
+                        prompt_ids=range(0, 32, 3),
+                        output_ids=range(0, 32, 5),
+                        ends=[2, 3],
+                        first_end=length + 2,
+                    ),
+                )
+            )
+            next_page += count
+        return found
+
+    def _prepare(self, slots: Sequence[int], joining: Sequence[RequestInit]) -> None:
+        """The state and the KV that both paths begin with."""
+        self._step.state.write(slots, joining)
+        generator = torch.Generator(self._step.state.device)
+        for kv in self._pages(joining):
+            kv.normal_(generator=generator.manual_seed(SEED))
+        if self._step.drafter is not None:
+            for values in self._step.drafter.anchors:
+                values.normal_(generator=generator.manual_seed(SEED))
+
+    def _leave(self, slots: Sequence[int], joining: Sequence[RequestInit]) -> None:
+        for slot, each in zip(slots, joining, strict=True):
+            self._step.state.close(slot)
+            if self._step.drafter is not None:
+                self._step.drafter.close(each.draft_row)
+        for kv in self._pages(joining):
+            kv.zero_()
+        if self._step.drafter is not None:
+            for values in self._step.drafter.anchors:
+                values.zero_()
+
+    def _pages(self, joining: Sequence[RequestInit]) -> list[torch.Tensor]:
+        """The KV of all pages of `joining` in each pool."""
+        drafter, end = self._step.drafter, max(each.pages[-1] for each in joining) + 1
+        pools = [self._step.runner.pool, *([] if drafter is None else [drafter.pool])]
+        return [pool.kv[1:end] for pool in pools]

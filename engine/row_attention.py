@@ -1,0 +1,88 @@
+"""Attention of a decode step: equally many rows per request, planned from tensors on the device once per forward.
+
+Legend: B requests, N rows each, P pages planned for per request, W columns of a tree mask.
+"""
+
+import torch
+
+from ..kernels.kv_store import store_kv
+from ..kernels.ops import recorded_paged_verify, recorded_store_kv
+from ..kernels.verify_attention import VerifyColumns, attend_verify_columns, verify_columns
+from .errors import LifecycleError
+from .kv.pool import KVPool
+
+
+class RowPlan:
+    """Where the rows of one forward are stored and what they see. `attend` is what each layer calls.
+
+    `rows` int64 `[B*N]` as of `kv_rows`, `page_table` int64 `[B, P]`, `kv_lens` int64 `[B]`, `tree_mask` None or bool
+    `[B, N, W]`, all on the device. `is_recorded`: a graph records the forward, so that the plan must follow these tensors at
+    each replay; otherwise a CPU gathers row numbers and masks once for all layers.
+
+    Raises LifecycleError, here and in `attend`, when the parts do not belong together, when a part was written after the
+    plan was made, or when a layer brings another number of rows.
+    """
+
+    def __init__(
+        self,
+        pool: KVPool,
+        rows: torch.Tensor,
+        page_table: torch.Tensor,
+        kv_lens: torch.Tensor,
+        tree_mask: torch.Tensor | None = None,
+        *,
+        is_recorded: bool,
+    ) -> None:
+        self.pool = pool
+        self.rows = rows
+        self.page_table = page_table
+        self.kv_lens = kv_lens
+        self.tree_mask = tree_mask
+        self._scale = pool.layout.scale
+        count = page_table.shape[0]
+        masks = count if tree_mask is None else tree_mask.shape[0]
+        if not (kv_lens.shape[0] == masks == count and rows.shape[0] % max(count, 1) == 0):
+            raise LifecycleError(
+                f"{rows.shape[0]} rows, {count} rows of pages, {kv_lens.shape[0]} lengths and {masks} masks do not make "
+                "equally many rows per request"
+            )
+        self._written = self._versions()
+        is_gathered = not is_recorded and not rows.is_cuda and rows.shape[0] > 0
+        self._columns = self._gather(rows.shape[0] // count) if is_gathered else None
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """`q` `[B*N, heads, D]`, `k`, `v` `[B*N, kv heads, D]` of `layer` -> `[B*N, heads, D]`; k and v are stored first."""
+        self.check(q.shape[0])
+        pool = self.pool
+        grouped = q.reshape(self.page_table.shape[0], -1, *q.shape[1:])
+        if self._columns is not None:
+            store_kv(pool.kv, layer, self.rows, k, v)
+            return attend_verify_columns(grouped, pool.kv, layer, self._columns, self._scale).reshape(q.shape)
+        recorded_store_kv(pool.kv, layer, self.rows, k, v)
+        return recorded_paged_verify(
+            grouped, pool.kv, layer, self.page_table, self.kv_lens, self._scale, self.tree_mask
+        ).view(q.shape)
+
+    def check(self, num_rows: int) -> None:
+        """LifecycleError unless the plan is of `num_rows` rows and nothing that it was made of was written since."""
+        if num_rows != self.rows.shape[0]:
+            raise LifecycleError(f"attention was planned for {self.rows.shape[0]} rows and got {num_rows}")
+        if self._versions() != self._written:
+            raise LifecycleError(
+                "rows, pages, lengths or mask were changed in place behind their plan; plan after the last change"
+            )
+
+    def _versions(self) -> tuple[int, ...]:
+        parts = (self.rows, self.page_table, self.kv_lens, self.tree_mask)
+        return tuple(0 if part is None else part._version for part in parts)
+
+    def _gather(self, num_rows: int) -> VerifyColumns:
+        num_pages = max(-(-int(self.kv_lens.max()) // self.pool.page_size), 1)
+        columns = verify_columns(
+            self.pool.kv, self.page_table[:, :num_pages], self.kv_lens, num_rows, self.tree_mask
+        )
+        has_idle = self.tree_mask is not None or not bool((self.kv_lens >= num_rows).all())
+        return columns if has_idle else columns._replace(is_blind=None)
+
+    def __repr__(self) -> str:
+        return f"<RowPlan {self.page_table.shape[0]} requests, {self.rows.shape[0]} rows>"

@@ -1,0 +1,119 @@
+"""The choice of a token for each row of logits, as one operation of the torch library with every parameter in tensors.
+
+Two forms give the same tokens. The exact form looks at its parameters and draws for the rows that need it. The fixed form
+has fixed shapes and never looks at the host, so that a graph of a device can hold it; it ranks NUCLEUS_WIDTH candidates and
+reports the rows whose support is wider. A CPU always takes the exact form. Legend: S slots, R rows, V vocabulary.
+"""
+
+import torch
+
+from ...kernels.choose_token import choose_token
+from .draws import CHUNK_LOGITS, NUCLEUS_WIDTH, draw_fixed, draw_free, draw_ranked
+from .tensors import SamplingTensors
+
+torch.library.define(
+    "baton::choose_tokens",
+    "(Tensor logits, Tensor positions, Tensor seeds, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p,"
+    " Tensor is_drawn, bool is_ranked, bool is_exact) -> (Tensor, Tensor, Tensor)",
+)
+
+
+def choose_tokens(
+    logits: torch.Tensor,
+    positions: torch.Tensor,
+    tensors: SamplingTensors,
+    *,
+    is_ranked: bool,
+    is_exact: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tokens `[R]` int64; bool `[R]`: rows whose logits are not finite, their token is 0; bool `[R]`: rows whose support is
+    wider than what the fixed form looked at, their token means nothing.
+
+    `logits` `[R, V]` float32, `positions` `[R]` int64 of the tokens chosen, `tensors` `[S]`, each for R/S rows in a row.
+    `is_ranked`: some request `needs_ranking`; without it top-k and top-p are not looked at. `is_exact`: the exact form.
+    """
+    tokens, bad, short = torch.ops.baton.choose_tokens.default(
+        logits,
+        positions,
+        tensors.seeds,
+        tensors.temperature,
+        tensors.top_k,
+        tensors.top_p,
+        tensors.min_p,
+        tensors.is_drawn,
+        is_ranked,
+        is_exact,
+    )
+    return tokens, bad, short
+
+
+@torch.library.impl("baton::choose_tokens", ("cpu", "cuda"))
+def _choose(
+    logits: torch.Tensor,
+    positions: torch.Tensor,
+    seeds: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+    is_drawn: torch.Tensor,
+    is_ranked: bool,
+    is_exact: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    tensors = SamplingTensors(
+        seeds=seeds, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, is_drawn=is_drawn
+    )
+    if is_exact or not logits.is_cuda:
+        return choose_exact(logits, positions, tensors, is_ranked=is_ranked)
+    return choose_fixed(logits, positions, tensors, is_ranked=is_ranked)
+
+
+def choose_exact(
+    logits: torch.Tensor, positions: torch.Tensor, tensors: SamplingTensors, *, is_ranked: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`choose_tokens` in its exact form: the rows are drawn by what must be ranked for them, which is nothing, their top-k,
+    or a nucleus. The host waits for the device."""
+    vocab_size = logits.shape[1]
+    tensors = tensors.repeated(logits.shape[0])
+    highest, tokens = logits.max(dim=1)  # a NaN in the row comes out as the highest
+    is_limited = tensors.is_drawn & (tensors.top_k < vocab_size) & is_ranked
+    is_nucleus = tensors.is_drawn & ~is_limited & (tensors.top_p < 1) & is_ranked
+    is_free = tensors.is_drawn & ~is_limited & ~is_nucleus
+    widest = int(torch.where(is_limited, tensors.top_k, 0).max()) if logits.shape[0] else 0
+    for group, width in ((is_free, 0), (is_limited, widest), (is_nucleus, min(vocab_size, NUCLEUS_WIDTH))):
+        for rows in row_chunks(group.nonzero().squeeze(1), vocab_size):
+            draw = tensors.draw(rows, positions, width, has_top_k=group is is_limited)
+            some = logits[rows]
+            tokens[rows] = draw_ranked(some, draw) if width else draw_free(some, draw, _vocabulary(logits))
+    bad = ~torch.isfinite(highest)
+    return tokens.masked_fill_(bad, 0), bad, torch.zeros_like(bad)
+
+
+def choose_fixed(
+    logits: torch.Tensor, positions: torch.Tensor, tensors: SamplingTensors, *, is_ranked: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`choose_tokens` in its fixed form: every row is ranked, whether or not that is used."""
+    tokens, bad = choose_token(
+        logits, tensors.seeds, positions, tensors.temperature, tensors.min_p, tensors.is_drawn, None
+    )
+    if not is_ranked:
+        return tokens, bad, torch.zeros_like(bad)
+    tensors = tensors.repeated(logits.shape[0])
+    vocab_size = logits.shape[1]
+    all_rows, parts = torch.arange(logits.shape[0], device=logits.device), []
+    for rows, some in zip(row_chunks(all_rows, vocab_size), row_chunks(logits, vocab_size), strict=True):
+        width = min(vocab_size, NUCLEUS_WIDTH)
+        parts.append(draw_fixed(some, tensors.draw(rows, positions, width, has_top_k=True)))
+    ranked, short = (torch.cat(halves) for halves in zip(*parts, strict=True))
+    is_row_ranked = tensors.is_drawn & ((tensors.top_p < 1) | (tensors.top_k < vocab_size)) & ~bad
+    return torch.where(is_row_ranked, ranked, tokens), bad, short & is_row_ranked
+
+
+def row_chunks(rows: torch.Tensor, row_size: int) -> list[torch.Tensor]:
+    """`rows` in pieces of at most CHUNK_LOGITS logits, `row_size` each: what bounds the memory of temporaries."""
+    each = max(1, CHUNK_LOGITS // row_size)
+    return [rows[start : start + each] for start in range(0, rows.shape[0], each)]
+
+
+def _vocabulary(logits: torch.Tensor) -> torch.Tensor:
+    return torch.arange(logits.shape[1], device=logits.device)

@@ -1,0 +1,259 @@
+"""What is changed in logits before a token is chosen: penalties, biases, bans of end tokens and grammar masks.
+
+In this order: penalties (over the output and the drafts in front of a row), biases and bans, the mask. Two forms of one
+operation give the same logits: on CPU it looks for the rows that need a change; on a device every row takes every change
+and nothing looks at the host.
+
+Legend: S slots (requests known), B requests, N rows of each, R = B * N, V vocabulary, E entries of a slot, W words of 32
+tokens.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from .choose import row_chunks
+from .params import SamplingParams
+
+Mask = npt.NDArray[np.int32]
+
+ALWAYS = 1 << 62  # a position that no token has: an entry with it holds for all
+IN_PROMPT = 1 << 30  # the bit of `LogitEdits.seen` beside the count
+ALL_ALLOWED = -1  # a word of a mask
+
+torch.library.define(
+    "baton::edit_logits",
+    "(Tensor logits, Tensor positions, Tensor slots, Tensor ids, Tensor values, Tensor until, Tensor penalties,"
+    " Tensor? seen, Tensor? drafts, Tensor? ancestors, Tensor? masks) -> Tensor",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingRow:
+    """One choice: the token at absolute `position`, behind `prompt_ids` and `output_ids`.
+
+    `ends` are the tokens that would end the request, which may not be chosen at positions below `first_end`. `mask`, int32
+    `[W]`, has the bits of the tokens that the grammar allows; None: all.
+    """
+
+    params: SamplingParams
+    position: int
+    prompt_ids: Sequence[int] = ()
+    output_ids: Sequence[int] = ()
+    ends: Sequence[int] = ()
+    first_end: int = 0
+    mask: Mask | None = field(default=None, compare=False)
+
+    @property
+    def entries(self) -> list[tuple[int, float, int]]:
+        """(token, what is added to its logit, position from which on it is not)."""
+        biases = [(token, bias, ALWAYS) for token, bias in self.params.logit_bias.items()]
+        bans = [(token, -math.inf, self.first_end) for token in self.ends] if self.first_end else []
+        return biases + bans
+
+    def seen(self, vocab_size: int) -> npt.NDArray[np.int32]:
+        """`[V]`: how often each token is in the output, and IN_PROMPT for those of the prompt."""
+        output = np.asarray(self.output_ids, dtype=np.int64)
+        prompt = np.asarray(self.prompt_ids, dtype=np.int64)
+        for ids in (output, prompt):
+            assert not len(ids) or 0 <= ids.min() <= ids.max() < vocab_size, (
+                "a token is not in the vocabulary"
+            )
+        counts = np.bincount(output, minlength=vocab_size).astype(np.int32)
+        if self.params.repetition_penalty != 1.0:
+            counts[prompt] |= IN_PROMPT
+        return counts
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogitEdits:
+    """`ids` int64, `values` float32 and `until` int64 `[S, E]`: `values` is added to the logits of `ids` at positions below
+    `until` (unused entries: 0). `penalties` `[S, 3]` float32: repetition, frequency, presence. `seen` `[S, V]` int32 as of
+    `SamplingRow.seen`; None: no slot has penalties, and rows of slots without any mean nothing."""
+
+    ids: torch.Tensor
+    values: torch.Tensor
+    until: torch.Tensor
+    penalties: torch.Tensor
+    seen: torch.Tensor | None
+
+    @classmethod
+    def of(
+        cls, rows: Sequence[SamplingRow], vocab_size: int, device: torch.device | str = "cpu"
+    ) -> "LogitEdits":
+        """One slot for each of `rows`, whose parameters passed `validate_params`."""
+        entries = [row.entries for row in rows]
+        width = max((len(each) for each in entries), default=0)
+        padded = [[*each, *[(0, 0.0, 0)] * (width - len(each))] for each in entries]
+        assert all(0 <= token < vocab_size for each in entries for token, *_ in each), (
+            "validate_params was not called"
+        )
+        ids, values, until = (
+            torch.tensor([[entry[i] for entry in each] for each in padded], dtype=dtype).view(
+                len(rows), width
+            )
+            for i, dtype in enumerate((torch.int64, torch.float32, torch.int64))
+        )
+        penalties = [
+            (p.repetition_penalty, p.frequency_penalty, p.presence_penalty) for p in (r.params for r in rows)
+        ]
+        seen = None
+        if any(row.params.needs_penalties for row in rows):
+            nothing = np.zeros(vocab_size, dtype=np.int32)
+            counted = [row.seen(vocab_size) if row.params.needs_penalties else nothing for row in rows]
+            seen = torch.from_numpy(np.stack(counted)).to(device)
+        return cls(
+            ids=ids.to(device),
+            values=values.to(device),
+            until=until.to(device),
+            penalties=torch.tensor(penalties, dtype=torch.float32).view(len(rows), 3).to(device),
+            seen=seen,
+        )
+
+
+def edit_logits(
+    logits: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    edits: LogitEdits,
+    *,
+    drafts: torch.Tensor | None = None,
+    ancestors: torch.Tensor | None = None,
+    masks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`logits` `[R, V]` float32 with what `edits` of `slots` int64 `[B]` change; the argument is never written.
+
+    `positions` int64 `[R]` of the tokens to be chosen. `drafts` int64 `[B, N-1]` stand behind the newest token of each
+    request, and `ancestors` bool `[B, N, N]` says which nodes (the newest token is the first) a row stands behind, itself
+    included; None: each row stands behind all before it. `masks` int32 `[R, W]`: bits of allowed tokens.
+    """
+    edited: torch.Tensor = torch.ops.baton.edit_logits.default(
+        logits,
+        positions,
+        slots,
+        edits.ids,
+        edits.values,
+        edits.until,
+        edits.penalties,
+        edits.seen,
+        drafts,
+        ancestors,
+        masks,
+    )
+    return edited
+
+
+@torch.library.impl("baton::edit_logits", ("cpu", "cuda"))
+def _edit(
+    logits: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    ids: torch.Tensor,
+    values: torch.Tensor,
+    until: torch.Tensor,
+    penalties: torch.Tensor,
+    seen: torch.Tensor | None,
+    drafts: torch.Tensor | None,
+    ancestors: torch.Tensor | None,
+    masks: torch.Tensor | None,
+) -> torch.Tensor:
+    edits = LogitEdits(ids=ids, values=values, until=until, penalties=penalties, seen=seen)
+    edit = edit_fixed if logits.is_cuda else edit_exact
+    return edit(logits, positions, slots, edits, drafts, ancestors, masks)
+
+
+def edit_fixed(
+    logits: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    edits: LogitEdits,
+    drafts: torch.Tensor | None,
+    ancestors: torch.Tensor | None,
+    masks: torch.Tensor | None,
+) -> torch.Tensor:
+    """`edit_logits` in fixed shapes: every request takes every change."""
+    requests = torch.arange(slots.shape[0], device=logits.device)
+    return _edited(logits, requests, positions, slots, edits, drafts, ancestors, masks)
+
+
+def edit_exact(
+    logits: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    edits: LogitEdits,
+    drafts: torch.Tensor | None,
+    ancestors: torch.Tensor | None,
+    masks: torch.Tensor | None,
+) -> torch.Tensor:
+    """`edit_logits` of the requests that need a change; the host waits for the device."""
+    neutral = torch.tensor([1.0, 0.0, 0.0], device=logits.device)
+    needs = (edits.penalties[slots] != neutral).any(dim=1) | (edits.until[slots] > 0).any(dim=1)
+    if masks is not None:
+        needs = needs | (masks != ALL_ALLOWED).view(slots.shape[0], -1).any(dim=1)
+    requests = needs.nonzero().squeeze(1)
+    if not requests.numel():
+        return logits.clone()  # an operation returns memory of its own
+    return _edited(logits, requests, positions, slots, edits, drafts, ancestors, masks)
+
+
+def _edited(
+    logits: torch.Tensor,
+    requests: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    edits: LogitEdits,
+    drafts: torch.Tensor | None,
+    ancestors: torch.Tensor | None,
+    masks: torch.Tensor | None,
+) -> torch.Tensor:
+    """A copy of `logits` in which those of `requests` int64 `[G]` are changed, some requests at a time."""
+    count, vocab_size = slots.shape[0], logits.shape[1]
+    each = logits.shape[0] // max(count, 1)
+    edited = logits.clone().view(count, each, vocab_size)
+    for some in row_chunks(requests, max(each * vocab_size, 1)):
+        theirs, rows = slots[some], edited.index_select(0, some)
+        if edits.seen is not None:
+            behind = None if drafts is None else drafts[some]
+            family = None if ancestors is None else ancestors[some]
+            rows = _penalised(rows, edits.penalties[theirs], edits.seen[theirs], behind, family)
+        if edits.ids.shape[1]:
+            holds = positions.view(count, each)[some][:, :, None] < edits.until[theirs][:, None]
+            added = torch.where(holds, edits.values[theirs][:, None], 0.0)
+            rows = rows.scatter_add(2, edits.ids[theirs][:, None].expand_as(added), added)
+        if masks is not None:
+            rows = rows.masked_fill(~allowed(masks.view(count, each, -1)[some], vocab_size), -math.inf)
+        edited.index_copy_(0, some, rows)
+    return edited.view(-1, vocab_size)
+
+
+def _penalised(
+    rows: torch.Tensor,
+    penalties: torch.Tensor,
+    seen: torch.Tensor,
+    drafts: torch.Tensor | None,
+    ancestors: torch.Tensor | None,
+) -> torch.Tensor:
+    """`rows` `[G, N, V]` behind the tokens `seen` `[G, V]` and, each, the drafts `[G, N-1]` of its own branch."""
+    num_nodes = rows.shape[1]
+    counts = seen[:, None].expand(rows.shape).contiguous()
+    if drafts is not None and num_nodes > 1:
+        if ancestors is None:
+            nodes = torch.arange(num_nodes, device=rows.device)
+            ancestors = (nodes[None, :] <= nodes[:, None]).expand(rows.shape[0], -1, -1)
+        index = drafts[:, None].expand(-1, num_nodes, -1)
+        counts = counts.scatter_add(2, index, ancestors[:, :, 1:].to(counts.dtype))
+    repetition, frequency, presence = (x[:, None, None] for x in penalties.unbind(1))
+    scaled = torch.where(rows > 0, rows / repetition, rows * repetition)
+    changed = torch.where(counts != 0, scaled, rows)
+    counts = counts & (IN_PROMPT - 1)
+    return changed - frequency * counts - presence * (counts > 0)
+
+
+def allowed(masks: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Bool `[..., V]`: the bits of `masks` int32 `[..., W]`."""
+    bits = masks[..., None] >> torch.arange(32, dtype=torch.int32, device=masks.device)
+    return (bits & 1 != 0).flatten(-2)[..., :vocab_size]

@@ -1,0 +1,92 @@
+"""Log probabilities of chosen tokens and of the likeliest ones, by the model's own distribution before any change.
+
+Legend: R rows, V vocabulary, K most top tokens that a row asks for.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from .draws import CHUNK_LOGITS, ranked_ids
+
+torch.library.define(
+    "baton::top_logprobs", "(Tensor logits, Tensor chosen, Tensor wanted, int num_top) -> (Tensor, Tensor)"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenLogprob:
+    """Of the model's own distribution: the chosen token's log probability and the likeliest (id, log probability)."""
+
+    logprob: float
+    top: list[tuple[int, float]]
+
+
+def top_logprobs(
+    logits: torch.Tensor, chosen: torch.Tensor, wanted: torch.Tensor, num_top: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Float32 `[R, 1+K]`: of the token `chosen` int64 `[R]`, then of the `num_top` likeliest; int64 `[R, K]`: these tokens.
+
+    `wanted` int64 `[R]`: how many a row asks for, -1: nothing. Other rows may hold NaN and -1.
+    """
+    values, ids = torch.ops.baton.top_logprobs.default(logits, chosen, wanted, num_top)
+    return values, ids
+
+
+@torch.library.impl("baton::top_logprobs", ("cpu", "cuda"))
+def _top(
+    logits: torch.Tensor, chosen: torch.Tensor, wanted: torch.Tensor, num_top: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    top = top_fixed if logits.is_cuda else top_exact
+    return top(logits, chosen, wanted, num_top)
+
+
+def top_exact(
+    logits: torch.Tensor, chosen: torch.Tensor, wanted: torch.Tensor, num_top: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`top_logprobs` of the rows that ask; the host waits for the device."""
+    values = torch.full((logits.shape[0], 1 + num_top), math.nan, device=logits.device)
+    ids = torch.full((logits.shape[0], num_top), -1, dtype=torch.int64, device=logits.device)
+    rows = (wanted >= 0).nonzero().squeeze(1)
+    if rows.numel():
+        values[rows], ids[rows] = _logprobs(logits[rows], chosen[rows], num_top)
+    return values, ids
+
+
+def top_fixed(
+    logits: torch.Tensor, chosen: torch.Tensor, wanted: torch.Tensor, num_top: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`top_logprobs` in fixed shapes: every row, whether or not it asks."""
+    each = max(1, CHUNK_LOGITS // logits.shape[1])
+    pieces = [
+        _logprobs(logits[start : start + each], chosen[start : start + each], num_top)
+        for start in range(0, logits.shape[0], each)
+    ]
+    return torch.cat([values for values, _ in pieces]), torch.cat([ids for _, ids in pieces])
+
+
+def _logprobs(logits: torch.Tensor, chosen: torch.Tensor, num_top: int) -> tuple[torch.Tensor, torch.Tensor]:
+    raw = torch.log_softmax(logits.float(), dim=1)
+    ids = ranked_ids(raw, num_top)
+    return torch.cat((raw.gather(1, chosen[:, None]), raw.gather(1, ids)), dim=1), ids
+
+
+def pack_logprobs(values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """`top_logprobs` as int64 `[R, 1+2*K]`: part of a report of integers, read by `unpack_logprobs`."""
+    return torch.cat((values.view(torch.int32).to(torch.int64), ids), dim=1)
+
+
+def unpack_logprobs(packed: npt.NDArray[np.int64], wanted: int) -> TokenLogprob:
+    """One row of a report; `wanted` as of `SamplingParams.logprobs`, at least 0."""
+    num_top = (len(packed) - 1) // 2
+    values = packed[: 1 + num_top].astype(np.int32).view(np.float32).tolist()
+    ids = packed[1 + num_top :].tolist()
+    return TokenLogprob(logprob=values[0], top=list(zip(ids, values[1:], strict=True))[:wanted])
+
+
+def packed_width(num_top: int) -> int:
+    """Columns of `pack_logprobs`; `num_top` -1: none."""
+    return 1 + 2 * num_top if num_top >= 0 else 0

@@ -1,0 +1,129 @@
+"""Sampling of rows whose parameters are on the host: the first token of a prompt. Decode steps call the same operations.
+
+A row is one choice: prefill has one per prompt, verify one per draft and one more, each behind its drafts. In order:
+
+    1. repetition penalty     l > 0: l / r, else l * r, for every token of prompt or output
+    2. frequency, presence    l - f * count - p * [count > 0], counts over the output and the drafts in front of the row
+    3. logit bias             l + bias, and -inf for tokens that would end the request too early (`edits`)
+    4. grammar mask           -inf for tokens that the grammar forbids; greedy ends here: the highest logit, of equals the
+                              lowest id (`choose`)
+    5. temperature            l / T
+    6. top-k                  exactly k tokens; of equal logits the lowest ids
+    7. top-p                  of what is left, renormalised: the fewest likeliest tokens that hold at least p, and one
+    8. min-p                  tokens with at least min_p times the probability of the likeliest
+    9. Gumbel-max             argmax of l / T + gumbel(seed, position, token id) (`draws`)
+
+The choice of a row depends on that row alone. Legend: R rows, V vocabulary, K top logprobs.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from .choose import choose_tokens
+from .edits import ALL_ALLOWED, LogitEdits, SamplingRow, edit_logits
+from .logprobs import TokenLogprob, top_logprobs
+from .tensors import SamplingTensors
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingBatch:
+    """What `Sampler.sample` needs besides the logits, on the device; `Sampler.build` makes it while the forward runs.
+
+    `edits` and `masks` are None where no row needs them; `wanted` int64 `[R]` are the top logprobs of each row, -1 none,
+    and `num_top` the most of them (-1: no row asks).
+    """
+
+    num_rows: int
+    positions: torch.Tensor
+    tensors: SamplingTensors
+    is_ranked: bool
+    edits: LogitEdits | None
+    masks: torch.Tensor | None
+    wanted: torch.Tensor
+    num_top: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleOutput:
+    """`tokens` `[R]` int64. `bad_rows` `[R]` bool: rows with a NaN, with +inf or with nothing above -inf; their token
+    is 0 and means nothing. The rest is None when no row asks for logprobs; other rows mean nothing.
+
+    `logprobs` `[R]` float32 of the chosen tokens, `top_ids` `[R, K]` int64 and `top_logprobs` `[R, K]` float32,
+    likeliest first, of the model's own distribution before any transform. A row that asks for fewer takes its first.
+    """
+
+    tokens: torch.Tensor
+    bad_rows: torch.Tensor
+    logprobs: torch.Tensor | None = None
+    top_ids: torch.Tensor | None = None
+    top_logprobs: torch.Tensor | None = None
+
+    def token_logprobs(self, row: int, wanted: int) -> list[TokenLogprob]:
+        """Those of `row` with its `wanted` likeliest tokens; none where `wanted` is negative."""
+        if wanted < 0 or self.logprobs is None or self.top_ids is None or self.top_logprobs is None:
+            return []
+        ids, values = self.top_ids[row, :wanted].tolist(), self.top_logprobs[row, :wanted].tolist()
+        return [TokenLogprob(logprob=float(self.logprobs[row]), top=list(zip(ids, values, strict=True)))]
+
+
+class Sampler:
+    """Chooses a token per row of logits; holds no state between calls."""
+
+    def __init__(self, vocab_size: int, device: torch.device | str = "cpu") -> None:
+        self.vocab_size = vocab_size
+        self.device = torch.device(device)
+
+    def build(self, rows: Sequence[SamplingRow]) -> SamplingBatch:
+        """Tensors for `rows`, whose parameters passed `validate_params`."""
+        params = [row.params for row in rows]
+        wanted = [p.logprobs for p in params]
+        is_edited = any(p.needs_penalties or p.logit_bias for p in params) or any(r.first_end for r in rows)
+        return SamplingBatch(
+            num_rows=len(rows),
+            positions=torch.tensor([row.position for row in rows], dtype=torch.int64, device=self.device),
+            tensors=SamplingTensors.of(params, self.vocab_size, self.device),
+            is_ranked=any(p.needs_ranking(self.vocab_size) for p in params),
+            edits=LogitEdits.of(rows, self.vocab_size, self.device)
+            if is_edited or any(row.mask is not None for row in rows)
+            else None,
+            masks=self._masks(rows),
+            wanted=torch.tensor(wanted, dtype=torch.int64, device=self.device),
+            num_top=min(self.vocab_size, max(wanted, default=-1)),
+        )
+
+    def _masks(self, rows: Sequence[SamplingRow]) -> torch.Tensor | None:
+        known = [row.mask for row in rows if row.mask is not None]
+        if not known:
+            return None
+        free = np.full_like(known[0], ALL_ALLOWED)
+        stacked = np.stack([free if row.mask is None else row.mask for row in rows])
+        return torch.from_numpy(stacked).to(self.device)
+
+    @torch.no_grad()
+    def sample(self, logits: torch.Tensor, batch: SamplingBatch) -> SampleOutput:
+        """Choose from `logits` `[R, V]` float32, one row per row of `batch`; `logits` is left as it is."""
+        count = batch.num_rows
+        assert logits.shape == (count, self.vocab_size), (logits.shape, count, self.vocab_size)
+        edited = logits
+        if batch.edits is not None:
+            slots = torch.arange(count, device=logits.device)
+            edited = edit_logits(logits, batch.positions, slots, batch.edits, masks=batch.masks)
+        tokens, bad_rows, _ = choose_tokens(
+            edited, batch.positions, batch.tensors, is_ranked=batch.is_ranked, is_exact=True
+        )
+        if batch.num_top < 0:
+            return SampleOutput(tokens=tokens, bad_rows=bad_rows)
+        values, ids = top_logprobs(logits, tokens, batch.wanted, batch.num_top)
+        return SampleOutput(
+            tokens=tokens,
+            bad_rows=bad_rows,
+            logprobs=values[:, 0],
+            top_ids=ids,
+            top_logprobs=values[:, 1:],
+        )
+
+    def __repr__(self) -> str:
+        return f"<Sampler vocabulary {self.vocab_size}, {self.device}>"

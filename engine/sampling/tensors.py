@@ -1,0 +1,68 @@
+"""Sampling parameters as tensors, one slot per request: what the chooser of tokens reads on the device.
+
+Legend: S slots, R rows, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import torch
+
+from ...kernels.noise import seed_tensor
+from .draws import Draw
+from .params import SamplingParams
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingTensors:
+    """How tokens are chosen, `[S]` each: `seeds`, `top_k` (V: none) int64, `temperature`, `top_p`, `min_p` float64,
+    `is_drawn` bool (else the likeliest token is taken)."""
+
+    seeds: torch.Tensor
+    temperature: torch.Tensor
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    min_p: torch.Tensor
+    is_drawn: torch.Tensor
+
+    @classmethod
+    def of(
+        cls, params: Sequence[SamplingParams], vocab_size: int, device: torch.device | str = "cpu"
+    ) -> "SamplingTensors":
+        """One slot for each of `params`."""
+        drawn = [not p.is_argmax for p in params]
+        reals = [[p.temperature if d else 1.0, p.top_p, p.min_p] for p, d in zip(params, drawn, strict=True)]
+        temperature, top_p, min_p = (
+            torch.tensor(reals, dtype=torch.float64).reshape(-1, 3).to(device).unbind(1)
+        )
+        limits = [p.top_k if 0 < p.top_k < vocab_size else vocab_size for p in params]
+        return cls(
+            seeds=seed_tensor([p.seed for p in params], device),
+            temperature=temperature,
+            top_k=torch.tensor(limits, dtype=torch.int64).to(device),
+            top_p=top_p,
+            min_p=min_p,
+            is_drawn=torch.tensor(drawn, dtype=torch.bool).to(device),
+        )
+
+    def repeated(self, num_rows: int) -> "SamplingTensors":
+        """Each slot's for its share of `num_rows` rows in a row."""
+        each = num_rows // max(self.seeds.shape[0], 1)
+        if each <= 1:
+            return self
+        return SamplingTensors(
+            **{f.name: getattr(self, f.name)[:, None].expand(-1, each).reshape(-1) for f in fields(self)}
+        )
+
+    def draw(self, rows: torch.Tensor, positions: torch.Tensor, width: int, *, has_top_k: bool) -> Draw:
+        """`rows` of these, which are as many as `positions`, drawn together; legend of `Draw`."""
+        return Draw(
+            rows=rows,
+            temperature=self.temperature[rows],
+            seeds=self.seeds[rows],
+            positions=positions[rows],
+            top_k=self.top_k[rows] if has_top_k else None,
+            top_p=self.top_p[rows],
+            min_p=self.min_p[rows],
+            width=width,
+        )

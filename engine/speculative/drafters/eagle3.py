@@ -1,0 +1,272 @@
+"""The EAGLE3 drafter of a decode engine: its own KV pool under the target's page ids, and what it remembers per request.
+
+Draft row i is written from the target's features of position i and the token at i+1. The rows of drafts are guesses, which
+`observe` overwrites with rows made from true features before anything can depend on them.
+Shape legend: B requests, N nodes each, T rows, H draft hidden, Ht target hidden, K features, Vd draft vocabulary.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from ....kernels.select_rows import select_last_rows
+from ...attention.registry import attention_for
+from ...batch.forward_batch import CaptureHidden, ForwardBatch, ForwardMode
+from ...batch.padding import pad_rows
+from ...errors import CheckpointError, LifecycleError, UnsupportedInput
+from ...graphs.bucketed_graphs import EAGER, GraphFamily
+from ...graphs.buckets import token_buckets
+from ...graphs.graph_pool import GraphPool
+from ...graphs.token_graphs import AttendContext
+from ...host_copy import to_device
+from ...kv.layouts import MHALayout
+from ...kv.page_table import build_page_table, pages_for, slots_for
+from ...kv.pool import KVPool
+from ...models.layers import NamedTensors
+from ...row_attention import RowPlan
+from ..drafting.shape import DraftShape
+from ..drafting.verify import AcceptResult
+from .eagle3_head import DraftPhase, Eagle3Head
+from .idle import idle_draft_batch
+from .loops import draft_chain, draft_tree
+from .prefill_graphs import DraftPrefillGraphs, parameters_of
+from .protocol import DraftPrefill, DraftView, Proposal
+from .spec_config import Eagle3Config
+from .states import PAD_ROW, DraftStates
+
+
+def draft_layout(config: Eagle3Config, page_size: int, dtype: torch.dtype) -> MHALayout:
+    """The layout of the draft's KV, under the page ids of the target: a head has one layer."""
+    return MHALayout.of(config, num_layers=1, page_size=page_size, dtype=dtype)
+
+
+class Eagle3Drafter:
+    """Runs an EAGLE3 head whose embedding and lm_head have been shared; owns draft KV and per-request draft states.
+
+    Draft row i depends on the token at i+1: whoever shares pages between requests shares a page only where the token
+    behind it is the same, too. Every forward has a multiple of `row_multiple` rows, the missing ones idle; a prefill of
+    nothing runs only where that is more than 1.
+    """
+
+    def __init__(
+        self,
+        head: Eagle3Head,
+        *,
+        num_pages: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        capacity: int = 64,
+        row_multiple: int = 1,
+    ) -> None:
+        config = head.config
+        if not head.is_shared:
+            raise LifecycleError(
+                "a drafter needs the target's embedding and lm_head, which are shared before"
+            )
+        for name, given in (("head", head.dtype), ("draft KV", dtype)):
+            if str(given) != f"torch.{config.dims.self_dtype}":
+                raise CheckpointError(
+                    f"{name} in {given}, but {config.path} was resolved for {config.dims.self_dtype}"
+                )
+        self.row_multiple = row_multiple
+        self.head = head
+        self.page_size = page_size
+        self.device = torch.device(device)
+        self.pool = KVPool(num_pages, draft_layout(config, page_size, dtype), device)
+        self.states = DraftStates(capacity, config.hidden_size, config.draft_vocab_size, dtype, device)
+        self.graphs: DraftPrefillGraphs | None = None
+        self._attention = attention_for(self.pool)
+
+    @property
+    def feature_width(self) -> int:
+        """K*Ht, the width of every feature row handed in."""
+        return self.head.config.dims.target_feature_width
+
+    @torch.no_grad()
+    def prefill(self, items: Sequence[DraftPrefill]) -> None:
+        """Write the draft KV of all rows of `items`, and the states of the final ones. Rows of 0 items are fine."""
+        items = [item for item in items if item.next_ids]
+        if not items:
+            if self.row_multiple > 1:
+                dims = self.head.config.dims
+                self.prefill_rows(idle_draft_batch(dims, DraftPhase.FROM_TARGET_FEATURES, device=self.device))
+            return
+        batch = self._prefill_batch(items)
+        out = self.prefill_rows(batch)
+        ends = torch.tensor([len(item.next_ids) for item in items]).cumsum(0) - 1
+        final = [i for i, item in enumerate(items) if item.is_final]
+        if final:
+            rows = torch.tensor([items[i].state_row for i in final])
+            self._remember(to_device(rows, self.device), out[to_device(ends[final], self.device)])
+
+    @torch.no_grad()
+    def prefill_rows(self, batch: ForwardBatch) -> torch.Tensor:
+        """The layer's output `[T, H]` for rows made from target features, by graph or as `batch.decision` says."""
+        graphs, padded = self.graphs, pad_rows(batch, self.row_multiple)
+        if batch.decision is None:
+            batch.decision = EAGER if graphs is None else graphs.decide(padded)
+        if graphs is None or not batch.decision.is_graph:
+            return self._forward(batch, DraftPhase.FROM_TARGET_FEATURES)
+        attend = self._attention.bind(self._attention.plan(padded))
+        return graphs.run(padded, attend, batch.decision)[: batch.num_tokens]
+
+    def _prefill_batch(self, items: Sequence[DraftPrefill]) -> ForwardBatch:
+        for item in items:
+            self._check_features(item.features, len(item.next_ids))
+        tables = [item.pages[: pages_for(item.end, self.page_size)] for item in items]
+        ids = [token for item in items for token in item.next_ids]
+        return ForwardBatch(
+            mode=ForwardMode.EXTEND,
+            input_ids=to_device(torch.tensor(ids, dtype=torch.int64), self.device),
+            positions=to_device(
+                torch.cat([torch.arange(item.start, item.end) for item in items]), self.device
+            ),
+            slots=to_device(
+                torch.cat([slots_for(i.pages, i.start, i.end, self.page_size) for i in items]), self.device
+            ),
+            page_table=build_page_table(tables, self.device),
+            q_lens=[len(item.next_ids) for item in items],
+            kv_lens=[item.end for item in items],
+            capture_hidden=CaptureHidden.LAST,
+            features=torch.cat([item.features.to(self.device) for item in items]),
+        )
+
+    @property
+    def max_context(self) -> int:
+        return self.head.config.max_position_embeddings
+
+    @property
+    def page_rows(self) -> int:
+        return 2 * self.pool.page_size
+
+    @property
+    def anchors(self) -> tuple[torch.Tensor, ...]:
+        return self.states.hidden, self.states.logits
+
+    @property
+    def prefill_family(self) -> GraphFamily[AttendContext, torch.Tensor] | None:
+        return None if self.graphs is None else self.graphs.tokens.family
+
+    def capture(self, graphs: GraphPool, max_tokens: int) -> None:
+        buckets = token_buckets(min(max_tokens, self.pool.num_slots - self.pool.page_size))
+        self.graphs = DraftPrefillGraphs(graphs, self.head, self.pool, buckets)
+        self.graphs.tokens.capture()
+
+    def parameters(self) -> NamedTensors:
+        return parameters_of(self.head)
+
+    def reserve(self, count: int) -> None:
+        self.states.reserve(count)
+
+    def open(self) -> int:
+        return self.states.open()
+
+    def close(self, row: int) -> None:
+        self.states.close(row)
+
+    def propose(self, view: DraftView, shape: DraftShape) -> Proposal:
+        """As of `Drafter`: steps - 1 forwards, for the first proposal is remembered."""
+        states = self.states
+        state = states.hidden.index_select(0, view.states), states.logits.index_select(0, view.states)
+        if shape.is_tree:
+            tree = draft_tree(self.head, self.pool, view, state, shape)
+            return Proposal(tree.drafts, tree)
+        return Proposal(draft_chain(self.head, self.pool, view, state, shape.steps), None)
+
+    def first_proposals(self, view: DraftView, topk: int) -> torch.Tensor:
+        logits, target_ids = self.states.logits.index_select(0, view.states), self.head.target_ids
+        ids, _ = view.sampling.rank(logits, view.positions[:, 0] + 1, target_ids, topk)
+        return target_ids[ids]
+
+    def observe(
+        self,
+        view: DraftView,
+        features: torch.Tensor,
+        accepted: AcceptResult,
+        emitted: torch.Tensor,
+        shape: DraftShape,
+    ) -> None:
+        """As of `Drafter`: one forward of R rows per request."""
+        count, num_requests = shape.num_path, view.lens.shape[0]
+        self._check_features(features, num_requests * shape.num_nodes)
+        if shape.is_tree:
+            firsts = torch.arange(num_requests, device=features.device)[:, None] * shape.num_nodes
+            features = features.index_select(0, (firsts + accepted.path).reshape(-1))
+        rows = view.kv_rows[:, :count].reshape(-1)
+        plan = RowPlan(self.pool, rows, view.page_table, view.extend_lens, is_recorded=view.is_recorded)
+        positions = view.positions[:, :count].reshape(-1)
+        phase = DraftPhase.FROM_TARGET_FEATURES
+        out = self.head.forward(features, accepted.tokens.reshape(-1), positions, plan.attend, phase)
+        last = select_last_rows(out, emitted)
+        # A request that got no token keeps its state: what it would be given is made of rows that nobody reads.
+        kept = torch.where(emitted > 0, view.states, PAD_ROW)
+        self.states.write(kept, self.head.feedback(last), self.head.compute_logits(last))
+
+    def _forward(self, batch: ForwardBatch, phase: DraftPhase) -> torch.Tensor:
+        padded = pad_rows(batch, self.row_multiple)
+        if padded.input_embeds is not None:
+            raise UnsupportedInput(
+                "a draft head takes no input_embeds: its hidden input are the target's features"
+            )
+        assert padded.features is not None
+        attend = self._attention.bind(self._attention.plan(padded))
+        out = self.head.forward(padded.features, padded.input_ids, padded.positions, attend, phase)
+        return out[: batch.num_tokens]
+
+    def _remember(self, state_rows: torch.Tensor, out_rows: torch.Tensor) -> None:
+        self.states.write(state_rows, self.head.feedback(out_rows), self.head.compute_logits(out_rows))
+
+    def _check_features(self, features: torch.Tensor, rows: int) -> None:
+        if tuple(features.shape) != (rows, self.feature_width) or features.dtype != self.head.dtype:
+            raise ValueError(
+                f"features of shape {list(features.shape)} {features.dtype} for {rows} rows: the head at "
+                f"{self.head.config.path} takes [{rows}, {self.feature_width}] {self.head.dtype}"
+            )
+
+    def __repr__(self) -> str:
+        return f"<Eagle3Drafter {self.states.num_open} requests, {self.pool!r}>"
+
+
+class Eagle3Model:
+    """The weights of an EAGLE3 head that has the target's embedding and lm_head."""
+
+    def __init__(self, head: Eagle3Head) -> None:
+        self.head = head
+
+    @property
+    def num_weights(self) -> int:
+        """Of the layer, `fc` and `lm_head`."""
+        head = self.head
+        own = sum(
+            weight.numel()
+            for name, weight in head.tensors()
+            if "embed_tokens" not in name and "lm_head" not in name
+        )
+        return own + (0 if head.lm_head is None else head.lm_head.numel())
+
+    def kv_layout(self, page_size: int) -> MHALayout:
+        """The layout of the draft's KV in pages of `page_size` tokens."""
+        return draft_layout(self.head.config, page_size, self.head.dtype)
+
+    def check(self, shape: DraftShape) -> None:
+        config = self.head.config
+        if shape.topk > config.draft_vocab_size:
+            raise CheckpointError(
+                f"spec_topk {shape.topk}: the head at {config.path} knows {config.draft_vocab_size} tokens; "
+                "lower --spec-topk"
+            )
+
+    def drafter(self, *, num_pages: int, page_size: int, capacity: int) -> Eagle3Drafter:
+        head = self.head
+        return Eagle3Drafter(
+            head,
+            num_pages=num_pages,
+            page_size=page_size,
+            dtype=head.dtype,
+            device=head.device,
+            capacity=capacity,
+        )
+
+    def __repr__(self) -> str:
+        return f"<Eagle3Model {self.head!r}>"

@@ -1,0 +1,180 @@
+"""The EAGLE3 head: one decoder layer over (token embedding, hidden), drafting tokens of a reduced vocabulary.
+
+Row i takes the target's features of position i (or, in a chain, the head's own hidden) and the embedding of token i+1,
+is rotated for position i, and predicts token i+2. Shape legend: T rows, R selected rows, H draft hidden, Ht target
+hidden, K features, V vocabulary, Vd draft vocabulary.
+"""
+
+from enum import Enum
+
+import torch
+import torch.nn.functional as F
+
+from ...errors import CheckpointError, LifecycleError
+from ...models.layers import Attend, GatedMLP, Linear, NamedTensors, RMSNorm, SelfAttention
+from ...models.rope import RotaryEmbedding
+from .spec_config import Eagle3Config
+
+
+class DraftPhase(Enum):
+    """Where the hidden input of a forward comes from; never guessed from its width, which may coincide."""
+
+    FROM_TARGET_FEATURES = "from_target_features"
+    SELF_CHAIN = "self_chain"
+
+
+class DraftLayer:
+    """A decoder layer whose attention reads the pair (normed embedding, normed hidden), twice as wide as its output."""
+
+    def __init__(self, config: Eagle3Config, dtype: torch.dtype, device: torch.device) -> None:
+        width, eps = config.hidden_size, config.rms_norm_eps
+        self.norm_before_residual = config.norm_before_residual
+        self.input_norm = RMSNorm(width, eps, dtype=dtype, device=device)
+        self.hidden_norm = RMSNorm(width, eps, dtype=dtype, device=device)
+        self.post_norm = RMSNorm(width, eps, dtype=dtype, device=device)
+        self.attention = SelfAttention(
+            2 * width,
+            width,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            dtype=dtype,
+            device=device,
+            qkv_bias=config.attention_bias,
+            output_bias=config.attention_bias,
+            qk_norm_eps=eps if config.qk_norm else None,
+        )
+        self.mlp = GatedMLP(width, config.intermediate_size, bias=config.mlp_bias, dtype=dtype, device=device)
+
+    def __call__(
+        self, embeds: torch.Tensor, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attend: Attend
+    ) -> torch.Tensor:
+        """`embeds` and `hidden` `[T, H]`, rotary tables `[T, D]` -> `[T, H]`, residual added and un-normed."""
+        normed = self.hidden_norm(hidden)
+        pair = torch.cat((self.input_norm(embeds), normed), dim=-1)
+        residual = normed if self.norm_before_residual else hidden
+        residual = residual + self.attention(pair, cos, sin, 0, attend)
+        return residual + self.mlp(self.post_norm(residual))
+
+    def tensors(self, prefix: str) -> NamedTensors:
+        yield from self.input_norm.tensors(f"{prefix}input_layernorm")
+        yield from self.hidden_norm.tensors(f"{prefix}hidden_norm")
+        yield from self.post_norm.tensors(f"{prefix}post_attention_layernorm")
+        yield from self.attention.tensors(f"{prefix}self_attn.")
+        yield from self.mlp.tensors(f"{prefix}mlp.")
+
+
+class Eagle3Head:
+    """The head of `config`, allocated but not filled; `tensors()` names what to fill.
+
+    `embed_tokens` `[V, H]` and `lm_head` `[Vd, H]` are None until loaded from the checkpoint or shared by the target.
+    `target_ids` `[Vd]` int64 is the target token of each draft token.
+    """
+
+    def __init__(
+        self, config: Eagle3Config, *, dtype: torch.dtype, device: torch.device | str = "cpu"
+    ) -> None:
+        self.config = config
+        self.dtype = dtype
+        self.device = torch.device(device)
+        width, eps, dims = config.hidden_size, config.rms_norm_eps, config.dims
+        parts = {"fc": width}
+        self.fc = Linear(dims.target_feature_width, parts, bias=config.fc_bias, dtype=dtype, device=device)
+        norm_widths = [dims.target_feature_width] if config.input_norm else []
+        self.input_norms = [RMSNorm(w, eps, dtype=dtype, device=device) for w in norm_widths]
+        norm_widths = [config.target_hidden_size] * dims.num_features if config.fc_norm else []
+        self.fc_norms = [RMSNorm(w, eps, dtype=dtype, device=device) for w in norm_widths]
+        self.layer = DraftLayer(config, dtype, self.device)
+        self.norm = RMSNorm(width, eps, dtype=dtype, device=device)
+        self.target_ids = torch.arange(config.draft_vocab_size, device=device)
+        self.embed_tokens: torch.Tensor | None = None
+        self.lm_head: torch.Tensor | None = None
+        self._rotary: RotaryEmbedding | None = None
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether `share` has been called, so that the head can run."""
+        return self._rotary is not None
+
+    def share(self, embed_tokens: torch.Tensor, lm_head: torch.Tensor, max_position: int) -> None:
+        """Use the target's `embed_tokens` and `lm_head`, each `[V, Ht]`, where the head brought none of its own.
+
+        `max_position` is how many positions will be served. Raises CheckpointError when a shared weight does not fit.
+        """
+        config = self.config
+        if self.embed_tokens is None:
+            self.embed_tokens = self._fitting("embed_tokens.weight", embed_tokens)
+        if self.lm_head is None:
+            if config.draft_vocab_size != config.vocab_size:
+                raise CheckpointError(
+                    f"{config.path}: tensor lm_head.weight is missing; the target's {config.vocab_size} rows cannot "
+                    f"stand for draft_vocab_size {config.draft_vocab_size}; fetch the checkpoint again"
+                )
+            own = self.embed_tokens if config.tie_word_embeddings else lm_head
+            self.lm_head = self._fitting("lm_head.weight", own)
+        self._rotary = RotaryEmbedding(config.rope, config.head_dim, max_position, self.device, self.dtype)
+
+    def _fitting(self, name: str, weight: torch.Tensor) -> torch.Tensor:
+        if weight.shape != (self.config.vocab_size, self.config.hidden_size):
+            raise CheckpointError(
+                f"{self.config.path}: tensor {name} is missing, and the target's of shape {list(weight.shape)} cannot "
+                f"stand for [{self.config.vocab_size}, {self.config.hidden_size}]; fetch the checkpoint again"
+            )
+        return weight.to(self.device, self.dtype)
+
+    def project(self, features: torch.Tensor) -> torch.Tensor:
+        """Target features `[T, K*Ht]` -> the head's hidden `[T, H]`."""
+        assert features.shape[-1] == self.config.dims.target_feature_width, (features.shape, self.config.dims)
+        features = features.to(self.dtype)
+        for norm in self.input_norms:
+            features = norm(features)
+        if self.fc_norms:
+            chunks = features.chunk(len(self.fc_norms), dim=-1)
+            features = torch.cat([norm(c) for norm, c in zip(self.fc_norms, chunks, strict=True)], dim=-1)
+        return self.fc(features)
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attend: Attend,
+        phase: DraftPhase,
+    ) -> torch.Tensor:
+        """The layer's output `[T, H]`, residual added and un-normed.
+
+        `hidden` is `[T, K*Ht]` FROM_TARGET_FEATURES or `[T, H]` (from `feedback`) in a SELF_CHAIN; `token_ids` `[T]`
+        are the tokens one to the right of `positions` `[T]`. Raises LifecycleError before `share`.
+        """
+        if self._rotary is None or self.embed_tokens is None:
+            raise LifecycleError(
+                "the draft head runs before the target's embedding and lm_head were shared with it"
+            )
+        if phase is DraftPhase.FROM_TARGET_FEATURES:
+            hidden = self.project(hidden)
+        assert hidden.shape[-1] == self.config.dims.self_width, (hidden.shape, self.config.dims)
+        cos, sin = self._rotary.lookup(positions, self.dtype)
+        return self.layer(F.embedding(token_ids, self.embed_tokens), hidden, cos, sin, attend)
+
+    def compute_logits(self, out_rows: torch.Tensor) -> torch.Tensor:
+        """Outputs `[R, H]` of `forward` -> logits over the draft vocabulary `[R, Vd]` float32."""
+        assert self.lm_head is not None, "the head runs before share"
+        return F.linear(self.norm(out_rows), self.lm_head).to(torch.float32)
+
+    def feedback(self, out_rows: torch.Tensor) -> torch.Tensor:
+        """Outputs `[R, H]` of `forward` -> the hidden `[R, H]` of the next chain step."""
+        return self.norm(out_rows) if self.config.norm_output else out_rows
+
+    def tensors(self) -> NamedTensors:
+        """Every tensor that a checkpoint must hold: its name and the memory to copy it to."""
+        yield from self.fc.tensors("")
+        for norm in self.input_norms:
+            yield from norm.tensors("input_norm")
+        for index, norm in enumerate(self.fc_norms):
+            yield from norm.tensors(f"fc_norm.{index}")
+        yield from self.layer.tensors("midlayer.")
+        yield from self.norm.tensors("norm")
+
+    def __repr__(self) -> str:
+        state = "shared" if self.is_shared else "not shared"
+        return f"<Eagle3Head {self.config!r}, {self.dtype}, {self.device}, {state}>"

@@ -1,0 +1,32 @@
+"""The batch of a draft forward that has nothing to do; its width and dtype come from where everyone else's come from."""
+
+import torch
+
+from ...batch.forward_batch import CaptureHidden, ForwardBatch, ForwardMode
+from .eagle3_head import DraftPhase
+from .spec_config import DraftDims
+
+
+def idle_draft_batch(
+    dims: DraftDims,
+    phase: DraftPhase,
+    *,
+    mode: ForwardMode = ForwardMode.IDLE,
+    device: torch.device | str = "cpu",
+) -> ForwardBatch:
+    """No rows, with `features` as a forward of `phase` takes them: `[0, K*Ht]` of the target's or `[0, H]` of its own."""
+    is_from_target = phase is DraftPhase.FROM_TARGET_FEATURES
+    width = dims.target_feature_width if is_from_target else dims.self_width
+    name = dims.target_feature_dtype if is_from_target else dims.self_dtype
+    nothing = torch.empty(0, dtype=torch.int64, device=device)
+    return ForwardBatch(
+        mode=mode,
+        input_ids=nothing,
+        positions=nothing,
+        slots=nothing,
+        page_table=torch.empty((0, 1), dtype=torch.int64, device=device),
+        q_lens=[],
+        kv_lens=[],
+        capture_hidden=CaptureHidden.LAST,
+        features=torch.empty((0, width), dtype=getattr(torch, name), device=device),
+    )

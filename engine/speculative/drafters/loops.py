@@ -1,0 +1,60 @@
+"""The draft steps of a model that drafts token by token, of fixed shape and without a look at the host.
+
+Shape legend: B requests, S spare slots of each, N nodes, H draft hidden, Vd draft vocabulary.
+"""
+
+import torch
+
+from ...kv.pool import KVPool
+from ...row_attention import RowPlan
+from ..drafting.shape import DraftShape
+from ..drafting.tree import DraftTree, grow_tree
+from .eagle3_head import DraftPhase, Eagle3Head
+from .protocol import DraftView
+
+
+def draft_chain(
+    head: Eagle3Head,
+    pool: KVPool,
+    view: DraftView,
+    state: tuple[torch.Tensor, torch.Tensor],
+    num_drafts: int,
+) -> torch.Tensor:
+    """Chains `[B, num_drafts]` of target ids; one forward less than drafts, since the first proposal is remembered.
+
+    `state`: hidden `[B, H]` and logits `[B, Vd]` of the first proposal. Step j feeds row j-1 back: the row stands at
+    position lens + j - 1 and sees lens + j rows.
+    """
+    positions, sampling, (hidden, logits) = view.positions, view.sampling, state
+    drafts = [head.target_ids[sampling.choose(logits, positions[:, 0] + 1, head.target_ids)]]
+    for step in range(1, num_drafts):
+        rows = view.kv_rows[:, step - 1]
+        plan = RowPlan(pool, rows, view.page_table, view.lens + step, is_recorded=view.is_recorded)
+        out = head.forward(hidden, drafts[-1], positions[:, step - 1], plan.attend, DraftPhase.SELF_CHAIN)
+        hidden = head.feedback(out)
+        chosen = sampling.choose(head.compute_logits(out), positions[:, step] + 1, head.target_ids)
+        drafts.append(head.target_ids[chosen])
+    return torch.stack(drafts, dim=1)
+
+
+def draft_tree(
+    head: Eagle3Head,
+    pool: KVPool,
+    view: DraftView,
+    state: tuple[torch.Tensor, torch.Tensor],
+    shape: DraftShape,
+) -> DraftTree:
+    """Trees of `shape`: `steps` choices and `steps` - 1 forwards of `topk` rows per request; `state` as of `draft_chain`.
+
+    The nodes of level j stand at position lens + j - 1, behind the rows of all levels before.
+    """
+    k, count = shape.topk, view.lens.shape[0]
+
+    def forward(level: int, hidden: torch.Tensor, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        rows = view.kv_rows[:, (level - 1) * k : level * k].reshape(-1)
+        lens = view.lens + level * k
+        plan = RowPlan(pool, rows, view.page_table, lens, mask, is_recorded=view.is_recorded)
+        at = view.positions[:, level - 1 : level].expand(count, k).reshape(-1)
+        return head.forward(hidden, tokens, at, plan.attend, DraftPhase.SELF_CHAIN)
+
+    return grow_tree(shape, head, view.sampling, state, view.positions[:, 0] + 1, forward)

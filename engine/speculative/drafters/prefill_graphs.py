@@ -1,0 +1,70 @@
+"""The graphs of a draft prefill, by token bucket.
+
+They are made once the head has the target's embedding and lm_head: a graph holds the addresses of what it reads.
+Shape legend: T rows, H draft hidden.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from ...batch.forward_batch import CaptureHidden, ForwardBatch
+from ...errors import LifecycleError
+from ...graphs.bucketed_graphs import BatchShape, PathDecision
+from ...graphs.graph_pool import GraphKind, GraphPool
+from ...graphs.token_graphs import AttentionBridge, TokenGraphs
+from ...kv.pool import KVPool
+from ...models.layers import Attend, NamedTensors
+from .eagle3_head import DraftPhase, Eagle3Head
+
+
+def parameters_of(head: Eagle3Head) -> NamedTensors:
+    """Every tensor that a graph of `head` reads, those shared by the target too."""
+    yield from head.tensors()
+    yield "target_ids", head.target_ids
+    if head.embed_tokens is not None and head.lm_head is not None:
+        yield "embed_tokens", head.embed_tokens
+        yield "lm_head", head.lm_head
+
+
+def require_shared(head: Eagle3Head) -> None:
+    """LifecycleError before the target's weights are shared: the graph would keep reading what they replace."""
+    if not head.is_shared:
+        raise LifecycleError(
+            f"graphs of {head!r} need the target's embedding and lm_head, which are shared before"
+        )
+
+
+class DraftPrefillGraphs:
+    """Draft rows from the target's features, up to the largest bucket's tokens."""
+
+    def __init__(self, graphs: GraphPool, head: Eagle3Head, pool: KVPool, buckets: Sequence[int]) -> None:
+        require_shared(head)
+        config, most, device = head.config, max(buckets), pool.device
+        features = torch.zeros((most, config.dims.target_feature_width), dtype=head.dtype, device=device)
+        ids, positions = (torch.zeros(most, dtype=torch.int64, device=device) for _ in range(2))
+        self.head = head
+        self.tokens: TokenGraphs[torch.Tensor] = TokenGraphs(
+            graphs,
+            GraphKind.DRAFT_PREFILL,
+            buckets,
+            inputs={"features": features, "input_ids": ids, "positions": positions},
+            bridge=AttentionBridge.empty(
+                most, config.num_heads, config.num_kv_heads, config.head_dim, head.dtype, device
+            ),
+            body=self._body,
+            parameters=lambda: parameters_of(head),
+            hidden=CaptureHidden.LAST,
+        )
+
+    def decide(self, batch: ForwardBatch) -> PathDecision:
+        return self.tokens.family.decide(BatchShape(size=batch.num_tokens, hidden=batch.capture_hidden))
+
+    def run(self, batch: ForwardBatch, attend: Attend, decision: PathDecision) -> torch.Tensor:
+        """The layer's output `[T, H]`; `attend` is bound to the live batch."""
+        assert batch.features is not None
+        return self.tokens.run(decision, (batch.features, batch.input_ids, batch.positions), attend)
+
+    def _body(self, inputs: Sequence[torch.Tensor], attend: Attend) -> torch.Tensor:
+        features, ids, positions = inputs
+        return self.head.forward(features, ids, positions, attend, DraftPhase.FROM_TARGET_FEATURES)

@@ -1,0 +1,149 @@
+"""Which drafters there are, by the architecture that their config.json names.
+
+A prefill engine reads a drafter's config only: which layer outputs of the target to capture. A decode engine loads its
+weights and runs it, where this engine can run drafters of that kind. A new kind of drafter adds a `DraftSource` here.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import ClassVar, Protocol
+
+import torch
+
+from ...errors import CheckpointError
+from ...kv.layouts import PageLayout
+from ...models.config import ModelConfig, read_json
+from ..drafting.shape import DraftShape
+from .dflash_config import ARCHITECTURE, DflashConfig, load_dflash_config
+from .eagle3 import Eagle3Model
+from .eagle3_weights import load_eagle3
+from .protocol import Drafter
+from .spec_config import AuxSpec, DraftDims, Eagle3Config, load_draft_config
+
+
+class DraftConfig(Protocol):
+    """What every drafter's config says. `aux`: the layer outputs of the target that the drafter reads."""
+
+    @property
+    def path(self) -> Path:
+        """Directory of the checkpoint."""
+
+    @property
+    def aux(self) -> AuxSpec:
+        """Layer outputs of the target."""
+
+    @property
+    def dims(self) -> DraftDims:
+        """Widths and dtypes of features and of the draft's own hidden."""
+
+
+class DraftModel(Protocol):
+    """The weights of a drafter, with those that it shares with the target; its pools do not exist yet."""
+
+    @property
+    def num_weights(self) -> int:
+        """Numbers that a draft forward reads, embedding tables left out."""
+
+    def kv_layout(self, page_size: int) -> PageLayout:
+        """The layout of the draft's KV in pages of `page_size` tokens."""
+
+    def check(self, shape: DraftShape) -> None:
+        """CheckpointError unless steps of `shape` can be drafted."""
+
+    def drafter(self, *, num_pages: int, page_size: int, capacity: int) -> Drafter:
+        """The drafter over pools of its own, with places for `capacity` - 1 requests."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetWeights:
+    """What a target lends to its drafter: `embed_tokens` and `lm_head`, each `[V, Ht]`. `max_context` positions are served,
+    in `dtype` on `device`."""
+
+    embed_tokens: torch.Tensor
+    lm_head: torch.Tensor
+    max_context: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+class DraftSource(Protocol):
+    """A drafter's checkpoint. `is_dflash`: which hook of the target captures its features."""
+
+    is_dflash: ClassVar[bool]
+
+    @property
+    def config(self) -> DraftConfig:
+        """Its config, read and checked."""
+
+    def check_role(self, *, has_drafter: bool) -> None:
+        """CheckpointError unless an engine that drafts, or only captures features, can serve this drafter."""
+
+    def load(self, target: TargetWeights) -> DraftModel:
+        """Its weights, the target's shared with them. Raises CheckpointError where they do not fit."""
+
+
+@dataclass(frozen=True)
+class Eagle3Source:
+    """An EAGLE3 head in any dialect."""
+
+    config: Eagle3Config
+    is_dflash: ClassVar[bool] = False
+
+    def check_role(self, *, has_drafter: bool) -> None:
+        """Both roles serve EAGLE3 heads."""
+
+    def load(self, target: TargetWeights) -> Eagle3Model:
+        head = load_eagle3(self.config, dtype=target.dtype, device=target.device)
+        head.share(target.embed_tokens, target.lm_head, target.max_context)
+        return Eagle3Model(head)
+
+
+@dataclass(frozen=True)
+class DflashSource:
+    """A DFLASH drafter, which a prefill engine can capture features for."""
+
+    config: DflashConfig
+    is_dflash: ClassVar[bool] = True
+
+    def check_role(self, *, has_drafter: bool) -> None:
+        if has_drafter:
+            raise self._refusal()
+
+    def load(self, target: TargetWeights) -> DraftModel:
+        raise self._refusal()
+
+    def _refusal(self) -> CheckpointError:
+        return CheckpointError(
+            f"draft {self.config.path}: a DFLASH drafter can be prefilled for, but decode runs EAGLE3 heads only; "
+            "give it one, or none"
+        )
+
+
+# (path, target, directory of the target for errors, dtype that the target runs in) -> the drafter
+Reader = Callable[[Path, ModelConfig, Path | None, str | None], DraftSource]
+
+
+def _read_eagle3(path: Path, target: ModelConfig, target_path: Path | None, dtype: str | None) -> DraftSource:
+    return Eagle3Source(load_draft_config(path, target, target_path=target_path, dtype=dtype))
+
+
+def _read_dflash(path: Path, target: ModelConfig, target_path: Path | None, dtype: str | None) -> DraftSource:
+    return DflashSource(load_dflash_config(path, target, dtype=dtype))
+
+
+# EAGLE3 heads were published under the names of several architectures, their own and their target's: see `config_formats`.
+READERS: Mapping[str, Reader] = MappingProxyType({ARCHITECTURE: _read_dflash})
+
+
+def read_drafter(
+    path: Path, target: ModelConfig, *, target_path: Path | None = None, dtype: str | None = None
+) -> DraftSource:
+    """The drafter at `path`, of a `target` that runs in `dtype` (None: that of its checkpoint).
+
+    Raises CheckpointError naming file, key, value and remedy.
+    """
+    named = read_json(Path(path) / "config.json").get("architectures")
+    first = named[0] if isinstance(named, list) and named else ""
+    return READERS.get(str(first), _read_eagle3)(path, target, target_path, dtype)

@@ -1,0 +1,231 @@
+"""What a draft checkpoint's config.json says, resolved once into one frozen record that everyone asks.
+
+Four dialects describe the same network: 1 SafeAILab, 2 native (SpecForge, SGLang), 3 Model-Optimizer, 4 speculators.
+Only config.json is read here: a prefill worker needs the aux layer ids and the feature width, never the weights.
+Layer ids are ids of layer *outputs* (residual stream after layer i, un-normed), in the order that `fc` was trained
+with.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, cast
+
+from ...errors import CheckpointError
+from ...models.config import ModelConfig, read_json
+from ...models.rope import RopeConfig, read_rope_config
+from .config_formats import Fields, IdConvention, flatten
+
+
+@dataclass(frozen=True, kw_only=True)
+class AuxSpec:
+    """Which target features the drafter reads: `ids` in `fc` column order, `dtype` as the target produces them.
+
+    `convention` says how the ids stood in the config: "output" as here, "input" (boundaries, one higher), "default"
+    absent.
+    """
+
+    ids: tuple[int, ...]
+    convention: Literal["output", "input", "default"]
+    dtype: str
+
+    @property
+    def num_features(self) -> int:
+        """K, the number of captured features."""
+        return len(self.ids)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftDims:
+    """The two hidden widths of drafting: what the target hands the draft, and what the draft feeds itself."""
+
+    target_feature_width: int
+    target_feature_dtype: str
+    self_width: int
+    self_dtype: str
+    num_features: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eagle3Config:
+    """An EAGLE3 head, whatever dialect it was published in. `draft_vocab_size` equals `vocab_size` for a full head.
+
+    `input_norm`: one norm over the concatenated features; `fc_norm`: one norm per feature. `norm_output`: the hidden
+    fed back is normed. `norm_before_residual`: the residual is taken after the hidden norm.
+    """
+
+    path: Path
+    dialect: int
+    hidden_size: int
+    target_hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    max_position_embeddings: int
+    vocab_size: int
+    draft_vocab_size: int
+    tie_word_embeddings: bool
+    attention_bias: bool
+    mlp_bias: bool
+    fc_bias: bool
+    qk_norm: bool
+    input_norm: bool
+    fc_norm: bool
+    norm_output: bool
+    norm_before_residual: bool
+    aux: AuxSpec
+    dims: DraftDims
+
+    def __repr__(self) -> str:
+        return (
+            f"<Eagle3Config dialect {self.dialect}, hidden {self.hidden_size}, {self.draft_vocab_size} of "
+            f"{self.vocab_size} tokens, layer outputs {list(self.aux.ids)} ({self.aux.convention})>"
+        )
+
+
+def load_draft_config(
+    path: Path,
+    target: ModelConfig,
+    *,
+    target_path: Path | None = None,
+    dtype: str | None = None,
+    convention: IdConvention = "auto",
+) -> Eagle3Config:
+    """Read `path`/config.json for a draft of `target`, which runs in `dtype` (None: that of its checkpoint).
+
+    `convention` overrides how the layer ids are read; `target_path` is named in errors.
+
+    Raises CheckpointError naming file, key, value and remedy for anything that would be served wrongly.
+    """
+    file = Path(path) / "config.json"
+    fields = flatten(file, read_json(file))
+    hidden = fields.integer("hidden_size")
+    num_heads = fields.integer("num_attention_heads")
+    running = target.dtype if dtype is None else dtype
+    aux = _resolve_aux(fields, target, running, convention)
+    target_hidden = _target_hidden(fields, hidden, target, target_path)
+    vocab, draft_vocab = _vocabulary(fields, target)
+    max_position = fields.integer("max_position_embeddings", default=2048)
+    return Eagle3Config(
+        path=Path(path),
+        dialect=fields.dialect,
+        hidden_size=hidden,
+        target_hidden_size=target_hidden,
+        intermediate_size=fields.integer("intermediate_size"),
+        num_heads=num_heads,
+        num_kv_heads=fields.integer("num_key_value_heads", default=num_heads),
+        head_dim=fields.integer("head_dim", default=hidden // num_heads),
+        rms_norm_eps=fields.number("rms_norm_eps", default=1e-6),
+        rope=_resolve_rope(fields, max_position),
+        max_position_embeddings=max_position,
+        vocab_size=vocab,
+        draft_vocab_size=draft_vocab,
+        tie_word_embeddings=fields.flag("tie_word_embeddings", default=False),
+        attention_bias=fields.flag("attention_bias", default=False),
+        mlp_bias=fields.flag("mlp_bias", default=False),
+        fc_bias=fields.flag("bias", default=False),
+        qk_norm=fields.flag("qk_norm", default=False),
+        input_norm=fields.flag("norm_before_fc", default=False),
+        fc_norm=fields.flag("fc_norm", default=False),
+        norm_output=fields.flag("norm_output", default=False),
+        norm_before_residual=fields.flag("norm_before_residual", default=False),
+        aux=aux,
+        dims=DraftDims(
+            target_feature_width=aux.num_features * target_hidden,
+            target_feature_dtype=running,
+            self_width=hidden,
+            self_dtype=running,
+            num_features=aux.num_features,
+        ),
+    )
+
+
+def _resolve_rope(fields: Fields, max_position: int) -> RopeConfig:
+    """The draft's own rope, never the target's: a SafeAILab head without the key was trained with base 10000."""
+    keys = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
+    raw = {key: fields.values[key] for key in keys if key in fields.values}
+    return read_rope_config(raw | {"max_position_embeddings": max_position}, fields.file)
+
+
+def _resolve_aux(fields: Fields, target: ModelConfig, dtype: str, convention: IdConvention) -> AuxSpec:
+    num_layers = target.num_layers
+    if not fields.flag("use_aux_hidden_state", default=True):
+        problem = "is false (one post-norm feature), which is not supported; use a head with aux features"
+        raise fields.error("use_aux_hidden_state", problem)
+    count = fields.optional_integer("num_aux_hidden_states")
+    raw = fields.integers("eagle_aux_hidden_state_layer_ids")
+    if raw is None:
+        ids, used = _default_ids(fields, num_layers), "default"
+    else:
+        used = _convention_of(raw, num_layers, fields.dialect) if convention == "auto" else convention
+        ids = tuple(i - 1 for i in raw) if used == "input" else raw
+    if count is not None and count != len(ids):
+        problem = f"is {count}, but there are {len(ids)} layer ids {list(raw or ids)}"
+        raise fields.error("num_aux_hidden_states", problem)
+    check_ids(fields, raw or ids, ids, target, used)
+    return AuxSpec(ids=ids, convention=cast(Literal["output", "input", "default"], used), dtype=dtype)
+
+
+def _default_ids(fields: Fields, num_layers: int) -> tuple[int, ...]:
+    """The trainers' default triple: inputs of layers 2, L//2, L-3, which are the outputs one below."""
+    if num_layers < 6:
+        problem = f"is absent, and a target of {num_layers} layers has no default"
+        raise fields.error("eagle_aux_hidden_state_layer_ids", problem)
+    return (1, num_layers // 2 - 1, num_layers - 4)
+
+
+def _convention_of(raw: tuple[int, ...], num_layers: int, dialect: int) -> str:
+    if dialect == 4 or raw == (2, num_layers // 2, num_layers - 3) or max(raw) == num_layers:
+        return "input"
+    return "output"
+
+
+def check_ids(
+    fields: Fields,
+    raw: tuple[int, ...],
+    ids: tuple[int, ...],
+    target: ModelConfig,
+    used: str,
+    *,
+    key: str = "eagle_aux_hidden_state_layer_ids",
+) -> None:
+    """CheckpointError unless `ids`, which stand in the config at `key` as `raw`, are different layers of `target`."""
+    num_layers, model = target.num_layers, target.architecture
+    if len(set(raw)) != len(raw):
+        raise fields.error(
+            key, f"{list(raw)} names a layer of the {model} target twice; each feature needs its own layer"
+        )
+    low = 1 if used == "input" else 0
+    for value, layer in zip(raw, ids, strict=True):
+        if not 0 <= layer < num_layers:
+            raise fields.error(
+                key,
+                f"{list(raw)}: {value} is out of range; a {model} target of {num_layers} layers has ids {low} to "
+                f"{num_layers - 1 + low} ({used} convention); use the target that the head was trained for",
+            )
+
+
+def _target_hidden(fields: Fields, hidden: int, target: ModelConfig, target_path: Path | None) -> int:
+    declared = fields.optional_integer("target_hidden_size") or hidden
+    if declared != target.hidden_size:
+        where = f" ({target_path / 'config.json'})" if target_path is not None else ""
+        raise CheckpointError(
+            f"{fields.file}: head trained for another hidden size: it expects a target of hidden size {declared}, but "
+            f"the target model{where} has {target.hidden_size}; use the head that was trained for this target"
+        )
+    return declared
+
+
+def _vocabulary(fields: Fields, target: ModelConfig) -> tuple[int, int]:
+    vocab = fields.integer("vocab_size")
+    if vocab != target.vocab_size:
+        raise fields.error(
+            "vocab_size",
+            f"is {vocab}, but the target has {target.vocab_size}; use the head trained for this target",
+        )
+    draft = fields.optional_integer("draft_vocab_size") or vocab
+    if draft > vocab:
+        raise fields.error("draft_vocab_size", f"is {draft}, more than the vocabulary of {vocab}")
+    return vocab, draft

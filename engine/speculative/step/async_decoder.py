@@ -1,0 +1,377 @@
+"""The decoder: one step of a batch, launched and read apart, so that the host may work one step late.
+
+    launch   step N+1, behind step N on the device; all that it needs is in the device state there
+    read     step N: its tokens, already on the host or soon; appended to the requests that still want them
+    step     launch, then read
+
+A request that ends with step N was in step N+1 too. What that computed for it is dropped, and what it wrote lies behind the
+request's tokens, in pages and a slot that are given back once step N+1 was read. A batch that waits for the host
+(`can_launch`) is counted by reason and stepped with nothing under way.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ....kernels.step_glue import NUM_COUNTS
+from ...host_copy import to_device
+from ...request import Request
+from ...sampling.logprobs import TokenLogprob, packed_width, unpack_logprobs
+from ..adaptive import StepPolicy
+from ..drafters.protocol import Drafter
+from ..drafting.shape import PLAIN, DraftShape
+from ..drafting.tree import branches
+from .device_state import RequestInit
+from .draft_coverage import DraftCoverage
+from .fused_step import ACCEPTED, GOOD, SEEN, WOULD_MATCH, FillMasks, StepKind
+from .result import StepResult
+from .step_graphs import Report, StepGraphs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flight:
+    """A step that was launched and not read. `warm` says who is drafted for, `kind` what the report holds."""
+
+    requests: tuple[Request, ...]
+    warm: tuple[bool, ...]
+    kind: StepKind
+    report: Report
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Batch:
+    """The requests of the newest step, and what follows from them alone; `version` of the state that it was gathered from.
+
+    `kind` is that of a step without drafts; `reason`: why the batch waits for the host.
+    """
+
+    requests: Sequence[Request]
+    slots: tuple[int, ...]
+    warm: tuple[bool, ...]
+    kind: StepKind
+    reason: str | None
+    version: int
+
+
+_NOBODY = _Batch(requests=(), slots=(), warm=(), kind=StepKind(shape=PLAIN), reason=None, version=-1)
+
+
+def num_offered(shape: DraftShape, useful_rows: int) -> int:
+    """Drafts offered to a warm request."""
+    return shape.num_nodes - 1 if shape.is_tree and useful_rows > 1 else useful_rows - 1
+
+
+class AsyncDecoder:
+    """Decodes requests by `steps`, which know the target and the drafter.
+
+    A step drafts `shape`, or what `policy`, given one, makes of it. The caller reserves pages for prompt + max_new_tokens +
+    shape.spare_slots tokens, within the context of `steps`; where a request has less, the rows beyond go to the padding sink
+    and are never accepted. Pages are shared by target and draft KV. With `launches_ahead` False every batch is to be stepped
+    by `step`. Between `launch` and the `read` of the same flight no request in it may be forgotten.
+
+    `fallbacks` counts, by reason, the batches that could not be launched ahead.
+    """
+
+    def __init__(
+        self,
+        steps: StepGraphs,
+        *,
+        shape: DraftShape = PLAIN,
+        policy: StepPolicy | None = None,
+        eos_token_ids: Sequence[int] = (),
+        launches_ahead: bool = True,
+    ) -> None:
+        self.steps = steps
+        self.drafter: Drafter | None = steps.step.drafter
+        self.shape = shape if self.drafter is not None else PLAIN
+        self.policy = policy
+        self.launches_ahead = launches_ahead
+        self.fallbacks: Counter[str] = Counter()
+        self.num_launched = 0  # ahead
+        self.coverage = DraftCoverage(self.drafter, self.shape)
+        self._eos = frozenset(eos_token_ids)
+        self._page_size = steps.step.runner.pool.page_size
+        self._slots: dict[Request, int] = {}
+        self._unseen: set[Request] = set()  # those whose support was wider than what the device looks at
+        self._batch = _NOBODY
+        self._num_unread = 0
+        self._num_until_limit = 0
+
+    @property
+    def counters(self) -> dict[str, float]:
+        """Monotonic: steps launched ahead, why others were not, and requests beyond the draft's context."""
+        found = {
+            f"overlap_fallback_{reason}": float(count) for reason, count in sorted(self.fallbacks.items())
+        }
+        if self.launches_ahead:
+            found["overlapped_steps"] = float(self.num_launched)
+        if self.coverage.num_beyond:
+            found["draft_beyond_context"] = float(self.coverage.num_beyond)
+        return found
+
+    # --- draft state --------------------------------------------------------------------------------------------------
+
+    def num_covered(self, request: Request) -> int:
+        """Rows of `request` whose draft KV is written, or never needed since they lie beyond the draft's context."""
+        return self.coverage.num_covered(request)
+
+    def draft_prefill(self, request: Request, features: torch.Tensor, start_row: int) -> None:
+        """Write the draft rows from `start_row` on that target `features` `[rows, K*Ht]` of `request` stand for."""
+        self.draft_prefill_batch([(request, features, start_row)])
+
+    def draft_prefill_batch(self, items: Sequence[tuple[Request, torch.Tensor, int]]) -> None:
+        """`draft_prefill` of several requests in one forward.
+
+        The first call of a request may start behind a cached prefix; later ones continue without a gap. Row i needs the
+        token at i+1, so the last row of a prompt has to wait for the first output token. Rows beyond the draft's context are
+        left out. No-op without a drafter.
+        """
+        if self.drafter is None:
+            return
+        for request, *_ in items:
+            assert request not in self._slots, f"{request!r}: its steps have begun"
+        self.drafter.prefill([self.coverage.begin(self.drafter, *item) for item in items])
+
+    def forget(self, request: Request) -> None:
+        """Drop what is kept of `request`; no-op when there is nothing."""
+        self.coverage.forget(request)
+        slot = self._slots.pop(request, None)
+        if slot is not None:
+            self.steps.step.state.close(slot)
+        self._unseen.discard(request)
+
+    # --- steps --------------------------------------------------------------------------------------------------------
+
+    def can_launch(self, requests: Sequence[Request]) -> bool:
+        """Whether `requests` can be stepped ahead of reading the step before; if not, the reason is counted."""
+        if not self.launches_ahead:
+            return False
+        reason = self._batch.reason if self._is_known(requests) else self._first_reason(requests)
+        if reason is not None:
+            self.fallbacks[reason] += 1
+        return reason is None
+
+    def step(self, requests: Sequence[Request]) -> StepResult:
+        """Advance every request of `requests` (none finished, each with an output token) by at least one token.
+
+        No flight may be unread.
+        """
+        assert not self._num_unread, f"{self._num_unread} steps were launched and not read"
+        if not requests:
+            return StepResult(tokens=[], logprobs=[], accept_lens=[], drafted=[], is_bad=[], path="eager")
+        return self.read(self._launch(requests), [True] * len(requests))
+
+    def launch(self, requests: Sequence[Request]) -> Flight:
+        """Begin a step of `requests`, which `can_launch`; each may be in one flight that was not read yet."""
+        self.num_launched += 1
+        return self._launch(requests)
+
+    def _launch(self, requests: Sequence[Request]) -> Flight:
+        self._num_until_limit -= 1
+        if self._num_until_limit <= 0:
+            self._retire(requests)
+        if not self._is_known(requests):
+            self._batch = self._gather(requests)
+        batch = self._batch
+        guided = [i for i, request in enumerate(requests) if request.guide is not None]
+        assert not (guided and self._num_unread), "the grammar of a request waits for the step before"
+        fill = self._filler(batch.requests, guided) if guided else None
+        report, kind = self.steps.launch(batch.slots, self._kind_of(batch), fill)
+        self._num_unread += 1
+        return Flight(requests=tuple(requests), warm=batch.warm, kind=kind, report=report)
+
+    def read(self, flight: Flight, is_live: Sequence[bool]) -> StepResult:
+        """Wait for `flight`, the oldest not read, and commit its tokens to those of its requests that are live.
+
+        The result is of these only. A request may get no token: its support was not seen whole, and the host will wait for
+        its next step.
+        """
+        width, shape = flight.kind.shape.num_path, flight.kind.shape
+        values = flight.report.rows()
+        rows: list[list[int]] = values[:, : width + NUM_COUNTS].tolist()
+        self._num_unread -= 1
+        found = [
+            (request, row, is_warm, packed)
+            for request, row, is_warm, packed, live in zip(
+                flight.requests, rows, flight.warm, values[:, width + NUM_COUNTS :], is_live, strict=True
+            )
+            if live
+        ]
+        warm = [is_warm for _, _, is_warm, _ in found]
+        most_left = max((request.num_remaining for request, _, is_warm, _ in found if is_warm), default=1)
+        useful_rows = min(shape.num_path, most_left)
+        tokens, accept_lens, is_bad, logprobs = [], [], [], []
+        for request, row, is_warm, packed in found:
+            accepted, good, seen = (row[width + column] for column in (ACCEPTED, GOOD, SEEN))
+            assert accepted or not request.num_remaining, (
+                f"{request!r}: no page or no context left for its newest token"
+            )
+            if seen < min(accepted, good):
+                self._unseen.add(request)
+                self._batch = _NOBODY
+            accept_lens.append(min(accepted, useful_rows))
+            is_bad.append(good < accepted and good <= seen)
+            tokens.append(self._commit_one(request, row[: min(accepted, good, seen)], is_warm))
+            logprobs.append(_logprobs_of(request, packed, len(tokens[-1]), flight.kind))
+        self._tell_policy(flight, useful_rows, [(row, is_warm) for _, row, is_warm, _ in found])
+        offered = num_offered(shape, useful_rows)
+        return StepResult(
+            tokens=tokens,
+            logprobs=logprobs,
+            accept_lens=accept_lens,
+            drafted=[offered if is_warm else 0 for is_warm in warm],
+            is_bad=is_bad,
+            path=flight.report.path,
+        )
+
+    # --- the batch ----------------------------------------------------------------------------------------------------
+
+    def _is_known(self, requests: Sequence[Request]) -> bool:
+        batch = self._batch
+        return batch.version == self.steps.step.state.version and requests == batch.requests
+
+    def _first_reason(self, requests: Sequence[Request]) -> str | None:
+        """Why a step of `requests` waits for the host; None where it does not."""
+        for request in requests:
+            if request.guide is not None:
+                return "guided"
+            if request in self._unseen:
+                return "nucleus"
+        return None
+
+    def _gather(self, requests: Sequence[Request]) -> _Batch:
+        """The batch of `requests`, after telling the device of those that it does not know."""
+        state = self.steps.step.state
+        joining = [request for request in requests if request not in self._slots]
+        if joining:
+            self._retire(joining)
+            slots = [state.open() for _ in joining]
+            state.write(slots, [self._init_of(request) for request in joining])
+            self._slots.update(zip(joining, slots, strict=True))
+        self._num_until_limit = self.coverage.steps_until_limit(requests)
+        vocab_size, is_edited = state.vocab_size, any(map(_is_edited, requests))
+        num_top = max((request.sampling.logprobs for request in requests), default=-1)
+        kind = StepKind(
+            shape=PLAIN,
+            is_ranked=any(request.sampling.needs_ranking(vocab_size) for request in requests),
+            is_edited=is_edited,
+            num_top=min(vocab_size, num_top),
+            is_exact=any(request in self._unseen for request in requests),
+        )
+        return _Batch(
+            requests=list(requests),
+            slots=tuple(self._slots[request] for request in requests),
+            warm=tuple(map(self.coverage.is_warm, requests)),
+            kind=kind,
+            reason=self._first_reason(requests),
+            version=state.version,
+        )
+
+    def _init_of(self, request: Request) -> RequestInit:
+        return RequestInit(
+            newest=request.bonus_token,
+            length=request.num_tokens - 1,
+            remaining=request.num_remaining,
+            capacity=min(len(request.pages) * self._page_size, self.steps.step.max_context),
+            draft_row=self.coverage.row_of(request),
+            pages=request.pages,
+            row=request.sampling_row,
+        )
+
+    def _kind_of(self, batch: _Batch) -> StepKind:
+        """The kind of the next step. Of a chain no more rows are run than some request can use, but where a graph takes the
+        batch: it has them all."""
+        watched = self.shape if self.policy is not None and self.drafter is not None else None
+        plain = replace(batch.kind, watched=watched)
+        if not any(batch.warm):
+            return plain
+        shape = self.shape if self.policy is None else self.policy.choose(len(batch.requests))
+        kind = replace(batch.kind, shape=shape) if shape.steps else plain
+        if not shape.steps or self.steps.takes(kind, len(batch.requests)):
+            return kind
+        pairs = zip(batch.requests, batch.warm, strict=True)
+        most_left = max(request.num_remaining for request, is_warm in pairs if is_warm)
+        if most_left <= 1:
+            return plain
+        return kind if shape.is_tree else replace(kind, shape=DraftShape.of(min(shape.steps, most_left - 1)))
+
+    def _filler(self, requests: Sequence[Request], guided: Sequence[int]) -> FillMasks:
+        """What writes the masks of the requests `guided`, of which every step before was read."""
+
+        def fill(drafts: torch.Tensor, parents: torch.Tensor | None, masks: torch.Tensor) -> None:
+            num_nodes = masks.shape[1]
+            tokens = (
+                drafts.tolist() if num_nodes > 1 else [[]] * len(requests)
+            )  # the host waits for the drafts here
+            trees = [[-1, *range(num_nodes - 1)]] * len(requests) if parents is None else parents.tolist()
+            found = []
+            for i in guided:
+                guide = requests[i].guide
+                assert guide is not None
+                found.append(guide.masks(requests[i].asked_and_chosen[1], branches(tokens[i], trees[i])))
+            where = to_device(torch.tensor(guided, dtype=torch.int64), masks.device)
+            masks.index_copy_(0, where, to_device(torch.from_numpy(np.stack(found)), masks.device))
+
+        return fill
+
+    def _retire(self, requests: Sequence[Request]) -> None:
+        """End drafting for those of `requests` that have outgrown the draft's context."""
+        for request in self.coverage.retire(requests):
+            if request in self._slots:
+                self.steps.step.state.stop_drafting(self._slots[request])
+        self._num_until_limit = self.coverage.steps_until_limit(requests)
+
+    # --- what a step gave ---------------------------------------------------------------------------------------------
+
+    def _commit_one(self, request: Request, tokens: list[int], is_warm: bool) -> list[int]:
+        count = request.append(tokens, self._eos) if tokens else 0
+        request.num_computed = request.num_tokens - 1
+        if is_warm:
+            self.coverage.advance(request, count)
+        return tokens[:count]
+
+    def _tell_policy(self, flight: Flight, useful_rows: int, found: Sequence[tuple[list[int], bool]]) -> None:
+        """What became of the drafts of the warm requests that got a token, or of those that were not offered; `found`: the
+        row of each request and whether it is warm."""
+        width, policy = flight.kind.shape.num_path, self.policy
+        rows = [row for row, is_warm in found if is_warm and row[width + ACCEPTED] > 0]
+        if policy is None or not rows:
+            return
+        if flight.kind.watched is not None:
+            policy.observe(sum(row[width + WOULD_MATCH] for row in rows), len(rows))
+            return
+        most, kept = useful_rows - 1, [min(row[width + ACCEPTED], useful_rows) - 1 for row in rows]
+        policy.observe(sum(kept), sum(min(count + 1, most) for count in kept))
+
+    def __repr__(self) -> str:
+        return (
+            f"<AsyncDecoder {self.shape}, {len(self._slots)} requests, {self.num_launched} steps launched ahead, "
+            f"fallbacks {dict(self.fallbacks)}>"
+        )
+
+
+def _is_edited(request: Request) -> bool:
+    """Whether a step changes logits of `request` or reports more of them than the choice."""
+    params = request.sampling
+    is_held = params.min_new_tokens > request.num_output
+    return (
+        params.needs_penalties
+        or bool(params.logit_bias)
+        or is_held
+        or params.logprobs >= 0
+        or request.guide is not None
+    )
+
+
+def _logprobs_of(
+    request: Request, packed: npt.NDArray[np.int64], count: int, kind: StepKind
+) -> list[TokenLogprob]:
+    """Of the first `count` tokens of a report's row, where the request asks for them."""
+    wanted, each = request.sampling.logprobs, packed_width(kind.num_top)
+    if wanted < 0:
+        return []
+    return [unpack_logprobs(packed[i * each : (i + 1) * each], wanted) for i in range(count)]

@@ -1,0 +1,248 @@
+"""What decode steps need of each running request, on the device: a step reads it there and moves it on there.
+
+The host writes a request's slot when the request joins, and reads nothing of it: what a step gave comes back in the step's
+report. Legend: S slots, B requests of a step, P pages per request, E entries of logit edits, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from ....kernels.step_glue import DRAFT_ROW, IS_DRAWN, NEWEST, PAGES, SEED, TOP_K
+from ...host_copy import to_device
+from ...sampling.edits import LogitEdits, SamplingRow
+from ...sampling.tensors import SamplingTensors
+
+PAD_SLOT = 0
+# Entries of logit edits that graphs are captured for: as many biases and stop tokens as a request may have, and end tokens.
+EDIT_ENTRIES = 1024 + 1024 + 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestInit:
+    """A request as its first step finds it: `newest` token, `length` rows with KV, `remaining` output tokens, `capacity`
+    rows that its pages and the context have, `draft_row` (0: nothing is drafted for it). `row`: how its next token is
+    chosen."""
+
+    newest: int
+    length: int
+    remaining: int
+    capacity: int
+    draft_row: int
+    pages: Sequence[int]
+    row: SamplingRow
+
+
+class StepRows(NamedTuple):
+    """The state of B requests as a step found it: `integers` `[B, F+P]` with the columns of `step_glue`, and how tokens are
+    chosen for them."""
+
+    integers: torch.Tensor
+    tensors: SamplingTensors
+
+    @property
+    def newest(self) -> torch.Tensor:
+        """`[B]` int64."""
+        return self.integers[:, NEWEST]
+
+    @property
+    def draft_rows(self) -> torch.Tensor:
+        """`[B]` int64, 0 where nothing is drafted."""
+        return self.integers[:, DRAFT_ROW]
+
+    @property
+    def pages(self) -> torch.Tensor:
+        """`[B, P]` int64."""
+        return self.integers[:, PAGES:]
+
+
+class DeviceState:
+    """`num_slots` slots; slot 0 pads: it is idle for ever. A request holds a slot from `open` to `close`.
+
+    When all slots are held, S doubles. What logit edits need is allocated when the first request needs it, or by
+    `reserve_edits`. `version` counts the host's writes: what was gathered from an older one is out of date.
+    """
+
+    def __init__(self, num_slots: int, max_pages: int, vocab_size: int, device: torch.device | str) -> None:
+        assert num_slots >= 2, "slot 0 pads, so at least one more slot is needed"
+        self.vocab_size = vocab_size
+        self.max_pages = max_pages
+        self.device = torch.device(device)
+        self.version = 0
+        self.integers = torch.zeros((num_slots, PAGES + max_pages), dtype=torch.int64, device=device)
+        self._reals = torch.ones((num_slots, 3), dtype=torch.float64, device=device)  # of SamplingTensors
+        self._edits: LogitEdits | None = None
+        self._wanted: torch.Tensor | None = None  # [S] int64: top logprobs asked for, -1 none
+        self._free = list(range(num_slots - 1, PAD_SLOT, -1))
+
+    @property
+    def num_slots(self) -> int:
+        return int(self.integers.shape[0])
+
+    @property
+    def num_open(self) -> int:
+        return self.num_slots - 1 - len(self._free)
+
+    @property
+    def anchors(self) -> tuple[torch.Tensor, ...]:
+        """The tensors that graphs of all steps read and write."""
+        return self.integers, self._reals
+
+    @property
+    def edit_anchors(self) -> tuple[torch.Tensor, ...]:
+        """Those that graphs of steps with logit edits read and write besides."""
+        if self._edits is None or self._wanted is None:
+            return ()
+        edits = self._edits
+        found = (edits.ids, edits.values, edits.until, edits.penalties, self._wanted)
+        return found if edits.seen is None else (*found, edits.seen)
+
+    @property
+    def edit_bytes(self) -> int:
+        """Memory of what logit edits need: of each slot, 20 bytes per entry and 4 per token of the vocabulary."""
+        return sum(part.numel() * part.element_size() for part in self.edit_anchors)
+
+    def open(self) -> int:
+        """A slot of its own for a request that joins."""
+        if not self._free:
+            self._grow()
+        self.version += 1
+        return self._free.pop()
+
+    def close(self, slot: int) -> None:
+        """Give `slot` back; no step that was launched with it may still run."""
+        assert slot not in (PAD_SLOT, *self._free), f"slot {slot} is not open"
+        self.version += 1
+        self._free.append(slot)
+
+    def write(self, slots: Sequence[int], joining: Sequence[RequestInit]) -> None:
+        """Set `slots` to the state of `joining`, behind whatever the device was told before; waits for nothing."""
+        rows = [each.row for each in joining]
+        tensors = SamplingTensors.of([row.params for row in rows], self.vocab_size)
+        integers = torch.tensor(
+            [
+                [j.newest, j.length, j.remaining, j.capacity, j.draft_row, 0, 0, 0, *self._page_row(j)]
+                for j in joining
+            ],
+            dtype=torch.int64,
+        )
+        integers[:, SEED], integers[:, TOP_K], integers[:, IS_DRAWN] = (
+            tensors.seeds,
+            tensors.top_k,
+            tensors.is_drawn.long(),
+        )
+        reals = torch.stack((tensors.temperature, tensors.top_p, tensors.min_p), dim=1)
+        where = to_device(torch.tensor(slots, dtype=torch.int64), self.device)
+        self.integers.index_copy_(0, where, to_device(integers, self.device))
+        self._reals.index_copy_(0, where, to_device(reals, self.device))
+        if self._edits is not None or any(row.params.needs_edits for row in rows):
+            self._write_edits(slots, where, rows)
+        self.version += 1
+
+    def stop_drafting(self, slot: int) -> None:
+        """Nothing is drafted any more for the request in `slot`, from the next step on."""
+        self.integers[slot, DRAFT_ROW].zero_()
+        self.version += 1
+
+    def read(self, slots: torch.Tensor) -> StepRows:
+        """The rows of `slots` `[B]` int64."""
+        rows, reals = self.integers.index_select(0, slots), self._reals.index_select(0, slots)
+        tensors = SamplingTensors(
+            seeds=rows[:, SEED],
+            temperature=reals[:, 0],
+            top_k=rows[:, TOP_K],
+            top_p=reals[:, 1],
+            min_p=reals[:, 2],
+            is_drawn=rows[:, IS_DRAWN] != 0,
+        )
+        return StepRows(rows, tensors)
+
+    # --- logit edits --------------------------------------------------------------------------------------------------
+
+    @property
+    def edits(self) -> LogitEdits:
+        """Of all slots; there are some once a request needed them."""
+        assert self._edits is not None, "no request needed logit edits, and none were reserved"
+        return self._edits
+
+    def wanted(self, slots: torch.Tensor) -> torch.Tensor:
+        """Top logprobs asked for by the requests in `slots`, int64 `[B]`, -1 none."""
+        assert self._wanted is not None
+        return self._wanted.index_select(0, slots)
+
+    def reserve_edits(self, num_entries: int, *, has_counts: bool) -> None:
+        """Room for `num_entries` entries of each slot and, with `has_counts`, for how often each token was seen."""
+        old, count = self._edits, self.num_slots
+        width = num_entries if old is None else max(num_entries, old.ids.shape[1])
+        has_counts = has_counts or (old is not None and old.seen is not None)
+        penalties = torch.tensor([[1.0, 0.0, 0.0]], device=self.device).repeat(count, 1)
+        ids, values, until = (
+            torch.zeros((count, width), dtype=dtype, device=self.device)
+            for dtype in (torch.int64, torch.float32, torch.int64)
+        )
+        seen = (
+            torch.zeros((count, self.vocab_size), dtype=torch.int32, device=self.device)
+            if has_counts
+            else None
+        )
+        wanted = torch.full((count,), -1, dtype=torch.int64, device=self.device)
+        made = LogitEdits(ids=ids, values=values, until=until, penalties=penalties, seen=seen)
+        if old is not None and self._wanted is not None:
+            for new, before in (
+                (made.ids, old.ids),
+                (made.values, old.values),
+                (made.until, old.until),
+                (made.penalties, old.penalties),
+            ):
+                new[: before.shape[0], : before.shape[1]] = before
+            if made.seen is not None and old.seen is not None:
+                made.seen[: old.seen.shape[0]] = old.seen
+            wanted[: self._wanted.shape[0]] = self._wanted
+        self._edits, self._wanted = made, wanted
+
+    def count_tokens(self, slots: torch.Tensor, tokens: torch.Tensor, emitted: torch.Tensor) -> None:
+        """Add the first `emitted` `[B]` of `tokens` `[B, R]` to what the requests in `slots` have seen."""
+        seen = self.edits.seen
+        if seen is None:
+            return
+        is_emitted = torch.arange(tokens.shape[1], device=tokens.device) < emitted[:, None]
+        index = slots[:, None] * self.vocab_size + tokens
+        seen.view(-1).index_add_(0, index.reshape(-1), is_emitted.reshape(-1).to(seen.dtype))
+
+    def _write_edits(self, slots: Sequence[int], where: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
+        made, needs_counts = LogitEdits.of(rows, self.vocab_size), any(r.params.needs_penalties for r in rows)
+        old = self._edits
+        needed, width = made.ids.shape[1], 0 if old is None else old.ids.shape[1]
+        if old is None or needed > width or (needs_counts and old.seen is None):
+            self.reserve_edits(max(2 * width, needed) if needed > width else width, has_counts=needs_counts)
+        edits, missing = self.edits, self.edits.ids.shape[1] - needed
+        pairs = ((edits.ids, made.ids), (edits.values, made.values), (edits.until, made.until))
+        for into, part in pairs:
+            padded = torch.nn.functional.pad(part, (0, missing))
+            into.index_copy_(0, where, to_device(padded, self.device))
+        edits.penalties.index_copy_(0, where, to_device(made.penalties, self.device))
+        wanted = torch.tensor([row.params.logprobs for row in rows], dtype=torch.int64)
+        assert self._wanted is not None
+        self._wanted.index_copy_(0, where, to_device(wanted, self.device))
+        counted = [i for i, row in enumerate(rows) if row.params.needs_penalties]
+        if counted and made.seen is not None and edits.seen is not None:
+            theirs = to_device(torch.tensor([slots[i] for i in counted]), self.device)
+            edits.seen.index_copy_(0, theirs, to_device(made.seen[counted], self.device))
+
+    def _grow(self) -> None:
+        old = self.num_slots
+        self.integers = torch.cat((self.integers, torch.zeros_like(self.integers)))
+        self._reals = torch.cat((self._reals, torch.ones_like(self._reals)))
+        self._free.extend(range(2 * old - 1, old - 1, -1))
+        if self._edits is not None:
+            self.reserve_edits(self._edits.ids.shape[1], has_counts=False)
+
+    def _page_row(self, joining: RequestInit) -> list[int]:
+        """Its pages, as far as the context may reach, and page 0 for those that it does not have."""
+        pages = joining.pages[: self.max_pages]
+        return [*pages, *[0] * (self.max_pages - len(pages))]
+
+    def __repr__(self) -> str:
+        return f"<DeviceState {self.num_open} of {self.num_slots - 1} slots, {self.max_pages} pages each>"

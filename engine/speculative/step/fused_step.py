@@ -1,0 +1,266 @@
+"""One whole decode step: draft -> verify -> sample -> accept -> compact -> observe -> advance.
+
+The step reads what it needs of each request from the device state and moves it on there, so that a step may be launched
+before the one before it was read. Every shape follows from the number of requests and the kind of the step. One break looks
+at the host: the masks of grammars depend on the drafts, so that the host fills them between verify and sampling. The same
+code runs eagerly, on tapes and in graphs of a device.
+
+Shape legend: B requests, N nodes verified of each, R rows of the longest branch, S spare slots, K captured features,
+Ht target hidden, V vocabulary, W words of a mask.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from ....kernels.step_glue import NUM_COUNTS, Places, PlaceSizes, step_outcome, step_places
+from ...graphs.breakable import Breaks, ReplayContext
+from ...row_attention import RowPlan
+from ...runner.model_runner import ModelRunner
+from ...runner.target_graphs import aux_ids_of
+from ...sampling.choose import choose_tokens
+from ...sampling.edits import ALL_ALLOWED, edit_logits
+from ...sampling.logprobs import pack_logprobs, packed_width, top_logprobs
+from ..drafters.protocol import Drafter, DraftView
+from ..drafting.choice import DraftSampling
+from ..drafting.shape import DraftShape
+from ..drafting.tree import DraftTree
+from ..drafting.verify import AcceptResult, compact, verify_drafts
+from .device_state import DeviceState, StepRows
+
+# Columns of a report behind the R tokens: what verify accepted; rows in front of the first whose logits are not finite;
+# rows in front of the first whose support was not seen whole; whether the draft that was not asked would have been right.
+ACCEPTED, GOOD, SEEN, WOULD_MATCH = range(NUM_COUNTS)
+
+# (drafts [B, N-1], parents [B, N] of a tree, masks int32 [B, N, W] to be written)
+FillMasks = Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepKind:
+    """What is fixed in a step: the `shape` drafted; how tokens are chosen; what is reported.
+
+    `is_ranked`: some request is drawn from a top-k or a nucleus. `is_edited`: some request has penalties, biases, bans, a
+    grammar or logprobs, of which `num_top` likeliest tokens at most (-1: no logprobs). `is_exact`: by the exact form of the
+    chooser, which no graph can hold. `watched`: the shape whose first proposals are compared where nothing is drafted.
+    """
+
+    shape: DraftShape
+    is_ranked: bool = False
+    is_edited: bool = False
+    num_top: int = -1
+    is_exact: bool = False
+    watched: DraftShape | None = None
+
+    @property
+    def report_width(self) -> int:
+        return self.shape.num_path * (1 + packed_width(self.num_top)) + NUM_COUNTS
+
+    def covers(self, wanted: "StepKind") -> bool:
+        """Whether a step of this kind gives the tokens of `wanted`, and at least what that reports."""
+        is_same = (self.shape, self.watched, self.is_exact) == (wanted.shape, wanted.watched, wanted.is_exact)
+        chooses = self.is_ranked >= wanted.is_ranked and self.is_edited >= wanted.is_edited
+        return is_same and chooses and self.num_top >= wanted.num_top
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepContext(ReplayContext):
+    """`fill` writes the masks of grammars; None: no request of the batch has one."""
+
+    fill: FillMasks | None = None
+
+
+class Choice(NamedTuple):
+    """`tokens` int64 `[B, N]`: the target's choice behind each node; bool `[B*N]`: nodes whose logits are not finite, and
+    nodes whose support was not seen whole."""
+
+    tokens: torch.Tensor
+    is_bad: torch.Tensor
+    is_unseen: torch.Tensor
+
+
+class FusedStep:
+    """Steps of `runner` and `drafter` over `state`; `max_context` in tokens."""
+
+    def __init__(
+        self, runner: ModelRunner, drafter: Drafter | None, state: DeviceState, max_context: int
+    ) -> None:
+        self.runner = runner
+        self.drafter = drafter
+        self.state = state
+        self.max_context = max_context
+
+    @torch.no_grad()
+    def run(self, slots: torch.Tensor, kind: StepKind, breaks: Breaks[StepContext]) -> torch.Tensor:
+        """Step the requests in `slots` `[B]` int64; the report int64 `[B, kind.report_width]`."""
+        rows = self.state.read(slots)
+        places = step_places(rows.integers, self._sizes(kind.shape))
+        view = self._view(rows, places, breaks)
+        tokens, tree = self._draft(rows, view, kind.shape)
+        logits, features = self._verify(rows, places, tokens, tree, breaks)
+        choice = self._choose(slots, rows, places, logits, tokens, tree, kind, breaks)
+        accepted = verify_drafts(kind.shape, tokens, tree, choice.tokens, places.limits)
+        would_match = self._would_match(view, accepted, kind)
+        outcome = step_outcome(
+            self.state.integers,
+            slots,
+            accepted.tokens,
+            accepted.path,
+            accepted.accept_len,
+            choice.is_bad,
+            choice.is_unseen,
+            would_match,
+        )
+        if tree is not None:
+            compact(self.runner.pool, places.slots, accepted)
+        if self.drafter is not None:
+            assert features is not None, "the target captured no features for the draft"
+            self.drafter.observe(view, features, accepted, outcome.emitted, kind.shape)
+        if not kind.is_edited:
+            return outcome.report
+        self.state.count_tokens(slots, accepted.tokens, outcome.emitted)
+        return self._with_logprobs(slots, outcome.report, logits, accepted, kind)
+
+    def _sizes(self, shape: DraftShape) -> PlaceSizes:
+        pool, drafter = self.runner.pool, self.drafter
+        return PlaceSizes(
+            num_places=shape.spare_slots,
+            num_nodes=shape.num_nodes,
+            num_path=shape.num_path,
+            page_size=pool.page_size,
+            max_context=self.max_context,
+            target_page=pool.num_layers * 2 * pool.page_size,
+            draft_page=2 * pool.page_size if drafter is None else drafter.page_rows,
+        )
+
+    def _view(self, rows: StepRows, places: Places, breaks: Breaks[StepContext]) -> DraftView:
+        tensors = rows.tensors
+        return DraftView(
+            positions=places.positions,
+            kv_rows=places.draft_rows,
+            page_table=rows.pages,
+            lens=places.lengths,
+            extend_lens=places.extend_lens,
+            states=rows.draft_rows,
+            sampling=DraftSampling(
+                seeds=tensors.seeds, temperature=tensors.temperature, is_drawn=tensors.is_drawn
+            ),
+            is_recorded=breaks.is_recorded,
+        )
+
+    def _draft(
+        self, rows: StepRows, view: DraftView, shape: DraftShape
+    ) -> tuple[torch.Tensor, DraftTree | None]:
+        """Tokens `[B, N]`, the newest first, and of a tree what its nodes are."""
+        newest = rows.newest[:, None]
+        if self.drafter is None or shape.steps == 0:
+            return newest, None
+        proposal = self.drafter.propose(view, shape)
+        return torch.cat((newest, proposal.drafts), dim=1), proposal.tree
+
+    def _verify(
+        self,
+        rows: StepRows,
+        places: Places,
+        tokens: torch.Tensor,
+        tree: DraftTree | None,
+        breaks: Breaks[StepContext],
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Logits `[B*N, V]` and features `[B*N, K*Ht]` of all nodes."""
+        model, num_nodes = self.runner.model, tokens.shape[1]
+        positions = places.positions[:, :num_nodes]
+        if tree is not None:
+            positions = (positions[:, :1] + tree.depths).clamp(max=self.max_context - 1)
+        plan = RowPlan(
+            self.runner.pool,
+            places.target_rows[:, :num_nodes].reshape(-1),
+            rows.pages,
+            places.verify_lens,
+            None if tree is None else tree.mask,
+            is_recorded=breaks.is_recorded,
+        )
+        ids = () if self.drafter is None else aux_ids_of(model)
+        hidden, features = model.body(
+            model.embed(tokens.reshape(-1)), positions.reshape(-1), plan.attend, ids
+        )
+        return model.compute_logits(hidden), features
+
+    def _choose(
+        self,
+        slots: torch.Tensor,
+        rows: StepRows,
+        places: Places,
+        logits: torch.Tensor,
+        tokens: torch.Tensor,
+        tree: DraftTree | None,
+        kind: StepKind,
+        breaks: Breaks[StepContext],
+    ) -> Choice:
+        count = kind.shape.num_nodes
+        positions = places.positions[:, :count] if tree is None else places.positions[:, :1] + tree.depths
+        positions = positions.reshape(-1) + 1
+        if kind.is_edited:
+            logits = edit_logits(
+                logits,
+                positions,
+                slots,
+                self.state.edits,
+                drafts=tokens[:, 1:],
+                ancestors=None if tree is None else tree.mask,
+                masks=self._masks(tokens, tree, logits.shape[1], breaks),
+            )
+        chosen, bad, unseen = choose_tokens(
+            logits, positions, rows.tensors, is_ranked=kind.is_ranked, is_exact=kind.is_exact
+        )
+        return Choice(chosen.view(-1, count), bad, unseen)
+
+    def _masks(
+        self, tokens: torch.Tensor, tree: DraftTree | None, vocab_size: int, breaks: Breaks[StepContext]
+    ) -> torch.Tensor | None:
+        """The masks of all nodes, int32 `[B*N, W]`; the host fills those of requests with a grammar here."""
+        if not breaks.is_recorded and breaks.context.fill is None:
+            return None
+        count, num_words = tokens.shape[0], -(-vocab_size // 32)
+        masks = torch.full(
+            (count, tokens.shape[1], num_words), ALL_ALLOWED, dtype=torch.int32, device=tokens.device
+        )
+        parents = None if tree is None else tree.parents
+        breaks.graph_break(fill_masks)(tokens[:, 1:], parents, out=masks)
+        return masks.view(-1, num_words)
+
+    def _would_match(self, view: DraftView, accepted: AcceptResult, kind: StepKind) -> torch.Tensor:
+        """Whether one of the first proposals that were not asked for is what the target chose: `[B]` int64, 0 or 1."""
+        if self.drafter is None or kind.watched is None or kind.shape.steps:
+            return torch.zeros_like(view.lens)
+        proposals = self.drafter.first_proposals(view, kind.watched.topk)
+        return (proposals == accepted.tokens[:, :1]).any(dim=1).long()
+
+    def _with_logprobs(
+        self,
+        slots: torch.Tensor,
+        report: torch.Tensor,
+        logits: torch.Tensor,
+        accepted: AcceptResult,
+        kind: StepKind,
+    ) -> torch.Tensor:
+        """`report` with the log probabilities of the tokens along the kept branch behind it."""
+        if kind.num_top < 0:
+            return report
+        count, num_path = accepted.path.shape
+        if kind.shape.is_tree:
+            firsts = torch.arange(count, device=logits.device)[:, None] * kind.shape.num_nodes
+            logits = logits.index_select(0, (firsts + accepted.path).reshape(-1))
+        wanted = self.state.wanted(slots)[:, None].expand(count, num_path).reshape(-1)
+        values, ids = top_logprobs(logits, accepted.tokens.reshape(-1), wanted, kind.num_top)
+        return torch.cat((report, pack_logprobs(values, ids).view(count, -1)), dim=1)
+
+
+def fill_masks(
+    context: StepContext, drafts: torch.Tensor, parents: torch.Tensor | None, out: torch.Tensor
+) -> None:
+    """The break of a step: the host reads the drafts and writes masks, where a grammar asks for it."""
+    if context.fill is not None:
+        count = context.num_rows
+        context.fill(drafts[:count], None if parents is None else parents[:count], out[:count])

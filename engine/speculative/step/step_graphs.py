@@ -1,0 +1,231 @@
+"""Launches whole decode steps, as graphs where there are some, and brings their reports to the host without waiting.
+
+    launch   slots of the batch (told again only when they change), one graph, one copy of the report to pinned memory
+    rows     waits for the event behind that copy, and for nothing that was launched later
+
+Legend: B requests, W columns of a report.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ...graphs.breakable import Breaks
+from ...graphs.bucketed_graphs import BatchShape, GraphFamily, GraphLimits
+from ...graphs.graph_pool import FallbackReason, GraphKind, GraphPool
+from ...host_copy import to_device
+from ...runner.model_runner import ModelRunner
+from ...runner.target_graphs import captured_mode
+from ..drafters.protocol import Drafter
+from ..drafting.shape import PLAIN, DraftShape, planned_pages
+from .device_state import EDIT_ENTRIES, DeviceState
+from .fused_step import FillMasks, FusedStep, StepContext, StepKind
+
+logger = logging.getLogger(__name__)
+
+# Reports that may wait on the host: that of a step under way, of the one before it, and one to spare.
+UNREAD_STEPS = 3
+TOP_LOGPROBS = 20  # that graphs report; a request that asks for more is stepped eagerly
+
+
+class Report:
+    """What one step said, on its way to the host or there. `path`: "graph" or "eager"."""
+
+    def __init__(self, values: npt.NDArray[np.int64], event: torch.cuda.Event | None, path: str) -> None:
+        self._values = values
+        self._event = event
+        self.path = path
+
+    def rows(self) -> npt.NDArray[np.int64]:
+        """`[B, W]`; waits for this step. To be asked for before UNREAD_STEPS more were launched."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._values
+
+
+class StepGraphs:
+    """Steps of `step`, launched one behind the other. `kinds` are those that `capture` makes graphs of; any other runs
+    eagerly. Batches may grow beyond `max_requests`, but not on graphs."""
+
+    def __init__(self, step: FusedStep, kinds: Sequence[StepKind], max_requests: int) -> None:
+        self.step = step
+        self.kinds = tuple(kinds)
+        self.max_requests = max_requests
+        self.device = step.state.device
+        is_cuda = self.device.type == "cuda"
+        self.slots = torch.zeros(max_requests, dtype=torch.int64, device=self.device)
+        self._told: tuple[int, ...] = ()
+        width = max(kind.report_width for kind in self.kinds)
+        self._hosts = [
+            torch.zeros(max_requests * width, dtype=torch.int64, pin_memory=is_cuda)
+            for _ in range(UNREAD_STEPS)
+        ]
+        self._arrays = [host.numpy() for host in self._hosts]
+        self._events = [
+            torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]
+            for _ in range(UNREAD_STEPS)
+        ]
+        self._num_launched = 0
+        self.families: dict[StepKind, GraphFamily[StepContext, torch.Tensor]] = {}
+        self._covered: dict[StepKind, StepKind] = {}  # by the kind asked for
+        # What graphs read besides the parameters, those with logit edits and those without.
+        self._frozen: dict[bool, tuple[torch.Tensor, ...]] = {}
+
+    def capture(self, graphs: GraphPool, buckets: Sequence[int]) -> None:
+        """A graph of each kind and bucket."""
+        state, drafter = self.step.state, self.step.drafter
+        if any(kind.is_edited for kind in self.kinds):
+            state.reserve_edits(EDIT_ENTRIES, has_counts=True)
+            logger.info("logit edits of %d places: %.1f MiB", state.num_slots, state.edit_bytes / (1 << 20))
+        if drafter is not None:
+            drafter.reserve(self.max_requests)
+        self._frozen = {is_edited: self._anchors(is_edited) for is_edited in (False, True)}
+        for kind in self.kinds:
+            limits = GraphLimits(
+                is_by_token=False, rows=kind.shape.num_nodes, hidden=captured_mode(self.step.runner.model)
+            )
+            family: GraphFamily[StepContext, torch.Tensor] = GraphFamily(
+                graphs, graph_kind_of(kind), buckets, limits
+            )
+            self.families[kind] = family
+
+            def forward(bucket: int, breaks: Breaks[StepContext], kind: StepKind = kind) -> torch.Tensor:
+                return self.step.run(self.slots[:bucket], kind, breaks)
+
+            family.capture(forward, lambda bucket: StepContext(num_rows=bucket), self._parameters)
+        self._covered.clear()
+
+    def takes(self, kind: StepKind, count: int) -> bool:
+        """Whether a step of `count` requests would run as a graph."""
+        family = self._family_of(kind)
+        shape = BatchShape(size=self._padded(count), rows=kind.shape.num_nodes)
+        return family is not None and family.peek(shape).is_graph and self._is_fresh(self._covering(kind))
+
+    def launch(
+        self, slots: tuple[int, ...], kind: StepKind, fill: FillMasks | None = None
+    ) -> tuple[Report, StepKind]:
+        """Step the requests in `slots`, behind everything launched before; returns at once where the device is one, unless
+        `fill` has masks of grammars to write. The report is of the kind returned, which covers the one asked for."""
+        self.tell(slots)
+        count = len(slots)
+        padded, family = self._padded(count), self._family_of(kind)
+        values, path = None, "eager"
+        if family is not None:
+            decision = family.decide(BatchShape(size=padded, rows=kind.shape.num_nodes))
+            if decision.is_graph and self._is_fresh(self._covering(kind), is_counted=True):
+                kind = self._covering(kind)
+                values, path = family.replay(decision, StepContext(num_rows=count, fill=fill)), "graph"
+        if values is None:
+            context = StepContext(num_rows=count, fill=fill)
+            values = self.step.run(self.slots[:padded], kind, Breaks(context))
+        return self._on_its_way(values[:count], path), kind
+
+    def tell(self, slots: tuple[int, ...]) -> None:
+        """The device's list of slots, filled up with the padding slot."""
+        if slots == self._told:
+            return
+        most = self._padded(len(slots))
+        if most > self.slots.shape[0]:  # graphs keep reading the old list, so that larger batches run eagerly
+            self.slots = torch.zeros(2 * most, dtype=torch.int64, device=self.device)
+        listed = torch.tensor([*slots, *[0] * (self.slots.shape[0] - len(slots))], dtype=torch.int64)
+        self.slots.copy_(to_device(listed, self.device))
+        self._told = slots
+
+    def _on_its_way(self, values: torch.Tensor, path: str) -> Report:
+        index = self._num_launched % UNREAD_STEPS
+        self._num_launched += 1
+        event, num_values = self._events[index], values.numel()
+        if self._hosts[index].numel() < num_values:
+            is_cuda = self.device.type == "cuda"
+            self._hosts[index] = torch.zeros(num_values, dtype=torch.int64, pin_memory=is_cuda)
+            self._arrays[index] = self._hosts[index].numpy()
+        self._hosts[index][:num_values].view(values.shape).copy_(values, non_blocking=True)
+        if event is not None:
+            event.record()
+        return Report(self._arrays[index][:num_values].reshape(values.shape), event, path)
+
+    def _covering(self, kind: StepKind) -> StepKind:
+        """The captured kind that costs least of those that cover `kind`; `kind` itself where there is none."""
+        if kind not in self._covered:
+            found = [captured for captured in self.families if captured.covers(kind)]
+            self._covered[kind] = min(found, key=lambda each: (each.is_edited, each.is_ranked), default=kind)
+        return self._covered[kind]
+
+    def _family_of(self, kind: StepKind) -> GraphFamily[StepContext, torch.Tensor] | None:
+        return self.families.get(self._covering(kind))
+
+    def _padded(self, count: int) -> int:
+        """Requests that run, with idle ones: a multiple of what peers in lockstep want."""
+        multiple = self.step.runner.row_multiple
+        return -(-count // multiple) * multiple
+
+    def _is_fresh(self, kind: StepKind, *, is_counted: bool = False) -> bool:
+        """Whether the states lie where graphs of `kind` read them: they move when more requests come than expected, or
+        requests with more biases."""
+        frozen, anchors = self._frozen[kind.is_edited], self._anchors(kind.is_edited)
+        is_fresh = len(anchors) == len(frozen) and all(map(_is_one, anchors, frozen))
+        if is_counted and not is_fresh:
+            family = self.families[kind]
+            family.pool.count_fallback(family.kind, FallbackReason.BATCH_OVER_PLANNED)
+        return is_fresh
+
+    def _anchors(self, is_edited: bool) -> tuple[torch.Tensor, ...]:
+        state, drafter = self.step.state, self.step.drafter
+        edits = state.edit_anchors if is_edited else ()
+        return (self.slots, *state.anchors, *edits, *(() if drafter is None else drafter.anchors))
+
+    def _parameters(self) -> list[tuple[str, torch.Tensor]]:
+        drafter, own = self.step.drafter, [*self.step.runner.model.tensors()]
+        return own if drafter is None else own + [(f"draft {name}", x) for name, x in drafter.parameters()]
+
+    def __repr__(self) -> str:
+        return f"<StepGraphs {len(self.families)} kinds, {self._num_launched} launched, {self.step.state!r}>"
+
+
+def _is_one(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one is other
+
+
+def graph_kind_of(kind: StepKind) -> GraphKind:
+    if kind.is_edited:
+        return GraphKind.EDITED_STEP
+    return GraphKind.RANKED_STEP if kind.is_ranked else GraphKind.DECODE_STEP
+
+
+def step_graphs(
+    runner: ModelRunner,
+    drafter: Drafter | None,
+    *,
+    shapes: Sequence[DraftShape],
+    watched: DraftShape | None = None,
+    max_requests: int,
+    max_context: int,
+    make: type[StepGraphs] = StepGraphs,
+) -> StepGraphs:
+    """Steps of any of `shapes`, and plain ones, for up to `max_requests` requests of up to `max_context` tokens.
+
+    `watched`: the shape whose first proposals are compared where nothing is drafted. Graphs can be captured of three kinds
+    of each shape: likeliest or free draws, ranked draws, and edited logits with logprobs.
+    """
+    every = list(dict.fromkeys([*shapes, PLAIN]))
+    max_pages = planned_pages(every, max_context, runner.pool.page_size)
+    vocab_size = runner.model.config.vocab_size
+    state = DeviceState(max_requests + 1, max_pages, vocab_size, runner.pool.device)
+    if drafter is not None:
+        drafter.reserve(max_requests)
+    num_top = min(TOP_LOGPROBS, vocab_size)
+    kinds = [
+        kind
+        for shape in every
+        for common in [StepKind(shape=shape, watched=None if shape.steps else watched)]
+        for kind in (
+            common,
+            replace(common, is_ranked=True),
+            replace(common, is_ranked=True, is_edited=True, num_top=num_top),
+        )
+    ]
+    return make(FusedStep(runner, drafter, state, max_context), kinds, max_requests)
