@@ -27,7 +27,7 @@ GREEDY = SamplingParams(temperature=0.0, max_new_tokens=40, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def short_head(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    config = head_config(2, max_position_embeddings=LIMIT)
+    config = head_config(2, (0, 1, 3), max_position_embeddings=LIMIT)
     return write_head(tmp_path_factory.mktemp("short"), config, head_tensors())
 
 
