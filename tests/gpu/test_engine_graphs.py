@@ -86,5 +86,5 @@ def test_graphs_give_the_tokens_of_the_eager_path(
         expected, _ = serve(eager, size)
         tokens, paths = serve(graphed, size)
         assert tokens == expected
-        assert "graph" in paths
+        assert ("graph" in paths) == (size <= 4), "more requests than planned run eagerly"
     assert load(target, head, graphs=True, has_drafter=False).graph_counts["prefill"] > 0

@@ -1,5 +1,6 @@
 """Whole decode steps on a device: the tokens of steps that wait, and a steady step that neither waits nor allocates."""
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -165,7 +166,9 @@ def test_a_steady_step_neither_waits_for_the_device_nor_allocates(target: Path, 
         decoder.read(flight, [True] * 4)
         flight = newer
     before = torch.cuda.memory_stats()["allocation.all.allocated"]
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Synchronization debug mode")  # torch calls it a prototype
+        torch.cuda.set_sync_debug_mode("error")
     try:
         for _ in range(3):
             newer = decoder.launch(requests)
