@@ -145,10 +145,11 @@ def test_every_log_line_and_counter_that_is_named_exists():
 
 
 def test_every_field_of_a_timeline_is_explained():
-    table = section(ROUTER, "## What an operator sees").partition("What workers spent")[0]
+    text = section(ROUTER, "## Observability").partition("**One request.**")[2]
+    table = text.partition("**In the terminal.**")[0]
     told = {name for row in rows(table) for name in code(row[0])}
     assert told == {field.name for field in msgspec.structs.fields(Timeline)}
-    attempt = section(ROUTER, "## What an operator sees").partition("`attempt_log`")[2]
+    attempt = text.partition("`attempt_log`")[2]
     shown = {field.name for field in msgspec.structs.fields(AttemptLog)} - {
         "prefill_instance",
         "decode_instance",
