@@ -23,6 +23,10 @@ from baton.tests.sim.cluster_talk import as_json, of_one_request, talk
 
 ROOT = Path(__file__).resolve().parents[2]
 PROTOCOL, FAILURES, ROUTER = (ROOT / "docs" / name for name in ("protocol.md", "failures.md", "router.md"))
+PAGES = (
+    "api.md", "development.md", "failures.md", "guarantees.md", "metrics.md", "operate.md", "protocol.md", "router.md",
+    "running.md",
+)  # fmt: skip
 SERVING = ("cluster", "decode", "deploy", "kvtransfer", "prefill", "router", "worker")
 # How often something is looked at, or what an answer says: nothing happens to a room at its end.
 PACES = {
@@ -145,10 +149,11 @@ def test_every_log_line_and_counter_that_is_named_exists():
 
 
 def test_every_field_of_a_timeline_is_explained():
-    table = section(ROUTER, "## What an operator sees").partition("What workers spent")[0]
+    text = section(ROUTER, "## Observability").partition("**One request.**")[2]
+    table = text.partition("**In the terminal.**")[0]
     told = {name for row in rows(table) for name in code(row[0])}
     assert told == {field.name for field in msgspec.structs.fields(Timeline)}
-    attempt = section(ROUTER, "## What an operator sees").partition("`attempt_log`")[2]
+    attempt = text.partition("`attempt_log`")[2]
     shown = {field.name for field in msgspec.structs.fields(AttemptLog)} - {
         "prefill_instance",
         "decode_instance",
@@ -204,12 +209,12 @@ def test_every_error_code_that_is_named_is_one_of_the_router():
         assert f'"{code(name)[0]}"' in text, (status, name)
 
 
-@pytest.mark.parametrize("path", [PROTOCOL, FAILURES], ids=lambda path: path.name)
-def test_every_path_that_is_named_exists(path):
-    named = [name for name in code(path.read_text()) if re.fullmatch(r"[\w/]+\.py", name)]
+@pytest.mark.parametrize("name", PAGES)
+def test_every_path_that_is_named_exists(name):
+    named = [text for text in code((ROOT / "docs" / name).read_text()) if re.fullmatch(r"[\w/]+\.py", text)]
     assert named
-    for name in named:
-        assert (ROOT / name).is_file(), name
+    for path in named:
+        assert (ROOT / path).is_file(), path
 
 
 def test_every_test_that_the_router_s_page_names_exists():
