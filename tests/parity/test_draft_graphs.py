@@ -122,7 +122,7 @@ def with_another_page(batch: ForwardBatch) -> None:
     "change", [padded, reordered, without_a_request, with_another_slot, with_another_page]
 )
 @pytest.mark.parametrize("mode", [ForwardMode.EXTEND, ForwardMode.DRAFT_EXTEND, ForwardMode.DECODE])
-def test_m5_2_whatever_is_changed_behind_a_plan_is_refused_by_target_and_draft(plain, mode, change):
+def test_m5_2_a_change_after_planning_is_refused_by_target_and_draft(plain, mode, change):
     count = 1 if mode is ForwardMode.DECODE else NUM_ROWS
     for attention in (plain.drafter._attention, plain.runner.attention):
         batch = batch_of(plain, mode, count, count)

@@ -119,7 +119,7 @@ def test_m1_7_fewer_captured_layers_than_chosen_raise_on_every_path(target, mode
     assert batch.decision.is_graph is has_graphs
 
 
-def test_m1_7_features_of_other_layers_than_the_heads_are_refused_by_the_draft(target, head):
+def test_m1_7_the_draft_refuses_features_of_layers_other_than_the_heads(target, head):
     engine = Engine(target, head, aux_ids=(1, 5))
     with pytest.raises(ValueError, match=r"\[5, 128\] torch.float32.*takes \[5, 192\] torch.float32"):
         engine.prefill([1, 2, 3, 4, 5], GREEDY)
@@ -134,7 +134,7 @@ def with_embeds(toy: ToyEngine, name: str, ids: list[int]) -> ForwardBatch:
     return batch
 
 
-def test_m2_5_embeddings_run_eagerly_with_a_count_where_the_model_takes_them(target):
+def test_m2_5_embeddings_run_eagerly_and_counted_if_the_model_takes_them(target):
     toy, ids = ToyEngine(target, aux=IDS), random_ids(6)
     graphs = capture(toy.runner)
     given, looked_up = (
@@ -154,7 +154,7 @@ def test_m2_5_embeddings_run_eagerly_with_a_count_where_the_model_takes_them(tar
             toy.runner.forward(batch)
 
 
-def test_m2_5_a_model_without_embeddings_refuses_them_and_serves_the_next_request(target, head):
+def test_m2_5_a_model_without_embeddings_refuses_them_and_serves_on(target, head):
     toy, ids = ToyEngine(target, aux=IDS), random_ids(6)
     toy.model.takes_input_embeds = False
     with pytest.raises(ValueError, match="LlamaForCausalLM takes no input_embeds; send token ids") as caught:
@@ -224,7 +224,7 @@ def test_m2_7_a_graph_serves_what_it_captured_and_less(captured, asked):
 # --- padding ----------------------------------------------------------------------------------------------------------
 
 
-def test_m2_8_nan_behind_each_break_and_in_padded_features_reaches_no_real_row(target, head, monkeypatch):
+def test_m2_8_nan_after_breaks_and_in_padded_features_reaches_no_real_row(target, head, monkeypatch):
     nan = float("nan")
 
     def leave_nan(context, layer, q, k, v, out):

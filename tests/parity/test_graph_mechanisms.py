@@ -92,7 +92,7 @@ def fallbacks(graphs: GraphSet, before: dict[str, float] | None = None) -> dict[
 # --- M1: aux capture --------------------------------------------------------------------------------------------------
 
 
-def test_m1_1_captured_features_are_the_outputs_of_the_configured_layers_on_every_path(target, toy):
+def test_m1_1_features_are_the_configured_layers_outputs_on_every_path(target, toy):
     ids = random_ids(10, seed=1)
     with torch.no_grad():
         states = reference_model(target)(torch.tensor([ids]), output_hidden_states=True).hidden_states
@@ -126,7 +126,7 @@ def test_m1_5_capturing_before_the_pools_exist_names_both_states(target, head):
         engine.runner.set_aux_layer_ids((9, 1, 5))
 
 
-def test_m1_features_asked_for_from_graphs_captured_without_any_run_eagerly_and_are_counted(target):
+def test_m1_features_missing_from_graphs_run_eagerly_and_are_counted(target):
     toy = ToyEngine(target)
     toy.graphs = capture(toy.runner, memory=arena())
     plain = toy.run(("a", random_ids(6)))
@@ -238,7 +238,7 @@ def draft_rows(features: torch.Tensor) -> ForwardBatch:
 
 
 @pytest.mark.parametrize("count", [1, 15, 16, 17, 24, 25])
-def test_m2_3_prefill_at_bucket_edges_equals_eager_and_what_is_larger_is_counted(target, toy, count):
+def test_m2_3_prefill_at_bucket_edges_equals_eager_and_larger_is_counted(target, toy, count):
     ids = random_ids(count, seed=count)
     output = toy.runner.forward(batch_of(toy, ("a", ids)))
     expected = ToyEngine(target, aux=IDS).run(("a", ids), capture=CaptureHidden.FULL)
@@ -286,7 +286,7 @@ def test_m3_4_a_batch_of_no_rows_passes_through_every_forward(target, head, has_
         assert {key.rsplit("_", 2)[1:] == ["idle", "rank"] for key in fallbacks(graphs)} == {True}
 
 
-def test_m3_5_a_wrong_width_or_dtype_raises_instead_of_replaying_what_was_there(target, head):
+def test_m3_5_a_wrong_width_or_dtype_raises_instead_of_replaying_old_data(target, head):
     engine = Engine(target, head)
     with_graphs(engine)
     width = engine.drafter.feature_width
@@ -374,7 +374,7 @@ def test_m5_2_a_batch_changed_after_it_was_planned_is_refused(toy, change):
             toy.runner.forward(batch, metadata)
 
 
-def test_m5_3_prepared_for_a_graph_and_then_forced_to_eager_is_planned_anew(target, toy):
+def test_m5_3_a_graph_batch_forced_to_eager_is_planned_again(target, toy):
     batch = batch_of(toy, ("a", [1, 2]))
     assert toy.runner.decide(batch).is_graph
     batch.decision = EAGER

@@ -102,9 +102,7 @@ def test_requests_of_a_mixed_batch_get_what_they_get_alone(target: Path, head: P
     assert engine.run(together) == alone
 
 
-def test_a_cold_request_is_served_beside_a_drafted_one_and_its_draft_kv_is_left_alone(
-    target: Path, head: Path
-) -> None:
+def test_a_cold_request_beside_a_drafted_one_keeps_its_draft_kv(target: Path, head: Path) -> None:
     plain = Engine(target).generate(PROMPTS[:2], greedy())
     engine = tree(target, head)
     cold, warm = (engine.prefill(prompt, greedy()) for prompt in PROMPTS[:2])
@@ -160,7 +158,7 @@ def test_the_oracles_branch_is_accepted_in_full_at_every_step(
 @pytest.mark.parametrize(
     ("shape", "has_graphs"), [((1, 2, 3), False), ((2, 2, 7), False), ((2, 2, 7), True), ((3, 4, 15), False)]
 )
-def test_a_tree_accepts_the_second_best_child_where_a_chain_accepts_nothing(
+def test_a_tree_accepts_the_second_child_where_a_chain_accepts_nothing(
     oracle: tuple[Path, Path], shape: tuple[int, int, int], has_graphs: bool
 ) -> None:
     params = greedy(1 + 4 * (1 + shape[0]))

@@ -155,7 +155,7 @@ def test_rows_beyond_one_chunk_are_drawn_like_rows_within(monkeypatch):
     assert sample(logits, rows).tokens.tolist() == whole.tolist()
 
 
-def test_a_wide_nucleus_is_the_same_from_few_candidates_as_from_a_full_sort(monkeypatch):
+def test_a_wide_nucleus_of_few_candidates_equals_that_of_a_full_sort(monkeypatch):
     logits = (
         torch.randn(6, 3000, generator=torch.Generator().manual_seed(2)).bfloat16().float()
     )  # full of ties
@@ -184,7 +184,7 @@ def test_top_k_keeps_exactly_k_and_of_equals_the_lowest_ids():
     assert draw_support([-0.0, 0.0, 0.0], top_k=2) == {0, 1}
 
 
-def test_top_p_keeps_the_fewest_tokens_that_hold_p_and_of_equals_the_lowest_ids():
+def test_top_p_keeps_the_fewest_tokens_and_of_equals_the_lowest_ids():
     assert draw_support([0.0, 0.0, 0.0, 0.0], top_p=0.5) == {0, 1}
     assert draw_support([0.0, 0.0, 0.0, 0.0], top_p=0.51) == {0, 1, 2}
 

@@ -70,7 +70,7 @@ def test_it_is_never_dearer_than_the_fixed_shape_and_near_the_best(shape, batch_
     assert settled <= min(fixed.values()) * (1 + MARGIN + 0.04)
 
 
-def test_a_large_batch_and_a_poor_draft_end_drafting_and_a_small_one_brings_it_back():
+def test_large_batches_or_poor_drafts_end_drafting_and_small_ones_resume():
     chosen = policy()
     assert run(chosen, 1, 0.8, 60)[-1].steps == 5
     assert run(chosen, 512, 0.8, 3)[-1].steps <= 1, "the load is known at once"
@@ -112,7 +112,7 @@ def test_at_a_border_it_stays_with_what_it_has():
     assert sum(chosen.chosen.values()) == 400
 
 
-def test_a_shape_is_kept_within_the_margin_but_never_below_the_configured_one():
+def test_a_shape_stays_within_the_margin_and_never_below_the_configured():
     chosen = StepPolicy((PLAIN, DraftShape.of(1), DraftShape.of(2)), COSTS)
     chosen.current = PLAIN
     for batch_size in range(1, 600):

@@ -147,7 +147,7 @@ def test_a_draft_behind_a_refused_one_is_never_kept() -> None:
     assert accept(targets, drafts).tolist() == [4, 1, 2, 3]
 
 
-def test_without_drafts_each_request_emits_one_token_and_no_request_is_fine() -> None:
+def test_without_drafts_a_request_emits_one_token_and_none_is_allowed() -> None:
     assert accept(torch.tensor([[5], [6]]), torch.empty((2, 0), dtype=torch.int64)).tolist() == [1, 1]
     assert (
         accept(torch.empty((0, 3), dtype=torch.int64), torch.empty((0, 2), dtype=torch.int64)).tolist() == []

@@ -180,7 +180,7 @@ def distance(tokens: torch.Tensor) -> Fraction:
 
 @pytest.mark.parametrize("is_coupled", [False, True])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_the_joint_law_is_exactly_the_targets_and_every_drafter_gives_the_identical_tokens(shape, is_coupled):
+def test_the_joint_law_is_the_targets_and_all_drafters_give_equal_tokens(shape, is_coupled):
     outputs = [simulate(walk_down, draft, shape, is_coupled=is_coupled) for draft in DRAFTS]
     assert distance(outputs[0]) == 0
     assert all(torch.equal(outputs[0], other) for other in outputs[1:])
