@@ -40,7 +40,7 @@ def raw(running, *lines):
         return connection.recv(65536).split(b"\r\n")[0].decode()
 
 
-def test_s26_every_path_in_every_spelling_asks_for_a_key_but_the_probes_the_page_and_the_interface(keyed):
+def test_s26_every_spelling_of_a_path_needs_a_key_but_the_public_ones(keyed):
     running, _, secret = keyed
     wrong = [[], ["Authorization: Bearer nonsense"], [f"Authorization: Basic {secret}"], [f"X-Api-Key: {secret}"],
              [f"Authorization: Bearer {secret}", f"Authorization: Bearer {secret}"]]  # fmt: skip
@@ -88,7 +88,7 @@ def test_the_document_says_what_needs_a_key_and_so_it_is(keyed):
             assert (status == 401) is bool(made["security"]), path
 
 
-def test_the_cluster_and_others_requests_are_shown_to_operators_and_observers_and_to_no_tenant(keyed):
+def test_only_operators_and_observers_see_the_cluster_and_all_requests(keyed):
     running, path, alice = keyed
     bob, eve, scraper = (add(path, {"name": name, **role})[0] for name, role in WATCHERS)
     until(lambda: ask(running, bob).status_code == 200, "the new keys work")
@@ -167,7 +167,7 @@ def test_a_key_has_so_many_requests_at_once_and_each_end_makes_room(tmp_path, st
     assert ask(running, secret).status_code == 200, "what was refused runs no longer"
 
 
-def test_a_tenants_salt_reaches_both_workers_and_a_request_cannot_choose_it(keyed):
+def test_a_tenants_salt_reaches_both_workers_and_no_request_chooses_it(keyed):
     running, path, secret = keyed
     shared, entry = add(path, {"name": "bob", "tenant": "alice"})
     other, _ = add(path, {"name": "carol"})
@@ -199,7 +199,7 @@ def test_an_idempotency_key_is_its_clients_own(keyed):
     assert replies[0].content == replies[1].content != replies[2].content
 
 
-def test_an_urgent_request_is_served_first_and_the_last_in_rank_is_turned_away(tmp_path, start):
+def test_urgent_requests_are_served_first_and_the_lowest_rank_is_refused(tmp_path, start):
     path = tmp_path / "api.json"
     ranks = {"low": 5, "mid": 0, "top": -5}
     secrets = [add(path, {"name": name, "priority": priority})[0] for name, priority in ranks.items()]

@@ -78,7 +78,7 @@ def relayed(pair, change=None):
 
 
 @pytest.mark.parametrize("scheme", ["tcp", "ipc"])
-def test_with_keys_blocks_are_sealed_by_default_and_take_their_own_connection(new_pair, tmp_path, scheme):
+def test_with_keys_blocks_are_sealed_and_take_their_own_connection(new_pair, tmp_path, scheme):
     pair = new_pair("tcp://127.0.0.1:0" if scheme == "tcp" else f"ipc://{tmp_path}/kv")
     assert isinstance(pair.hand_off(), Complete)
     assert has_landed(pair)
@@ -144,7 +144,7 @@ def test_a_connection_that_breaks_comes_back_with_another_ticket(new_pair):
     assert has_landed(pair)
 
 
-def test_prefill_without_a_way_to_decode_keeps_announcing_and_the_room_ends_with_its_lease(new_pair):
+def test_without_a_bulk_path_prefill_announces_until_the_lease_ends(new_pair):
     pair = new_pair()
     pair.sender._bulk.port = 1  # nobody listens there
     room = pair.begin()
@@ -156,7 +156,7 @@ def test_prefill_without_a_way_to_decode_keeps_announcing_and_the_room_ends_with
     assert not [event for event in pair.events if isinstance(event, Landed)]
 
 
-def test_where_nobody_answers_at_the_port_for_blocks_they_come_over_the_curve_link(new_pair, monkeypatch):
+def test_blocks_take_the_curve_link_when_the_bulk_port_does_not_answer(new_pair, monkeypatch):
     monkeypatch.setattr(bulk, "JOIN_S", 0.3)
     pair = new_pair()
     pair.sender._bulk.port = 1  # nobody listens there
@@ -169,7 +169,7 @@ def test_where_nobody_answers_at_the_port_for_blocks_they_come_over_the_curve_li
     assert pair.receiver.counters["digest_mismatches"] == 0
 
 
-def test_where_nobody_answers_and_blocks_must_be_sealed_rooms_end_with_the_reason(new_pair, monkeypatch):
+def test_rooms_end_with_a_reason_when_sealed_blocks_have_no_connection(new_pair, monkeypatch):
     monkeypatch.setattr(bulk, "JOIN_S", 0.3)
     pair = new_pair(ciphers=(AES_128_GCM,), decode_ciphers=(AES_128_GCM,))
     pair.sender._bulk.port = 1
@@ -257,7 +257,7 @@ def test_when_nobody_answers_for_tickets_nobody_gets_in(new_pair):
     assert pair.sender.counters["authentication_failures"] == 1
 
 
-def test_hostile_frames_of_an_admitted_peer_are_counted_and_others_are_served(new_pair):
+def test_hostile_frames_of_an_admitted_peer_are_counted_and_harm_nobody(new_pair):
     pair = new_pair()
     frames = [corpus.data(case) for case in corpus.load("msgpack_frames")]
     small = [data for data in frames if 0 < len(data) <= 1024]
@@ -292,7 +292,7 @@ def test_raw_bytes_are_cut_off_and_others_are_served(new_pair):
 # --- what decode takes from there -------------------------------------------------------------------------------------
 
 
-def test_decode_takes_blocks_and_nothing_else_from_a_wire_that_anybody_can_write_to(new_pair):
+def test_decode_takes_only_blocks_from_an_unauthenticated_connection(new_pair):
     pair = new_pair()
     assert isinstance(pair.hand_off(), Complete)
     ((peer, _),) = pair.receiver._bulk.items()

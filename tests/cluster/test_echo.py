@@ -71,7 +71,7 @@ def assert_is_echoed(tokenizer, choice, prompt, seed):
 
 
 @pytest.mark.parametrize("num_best", [1, 2])
-def test_of_several_tries_behind_an_echoed_prompt_those_of_the_best_output_are_returned(served, num_best):
+def test_best_of_with_echo_returns_the_answers_with_the_best_output(served, num_best):
     body = {
         "model": MODEL,
         "prompt": PROMPTS,

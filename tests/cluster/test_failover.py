@@ -181,7 +181,7 @@ def test_prompts_that_queue_at_a_killed_prefill_worker_are_answered(cluster):
     assert_pages_come_back(cluster)
 
 
-def test_when_all_decode_workers_die_every_stream_goes_on_or_says_that_it_cannot(cluster, prompts, whole):
+def test_streams_resume_or_report_an_error_when_all_decode_workers_die(cluster, prompts, whole):
     until_whole(cluster)
     many = streams(cluster, prompts)
     threads = [threading.Thread(target=stream.run) for stream in many]

@@ -39,7 +39,7 @@ async def outcome(made, schema):
     return found, time.monotonic() - began
 
 
-def test_s18_a_schema_that_would_never_end_is_cut_and_others_are_compiled_meanwhile():
+def test_s18_an_endless_schema_is_cut_while_other_schemas_are_compiled():
     async def main():
         async with grammars() as made:
             costly = asyncio.create_task(outcome(made, ENDLESS))

@@ -61,7 +61,7 @@ def test_s28_nothing_listens_but_what_must_and_only_on_loopback(plain_cluster, k
         assert planes == [*bulk, ("prefill-0", "kv"), ("router", "control"), ("router", "http")]
 
 
-def test_s2_s28_s29_by_default_only_http_is_on_the_network_and_the_rest_in_a_private_directory(served_dir):
+def test_s2_s28_s29_by_default_only_http_listens_on_the_network(served_dir):
     with serving(served_dir, kv_memory_mb=8, threads=1) as cluster:
         directory = cluster._directory
         found = {child.name: listeners(child.pid) for child in cluster.children}

@@ -59,7 +59,7 @@ def num_asked(served):
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETE])
-def test_s15_a_number_of_choices_that_cannot_be_is_refused_before_anything_is_made(served, path):
+def test_s15_an_impossible_number_of_choices_is_refused_before_any_work(served, path):
     body = BODY if path == CHAT else COMPLETION
     before = num_asked(served)
     for n in (0, -1, 129, 2**31, 2**63, 2**64):

@@ -43,7 +43,7 @@ def test_a_second_request_gets_the_same_bytes_and_no_worker_hears_of_it(start, i
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-def test_requests_that_come_while_the_first_runs_share_it_even_when_its_client_leaves(start, is_stream):
+def test_concurrent_repeats_share_a_generation_whose_first_client_left(start, is_stream):
     running, script = start()
     prefill, decode = running.pair(script)
     script.holds.set()
@@ -95,7 +95,7 @@ def test_the_seed_comes_from_key_and_body_unless_the_client_names_one(start):
     assert seeds[0][2] == 5
 
 
-def test_a_generation_that_nobody_reads_any_more_is_cancelled_and_forgotten(start, monkeypatch):
+def test_a_generation_without_readers_is_cancelled_and_forgotten(start, monkeypatch):
     monkeypatch.setattr(idempotency, "ABANDONED_S", 0.1)
     running, script = start()
     prefill, decode = running.pair(script)

@@ -163,7 +163,7 @@ def test_children_that_ignore_sigterm_and_their_children_are_ended(launch, runti
     assert list(runtime.iterdir()) == []
 
 
-def test_a_child_that_cannot_start_stops_the_rest_and_its_line_is_the_error(launch):
+def test_a_child_that_cannot_start_stops_the_rest_with_its_own_error(launch):
     cluster, output = launch(router=WORKER, decode=CANNOT)
     with pytest.raises(
         StartupError, match=r"^decode-0: head was trained for hidden size 9; choose another --draft$"
@@ -314,7 +314,7 @@ def test_sigterm_drains_and_ctrl_c_or_a_second_signal_does_not_wait(
     assert list(runtime.iterdir()) == []
 
 
-def test_a_signal_that_another_thread_is_given_is_heard_while_the_cluster_drains(launch):
+def test_a_signal_delivered_to_another_thread_is_heard_during_the_drain(launch):
     cluster, output = launch(router=DRAINING, env={"DRAIN_S": "60"})
     assert cluster.wait_ready(60)
     hurry = threading.Event()

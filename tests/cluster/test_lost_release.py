@@ -20,7 +20,7 @@ from baton.tests.cluster.test_zmq_blocks import (  # noqa: F401
 from baton.tests.faults.zmtp_proxy import Proxies
 
 
-def test_a_last_release_that_goes_down_with_its_connection_is_asked_for_over_the_next(
+def test_a_release_lost_with_its_connection_is_asked_for_over_the_next(
     start: Callable[..., Prefill],  # noqa: F811
     receiver: ZmqBlocksReceiver,  # noqa: F811
 ) -> None:

@@ -49,9 +49,7 @@ def ask(url, model):
     return thread
 
 
-def test_a_worker_is_ready_after_its_router_pings_while_it_moves_is_killed_when_it_hangs_and_all_leave_in_time(
-    served_dir, tmp_path
-):
+def test_managed_roles_report_ready_ping_and_stop_and_hung_ones_are_killed(served_dir, tmp_path):
     url, control, flags = router_flags(served_dir)
     hang = {"BATON_FAULT": "prefill:chunk:1:hang", "BATON_ALLOW_FAULTS": "1"}
     own = (f"--model={served_dir}", f"--router={control}", *WORKER)

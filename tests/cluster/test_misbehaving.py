@@ -168,7 +168,7 @@ def test_a_trailer_is_no_header(keyed):
     assert b'"timeline"' not in answer
 
 
-def test_a_client_that_waits_for_continue_gets_it_and_one_that_is_refused_does_not(keyed, monkeypatch):
+def test_expect_continue_is_answered_only_when_the_request_is_accepted(keyed, monkeypatch):
     monkeypatch.setattr(http_protocol, "BODY_TIMEOUT_S", ENDS_S)
     running, secret = keyed
     body = json.dumps({"model": "tiny", "prompt": "hi", "max_tokens": 2}).encode()
@@ -181,7 +181,7 @@ def test_a_client_that_waits_for_continue_gets_it_and_one_that_is_refused_does_n
     assert statuses(told(running, head + b"\r\n")) == [401]
 
 
-def test_a_body_is_not_read_for_a_client_without_a_key_nor_beyond_the_bound(keyed, monkeypatch):
+def test_no_body_is_read_without_a_key_or_beyond_the_limit(keyed, monkeypatch):
     monkeypatch.setattr(http_protocol, "BODY_TIMEOUT_S", 2 * ENDS_S)
     running, secret = keyed
     head = REQUEST + b"content-length: 100000000\r\n"
@@ -218,7 +218,7 @@ def test_bodies_of_all_clients_together_have_a_bound(start, monkeypatch):
     )
 
 
-def test_slow_heads_and_bodies_of_many_connections_end_in_time_and_harm_nobody(keyed):
+def test_slow_heads_and_bodies_are_cut_in_time_and_harm_nobody(keyed):
     running, secret = keyed
     body = REQUEST + b"authorization: Bearer %b\r\ncontent-length: 9\r\n\r\nx" % secret.encode()
     with contextlib.ExitStack() as stack:
@@ -274,9 +274,7 @@ def test_who_leaves_takes_along_all_that_was_held_for_it(start, uncollected):
 
 
 @pytest.mark.parametrize("bound", ["time", "tokens"])
-def test_f16_a_client_that_never_reads_is_cut_at_a_bound_of_time_or_of_tokens(
-    start, monkeypatch, bound, uncollected
-):
+def test_f16_a_client_that_never_reads_is_cut_by_time_or_by_tokens(start, monkeypatch, bound, uncollected):
     if bound == "time":
         monkeypatch.setattr(dispatcher, "CLIENT_STALL_S", 0.5)
     else:
@@ -328,9 +326,7 @@ def test_s22_an_error_inside_is_one_sentence_from_the_catalogue(start, caplog):
         "{{ 1/0 }}",
     ],
 )
-def test_s19_a_template_of_the_model_that_reaches_out_or_breaks_is_refused_and_reaches_nothing(
-    tmp_path, start, template
-):
+def test_s19_a_hostile_or_broken_chat_template_is_refused(tmp_path, start, template):
     directory = save_tokenizer(tmp_path / "model", template=False)
     config = json.loads((directory / "tokenizer_config.json").read_text())
     (directory / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": template}))
@@ -351,9 +347,7 @@ def parted(sent):
 
 @pytest.mark.parametrize("pieces", range(3))
 @pytest.mark.parametrize("is_chunked", [False, True])
-def test_who_offers_another_protocol_is_served_in_this_one_and_keeps_its_connection(
-    keyed, is_chunked, pieces
-):
+def test_a_protocol_upgrade_offer_is_ignored_and_the_connection_kept(keyed, is_chunked, pieces):
     """As Java's client does with every first request over plain HTTP."""
     running, secret = keyed
     body = json.dumps({"model": "tiny", "prompt": "hi", "max_tokens": 2}).encode()
@@ -401,7 +395,7 @@ def test_blanks_behind_a_length_are_no_part_of_it(keyed, offer):
     assert statuses(told(running, head + b"content-length: 100000000 \r\n\r\n")) == [413]
 
 
-def test_a_body_in_an_encoding_and_an_address_without_its_beginning_are_told_what_to_change(keyed):
+def test_encoded_bodies_and_incomplete_urls_are_refused_with_a_remedy(keyed):
     running, secret = keyed
     headers = {"authorization": f"Bearer {secret}"}
     packed = httpx.post(

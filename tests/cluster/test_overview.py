@@ -90,7 +90,7 @@ def test_a_key_sees_its_own_requests_and_an_operator_s_all(start, tmp_path):
     assert requests_of(running).status_code == 401
 
 
-def test_every_answer_is_counted_by_its_status_also_what_never_became_a_request(running):
+def test_every_answer_is_counted_by_status_even_without_a_valid_request(running):
     assert post(running).status_code == 200
     for path in ("/health", "/nowhere", "/requests?limit=0"):
         httpx.get(running.url + path)
@@ -106,7 +106,7 @@ def test_every_answer_is_counted_by_its_status_also_what_never_became_a_request(
     assert counts == {"200": 2, "404": 1, "400": 2}
 
 
-def test_the_page_is_one_document_whose_policy_names_its_parts_and_nothing_else(running):
+def test_the_page_is_one_document_and_its_policy_admits_only_its_parts(running):
     reply = httpx.get(running.url + "/")
     policy = reply.headers["content-security-policy"]
     parts = re.findall(r"<(?:style|script type=\"module\")>(.*?)</(?:style|script)>", reply.text, re.DOTALL)

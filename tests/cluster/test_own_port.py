@@ -54,7 +54,7 @@ def count(running, series):
     return sum(sample.value for sample in samples if sample.name == name and label in sample.labels.values())
 
 
-def test_each_router_behind_one_port_tells_of_itself_at_its_own_and_of_no_other(start_own, capsys):
+def test_each_router_behind_a_shared_port_reports_itself_at_its_own_port(start_own, capsys):
     one, script = start_own(share_port=True)
     assert httpx.get(f"{own(one)}/health").status_code == 200, "before a pair has shown itself"
     assert httpx.get(f"{own(one)}/ready").status_code == 503

@@ -145,7 +145,7 @@ def test_a_phone_needs_no_sideways_scrolling(browser, running):
     assert page.run(small) == 0
 
 
-def test_the_story_of_a_request_opens_and_closes_by_keyboard_and_keeps_its_place(browser, running):
+def test_a_requests_timeline_opens_and_closes_by_keyboard_in_place(browser, running):
     assert post(running).status_code == 200
     page = shown(browser.page(), running.url)
     page.until(f"{ROWS} === 1", "the request is shown")

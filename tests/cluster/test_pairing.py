@@ -69,7 +69,7 @@ def busy(cluster):
         )
 
 
-def test_after_the_first_of_ten_turns_only_the_pages_of_new_tokens_are_handed_over(cluster):
+def test_later_turns_of_ten_hand_over_only_pages_of_new_tokens(cluster):
     wait_idle(cluster)
     history = random_ids(100, 330, seed=1)
     output, first = turn(cluster, history)
@@ -112,7 +112,7 @@ def num_equal(ids, others):
     return next((i for i, (one, other) in enumerate(pairs) if one != other), min(len(ids), len(others)))
 
 
-def test_after_the_first_of_ten_turns_of_a_chat_only_the_pages_of_new_tokens_are_handed_over(cluster):
+def test_later_turns_of_a_chat_hand_over_only_pages_of_new_tokens(cluster):
     """What was handed over may be so again from the page on in which the new prompt leaves the last turn's tokens: at the
     latest the page that was not full, at the earliest that of the answer's first token, as its text may be other tokens.
     """
@@ -142,7 +142,7 @@ def test_after_the_first_of_ten_turns_of_a_chat_only_the_pages_of_new_tokens_are
     assert was_respelled == {True, False}, "the answer's text as it was said, and as other tokens"
 
 
-def test_short_prompts_are_computed_on_decode_once_measured_times_say_that_it_is_cheaper(cluster):
+def test_short_prompts_move_to_decode_once_measurements_favour_it(cluster):
     told = [turn(cluster, random_ids(SHORT, 330, seed=100 + i))[1] for i in range(8)]
     assert any(timeline["local_prefill"] for timeline in told)
     long = [turn(cluster, random_ids(SHORT + 1, 330, seed=200 + i))[1] for i in range(3)]

@@ -187,7 +187,7 @@ def test_the_registry_has_every_transport_of_the_settings_in_their_order():
         assert transport.serves[-1] == ZMQ_BLOCKS, "every other way falls back to it"
 
 
-def test_the_best_named_transport_opens_both_ends_and_falls_back_in_its_order(context):
+def test_the_best_listed_transport_is_opened_and_fallback_keeps_order(context):
     new = Transport("new", ("new", SHM, ZMQ_BLOCKS), End, End)
     common = {"instance": P, "layout": LAYOUT, "planes": planes_of(LAYOUT, 1), "context": context}
     setup = SenderSetup(bind="tcp://127.0.0.1:0", reach=print, **common)

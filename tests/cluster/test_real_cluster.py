@@ -46,7 +46,7 @@ def sampled(cluster, ids, seed, **body):
     return complete(cluster, ids, **body)[0]
 
 
-def test_a_fixed_seed_gives_the_same_tokens_alone_in_a_batch_cold_cached_and_drafted(clusters, prompts):
+def test_a_fixed_seed_gives_the_same_tokens_batched_cached_and_drafted(clusters, prompts):
     plain, drafting, prompts = clusters[NO_DRAFT], clusters[DRAFT], prompts[:4]
     alone = [sampled(plain, ids, seed) for seed, ids in enumerate(prompts)]
     jobs = [partial(sampled, plain, ids, seed) for seed, ids in enumerate(prompts)]
@@ -179,7 +179,7 @@ async def storm(url, model, prompts, count, width, rng):
 
 
 @pytest.mark.parametrize("kind", [NO_DRAFT, DRAFT])
-def test_200_requests_cancelled_at_random_moments_leave_every_page_free_within_1_s(clusters, kind, prompts):
+def test_200_requests_cancelled_at_random_free_every_page_within_1_s(clusters, kind, prompts):
     cluster = clusters[kind]
     rng = random.Random(7)
     model = httpx.get(f"{cluster.url}/v1/models").json()["data"][0]["id"]
@@ -299,9 +299,7 @@ def prefill_workers(cluster):
     return [worker for worker in status(cluster)["workers"] if worker["role"] == "prefill"]
 
 
-def test_prompts_are_served_without_a_prefill_worker_and_by_it_again_once_it_is_back(
-    clusters, reference_greedy
-):
+def test_decode_serves_prompts_alone_until_prefill_is_back(clusters, reference_greedy):
     """Every prefill worker is dead: decode computes the prompts, and the client's tokens do not change."""
     cluster = clusters[DRAFT]
     references = [r for r in reference_greedy.values() if 64 < len(r.prompt_ids) < 200][:2]

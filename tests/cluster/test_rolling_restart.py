@@ -67,7 +67,7 @@ def is_whole(cluster, seen):
 
 
 @pytest.mark.slow
-def test_all_processes_behind_one_port_are_restarted_in_turn_and_no_request_fails_or_differs(served_dir):
+def test_a_rolling_restart_behind_one_port_fails_or_changes_no_request(served_dir):
     settings = {"routers": 2, "prefill": 2, "decode": 2, "kv_memory_mb": 16, "threads": 1, "canary_s": 10.0}
     with serving(served_dir, **settings) as cluster:
         prompts = [random_ids(20 + 5 * i, 330, seed=i) for i in range(NUM_PROMPTS)]

@@ -91,7 +91,7 @@ def text_of(documents):
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 7])
-def test_decode_that_vanishes_is_replaced_and_text_counts_and_logprobs_have_no_seam(running, num_tokens):
+def test_replacing_a_lost_decode_leaves_no_seam_in_text_counts_or_logprobs(running, num_tokens):
     output = answer_of(running)
     breaking = Breaking(output, num_tokens)
     _, dying = running.pair(breaking)
@@ -164,7 +164,7 @@ def test_prefill_that_vanishes_mid_stream_is_missed_by_nobody(running):
 
 
 @pytest.mark.parametrize("patience", [replace(PATIENCE, pair_s=0.8)])
-def test_a_stream_that_no_pair_can_go_on_with_ends_with_an_error_frame_in_bounded_time(running):
+def test_a_stream_without_any_pair_ends_with_an_error_in_bounded_time(running):
     _, decode = running.pair(Breaking(answer_of(running), 2))
     results = begin(running, LONG | {"stream": True})
     until(lambda: running.call(lambda: _output(running) == 3), "the stream has begun")
@@ -241,7 +241,7 @@ def test_what_both_attempts_cost_is_in_the_timeline(running):
     assert document["usage"]["completion_tokens"] == len(output)
 
 
-def test_the_death_of_a_process_is_seen_by_its_connection_and_not_by_its_silence(tmp_path, model_dir):
+def test_a_process_death_is_seen_by_its_connection_not_by_its_silence(tmp_path, model_dir):
     running = RunningRouter(tmp_path, Timeouts(), model_dir=model_dir)
     try:
         output = answer_of(running)

@@ -131,7 +131,7 @@ def test_wait_that_takes_too_long_is_429(start):
     assert_nothing_left(running)
 
 
-def test_request_that_no_decode_worker_could_ever_hold_is_400_with_the_numbers(start):
+def test_a_request_too_large_for_every_decode_worker_is_400_with_numbers(start):
     running, script = start()
     running.add("prefill", script.prefill)
     running.add("decode", script.decode, pages_total=4)
@@ -211,7 +211,7 @@ def test_failure_that_lasts_is_an_error_object_without_the_workers_words(start, 
     assert_nothing_left(running)
 
 
-def test_failure_after_the_first_token_is_an_error_frame_and_not_a_bare_end(start):
+def test_a_failure_after_the_first_token_sends_an_error_frame(start):
     running, script = start()
     script.holds.set()
     _, decode = running.pair(script)
@@ -241,9 +241,7 @@ def test_worker_that_vanishes_before_any_token_hangs_nobody(start, role):
     assert httpx.get(running.url + "/ready").status_code == 503
 
 
-def test_a_worker_whose_connection_has_ended_is_known_to_be_gone_before_anything_is_placed_there(
-    start, monkeypatch
-):
+def test_a_worker_whose_connection_ended_gets_no_new_requests(start, monkeypatch):
     running, script = start()
     _, decode = running.pair(script)
     other = running.add("decode", script.decode)

@@ -40,7 +40,7 @@ def _num_output(running):
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_a_client_that_names_its_patience_is_answered_when_it_ends_whoever_is_frozen(start, role):
+def test_a_clients_own_timeout_is_kept_even_when_workers_are_frozen(start, role):
     running, script = start()
     frozen = dict(zip(("prefill", "decode"), running.pair(script), strict=True))[role]
     frozen._script = lambda worker, message: None  # beats, and does nothing
@@ -230,7 +230,7 @@ def test_an_endless_target_is_431_and_bytes_that_are_no_http_are_400(start):
             assert status_line(read_all(connection)).split()[1] == status
 
 
-def test_bodies_over_the_bound_of_heads_and_many_requests_per_connection_are_served(start):
+def test_bodies_larger_than_the_head_limit_and_many_per_connection_work(start):
     running, script = start()
     running.pair(script)
     with httpx.Client() as client:
@@ -258,9 +258,7 @@ def _ask_health(running):
 
 
 @pytest.mark.parametrize(("chat_max_tokens", "expected"), [(7, 7), (100_000, None), (0, None)])
-def test_a_chat_that_does_not_say_gets_the_length_that_is_set_or_what_is_left(
-    start, chat_max_tokens, expected
-):
+def test_a_chat_without_max_tokens_gets_the_default_or_the_rest(start, chat_max_tokens, expected):
     running, script = start(chat_max_tokens=chat_max_tokens)
     _, decode = running.pair(script, max_context=3000, pages_total=1000)
     assert post(running, max_tokens=None).status_code == 200

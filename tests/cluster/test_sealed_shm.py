@@ -112,7 +112,7 @@ def lose_the_slab_on_prefill(workers):
 @pytest.mark.parametrize(
     "lose", [lose_the_slab_on_decode, lose_the_slab_on_prefill], ids=["decode", "prefill"]
 )
-def test_a_slab_lost_in_the_middle_of_a_hand_off_leaves_the_rest_to_sealed_blocks(tapped, lose):
+def test_after_a_slab_is_lost_in_a_hand_off_the_rest_is_sealed(tapped, lose):
     workers = tapped()
     settle(workers)
     act = lose(workers)
@@ -127,9 +127,7 @@ def test_a_slab_lost_in_the_middle_of_a_hand_off_leaves_the_rest_to_sealed_block
 @pytest.mark.parametrize(
     ("ciphers", "is_readable"), [((), False), ((CRC32C,), True)], ids=["auto", "trusted"]
 )
-def test_without_shared_memory_no_byte_of_a_page_crosses_a_socket_in_the_clear_unless_the_link_is_trusted(
-    tapped, ciphers, is_readable
-):
+def test_pages_cross_sockets_in_the_clear_only_on_trusted_links(tapped, ciphers, is_readable):
     workers = tapped(ciphers=ciphers, transports=(ZMQ_BLOCKS,))
     assert workers.hand_off().num_shm_blocks == 0
     assert bool(workers.num_readable()) == is_readable

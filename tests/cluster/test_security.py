@@ -170,9 +170,7 @@ def test_s33_with_a_list_that_cannot_be_read_nobody_gets_in(front, hosts):
 
 
 @pytest.mark.parametrize("enforced", [True, False])
-def test_s33_when_the_zap_thread_dies_nobody_new_gets_in_and_who_is_in_stays(
-    front, hosts, monkeypatch, caplog, enforced
-):
+def test_s33_after_the_zap_thread_died_nobody_new_gets_in(front, hosts, monkeypatch, caplog, enforced):
     keys = curve(hosts.decode, "decode", hosts.router)
     if not enforced:  # libzmq's default, to show that the law can fail
         front.close()
@@ -374,7 +372,7 @@ def test_s28_a_public_address_is_bound_with_keys_only(hosts):
         ControlSocket("tcp://0.0.0.0:0", trusted_network=False)
 
 
-def test_the_largest_frame_fits_through_a_curve_link_and_a_larger_one_does_not(hosts):
+def test_a_curve_link_passes_the_largest_frame_and_no_larger_one(hosts):
     context, keyring = zmq.Context(), load_keyring(str(hosts.router), "router")
     authenticator = Authenticator(context, keyring.peers, ("decode",))
     router = make_socket(context, zmq.ROUTER, max_frame=5000, curve=keyring.called())

@@ -23,7 +23,7 @@ def pid_at(url):
 
 
 @pytest.mark.slow
-def test_two_routers_share_a_port_and_the_workers_and_one_that_dies_is_not_missed(served_dir):
+def test_two_routers_share_port_and_workers_and_one_may_die(served_dir):
     with serving(served_dir, prefill=1, decode=1, kv_memory_mb=8, threads=1, routers=2) as cluster:
         pids = {child.pid for child in routers(cluster)}
         assert [pid_at(url) for url in cluster.own_urls] == [child.pid for child in routers(cluster)]
@@ -88,9 +88,7 @@ def ask_once(port, gate):
         return connection.getresponse().status
 
 
-def test_a_router_listens_once_it_is_ready_and_leaves_a_shared_port_without_refusing_anybody(
-    start, monkeypatch
-):
+def test_a_router_joins_a_shared_port_when_ready_and_leaves_it_cleanly(start, monkeypatch):
     monkeypatch.setattr("baton.router.app.HAND_OVER_S", 60.0)
     leaving, script = start(share_port=True)
     with socket.socket() as probe:
@@ -127,7 +125,7 @@ def test_a_router_listens_once_it_is_ready_and_leaves_a_shared_port_without_refu
     assert instance(httpx, leaving.url)[0] == staying.router.instance
 
 
-def test_no_kept_connection_ends_unannounced_while_a_router_leaves_a_shared_port(start, monkeypatch):
+def test_a_router_leaving_a_shared_port_announces_the_end_of_connections(start, monkeypatch):
     monkeypatch.setattr("baton.router.app.HAND_OVER_S", 60.0)
     leaving, script = start(share_port=True)
     _, decode = leaving.pair(script)

@@ -125,7 +125,7 @@ def hand_over(prefill: Peer, decode: Peer, first: int, last: int) -> list[object
     return [decode.hear() for _ in range(first, last)]
 
 
-def test_every_block_comes_through_shared_memory_and_an_orderly_end_leaves_none(start, endpoint):
+def test_all_blocks_use_shared_memory_and_an_orderly_end_leaves_none(start, endpoint):
     prefill = start(shm_peer.prefill, endpoint)
     decode = start(shm_peer.decode, endpoint)
     assert hand_over(prefill, decode, 0, 5) == [("complete", True, BLOCKS)] * 5
@@ -136,7 +136,7 @@ def test_every_block_comes_through_shared_memory_and_an_orderly_end_leaves_none(
 
 
 @pytest.mark.parametrize("fault", ["sender:block:30", *map(slow, ["sender:block:1", "sender:release:1"])])
-def test_a_killed_prefill_worker_leaves_no_slab_and_its_successor_shares_memory_again(start, endpoint, fault):
+def test_a_killed_prefill_leaves_no_slab_and_its_successor_shares_again(start, endpoint, fault):
     prefill = start(shm_peer.prefill, endpoint, fault)
     decode = start(shm_peer.decode, endpoint)
     decode.pipe.send((prefill.hello, 0, 2))
@@ -156,7 +156,7 @@ def test_a_killed_prefill_worker_leaves_no_slab_and_its_successor_shares_memory_
 @pytest.mark.parametrize(
     "fault", ["receiver:block:30", *map(slow, ["receiver:block:1", "receiver:release:1"])]
 )
-def test_a_killed_decode_worker_leaves_no_slab_and_its_successor_shares_memory_again(start, endpoint, fault):
+def test_a_killed_decode_leaves_no_slab_and_its_successor_shares_again(start, endpoint, fault):
     prefill = start(shm_peer.prefill, endpoint)
     decode = start(shm_peer.decode, endpoint, fault)
     decode.pipe.send((prefill.hello, 0, 2))

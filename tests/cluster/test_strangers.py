@@ -225,7 +225,7 @@ async def ask_together(cluster, prompts, count):
 # --- peers ------------------------------------------------------------------------------------------------------------
 
 
-def test_s3_a_worker_s_address_is_called_by_nobody_who_is_not_paired_with_it(plain_cluster, bait):
+def test_s3_only_paired_workers_connect_to_a_workers_address(plain_cluster, bait):
     control = next(port for port in ports(plain_cluster) if port.plane == "control")
     before = complete(plain_cluster, [7, 80, 33], max_tokens=4)[0]
     with dealer(control.endpoint) as stranger:

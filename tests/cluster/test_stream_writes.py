@@ -100,7 +100,7 @@ def ends_of(worker, num):
     ]
 
 
-def test_a_step_is_one_write_to_each_stream_whatever_it_holds_and_the_end_comes_with_the_last(start, lines):
+def test_a_step_is_one_write_per_stream_and_the_last_includes_the_end(start, lines):
     running, _ = start()
     script = Script([running.tokenizer.encode(letter)[0] for letter in TEXT])
     script.holds.set()  # what decode says is said below

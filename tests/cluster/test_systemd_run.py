@@ -103,7 +103,7 @@ def states(machine):
 
 
 @pytest.mark.slow
-def test_the_units_start_outlive_a_hung_loop_and_stop_in_time_under_a_real_systemd(machine, served_dir):
+def test_under_systemd_units_start_outlive_a_hung_loop_and_stop_in_time(machine, served_dir):
     wait_for(lambda: states(machine) == ["active"] * 3, 120, machine.journal)
     complete(machine, served_dir, 24)  # prefill hangs, the router notices, decode computes the prompt itself
     machine.run("rm", "/etc/baton/prefill-0.env")  # its next life is without a fault
@@ -180,9 +180,7 @@ class Outside:
 
 
 @pytest.mark.slow
-def test_a_router_takes_over_certificates_and_api_keys_that_are_replaced_under_a_real_systemd(
-    tmp_path, files
-):
+def test_under_systemd_a_router_adopts_replaced_certificates_and_keys(tmp_path, files):
     outside = Outside(files)
     outside.renew("first")
     install(files, SECURED, "--prefill=", "--decode=")

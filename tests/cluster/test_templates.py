@@ -107,7 +107,7 @@ async def kill_worker(made, fork_server):
 
 
 @pytest.mark.slow
-def test_s19_nobody_else_has_to_wait_while_more_endless_templates_run_than_may():
+def test_s19_too_many_endless_templates_delay_no_other_request():
     async def play():
         async with templates() as made:
             await made.render(chat("hi"), is_long=False)

@@ -132,7 +132,7 @@ def test_a_router_with_keys_is_asked_with_the_one_of_the_environment(start, tmp_
     assert main(["--url", running.url, "--once"]) == 2
 
 
-def test_a_router_that_goes_away_while_it_is_watched_is_told_and_the_others_stay(running):
+def test_a_watched_router_that_leaves_is_reported_and_others_stay(running):
     text = text_of([Look(url="http://gone:1", fault="nobody there"), looked(running)])
     assert text.startswith("http://gone:1: nobody there")
     assert "tiny at " in text
@@ -152,7 +152,7 @@ def test_it_looks_again_until_it_is_interrupted(running, capsys, monkeypatch):
     assert len(capsys.readouterr().out.strip().splitlines()) == 3
 
 
-def test_a_rate_is_growth_over_the_last_seconds_and_begins_anew_with_a_new_process():
+def test_a_rate_covers_the_last_seconds_and_restarts_with_the_process():
     rates = Rates()
     found = [
         rates.of("x", total, now)
@@ -161,7 +161,7 @@ def test_a_rate_is_growth_over_the_last_seconds_and_begins_anew_with_a_new_proce
     assert found == [None, 20.0, 20.0, 0.0, None]
 
 
-def test_routers_that_share_a_worker_and_know_it_from_different_heartbeats_have_rates_of_their_own(running):
+def test_routers_sharing_a_worker_compute_rates_from_their_own_heartbeats(running):
     seen, rates = looked(running), Rates()
 
     def look_at(url, at, tokens):

@@ -266,7 +266,7 @@ def restart(start: Callable[..., Prefill], endpoint: str) -> Prefill:
             time.sleep(0.002)
 
 
-def test_a_restarted_prefill_worker_loses_its_rooms_quickly_and_the_next_ones_work(
+def test_a_restarted_prefill_loses_its_rooms_quickly_and_serves_new_ones(
     start: Callable[..., Prefill], receiver: ZmqBlocksReceiver, endpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old, room = start(endpoint), secrets.token_hex(16)
@@ -369,7 +369,7 @@ def test_an_endpoint_that_nobody_can_connect_to_loses_the_room_at_once(receiver:
     assert (lost.kind, "nonsense" in lost.reason) == ("PeerLost", True)
 
 
-def test_nobody_at_an_endpoint_ends_the_room_over_real_sockets_on_the_injected_clock(
+def test_a_room_ends_when_no_peer_answers_at_its_endpoint(
     context: zmq.Context,
 ) -> None:
     now = [0.0]

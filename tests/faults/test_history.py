@@ -104,7 +104,7 @@ def test_a_client_records_the_end_that_it_saw(events, ends):
 
 
 @pytest.mark.parametrize(("missing", "end"), [(0, "finished"), (1, "cut")])
-def test_a_stream_that_was_there_at_once_has_a_length_and_counts_when_all_of_it_came(missing, end):
+def test_an_answer_with_a_length_counts_only_once_all_of_it_arrived(missing, end):
     body = TOKENS % b'"length"' + DONE
     head = HEAD.replace(b"transfer-encoding: chunked", b"content-length: %d" % len(body))
     seen = seen_of(head + body[: len(body) - missing])

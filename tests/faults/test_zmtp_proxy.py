@@ -127,7 +127,7 @@ def test_without_rules_every_frame_passes_unchanged_both_ways(new_ends, scheme):
     assert (ends.proxy.up.num_messages, ends.proxy.down.num_messages) == (2, 1)
 
 
-def test_a_rule_acts_on_the_messages_that_it_names_and_no_more_often_than_told(ends):
+def test_a_rule_acts_only_on_the_named_messages_and_only_so_often(ends):
     rule = ends.proxy.up.rule(verb("Block", block=2), drop, times=1)
     seen = ends.proxy.up.watch(verb("Block"))
     sent = [named("Block", block=i) for i in (1, 2, 3, 2)]
@@ -197,7 +197,7 @@ def test_a_partition_is_seen_by_heartbeats_and_heals_with_a_new_connection(new_e
     assert ends.proxy.num_connections >= 2
 
 
-def test_a_cut_in_the_middle_of_a_message_loses_it_and_the_client_comes_back(ends):
+def test_a_cut_inside_a_message_loses_it_and_the_client_reconnects(ends):
     ends.proxy.up.rule(anything, cut(1000), times=1)
     ends.up(BIG)
     end = time.monotonic() + DEADLINE_MS / 1000

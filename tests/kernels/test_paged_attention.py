@@ -21,7 +21,7 @@ def randn(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def test_the_definition_is_softmax_of_scaled_scores_over_the_rows_not_later():
+def test_the_definition_is_a_causal_softmax_of_scaled_scores():
     kv, pages, kv_len = randn(6, 2, 2, 4, 2, 8), torch.tensor([3, 5, 1]), 11
     q = randn(3, 4, 8, seed=1)
     out = paged_attention_reference(q, kv, 1, pages, kv_len, 0.3)

@@ -90,7 +90,7 @@ def sources():
         ("### KV, prefill to decode", KVDown),
     ],
 )
-def test_every_message_stands_in_the_table_of_its_direction_and_no_other_does(heading, union):
+def test_the_tables_of_each_direction_list_exactly_its_messages(heading, union):
     named = [code(row[0])[0] for row in rows(section(PROTOCOL, heading))]
     assert sorted(named) == sorted(message.__name__ for message in get_args(union))
 

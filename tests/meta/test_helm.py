@@ -225,7 +225,7 @@ def test_so_is_each_other(path, value, said, tmp_path):
 
 
 @helm
-def test_two_clusters_of_one_namespace_share_nothing_but_what_they_are_told_to(tmp_path):
+def test_two_clusters_in_one_namespace_share_only_configured_objects(tmp_path):
     other = parsed(helm_template(*with_values(tmp_path, {"name": "other", "keys": {"secret": "other-keys"}})))
     first = templated("single-node-gpu")
     assert not set(named(other)) & set(named(first))

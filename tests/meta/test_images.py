@@ -42,7 +42,7 @@ def locked(name):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_each_wheel_of_an_image_is_a_file_of_the_lock_in_the_pinned_version(device):
+def test_each_wheel_of_an_image_is_locked_in_its_pinned_version(device):
     known = {(pin.name, pin.version): set(pin.hashes) for pin in pins_of(LOCK)}
     for name, pin in locked(device).items():
         assert pin.hashes, name
@@ -129,7 +129,7 @@ def test_wheels_are_installed_by_hash_alone():
         assert "--require-hashes" in line or "--no-index" in line
 
 
-def test_the_compiler_s_stand_in_hands_over_what_was_built_and_nothing_else():
+def test_the_stand_in_compiler_copies_only_what_was_built():
     script = (IMAGES / "cc").read_text()
     assert script.startswith("#!/bin/sh\n")
     assert (IMAGES / "cc").stat().st_mode & 0o111
@@ -247,7 +247,7 @@ def test_a_gpu_worker_has_its_own_gpu_and_the_command_of_the_cpu_one_else():
     assert gpus == ["0", "1"]
 
 
-def test_with_tls_a_container_reads_a_folder_in_which_files_can_be_replaced():
+def test_with_tls_a_container_mounts_a_folder_of_replaceable_files():
     whole = yaml.safe_load((DEPLOY / "compose.tls.yaml").read_text())
     assert set(whole) == {"services"}
     assert set(whole["services"]) == {"router"}

@@ -261,7 +261,7 @@ def test_s34_nothing_else_is(source, target, port):
     assert not is_allowed(BASE, source, target, port)
 
 
-def test_s34_only_monitoring_scrapes_workers_and_workers_ask_the_cluster_s_dns():
+def test_s34_only_monitoring_scrapes_workers_and_workers_may_use_dns():
     scraper = {"name": "p", "labels": {"app": "prometheus"}}
     assert is_allowed(BASE, Pod(**scraper, namespace={"baton.monitoring": "true"}), DECODE, 9100)
     assert not is_allowed(BASE, Pod(**scraper, namespace={"kubernetes.io/metadata.name": "x"}), DECODE, 9100)

@@ -58,7 +58,7 @@ def test_every_invariant_holds_under_every_kind_of_fault(tmp_path):
 
 
 @pytest.mark.slow
-def test_every_invariant_holds_in_seeds_that_reach_every_end_and_transition(tmp_path):
+def test_invariants_hold_in_seeds_that_reach_every_end_and_transition(tmp_path):
     summary = check_seeds(MANY_SEEDS, tmp_path)
     assert set(ENDS) <= set(summary["outcomes"]), summary["outcomes"]
     assert len(summary["gaps"]) <= len(TRANSITIONS) // 5, summary["gaps"]
@@ -152,7 +152,7 @@ def without_budget(owner, name, fault, seed):
         (Faults(drain=1), (0, 1)),
     ],
 )
-def test_a_worker_that_goes_costs_no_answer_though_the_retry_budget_is_empty(fault, seeds):
+def test_a_leaving_worker_costs_no_answer_with_an_empty_retry_budget(fault, seeds):
     num_ok = 0
     for seed in seeds:
         outcome = without_budget(RetryBudget, "take", fault, seed)

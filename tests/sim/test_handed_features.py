@@ -72,7 +72,7 @@ def stacked(features):
 # --- row by row -------------------------------------------------------------------------------------------------------
 
 
-def test_m1_8_features_arrive_bitwise_as_decode_computes_them_itself_with_the_same_chunks(random_pair):
+def test_m1_8_received_features_equal_decodes_own_for_the_same_chunks(random_pair):
     handed, local = Watched(random_pair, chunk_size=0), Watched(random_pair, chunk_size=0)
     found, expected = handed.serve(PROMPT), local.serve(PROMPT, is_local=True)
     assert sorted(found[0]) == sorted(expected[0]) == list(range(len(PROMPT)))
@@ -83,7 +83,7 @@ def test_m1_8_features_arrive_bitwise_as_decode_computes_them_itself_with_the_sa
 
 
 @pytest.mark.parametrize("has_graphs", [False, True])
-def test_m1_8_features_of_any_chunks_cold_and_cached_equal_those_of_one_process(random_pair, has_graphs):
+def test_m1_8_features_of_any_chunking_equal_those_of_one_process(random_pair, has_graphs):
     local = Watched(random_pair, chunk_size=0).serve(PROMPT, is_local=True)
     watched = Watched(random_pair, chunk_size=8, graphs=has_graphs, graph_self_test=False)
     cold = watched.serve(PROMPT)
@@ -105,7 +105,7 @@ def test_m1_8_features_of_any_chunks_cold_and_cached_equal_those_of_one_process(
     assert held[2:] == local[2:]
 
 
-def test_m2_9_every_bucket_has_a_draft_prefill_graph_and_a_prompt_replays_one(random_pair):
+def test_m2_9_every_bucket_has_a_draft_prefill_graph_and_prompts_use_it(random_pair):
     eager = Watched(random_pair).serve(PROMPT)
     watched = Watched(random_pair, graphs=True, graph_self_test=False)
     family = watched.engine.drafter.graphs.prefill.tokens.family
@@ -124,7 +124,7 @@ def test_m2_9_every_bucket_has_a_draft_prefill_graph_and_a_prompt_replays_one(ra
 @pytest.mark.parametrize(
     ("ids", "dtype"), [((6,), "float32"), ((9, 1, 5), "bfloat16"), ((7, 0, 10, 4, 2), "float32")]
 )
-def test_m3_2_rows_on_the_wire_are_as_wide_as_the_captured_layers_together_and_of_the_announced_type(
+def test_m3_2_feature_rows_on_the_wire_have_the_announced_width_and_dtype(
     toy_checkpoint, tmp_path, ids, dtype
 ):
     target = toy_checkpoint("llama", num_hidden_layers=12)
@@ -146,9 +146,7 @@ def test_m3_2_rows_on_the_wire_are_as_wide_as_the_captured_layers_together_and_o
 
 
 @pytest.mark.parametrize("differs", ["layers", "more", "dtype"])
-def test_m1_8_a_pair_that_does_not_agree_on_features_is_refused_and_both_workers_serve_on(
-    random_pair, tmp_path, differs
-):
+def test_m1_8_a_pair_with_other_features_is_refused_and_both_serve_on(random_pair, tmp_path, differs):
     target, head = random_pair
     ids = {"layers": (8, 1, 4), "more": (8, 1, 5, 4)}.get(differs)
     other = write_head(tmp_path, head_config(2, ids), head_tensors(num_features=len(ids))) if ids else head
@@ -201,9 +199,7 @@ def test_received_features_of_the_right_layers_are_believed_in_full(oracle, monk
 @pytest.mark.parametrize(
     "ids", [pytest.param(i, id=str(i), marks=() if i in QUICK else pytest.mark.slow) for i in WRONG]
 )
-def test_received_features_of_wrong_layers_are_not_believed_and_those_of_decode_are_judged_apart(
-    oracle, monkeypatch, ids, has_graphs
-):
+def test_received_features_and_decodes_own_are_judged_independently(oracle, monkeypatch, ids, has_graphs):
     found = accepted(oracle, monkeypatch, ids, ORACLE_IDS, has_graphs=has_graphs)
     assert found[:3] == [1, FULL_STEP, FULL_STEP]
     found = accepted(oracle, monkeypatch, ORACLE_IDS, ids, has_graphs=has_graphs)

@@ -36,7 +36,7 @@ def tokens_of(pair, wanted, *, is_local, **sampling):
 
 
 @pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
-def test_a_prompt_computed_on_decode_gives_the_tokens_of_the_road_over_prefill(models, sampling, monkeypatch):
+def test_a_prompt_computed_on_decode_gives_the_same_tokens_as_via_prefill(models, sampling, monkeypatch):
     monkeypatch.setattr("baton.decode.local_prefill.IDLE_TOKENS", 1)
     wanted = [[token % 60 for token in prompt] for prompt in prompts(random.Random(3), 4)]
     expected = tokens_of(pair_of(models, 128), wanted, is_local=False, **sampling)

@@ -59,7 +59,7 @@ def test_penalties_need_to_know_which_tokens_are_output(pair):
     assert any(tokens != whole for tokens in taken_for_prompt), "else the test above would show nothing"
 
 
-def test_an_answer_that_was_complete_is_said_to_be_so_and_nothing_is_computed(pair):
+def test_resuming_a_complete_answer_computes_nothing(pair):
     stop = 40
     steps = pair.prefill.stats().counters["steps"]
     common = {

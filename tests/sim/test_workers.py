@@ -67,7 +67,7 @@ def test_the_pair_says_what_one_process_says(model, reference, chunk_size):
     pair.assert_nothing_is_held()
 
 
-def test_a_request_that_ends_with_its_first_token_is_handed_over_all_the_same(model):
+def test_a_request_that_ends_with_its_first_token_is_still_handed_over(model):
     """Would prefill drop it, decode's word of a lost hand-off could reach the router before the token does."""
     pair = Pair(model)
     pair.send(name(1), [7, 8, 9], max_new_tokens=1)
@@ -248,7 +248,7 @@ def successors(token, count):
     return out
 
 
-def test_every_full_step_accepts_every_draft_of_an_oracle_cold_cached_and_continued(oracle):
+def test_every_full_step_accepts_every_draft_of_an_oracle(oracle):
     pair = Pair(*oracle, pages=96, max_running=4)
     prompt = [successor(5)] * 3 + [7, 9, 11, 13] * 5
     for i in range(3):  # cold; then found in both caches; then as the beginning of a longer text
@@ -263,7 +263,7 @@ def test_every_full_step_accepts_every_draft_of_an_oracle_cold_cached_and_contin
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_random_cancels_with_a_drafter_leave_nothing_and_cost_no_acceptance(oracle, seed):
+def test_random_cancels_with_a_drafter_leak_nothing_and_keep_acceptance(oracle, seed):
     rng = random.Random(seed)
     pair = Pair(*oracle, chunk_size=rng.choice([4, 8, 0]), pages=rng.choice([24, 40]), max_running=3)
     sent, cancelled = {}, set()

@@ -60,6 +60,6 @@ def test_s1_a_node_that_serves_turns_nothing_into_code_and_runs_no_command(tmp_p
     }  # fmt: skip
 
 
-def test_s1_a_node_that_starts_may_do_what_its_libraries_do_but_never_unpickle_or_call_out(tmp_path):
+def test_s1_a_starting_node_may_compile_but_never_unpickle_or_connect(tmp_path):
     raised, _ = run(tmp_path, "starting")
     assert raised == ["unpickles", "connects", "looks up"]

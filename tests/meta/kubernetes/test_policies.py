@@ -20,7 +20,7 @@ def pods(documents):
         yield made
 
 
-def test_every_pair_that_the_policies_allow_connects_and_every_other_times_out():
+def test_pairs_that_the_policies_allow_connect_and_others_time_out():
     with pods(shipped()) as made:
         expected = allowed(shipped())
         assert made.connected(expected) == expected

@@ -89,7 +89,7 @@ def compiler():
     made.until(lambda: "0 running, 0 given up" in repr(made.compilations))
 
 
-def test_a_grammar_is_compiled_once_whoever_asks_for_it_and_the_last_ones_are_kept(compiler):
+def test_a_grammar_is_compiled_once_and_the_most_recent_ones_are_kept(compiler):
     first = compiler.ask("held")
     assert compiler.ask("held") is first
     assert not first.is_ready
@@ -112,7 +112,7 @@ def test_what_is_wrong_with_a_grammar_is_its_own(compiler):
     assert compiler.ask("bad") is bad
 
 
-def test_a_grammar_that_takes_too_long_is_given_up_alone_and_not_tried_again(compiler):
+def test_only_the_grammar_that_takes_too_long_is_given_up_and_for_good(compiler):
     endless = [compiler.ask(f"endless {i}") for i in range(NUM_THREADS)]
     good = compiler.ask("good")
     for one in endless:
@@ -126,14 +126,14 @@ def test_a_grammar_that_takes_too_long_is_given_up_alone_and_not_tried_again(com
     assert len(compiler.begun) == NUM_THREADS + 1
 
 
-def test_what_nobody_waits_for_any_more_is_given_up_as_well_by_who_waits_for_its_thread(compiler):
+def test_a_compilation_without_waiters_is_given_up_when_others_queue(compiler):
     for i in range(NUM_THREADS):
         compiler.ask(f"endless {i}")  # whose request is cancelled at once
     good = compiler.ask("good")
     compiler.until(lambda: compiler.compilations.check() or good.is_ready)
 
 
-def test_a_compiler_that_panics_gives_its_thread_back_and_its_request_is_told(compiler):
+def test_a_compiler_panic_frees_its_thread_and_fails_its_request(compiler):
     broken = [compiler.ask(f"panic {i}") for i in range(NUM_THREADS)]
     compiler.until(lambda: all(one.fault for one in broken))
     assert {(one.fault, one.is_ours) for one in broken} == {("it is broken", False)}
@@ -151,7 +151,7 @@ def test_time_that_a_busy_machine_takes_speaks_against_no_grammar(compiler):
     compiler.until(lambda: held.is_ready)
 
 
-def test_with_too_many_that_take_too_long_others_are_told_at_once_that_this_worker_cannot(compiler):
+def test_too_many_endless_compilations_refuse_other_grammars_at_once(compiler):
     known = compiler.ask("known")
     compiler.until(lambda: known.is_ready)
     for i in range(MAX_GIVEN_UP):
@@ -200,7 +200,7 @@ def test_what_nobody_waits_for_any_more_is_not_begun(compiler):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have no priority of their own")
-def test_compiling_yields_the_processor_to_steps_and_who_is_given_up_to_everybody(compiler):
+def test_compiling_yields_to_steps_and_given_up_threads_yield_to_all(compiler):
     own = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
     endless = compiler.ask("endless")
     compiler.until(lambda: compiler.begun)
@@ -221,7 +221,7 @@ def test_where_no_thread_can_be_started_the_request_alone_is_told(compiler, monk
     assert "can't start new thread" in refused.fault
 
 
-def test_a_process_that_leaves_waits_for_native_code_in_a_thread_which_would_end_it_by_a_signal():
+def test_an_exiting_process_waits_for_native_code_in_its_threads():
     left = subprocess.run([sys.executable, "-c", LEAVES], capture_output=True, text=True, timeout=PATIENCE_S)
     assert (left.returncode, left.stdout, left.stderr) == (0, "compiled\n", "")
 

@@ -66,7 +66,7 @@ def load(path, **settings):
     return loader.engine()
 
 
-def test_a_missing_shard_and_a_longer_context_than_the_model_has_name_the_value(toy_copy):
+def test_a_missing_shard_or_too_long_a_context_is_refused_with_its_value(toy_copy):
     path = toy_copy("llama", shard_size="40KB")
     with pytest.raises(CheckpointError, match=r"9999.*512"):
         load(path, max_context=9999)

@@ -15,7 +15,7 @@ def request_of(num_prior_output, **sampling):
     )
 
 
-def test_rows_of_penalised_requests_tell_prompt_from_output_at_the_same_positions():
+def test_penalised_rows_split_prompt_and_output_at_the_same_positions():
     request = request_of(2)
     request.append([9], ())
     rows = sampling_rows(request, [10])

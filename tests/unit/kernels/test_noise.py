@@ -71,7 +71,7 @@ def test_the_extreme_bits_stay_strictly_inside_the_unit_interval(bits, u):
     assert noise == pytest.approx(-math.log(-math.log(u)), abs=1e-12)
 
 
-def test_a_row_of_noise_does_not_depend_on_the_batch_or_the_order_of_tokens():
+def test_a_row_of_noise_is_independent_of_batch_and_token_order():
     seeds = seed_tensor([3, 2**64 - 1, 5])
     positions = torch.tensor([0, 17, 17])
     ids = torch.arange(1000)

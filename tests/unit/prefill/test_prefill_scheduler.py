@@ -48,7 +48,7 @@ def run(scheduler, chunks):
     max_batch=st.integers(1, 4),
 )
 @settings(max_examples=60, deadline=None)
-def test_each_prompt_token_behind_the_cached_prefix_is_computed_once_in_order(prompts, chunk_size, max_batch):
+def test_each_token_after_the_cached_prefix_is_computed_once_in_order(prompts, chunk_size, max_batch):
     scheduler = make(chunk_size=chunk_size, max_batch=max_batch)
     rooms = [add(scheduler, i, prompt) for i, prompt in enumerate(prompts)]
     reached: dict[str, int] = {}
@@ -116,7 +116,7 @@ def test_nothing_to_do_is_an_empty_batch(chunk_size):
 
 
 @pytest.mark.parametrize("chunk_size", [0, 32])
-def test_the_rows_that_are_scored_in_one_forward_are_bounded_over_all_prompts(chunk_size, monkeypatch):
+def test_rows_scored_in_one_forward_are_bounded_over_all_prompts(chunk_size, monkeypatch):
     monkeypatch.setattr(prompt_logprobs, "MAX_SCORED_LOGITS", 600)  # six rows of this vocabulary
     scheduler = make(chunk_size=chunk_size)
     for i in range(3):

@@ -42,7 +42,7 @@ LOSSES = {
 
 
 @pytest.mark.parametrize("lose", LOSSES.values(), ids=LOSSES)
-def test_after_a_loss_no_order_is_taken_before_the_router_has_heard_of_it_for_it_would_cancel_none_of_them(
+def test_after_a_loss_no_order_is_taken_before_the_router_knows_of_it(
     lose,
 ):
     machine = joined()

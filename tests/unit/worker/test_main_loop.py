@@ -67,7 +67,7 @@ def loop_of(num_rooms, drain_timeout_s=5.0):
     return loop, shutdown, clock, fed
 
 
-def test_an_idle_worker_stays_long_enough_to_refuse_what_was_sent_before_its_goodbye_was_heard():
+def test_an_idle_leaving_worker_stays_to_refuse_orders_under_way():
     loop, shutdown, clock, _ = loop_of(0)
     shutdown.drain.set()
     assert loop.run() == 0
@@ -110,7 +110,7 @@ def test_a_worker_says_that_it_leaves_in_the_middle_of_a_long_step():
     assert loop.worker.calls == ["drain"]
 
 
-def test_every_turn_feeds_the_watchdog_and_heartbeats_keep_the_routers_pace():
+def test_each_turn_feeds_the_watchdog_and_heartbeats_keep_the_routers_pace():
     loop, _, _, fed = loop_of(0)
     for _ in range(10):
         loop.turn()

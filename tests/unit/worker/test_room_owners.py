@@ -94,7 +94,7 @@ def test_a_lost_router_takes_its_own_rooms_along_and_no_other():
     assert owners.take(RouterLost(router=0, reason="again")).rooms == frozenset()
 
 
-def test_a_room_that_its_router_opens_again_after_it_was_lost_is_its_own_again():
+def test_a_lost_room_that_its_router_opens_again_belongs_to_it_again():
     owners = owners_of(0)
     owners.take(RouterLost(router=0, reason="gone"))
     owners.take(FromRouter(router=0, message=Welcome(instance=ME, router="r")))

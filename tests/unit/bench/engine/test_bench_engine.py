@@ -15,9 +15,7 @@ SMALL = ["--shape", "toy", "--device", "cpu", "--dtype", "float32", "--context",
 
 
 @pytest.mark.parametrize(("accept_length", "graphs"), [(1, "off"), (2, "off"), (3, "on"), (4, "off")])
-def test_each_step_yields_the_accept_length_asked_for_with_and_without_graphs(
-    accept_length, graphs, tmp_path, capsys
-):
+def test_steps_yield_the_requested_accept_length_with_graphs_or_not(accept_length, graphs, tmp_path, capsys):
     out = tmp_path / "out.json"
     flags = [
         "--batch",

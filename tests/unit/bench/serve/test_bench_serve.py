@@ -170,7 +170,7 @@ def test_an_open_loop_keeps_its_rate_whatever_becomes_of_the_answers():
     assert max(sum(call.due <= at < call.ended for call in running.calls) for at in dues[::50]) > 5
 
 
-def test_an_open_loop_of_some_seconds_lasts_so_long_though_nothing_comes_at_its_end():
+def test_an_open_loop_lasts_its_full_time_without_late_arrivals():
     running, found = measured(Scripted(), Level(rate=0.5), Bound(seconds=10.0))
     assert 0 < len(running.calls) < 10
     assert max(call.due for call in running.calls) < 10.0
@@ -220,7 +220,7 @@ def test_an_endpoint_that_is_not_there_is_an_error_of_every_request():
     assert "| - / - / - / - |" in as_table([found])
 
 
-def test_a_kept_connection_that_was_closed_meanwhile_is_replaced_and_nobody_sees_it():
+def test_a_kept_connection_that_was_closed_is_replaced_silently():
     endpoint = Scripted()
 
     async def main():
@@ -349,7 +349,7 @@ def test_what_the_endpoint_says_is_the_difference_of_two_readings():
     assert said(metrics(3), metrics(1)) == {}, "another process"
 
 
-def test_metrics_of_several_routers_are_added_and_nothing_is_said_where_one_shows_none():
+def test_router_metrics_are_summed_or_omitted_when_one_has_none():
     class Router:
         def __init__(self, status, prompt, retries):
             self.answer = (

@@ -121,7 +121,7 @@ def test_a_wrong_file_names_table_key_and_remedy(toml, text, words):
 
 
 @pytest.mark.parametrize("name", ["spec_steps", "spec_topk", "max_running"])
-def test_m2_1_a_prefill_worker_that_is_asked_for_decode_graphs_says_that_it_owns_none(toml, name, caplog):
+def test_m2_1_a_prefill_worker_asked_for_decode_graphs_says_it_has_none(toml, name, caplog):
     words = (
         "; it is a setting of `baton decode`, and a prefill worker decodes nothing and owns no decode graphs"
     )

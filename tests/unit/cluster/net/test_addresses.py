@@ -21,7 +21,7 @@ def test_an_address_of_its_own_can_be_called_as_it_is(endpoint: str) -> None:
     assert reached_at(endpoint, "") == endpoint
 
 
-def test_the_advertised_address_takes_the_place_of_the_bound_one_and_port_0_is_its_port() -> None:
+def test_the_advertised_address_replaces_the_bound_one_and_keeps_its_port() -> None:
     assert reached_at(BOUND, "tcp://node-3:9000") == "tcp://node-3:9000"
     assert reached_at(BOUND, "tcp://node-3:0") == "tcp://node-3:7200"
     assert reached_at(BOUND, "tcp://[fd00::3]:0") == "tcp://[fd00::3]:7200"

@@ -302,7 +302,7 @@ def test_a_worker_joins_and_messages_flow_both_ways(link, router):
     assert losses == []
 
 
-def test_nothing_but_hello_leaves_before_welcome_and_only_the_newest_heartbeat_after(link, router):
+def test_only_hello_precedes_welcome_and_only_the_newest_heartbeat_follows(link, router):
     for running in range(3):
         link.send(Heartbeat(instance=ME, stats=WorkerStats(running=running)))
     link.send(Gone(room=ROOM, epoch=0, instance=ME))
@@ -348,7 +348,7 @@ def test_a_full_outbox_loses_the_router_instead_of_a_message_in_the_middle(link,
     assert losses == []
 
 
-def test_a_restarted_router_is_joined_and_the_loss_comes_before_its_messages(new_router, link, router):
+def test_a_restarted_router_is_joined_after_its_loss_was_reported(new_router, link, router):
     join(link, router)
     endpoint = router.endpoint
     router.socket.close()
@@ -364,7 +364,7 @@ def test_a_restarted_router_is_joined_and_the_loss_comes_before_its_messages(new
     assert losses == []
 
 
-def test_the_loss_of_a_router_that_was_replaced_comes_before_its_successors_messages(link, router):
+def test_a_replaced_routers_loss_precedes_its_successors_messages(link, router):
     join(link, router)
     router.send(welcome(R2))
     router.send(Cancel(room=ROOM, epoch=0, instance=ME))

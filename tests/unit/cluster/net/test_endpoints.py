@@ -101,7 +101,7 @@ def test_no_event_follows_a_cancel(slow: SlowSender) -> None:
     assert slow.turn() == []
 
 
-def test_blocks_that_wait_for_a_full_peer_go_later_in_order_and_not_at_all_once_their_room_is_closed(
+def test_blocks_for_a_full_peer_wait_in_order_until_their_room_closes(
     slow: SlowSender, now: list[float]
 ) -> None:
     slow.is_open = False
@@ -123,13 +123,13 @@ def test_blocks_that_wait_for_a_full_peer_go_later_in_order_and_not_at_all_once_
     assert slow.headers == []
 
 
-def test_a_block_without_a_feature_plane_is_sent_from_its_page_and_its_digest_fits(slow: SlowSender) -> None:
+def test_a_block_without_features_is_sent_from_its_page_with_its_digest(slow: SlowSender) -> None:
     header = slow.headers[-1]
     page = page_bytes()[6].numpy()
     assert header.digest == block_digest(ROOM, 0, 1, memoryview(page))
 
 
-def test_a_block_that_is_asked_for_thousands_of_times_waits_once_and_goes_again_when_asked_again(
+def test_a_block_requested_many_times_waits_once_and_can_be_sent_again(
     slow: SlowSender, now: list[float]
 ) -> None:
     slow.is_open = False

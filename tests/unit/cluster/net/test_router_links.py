@@ -94,7 +94,7 @@ def test_fixed_routers_are_there_at_once_and_stay():
     assert refreshed(names, links) == {0: "tcp://a:1", 1: "tcp://10.0.0.1:7100"}
 
 
-def test_a_router_that_left_its_name_is_kept_while_it_answers_and_its_number_is_never_used_again():
+def test_a_router_gone_from_dns_stays_while_it_answers_and_ids_are_new():
     resolve = Name("10.0.0.1")
     names, links = routers(resolve)
     refreshed(names, links)
@@ -134,7 +134,7 @@ def test_an_address_of_one_family_is_enough_for_a_host_that_has_both():
     assert addresses_of("localhost", 7100) == ["127.0.0.1"]
 
 
-def test_a_word_about_the_worker_goes_to_all_that_there_are_and_one_for_a_router_that_left_to_nobody():
+def test_a_message_to_every_router_reaches_all_and_one_to_a_gone_one_none():
     links = {3: FakeLink("a"), 7: FakeLink("b")}
     work = LinkWork(links, FakeNetwork(), lambda event: None)
     gone = Goodbye(instance="aa" * 16)

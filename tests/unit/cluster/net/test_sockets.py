@@ -84,7 +84,7 @@ def test_every_socket_is_bounded_in_memory_and_time(context: zmq.Context, kind: 
 
 
 @pytest.mark.parametrize("side", ["dealer", "router", "pinged"])
-def test_a_reader_that_stalls_behind_a_full_queue_lives_when_its_peer_leaves(side: str) -> None:
+def test_a_reader_stalled_behind_a_full_queue_survives_its_peers_exit(side: str) -> None:
     """libzmq aborts the process where the side with the full queue sends a heartbeat, or an answer to one."""
     command = [sys.executable, "-P", "-m", "baton.tests.unit.cluster.net.stalled_reader", side]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
@@ -123,7 +123,7 @@ def test_a_full_queue_is_reported_and_nothing_is_lost(context: zmq.Context) -> N
     assert got == [str(i).encode() for i in range(sent)]
 
 
-def test_a_message_with_too_many_parts_or_bytes_is_dropped_and_the_next_one_is_read(
+def test_a_message_with_too_many_parts_or_bytes_is_dropped_alone(
     context: zmq.Context,
 ) -> None:
     router, dealer = linked(context)
@@ -136,7 +136,7 @@ def test_a_message_with_too_many_parts_or_bytes_is_dropped_and_the_next_one_is_r
     assert [part.bytes for part in parts[1:]] == [b"good", b"one"]
 
 
-def test_a_message_of_very_many_parts_is_discarded_a_piece_at_a_time_and_counts_once(
+def test_a_message_of_very_many_parts_is_discarded_in_pieces_counted_once(
     context: zmq.Context,
 ) -> None:
     router, dealer = linked(context)
@@ -169,7 +169,7 @@ def test_an_event_loop_reads_on_behind_a_message_of_very_many_parts(context: zmq
     asyncio.run(main())
 
 
-def test_a_frame_above_the_limit_costs_the_peer_its_connection_and_others_nothing(
+def test_a_frame_above_the_limit_closes_only_its_own_connection(
     context: zmq.Context,
 ) -> None:
     router, dealer = linked(context, max_frame=1000)

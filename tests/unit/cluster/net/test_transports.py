@@ -42,7 +42,7 @@ def test_a_platform_without_memfd_has_no_shared_memory(monkeypatch):
     assert "Linux" in transports_fault("shm,zmq_blocks")
 
 
-def test_the_pair_uses_the_best_common_transport_and_an_older_peer_gets_messages():
+def test_a_pair_uses_its_best_common_transport_and_old_peers_get_messages():
     assert best_common(("shm", "zmq_blocks"), ("zmq_blocks", "later", "shm")) == "shm"
     assert best_common(("shm", "zmq_blocks"), ("zmq_blocks",)) == "zmq_blocks"
     assert best_common(("shm", "zmq_blocks"), ()) == "zmq_blocks"
@@ -50,7 +50,7 @@ def test_the_pair_uses_the_best_common_transport_and_an_older_peer_gets_messages
         best_common(("shm", "zmq_blocks"), ("later",))
 
 
-def test_prefill_answers_a_hello_with_the_choice_and_remembers_it_for_this_process():
+def test_prefill_answers_a_hello_with_its_choice_and_remembers_it():
     session = SenderSession("1" * 32, LAYOUT, transports=("shm", "zmq_blocks"))
     hello = m.KVHello(
         instance="2" * 32, protocol=m.PROTOCOL_MAJOR, layout=LAYOUT, transports=("shm", "zmq_blocks")

@@ -117,7 +117,7 @@ def test_children_are_told_of_no_manager():
     assert told == {"PATH": "/bin"}
 
 
-def test_each_feed_of_the_loop_reaches_the_manager_also_when_our_own_watchdog_is_off():
+def test_each_feed_reaches_the_manager_even_without_our_own_watchdog():
     heard = Heard()
     dog = Watchdog(0.0, notifier=Notifier(heard, limit_s=8.0))
     link = WorkerLink(lambda context: None)
@@ -163,7 +163,7 @@ def worker_loop(events):
     return loop, heard, shutdown
 
 
-def test_a_worker_is_ready_once_a_router_welcomed_it_and_asks_for_time_until_then():
+def test_a_worker_asks_for_time_until_a_router_welcomed_it():
     events = []
     loop, heard, shutdown = worker_loop(events)
     for _ in range(int(2 * WAIT_PACE_S / 0.1)):

@@ -81,6 +81,6 @@ def test_a_hung_process_writes_its_stacks_and_dies(how):
     assert time.monotonic() - began < 30
 
 
-def test_each_feed_of_a_process_that_moves_winds_its_timers_up_and_an_orderly_end_stops_them():
+def test_each_feed_rearms_the_timers_and_an_orderly_end_stops_them():
     done = subprocess.run([sys.executable, "-c", MOVES], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (5, "")

@@ -86,7 +86,7 @@ def heard(decoded):
     return list(decoded) if isinstance(decoded, tuple) else [decoded]
 
 
-def test_what_a_worker_says_between_two_ticks_leaves_in_as_few_frames_as_it_fills():
+def test_messages_between_two_ticks_leave_in_as_few_frames_as_possible():
     wire = Wire(takes_batches=True)
     said = [gone(number) for number in range(MAX_BATCH - 1)]
     for message in said:
@@ -96,7 +96,7 @@ def test_what_a_worker_says_between_two_ticks_leaves_in_as_few_frames_as_it_fill
     assert wire.frames == [said]
 
 
-def test_a_burst_of_a_worker_does_not_wait_for_a_tick_and_is_no_full_outbox():
+def test_a_burst_leaves_before_the_tick_and_does_not_fill_the_outbox():
     wire = Wire(takes_batches=True)
     said = [gone(number) for number in range(2 * OUTBOX_LIMIT)]
     for message in said:
@@ -114,7 +114,7 @@ def test_a_router_s_orders_of_one_turn_leave_in_one_frame():
     assert post.frames == [said[:MAX_BATCH], said[MAX_BATCH:]]
 
 
-def test_a_peer_that_does_not_say_that_it_takes_several_gets_one_message_to_a_frame():
+def test_a_peer_that_does_not_announce_batches_gets_one_message_per_frame():
     wire, post = Wire(), Post()
     for number in range(3):
         wire.send(gone(number))
@@ -152,14 +152,14 @@ def test_what_a_peer_does_not_take_now_is_said_later_once_and_in_order():
     assert post.frames == [[cancel(number) for number in range(MAX_BATCH)], [cancel(MAX_BATCH), cancel(99)]]
 
 
-def test_the_messages_of_a_frame_are_heard_in_order_and_a_stale_one_costs_no_other():
+def test_messages_of_a_frame_are_read_in_order_despite_a_stale_one():
     wire = Wire()
     stale = replace(cancel(1), instance="ee" * 16)
     assert wire.hear(cancel(0), stale, cancel(2)) == [cancel(0), cancel(2)]
     assert wire.counters.stale == 1
 
 
-def test_a_frame_of_several_is_bounded_in_bytes_and_a_long_message_goes_alone():
+def test_a_batch_frame_is_bounded_in_bytes_and_a_long_message_goes_alone():
     long, short = b"x" * BATCH_BYTES, b"y"
     assert first_batch([long, short], takes_several=True) == [long]
     assert first_batch([short, long, short], takes_several=True) == [short]
@@ -182,7 +182,7 @@ def test_no_flipped_bit_changes_a_frame_of_orders():
 
 
 @pytest.mark.parametrize("decoder", [control_up_decoder, control_down_decoder])
-def test_a_frame_of_nothing_of_too_many_or_of_the_other_direction_is_refused_as_a_whole(decoder):
+def test_an_empty_overfull_or_misdirected_frame_is_refused_as_a_whole(decoder):
     mine, other = (gone, cancel) if decoder is control_up_decoder else (cancel, gone)
     parts = [pack(mine(number)) for number in range(MAX_BATCH + 1)]
     for frame in (b"\x90", b"\xdc\x00\x11" + b"".join(parts), b"\x92" + parts[0] + pack(other(1))):
@@ -193,7 +193,7 @@ def test_a_frame_of_nothing_of_too_many_or_of_the_other_direction_is_refused_as_
 
 @pytest.mark.parametrize("at", [(0,), (1,), (3,), (0, 2, 4)])
 @pytest.mark.parametrize("decoder", [control_up_decoder, control_down_decoder])
-def test_what_is_of_a_type_that_nobody_knows_costs_no_other_message_of_its_frame(decoder, at):
+def test_a_message_of_unknown_type_costs_no_other_message_of_its_frame(decoder, at):
     said = [(gone if decoder is control_up_decoder else cancel)(number) for number in range(3)]
     assert decoder().messages(newer(said, at)) == (tuple(said), len(at))
     with pytest.raises(RemoteProtocolError, match="unknown message type"):
@@ -201,7 +201,7 @@ def test_what_is_of_a_type_that_nobody_knows_costs_no_other_message_of_its_frame
 
 
 @pytest.mark.parametrize("decoder", [control_up_decoder, control_down_decoder])
-def test_beside_a_type_that_nobody_knows_any_other_fault_has_its_whole_frame_refused(decoder):
+def test_any_fault_but_an_unknown_type_refuses_the_whole_frame(decoder):
     mine, other = (gone, cancel) if decoder is control_up_decoder else (cancel, gone)
     good, new = pack(mine(0)), msgpack.packb(MIGRATE)
     for bad in (
@@ -217,14 +217,14 @@ def test_beside_a_type_that_nobody_knows_any_other_fault_has_its_whole_frame_ref
         decoder().messages(newer([mine(0)], (0,))[:-1] + b"?")
 
 
-def test_a_worker_hears_the_orders_beside_one_of_a_newer_router_and_counts_it():
+def test_a_worker_counts_an_unknown_order_and_obeys_those_beside_it():
     wire = Wire()
     wire.inbox.append([newer([cancel(0), cancel(1)], (1, 1))])
     assert wire.receive() == [cancel(0), cancel(1)]
     assert wire.counters.malformed == 2
 
 
-def test_a_router_hears_what_a_newer_worker_says_beside_what_it_does_not_know_and_counts_it():
+def test_a_router_counts_an_unknown_message_and_reads_those_beside_it():
     said = [gone(number) for number in range(3)]
     taken = []
     with control_socket(lambda identity, message: taken.append(message)) as control:

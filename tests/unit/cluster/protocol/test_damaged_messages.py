@@ -70,7 +70,7 @@ def test_a_damaged_message_of_the_router_is_told_at_once_and_ends_no_room():
     assert wire.counters.malformed == 1
 
 
-def test_a_router_that_damages_all_that_it_says_is_not_asked_all_the_time_and_is_lost_in_the_end():
+def test_a_router_with_only_damaged_messages_is_asked_slowly_then_lost():
     wire = joined()
     wire.sent.clear()
     lost = [told for i in range(300) if (told := wire.hear(0.2 + i / 100, flipped(cancel()))[1])]
@@ -80,7 +80,7 @@ def test_a_router_that_damages_all_that_it_says_is_not_asked_all_the_time_and_is
     assert wire.sent[-1].generation == 1
 
 
-def test_the_orders_that_a_worker_has_not_answered_are_said_again_when_it_missed_one():
+def test_unanswered_orders_are_resent_to_a_worker_that_missed_one():
     world = World().join()
     (answered,), _ = world.submit(16)
     (waiting,), _ = world.submit(16)
@@ -102,7 +102,7 @@ def test_the_orders_that_a_worker_has_not_answered_are_said_again_when_it_missed
     assert world.dispatcher.events["requeued"] == 0
 
 
-def test_a_worker_that_did_not_hear_that_it_must_drop_its_rooms_is_told_until_it_has():
+def test_the_order_to_drop_rooms_is_repeated_until_it_is_obeyed():
     world = World().join()
     (entry,), _ = world.submit(16)
     begin(world, entry)
@@ -122,7 +122,7 @@ def test_a_damaged_message_before_the_welcome_is_dropped_and_no_more():
     assert {message.generation for message in wire.sent} == {0}
 
 
-def test_a_worker_whose_message_came_damaged_begins_anew_and_its_rooms_are_placed_again():
+def test_rooms_of_a_worker_with_a_damaged_message_are_placed_again():
     world, wire = World().join(), joined()
     (entry,), _ = world.submit(16)
     begin(world, entry)

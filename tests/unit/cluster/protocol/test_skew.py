@@ -89,7 +89,7 @@ def test_every_field_of_an_order_is_old_or_announced_or_changes_no_answer(kind):
 
 
 @pytest.mark.parametrize("field", YOUNG_FIELDS)
-def test_what_older_workers_do_not_know_is_a_503_that_names_it_and_nothing_is_sent(field):
+def test_a_field_unknown_to_all_workers_is_a_503_that_names_it(field):
     fleet = Fleet().add("p1", takes=()).add("d1", takes=())
     with pytest.raises(ApiError) as caught:
         fleet.ask(**ASKING[field])
@@ -102,7 +102,7 @@ def test_what_older_workers_do_not_know_is_a_503_that_names_it_and_nothing_is_se
 
 
 @pytest.mark.parametrize("field", YOUNG_FIELDS)
-def test_beside_older_workers_it_goes_to_those_that_know_it_however_full_they_are(field):
+def test_a_new_field_goes_to_workers_that_know_it_however_full(field):
     fleet = old_and_new()
     for _ in range(3):
         fleet.ask(**ASKING[field])
@@ -145,7 +145,7 @@ def test_a_request_that_failed_is_not_put_on_older_workers_the_next_time():
     assert fleet.asked() == {"p2", "d2"}
 
 
-def test_a_stream_whose_workers_left_waits_for_others_that_know_its_fields_and_goes_on_there():
+def test_a_stream_waits_for_workers_that_know_its_fields_and_resumes():
     fleet = old_and_new()
     entry, inbox = fleet.ask(**ASKING["min_new_tokens"])
     room = {"room": entry.room.room, "epoch": 0}

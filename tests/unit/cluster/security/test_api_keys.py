@@ -65,7 +65,7 @@ def test_the_file_holds_no_secret_and_nobody_else_reads_it(path):
     assert path.stat().st_mode & 0o077 == 0
 
 
-def test_a_new_key_works_without_a_restart_and_a_broken_file_changes_nothing(path, caplog):
+def test_a_new_key_needs_no_restart_and_a_broken_file_changes_nothing(path, caplog):
     old, _ = add(path, {"name": "alice"})
     clock = Clock()
     keys = table(path, clock)

@@ -167,7 +167,7 @@ def test_a_change_of_the_file_is_seen_without_a_restart(directory):
         peers.find(key, ("decode",))
 
 
-def test_while_a_key_is_replaced_both_are_admitted_and_the_new_one_is_tried_first(directory):
+def test_during_a_key_change_both_are_admitted_and_the_new_one_goes_first(directory):
     old = read_key(directory, "router").public
     (peer,) = rotate(directory, ["router"], 3600, NOW)
     new = read_key(directory, "router").public
@@ -179,7 +179,7 @@ def test_while_a_key_is_replaced_both_are_admitted_and_the_new_one_is_tried_firs
     assert [found.public for found in peers.of_role("router")] == [new]
 
 
-def test_a_second_rotation_does_not_prolong_the_first_key_and_ended_keys_leave_the_list(directory):
+def test_a_second_rotation_does_not_prolong_the_first_key(directory):
     first = read_key(directory, "decode").public
     rotate(directory, ["decode"], 60, NOW)
     rotate(directory, ["decode"], 3600, NOW + 1)
@@ -189,7 +189,7 @@ def test_a_second_rotation_does_not_prolong_the_first_key_and_ended_keys_leave_t
     assert first not in {peer.public for peer in read_peers(directory)}
 
 
-def test_adding_a_new_key_of_a_peer_ends_its_old_one_and_leaves_others_alone(directory):
+def test_a_new_key_of_a_peer_ends_its_old_one_and_no_others(directory):
     keys = [make_key("prefill", "p0").public for _ in range(2)]
     add(directory, keys[0], "prefill", "p0", 3600, NOW)
     add(directory, keys[1], "prefill", "p0", 3600, NOW)
@@ -352,7 +352,7 @@ def test_a_log_line_is_said_again_after_a_while_and_memory_is_bounded():
     assert MAX_SUBJECTS // 2 < said <= MAX_SUBJECTS
 
 
-def test_a_peer_that_sends_nonsense_is_logged_once_per_kind_of_nonsense_whatever_numbers_it_holds(caplog):
+def test_malformed_messages_are_logged_once_per_kind_whatever_they_hold(caplog):
     log = DropLog("message dropped", lambda: 0.0)
     with caplog.at_level(logging.WARNING):
         for size in range(100):

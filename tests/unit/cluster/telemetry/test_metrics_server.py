@@ -83,12 +83,12 @@ def test_nothing_else_is_served(server):
     assert get(server, "/metrics", "POST")[0] == 501
 
 
-def test_a_client_that_says_nothing_keeps_the_next_one_waiting_for_a_bounded_time_only(server):
+def test_a_silent_client_delays_the_next_for_a_bounded_time(server):
     with socket.create_connection(("127.0.0.1", server.port)):
         assert get(server)[0] == 200
 
 
-def test_a_client_that_trickles_keeps_the_next_one_waiting_for_a_bounded_time_only(server, monkeypatch):
+def test_a_trickling_client_delays_the_next_for_a_bounded_time(server, monkeypatch):
     begun = threading.Event()
 
     def tell(handler):
@@ -137,7 +137,7 @@ def test_a_port_in_use_and_an_open_address_are_refused_with_the_remedy(server):
         MetricsServer("0.0.0.0", 0, role="decode", instance=INSTANCE, trusted_network=False)
 
 
-def test_a_port_that_is_asked_for_is_opened_and_told_what_every_heartbeat_says():
+def test_a_requested_metrics_port_serves_the_figures_of_heartbeats():
     port = free_port("127.0.0.1")
     tell = serve_metrics(DecodeConfig(model="m", metrics_port=port), INSTANCE)
     clock, link = [100.0], FakeLink()

@@ -167,7 +167,7 @@ def serve_failed(entry):
     return Failed(kind="BadLogits", message="x", retryable=True, **room)
 
 
-def test_a_client_that_does_not_sample_is_not_traced_and_nobody_else_is_asked_to(world):
+def test_a_request_that_is_not_sampled_is_traced_by_no_process(world):
     kept = Kept("router", lambda: world.now)
     entry = submit(world, kept, CLIENT[:-1] + "0")
     serve(world, entry)

@@ -122,7 +122,7 @@ def test_a_role_is_given_its_own_secret_key_and_no_other(role):
     assert not [line for line in lines_of(files_of("--keys="), unit) if "Credential" in line]
 
 
-def test_secrets_of_the_router_reach_it_as_copies_at_its_start_and_whenever_they_are_replaced(tmp_path):
+def test_the_router_gets_copies_of_secrets_at_start_and_after_changes(tmp_path):
     (tmp_path / "mine.toml").write_text(SECRETS)
     files = files_of(f"--config={tmp_path}/mine.toml")
     lines = lines_of(files, "baton-router.service")

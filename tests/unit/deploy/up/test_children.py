@@ -85,9 +85,7 @@ def test_a_port_of_0_in_the_routers_own_table_is_any_free_one(tmp_path):
     assert told(load_config(UpConfig, [*base, "--port", "8123"], {}))["router"].port == 8123
 
 
-def test_a_port_that_is_chosen_is_none_that_the_system_may_give_to_somebody_else_before_it_is_used(
-    tmp_path, monkeypatch
-):
+def test_a_chosen_port_lies_outside_of_the_systems_ephemeral_range(tmp_path, monkeypatch):
     lowest = int(children.GIVEN_PORTS.read_text().split()[0])
     assert all(children.LOWEST_PORT <= free_port(host) < lowest for host in ("127.0.0.1", "::1") * 4)
     with socket.create_server(("127.0.0.1", free_port("127.0.0.1"))) as taken:
@@ -180,7 +178,7 @@ def own_ports_of(directory, *flags, env=None):
     return [child.own_port for _, child in children if isinstance(child, RouterConfig)]
 
 
-def test_each_of_several_routers_has_a_port_of_its_own_and_one_alone_only_where_it_is_asked_for(tmp_path):
+def test_each_of_several_routers_has_its_own_port_and_one_only_if_asked(tmp_path):
     assert own_ports_of(tmp_path) == [0]
     assert own_ports_of(tmp_path, "--own-port=8001") == [8001]
     assert own_ports_of(tmp_path, "--own-port=8001", "--routers=3") == [8001, 8002, 8003]

@@ -145,7 +145,7 @@ def test_a_long_life_forgives_earlier_failures():
     assert world.spawned[-1][0] - died <= 0.7
 
 
-def test_a_child_that_cannot_start_in_its_first_life_fails_the_whole_with_its_line():
+def test_a_child_that_fails_its_first_start_ends_the_whole_with_its_error():
     world = World(("router", "prefill-0"))
     world.run(0.1)
     world.last.code, world.last.line = 1, "missing shard model-2.safetensors"

@@ -33,7 +33,7 @@ LARGEST = SlabBlock(
 )  # fmt: skip
 
 
-def test_a_frame_holds_the_small_messages_of_blocks_and_one_alone_looks_as_ever():
+def test_a_frame_holds_small_block_messages_and_one_alone_is_unchanged():
     assert kv_up_frames().decode(encode_batch([PULL, FREE, PULL])) == (PULL, FREE, PULL)
     assert kv_up_frames().decode(encode_batch([PULL])) == kv_up_frames().decode(encode(PULL)) == PULL
     largest = encode_batch([LARGEST] * MAX_BATCH)
@@ -162,7 +162,7 @@ class Pair:
         self.sender.close()
 
 
-def test_blocks_in_slots_are_told_a_few_at_a_time_and_what_decode_answers_goes_in_one_frame():
+def test_slot_blocks_are_announced_in_batches_and_answered_in_one_frame():
     pair = Pair("shm", "zmq_blocks")
     pair.check(pair.run())
     assert sum(pair.wire.sizes(SlabBlock)) == 13 == pair.sender.counters["shm_blocks"]
@@ -173,14 +173,14 @@ def test_blocks_in_slots_are_told_a_few_at_a_time_and_what_decode_answers_goes_i
     assert pair.sender.session.counters.blocks == 13
 
 
-def test_blocks_as_messages_go_one_by_one_however_many_were_asked_for_in_a_frame():
+def test_blocks_sent_as_messages_go_one_by_one_for_a_batched_pull():
     pair = Pair("zmq_blocks")
     pair.check(pair.run())
     assert pair.wire.sizes(m.Block) == [1] * 13
     assert max(pair.wire.sizes(m.Pull)) == 6
 
 
-def test_a_block_that_its_frame_names_twice_lands_once_and_a_wrong_one_beside_it_is_pulled_again():
+def test_a_block_named_twice_lands_once_and_a_wrong_one_is_pulled_again():
     pair = Pair("shm", "zmq_blocks")
     passed = pair.wire.pass_on
     damaged = []

@@ -240,7 +240,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch, **faults: bool) -> tuple[Driver, c
     return driver, cuda.CudaBackend()
 
 
-def test_cuda_segments_are_captured_in_one_pool_on_one_stream_and_launched_once(
+def test_cuda_segments_share_a_pool_and_a_stream_and_launch_once(
     monkeypatch: pytest.MonkeyPatch,
 ):
     driver, backend = scripted(monkeypatch)

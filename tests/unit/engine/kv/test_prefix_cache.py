@@ -118,7 +118,7 @@ def test_a_failed_alloc_evicts_nothing():
     assert cache.num_cached == 2
 
 
-def test_with_lookahead_a_page_is_shared_only_if_the_token_behind_it_is_the_same():
+def test_with_lookahead_a_page_is_shared_only_if_the_next_token_is_equal():
     allocator, cache = make_cache(lookahead=1)
     pages = cache.alloc(2)
     assert cache.insert([1, 2, 3, 4], pages) == 1  # what follows [3, 4] is not known

@@ -97,7 +97,7 @@ def test_an_idle_batch_runs_and_returns_no_rows(checkpoint: Path):
     assert engine.pool.kv.abs().sum() == 0
 
 
-def test_metadata_planned_for_an_older_version_is_refused_and_a_fresh_plan_runs(checkpoint: Path):
+def test_metadata_of_an_older_version_is_refused_and_a_fresh_plan_runs(checkpoint: Path):
     engine = ToyEngine(checkpoint)
     batch = engine.batch(("a", PROMPT[:5]))
     metadata = plan(batch, PAGE_SIZE)

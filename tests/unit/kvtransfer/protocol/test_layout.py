@@ -48,7 +48,7 @@ def streams(draw: st.DrawFn) -> RoomStream:
 
 @settings(deadline=None, max_examples=60)
 @given(streams())
-def test_the_blocks_of_a_room_hold_every_byte_of_its_pages_once_and_in_order(stream: RoomStream) -> None:
+def test_the_blocks_of_a_room_hold_each_byte_of_its_pages_once_in_order(stream: RoomStream) -> None:
     layout = stream.layout
     expected = []
     for page in range(stream.num_pages):
@@ -82,7 +82,7 @@ def test_a_block_is_ready_exactly_when_all_its_pages_are(stream: RoomStream, tok
 
 @settings(deadline=None, max_examples=60)
 @given(streams())
-def test_landed_tokens_are_those_whose_pages_lie_wholly_in_the_landed_blocks(stream: RoomStream) -> None:
+def test_landed_tokens_are_those_whose_pages_landed_completely(stream: RoomStream) -> None:
     for landed in range(stream.num_blocks + 1):
         missing = [s.page_index for block in range(landed, stream.num_blocks) for s in stream.segments(block)]
         whole_pages = min(missing, default=stream.num_pages)
@@ -90,7 +90,7 @@ def test_landed_tokens_are_those_whose_pages_lie_wholly_in_the_landed_blocks(str
         assert stream.landed_tokens(landed) == tokens
 
 
-def test_a_page_holds_keys_and_values_of_all_layers_and_the_features_of_its_tokens() -> None:
+def test_a_page_holds_keys_and_values_of_all_layers_and_the_features() -> None:
     layout = KVLayout(make_layout())
     assert layout.kv_page_bytes == 2 * 2 * 4 * 1 * 8 * 2
     assert layout.feature_page_bytes == 4 * 16 * 2

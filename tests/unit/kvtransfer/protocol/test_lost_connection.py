@@ -81,7 +81,7 @@ def test_a_room_that_is_not_attached_yet_asks_for_nothing_but_the_greeting() -> 
     assert session.link_lost("p", 0.1) == [HELLO]
 
 
-def test_behind_the_last_release_a_lost_connection_is_made_anew_since_prefill_may_lack_it(
+def test_a_connection_lost_after_the_last_release_is_opened_again(
     pulling: ReceiverSession,
 ) -> None:
     for block in range(3):
@@ -95,7 +95,7 @@ def test_behind_the_last_release_a_lost_connection_is_made_anew_since_prefill_ma
 
 
 @pytest.mark.parametrize("is_answered", [True, False])
-def test_who_does_not_answer_behind_the_last_release_is_called_for_no_longer_than_a_lease(
+def test_a_peer_silent_after_the_last_release_is_called_for_one_lease(
     pulling: ReceiverSession, is_answered: bool
 ) -> None:
     for block in range(3):
@@ -109,7 +109,7 @@ def test_who_does_not_answer_behind_the_last_release_is_called_for_no_longer_tha
     assert pulling.tick(end) == [CloseLink("p")]
 
 
-def test_a_restarted_prefill_worker_is_not_given_up_for_a_greeting_that_its_predecessor_left_open(
+def test_a_restarted_prefill_is_not_given_up_for_its_predecessors_hello(
     pulling: ReceiverSession,
 ) -> None:
     for block in range(3):
@@ -124,7 +124,7 @@ def test_a_restarted_prefill_worker_is_not_given_up_for_a_greeting_that_its_pred
     assert pulling.num_rooms == 1
 
 
-def test_a_room_whose_release_was_lost_is_reminded_of_over_the_next_connection() -> None:
+def test_a_lost_release_is_asked_for_over_the_next_connection() -> None:
     session = prefill.new_session()
     prefill.attached(session, is_final=True)
     session.peer_gone("d")

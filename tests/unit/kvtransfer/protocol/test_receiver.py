@@ -126,7 +126,7 @@ def test_blocks_may_land_in_any_order(session: ReceiverSession) -> None:
     assert [type(event) for event in events(land(session, 1))] == [Landed, Complete]
 
 
-def test_no_more_blocks_than_the_window_are_in_flight_per_peer_and_the_oldest_room_is_first() -> None:
+def test_the_window_bounds_blocks_per_peer_and_the_oldest_room_goes_first() -> None:
     session = new_session(window=3)
     rooms = ["b" * 32, "c" * 32]
     for room in rooms:
@@ -165,7 +165,7 @@ def test_a_block_that_was_repaired_is_as_good_as_any(session: ReceiverSession) -
     assert isinstance(done[-1], Complete)
 
 
-def test_silence_is_answered_by_asking_again_at_most_twice_per_block_until_the_lease_ends(
+def test_a_silent_peer_is_asked_at_most_twice_more_for_each_block(
     session: ReceiverSession,
 ) -> None:
     session.receive("p", announce(12, 1), 0.0)
@@ -195,7 +195,7 @@ def test_an_announcement_that_was_lost_is_asked_for_again(session: ReceiverSessi
     assert session.next_deadline() == 1.0 + PROBE_S
 
 
-def test_a_peer_that_says_nothing_for_a_second_is_given_up_with_all_its_rooms(
+def test_a_peer_silent_for_a_second_is_given_up_with_all_its_rooms(
     session: ReceiverSession,
 ) -> None:
     session.pull(request(OTHER), 0.0)
@@ -228,7 +228,7 @@ def test_a_peer_that_knows_the_room_may_compute_as_long_as_it_likes(session: Rec
     assert session.num_rooms == 1
 
 
-def test_answers_without_blocks_do_not_keep_a_room_alive_that_waits_for_blocks(
+def test_answers_without_blocks_do_not_prolong_a_room_that_needs_blocks(
     session: ReceiverSession,
 ) -> None:
     session.receive("p", announce(12, 1), 0.0)

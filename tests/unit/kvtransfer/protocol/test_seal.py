@@ -166,9 +166,7 @@ def test_keys_and_tickets_are_in_no_text_that_a_log_could_hold():
         ("crc32c", False, False, (CRC32C,)),
     ],
 )
-def test_with_keys_blocks_are_protected_unless_the_operator_trusts_the_network(
-    choice, has_keys, trusted, expected
-):
+def test_with_keys_blocks_are_sealed_unless_the_network_is_trusted(choice, has_keys, trusted, expected):
     assert ciphers_of(choice, has_keys=has_keys, trusted_network=trusted) == expected
 
 

@@ -141,7 +141,7 @@ def test_a_forged_block_is_pulled_again_twice_and_never_counts_as_landed(layout,
     assert (counted["digest_mismatches"], counted["repulls"]) == (3, 2)
 
 
-def test_one_forged_block_costs_one_pull_and_its_next_attempt_has_another_nonce():
+def test_a_forged_block_costs_one_pull_and_the_next_has_another_nonce():
     flipped = []
 
     def fault(message, packet):
@@ -176,7 +176,7 @@ def test_a_block_of_another_room_or_attempt_is_refused(what):
     assert lost.kind == "DigestMismatch"
 
 
-def test_every_transfer_has_a_key_of_its_own_also_the_same_room_offered_again():
+def test_every_transfer_has_its_own_key_even_for_the_same_room():
     pair = Pair()
     for room, epoch, have in (("a" * 32, 0, 0), ("a" * 32, 1, 0), ("b" * 32, 0, 0), ("b" * 32, 0, 4)):
         num_keys = len(pair.keys_told())
@@ -186,7 +186,7 @@ def test_every_transfer_has_a_key_of_its_own_also_the_same_room_offered_again():
 
 
 @pytest.mark.parametrize("key", [b"", b"short", bytes(32)])
-def test_an_announcement_without_a_right_key_ends_the_room_before_any_block(key):
+def test_an_announcement_with_a_wrong_key_ends_the_room_before_any_block(key):
     def fault(message, packet):
         if not isinstance(message, Announce):
             return packet
@@ -217,7 +217,7 @@ def test_prefill_refuses_decode_that_takes_blocks_in_the_clear_only():
     assert (AES_128_GCM in lost.reason, CRC32C in lost.reason) == (True, True)
 
 
-def test_a_sealed_block_without_its_payload_or_shorter_than_a_tag_is_dropped():
+def test_a_sealed_block_without_payload_or_below_a_tag_is_dropped():
     for size in (0, TAG_BYTES - 1, TAG_BYTES):
 
         def fault(message, packet, size=size):
@@ -245,7 +245,7 @@ class Full:
         return None
 
 
-def test_a_block_that_its_peer_cannot_take_yet_is_sealed_once_however_often_it_is_tried():
+def test_a_block_that_waits_for_its_peer_is_sealed_only_once():
     pair = Pair()
     full = Full(pair.sender)
     assert not of(Landed, pair.hand_off())
@@ -263,7 +263,7 @@ def test_a_block_that_its_peer_cannot_take_yet_is_sealed_once_however_often_it_i
     assert not pair.sender._prepared
 
 
-def test_the_buffer_of_a_block_that_is_never_taken_comes_back_with_its_room():
+def test_the_buffer_of_a_block_never_taken_is_freed_with_its_room():
     pair = Pair()
     Full(pair.sender)
     pair.hand_off()

@@ -117,7 +117,7 @@ def test_an_attach_before_the_offer_is_kept_and_answered(session: SenderSession)
     assert session.advance(ROOM, 0, 4, None, 1.0) == [SendMessage("d", announce(4))]
 
 
-def test_an_attach_without_an_offer_ends_after_its_time_however_often_it_is_repeated(
+def test_repeating_an_attach_without_an_offer_does_not_prolong_it(
     session: SenderSession,
 ) -> None:
     for now in range(19):
@@ -280,7 +280,7 @@ def test_the_lease_ends_a_room_that_decode_does_not_pull(session: SenderSession)
     assert aborts(session.receive("d", pull(1), 109.0)) == [("d", 0)]
 
 
-def test_a_room_that_waits_while_decode_pulls_others_is_not_dropped_and_another_decodes_is(
+def test_a_room_survives_while_its_own_decode_pulls_other_rooms(
     session: SenderSession,
 ) -> None:
     greet(session, "d2", D2)
@@ -300,7 +300,7 @@ def test_a_room_that_waits_while_decode_pulls_others_is_not_dropped_and_another_
     assert sorted(event.room for event in last if isinstance(event, Dropped)) == [ROOM, "b" * 32]
 
 
-def test_the_end_is_announced_again_while_decode_is_quiet_and_its_release_may_be_lost(
+def test_the_end_is_announced_again_while_decode_is_silent(
     session: SenderSession,
 ) -> None:
     attached(session)

@@ -300,7 +300,7 @@ def test_a_descriptor_outside_decodes_own_table_is_not_read(start, change):
 @pytest.mark.parametrize(
     "change", [{"size": 4999}, {"block": 99}, {"epoch": 3}, {"room": "b" * 32}, {"instance": "e" * 32}]
 )
-def test_a_descriptor_that_fits_no_pull_lands_nowhere_and_its_slot_comes_back(start, change):
+def test_a_descriptor_that_fits_no_pull_is_dropped_and_frees_its_slot(start, change):
     pair = start()
     done = []
     pair.wire.on_message = lambda message: (
@@ -385,7 +385,7 @@ def test_a_slab_ends_with_the_peer_on_either_side(start):
     assert other.slots() == "SenderSlabs()"
 
 
-def test_a_new_connection_of_the_same_process_gets_a_new_slab_and_the_old_one_ends(start):
+def test_a_new_connection_of_the_same_process_replaces_the_slab(start):
     pair = start()
     pair.open()
     pair.run()

@@ -109,7 +109,7 @@ def test_the_document_shows_what_is_served_and_nothing_that_is_refused():
 
 
 @pytest.mark.parametrize("is_keyed", [False, True])
-def test_the_document_says_who_may_ask_which_headers_are_read_and_when_to_come_again(is_keyed):
+def test_the_document_lists_authorisation_headers_and_retry_after(is_keyed):
     document = openapi_of("m", is_keyed=is_keyed)
     [scheme] = document["components"]["securitySchemes"]
     headers = [field.name.decode() for field in REQUEST_HEADERS]

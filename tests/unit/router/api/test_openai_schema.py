@@ -267,7 +267,7 @@ def test_of_allowed_tools_alone_the_model_hears_and_calls_one():
         chat(**spelled)
 
 
-def test_who_sends_an_image_reads_that_parts_are_text_however_its_part_begins():
+def test_an_image_part_is_refused_with_the_parts_that_are_served():
     image = {"image_url": {"url": "http://x"}}
     for part in ({"type": "image_url"} | image, image | {"type": "image_url"}):
         with pytest.raises(
@@ -325,7 +325,7 @@ def test_offsets_point_into_the_text_also_inside_a_character(tokenizer):
     assert sum(token.text.startswith("bytes:\\x") for token in tokens) > 1
 
 
-def test_an_echoed_prompt_stands_before_the_output_with_its_log_probabilities(tokenizer):
+def test_an_echoed_prompt_precedes_the_output_with_its_logprobs(tokenizer):
     ids, starts = tokenizer.encode_with_starts("one two")
     choice = Choice(tokenizer, ChoiceOptions(num_top=1), Prompt(ids, "one two", starts))
     scores = [TokenLogprob(logprob=-float(i), top=[(token, -float(i))]) for i, token in enumerate(ids[1:], 1)]

@@ -57,7 +57,7 @@ def test_a_cluster_without_a_pair_says_which_features_are_missing():
     assert "equal fingerprints" in why_not_ready(dispatcher_of(registry_of(PREFILL, other)), 0.0)
 
 
-def test_an_older_worker_says_nothing_of_its_features_and_pairs_by_fingerprint():
+def test_a_worker_that_omits_its_features_pairs_by_fingerprint():
     registry = Registry("a" * 32, 3.0)
     for message in (hello(P, "prefill"), hello(D)):
         registry.hello(message.instance[:1].encode(), message, 0.0)

@@ -21,9 +21,7 @@ STREAMS = st.lists(st.floats(min_value=0.0, max_value=1.5 * TIMEOUTS.token_s), m
     look_after=st.floats(min_value=0.0, max_value=2 * TIMEOUTS.token_s),
     deadline=st.none() | st.just(4.0),
 )
-def test_a_stream_that_was_found_quiet_has_nothing_to_do_at_a_tick_before_whatever_tokens_come(
-    before, behind, look_after, deadline
-):
+def test_a_quiet_stream_costs_nothing_at_a_tick_until_tokens_come(before, behind, look_after, deadline):
     room, now = placed(deadline=deadline), 0.0
     assert room.quiet_until == 0.0
     room.on(reserved(), DECODE, now)
@@ -70,7 +68,7 @@ def woken_by(*events):
     return asyncio.run(read())
 
 
-def test_a_patient_reader_is_woken_for_the_end_and_finds_all_that_was_before_it():
+def test_a_patient_reader_is_woken_at_the_end_with_all_events_before_it():
     events = [Deliver([1], []), Deliver([2, 3], []), Ended("stop")]
     assert woken_by(*events) == events
 
@@ -80,7 +78,7 @@ def test_a_patient_reader_s_work_comes_in_parts_of_many_tokens():
     assert woken_by(*events) == events
 
 
-def test_a_field_that_comes_twice_keeps_both_values_and_two_hosts_are_a_fault():
+def test_a_repeated_header_keeps_both_values_and_two_hosts_are_an_error():
     fields = fields_of([(b"host", b"a"), (b"accept", b"x"), (b"accept", b"y")])
     assert fields[b"accept"] == [b"x", b"y"]
     assert fault_of(fields, "1.1", 10) is None

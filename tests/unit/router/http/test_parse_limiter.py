@@ -47,7 +47,7 @@ def test_a_request_that_fails_while_it_is_read_is_forgotten():
     gate.enter(caller, 1, 0.0)
 
 
-def test_what_is_read_and_what_runs_count_together_against_a_callers_requests_at_once():
+def test_parsing_and_running_requests_share_a_callers_concurrency_limit():
     gate = Gate()
     room, two, other = ParseLimiter(gate), Caller(id="a", max_requests=2), Caller(id="b", max_requests=2)
     gate.enter(two, 1, 0.0)
@@ -62,7 +62,7 @@ def test_what_is_read_and_what_runs_count_together_against_a_callers_requests_at
         assert counts(room) == (1, 1)
 
 
-def test_a_rate_that_is_used_up_holds_before_anything_is_read_and_reading_takes_nothing_of_it():
+def test_an_exhausted_rate_refuses_before_parsing_and_parsing_is_free():
     gate = Gate()
     room, caller = ParseLimiter(gate), Caller(id="a", requests_per_minute=2, tokens_per_minute=60)
     for _ in range(10):

@@ -20,7 +20,7 @@ def refused(gate, caller, tokens=1, now=0.0):
 
 
 @given(STEPS, st.integers(1, 30))
-def test_no_minute_has_more_requests_than_twice_the_rate_and_the_long_run_has_the_rate(steps, rate):
+def test_a_minute_has_at_most_twice_the_rate_and_the_long_run_the_rate(steps, rate):
     gate, caller, now, taken = Gate(), Caller(id="a", requests_per_minute=rate), 0.0, []
     for pause, _ in steps:
         now += pause
@@ -69,7 +69,7 @@ def test_at_once_counts_those_that_have_not_ended_and_each_key_for_itself():
     assert (gate.num_running(one), gate.num_running(other)) == (2, 1)
 
 
-def test_without_limits_nobody_is_refused_and_use_is_forgotten_only_when_idle():
+def test_without_limits_nobody_is_refused_and_only_idle_use_is_forgotten():
     gate = Gate()
     for i in range(5000):
         gate.enter(Caller(id=str(i)), 10**9, 0.0)

@@ -36,9 +36,7 @@ def pass_time(world, seconds):
 
 
 @pytest.mark.parametrize("num_begun", [0, NUM_ROOMS])
-def test_a_prefill_worker_that_dropped_more_rooms_than_the_budget_fails_none_and_decode_is_not_blamed(
-    world, num_begun
-):
+def test_rooms_dropped_by_prefill_cost_no_budget_and_no_blame_of_decode(world, num_begun):
     entries = submitted(world, num_begun)
     for entry in entries:
         given_up(world, entry)
@@ -52,7 +50,7 @@ def test_a_prefill_worker_that_dropped_more_rooms_than_the_budget_fails_none_and
     )
 
 
-def test_decode_s_word_behind_that_of_prefill_ends_the_attempt_at_once_and_costs_nothing(world):
+def test_decodes_report_after_prefills_ends_the_attempt_at_no_cost(world):
     entries = submitted(world, NUM_ROOMS)
     world.dispatcher.on_message(b"p", hello(instance=P, role="prefill", generation=1))
     assert [entry.room.epoch for entry in entries] == [0] * NUM_ROOMS, (
@@ -79,7 +77,7 @@ def test_what_prefill_says_itself_counts_whoever_is_heard_first(world):
 
 
 @pytest.mark.parametrize("num_begun", [0, NUM_ROOMS])
-def test_where_prefill_says_nothing_decode_s_word_counts_and_the_budget_does(world, num_begun):
+def test_without_prefills_report_decodes_counts_and_uses_the_budget(world, num_begun):
     entries = submitted(world, num_begun)
     world.dispatcher.tick()  # streams that go on are not looked at again
     for entry in entries:
@@ -94,7 +92,7 @@ def test_where_prefill_says_nothing_decode_s_word_counts_and_the_budget_does(wor
     assert entries[0].room.failed_on == {P, D}
 
 
-def test_a_client_that_leaves_while_prefill_s_word_is_awaited_leaves_nothing(world):
+def test_a_client_leaving_while_prefills_report_is_awaited_leaks_nothing(world):
     (entry, *_) = submitted(world, 1)
     given_up(world, entry)
     world.dispatcher.client_left(entry)

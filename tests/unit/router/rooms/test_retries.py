@@ -18,12 +18,12 @@ from baton.router.workers.breaker import (
 from hypothesis import given
 
 
-def test_a_few_repeated_attempts_are_always_allowed_and_no_more_without_requests():
+def test_a_few_retries_are_always_allowed_and_more_only_with_traffic():
     budget = RetryBudget()
     assert [budget.take(1, 0.0) for _ in range(BUDGET_FLOOR + 2)] == [True] * BUDGET_FLOOR + [False] * 2
 
 
-def test_the_budget_is_a_fifth_of_the_rooms_that_came_or_of_those_that_live():
+def test_the_budget_is_a_fifth_of_recent_rooms_or_of_live_ones():
     budget = RetryBudget()
     budget.came(100, 0.0)
     assert sum(budget.take(5, 1.0) for _ in range(200)) == 20
@@ -83,7 +83,7 @@ def test_after_a_while_one_attempt_may_show_that_the_worker_is_well():
     assert [breaker.judge(name, 0, False, now) for name in "ab"] == [False, False], "it begins anew"
 
 
-def test_a_probe_that_fails_opens_it_again_and_one_that_is_cancelled_frees_the_place():
+def test_a_failed_probe_reopens_the_breaker_and_a_cancelled_one_frees_it():
     breaker, _ = failing([0.0, 0.0, 0.0])
     now = BREAKER_OPEN_S + 1
     breaker.placed("probe", 0)
@@ -109,7 +109,7 @@ def returning():
     return breaker
 
 
-def test_a_worker_that_is_well_again_gets_more_attempts_at_once_with_every_success():
+def test_a_recovering_worker_gets_more_attempts_with_every_success():
     breaker, now, most = returning(), BREAKER_OPEN_S, []
     for i in range(40):
         num = 0

@@ -182,7 +182,7 @@ def test_refusal_for_ever_ends_the_request():
     assert effects == [Freed(D, 0), Failure("Refused", "full"), CANCEL_P]
 
 
-def test_failure_before_a_token_is_tried_again_with_the_next_epoch_three_times_in_all():
+def test_a_failure_before_a_token_is_retried_for_three_epochs_in_all():
     room = placed()
     blamed = [Outcome(P, 0, False), Outcome(D, 0, False)]
     assert room.on(failed(P), P, 0.5) == [*blamed, Freed(P, 0), CANCEL_D, Requeued(0.5, TRANSFER)]
@@ -290,7 +290,7 @@ def test_the_account_of_a_stopped_room_is_awaited_for_a_moment_only():
     assert room.on(Gone(room=ROOM, epoch=0, instance=D, timeline=DecodeTimeline()), D, 1.4) == [Freed(D, 0)]
 
 
-def test_a_stopped_room_whose_decode_is_lost_or_has_finished_awaits_nothing():
+def test_a_stopped_room_does_not_wait_for_a_lost_or_finished_decode():
     room = streaming()
     room.stop(1.0)
     assert room.worker_lost(D, 1.1) == [Freed(D, 0), Settled()]
@@ -410,7 +410,7 @@ def step(room, event, now):
 
 @settings(max_examples=400)
 @given(st.lists(events, max_size=30))
-def test_any_history_delivers_contiguously_ends_once_and_frees_what_it_held(history):
+def test_any_history_delivers_in_order_ends_once_and_frees_what_it_held(history):
     room = new_room()
     now, effects = 0.0, []
     for event in ["place", *history, "cancel"]:

@@ -151,7 +151,7 @@ def test_a_prefill_that_finds_the_answer_complete_ends_it():
     assert fresh.num_stale == 1
 
 
-def test_the_workers_accounts_are_summed_and_the_cached_part_is_of_the_clients_prompt():
+def test_usage_is_summed_and_cached_tokens_count_only_the_clients_prompt():
     room = placed()
     room.on(reserved(), D, 0.1)
     spent = PrefillTimeline(prefill_ms=2.0, cached_tokens=2)
@@ -272,7 +272,7 @@ def test_the_last_failure_is_the_peers_word_if_the_silent_worker_lives():
     assert Failure("PeerLost", "silent") in unknown.tick(2.0 + unknown.timeouts.suspect_s)
 
 
-def test_a_silent_worker_that_answers_or_never_had_the_request_is_not_counted_as_dead():
+def test_a_silent_worker_that_answers_or_lacks_the_request_is_no_death():
     room = placed()
     room.on(silent(PAIR, 0), D, 1.0)
     room.on(gone(P), P, 1.1)
@@ -284,7 +284,7 @@ def test_a_silent_worker_that_answers_or_never_had_the_request_is_not_counted_as
     assert room.phase is Phase.QUEUED
 
 
-def test_a_stop_string_that_is_found_while_the_room_waits_for_a_pair_ends_it():
+def test_a_stop_string_found_while_a_room_waits_for_a_pair_ends_it():
     room = streaming()
     room.worker_lost(D, 1.0)
     assert room.stop(1.1) == [Settled()]

@@ -40,7 +40,7 @@ def test_every_policy_uses_every_worker_of_an_even_load(role, name):
     assert max(counts.values()) <= 26, counts
 
 
-def test_cache_aware_prefill_goes_where_the_beginning_is_until_the_queue_costs_more_than_it_saves():
+def test_cache_aware_prefill_follows_the_prefix_until_the_queue_outweighs():
     index = PrefixIndex()
     index.add("a" * 32, PROMPT.pages(16))  # 96 tokens cached
     policy, idle = picker("prefill", "cache-aware", index), worker("b", "prefill")
@@ -59,7 +59,7 @@ def test_a_prompt_that_is_cached_as_a_whole_still_costs_its_last_page():
     assert policy.cost(worker("a", "prefill"), prompt) == 16
 
 
-def test_a_session_goes_back_to_the_decode_worker_that_holds_it_unless_that_is_much_fuller():
+def test_a_session_returns_to_its_decode_worker_unless_it_is_much_fuller():
     index = PrefixIndex()
     index.add("a" * 32, PROMPT.pages(16))
     policy, idle = picker("decode", "session", index), worker("b", "decode")
@@ -87,7 +87,7 @@ def test_round_robin_goes_round_whatever_the_load_and_a_newcomer_is_next():
     assert order == "ababcab"
 
 
-def test_the_fullest_of_three_is_never_taken_by_power_of_two_and_equal_seeds_choose_alike():
+def test_power_of_two_never_takes_the_fullest_and_equal_seeds_agree():
     workers = [worker("a", "decode", [(9, 1)] * 5), worker("b", "decode", [(1, 1)]), worker("c", "decode")]
     one, other = picker("decode", "power-of-two"), picker("decode", "power-of-two")
     choices = [picked(one, *workers) for _ in range(60)]

@@ -18,7 +18,7 @@ def test_a_line_finds_fixed_cost_and_slope():
     assert made.at(500) == pytest.approx(0.110, rel=1e-6)
 
 
-def test_samples_of_one_size_give_their_mean_and_noise_gives_no_negative_time():
+def test_equal_sizes_give_their_mean_and_noise_no_negative_time():
     assert line((64, 0.02), (64, 0.04)).at(64) == pytest.approx(0.03, rel=0.02)
     falling = line((1, 0.5), (1000, 0.1))
     assert falling.at(5000) > 0
@@ -53,7 +53,7 @@ def cheaper(made, new, *, on_prefill=None, queued=0, running=0):
     )
 
 
-def test_nothing_is_cheaper_on_decode_before_prefill_and_hand_off_are_known():
+def test_nothing_is_cheaper_on_decode_before_prefill_and_handoff_are_known():
     assert not cheaper(CostModel(), 1)
     one_sided = CostModel()
     for _ in range(9):
@@ -61,14 +61,14 @@ def test_nothing_is_cheaper_on_decode_before_prefill_and_hand_off_are_known():
     assert not cheaper(one_sided, 1)
 
 
-def test_a_short_prompt_is_cheaper_on_an_idle_decode_worker_and_a_long_one_behind_a_busy_batch_is_not():
+def test_short_prompts_are_cheaper_on_idle_decode_and_long_ones_are_not():
     made = costs(handoff_ms=5.0)
     assert cheaper(made, 16)
     assert not cheaper(made, 16, running=8)  # 1.6 ms for each of nine requests
     assert not cheaper(made, 400, running=1)
 
 
-def test_a_long_queue_on_prefill_and_a_prompt_that_decode_has_cached_speak_for_decode():
+def test_a_long_prefill_queue_or_a_cached_prompt_favours_decode():
     made = costs(handoff_ms=1.0)
     assert not cheaper(made, 200, running=1)
     assert cheaper(made, 200, running=1, queued=400)

@@ -106,7 +106,7 @@ def _metrics(world):
     return metrics_of(world.dispatcher).decode()
 
 
-def test_waiting_rooms_are_placed_in_order_and_a_small_one_does_not_overtake():
+def test_waiting_rooms_are_placed_in_order_and_small_ones_never_overtake():
     world = World().join(pages_total=10)
     (first,), _ = world.submit(16 * 7)  # 8 pages
     (big,), _ = world.submit(16 * 4)  # 5 pages: waits
@@ -152,7 +152,7 @@ def test_frames_wait_in_order_for_a_worker_that_takes_none():
     assert [r.room for r in world.of(b"d", Reserve)] == rooms
 
 
-def test_worker_that_reconnects_in_time_gets_what_waited_and_one_that_does_not_is_lost():
+def test_a_worker_that_reconnects_in_time_gets_what_waited_else_it_is_lost():
     world = World().join()
     world.lost = {b"d"}
     _, inbox = world.submit(16)
@@ -202,7 +202,7 @@ def test_wait_is_bounded_also_behind_refusals():
     assert int(error_of(broken).headers["retry-after"]) == 17
 
 
-def test_who_is_displaced_hears_when_to_come_again_as_those_do_who_were_not_let_in():
+def test_displaced_and_refused_requests_both_get_a_retry_after():
     world = World(max_queue=1).join(max_running=1)
     world.submit(16)
     world.now = 4.0
@@ -246,7 +246,7 @@ def begin(world, entry, epoch=0):
     world.dispatcher.on_message(b"p", FirstToken(instance=P, token=9, **one))
 
 
-def test_a_worker_that_dropped_its_rooms_loses_them_at_once_and_its_pages_are_free():
+def test_a_worker_that_dropped_its_rooms_loses_them_and_frees_its_pages():
     world = World().join()
     (begun,), begun_inbox = world.submit(16)
     begin(world, begun)
@@ -273,7 +273,7 @@ def test_the_same_generation_asks_and_an_older_one_is_a_straggler():
     assert world.dispatcher.events["stale_hello"] == 1
 
 
-def test_frames_that_waited_for_a_worker_that_dropped_its_rooms_are_not_sent():
+def test_frames_waiting_for_a_worker_that_dropped_its_rooms_are_not_sent():
     world = World().join()
     world.refusing = {b"d"}
     (entry,), _ = world.submit(16)
@@ -312,7 +312,7 @@ def test_choices_that_wait_behind_their_own_siblings_are_not_a_queue():
     assert [event for event in events(inbox) if isinstance(event, (Ended, Failure))] == [Ended("stop")] * 3
 
 
-def test_choices_that_wait_behind_others_when_their_siblings_are_done_time_out_with_one_warning(caplog):
+def test_choices_still_queued_behind_siblings_time_out_with_one_warning(caplog):
     world = World(queue_timeout_s=5.0).join(max_running=1)
     (first, *_), inbox = world.submit(16, 16, 16)
     world.now = 9.0
@@ -373,7 +373,7 @@ def test_a_stopped_choice_counts_with_what_decode_says_it_cost():
     assert "baton_accepted_tokens_total 4.0" in text
 
 
-def test_a_request_that_takes_too_long_ends_with_that_error_and_its_workers_know():
+def test_a_request_that_times_out_ends_with_that_error_at_its_workers_too():
     world = World(request_timeout_s=20.0).join()
     (entry,), inbox = world.submit(16)
     assert world.of(b"d", Reserve)[0].deadline_ms == world.of(b"p", Prefill)[0].deadline_ms == 20_000

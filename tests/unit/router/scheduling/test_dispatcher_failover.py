@@ -63,7 +63,7 @@ def two_pairs(**settings):
     ]
 
 
-def test_a_stream_goes_on_with_another_decode_and_the_client_sees_one_answer():
+def test_a_stream_resumes_on_another_decode_as_one_answer_for_the_client():
     world, others = two_pairs()
     (entry,), inbox = world.submit(16)
     begin(world, entry)
@@ -81,7 +81,7 @@ def test_a_stream_goes_on_with_another_decode_and_the_client_sees_one_answer():
     assert (world.dispatcher.events["resumed"], entry.timeline(world.now).attempts) == (1, 2)
 
 
-def test_of_requests_that_were_with_a_dead_worker_one_at_a_time_meets_the_next_and_the_others_do_not_wait():
+def test_suspects_of_a_death_meet_the_next_worker_one_at_a_time():
     world, others = two_pairs()
     entries = [world.submit(16)[0][0] for _ in range(3)]
     world.add(*others)
@@ -105,7 +105,7 @@ def test_of_requests_that_were_with_a_dead_worker_one_at_a_time_meets_the_next_a
     assert [entry.room.room for entry in entries if entry.room.deaths.must_be_alone] == [last], "alone"
 
 
-def test_a_stream_without_a_pair_waits_a_while_and_goes_on_when_one_comes_back():
+def test_a_stream_without_a_pair_waits_and_resumes_when_one_comes_back():
     world, others = two_pairs()
     (entry,), _ = world.submit(16)
     begin(world, entry)
@@ -185,7 +185,7 @@ def test_a_request_that_has_no_token_yet_does_not_wait_for_a_pair():
     assert [event.kind for event in events(inbox)] == ["NoWorkers"]
 
 
-def test_rooms_do_not_go_from_one_lost_worker_to_another_that_is_lost_with_it():
+def test_rooms_do_not_move_to_a_worker_that_is_lost_at_the_same_time():
     world, others = two_pairs()
     (entry,), _ = world.submit(16)
     begin(world, entry)
@@ -195,7 +195,7 @@ def test_rooms_do_not_go_from_one_lost_worker_to_another_that_is_lost_with_it():
     assert (entry.room.epoch, entry.room.deaths.died_with) == (0, {D})
 
 
-def test_a_worker_that_cannot_be_reached_is_tried_last_and_is_not_counted_against_the_request():
+def test_an_unreachable_worker_is_tried_last_and_costs_the_request_nothing():
     world, others = two_pairs()
     (entry,), _ = world.submit(16)
     begin(world, entry)
@@ -313,7 +313,7 @@ def fail(world, entry, identity=b"d", instance=D, kind="BadLogits", retryable=Tr
     world.dispatcher.on_message(identity, Failed(instance=instance, **message))
 
 
-def test_the_retry_budget_is_shared_by_all_and_what_exceeds_it_fails_with_its_own_error():
+def test_the_retry_budget_is_shared_and_exceeding_it_has_its_own_error():
     world, _ = two_pairs(max_queue=100)
     kinds = []
     for _ in range(BUDGET_FLOOR + 3):
@@ -328,7 +328,7 @@ def test_the_retry_budget_is_shared_by_all_and_what_exceeds_it_fails_with_its_ow
     assert (world.dispatcher.events["retry_denied"], world.dispatcher.events["requeued"]) == (3, BUDGET_FLOOR)
 
 
-def test_the_death_of_a_worker_with_more_rooms_than_the_budget_fails_none_of_them():
+def test_a_dead_worker_with_more_rooms_than_the_budget_fails_none():
     world = Cluster(max_queue=100).join(max_running=64, pages_total=1000)
     entries = [world.submit(1)[0][0] for _ in range(BUDGET_FLOOR + 5)]
     assert all(entry.room.is_at_workers for entry in entries)
@@ -338,7 +338,7 @@ def test_the_death_of_a_worker_with_more_rooms_than_the_budget_fails_none_of_the
     assert world.dispatcher.events["retry_denied"] == 0
 
 
-def test_rooms_that_a_leaving_worker_hands_back_go_on_elsewhere_and_cost_nobody_anything():
+def test_rooms_handed_back_by_a_leaving_worker_go_on_at_no_cost():
     world, others = two_pairs()
     (entry,), inbox = world.submit(16)
     begin(world, entry)
@@ -366,7 +366,7 @@ def test_refusals_cost_nothing_of_the_budget_and_open_no_breaker():
     assert not world.dispatcher.registry.get(D).breaker.is_avoided(world.now)
 
 
-def test_a_worker_that_fails_three_rooms_is_avoided_and_comes_back_with_one():
+def test_a_worker_that_fails_three_rooms_is_avoided_until_a_probe_passes():
     world, others = two_pairs()
     for _ in range(3):
         (entry,), _ = world.submit(16)
@@ -389,7 +389,7 @@ def test_a_worker_that_fails_three_rooms_is_avoided_and_comes_back_with_one():
     assert world.submit(16)[0][0].room.pair.decode == D
 
 
-def test_a_client_that_leaves_while_its_stream_waits_for_a_pair_leaves_nothing():
+def test_a_client_leaving_while_its_stream_waits_for_a_pair_leaks_nothing():
     world, _ = two_pairs()
     (entry,), inbox = world.submit(16)
     begin(world, entry)
@@ -400,7 +400,7 @@ def test_a_client_that_leaves_while_its_stream_waits_for_a_pair_leaves_nothing()
     assert [type(event) for _, event in asyncio.run(inbox.take())] == [Deliver]
 
 
-def test_after_a_connection_ended_the_worker_behind_it_is_known_before_anything_is_sent_to_it():
+def test_after_a_lost_connection_a_worker_is_identified_before_any_send():
     world, _ = two_pairs()
     (entry,), _ = world.submit(16)
     begin(world, entry)
@@ -411,7 +411,7 @@ def test_after_a_connection_ended_the_worker_behind_it_is_known_before_anything_
     assert [worker.instance for worker in world.dispatcher.registry] == [P]
 
 
-def test_a_worker_that_leaves_at_the_end_of_its_drain_is_not_held_against_its_requests():
+def test_a_worker_that_ends_its_drain_is_no_death_for_its_requests():
     world, others = two_pairs()
     (entry,), _ = world.submit(16)
     begin(world, entry)
@@ -432,7 +432,7 @@ def with_local(**settings):
     return world
 
 
-def test_without_prefill_workers_decode_is_given_the_prompt_and_says_every_token():
+def test_without_prefill_workers_decode_computes_prompt_and_all_tokens():
     world = with_local()
     (first,), _ = world.submit(16)
     world.kill((b"p", P))

@@ -131,7 +131,7 @@ def test_a_client_that_left_has_cancelled_its_attempt():
     assert (only_row(world).outcome, only_row(world).handoff_bytes) == ("cancelled", 4096)
 
 
-def test_what_a_stopped_request_cost_is_known_when_its_last_worker_has_answered():
+def test_a_stopped_requests_cost_is_known_after_its_last_workers_answer():
     world = world_of()
     [entry] = submit(world, reply_id="chatcmpl-2")
     one = {"room": entry.room.room, "epoch": 0}
@@ -143,7 +143,7 @@ def test_what_a_stopped_request_cost_is_known_when_its_last_worker_has_answered(
     assert attempts_of(world, "chatcmpl-2")[0].outcome == "ok"
 
 
-def test_a_request_that_waits_in_vain_is_told_as_rejected_without_an_attempt():
+def test_a_request_that_waits_in_vain_is_rejected_without_an_attempt():
     world = world_of(max_running=1, queue_timeout_s=5.0)
     submit(world, reply_id="chatcmpl-before")
     submit(world, reply_id="chatcmpl-behind")

@@ -14,7 +14,7 @@ def beliefs(world):
     return {worker: index.num_held(worker, PROMPT.pages(16)) for worker, index in indices.items()}
 
 
-def test_with_local_prefill_both_caches_are_known_and_corrected_by_what_decode_says():
+def test_with_local_prefill_decodes_report_corrects_both_known_caches():
     world = World(policy=PairingPolicy(local_prefill_max=64)).join()
     (first,), _ = world.submit(16)
     world.finish(first.room.room)

@@ -8,14 +8,12 @@ TOKENS = st.lists(st.integers(0, 3), max_size=40)
 
 
 @given(TOKENS, TOKENS, st.sampled_from(["", "a", "b"]), st.sampled_from(["", "a", "b"]))
-def test_two_prompts_share_a_name_exactly_where_salt_and_all_tokens_up_to_there_are_equal(
-    one, two, salt, other
-):
+def test_prefixes_share_a_name_exactly_when_salt_and_tokens_are_equal(one, two, salt, other):
     for i, (left, right) in enumerate(zip(page_names(one, 4, salt), page_names(two, 4, other), strict=False)):
         assert (left == right) == (salt == other and one[: 4 * i + 4] == two[: 4 * i + 4])
 
 
-def test_only_whole_pages_have_names_and_a_long_prompt_has_a_bounded_number():
+def test_only_whole_pages_have_names_and_their_number_is_bounded():
     assert [len(page_names([1] * n, 16, "")) for n in (0, 15, 16, 33)] == [0, 0, 1, 2]
     assert len(page_names([1] * 100_000, 1, "")) == MAX_HASHED
 

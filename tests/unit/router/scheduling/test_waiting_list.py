@@ -23,7 +23,7 @@ def arrivals(waiting):
     return [one.request.arrived for one in waiting]
 
 
-def test_urgent_requests_go_before_what_came_shortly_before_them_and_not_before_what_waits_for_long():
+def test_urgent_requests_overtake_recent_ones_but_not_long_waiting_ones():
     waiting = WaitingList()
     for arrived, priority in ((0.0, 0), (PRIORITY_S - 1, -1), (PRIORITY_S + 1, -1), (2.0, 1), (3.0, 0)):
         waiting.join(entry(arrived, priority))

@@ -133,7 +133,7 @@ def test_a_hostile_schema_is_refused_or_compiled_in_bounds(name):
         assert len(found) <= MAX_GRAMMAR
 
 
-def test_what_every_step_would_walk_through_has_a_bound_and_notes_have_none():
+def test_schema_parts_used_by_every_step_are_bounded_and_notes_are_not():
     noted = {
         "type": "object",
         "description": "x" * 9000,
@@ -149,9 +149,7 @@ def test_what_every_step_would_walk_through_has_a_bound_and_notes_have_none():
 @pytest.mark.parametrize(
     ("text", "is_refused"), [case[1:] for case in BOMBS], ids=[case[0] for case in BOMBS]
 )
-def test_s18_the_corpus_of_schemas_is_refused_or_compiled_and_followed_in_bounds(
-    bytes_tokenizer, text, is_refused
-):
+def test_s18_schemas_of_the_corpus_are_refused_or_followed_within_bounds(bytes_tokenizer, text, is_refused):
     started = time.process_time()
     found = outcome(Plan(answer=text.encode("utf-8", "surrogatepass")))
     if isinstance(found, ApiError):
@@ -214,7 +212,7 @@ def test_a_grammar_that_workers_cannot_follow_is_the_request_s_fault():
     assert "host-7" not in error.body.message
 
 
-def test_workers_that_have_too_many_grammars_to_compile_are_asked_again_later():
+def test_workers_with_too_many_grammars_to_compile_are_asked_again_later():
     error = error_of(
         Failure(kind="GrammarsOverdue", message="4 grammars that take too long are being compiled on host-7")
     )

@@ -98,7 +98,7 @@ def test_a_chat_as_templates_write_it_is_known_at_its_second_coming():
 
 
 @pytest.mark.parametrize("text", ["word", "a  b", "\n\n", "x" * MAX_CHARS + " y"])
-def test_texts_without_a_lone_space_and_long_ones_are_left_to_the_tokenizer(text):
+def test_long_texts_and_those_without_a_lone_space_go_to_the_tokenizer(text):
     assert word_ids(backend(KNOWN["letters"])).encode(text) is None
 
 

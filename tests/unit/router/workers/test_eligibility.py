@@ -104,7 +104,7 @@ def local(name, **more):
     return made
 
 
-def test_decode_computes_prompts_itself_only_where_no_prefill_worker_of_its_fingerprint_serves():
+def test_decode_computes_prompts_only_without_a_prefill_of_its_fingerprint():
     d = local("d", fingerprint="x")
     assert is_ready([d])
     assert chosen([d]) == ("d", "d")
@@ -122,7 +122,7 @@ def test_decode_computes_a_prompt_that_failed_on_every_prefill_worker():
     assert chosen([p, q, d], avoid=ids) == ("d", "d"), "one doubtful worker is better than two"
 
 
-def test_a_prefill_worker_that_is_taken_for_now_is_waited_for_and_not_replaced_by_decode():
+def test_a_busy_prefill_worker_is_awaited_and_not_replaced_by_decode():
     p, q, d = worker("p", "prefill"), worker("q", "prefill"), local("d")
     ids = [w.instance for w in (p, q, d)]
     assert chosen([p, q, d], taken=ids[:1]) == ("q", "d")

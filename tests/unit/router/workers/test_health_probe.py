@@ -126,7 +126,7 @@ def test_without_an_answer_it_is_not_ready_a_window_after_the_last_proof():
     assert world.metric(f'baton_failing_pairs{{decode="{D}",kind="DeadlineExceeded",prefill="{P}"}} 1.0')
 
 
-def test_a_failed_canary_says_which_pair_and_why_and_one_that_passes_heals_it():
+def test_a_failed_canary_names_pair_and_reason_and_a_passing_one_heals_it():
     world = proven()
     world.wait(HALF_S)
     world.fail(world.asked()[-1])
@@ -169,7 +169,7 @@ def test_the_end_of_a_stream_shows_no_more_than_when_its_blocks_came(timeline):
     assert not world.is_ready
 
 
-def test_a_hand_off_of_a_client_that_fails_makes_a_canary_due_and_decides_nothing():
+def test_a_clients_failed_hand_off_makes_a_canary_due_and_decides_nothing():
     world = proven()
     (entry,), _ = world.submit(2)
     failed = Failed(
@@ -208,7 +208,7 @@ def streaming(world, max_new=100):
     return entry
 
 
-def test_a_stream_shows_its_pair_when_decode_gives_its_first_token_and_not_again():
+def test_a_stream_proves_its_pair_once_with_decodes_first_token():
     world = Yard().join()
     world.wait(0.1)
     assert not world.is_ready
@@ -218,7 +218,7 @@ def test_a_stream_shows_its_pair_when_decode_gives_its_first_token_and_not_again
     assert not world.is_ready, "canaries have got no answer since, and what goes on shows no hand-off"
 
 
-def test_a_pair_that_is_full_stays_ready_for_some_windows_unless_a_hand_off_fails():
+def test_a_full_pair_stays_ready_for_some_windows_unless_a_hand_off_fails():
     world = Yard().join(max_running=2)
     world.wait(0.1)
     world.answer(world.asked()[0])

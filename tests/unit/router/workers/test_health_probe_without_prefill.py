@@ -40,7 +40,7 @@ def lose_prefill(world):
 
 
 @pytest.mark.parametrize("outcome", ["passed", "failed", "silent"])
-def test_the_first_prefill_worker_takes_nobody_out_of_service_until_its_pair_is_known_to_fail(outcome):
+def test_the_first_prefill_keeps_decode_ready_until_their_pair_fails(outcome):
     world = alone().join(roles=["prefill"])
     world.wait(0.2)
     assert [pair.state for pair in world.status().pairs] == ["new"]
@@ -59,7 +59,7 @@ def test_the_first_prefill_worker_takes_nobody_out_of_service_until_its_pair_is_
 
 
 @pytest.mark.parametrize("outcome", ["passed", "failed", "silent"])
-def test_the_last_prefill_worker_that_leaves_takes_nobody_out_of_service_until_decode_is_known_to_fail_alone(
+def test_after_the_last_prefill_decode_stays_ready_until_it_fails_alone(
     outcome,
 ):
     world = pair_that_loses_prefill()
@@ -78,7 +78,7 @@ def test_the_last_prefill_worker_that_leaves_takes_nobody_out_of_service_until_d
     assert world.is_ready is (outcome == "passed")
 
 
-def test_a_decode_worker_whose_pair_failed_is_not_ready_alone_before_a_request_has_passed_it():
+def test_a_decode_whose_pair_failed_is_ready_alone_only_once_proven():
     world = proven(local_prefill=True)
     world.wait(HALF_S)
     world.fail(world.asked()[-1])

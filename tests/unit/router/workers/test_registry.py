@@ -79,7 +79,7 @@ def test_hello_does_not_stand_in_for_heartbeats():
     assert registry.overdue(4.1) == [worker]
 
 
-def test_silence_while_the_router_itself_is_behind_does_not_count_for_a_while():
+def test_silence_does_not_count_while_the_router_itself_is_behind():
     registry, worker = registered()
     beat(registry, worker, now=1.0)
     registry.excuse(1.0, is_behind=False)
@@ -159,7 +159,7 @@ def test_workers_that_failed_lately_or_cannot_be_reached_are_doubtful():
     assert registry.judge("3" * 32, "room", 0, False, 3.0) is False, "a worker that is gone"
 
 
-def test_the_place_of_a_doubtful_workers_one_attempt_is_free_again_with_its_ledger():
+def test_a_doubtful_workers_single_place_is_freed_with_its_ledger():
     registry, worker = registered()
     for i in range(3):
         registry.judge(worker.instance, f"room{i}", 0, False, 0.0)
@@ -180,7 +180,7 @@ def test_decode_takes_prompts_when_it_can_and_the_router_allows_it():
         assert worker.takes_prompts == (can and may)
 
 
-def test_rooms_that_another_router_placed_count_against_the_places_of_a_worker():
+def test_rooms_placed_by_another_router_count_against_a_workers_places():
     registry, worker = registered(max_running=2)
     beat(registry, worker, running=1, transferring=1)
     need = Need(prompt=16, max_new=16)
@@ -206,7 +206,7 @@ def test_a_worker_that_refused_gets_nothing_before_its_next_heartbeat():
     assert able_pairs(live_pairs(registry), need)
 
 
-def test_workers_stop_pairing_when_their_whole_hashes_differ_and_the_log_says_so(caplog):
+def test_workers_with_different_full_hashes_stop_pairing_with_a_log_line(caplog):
     registry = Registry(ROUTER, 3.0)
     for instance, role in (("1" * 32, "prefill"), ("2" * 32, "decode")):
         registry.hello(instance[:1].encode(), hello(instance=instance, role=role), 0.0)

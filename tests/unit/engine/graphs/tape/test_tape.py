@@ -140,7 +140,7 @@ def test_random_programs_replay_exactly(program: list[tuple[Callable[[torch.Tens
 # --- what is written down ---------------------------------------------------------------------------------------------
 
 
-def test_views_are_dropped_because_they_did_not_copy_and_kept_where_they_did():
+def test_operations_are_dropped_as_views_only_when_they_did_not_copy():
     x = x_of()
     assert num_ops(lambda: x.view(8, 4).t()[1:].chunk(2)[0].expand(3, 2, 8)) == 0
     assert num_ops(lambda: x.reshape(8, 4)) == 0  # contiguous: a view
