@@ -128,7 +128,7 @@ def test_under_systemd_units_start_outlive_a_hung_loop_and_stop_in_time(machine,
         )
 
 
-# --- what is replaced while the router runs ---------------------------------------------------------------------------
+# --- what is replaced while the router runs -----------------------------------------------------------------
 
 LIVE, API_KEYS = "etc/certificates/live", "etc/baton/api.json"
 SECURED = f"""

@@ -46,7 +46,7 @@ class Scene:
         self._rss: dict[str, int] = {}
         self._shm = set(os.listdir("/dev/shm"))
 
-    # --- what rows do -------------------------------------------------------------------------------------------------
+    # --- what rows do ---------------------------------------------------------------------------------------
 
     def known(self, asks: list[Ask]) -> list[Ask]:
         """The same requests, after a run without faults has shown what their tokens are."""
@@ -90,7 +90,7 @@ class Scene:
         assert isinstance(self.cluster.place, Lan)
         return self.cluster.place
 
-    # --- afterwards ---------------------------------------------------------------------------------------------------
+    # --- afterwards -----------------------------------------------------------------------------------------
 
     def verdict(self) -> list[str]:
         """Every broken promise."""

@@ -183,7 +183,7 @@ class FaultCluster:
         """A router's HTTP port, or the KV port of a prefill worker."""
         return self._ports[name]
 
-    # --- processes ----------------------------------------------------------------------------------------------------
+    # --- processes ------------------------------------------------------------------------------------------
 
     def start(self) -> "FaultCluster":
         for name in self.nodes:
@@ -253,7 +253,7 @@ class FaultCluster:
                 self.restart(node.name)
         self.wait_whole(60)
 
-    # --- what it says -------------------------------------------------------------------------------------------------
+    # --- what it says ---------------------------------------------------------------------------------------
 
     def status(self, router: str = "router") -> dict:
         """The document of /status; {} while the router does not answer."""

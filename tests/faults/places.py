@@ -93,7 +93,7 @@ class Lan(Loopback):
     def names(self) -> list[str]:
         return list(self._hosts)
 
-    # --- hosts --------------------------------------------------------------------------------------------------------
+    # --- hosts ----------------------------------------------------------------------------------------------
 
     def add(self, name: str) -> None:
         """A new host with its cable."""
@@ -143,7 +143,7 @@ class Lan(Loopback):
             "AUDIT_NETWORKS": f"{NETWORK}.0/24,0.0.0.0/32",
         }
 
-    # --- what cables do -----------------------------------------------------------------------------------------------
+    # --- what cables do -------------------------------------------------------------------------------------
 
     def lose(self, percent: int, names: Iterable[str] = (), *, spared: str = "") -> None:
         """Of the packets that come to these hosts (all, if none is named), so many are lost, by chance; those that come from

@@ -59,7 +59,7 @@ def told(calls: list[Call]) -> str:
     return f"{whole}, {placed_again(calls)} placed again, longest silence {longest_gap(calls):.1f} s"
 
 
-# --- partitions -------------------------------------------------------------------------------------------------------
+# --- partitions ---------------------------------------------------------------------------------------------
 
 
 def partition(scene: Scene, ways: list, seconds: float, asks: list[Ask], *, at_token: int = 0) -> list[Call]:
@@ -144,7 +144,7 @@ def f26(scene: Scene) -> str:
     return f"0.5 s: no second attempt, a gap of {short:.1f} s; 2 s: {told(calls)}"
 
 
-# --- single messages --------------------------------------------------------------------------------------------------
+# --- single messages ----------------------------------------------------------------------------------------
 
 
 @row("F29", "every message is late by 0 to 100 ms, some are overtaken", "all complete, tokens equal", **COLD)
@@ -286,7 +286,7 @@ def f35b(scene: Scene) -> str:
     return f"{told(calls)}; {wrong:g} wrong digests"
 
 
-# --- fuzz -------------------------------------------------------------------------------------------------------------
+# --- fuzz ---------------------------------------------------------------------------------------------------
 
 
 @row(

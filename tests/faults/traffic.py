@@ -150,7 +150,7 @@ class Traffic:
         asyncio.run_coroutine_threadsafe(all_workers(), self._loop).result(PATIENCE_S * 10)
         return done
 
-    # --- one call -----------------------------------------------------------------------------------------------------
+    # --- one call -------------------------------------------------------------------------------------------
 
     async def _live(self, call: Call, leave_after: float | None, leave_at: int | None) -> None:
         patience = PATIENCE_S if leave_after is None else leave_after

@@ -26,7 +26,7 @@ READ_SIZE = 1 << 18
 MAX_HELD = 64 << 20  # bytes per direction of a connection; then its sender feels the back-pressure
 SLOW_HELD = 1 << 20  # of a way with a rate: a slow link is felt at once
 
-# --- one direction ----------------------------------------------------------------------------------------------------
+# --- one direction ------------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
@@ -193,7 +193,7 @@ class _Pipe:
                 await asyncio.wait_for(self._changed.wait(), wait)
 
 
-# --- proxies ----------------------------------------------------------------------------------------------------------
+# --- proxies ------------------------------------------------------------------------------------------------
 
 
 class Proxy:

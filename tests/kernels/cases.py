@@ -48,7 +48,7 @@ def assert_rounds_alike(actual: torch.Tensor, expected: torch.Tensor) -> None:
         assert int((actual.cpu() != expected).sum()) <= expected.numel() // 100
 
 
-# --- row by row -------------------------------------------------------------------------------------------------------
+# --- row by row ---------------------------------------------------------------------------------------------
 
 
 def check_rms_norm(device: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -120,7 +120,7 @@ def check_rope(device: str, num_tokens: int, heads: int, head_dim: int, dtype: t
     assert_close(y, rope.rope_reference(wide[:, 1:-1], cos, sin), bfloat16=3.2e-2)
 
 
-# --- into the pool, out of the pool -----------------------------------------------------------------------------------
+# --- into the pool, out of the pool -------------------------------------------------------------------------
 
 
 def store_inputs(
@@ -189,7 +189,7 @@ def check_select_rows(
     assert torch.equal(select_rows.select_last_rows(hidden, lens), expected)
 
 
-# --- the list ---------------------------------------------------------------------------------------------------------
+# --- the list -----------------------------------------------------------------------------------------------
 
 
 def rows_cases() -> Iterator[tuple[Callable[..., None], tuple[object, ...]]]:

@@ -115,7 +115,7 @@ def is_installed(name):
         return False
 
 
-# --- S30: what is installed is pinned by its hashes -------------------------------------------------------------------
+# --- S30: what is installed is pinned by its hashes ---------------------------------------------------------
 
 
 def test_s30_every_pin_is_locked_with_hashes_and_nothing_else_is():

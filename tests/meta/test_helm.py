@@ -84,7 +84,7 @@ def test_a_hook_makes_the_keys_before_the_pods_that_wait_for_them():
     assert {d["metadata"]["annotations"]["helm.sh/hook"] for d in hooks} == {"pre-install,pre-upgrade"}
 
 
-# --- values -----------------------------------------------------------------------------------------------------------
+# --- values -------------------------------------------------------------------------------------------------
 
 # Another value for each; what is not here is a leaf of values.yaml that nobody looked at.
 OTHER = {

@@ -230,7 +230,7 @@ def test_services_reach_pods_at_ports_that_they_have():
         assert {port["targetPort"] for port in service["spec"]["ports"]} <= names
 
 
-# --- who may speak to whom --------------------------------------------------------------------------------------------
+# --- who may speak to whom ----------------------------------------------------------------------------------
 
 
 def pod(component):
@@ -317,7 +317,7 @@ def test_the_autoscaler_asks_for_what_the_router_has_and_exports():
     assert f"# TYPE {running['pods']['metric']['name']} gauge\n" in shown
 
 
-# --- the Secret of the keys -------------------------------------------------------------------------------------------
+# --- the Secret of the keys ---------------------------------------------------------------------------------
 
 
 def test_the_key_job_may_create_secrets_and_nothing_else():

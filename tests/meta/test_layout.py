@@ -45,7 +45,7 @@ UNSAFE_ATTRIBUTES = {("torch", "load"), ("np", "load"), ("numpy", "load"), ("yam
 UNSAFE_METHODS = {"send_pyobj", "recv_pyobj"}
 
 
-# --- the laws: each returns the violations of one file ----------------------------------------------------------------
+# --- the laws: each returns the violations of one file ------------------------------------------------------
 
 
 def floor_violations(source: Source, known: set[str]) -> list[str]:
@@ -209,7 +209,7 @@ def circles(edges: dict[str, set[str]]) -> list[list[str]]:
 test_import_violations.__test__ = False  # type: ignore[attr-defined]
 
 
-# --- the package keeps them -------------------------------------------------------------------------------------------
+# --- the package keeps them ---------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -288,7 +288,7 @@ def test_router_and_cluster_load_no_torch():
     assert done.returncode == 0, done.stderr
 
 
-# --- the laws can fail ------------------------------------------------------------------------------------------------
+# --- the laws can fail --------------------------------------------------------------------------------------
 
 KNOWN = {
     "baton.cluster.protocol.messages", "baton.cluster.protocol.codec", "baton.engine.kv.pool", "baton.engine.sampler",

@@ -19,7 +19,7 @@ class Checker:
         self.world = world
         self._num_turns = 0
 
-    # --- after a turn of a worker ---------------------------------------------------------------------------------------
+    # --- after a turn of a worker ---------------------------------------------------------------------------
 
     def after_turn(self, process):
         allocator = process.engine.cache.allocator
@@ -51,7 +51,7 @@ class Checker:
                     f"page {page} of {process.name} has {cache.allocator.refs(page)} owners, {count} are known"
                 )
 
-    # --- at the end -----------------------------------------------------------------------------------------------------
+    # --- at the end -----------------------------------------------------------------------------------------
 
     def is_quiet(self):
         return not any(leftover for process in self.world.living() for leftover in self._left(process))

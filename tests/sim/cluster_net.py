@@ -134,7 +134,7 @@ class Network:
         self._redial_at = {}
         self._numbers = count(1)
 
-    # --- connections ----------------------------------------------------------------------------------------------------
+    # --- connections ----------------------------------------------------------------------------------------
 
     def line(self, number):
         """The server's view of a connection."""
@@ -191,7 +191,7 @@ class Network:
     def all_lines(self):
         return list(self._lines.values())
 
-    # --- partitions -----------------------------------------------------------------------------------------------------
+    # --- partitions -----------------------------------------------------------------------------------------
 
     def block(self, source, target, seconds):
         """Nothing gets from one node to another for a while; longer than a heartbeat's patience cuts the lines."""
@@ -213,7 +213,7 @@ class Network:
         self.is_faulty = False
         self.blocked.clear()
 
-    # --- messages -------------------------------------------------------------------------------------------------------
+    # --- messages -------------------------------------------------------------------------------------------
 
     def send(self, line, is_up, frames):
         """Puts a message on a line; returns its Delivery, or None when the line takes none now."""

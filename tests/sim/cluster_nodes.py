@@ -307,7 +307,7 @@ class WorkerProcess(Process):
             decoder=decoder(self.engine.runner.memory), clock=self.clock,
         )  # fmt: skip
 
-    # --- the network ----------------------------------------------------------------------------------------------------
+    # --- the network ----------------------------------------------------------------------------------------
 
     def deliver(self, line, is_up, frames):
         if line.kind == "control":
@@ -325,7 +325,7 @@ class WorkerProcess(Process):
             return
         self.wake_link(0.001)
 
-    # --- the two threads ------------------------------------------------------------------------------------------------
+    # --- the two threads ------------------------------------------------------------------------------------
 
     def wake_link(self, delay):
         when = self.timeline.now + delay

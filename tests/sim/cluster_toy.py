@@ -294,7 +294,7 @@ class ToyFlight:
     slots: list
 
 
-# --- what clients ask, and what they must get ---------------------------------------------------------------------------
+# --- what clients ask, and what they must get ---------------------------------------------------------------
 
 
 @cache

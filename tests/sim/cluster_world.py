@@ -141,7 +141,7 @@ class World:
         """Seconds during which a router stood still, or its clock did."""
         return self._standstill[router.instance] if router is not None else 0.0
 
-    # --- processes ------------------------------------------------------------------------------------------------------
+    # --- processes ------------------------------------------------------------------------------------------
 
     def start(self, name):
         instance = f"{self.rng.getrandbits(128):032x}"
@@ -207,7 +207,7 @@ class World:
             if self.network.is_faulty and client.entry is not None and client.entry.room.room == room:
                 client.leave()
 
-    # --- faults at chosen times -----------------------------------------------------------------------------------------
+    # --- faults at chosen times -----------------------------------------------------------------------------
 
     def _schedule_faults(self):
         for kind in (
@@ -331,7 +331,7 @@ class World:
         self.start(ROUTER)
         return True
 
-    # --- the run --------------------------------------------------------------------------------------------------------
+    # --- the run --------------------------------------------------------------------------------------------
 
     def boot(self):
         for i in range(self.num_prefills):

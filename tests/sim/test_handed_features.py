@@ -69,7 +69,7 @@ def stacked(features):
     return torch.stack([features[position] for position in sorted(features)])
 
 
-# --- row by row -------------------------------------------------------------------------------------------------------
+# --- row by row ---------------------------------------------------------------------------------------------
 
 
 def test_m1_8_received_features_equal_decodes_own_for_the_same_chunks(random_pair):
@@ -172,7 +172,7 @@ def test_m1_8_a_pair_with_other_features_is_refused_and_both_serve_on(random_pai
     pair.assert_nothing_is_held()
 
 
-# --- the oracle -------------------------------------------------------------------------------------------------------
+# --- the oracle ---------------------------------------------------------------------------------------------
 
 
 def chosen_by_side(monkeypatch, prefill_ids, decode_ids):

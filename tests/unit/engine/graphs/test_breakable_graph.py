@@ -81,7 +81,7 @@ def test_own_copies_nests_and_cuts_rows():
     assert (copy["b"], copy["c"]) == (None, (3,))
 
 
-# --- the inventory ----------------------------------------------------------------------------------------------------
+# --- the inventory ------------------------------------------------------------------------------------------
 
 
 def test_the_pool_counts_graphs_replays_padding_and_fallbacks():
@@ -158,7 +158,7 @@ def test_decode_kinds_are_those_of_the_decode_role():
     assert {kind.value for kind in GraphKind if not kind.is_decode} == {"target_prefill", "draft_prefill"}
 
 
-# --- the order in which CUDA is called --------------------------------------------------------------------------------
+# --- the order in which CUDA is called ----------------------------------------------------------------------
 
 
 class Driver:

@@ -116,7 +116,7 @@ def test_static_rows_are_loaded_with_their_padding_or_not_at_all():
             load_rows(static, values, 5, name="x")
 
 
-# --- the canary -------------------------------------------------------------------------------------------------------
+# --- the canary ---------------------------------------------------------------------------------------------
 
 
 def warnings(caplog):

@@ -62,7 +62,7 @@ def test_heads_that_ranks_cannot_divide_are_refused_by_number(num_ranks: int):
         GQA.shard(num_ranks)
 
 
-# --- how many pages a budget buys -------------------------------------------------------------------------------------
+# --- how many pages a budget buys ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("draft_bytes", [0, 700])

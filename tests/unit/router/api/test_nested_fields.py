@@ -118,7 +118,7 @@ def fields_in(state):
     ]
 
 
-# --- the published schema ---------------------------------------------------------------------------------------------
+# --- the published schema -----------------------------------------------------------------------------------
 
 
 def objects_in(annotation):
@@ -211,7 +211,7 @@ def test_a_published_object_that_is_not_served_is_refused_by_its_type(place, wor
     assert error.param == place.split(".")[1]
 
 
-# --- ours -------------------------------------------------------------------------------------------------------------
+# --- ours ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("place", [*PLACES, *PLAIN])

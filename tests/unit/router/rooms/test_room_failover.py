@@ -291,7 +291,7 @@ def test_a_stop_string_found_while_a_room_waits_for_a_pair_ends_it():
     assert room.on(gone(P), P, 1.2) == [Freed(P, 0), Closed()]
 
 
-# --- any faults at any moment -----------------------------------------------------------------------------------------
+# --- any faults at any moment -------------------------------------------------------------------------------
 
 ANSWER = list(range(200, 212))
 WORKERS = [("1" * 31 + str(i), "2" * 31 + str(i)) for i in range(8)]
