@@ -1,4 +1,4 @@
-"""The connection of its own that sealed blocks take: what crosses it, who gets in, and what strangers can do there."""
+"""The separate connection for sealed blocks: its content, its admission, and its limits for strangers."""
 
 import contextlib
 import time

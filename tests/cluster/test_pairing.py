@@ -1,4 +1,4 @@
-"""Real workers under the router's pairing policies: who gets what, as the timelines tell."""
+"""Real workers under the router's pairing policies: the timelines show which worker served a request."""
 
 import contextlib
 import shutil
@@ -88,7 +88,7 @@ def test_later_turns_of_ten_hand_over_only_pages_of_new_tokens(cluster):
 
 
 def said(cluster, tokenizer, messages, letters, seed):
-    """The model's answer, which is made of these letters alone; the ids of its prompt, its own, and the timeline."""
+    """The model's answer in these letters only, the ids of its prompt, its own ids, and the timeline."""
     bias = {str(tokenizer.encode(letter)[0]): 100 for letter in letters}
     body = {
         "model": served_model(cluster),
@@ -113,8 +113,9 @@ def num_equal(ids, others):
 
 
 def test_later_turns_of_a_chat_hand_over_only_pages_of_new_tokens(cluster):
-    """What was handed over may be so again from the page on in which the new prompt leaves the last turn's tokens: at the
-    latest the page that was not full, at the earliest that of the answer's first token, as its text may be other tokens.
+    """What was handed over may be so again from the page on in which the new prompt leaves the last turn's
+    tokens: at the latest the page that was not full, at the earliest that of the answer's first token, as its
+    text may be other tokens.
     """
     wait_idle(cluster)
     messages = [{"role": "user", "content": "remember this: " + "x y " * 12}]

@@ -1,4 +1,4 @@
-"""Who gets through to router and prefill, over real sockets: nobody without a listed key, and nobody as someone else."""
+"""Admission to router and prefill over real sockets: listed keys only, each for its own identity."""
 
 import logging
 import time
@@ -80,7 +80,7 @@ def new_link():
 
 
 def registers(front, link, seconds=PATIENCE_S, is_enough=lambda: False):
-    """Runs the link until its Hello reached the router; False when it does not within `seconds`, or before `is_enough`."""
+    """Runs the link until its Hello reached the router; False if not in `seconds` or before `is_enough`."""
     instance, end = link._machine.hello.instance, time.monotonic() + seconds
     while time.monotonic() < end and not is_enough():
         link.tick(time.monotonic())

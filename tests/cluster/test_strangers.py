@@ -1,4 +1,4 @@
-"""What clients and peers may ask of a cluster that trusts neither: addresses, shapes, numbers, inner fields and ids."""
+"""Clients and peers that the cluster does not trust: addresses, shapes, numbers, inner fields and ids."""
 
 import asyncio
 import itertools

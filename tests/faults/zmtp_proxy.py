@@ -5,9 +5,10 @@
         proxy.down.rule(verb("Block"), flip(1, 0), times=1)            # down: what the server says
         proxy.up.freeze()                                              # a partition of one direction
 
-Bytes of a frozen direction are held and connections stay open, ends of connections included, as behind a firewall that
-drops silently; on `thaw` all of it arrives late. Rules see whole data messages; handshakes and heartbeats pass them by,
-but not a freeze, delay, rate or cut. On a CURVE link messages are sealed, so that only those four make sense there.
+Bytes of a frozen direction are held and connections stay open, ends of connections included, as behind a
+firewall that drops silently; on `thaw` all of it arrives late. Rules see whole data messages; handshakes and
+heartbeats pass them by, but not a freeze, delay, rate or cut. On a CURVE link messages are sealed, so that
+only those four make sense there.
 """
 
 import asyncio
@@ -197,7 +198,7 @@ class _Pipe:
 
 
 class Proxy:
-    """Listens at `endpoint` and dials `target` for every connection. `up` is towards the target, `down` is from it."""
+    """Listens at `endpoint` and dials `target` per connection. `up` is towards the target, `down` from it."""
 
     def __init__(self, endpoint: str, target: str, seed: int = 0) -> None:
         self.endpoint, self.target = endpoint, target

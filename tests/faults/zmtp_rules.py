@@ -1,4 +1,4 @@
-"""Which messages a proxy treats, and how: the conditions and actions of `Way.rule`."""
+"""The conditions and actions of a proxy's rules for messages, `Way.rule`."""
 
 import itertools
 import random

@@ -1,7 +1,7 @@
-"""What the guides of litellm, LlamaIndex and OpenAI's agents SDK show first; run with the frameworks' interpreter.
+"""The first examples of the guides of litellm, LlamaIndex and OpenAI's agents SDK, in their interpreter.
 
-Where a loop of calls and results shall come to its end, the answers are told (`SAY:`); where answers shall follow a schema,
-a model gives them.
+Where a loop of calls and results shall come to its end, the answers are told (`SAY:`); where answers shall
+follow a schema, a model gives them.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Container images: what is installed is locked, and no more than serving needs; compose and roles are of one mind."""
+"""Container images install locked packages only, no more than serving needs, and agree with the roles."""
 
 import importlib.metadata
 import re
@@ -58,7 +58,7 @@ def test_torch_is_the_pinned_one_built_for_the_device(device):
 
 
 def requires(name):
-    """What a distribution requires; of our own as pyproject.toml has it, which may be newer than what is installed."""
+    """Requirements of a distribution; our own are read from pyproject.toml, which may be newer."""
     if name != "baton":
         return importlib.metadata.requires(name) or ()
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

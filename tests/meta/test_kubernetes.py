@@ -1,4 +1,4 @@
-"""The Kubernetes manifests: valid against pinned schemas, of one mind with the roles, and tight about who reaches whom."""
+"""The Kubernetes manifests are valid by pinned schemas, agree with the roles, and restrict connections."""
 
 import copy
 import os
@@ -98,8 +98,8 @@ def test_a_role_understands_what_its_pod_tells_it(overlay, role, tmp_path):
 
 
 def assert_files_are_mounted(read, pod):
-    """Every secret file that a role is told of comes as a folder, which alone follows a Secret that is renewed; nobody else
-    of the pod may read it, and no Secret is mounted that it is not told of.
+    """Every secret file that a role is told of comes as a folder, which alone follows a Secret that is
+    renewed; nobody else of the pod may read it, and no Secret is mounted that it is not told of.
     """
     assert read.keys == "/keys"
     files = [getattr(read, name, "") for name in ("tls_cert", "tls_key", "api_keys")]

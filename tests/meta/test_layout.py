@@ -27,7 +27,8 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "decode": ("worker", "kvtransfer", "engine", "cluster"),
     "bench": ("kvtransfer", "engine", "cluster"),
 }
-# What the lowest floors may import of others; every other folder may import any dependency but the forbidden ones.
+# What the lowest floors may import of others; every other folder may import any dependency but the forbidden
+# ones.
 ALLOWED_FOREIGN = {
     "cluster": {"zmq", "msgspec", "psutil", "prometheus_client", "tomli", "opentelemetry"},
     "kernels": {"torch", "triton"},
@@ -144,7 +145,7 @@ def test_import_violations(source: Source) -> list[str]:
 
 
 def find_circles(sources: list[Source]) -> list[list[str]]:
-    """Groups of modules that import each other (strongly connected components of more than one, and self-imports)."""
+    """Groups of modules that import each other: strongly connected components, and self-imports."""
     known = {source.module for source in sources}
     return circles(
         {s.module: {target for target, _ in s.own_targets(known) if target in known} for s in sources}
@@ -158,7 +159,7 @@ def room_of(module: str) -> str:
 
 
 def find_room_circles(sources: list[Source]) -> list[list[str]]:
-    """Groups of sub-folders of one top folder that import each other. Files beside the sub-folders do not count."""
+    """Groups of sub-folders of one top folder that import each other. Files beside them do not count."""
     known = {source.module for source in sources}
     edges: dict[str, set[str]] = {}
     for source in sources:

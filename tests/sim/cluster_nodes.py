@@ -1,8 +1,8 @@
-"""The processes of a simulated cluster: production's own classes, with turns in place of threads and lines for sockets.
+"""The processes of a simulated cluster: production's classes with turns for threads and lines for sockets.
 
 router   Dispatcher with its rooms, registry, retries and policies; a tick ten times a second
 worker   scheduler thread: WorkerLoop around PrefillWorker or DecodeWorker, with a toy engine
-         link thread: LinkWork around the control link's queues and the sender's or receiver's end of a transport
+         link thread: LinkWork around the control link's queues and the transport's sender or receiver
 """
 
 from collections import deque

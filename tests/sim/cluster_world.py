@@ -1,8 +1,9 @@
 """A whole cluster in one process and in virtual time, under faults drawn from a seed.
 
-`run(seed, options)` is the one way in. A run has three parts: the cluster starts and clients come while faults happen; the
-faults stop, processes are back, and a last client must be served; then nothing may be left anywhere. Whatever a caller has
-patched in production's classes around `run` is in force: that is how a defence is switched off.
+`run(seed, options)` is the one way in. A run has three parts: the cluster starts and clients come while
+faults happen; the faults stop, processes are back, and a last client must be served; then nothing may be left
+anywhere. Whatever a caller has patched in production's classes around `run` is in force: that is how a
+defence is switched off.
 """
 
 import logging

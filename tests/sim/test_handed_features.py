@@ -1,6 +1,7 @@
-"""Features that decode receives are those that one process computes, row by row; and what they are worth to the drafter.
+"""Features that decode receives equal those that one process computes, row by row, and feed the drafter.
 
-Prefill's pages are cut into blocks, sent, checked and landed in decode's staging by the real code; the network is played.
+Prefill's pages are cut into blocks, sent, checked and landed in decode's staging by the real code; the
+network is played.
 """
 
 import pytest
@@ -44,8 +45,8 @@ class Watched:
         self.engine.drafter.propose = lambda *args: self.drafts.append(propose(*args)) or self.drafts[-1]
 
     def serve(self, prompt, **how):
-        """(features of the prompt by position, target and draft KV of it, accept lengths, first drafts, tokens) of one more
-        room."""
+        """(features of the prompt by position, target and draft KV of it, accept lengths, first drafts,
+        tokens) of one more room."""
         self.rows.clear()
         self.drafts.clear()
         room, pair = name(self.num_rooms), self.pair

@@ -1,4 +1,4 @@
-"""Routers that are found by name: every address is one, further ones are dialled, and one that left keeps its streams."""
+"""Routers found by DNS: each address is one router, new ones are dialled, removed ones keep their streams."""
 
 import threading
 import time

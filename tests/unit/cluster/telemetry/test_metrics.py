@@ -1,4 +1,4 @@
-"""What /metrics says, read back with the Prometheus client's own parser, is what docs/metrics.md says."""
+"""/metrics, read by the Prometheus client's own parser, is as docs/metrics.md describes it."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Which sizes have a graph, and the one predicate that says whether a batch takes one."""
+"""Sizes that have a graph, and the one predicate that decides whether a batch uses one."""
 
 import logging
 

@@ -1,4 +1,4 @@
-"""The sizes of a page follow from one layout: the pool's memory, the wire's, a rank's share and what sizing says."""
+"""All sizes of a page follow from one layout: pool memory, wire, a rank's share and the capacity estimate."""
 
 from pathlib import Path
 

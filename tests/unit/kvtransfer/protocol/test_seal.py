@@ -1,4 +1,4 @@
-"""Sealed blocks: only the right bytes of the right place under the right key open, and no nonce is used twice."""
+"""Sealed blocks: only the right bytes at the right place under the right key open; no nonce is used twice."""
 
 import secrets
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Objects inside of bodies: published fields are known, and what is not served or not known is refused by its name."""
+"""Nested objects of bodies: published fields are known, and unserved or unknown ones are refused by name."""
 
 import json
 from pathlib import Path
@@ -156,7 +156,7 @@ def twin_of(published, ours):
 
 
 def compared(published, ours, at):
-    """(published fields that our type does not know, (place, type) of published objects that it does not read)"""
+    """(published fields unknown to our type, (place, type) of published objects that it does not read)"""
     unknown, unread = [], []
     known = fields_of(ours)
     for name, annotation in fields_of(published).items():

@@ -1,4 +1,4 @@
-"""A stream survives its worker: the next attempt goes on where the last one ended, and the client sees no seam."""
+"""A stream survives its worker: the next attempt resumes at the last token, and the client sees no seam."""
 
 import math
 
@@ -57,7 +57,7 @@ PAIR2 = Pair(prefill=P2, decode=D2, prefill_endpoint="ipc:///p2")
 
 
 def resumed(room=None, pair=PAIR2):
-    """A room that streamed tokens 100 to 102, lost decode, and was placed again; and what its workers were told."""
+    """A room that streamed tokens 100 to 102, lost decode, was placed again; and its workers' orders."""
     room = room or streaming()
     room.on(tokens(1, [101, 102]), D, 0.3)
     assert room.worker_lost(D, 1.0) == [Freed(D, 0), CANCEL_P, Requeued(1.0, LOST)]

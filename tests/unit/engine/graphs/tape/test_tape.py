@@ -1,4 +1,4 @@
-"""What the tape writes down of each operation, and that repeating it is the same as doing it."""
+"""The tape records each operation, and replaying it equals running it."""
 
 import threading
 from collections.abc import Callable, Iterator
