@@ -1,3 +1,5 @@
+"""Noise that is a pure function of seed, position and token, and its distribution."""
+
 import math
 
 import pytest

@@ -1,3 +1,5 @@
+"""The prefix cache: matches, insertions, eviction, and the owners of pages."""
+
 import itertools
 
 import pytest
