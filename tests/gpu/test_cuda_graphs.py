@@ -1,4 +1,4 @@
-"""Every law of the graph backends, on CUDA graphs; and what only a device can show."""
+"""Every law of the graph backends on CUDA graphs, and laws that need a device."""
 
 import threading
 
@@ -25,7 +25,7 @@ def test_laws_hold_on_cuda(law: Law):
     law(CudaBackend(), "cuda")
 
 
-def test_the_pool_is_shared_and_small_buckets_fit_into_what_large_ones_left():
+def test_the_pool_is_shared_and_small_buckets_reuse_space_of_large_ones():
     backend, model = CudaBackend(), ToyDecoder(device="cuda")
     large = ToyBucket(backend, model, 1024)
     after_large = backend.pool_bytes()

@@ -1,4 +1,4 @@
-"""The kernels compiled and on a GPU: the cases that run in the interpreter elsewhere, and what only a device can show."""
+"""Compiled kernels on a GPU: the cases that run interpreted elsewhere, and those that need a device."""
 
 from collections.abc import Callable
 
@@ -48,7 +48,7 @@ def test_pages_beyond_two_billion_values_are_reached():
     torch.testing.assert_close(out[0].cpu(), expected, atol=1.6e-2, rtol=1.6e-2)
 
 
-def test_a_captured_verify_follows_lengths_and_pages_that_change_between_replays():
+def test_a_captured_verify_follows_lengths_and_pages_between_replays():
     pool = randn(9, 1, 2, 16, 2, 64, dtype=torch.bfloat16).cuda()
     q = randn(2, 4, 8, 64, dtype=torch.bfloat16, seed=1).cuda()
     table, lens = torch.tensor([[1, 2, 3], [4, 5, 6]]).cuda(), torch.tensor([20, 40]).cuda()

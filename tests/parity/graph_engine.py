@@ -50,8 +50,7 @@ def capture(
     as_one_break: bool = False,
     backend: GraphBackend | None = None,
 ) -> GraphSet:
-    """Every kind of graph at once, as no single role has them; `num_rows` stands for a chain's `shapes`, a tape in `memory`
-    for `backend`."""
+    """Every kind of graph at once, as no role has; `num_rows` replaces `shapes`, `memory` `backend`."""
     shapes = shapes or [DraftShape.of(num_rows - 1)]
     backend = backend or TapeBackend(memory or KeptMemory())
     graphs = GraphSet(backend, at(Phase.POOLS_ALLOCATED), as_one_break=as_one_break)

@@ -1,6 +1,4 @@
-"""How much the shipped head is worth: accept length over the chats, float32, greedy, answers as long as they are. It is
-the same with graphs and without, handed over and in one process.
-"""
+"""The accept length of the shipped head over the chats (float32, greedy) is the same on every path."""
 
 from dataclasses import replace
 
@@ -106,7 +104,7 @@ def handed_over(pair, prompts, num_tokens, count):
     ],
     ids=["the beginnings of two chats", "all chats"],
 )
-def test_graphs_and_the_hand_off_change_neither_accept_length_nor_tokens_which_are_those_of_transformers(
+def test_graphs_and_hand_off_keep_accept_length_and_transformers_tokens(
     smollm2_dir, eagle3_dir, smollm2_tokenizer, reference_greedy, record_property, chats, num_tokens
 ):
     prompts = [prompt.token_ids(smollm2_tokenizer) for prompt in CHATS[chats]]
@@ -155,7 +153,7 @@ def test_graphs_and_the_hand_off_change_neither_accept_length_nor_tokens_which_a
     [(4, 40, 1.4), pytest.param(1, NUM_TOKENS, 1.8, marks=pytest.mark.slow)],
     ids=["the beginnings of some chats", "all chats"],
 )
-def test_the_head_is_worth_what_it_should_be_and_shifted_layers_cost_visibly(
+def test_the_head_reaches_its_accept_length_and_shifted_layers_do_not(
     smollm2_dir, eagle3_dir, smollm2_tokenizer, record_property, every, num_tokens, least
 ):
     engine = load(smollm2_dir, eagle3_dir)

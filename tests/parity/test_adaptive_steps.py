@@ -43,7 +43,7 @@ TREES = [PLAIN, DraftShape.of(2, 2, 7)]
 
 @pytest.mark.parametrize("has_graphs", [False, True])
 @pytest.mark.parametrize("shapes", [CHAINS, TREES], ids=["chain", "tree"])
-def test_the_oracle_is_believed_in_full_in_the_step_in_which_drafting_returns(
+def test_the_oracle_is_accepted_in_full_when_drafting_returns(
     oracle: tuple[Path, Path], shapes: list[DraftShape], has_graphs: bool
 ) -> None:
     """Plain decode keeps the draft KV warm: nothing is caught up."""
@@ -82,7 +82,7 @@ def test_tokens_do_not_depend_on_the_steps_of_each_verify(
     assert all(0 <= kept <= tried for kept, tried in policy.heard)
 
 
-def test_the_policy_hears_of_warm_requests_only_and_never_more_than_was_tried(
+def test_the_policy_sees_warm_requests_only_and_at_most_what_was_drafted(
     oracle: tuple[Path, Path],
 ) -> None:
     policy = Scripted(CHAINS, [2, 0])

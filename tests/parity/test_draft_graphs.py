@@ -78,7 +78,7 @@ EDGES = [
 
 
 @pytest.mark.parametrize(("run", "count", "most", "reason"), EDGES)
-def test_m2_3_draft_forwards_at_bucket_edges_equal_eager_and_what_is_larger_is_counted(
+def test_m2_3_draft_forwards_at_bucket_edges_equal_eager_larger_counted(
     plain, graphed, run, count, most, reason
 ):
     before = graphed.graphs.counters().get(f"graph_fallback_{reason}", 0)
@@ -92,7 +92,7 @@ def test_m2_3_draft_forwards_at_bucket_edges_equal_eager_and_what_is_larger_is_c
     assert graphed.graphs.counters().get(f"graph_fallback_{reason}", 0) - before == (count > most)
 
 
-# --- plans ------------------------------------------------------------------------------------------------------------
+# --- plans --------------------------------------------------------------------------------------------------
 
 
 def padded(batch: ForwardBatch) -> None:
@@ -121,7 +121,7 @@ def with_another_page(batch: ForwardBatch) -> None:
     "change", [padded, reordered, without_a_request, with_another_slot, with_another_page]
 )
 @pytest.mark.parametrize("mode", [ForwardMode.EXTEND, ForwardMode.DRAFT_EXTEND, ForwardMode.DECODE])
-def test_m5_2_whatever_is_changed_behind_a_plan_is_refused_by_target_and_draft(plain, mode, change):
+def test_m5_2_a_change_after_planning_is_refused_by_target_and_draft(plain, mode, change):
     count = 1 if mode is ForwardMode.DECODE else NUM_ROWS
     for attention in (plain.drafter._attention, plain.runner.attention):
         batch = batch_of(plain, mode, count, count)
@@ -156,7 +156,7 @@ def chain_of(engine: Engine, count: int) -> tuple[ChainPlan, torch.Tensor, tuple
     return chain, chain.slots, state
 
 
-def test_m5_3_draft_forwards_prepared_for_a_graph_and_then_forced_to_eager_are_planned_anew(plain, graphed):
+def test_m5_3_a_graph_draft_forward_forced_to_eager_is_planned_again(plain, graphed):
     drafter = graphed.drafter
     for mode, lens in ((ForwardMode.EXTEND, (7,)), (ForwardMode.DRAFT_EXTEND, (NUM_ROWS,) * 3)):
         outputs = []
@@ -185,14 +185,12 @@ def test_m5_3_draft_forwards_prepared_for_a_graph_and_then_forced_to_eager_are_p
     assert torch.equal(*drafts)
 
 
-# --- where rows are written -------------------------------------------------------------------------------------------
+# --- where rows are written ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("topk", [1, 4])
 @pytest.mark.parametrize("steps", [1, 3, 5])
-def test_m5_4_graph_and_eager_draft_steps_get_the_same_slots_lengths_and_pages(
-    target, head, monkeypatch, steps, topk
-):
+def test_m5_4_graph_and_eager_draft_steps_get_equal_slots_and_lengths(target, head, monkeypatch, steps, topk):
     """Of each step, three requests in a bucket of four."""
     engine = Engine(target, head, steps=steps, topk=topk)
     captured, planned = [], []

@@ -100,14 +100,14 @@ def test_sampled_output_with_a_seed_is_the_same_with_and_without_drafts(
 
 
 def test_with_drafts_that_can_match_some_are_accepted(oracle: tuple[Path, Path]) -> None:
-    """The sampled road accepts drafts too: at temperature 1 the oracle target is random, and the noise is shared."""
+    """Sampled drafts are accepted too: at temperature 1 the oracle target is random, with shared noise."""
     engine = Engine(*oracle)
     plain = Engine(oracle[0]).generate([[1, 2], [40]], sampled(max_new_tokens=60))
     assert engine.generate([[1, 2], [40]], sampled(max_new_tokens=60)) == plain
     assert sum(engine.accept_lens) > len(engine.accept_lens)
 
 
-def test_a_draft_with_the_targets_logits_proposes_what_the_target_will_choose(
+def test_a_draft_with_the_targets_logits_proposes_what_the_target_chooses(
     target: Path, tmp_path: Path
 ) -> None:
     tensors = head_tensors() | {"lm_head.weight": torch.zeros(256, 64)}
@@ -124,7 +124,7 @@ def test_a_draft_with_the_targets_logits_proposes_what_the_target_will_choose(
 
 
 def test_penalties_see_the_drafts_of_the_same_block(oracle: tuple[Path, Path]) -> None:
-    """RESERVED follows itself, so that a block repeats it until its count within the block changes the choice."""
+    """RESERVED follows itself, so a block repeats it until its count within the block changes the choice."""
     params = greedy(20, frequency_penalty=3.0)
     plain = Engine(oracle[0]).generate([[RESERVED]], params)
     engine = Engine(*oracle)
@@ -150,7 +150,7 @@ def test_the_oracle_is_accepted_in_full_at_every_step(oracle: tuple[Path, Path],
     [(0, 2, 4), (2, 4, 6), (1, 3, 4), (5, 3, 1), (3, 1, 5)],
     ids=["below", "above", "last", "reverse", "swap"],
 )
-def test_the_oracle_is_never_accepted_when_features_come_from_other_layers_or_in_another_order(
+def test_the_oracle_is_rejected_with_features_of_other_layers_or_order(
     oracle: tuple[Path, Path], aux_ids: tuple[int, ...]
 ) -> None:
     engine = Engine(*oracle, aux_ids=aux_ids)
@@ -248,7 +248,7 @@ def test_the_last_positions_of_the_context_are_served_right(target: Path, random
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 4, 8])
-def test_any_chunking_of_the_draft_prefill_gives_the_same_draft_kv_and_state(
+def test_any_chunking_of_draft_prefill_gives_the_same_draft_kv_and_state(
     target: Path, random_head: Path, chunk: int
 ) -> None:
     whole, pieces = Engine(target, random_head), Engine(target, random_head)
@@ -281,7 +281,7 @@ def test_draft_kv_after_decoding_is_that_of_a_prefill_of_the_same_tokens(
     assert torch.allclose(*states, atol=1e-3)
 
 
-def test_a_cached_prefix_with_the_same_token_behind_it_needs_no_draft_row_again(
+def test_a_cached_prefix_with_the_same_next_token_needs_no_new_draft_row(
     target: Path, random_head: Path
 ) -> None:
     engine = Engine(target, random_head)

@@ -1,4 +1,4 @@
-"""What a forward takes and gives back: the layers of either hook, embeddings, widths, hidden modes, idle rows."""
+"""Inputs and outputs of a forward: the layers of either hook, embeddings, widths, hidden modes, idle rows."""
 
 import subprocess
 import sys
@@ -70,7 +70,7 @@ def assert_same(engine: Engine, plain: Engine, prompts: list[list[int]]) -> None
     torch.testing.assert_close(kv[0], kv[1], atol=2e-4, rtol=1e-4)
 
 
-# --- captured layers --------------------------------------------------------------------------------------------------
+# --- captured layers ----------------------------------------------------------------------------------------
 
 
 def test_m1_1_any_five_layers_are_captured_in_their_order_on_every_path(target):
@@ -119,13 +119,13 @@ def test_m1_7_fewer_captured_layers_than_chosen_raise_on_every_path(target, mode
     assert batch.decision.is_graph is has_graphs
 
 
-def test_m1_7_features_of_other_layers_than_the_heads_are_refused_by_the_draft(target, head):
+def test_m1_7_the_draft_refuses_features_of_layers_other_than_the_heads(target, head):
     engine = Engine(target, head, aux_ids=(1, 5))
     with pytest.raises(ValueError, match=r"\[5, 128\] torch.float32.*takes \[5, 192\] torch.float32"):
         engine.prefill([1, 2, 3, 4, 5], GREEDY)
 
 
-# --- embeddings -------------------------------------------------------------------------------------------------------
+# --- embeddings ---------------------------------------------------------------------------------------------
 
 
 def with_embeds(toy: ToyEngine, name: str, ids: list[int]) -> ForwardBatch:
@@ -134,7 +134,7 @@ def with_embeds(toy: ToyEngine, name: str, ids: list[int]) -> ForwardBatch:
     return batch
 
 
-def test_m2_5_embeddings_run_eagerly_with_a_count_where_the_model_takes_them(target):
+def test_m2_5_embeddings_run_eagerly_and_counted_if_the_model_takes_them(target):
     toy, ids = ToyEngine(target, aux=IDS), random_ids(6)
     graphs = capture(toy.runner)
     given, looked_up = (
@@ -154,7 +154,7 @@ def test_m2_5_embeddings_run_eagerly_with_a_count_where_the_model_takes_them(tar
             toy.runner.forward(batch)
 
 
-def test_m2_5_a_model_without_embeddings_refuses_them_and_serves_the_next_request(target, head):
+def test_m2_5_a_model_without_embeddings_refuses_them_and_serves_on(target, head):
     toy, ids = ToyEngine(target, aux=IDS), random_ids(6)
     toy.model.takes_input_embeds = False
     with pytest.raises(ValueError, match="LlamaForCausalLM takes no input_embeds; send token ids") as caught:
@@ -193,7 +193,7 @@ def test_m2_5_without_asserts_the_refusal_is_the_same(target):
     ]
 
 
-# --- hidden modes -----------------------------------------------------------------------------------------------------
+# --- hidden modes -------------------------------------------------------------------------------------------
 
 
 def test_m2_7_what_graphs_capture_is_what_their_forwards_ask_for(target, head):
@@ -222,10 +222,10 @@ def test_m2_7_a_graph_serves_what_it_captured_and_less(captured, asked):
     assert [item for kind in family.pool.kinds() for item in kind.fallbacks.items()] == counted
 
 
-# --- padding ----------------------------------------------------------------------------------------------------------
+# --- padding ------------------------------------------------------------------------------------------------
 
 
-def test_m2_8_nan_behind_each_break_and_in_padded_features_reaches_no_real_row(target, head, monkeypatch):
+def test_m2_8_nan_after_breaks_and_in_padded_features_reaches_no_real_row(target, head, monkeypatch):
     nan = float("nan")
 
     def leave_nan(context, layer, q, k, v, out):
@@ -252,7 +252,7 @@ def test_m2_8_nan_behind_each_break_and_in_padded_features_reaches_no_real_row(t
 @pytest.mark.parametrize("has_graphs", [False, True])
 @pytest.mark.parametrize("shape", [{}, {"steps": 2, "topk": 2, "tokens": 6}], ids=["chain", "tree"])
 def test_m5_5_forwards_padded_to_a_multiple_give_what_they_give_alone(target, head, shape, has_graphs):
-    """Draft prefill, draft decode, verify and draft extend, as beside a peer whose kernels want eight rows."""
+    """Draft prefill, draft decode, verify and draft extend beside a peer whose kernels want eight rows."""
     engine, plain = Engine(target, head, **shape), Engine(target, head, **shape)
     if has_graphs:
         with_graphs(engine, arena())
@@ -301,7 +301,7 @@ def test_m5_1_metadata_planned_before_padding_is_refused(target):
     )  # fmt: skip
 
 
-# --- widths and dtypes ------------------------------------------------------------------------------------------------
+# --- widths and dtypes --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

@@ -1,4 +1,4 @@
-"""What must hold before, between and after replays: order, hidden modes, padding, ownership, plans, idle rows."""
+"""Laws before, between and after replays: order, hidden modes, padding, ownership, plans, idle rows."""
 
 from pathlib import Path
 
@@ -88,10 +88,10 @@ def fallbacks(graphs: GraphSet, before: dict[str, float] | None = None) -> dict[
     return {key: count for key, count in counted.items() if "fallback" in key and count}
 
 
-# --- M1: aux capture --------------------------------------------------------------------------------------------------
+# --- M1: aux capture ----------------------------------------------------------------------------------------
 
 
-def test_m1_1_captured_features_are_the_outputs_of_the_configured_layers_on_every_path(target, toy):
+def test_m1_1_features_are_the_configured_layers_outputs_on_every_path(target, toy):
     ids = random_ids(10, seed=1)
     with torch.no_grad():
         states = reference_model(target)(torch.tensor([ids]), output_hidden_states=True).hidden_states
@@ -127,7 +127,7 @@ def test_m1_5_capturing_before_the_pools_exist_names_both_states(target):
         toy.runner.set_aux_layer_ids((1, 5, 8))
 
 
-def test_m1_features_asked_for_from_graphs_captured_without_any_run_eagerly_and_are_counted(target):
+def test_m1_features_missing_from_graphs_run_eagerly_and_are_counted(target):
     toy = ToyEngine(target)
     toy.graphs = capture(toy.runner, memory=arena())
     plain = toy.run(("a", random_ids(6)))
@@ -140,7 +140,7 @@ def test_m1_features_asked_for_from_graphs_captured_without_any_run_eagerly_and_
     assert fallbacks(toy.graphs) == {"graph_fallback_target_prefill_hidden_mode": 1}
 
 
-# --- M2: which graphs exist, and what they are bound to ---------------------------------------------------------------
+# --- M2: which graphs exist, and what they are bound to -----------------------------------------------------
 
 
 def load(model: Path, draft: Path | str = "", *, has_drafter: bool, **settings: object):
@@ -245,7 +245,7 @@ def draft_rows(features: torch.Tensor) -> ForwardBatch:
 
 
 @pytest.mark.parametrize("count", [1, 15, 16, 17, 24, 25])
-def test_m2_3_prefill_at_bucket_edges_equals_eager_and_what_is_larger_is_counted(target, toy, count):
+def test_m2_3_prefill_at_bucket_edges_equals_eager_and_larger_is_counted(target, toy, count):
     ids = random_ids(count, seed=count)
     output = toy.runner.forward(batch_of(toy, ("a", ids)))
     expected = ToyEngine(target, aux=IDS).run(("a", ids), capture=CaptureHidden.FULL)
@@ -270,7 +270,7 @@ def test_m2_8_padding_writes_to_the_sink_only(toy):
     assert toy.counted("graph_pad_rows_target_prefill") == 4
 
 
-# --- M3: idle rows and widths -----------------------------------------------------------------------------------------
+# --- M3: idle rows and widths -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("has_graphs", [True, False])
@@ -294,7 +294,7 @@ def test_m3_4_a_batch_of_no_rows_passes_through_every_forward(target, head, has_
         assert {key.rsplit("_", 2)[1:] == ["idle", "rank"] for key in fallbacks(graphs)} == {True}
 
 
-def test_m3_5_a_wrong_width_or_dtype_raises_instead_of_replaying_what_was_there(target, head):
+def test_m3_5_a_wrong_width_or_dtype_raises_instead_of_replaying_old_data(target, head):
     engine = Engine(target, head)
     with_graphs(engine)
     width = engine.drafter.feature_width
@@ -309,7 +309,7 @@ def test_m3_5_a_wrong_width_or_dtype_raises_instead_of_replaying_what_was_there(
         engine.decoder.step([engine.prefill(random_ids(5), GREEDY)])
 
 
-# --- M4: results ------------------------------------------------------------------------------------------------------
+# --- M4: results --------------------------------------------------------------------------------------------
 
 
 def test_m4_7_results_do_not_change_with_the_next_replay(toy):
@@ -329,7 +329,7 @@ def test_m4_3_poisoned_graph_memory_does_not_reach_an_eager_step(target, head):
     assert {result.path for result in engine.results} == {"eager"}
 
 
-# --- M5: plans --------------------------------------------------------------------------------------------------------
+# --- M5: plans ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("requests", [1, 3])
@@ -377,7 +377,7 @@ def test_m5_2_rows_and_lengths_that_do_not_belong_together_are_refused(toy):
         toy.runner.forward(batch)
 
 
-def test_m5_3_prepared_for_a_graph_and_then_forced_to_eager_is_planned_anew(target, toy):
+def test_m5_3_a_graph_batch_forced_to_eager_is_planned_again(target, toy):
     batch = batch_of(toy, ("a", [1, 2]), mode=ForwardMode.TARGET_VERIFY)
     decision = toy.runner.decide(batch)
     toy.runner.graphs.verify.rows.plan(batch, decision.bucket)

@@ -30,7 +30,7 @@ IDS = (9, 1, 5)
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=12, ignore_eos=True)
 
 
-def test_the_self_test_drops_graphs_that_read_exchanged_weights_and_tokens_stay_right(target, head, caplog):
+def test_the_self_test_drops_graphs_with_exchanged_weights_and_tokens_hold(target, head, caplog):
     engine, plain = Engine(target, head), Engine(target, head)
     graphs = with_graphs(engine)
     assert SelfTest(engine.runner, engine.drafter, 256).run() == 0
@@ -105,7 +105,7 @@ def test_without_self_test_nothing_is_compared(target, monkeypatch):
     assert loader.engine().graph_counts["decode"] == 2
 
 
-def test_a_pool_too_small_for_all_rows_of_a_step_is_tested_with_the_rows_that_it_has(target, head, caplog):
+def test_a_pool_too_small_for_all_rows_is_tested_with_those_that_fit(target, head, caplog):
     config = EngineConfig(
         model=str(target), draft=str(head), device="cpu", dtype="float32", pages=1, page_size=2, max_context=4,
         graphs=True, max_running=2, overlap="on",

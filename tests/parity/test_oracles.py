@@ -1,4 +1,4 @@
-"""Acceptance is exactly what it must be: by drafts tuned to fail at known positions, and by drafts out of the draft's KV."""
+"""Acceptance is exact for drafts tuned to fail at known positions and for drafts from the draft's KV."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -80,7 +80,7 @@ def guesses_never_overwritten(engine: Engine, request: Request) -> None:
 
 
 @pytest.mark.parametrize("plant", [hole_in_the_prompt, rows_in_each_others_slots, guesses_never_overwritten])
-def test_a_draft_that_remembers_wrongly_is_noticed_and_never_changes_a_token(memory, plant):
+def test_a_draft_with_wrong_memory_is_noticed_and_changes_no_token(memory, plant):
     engine, prompt = Engine(*memory), prompt_of(3)
     request = engine.prefill(prompt, greedy(40))
     plant(engine, request)

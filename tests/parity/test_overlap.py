@@ -126,7 +126,7 @@ def test_steps_that_change_hear_of_their_acceptance_one_step_late(
 
 
 def test_what_the_device_cannot_sample_is_stepped_by_the_host_in_between(target: Path, head: Path) -> None:
-    """Penalties of one request make its steps wait while it lives; then the others are launched ahead again."""
+    """While a request with penalties lives, all steps wait; then the others are launched ahead again."""
     knobs = ({"temperature": 0.0, "frequency_penalty": 0.9}, *MIXED[1:])
     waiting = engine_of(target, head, "chain")
     expected = waiting.run(requests_of(waiting, knobs))

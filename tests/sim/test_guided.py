@@ -1,4 +1,4 @@
-"""Output under a grammar: every answer follows it, with drafts and without, over prefill, on decode, or elsewhere again."""
+"""Output under a grammar: every answer follows it, with and without drafts, on every path of the hand-off."""
 
 import itertools
 import json
@@ -170,7 +170,7 @@ def test_a_grammar_that_takes_long_to_compile_takes_no_step_from_others(models):
     pair.assert_nothing_is_held()
 
 
-def test_a_grammar_that_takes_too_long_to_compile_fails_its_request_and_no_other(models):
+def test_a_grammar_that_compiles_too_long_fails_only_its_request(models):
     pair = pair_of(models, False)
     for worker in (pair.prefill, pair.decode):
         worker.engine.grammars._compilations._max_cpu_s = 0.02

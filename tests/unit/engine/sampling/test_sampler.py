@@ -1,3 +1,5 @@
+"""The sampler: every row equals a slow reference, and its draws follow the distribution."""
+
 import dataclasses
 import math
 
@@ -153,7 +155,7 @@ def test_rows_beyond_one_chunk_are_drawn_like_rows_within(monkeypatch):
     assert sample(logits, rows).tokens.tolist() == whole.tolist()
 
 
-def test_a_wide_nucleus_is_the_same_from_few_candidates_as_from_a_full_sort(monkeypatch):
+def test_a_wide_nucleus_of_few_candidates_equals_that_of_a_full_sort(monkeypatch):
     logits = (
         torch.randn(6, 3000, generator=torch.Generator().manual_seed(2)).bfloat16().float()
     )  # full of ties
@@ -182,7 +184,7 @@ def test_top_k_keeps_exactly_k_and_of_equals_the_lowest_ids():
     assert draw_support([-0.0, 0.0, 0.0], top_k=2) == {0, 1}
 
 
-def test_top_p_keeps_the_fewest_tokens_that_hold_p_and_of_equals_the_lowest_ids():
+def test_top_p_keeps_the_fewest_tokens_and_of_equals_the_lowest_ids():
     assert draw_support([0.0, 0.0, 0.0, 0.0], top_p=0.5) == {0, 1}
     assert draw_support([0.0, 0.0, 0.0, 0.0], top_p=0.51) == {0, 1, 2}
 
@@ -206,8 +208,8 @@ def test_masked_tokens_are_never_drawn():
 
 
 def test_drawn_frequencies_follow_the_filtered_softmax():
-    """60 000 draws over 5 of 8 tokens; at a limit with chance 1e-6 (df 4: 33.4) a total variation of 0.02 has a
-    noncentrality of at least 4 * 0.02**2 * 60 000 = 96 and is seen with 99 %."""
+    """60 000 draws over 5 of 8 tokens; at a limit with chance 1e-6 (df 4: 33.4) a total variation of 0.02 has
+    a noncentrality of at least 4 * 0.02**2 * 60 000 = 96 and is seen with 99 %."""
     n = 60_000
     logits = torch.linspace(1, -1, 8)
     rows = [
@@ -231,7 +233,8 @@ def test_verify_rows_with_penalties_choose_as_the_sequential_decode_does():
             seed=seed,
         )
         logits = torch.randn(4, V, generator=generator)
-        # Drafts that the raw logits like, before or after their row: a row that sees one too many or too few differs.
+        # Drafts that the raw logits like, before or after their row: a row that sees one too many or too few
+        # differs.
         drafts = logits.argmax(dim=1)[:3].tolist()
         request = Request(room="0" * 32, epoch=0, prompt_ids=[1, 7], sampling=params, output_ids=[3])
         verified = sample(logits, sampling_rows(request, drafts)).tokens.tolist()

@@ -50,7 +50,7 @@ def test_the_operation_chooses_what_the_sampler_chooses(choose, rows, bad, chunk
 
 @settings(max_examples=50, deadline=None)
 @given(rows=st.lists(row, min_size=1, max_size=5), width=st.sampled_from([1, 4, 30]))
-def test_a_support_wider_than_the_candidates_is_told_and_no_other_choice_differs(rows, width):
+def test_rows_with_too_wide_a_support_are_reported_and_others_are_exact(rows, width):
     params = [p for p, _, _ in rows]
     logits, positions = (
         torch.tensor([values for _, _, values in rows]),

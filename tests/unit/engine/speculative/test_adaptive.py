@@ -1,4 +1,4 @@
-"""How many tokens are drafted follows what it costs and what it yields, steadily and never to its disadvantage."""
+"""The number of drafted tokens follows cost and yield, steadily and never to the disadvantage."""
 
 import random
 
@@ -17,8 +17,8 @@ def policy(shape: DraftShape = FIXED, costs: StepCosts = COSTS) -> StepPolicy:
 def run(
     chosen: StepPolicy, batch_size: int, share_kept: float, steps: int, seed: int = 0
 ) -> list[DraftShape]:
-    """Steps of a drafter whose drafts are right with probability `share_kept`; a step that drafts nothing looks at the
-    first proposal."""
+    """Steps of a drafter whose drafts are right with probability `share_kept`; a step that drafts nothing
+    looks at the first proposal."""
     rng, shapes = random.Random(seed), []
     for _ in range(steps):
         shape = chosen.choose(batch_size)
@@ -61,7 +61,7 @@ def test_every_part_of_a_step_has_its_cost():
 @pytest.mark.parametrize("batch_size", [1, 8, 64, 256])
 @pytest.mark.parametrize("shape", [FIXED, DraftShape.of(3, 4, 13)], ids=["chain", "tree"])
 def test_it_is_never_dearer_than_the_fixed_shape_and_near_the_best(shape, batch_size, share_kept, costs):
-    """On a drafter of known quality, once it is known; what is learnt from few drafts may be off by little."""
+    """On a drafter of known quality, once measured; the estimate from few drafts may be off by little."""
     chosen = policy(shape, costs)
     run(chosen, batch_size, share_kept, 100)
     settled = cost_per_token(run(chosen, batch_size, share_kept, 200, seed=1), batch_size, share_kept, costs)
@@ -70,7 +70,7 @@ def test_it_is_never_dearer_than_the_fixed_shape_and_near_the_best(shape, batch_
     assert settled <= min(fixed.values()) * (1 + MARGIN + 0.04)
 
 
-def test_a_large_batch_and_a_poor_draft_end_drafting_and_a_small_one_brings_it_back():
+def test_large_batches_or_poor_drafts_end_drafting_and_small_ones_resume():
     chosen = policy()
     assert run(chosen, 1, 0.8, 60)[-1].steps == 5
     assert run(chosen, 512, 0.8, 3)[-1].steps <= 1, "the load is known at once"
@@ -112,7 +112,7 @@ def test_at_a_border_it_stays_with_what_it_has():
     assert sum(chosen.chosen.values()) == 400
 
 
-def test_a_shape_is_kept_within_the_margin_but_never_below_the_configured_one():
+def test_a_shape_stays_within_the_margin_and_never_below_the_configured():
     chosen = StepPolicy((PLAIN, DraftShape.of(1), DraftShape.of(2)), COSTS)
     chosen.current = PLAIN
     for batch_size in range(1, 600):
