@@ -45,6 +45,8 @@ UNSAFE_CALLS = {"eval", "exec", "compile", "__import__"}
 UNSAFE_ATTRIBUTES = {("torch", "load"), ("np", "load"), ("numpy", "load"), ("yaml", "load")}
 UNSAFE_METHODS = {"send_pyobj", "recv_pyobj"}
 
+MAX_TEST_NAME = 70
+
 
 # --- the laws: each returns the violations of one file ------------------------------------------------------
 
@@ -144,6 +146,17 @@ def test_import_violations(source: Source) -> list[str]:
     return found
 
 
+def name_violations(source: Source) -> list[str]:
+    """Test functions, methods included, whose name is longer than MAX_TEST_NAME letters."""
+    return [
+        f"{source.relative}:{node.lineno}: {node.name} has {len(node.name)} letters"
+        for node in ast.walk(source.tree)
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        and node.name.startswith("test_")
+        and len(node.name) > MAX_TEST_NAME
+    ]
+
+
 def find_circles(sources: list[Source]) -> list[list[str]]:
     """Groups of modules that import each other: strongly connected components, and self-imports."""
     known = {source.module for source in sources}
@@ -236,6 +249,10 @@ def test_imports_are_relative_and_at_the_top():
 
 def test_tests_import_absolutely():
     assert [violation for source in files_of_tests() for violation in test_import_violations(source)] == []
+
+
+def test_test_names_have_at_most_70_letters():
+    assert [violation for source in files_of_tests() for violation in name_violations(source)] == []
 
 
 def test_there_are_no_circles():
@@ -363,6 +380,14 @@ def test_late_and_absolute_imports_are_seen():
         len(test_import_violations(snippet("tests/unit/a.py", "from ..x import y\nimport cluster.codec")))
         == 2
     )
+
+
+def test_long_test_names_are_seen():
+    allowed, long = "test_" + "x" * 65, "test_" + "x" * 66
+    kept = f"def {allowed}(): pass\ndef helper_{long}(): pass\n"
+    assert name_violations(snippet("tests/unit/test_a.py", kept)) == []
+    broken = f"def {long}(): pass\nclass TestA:\n    async def {long}(self): pass\n"
+    assert len(name_violations(snippet("tests/unit/test_a.py", broken))) == 2
 
 
 def test_circles_are_seen():
