@@ -33,8 +33,7 @@ MAKERS = {
     "/jinja2/environment.py": "the chat template of the served model, in a sandbox",
 }
 IMPORTS = "<frozen importlib._bootstrap"
-# Cython, built for the stable interface of Python 3.12, makes the frames of its tracebacks by evaluating
-# this.
+# Cython, built for the stable interface of Python 3.12, evaluates this to make traceback frames.
 FRAME_SOURCE = "_getframe()"
 FRAME_CODE = compile(FRAME_SOURCE, "", "eval")
 

@@ -6,8 +6,7 @@ endpoints  those of the place, loopback tcp if none is given, the same after eve
            `cluster.port(name)` is a router's HTTP port or a prefill worker's KV port,
            `cluster.control_ports[name]` where workers register at a router
 flags      those of "prefill" or "decode" go to every worker of that role, of "*" to all workers
-prepare    by name, role or "*": functions that a node calls before its main in its first life, as `nursery`
-           says
+prepare    by name, role or "*": functions that a node calls before its first main, as `nursery` says
 proxies    with proxied=True a ZMTP proxy stands before the router for each worker and before each prefill
            worker's KV port: `cluster.control["decode-0"]`, `cluster.kv["prefill-0"]`; "up" is towards the
            router or prefill
@@ -269,8 +268,7 @@ class FaultCluster:
         return {node.name: self.status(node.name) for node in self.routers if node.is_up}
 
     def heard_anew(self, timeout: float = 10.0) -> None:
-        """Until what /status tells of every worker was made after this call: the second heartbeat that came
-        behind it.
+        """Waits for the second heartbeat of every worker, so that /status is no older than this call.
 
         The first may have been under way already.
         """

@@ -10,8 +10,7 @@ SLICE_S = 1.0
 def pace(calls: list[Call], since: float, until: float) -> float:
     """Tokens per second of all `calls` between two moments: the median over slices of `SLICE_S`.
 
-    What a fault costs it costs in most slices. What a host costs that gives the cores to others it costs in
-    some.
+    A fault costs time in most slices. A host that gives the cores to others costs time in some.
     """
     counts = [0] * int((until - since) / SLICE_S)
     assert len(counts) >= 5, f"{until - since:.1f} s are too short to tell"

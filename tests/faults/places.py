@@ -6,8 +6,7 @@
                several machines: the manifests' own configuration, addresses that others reach, a directory of
                keys per host that admits the other hosts
 
-What a Lan does to packets, it does to whole Ethernet frames of at most 1514 bytes: no card offers to send
-larger ones.
+A Lan treats whole Ethernet frames of at most 1514 bytes: no card offers to send larger ones.
 """
 
 import contextlib

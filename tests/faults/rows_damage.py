@@ -91,8 +91,7 @@ def f33c(scene: Scene) -> str:
 
 
 def while_damaged(scene: Scene, way: Way, name: str, field: str, asks: list[Ask]) -> list[Call]:
-    """Calls, of whose messages of this type one is damaged on its way; all workers are there again behind
-    them.
+    """Calls with one damaged message of this type; afterwards all workers are registered again.
 
     A prompt goes where its like was, so that few may go to one worker: others follow until one has.
     """

@@ -314,7 +314,6 @@ def f33(scene: Scene) -> str:
     finished(scene, calls)
     scene.cluster.wait_whole(10)
     again = finished(scene, scene.traffic.start(*asks))
-    # two workers lose their connection to the router, and each with it all its rooms: none is denied the next
-    # attempt
+    # two workers lose their connection to the router and all their rooms: none is denied the next attempt
     scene.promise = Promise(all_finish=True, spare_attempts=2 * len(asks))
     return f"{told(calls + again)}"

@@ -108,9 +108,7 @@ class Traffic:
     def start(
         self, *asks: Ask, leave_after: float | None = None, leave_at: int | None = None, port: int = 0
     ) -> list[Call]:
-        """Sends the requests now, to `port` if that is given. A client may leave after some seconds, or with
-        its nth token.
-        """
+        """Sends the requests now, to `port` if given. A client may leave after a time or at its nth token."""
         calls = [Call(ask, time.monotonic(), port=port) for ask in asks]
         self.history += calls
         for call in calls:

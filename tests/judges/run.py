@@ -5,8 +5,7 @@
     schemathesis   requests made from the server's own OpenAPI document: no answer may be a server error, or
                    not be in it
     JSONTestSuite  its bodies to every address that takes one: no hang, no crash, no server error
-    raw HTTP       requests as no client library writes them, and damaged ones: each answered or closed in
-                   time
+    raw HTTP       requests that no client library writes, and damaged ones: answered or closed in time
     lm-eval        log-likelihoods of a local task, compared with transformers
     bench_serving  sglang's load generator completes
     aiperf         completes

@@ -27,8 +27,7 @@ def randn(*shape: int, dtype: torch.dtype = FLOAT32, seed: int = 0) -> torch.Ten
 
 
 def assert_close(actual: torch.Tensor, expected: torch.Tensor, bfloat16: float = 1.6e-2) -> None:
-    """Within 5e-6 in float32 and, in bfloat16, two units in the last place of values near 1 (two roundings
-    apart).
+    """Within 5e-6 in float32; in bfloat16 within two units in the last place near 1 (two roundings).
 
     Changes to the kernels that have been seen to fail, with the distance they cause: softmax scale 1 % off
     (1.4e-2 in float32), a split that begins one row early (0.18), mask-free tiles that reach into the masked
@@ -42,11 +41,9 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor, bfloat16: float =
 
 
 def assert_rounds_alike(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    """Rounded where the definition rounds: all but a hundredth of the values are equal to the bit in
-    bfloat16.
+    """Rounded where the definition rounds: 99 % of the values are bitwise equal in bfloat16.
 
-    A rounding left out or added moves a few values in a hundred by one unit, which no tolerance on values can
-    see.
+    A missing or extra rounding moves a few values in a hundred by one unit, which no tolerance shows.
     """
     assert_close(actual, expected)
     if expected.dtype == BFLOAT16:

@@ -27,8 +27,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "decode": ("worker", "kvtransfer", "engine", "cluster"),
     "bench": ("kvtransfer", "engine", "cluster"),
 }
-# What the lowest floors may import of others; every other folder may import any dependency but the forbidden
-# ones.
+# Foreign imports of the lowest floors; other folders may import any dependency but the forbidden ones.
 ALLOWED_FOREIGN = {
     "cluster": {"zmq", "msgspec", "psutil", "prometheus_client", "tomli", "opentelemetry"},
     "kernels": {"torch", "triton"},

@@ -126,8 +126,7 @@ class Checker:
     def _check_retries(self):
         """Attempts beyond the first are a fifth of the rooms, or the floor always allowed; refusals are free.
 
-        What lost workers take with them is tried again beyond that budget, each room a bounded number of
-        times.
+        Rooms of lost workers are retried beyond that budget, each a bounded number of times.
         """
         world = self.world
         free = world.seen["R recv Refused"] + world.reached["drain"]
@@ -191,8 +190,7 @@ class Checker:
     def _check_digests(self):
         """Bytes that nobody changed are right: memory that a send still reads is not used again.
 
-        But for rooms that prefill gives up: those reads are void by their digest, and decode learns of the
-        end soon.
+        Except for rooms that prefill gives up: digests void those reads, and decode soon learns of the end.
         """
         world = self.world
         has_given_up = world.seen["P event DropDone"] or world.seen["P event Dropped"]

@@ -67,7 +67,7 @@ def no_tracker():
 def no_lease():
     """Nobody gives up a room in which nothing moves."""
     return patch.object(Lease, "is_over", lambda *_: False), Options(
-        faults=Faults(kill_at="D send Finished", kill_after=True, kv_loss=0.3, burst=True),  # it is not repeated
+        faults=Faults(kill_at="D send Finished", kill_after=True, kv_loss=0.3, burst=True),  # a lost Release
         settings=Settings(step_s=0.002), num_clients=20,
     )  # fmt: skip
 

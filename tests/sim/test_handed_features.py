@@ -1,7 +1,6 @@
 """Features that decode receives equal those that one process computes, row by row, and feed the drafter.
 
-Prefill's pages are cut into blocks, sent, checked and landed in decode's staging by the real code; the
-network is played.
+The real code cuts pages into blocks, sends, checks and lands them; the network is simulated.
 """
 
 import pytest
