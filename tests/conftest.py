@@ -1,4 +1,4 @@
-"""Fixtures for every test, and how tests share processes and cores. Heavy libraries are imported only where needed."""
+"""Fixtures for every test, and the sharing of processes and cores. Heavy libraries are imported on demand."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -12,10 +12,10 @@ MATRIX = "gpu/test_path_matrix.py"  # its ids begin with the four fields that sa
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """One thread of torch where several test processes share the cores, in this process and in those that it starts.
+    """Gives torch one thread per process, children included, where several test processes share the cores.
 
-    What hypothesis tries is the same in every run without the slow tests, so that equal code passes again; they draw anew.
-    No time is a failure of what is tested: a process may get no core for a while.
+    What hypothesis tries is the same in every run without the slow tests, so that equal code passes again;
+    they draw anew. No time is a failure of what is tested: a process may get no core for a while.
     """
     if "PYTEST_XDIST_WORKER" in os.environ:
         os.environ["OMP_NUM_THREADS"] = "1"
@@ -37,11 +37,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
-    """Files in the order of their collection, each in one process; the matrix of paths on a device goes by engine.
+    """Schedules files in collection order, each in one process; the device path matrix goes by engine.
 
     All files of `faults` go to one process: their rows have deadlines, and two rows at once would miss them.
 
-    The dist mode `loadgroup` would be the documented way, but the marks of pytest-xdist 3.8 get lost in pytest 9.
+    The dist mode `loadgroup` is the documented way, but pytest 9 loses the marks of pytest-xdist 3.8.
     """
     from xdist.scheduler import LoadScopeScheduling
 
@@ -69,9 +69,9 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def toy_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Factory `toy_checkpoint(family="llama"|"qwen2"|"qwen3", seed=0, shard_size=None, **config)` -> directory.
+    """`toy_checkpoint(family="llama"|"qwen2"|"qwen3", seed=0, shard_size=None, **config)` -> directory.
 
-    A tiny random model written by transformers; equal arguments give the same directory. Treat it as read-only.
+    A tiny random model written by transformers, read-only; equal arguments give the same directory.
     """
     from baton.tests.parity.toy_models import write_toy_checkpoint
 

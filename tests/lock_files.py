@@ -13,7 +13,7 @@ IMAGES = ROOT / "deploy" / "packaging" / "images"
 
 @dataclass(frozen=True)
 class Pin:
-    """One line: normalised name, version, environment marker ("": always) and `sha256:...` of the accepted files."""
+    """One line: normalised name, version, environment marker ("": always), `sha256:...` of accepted files."""
 
     name: str
     version: str

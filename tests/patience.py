@@ -12,7 +12,7 @@ LONG_S = 60.0
 
 @contextlib.contextmanager
 def patient_with_peers():
-    """Sockets, links and transports that are made here wait long for an answer; those of other processes are as ever."""
+    """Sockets, links and transports made in this process wait long for an answer; other processes do not."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("HANDSHAKE_MS", "SILENCE_MS"):
             patch.setattr(f"baton.cluster.net.sockets.{name}", int(LONG_S * 1000))

@@ -1,9 +1,10 @@
-"""Watches a process from inside: nothing may turn data into code once peers are heard, nor reach for the network ever.
+"""Audits a process: no data becomes code once peers are heard, and no call goes to the network.
 
-Python imports this module at start when this folder is on PYTHONPATH. With AUDIT_REPORT in the environment it adds an
-audit hook; each violation is a line of JSON in that file, and raises in the process that did it. The process says by the
-audit event `baton.serving` that it has started; until then its libraries may compile code and run helpers, as they do
-while they are imported. `tests/audit/watch.py` makes the environment and reads the report.
+Python imports this module at start when this folder is on PYTHONPATH. With AUDIT_REPORT in the environment it
+adds an audit hook; each violation is a line of JSON in that file, and raises in the process that did it. The
+process says by the audit event `baton.serving` that it has started; until then its libraries may compile code
+and run helpers, as they do while they are imported. `tests/audit/watch.py` makes the environment and reads
+the report.
 """
 
 import ipaddress
@@ -32,7 +33,7 @@ MAKERS = {
     "/jinja2/environment.py": "the chat template of the served model, in a sandbox",
 }
 IMPORTS = "<frozen importlib._bootstrap"
-# Cython, built for the stable interface of Python 3.12, makes the frames of its tracebacks by evaluating this.
+# Cython, built for the stable interface of Python 3.12, evaluates this to make traceback frames.
 FRAME_SOURCE = "_getframe()"
 FRAME_CODE = compile(FRAME_SOURCE, "", "eval")
 

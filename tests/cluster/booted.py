@@ -1,11 +1,11 @@
-"""A machine of its own under a real systemd: process 1 of namespaces over this host's files, of which it changes copies.
+"""A machine under a real systemd: process 1 of new namespaces over changed copies of this host's files.
 
-    with booted(directory, files) as machine      `files` is laid over the root directory; baton.target is started
+    with booted(directory, files) as machine      lays `files` over the root directory, starts baton.target
         machine.systemctl("show", ...)            as root there
         machine.url                               of its router, for whoever is `machine.inside()`
 
-It has process ids, mounts, a host name, a loopback interface and a subtree of control groups of its own; nothing of it is
-left when process 1 is killed.
+It has process ids, mounts, a host name, a loopback interface and a subtree of control groups of its own;
+nothing of it is left when process 1 is killed.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from baton.tests.faults.netns import inside
 ROOT = Path(__file__).resolve().parents[2]
 SYSTEMD = Path("/lib/systemd/systemd")
 TOOLS = ("unshare", "nsenter", "ip", "systemctl", "journalctl", "pivot_root")
-# The units hide /root, /home and /tmp, where a checkout and its interpreter may be: they are mounted below /srv.
+# The units hide /root, /home and /tmp, where a checkout and its interpreter may be: these are below /srv.
 COMMAND = f"""#!/bin/sh
 export PYTHONPATH=/srv/app:/srv/site LD_LIBRARY_PATH=/srv/python/lib PYTHONDONTWRITEBYTECODE=1 OMP_NUM_THREADS=1
 exec /srv/python/bin/python{sys.version_info[0]}.{sys.version_info[1]} -m baton "$@"

@@ -1,4 +1,4 @@
-"""A headless Chromium, driven over its own pipe (the DevTools protocol: JSON with a zero byte behind each message)."""
+"""A headless Chromium, driven over a pipe (DevTools protocol: JSON messages that end with a zero byte)."""
 
 import base64
 import contextlib

@@ -1,4 +1,4 @@
-"""Certificates for tests: an authority, and what it signs. Of elliptic curves, which are made within a millisecond."""
+"""Certificates for tests: an authority and what it signs. Elliptic curve keys take a millisecond to make."""
 
 import ipaddress
 from datetime import datetime, timedelta, timezone

@@ -17,7 +17,7 @@ SMALL = {"transport": "tcp", "kv_memory_mb": 8, "threads": 1}  # settings of the
 
 @pytest.fixture(scope="session", autouse=True)
 def patience_of_clients():
-    """A request that names no patience has a minute's, and not the 5 s of httpx: a router may get no core for a while."""
+    """A request without a timeout gets a minute, not httpx's 5 s: a router may get no core for a while."""
     default = httpx._config.DEFAULT_TIMEOUT_CONFIG
     default.connect = default.read = default.write = default.pool = 60.0
 

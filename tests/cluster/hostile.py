@@ -1,4 +1,4 @@
-"""Every port that a running cluster listens at, found from outside, and what to throw at it."""
+"""Finds every port that a running cluster listens at, and makes hostile input for them."""
 
 import contextlib
 import pickle
@@ -141,7 +141,7 @@ def send_all(peer, frames, seconds=60.0):
 
 
 def hostile_frames():
-    """About a thousand frames, none of them a message: the corpus, pickles, extension types, nests and timestamps."""
+    """About a thousand frames that are no message: corpus, pickles, extension types, nests, timestamps."""
     frames = [
         data for case in corpus.load("msgpack_frames") if len(data := corpus.data(case)) <= KV_MAX_BYTES
     ]

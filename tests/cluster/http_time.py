@@ -1,4 +1,4 @@
-"""The time of a router's HTTP server as tests let it pass: no client comes too late because its thread got no core."""
+"""The clock of a router's HTTP server under a test's control: no client is late for want of a core."""
 
 import array
 import contextlib
@@ -15,7 +15,7 @@ PATIENCE_S = 60.0
 
 @contextlib.contextmanager
 def standing_time(running):
-    """The server's time stands still, but for what the function that this gives lets pass; afterwards it goes on."""
+    """Stops the server's clock; the function that this yields advances it. Afterwards the clock runs."""
     server = running.router._server
     began, passed = server.clock(), 0.0
 
@@ -32,7 +32,7 @@ def standing_time(running):
 
 
 def seconds_left(running, connection):
-    """How long the server still waits for this client, all of whose bytes it has read; None while it has other work."""
+    """Seconds the server still waits for this client, having read all its bytes; None while it is busy."""
     if waiting_bytes(connection, termios.TIOCOUTQ):
         return None
 
@@ -51,7 +51,7 @@ def seconds_left(running, connection):
 
 
 def waiting_bytes(end, kind=termios.FIONREAD):
-    """In the kernel's queue of a socket: those that came, or with TIOCOUTQ those that its peer's kernel has not taken."""
+    """Bytes in a socket's kernel queue: received ones, or with TIOCOUTQ those that the peer has not taken."""
     found = array.array("i", [0])
     fcntl.ioctl(end.fileno(), kind, found)
     return found[0]

@@ -1,4 +1,4 @@
-"""Hosts with keys of their own, a control socket that runs in a thread, and raw peers for tests of who may connect."""
+"""Hosts with their own keys, a control socket in a thread, and raw peers for tests of admission."""
 
 import asyncio
 import contextlib
@@ -21,7 +21,7 @@ PATIENCE_S = 60.0  # for who is to get through
 
 
 class Hosts:
-    """Directories as `baton keys` makes them, one per host: router, prefill/p0, decode/d0, all admitting each other."""
+    """Directories of `baton keys`, one per host: router, prefill/p0, decode/d0, all admitting each other."""
 
     def __init__(self, directory):
         self._directory = directory
@@ -68,7 +68,7 @@ def hello(role, instance=None):
 
 
 class Front:
-    """A router's control socket on a loop of its own; `heard` is what got through, as (routing id, message)."""
+    """A router's control socket on its own loop; `heard` lists the received (routing id, message)."""
 
     def __init__(self, endpoint="tcp://127.0.0.1:0", keys=None):
         self.heard = []
@@ -144,7 +144,7 @@ def answer(socket, seconds=PATIENCE_S):
 
 
 def raw_send(endpoint, steps, patience=0.3):
-    """Writes bytes to a port as they are; returns how many connections were there at the end (0: we were cut off)."""
+    """Writes raw bytes to a port; returns the number of connections left at the end (0: we were cut off)."""
     where = urlsplit(endpoint)
     with stdlib_socket.create_connection((where.hostname, where.port), timeout=60) as connection:
         connection.settimeout(PATIENCE_S)

@@ -70,7 +70,7 @@ class Manager:
         return sum(line == "WATCHDOG=1" for _, line in self.words)
 
     def watch(self, limit_s, seconds):
-        """As the manager does: SIGABRT when no ping comes for `limit_s`. True when that was necessary within `seconds`."""
+        """Sends SIGABRT if no ping comes for `limit_s`, as the manager does; True if so in `seconds`."""
         until = time.monotonic() + seconds
         last = time.monotonic()
         while time.monotonic() < until:

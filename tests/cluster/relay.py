@@ -7,7 +7,7 @@ import threading
 
 
 class Relay:
-    """Keeps what both sides of a connection say, may change what prefill says, can cut it. One connection at a time."""
+    """Records both directions, may change prefill's bytes, and can cut the connection. One at a time."""
 
     def __init__(self, port, change=None):
         self.heard = bytearray()  # from prefill

@@ -1,4 +1,4 @@
-"""A tiny tokenizer, scripted workers that speak the real control plane, and a router that runs in a thread."""
+"""A tiny tokenizer, scripted workers that speak the real control plane, and a router in a thread."""
 
 import asyncio
 import atexit
@@ -83,7 +83,7 @@ def save_tokenizer(directory: Path, *, template: bool = True) -> Path:
 
 
 class FakeWorker:
-    """Speaks the control plane from a thread of its own; `script(worker, message)` answers, `received` remembers."""
+    """Speaks the control plane from its own thread; `script(worker, message)` answers, `received` records."""
 
     def __init__(self, endpoint, role, script, **hello):
         self.instance = secrets.token_hex(16)
@@ -343,7 +343,7 @@ class RunningRouter:
 
 @contextlib.contextmanager
 def without_collector(*kinds):
-    """Gives a function: what there is of these types, while no garbage collector looks for what holds itself."""
+    """Yields a function that lists live objects of these types; the garbage collector is off meanwhile."""
     gc.collect()
     gc.freeze()  # what others keep is not looked at
     gc.disable()

@@ -21,8 +21,8 @@ from baton.tests.audit.watch import violations, watched_environment
 def serving(model, draft="", env=None, *, device="cpu", is_watched=True, **settings) -> Iterator[Cluster]:
     """A ready cluster; what its children logged is in the failure when it does not get ready.
 
-    The children run under the audit hook of `tests/audit`, and what it found fails the test; not `is_watched`: they do not,
-    as they cannot on a GPU, where Triton compiles kernels whenever a shape is new.
+    The children run under the audit hook of `tests/audit`, and what it found fails the test; not
+    `is_watched`: they do not, as they cannot on a GPU, where Triton compiles kernels whenever a shape is new.
     """
     output = io.StringIO()
     settings.setdefault("kv_memory_mb", 256)

@@ -1,7 +1,7 @@
 """A prefill and a decode worker's link in a process of its own, forked from one that has imported torch.
 
-Both know every byte beforehand, so that decode can tell whether what landed is right. `fault` is "site:nth": there the
-process kills itself with SIGKILL, as between any two instructions.
+Both know every byte beforehand, so that decode can tell whether what landed is right. `fault` is "site:nth":
+there the process kills itself with SIGKILL, as between any two instructions.
 """
 
 import ctypes
@@ -95,7 +95,7 @@ def prefill(pipe: Connection, endpoint: str, fault: str = "", max_file: int = 0)
 
 
 def decode(pipe: Connection, endpoint: str, fault: str = "", is_elsewhere: bool = False) -> None:
-    """Pulls the rooms that the pipe asks for, as (instance of prefill, first, last), and says how each one ended."""
+    """Pulls the rooms that the pipe names as (prefill instance, first, last); reports how each ended."""
     logging.disable(logging.CRITICAL)
     torch.set_num_threads(1)
     if is_elsewhere:

@@ -1,4 +1,4 @@
-"""The API over real workers of a toy model: prompts are judged as transformers judges them, through router and hand-off."""
+"""The API over real workers of a toy model: prompts are judged as transformers judges them."""
 
 import json
 import shutil

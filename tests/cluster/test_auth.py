@@ -1,4 +1,4 @@
-"""Who may ask, over HTTP: keys, their limits, tenants that do not see each other's prefixes, TLS."""
+"""Access over HTTP: API keys, their limits, tenants that do not share prefixes, and TLS."""
 
 import itertools
 import socket

@@ -1,4 +1,4 @@
-"""`baton bench serve` as a command against a router with scripted workers: figures, JSON, a picture, and clear ends."""
+"""`baton bench serve` as a command against scripted workers: figures, JSON, a picture, and clear ends."""
 
 import json
 import socket

@@ -1,4 +1,4 @@
-"""The connection of its own that sealed blocks take: what crosses it, who gets in, and what strangers can do there."""
+"""The separate connection for sealed blocks: its content, its admission, and its limits for strangers."""
 
 import contextlib
 import time
@@ -193,7 +193,7 @@ def test_a_port_for_blocks_that_answers_stays_in_use(new_pair, monkeypatch):
     assert pair.receiver._bulk.join_by is None
 
 
-# --- who gets in ------------------------------------------------------------------------------------------------------
+# --- who gets in --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("who", ["no ticket", "a wrong ticket", "a used ticket"])
@@ -289,7 +289,7 @@ def test_raw_bytes_are_cut_off_and_others_are_served(new_pair):
     assert has_landed(pair)
 
 
-# --- what decode takes from there -------------------------------------------------------------------------------------
+# --- what decode takes from there ---------------------------------------------------------------------------
 
 
 def test_decode_takes_only_blocks_from_an_unauthenticated_connection(new_pair):

@@ -1,4 +1,4 @@
-"""An echoed prompt before several answers, of which the best are returned, with the log probabilities of all of it."""
+"""An echoed prompt before several answers: the best are returned, with log probabilities of all tokens."""
 
 import httpx
 import pytest

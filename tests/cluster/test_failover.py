@@ -57,7 +57,7 @@ def whole(cluster, prompts):
 
 
 class Stream:
-    """One streamed completion as its client sees it: `ids` grow while it runs, `error` is that of an error frame."""
+    """One streamed completion at its client: `ids` grow while it runs, `error` is that of an error frame."""
 
     def __init__(self, cluster, prompt_ids, *, max_tokens=NUM_TOKENS, **body):
         self.ids, self.error, self.usage, self.timeline = [], None, None, None

@@ -1,4 +1,4 @@
-"""Hostile bytes against every port of every role, with and without keys: it lives, stays small, and serves others.
+"""Hostile bytes against every port of every role, with and without keys: each role serves on and stays small.
 
 The ports are those of real processes, so memory is the server's alone.
 """

@@ -1,7 +1,7 @@
-"""What a request may ask that nobody should serve: numbers, lists, media, tensors, names and texts made to hurt.
+"""Hostile requests are refused: numbers, lists, media, tensors, names and texts made to hurt.
 
-A router with scripted workers; each is refused by a 400 that names the field, or answered, and nothing reaches a worker
-that should not.
+A router with scripted workers; each is refused by a 400 that names the field, or answered, and nothing
+reaches a worker that should not.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""Real processes with keys: they serve as without, and a worker with other keys stays outside and says why."""
+"""Real processes with keys serve as without, and a worker with other keys is refused with a reason."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""A connection breaks with the very last Release on it: prefill's pages come back long before its lease ends."""
+"""A connection breaks with the last Release on it: prefill's pages are free long before its lease ends."""
 
 import secrets
 import time

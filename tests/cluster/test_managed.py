@@ -1,4 +1,4 @@
-"""Real roles under a service manager: ready when they are, pings from the loop that computes, an orderly leave."""
+"""Real roles under a service manager: readiness, pings from the loop that computes, an orderly stop."""
 
 import contextlib
 import signal

@@ -1,4 +1,4 @@
-"""Clients that break the rules of HTTP, or keep to them and harm: each is answered or cut, and nobody else notices."""
+"""Clients that break the rules of HTTP or abuse them: each is answered or cut, and others are unaffected."""
 
 import contextlib
 import json
@@ -48,7 +48,7 @@ def connect(running):
 
 
 def told(running, sent):
-    """All that comes back on a connection, up to its end; once all that was sent is read, time passes until then."""
+    """All bytes received up to the end of a connection; time passes once the server has read everything."""
     with standing_time(running) as let_pass, connect(running) as connection:
         with contextlib.suppress(ConnectionError):
             connection.sendall(sent)

@@ -1,4 +1,4 @@
-"""What is made for a request is freed with its last reference: a garbage collector would look through it again and again."""
+"""The objects of a request are freed with their last reference, so that the garbage collector has no work."""
 
 import httpx
 import pytest

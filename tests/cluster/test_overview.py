@@ -1,4 +1,4 @@
-"""What an operator sees over HTTP: the page, recent requests, and the story of each."""
+"""The operator's view over HTTP: the page, recent requests, and the timeline of each."""
 
 import base64
 import hashlib

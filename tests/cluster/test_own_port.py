@@ -1,4 +1,4 @@
-"""A router's own port: where several share one, each is scraped, watched and asked by itself, also while it drains."""
+"""A router's own port: routers behind a shared port are scraped and watched one by one, even in a drain."""
 
 import contextlib
 import os

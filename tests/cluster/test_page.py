@@ -1,4 +1,4 @@
-"""The page of the router in a real headless Chromium: live, dark and light, on a phone, by keyboard, with a key.
+"""The router's page in a real headless Chromium: live, dark and light, on a phone, by keyboard, with a key.
 
     SCREENSHOT=docs/images/page.png pytest -m slow tests/cluster/test_page.py
 

@@ -1,4 +1,4 @@
-"""Real workers under the router's pairing policies: who gets what, as the timelines tell."""
+"""Real workers under the router's pairing policies: the timelines show which worker served a request."""
 
 import contextlib
 import shutil
@@ -88,7 +88,7 @@ def test_later_turns_of_ten_hand_over_only_pages_of_new_tokens(cluster):
 
 
 def said(cluster, tokenizer, messages, letters, seed):
-    """The model's answer, which is made of these letters alone; the ids of its prompt, its own, and the timeline."""
+    """The model's answer in these letters only, the ids of its prompt, its own ids, and the timeline."""
     bias = {str(tokenizer.encode(letter)[0]): 100 for letter in letters}
     body = {
         "model": served_model(cluster),

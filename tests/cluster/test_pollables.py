@@ -110,7 +110,7 @@ def test_a_flood_is_read_to_its_end_without_a_timer(context, ends):
 
 
 def serve(transport, events, stopping, waits):
-    """An owner's loop, which sleeps until a descriptor is readable or the deadline comes, and never by itself."""
+    """An owner's loop: it sleeps until a descriptor is readable or the deadline comes, and not otherwise."""
     while not stopping.is_set():
         now = time.monotonic()
         deadline = transport.next_deadline(now)

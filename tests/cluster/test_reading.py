@@ -1,4 +1,4 @@
-"""What is refused before its text is read, over HTTP: by a caller's limits, by a full queue, by what is read already."""
+"""Requests are refused before their text is parsed: by a caller's limits, a full queue, or a full parser."""
 
 import threading
 
@@ -13,7 +13,7 @@ LONG = "word " * 800  # not read on the event loop
 
 
 class Encoding:
-    """Stands for the tokenizer's `encode`: counts the long texts, and holds them up while `goes_on` is not set."""
+    """Stands in for the tokenizer's `encode`: counts long texts and blocks them until `goes_on` is set."""
 
     def __init__(self, tokenizer):
         self._encode = tokenizer.encode

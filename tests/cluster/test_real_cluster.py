@@ -1,4 +1,4 @@
-"""What clients see of a real cluster: one prefill and one decode process with SmolLM2, with and without a drafter."""
+"""A real cluster as clients see it: a prefill and a decode process with SmolLM2, with and without drafts."""
 
 import asyncio
 import os

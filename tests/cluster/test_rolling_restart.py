@@ -15,7 +15,7 @@ LEAST = 500
 
 
 class Load:
-    """Clients of one address that repeat nothing: half of them keep their connections, half open one each time."""
+    """Clients of one address that retry nothing: half keep their connections, half open one per request."""
 
     def __init__(self, cluster, answers):
         self.cluster, self.answers = cluster, answers

@@ -1,4 +1,4 @@
-"""A router's streams when scripted workers vanish in the middle: one answer without a seam, or an error frame."""
+"""A router's streams when scripted workers vanish: one answer without a seam, or an error frame."""
 
 import json
 import time

@@ -1,4 +1,4 @@
-"""The router when something goes wrong: clients leave, workers refuse, fail, vanish; nothing hangs, nothing leaks."""
+"""The router under faults: clients leave, workers refuse, fail or vanish; nothing hangs and nothing leaks."""
 
 import os
 import signal
@@ -259,7 +259,7 @@ def test_a_worker_whose_connection_ended_gets_no_new_requests(start, monkeypatch
 
 
 def stop_ticking(running, monkeypatch):
-    """After one tick more, which does nothing, there are no more; the router's loop itself sets the pace to none."""
+    """Stops the dispatcher's ticks after one more, which does nothing and runs on the router's own loop."""
     ticked = threading.Event()
 
     def tick(**_):

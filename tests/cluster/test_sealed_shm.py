@@ -1,4 +1,4 @@
-"""Keys and shared memory together: blocks take the slab, else they are sealed; in the clear they cross no socket."""
+"""Keys with shared memory: blocks use the slab, else they are sealed; no socket carries them in the clear."""
 
 import contextlib
 import itertools

@@ -1,4 +1,4 @@
-"""Who gets through to router and prefill, over real sockets: nobody without a listed key, and nobody as someone else."""
+"""Admission to router and prefill over real sockets: listed keys only, each for its own identity."""
 
 import logging
 import time
@@ -80,7 +80,7 @@ def new_link():
 
 
 def registers(front, link, seconds=PATIENCE_S, is_enough=lambda: False):
-    """Runs the link until its Hello reached the router; False when it does not within `seconds`, or before `is_enough`."""
+    """Runs the link until its Hello reached the router; False if not in `seconds` or before `is_enough`."""
     instance, end = link._machine.hello.instance, time.monotonic() + seconds
     while time.monotonic() < end and not is_enough():
         link.tick(time.monotonic())
@@ -94,7 +94,7 @@ def lines(caplog, words):
     return [record for record in caplog.records if words in record.getMessage()]
 
 
-# --- who may connect --------------------------------------------------------------------------------------------------
+# --- who may connect ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("scheme", ["tcp", "ipc"])
@@ -213,7 +213,7 @@ def without_enforcement(socket, keys):
         socket.setsockopt(zmq.CURVE_SERVERKEY, keys.server)
 
 
-# --- who one is -------------------------------------------------------------------------------------------------------
+# --- who one is ---------------------------------------------------------------------------------------------
 
 
 def test_s31_a_listed_key_that_claims_another_routing_id_gets_nothing(front, hosts):
@@ -273,7 +273,7 @@ def test_s31_a_decode_key_cannot_register_as_prefill_or_speak_its_verbs(front, h
     assert front.control.drops["control_denied"] == 2
 
 
-# --- a worker's link --------------------------------------------------------------------------------------------------
+# --- a worker's link ----------------------------------------------------------------------------------------
 
 
 def test_a_link_joins_a_keyed_router_and_hears_it(front, hosts, new_link):
@@ -361,7 +361,7 @@ def test_s32_while_a_worker_key_is_replaced_old_and_new_get_through(front, hosts
     wait_until(lambda: len(front.heard) == 2, PATIENCE_S, "both are heard")
 
 
-# --- sockets ----------------------------------------------------------------------------------------------------------
+# --- sockets ------------------------------------------------------------------------------------------------
 
 
 def test_s28_a_public_address_is_bound_with_keys_only(hosts):

@@ -55,8 +55,8 @@ def instance(client, url):
 
 
 class Listener:
-    """A router's: nobody connects, under `gate`, between its last look for who waits and its end. The kernel would refuse
-    who came within these microseconds, which are as long as the router's thread gets no core.
+    """A router's: nobody connects, under `gate`, between its last look for who waits and its end. The kernel
+    would refuse who came within these microseconds, which are as long as the router's thread gets no core.
     """
 
     def __init__(self, listener, gate):

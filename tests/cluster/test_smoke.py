@@ -1,6 +1,6 @@
 """One small cluster with the real model and its drafter: the part of the cluster tests that `make test` runs.
 
-One prefill and one decode process serve a chat, a stream, the greedy tokens of transformers, and outlive a kill.
+One prefill and one decode process serve a chat, a stream and the tokens of transformers, and survive a kill.
 """
 
 import os

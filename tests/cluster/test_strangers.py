@@ -1,4 +1,4 @@
-"""What clients and peers may ask of a cluster that trusts neither: addresses, shapes, numbers, inner fields and ids."""
+"""Clients and peers that the cluster does not trust: addresses, shapes, numbers, inner fields and ids."""
 
 import asyncio
 import itertools
@@ -80,7 +80,7 @@ def is_error_object(answer):
     return answer.status_code == 400 and set(answer.json()["error"]) == {"message", "type", "param", "code"}
 
 
-# --- clients ----------------------------------------------------------------------------------------------------------
+# --- clients ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("route", ["/v1/chat/completions", "/v1/completions"])
@@ -222,7 +222,7 @@ async def ask_together(cluster, prompts, count):
     return await asyncio.gather(*(ask(i) for i in range(count)))
 
 
-# --- peers ------------------------------------------------------------------------------------------------------------
+# --- peers --------------------------------------------------------------------------------------------------
 
 
 def test_s3_only_paired_workers_connect_to_a_workers_address(plain_cluster, bait):

@@ -1,4 +1,4 @@
-"""What a step of decode costs a client's connection: one write, however many choices and items it has of the stream."""
+"""A decode step is one write to a client's connection, however many choices and items it has for it."""
 
 import contextlib
 

@@ -1,6 +1,4 @@
-"""The units under a real systemd: started in order, a hung loop ended by the manager's watchdog, a clean stop in time;
-certificates and API keys replaced without a restart.
-"""
+"""The units under a real systemd: start order, watchdog, a clean stop, replaced certificates and keys."""
 
 import shutil
 import socket
@@ -128,7 +126,7 @@ def test_under_systemd_units_start_outlive_a_hung_loop_and_stop_in_time(machine,
         )
 
 
-# --- what is replaced while the router runs ---------------------------------------------------------------------------
+# --- what is replaced while the router runs -----------------------------------------------------------------
 
 LIVE, API_KEYS = "etc/certificates/live", "etc/baton/api.json"
 SECURED = f"""
@@ -141,7 +139,7 @@ tls_key = "/{LIVE}/key.pem"
 
 
 class Outside:
-    """Who renews certificates as ACME clients do, by links to files of their own for each, and who manages API keys."""
+    """Renews certificates as ACME clients do, by links to new files for each, and manages API keys."""
 
     def __init__(self, files):
         self.authority = Authority()

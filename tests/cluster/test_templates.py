@@ -1,4 +1,4 @@
-"""S19: templates that run wild end alone. Real workers, under one fork_server for all tests of this process."""
+"""S19: templates that run wild end alone. Real workers share one fork server for all tests of a process."""
 
 import asyncio
 import json

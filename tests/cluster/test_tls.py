@@ -1,4 +1,4 @@
-"""HTTP over TLS: who gets in, who does not, and what a new certificate changes."""
+"""HTTP over TLS: admission of clients, and the change to a new certificate."""
 
 import json
 import socket

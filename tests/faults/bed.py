@@ -1,7 +1,7 @@
-"""Where rows are tried: a toy model, a fresh cluster for each row, and the checks that follow every row.
+"""The testbed of fault rows: a toy model, a fresh cluster for each row, and the checks after every row.
 
-with bed.scene() as scene      a whole, idle cluster of 2 prefill and 2 decode workers; `flags`, `prefill=1` and the
-                               like make another one
+with bed.scene() as scene      a whole, idle cluster of 2 prefill and 2 decode workers; `flags`, `prefill=1`
+                               and the like make another one
 scene.verdict()                after the row: every promise of history.py, and
     I4   5 s after the last request nothing is held anywhere: pages, rooms, file descriptors, shared memory
     I6   the router has grown by no more than ROUTER_GROWTH since it was fresh
@@ -46,7 +46,7 @@ class Scene:
         self._rss: dict[str, int] = {}
         self._shm = set(os.listdir("/dev/shm"))
 
-    # --- what rows do -------------------------------------------------------------------------------------------------
+    # --- what rows do ---------------------------------------------------------------------------------------
 
     def known(self, asks: list[Ask]) -> list[Ask]:
         """The same requests, after a run without faults has shown what their tokens are."""
@@ -90,7 +90,7 @@ class Scene:
         assert isinstance(self.cluster.place, Lan)
         return self.cluster.place
 
-    # --- afterwards ---------------------------------------------------------------------------------------------------
+    # --- afterwards -----------------------------------------------------------------------------------------
 
     def verdict(self) -> list[str]:
         """Every broken promise."""
@@ -167,8 +167,8 @@ class Bed:
 
     @contextmanager
     def scene(self, *, hosts: bool = False, **settings) -> Iterator[Scene]:
-        """A cluster at rest, ended behind the scene; `settings` as FaultCluster takes them. With `hosts` each node is on a
-        host of its own, and this thread on that of the clients.
+        """A cluster at rest, ended behind the scene; `settings` as FaultCluster takes them. With `hosts` each
+        node is on a host of its own, and this thread on that of the clients.
         """
         with Lan() if hosts else Loopback() as place, self._scene(place=place, **settings) as scene:
             yield scene

@@ -1,14 +1,15 @@
-"""A cluster of real processes whose nodes can be killed, stopped, armed with faults and started again one by one.
+"""A cluster of real processes: each node can be killed, stopped, armed with faults and started again.
 
-nodes      router, prefill-0.., decode-0.. and with routers=2 router-1, which every worker serves as well; each has
-           flags, environment and a log of its own
-endpoints  those of the place, loopback tcp if none is given, the same after every restart: `cluster.port(name)` is a
-           router's HTTP port or a prefill worker's KV port, `cluster.control_ports[name]` where workers register at a
-           router
+nodes      router, prefill-0.., decode-0.. and with routers=2 router-1, which every worker serves as well;
+           each has flags, environment and a log of its own
+endpoints  those of the place, loopback tcp if none is given, the same after every restart:
+           `cluster.port(name)` is a router's HTTP port or a prefill worker's KV port,
+           `cluster.control_ports[name]` where workers register at a router
 flags      those of "prefill" or "decode" go to every worker of that role, of "*" to all workers
-prepare    by name, role or "*": functions that a node calls before its main in its first life, as `nursery` says
-proxies    with proxied=True a ZMTP proxy stands before the router for each worker and before each prefill worker's KV
-           port: `cluster.control["decode-0"]`, `cluster.kv["prefill-0"]`; "up" is towards the router or prefill
+prepare    by name, role or "*": functions that a node calls before its first main, as `nursery` says
+proxies    with proxied=True a ZMTP proxy stands before the router for each worker and before each prefill
+           worker's KV port: `cluster.control["decode-0"]`, `cluster.kv["prefill-0"]`; "up" is towards the
+           router or prefill
 audit      every node runs under the hook of tests/audit; `audit_lines` is what it found
 """
 
@@ -149,7 +150,7 @@ class FaultCluster:
         self.control_ports = {name: ports[name][0] for name in front}
         self._ports = {name: port for name, (_, port) in ports.items()}
         self._proxies = Proxies().__enter__() if proxied else None
-        # a new client for every question costs more than the answer; connections are not kept, since routers end
+        # a new client per question costs more than the answer; connections are not kept, as routers end
         self._client = httpx.Client(
             timeout=5, trust_env=False, limits=httpx.Limits(max_keepalive_connections=0)
         )
@@ -183,7 +184,7 @@ class FaultCluster:
         """A router's HTTP port, or the KV port of a prefill worker."""
         return self._ports[name]
 
-    # --- processes ----------------------------------------------------------------------------------------------------
+    # --- processes ------------------------------------------------------------------------------------------
 
     def start(self) -> "FaultCluster":
         for name in self.nodes:
@@ -253,7 +254,7 @@ class FaultCluster:
                 self.restart(node.name)
         self.wait_whole(60)
 
-    # --- what it says -------------------------------------------------------------------------------------------------
+    # --- what it says ---------------------------------------------------------------------------------------
 
     def status(self, router: str = "router") -> dict:
         """The document of /status; {} while the router does not answer."""
@@ -267,7 +268,7 @@ class FaultCluster:
         return {node.name: self.status(node.name) for node in self.routers if node.is_up}
 
     def heard_anew(self, timeout: float = 10.0) -> None:
-        """Until what /status tells of every worker was made after this call: the second heartbeat that came behind it.
+        """Waits for the second heartbeat of every worker, so that /status is no older than this call.
 
         The first may have been under way already.
         """
@@ -382,7 +383,7 @@ def in_time(took: float, bound: float, told: str) -> None:
 
 
 def wait_until(predicate, timeout, what, pause=0.02):
-    """Poll what real processes must reach; returns (value, seconds waited). `what` may be a function, for its text."""
+    """Polls until real processes reach a state; returns (value, seconds). `what` is a text or a function."""
     began = time.monotonic()
     while True:
         value = predicate()

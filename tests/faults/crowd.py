@@ -1,4 +1,4 @@
-"""Many workers in one process, as far as a router sees them: the real control link of each, and nothing behind it.
+"""Many workers in one process for a router to see: each has a real control link and no engine.
 
 python -m baton.tests.faults.crowd ENDPOINT COUNT      until stdin ends
 """

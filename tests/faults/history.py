@@ -1,4 +1,4 @@
-"""What the clients of a run saw, against what they were promised. It shares no code with the cluster.
+"""Checks what the clients of a run saw against what they were promised. It shares no code with the cluster.
 
 I1   each accepted request has exactly one terminal event, and nothing behind it
 I2   its tokens are those of the run without faults, or a strict prefix of them and an error behind

@@ -1,8 +1,8 @@
-"""Network namespaces of Linux, as far as hosts need them: made, entered by a thread, spoken about with `ip`, `tc` and `nft`.
+"""Linux network namespaces as hosts: made, entered by a thread, configured with `ip`, `tc` and `nft`.
 
-A namespace is an open file descriptor. Nothing has a name and no process waits in it, so it is gone with the process that
-made it, whatever becomes of that. Sockets, and threads and processes that a thread starts, are of the namespace in which
-that thread is; that thread alone moves.
+A namespace is an open file descriptor. Nothing has a name and no process waits in it, so it is gone with the
+process that made it, whatever becomes of that. Sockets, and threads and processes that a thread starts, are
+of the namespace in which that thread is; that thread alone moves.
 """
 
 import contextlib

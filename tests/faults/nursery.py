@@ -1,9 +1,9 @@
-"""A process that has imported what the roles import and forks one of them per request: a worker lives after 0.3 s, not 4 s.
+"""A process that has imported the roles and forks one per request: a worker lives after 0.3 s, not 4 s.
 
-Lines of JSON on stdin: {"start": {name, role, argv, env, log, prepare}}; on stdout: {name, pid} and {name, pid, code}. Each
-child is a process of its own: session, environment, output file, signals; it runs the role's `main` as `python -m
-baton.<role>` would, under the audit hook of tests/audit. `prepare` names functions "module:function" that are called in
-the child before. When stdin ends, every child is killed.
+Lines of JSON on stdin: {"start": {name, role, argv, env, log, prepare}}; on stdout: {name, pid} and {name,
+pid, code}. Each child is a process of its own: session, environment, output file, signals; it runs the role's
+`main` as `python -m baton.<role>` would, under the audit hook of tests/audit. `prepare` names functions
+"module:function" that are called in the child before. When stdin ends, every child is killed.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""How fast tokens come to clients, as a machine that is taken away for a moment does not change it."""
+"""The rate of tokens at the clients, measured so that a host that takes cores away does not change it."""
 
 import statistics
 
@@ -10,7 +10,7 @@ SLICE_S = 1.0
 def pace(calls: list[Call], since: float, until: float) -> float:
     """Tokens per second of all `calls` between two moments: the median over slices of `SLICE_S`.
 
-    What a fault costs it costs in most slices. What a host costs that gives the cores to others it costs in some.
+    A fault costs time in most slices. A host that gives the cores to others costs time in some.
     """
     counts = [0] * int((until - since) / SLICE_S)
     assert len(counts) >= 5, f"{until - since:.1f} s are too short to tell"
@@ -25,6 +25,6 @@ def pace(calls: list[Call], since: float, until: float) -> float:
 
 
 def busy_pace(calls: list[Call]) -> float:
-    """Likewise while `calls` come, but for the first moments: from then on to the last's beginning all places are taken."""
+    """The same while `calls` come, less the first moments: all places are taken until the last one begins."""
     begins = [call.started for call in calls]
     return pace(calls, min(begins) + 2 * SLICE_S, max(begins))

@@ -1,11 +1,12 @@
-"""Where the nodes of a cluster are: all on loopback, or each on a host of its own.
+"""The hosts of a cluster's nodes: all on loopback, or each node on a host of its own.
 
     Loopback   one host, ports that nobody else has
-    Lan        a network namespace per node, each with a cable (veth) to a switch (bridge), and one for the clients, where
-               the thread is that entered the Lan. Settings, ports and keys are those of several machines: the manifests'
-               own configuration, addresses that others reach, a directory of keys per host that admits the other hosts
+    Lan        a network namespace per node, each with a cable (veth) to a switch (bridge), and one for the
+               clients, where the thread is that entered the Lan. Settings, ports and keys are those of
+               several machines: the manifests' own configuration, addresses that others reach, a directory of
+               keys per host that admits the other hosts
 
-What a Lan does to packets, it does to whole Ethernet frames of at most 1514 bytes: no card offers to send larger ones.
+A Lan treats whole Ethernet frames of at most 1514 bytes: no card offers to send larger ones.
 """
 
 import contextlib
@@ -41,7 +42,7 @@ class Loopback:
         return
 
     def settle(self, names: list[str], directory: Path) -> dict[str, tuple[int, int]]:
-        """(control port, HTTP port) of each router, (0, KV port) of each prefill worker; the nodes' names are `names`."""
+        """(control port, HTTP port) of each router, (0, KV port) of each prefill worker in `names`."""
         called = [name for name in names if not name.startswith("decode")]
         routers = [name for name in called if name.startswith("router")]
         ports = unused_ports(len(routers) + len(called))
@@ -93,7 +94,7 @@ class Lan(Loopback):
     def names(self) -> list[str]:
         return list(self._hosts)
 
-    # --- hosts --------------------------------------------------------------------------------------------------------
+    # --- hosts ----------------------------------------------------------------------------------------------
 
     def add(self, name: str) -> None:
         """A new host with its cable."""
@@ -143,11 +144,11 @@ class Lan(Loopback):
             "AUDIT_NETWORKS": f"{NETWORK}.0/24,0.0.0.0/32",
         }
 
-    # --- what cables do -----------------------------------------------------------------------------------------------
+    # --- what cables do -------------------------------------------------------------------------------------
 
     def lose(self, percent: int, names: Iterable[str] = (), *, spared: str = "") -> None:
-        """Of the packets that come to these hosts (all, if none is named), so many are lost, by chance; those that come from
-        the host `spared` arrive.
+        """Of the packets that come to these hosts (all, if none is named), so many are lost, by chance; those
+        that come from the host `spared` arrive.
         """
         whose = f"ip saddr != {self.address(spared)} " if spared else ""
         rule = f"{whose}numgen random mod 100 < {percent} counter drop"
@@ -209,8 +210,8 @@ def make_keys(names: list[str], directory: Path) -> dict[str, Path]:
 
 
 def unused_ports(count: int) -> list[int]:
-    """Loopback ports for nodes through all their lives: below the range from which connections get theirs, and in the part
-    of it that is ours where several runs share a host.
+    """Loopback ports for nodes through all their lives: below the range from which connections get theirs,
+    and in the part of it that is ours where several runs share a host.
     """
     low, _, high = os.environ.get(PORTS, "20000-32000").partition("-")
     found: list[int] = []

@@ -1,8 +1,8 @@
-"""The fault table: each row is one fault against real processes, with what must be seen and what must not be lost.
+"""The fault table: each row is one fault against real processes, with the effects it must and must not have.
 
-A row is a generator function over a Scene: it does the fault and asserts its own criterion; what it returns is what was
-measured. The promises that hold in every row are checked behind it by `Scene.verdict`. Rows register themselves when
-their module is imported; `load` imports all.
+A row is a generator function over a Scene: it does the fault and asserts its own criterion; what it returns
+is what was measured. The promises that hold in every row are checked behind it by `Scene.verdict`. Rows
+register themselves when their module is imported; `load` imports all.
 """
 
 import importlib
@@ -24,7 +24,7 @@ MODULES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One row of the table; `settings` are those of its cluster, `is_quick` puts it into `make test-cluster`."""
+    """One row of the table; `settings` are its cluster's, `is_quick` puts it into `make test-cluster`."""
 
     name: str
     fault: str

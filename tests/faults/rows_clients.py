@@ -153,7 +153,7 @@ PACE_S = 7.0  # of both crowds, so that the streams that are compared are equall
 
 
 def arrivals(scene: Scene, asks: list[Ask], *, leaves: bool) -> list[Call]:
-    """Clients that come at a fixed rate; each stays, or leaves with some token before its last. When all have ended."""
+    """Clients at a fixed rate; each stays, or leaves at a token before its last. Returns at their end."""
     rng = random.Random(115)
     pause = threading.Event()
     calls: list[Call] = []
@@ -166,7 +166,7 @@ def arrivals(scene: Scene, asks: list[Ask], *, leaves: bool) -> list[Call]:
 
 
 def leave_in_groups(scene: Scene, asks: list[Ask], rng: random.Random, *, width: int) -> list[Call]:
-    """Clients that leave at random: before anything, at a random moment, or with a random token; `width` at a time."""
+    """Clients that leave before anything, at a random moment, or at a random token; `width` at a time."""
     calls: list[Call] = []
     running: list[Call] = []
     for ask in asks:

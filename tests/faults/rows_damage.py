@@ -17,11 +17,11 @@ KV = (
 )  # fmt: skip
 REPORTS = (("prefill-0", "FirstToken", "token"), ("decode-0", "Tokens", "ids"))
 ORDERS = (("prefill-1", "Prefill", "prompt_ids"), ("decode-1", "Reserve", "prompt_ids"))
-AT_ONCE = 4  # requests while a message of the control plane is damaged: a report that is lost costs each an attempt at most
+AT_ONCE = 4  # requests while a control message is damaged: each lost report costs one an attempt at most
 
 
 def lowest_bit(name: str) -> Act:
-    """The number of this name, or the first of a list of them, is one more or less: a right message with a wrong number."""
+    """The first number under this name is one more or less: a valid message with a wrong number."""
 
     def act(way: Holder, message: Message) -> list[Emit]:
         data = bytearray(message.frames[0])
@@ -42,7 +42,7 @@ def _last_byte(data: bytearray, at: int) -> int:
 
 
 def under_another_first_token(scene: Scene) -> list[Call]:
-    """Calls whose decode is told another token 1 than was sampled, as often as it is said in half a second."""
+    """Calls whose decode gets another token 1 than was sampled, resent for half a second."""
     asks = scene.known(workload(335, 6, **BLOCKS))
     is_final = verb("Announce", final=True)
     until: dict[str, float] = {}  # by room
@@ -91,7 +91,7 @@ def f33c(scene: Scene) -> str:
 
 
 def while_damaged(scene: Scene, way: Way, name: str, field: str, asks: list[Ask]) -> list[Call]:
-    """Calls, of whose messages of this type one is damaged on its way; all workers are there again behind them.
+    """Calls with one damaged message of this type; afterwards all workers are registered again.
 
     A prompt goes where its like was, so that few may go to one worker: others follow until one has.
     """

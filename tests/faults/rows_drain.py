@@ -35,7 +35,7 @@ def f42(scene: Scene) -> str:
     calls = scene.traffic.start(*asks)
 
     def are_placed() -> bool:
-        """All of them came, and some are with prefill-0: what comes to it now comes late, and is placed again."""
+        """All calls came, and some are at prefill-0: later ones for it come late and are placed again."""
         num_came = scene.cluster.status()["router"]["open_rooms"] + sum(bool(call.ended) for call in calls)
         return num_came >= len(calls) and scene.cluster.worker("prefill-0").get("placed", 0) >= 3
 

@@ -1,4 +1,4 @@
-"""Rows in which clients take much and give, or take, little: connections without requests, answers read slowly."""
+"""Rows in which clients take much and give little: connections without requests, answers read slowly."""
 
 import contextlib
 import resource
@@ -95,7 +95,7 @@ def f36(scene: Scene) -> str:
 
 
 class SlowReaders:
-    """Clients in a thread that read their streams at so many bytes a second, until `hurry` lets them read at once."""
+    """Clients in a thread that read this many bytes a second, until `hurry` lets them read at once."""
 
     def __init__(self, scene: Scene, ask: Ask, count: int, bytes_per_s: int) -> None:
         body = ask.body(scene.cluster.model).replace(

@@ -1,4 +1,4 @@
-"""Rows on several hosts: a network namespace per node, keys, the manifests' settings and ports, real TCP over cables."""
+"""Rows on several hosts: a network namespace per node, keys, the manifests' settings, TCP over cables."""
 
 import contextlib
 import io

@@ -1,4 +1,4 @@
-"""Rows in which a role is killed under load, again and again, and the survivors are asked what they still hold."""
+"""Rows in which a role is killed under load again and again; the survivors report what they still hold."""
 
 import random
 import time

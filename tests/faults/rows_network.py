@@ -1,4 +1,4 @@
-"""Rows in which the network between processes misbehaves. What a proxy does to messages, it does between living workers."""
+"""Rows in which the network between living workers misbehaves; a proxy treats their messages."""
 
 import itertools
 import random
@@ -59,7 +59,7 @@ def told(calls: list[Call]) -> str:
     return f"{whole}, {placed_again(calls)} placed again, longest silence {longest_gap(calls):.1f} s"
 
 
-# --- partitions -------------------------------------------------------------------------------------------------------
+# --- partitions ---------------------------------------------------------------------------------------------
 
 
 def partition(scene: Scene, ways: list, seconds: float, asks: list[Ask], *, at_token: int = 0) -> list[Call]:
@@ -138,13 +138,13 @@ def f26(scene: Scene) -> str:
     calls += partition(scene, [proxy.up, proxy.down], 2.0, asks[:6])
     calls += finished(scene, scene.traffic.start(*asks))
     assert max(call.attempts for call in calls) <= 2, told(calls)
-    # Over the timeouts a partition is a death for whoever looks at it, and rooms of a dead worker are never denied their
-    # second attempt: each partition may cost the nine of its own one more.
+    # Over the timeouts a partition is a death for whoever looks at it, and rooms of a dead worker are never
+    # denied their second attempt: each partition may cost the nine of its own one more.
     scene.promise = Promise(all_finish=True, spare_attempts=18)
     return f"0.5 s: no second attempt, a gap of {short:.1f} s; 2 s: {told(calls)}"
 
 
-# --- single messages --------------------------------------------------------------------------------------------------
+# --- single messages ----------------------------------------------------------------------------------------
 
 
 @row("F29", "every message is late by 0 to 100 ms, some are overtaken", "all complete, tokens equal", **COLD)
@@ -286,7 +286,7 @@ def f35b(scene: Scene) -> str:
     return f"{told(calls)}; {wrong:g} wrong digests"
 
 
-# --- fuzz -------------------------------------------------------------------------------------------------------------
+# --- fuzz ---------------------------------------------------------------------------------------------------
 
 
 @row(
@@ -314,6 +314,6 @@ def f33(scene: Scene) -> str:
     finished(scene, calls)
     scene.cluster.wait_whole(10)
     again = finished(scene, scene.traffic.start(*asks))
-    # two workers lose their connection to the router, and each with it all its rooms: none is denied the next attempt
+    # two workers lose their connection to the router and all their rooms: none is denied the next attempt
     scene.promise = Promise(all_finish=True, spare_attempts=2 * len(asks))
     return f"{told(calls + again)}"

@@ -1,4 +1,4 @@
-"""Rows in which every process lives, registers and sends its heartbeats, and yet nothing would come out: readiness tells."""
+"""Rows in which every process lives and sends heartbeats but cannot serve: readiness reports it."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""Rows with two routers in front of the same workers: what one of them loses or gives up is nothing to the other."""
+"""Rows with two routers in front of the same workers: a fault of one router does not reach the other."""
 
 import signal
 import threading
@@ -166,8 +166,8 @@ def f46v(scene: Scene) -> str:
 
 
 class Load:
-    """A steady load in the background. Clients know all routers; one that is refused before anything was accepted, since
-    a router is away, asks the next at once.
+    """A steady load in the background. Clients know all routers; one that is refused before anything was
+    accepted, since a router is away, asks the next at once.
     """
 
     def __init__(self, scene: Scene, asks: list[Ask], width: int, total: int = 1 << 30) -> None:

@@ -1,4 +1,4 @@
-"""Rows in which those who only listen do not: collectors of traces, scrapers of metrics."""
+"""Rows in which the receivers of telemetry fail: collectors of traces, scrapers of metrics."""
 
 import contextlib
 import signal

@@ -94,8 +94,8 @@ def under_reuse(scene: Scene) -> list[Call]:
     return finished(scene, scene.traffic.start(*asks))
 
 
-# Pages that were given back are given out in the other order: the second time blocks are no runs, and are staged to be sent.
-# A window of 8 fits into what the kernel and the proxy hold.
+# Pages that were given back are given out in the other order: the second time blocks are no runs, and are
+# staged to be sent. A window of 8 fits into what the kernel and the proxy hold.
 STAGED = {
     **COLD,
     "flags": {"prefill": {"prefix-cache": "off"}, "decode": {"prefix-cache": "off", "pull-window": "32"}},

@@ -39,8 +39,8 @@ def fail_always() -> None:
 
 
 def steps_of_a_device() -> None:
-    """In a decode node: a step takes STEP_S, and the cores are free meanwhile. Else a pace would be that of this machine's
-    cores, which on a shared host differ by half from second to second."""
+    """In a decode node: a step takes STEP_S, and the cores are free meanwhile. Else a pace would be that of
+    this machine's cores, which on a shared host differ by half from second to second."""
     step_batch = DecodeWorker._step_batch
 
     def steady(self):
@@ -122,7 +122,7 @@ READY_S = 3.0
 
 
 def registered_at(scene: Scene, since: int) -> list[float]:
-    """When workers registered at the router, in seconds of the day, by the lines of its log from the `since`th character."""
+    """Times of day in seconds at which workers registered, from the router's log after character `since`."""
     lines = scene.cluster.nodes["router"].said()[since:].splitlines()
     found = [re.match(r"(\d+):(\d+):([\d.]+) .*worker registered", line) for line in lines]
     return [int(m[1]) * 3600 + int(m[2]) * 60 + float(m[3]) for m in found if m]

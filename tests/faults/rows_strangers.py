@@ -64,7 +64,7 @@ def fuzzed(rng: random.Random, message: Message) -> list[bytes]:
 
 
 def claim(endpoint: str, size: int, num_bytes: int) -> socket.socket:
-    """Greets without a key and sends `num_bytes` of a frame that claims to be of `size`, until it is cut off."""
+    """Greets without a key and sends `num_bytes` of a frame that announces `size`, until it is cut off."""
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     connection = socket.create_connection((host, int(port)), timeout=5)
     try:

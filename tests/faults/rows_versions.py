@@ -1,4 +1,4 @@
-"""Rows in which a process is of another release, of another model, or in another life than its peers take it for."""
+"""Rows in which a process has another release, another model, or another life than its peers assume."""
 
 from collections import Counter
 
@@ -18,9 +18,7 @@ NOVELTY = {"type": "Migrate", "room": "a" * 32, "epoch": 0, "instance": "b" * 32
 
 
 class Newer:
-    """A release to come, by its messages: each has fields more, and between those that share a frame stands one that nobody
-    knows.
-    """
+    """A later release, by its messages: each has new fields, and shared frames hold an unknown message."""
 
     def __init__(self) -> None:
         self.num_beside: Counter[str] = Counter()  # such messages, by plane and direction

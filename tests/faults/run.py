@@ -1,4 +1,4 @@
-"""`make faults`: play rows of the fault table, print the table and write it as markdown; the exit code says if all hold.
+"""`make faults`: plays rows of the fault table and writes a table; the exit code says whether all hold.
 
 python tests/faults/run.py [--rows F01,F08] [--quick] [--shards 6] [--out build/faults.md]
 """
@@ -93,7 +93,7 @@ def play(names: list[str]) -> list[str]:
 
 
 def play_sharded(names: list[str], num_shards: int, cores: list[int]) -> list[str]:
-    """The rows by `num_shards` at a time, each in a process of its own on its shard's cores; lines in the order of names."""
+    """Plays the rows, `num_shards` at a time, each in a process on its shard's cores; lines in name order."""
     waiting = deque(sorted(names, key=lambda name: LONGEST.index(name) if name in LONGEST else len(LONGEST)))
     lines: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as directory:

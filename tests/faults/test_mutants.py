@@ -1,4 +1,4 @@
-"""A row proves something: with its defence off in the processes, it fails, and for the reason that it is there for."""
+"""A row proves something: with its defence switched off it fails, for the reason that it is there for."""
 
 from dataclasses import dataclass, replace
 
@@ -60,7 +60,7 @@ LEARNING = (
     without_reuse,
     another_token,
 )  # with the defence it holds first, and shows what the tokens are
-TRIES = 3  # a fault that needs two things at one moment may not happen in a run; a defence that is there holds in all
+TRIES = 3  # a fault that needs a coincidence may not happen in a run; a defence that is there holds in all
 QUICK = ("no digest, another request's bytes",)
 
 

@@ -1,4 +1,4 @@
-"""The proxy of the network faults, against plain pyzmq sockets: what it says that it does to messages, it does."""
+"""The proxy of the network faults against plain pyzmq sockets: messages are treated as the rules say."""
 
 import random
 import time

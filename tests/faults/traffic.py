@@ -1,4 +1,4 @@
-"""Clients of a cluster: raw HTTP/1.1 over asyncio in a thread of their own, and everything that they were told, with times.
+"""Clients of a cluster: raw HTTP/1.1 over asyncio in a thread, and a record with times of all they received.
 
 It shares no code with the cluster, nor with an HTTP library that would repeat or repair anything.
 """
@@ -46,7 +46,8 @@ class Ask:
 
 @dataclass(eq=False)
 class Call:
-    """What became of an Ask. `terminals` are its ends as the client saw them, in order; an honest call has one:
+    """What became of an Ask. `terminals` are its ends as the client saw them, in order; an honest call has
+    one:
 
     finished   a finish reason, and for a stream [DONE] behind it
     error      an error frame in a stream, or an HTTP answer that is an error object (`status` tells)
@@ -107,9 +108,7 @@ class Traffic:
     def start(
         self, *asks: Ask, leave_after: float | None = None, leave_at: int | None = None, port: int = 0
     ) -> list[Call]:
-        """Sends the requests now, to `port` if that is given. A client may leave after some seconds, or with its nth
-        token.
-        """
+        """Sends the requests now, to `port` if given. A client may leave after a time or at its nth token."""
         calls = [Call(ask, time.monotonic(), port=port) for ask in asks]
         self.history += calls
         for call in calls:
@@ -150,7 +149,7 @@ class Traffic:
         asyncio.run_coroutine_threadsafe(all_workers(), self._loop).result(PATIENCE_S * 10)
         return done
 
-    # --- one call -----------------------------------------------------------------------------------------------------
+    # --- one call -------------------------------------------------------------------------------------------
 
     async def _live(self, call: Call, leave_after: float | None, leave_at: int | None) -> None:
         patience = PATIENCE_S if leave_after is None else leave_after

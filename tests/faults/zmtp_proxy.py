@@ -5,9 +5,10 @@
         proxy.down.rule(verb("Block"), flip(1, 0), times=1)            # down: what the server says
         proxy.up.freeze()                                              # a partition of one direction
 
-Bytes of a frozen direction are held and connections stay open, ends of connections included, as behind a firewall that
-drops silently; on `thaw` all of it arrives late. Rules see whole data messages; handshakes and heartbeats pass them by,
-but not a freeze, delay, rate or cut. On a CURVE link messages are sealed, so that only those four make sense there.
+Bytes of a frozen direction are held and connections stay open, ends of connections included, as behind a
+firewall that drops silently; on `thaw` all of it arrives late. Rules see whole data messages; handshakes and
+heartbeats pass them by, but not a freeze, delay, rate or cut. On a CURVE link messages are sealed, so that
+only those four make sense there.
 """
 
 import asyncio
@@ -26,7 +27,7 @@ READ_SIZE = 1 << 18
 MAX_HELD = 64 << 20  # bytes per direction of a connection; then its sender feels the back-pressure
 SLOW_HELD = 1 << 20  # of a way with a rate: a slow link is felt at once
 
-# --- one direction ----------------------------------------------------------------------------------------------------
+# --- one direction ------------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
@@ -193,11 +194,11 @@ class _Pipe:
                 await asyncio.wait_for(self._changed.wait(), wait)
 
 
-# --- proxies ----------------------------------------------------------------------------------------------------------
+# --- proxies ------------------------------------------------------------------------------------------------
 
 
 class Proxy:
-    """Listens at `endpoint` and dials `target` for every connection. `up` is towards the target, `down` is from it."""
+    """Listens at `endpoint` and dials `target` per connection. `up` is towards the target, `down` from it."""
 
     def __init__(self, endpoint: str, target: str, seed: int = 0) -> None:
         self.endpoint, self.target = endpoint, target

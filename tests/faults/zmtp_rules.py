@@ -1,4 +1,4 @@
-"""Which messages a proxy treats, and how: the conditions and actions of `Way.rule`."""
+"""The conditions and actions of a proxy's rules for messages, `Way.rule`."""
 
 import itertools
 import random
@@ -31,7 +31,7 @@ class Holder(Protocol):
 Act = Callable[[Holder, Message], Sequence[Emit]]
 
 
-# --- which messages ---------------------------------------------------------------------------------------------------
+# --- which messages -----------------------------------------------------------------------------------------
 
 
 def verb(*names: str, **wanted: object) -> When:
@@ -67,7 +67,7 @@ def share(rate: float, rng: random.Random, when: When = anything) -> When:
     return lambda message: when(message) and rng.random() < rate
 
 
-# --- what happens to them ---------------------------------------------------------------------------------------------
+# --- what happens to them -----------------------------------------------------------------------------------
 
 
 def passed(way: Holder, message: Message) -> list[Emit]:

@@ -1,4 +1,4 @@
-"""ZMTP 3.x framing (rfc.zeromq.org/spec/37) read and written without libzmq: greeting, commands, multipart messages."""
+"""ZMTP 3.x framing (rfc.zeromq.org/spec/37) without libzmq: greeting, commands, multipart messages."""
 
 from dataclasses import dataclass, replace
 
@@ -24,8 +24,8 @@ class Message:
         )
 
     def fields(self) -> dict:
-        """The first frame as baton's messages are written: a MessagePack map; {} for anything else. Without its checksum,
-        so that what is made of it is another message and not a damaged one.
+        """The first frame as baton's messages are written: a MessagePack map; {} for anything else. Without
+        its checksum, so that what is made of it is another message and not a damaged one.
         """
         found = self._found()
         return without_sum(found) if isinstance(found, dict) else {}
@@ -85,7 +85,7 @@ class Parser:
         return bool(self._buffer or self._frames)
 
     def feed(self, data: bytes) -> list[bytes | Message]:
-        """What `data` completes: bytes of the greeting (both ends wait for each other's parts of it), or messages."""
+        """The items that `data` completes: bytes of the greeting, read in parts by both ends, or messages."""
         found: list[bytes | Message] = []
         if self._greeting_left:
             head, data = data[: self._greeting_left], data[self._greeting_left :]
@@ -99,7 +99,7 @@ class Parser:
         return found
 
     def _frame_size(self) -> tuple[int, int] | None:
-        """(bytes of the header, of the body) of the frame at the front; None when its header is not all here."""
+        """(header bytes, body bytes) of the frame at the front; None while its header is incomplete."""
         if len(self._buffer) < 2:
             return None
         if not self._buffer[0] & LONG:

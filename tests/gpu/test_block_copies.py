@@ -1,4 +1,4 @@
-"""Blocks between a GPU and the host: byte for byte, beside the forwards, and never before those that use their pages."""
+"""Block copies between GPU and host: byte-exact, beside forwards, after those that use their pages."""
 
 import os
 from contextlib import AbstractContextManager, nullcontext

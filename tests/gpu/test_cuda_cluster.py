@@ -1,4 +1,4 @@
-"""A cluster whose workers run on the device: its greedy answers are those of transformers, with and without drafts."""
+"""A cluster whose workers run on a GPU: greedy answers equal transformers', with and without drafts."""
 
 import shutil
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Every law of the graph backends, on CUDA graphs; and what only a device can show."""
+"""Every law of the graph backends on CUDA graphs, and laws that need a device."""
 
 import threading
 

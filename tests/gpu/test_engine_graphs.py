@@ -1,4 +1,4 @@
-"""Engines on a device: graphs give the tokens of the eager path, and a step of the batch is launches, not waits."""
+"""Engines on a device: graphs give the eager path's tokens, and a batch step is launches, not waits."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The kernels compiled and on a GPU: the cases that run in the interpreter elsewhere, and what only a device can show."""
+"""Compiled kernels on a GPU: the cases that run interpreted elsewhere, and those that need a device."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""Whole decode steps on a device: the tokens of steps that wait, and a steady step that neither waits nor allocates."""
+"""Decode steps on a device give the tokens of waiting steps; a steady step neither waits nor allocates."""
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence

@@ -1,4 +1,4 @@
-"""How a judge that makes groups of calls tells its verdict; it stands beside the scripts, for each of their interpreters."""
+"""Reports the verdicts of a judge's groups of calls; it needs only the standard library."""
 
 from collections.abc import Callable, Sequence
 

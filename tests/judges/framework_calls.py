@@ -1,7 +1,7 @@
-"""What the guides of litellm, LlamaIndex and OpenAI's agents SDK show first; run with the frameworks' interpreter.
+"""The first examples of the guides of litellm, LlamaIndex and OpenAI's agents SDK, in their interpreter.
 
-Where a loop of calls and results shall come to its end, the answers are told (`SAY:`); where answers shall follow a schema,
-a model gives them.
+Where a loop of calls and results shall come to its end, the answers are told (`SAY:`); where answers shall
+follow a schema, a model gives them.
 """
 
 import asyncio
@@ -51,7 +51,7 @@ def run(work: Coroutine[None, None, T]) -> T:
     return LOOP.run_until_complete(asyncio.wait_for(work, 60))
 
 
-# --- litellm --------------------------------------------------------------------------------------------------------------
+# --- litellm ------------------------------------------------------------------------------------------------
 
 TOOL = {
     "type": "function",
@@ -122,7 +122,7 @@ def litellm_errors():
             raise AssertionError(f"{str(wrong)[:60]} was served")
 
 
-# --- LlamaIndex -----------------------------------------------------------------------------------------------------------
+# --- LlamaIndex ---------------------------------------------------------------------------------------------
 
 
 def llama(kind=OpenAILike, *, url=SAYING_URL, model=SAYING_MODEL, **more):
@@ -161,7 +161,7 @@ def llama_index_schemas():
     assert isinstance(last, Paint)
 
 
-# --- OpenAI's agents SDK --------------------------------------------------------------------------------------------------
+# --- OpenAI's agents SDK ------------------------------------------------------------------------------------
 
 
 def models(url=SAYING_URL, model=SAYING_MODEL):

@@ -1,6 +1,7 @@
-"""The raw HTTP corpus, and damaged copies of it, against a router process with its own patience, on hundreds of connections
-at once: each is answered or closed within its bound. Where keys are asked for none is served; where they are not, what is
-well formed reaches the application, which knows no such address.
+"""The raw HTTP corpus and damaged copies of it against a router process, on hundreds of connections.
+
+Each request is answered or closed within its bound. With keys none is served; without keys, well-formed
+requests reach the application, which does not know their path.
 """
 
 import contextlib
@@ -41,7 +42,7 @@ class Told:
 
 
 def bound_of(expect: str) -> float:
-    """Seconds after which a connection must have come to its end: refused ones soon, others when nothing more is asked."""
+    """Seconds until a connection must end: refused ones soon, others when nothing more is asked."""
     refused_s = max(http_protocol.HEAD_TIMEOUT_S, http_protocol.BODY_TIMEOUT_S) + http_protocol.LINGER_S
     return SLACK_S + (
         refused_s

@@ -2,16 +2,17 @@
 
     openai         its client's typed calls over every feature that is served
     frameworks     litellm, LlamaIndex and OpenAI's agents SDK: what their guides show first
-    schemathesis   requests made from the server's own OpenAPI document: no answer may be a server error, or not be in it
+    schemathesis   requests made from the server's own OpenAPI document: no answer may be a server error, or
+                   not be in it
     JSONTestSuite  its bodies to every address that takes one: no hang, no crash, no server error
-    raw HTTP       requests as no client library writes them, and damaged ones: each answered or closed in time
+    raw HTTP       requests that no client library writes, and damaged ones: answered or closed in time
     lm-eval        log-likelihoods of a local task, compared with transformers
     bench_serving  sglang's load generator completes
     aiperf         completes
     guidellm       completes
 
-The judges are installed in `.judges`, the frameworks in an environment inside of it; corpora and single files come from npm
-and PyPI by name.
+The judges are installed in `.judges`, the frameworks in an environment inside of it; corpora and single files
+come from npm and PyPI by name.
 """
 
 import argparse
@@ -105,7 +106,7 @@ def openai_calls(bench: Bench) -> Verdict:
 
 
 def frameworks(bench: Bench) -> Verdict:
-    """With the model where answers follow a schema, with scripted workers where a loop shall come to its end."""
+    """With the real model for schema answers, with scripted workers where a loop must come to its end."""
     with saying_router(bench.scratch, bench.model_dir) as saying:
         script = HERE / "framework_calls.py"
         done = bench.run(FRAMEWORKS / "python", script, bench.url, bench.model, saying.url, MODEL)
@@ -114,7 +115,7 @@ def frameworks(bench: Bench) -> Verdict:
 
 
 def schemathesis(bench: Bench) -> Verdict:
-    """Asks by the document, but for the headers with which a request gets another's answer, or none in time."""
+    """Requests by the document, without the headers that would give another's answer or none in time."""
     document = httpx.get(f"{bench.url}/openapi.json", timeout=20).json()
     for made in (made for ways in document["paths"].values() for made in ways.values()):
         made["parameters"] = [one for one in made.get("parameters", ()) if one["name"] not in UNASKED]
@@ -266,7 +267,7 @@ def aiperf(bench: Bench) -> Verdict:
 
 
 def guidellm(bench: Bench) -> Verdict:
-    """Its data loader is torch's, which it finds beside it: the judges' environment has none, which would be CUDA's."""
+    """Its data loader needs torch, found beside it: that of the judges' environment would be CUDA's."""
     beside = bench.scratch / "beside"
     beside.mkdir()
     for package in ("torch", "torchgen"):
@@ -306,7 +307,7 @@ JUDGES: dict[str, Callable[[Bench], Verdict]] = {
 
 @contextlib.contextmanager
 def bench_for(judge: str) -> Iterator[Bench]:
-    """A prefill and a decode worker of a toy model behind a router; where answers may be of any length, a short context."""
+    """A prefill and a decode worker of a toy model behind a router; a short context bounds free answers."""
     with tempfile.TemporaryDirectory() as directory:
         scratch = Path(directory)
         model_dir = scratch / "toy"

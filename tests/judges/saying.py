@@ -1,4 +1,4 @@
-"""A router whose workers say what the last message tells them to: what comes after `SAY:`, three tokens at a time."""
+"""A router whose workers repeat the last message: the text after `SAY:`, three tokens at a time."""
 
 import contextlib
 from collections.abc import Iterator

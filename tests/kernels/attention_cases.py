@@ -14,14 +14,14 @@ RAGGED = [(1, 1), (5, 5), (1, 33), (17, 48), (70, 71)]
 BORDERS = [(16, 16), (31, 33), (3, 65), (33, 33), (2, 64)]
 
 
-# --- attention --------------------------------------------------------------------------------------------------------
+# --- attention ----------------------------------------------------------------------------------------------
 
 
 def poisoned_pool(
     kv_lens: list[int], page_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype, layer: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A pool of 2 layers and a page table `[B, P]` that hold exactly `kv_lens` rows in `layer`; all else but the sink,
-    rows behind a request's last in its own page included, is NaN. Pages are scattered."""
+    """A pool of 2 layers and a page table `[B, P]` that hold exactly `kv_lens` rows in `layer`; all else but
+    the sink, rows behind a request's last in its own page included, is NaN. Pages are scattered."""
     needed = [-(-length // page_size) for length in kv_lens]
     total, width = sum(needed) + 3, max(needed, default=0) + 1
     pages = (torch.randperm(total - 1, generator=torch.Generator().manual_seed(7)) + 1).tolist()
@@ -81,7 +81,7 @@ def tree_definition(
     scale: float,
     seen: torch.Tensor,
 ) -> torch.Tensor:
-    """One request in float64, row by row, over the columns that `seen` bool `[Q, W]` and the prefix give it."""
+    """One request in float64, row by row, over the columns given by `seen` bool `[Q, W]` and the prefix."""
     keys, values = (
         plane.flatten(0, 1)[:kv_len].repeat_interleave(q.shape[1] // pool.shape[4], dim=1).double()
         for plane in pool[pages, layer].unbind(1)
@@ -97,7 +97,7 @@ def tree_definition(
 
 
 def random_trees(num_requests: int, num_rows: int) -> torch.Tensor:
-    """Ancestor masks `[B, Q, Q]` of random trees whose parents precede their children; every node sees itself."""
+    """Ancestor masks `[B, Q, Q]` of random trees: parents precede children, and every node sees itself."""
     generator = torch.Generator().manual_seed(9)
     masks = torch.eye(num_rows, dtype=torch.bool).repeat(num_requests, 1, 1)
     for mask in masks:
@@ -118,8 +118,8 @@ def check_verify(
     is_tree: bool = False,
     earlier: int = 0,
 ) -> None:
-    """kv_len 0 is an idle request: its queries are NaN and its rows come out as zeros. The tree has `earlier` more nodes,
-    whose rows stand before the new ones."""
+    """kv_len 0 is an idle request: its queries are NaN and its rows come out as zeros. The tree has `earlier`
+    more nodes, whose rows stand before the new ones."""
     num_heads, kv_heads = heads
     pool, table = poisoned_pool(kv_lens, page_size, kv_heads, head_dim, dtype, layer=0)
     wide = randn(len(kv_lens), num_rows, num_heads + 1, head_dim, dtype=dtype, seed=8)
@@ -150,7 +150,7 @@ def check_verify(
         assert_close(on_cpu[request], expected)
 
 
-# --- trees ------------------------------------------------------------------------------------------------------------
+# --- trees --------------------------------------------------------------------------------------------------
 
 
 def walk(tokens: list[int], parents: list[int], targets: list[int], limit: int) -> list[int]:
@@ -191,7 +191,7 @@ def check_tree_verify(
 
 
 def check_compact_kv(device: str, num_moves: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Overlapping moves towards the front, a request without any, and rows that go nowhere; all else stays."""
+    """Overlapping moves to the front, a request without any, and rows that go nowhere; the rest stays."""
     num_layers, page_size, num_heads, head_dim = shape
     count = num_moves + 3  # slots of each request, scattered
     order = torch.randperm(3 * count, generator=torch.Generator().manual_seed(8)) + page_size
@@ -215,7 +215,7 @@ def check_compact_kv(device: str, num_moves: int, shape: tuple[int, ...], dtype:
     assert torch.equal(pool, expected)
 
 
-# --- the list ---------------------------------------------------------------------------------------------------------
+# --- the list -----------------------------------------------------------------------------------------------
 
 
 def attention_cases(*, is_whole: bool = True) -> Iterator[tuple[Callable[..., None], tuple[object, ...]]]:

@@ -1,7 +1,8 @@
-"""How long each kernel takes, beside the bytes and operations it cannot avoid: `python tests/kernels/bench_kernels.py`.
+"""Times each kernel against its unavoidable bytes and operations: `python tests/kernels/bench_kernels.py`.
 
-A registry of operations in the shapes of an 8B Llama, and a runner for a CUDA device. Ceilings (a copy for bytes, a
-matrix product for operations) are measured in the same run, since a ratio to a data sheet says little.
+A registry of operations in the shapes of an 8B Llama, and a runner for a CUDA device. Ceilings (a copy for
+bytes, a matrix product for operations) are measured in the same run, since a ratio to a data sheet says
+little.
 """
 
 import sys
@@ -28,8 +29,8 @@ HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE, LAYERS = 4096, 14336
 
 @dataclass(frozen=True)
 class Bench:
-    """One operation: `run` it; `num_bytes` it must move between memory and chip, `num_flops` it must compute (matrix
-    products alone; 0: bound by memory)."""
+    """One operation: `run` it; `num_bytes` it must move between memory and chip, `num_flops` it must compute
+    (matrix products alone; 0: bound by memory)."""
 
     name: str
     run: Callable[[], object]

@@ -1,7 +1,8 @@
-"""One kernel launch against its definition per case, on any device: under the interpreter on the CPU, compiled on a GPU.
+"""One kernel launch against its definition per case: interpreted on the CPU, or compiled on a GPU.
 
-Every case builds its inputs on the CPU, poisons what a kernel must not read with NaN, launches on `device` and compares
-there. `assert_close` says how far the results may be apart and what has been seen to fail at that distance.
+Every case builds its inputs on the CPU, poisons what a kernel must not read with NaN, launches on `device`
+and compares there. `assert_close` says how far the results may be apart and what has been seen to fail at
+that distance.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,29 +27,30 @@ def randn(*shape: int, dtype: torch.dtype = FLOAT32, seed: int = 0) -> torch.Ten
 
 
 def assert_close(actual: torch.Tensor, expected: torch.Tensor, bfloat16: float = 1.6e-2) -> None:
-    """Within 5e-6 in float32 and, in bfloat16, two units in the last place of values near 1 (two roundings apart).
+    """Within 5e-6 in float32; in bfloat16 within two units in the last place near 1 (two roundings).
 
-    Changes to the kernels that have been seen to fail, with the distance they cause: softmax scale 1 % off (1.4e-2 in
-    float32), a split that begins one row early (0.18), mask-free tiles that reach into the masked ones (0.28), a running
-    sum or output not rescaled (0.36, 0.75), a split's weight without its sum (0.91), causal mask one column short or
-    long (3.5, 3.3), another request's tree mask (2.7), a transposed one (3.5), layer, head or page strides mixed up
-    (above 1), a tile's edge one column too far (reads poison: NaN).
+    Changes to the kernels that have been seen to fail, with the distance they cause: softmax scale 1 % off
+    (1.4e-2 in float32), a split that begins one row early (0.18), mask-free tiles that reach into the masked
+    ones (0.28), a running sum or output not rescaled (0.36, 0.75), a split's weight without its sum (0.91),
+    causal mask one column short or long (3.5, 3.3), another request's tree mask (2.7), a transposed one
+    (3.5), layer, head or page strides mixed up (above 1), a tile's edge one column too far (reads poison:
+    NaN).
     """
     tolerance = 5e-6 if expected.dtype == FLOAT32 else bfloat16
     torch.testing.assert_close(actual.cpu(), expected, atol=tolerance, rtol=tolerance)
 
 
 def assert_rounds_alike(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    """Rounded where the definition rounds: all but a hundredth of the values are equal to the bit in bfloat16.
+    """Rounded where the definition rounds: 99 % of the values are bitwise equal in bfloat16.
 
-    A rounding left out or added moves a few values in a hundred by one unit, which no tolerance on values can see.
+    A missing or extra rounding moves a few values in a hundred by one unit, which no tolerance shows.
     """
     assert_close(actual, expected)
     if expected.dtype == BFLOAT16:
         assert int((actual.cpu() != expected).sum()) <= expected.numel() // 100
 
 
-# --- row by row -------------------------------------------------------------------------------------------------------
+# --- row by row ---------------------------------------------------------------------------------------------
 
 
 def check_rms_norm(device: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -120,7 +122,7 @@ def check_rope(device: str, num_tokens: int, heads: int, head_dim: int, dtype: t
     assert_close(y, rope.rope_reference(wide[:, 1:-1], cos, sin), bfloat16=3.2e-2)
 
 
-# --- into the pool, out of the pool -----------------------------------------------------------------------------------
+# --- into the pool, out of the pool -------------------------------------------------------------------------
 
 
 def store_inputs(
@@ -189,7 +191,7 @@ def check_select_rows(
     assert torch.equal(select_rows.select_last_rows(hidden, lens), expected)
 
 
-# --- the list ---------------------------------------------------------------------------------------------------------
+# --- the list -----------------------------------------------------------------------------------------------
 
 
 def rows_cases() -> Iterator[tuple[Callable[..., None], tuple[object, ...]]]:

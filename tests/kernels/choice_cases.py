@@ -1,4 +1,4 @@
-"""What stands around the forwards of a step, and choosing tokens: launches against the definitions, equal to the bit."""
+"""Kernels around the forwards of a step and the choice of tokens: bitwise equal to their definitions."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -26,7 +26,7 @@ INF = float("inf")
 
 
 def check_choose_token(device: str, num_rows: int, vocab_size: int, is_cut: bool, each: int = 1) -> None:
-    """Rows that are drawn, likeliest and broken, `each` of a request. `is_cut`: a part of wider rows, whose rest is NaN."""
+    """Drawn, greedy and broken rows, `each` of a request. `is_cut`: part of wider rows, whose rest is NaN."""
     rng, count = random.Random(num_rows * vocab_size), num_rows // each
     wide = torch.full((num_rows, vocab_size + 3 * is_cut), NAN)
     logits = wide[:, :vocab_size].copy_(4 * randn(num_rows, vocab_size)) if num_rows else wide[:, :vocab_size]

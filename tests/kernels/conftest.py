@@ -1,9 +1,9 @@
 """Kernels under Triton's interpreter, or compiled for a GPU that is not there, for one test at a time.
 
-The documented switch, TRITON_INTERPRET=1, must be set before Triton is imported, turns every kernel of the process into
-an interpreted one, and would thus depend on the order of test files and rob the GPU tests of compiled kernels. What the
-switch does is done here for the duration of a test instead: each compiled function, Triton's own library included, is
-replaced by its interpreted twin, and restored afterwards.
+The documented switch, TRITON_INTERPRET=1, must be set before Triton is imported, turns every kernel of the
+process into an interpreted one, and would thus depend on the order of test files and rob the GPU tests of
+compiled kernels. What the switch does is done here for the duration of a test instead: each compiled
+function, Triton's own library included, is replaced by its interpreted twin, and restored afterwards.
 """
 
 import importlib
@@ -72,7 +72,7 @@ class CompileOnly:
 
 @pytest.fixture
 def compiled_for_h200(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[str, object]]:
-    """Every launcher called in this test only compiles its kernel, for sm_90: (kernel name, compiled kernel) of each.
+    """Launchers called in this test only compile their kernels for sm_90: (kernel name, compiled kernel).
 
     No device is needed: Triton brings the assembler along.
     """
@@ -104,8 +104,8 @@ def compiled_for_h200(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[t
 
 
 def correct_bfloat16(monkeypatch: pytest.MonkeyPatch, interpreting, tl) -> None:
-    """The interpreter keeps a bfloat16 as the integer of its bits. It truncates where hardware rounds to the nearest,
-    and multiplies matrices of those integers; here both are done by torch."""
+    """The interpreter keeps a bfloat16 as the integer of its bits. It truncates where hardware rounds to the
+    nearest, and multiplies matrices of those integers; here both are done by torch."""
     convert, multiply = interpreting._convert_float, interpreting.InterpreterBuilder.create_dot
 
     def convert_float(data, source, target, rounding_mode):

@@ -1,4 +1,4 @@
-"""Where a call goes, what is refused, and that every kernel compiles for the GPU it is meant for."""
+"""Dispatch of kernel calls, refused arguments, and the compilation of every kernel for its GPU."""
 
 import importlib
 from collections.abc import Callable
@@ -99,8 +99,8 @@ def test_every_operation_is_in_the_bench_registry():
     assert {bench.name.split()[0] for bench in benches} == set(OPERATIONS)
     assert len({bench.name for bench in benches}) == len(benches)
     by_name = {bench.name: bench for bench in benches}
-    # 3 rows of 4096 bf16 in, as many out, one row of weights; 40 rows of 2 x 8 heads x 128 bf16 for each of 2 requests,
-    # and a query in, a row out, each multiplied and added twice per context row
+    # 3 rows of 4096 bf16 in, as many out, one row of weights; 40 rows of 2 x 8 heads x 128 bf16 for each of 2
+    # requests, and a query in, a row out, each multiplied and added twice per context row
     assert by_name["rms_norm 3"].num_bytes == 7 * 8192
     assert by_name["paged_verify decode 2x40"].num_bytes == 2 * 40 * 4096 + 2 * 2 * 8192
     assert by_name["paged_verify decode 2x40"].num_flops == 2 * 40 * 4 * 4096

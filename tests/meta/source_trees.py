@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True)
 class Import:
-    """One imported module: `baton.cluster.errors`, `torch.nn` or, of ours, what is named after `from . import`."""
+    """One imported module: `baton.cluster.errors`, `torch.nn`, or the names after `from . import`."""
 
     module: str
     names: tuple[str, ...]
@@ -48,7 +48,7 @@ class Source:
         return ".".join([*base, *((node.module,) if node.module else ())])
 
     def own_targets(self, known: set[str]) -> Iterator[tuple[str, int]]:
-        """The modules of ours that this file imports, with the line; `from . import x` means x where x is a module."""
+        """Our modules that this file imports, with the line; `from . import x` means x if x is a module."""
         for found in self.imports():
             if found.module == "baton" or found.module.startswith("baton."):
                 submodules = [f"{found.module}.{name}" for name in found.names]
@@ -58,7 +58,7 @@ class Source:
 
 @functools.cache
 def package_files() -> list[Source]:
-    """All code files: the root's own and those of every folder that is not the tests, hidden, or a build's."""
+    """All code files: those of the root and of every folder but tests, hidden folders and builds."""
     skipped = {"tests", "build", "dist"}
     paths = [*ROOT.glob("*.py")]
     for folder in ROOT.iterdir():

@@ -1,4 +1,4 @@
-"""Every dependency that serving needs was looked at: what a peer's bytes reach holds no way to turn them into code."""
+"""Every dependency that serving needs was reviewed: none that reads peers' bytes turns them into code."""
 
 import importlib.metadata
 import importlib.util
@@ -66,7 +66,7 @@ ALLOWED = {
 
 
 def runtime_closure():
-    """Names of all distributions that baton needs to serve, dependencies of dependencies included, as installed here."""
+    """Names of all distributions that serving needs, directly or not, as installed here."""
     seen, todo = set(), ["baton"]
     while todo:
         for text in importlib.metadata.requires(todo.pop()) or ():
@@ -115,7 +115,7 @@ def is_installed(name):
         return False
 
 
-# --- S30: what is installed is pinned by its hashes -------------------------------------------------------------------
+# --- S30: what is installed is pinned by its hashes ---------------------------------------------------------
 
 
 def test_s30_every_pin_is_locked_with_hashes_and_nothing_else_is():

@@ -1,4 +1,4 @@
-"""What docs/protocol.md and docs/failures.md say of messages, settings, times, counters and rows is what the code has."""
+"""docs/protocol.md and docs/failures.md list the messages, settings, times, counters and rows of the code."""
 
 import importlib
 import json

@@ -1,4 +1,4 @@
-"""The Helm chart: the same objects as the kustomize overlays, and no value that does nothing or is taken wrongly."""
+"""The Helm chart renders the same objects as the kustomize overlays, and every value of it has an effect."""
 
 import copy
 import re
@@ -32,7 +32,7 @@ OF_HELM = ("helm.sh/hook", "helm.sh/hook-weight", "helm.sh/hook-delete-policy", 
 
 
 def plain(document):
-    """Less what the two add, each in its way: a hash in the ConfigMap's name, and an annotation that stands for it."""
+    """The objects without the two's own additions: a hash in the ConfigMap's name, and its annotation."""
 
     def cleaned(value):
         if isinstance(value, list):
@@ -84,7 +84,7 @@ def test_a_hook_makes_the_keys_before_the_pods_that_wait_for_them():
     assert {d["metadata"]["annotations"]["helm.sh/hook"] for d in hooks} == {"pre-install,pre-upgrade"}
 
 
-# --- values -----------------------------------------------------------------------------------------------------------
+# --- values -------------------------------------------------------------------------------------------------
 
 # Another value for each; what is not here is a leaf of values.yaml that nobody looked at.
 OTHER = {

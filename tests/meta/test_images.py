@@ -1,4 +1,4 @@
-"""Container images: what is installed is locked, and no more than serving needs; compose and roles are of one mind."""
+"""Container images install locked packages only, no more than serving needs, and agree with the roles."""
 
 import importlib.metadata
 import re
@@ -38,7 +38,7 @@ def locked(name):
     return {pin.name: pin for pin in pins_of(IMAGES / f"{name}.lock")}
 
 
-# --- locks ------------------------------------------------------------------------------------------------------------
+# --- locks --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -58,7 +58,7 @@ def test_torch_is_the_pinned_one_built_for_the_device(device):
 
 
 def requires(name):
-    """What a distribution requires; of our own as pyproject.toml has it, which may be newer than what is installed."""
+    """Requirements of a distribution; our own are read from pyproject.toml, which may be newer."""
     if name != "baton":
         return importlib.metadata.requires(name) or ()
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -89,7 +89,7 @@ def test_the_tool_that_writes_the_bill_of_materials_is_locked_too():
     assert tools["cyclonedx-bom"].version == made[1]
 
 
-# --- the Dockerfile ---------------------------------------------------------------------------------------------------
+# --- the Dockerfile -----------------------------------------------------------------------------------------
 
 
 def final_stage():
@@ -147,7 +147,7 @@ def test_triton_builds_one_file_the_one_that_the_image_brings():
     assert 'os.path.join(dirname, "driver.c")' in source
 
 
-# --- alive ------------------------------------------------------------------------------------------------------------
+# --- alive --------------------------------------------------------------------------------------------------
 
 
 class Role(BaseHTTPRequestHandler):
@@ -200,7 +200,7 @@ def test_the_health_check_imports_nothing_of_ours_and_nothing_heavy():
     }  # fmt: skip
 
 
-# --- compose ----------------------------------------------------------------------------------------------------------
+# --- compose ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("role", ROLES)

@@ -1,4 +1,4 @@
-"""The Kubernetes manifests: valid against pinned schemas, of one mind with the roles, and tight about who reaches whom."""
+"""The Kubernetes manifests are valid by pinned schemas, agree with the roles, and restrict connections."""
 
 import copy
 import os
@@ -98,8 +98,8 @@ def test_a_role_understands_what_its_pod_tells_it(overlay, role, tmp_path):
 
 
 def assert_files_are_mounted(read, pod):
-    """Every secret file that a role is told of comes as a folder, which alone follows a Secret that is renewed; nobody else
-    of the pod may read it, and no Secret is mounted that it is not told of.
+    """Every secret file that a role is told of comes as a folder, which alone follows a Secret that is
+    renewed; nobody else of the pod may read it, and no Secret is mounted that it is not told of.
     """
     assert read.keys == "/keys"
     files = [getattr(read, name, "") for name in ("tls_cert", "tls_key", "api_keys")]
@@ -230,7 +230,7 @@ def test_services_reach_pods_at_ports_that_they_have():
         assert {port["targetPort"] for port in service["spec"]["ports"]} <= names
 
 
-# --- who may speak to whom --------------------------------------------------------------------------------------------
+# --- who may speak to whom ----------------------------------------------------------------------------------
 
 
 def pod(component):
@@ -317,7 +317,7 @@ def test_the_autoscaler_asks_for_what_the_router_has_and_exports():
     assert f"# TYPE {running['pods']['metric']['name']} gauge\n" in shown
 
 
-# --- the Secret of the keys -------------------------------------------------------------------------------------------
+# --- the Secret of the keys ---------------------------------------------------------------------------------
 
 
 def test_the_key_job_may_create_secrets_and_nothing_else():

@@ -27,7 +27,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "decode": ("worker", "kvtransfer", "engine", "cluster"),
     "bench": ("kvtransfer", "engine", "cluster"),
 }
-# What the lowest floors may import of others; every other folder may import any dependency but the forbidden ones.
+# Foreign imports of the lowest floors; other folders may import any dependency but the forbidden ones.
 ALLOWED_FOREIGN = {
     "cluster": {"zmq", "msgspec", "psutil", "prometheus_client", "tomli", "opentelemetry"},
     "kernels": {"torch", "triton"},
@@ -44,8 +44,10 @@ UNSAFE_CALLS = {"eval", "exec", "compile", "__import__"}
 UNSAFE_ATTRIBUTES = {("torch", "load"), ("np", "load"), ("numpy", "load"), ("yaml", "load")}
 UNSAFE_METHODS = {"send_pyobj", "recv_pyobj"}
 
+MAX_TEST_NAME = 70
 
-# --- the laws: each returns the violations of one file ----------------------------------------------------------------
+
+# --- the laws: each returns the violations of one file ------------------------------------------------------
 
 
 def floor_violations(source: Source, known: set[str]) -> list[str]:
@@ -143,8 +145,19 @@ def test_import_violations(source: Source) -> list[str]:
     return found
 
 
+def name_violations(source: Source) -> list[str]:
+    """Test functions, methods included, whose name is longer than MAX_TEST_NAME letters."""
+    return [
+        f"{source.relative}:{node.lineno}: {node.name} has {len(node.name)} letters"
+        for node in ast.walk(source.tree)
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        and node.name.startswith("test_")
+        and len(node.name) > MAX_TEST_NAME
+    ]
+
+
 def find_circles(sources: list[Source]) -> list[list[str]]:
-    """Groups of modules that import each other (strongly connected components of more than one, and self-imports)."""
+    """Groups of modules that import each other: strongly connected components, and self-imports."""
     known = {source.module for source in sources}
     return circles(
         {s.module: {target for target, _ in s.own_targets(known) if target in known} for s in sources}
@@ -158,7 +171,7 @@ def room_of(module: str) -> str:
 
 
 def find_room_circles(sources: list[Source]) -> list[list[str]]:
-    """Groups of sub-folders of one top folder that import each other. Files beside the sub-folders do not count."""
+    """Groups of sub-folders of one top folder that import each other. Files beside them do not count."""
     known = {source.module for source in sources}
     edges: dict[str, set[str]] = {}
     for source in sources:
@@ -209,7 +222,7 @@ def circles(edges: dict[str, set[str]]) -> list[list[str]]:
 test_import_violations.__test__ = False  # type: ignore[attr-defined]
 
 
-# --- the package keeps them -------------------------------------------------------------------------------------------
+# --- the package keeps them ---------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -235,6 +248,10 @@ def test_imports_are_relative_and_at_the_top():
 
 def test_tests_import_absolutely():
     assert [violation for source in files_of_tests() for violation in test_import_violations(source)] == []
+
+
+def test_test_names_have_at_most_70_letters():
+    assert [violation for source in files_of_tests() for violation in name_violations(source)] == []
 
 
 def test_there_are_no_circles():
@@ -288,7 +305,7 @@ def test_router_and_cluster_load_no_torch():
     assert done.returncode == 0, done.stderr
 
 
-# --- the laws can fail ------------------------------------------------------------------------------------------------
+# --- the laws can fail --------------------------------------------------------------------------------------
 
 KNOWN = {
     "baton.cluster.protocol.messages", "baton.cluster.protocol.codec", "baton.engine.kv.pool", "baton.engine.sampling.sampler",
@@ -362,6 +379,14 @@ def test_late_and_absolute_imports_are_seen():
         len(test_import_violations(snippet("tests/unit/a.py", "from ..x import y\nimport cluster.codec")))
         == 2
     )
+
+
+def test_long_test_names_are_seen():
+    allowed, long = "test_" + "x" * 65, "test_" + "x" * 66
+    kept = f"def {allowed}(): pass\ndef helper_{long}(): pass\n"
+    assert name_violations(snippet("tests/unit/test_a.py", kept)) == []
+    broken = f"def {long}(): pass\nclass TestA:\n    async def {long}(self): pass\n"
+    assert len(name_violations(snippet("tests/unit/test_a.py", broken))) == 2
 
 
 def test_circles_are_seen():

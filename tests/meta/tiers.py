@@ -1,7 +1,8 @@
-"""The tier of a test: which command runs it first. `python -m baton.tests.meta.tiers` prints the tier of every file.
+"""The tier of a test: the first command that runs it. `python -m baton.tests.meta.tiers` prints them all.
 
 `make test`          every test that no later tier takes: at most 6 minutes on two cores
-`make test-cluster`  the marker `cluster`: tests of a folder in CLUSTER_FOLDERS and tests with the real model (`smollm2`)
+`make test-cluster`  the marker `cluster`: tests of a folder in CLUSTER_FOLDERS and tests with the real model
+                     (`smollm2`)
 `make test-full`     all tests, those with the marker `slow` included
 `tests/gpu`          the marker `gpu`: a CUDA device
 
@@ -19,7 +20,7 @@ TESTS = Path(__file__).resolve().parents[1]
 CLUSTER_FOLDERS = ("cluster", "faults")  # real processes and sockets
 FAST, CLUSTER, FULL, GPU = "make test", "make test-cluster", "make test-full", "tests/gpu"
 TIERS = (FAST, CLUSTER, FULL, GPU)
-# The files that take longest, the longest first: a run that begins with them keeps every worker busy to its end.
+# The files that take longest, the longest first: a run that begins with them keeps all workers busy.
 SLOWEST = (
     "cluster/test_real_cluster.py",
     "parity/test_cluster_tokens.py",

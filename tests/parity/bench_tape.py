@@ -1,8 +1,8 @@
-"""What a tape saves of a decode step on CPU: `python tests/parity/bench_tape.py [context]`.
+"""Measures a tape's saving in a decode step on CPU: `python tests/parity/bench_tape.py [context]`.
 
-Random weights in the shape of SmolLM2-135M (float32), and a slim model of the same depth whose arithmetic is next to
-nothing, so that the cost of Python and dispatch stands alone. All ways run in turn, so that load hits each alike; the
-figure is the median of the ratios within a round. One thread.
+Random weights in the shape of SmolLM2-135M (float32), and a slim model of the same depth whose arithmetic is
+next to nothing, so that the cost of Python and dispatch stands alone. All ways run in turn, so that load hits
+each alike; the figure is the median of the ratios within a round. One thread.
 """
 
 import statistics
@@ -67,7 +67,7 @@ def decode_batch(num_requests: int, context: int) -> ForwardBatch:
 
 
 class Step:
-    """One decode step, eagerly and in graphs: attention a break, or (its metadata frozen) part of the graph."""
+    """One decode step, eager and in graphs: attention as a break, or with frozen metadata in the graph."""
 
     def __init__(self, model: LlamaForCausalLM, num_requests: int, context: int) -> None:
         batch = decode_batch(num_requests, context)

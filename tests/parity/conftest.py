@@ -1,4 +1,4 @@
-"""Toy targets and heads; the demo model and what transformers makes of it in float32, computed once per machine and kept."""
+"""Toy targets and heads; the demo model and its float32 outputs in transformers, cached per machine."""
 
 import contextlib
 import fcntl
@@ -25,8 +25,8 @@ NUM_TOKENS = 64
 class Reference:
     """transformers' greedy continuation of one prompt, end-of-sequence ignored.
 
-    `gaps[i]` is the difference between the two largest logits that chose `output_ids[i]`: where another engine differs
-    first, a gap within float32 noise proves a tie.
+    `gaps[i]` is the difference between the two largest logits that chose `output_ids[i]`: where another
+    engine differs first, a gap within float32 noise proves a tie.
     """
 
     name: str
@@ -62,7 +62,7 @@ def deep_head(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def oracle(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A target whose next token is a function of the newest, and a head that is right whenever its features are."""
+    """A target whose next token depends on the newest alone, and a head that is right if its features are."""
     return write_oracle(tmp_path_factory.mktemp("oracle"))
 
 

@@ -1,4 +1,4 @@
-"""One target with or without a drafter, driven request by request, and the drafts that formulas alone would give."""
+"""One target with or without a drafter, driven by request, and the drafts that formulas alone give."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -108,7 +108,7 @@ class Engine:
         return request
 
     def run(self, requests: Sequence[Request]) -> list[list[int]]:
-        """Step all of `requests` to their end, checking after each step that draft rows cover the committed rows."""
+        """Steps all of `requests` to their end; after each step draft rows must cover the committed rows."""
         live = [request for request in requests if not request.is_finished]
         while live:
             self.results.append(self.decoder.step(live))
@@ -180,7 +180,7 @@ def record_drafts(engine: Engine, request: Request) -> list[int]:
 def recomputed_drafts(
     target: Path, w: dict[str, torch.Tensor], ids: list[int], switches: dict[str, bool]
 ) -> list[int]:
-    """Greedy drafts behind `ids`, from transformers' hidden states and the head's formulas over all rows each time."""
+    """Greedy drafts behind `ids` from transformers' hidden states and the head's formulas over all rows."""
     model = reference_model(target)
     with torch.no_grad():
         states = model(torch.tensor([ids[:-1]]), output_hidden_states=True).hidden_states

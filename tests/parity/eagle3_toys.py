@@ -113,10 +113,11 @@ def write_head(path: Path, config: dict[str, object], tensors: dict[str, torch.T
     return path
 
 
-# The oracle pair. The target's next token is a fixed permutation of the newest one. The digits (base 4) of the next
-# token stand in the residual stream at the output of one layer each, and the layer behind it erases them again. The
-# head reads digit j from feature j alone, compares the number with the token embedding of the same row, and when both
-# agree predicts the token after it, whose digits become its hidden; else it predicts RESERVED, which never comes.
+# The oracle pair. The target's next token is a fixed permutation of the newest one. The digits (base 4) of
+# the next token stand in the residual stream at the output of one layer each, and the layer behind it erases
+# them again. The head reads digit j from feature j alone, compares the number with the token embedding of the
+# same row, and when both agree predicts the token after it, whose digits become its hidden; else it predicts
+# RESERVED, which never comes.
 BASE, DIGITS = 4, 3
 ORACLE_VOCAB = BASE**DIGITS
 RESERVED = ORACLE_VOCAB - 1
@@ -142,8 +143,9 @@ def write_oracle(
 ) -> tuple[Path, Path]:
     """(target directory, head directory) of the oracle pair.
 
-    `ids`: whose outputs the digits stand in, in the order of the head's features. `attention`: how much of what a row sees
-    is written to columns that nothing reads, so that features depend on the KV, and on all of it.
+    `ids`: whose outputs the digits stand in, in the order of the head's features. `attention`: how much of
+    what a row sees is written to columns that nothing reads, so that features depend on the KV, and on all of
+    it.
     """
     return _write_oracle_target(path / "target", tuple(ids), num_layers, attention), write_oracle_head(
         path / "head", ids
@@ -209,7 +211,7 @@ def _oracle_layer(prefix: str, layer: int, ids: tuple[int, ...]) -> dict[str, to
 
 
 def _scribbling_attention(prefix: str, layer: int, strength: float) -> dict[str, torch.Tensor]:
-    """Attention from every column, written to those that the target has no other use for; none at strength 0."""
+    """Attention from every column, written to those that the target does not use; none at strength 0."""
     random, inner = torch.Generator().manual_seed(layer), 32
     scale = strength / ORACLE_HIDDEN**0.5
     q, k, v = (

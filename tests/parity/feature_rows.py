@@ -1,4 +1,4 @@
-"""What reaches a drafter: features by request and position, received ones and those of its own verifies."""
+"""Records a drafter's features by request and position: received ones and those of its own verifies."""
 
 from collections.abc import Sequence
 

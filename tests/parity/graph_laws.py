@@ -1,4 +1,4 @@
-"""What every graph backend owes, whatever records the segments. Each law takes a fresh backend and its device."""
+"""The laws of every graph backend. Each law takes a fresh backend and its device."""
 
 from collections.abc import Callable
 

@@ -26,7 +26,7 @@ def context_of(*lens: int) -> ToyContext:
 
 
 def plan_mask(context: ToyContext, rows: torch.Tensor) -> torch.Tensor:
-    """`[T, T]`, added to scores: each row sees the earlier rows of its request. Returned, so copied at each replay."""
+    """`[T, T]`, added to scores: rows see earlier rows of their request. Copied at each replay."""
     owner = torch.full((rows.shape[0],), -1, device=rows.device)
     start = 0
     for request, length in enumerate(context.lens):
@@ -53,7 +53,7 @@ def attend(
 
 
 class ToyDecoder:
-    """LAYERS layers of attention and MLP over `[T, H]`; `aux` picks the layers whose outputs come back too."""
+    """LAYERS layers of attention and MLP over `[T, H]`; the layers in `aux` return their outputs too."""
 
     def __init__(self, seed: int = 0, device: str = "cpu") -> None:
         generator = torch.Generator().manual_seed(seed)

@@ -1,7 +1,7 @@
-"""Random JSON schemas of moderate size whose every document is short, so that a random model ends what it begins.
+"""Random JSON schemas of moderate size: every document is short, so that random models end them.
 
-`NARROW` ones are met with 41 characters of ASCII; `WIDE` ones need any of Unicode, whose characters are several tokens of a
-real vocabulary or a part of one.
+`NARROW` ones are met with 41 characters of ASCII; `WIDE` ones need any of Unicode, whose characters are
+several tokens of a real vocabulary or a part of one.
 """
 
 import json

@@ -1,9 +1,10 @@
-"""Drafts that are right exactly as often as a test wants, and a pair whose draft must find its answer in its own KV.
+"""Drafts that are right as often as a test wants, and a pair whose draft finds its answer in its own KV.
 
-The memory pair: the target's next token is a function of the token DISTANCE positions back, which one attention head of it
-fetches; the draft fetches the same from the draft KV of that position. A constant query that is rotated back by DISTANCE
-positions against constant keys scores highest there. So a hole in the draft's KV, a row in a wrong slot or a guess that was
-never overwritten gives a wrong draft when it is looked up, DISTANCE tokens later.
+The memory pair: the target's next token is a function of the token DISTANCE positions back, which one
+attention head of it fetches; the draft fetches the same from the draft KV of that position. A constant query
+that is rotated back by DISTANCE positions against constant keys scores highest there. So a hole in the
+draft's KV, a row in a wrong slot or a guess that was never overwritten gives a wrong draft when it is looked
+up, DISTANCE tokens later.
 """
 
 import json
@@ -36,7 +37,7 @@ def write_memory_oracle(path: Path) -> tuple[Path, Path]:
 
 
 def is_right(seed: int, row: int, position: int, alpha: float) -> bool:
-    """Whether a tuned draft of batch row `row` for `position` is left as it is: a pure function, true with chance alpha."""
+    """Whether a tuned draft of batch row `row` for `position` is kept: pure, true with chance alpha."""
     return random.Random(f"{seed} {row} {position}").random() < alpha
 
 
@@ -129,7 +130,7 @@ def _write_head(path: Path) -> Path:
 def _attention(
     width: int, const: int, const_norm: float, tokens: int, token_norm: float, strength: float
 ) -> dict[str, torch.Tensor]:
-    """Weights that fetch the one-hot at columns `tokens` DISTANCE rows back into FETCHED; the MLP does nothing."""
+    """Weights that fetch the one-hot at columns `tokens` DISTANCE rows back into FETCHED; the MLP is zero."""
     query, key = _phases()
     q, k, v, o = (
         torch.zeros(HEAD_DIM, width),

@@ -1,4 +1,4 @@
-"""A parity engine whose steps are launched before the step before was read, at once or as late as a device could."""
+"""A parity engine whose steps are launched before the previous one is read, at once or very late."""
 
 import gc
 import weakref
@@ -68,7 +68,7 @@ def overlapped(
 def run_ahead(
     engine: Engine, requests: Sequence[Request], until: Callable[[], bool] = lambda: False
 ) -> list[StepResult]:
-    """Step all of `requests` to their end, or until `until`, each step launched before the one before it is read."""
+    """Steps `requests` to their end, or until `until`; each step is launched before the previous is read."""
     decoder, flight, results = engine.decoder, None, []
     while True:
         live = [request for request in requests if not request.is_finished]
@@ -85,7 +85,7 @@ def run_ahead(
 
 
 class Reads(TorchFunctionMode):
-    """Notes what makes the host wait for the device, as methods of tensors and as operations, and what lives on."""
+    """Records the methods and operations that make the host wait for the device, and live tensors."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,9 +1,10 @@
-"""Every way in which a batch can meet the graphs, and what must come out of each: one matrix for tapes and for a device.
+"""All ways in which a batch can meet the graphs, with their results: one matrix for tapes and a device.
 
-A cell names the path (which graphs run), the size (requests in the batch and tokens of the prompts, both around the edges of
-a bucket), the layers that the head asks for, the shape of the drafts, what graphs and memory have been through before, and
-one of two pairs of models. The random pair's tokens depend on all of its KV; the oracle's drafts are right exactly when the
-right features reach the draft. Before every step all static inputs are poisoned, before every run all pages.
+A cell names the path (which graphs run), the size (requests in the batch and tokens of the prompts, both
+around the edges of a bucket), the layers that the head asks for, the shape of the drafts, what graphs and
+memory have been through before, and one of two pairs of models. The random pair's tokens depend on all of its
+KV; the oracle's drafts are right exactly when the right features reach the draft. Before every step all
+static inputs are poisoned, before every run all pages.
 """
 
 from collections.abc import Iterable
@@ -78,7 +79,8 @@ class Cell:
 
 
 ALL = tuple(Cell(*values) for values in product(PAIRS, AUX_IDS, SHAPES, STATES, PATHS, SIZES))
-# Whole steps as one graph, launched before the step before was read: as many requests as it has slots, and no more.
+# Whole steps as one graph, launched before the step before was read: as many requests as it has slots, and no
+# more.
 AHEAD = tuple(Cell(*values) for values in product(PAIRS, AUX_IDS, SHAPES, STATES, ["ahead"], [*SIZES][:-1]))
 # One engine for each cell's first four fields. These eight have every pair of their values.
 QUICK_ENGINES = {
@@ -122,12 +124,12 @@ def prompts_of(cell: Cell) -> list[list[int]]:
     return [random_ids(length, seed=10 * count + i, vocab_size=vocab_size) for i in range(count)]
 
 
-# --- running a cell ---------------------------------------------------------------------------------------------------
+# --- running a cell -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
-    """What a run gave: per request its tokens, accept lengths, features `[tokens - 1, K*H]`, target and draft KV."""
+    """A run's results per request: tokens, accept lengths, features `[tokens - 1, K*H]`, both models' KV."""
 
     tokens: list[list[int]]
     accept_lens: list[list[int]]
@@ -184,7 +186,7 @@ class GraphedEngine:
             self._capture_others(Engine(*models, device=device, steps=2, is_greedy=True))
 
     def _capture_others(self, other: Engine) -> None:
-        """Other buckets' graphs in the same memory; half of them go again, the rest is replayed between cells."""
+        """Other buckets' graphs in the same memory; half of them go again, the rest replays between cells."""
         graphs = capture(
             other.runner, other.drafter, other.decoder.steps, max_batch=3, max_tokens=12, backend=self.backend
         )

@@ -1,4 +1,4 @@
-"""Prompts for comparisons with transformers: 20 chats, 6 raw texts; short, long, multi-turn, code, languages."""
+"""Prompts for comparisons with transformers: 20 chats, 6 texts; short, long, multi-turn, code, languages."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,8 @@
 """The served tokens are transformers' tokens: greedy, float32, through router, prefill, ZeroMQ and decode.
 
-Each cluster answers its rounds of prompts, 8 at once; a second round hits both prefix caches. Where a token differs, the
-two largest logits of transformers must be a tie within float32 noise and the other one must be what was served.
+Each cluster answers its rounds of prompts, 8 at once; a second round hits both prefix caches. Where a token
+differs, the two largest logits of transformers must be a tie within float32 noise and the other one must be
+what was served.
 """
 
 from functools import partial

@@ -93,7 +93,7 @@ def test_m2_3_steps_at_bucket_edges_equal_eager(target, head, count):
     assert bool(graphs.counters().get(reason, 0)) is (count > MAX_BATCH)
 
 
-# --- plans ------------------------------------------------------------------------------------------------------------
+# --- plans --------------------------------------------------------------------------------------------------
 
 
 def padded(batch: ForwardBatch) -> None:
@@ -189,7 +189,7 @@ def test_m5_3_a_draft_prefill_forced_to_eager_is_planned_anew(plain, graphed):
     assert torch.equal(*outputs)
 
 
-# --- where rows are written -------------------------------------------------------------------------------------------
+# --- where rows are written ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("topk", [1, 4])

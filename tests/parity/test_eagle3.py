@@ -99,7 +99,7 @@ def test_sampled_output_with_a_seed_is_the_same_with_and_without_drafts(
 
 
 def test_with_drafts_that_can_match_some_are_accepted(oracle: tuple[Path, Path]) -> None:
-    """The sampled road accepts drafts too: at temperature 1 the oracle target is random, and the noise is shared."""
+    """Sampled drafts are accepted too: at temperature 1 the oracle target is random, with shared noise."""
     engine = Engine(*oracle)
     plain = Engine(oracle[0]).generate([[1, 2], [40]], sampled(max_new_tokens=60))
     assert engine.generate([[1, 2], [40]], sampled(max_new_tokens=60)) == plain
@@ -123,7 +123,7 @@ def test_a_draft_with_the_targets_logits_proposes_what_the_target_chooses(
 
 
 def test_penalties_see_the_drafts_of_the_same_block(oracle: tuple[Path, Path]) -> None:
-    """RESERVED follows itself, so that a block repeats it until its count within the block changes the choice."""
+    """RESERVED follows itself, so a block repeats it until its count within the block changes the choice."""
     params = greedy(20, frequency_penalty=3.0)
     plain = Engine(oracle[0]).generate([[RESERVED]], params)
     engine = Engine(*oracle)

@@ -1,4 +1,4 @@
-"""Our models are transformers' models: equal logits and equal greedy tokens, family by family, switch by switch."""
+"""Our models are transformers' models: equal logits and equal greedy tokens, by family and by switch."""
 
 import json
 from collections.abc import Callable

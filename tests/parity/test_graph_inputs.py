@@ -1,4 +1,4 @@
-"""What a forward takes and gives back: the layers of either hook, embeddings, widths, hidden modes, idle rows."""
+"""Inputs and outputs of a forward: the layers of either hook, embeddings, widths, hidden modes, idle rows."""
 
 import subprocess
 import sys
@@ -71,7 +71,7 @@ def assert_same(engine: Engine, plain: Engine, prompts: list[list[int]]) -> None
     torch.testing.assert_close(kv[0], kv[1], atol=2e-4, rtol=1e-4)
 
 
-# --- captured layers --------------------------------------------------------------------------------------------------
+# --- captured layers ----------------------------------------------------------------------------------------
 
 
 def test_m1_1_any_five_layers_are_captured_in_their_order_on_every_path(target):
@@ -125,7 +125,7 @@ def test_m1_7_the_draft_refuses_features_of_layers_other_than_the_heads(target, 
         engine.prefill([1, 2, 3, 4, 5], GREEDY)
 
 
-# --- embeddings -------------------------------------------------------------------------------------------------------
+# --- embeddings ---------------------------------------------------------------------------------------------
 
 
 def with_embeds(toy: ToyEngine, name: str, ids: list[int]) -> ForwardBatch:
@@ -193,7 +193,7 @@ def test_m2_5_without_asserts_the_refusal_is_the_same(target):
     ]
 
 
-# --- hidden modes -----------------------------------------------------------------------------------------------------
+# --- hidden modes -------------------------------------------------------------------------------------------
 
 
 def test_m2_7_what_graphs_capture_is_what_their_forwards_ask_for(target, head):
@@ -221,7 +221,7 @@ def test_m2_7_a_graph_serves_what_it_captured_and_less(captured, asked):
     assert [item for kind in family.pool.kinds() for item in kind.fallbacks.items()] == counted
 
 
-# --- padding ----------------------------------------------------------------------------------------------------------
+# --- padding ------------------------------------------------------------------------------------------------
 
 
 def test_m2_8_nan_after_breaks_and_in_padded_features_reaches_no_real_row(target, head, monkeypatch):
@@ -310,7 +310,7 @@ def test_m5_1_metadata_planned_before_padding_is_refused(target):
     )  # fmt: skip
 
 
-# --- widths and dtypes ------------------------------------------------------------------------------------------------
+# --- widths and dtypes --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

@@ -1,4 +1,4 @@
-"""Whoever crosses a break must be held; and the real model, its attention a break, equals itself without graphs."""
+"""Tensors that cross a break must be held; the real model with attention as a break equals eager."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from baton.tests.parity.graph_laws import big_small_churn_and_back
 from baton.tests.parity.graph_toys import ToyBucket, ToyDecoder, context_of
 from baton.tests.parity.toy_engine import PAGE_SIZE, ToyEngine, random_ids
 
-# --- references across a break ----------------------------------------------------------------------------------------
+# --- references across a break ------------------------------------------------------------------------------
 
 
 def forget(monkeypatch: pytest.MonkeyPatch, memory: ArenaMemory, *, arguments: bool, results: bool) -> None:
@@ -89,7 +89,7 @@ def test_small_buckets_fit_into_what_large_ones_left():
     assert toys[0].run(torch.ones(3, 32), context_of(3))[0].shape == (3, 32)
 
 
-# --- the real model ---------------------------------------------------------------------------------------------------
+# --- the real model -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""What must hold before, between and after replays: order, hidden modes, padding, ownership, plans, idle rows."""
+"""Laws before, between and after replays: order, hidden modes, padding, ownership, plans, idle rows."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -89,7 +89,7 @@ def fallbacks(graphs: GraphSet, before: dict[str, float] | None = None) -> dict[
     return {key: count for key, count in counted.items() if "fallback" in key and count}
 
 
-# --- M1: aux capture --------------------------------------------------------------------------------------------------
+# --- M1: aux capture ----------------------------------------------------------------------------------------
 
 
 def test_m1_1_features_are_the_configured_layers_outputs_on_every_path(target, toy):
@@ -139,7 +139,7 @@ def test_m1_features_missing_from_graphs_run_eagerly_and_are_counted(target):
     assert fallbacks(toy.graphs) == {"graph_fallback_target_prefill_hidden_mode": 1}
 
 
-# --- M2: which graphs exist, and what they are bound to ---------------------------------------------------------------
+# --- M2: which graphs exist, and what they are bound to -----------------------------------------------------
 
 
 def load(model: Path, draft: Path | str = "", *, has_drafter: bool, **settings: object):
@@ -263,7 +263,7 @@ def test_m2_8_padding_writes_to_the_sink_only(toy):
     assert toy.counted("graph_pad_rows_target_prefill") == 4
 
 
-# --- M3: idle rows and widths -----------------------------------------------------------------------------------------
+# --- M3: idle rows and widths -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("has_graphs", [True, False])
@@ -303,7 +303,7 @@ def test_m3_5_a_wrong_width_or_dtype_raises_instead_of_replaying_old_data(target
         eager.decoder.step([request])
 
 
-# --- M4: results ------------------------------------------------------------------------------------------------------
+# --- M4: results --------------------------------------------------------------------------------------------
 
 
 def test_m4_7_results_do_not_change_with_the_next_replay(toy):
@@ -335,7 +335,7 @@ def test_m4_3_poisoned_graph_memory_does_not_reach_an_eager_step(target, head):
     assert {result.path for result in engine.results} == {"eager"}
 
 
-# --- M5: plans --------------------------------------------------------------------------------------------------------
+# --- M5: plans ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("requests", [1, 3])

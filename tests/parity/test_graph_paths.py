@@ -1,7 +1,7 @@
-"""What the matrix of paths holds fixed: sampled requests, any number of steps, paths that change, requests that end apart.
+"""Cases that the path matrix holds fixed: sampling, numbers of steps, changing paths, ends at other times.
 
-Batches have one request, as many as a bucket and one more or less, and more than the largest; prompts likewise. Static
-inputs are poisoned before every step, and what graphs have given back to their arena too.
+Batches have one request, as many as a bucket and one more or less, and more than the largest; prompts
+likewise. Static inputs are poisoned before every step, and what graphs have given back to their arena too.
 """
 
 import pytest
@@ -28,7 +28,7 @@ def sampled(seed: int, **changes: object) -> SamplingParams:
 def assert_same(
     eager: Engine, graphed: Engine, vocab_size: int = 256, params: list[SamplingParams] | None = None
 ) -> None:
-    """Batches of every size, requests of every length: equal tokens and accept lengths, equal KV within float noise."""
+    """Any batch size and request length: equal tokens and accept lengths, equal KV within float noise."""
     for size in BATCHES:
         prompts = [random_ids(LENGTHS[(size + i) % len(LENGTHS)], seed=10 * size + i, vocab_size=vocab_size)
                    for i in range(size)]  # fmt: skip

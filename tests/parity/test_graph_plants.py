@@ -1,7 +1,7 @@
 """Mistakes that engines have made with graphs, planted one at a time: none goes unnoticed.
 
-The check is what other tests assert all the time: with the oracle's draft every step is accepted in full, on full batches,
-padded ones and ones above the largest graph, and the tokens are the right ones.
+The check is what other tests assert all the time: with the oracle's draft every step is accepted in full, on
+full batches, padded ones and ones above the largest graph, and the tokens are the right ones.
 """
 
 from collections.abc import Callable
@@ -143,7 +143,7 @@ def counts_of_the_state_not_moved_on(engine: Engine, planting: pytest.MonkeyPatc
 
 
 def without_bridge(self: AttentionBridge, breaks: Breaks[AttendContext]) -> Attend:
-    """What crosses the breaks are tensors that only they hold; one comes out of a break and is read behind all others."""
+    """Tensors that only the breaks hold cross them; one leaves a break and is read after all others."""
     attend_rows, weights = breaks.graph_break(attend_real_rows), breaks.graph_break(weigh_rows)
     kept: list[torch.Tensor] = []
 

@@ -1,7 +1,8 @@
-"""Answers under grammars with a real vocabulary: SmolLM2 over HTTP, with chains and trees of EAGLE3 drafts and without.
+"""Answers under grammars with a real vocabulary: SmolLM2 over HTTP, with EAGLE3 chains and trees and without.
 
-A cluster without drafts answers whole, the others stream the same answers: every one validates, and neither drafts nor
-streaming change a token or a character of it. Where a token differs, both must be as good within float32 noise.
+A cluster without drafts answers whole, the others stream the same answers: every one validates, and neither
+drafts nor streaming change a token or a character of it. Where a token differs, both must be as good within
+float32 noise.
 """
 
 import json
@@ -129,7 +130,7 @@ def assert_follows(job, answer):
 
 
 def assert_same(job, answer, other):
-    """The same tokens and text, or a split at a proven tie: what chose either token is equal. True: the same."""
+    """The same tokens and text, or a split at a proven tie with equal scores. True: the same."""
     for i, (token, another) in enumerate(zip(answer.ids, other.ids, strict=False)):
         if token != another:
             scores = [score(job, one, i) for one in (answer, other)]
@@ -142,7 +143,7 @@ def assert_same(job, answer, other):
 
 
 def score(job, answer, i):
-    """What the token at `i` was chosen for: its log probability, and with a temperature of 1 the noise at its place."""
+    """The score of the token at `i`: its log probability, and at temperature 1 the noise at its position."""
     if not job.body["temperature"]:
         return answer.logprobs[i]
     place, token = answer.num_prompt + i, torch.tensor([answer.ids[i]])

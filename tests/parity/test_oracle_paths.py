@@ -1,7 +1,7 @@
-"""The oracle's drafts are accepted in full when the right layers, in their order, reach the draft, and never otherwise.
+"""The oracle's drafts are accepted in full if and only if the right layers reach the draft in order.
 
-A first step is fed by the features of the prompt, each later one by those of the verify before it. So prompt and decode may
-go wrong apart, and what is accepted says which did.
+A first step is fed by the features of the prompt, each later one by those of the verify before it. So prompt
+and decode may go wrong apart, and what is accepted says which did.
 """
 
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ QUICK = {(0, 3, 5), (1, 4, 5), (1, 3, 7), (3, 1, 5), (5, 1, 3)}  # one of each p
 def accepted(
     oracle: tuple[Path, Path], prompt_ids: Ids, decode_ids: Ids, kinds: Sequence[set | None]
 ) -> set[tuple]:
-    """Accept lengths of STEPS_TAKEN steps, for each of `kinds`, the graphs that run (None: there are none)."""
+    """Accept lengths of STEPS_TAKEN steps for each of `kinds`, the graphs that run (None: no graphs)."""
     engine, found = Engine(*oracle), set()
     model = engine.runner.model
     if any(kinds):

@@ -1,4 +1,4 @@
-"""Acceptance is exactly what it must be: by drafts tuned to fail at known positions, and by drafts out of the draft's KV."""
+"""Acceptance is exact for drafts tuned to fail at known positions and for drafts from the draft's KV."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,5 +1,7 @@
-"""The matrix of paths on tapes. `make test` runs cells of eight engines that have every two values of any two fields, and
-every combination of models, shape and path; `make test-full` runs all.
+"""The matrix of paths on tapes.
+
+`make test` runs cells of eight engines that have every two values of any two fields, and every combination of
+models, shape and path; `make test-full` runs all.
 """
 
 import pytest

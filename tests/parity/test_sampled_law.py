@@ -1,18 +1,19 @@
-"""What a decode worker samples has the target's law: a chi-square test over whole sequences, and wrong rules that fail it.
+"""Samples of a decode worker follow the target's law: a chi-square test over sequences; wrong rules fail it.
 
-The target is a Markov chain (no layer of it does anything, lm_head holds log-probabilities), so the law of a sequence is a
-product that can be written down. Requests go the real way: admission, prefill, batch, steps with drafts of a random head,
-frames of tokens.
+The target is a Markov chain (no layer of it does anything, lm_head holds log-probabilities), so the law of a
+sequence is a product that can be written down. Requests go the real way: admission, prefill, batch, steps
+with drafts of a random head, frames of tokens.
 
-Why the rule keeps the law. In every row the target draws its own token y from its own distribution p behind that row's
-drafts, with noise that is a function of (seed, position) alone; drafts are kept while they equal y, and what is emitted is
-always y. So each emitted token is a draw from p behind the tokens emitted before it: there are no ratios, no residual and no
-bonus to get wrong, and no distribution of the drafter takes part. The drafter may see the same noise, which makes matches
-likelier (a coupling by Gumbel noise), for it chooses only whether a row's draw is used, on the condition that its prefix is
-what was emitted. The rules below bring back what other rules have to get right.
+Why the rule keeps the law. In every row the target draws its own token y from its own distribution p behind
+that row's drafts, with noise that is a function of (seed, position) alone; drafts are kept while they equal
+y, and what is emitted is always y. So each emitted token is a draw from p behind the tokens emitted before
+it: there are no ratios, no residual and no bonus to get wrong, and no distribution of the drafter takes part.
+The drafter may see the same noise, which makes matches likelier (a coupling by Gumbel noise), for it chooses
+only whether a row's draw is used, on the condition that its prefix is what was emitted. The rules below bring
+back what other rules have to get right.
 
-Thresholds are quantiles of the chi-square distribution by Wilson and Hilferty's approximation. A million sequences see a
-total variation of about 0.005 in 80 cells.
+Thresholds are quantiles of the chi-square distribution by Wilson and Hilferty's approximation. A million
+sequences see a total variation of about 0.005 in 80 cells.
 """
 
 import json

@@ -48,7 +48,7 @@ def sampled(**changes: object) -> SamplingParams:
 
 
 def disguised(engine: Engine) -> Engine:
-    """The oracle's head with a decoy that is always a little likelier than the right token; all else is out of reach."""
+    """The oracle's head with a decoy slightly likelier than the right token; all others are unreachable."""
     right = engine.drafter.head.compute_logits
 
     def compute_logits(out: torch.Tensor) -> torch.Tensor:
@@ -60,7 +60,7 @@ def disguised(engine: Engine) -> Engine:
     return engine
 
 
-# --- tokens -----------------------------------------------------------------------------------------------------------
+# --- tokens -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=SHAPE_IDS)
@@ -138,7 +138,7 @@ def test_a_cached_prefix_serves_a_tree(target: Path, head: Path) -> None:
     assert [r.accept_lens for r in engine.results[-3:]] == [r.accept_lens for r in fresh.results[-3:]]
 
 
-# --- acceptance -------------------------------------------------------------------------------------------------------
+# --- acceptance ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shape", [(1, 2, 0), (3, 2, 5), (5, 3, 12)])
@@ -197,7 +197,7 @@ def test_sampled_branches_are_accepted_more_often_than_chains(oracle: tuple[Path
 
 
 def test_penalties_see_the_drafts_of_their_own_branch(oracle: tuple[Path, Path]) -> None:
-    """RESERVED follows itself until its count within the branch changes the choice; the decoy's branch is beside it."""
+    """RESERVED follows itself until its count in the branch changes the choice, beside the decoy's branch."""
     params = greedy(20, frequency_penalty=3.0)
     plain = Engine(oracle[0]).generate([[RESERVED]], params)
     for engine in (tree(*oracle, (3, 3, 10)), disguised(tree(*oracle, (3, 4, 15)))):
@@ -218,7 +218,7 @@ def test_logprobs_are_those_of_the_kept_branch(oracle: tuple[Path, Path]) -> Non
         assert in_tree.top[0] == (plain.top[0][0], pytest.approx(in_tree.logprob))
 
 
-# --- memory -----------------------------------------------------------------------------------------------------------
+# --- memory -------------------------------------------------------------------------------------------------
 
 
 def test_draft_kv_and_state_behind_a_tree_are_those_of_a_prefill(oracle: tuple[Path, Path]) -> None:
@@ -286,7 +286,7 @@ def test_a_request_whose_logits_are_not_finite_is_flagged_alone(target: Path, he
     )
 
 
-# --- paths ------------------------------------------------------------------------------------------------------------
+# --- paths --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

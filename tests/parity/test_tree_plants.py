@@ -1,7 +1,8 @@
 """Mistakes with trees, planted one at a time: none goes unnoticed.
 
-The target is a model with real attention; the tree is built by hand around the tokens that it is known to choose, which
-stand in rows 2 and 6 of seven with decoys in between, so that all depends on masks, positions and the move of the kept rows.
+The target is a model with real attention; the tree is built by hand around the tokens that it is known to
+choose, which stand in rows 2 and 6 of seven with decoys in between, so that all depends on masks, positions
+and the move of the kept rows.
 """
 
 from collections.abc import Callable, Sequence
@@ -56,7 +57,7 @@ def plain(models: tuple[Path, Path]) -> tuple[list[list[int]], list[torch.Tensor
 
 
 def knowing(engine: Engine, requests: Sequence[Request], outputs: list[list[int]]) -> None:
-    """Let the drafter propose the tokens that will be chosen, each beside a decoy and on another branch than the first."""
+    """Lets the drafter propose the chosen tokens, each beside a decoy and on another branch."""
 
     def propose(view: DraftView, shape: object) -> Proposal:
         drafts = []

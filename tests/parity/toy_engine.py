@@ -14,7 +14,7 @@ NUM_PAGES, PAGE_SIZE = 64, 16
 
 
 class ToyEngine:
-    """Requests by name; their pages are handed out in a shuffled order, so that no test relies on neighbours."""
+    """Requests by name; their pages come in shuffled order, so that no test relies on neighbours."""
 
     def __init__(self, path: Path, aux: tuple[int, ...] | None = None) -> None:
         self.model, self.config = load_model(path, dtype=torch.float32)

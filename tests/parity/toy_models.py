@@ -35,7 +35,7 @@ SHAPE = {
 def write_toy_checkpoint(
     path: Path, family: str, *, seed: int = 0, shard_size: str | int | None = None, **config: object
 ) -> None:
-    """Write a float32 checkpoint; `shard_size` (max_shard_size of transformers) splits it, `config` overrides SHAPE."""
+    """Writes a float32 checkpoint; `shard_size` (max_shard_size) splits it, `config` overrides SHAPE."""
     config_class, model_class = FAMILIES[family]
     shape = SHAPE | ({"head_dim": 32} if family == "qwen3" else {}) | config
     model = model_class(config_class(**shape))

@@ -1,4 +1,4 @@
-"""The invariants of a simulated cluster, after every turn and at the end. Clients judge their own text and times."""
+"""The invariants of a simulated cluster, after every turn and at the end. Clients check their own answers."""
 
 from baton.decode.queues import DecodeState
 from baton.kvtransfer.protocol.sender import EARLY_S
@@ -19,7 +19,7 @@ class Checker:
         self.world = world
         self._num_turns = 0
 
-    # --- after a turn of a worker ---------------------------------------------------------------------------------------
+    # --- after a turn of a worker ---------------------------------------------------------------------------
 
     def after_turn(self, process):
         allocator = process.engine.cache.allocator
@@ -51,7 +51,7 @@ class Checker:
                     f"page {page} of {process.name} has {cache.allocator.refs(page)} owners, {count} are known"
                 )
 
-    # --- at the end -----------------------------------------------------------------------------------------------------
+    # --- at the end -----------------------------------------------------------------------------------------
 
     def is_quiet(self):
         return not any(leftover for process in self.world.living() for leftover in self._left(process))
@@ -124,9 +124,9 @@ class Checker:
             raise Violation(f"{worker.name} keeps {len(session._early)} early attachments")
 
     def _check_retries(self):
-        """Attempts beyond the first are a fifth of the rooms, or the floor that is always allowed; refusals are free.
+        """Attempts beyond the first are a fifth of the rooms, or the floor always allowed; refusals are free.
 
-        What lost workers take with them is tried again beyond that budget, each room a bounded number of times.
+        Rooms of lost workers are retried beyond that budget, each a bounded number of times.
         """
         world = self.world
         free = world.seen["R recv Refused"] + world.reached["drain"]
@@ -142,7 +142,7 @@ class Checker:
                 raise Violation(f"{repeated} repeated attempts for {len(rooms)} rooms")
 
     def _check_success(self):
-        """Where nothing was lost, nothing may fail; and one worker that dies takes nobody's answer with it."""
+        """Without losses nothing may fail; and one worker that dies costs nobody an answer."""
         world, faults = self.world, self.world.faults
         is_lossless = faults.are_only("burst", "stop", "leave", "order_flip")
         has_spare = min(world.num_prefills, world.num_decodes) > 1
@@ -164,7 +164,7 @@ class Checker:
                 raise Violation(f"client {client.number} waited {waited:.1f} s after the death of a worker")
 
     def _check_innocence(self):
-        """Two deaths may be chance: no request here kills, so none fails of them before a third worker was lost."""
+        """Two deaths may be chance: no request here kills, so none fails before a third worker is lost."""
         world = self.world
         if world.options.poison or not world.faults.are_only(
             "kill", "kill_at", "kill_two", "stop", "leave", "burst", "tight"
@@ -190,7 +190,7 @@ class Checker:
     def _check_digests(self):
         """Bytes that nobody changed are right: memory that a send still reads is not used again.
 
-        But for rooms that prefill gives up: those reads are void by their digest, and decode learns of the end soon.
+        Except for rooms that prefill gives up: digests void those reads, and decode soon learns of the end.
         """
         world = self.world
         has_given_up = world.seen["P event DropDone"] or world.seen["P event Dropped"]
@@ -212,7 +212,7 @@ class Checker:
                 )
 
     def check_orphans(self, router):
-        """Nobody works for the router that was there before this one. What ended waits for the step under way."""
+        """Nothing runs for the router's predecessor. Ended requests wait for the step under way."""
         for worker in self.world.workers.values():
             for room in worker.worker.queues if worker is not None else ():
                 is_known = (

@@ -30,7 +30,7 @@ def read_inbox(inbox):
 
 @dataclass(eq=False)
 class Client:
-    """One request. `leave_after`, `stop_after` count tokens: then it goes away, or has found its stop string."""
+    """One request. After `leave_after` tokens it leaves; after `stop_after` it has found its stop string."""
 
     world: object
     number: int
@@ -156,7 +156,7 @@ class Client:
         self.check_time()
 
     def check_time(self):
-        """No client waits longer than its deadline and a moment, but for the time that the router stood still."""
+        """No client waits longer than its deadline and a moment, except while the router stood still."""
         if self.entry is None and not self.end:
             return
         until = self.ended_at if self.end else self.world.timeline.now

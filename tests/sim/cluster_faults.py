@@ -1,4 +1,4 @@
-"""What goes wrong in a simulated cluster: a mix of faults drawn anew for each seed, and the table of what was reached."""
+"""The faults of a simulated cluster: a mix drawn anew for each seed, and the table of what was reached."""
 
 from dataclasses import dataclass
 from random import Random
@@ -18,7 +18,7 @@ LOSING = frozenset(
     ("kill", "kill_at", "partition", "one_way", "cut", "control_break", "control_loss", "delay", "stall", "hang", "freeze",
      "jump", "usurp", "drain", "report_flip", "kill_two")
 )  # fmt: skip
-# The transitions at which a process may die: what it has just been sent, is about to send, or its scheduler is told.
+# The transitions at which a process may die: after a receive, before a send, or as its scheduler is told.
 ROLE_VERBS = {
     "R": {
         "recv": ("Hello", "Heartbeat", "Reserved", "Refused", "FirstToken", "Tokens", "Finished", "Failed", "Gone"),

@@ -1,7 +1,7 @@
 """Runs seeds of the simulated cluster: `python -m baton.tests.sim.cluster_main --seeds 2000`.
 
-Progress goes to stderr. The end is a table of what was reached, and exit code 1 with the first failing seeds if an
-invariant was broken. `--trace SEED` plays one seed and prints its story.
+Progress goes to stderr. The end is a table of what was reached, and exit code 1 with the first failing seeds
+if an invariant was broken. `--trace SEED` plays one seed and prints its story.
 """
 
 import argparse

@@ -1,8 +1,8 @@
 """Virtual time, processes that share it, and a network between them that may do everything a network does.
 
-A line is one ZeroMQ connection. Without faults it keeps the order of its messages; when it breaks, what is under way is
-lost, and the client's end makes a new one. A payload is read when it is delivered, as with zero-copy sends: until then its
-memory belongs to the network.
+A line is one ZeroMQ connection. Without faults it keeps the order of its messages; when it breaks, what is
+under way is lost, and the client's end makes a new one. A payload is read when it is delivered, as with
+zero-copy sends: until then its memory belongs to the network.
 """
 
 import heapq
@@ -28,7 +28,7 @@ class Delivery:
 
 
 def verbs(frame):
-    """The types of the messages of a frame. Of one it stands in the first bytes: a msgpack map whose first key is "type"."""
+    """Types of a frame's messages. A single one is named in the first bytes: its first key is "type"."""
     if 0x90 < frame[0] < 0xA0 or frame[0] == 0xDC:
         return tuple(message["type"] for message in msgspec.msgpack.decode(frame))
     at = 1 if frame[0] < 0xDE else 3
@@ -120,7 +120,7 @@ class Packet:
 
 
 class Network:
-    """All lines. `on_transition(process, way, verb)` returns "before" or "after" when the process shall die there."""
+    """All lines. `on_transition(process, way, verb)` returns "before" or "after" to kill a process there."""
 
     def __init__(self, timeline, rng, faults, on_transition, reached):
         self.timeline, self.rng, self.faults, self.reached = timeline, rng, faults, reached
@@ -134,7 +134,7 @@ class Network:
         self._redial_at = {}
         self._numbers = count(1)
 
-    # --- connections ----------------------------------------------------------------------------------------------------
+    # --- connections ----------------------------------------------------------------------------------------
 
     def line(self, number):
         """The server's view of a connection."""
@@ -191,10 +191,10 @@ class Network:
     def all_lines(self):
         return list(self._lines.values())
 
-    # --- partitions -----------------------------------------------------------------------------------------------------
+    # --- partitions -----------------------------------------------------------------------------------------
 
     def block(self, source, target, seconds):
-        """Nothing gets from one node to another for a while; longer than a heartbeat's patience cuts the lines."""
+        """Nothing passes between two nodes for a while; longer than a heartbeat's patience cuts the lines."""
         now = self.timeline.now
         self.blocked[source, target] = (now, now + seconds)
         if seconds > HEARTBEAT_TIMEOUT_S:
@@ -213,7 +213,7 @@ class Network:
         self.is_faulty = False
         self.blocked.clear()
 
-    # --- messages -------------------------------------------------------------------------------------------------------
+    # --- messages -------------------------------------------------------------------------------------------
 
     def send(self, line, is_up, frames):
         """Puts a message on a line; returns its Delivery, or None when the line takes none now."""

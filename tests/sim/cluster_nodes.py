@@ -1,8 +1,8 @@
-"""The processes of a simulated cluster: production's own classes, with turns in place of threads and lines for sockets.
+"""The processes of a simulated cluster: production's classes with turns for threads and lines for sockets.
 
 router   Dispatcher with its rooms, registry, retries and policies; a tick ten times a second
 worker   scheduler thread: WorkerLoop around PrefillWorker or DecodeWorker, with a toy engine
-         link thread: LinkWork around the control link's queues and the sender's or receiver's end of a transport
+         link thread: LinkWork around the control link's queues and the transport's sender or receiver
 """
 
 from collections import deque
@@ -307,7 +307,7 @@ class WorkerProcess(Process):
             decoder=decoder(self.engine.runner.memory), clock=self.clock,
         )  # fmt: skip
 
-    # --- the network ----------------------------------------------------------------------------------------------------
+    # --- the network ----------------------------------------------------------------------------------------
 
     def deliver(self, line, is_up, frames):
         if line.kind == "control":
@@ -325,7 +325,7 @@ class WorkerProcess(Process):
             return
         self.wake_link(0.001)
 
-    # --- the two threads ------------------------------------------------------------------------------------------------
+    # --- the two threads ------------------------------------------------------------------------------------
 
     def wake_link(self, delay):
         when = self.timeline.now + delay

@@ -1,7 +1,7 @@
-"""Where each defence of the hand-off can be switched off, and faults under which the simulator notices.
+"""Switches for each defence of the hand-off, and faults under which the simulator notices its absence.
 
-`SEAMS[name]()` gives (a context manager that switches the defence off, the options of a run that needs it). The patches
-are on production's classes, from outside: production knows no switch.
+`SEAMS[name]()` gives (a context manager that switches the defence off, the options of a run that needs it).
+The patches are on production's classes, from outside: production knows no switch.
 """
 
 from contextlib import ExitStack, contextmanager
@@ -67,7 +67,7 @@ def no_tracker():
 def no_lease():
     """Nobody gives up a room in which nothing moves."""
     return patch.object(Lease, "is_over", lambda *_: False), Options(
-        faults=Faults(kill_at="D send Finished", kill_after=True, kv_loss=0.3, burst=True),  # a lost Release is not repeated
+        faults=Faults(kill_at="D send Finished", kill_after=True, kv_loss=0.3, burst=True),  # a lost Release
         settings=Settings(step_s=0.002), num_clients=20,
     )  # fmt: skip
 
@@ -171,7 +171,7 @@ def no_explicit_cancel():
 
 
 def free_on_send():
-    """Prefill gives a room's pages back when its last block has been sent, not when decode has said that it holds all."""
+    """Prefill frees a room's pages when its last block was sent, not when decode confirmed all of it."""
     send_some = SenderEndpoint._send_some
 
     def forget_when_sent(self, waiting):
@@ -187,7 +187,7 @@ def free_on_send():
 
 
 def hasty_close():
-    """Decode gives a room's pages back when it ends, not when the steps that were launched with it were read."""
+    """Decode frees a room's pages when it ends, not when the steps launched with it were read."""
     close = DecodeWorker._close
 
     def hasty(self, room):
@@ -296,7 +296,7 @@ def no_repeated_orders():
 
 
 def no_lost_router():
-    """Workers go on with the rooms of a router whose place another took, and that one does not tell them to stop.
+    """Workers go on with the rooms of a replaced router, and its successor does not stop them.
 
     Either of the two suffices.
     """
@@ -321,7 +321,7 @@ def prefillers_of_any(decode, serving, avoid):
 
 
 def no_fingerprint():
-    """The router pairs workers of different models; the handshake between them is what is left, and costs an attempt."""
+    """The router pairs workers of different models; only their handshake notices, and costs an attempt."""
     options = Options(faults=Faults(), odd="P1", num_prefills=2, num_decodes=2, may_repeat=False)
     return patch.object(eligibility, "prefillers", prefillers_of_any), options
 
@@ -368,7 +368,8 @@ SEAMS = {
             ("prefill", PrefillWorker, PrefillState),
         )
         for state in states
-        # closing: a Cancel has been heard before, and the end is there within a turn of the link; settling: within a step
+        # closing: a Cancel has been heard before, and the end is there within a turn of the link; settling:
+        # within a step
         if state.value not in ("closing", "settling")
     },
 }

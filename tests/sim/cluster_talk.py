@@ -1,7 +1,7 @@
-"""What the processes say to each other while one request is served, each message decoded: frames of production's encoders.
+"""The messages between the processes while one request is served, decoded from production's frames.
 
-`python -m baton.tests.sim.cluster_talk` prints them, `--seed N` other ones; `--frame HEX` shows one frame, from a packet
-dump for example. Ids are cut to 8 digits, as in logs.
+`python -m baton.tests.sim.cluster_talk` prints them, `--seed N` other ones; `--frame HEX` shows one frame,
+from a packet dump for example. Ids are cut to 8 digits, as in logs.
 """
 
 import argparse
@@ -30,7 +30,7 @@ def shorter(message):
 
 
 def talk(seed=0):
-    """(virtual seconds, from, to, message as JSON, bytes behind it) of everything that arrives while clients wait."""
+    """(virtual seconds, from, to, message as JSON, bytes behind it) of all arrivals while clients wait."""
     heard = []
     arrive = Network._arrive
 
@@ -53,7 +53,7 @@ def talk(seed=0):
 
 
 def of_one_request(heard):
-    """The part from the router's first order to prefill's and decode's last word on that room, heartbeats left out."""
+    """From the router's first order to the last message of both workers on that room, without heartbeats."""
     begin = next(
         i for i, (*_, message, _) in enumerate(heard) if '"Reserve"' in message or '"Prefill"' in message
     )

@@ -1,9 +1,9 @@
 """A model that betrays every wrong byte, in place of the neural forward of a simulated cluster.
 
-The KV row of a token is a function of the token and of the row before it, different in every layer. The next token is a
-hash of all KV bytes of the sequence and of the position. A lost, stale, reordered, cut or foreign block thus changes the
-text. A page is filled with a pattern when it is freed, and must still hold it when it is given out again: who reads a
-free page gets nonsense, and who writes one is found out.
+The KV row of a token is a function of the token and of the row before it, different in every layer. The next
+token is a hash of all KV bytes of the sequence and of the position. A lost, stale, reordered, cut or foreign
+block thus changes the text. A page is filled with a pattern when it is freed, and must still hold it when it
+is given out again: who reads a free page gets nonsense, and who writes one is found out.
 """
 
 from collections import deque
@@ -49,7 +49,7 @@ def mix(*values):
 
 @cache
 def factors(head_dim):
-    """What a token's hash is multiplied with for each word of its row `[PLANES, head_dim]`; odd, and 1 for the first."""
+    """The factor of a token's hash for each word of its row `[PLANES, head_dim]`: odd; the first is 1."""
     words = np.random.default_rng(head_dim).integers(0, 1 << 31, (PLANES, head_dim), dtype=np.uint32) * 2 + 1
     words[0, 0] = 1
     return words.astype(np.uint32)
@@ -150,7 +150,7 @@ def toy_engine(num_pages, head_dim, *, is_caching, lookahead=0, weights=17):
 
 
 class ToyRunner:
-    """The forward of prompt chunks: `logits` `[R, 1]` int64 are the hashes that the sampler turns into tokens."""
+    """The forward of prompt chunks: `logits` `[R, 1]` int64 are hashes that the sampler maps to tokens."""
 
     def __init__(self, memory):
         self.memory = memory
@@ -218,7 +218,7 @@ class ToyDecoder:
 
 
 class ToyAheadDecoder(ToyDecoder):
-    """The same tokens, in steps that are launched ahead and run as late as a device could: when they are read."""
+    """The same tokens in steps that are launched ahead and run as late as possible: when they are read."""
 
     counters: ClassVar[dict] = {}
 
@@ -294,7 +294,7 @@ class ToyFlight:
     slots: list
 
 
-# --- what clients ask, and what they must get ---------------------------------------------------------------------------
+# --- what clients ask, and what they must get ---------------------------------------------------------------
 
 
 @cache

@@ -1,8 +1,9 @@
 """A whole cluster in one process and in virtual time, under faults drawn from a seed.
 
-`run(seed, options)` is the one way in. A run has three parts: the cluster starts and clients come while faults happen; the
-faults stop, processes are back, and a last client must be served; then nothing may be left anywhere. Whatever a caller has
-patched in production's classes around `run` is in force: that is how a defence is switched off.
+`run(seed, options)` is the one way in. A run has three parts: the cluster starts and clients come while
+faults happen; the faults stop, processes are back, and a last client must be served; then nothing may be left
+anywhere. Whatever a caller has patched in production's classes around `run` is in force: that is how a
+defence is switched off.
 """
 
 import logging
@@ -141,7 +142,7 @@ class World:
         """Seconds during which a router stood still, or its clock did."""
         return self._standstill[router.instance] if router is not None else 0.0
 
-    # --- processes ------------------------------------------------------------------------------------------------------
+    # --- processes ------------------------------------------------------------------------------------------
 
     def start(self, name):
         instance = f"{self.rng.getrandbits(128):032x}"
@@ -207,7 +208,7 @@ class World:
             if self.network.is_faulty and client.entry is not None and client.entry.room.room == room:
                 client.leave()
 
-    # --- faults at chosen times -----------------------------------------------------------------------------------------
+    # --- faults at chosen times -----------------------------------------------------------------------------
 
     def _schedule_faults(self):
         for kind in (
@@ -331,7 +332,7 @@ class World:
         self.start(ROUTER)
         return True
 
-    # --- the run --------------------------------------------------------------------------------------------------------
+    # --- the run --------------------------------------------------------------------------------------------
 
     def boot(self):
         for i in range(self.num_prefills):

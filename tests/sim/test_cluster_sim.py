@@ -1,6 +1,6 @@
 """A whole cluster under seeded faults: production's own router, workers and links in virtual time.
 
-`make sim SEEDS=N` runs more seeds; `python -m baton.tests.sim.cluster_main --trace SEED` tells the story of one.
+`make sim SEEDS=N` runs more seeds; `python -m baton.tests.sim.cluster_main --trace SEED` traces one.
 """
 
 import json

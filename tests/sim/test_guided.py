@@ -1,4 +1,4 @@
-"""Output under a grammar: every answer follows it, with drafts and without, over prefill, on decode, or elsewhere again."""
+"""Output under a grammar: every answer follows it, with and without drafts, on every path of the hand-off."""
 
 import itertools
 import json

@@ -1,6 +1,6 @@
-"""Features that decode receives are those that one process computes, row by row; and what they are worth to the drafter.
+"""Features that decode receives equal those that one process computes, row by row, and feed the drafter.
 
-Prefill's pages are cut into blocks, sent, checked and landed in decode's staging by the real code; the network is played.
+The real code cuts pages into blocks, sends, checks and lands them; the network is simulated.
 """
 
 import pytest
@@ -79,7 +79,7 @@ def stacked(features):
     return torch.stack([features[position] for position in sorted(features)])
 
 
-# --- row by row -------------------------------------------------------------------------------------------------------
+# --- row by row ---------------------------------------------------------------------------------------------
 
 
 def test_m1_8_received_features_equal_decodes_own_for_the_same_chunks(random_pair):
@@ -182,7 +182,7 @@ def test_m1_8_a_pair_with_other_features_is_refused_and_both_serve_on(random_pai
     pair.assert_nothing_is_held()
 
 
-# --- the oracle -------------------------------------------------------------------------------------------------------
+# --- the oracle ---------------------------------------------------------------------------------------------
 
 
 def chosen_by_side(monkeypatch, prefill_ids, decode_ids):

@@ -1,8 +1,9 @@
 """With a defence switched off some seed breaks an invariant, and with it on the same seed breaks none.
 
-Without that the simulator proves nothing about the defence. `SEEDS` names for each defence seeds that have shown it to be
-off; a change of production code moves every trace, so there are several, of which one must still do it. If none does,
-`python -m baton.tests.sim.test_mutants` looks for others and prints the table anew.
+Without that the simulator proves nothing about the defence. `SEEDS` names for each defence seeds that have
+shown it to be off; a change of production code moves every trace, so there are several, of which one must
+still do it. If none does, `python -m baton.tests.sim.test_mutants` looks for others and prints the table
+anew.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""One prefill worker offers features of layers; each decode worker takes those of its head, in its order, or none.
+"""One prefill worker offers features of layers; a decode worker takes those of its head in order, or none.
 
 Blocks are cut, sent, checked and landed by the real code; the network is played.
 """

@@ -1,4 +1,4 @@
-"""Both workers on a device whose work is never done before it is waited for: every block is copied in its pages' order."""
+"""Both workers on a device whose work ends only when awaited: every block is copied in its pages' order."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""Page pools and the prefix cache under random use: every page has the owners that the model knows, and no other."""
+"""Page pools and the prefix cache under random use: the owners of every page are those of the model."""
 
 from collections import Counter
 

@@ -1,4 +1,4 @@
-"""What the model thinks of a prompt: transformers' figures, over prefill and over decode, in any chunks, cached or not."""
+"""Log probabilities of a prompt equal those of transformers, over prefill and decode, in any chunks."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""An answer that is taken up at any of its tokens goes on as it was, by both workers, whatever the sampling."""
+"""An answer resumed at any of its tokens goes on unchanged, at both workers, whatever the sampling."""
 
 import pytest
 from baton.cluster.protocol.messages import Finished, Prefill, Reserve, Sampling

@@ -1,4 +1,4 @@
-"""Hand-offs under seeded loss, duplication, reordering, bit flips, cut links, cancels and restarts, in virtual time."""
+"""Hand-offs in virtual time under seeded loss, duplicates, reordering, bit flips, cuts, cancels, restarts."""
 
 import random
 

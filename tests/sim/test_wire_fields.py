@@ -1,4 +1,4 @@
-"""A peer that sends what its own role would never send gets nowhere, whatever field is wrong: nobody falls over."""
+"""A message with a field that its role would never send is refused, whichever field is wrong."""
 
 import pytest
 from baton.cluster.errors import RemoteProtocolError

@@ -1,4 +1,4 @@
-"""Both workers with graphs say what they say without, while free pages hold NaN; and how often a step asks the device."""
+"""Both workers with graphs answer as without, with NaN in free pages; device waits per step are counted."""
 
 import random
 
@@ -112,7 +112,7 @@ def test_a_step_asks_the_device_for_nothing_but_its_report(random_pair, temperat
 
 
 def test_the_steps_in_use_and_how_often_each_was_chosen_are_reported(random_pair, oracle):
-    """A head that is never right is soon not asked any more, one that always is drafts on; graphs exist for each."""
+    """A head that is never right is soon not asked, one that always is drafts on; each has its graphs."""
     for model, is_right in ((random_pair, False), (oracle, True)):
         pair = Pair(
             *model, pages=96, max_running=6, graphs=not is_right, spec_adaptive="on", graph_self_test=False

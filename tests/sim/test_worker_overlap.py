@@ -1,7 +1,8 @@
-"""Both workers with decode steps launched before the one before was read: the same words, and no page in two hands.
+"""Both workers with steps launched ahead: the same answers, and no page with two owners.
 
-Free pages hold NaN and are looked at after every turn. A step runs as late as a device could run it: when it is read. So a
-page that is given back before the last step that may write to it was read is found written while it is free.
+Free pages hold NaN and are looked at after every turn. A step runs as late as a device could run it: when it
+is read. So a page that is given back before the last step that may write to it was read is found written
+while it is free.
 """
 
 import random
@@ -108,7 +109,7 @@ def test_penalties_biases_logprobs_and_least_lengths_do_not_wait(target, head, l
 
 
 def cancelled_at_random(target, head, drafts, seed):
-    """A pair that has answered requests of which some were cancelled at any moment; who was, and what was wanted."""
+    """A pair after requests of which some were cancelled at any moment; the cancelled, and the expected."""
     rng = random.Random(seed)
     wanted = [(prompt, {**sampling, "ignore_eos": False}) for prompt, sampling in wanted_of(seed, 8)]
     pair = pair_of(
@@ -148,7 +149,7 @@ def test_cancels_at_any_moment_leave_nothing_and_disturb_nobody(target, head, la
 
 @pytest.mark.parametrize("drafts", DRAFTS)
 def test_pages_given_back_before_the_last_step_was_read_are_found_written(target, head, late, drafts):
-    """The defence of the law above is switched off: the pages of an ended room do not wait for its steps under way."""
+    """Switches off the defence above: the pages of an ended room do not wait for its steps under way."""
 
     def all_seeds():
         for seed in range(4):

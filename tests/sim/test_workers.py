@@ -1,7 +1,8 @@
-"""Both workers, their schedulers and the KV plane in one process: random arrivals, random cancels, one seeded order.
+"""Both workers, their schedulers and the KV plane in one process: random arrivals and cancels from a seed.
 
-The engines, schedulers, sessions, codec and digests are the real ones; the network, the router, the link thread and the
-clock are the test's. After every turn the pools must balance and free pages be untouched; at the end nothing may be held.
+The engines, schedulers, sessions, codec and digests are the real ones; the network, the router, the link
+thread and the clock are the test's. After every turn the pools must balance and free pages be untouched; at
+the end nothing may be held.
 """
 
 import random
@@ -236,7 +237,7 @@ def test_the_first_token_is_out_before_the_hand_off_ends(model):
 
 @pytest.fixture(scope="module")
 def oracle(tmp_path_factory):
-    """A target whose next token is a function of the newest, and a head that is right whenever its features are."""
+    """A target whose next token depends on the newest alone, and a head that is right if its features are."""
     return write_oracle(tmp_path_factory.mktemp("oracle"))
 
 

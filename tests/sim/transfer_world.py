@@ -119,7 +119,7 @@ class World:
         receiver = FakeReceiver(self.network, self.hex_id(), self.layout, planes, clock=self.clock)
         return Decode(receiver, planes, untouched=planes.kv.clone())
 
-    # --- the network ---------------------------------------------------------------------------------------------------
+    # --- the network ----------------------------------------------------------------------------------------
 
     def fault(self, packet: Packet) -> list[Packet]:
         if self.rng.random() < self.faults.loss:
@@ -148,7 +148,7 @@ class World:
             is_late = self.rng.random() < self.faults.reorder
             self.network.deliver(self.rng.randrange(len(self.network.packets)) if is_late else 0)
 
-    # --- what the workers do -------------------------------------------------------------------------------------------
+    # --- what the workers do --------------------------------------------------------------------------------
 
     def open_room(self, name: str | None = None, epoch: int = 0) -> None:
         prefill, decode = self.rng.choice(self.prefills), self.rng.choice(self.decodes)
@@ -253,7 +253,7 @@ class World:
             self.network.drop_receiver(self.decodes[i].receiver)
             self.decodes[i] = self.new_decode()
 
-    # --- what the owner sees -------------------------------------------------------------------------------------------
+    # --- what the owner sees --------------------------------------------------------------------------------
 
     def turn(self) -> None:
         for decode in self.decodes:  # first: a Release must find its Complete
@@ -306,7 +306,7 @@ class World:
         self.outcomes[outcome] = self.outcomes.get(outcome, 0) + 1
         self.trace.update(f"{outcome} {self.now:.3f}".encode())
 
-    # --- a run ---------------------------------------------------------------------------------------------------------
+    # --- a run ----------------------------------------------------------------------------------------------
 
     def step(self) -> None:
         dice = self.rng.random()

@@ -1,4 +1,4 @@
-"""Both workers of a hand-off in one process, with a network, a link thread, a router and a clock that a test plays."""
+"""Both workers of a hand-off in one process; the test plays network, link thread, router and clock."""
 
 import msgspec
 from baton.cluster.errors import LocalProtocolError
@@ -36,7 +36,7 @@ class Clock:
 
 
 class DirectLink:
-    """What WorkerLink does, without a thread: commands wait for the transport, the rest goes to the test's router."""
+    """WorkerLink without a thread: commands wait for the transport, the rest goes to the test's router."""
 
     def __init__(self):
         self.transport = None
@@ -53,7 +53,7 @@ class DirectLink:
             self.to_router.append(item)
 
     def perform(self, rng=None):
-        """The link thread runs: all commands, or as many as it gets to before the scheduler thread runs again."""
+        """The link thread runs all commands, or as many as it gets before the scheduler thread runs again."""
         count = len(self.commands) if rng is None else rng.randrange(len(self.commands) + 1)
         due, self.commands = self.commands[:count], self.commands[count:]
         for command in due:
@@ -116,8 +116,8 @@ class Pair:
         theirs=None,
         **settings,
     ):
-        """`captured`: chunk_size and max_running that graphs are made for. `ours`, `theirs`: settings of the engine of
-        prefill or decode alone.
+        """`captured`: chunk_size and max_running that graphs are made for. `ours`, `theirs`: settings of the
+        engine of prefill or decode alone.
         """
         self.clock = Clock()
         self.network = FakeNetwork(fault)

@@ -1,4 +1,4 @@
-"""An event loop whose clock only moves when nobody has anything to do: a test of seconds takes none, and is exact."""
+"""An event loop whose clock moves only when all tasks wait: tests of seconds take no time and are exact."""
 
 import asyncio
 import selectors

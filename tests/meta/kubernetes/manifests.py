@@ -1,4 +1,4 @@
-"""What the tests of manifests share: the documents as kubectl and helm make them, and Kubernetes' own schemas."""
+"""Shared by the tests of manifests: the output of kubectl and helm, and Kubernetes' own schemas."""
 
 import functools
 import json
@@ -64,7 +64,7 @@ def templated(overlay: str) -> list[Document]:
 
 
 def validate(document: Document) -> None:
-    """Raises jsonschema.ValidationError for what Kubernetes or the Prometheus operator would refuse, unknown fields too."""
+    """Raises jsonschema.ValidationError for an object that Kubernetes or the Prometheus operator refuses."""
     schema = {"$ref": SCHEMAS["kinds"][document["kind"]], "definitions": SCHEMAS["definitions"]}
     jsonschema.Draft7Validator(schema).validate(document)
 

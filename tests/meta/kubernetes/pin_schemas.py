@@ -1,11 +1,13 @@
-"""`python tests/meta/kubernetes/pin_schemas.py DEFINITIONS POD_MONITOR_SPEC > tests/meta/kubernetes/schemas-v1.34.json`.
+"""Extracts the schemas that the manifests' tests use from two public files, so that the tests need neither.
 
-Cuts the schemas that the manifests' tests ask out of two public files, so that the tests need neither:
+    cd tests/meta/kubernetes; python pin_schemas.py DEFINITIONS POD_MONITOR_SPEC > schemas-v1.34.json
 
-- DEFINITIONS: `kubernetes_validate/kubernetes-json-schema/v1.34.0-local-strict/_definitions.json` of the wheel
-  kubernetes-validate 1.37.0: Kubernetes' own OpenAPI as JSON Schema, unknown fields refused;
-- POD_MONITOR_SPEC: what `npx ts-json-schema-generator -p .../monitoring.coreos.com/v1/PodMonitorSpec.d.ts -t IPodMonitorSpec
-  --no-type-check` makes of the npm package @kubernetes-models/prometheus-operator 6.0.0, types made of the operator's own.
+
+- DEFINITIONS: `kubernetes_validate/kubernetes-json-schema/v1.34.0-local-strict/_definitions.json` of the
+  wheel kubernetes-validate 1.37.0: Kubernetes' own OpenAPI as JSON Schema, unknown fields refused;
+- POD_MONITOR_SPEC: what `npx ts-json-schema-generator -p .../monitoring.coreos.com/v1/PodMonitorSpec.d.ts -t
+  IPodMonitorSpec --no-type-check` makes of the npm package @kubernetes-models/prometheus-operator 6.0.0,
+  types made of the operator's own.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""A host per end of the policies' rules, with their packet filters: who connects to whom there, over real TCP and UDP."""
+"""A host per end of the policies' rules with its packet filter: connections over real TCP and UDP."""
 
 import contextlib
 import errno

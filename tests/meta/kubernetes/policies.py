@@ -1,8 +1,8 @@
 """Network policies: what they allow, by their own words, and the packet filter of each pod that they come to.
 
-`is_allowed` answers for one pair and port, `ruleset` is what a network plugin would load where a pod is. The two share
-only the reading of selectors, so each can be held against the other. What the manifests do not use (ports by name, ranges,
-address blocks, empty lists of peers) is refused, not guessed.
+`is_allowed` answers for one pair and port, `ruleset` is what a network plugin would load where a pod is. The
+two share only the reading of selectors, so each can be held against the other. What the manifests do not use
+(ports by name, ranges, address blocks, empty lists of peers) is refused, not guessed.
 
 Semantics: https://kubernetes.io/docs/concepts/services-networking/network-policies/
 """
@@ -53,7 +53,7 @@ def shipped() -> list[Mapping]:
 
 
 def is_peer(peer: Mapping, other: Pod) -> bool:
-    """Whether one entry of `from` or `to` means that pod; without a namespaceSelector it is of the policies' namespace."""
+    """Whether an entry of `from` or `to` selects that pod; the default is the policies' own namespace."""
     if unknown := set(peer) - {"podSelector", "namespaceSelector"}:
         raise ValueError(f"peer with {sorted(unknown)}")
     is_near = other.namespace is None

@@ -1,7 +1,7 @@
 """A mounted Secret as kubelet keeps it: names that point through `..data` at a folder, exchanged as a whole.
 
-After pkg/volume/util/atomic_writer.go: a new folder is written, `..data` is renamed over, the old folder goes. The names
-that a program opens never change themselves.
+After pkg/volume/util/atomic_writer.go: a new folder is written, `..data` is renamed over, the old folder
+goes. The names that a program opens never change themselves.
 """
 
 import itertools

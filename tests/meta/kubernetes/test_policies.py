@@ -1,4 +1,4 @@
-"""S34: the network policies as packet filters on hosts of their own: what they allow connects, all else is dropped."""
+"""S34: the network policies as packet filters on hosts: allowed traffic connects, all other is dropped."""
 
 import contextlib
 import copy

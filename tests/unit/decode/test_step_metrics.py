@@ -1,4 +1,4 @@
-"""What a decode worker counts of its steps: verifies are steps with drafts, plain steps are not."""
+"""Step counters of a decode worker: verifies are steps with drafts, plain steps are not."""
 
 import logging
 

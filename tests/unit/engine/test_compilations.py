@@ -1,4 +1,4 @@
-"""Grammars are compiled beside the steps, each for a bounded time. Threads are real; what they compile is the tests'."""
+"""Grammars are compiled beside the steps in bounded time. Threads are real; the tests script the compiler."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""What grammars make of a vocabulary: control tokens are never text, added texts always are, and no byte is changed."""
+"""The vocabulary that grammars see: control tokens are never text, added texts are, bytes are unchanged."""
 
 import json
 import time
@@ -21,7 +21,7 @@ PATIENCE_S = 30.0
 
 
 def byte_level():
-    """A byte-level tokenizer as many models have it: control tokens in front, calls added behind, and a normalizer."""
+    """A common byte-level tokenizer: control tokens in front, added call tokens behind, a normalizer."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {piece: i for i, piece in enumerate([*CONTROL, *letters, "to", LONGEST, "im"])}
     backend = Backend(models.BPE(vocab=vocab, merges=[("t", "o"), ("i", "m")]))

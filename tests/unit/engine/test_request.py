@@ -1,3 +1,5 @@
+"""A request's committed tokens and its end."""
+
 import pytest
 from baton.engine.request import Request
 from baton.engine.sampling.params import SamplingParams

@@ -1,3 +1,5 @@
+"""Noise that is a pure function of seed, position and token, and its distribution."""
+
 import math
 
 import pytest
@@ -143,8 +145,9 @@ def gumbel_max_counts(probabilities, n):
 
 
 def test_gumbel_max_frequencies_are_the_softmax():
-    """400 000 draws over 16 tokens: with the limit at a chance of 1e-6, a law that is a total variation of 0.008 away
-    has a noncentrality of at least 4 * 0.008**2 * 400 000 = 102 against a limit of 57, and is seen with 99 %."""
+    """400 000 draws over 16 tokens: with the limit at a chance of 1e-6, a law that is a total variation of
+    0.008 away has a noncentrality of at least 4 * 0.008**2 * 400 000 = 102 against a limit of 57, and is seen
+    with 99 %."""
     n = 400_000
     probabilities = torch.softmax(torch.linspace(2.5, -2.5, 16, dtype=torch.float64), dim=0)
     counts = gumbel_max_counts(probabilities, n)

@@ -1,4 +1,4 @@
-"""The end of a connection, what a router says before it has heard of it, and its pace, as a worker's link takes them in."""
+"""A worker's link: the end of a connection, early messages of a router, and the router's pace."""
 
 import pytest
 from baton.cluster.net.control_link import LinkMachine, LinkQueues

@@ -1,4 +1,4 @@
-"""`baton bench checkpoint` writes what servers load: the same weights, tokens that come back, and nothing over old files."""
+"""`baton bench checkpoint` writes loadable checkpoints: equal weights, equal tokens, no overwritten files."""
 
 from pathlib import Path
 

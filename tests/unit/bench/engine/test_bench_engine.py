@@ -1,4 +1,4 @@
-"""`baton bench engine` on a toy shape: it runs the engine, its acceptance is what was asked for, its counts are by hand."""
+"""`baton bench engine` on a toy shape: its acceptance is as requested, its counts are checked by hand."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""`baton bench serve` against a scripted endpoint in virtual time: what goes in as delays comes out as figures, exactly."""
+"""`baton bench serve` against a scripted endpoint in virtual time: its figures equal the scripted delays."""
 
 import asyncio
 import itertools
@@ -47,7 +47,7 @@ class Wire:
 
 
 class Scripted:
-    """Answers as `script(number of the request)` says: "ok", "429", "frame", "cut", "early", "hang", "slow"."""
+    """Answers as `script(request number)` says: "ok", "429", "frame", "cut", "early", "hang", "slow"."""
 
     def __init__(self, script=lambda number: "ok", per_event=1):
         self.script, self.per_event = script, per_event

@@ -1,7 +1,7 @@
-"""A process whose reader stalls while more arrives than its queue takes, and whose peer then leaves: it must live.
+"""A process whose reader stalls behind a full queue while its peer leaves: the process must survive.
 
-`python -m baton.tests.unit.cluster.net.stalled_reader SIDE`: SIDE (dealer or router) stalls; `pinged` is a router whose
-peer has asked for a heartbeat behind its messages.
+`python -m baton.tests.unit.cluster.net.stalled_reader SIDE`: SIDE (dealer or router) stalls; `pinged` is a
+router whose peer has asked for a heartbeat behind its messages.
 """
 
 import socket
@@ -34,8 +34,8 @@ STALL_S = 1.4  # longer than two intervals of heartbeats
 
 
 def pinged():
-    """All of it comes as one piece, which the socket's own thread has read when the peer leaves; the PING is answered when
-    the messages before it have found room."""
+    """All of it comes as one piece, which the socket's own thread has read when the peer leaves; the PING is
+    answered when the messages before it have found room."""
     context = zmq.Context()
     server = make_socket(context, zmq.ROUTER)
     port = int(bind(server, "tcp://127.0.0.1:0").rpartition(":")[2])

@@ -1,4 +1,4 @@
-"""Who listens where, and at which address others call it."""
+"""Listening addresses of the roles, and the addresses that other hosts use for them."""
 
 import pytest
 from baton.cluster.net.endpoints import advertise_fault, is_wildcard, reached_at

@@ -43,7 +43,7 @@ def welcome(router=R1, instance=ME, generation=None):
     return Welcome(instance=instance, router=router, generation=generation)
 
 
-# --- decisions, without a socket --------------------------------------------------------------------------------------
+# --- decisions, without a socket ----------------------------------------------------------------------------
 
 
 def advance(machine, now):
@@ -204,7 +204,7 @@ def test_a_loss_starts_a_generation_that_is_said_before_anything_else(cause):
     assert machine.hello.generation == 1
 
 
-# --- the DEALER around it ---------------------------------------------------------------------------------------------
+# --- the DEALER around it -----------------------------------------------------------------------------------
 
 
 class FakeRouter:

@@ -1,4 +1,4 @@
-"""Routers that are found by name: every address is one, further ones are dialled, and one that left keeps its streams."""
+"""Routers found by DNS: each address is one router, new ones are dialled, removed ones keep their streams."""
 
 import threading
 import time
@@ -145,7 +145,7 @@ def test_a_message_to_every_router_reaches_all_and_one_to_a_gone_one_none():
     assert links[7].sent == [gone]
 
 
-# --- over sockets -----------------------------------------------------------------------------------------------------
+# --- over sockets -------------------------------------------------------------------------------------------
 
 
 def wait_for(holds, seconds=20.0):

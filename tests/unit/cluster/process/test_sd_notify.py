@@ -1,4 +1,4 @@
-"""What a service manager is told: datagrams on its socket, paced, and never an error in the process that sends them."""
+"""Notifications to a service manager: paced datagrams that never fail the process that sends them."""
 
 import socket
 import threading

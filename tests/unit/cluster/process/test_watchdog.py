@@ -1,4 +1,4 @@
-"""A process that hangs, in Python or in C, with or without the interpreter's lock, is ended from outside of it."""
+"""The watchdog ends a process that hangs in Python or in C, with or without the interpreter's lock."""
 
 import signal
 import subprocess

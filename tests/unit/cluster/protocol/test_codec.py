@@ -1,4 +1,4 @@
-"""Whatever bytes a peer sends, a decoder gives a message or a RemoteProtocolError."""
+"""A decoder turns any bytes of a peer into a message or a RemoteProtocolError."""
 
 import contextlib
 import zlib

@@ -1,4 +1,4 @@
-"""Orders and answers that are due together share a frame, towards a peer that takes several: nothing else changes."""
+"""Orders and answers due together share a frame towards a peer that takes batches; nothing else changes."""
 
 import asyncio
 from collections import deque
@@ -36,7 +36,7 @@ def cancel(number):
 
 
 class Wire(LinkQueues):
-    """A link of a worker; the frames that it sent, each as the messages in it. `takes`: how many frames it takes."""
+    """A worker's link; its sent frames, each as a list of messages. `takes`: frames that it takes."""
 
     def __init__(self, **welcome):
         super().__init__(HELLO, 0.0)
@@ -236,7 +236,7 @@ MIGRATE = {"type": "Migrate", "room": "a" * 32, "why": [None, {"x": 1.5}]}
 
 
 def newer(messages, at):
-    """A frame of a release to come: one with messages that this one does not know, in front of those at `at`."""
+    """A frame of a later release: unknown messages precede those at the indices `at`."""
     parts = [pack(message) for message in messages]
     for index in reversed(at):
         parts.insert(index, msgpack.packb(MIGRATE))

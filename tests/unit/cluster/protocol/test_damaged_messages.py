@@ -1,5 +1,7 @@
-"""A control message that arrives damaged is lost. An order of the router is said again; a worker's would leave a hole in a
-stream: the worker drops its rooms, and the router places them again at once.
+"""A control message that arrives damaged is lost.
+
+The router resends an order. A lost message of a worker would leave a hole in a stream: so the worker drops
+its rooms, and the router places them again at once.
 """
 
 from collections import deque

@@ -1,8 +1,9 @@
-"""What a protocol number promises: whoever has the same one can read every message of the other.
+"""Processes with the same protocol number can read each other's messages.
 
-A field that must be there may neither come nor go under one number, since a peer without it could not read the message, or
-would send one that is none. Fields with a default may: who does not know them ignores them. Until a version of baton is
-released, its number may be given another content; behind a release a change of this table needs another number.
+A field that must be there may neither come nor go under one number, since a peer without it could not read
+the message, or would send one that is none. Fields with a default may: who does not know them ignores them.
+Until a version of baton is released, its number may be given another content; behind a release a change of
+this table needs another number.
 """
 
 from typing import get_args

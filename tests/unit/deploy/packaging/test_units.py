@@ -1,4 +1,4 @@
-"""The units that `baton deploy systemd` writes: what systemd itself says of them, and what they tell the roles."""
+"""The units of `baton deploy systemd`: systemd accepts them, and their settings reach the roles."""
 
 import re
 import shutil

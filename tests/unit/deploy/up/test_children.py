@@ -1,4 +1,4 @@
-"""What `baton up` tells its children: endpoints, settings from four places, paths, threads."""
+"""The settings of `baton up` for its children: endpoints, four sources of values, paths, threads."""
 
 import logging
 import os

@@ -1,4 +1,4 @@
-"""The plan of a batch: every row is stored in its slot and attends exactly to its own request's earlier rows."""
+"""The plan of a batch: every row has its slot and attends exactly to earlier rows of its own request."""
 
 import pytest
 import torch
@@ -48,7 +48,7 @@ def make_rows(count: int, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor, to
 
 
 def assert_attends(pool: KVPool, lengths: list[tuple[int, int]], num_padding: int = 0) -> AttentionMetadata:
-    """Run one layer and compare each request with the float64 definition over the pool as it is afterwards."""
+    """Runs one layer and compares each request with the float64 definition over the resulting pool."""
     batch = make_batch(lengths, num_padding)
     q, k, v = make_rows(batch.num_tokens)
     if num_padding:

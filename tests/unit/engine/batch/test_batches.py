@@ -1,4 +1,4 @@
-"""Several small messages in one frame: what may be in it, and that nothing but the number of frames changes."""
+"""Several small messages share one frame: its permitted content, and no effect but the number of frames."""
 
 from dataclasses import replace
 

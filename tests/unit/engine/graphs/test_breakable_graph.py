@@ -1,4 +1,4 @@
-"""Segments, breaks and their inventory, on the tape in both of its memories; and the order in which CUDA is called."""
+"""Segments, breaks and the graph pool on the tape in both of its memories, and the order of CUDA calls."""
 
 import contextlib
 import gc
@@ -81,7 +81,7 @@ def test_own_copies_nests_and_cuts_rows():
     assert (copy["b"], copy["c"]) == (None, (3,))
 
 
-# --- the inventory ----------------------------------------------------------------------------------------------------
+# --- the inventory ------------------------------------------------------------------------------------------
 
 
 def test_the_pool_counts_graphs_replays_padding_and_fallbacks():
@@ -158,11 +158,11 @@ def test_decode_kinds_are_those_of_the_decode_role():
     assert {kind.value for kind in GraphKind if not kind.is_decode} == {"target_prefill", "draft_prefill"}
 
 
-# --- the order in which CUDA is called --------------------------------------------------------------------------------
+# --- the order in which CUDA is called ----------------------------------------------------------------------
 
 
 class Driver:
-    """Stands where torch.cuda stands and writes down what it is asked; runs on CPU tensors, so captures nothing."""
+    """Stands in for torch.cuda and records the calls; runs on CPU tensors, so it captures nothing."""
 
     def __init__(self, *, empty: bool = False, fail_end: bool = False) -> None:
         self.calls: list[object] = []

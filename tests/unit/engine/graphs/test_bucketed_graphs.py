@@ -1,4 +1,4 @@
-"""Which sizes have a graph, and the one predicate that says whether a batch takes one."""
+"""Sizes that have a graph, and the one predicate that decides whether a batch uses one."""
 
 import logging
 
@@ -116,7 +116,7 @@ def test_static_rows_are_loaded_with_their_padding_or_not_at_all():
             load_rows(static, values, 5, name="x")
 
 
-# --- the canary -------------------------------------------------------------------------------------------------------
+# --- the canary ---------------------------------------------------------------------------------------------
 
 
 def warnings(caplog):

@@ -1,3 +1,5 @@
+"""The KV pool: its byte view, its layer views, and refused sizes."""
+
 import pytest
 import torch
 from baton.engine.kv.layouts import MHALayout

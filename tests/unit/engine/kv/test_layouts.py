@@ -1,4 +1,4 @@
-"""The sizes of a page follow from one layout: the pool's memory, the wire's, a rank's share and what sizing says."""
+"""All sizes of a page follow from one layout: pool memory, wire, a rank's share and the capacity estimate."""
 
 from pathlib import Path
 
@@ -62,7 +62,7 @@ def test_heads_that_ranks_cannot_divide_are_refused_by_number(num_ranks: int):
         GQA.shard(num_ranks)
 
 
-# --- how many pages a budget buys -------------------------------------------------------------------------------------
+# --- how many pages a budget buys ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("draft_bytes", [0, 700])

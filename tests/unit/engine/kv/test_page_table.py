@@ -1,3 +1,5 @@
+"""Page tables: pages for tokens, slots of tokens, and padding."""
+
 import pytest
 import torch
 from baton.engine.kv.page_table import build_page_table, pages_for, slots_for

@@ -1,3 +1,5 @@
+"""The prefix cache: matches, insertions, eviction, and the owners of pages."""
+
 import itertools
 
 import pytest
@@ -16,7 +18,7 @@ def make_cache(num_pages=9, **kwargs):
 
 
 def run_prompt(cache, tokens):
-    """What prefill does with a prompt: match, compute the rest, insert, release. Returns the pages it used."""
+    """Prefill's use of the cache: match, compute the rest, insert, release. Returns the pages used."""
     pages = cache.match(tokens, len(tokens) - 1)
     pages += cache.alloc(-(-len(tokens) // PAGE) - len(pages))
     cache.insert(tokens, pages)
@@ -189,8 +191,8 @@ prompts = st.builds(
 class CacheMachine(RuleBasedStateMachine):
     """Requests come, compute page by page, share, and go in any order, over a pool too small for them.
 
-    `written` is the memory: what each page holds, as the whole prefix up to its end. A write checks that it has the
-    page for itself; a match checks that it got what it asked for.
+    `written` is the memory: what each page holds, as the whole prefix up to its end. A write checks that it
+    has the page for itself; a match checks that it got what it asked for.
     """
 
     @initialize(num_pages=st.integers(3, 14))

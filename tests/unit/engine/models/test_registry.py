@@ -1,4 +1,4 @@
-"""An architecture is one entry: its config is read, its class is built, and nothing else of the engine names it."""
+"""An architecture is one registry entry: config and class. No other part of the engine names it."""
 
 import re
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The captured features are the outputs of the layers named, in the order named, on every path; or start-up fails."""
+"""Captured features are the named layers' outputs in the named order on every path, or start-up fails."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +25,7 @@ def checkpoint(toy_checkpoint: Callable[..., Path]) -> Path:
 
 @pytest.fixture(scope="module")
 def layer_outputs(checkpoint: Path) -> list[torch.Tensor]:
-    """Output of every layer over PROMPT, by hooks on transformers' modules (its last hidden state is normed)."""
+    """Output of every layer over PROMPT, by hooks on transformers' modules; its last hidden is normed."""
     model: PreTrainedModel = reference_model(checkpoint)
     seen: list[torch.Tensor] = []
 

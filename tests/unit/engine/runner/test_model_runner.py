@@ -1,4 +1,4 @@
-"""However a prompt is cut and whoever shares the batch, a request's logits stay the same."""
+"""A request's logits depend neither on the chunking of its prompt nor on the rest of its batch."""
 
 from collections.abc import Callable
 from pathlib import Path

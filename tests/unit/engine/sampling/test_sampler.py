@@ -1,3 +1,5 @@
+"""The sampler: every row equals a slow reference, and its draws follow the distribution."""
+
 import dataclasses
 import math
 
@@ -208,8 +210,8 @@ def test_masked_tokens_are_never_drawn():
 
 
 def test_drawn_frequencies_follow_the_filtered_softmax():
-    """60 000 draws over 5 of 8 tokens; at a limit with chance 1e-6 (df 4: 33.4) a total variation of 0.02 has a
-    noncentrality of at least 4 * 0.02**2 * 60 000 = 96 and is seen with 99 %."""
+    """60 000 draws over 5 of 8 tokens; at a limit with chance 1e-6 (df 4: 33.4) a total variation of 0.02 has
+    a noncentrality of at least 4 * 0.02**2 * 60 000 = 96 and is seen with 99 %."""
     n = 60_000
     logits = torch.linspace(1, -1, 8)
     rows = [
@@ -233,7 +235,8 @@ def test_verify_rows_with_penalties_choose_as_the_sequential_decode_does():
             seed=seed,
         )
         logits = torch.randn(4, V, generator=generator)
-        # Drafts that the raw logits like, before or after their row: a row that sees one too many or too few differs.
+        # Drafts that the raw logits like, before or after their row: a row that sees one too many or too few
+        # differs.
         drafts = logits.argmax(dim=1)[:3].tolist()
         request = Request(room="0" * 32, epoch=0, prompt_ids=[1, 7], sampling=params, output_ids=[3])
         edits, tensors = LogitEdits.of([request.sampling_row], V), SamplingTensors.of([params], V)

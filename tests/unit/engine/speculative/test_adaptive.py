@@ -1,4 +1,4 @@
-"""How many tokens are drafted follows what it costs and what it yields, steadily and never to its disadvantage."""
+"""The number of drafted tokens follows cost and yield, steadily and never to the disadvantage."""
 
 import random
 
@@ -17,8 +17,8 @@ def policy(shape: DraftShape = FIXED, costs: StepCosts = COSTS) -> StepPolicy:
 def run(
     chosen: StepPolicy, batch_size: int, share_kept: float, steps: int, seed: int = 0
 ) -> list[DraftShape]:
-    """Steps of a drafter whose drafts are right with probability `share_kept`; a step that drafts nothing looks at the
-    first proposal."""
+    """Steps of a drafter whose drafts are right with probability `share_kept`; a step that drafts nothing
+    looks at the first proposal."""
     rng, shapes = random.Random(seed), []
     for _ in range(steps):
         shape = chosen.choose(batch_size)
@@ -61,7 +61,7 @@ def test_every_part_of_a_step_has_its_cost():
 @pytest.mark.parametrize("batch_size", [1, 8, 64, 256])
 @pytest.mark.parametrize("shape", [FIXED, DraftShape.of(3, 4, 13)], ids=["chain", "tree"])
 def test_it_is_never_dearer_than_the_fixed_shape_and_near_the_best(shape, batch_size, share_kept, costs):
-    """On a drafter of known quality, once it is known; what is learnt from few drafts may be off by little."""
+    """On a drafter of known quality, once measured; the estimate from few drafts may be off by little."""
     chosen = policy(shape, costs)
     run(chosen, batch_size, share_kept, 100)
     settled = cost_per_token(run(chosen, batch_size, share_kept, 200, seed=1), batch_size, share_kept, costs)

@@ -1,4 +1,4 @@
-"""A DFLASH drafter's config says which layers to capture; prefill captures them, decode refuses it by name."""
+"""A DFLASH config names the layers to capture; prefill captures them, decode refuses it by name."""
 
 import json
 from pathlib import Path

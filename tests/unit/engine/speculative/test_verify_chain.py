@@ -9,8 +9,9 @@ import pytest
 import torch
 from baton.kernels.chain_verify import chain_verify
 
-# The noise of a position is one of GRID equally likely values, and a choice inverts the cumulative distribution: the law of
-# the first TOKENS tokens is then a count over all GRID ** TOKENS noises, exact as a fraction.
+# The noise of a position is one of GRID equally likely values, and a choice inverts the cumulative
+# distribution: the law of the first TOKENS tokens is then a count over all GRID ** TOKENS noises, exact as a
+# fraction.
 VOCAB, GRID, TOKENS, STEPS = 3, 5, 4, 2
 # Weights out of GRID of the next token, given the newest one.
 TARGET = torch.tensor([[2, 2, 1], [0, 1, 4], [3, 1, 1]])
@@ -25,7 +26,7 @@ Rule = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, 
 
 
 def accept(targets: torch.Tensor, drafts: torch.Tensor) -> torch.Tensor:
-    """Accept lengths `[B]` of `drafts` `[B, N-1]`, given the target's choice `targets` `[B, N]` behind each row."""
+    """Accept lengths `[B]` of `drafts` `[B, N-1]` for the target's choices `targets` `[B, N]`."""
     newest = torch.full((drafts.shape[0], 1), -1)
     return chain_verify(torch.cat((newest, drafts), dim=1), targets, torch.full((drafts.shape[0],), 1 << 20))
 
@@ -76,10 +77,11 @@ def accept_too_much(
 
 
 def simulate(rule: Rule, draft: torch.Tensor, *, is_coupled: bool, is_reused: bool = False) -> torch.Tensor:
-    """The first TOKENS tokens `[GRID ** TOKENS, TOKENS]` that rounds of drafting and `rule` emit after token 0.
+    """The first TOKENS tokens `[GRID ** TOKENS, TOKENS]` that rounds of drafting and `rule` emit after token
+    0.
 
-    `is_coupled`: the draft sees the noise that the target will use; else it takes its likeliest token. `is_reused`: every
-    row of a round is sampled with the noise of its first, a mistake.
+    `is_coupled`: the draft sees the noise that the target will use; else it takes its likeliest token.
+    `is_reused`: every row of a round is sampled with the noise of its first, a mistake.
     """
     noises = all_noises()
     out = torch.zeros(len(noises), TOKENS + STEPS + 1, dtype=torch.int64)

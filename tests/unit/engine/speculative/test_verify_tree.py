@@ -1,4 +1,4 @@
-"""The acceptance rule of trees, enumerated exactly over a toy vocabulary whose next token depends on the last two."""
+"""The acceptance rule of trees, enumerated over a toy vocabulary whose next token depends on two."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -13,8 +13,9 @@ from baton.engine.speculative.drafting.shape import DraftShape
 from baton.engine.speculative.drafting.tree import DraftTree, ancestors
 from baton.engine.speculative.drafting.verify import verify_drafts
 
-# The noise of a position is one of GRID equally likely values, and a choice inverts the cumulative distribution: the law of
-# the first TOKENS tokens is then a count over all GRID ** TOKENS noises, exact as a fraction.
+# The noise of a position is one of GRID equally likely values, and a choice inverts the cumulative
+# distribution: the law of the first TOKENS tokens is then a count over all GRID ** TOKENS noises, exact as a
+# fraction.
 VOCAB, GRID, TOKENS = 3, 4, 4
 # Weights out of GRID of the next token, given the one before the newest and the newest.
 TARGET = torch.tensor([
@@ -48,8 +49,8 @@ def choose(weights: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
 
 @cache
 def grown(draft: str, shape: DraftShape, newest: int, noises: tuple[int, ...]) -> tuple[list[int], list[int]]:
-    """(tokens, parents) behind `newest`: the best nodes by the draft's weights; a draft that sees the noise that the target
-    will use, in `noises` (empty: it does not), puts its own choice first."""
+    """(tokens, parents) behind `newest`: the best nodes by the draft's weights; a draft that sees the noise
+    that the target will use, in `noises` (empty: it does not), puts its own choice first."""
     weights = DRAFTS[draft]
     frontier, seen = [((), newest, Fraction(1))], []
     for level in range(shape.steps):
@@ -121,10 +122,11 @@ def likely_enough(shape: DraftShape, step: Round) -> tuple[torch.Tensor, torch.T
 def simulate(
     rule: Rule, draft: str, shape: DraftShape, *, is_coupled: bool = False, mistake: str = ""
 ) -> torch.Tensor:
-    """The first TOKENS tokens `[GRID ** TOKENS, TOKENS]` that rounds of drafting and `rule` emit behind tokens 0, 0.
+    """The first TOKENS tokens `[GRID ** TOKENS, TOKENS]` that rounds of drafting and `rule` emit behind
+    tokens 0, 0.
 
-    `mistake`: "position": nodes are sampled with the noise of their number instead of their depth; "context": each behind
-    the row before it instead of its parent.
+    `mistake`: "position": nodes are sampled with the noise of their number instead of their depth; "context":
+    each behind the row before it instead of its parent.
     """
     noises = torch.tensor(list(product(range(GRID), repeat=TOKENS)))
     count, rows = len(noises), torch.arange(len(noises))

@@ -1,4 +1,4 @@
-"""Blocks of a pair that takes some feature layers hold those layers' bytes, whichever way they leave prefill."""
+"""A pair that takes some feature layers gets blocks with those layers' bytes, over every transport."""
 
 import msgspec
 import numpy as np

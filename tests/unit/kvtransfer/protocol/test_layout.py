@@ -1,4 +1,4 @@
-"""How a room is cut into blocks, and when two layouts agree."""
+"""Cutting a room into blocks, and the agreement of two layouts."""
 
 import msgspec
 import pytest

@@ -1,4 +1,4 @@
-"""A KV connection that breaks: what was under way with it is asked for again at once, however often that happens."""
+"""A KV connection breaks, any number of times: what was under way on it is asked for again at once."""
 
 import pytest
 from baton.cluster.protocol import messages as m

@@ -1,4 +1,4 @@
-"""Sealed blocks: only the right bytes of the right place under the right key open, and no nonce is used twice."""
+"""Sealed blocks: only the right bytes at the right place under the right key open; no nonce is used twice."""
 
 import secrets
 from dataclasses import replace
@@ -151,7 +151,7 @@ def test_keys_and_tickets_are_in_no_text_that_a_log_could_hold():
     assert not any(repr(key)[2:-1] in text or key.hex() in text for text in texts)
 
 
-# --- which way a pair takes -------------------------------------------------------------------------------------------
+# --- which way a pair takes ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ def test_a_pair_takes_prefills_first_way_that_decode_accepts_and_no_other():
         assert (theirs or (CRC32C,))[0] in str(refusal.value)
 
 
-# --- tickets ----------------------------------------------------------------------------------------------------------
+# --- tickets ------------------------------------------------------------------------------------------------
 
 
 def test_a_ticket_works_once_and_in_its_time():

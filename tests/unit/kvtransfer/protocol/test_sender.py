@@ -353,7 +353,7 @@ def test_have_that_does_not_fit_the_prompt_is_aborted(session: SenderSession) ->
 
 
 def reattached(session: SenderSession, *, at: float) -> list[Effect]:
-    """Two blocks were ready and pulled; decode attaches again at time `at`, with a page of the prompt in hand."""
+    """Two blocks were pulled; decode attaches again at time `at` and already holds a page of the prompt."""
     attached(session)
     session.advance(ROOM, 0, 8, None, 0.0)
     for block in (0, 1):

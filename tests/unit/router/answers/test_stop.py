@@ -18,7 +18,7 @@ def run(stops, pieces):
 
 
 def first_completed(stops, text):
-    """The definition: read letter by letter, end at the first stop that is complete, the longest if several are."""
+    """The definition: read letter by letter, end at the first complete stop, the longest if several are."""
     for end in range(len(text) + 1):
         starts = [end - len(stop) for stop in stops if text[:end].endswith(stop)]
         if starts:

@@ -1,4 +1,4 @@
-"""Where tokens begin in the text that is returned: that of an echoed prompt, as the client wrote it, and of what follows."""
+"""Text offsets of tokens: those of an echoed prompt as the client wrote it, and those of the output."""
 
 import codecs
 from unicodedata import normalize
@@ -37,7 +37,7 @@ def tokenizer(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def framed(tmp_path_factory):
-    """The same with a token in front of any text and one behind it, composed characters, and spaces trimmed off."""
+    """The same with a token before and after any text, composed characters, and spaces trimmed off."""
     backend = Backend.from_file(str(save_tokenizer(tmp_path_factory.mktemp("tok")) / "tokenizer.json"))
     backend.normalizer = normalizers.NFC()
     around = processors.TemplateProcessing(single=f"{START} $A {END}", special_tokens=[(START, 1), (END, 2)])
@@ -47,7 +47,7 @@ def framed(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def marked():
-    """The other family: a begin token, a mark before the text that is not in it, characters as byte tokens."""
+    """The other family: a begin token, a mark before the text that is not in it, byte tokens."""
     tokens = ["<s>", "▁", "h", "e", "▁he", *(f"<0x{byte:02X}>" for byte in range(256))]
     vocab = {token: i for i, token in enumerate(tokens)}
     merges = [("h", "e"), ("▁", "he")]
@@ -80,7 +80,7 @@ def echoed(tokenizer, prompt, *, skip_special=True, output=()):
 
 
 def assert_each_begins_behind_what_those_before_it_spell(tokenizer, text, *, num_around=0, skip_special=True):
-    """Byte-level tokens are the bytes of the text; of a character that is not whole they are at its beginning."""
+    """Byte-level tokens are the bytes of the text; those of a split character point to its beginning."""
     ids = tokenizer.encode(text)
     output = tokenizer.encode("a!")[num_around : num_around + 2]
     whole, starts = echoed(tokenizer, text, skip_special=skip_special, output=output)

@@ -1,4 +1,4 @@
-"""Every field of the published API has its word in the table, the table is what the bodies do, and the docs show it."""
+"""Every field of the published API is in the table, the bodies follow the table, and the docs show it."""
 
 import json
 import re

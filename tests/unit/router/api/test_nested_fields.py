@@ -1,4 +1,4 @@
-"""Objects inside of bodies: published fields are known, and what is not served or not known is refused by its name."""
+"""Nested objects of bodies: published fields are known, and unserved or unknown ones are refused by name."""
 
 import json
 from pathlib import Path
@@ -118,7 +118,7 @@ def fields_in(state):
     ]
 
 
-# --- the published schema ---------------------------------------------------------------------------------------------
+# --- the published schema -----------------------------------------------------------------------------------
 
 
 def objects_in(annotation):
@@ -156,7 +156,7 @@ def twin_of(published, ours):
 
 
 def compared(published, ours, at):
-    """(published fields that our type does not know, (place, type) of published objects that it does not read)"""
+    """(published fields unknown to our type, (place, type) of published objects that it does not read)"""
     unknown, unread = [], []
     known = fields_of(ours)
     for name, annotation in fields_of(published).items():
@@ -211,7 +211,7 @@ def test_a_published_object_that_is_not_served_is_refused_by_its_type(place, wor
     assert error.param == place.split(".")[1]
 
 
-# --- ours -------------------------------------------------------------------------------------------------------------
+# --- ours ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("place", [*PLACES, *PLAIN])

@@ -1,4 +1,4 @@
-"""Request bodies: every field lands where it belongs, every wrong one is named; replies are the API's objects."""
+"""Request bodies: every field is parsed, every wrong one is named; replies are the API's objects."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What the router leaves out where nothing can come of it, and that nothing does."""
+"""Work that the router skips on the hot path has no effect on its answers."""
 
 import asyncio
 

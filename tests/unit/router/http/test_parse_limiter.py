@@ -1,4 +1,4 @@
-"""Requests that are being read: bounded together and per caller, and refused before the work where that is known."""
+"""Requests being parsed: bounded in total and per caller, and refused before the work where possible."""
 
 from contextlib import ExitStack
 

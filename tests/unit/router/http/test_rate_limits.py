@@ -1,4 +1,4 @@
-"""What a key's owner may ask for."""
+"""Rate limits of an API key's owner."""
 
 import contextlib
 import math

@@ -1,4 +1,4 @@
-"""The certificate of the HTTP endpoint: what cannot be used is refused in one line, what is replaced is taken over."""
+"""The certificate of the HTTP endpoint: an unusable one is refused in one line, a replaced one is adopted."""
 
 import os
 import ssl
@@ -43,7 +43,7 @@ def files(tmp_path):
 
 @pytest.fixture
 def loaded(files):
-    """A certificate of its own clock: `loaded.later()` is its context after the files were looked at again."""
+    """A certificate with its own clock; `loaded.later()` is its context after the files were read again."""
     ISSUER.write(*files, "first")
     return Loaded(files)
 

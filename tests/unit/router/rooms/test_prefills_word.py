@@ -1,4 +1,4 @@
-"""Decode tells that prefill gave a hand-off up; what that is, and what it costs, is in prefill's own word."""
+"""Decode reports that prefill gave up a hand-off; prefill's own report decides on the cause and the cost."""
 
 import pytest
 from baton.cluster.protocol.messages import Cancel, Failed, Prefill, Rejected, Reserved

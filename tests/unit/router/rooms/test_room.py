@@ -1,4 +1,4 @@
-"""The life of a request: every event in every order ends in exactly one terminal event and leaves nothing held."""
+"""The life of a request: any order of events ends in exactly one terminal event and holds nothing."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""A stream survives its worker: the next attempt goes on where the last one ended, and the client sees no seam."""
+"""A stream survives its worker: the next attempt resumes at the last token, and the client sees no seam."""
 
 import math
 
@@ -57,7 +57,7 @@ PAIR2 = Pair(prefill=P2, decode=D2, prefill_endpoint="ipc:///p2")
 
 
 def resumed(room=None, pair=PAIR2):
-    """A room that streamed tokens 100 to 102, lost decode, and was placed again; and what its workers were told."""
+    """A room that streamed tokens 100 to 102, lost decode, was placed again; and its workers' orders."""
     room = room or streaming()
     room.on(tokens(1, [101, 102]), D, 0.3)
     assert room.worker_lost(D, 1.0) == [Freed(D, 0), CANCEL_P, Requeued(1.0, LOST)]
@@ -291,7 +291,7 @@ def test_a_stop_string_found_while_a_room_waits_for_a_pair_ends_it():
     assert room.on(gone(P), P, 1.2) == [Freed(P, 0), Closed()]
 
 
-# --- any faults at any moment -----------------------------------------------------------------------------------------
+# --- any faults at any moment -------------------------------------------------------------------------------
 
 ANSWER = list(range(200, 212))
 WORKERS = [("1" * 31 + str(i), "2" * 31 + str(i)) for i in range(8)]

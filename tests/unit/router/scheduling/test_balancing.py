@@ -1,4 +1,4 @@
-"""Who is chosen, by each policy."""
+"""The worker that each policy chooses."""
 
 import re
 from collections import Counter

@@ -1,4 +1,4 @@
-"""What prompts cost where."""
+"""The cost model: the estimated time of a prompt on prefill and on decode."""
 
 import pytest
 from baton.cluster.protocol.messages import DecodeTimeline, PrefillTimeline

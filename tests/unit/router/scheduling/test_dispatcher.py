@@ -236,7 +236,7 @@ def test_messages_of_unknown_workers_are_counted_and_change_nothing():
     assert world.dispatcher.events["unknown_worker"] == 1
 
 
-# --- workers that gave the router up, or that it gave up --------------------------------------------------------------
+# --- workers that gave the router up, or that it gave up ----------------------------------------------------
 
 
 def begin(world, entry, epoch=0):
@@ -299,7 +299,7 @@ def test_a_worker_that_comes_back_is_told_which_rooms_are_over(generation):
     )  # the next generation has dropped them itself
 
 
-# --- requests of several choices --------------------------------------------------------------------------------------
+# --- requests of several choices ----------------------------------------------------------------------------
 
 
 def test_choices_that_wait_behind_their_own_siblings_are_not_a_queue():

@@ -1,4 +1,4 @@
-"""The dispatcher when workers go: whom the next attempt meets, how long it waits, how many there may be."""
+"""The dispatcher when workers leave: the next attempt's pair, its waiting time, the number of attempts."""
 
 import asyncio
 

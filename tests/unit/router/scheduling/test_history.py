@@ -1,4 +1,4 @@
-"""What /requests tells: each attempt with its moments and its end, of one's own requests, in bounded memory."""
+"""/requests lists each attempt with its times and its end, of the caller's requests, in bounded memory."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What waits for a client that reads slowly is bounded by what it takes, not by tokens alone."""
+"""The events that wait for a slow client are bounded in bytes, not in tokens alone."""
 
 from baton.cluster.protocol.messages import TokenLogprob
 from baton.router.rooms.effects import Deliver

@@ -1,4 +1,4 @@
-"""What the router believes of prefix caches, where one worker of each role leaves the place of a prompt to choose."""
+"""The router's estimate of prefix caches decides where a prompt is computed, with one worker of each role."""
 
 from baton.cluster.protocol.messages import Reserved
 from baton.router.scheduling.placement import PairingPolicy

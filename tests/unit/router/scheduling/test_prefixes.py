@@ -1,4 +1,4 @@
-"""What the router believes about prefix caches."""
+"""The router's estimate of the workers' prefix caches."""
 
 from baton.router.scheduling.prefixes import MAX_HASHED, PrefixIndex, Prompt, page_names
 from hypothesis import given

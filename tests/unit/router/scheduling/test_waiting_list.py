@@ -1,4 +1,4 @@
-"""Who waits, and who goes first."""
+"""The admission queue: its order and its bounds."""
 
 from baton.cluster.protocol.messages import Sampling
 from baton.router.rooms.room import Room

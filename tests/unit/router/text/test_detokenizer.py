@@ -1,4 +1,4 @@
-"""Detokenizer and tokenizer: pieces join to the whole, no half characters, spelled control tokens stay text."""
+"""Detokenizer and tokenizer: pieces join to the whole, characters stay whole, control text stays text."""
 
 from itertools import pairwise
 

@@ -1,4 +1,4 @@
-"""What a client asks of the form of its answer: grammars of plans, hostile schemas, and calls told apart from text."""
+"""Structured output: grammars of plans, hostile schemas, and tool calls told apart from text."""
 
 import json
 import subprocess

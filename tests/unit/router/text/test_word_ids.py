@@ -11,7 +11,7 @@ SPECIAL = ["<|im_start|>", "<|im_end|>", "<think>"]
 TEXTS = [
     "Hello, world! It's what they've said: 12345 dogs, 67 cats; naïve cafés. def f(x):\n\treturn x + 1\r\n\n日本語"
 ]
-# What is hard on ways of cutting: kinds of white space, combining marks, signs, contractions, digits, control tokens.
+# Hard cases for cutting: white space, combining marks, signs, contractions, digits, control tokens.
 PARTS = [
     *"aZé日\u017f1٣²', .!?(\"-_",
     *"    ",

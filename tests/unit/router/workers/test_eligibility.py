@@ -1,4 +1,4 @@
-"""Which pair serves a request."""
+"""The pairs that are eligible for a request."""
 
 from baton.cluster.protocol.messages import WorkerStats
 from baton.router.scheduling.balancing import Balancer, decode_load, prefill_load

@@ -1,4 +1,4 @@
-"""Canaries on a fake clock and a fake wire: who is asked when, what it proves, and that no client notices."""
+"""Canaries on a fake clock and a fake wire: targets, times, proof, and no effect on clients."""
 
 import pytest
 from baton.cluster.protocol.messages import (

@@ -1,4 +1,4 @@
-"""Readiness where decode computes prompts itself: before the first prefill worker comes, and while every hand-off fails."""
+"""Readiness where decode computes prompts: before the first prefill, and while every hand-off fails."""
 
 import pytest
 from baton.cluster.protocol.messages import DecodeTimeline, Finished, Reserved, TokenItem, Tokens

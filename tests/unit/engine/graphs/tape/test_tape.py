@@ -1,4 +1,4 @@
-"""What the tape writes down of each operation, and that repeating it is the same as doing it."""
+"""The tape records each operation, and replaying it equals running it."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -137,7 +137,7 @@ def test_random_programs_replay_exactly(program: list[tuple[Callable[[torch.Tens
             torch.testing.assert_close(graph.replay(ROWS), run(x.clone()), atol=0, rtol=0)
 
 
-# --- what is written down ---------------------------------------------------------------------------------------------
+# --- what is written down -----------------------------------------------------------------------------------
 
 
 def test_operations_are_dropped_as_views_only_when_they_did_not_copy():
@@ -179,7 +179,7 @@ def test_an_empty_batch_is_captured_and_replayed(backend: GraphBackend):
     assert graph.replay(ROWS).shape == (0, 4)
 
 
-# --- custom operations and what is refused ----------------------------------------------------------------------------
+# --- custom operations and what is refused ------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
