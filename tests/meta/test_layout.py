@@ -308,7 +308,8 @@ def test_router_and_cluster_load_no_torch():
 # --- the laws can fail --------------------------------------------------------------------------------------
 
 KNOWN = {
-    "baton.cluster.protocol.messages", "baton.cluster.protocol.codec", "baton.engine.kv.pool", "baton.engine.sampling.sampler",
+    "baton.cluster.protocol.messages", "baton.cluster.protocol.codec", "baton.engine.kv.pool",
+    "baton.engine.sampling.sampler",
     "baton.router.app", "baton.prefill.worker", "baton.decode.worker",
     "baton.worker.link", "baton.kernels.rope", "baton.__init__",
 }  # fmt: skip
