@@ -3,7 +3,7 @@
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field, replace
 
-from .guided import Guide
+from .grammar.guided import Guide
 from .sampling.edits import SamplingRow
 from .sampling.params import SamplingParams
 

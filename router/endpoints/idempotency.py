@@ -17,7 +17,7 @@ from typing import Any
 
 from ..answers.answer import Answer
 from ..answers.replies import is_whole_stream
-from ..api.openai import SEED_MASK
+from ..api.body_checks import SEED_MASK
 from ..api.request_headers import LONGEST_KEY
 from ..errors import ApiError, ErrorBody, bad_request, printable
 from ..http.exchange import AnswerSink, RawHeaders

@@ -8,7 +8,7 @@ import msgspec
 from ...cluster.telemetry.metrics import CONTENT_TYPE
 from ...cluster.telemetry.trace_context import context_of
 from ..api.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from ..api.openai import parse_body
+from ..api.body_checks import parse_body
 from ..api.request_headers import (
     IDEMPOTENCY_KEY,
     LONGEST_TIMEOUT_MS,

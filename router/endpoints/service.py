@@ -21,7 +21,7 @@ from ..answers.generation import Choice, ChoiceOptions, Prompt, name_of
 from ..answers.replies import Builder, DetokenizeReply, Frame, TokenizeReply
 from ..answers.response_replies import ResponseBuilder
 from ..api.bodies import ChatBody, CompletionBody, DetokenizeBody, Message, TokenizeBody
-from ..api.openai import check_chat, check_token_ids, logprobs_of, max_new_of, prompts_of, sampling_of
+from ..api.body_checks import check_chat, check_token_ids, logprobs_of, max_new_of, prompts_of, sampling_of
 from ..api.response_bodies import ResponseBody, chat_of, in_words_of_responses, told_of
 from ..api.tool_bodies import Tool, as_template_tool, schema_of
 from ..errors import ApiError, bad_request, context_too_long, unknown_model

@@ -4,7 +4,7 @@ from collections.abc import Collection
 
 from ...cluster.protocol.codec import CONTROL_MAX_FRAME
 from ...cluster.protocol.messages import YOUNG_SAMPLING_FIELDS, Sampling
-from ..api.openai import COMPLETION_MAX_TOKENS
+from ..api.body_checks import COMPLETION_MAX_TOKENS
 from ..errors import ApiError, bad_request, context_too_long, unavailable
 from ..sandbox.grammar_compiler import MAX_GRAMMAR
 from ..workers.eligibility import Limits, Need, can_ever, live_pairs, obeyed

@@ -17,7 +17,7 @@ from typing import ClassVar
 import numpy as np
 import torch
 from baton.engine.batch.forward_batch import ForwardOutput
-from baton.engine.guided import GrammarCompiler
+from baton.engine.grammar.guided import GrammarCompiler
 from baton.engine.kv.layouts import MHALayout
 from baton.engine.kv.pool import KVPool, PageAllocator
 from baton.engine.kv.prefix_cache import PrefixCache

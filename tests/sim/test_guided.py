@@ -8,8 +8,8 @@ import time
 import jsonschema
 import pytest
 from baton.cluster.protocol.messages import Failed
-from baton.engine import guided
-from baton.engine.guided import GrammarCompiler
+from baton.engine.grammar import guided
+from baton.engine.grammar.guided import GrammarCompiler
 from baton.router.text.tokenizer import load_tokenizer
 from baton.tests.parity.eagle3_toys import write_oracle
 from baton.tests.parity.json_schemas import grammar_of, schemas

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from baton.router.api.bodies import ChatBody, CompletionBody
-from baton.router.api.openai import parse_body
+from baton.router.api.body_checks import parse_body
 from baton.router.api.request_headers import REQUEST_HEADERS
 from baton.router.api.response_bodies import ResponseBody
 from baton.router.endpoints.openapi import OPERATIONS, openapi_of, page_of

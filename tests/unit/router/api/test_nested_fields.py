@@ -7,8 +7,8 @@ from typing import Any, Literal, get_args, get_origin
 import msgspec
 import pytest
 from baton.router.api.bodies import ChatBody, CompletionBody
+from baton.router.api.body_checks import parse_body
 from baton.router.api.fields import INSIDE
-from baton.router.api.openai import parse_body
 from baton.router.api.response_bodies import ResponseBody, chat_of
 from baton.router.api.response_items import ITEMS
 from baton.router.endpoints.openapi import INNER, openapi_of

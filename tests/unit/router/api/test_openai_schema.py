@@ -9,7 +9,7 @@ from baton.router.answers.generation import Choice, ChoiceOptions, Piece, Prompt
 from baton.router.answers.replies import Frame, sse
 from baton.router.answers.tool_calls import CallPart
 from baton.router.api.bodies import ChatBody, CompletionBody
-from baton.router.api.openai import (
+from baton.router.api.body_checks import (
     check_chat,
     check_token_ids,
     logprobs_of,

@@ -16,9 +16,9 @@ import numpy as np
 import numpy.typing as npt
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from .compilations import Compilation, Compilations, GuideError
+from ..sampling.edits import Mask
+from .grammar_compile_pool import Compilation, Compilations, GuideError
 from .grammar_tokenizer import load_tokenizer
-from .sampling.edits import Mask
 
 logger = logging.getLogger(__name__)
 

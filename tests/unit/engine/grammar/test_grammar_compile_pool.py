@@ -8,11 +8,18 @@ import time
 import weakref
 
 import pytest
-from baton.engine.compilations import MAX_GIVEN_UP, MAX_KEPT, NICE, NICEST, NUM_THREADS, Compilations
+from baton.engine.grammar.grammar_compile_pool import (
+    MAX_GIVEN_UP,
+    MAX_KEPT,
+    NICE,
+    NICEST,
+    NUM_THREADS,
+    Compilations,
+)
 
 PATIENCE_S = 30.0
 LEAVES = """
-from baton.engine.compilations import Compilations
+from baton.engine.grammar.grammar_compile_pool import Compilations
 from llguidance import LLMatcher, LLTokenizer
 
 tokenizer = LLTokenizer("byte")

@@ -6,8 +6,8 @@ import unicodedata
 
 import numpy as np
 import pytest
-from baton.engine.grammar_tokenizer import Spelling, load_tokenizer
-from baton.engine.guided import GrammarCompiler
+from baton.engine.grammar.grammar_tokenizer import Spelling, load_tokenizer
+from baton.engine.grammar.guided import GrammarCompiler
 from baton.router.sandbox.grammar_compiler import Plan, compiled
 from baton.router.text.detokenizer import TokenBytes
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
