@@ -74,7 +74,7 @@ class Forker:
         env = {name: os.environ[name] for name in KEPT if name in os.environ} | ENVIRONMENT
         safe = ["-P"] if sys.version_info >= (3, 11) else []
         self._process = subprocess.Popen(
-            [sys.executable, *safe, "-m", "baton.tests.faults.nursery"],
+            [sys.executable, *safe, "-m", "baton.tests.faults.fork_server"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd="/", env=env, start_new_session=True,
         )  # fmt: skip
         self._nodes: dict[str, Node] = {}

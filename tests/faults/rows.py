@@ -11,9 +11,9 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from baton.tests.faults.bed import Bed, Scene
 from baton.tests.faults.cluster import Late
 from baton.tests.faults.netns import missing
+from baton.tests.faults.testbed import Bed, Scene
 
 MODULES = (
     "rows_clients", "rows_damage", "rows_drain", "rows_floods", "rows_hosts", "rows_leaks", "rows_loops", "rows_network",

@@ -12,12 +12,12 @@ import psutil
 from baton.cluster.process.failpoints import PAUSE_S
 from baton.decode.local_prefill import LocalPrefill
 from baton.prefill.worker import PrefillWorker
-from baton.tests.faults.bed import Scene
 from baton.tests.faults.cluster import in_time, wait_until
 from baton.tests.faults.history import Promise
-from baton.tests.faults.paces import busy_pace, pace
+from baton.tests.faults.rates import busy_pace, pace
 from baton.tests.faults.rows import row
 from baton.tests.faults.rows_process import LONG, UNCACHED, longest_pause, placed_again, play_fault, reached
+from baton.tests.faults.testbed import Scene
 from baton.tests.faults.traffic import Ask, Call, workload
 
 HEARTBEAT_S = 1.0  # what /status says of a worker may be so old

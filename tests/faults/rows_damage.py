@@ -2,9 +2,9 @@
 
 import time
 
-from baton.tests.faults.bed import Scene
 from baton.tests.faults.rows import row
 from baton.tests.faults.rows_network import BLOCKS, COLD, finished, placed_again, told
+from baton.tests.faults.testbed import Scene
 from baton.tests.faults.traffic import Ask, Call, workload
 from baton.tests.faults.zmtp_proxy import Way
 from baton.tests.faults.zmtp_rules import Act, Emit, Holder, verb

@@ -3,10 +3,10 @@
 import signal
 import time
 
-from baton.tests.faults.bed import Scene
 from baton.tests.faults.cluster import in_time, wait_until
 from baton.tests.faults.rows import row
 from baton.tests.faults.rows_process import ALL_FINISH, UNCACHED, placed_again, reached
+from baton.tests.faults.testbed import Scene
 from baton.tests.faults.traffic import workload
 
 DRAINED = 0

@@ -9,11 +9,11 @@ import threading
 import time
 
 import psutil
-from baton.tests.faults.bed import Scene
 from baton.tests.faults.cluster import wait_until
 from baton.tests.faults.history import Promise
 from baton.tests.faults.rows import row
 from baton.tests.faults.rows_clients import p99, usual_gap
+from baton.tests.faults.testbed import Scene
 from baton.tests.faults.traffic import Ask, Call, take_event, workload
 
 BEGINNINGS = (

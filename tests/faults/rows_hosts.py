@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from baton.deploy.cli import plan
-from baton.tests.faults.bed import Scene
 from baton.tests.faults.history import GRACE_S, RETRYABLE, Promise
 from baton.tests.faults.places import CLIENT
 from baton.tests.faults.rows import row
 from baton.tests.faults.rows_network import finished, placed_again, told
+from baton.tests.faults.testbed import Scene
 from baton.tests.faults.traffic import Ask, Call, workload
 from baton.tests.meta.kubernetes.pods import ENDS, PORTS, Pods, allowed
 from baton.tests.meta.kubernetes.policies import shipped

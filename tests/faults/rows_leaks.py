@@ -4,12 +4,12 @@ import random
 import time
 
 from baton.kvtransfer.protocol.session import LEASE_S
-from baton.tests.faults.bed import Scene
 from baton.tests.faults.cluster import wait_until
 from baton.tests.faults.history import Promise
 from baton.tests.faults.rows import row
 from baton.tests.faults.rows_clients import HEARTBEAT_S
 from baton.tests.faults.rows_process import UNCACHED
+from baton.tests.faults.testbed import Scene
 from baton.tests.faults.traffic import workload
 
 KILLS = 5

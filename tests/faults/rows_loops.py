@@ -8,11 +8,11 @@ import time
 
 from baton.decode.worker import DecodeWorker
 from baton.deploy.up.supervise import ChildSpec, Supervisor
-from baton.tests.faults.bed import Scene
 from baton.tests.faults.history import Promise
 from baton.tests.faults.rows import row
 from baton.tests.faults.rows_process import placed_again
 from baton.tests.faults.rows_routers import Load
+from baton.tests.faults.testbed import Scene
 from baton.tests.faults.traffic import workload
 
 WIDTH = 12

@@ -7,10 +7,10 @@ import secrets
 import signal
 import time
 
-from baton.tests.faults.bed import Scene
 from baton.tests.faults.cluster import wait_until
 from baton.tests.faults.history import Promise
 from baton.tests.faults.rows import row
+from baton.tests.faults.testbed import Scene
 from baton.tests.faults.traffic import Ask, Call, workload
 
 ALL_FINISH = Promise(all_finish=True)

@@ -3,10 +3,10 @@
 import time
 
 import httpx
-from baton.tests.faults.bed import Scene
 from baton.tests.faults.cluster import wait_until
 from baton.tests.faults.rows import row
 from baton.tests.faults.rows_process import ALL_FINISH
+from baton.tests.faults.testbed import Scene
 from baton.tests.faults.traffic import workload
 
 CANARY_S = 4.0

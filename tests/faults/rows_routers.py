@@ -4,7 +4,6 @@ import signal
 import threading
 import time
 
-from baton.tests.faults.bed import Scene
 from baton.tests.faults.cluster import in_time, wait_until
 from baton.tests.faults.history import Promise
 from baton.tests.faults.rows import row
@@ -18,6 +17,7 @@ from baton.tests.faults.rows_process import (
     time_of_day,
 )
 from baton.tests.faults.rows_stalls import TIGHT
+from baton.tests.faults.testbed import Scene
 from baton.tests.faults.traffic import Ask, Call, workload
 
 LET_GO_S = 2.0  # a worker works no longer for a router that died

@@ -6,11 +6,11 @@ import socket
 import threading
 import time
 
-from baton.tests.faults.bed import Scene
 from baton.tests.faults.cluster import wait_until
 from baton.tests.faults.rows import row
 from baton.tests.faults.rows_clients import usual_gap
 from baton.tests.faults.rows_drain import DRAINED
+from baton.tests.faults.testbed import Scene
 from baton.tests.faults.traffic import Ask, workload
 
 ENDS_S = 6.0  # a process without rooms, told to

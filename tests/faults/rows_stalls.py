@@ -3,11 +3,11 @@
 import signal
 import time
 
-from baton.tests.faults.bed import Scene
 from baton.tests.faults.cluster import wait_until
 from baton.tests.faults.history import Promise
 from baton.tests.faults.rows import row
 from baton.tests.faults.rows_network import COLD, MIGRATED_S, finished, longest_gap, placed_again, told
+from baton.tests.faults.testbed import Scene
 from baton.tests.faults.traffic import Call, workload
 
 DETECTED_S = 2.0

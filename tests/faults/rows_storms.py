@@ -8,11 +8,11 @@ import time
 
 import psutil
 from baton.decode.worker import DecodeWorker
-from baton.tests.faults.bed import Scene
 from baton.tests.faults.cluster import ENVIRONMENT, wait_until
-from baton.tests.faults.paces import busy_pace
+from baton.tests.faults.rates import busy_pace
 from baton.tests.faults.rows import row
 from baton.tests.faults.rows_process import ALL_FINISH
+from baton.tests.faults.testbed import Scene
 from baton.tests.faults.traffic import Ask, Call, workload
 
 EJECTED_AFTER = 5  # failures

@@ -10,11 +10,11 @@ import psutil
 from baton.cluster.security.keyring import read_key, split_key
 from baton.deploy.keys.keys import remove
 from baton.tests.cluster.keyed_peers import REFUSAL_S, Hosts, admit, curve, dealer, hello, say, stranger
-from baton.tests.faults.bed import Scene
 from baton.tests.faults.cluster import FaultCluster, wait_until
 from baton.tests.faults.mutants import ZAP_DIES_AT
 from baton.tests.faults.rows import row
 from baton.tests.faults.rows_network import finished, told
+from baton.tests.faults.testbed import Scene
 from baton.tests.faults.traffic import workload
 from baton.tests.faults.zmtp_wire import Message
 

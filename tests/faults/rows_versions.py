@@ -5,10 +5,10 @@ from collections import Counter
 import httpx
 import msgpack
 from baton.cluster.protocol.codec import MAX_BATCH
-from baton.tests.faults.bed import Scene
 from baton.tests.faults.cluster import wait_until
 from baton.tests.faults.rows import row
 from baton.tests.faults.rows_network import BLOCKS, COLD, finished, placed_again, told
+from baton.tests.faults.testbed import Scene
 from baton.tests.faults.traffic import workload
 from baton.tests.faults.zmtp_proxy import Way
 from baton.tests.faults.zmtp_rules import change, hold, verb

@@ -13,9 +13,9 @@ import time
 from collections import deque
 from pathlib import Path
 
-from baton.tests.faults.bed import Bed
 from baton.tests.faults.places import PORTS
 from baton.tests.faults.rows import HEAD, as_line, attempt, load
+from baton.tests.faults.testbed import Bed
 
 LONGEST = (
     "F50",

@@ -3,12 +3,12 @@
 from dataclasses import dataclass, replace
 
 import pytest
-from baton.tests.faults.bed import Bed
 from baton.tests.faults.rows import attempt, load
 from baton.tests.faults.rows_damage import under_another_first_token as another_token
 from baton.tests.faults.rows_network import under_swaps
 from baton.tests.faults.rows_stalls import under_reuse
 from baton.tests.faults.rows_strangers import keyed
+from baton.tests.faults.testbed import Bed
 
 HERE = "baton.tests.faults.mutants:"
 NO_DIGEST = {"*": [f"{HERE}no_digest"]}

@@ -1,8 +1,8 @@
 """Every row of the fault table holds; the quick ones are in `make test-cluster`."""
 
 import pytest
-from baton.tests.faults.bed import Bed
 from baton.tests.faults.rows import attempt, load
+from baton.tests.faults.testbed import Bed
 
 TRIES = 3  # of a row that is late, on a machine that other tests share; `make faults` plays each once
 ROWS = [

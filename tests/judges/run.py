@@ -36,8 +36,8 @@ from baton.deploy.keys.api_keys import add
 from baton.deploy.up.launcher import Cluster
 from baton.tests.cluster.router_fakes import MODEL, save_tokenizer
 from baton.tests.cluster.serving import served_model, serving
+from baton.tests.judges.echo_router import saying_router
 from baton.tests.judges.raw_http import judged
-from baton.tests.judges.saying import saying_router
 from baton.tests.parity.toy_models import reference_logits, reference_model, write_toy_checkpoint
 
 HERE = Path(__file__).resolve().parent

@@ -40,7 +40,7 @@ SLOWEST = (
     "parity/test_tree.py",
     "kernels/test_triton_kernels.py",
     "kernels/test_kernel_launches.py",
-    "parity/test_graph_plants.py",
+    "parity/test_graph_injected_bugs.py",
 )
 
 

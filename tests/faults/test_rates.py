@@ -1,7 +1,7 @@
 """A pace that is asserted is one that the cluster makes, and not the host."""
 
 import pytest
-from baton.tests.faults.paces import busy_pace, pace
+from baton.tests.faults.rates import busy_pace, pace
 from baton.tests.faults.traffic import Ask, Call
 
 STEP_S = 0.03
