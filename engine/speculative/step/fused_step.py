@@ -97,6 +97,8 @@ class FusedStep:
         """Step the requests in `slots` `[B]` int64; the report int64 `[B, kind.report_width]`."""
         rows = self.state.read(slots)
         places = step_places(rows.integers, self._sizes(kind.shape))
+        if not breaks.is_recorded:
+            self._note_pages(rows, places)
         view = self._view(rows, places, breaks)
         tokens, tree = self._draft(rows, view, kind.shape)
         logits, features = self._verify(rows, places, tokens, tree, breaks)
@@ -122,6 +124,13 @@ class FusedStep:
             return outcome.report
         self.state.count_tokens(slots, accepted.tokens, outcome.emitted)
         return self._with_logprobs(slots, outcome.report, logits, accepted, kind)
+
+    def _note_pages(self, rows: StepRows, places: Places) -> None:
+        """Debug runs: the pages that this step reads and writes, for copies that touch them."""
+        pool = self.runner.pool
+        if pool.order.is_checked:
+            writes = (places.slots // pool.page_size).flatten().tolist()
+            pool.order.use(reads=rows.pages.flatten().tolist(), writes=writes)
 
     def _sizes(self, shape: DraftShape) -> PlaceSizes:
         pool, drafter = self.runner.pool, self.drafter
