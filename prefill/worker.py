@@ -106,7 +106,7 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
             transferring=self.queues.count(PrefillState.HANDED),
         )
 
-    # --- the ways in and out ------------------------------------------------------------------------------------------
+    # --- the ways in and out --------------------------------------------------------------------------------
 
     def _accept(self, order: Prefill, now: float) -> None:
         if not self._begins(order):
@@ -166,7 +166,7 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
             self.engine.cache.insert(request.prompt_ids[: request.num_computed], request.pages, request.salt)
         self._free(room)
 
-    # --- one step -----------------------------------------------------------------------------------------------------
+    # --- one step -------------------------------------------------------------------------------------------
 
     def _open(self, admitted: list[PrefillRoom]) -> None:
         """Offer the admitted rooms. Tokens from the prefix cache are ready at once."""

@@ -82,7 +82,7 @@ class RoleWorker(ABC, Generic[R]):
     def step(self) -> bool:
         """One forward's worth of work; False when there was none."""
 
-    # --- what the main loop asks --------------------------------------------------------------------------------------
+    # --- what the main loop asks ----------------------------------------------------------------------------
 
     def handle(self, event: LinkEvent, now: float) -> None:
         """Take in one message or transport event, at `now`. A role handles its own first and passes on the others."""
@@ -155,7 +155,7 @@ class RoleWorker(ABC, Generic[R]):
             | self.link.transport_counters,
         )
 
-    # --- the way in ---------------------------------------------------------------------------------------------------
+    # --- the way in -----------------------------------------------------------------------------------------
 
     def _begins(self, order: Prefill | Reserve) -> bool:
         """Whether the order begins a new attempt. Older attempts of its room are given up."""
@@ -205,7 +205,7 @@ class RoleWorker(ABC, Generic[R]):
         self.queues.turned_away(answer.room, answer.epoch)
         self._send(answer)
 
-    # --- the ways out -------------------------------------------------------------------------------------------------
+    # --- the ways out ---------------------------------------------------------------------------------------
 
     def _cancel(self, room_id: str, epoch: int) -> None:
         """Give up every attempt up to `epoch`. Gone answers once their pages are free; at once when there is none."""

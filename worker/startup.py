@@ -128,7 +128,7 @@ class WorkerStartup(ABC, Generic[C, R]):
         )
         self.engine.runner.on_layer = self.loop.beat
 
-    # --- what a role says ---------------------------------------------------------------------------------------------
+    # --- what a role says -----------------------------------------------------------------------------------
 
     @abstractmethod
     def open_transport(self, context: zmq.Context[Socket]) -> PollableTransport:
@@ -147,7 +147,7 @@ class WorkerStartup(ABC, Generic[C, R]):
     def spans_of(self) -> SpansOf[R]:
         """The trace spans of a room that leaves."""
 
-    # --- parts of a role's answers ------------------------------------------------------------------------------------
+    # --- parts of a role's answers --------------------------------------------------------------------------
 
     def planes(self) -> Planes:
         """The engine's pages as bytes."""

@@ -1,9 +1,12 @@
 """Decode's side of the hand-off, without I/O: commands and messages in, effects out.
 
-1. `pull` opens a room; the first one to an endpoint greets it and settles the layout. 2. Attach asks for announcements.
-3. Announced blocks are pulled; see `peer_link`. 4. The shell checks each block: `expect` says where it goes, then `landed`
-or `corrupt` tells what came of it. 5. With every block in place and the first token known, Release ends the room. A
-lease ends a room in which nothing moves.
+1. `pull` opens a room. The first pull from an endpoint greets the peer and settles the layout.
+2. Attach asks for announcements.
+3. Announced blocks are pulled; see `peer_link`.
+4. The shell checks each block: `expect` gives its place, then `landed` or `corrupt` reports the result.
+5. When every block is in place and the first token is known, Release ends the room.
+
+A lease ends a room that makes no progress.
 """
 
 from collections.abc import Sequence
@@ -75,7 +78,7 @@ class ReceiverSession:
         self._silence_s = silence_s
         self._idle_link_s = idle_link_s
         self._pairs: dict[Peer, PeerLink] = {}
-        self._endpoints: dict[str, Peer] = {}  # open room -> its pair
+        self._endpoints: dict[str, Peer] = {}  # open room -> its endpoint
         self._tombstones = Tombstones()
         self._hello = KVHello(
             instance=instance,
@@ -93,15 +96,16 @@ class ReceiverSession:
         return len(self._endpoints)
 
     def pair_of(self, peer: Peer) -> PeerLink | None:
-        """The pair with the prefill worker at an endpoint."""
+        """The link to the prefill worker at an endpoint; None when there is none."""
         return self._pairs.get(peer)
 
-    # --- commands -----------------------------------------------------------------------------------------------------
+    # --- commands -------------------------------------------------------------------------------------------
 
     def pull(self, request: PullRequest, now: float) -> list[Effect]:
-        """Opens a room; a newer attempt replaces an older one, which is Lost.
+        """Opens a room. A newer attempt replaces an older one, which is Lost.
 
-        Raises LocalProtocolError when pages or features do not fit the tokens, or the attempt was pulled before.
+        Raises LocalProtocolError if pages or features do not fit the tokens, or the attempt was pulled
+        before.
         """
         check_request(self.layout, request)
         effects: list[Effect] = []
@@ -126,11 +130,11 @@ class ReceiverSession:
             if pair.instance == request.peer_instance:
                 effects += self._start(pair, room, now)
             else:
-                effects.append(pair.hello(now))  # the endpoint may have a new owner: ask
+                effects.append(pair.hello(now))  # a new process may own the endpoint
         return effects
 
     def release(self, room: str, epoch: int, reason: str, now: float) -> list[Effect]:
-        """Gives an attempt up without an event."""
+        """Ends an attempt without an event."""
         known = self._find(room)
         if known is None or known.request.epoch > epoch:
             return []
@@ -139,7 +143,7 @@ class ReceiverSession:
         return [*effects, *self._pairs[known.request.endpoint].fill(now)]
 
     def close(self, now: float) -> list[Effect]:
-        """Gives every room and link up; the Aborts are the effects."""
+        """Ends all rooms and links; returns the Aborts as effects."""
         effects: list[Effect] = []
         for room in list(self._endpoints):
             known = self._find(room)
@@ -149,7 +153,7 @@ class ReceiverSession:
         self._pairs.clear()
         return effects
 
-    # --- what the network and the clock do ----------------------------------------------------------------------------
+    # --- events of the network and the clock ----------------------------------------------------------------
 
     def receive(self, peer: Peer, message: PairDown, now: float) -> list[Effect]:
         """Handles one message of `peer`. Blocks go through `expect` instead."""
@@ -176,7 +180,9 @@ class ReceiverSession:
         return self._announced(pair, room, message, now)
 
     def expect(self, peer: Peer, block: AnyBlock, size: int) -> tuple[Segment, ...] | None:
-        """Where a block of `size` payload bytes goes, or None when it must be dropped."""
+        """The segments of the pages where a block of `size` payload bytes belongs; None if the block must be
+        dropped.
+        """
         pair = self._pairs.get(peer)
         room = pair.rooms.get(block.room) if pair is not None else None
         if room is None or room.stream is None:
@@ -196,7 +202,7 @@ class ReceiverSession:
         return None
 
     def landed(self, peer: Peer, block: AnyBlock, now: float) -> list[Effect]:
-        """A block that `expect` let in was checked and is in its pages."""
+        """Records that a block accepted by `expect` was checked and is in its pages."""
         pair = self._pairs[peer]
         room = pair.rooms[block.room]
         stream = room.stream
@@ -217,7 +223,10 @@ class ReceiverSession:
         return [*effects, *self._finish_if_complete(room, now), *pair.fill(now)]
 
     def corrupt(self, peer: Peer, block: AnyBlock, now: float) -> list[Effect]:
-        """A block that `expect` let in has not the digest of its header: it is pulled again, or the room ends."""
+        """Records that a block accepted by `expect` does not match its digest.
+
+        It is pulled again, or the room ends.
+        """
         self.counters.digest_mismatches += 1
         pair = self._pairs[peer]
         room = pair.rooms[block.room]
@@ -229,16 +238,18 @@ class ReceiverSession:
         return self._lose(room, "DigestMismatch", reason, now)
 
     def link_lost(self, peer: Peer, now: float) -> list[Effect]:
-        """The connection broke, and everything in flight on it is lost. The process that answers next must greet again."""
+        """Handles a broken connection: messages in flight are lost, and the next process to answer must greet
+        again.
+        """
         pair = self._pairs.get(peer)
         if pair is None or (not pair.rooms and now >= pair.idle_since + self._lease_s):
-            return []  # else its last Release may have gone down too, and prefill would keep the room for a lease
+            return []  # keeping the pair repeats a lost Release; else prefill would hold the room for a lease
         rooms = [room for room in pair.rooms.values() if room.state is not ReceiverState.GREETING]
         self.counters.repulls += pair.num_in_flight
         return [pair.hello(now), *(question for room in rooms for question in pair.ask_anew(room, now))]
 
     def tick(self, now: float) -> list[Effect]:
-        """Ends what is overdue and asks again where nothing was heard."""
+        """Ends overdue rooms and links, and repeats requests that got no answer."""
         effects: list[Effect] = []
         for pair in list(self._pairs.values()):
             effects += self._tick_pair(pair, now)
@@ -246,7 +257,7 @@ class ReceiverSession:
         return effects
 
     def next_deadline(self) -> float | None:
-        """When `tick` has something to do, unless something happens before."""
+        """Monotonic time of the next `tick` that has work; None without rooms and links."""
         times: list[float] = []
         for pair in self._pairs.values():
             for room in pair.rooms.values():
@@ -257,7 +268,7 @@ class ReceiverSession:
                 times.append(pair.ends_at(self._idle_link_s, self._lease_s))
         return min(times, default=None)
 
-    # --- parts --------------------------------------------------------------------------------------------------------
+    # --- parts ----------------------------------------------------------------------------------------------
 
     def _find(self, room: str) -> ReceiverRoom | None:
         endpoint = self._endpoints.get(room)
@@ -305,14 +316,14 @@ class ReceiverSession:
         if announce.final:
             room.first_token = announce.first_token
         if is_news or not room.in_flight:
-            room.lease.renew(now)  # with nothing to pull, a peer that knows the room is progress enough
-            room.heard_at = now  # else a reminder would keep overdue blocks from being asked for
+            room.lease.renew(now)  # with nothing to pull, an answering peer counts as progress
+            room.heard_at = now  # a reminder must not postpone repeats of overdue blocks
         return [*self._finish_if_complete(room, now), *pair.fill(now)]
 
     def _answer_stranger(
         self, pair: PeerLink, message: Announce | Abort, room: ReceiverRoom | None
     ) -> list[Effect]:
-        """A message about an attempt that is not open here: prefill need not keep it."""
+        """Answers a message about an attempt that is not open here: prefill need not keep the attempt."""
         if room is not None:
             self.counters.stale_epoch += 1
         else:
@@ -322,7 +333,7 @@ class ReceiverSession:
         stone = self._tombstones.find(message.room, message.epoch)
         if stone is not None and stone.is_success and stone.epoch == message.epoch:
             release = Release(room=message.room, epoch=message.epoch, instance=self.instance)
-            return [SendMessage(pair.endpoint, release)]  # the first one got lost
+            return [SendMessage(pair.endpoint, release)]  # the first Release was lost
         reason = "the room is not open here"
         return [
             SendMessage(
@@ -365,7 +376,7 @@ class ReceiverSession:
                 self.counters.repulls += sum(isinstance(q.message, Pull) for q in questions)
                 effects += questions
         if is_silent and not is_gone:
-            effects.insert(0, pair.hello(now))  # also to learn whether the process there is still the same
+            effects.insert(0, pair.hello(now))  # the answer also tells whether the process is still the same
         if pair.rooms:
             effects += pair.fill(now)
         elif now >= pair.ends_at(self._idle_link_s, self._lease_s):
