@@ -1,4 +1,4 @@
-"""What the start of a decode worker adds to `worker.startup`: a receiver of KV blocks and the drafter."""
+"""The start of a decode worker: it adds a receiver of KV blocks and the drafter to `worker.startup`."""
 
 import zmq
 

@@ -13,7 +13,7 @@ class PrefillState(Enum):
     QUEUED = "queued"  # no pages yet; owner: the scheduler
     RUNNING = "running"  # pages held, the prompt is being computed chunk by chunk; owner: the scheduler
     HANDED = "handed"  # computed; the pages are pinned for the reader; owner: the transport and its lease
-    CLOSING = "closing"  # given up; the pages are pinned until the transport says that nothing reads them
+    CLOSING = "closing"  # given up; the pages stay pinned until the transport reports their last read
 
 
 @dataclass(kw_only=True)

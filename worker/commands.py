@@ -1,6 +1,7 @@
 """Commands from a scheduler to its link thread, and the events that come back.
 
-Messages for a router travel the same way as commands, control messages and transport events the same way as events.
+Messages for a router travel the same way as commands, control messages and transport events the same way as
+events.
 """
 
 from dataclasses import dataclass
@@ -31,7 +32,10 @@ class Drop:
 
 @dataclass(frozen=True, kw_only=True)
 class DropDone:
-    """Event: the answer to Drop. Nothing writes to the room's pages any more, and the digest voids a read in flight."""
+    """Event: the answer to Drop.
+
+    Nothing writes to the room's pages any more, and the digest voids a read in flight.
+    """
 
     room: str
     epoch: int

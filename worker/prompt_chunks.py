@@ -1,4 +1,6 @@
-"""Forwards over parts of prompts: prefill's work, and decode's where no prefill worker computes the prompt."""
+"""Forwards over parts of prompts: prefill's work, and decode's where no prefill worker computes the
+prompt.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -44,12 +46,17 @@ class Chunk(Generic[R]):
 
 
 def scored_limit(request: Request, before: Sequence[Chunk[R]], vocab_size: int) -> int | None:
-    """Most tokens of `request` that fit behind the chunks `before`, for the memory of scored logits; None: any number."""
+    """Most tokens of `request` that fit behind the chunks `before`, for the memory of scored logits; None:
+    any number.
+    """
     return most_scored(request, vocab_size, [chunk.span for chunk in before])
 
 
 def batch_of(engine: Engine, chunks: Sequence[Chunk[R]], *, has_features: bool) -> ForwardBatch:
-    """The batch of all chunks, in order. `has_features`: the forward returns the aux features of every row."""
+    """The batch of all chunks, in order.
+
+    `has_features`: the forward returns the aux features of every row.
+    """
     return extend_batch(
         [chunk.span for chunk in chunks],
         page_size=engine.page_size,
@@ -59,7 +66,9 @@ def batch_of(engine: Engine, chunks: Sequence[Chunk[R]], *, has_features: bool) 
 
 
 def sample_first_tokens(engine: Engine, chunks: Sequence[Chunk[R]], output: ForwardOutput) -> SampleOutput:
-    """Token 1 of every prompt that ends in `chunks`, in their order; the first rows of `output.logits` are theirs."""
+    """Token 1 of every prompt that ends in `chunks`, in their order; the first rows of `output.logits` are
+    theirs.
+    """
     rows = [row for chunk in chunks if chunk.is_last for row in sampling_rows(chunk.room.request)]
     return engine.sampler.sample(output.logits[: len(rows)], engine.sampler.build(rows))
 
@@ -78,7 +87,9 @@ def score_prompts(
 
 
 def logprob_of(sampled: SampleOutput, row: int, wanted: int) -> tuple[float, list[tuple[int, float]]] | None:
-    """Log probability of the token of `row`, and the `wanted` likeliest (id, log probability); None where none is wanted."""
+    """Log probability of the token of `row`, and the `wanted` likeliest (id, log probability); None where
+    none is wanted.
+    """
     if wanted < 0 or sampled.logprobs is None or sampled.top_ids is None or sampled.top_logprobs is None:
         return None
     ids, values = sampled.top_ids[row, :wanted].tolist(), sampled.top_logprobs[row, :wanted].tolist()

@@ -1,4 +1,4 @@
-"""Why a worker does not take a request: never, or not now."""
+"""The reasons of a worker for refusing a request: for ever, or for now."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +9,10 @@ from ..engine.sampling_params import SamplingParams
 
 @dataclass(frozen=True, kw_only=True)
 class Refusal:
-    """`reason` in words; `retry_after_ms` 0: this worker can never take the request."""
+    """A refusal. `reason`: text for the router.
+
+    `retry_after_ms`: milliseconds; 0: this worker can never take the request.
+    """
 
     reason: str
     retry_after_ms: int
@@ -35,6 +38,9 @@ def refuse_forever(
 
 
 def refuse_for_now(*, is_draining: bool, full: str, retry_after_ms: int) -> Refusal | None:
-    """The refusal of a worker that drains or is full; None: it takes requests. `full`: the reason, "" while it has room."""
+    """The refusal of a worker that drains or is full, else None.
+
+    `full`: the reason, "" while there is room.
+    """
     reason = "draining" if is_draining else full
     return Refusal(reason=reason, retry_after_ms=retry_after_ms) if reason else None

@@ -11,7 +11,10 @@ NestT = TypeVar("NestT")
 
 
 def own(nest: NestT, num_rows: int | None = None) -> NestT:
-    """The nest with a copy of each tensor, cut to its first `num_rows` rows; it survives the next replay."""
+    """The nest with a copy of each tensor, cut to its first `num_rows` rows.
+
+    The copies survive the next replay.
+    """
     return cast(NestT, _own(nest, num_rows))
 
 
@@ -24,7 +27,10 @@ def _own(nest: object, num_rows: int | None) -> object:
 
 
 def map_items(nest: object, change: Callable[[object], object]) -> object:
-    """A sequence (named tuples too) of the same type with changed items; anything else as it is."""
+    """A sequence (also a named tuple) of the same type with changed items.
+
+    Other objects are returned unchanged.
+    """
     if isinstance(nest, list):
         return [change(item) for item in nest]
     if isinstance(nest, tuple):
@@ -47,7 +53,10 @@ def tensors_of(nest: object) -> Iterator[torch.Tensor]:
 
 
 def copy_into(target: object, source: object, *, where: str) -> None:
-    """Copy each tensor of `source` into its counterpart in `target`; GraphError when they do not correspond."""
+    """Copy each tensor of `source` into its counterpart in `target`.
+
+    Raises GraphError if their structures differ.
+    """
     targets, sources = list(tensors_of(target)), list(tensors_of(source))
     shapes = [[(tuple(t.shape), t.dtype) for t in tensors] for tensors in (targets, sources)]
     if shapes[0] != shapes[1]:

@@ -1,8 +1,8 @@
-"""The building blocks of a decoder layer, and how each names its tensors in a Hugging Face checkpoint.
+"""The building blocks of a decoder layer, with the names of their tensors in a Hugging Face checkpoint.
 
-Projections that read the same input are merged into one matrix; `tensors(prefix)` yields the checkpoint's names with
-views of the merged parameters, so that loading is copying. Legend: T tokens, H hidden size, N query heads,
-K key/value heads, D head dimension, I intermediate size.
+Projections with the same input are merged into one matrix. `tensors(prefix)` yields the checkpoint's names
+with views of the merged parameters, so loading is copying. Legend: T tokens, H hidden size, N query heads, K
+key/value heads, D head dimension, I intermediate size.
 """
 
 from collections.abc import Callable, Iterator
@@ -59,7 +59,7 @@ class RMSNorm:
         return rms_norm(x, self.weight, self.eps)
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(the sum normalised, the sum) of two tensors `[..., size]`, in one pass over memory."""
+        """(normalised sum, sum) of two tensors `[..., size]`, in one pass over memory."""
         return add_rms_norm(x, residual, self.weight, self.eps)
 
     def tensors(self, name: str) -> NamedTensors:
@@ -67,7 +67,7 @@ class RMSNorm:
 
 
 class GatedMLP:
-    """down(silu(gate(x)) * up(x)), `[T, H]` -> `[T, H]`."""
+    """A SwiGLU MLP: down(silu(gate(x)) * up(x)), `[T, H]` -> `[T, H]`."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class GatedMLP:
 
 
 class SelfAttention:
-    """Projections, rotation and output of one attention layer; the attention itself is the caller's `attend`.
+    """Projections, rotation and output of one attention layer. The caller's `attend` computes the attention.
 
     `input_size` may differ from `hidden_size` (a draft layer reads two streams at once).
     """
@@ -163,8 +163,11 @@ class DecoderLayer:
         self.post_norm = post_norm
 
     def enter(self, hidden: torch.Tensor, delta: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """(normalised stream, residual stream). `delta` `[T, H]` is the layer before's MLP output, which `hidden` `[T, H]`
-        does not include yet (None: nothing is missing)."""
+        """(normalised stream, residual stream), each `[T, H]`.
+
+        `delta` `[T, H]` is the MLP output of the previous layer, not yet added to `hidden` `[T, H]`; None:
+        nothing to add.
+        """
         return (self.input_norm(hidden), hidden) if delta is None else self.input_norm.add(delta, hidden)
 
     def __call__(
@@ -176,7 +179,9 @@ class DecoderLayer:
         layer: int,
         attend: Attend,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The outputs of `enter` -> the residual stream `[T, H]` behind attention, and the MLP's output `[T, H]`."""
+        """The outputs of `enter` -> the residual stream `[T, H]` after attention, and the MLP output
+        `[T, H]`.
+        """
         normed, hidden = self.post_norm.add(self.attention(normed, cos, sin, layer, attend), hidden)
         return hidden, self.mlp(normed)
 

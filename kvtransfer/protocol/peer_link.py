@@ -28,7 +28,7 @@ class PeerLink:
         self.endpoint = endpoint
         self.instance = ""  # "" until the peer agreed
         self.layout: KVLayout | None = None
-        self.cipher = ""  # as the peer's Welcome says
+        self.cipher = ""  # from the peer's Welcome
         self.rooms: dict[str, ReceiverRoom] = {}  # in the order of their turns
         self.idle_since = now
         self._hello = hello
