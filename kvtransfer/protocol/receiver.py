@@ -243,7 +243,7 @@ class ReceiverSession:
         """
         pair = self._pairs.get(peer)
         if pair is None or (not pair.rooms and now >= pair.idle_since + self._lease_s):
-            return []  # keeping the pair repeats a lost Release; else prefill would hold the room for a lease
+            return []  # an idle link greets again for a lease, because its last Release may be lost
         rooms = [room for room in pair.rooms.values() if room.state is not ReceiverState.GREETING]
         self.counters.repulls += pair.num_in_flight
         return [pair.hello(now), *(question for room in rooms for question in pair.ask_anew(room, now))]
