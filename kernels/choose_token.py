@@ -32,9 +32,9 @@ def choose_token_reference(
     min_p = torch.zeros_like(temperature) if min_p is None else min_p
     token_ids = torch.arange(logits.shape[1], device=logits.device) if token_ids is None else token_ids
     if each > 1:
-        knobs = (seeds, temperature, min_p, is_drawn)
+        per_request = (seeds, temperature, min_p, is_drawn)
         seeds, temperature, min_p, is_drawn = (
-            knob.repeat_interleave(each, output_size=logits.shape[0]) for knob in knobs
+            values.repeat_interleave(each, output_size=logits.shape[0]) for values in per_request
         )
     highest, likeliest = logits.max(dim=1)  # a NaN in the row becomes the highest
     scaled = (logits.double() - highest.double()[:, None]) / temperature[:, None]
@@ -227,7 +227,7 @@ def choose_token_triton(
 def _check(
     logits: torch.Tensor,
     positions: torch.Tensor,
-    knobs: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor],
+    per_request: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor],
     token_ids: torch.Tensor | None,
 ) -> None:
     is_shaped = logits.dim() == 2 and logits.dtype == torch.float32 and logits.shape[1] > 0
@@ -235,8 +235,8 @@ def _check(
     is_listed = token_ids is None or (
         token_ids.dtype == torch.int64 and token_ids.shape == logits.shape[1:] and token_ids.is_contiguous()
     )
-    count, dtypes = knobs[0].shape[0], (torch.int64, torch.float64, torch.float64, torch.bool)
-    wanted = [(x, dtype) for x, dtype in zip(knobs, dtypes, strict=True) if x is not None]
+    count, dtypes = per_request[0].shape[0], (torch.int64, torch.float64, torch.float64, torch.bool)
+    wanted = [(x, dtype) for x, dtype in zip(per_request, dtypes, strict=True) if x is not None]
     fits = all(x.shape == (count,) and x.dtype == dtype for x, dtype in wanted)
     is_even = logits.shape[0] % count == 0 if count else logits.shape[0] == 0
     if not (is_shaped and is_placed and is_listed and fits and is_even):

@@ -33,9 +33,9 @@ class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run the operation or a replacement; returns the result."""
 
 
-def storages_of(*nests: object) -> set[int]:
-    """The storages of all tensors in `nests`."""
-    return {storage_of(tensor) for nest in nests for tensor in tensors_of(nest)}
+def storages_of(*trees: object) -> set[int]:
+    """The storages of all tensors in `trees`."""
+    return {storage_of(tensor) for tree in trees for tensor in tensors_of(tree)}
 
 
 def storage_of(tensor: torch.Tensor) -> int:

@@ -124,8 +124,8 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
         if isinstance(message, KVWelcome) and message.transport == SHM:
             self._tell(peer, self._slabs.greet(peer, message.instance, message.layout.block_bytes, now))
         effects = self.session.receive(peer, message, now)
-        pair = self.session.pair_of(peer)
-        if isinstance(message, KVWelcome) and pair is not None and pair.is_greeted(message.instance):
+        link = self.session.link_of(peer)
+        if isinstance(message, KVWelcome) and link is not None and link.is_greeted(message.instance):
             self._perform(effects)
             self._admitted(peer, message)
             return []
@@ -155,13 +155,13 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
                 self.session.counters.unexpected += 1
                 effects.append(SendMessage(peer, self._slabs.unusable(peer, block)))
                 continue
-            segments, pair = self.session.expect(peer, block, block.size), self.session.pair_of(peer)
-            if segments is None or pair is None:
+            segments, link = self.session.expect(peer, block, block.size), self.session.link_of(peer)
+            if segments is None or link is None:
                 effects.append(SendMessage(peer, self._slabs.freed(block)))
                 continue
             seed = digest_seed(block.room, block.epoch, block.block, block.size)
             expected.append(
-                (block, Arrival(data, segments, pair.rooms[block.room].request, seed, block.digest))
+                (block, Arrival(data, segments, link.rooms[block.room].request, seed, block.digest))
             )
         are_right = self._writer.land([one for _, one in expected], is_pinned=self._slabs.is_pinned(peer))
         for (block, _), is_right in zip(expected, are_right, strict=True):
@@ -182,12 +182,12 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
         return self.session.landed(peer, block, now)
 
     def _receive_block(self, peer: Peer, block: Block, payload: memoryview, now: float) -> list[Effect]:
-        pair = self.session.pair_of(peer)
-        is_sealed = pair is not None and pair.is_sealing
+        link = self.session.link_of(peer)
+        is_sealed = link is not None and link.is_sealing
         segments = self.session.expect(peer, block, payload.nbytes - (TAG_BYTES if is_sealed else 0))
-        if segments is None or pair is None:
+        if segments is None or link is None:
             return []
-        room = pair.rooms[block.room]
+        room = link.rooms[block.room]
         try:
             if is_sealed:
                 self._open(block, payload, segments, room)

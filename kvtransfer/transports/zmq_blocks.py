@@ -346,8 +346,8 @@ class ZmqBlocksReceiver(ReceiverEndpoint, Polling[SendMessage]):
                 break
             self._receive_bulk(peer, frames)
         if broken and self._bulk.has(peer, bulk) and self._bulk.lost(peer, broken):
-            pair = self.session.pair_of(peer)  # its next Welcome carries a new ticket
-            self._perform([] if pair is None else [pair.hello(self._clock())])
+            peer_link = self.session.link_of(peer)  # its next Welcome carries a new ticket
+            self._perform([] if peer_link is None else [peer_link.hello(self._clock())])
 
     def _fall_back(self, peer: Peer) -> None:
         """Moves the peer to a new connection and handshake.
@@ -355,9 +355,9 @@ class ZmqBlocksReceiver(ReceiverEndpoint, Polling[SendMessage]):
         Its blocks then travel as CURVE messages, or its rooms end.
         """
         self._close_link(peer)
-        pair, now = self.session.pair_of(peer), self._clock()
-        if pair is not None:
-            refusal = pair.fall_back()
+        peer_link, now = self.session.link_of(peer), self._clock()
+        if peer_link is not None:
+            refusal = peer_link.fall_back()
             self._perform(
                 self.session.receive(peer, refusal, now) if refusal else self.session.link_lost(peer, now)
             )

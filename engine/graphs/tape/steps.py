@@ -108,20 +108,20 @@ def _run_and_copy(run: Step, outputs: Sequence[torch.Tensor | None]) -> None:
             output.copy_(result)
 
 
-def _signature(nest: object, seen: list[torch.Tensor]) -> object:
+def _signature(tree: object, seen: list[torch.Tensor]) -> object:
     """A hashable value, equal for calls that differ only in the contents, sizes and addresses of their
     tensors.
     """
-    if isinstance(nest, torch.Tensor):
-        place = next((i for i, tensor in enumerate(seen) if tensor is nest), len(seen))
+    if isinstance(tree, torch.Tensor):
+        place = next((i for i, tensor in enumerate(seen) if tensor is tree), len(seen))
         if place == len(seen):
-            seen.append(nest)
-        return place, nest.dtype, nest.dim()
-    if isinstance(nest, dict):
-        return tuple((name, _signature(value, seen)) for name, value in nest.items())
-    if isinstance(nest, (tuple, list)):
-        return type(nest), *(_signature(item, seen) for item in nest)
-    return type(nest), nest
+            seen.append(tree)
+        return place, tree.dtype, tree.dim()
+    if isinstance(tree, dict):
+        return tuple((name, _signature(value, seen)) for name, value in tree.items())
+    if isinstance(tree, (tuple, list)):
+        return type(tree), *(_signature(item, seen) for item in tree)
+    return type(tree), tree
 
 
 def _find_binding(call: Call) -> Callable[..., object]:

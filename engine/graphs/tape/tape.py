@@ -158,5 +158,5 @@ class _Recorder(DispatchMode):
         kept = [output for output in outputs if output is not None and self._memory.counts(output)]
         self._segment.num_bytes += sum(output.untyped_storage().nbytes() for output in kept)
 
-    def _bind(self, nest: object) -> object:
-        return self._memory.bind(nest) if isinstance(nest, torch.Tensor) else map_items(nest, self._bind)
+    def _bind(self, tree: object) -> object:
+        return self._memory.bind(tree) if isinstance(tree, torch.Tensor) else map_items(tree, self._bind)
