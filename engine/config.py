@@ -106,8 +106,9 @@ def has_native_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
 
 
 def resolve_checkpoint(model: str) -> Path:
-    """The directory of a checkpoint. A name that is no directory is a hub id, downloaded or found in the
-    hub's cache.
+    """The directory of a checkpoint.
+
+    A name that is no directory is a hub id, downloaded or found in the hub's cache.
 
     Raises CheckpointError if `model` is neither, or the download fails.
     """

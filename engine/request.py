@@ -61,11 +61,6 @@ class Request:
         return max(0, self.sampling.max_new_tokens - len(self.output_ids))
 
     @property
-    def remaining_prompt(self) -> int:
-        """Prompt tokens whose KV is not in the pages yet."""
-        return max(0, len(self.prompt_ids) - self.num_computed)
-
-    @property
     def all_ids(self) -> list[int]:
         """Prompt and output ids."""
         return [*self.prompt_ids, *self.output_ids]
@@ -117,8 +112,9 @@ class Request:
         return self.num_prior_output > 0 and self._stops_at(self.prompt_ids[-1], eos_ids)
 
     def append(self, ids: Sequence[int], eos_ids: Container[int]) -> int:
-        """Commit `ids` up to and including the first that ends the request. Returns the number of committed
-        ids.
+        """Commit `ids` up to and including the first that ends the request.
+
+        Returns the number of committed ids.
 
         Sets `finish_reason`: "stop" at a stop token id, or at one of `eos_ids` unless `ignore_eos`; "length"
         at `max_new_tokens`. A stop token in the last allowed place is a "stop".

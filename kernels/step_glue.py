@@ -307,8 +307,9 @@ def step_outcome(
     is_unseen: torch.Tensor,
     would_match: torch.Tensor,
 ) -> Outcome:
-    """The outcome of a step. Advances the state `table` int64 `[slots, F+P]` of its requests, at `slots`
-    int64 `[B]`.
+    """The outcome of a step.
+
+    Advances the state `table` int64 `[slots, F+P]` of its requests, at `slots` int64 `[B]`.
 
     `tokens`, `path` int64 `[B, R]`: the target's choices along the accepted branch, and the nodes at which
     they were made. `accept_len`: int64 `[B]`. `is_bad`, `is_unseen`: bool `[B*N]` by node. `would_match`:

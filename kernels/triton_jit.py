@@ -33,8 +33,9 @@ def jit(function: Callable[..., object]) -> Kernel:
 
 
 def jit_varying(*names: str) -> Callable[[Callable[..., object]], Kernel]:
-    """Decorator like `jit`. Values of the named integers change with the load, so no variant is compiled for
-    them.
+    """Decorator like `jit`.
+
+    Values of the named integers change with the load, so no variant is compiled for them.
 
     By default Triton compiles new variants for 1 and for multiples of 16, in the middle of serving.
     """

@@ -43,8 +43,9 @@ def sampling_params_of(order: Prefill | Reserve) -> SamplingParams:
 
 
 class RoleWorker(ABC, Generic[R]):
-    """The scheduler thread's side of a worker. `counters` are its totals by name; `clock` tells monotonic
-    seconds.
+    """The scheduler thread's side of a worker.
+
+    `counters` are its totals by name; `clock` tells monotonic seconds.
 
     Every end of a room takes one road: `_give_up` stops its work, the role's `_close` gives its pages back.
     """

@@ -1,5 +1,6 @@
-"""The router that owns each room of a worker: the router that opened the room. Only the owner hears of it and
-can end it.
+"""The router that owns each room of a worker: the router that opened the room.
+
+Only the owner hears of it and can end it.
 
 A worker serves several routers with one batch and one pool of pages. Its scheduler knows rooms only;
 `RoomOwners` notes the owner of each incoming order and addresses outgoing messages. The loss of a router ends

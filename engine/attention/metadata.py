@@ -64,8 +64,9 @@ def contents_of(batch: ForwardBatch) -> Contents:
 
 
 def plan(batch: ForwardBatch, page_size: int, *, gathers: bool = True) -> AttentionMetadata:
-    """The plan of `batch` as it is now. Rows from sum(q_lens) on are padding, stored in the sink without
-    attention.
+    """The plan of `batch` as it is now.
+
+    Rows from sum(q_lens) on are padding, stored in the sink without attention.
 
     `gathers`: whether to compute `context_slots`.
     """

@@ -11,8 +11,9 @@ BACKENDS = MappingProxyType[str, type[PagedAttention]]({"triton": TritonAttentio
 
 
 def attention_for(pool: KVPool, name: str = "", *, scale: float | None = None) -> PagedAttention:
-    """The backend `name` over `pool`, by default the one for the pool's device. `scale` as in
-    `PagedAttention`.
+    """The backend `name` over `pool`, by default the one for the pool's device.
+
+    `scale` as in `PagedAttention`.
 
     Raises ValueError for an unknown name, listing the known ones.
     """

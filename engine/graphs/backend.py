@@ -39,8 +39,9 @@ class GraphBackend(ABC):
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
-        """The context of one whole capture, breaks included. After it ends, even with an error, the next
-        capture may start.
+        """The context of one whole capture, breaks included.
+
+        After it ends, even with an error, the next capture may start.
 
         Raises GraphError for a capture inside a capture.
         """

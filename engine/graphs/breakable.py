@@ -152,14 +152,17 @@ class BreakableGraph(Generic[ContextT, OutputT]):
 
     @property
     def is_captured(self) -> bool:
+        """Whether the graph can be replayed."""
         return self._held is not None
 
     @property
     def segments(self) -> list[Segment]:
+        """The recorded segments, in order."""
         return [part for part in self._parts if not isinstance(part, _Break)]
 
     @property
     def num_breaks(self) -> int:
+        """Breaks between the segments."""
         return len(self._parts) - len(self.segments)
 
     @property

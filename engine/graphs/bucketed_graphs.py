@@ -27,6 +27,7 @@ class PathDecision:
 
     @property
     def is_graph(self) -> bool:
+        """Whether a graph runs the batch."""
         return self.bucket > 0
 
 
@@ -52,8 +53,9 @@ class BatchShape:
 
 @dataclass(frozen=True, kw_only=True)
 class GraphLimits:
-    """The limits for which the graphs of a kind were captured. Fields are those of BatchShape; 0 means no
-    limit.
+    """The limits for which the graphs of a kind were captured.
+
+    Fields are those of BatchShape; 0 means no limit.
 
     `is_by_token`: buckets count tokens. A batch that leaves more than half of its bucket empty then runs
     eagerly.

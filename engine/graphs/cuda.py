@@ -56,11 +56,13 @@ class CudaBackend(GraphBackend):
         self._keeper: torch.cuda.CUDAGraph | None = None
 
     def warm_up(self, run: Callable[[], object]) -> None:
+        """As `GraphBackend.warm_up`, on the capture stream."""
         with self._on_capture_stream():
             run()
         torch.cuda.synchronize(self.device)
 
     def open_segment(self) -> None:
+        """As `GraphBackend.open_segment`. Raises GraphError outside a capture or inside an open segment."""
         if self._open is not None or not self.is_capturing:
             raise GraphError("a CUDA segment opens once, inside a capture")
         graph = torch.cuda.CUDAGraph()

@@ -54,8 +54,9 @@ class LateEvent:
 
 
 class PageOrder:
-    """The events of `num_pages` pages of a pool on `device`. The CPU needs none: its work is done when the
-    call returns.
+    """The events of `num_pages` pages of a pool on `device`.
+
+    The CPU needs none: its work is done when the call returns.
 
     The scheduler thread stamps, the link thread waits. One stamp per page is enough, because the compute
     stream runs in order: the newest stamp covers the older ones.

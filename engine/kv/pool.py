@@ -36,14 +36,17 @@ class KVPool:
 
     @property
     def page_size(self) -> int:
+        """Tokens per page."""
         return self.layout.page_size
 
     @property
     def num_layers(self) -> int:
+        """Layers of the model."""
         return self.layout.num_layers
 
     @property
     def dtype(self) -> torch.dtype:
+        """The dtype of every element."""
         return self.layout.dtype
 
     def layer(self, layer: int) -> tuple[torch.Tensor, ...]:

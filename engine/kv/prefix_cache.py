@@ -75,8 +75,9 @@ class PrefixCache:
         return pages
 
     def insert(self, token_ids: Sequence[int], pages: Sequence[int], salt: str = "") -> int:
-        """Offer the whole pages of `token_ids`, which the caller holds in `pages`. Returns the number of
-        newly cached pages.
+        """Offer the whole pages of `token_ids`, which the caller holds in `pages`.
+
+        Returns the number of newly cached pages.
 
         A page whose lookahead exceeds `token_ids` is not offered. For a prefix that is cached already, the
         cache keeps its own page. The caller keeps its references and must not write these pages any more.

@@ -40,6 +40,7 @@ class Linear:
         return linear(x, self.weight, self.bias)
 
     def tensors(self, prefix: str) -> NamedTensors:
+        """The checkpoint's tensor names under `prefix`, with views of the parameters."""
         start = 0
         for name, size in self.parts.items():
             yield f"{prefix}{name}.weight", self.weight[start : start + size]
@@ -63,6 +64,7 @@ class RMSNorm:
         return add_rms_norm(x, residual, self.weight, self.eps)
 
     def tensors(self, name: str) -> NamedTensors:
+        """The checkpoint's tensor `name`, with the parameter."""
         yield f"{name}.weight", self.weight
 
 
@@ -88,6 +90,7 @@ class GatedMLP:
         return self.down(gated_linear(x, self.gate_up.weight, self.gate_up.bias))
 
     def tensors(self, prefix: str) -> NamedTensors:
+        """The checkpoint's tensor names under `prefix`, with views of the parameters."""
         yield from self.gate_up.tensors(prefix)
         yield from self.down.tensors(prefix)
 
@@ -144,6 +147,7 @@ class SelfAttention:
         return self.output(attend(layer, q, k, v).flatten(1))
 
     def tensors(self, prefix: str) -> NamedTensors:
+        """The checkpoint's tensor names under `prefix`, with views of the parameters."""
         yield from self.qkv.tensors(prefix)
         yield from self.output.tensors(prefix)
         for name, norm in (("q_norm", self.q_norm), ("k_norm", self.k_norm)):
@@ -186,6 +190,7 @@ class DecoderLayer:
         return hidden, self.mlp(normed)
 
     def tensors(self, prefix: str) -> NamedTensors:
+        """The checkpoint's tensor names under `prefix`, with views of the parameters."""
         yield from self.attention.tensors(f"{prefix}self_attn.")
         yield from self.mlp.tensors(f"{prefix}mlp.")
         yield from self.input_norm.tensors(f"{prefix}input_layernorm")

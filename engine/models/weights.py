@@ -51,8 +51,9 @@ def find_shards(path: Path) -> list[Path]:
 
 
 def iter_safetensors(path: Path) -> NamedTensors:
-    """Every tensor of a checkpoint directory or file, as (name, CPU tensor). All shards are found before the
-    first tensor.
+    """Every tensor of a checkpoint directory or file, as (name, CPU tensor).
+
+    All shards are found before the first tensor.
 
     Raises CheckpointError as `find_shards`, and for an incomplete shard.
     """

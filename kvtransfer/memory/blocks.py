@@ -224,8 +224,9 @@ class BlockReader:
         return seed
 
     def seal(self, payload: Payload, sealer: Sealer, name: BlockName) -> tuple[Payload, int]:
-        """The ciphertext and tag of a block in a staging buffer, and the attempt. Recycles the buffer of
-        `payload`.
+        """The ciphertext and tag of a block in a staging buffer, and the attempt.
+
+        Recycles the buffer of `payload`.
 
         Raises LocalProtocolError when the nonces of the block are used up.
         """
@@ -311,8 +312,9 @@ class BlockWriter:
             np.copyto(self._own(segment, request), _cut(data, segment))
 
     def land(self, arrivals: Sequence[Arrival], *, is_pinned: bool = False) -> list[bool]:
-        """Copies blocks from memory that the peer may still change. Returns for each whether the copy matches
-        its digest.
+        """Copies blocks from memory that the peer may still change.
+
+        Returns for each whether the copy matches its digest.
 
         With `is_pinned`, the memory is registered by `pin`: the GPU reads all blocks in one batch, and the
         digests are computed afterwards on the source. A change made before or during the GPU's read is still
@@ -346,8 +348,9 @@ class BlockWriter:
     def open(
         self, fill: Callable[[memoryview], None], size: int, segments: Sequence[Segment], request: PullRequest
     ) -> None:
-        """As `write`, for `size` bytes that `fill` writes into the buffer passed to it. Passes on errors of
-        `fill`.
+        """As `write`, for `size` bytes that `fill` writes into the buffer passed to it.
+
+        Passes on errors of `fill`.
 
         A block that is one run of CPU memory is filled in place, so its bytes may be garbage until `fill`
         returns.

@@ -69,6 +69,7 @@ class KVLayout:
 
     @cached_property
     def has_features(self) -> bool:
+        """Whether the layout has feature pages."""
         return self.wire.feature_width > 0
 
     def stream(self, num_tokens: int, have: int) -> "RoomStream":
@@ -104,18 +105,22 @@ class RoomStream:
 
     @cached_property
     def block_bytes(self) -> int:
+        """Bytes of every block but the last, which may be shorter."""
         return self.layout.wire.block_bytes
 
     @cached_property
     def num_pages(self) -> int:
+        """Pages of the stream."""
         return -(-(self.num_tokens - self.have) // self.layout.wire.page_size)
 
     @cached_property
     def total_bytes(self) -> int:
+        """Bytes of the stream."""
         return self.num_pages * self.unit_bytes
 
     @cached_property
     def num_blocks(self) -> int:
+        """Blocks of the stream."""
         return -(-self.total_bytes // self.block_bytes)
 
     def block_size(self, block: int) -> int:

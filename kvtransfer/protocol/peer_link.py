@@ -44,6 +44,7 @@ class PeerLink:
 
     @property
     def num_in_flight(self) -> int:
+        """Pulled blocks without an answer, over all rooms."""
         return sum(len(room.in_flight) for room in self.rooms.values())
 
     @property
@@ -102,8 +103,9 @@ class PeerLink:
         self.instance, self.layout, self.cipher = welcome.instance, KVLayout(common), welcome.cipher
 
     def fall_back(self) -> KVRefused | None:
-        """Gives up sealed blocks because their port does not answer. The handshake is void; later ones offer
-        CURVE only.
+        """Gives up sealed blocks because their port does not answer.
+
+        The handshake is void; later ones offer CURVE only.
 
         Returns the refusal that ends the link's rooms if the settings do not allow CURVE, else None.
         """

@@ -93,6 +93,7 @@ class ReceiverSession:
 
     @property
     def num_rooms(self) -> int:
+        """Open rooms."""
         return len(self._endpoints)
 
     def link_of(self, peer: Peer) -> PeerLink | None:

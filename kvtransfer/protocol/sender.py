@@ -107,6 +107,7 @@ class SenderSession:
 
     @property
     def num_rooms(self) -> int:
+        """Open rooms."""
         return len(self._rooms)
 
     def is_open(self, room: str, epoch: int) -> bool:

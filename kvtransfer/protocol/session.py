@@ -121,9 +121,11 @@ class Lease:
         return f"Lease(ends_at={self.ends_at:.3f})"
 
     def renew(self, now: float) -> None:
+        """Restarts the time limit at `now`."""
         self.ends_at = now + self._seconds
 
     def is_over(self, now: float) -> bool:
+        """Whether the time limit has passed at `now`."""
         return now >= self.ends_at
 
 
@@ -291,6 +293,7 @@ class Tombstones:
         return stone if stone is not None and stone.epoch >= epoch else None
 
     def sweep(self, now: float) -> None:
+        """Forgets the tombstones that have expired at `now`."""
         while self._stones and next(iter(self._stones.values())).expires_at <= now:
             self._stones.popitem(last=False)
 

@@ -35,8 +35,9 @@ class Polling(Endpoint[Queued]):
 
     @abstractmethod
     def next_deadline(self, now: float) -> float | None:
-        """Latest monotonic time of the next `poll`; None: only a message makes it due. Returns `now` while
-        `has_unread`.
+        """Latest monotonic time of the next `poll`; None: only a message makes it due.
+
+        Returns `now` while `has_unread`.
         """
 
     @abstractmethod

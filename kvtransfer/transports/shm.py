@@ -116,8 +116,9 @@ class SenderSlabs:
         return None
 
     def fill(self, items: Sequence[SendBlock], reader: BlockReader, now: float) -> list[SlabBlock]:
-        """Copies the first blocks of `items`, all for one peer, into free slots. The others must be sent as
-        messages.
+        """Copies the first blocks of `items`, all for one peer, into free slots.
+
+        The others must be sent as messages.
         """
         lane = self._lanes.get(items[0].peer)
         if lane is None:

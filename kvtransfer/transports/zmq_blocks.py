@@ -81,8 +81,9 @@ class ZmqBlocksSender(SenderEndpoint, Polling[SendMessage | SendBlock]):
         slab_bytes: int = SLAB_BYTES,
         clock: Clock = time.monotonic,
     ) -> None:
-        """`ciphers`: names from `ciphers_of`, by default the best with or without a `keyring`. `bulk_port`:
-        see `bulk`, 0: any.
+        """`ciphers`: names from `ciphers_of`, by default the best with or without a `keyring`.
+
+        `bulk_port`: see `bulk`, 0: any.
 
         Raises ConfigError for an address that may not be bound, StartupError if binding fails.
         """

@@ -35,6 +35,7 @@ class Block:
 
     @property
     def end(self) -> int:
+        """The first byte behind the block."""
         return self.start + self.size
 
 

@@ -88,6 +88,7 @@ class TapeBackend(GraphBackend):
         self._open: tuple[TapeSegment, ExitStack] | None = None
 
     def open_segment(self) -> None:
+        """As `GraphBackend.open_segment`. Raises GraphError outside a capture or inside an open segment."""
         if self._open is not None or not self.is_capturing:
             raise GraphError("a tape segment opens once, inside a capture")
         segment, modes = TapeSegment(), ExitStack()
@@ -97,6 +98,7 @@ class TapeBackend(GraphBackend):
         self._open = (segment, modes)
 
     def close_segment(self) -> TapeSegment:
+        """As `GraphBackend.close_segment`. Raises GraphError without an open segment."""
         if self._open is None:
             raise GraphError("no tape segment is open")
         segment, modes = self._open
