@@ -1,6 +1,6 @@
-"""The accept length of drafts: the gauge of the heartbeat, and a warning when drafts are no longer accepted.
+"""The accept length of drafts: a gauge for heartbeats, and a warning when drafts are no longer accepted.
 
-Rejected drafts change no output, so nothing else would show them.
+Rejected drafts change no output, so no other signal would show them.
 """
 
 import logging

@@ -11,7 +11,7 @@ from ..worker.room_table import RoomTable
 
 
 class DecodeState(Enum):
-    """The state of a room. A room leaves by exactly one road, `DecodeQueues.remove`."""
+    """The state of a room. Every room leaves through `DecodeQueues.remove`."""
 
     PREFILLING = "prefilling"  # pages are reserved and the prompt is computed here; owner: the scheduler
     PULLING = "pulling"  # pages are reserved and blocks land in them; owner: the transport and its lease

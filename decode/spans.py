@@ -1,6 +1,4 @@
-"""The trace spans of a decode worker: the hand-off of a room, or its prompt computed here, then its
-decoding.
-"""
+"""The trace spans of a decode worker: the hand-off of a room or its local prefill, then its decoding."""
 
 from ..cluster.telemetry.tracing import Attribute, Span
 from ..worker.spans import attempt_attributes, span_error

@@ -1,4 +1,4 @@
-"""The start of a decode worker: it adds a receiver of KV blocks and the drafter to `worker.startup`."""
+"""The start of a decode worker: `worker.startup` with a receiver of KV blocks and the drafter."""
 
 import zmq
 

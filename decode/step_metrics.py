@@ -26,7 +26,7 @@ class StepMetrics:
     def step(self, batch: Sequence[DecodeRoom], result: StepResult, now: float) -> None:
         """Count one decode step of `batch` at `now` (monotonic seconds).
 
-        Rows without drafts are no verifies.
+        Rows without drafts do not count as verifies.
         """
         counters = self.counters
         counters["steps"] += 1

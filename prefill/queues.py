@@ -8,7 +8,7 @@ from ..worker.room_table import RoomTable
 
 
 class PrefillState(Enum):
-    """The state of a room. A room leaves by exactly one road, `PrefillQueues.remove`."""
+    """The state of a room. Every room leaves through `PrefillQueues.remove`."""
 
     QUEUED = "queued"  # no pages yet; owner: the scheduler
     RUNNING = "running"  # pages held, the prompt is being computed chunk by chunk; owner: the scheduler

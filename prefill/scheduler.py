@@ -1,5 +1,4 @@
-"""The choice of prompt tokens for a prefill forward: first come, first served, in chunks, within a token
-budget.
+"""The choice of prompt tokens for a prefill forward: first come, first served, chunked, within a budget.
 
 The scheduler is pure except for the page accounting: no clock, no socket. A running prompt gets its next
 chunk before a new prompt is admitted, so hand-offs complete in order of arrival. A prompt is admitted only

@@ -1,6 +1,4 @@
-"""The start of a prefill worker: it adds a sender of KV blocks, and the address of its port, to
-`worker.startup`.
-"""
+"""The start of a prefill worker: `worker.startup` with a sender of KV blocks and its address."""
 
 import zmq
 
@@ -69,9 +67,7 @@ class PrefillStartup(WorkerStartup[PrefillConfig, PrefillRoom]):
 
 
 def advertised_endpoint(endpoint: str, advertised: str) -> str:
-    """The address for decode workers: `advertised`, or the bound one, with the bound endpoint's public
-    key.
-    """
+    """The address for decode workers: `advertised` or the bound one, with the bound endpoint's public key."""
     bound, key = split_key(endpoint)
     address = reached_at(bound, advertised)
     return with_key(address, key) if key else address

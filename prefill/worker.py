@@ -140,10 +140,9 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
         ) or refuse_for_now(is_draining=self.is_draining, full=full, retry_after_ms=RETRY_AFTER_MS)
 
     def _give_up(self, room: PrefillRoom, reason: str) -> None:
-        """End a room from this side.
+        """End a room from this side. Its pages are free once the transport releases them.
 
-        Its pages are free once the transport lets go of them. A queued room has no pages, but decode may wait
-        for it at the transport already.
+        A queued room has no pages, but decode may already wait for it at the transport.
         """
         if room.is_over:
             return
@@ -166,9 +165,7 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
         self._close(room)
 
     def _close(self, room: PrefillRoom) -> None:
-        """The one exit of a room: its computed pages go to the prefix cache, and all its pages are
-        released.
-        """
+        """The one exit of a room: the prefix cache gets its computed pages, and all pages are released."""
         request = room.request
         if request.pages and not room.is_tainted:
             self.engine.cache.insert(request.prompt_ids[: request.num_computed], request.pages, request.salt)
@@ -242,9 +239,9 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
     ) -> None:
         """Send token 1 and hand the room over.
 
-        A request that ends with this very token is handed over too; the router cancels it when it has the
-        token. If it were dropped here, decode's report of a lost hand-off could overtake the token, and the
-        router would retry a complete request.
+        A request that ends with this token is handed over too; the router cancels it after it gets the token.
+        If it were dropped here, decode's report of a lost hand-off could overtake the token, and the router
+        would retry a complete request.
         """
         request, now = room.request, self._clock()
         room.finished = now

@@ -36,8 +36,8 @@ OpenPlanes = Callable[["zmq.Context[zmq.Socket[bytes]]"], tuple[RouterLinks, Pol
 class LinkWork:
     """The work of the link thread, without the thread: commands in order, then messages and timers.
 
-    `deliver` hands an event to the scheduler. `controls` maps a router's number to its control link; links
-    may come and go.
+    `deliver` passes an event to the scheduler. `controls` maps a router's number to its control link and may
+    change.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class LinkWork:
     def _open(self, command: Opening, opening: Callable[[Opening], None]) -> None:
         """Open a room on the transport.
 
-        A refusal, as for a repeated Reserve of a closed attempt, loses that room alone.
+        A refusal, for example of a repeated Reserve of a closed attempt, ends only that room.
         """
         try:
             opening(command)
@@ -206,11 +206,10 @@ class WorkerLink:
             context.term()
 
     def _turn(self, work: LinkWork, routers: RouterLinks, transport: PollableTransport) -> None:
-        """Wait for the earliest of a message, a block, a command and a deadline; then do the work that is
-        due.
+        """Wait for the earliest of a message, a block, a command and a deadline, then do the due work.
 
-        The transport's descriptors may be edge-triggered: nothing touches it between its `next_deadline` and
-        the wait.
+        The transport's descriptors may be edge-triggered, so no call touches it between its `next_deadline`
+        and the wait.
         """
         controls = routers.links.values()
         self._turned_at = now = time.monotonic()

@@ -1,8 +1,8 @@
 """The main loop of a worker process: receive, expire, step, beat, until the worker has drained.
 
-The thread that computes also sends the heartbeat: between two steps, and through `beat` between the layers of
-a long forward. The router thus sees a forward that hangs as a worker that hangs, and a long forward as a
-worker that lives.
+The computing thread also sends the heartbeat: between two steps, and through `beat` between the layers of a
+long forward. To the router, a hanging forward thus looks like a hanging worker, and a long forward like a
+live one.
 """
 
 import logging
@@ -88,8 +88,8 @@ class SchedulerLink(Protocol):
 class WorkerLoop:
     """Runs a worker until its shutdown is complete.
 
-    `feed` resets the watchdog, `tell` receives the worker's condition at every heartbeat, `lost_spans` counts
-    trace spans that were dropped so far. `clock` tells monotonic seconds.
+    `feed` resets the watchdog. `tell` receives the worker's condition at every heartbeat. `lost_spans` counts
+    the dropped trace spans. `clock` returns monotonic seconds.
     """
 
     def __init__(
@@ -119,8 +119,9 @@ class WorkerLoop:
         self._is_busy = False  # the last step had work
 
     def run(self) -> int:
-        """Serve, then drain until all rooms ended, the drain time is over or a second signal came; returns
-        the exit code.
+        """Serve, then drain; returns the exit code.
+
+        The drain ends when all rooms have ended, its time is over, or a second signal comes.
         """
         code = EXIT_OK
         while code == EXIT_OK and not self.is_over():

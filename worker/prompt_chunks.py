@@ -1,6 +1,4 @@
-"""Forwards over parts of prompts: prefill's work, and decode's where no prefill worker computes the
-prompt.
-"""
+"""Forwards over parts of prompts: prefill's work, and decode's for prompts computed locally."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -46,8 +44,9 @@ class Chunk(Generic[R]):
 
 
 def scored_limit(request: Request, before: Sequence[Chunk[R]], vocab_size: int) -> int | None:
-    """Most tokens of `request` that fit behind the chunks `before`, for the memory of scored logits; None:
-    any number.
+    """The most tokens of `request` that fit behind the chunks `before` into the memory of scored logits.
+
+    None: any number fits.
     """
     return most_scored(request, vocab_size, [chunk.span for chunk in before])
 
@@ -66,8 +65,8 @@ def batch_of(engine: Engine, chunks: Sequence[Chunk[R]], *, has_features: bool) 
 
 
 def sample_first_tokens(engine: Engine, chunks: Sequence[Chunk[R]], output: ForwardOutput) -> SampleOutput:
-    """Token 1 of every prompt that ends in `chunks`, in their order; the first rows of `output.logits` are
-    theirs.
+    """Token 1 of every prompt that ends in `chunks`, in their order, from the first rows of
+    `output.logits`.
     """
     rows = [row for chunk in chunks if chunk.is_last for row in sampling_rows(chunk.room.request)]
     return engine.sampler.sample(output.logits[: len(rows)], engine.sampler.build(rows))
@@ -76,9 +75,9 @@ def sample_first_tokens(engine: Engine, chunks: Sequence[Chunk[R]], output: Forw
 def score_prompts(
     chunks: Sequence[Chunk[R]], logits: torch.Tensor, instance: str
 ) -> Iterator[PromptLogprobs]:
-    """Messages with the log probabilities of the prompts that ask for them.
+    """Messages with the log probabilities of prompts that request them.
 
-    `logits` `[R, V]` are those of the whole forward: rows of ended prompts first, then the scored rows.
+    `logits` `[R, V]`: those of the whole forward, rows of ended prompts first, then the scored rows.
     """
     spans = [chunk.span for chunk in chunks]
     scored = scores_of(spans, logits[sum(chunk.is_last for chunk in chunks) :])
@@ -87,8 +86,9 @@ def score_prompts(
 
 
 def logprob_of(sampled: SampleOutput, row: int, wanted: int) -> tuple[float, list[tuple[int, float]]] | None:
-    """Log probability of the token of `row`, and the `wanted` likeliest (id, log probability); None where
-    none is wanted.
+    """Log probability of the token of `row`, and the `wanted` most likely (id, log probability).
+
+    None if no log probabilities are wanted.
     """
     if wanted < 0 or sampled.logprobs is None or sampled.top_ids is None or sampled.top_logprobs is None:
         return None

@@ -9,9 +9,9 @@ from ..engine.sampling_params import SamplingParams
 
 @dataclass(frozen=True, kw_only=True)
 class Refusal:
-    """A refusal. `reason`: text for the router.
+    """A refusal with its reason.
 
-    `retry_after_ms`: milliseconds; 0: this worker can never take the request.
+    `retry_after_ms`: milliseconds until a retry makes sense; 0: this worker can never take the request.
     """
 
     reason: str
@@ -21,9 +21,9 @@ class Refusal:
 def refuse_forever(
     prompt_ids: Sequence[int], sampling: SamplingParams, *, vocab_size: int, size_fault: str
 ) -> Refusal | None:
-    """The refusal of a request that no worker of this kind can take; None: it can be taken.
+    """The refusal of a request that no worker of this kind can take; None if it can be taken.
 
-    `size_fault`: the role's reason why the request is too large, "" when it is not.
+    `size_fault`: the role's reason why the request is too large, "" otherwise.
     """
     if not prompt_ids or max(prompt_ids) >= vocab_size:
         reason = f"a prompt needs at least one token, all below the vocabulary size {vocab_size}"

@@ -1,5 +1,4 @@
-"""The base of both workers: orders, cancels, failures, deadlines and the drain of the rooms that a worker
-holds.
+"""The base of both workers: orders, cancels, failures, deadlines and the drain of a worker's rooms.
 
 A role adds the work of its rooms between an order and their end, and `step`, the work of one forward.
 """
@@ -45,9 +44,8 @@ def sampling_params_of(order: Prefill | Reserve) -> SamplingParams:
 class RoleWorker(ABC, Generic[R]):
     """The scheduler thread's side of a worker.
 
-    `counters` are its totals by name; `clock` tells monotonic seconds.
-
-    Every end of a room takes one road: `_give_up` stops its work, the role's `_close` gives its pages back.
+    `counters`: totals by name. `clock` returns monotonic seconds. Every room ends the same way: `_give_up`
+    stops its work, and the role's `_close` releases its pages.
     """
 
     role: ClassVar[str]
@@ -197,8 +195,9 @@ class RoleWorker(ABC, Generic[R]):
         )
 
     def _is_finished_already(self, request: Request) -> bool:
-        """Whether the prompt ends the request, as after a lost Finished; then the order is answered with
-        Finished.
+        """Whether the prompt already ends the request, as after a lost Finished.
+
+        If so, answers the order with Finished.
         """
         if not request.ends_with_prompt(self.engine.model_config.eos_token_ids):
             return False
@@ -218,7 +217,7 @@ class RoleWorker(ABC, Generic[R]):
     def _cancel(self, room_id: str, epoch: int) -> None:
         """Give up every attempt up to `epoch`.
 
-        Gone answers once their pages are free; at once when there is none.
+        Gone is sent when their pages are free, or at once if there is no attempt.
         """
         attempts = self.queues.cancel(room_id, epoch)
         for room in attempts:

@@ -1,6 +1,4 @@
-"""The start of a worker process, the same for both roles: from the settings to the main loop, phase by
-phase.
-"""
+"""The start of a worker process, the same for both roles: from the settings to the main loop, in phases."""
 
 import os
 import time
@@ -66,8 +64,9 @@ class WorkerStartup(ABC, Generic[C, R]):
         ]
 
     def run(self) -> Serve:
-        """Run all phases. Returns the function that serves until the worker has drained and gives the exit
-        code.
+        """Run all phases.
+
+        Returns the function that serves until the worker has drained and returns the exit code.
         """
         run_phases(self.phases())
         return closing(self.tracing, self.loop.run)
@@ -108,7 +107,7 @@ class WorkerStartup(ABC, Generic[C, R]):
         )
 
     def open_sockets(self) -> None:
-        """Start the link thread, which opens the KV plane and dials the routers, and the hash of all
+        """Start the link thread, which opens the KV plane and dials the routers, and the hash of the
         weights.
         """
         self.link = WorkerLink(self._open_planes)
