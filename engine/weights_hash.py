@@ -1,5 +1,4 @@
-"""The identity of a checkpoint's weights: a fingerprint from samples of every tensor, and a hash of every
-byte.
+"""The identity of a checkpoint's weights: a fingerprint of tensor samples, and a hash of every byte.
 
 `model_fingerprint` is ready at start: it reads the headers and at most `MAX_SAMPLED_BYTES`. `WeightsHash`
 reads every byte in the background and stores the result in a cache file, so a restarted worker has it at
@@ -33,8 +32,7 @@ LOWEST_PRIORITY = 19
 
 
 def model_fingerprint(path: Path) -> str:
-    """sha256 (hex) of config.json and, per shard in name order, of its name, header, size, and samples of
-    every tensor.
+    """sha256 (hex) of config.json and, by shard, of name, header, size and samples of every tensor.
 
     Raises CheckpointError for a shard whose header does not fit its data.
     """

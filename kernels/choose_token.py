@@ -258,8 +258,7 @@ def choose_token(
     is_drawn: torch.Tensor,
     token_ids: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The chosen vocabulary index of each row, int64 `[R]`, and whether its logits are not finite, bool
-    `[R]`.
+    """The chosen index of each row, int64 `[R]`, and whether its logits are not finite, bool `[R]`.
 
     Logits are not finite if they hold NaN or +inf, or nothing above -inf; the index is then 0.
 

@@ -1,5 +1,4 @@
-"""Move rows of the paged KV pool to other slots, in all layers: the accepted branch of a tree becomes
-contiguous.
+"""Moves rows of the paged KV pool: the accepted branch of a tree becomes contiguous.
 
 Within a request every source is read before any destination is written, so they may overlap. Pool and slots
 are those of `kv_store`. Slot 0, the sink, may be source and destination at once: zeros over zeros.

@@ -1,5 +1,4 @@
-"""Paged attention and KV store as operations of the torch library: a full graph records each as one
-operation.
+"""Paged attention and KV store as torch library operations: a full graph records each as one.
 
 A recorder sees operations and not the Python code around them, so each operation declares the arguments that
 it mutates. Lengths and pages are tensors that are read when the operation runs, so a recorded graph follows

@@ -1,5 +1,7 @@
-"""Tile code of both paged attention kernels: loads keys and values through the page table, and adds one tile
-of scores to a running softmax (Dao et al., "FlashAttention", 2022).
+"""The tile code of both paged attention kernels.
+
+It loads keys and values through the page table and adds one tile of scores to a running softmax (Dao et al.,
+"FlashAttention", 2022).
 
 Legend: M rows of a tile, which are (new row, head of the group) pairs; C context columns of a tile; D head
 dimension. Scores are kept in base 2: `scale` holds the softmax scale times log2(e).

@@ -1,5 +1,6 @@
-"""RMSNorm (Zhang, Sennrich, 2019): y = x / sqrt(mean(x^2) + eps) * weight, with or without a residual
-addition.
+"""RMSNorm, y = x / sqrt(mean(x^2) + eps) * weight, with or without a residual addition.
+
+Source: Zhang, Sennrich, "Root mean square layer normalization", 2019.
 """
 
 from __future__ import annotations

@@ -67,9 +67,7 @@ class Released:
 
 @dataclass(frozen=True, kw_only=True)
 class Dropped:
-    """Terminal event on prefill: the room ended by the peer's Abort or its lease; the pages are free to
-    reuse.
-    """
+    """Terminal event on prefill: the peer's Abort or the lease ended the room; its pages are free."""
 
     room: str
     epoch: int
@@ -87,8 +85,9 @@ class Landed:
 
 @dataclass(frozen=True, kw_only=True)
 class Complete:
-    """Terminal event on decode: all prompt tokens are in place, `first_token` is prefill's, prefill was
-    released.
+    """Terminal event on decode: all prompt tokens are in place and prefill was released.
+
+    `first_token` is prefill's. `seconds`: from the first announcement to the last block.
     """
 
     room: str

@@ -14,8 +14,7 @@ from .forward_batch import ForwardBatch
 
 
 def pad_rows(batch: ForwardBatch, multiple: int) -> ForwardBatch:
-    """`batch` with idle rows behind its own, up to a multiple of `multiple`; `batch` itself if no rows are
-    missing.
+    """`batch` with idle rows appended up to a multiple of `multiple`; `batch` itself if none are missing.
 
     Idle rows lie in the sink and attend to nothing. An empty batch gets `multiple` rows, unless that is 1.
     The batch's decision stays; metadata planned before becomes invalid. In a batch of trees, idle requests of

@@ -24,8 +24,9 @@ class Segment(Protocol):
 
 
 class GraphBackend(ABC):
-    """Records segments. One backend with one memory pool serves all graphs of a process, one capture at a
-    time.
+    """Records segments.
+
+    One backend with one memory pool serves all graphs of a process, one capture at a time.
 
     When `close_segment` returns, the segment has run exactly once. Its tensors then hold computed values for
     the break behind it. Subclasses implement the underscored methods.

@@ -6,8 +6,7 @@ from .errors import GraphError
 
 
 def load_rows(static: torch.Tensor, values: torch.Tensor, end: int, *, name: str, padding: int = 0) -> None:
-    """Copy `values` `[n, ...]` into the first rows of `static`, and `padding` into the rows from n up to
-    `end`.
+    """Copy `values` `[n, ...]` into the first rows of `static`, and `padding` into rows [n, end).
 
     Raises GraphError, showing both sides, if width or dtype differ or the rows do not fit. The graph would
     otherwise replay stale rows.

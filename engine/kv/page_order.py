@@ -1,5 +1,4 @@
-"""The order between forwards and copies: the launched work after which another stream may read or write a
-page.
+"""The order between forwards and copies: the work after which another stream may use a page.
 
 Forwards run on the device's compute stream, block copies on a separate stream. Each page therefore carries
 the event of the newest work that may use it. The allocator stamps pages that it hands out, because work of

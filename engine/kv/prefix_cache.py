@@ -65,8 +65,7 @@ class PrefixCache:
         return self.allocator.num_free + len(self._idle)
 
     def match(self, token_ids: Sequence[int], limit: int, salt: str = "") -> list[int]:
-        """The cached pages of the longest common prefix within the first `limit` tokens, retained for the
-        caller.
+        """Retains and returns the cached pages of the longest common prefix within `limit` tokens.
 
         Tokens from `limit` on matter only where a page's lookahead reaches them.
         """

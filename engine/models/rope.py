@@ -1,5 +1,6 @@
-"""Rotary position tables of the Llama family: default, linear, llama3 and yarn, in both spellings of
-config.json.
+"""Rotary position tables of the Llama family: default, linear, llama3 and yarn.
+
+Both spellings of config.json are understood.
 
 Sources: Su et al., "RoFormer", 2021; Chen et al., "Position interpolation", 2023 (linear); Peng et al.,
 "YaRN", 2023. Legend: T tokens, N heads, D head dimension.
@@ -202,8 +203,7 @@ def _signed(table: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torc
 
 
 class RotaryEmbedding:
-    """Cos and sin of positions [0, max_position), float32, computed on the CPU so that all devices share one
-    table.
+    """Cos and sin of positions [0, max_position), float32, computed on the CPU, equal on all devices.
 
     `dtype`: the dtype of the forwards; its tables are made once. Raises ValueError for an odd head dimension.
     """

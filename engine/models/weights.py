@@ -69,8 +69,7 @@ def iter_safetensors(path: Path) -> NamedTensors:
 
 
 def fill_tensors(wanted: dict[str, torch.Tensor], path: Path, ignored: tuple[str, ...] = ()) -> None:
-    """Copy every tensor of the checkpoint at `path` into the tensor of that name in `wanted`, converting the
-    dtype.
+    """Copy every tensor of the checkpoint at `path` into its namesake in `wanted`, converting the dtype.
 
     Raises CheckpointError unless each wanted tensor comes exactly once, with its shape and a float dtype.
     Other names are allowed only with a suffix in `ignored`.

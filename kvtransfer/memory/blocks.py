@@ -281,9 +281,7 @@ class BlockReader:
 
 
 class BlockWriter:
-    """Writes checked blocks into decode's pages and into the feature rows of a room, both named by a
-    `PullRequest`.
-    """
+    """Writes checked blocks into the pages and feature rows of a `PullRequest`."""
 
     def __init__(self, layout: KVLayout, planes: Planes) -> None:
         check_planes(layout, Planes(kv=planes.kv, features=None, order=planes.order))

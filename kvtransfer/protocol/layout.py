@@ -29,9 +29,7 @@ DIGEST = "crc32c"
 
 @dataclass(frozen=True)
 class Segment:
-    """Bytes [lo, hi) of page `page_index` (counted from `have`) in one plane, placed at offset `at` of the
-    block.
-    """
+    """Bytes [lo, hi) of page `page_index` (counted from `have`) in one plane, at offset `at` of the block."""
 
     plane: Plane
     page_index: int

@@ -181,9 +181,7 @@ class ReceiverSession:
         return self._announced(link, room, message, now)
 
     def expect(self, peer: Peer, block: AnyBlock, size: int) -> tuple[Segment, ...] | None:
-        """The segments of the pages where a block of `size` payload bytes belongs; None if the block must be
-        dropped.
-        """
+        """The segments for a block of `size` payload bytes; None if the block must be dropped."""
         link = self._links.get(peer)
         room = link.rooms.get(block.room) if link is not None else None
         if room is None or room.stream is None:
@@ -239,8 +237,9 @@ class ReceiverSession:
         return self._lose(room, "DigestMismatch", reason, now)
 
     def link_lost(self, peer: Peer, now: float) -> list[Effect]:
-        """Handles a broken connection: messages in flight are lost, and the next process to answer must greet
-        again.
+        """Handles a broken connection.
+
+        Messages in flight are lost, and the next process to answer must greet again.
         """
         link = self._links.get(peer)
         if link is None or (not link.rooms and now >= link.idle_since + self._lease_s):

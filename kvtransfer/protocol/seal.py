@@ -1,5 +1,6 @@
-"""Blocks sealed with AES-128-GCM (NIST SP 800-38D): only holders of the transfer's key can make, change or
-read them.
+"""Blocks sealed with AES-128-GCM (NIST SP 800-38D) under a key of each transfer.
+
+Without the key, no block can be made, changed or read.
 
 Key: 16 random bytes per transfer, that is per (room, epoch, both instances, `have`). Prefill makes the key
 when decode attaches and sends it in every announcement over CURVE. The key ends with the room. It is random

@@ -1,5 +1,6 @@
-"""KV blocks as ZeroMQ messages over tcp or ipc: a ROUTER on prefill, one DEALER per prefill endpoint on
-decode.
+"""KV blocks as ZeroMQ messages over tcp or ipc.
+
+Prefill has a ROUTER socket, decode one DEALER per prefill endpoint.
 
 A message is one frame; a Block is its header and its payload. Blocks that are one run of CPU memory are sent
 without a copy, and their pages are reported free only after ZeroMQ has read them. The sockets belong to the
