@@ -1,6 +1,6 @@
-"""The accept length of drafts: the gauge of the heartbeat, and a warning when drafts are no longer accepted.
+"""The accept length of drafts: a gauge for heartbeats, and a warning when drafts are no longer accepted.
 
-Rejected drafts change no output, so nothing else would show them.
+Rejected drafts change no output, so no other signal would show them.
 """
 
 import logging
@@ -15,8 +15,10 @@ COOL_DOWN_S = 300.0
 
 
 class AcceptCanary:
-    """Watches the accept lengths of verifies with drafts. Logs a warning when their average over `window` verifies is below
-    `minimum`, at most once per `cool_down_s`.
+    """Watches the accept lengths of verifies with drafts.
+
+    Logs a warning when their average over `window` verifies is below `minimum`, at most once per
+    `cool_down_s`.
     """
 
     def __init__(
@@ -39,7 +41,8 @@ class AcceptCanary:
         if length is not None and length < self.minimum and now >= self._quiet_until:
             self._quiet_until = now + self.cool_down_s
             logger.warning(
-                "drafts are not accepted: accept length %.2f over the last %d verifies; the head may not fit this model "
+                "drafts are not accepted: accept length %.2f over the last %d verifies; the head may not fit "
+                "this model "
                 "or this kind of text",
                 length,
                 len(self._recent),

@@ -1,6 +1,7 @@
 """Admission of rooms: pages for prompt and output, a staging area for features, a place in the batch.
 
-A room gets all of them at once or none: a refused room holds nothing, and an admitted room never waits for memory.
+A room gets all of them at once or none: a refused room holds nothing, and an admitted room never waits for
+memory.
 """
 
 import torch
@@ -20,7 +21,10 @@ RETRY_AFTER_MS = 250
 
 
 class Admission:
-    """Admits rooms to a decode engine. `spare_tokens`: slots behind the output for rows of drafts not yet verified."""
+    """Admits rooms to a decode engine.
+
+    `spare_tokens`: slots behind the output for the rows of unverified drafts.
+    """
 
     def __init__(self, engine: Engine, queues: DecodeQueues, *, spare_tokens: int) -> None:
         self.engine = engine
@@ -36,9 +40,10 @@ class Admission:
         is_draining: bool = False,
         is_local: bool = False,
     ) -> DecodeRoom | Refusal:
-        """Give `request` its pages and return its room, or the reason of the refusal.
+        """Give `request` its pages and return its room, or the refusal.
 
-        `now` in monotonic seconds, `deadline_ms` from then on (0: none). `is_local`: the prompt is computed here.
+        `now`: monotonic seconds. `deadline_ms`: milliseconds from then on, 0: none. `is_local`: this worker
+        computes the prompt.
         """
         refusal = self._never(request) or self._not_now(is_draining)
         if refusal is not None:
@@ -118,13 +123,19 @@ class Admission:
         return refuse_for_now(is_draining=is_draining, full=full, retry_after_ms=RETRY_AFTER_MS)
 
     def _staging(self, request: Request, have: int) -> torch.Tensor | None:
-        """The staging area for features of the pulled pages, `[pages, page_size, K*H]`; None without a drafter."""
+        """The staging area for features of the pulled pages, `[pages, page_size, K*H]`.
+
+        None without a drafter.
+        """
         engine = self.engine
         if engine.drafter is None:
             return None
         return engine.pool.landing_rows(self.pulled_pages(request, have), engine.feature_width)
 
     def _staging_fits(self, features: torch.Tensor) -> bool:
-        """Whether features in flight stay within their share of the KV pool's bytes; a single room always fits."""
+        """Whether features in flight stay within their share of the KV pool's bytes.
+
+        A single room always fits.
+        """
         used = sum(room.features.nbytes for room in self.queues if room.features is not None)
         return used == 0 or used + features.nbytes <= self.engine.pool.kv.nbytes // STAGING_SHARE

@@ -11,8 +11,9 @@ WORTH_ROWS = 128  # fewer rows wait for more to land: a forward of few rows cost
 
 
 def prefill_drafts(decoder: StepDecoder, rooms: Sequence[DecodeRoom], clock: Callable[[], float]) -> bool:
-    """Run the draft prefill over landed features of `rooms`, in their order, at most WARM_ROWS_PER_STEP rows. False: no rows
-    were ready. `clock` tells monotonic seconds.
+    """Run the draft prefill over landed features of `rooms`, in order, at most WARM_ROWS_PER_STEP rows.
+
+    Returns False if no rows were ready. `clock` returns monotonic seconds.
     """
     items, budget, started = [], WARM_ROWS_PER_STEP, clock()
     for room in rooms:

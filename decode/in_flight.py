@@ -35,7 +35,10 @@ class StepsInFlight:
         return True
 
     def read(self) -> tuple[list[DecodeRoom], StepResult, list[DecodeRoom]]:
-        """Wait for the oldest step. Returns its rooms that still run, their result, and its rooms that waited to close."""
+        """Wait for the oldest step.
+
+        Returns its rooms that still run, their result, and its rooms that waited to close.
+        """
         assert self._decoder is not None
         rooms, flight = self._waiting.popleft()
         is_live = [room.state is DecodeState.RUNNING for room in rooms]

@@ -11,7 +11,7 @@ from ..worker.room_table import RoomTable
 
 
 class DecodeState(Enum):
-    """The state of a room. A room leaves by exactly one road, `DecodeQueues.remove`."""
+    """The state of a room. Every room leaves through `DecodeQueues.remove`."""
 
     PREFILLING = "prefilling"  # pages are reserved and the prompt is computed here; owner: the scheduler
     PULLING = "pulling"  # pages are reserved and blocks land in them; owner: the transport and its lease
@@ -25,8 +25,8 @@ class DecodeState(Enum):
 class DecodeRoom(WorkerRoom):
     """One attempt on decode. Times are monotonic seconds, row counts are prompt tokens.
 
-    `features` `[pages pulled, page_size, K*H]`: the staging area of the aux features of the pulled pages; None once the
-    draft prefill has consumed them, and where no drafter runs.
+    `features` `[pages pulled, page_size, K*H]`: the staging area of the aux features of the pulled pages;
+    None once the draft prefill has consumed them, and where no drafter runs.
     """
 
     have: int
@@ -102,7 +102,8 @@ class DecodeQueues(RoomTable[DecodeRoom]):
 
     @property
     def is_full(self) -> bool:
-        """Whether no further room fits. A room holds its place in the batch from Reserve to its end, so a landed room never
-        waits for one.
+        """Whether no further room fits.
+
+        A room holds its place in the batch from Reserve to its end, so a landed room never waits for one.
         """
         return len(self) >= self.max_running

@@ -1,4 +1,4 @@
-"""The trace spans of a decode worker: the hand-off of a room, or its prompt computed here, then its decoding."""
+"""The trace spans of a decode worker: the hand-off of a room or its local prefill, then its decoding."""
 
 from ..cluster.telemetry.tracing import Attribute, Span
 from ..worker.spans import attempt_attributes, span_error
@@ -6,7 +6,10 @@ from .queues import DecodeRoom
 
 
 def decode_spans(room: DecodeRoom, now: float) -> list[Span]:
-    """`hand-off` (or `prefill`), and `decode` where the room joined the batch. Times are monotonic seconds."""
+    """`hand-off` (or `prefill`), and `decode` where the room joined the batch.
+
+    Times are monotonic seconds.
+    """
     error = span_error(room, is_complete=room.request.is_finished)
     ended = room.prefill_ended if room.is_local else room.landed_at
     first = Span(

@@ -1,4 +1,4 @@
-"""What the start of a decode worker adds to `worker.startup`: a receiver of KV blocks and the drafter."""
+"""The start of a decode worker: `worker.startup` with a receiver of KV blocks and the drafter."""
 
 import zmq
 

@@ -7,9 +7,9 @@ from .accept_monitor import AcceptMonitor
 from .queues import DecodeRoom
 
 DECODE_COUNTERS = (
-    "requests", "finished", "failed", "cancelled", "refused", "tokens", "steps", "verify_steps", "drafted_tokens",
-    "accepted_tokens", "handoff_bytes", "handoff_blocks", "have_tokens", "local_prefills", "local_prefill_tokens",
-    "handoffs_aborted",
+    "requests", "finished", "failed", "cancelled", "refused", "tokens", "steps", "verify_steps",
+    "drafted_tokens", "accepted_tokens", "handoff_bytes", "handoff_blocks", "have_tokens", "local_prefills",
+    "local_prefill_tokens", "handoffs_aborted",
 )  # fmt: skip
 
 
@@ -24,7 +24,10 @@ class StepMetrics:
         return f"<StepMetrics {self.counters['steps']:g} steps, {self.counters['tokens']:g} tokens>"
 
     def step(self, batch: Sequence[DecodeRoom], result: StepResult, now: float) -> None:
-        """Count one decode step of `batch` at `now` (monotonic seconds). Rows without drafts are no verifies."""
+        """Count one decode step of `batch` at `now` (monotonic seconds).
+
+        Rows without drafts do not count as verifies.
+        """
         counters = self.counters
         counters["steps"] += 1
         for room, tokens, drafted in zip(batch, result.tokens, result.drafted, strict=True):

@@ -1,4 +1,4 @@
-"""The settings of an engine. A role's config has the same names, so `EngineConfig.of(role_config)` copies them."""
+"""The settings of an engine. `EngineConfig.of(role_config)` copies the equally named settings of a role."""
 
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -16,12 +16,13 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 class EngineConfig:
     """Settings of one engine.
 
-    `pages` 0: as many as `kv_memory_mb` (MiB) holds; that 0: by device. `max_context` 0: the model's own. `chunk_size`
-    (0: whole prompts) and `max_running` are sizes that graphs are captured for; a role has those that it needs. `spec_*`:
-    what a step drafts (`DraftShape.of`), and whether that follows load and acceptance ("auto": on CUDA).
-    `overlap`: whether decode steps are launched before the one before was read ("auto": on CUDA).
-    `graph_self_test` compares each graph with the eager path before it is used.
-    `feature_layers` ("2,14,25"): layer outputs that prefill captures beside those of the draft.
+    `pages`: pages of the KV pool; 0: as many as fit `kv_memory_mb` (MiB, 0: chosen by device). `max_context`:
+    tokens; 0: the model's own limit. `chunk_size` (tokens, 0: whole prompts) and `max_running` (requests) are
+    sizes for which graphs are captured; a role sets those that it needs. `spec_*`: the drafts of a step
+    (`DraftShape.of`). `spec_adaptive`: whether they follow load and acceptance ("auto": on CUDA). `overlap`:
+    whether a decode step is launched before the previous one was read ("auto": on CUDA). `graph_self_test`
+    compares each graph with the eager path before use. `feature_layers` ("2,14,25"): layer outputs that
+    prefill captures beside those of the draft.
     """
 
     model: str
@@ -48,21 +49,28 @@ class EngineConfig:
 
     @classmethod
     def of(cls, settings: object) -> "EngineConfig":
-        """The engine's part of a role's config, by field name; what only the other role has keeps its default."""
+        """The engine's part of a role's config, by field name.
+
+        Settings that the role lacks keep their defaults.
+        """
         return cls(**{f.name: getattr(settings, f.name) for f in fields(cls) if hasattr(settings, f.name)})
 
     @property
     def extra_feature_ids(self) -> tuple[int, ...]:
-        """The ids in `feature_layers`, whose form the role's config has checked."""
+        """The ids in `feature_layers`. The role's config has checked their form."""
         return tuple(int(layer) for layer in self.feature_layers.split(",")) if self.feature_layers else ()
 
     @property
     def has_draft(self) -> bool:
+        """Whether the engine drafts."""
         return bool(self.draft) and not self.no_draft
 
 
 def resolve_device(device: str) -> torch.device:
-    """ "auto" takes CUDA when there is one; "cuda" without a CUDA device is a CheckpointError naming the remedy."""
+    """The torch device for a setting; "auto" is CUDA if there is a usable device.
+
+    Raises CheckpointError, naming the remedy, for "cuda" without a usable CUDA device.
+    """
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
@@ -73,7 +81,11 @@ def resolve_device(device: str) -> torch.device:
 
 
 def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    """ "auto" is bfloat16 on CUDA and on CPUs that multiply it natively (half the bytes per step), else float32."""
+    """The torch dtype for a setting.
+
+    "auto" is bfloat16 on CUDA and on CPUs with native bfloat16 products (half the bytes per step), else
+    float32. Raises CheckpointError for an unknown name.
+    """
     if dtype == "auto":
         return torch.bfloat16 if device.type == "cuda" or has_native_bfloat16() else torch.float32
     if dtype not in DTYPES:
@@ -82,7 +94,9 @@ def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
 
 
 def has_native_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Whether this CPU has bfloat16 products (AVX512-BF16, AMX, or Arm BF16); False where the kernel does not say."""
+    """Whether this CPU has bfloat16 products (AVX512-BF16, AMX, or Arm BF16); False if the kernel does not
+    tell.
+    """
     try:
         lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -92,7 +106,12 @@ def has_native_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
 
 
 def resolve_checkpoint(model: str) -> Path:
-    """A directory as it is; anything else is taken for a hub id and downloaded (or found in the hub's cache)."""
+    """The directory of a checkpoint.
+
+    A name that is no directory is a hub id, downloaded or found in the hub's cache.
+
+    Raises CheckpointError if `model` is neither, or the download fails.
+    """
     path = Path(model).expanduser()
     if path.is_dir():
         return path

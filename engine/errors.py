@@ -2,12 +2,18 @@
 
 
 class CheckpointError(ValueError):
-    """A checkpoint cannot be served; one line that names the file, the key or tensor, its value and the remedy."""
+    """A checkpoint cannot be served.
+
+    The message is one line with the file, the key or tensor, its value and the remedy.
+    """
 
 
 class UnsupportedInput(ValueError):
-    """A forward was given an input that its model does not take, or not in this form; the message says what it takes."""
+    """The model does not accept an input of a forward, or not in this form.
+
+    The message names the accepted form.
+    """
 
 
 class LifecycleError(RuntimeError):
-    """A runner's method was called out of order, or with something prepared for another forward."""
+    """A runner's method was called out of order, or with data prepared for another forward."""

@@ -1,10 +1,10 @@
-"""Small tensors on their way from the host to a device."""
+"""Copies of small tensors from the host to a device."""
 
 import torch
 
 
 def to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """`values` of the host on `device`.
+    """A copy of the host tensor `values` on `device`.
 
     The source is pinned, so the host waits neither for the copy nor for earlier work.
     """

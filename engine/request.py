@@ -1,4 +1,4 @@
-"""One request inside an engine: its tokens, its pages, how far it is computed and how it ended."""
+"""One request inside an engine: its tokens, its pages, its progress and its end."""
 
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,12 +10,13 @@ from .sampling.params import SamplingParams
 
 @dataclass(kw_only=True, eq=False)
 class Request:
-    """Owns every length and status of one request; callers read the properties and never subtract.
+    """The owner of every length and status of one request. Callers read the properties and never subtract.
 
-    The last `num_prior_output` prompt tokens are output of earlier attempts: computed like a prompt, and output for
-    penalties. `pages[i]` holds the KV of tokens [i*page_size, (i+1)*page_size); `num_computed` tokens have their KV in them.
-    `eos_ids` are the model's end tokens, `guide` follows its grammar. `finish_reason` is None while it runs, then "stop",
-    "length", or what the worker sets ("cancelled", "failed"). Cached prefixes are shared under an equal `salt` only.
+    The last `num_prior_output` prompt tokens are output of earlier attempts: they are computed like a prompt
+    and count as output for penalties. `pages[i]` holds the KV of tokens [i*page_size, (i+1)*page_size); the
+    first `num_computed` tokens have their KV there. `eos_ids` are the model's end tokens. `guide` tracks the
+    request's grammar. `finish_reason` is None while the request runs, then "stop", "length", or a reason set
+    by the worker ("cancelled", "failed"). Requests share cached prefixes only under an equal `salt`.
     """
 
     room: str
@@ -33,20 +34,22 @@ class Request:
 
     @property
     def num_prompt(self) -> int:
+        """Prompt tokens."""
         return len(self.prompt_ids)
 
     @property
     def num_output(self) -> int:
+        """Output tokens of this attempt."""
         return len(self.output_ids)
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and output; also the absolute position of the token that is chosen next."""
+        """Prompt and output tokens; also the absolute position of the next token."""
         return len(self.prompt_ids) + len(self.output_ids)
 
     @property
     def asked_and_chosen(self) -> tuple[Sequence[int], Sequence[int]]:
-        """(ids that the client gave, ids that were chosen in any attempt)."""
+        """(ids from the client, ids generated in any attempt)."""
         if not self.num_prior_output:
             return self.prompt_ids, self.output_ids
         split = max(0, len(self.prompt_ids) - self.num_prior_output)
@@ -58,12 +61,8 @@ class Request:
         return max(0, self.sampling.max_new_tokens - len(self.output_ids))
 
     @property
-    def remaining_prompt(self) -> int:
-        """Prompt tokens whose KV is not in the pages yet."""
-        return max(0, len(self.prompt_ids) - self.num_computed)
-
-    @property
     def all_ids(self) -> list[int]:
+        """Prompt and output ids."""
         return [*self.prompt_ids, *self.output_ids]
 
     @property
@@ -74,22 +73,22 @@ class Request:
 
     @property
     def is_ready(self) -> bool:
-        """Whether a token can be chosen: its grammar, if it has one, is compiled."""
+        """Whether a token can be sampled: the grammar, if any, is compiled."""
         return self.guide is None or self.guide.is_ready
 
     @property
     def fault(self) -> str:
-        """Why no token can ever be chosen; "" otherwise."""
+        """The reason why no token can ever be sampled; "" without a fault."""
         return "" if self.guide is None else self.guide.fault
 
     @property
     def is_fault_ours(self) -> bool:
-        """Whether with that fault another worker may help."""
+        """Whether the fault is this worker's, so that another worker may help."""
         return self.guide is not None and self.guide.is_fault_ours
 
     @property
     def fault_kind(self) -> str:
-        """Its name for the router, which blames this worker for what is its own only."""
+        """The fault's name for the router, which blames this worker only for its own faults."""
         return "GrammarsOverdue" if self.is_fault_ours else "BadGrammar"
 
     @property
@@ -117,17 +116,20 @@ class Request:
 
     @property
     def is_finished(self) -> bool:
+        """Whether the request has ended."""
         return self.finish_reason is not None
 
     def ends_with_prompt(self, eos_ids: Container[int]) -> bool:
-        """Whether an earlier attempt chose the token that ends the request already."""
+        """Whether an earlier attempt already generated the token that ends the request."""
         return self.num_prior_output > 0 and self._stops_at(self.prompt_ids[-1], eos_ids)
 
     def append(self, ids: Sequence[int], eos_ids: Container[int]) -> int:
-        """Commit `ids` up to and including the first that ends the request; returns how many were committed.
+        """Commit `ids` up to and including the first that ends the request.
 
-        Sets `finish_reason`: "stop" at a stop token id, or at one of `eos_ids` unless `ignore_eos`; "length" at
-        `max_new_tokens`. A stop token in the last allowed place is a "stop".
+        Returns the number of committed ids.
+
+        Sets `finish_reason`: "stop" at a stop token id, or at one of `eos_ids` unless `ignore_eos`; "length"
+        at `max_new_tokens`. A stop token in the last allowed place is a "stop".
         """
         assert self.finish_reason is None, f"room {self.room} ended already: {self.finish_reason}"
         for count, token in enumerate(ids, start=1):

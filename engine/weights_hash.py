@@ -1,7 +1,8 @@
-"""Which weights a checkpoint holds: a fingerprint from samples of every tensor, and a hash of every byte.
+"""The identity of a checkpoint's weights: a fingerprint of tensor samples, and a hash of every byte.
 
-`model_fingerprint` is ready at start: it reads the headers and at most `MAX_SAMPLED_BYTES`. `WeightsHash` reads every
-byte in the background and keeps the result in a cache file, so a restarted worker knows it at once.
+`model_fingerprint` is ready at start: it reads the headers and at most `MAX_SAMPLED_BYTES`. `WeightsHash`
+reads every byte in the background and stores the result in a cache file, so a restarted worker has it at
+once.
 """
 
 import contextlib
@@ -21,9 +22,9 @@ from .models.weights import find_shards
 logger = logging.getLogger(__name__)
 
 SAMPLE_BYTES = 4096
-MAX_SAMPLES = 16  # per tensor, evenly spaced; its first and its last bytes are among them
+MAX_SAMPLES = 16  # per tensor, evenly spaced, the first and last bytes included
 MIN_SAMPLES = 2
-MAX_SAMPLED_BYTES = 64 << 20  # of all tensors, unless there are more than 8192 of them
+MAX_SAMPLED_BYTES = 64 << 20  # for all tensors together, if there are at most 8192
 READ_BYTES = 4 << 20
 CACHE_FILE = ".baton-weights.json"
 CACHE_VERSION = 1
@@ -31,7 +32,7 @@ LOWEST_PRIORITY = 19
 
 
 def model_fingerprint(path: Path) -> str:
-    """sha256 (hex) of config.json and, per shard by name: name, header, size, and samples of every tensor.
+    """sha256 (hex) of config.json and, by shard, of name, header, size and samples of every tensor.
 
     Raises CheckpointError for a shard whose header does not fit its data.
     """
@@ -52,7 +53,7 @@ def model_fingerprint(path: Path) -> str:
 
 @dataclass(frozen=True)
 class _Shard:
-    """A safetensors file: `spans` are the byte ranges [first, end) of its tensors in the file, in order."""
+    """A safetensors file. `spans`: the byte ranges [first, end) of its tensors in the file, in order."""
 
     path: Path
     size: int
@@ -61,7 +62,7 @@ class _Shard:
 
     @classmethod
     def read(cls, path: Path) -> "_Shard":
-        """The header of the file at `path`. Raises CheckpointError where it does not fit the file."""
+        """The shard at `path`. Raises CheckpointError if its header does not fit the file."""
         size = path.stat().st_size
         with path.open("rb") as file:
             header_size = int.from_bytes(file.read(8), "little")
@@ -79,7 +80,7 @@ class _Shard:
         return cls(path, size, header, tuple((base + lo, base + hi) for lo, hi in offsets))
 
     def samples(self, count: int) -> Iterator[bytes]:
-        """`count` samples of each tensor, or all its bytes where these are not more."""
+        """`count` samples of each tensor, or the whole tensor if it is not larger."""
         with self.path.open("rb") as file:
             for first, end in self.spans:
                 if end - first <= count * SAMPLE_BYTES:
@@ -92,7 +93,7 @@ class _Shard:
 
 @dataclass(frozen=True)
 class _Stamp:
-    """The identity of a file's content as far as the file system knows it."""
+    """The identity of a file's content as known to the file system."""
 
     size: int
     mtime_ns: int
@@ -105,15 +106,17 @@ class _Stamp:
 
 
 class WeightsHash:
-    """sha256 over every byte of a checkpoint's weights; `value` is "" until it is known.
+    """sha256 over every byte of a checkpoint's weights. `value` is "" until it is known.
 
-    Make it before the weights are loaded: a file that changes afterwards is not what was loaded, and has no hash here.
+    Create it before the weights are loaded. A file that changes later differs from the loaded one and has no
+    hash here.
     """
 
     def __init__(self, path: Path, *, cache_files: Sequence[Path] | None = None) -> None:
-        """`cache_files`: places of the cache, the first writable one is used; by default `cache_files_of(path)`.
+        """`cache_files`: candidates for the cache, of which the first writable one is used (default
+        `cache_files_of(path)`).
 
-        Raises CheckpointError when the weights are not there.
+        Raises CheckpointError if the weights are missing.
         """
         self._shards = {shard.name: shard for shard in find_shards(Path(path))}
         self._stamps = {name: _Stamp.of(shard) for name, shard in self._shards.items()}
@@ -126,13 +129,13 @@ class WeightsHash:
         return f"WeightsHash({self.value[:16] or 'not known yet'}, {len(self._shards)} shards)"
 
     def start(self) -> None:
-        """Hash in a background thread of lowest priority. Idempotent; nothing to do when the value is known."""
+        """Hash in a background thread of lowest priority. Idempotent; no-op if the value is known."""
         if not self.value and self._thread is None:
             self._thread = threading.Thread(target=self._run, name="weights-hash", daemon=True)
             self._thread.start()
 
     def wait(self, timeout: float) -> str:
-        """The value, for which it waits at most `timeout` seconds; "" when it is not known then."""
+        """The value, after waiting at most `timeout` seconds; "" if it is still unknown."""
         if self._thread is not None:
             self._thread.join(timeout)
         return self.value
@@ -154,7 +157,7 @@ class WeightsHash:
             logger.warning("weights could not be hashed: %s", error)
 
     def _cached(self) -> dict[str, str]:
-        """Shard -> sha256 (hex), of those whose stamps are still those of the cache."""
+        """Shard -> sha256 (hex), for shards whose stamps match the cache."""
         found: dict[str, str] = {}
         for file in self._cache_files:
             for name, entry in _read_cache(file).items():
@@ -181,7 +184,9 @@ class WeightsHash:
 
 
 def cache_files_of(path: Path) -> list[Path]:
-    """Where the hashes of the checkpoint at `path` are kept: beside the weights, else in the user's cache."""
+    """Candidates for the hash cache of the checkpoint at `path`: beside the weights, then in the user's cache
+    folder.
+    """
     folder = path if path.is_dir() else path.parent
     user = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
     name = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:32]
@@ -189,7 +194,7 @@ def cache_files_of(path: Path) -> list[Path]:
 
 
 def _read_cache(file: Path) -> dict[str, dict[str, Any]]:
-    """The entries of a cache file; none of one that is missing or malformed."""
+    """The entries of a cache file; empty if it is missing or malformed."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
         if content["version"] != CACHE_VERSION:

@@ -1,4 +1,4 @@
-"""The number of accepted drafts of a chain, from the target's choice behind each draft: `tree_verify` for one branch."""
+"""Chain verification: the number of accepted drafts of a chain. It is `tree_verify` for one branch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .triton_jit import jit_varying, next_power_of_2, tl
 
 
 def chain_verify_reference(tokens: torch.Tensor, targets: torch.Tensor, limits: torch.Tensor) -> torch.Tensor:
-    """The definition, and the CPU path. It never waits for the device."""
+    """The definition and the CPU path; arguments as in `chain_verify`. It never waits for the device."""
     matches = targets[:, :-1] == tokens[:, 1:]
     return torch.minimum(1 + matches.long().cumprod(dim=1).sum(dim=1), limits)
 
@@ -35,9 +35,10 @@ def _chain_verify_kernel(
 
 
 def chain_verify_triton(tokens: torch.Tensor, targets: torch.Tensor, limits: torch.Tensor) -> torch.Tensor:
-    """Launch on `tokens`, `targets` int64 `[B, N]`, `limits` int64 `[B]` -> int64 `[B]`.
+    """Launch on `tokens`, `targets` int64 `[B, N]` and `limits` int64 `[B]`; returns accept lengths int64
+    `[B]`.
 
-    Raises ValueError when shapes or dtypes do not fit.
+    Raises ValueError if shapes or dtypes do not fit.
     """
     _check(tokens, targets, limits)
     accept_len = torch.empty_like(limits)
@@ -58,17 +59,19 @@ def _check(tokens: torch.Tensor, targets: torch.Tensor, limits: torch.Tensor) ->
     is_shaped = tokens.dim() == 2 and tokens.shape == targets.shape and limits.shape == tokens.shape[:1]
     if not is_shaped or {tokens.dtype, targets.dtype, limits.dtype} != {torch.int64} or not tokens.shape[1]:
         raise ValueError(
-            f"chain_verify: tokens {tuple(tokens.shape)}, targets {tuple(targets.shape)} and limits {tuple(limits.shape)} "
+            f"chain_verify: tokens {tuple(tokens.shape)}, targets {tuple(targets.shape)} and limits "
+            f"{tuple(limits.shape)} "
             "must be int64 [B, N] and [B], N at least 1"
         )
 
 
 def chain_verify(tokens: torch.Tensor, targets: torch.Tensor, limits: torch.Tensor) -> torch.Tensor:
-    """Accept lengths int64 `[B]`. A draft is accepted when it equals the target's choice before it and all drafts before it
-    were accepted.
+    """Accept lengths int64 `[B]`: emitted tokens, 1 + accepted drafts.
 
-    `tokens` int64 `[B, N]`: the newest token and N-1 drafts; `targets` int64 `[B, N]`: what the target chose behind each;
-    `limits` int64 `[B]`: at most so many (0: an idle row). Raises ValueError when shapes or dtypes do not fit.
+    A draft is accepted if it equals the target's choice before it and all earlier drafts were accepted.
+    `tokens` int64 `[B, N]`: the newest token and N-1 drafts. `targets` int64 `[B, N]`: the target's choice
+    behind each token. `limits` int64 `[B]`: upper bounds of the accept lengths, 0 for an idle row. Raises
+    ValueError if shapes or dtypes do not fit.
     """
     if tokens.is_cuda:
         return chain_verify_triton(tokens, targets, limits)

@@ -1,7 +1,8 @@
-"""The likeliest token of each row, or one drawn by Gumbel-max, chosen row by row: sampling without top-k and top-p.
+"""Chooses one token per row, greedily or by Gumbel-max sampling: sampling without top-k and top-p.
 
-A vocabulary is cut into splits that run side by side. Three passes: the highest logit of each split, the best score of each
-split of a row that is drawn, and the best of all splits. Noise is that of `noise`, bit for bit.
+The vocabulary is cut into splits that run in parallel, in three passes: the highest logit of each split, the
+best score of each split of a sampled row, and the best of all splits. The noise is that of `noise`, bit for
+bit.
 
 Legend: R rows, V vocabulary, S splits.
 """
@@ -13,7 +14,7 @@ import torch
 from .noise import GAMMA, MIX_1, MIX_2, gumbel
 from .triton_jit import cdiv, jit, jit_varying, next_power_of_2, tl
 
-# Logits of one program, and of one row's noise made at once.
+# Logits per program, and noise values computed at once per row.
 SPLIT = 2048
 
 
@@ -26,16 +27,16 @@ def choose_token_reference(
     is_drawn: torch.Tensor,
     token_ids: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The definition. It never waits for the device."""
+    """The definition; arguments as in `choose_token`. It never waits for the device."""
     each = logits.shape[0] // max(seeds.shape[0], 1)
     min_p = torch.zeros_like(temperature) if min_p is None else min_p
     token_ids = torch.arange(logits.shape[1], device=logits.device) if token_ids is None else token_ids
     if each > 1:
-        knobs = (seeds, temperature, min_p, is_drawn)
+        per_request = (seeds, temperature, min_p, is_drawn)
         seeds, temperature, min_p, is_drawn = (
-            knob.repeat_interleave(each, output_size=logits.shape[0]) for knob in knobs
+            values.repeat_interleave(each, output_size=logits.shape[0]) for values in per_request
         )
-    highest, likeliest = logits.max(dim=1)  # a NaN in the row comes out as the highest
+    highest, likeliest = logits.max(dim=1)  # a NaN in the row becomes the highest
     scaled = (logits.double() - highest.double()[:, None]) / temperature[:, None]
     scores = gumbel(seeds, positions, token_ids) + scaled
     # log 0 is -inf: a row without min_p loses nothing.
@@ -46,7 +47,7 @@ def choose_token_reference(
 
 @jit
 def _mixed(b_bits: tl.tensor, MIX_1: tl.constexpr, MIX_2: tl.constexpr) -> tl.tensor:
-    """The finaliser of splitmix64; `>>` on signed integers copies the sign down, which the masks undo."""
+    """The finaliser of splitmix64. `>>` on signed integers copies the sign bit; the masks undo that."""
     b_bits = b_bits ^ ((b_bits >> 30) & ((1 << 34) - 1))
     b_bits = b_bits * MIX_1
     b_bits = b_bits ^ ((b_bits >> 27) & ((1 << 37) - 1))
@@ -64,7 +65,7 @@ def _highest_kernel(
     row_stride: tl.tensor,
     SPLIT: tl.constexpr,
 ) -> None:
-    # program (row, split); NaN counts as the highest of all, as infinity does: neither is finite
+    # program (row, split); NaN counts as +inf: neither is finite
     i_row = tl.program_id(0).to(tl.int64)
     i_token = tl.program_id(1) * SPLIT + tl.arange(0, SPLIT)
     m_token = i_token < vocab_size
@@ -102,7 +103,7 @@ def _scores_kernel(
     SPLIT: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
 ) -> None:
-    # program (row, split); overwrites the split's likeliest token by its best where the row is drawn
+    # program (row, split); overwrites the split's likeliest token with its best score if the row is drawn
     i_row = tl.program_id(0).to(tl.int64)
     i_knob = i_row // rows_each
     if tl.load(p_is_drawn + i_knob) == 0:
@@ -111,7 +112,7 @@ def _scores_kernel(
     m_split = i_split < num_splits
     b_highest = tl.load(p_highest + i_row * num_splits + i_split, mask=m_split, other=float("-inf"))
     highest = tl.max(b_highest, axis=0)
-    is_bad = (highest == float("inf")) | (highest == float("-inf"))  # whatever is chosen there means nothing
+    is_bad = (highest == float("inf")) | (highest == float("-inf"))  # the choice there is meaningless
     highest = tl.where(is_bad, 0.0, highest).to(tl.float64)
     i_token = tl.program_id(1) * SPLIT + tl.arange(0, SPLIT)
     m_token = i_token < vocab_size
@@ -172,9 +173,9 @@ def choose_token_triton(
     is_drawn: torch.Tensor,
     token_ids: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launch on `logits` float32 `[R, V]` (rows dense) and the rest as of `choose_token`.
+    """Launch on `logits` float32 `[R, V]` (rows dense); the other arguments as in `choose_token`.
 
-    Raises ValueError when shapes or dtypes do not fit.
+    Raises ValueError if shapes or dtypes do not fit.
     """
     _check(logits, positions, (seeds, temperature, min_p, is_drawn), token_ids)
     num_rows, vocab_size = logits.shape
@@ -226,7 +227,7 @@ def choose_token_triton(
 def _check(
     logits: torch.Tensor,
     positions: torch.Tensor,
-    knobs: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor],
+    per_request: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor],
     token_ids: torch.Tensor | None,
 ) -> None:
     is_shaped = logits.dim() == 2 and logits.dtype == torch.float32 and logits.shape[1] > 0
@@ -234,15 +235,16 @@ def _check(
     is_listed = token_ids is None or (
         token_ids.dtype == torch.int64 and token_ids.shape == logits.shape[1:] and token_ids.is_contiguous()
     )
-    count, dtypes = knobs[0].shape[0], (torch.int64, torch.float64, torch.float64, torch.bool)
-    wanted = [(x, dtype) for x, dtype in zip(knobs, dtypes, strict=True) if x is not None]
+    count, dtypes = per_request[0].shape[0], (torch.int64, torch.float64, torch.float64, torch.bool)
+    wanted = [(x, dtype) for x, dtype in zip(per_request, dtypes, strict=True) if x is not None]
     fits = all(x.shape == (count,) and x.dtype == dtype for x, dtype in wanted)
     is_even = logits.shape[0] % count == 0 if count else logits.shape[0] == 0
     if not (is_shaped and is_placed and is_listed and fits and is_even):
         raise ValueError(
-            f"choose_token: logits {tuple(logits.shape)} {logits.dtype}, positions {tuple(positions.shape)}, token_ids "
-            f"{None if token_ids is None else tuple(token_ids.shape)} and seeds, temperature, min_p, is_drawn "
-            f"{[(tuple(x.shape), x.dtype) for x, _ in wanted]}; expected float32 [R, V], int64 [R], int64 [V], and int64, "
+            f"choose_token: logits {tuple(logits.shape)} {logits.dtype}, positions {tuple(positions.shape)}, "
+            f"token_ids {None if token_ids is None else tuple(token_ids.shape)} "
+            f"and seeds, temperature, min_p, is_drawn {[(tuple(x.shape), x.dtype) for x, _ in wanted]}; "
+            "expected float32 [R, V], int64 [R], int64 [V], and int64, "
             "float64, float64, bool, each [B] with R a multiple of B"
         )
 
@@ -256,13 +258,14 @@ def choose_token(
     is_drawn: torch.Tensor,
     token_ids: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """An index into the vocabulary for each row, int64 `[R]`, and whether its logits are not finite, bool `[R]`: a NaN,
-    +inf, or nothing above -inf; the index is 0 there.
+    """The chosen index of each row, int64 `[R]`, and whether its logits are not finite, bool `[R]`.
 
-    `logits` float32 `[R, V]`; `positions` int64 `[R]`; `seeds` int64, `temperature` above 0 and `min_p` float64, `is_drawn`
-    bool (False takes the highest logit, of equals the first), each `[B]`, for R/B rows in a row; `token_ids` int64 `[V]`:
-    whose noise each entry has. `min_p` None: off; `token_ids` None: each entry's own.
-    Raises ValueError when shapes or dtypes do not fit.
+    Logits are not finite if they hold NaN or +inf, or nothing above -inf; the index is then 0.
+
+    `logits`: float32 `[R, V]`. `positions`: int64 `[R]`. Per request, each `[B]` for R/B consecutive rows:
+    `seeds` int64, `temperature` float64 above 0, `min_p` float64 (None: off), `is_drawn` bool. Rows that are
+    not drawn take the highest logit, the first among equals. `token_ids` int64 `[V]`: the token whose noise
+    each entry uses; None: its own index. Raises ValueError if shapes or dtypes do not fit.
     """
     if logits.is_cuda:
         return choose_token_triton(logits, seeds, positions, temperature, min_p, is_drawn, token_ids)

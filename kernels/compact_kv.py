@@ -1,7 +1,7 @@
-"""Move rows of the paged KV pool to other slots, all layers at once: the kept branch of a tree to where a chain would lie.
+"""Moves rows of the paged KV pool: the accepted branch of a tree becomes contiguous.
 
-Within a request every source is read before any destination is written, so that the two may overlap. Pool and slots are
-those of `kv_store`; slot 0, the sink, may be source and destination together: zeros over zeros.
+Within a request every source is read before any destination is written, so they may overlap. Pool and slots
+are those of `kv_store`. Slot 0, the sink, may be source and destination at once: zeros over zeros.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MAX_MOVES = 256
 
 
 def compact_kv_reference(kv: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
-    """The definition, and the CPU path."""
+    """The definition and the CPU path; arguments as in `compact_kv`."""
     num_layers, page_size = kv.shape[1], kv.shape[3]
     planes = torch.arange(2 * num_layers, device=kv.device) * page_size
     read, written = (
@@ -53,9 +53,9 @@ def _compact_kv_kernel(
 
 
 def compact_kv_triton(kv: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
-    """Launch on `kv` `[num_pages, L, 2, page_size, N, D]`, `sources`, `targets` int64 `[B, M]`.
+    """Launch on `kv` `[num_pages, L, 2, page_size, N, D]` and `sources`, `targets` int64 `[B, M]`.
 
-    Raises ValueError when shapes or dtypes do not fit.
+    Raises ValueError if shapes or dtypes do not fit.
     """
     _check(kv, sources, targets)
     if sources.numel() == 0:
@@ -91,7 +91,8 @@ def _check(kv: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> No
 def compact_kv(kv: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
     """Copy K and V of every layer from slots `sources` int64 `[B, M]` to slots `targets` int64 `[B, M]`.
 
-    The slots of different requests are disjoint, slot 0 apart. Raises ValueError when shapes or dtypes do not fit.
+    `kv`: `[num_pages, L, 2, page_size, N, D]`. Slots of different requests are disjoint, except for slot 0.
+    Raises ValueError if shapes or dtypes do not fit.
     """
     if kv.is_cuda:
         compact_kv_triton(kv, sources, targets)

@@ -1,8 +1,8 @@
-"""Attention of ragged runs of new rows over their requests' pages, causal: prefill and draft prefill.
+"""Causal attention of ragged runs of new rows over their requests' pages: prefill and draft prefill.
 
-Legend: T new rows of all requests, B requests, P pages per request, N query heads, K key/value heads, G = N/K, D head
-dimension. Request b owns rows [q_starts[b], q_starts[b+1]), the last of its kv_lens[b] context rows; rows behind
-q_starts[B] are padding. Pool and page numbers are those of `kv_store`.
+Legend: T new rows of all requests, B requests, P pages per request, N query heads, K key/value heads, G =
+N/K, D head dimension. Request b owns rows [q_starts[b], q_starts[b+1]), the last of its kv_lens[b] context
+rows. Rows from q_starts[B] on are padding. Pool and page numbers are those of `kv_store`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from .paged_tile import LOG2_E, attend_columns, check_paged, tile_shape
 from .triton_jit import cdiv, jit_varying, tl
 
 MAX_TILE_ROWS = 128
-# From so many (row, head) pairs on, two programs of four warps on a multiprocessor beat one of eight: on an H200 8192 rows
-# of 32 heads take 1.59 ms instead of 1.73, but 1024 rows 60 us instead of 54.
+# From this number of (row, head) pairs on, two programs of four warps per multiprocessor beat one of
+# eight. On an H200, 8192 rows of 32 heads take 1.59 ms instead of 1.73, but 1024 rows take 60 us instead
+# of 54.
 MANY_ROWS = 8192
 
 
@@ -31,7 +32,7 @@ def paged_extend_reference(
     kv_lens: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
-    """The CPU path: one request after the other; it reads the lengths on the host."""
+    """The CPU path: one request after the other. It reads the lengths on the host."""
     out = torch.zeros_like(q)
     starts, lens = q_starts.tolist(), kv_lens.tolist()
     q_lens = [end - start for start, end in pairwise(starts)]
@@ -72,7 +73,7 @@ def _extend_kernel(
     BLOCK_COLUMNS: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
 ) -> None:
-    # the last tiles of a request see the most context: they start first
+    # the last tiles of a request see the most context, so they start first
     i_tile = tl.num_programs(0) - 1 - tl.program_id(0)
     i_kv_head = tl.program_id(1)
     i_request = tl.program_id(2).to(tl.int64)
@@ -91,7 +92,7 @@ def _extend_kernel(
     o_q = (q_start + i_query) * q_stride + i_head * q_head_stride
     b_q = tl.load(p_q + o_q[:, None] + i_dim[None, :], mask=m_rows, other=0.0)
 
-    # columns [0, num_full) are seen by every row of the tile, [num_full, num_seen) by some
+    # every row of the tile sees columns [0, num_full), some rows see [num_full, num_seen)
     first_query = i_tile * BLOCK_ROWS // GROUP
     last_query = tl.minimum((i_tile * BLOCK_ROWS + BLOCK_ROWS - 1) // GROUP, q_len - 1)
     num_full = (context + first_query + 1) // BLOCK_COLUMNS * BLOCK_COLUMNS
@@ -118,11 +119,11 @@ def paged_extend_triton(
     max_q_len: int,
     scale: float,
 ) -> torch.Tensor:
-    """Launch on `q` `[T, N, D]`, `kv` `[num_pages, L, 2, page_size, K, D]`, `page_table` int `[B, P]`, `q_starts` int
-    `[B+1]`, `kv_lens` int `[B]` -> `[T, N, D]`, zeros in padding rows.
+    """Launch on `q` `[T, N, D]`; returns `[T, N, D]`, zeros in padding rows.
 
-    `max_q_len`: an upper bound of the requests' rows, known to the host. Lengths and pages are not checked.
-    Raises ValueError when shapes or dtypes do not fit.
+    `kv`: `[num_pages, L, 2, page_size, K, D]`. `page_table`: int `[B, P]`. `q_starts`: int `[B+1]`.
+    `kv_lens`: int `[B]`. `max_q_len`: an upper bound of the rows per request, known to the host. Values of
+    lengths and pages are not checked. Raises ValueError if shapes or dtypes do not fit.
     """
     _check(q, kv, page_table, q_starts, kv_lens)
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
@@ -172,7 +173,8 @@ def _check(
     num_requests = page_table.shape[0]
     if q.dim() != 3 or kv_lens.shape != (num_requests,) or q_starts.shape != (num_requests + 1,):
         raise ValueError(
-            f"paged_extend: q {tuple(q.shape)}, q_starts {tuple(q_starts.shape)}, kv_lens {tuple(kv_lens.shape)} do "
+            f"paged_extend: q {tuple(q.shape)}, q_starts {tuple(q_starts.shape)}, kv_lens "
+            f"{tuple(kv_lens.shape)} do "
             f"not fit {num_requests} requests; expected [T, N, D], [B+1], [B]"
         )
 
@@ -187,10 +189,11 @@ def paged_extend(
     max_q_len: int,
     scale: float,
 ) -> torch.Tensor:
-    """Rows `q` `[T, N, D]` over pages `page_table` int `[B, P]` of `layer` in `kv`, each row up to itself.
+    """Attend rows `q` `[T, N, D]` over their requests' pages, each row up to itself.
 
-    `q_starts` int `[B+1]`, `kv_lens` int `[B]` (rows already stored included); `max_q_len` bounds a request's rows.
-    Returns `[T, N, D]`, zeros in padding rows. Raises ValueError when shapes or dtypes do not fit.
+    `page_table` int `[B, P]`: pages of `layer` in `kv`. `q_starts`: int `[B+1]`. `kv_lens`: int `[B]`, the
+    new rows included, which are stored already. `max_q_len`: an upper bound of the rows per request. Returns
+    `[T, N, D]`, zeros in padding rows. Raises ValueError if shapes or dtypes do not fit.
     """
     if q.is_cuda:
         return paged_extend_triton(q, kv, layer, page_table, q_starts, kv_lens, max_q_len, scale)

@@ -1,8 +1,8 @@
 """Write new keys and values into the page-major pool.
 
-The pool is `[num_pages, L, 2, page_size, N, D]`, contiguous, seen here as rows of N*D values. Slot = page * page_size +
-offset; the K row of slot s in layer 0 is `kv_rows(s)`; a layer further is 2*page_size rows further, V is page_size
-rows behind K. Slot 0 is the sink of padding rows and always reads as zeros.
+The pool is `[num_pages, L, 2, page_size, N, D]`, contiguous, seen here as rows of N*D values. Slot = page *
+page_size + offset. The K row of slot s in layer 0 is `kv_rows(s)`. The next layer lies 2*page_size rows
+further, V lies page_size rows behind K. Slot 0 is the sink of padding rows and always reads as zeros.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ TILE = 2048
 
 
 def kv_rows(slots: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
-    """Row numbers (int64, shape of `slots`) of the layer-0 keys at `slots` in `kv.view(-1, N*D)`."""
+    """Row numbers in `kv.view(-1, N*D)` of the layer-0 keys at `slots`: int64, the shape of `slots`."""
     num_layers, page_size = kv.shape[1], kv.shape[3]
     pages = torch.div(slots, page_size, rounding_mode="floor")
     return pages * (num_layers * 2 * page_size) + slots % page_size
@@ -39,7 +39,7 @@ def _store_kv_kernel(
     BLOCK_HEADS: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
 ) -> None:
-    # program 0 has no token: its row reads as 0 and its values as zeros, which clears the sink
+    # program 0 has no token: it reads row 0 and zeros, and so clears the sink
     i_token = tl.program_id(0).to(tl.int64) - 1
     i_head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
     i_dim = tl.arange(0, BLOCK_DIM)
@@ -50,7 +50,7 @@ def _store_kv_kernel(
     o_v = i_token * v_stride + i_head[:, None] * v_head_stride + i_dim[None, :]
     b_k = tl.load(p_k + o_k, mask=m_tile & m_token, other=0.0)
     b_v = tl.load(p_v + o_v, mask=m_tile & m_token, other=0.0)
-    # padding rows, all at row 0, write the same zeros: no order between them matters
+    # all padding rows write the same zeros to row 0, so their order does not matter
     is_real = i_row != 0
     o_kv = (i_row * num_heads + i_head[:, None]) * HEAD_DIM + i_dim[None, :] + o_layer
     tl.store(p_kv + o_kv, tl.where(is_real, b_k, 0.0), mask=m_tile)
@@ -60,9 +60,9 @@ def _store_kv_kernel(
 def store_kv_triton(
     kv: torch.Tensor, layer: int, rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> None:
-    """Launch `store_kv`: `kv` `[num_pages, L, 2, page_size, N, D]`, `rows` int64 `[T]`, `k`, `v` `[T, N, D]`.
+    """Launch on `kv` `[num_pages, L, 2, page_size, N, D]`, `rows` int64 `[T]` and `k`, `v` `[T, N, D]`.
 
-    Raises ValueError when shapes or dtypes do not fit the pool.
+    Raises ValueError if shapes or dtypes do not fit the pool.
     """
     check_kv(kv, rows, k, v)
     page_size, num_heads, head_dim = kv.shape[3:]
@@ -90,7 +90,9 @@ def store_kv_triton(
 
 
 def check_kv(kv: torch.Tensor, rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """ValueError unless `k`, `v` are `[T, N, D]` of the pool's sizes and dtype, one row each of `rows` `[T]`."""
+    """Raises ValueError unless `k`, `v` are `[T, N, D]` in the pool's sizes and dtype, with one of `rows`
+    `[T]` each.
+    """
     if (
         k.shape != v.shape
         or k.shape != (rows.shape[0], *kv.shape[4:])
@@ -98,16 +100,16 @@ def check_kv(kv: torch.Tensor, rows: torch.Tensor, k: torch.Tensor, v: torch.Ten
         or v.dtype != kv.dtype
     ):
         raise ValueError(
-            f"store_kv: k {tuple(k.shape)} {k.dtype}, v {tuple(v.shape)} {v.dtype} for {rows.shape[0]} rows do not fit "
-            f"a pool of {kv.shape[4]} heads x {kv.shape[5]} {kv.dtype}"
+            f"store_kv: k {tuple(k.shape)} {k.dtype}, v {tuple(v.shape)} {v.dtype} for {rows.shape[0]} rows "
+            f"do not fit a pool of {kv.shape[4]} heads x {kv.shape[5]} {kv.dtype}"
         )
 
 
 def store_kv(kv: torch.Tensor, layer: int, rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Store `k`, `v` `[T, N, D]` of `layer` at `rows` `[T]` (from `kv_rows`), then clear the sink.
+    """Store `k`, `v` `[T, N, D]` of `layer` at `rows` int64 `[T]` (from `kv_rows`), then clear the sink.
 
-    Clearing keeps a padding row's values, NaN included, from ever being read back.
-    Raises ValueError when shapes or dtypes do not fit the pool.
+    Clearing prevents later reads of a padding row's values, NaN included. Raises ValueError if shapes or
+    dtypes do not fit the pool.
     """
     if kv.is_cuda:
         store_kv_triton(kv, layer, rows, k, v)

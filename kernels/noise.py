@@ -1,14 +1,15 @@
 """Counter-based noise: a pure function of (request seed, position, token id).
 
-A choice therefore depends neither on the batch, nor on a retry, nor on a drafter.
+A sampled token therefore depends neither on the batch, nor on a retry, nor on a drafter.
 
-    state(seed, position) = mix(mix(seed + G) + position * G)                    64 bits per row
-    bits(state, token)    = mix(state + (token + 1) * G)                         splitmix64, `token` steps after `state`
-    u                     = (2 * (bits >>> 12) + 1) * 2**-53                     odd multiples of 2**-53: never 0 or 1
-    gumbel                = -log(-log(u))                                        float64, in [-3.61, 36.74]
+    state(seed, position) = mix(mix(seed + G) + position * G)        64 bits per row
+    bits(state, token)    = mix(state + (token + 1) * G)             splitmix64, `token` steps after `state`
+    u                     = (2 * (bits >>> 12) + 1) * 2**-53         odd multiples of 2**-53: never 0 or 1
+    gumbel                = -log(-log(u))                            float64, in [-3.61, 36.74]
 
-G is the golden gamma of splitmix64 and mix its finaliser (Steele, Lea, Flood, "Fast splittable pseudorandom number
-generators", 2014). Everything up to u is exact: integer arithmetic modulo 2**64 in int64 tensors, then powers of two.
+G is the golden gamma of splitmix64 and mix its finaliser (Steele, Lea, Flood, "Fast splittable pseudorandom
+number generators", 2014). All values up to u are exact: integer arithmetic modulo 2**64 in int64 tensors,
+then powers of two.
 """
 
 from collections.abc import Sequence
@@ -27,14 +28,14 @@ MIX_2 = _signed(0x94D049BB133111EB)
 
 
 def seed_tensor(seeds: Sequence[int], device: torch.device | str = "cpu") -> torch.Tensor:
-    """Seeds of any size as int64 `[R]`, taken modulo 2**64."""
+    """Integer seeds as int64 `[R]`, reduced modulo 2**64."""
     return torch.tensor([_signed(seed) for seed in seeds], dtype=torch.int64, device=device)
 
 
 def uniforms(seeds: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-    """Uniforms in (0, 1), float64 `[R, N]`.
+    """Uniform noise in (0, 1), float64 `[R, N]`.
 
-    `seeds` and `positions` `[R]` int64; `token_ids` int64 `[N]`, the same for every row, or `[R, N]`.
+    `seeds` and `positions`: int64 `[R]`. `token_ids`: int64 `[N]`, the same for every row, or `[R, N]`.
     """
     state = _mix_(_mix_(seeds + GAMMA) + positions * GAMMA)
     steps = (token_ids + 1) * GAMMA
@@ -43,7 +44,7 @@ def uniforms(seeds: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tens
 
 
 def gumbel(seeds: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-    """Standard Gumbel noise, float64 `[R, N]`; arguments as of `uniforms`."""
+    """Standard Gumbel noise, float64 `[R, N]`; arguments as in `uniforms`."""
     return uniforms(seeds, positions, token_ids).log_().neg_().log_().neg_()
 
 

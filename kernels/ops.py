@@ -1,8 +1,9 @@
-"""Paged attention and KV store as operations of the torch library. A full graph records each as one operation.
+"""Paged attention and KV store as torch library operations: a full graph records each as one.
 
-A recorder sees operations, not the Python around them, so each declares what it mutates. Lengths and pages are tensors
-that are read when the operation runs: a graph that holds it follows them. On CPU the torch reference looks at no more
-pages than the longest context has, which fixed shapes could not do; on CUDA the Triton kernels do that by themselves.
+A recorder sees operations and not the Python code around them, so each operation declares the arguments that
+it mutates. Lengths and pages are tensors that are read when the operation runs, so a recorded graph follows
+their values. The torch reference on CPU reads only as many pages as the longest context has, which fixed
+shapes could not do. The Triton kernels on CUDA do that by themselves.
 
 Shapes and dtypes are those of `kv_store` and `verify_attention`.
 """
@@ -17,7 +18,8 @@ from .verify_attention import paged_verify_reference, paged_verify_triton
 torch.library.define("baton::store_kv", "(Tensor(a!) kv, int layer, Tensor rows, Tensor k, Tensor v) -> ()")
 torch.library.define(
     "baton::paged_verify",
-    "(Tensor q, Tensor kv, int layer, Tensor page_table, Tensor kv_lens, float scale, Tensor? tree_mask) -> Tensor",
+    "(Tensor q, Tensor kv, int layer, Tensor page_table, Tensor kv_lens, float scale, Tensor? tree_mask) -> "
+    "Tensor",
 )
 
 
@@ -57,7 +59,7 @@ def _paged_verify_cuda(
 def recorded_store_kv(
     kv: torch.Tensor, layer: int, rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> None:
-    """`kv_store.store_kv` as one operation: `kv` is mutated."""
+    """`kv_store.store_kv` as one operation, which mutates `kv`."""
     torch.ops.baton.store_kv.default(kv, layer, rows, k, v)
 
 
@@ -70,8 +72,10 @@ def recorded_paged_verify(
     scale: float,
     tree_mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`verify_attention.paged_verify` as one operation: `q` `[B, Q, N, D]`, `page_table` int `[B, P]`, `kv_lens` int `[B]`
-    (0: an idle request, whose rows give zeros), `tree_mask` None or bool `[B, Q, W]` -> `[B, Q, N, D]`.
+    """`verify_attention.paged_verify` as one operation; returns `[B, Q, N, D]`.
+
+    `q`: `[B, Q, N, D]`. `page_table`: int `[B, P]`. `kv_lens`: int `[B]`, 0 for an idle request, whose rows
+    give zeros. `tree_mask`: None or bool `[B, Q, W]`.
     """
     out: torch.Tensor = torch.ops.baton.paged_verify.default(
         q, kv, layer, page_table, kv_lens, scale, tree_mask

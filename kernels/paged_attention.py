@@ -1,18 +1,20 @@
-"""Attention of new rows over the paged context they belong to.
+"""Torch attention of new rows over their paged context: the reference of the kernels and the CPU path.
 
-Legend: B requests, Q new rows of a request, S context rows, N query heads, K key/value heads, G = N/K queries per
-key/value head, D head dimension. Pool and row numbers are those of `kv_store`.
+Legend: B requests, Q new rows of a request, S context rows, N query heads, K key/value heads, G = N/K queries
+per key/value head, D head dimension. Pool and row numbers are those of `kv_store`.
 """
 
 import torch
 import torch.nn.functional as F
 
-# Query rows handled at once in an extend: bounds the mask and lets the causal upper triangle be skipped block by block.
+# Query rows per block of an extend: limits the mask and skips blocks above the causal diagonal.
 QUERY_BLOCK = 512
 
 
 def gather_kv(kv: torch.Tensor, layer: int, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values `[M, K, D]` each of `layer` at `rows` `[2*M]`: key rows, then value rows, of layer 0."""
+    """Keys and values of `layer`, each `[M, K, D]`, at `rows` int64 `[2*M]`: key rows, then value rows, of
+    layer 0.
+    """
     page_size, width = kv.shape[3], kv.shape[4] * kv.shape[5]
     picked = kv.view(-1, width).index_select(0, rows + layer * 2 * page_size)
     both = picked.view(2, -1, kv.shape[4], kv.shape[5])
@@ -22,7 +24,9 @@ def gather_kv(kv: torch.Tensor, layer: int, rows: torch.Tensor) -> tuple[torch.T
 def paged_attention_reference(
     q: torch.Tensor, kv: torch.Tensor, layer: int, pages: torch.Tensor, kv_len: int, scale: float
 ) -> torch.Tensor:
-    """The definition for one request, in float64: `q` `[Q, N, D]` are the last Q of `kv_len` rows in `pages` `[P]`."""
+    """The definition for one request, in float64: `q` `[Q, N, D]` are the last Q of `kv_len` rows in `pages`
+    `[P]`.
+    """
     num_rows, num_heads = q.shape[0], q.shape[1]
     group = num_heads // kv.shape[4]
     k, v = (
@@ -38,10 +42,11 @@ def paged_attention_reference(
 def batched_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """Equally many rows per request: `q` `[B, Q, N, D]` over `k`, `v` `[B, S, K, D]` -> `[B, Q, N, D]`.
+    """Attention of equally many rows per request: `q` `[B, Q, N, D]`, `k`, `v` `[B, S, K, D]` ->
+    `[B, Q, N, D]`.
 
-    `mask` `[B, 1, Q, S]` is added to the scores. The group is folded into the query length, group-major, so that keys
-    and values are read once and never expanded.
+    `mask` `[B, 1, Q, S]` is added to the scores. The head group is folded into the query length, group-major,
+    so keys and values are read once and never expanded.
     """
     batch, num_rows, num_heads, head_dim = q.shape
     kv_heads = k.shape[2]
@@ -58,9 +63,9 @@ def batched_attention(
 
 
 def causal_band(context: int, block: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """`[block, context + block]` with -inf where column > row + context.
+    """A causal mask `[block, context + block]`: -inf where column > row + context, else 0.
 
-    The mask of a block of n queries whose first stands at context position o is `band[:n, context - o : context + n]`:
+    The mask of n queries whose first stands at context position o is `band[:n, context - o : context + n]`:
     one buffer serves every block of every request.
     """
     columns = torch.arange(context + block, device=device)
@@ -72,9 +77,10 @@ def causal_band(context: int, block: int, dtype: torch.dtype, device: torch.devi
 def extend_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, band: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """One request's rows: `q` `[Q, N, D]`, the last Q of `k`, `v` `[S, K, D]` -> `[Q, N, D]`.
+    """Causal attention of one request's rows: `q` `[Q, N, D]`, the last Q of `k`, `v` `[S, K, D]` ->
+    `[Q, N, D]`.
 
-    `band` from `causal_band` with context >= S - 1 and block >= min(Q, QUERY_BLOCK).
+    `band`: from `causal_band` with context >= S - 1 and block >= min(Q, QUERY_BLOCK).
     """
     num_rows, num_heads, head_dim = q.shape
     length, kv_heads, _ = k.shape

@@ -1,8 +1,10 @@
-"""Per-tile code of both paged attention kernels: fetch keys and values through the page table, and fold one tile of
-scores into a running softmax.
+"""The tile code of both paged attention kernels.
 
-Legend: M rows of a tile, which are (new row, head of the group) pairs; C context columns of a tile; D head dimension.
-Scores are kept in base 2: `scale` holds the softmax scale times log2(e).
+It loads keys and values through the page table and adds one tile of scores to a running softmax (Dao et al.,
+"FlashAttention", 2022).
+
+Legend: M rows of a tile, which are (new row, head of the group) pairs; C context columns of a tile; D head
+dimension. Scores are kept in base 2: `scale` holds the softmax scale times log2(e).
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import torch
 from .triton_jit import jit, next_power_of_2, tl
 
 LOG2_E = math.log2(math.e)
-# The smallest side that a matrix instruction takes.
+# The smallest side of a matrix instruction.
 MIN_DOT = 16
 
 
@@ -35,8 +37,8 @@ def load_kv_tile(
 ) -> tl.tensor:
     """Keys `[BLOCK_DIM, C]` and values `[C, BLOCK_DIM]` of context rows `i_column`, zeros where masked.
 
-    `p_kv` points at the layer's keys of one head in page 0, `o_value` further on lie the values. `IS_FULL`: `m_column` is
-    true throughout and not looked at.
+    `p_kv` points at the layer's keys of one head in page 0; the values lie `o_value` further. With `IS_FULL`,
+    `m_column` is true everywhere and not read.
     """
     i_dim = tl.arange(0, BLOCK_DIM)
     m_dim = i_dim < HEAD_DIM
@@ -69,12 +71,13 @@ def fold_tile(
     scale: tl.tensor,
     IS_FULL: tl.constexpr,
 ) -> tl.tensor:
-    """A step of the running softmax: `b_q` `[M, D]`, `m_visible` `[M, C]` -> new (max `[M]`, sum `[M]`, out `[M, D]`).
+    """One step of the running softmax: `b_q` `[M, D]`, `m_visible` `[M, C]` -> new (max `[M]`, sum `[M]`, out
+    `[M, D]`).
 
-    A row that has seen nothing yet keeps max = -inf, sum = 0, out = 0. `IS_FULL`: every row sees every column. `scale` is
-    positive, so that it may be applied behind the maximum, where it costs nothing.
+    A row that has seen no column keeps max = -inf, sum = 0, out = 0. With `IS_FULL`, every row sees every
+    column. `scale` is positive, so it can be applied after the maximum, where it costs nothing.
     """
-    # ieee concerns float32 alone, which would be cut to tf32 otherwise
+    # ieee matters for float32 only, which would be truncated to tf32
     b_scores = tl.dot(b_q, b_k, input_precision="ieee")
     if IS_FULL:
         b_new_max = tl.maximum(b_max, tl.max(b_scores, axis=1) * scale)
@@ -114,10 +117,11 @@ def attend_columns(
     BLOCK_COLUMNS: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
 ) -> tl.tensor:
-    """Rows `b_q` over columns [start, end) of their request -> running (max, sum, out), see `fold_tile`.
+    """Attend rows `b_q` over columns [start, end) of their request -> running (max, sum, out), see
+    `fold_tile`.
 
-    Columns before `full_end`, a number of whole tiles, are seen by every row. Column context + j is seen when j <= the
-    row's own `i_query`, or when the request's `p_tree_mask` `[num_rows, window]` says so.
+    Every row sees the columns before `full_end`, a number of whole tiles. A row sees column context + j if j
+    <= its own `i_query`, or if the request's `p_tree_mask` `[num_rows, window]` allows it.
     """
     b_max = tl.full((BLOCK_ROWS,), float("-inf"), dtype=tl.float32)
     b_sum = tl.zeros((BLOCK_ROWS,), dtype=tl.float32)
@@ -181,8 +185,9 @@ class TileShape(NamedTuple):
 def tile_shape(dtype: torch.dtype, head_dim: int, num_rows: int, max_rows: int) -> TileShape:
     """Tiles for `num_rows` (row, head) pairs, at most `max_rows` at once.
 
-    For an H200: 128 rows by 64 columns of 128 bf16 values, three stages deep, compile for sm_90 to 97 of its 227 KiB of
-    shared memory, with wgmma and without spills. float32 has no matrix instruction of full precision; it is for tests.
+    Chosen for an H200: 128 rows by 64 columns of 128 bf16 values in three stages compile for sm_90 to 97 of
+    its 227 KiB of shared memory, with wgmma and without spills. float32 has no matrix instruction of full
+    precision; it is for tests.
     """
     dim = max(next_power_of_2(head_dim), MIN_DOT)
     is_float32 = dtype == torch.float32
@@ -201,12 +206,16 @@ def tile_shape(dtype: torch.dtype, head_dim: int, num_rows: int, max_rows: int) 
 def check_paged(
     op: str, q: torch.Tensor, kv: torch.Tensor, page_table: torch.Tensor, lens: tuple[torch.Tensor, ...]
 ) -> None:
-    """ValueError unless heads and dtypes fit the pool and the table and lengths are integers of as many requests."""
+    """Raises ValueError unless the tensors fit the pool.
+
+    Heads and dtype of `q` must be the pool's; table and lengths must be integers for equally many requests.
+    """
     kv_heads, head_dim = kv.shape[-2:]
     num_heads = q.shape[-2]
     if q.dtype != kv.dtype or q.shape[-1] != head_dim or num_heads % kv_heads:
         raise ValueError(
-            f"{op}: q {tuple(q.shape)} {q.dtype} does not fit a pool of {kv_heads} heads x {head_dim} {kv.dtype}"
+            f"{op}: q {tuple(q.shape)} {q.dtype} does not fit a pool of {kv_heads} heads x {head_dim} "
+            f"{kv.dtype}"
         )
     integers = [x.dtype in (torch.int32, torch.int64) for x in (page_table, *lens)]
     if page_table.dim() != 2 or not all(integers) or not kv.is_contiguous():

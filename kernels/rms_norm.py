@@ -1,4 +1,7 @@
-"""Root-mean-square normalisation: y = x / sqrt(mean(x^2) + eps) * weight, alone or behind a residual addition."""
+"""RMSNorm, y = x / sqrt(mean(x^2) + eps) * weight, with or without a residual addition.
+
+Source: Zhang, Sennrich, "Root mean square layer normalization", 2019.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import torch.nn.functional as F
 
 from .triton_jit import cdiv, jit_varying, next_power_of_2, rows_of, tl
 
-# Elements of one program's tile: narrow rows (a head) are taken several at once, wide ones alone.
+# Elements per program: several narrow rows (heads) together, or one wide row.
 TILE = 4096
 
 
@@ -64,10 +67,11 @@ def _rms_norm_kernel(
 def rms_norm_triton(
     x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launch on `x` `[..., D]`, `weight` `[D]`, `residual` None or `[..., D]` -> (normed, sum), each `[..., D]`.
+    """Launch on `x` `[..., D]`, `weight` `[D]`, `residual` None or `[..., D]`; returns (normed, sum), each
+    `[..., D]`.
 
-    Without a residual the second is `x` itself. Rows may be strided (heads of a wider projection); D up to 65536.
-    Raises ValueError when shapes or dtypes differ.
+    Without a residual, the sum is `x` itself. Rows may be strided (heads of a wider projection); D is at most
+    65536. Raises ValueError if shapes or dtypes differ.
     """
     _check(x, weight, residual)
     rows, width = rows_of(x), x.shape[-1]
@@ -100,19 +104,21 @@ def rms_norm_triton(
 def _check(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None) -> None:
     if weight.shape != x.shape[-1:] or weight.dtype != x.dtype:
         raise ValueError(
-            f"rms_norm: weight {tuple(weight.shape)} {weight.dtype} does not fit x {tuple(x.shape)} {x.dtype}; "
+            f"rms_norm: weight {tuple(weight.shape)} {weight.dtype} does not fit x {tuple(x.shape)} "
+            f"{x.dtype}; "
             "both need the same last dimension and dtype"
         )
     if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
         raise ValueError(
-            f"add_rms_norm: residual {tuple(residual.shape)} {residual.dtype} does not fit x {tuple(x.shape)} {x.dtype}"
+            f"add_rms_norm: residual {tuple(residual.shape)} {residual.dtype} does not fit x "
+            f"{tuple(x.shape)} {x.dtype}"
         )
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Normalise `x` `[..., D]` over its last dimension; `weight` `[D]` of the same dtype.
 
-    Raises ValueError when the widths or dtypes differ.
+    Raises ValueError if the widths or dtypes differ.
     """
     if x.is_cuda:
         return rms_norm_triton(x, weight, eps)[0]
@@ -123,9 +129,9 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(rms_norm(x + residual), x + residual) of `x`, `residual` `[..., D]` in one pass over memory.
+    """(rms_norm(x + residual), x + residual) for `x`, `residual` `[..., D]`, in one pass over memory.
 
-    Raises ValueError when shapes or dtypes differ.
+    Raises ValueError if shapes or dtypes differ.
     """
     if x.is_cuda:
         return rms_norm_triton(x, weight, eps, residual)

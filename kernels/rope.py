@@ -1,4 +1,4 @@
-"""Rotary position embedding, neox pairing: dimension d is rotated with dimension d + D/2.
+"""Rotary position embedding (Su et al., "RoFormer", 2021), neox pairing: dimension d is rotated with d + D/2.
 
 Legend: T tokens, N heads, D head dimension.
 """
@@ -14,7 +14,7 @@ BLOCK_HEADS = 16
 
 
 def rope_reference(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """The definition, on half-wide unsigned `cos`, `sin` `[T, D/2]`: `x` `[T, N, D]` -> `[T, N, D]`."""
+    """The definition, with half-wide unsigned `cos`, `sin` `[T, D/2]`: `x` `[T, N, D]` -> `[T, N, D]`."""
     first, second = x.chunk(2, dim=-1)
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
@@ -34,7 +34,7 @@ def rotated_tile(
     HEAD_DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
 ) -> tl.tensor:
-    """Heads `i_head` of token `i_token` after rotation, float32 `[BLOCK_HEADS, BLOCK_DIM]`, 0 where masked."""
+    """Heads `i_head` of token `i_token` after rotation, float32 `[BLOCK_HEADS, BLOCK_DIM]`, masked: 0."""
     i_dim = tl.arange(0, BLOCK_DIM)
     m_dim = i_dim < HEAD_DIM
     m_tile = m_head[:, None] & m_dim[None, :] & m_token
@@ -83,9 +83,10 @@ def _rope_kernel(
 
 
 def apply_rope_triton(x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> torch.Tensor:
-    """Launch on `x` `[T, N, D]` (last dimension contiguous), `cos`, `signed_sin` `[T, D]` -> `[T, N, D]`.
+    """Launch on `x` `[T, N, D]` (last dimension contiguous) and `cos`, `signed_sin` `[T, D]`; returns
+    `[T, N, D]`.
 
-    Computed in float32 and rounded once. Raises ValueError when the tables do not fit the rows.
+    Computed in float32 and rounded once. Raises ValueError if the tables do not fit the rows.
     """
     check_tables(x, cos, signed_sin)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -111,19 +112,20 @@ def apply_rope_triton(x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tens
 
 
 def check_tables(x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> None:
-    """ValueError unless both tables are `[T, D]` for `x` `[T, N, D]`."""
+    """Raises ValueError unless both tables are `[T, D]` for `x` `[T, N, D]`."""
     if cos.shape != (x.shape[0], x.shape[2]) or signed_sin.shape != cos.shape:
         raise ValueError(
-            f"apply_rope: tables {tuple(cos.shape)} and {tuple(signed_sin.shape)} do not fit x {tuple(x.shape)}; "
+            f"apply_rope: tables {tuple(cos.shape)} and {tuple(signed_sin.shape)} do not fit x "
+            f"{tuple(x.shape)}; "
             "expected [T, D]"
         )
 
 
 def apply_rope(x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> torch.Tensor:
-    """Rotate `x` `[T, N, D]` by `cos` `[T, D]` and `signed_sin` `[T, D]`, whose first half is negated.
+    """Rotate `x` `[T, N, D]` by `cos` `[T, D]` and `signed_sin` `[T, D]`, the sine with a negated first half.
 
-    With the sign in the table the half rotation is a plain roll: three ops instead of seven.
-    Raises ValueError when the tables do not fit the rows.
+    With the sign in the table, the half rotation is a plain roll: three operations instead of seven. Raises
+    ValueError if the tables do not fit the rows.
     """
     if x.is_cuda:
         return apply_rope_triton(x, cos, signed_sin)

@@ -1,4 +1,4 @@
-"""The hidden row behind the last accepted token of each request, from which the next draft starts."""
+"""Selects the hidden row of the last accepted token of each request; the next draft starts from it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MAX_BLOCK = 2048
 
 
 def select_last_rows_reference(hidden: torch.Tensor, accept_len: torch.Tensor) -> torch.Tensor:
-    """The definition, and the CPU path: row accept_len - 1 of each request, zeros where accept_len is 0."""
+    """The definition and the CPU path: row accept_len - 1 of each request, zeros where accept_len is 0."""
     num_requests, width = accept_len.shape[0], hidden.shape[1]
     rows_each = hidden.shape[0] // max(num_requests, 1)
     rows = torch.arange(num_requests, device=hidden.device) * rows_each + (accept_len - 1).clamp(min=0)
@@ -37,9 +37,9 @@ def _select_last_rows_kernel(
 
 
 def select_last_rows_triton(hidden: torch.Tensor, accept_len: torch.Tensor) -> torch.Tensor:
-    """Launch on `hidden` `[B*Q, H]` (rows dense), `accept_len` int `[B]` in 0..Q -> `[B, H]`.
+    """Launch on `hidden` `[B*Q, H]` (rows dense) and `accept_len` int `[B]` in 0..Q; returns `[B, H]`.
 
-    Raises ValueError when the rows are not equally many per request.
+    Raises ValueError if the number of rows is no multiple of B.
     """
     _check(hidden, accept_len)
     num_requests, width = accept_len.shape[0], hidden.shape[1]
@@ -72,8 +72,8 @@ def _check(hidden: torch.Tensor, accept_len: torch.Tensor) -> None:
 def select_last_rows(hidden: torch.Tensor, accept_len: torch.Tensor) -> torch.Tensor:
     """Row accept_len - 1 of each request: `hidden` `[B*Q, H]`, `accept_len` int `[B]` in 0..Q -> `[B, H]`.
 
-    An accept length of 0 is an idle row of a padded batch and gives zeros. The result owns its memory.
-    Raises ValueError when the rows are not equally many per request.
+    Accept length 0 marks an idle row of a padded batch and gives zeros. The result owns its memory. Raises
+    ValueError if the number of rows is no multiple of B.
     """
     if hidden.is_cuda:
         return select_last_rows_triton(hidden, accept_len)

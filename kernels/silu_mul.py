@@ -1,4 +1,4 @@
-"""The gate of a SwiGLU MLP: y = silu(gate) * up, both halves of one projection."""
+"""The gate of a SwiGLU MLP (Shazeer, "GLU variants improve transformer", 2020): y = silu(gate) * up."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ BLOCK = 1024
 
 
 def silu_mul_reference(gate_up: torch.Tensor) -> torch.Tensor:
-    """The definition, and the CPU path: silu is rounded to the dtype before the product."""
+    """The definition and the CPU path: silu is rounded to the dtype before the product."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
 
@@ -38,7 +38,10 @@ def _silu_mul_kernel(
 
 
 def silu_mul_triton(gate_up: torch.Tensor) -> torch.Tensor:
-    """Launch on `gate_up` `[..., 2*I]` (gate first) -> `[..., I]`. Raises ValueError when the last dimension is odd."""
+    """Launch on `gate_up` `[..., 2*I]` (gate first); returns `[..., I]`.
+
+    Raises ValueError if the last dimension is odd.
+    """
     _check(gate_up)
     width = gate_up.shape[-1] // 2
     y = torch.empty((*gate_up.shape[:-1], width), dtype=gate_up.dtype, device=gate_up.device)
@@ -59,7 +62,10 @@ def _check(gate_up: torch.Tensor) -> None:
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """`gate_up` `[..., 2*I]` (gate first) -> `[..., I]`. Raises ValueError when the last dimension is odd."""
+    """silu(gate) * up: `gate_up` `[..., 2*I]` (gate first) -> `[..., I]`.
+
+    Raises ValueError if the last dimension is odd.
+    """
     if gate_up.is_cuda:
         return silu_mul_triton(gate_up)
     _check(gate_up)

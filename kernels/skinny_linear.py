@@ -1,10 +1,10 @@
-"""Projections of few rows: y = x W^T + b, and the gate of a SwiGLU MLP behind its projection.
+"""Projections of few rows: y = x W^T + b, optionally followed by the gate of a SwiGLU MLP.
 
-With few rows a projection is a pass over W and nothing else. A library splits the inner dimension to fill the chip and
-adds the parts in a second kernel; here each program owns some outputs and streams their rows of W once, many tiles in
-flight, so that a small W is read nearly as fast as a large one. The gated form needs no kernel of its own for the gate.
-Up to MIN_ROWS_TILE rows the order of a sum does not depend on how many there are: a row's result is the same alone and in
-a small batch.
+With few rows, the time of a projection is the time to read W. A library splits the inner dimension to fill
+the chip and adds the parts in a second kernel. Here each program owns some outputs and streams their rows of
+W once, with many tiles in flight, so a small W is read nearly as fast as a large one. The gated form needs no
+separate kernel for the gate. Up to MIN_ROWS_TILE rows, the order of a sum does not depend on the number of
+rows: a row has the same result alone and in a small batch.
 
 Legend: T rows, N outputs, H inputs.
 """
@@ -19,18 +19,18 @@ import torch.nn.functional as F
 from .silu_mul import silu_mul
 from .triton_jit import cdiv, jit_varying, next_power_of_2, tl
 
-# Above these the library's kernels are as fast, on an H200.
+# With more rows or outputs, the library's kernels are as fast on an H200.
 MAX_ROWS = 32
 MAX_ROWS_GATED = 64
 MIN_ROWS_TILE = 16
-# Shared memory of the widest tile. Devices whose programs may not have so much are left to the library.
+# Bytes of shared memory for the widest tile. Devices with less per program use the library.
 SHARED_BYTES = 192 * 1024
 
 
 def gated_linear_reference(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The definition, and the CPU path: both halves and silu are rounded to the dtype before the product."""
+    """The definition and the CPU path: both halves and silu are rounded to the dtype before the product."""
     gate, up = F.linear(x, weight, bias).chunk(2, dim=-1)
     return F.silu(gate) * up
 
@@ -51,7 +51,7 @@ def _skinny_kernel(
     BLOCK_IN: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
 ) -> None:
-    # outputs take the place of rows in the product: they are the side that is long
+    # outputs are the rows of the product, because they are the long side
     i_out = tl.program_id(0).to(tl.int64) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     i_row = tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     m_out = i_out < out_size
@@ -94,8 +94,11 @@ class SkinnyShape(NamedTuple):
 
 
 def skinny_shape(num_rows: int, out_size: int) -> SkinnyShape:
-    """Tiles for `num_rows` x `out_size` outputs: narrow where there are few, so that every multiprocessor of an H200 has
-    some. The best of thirteen shapes there, for the projections of an 8B Llama at 4, 32 and 64 rows."""
+    """Tiles for `num_rows` x `out_size` outputs.
+
+    Few outputs get narrow tiles, so that every multiprocessor of an H200 has some. These were the best of
+    thirteen shapes there, for the projections of an 8B Llama at 4, 32 and 64 rows.
+    """
     if out_size > 4096:
         return SkinnyShape(out=64, inner=128, num_warps=4, num_stages=4)
     if num_rows > MIN_ROWS_TILE:
@@ -111,10 +114,10 @@ def linear_triton(
     is_gated: bool = False,
     shape: SkinnyShape | None = None,
 ) -> torch.Tensor:
-    """Launch on `x` `[T, H]`, `weight` `[N, H]`, `bias` None or `[N]` -> `[T, N]`; `is_gated`: silu of the first half of
-    the outputs times the second, `[T, N/2]`.
+    """Launch on `x` `[T, H]`, `weight` `[N, H]`, `bias` None or `[N]`; returns `[T, N]`.
 
-    Summed in float32. Raises ValueError when shapes or dtypes differ.
+    With `is_gated` it returns silu(first half of the outputs) * second half, `[T, N/2]`. Sums are float32.
+    Raises ValueError if shapes or dtypes differ, or a gated N is odd.
     """
     _check(x, weight, bias, is_gated)
     num_rows, in_size = x.shape
@@ -161,12 +164,14 @@ def _check(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, is_
 
 
 def shared_bytes(device: torch.device) -> int:
-    """Shared memory that one program may have on CUDA `device`; 0 where torch does not know."""
+    """Shared memory in bytes that one program may use on CUDA `device`; 0 if torch does not know."""
     return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0))
 
 
 def _is_skinny(x: torch.Tensor, max_rows: int) -> bool:
-    """float32 is left to the library: Triton has no fast product of full precision."""
+    """Whether these kernels take `x`. float32 is left to the library: Triton has no fast product of full
+    precision.
+    """
     is_small = x.is_cuda and x.dim() == 2 and x.shape[0] <= max_rows and x.dtype != torch.float32
     return is_small and shared_bytes(x.device) >= SHARED_BYTES
 
@@ -179,8 +184,10 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
 
 def gated_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """silu(x G^T) * (x U^T), biases added before: `x` `[T, H]`, `weight` `[2*I, H]`, G above U, `bias` None or `[2*I]` ->
-    `[T, I]`. Raises ValueError when the outputs are odd."""
+    """silu(x G^T) * (x U^T) with biases added before: `x` `[T, H]`, `bias` None or `[2*I]` -> `[T, I]`.
+
+    `weight` `[2*I, H]` holds G above U. Raises ValueError if the number of outputs is odd.
+    """
     if _is_skinny(x, MAX_ROWS_GATED):
         return linear_triton(x, weight, bias, is_gated=True)
     _check(x, weight, bias, True)

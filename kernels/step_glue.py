@@ -1,7 +1,7 @@
-"""The bookkeeping around the forwards of a decode step, one launch each: the places of its rows before, its outcome after.
+"""The bookkeeping around the forwards of a decode step, one launch each: row places before, outcome after.
 
-Legend: B requests, F fields of a request's state, P pages of it, S places planned, N nodes verified, R rows of the longest
-branch. Pool rows are those of `kv_store.kv_rows`.
+Legend: B requests, F fields of a request's state, P pages of it, S places planned, N nodes verified, R rows
+of the longest branch. Pool rows are those of `kv_store.kv_rows`.
 """
 
 from __future__ import annotations
@@ -14,14 +14,17 @@ from .triton_jit import jit_varying, next_power_of_2, tl
 
 # Columns of a request's state; the pages are the last.
 NEWEST, LENGTH, REMAINING, CAPACITY, DRAFT_ROW, SEED, TOP_K, IS_DRAWN, PAGES = range(9)
-NUM_COUNTS = 4  # columns of a report behind the tokens
+NUM_COUNTS = 4  # columns of a report after the tokens
 
 
 class Places(NamedTuple):
-    """`positions`, `slots`, `target_rows` and `draft_rows` (row numbers in either pool) int64 `[B, S]`; `lengths`, `limits`,
-    `verify_lens`, `extend_lens` int64 `[B]`: rows with KV, rows that may be accepted, context of the verify and of the draft
-    extend. An idle request has lengths of 0; its rows, and those past a request's capacity, lie in the sink, as do all
-    draft rows of a request without drafts."""
+    """The rows of a step.
+
+    `positions`, `slots`, `target_rows`, `draft_rows` (row numbers in either pool): int64 `[B, S]`. Each of
+    the following is int64 `[B]`: `lengths`, rows with KV; `limits`, rows that may be accepted; `verify_lens`
+    and `extend_lens`, context length of the verify and of the draft extend. An idle request has lengths of 0.
+    Its rows, rows past a request's capacity and all draft rows of a request without drafts lie in the sink.
+    """
 
     positions: torch.Tensor
     slots: torch.Tensor
@@ -34,8 +37,11 @@ class Places(NamedTuple):
 
 
 class PlaceSizes(NamedTuple):
-    """`num_places` S, `num_nodes` N, `num_path` R, `page_size`, `max_context`; `target_page` and `draft_page`: rows of a
-    page in either pool."""
+    """The sizes of a step.
+
+    `num_places` S, `num_nodes` N, `num_path` R, `page_size` and `max_context` in tokens. `target_page` and
+    `draft_page`: rows of a page in either pool.
+    """
 
     num_places: int
     num_nodes: int
@@ -47,7 +53,7 @@ class PlaceSizes(NamedTuple):
 
 
 def step_places_reference(state: torch.Tensor, sizes: PlaceSizes) -> Places:
-    """The definition, and the CPU path. It never waits for the device."""
+    """The definition and the CPU path; arguments as in `step_places`. It never waits for the device."""
     is_active = state[:, REMAINING] > 0
     lengths = torch.where(is_active, state[:, LENGTH], 0)
     positions = lengths[:, None] + torch.arange(sizes.num_places, device=state.device)
@@ -121,7 +127,7 @@ def _places_kernel(
 def step_places_triton(state: torch.Tensor, sizes: PlaceSizes) -> Places:
     """Launch on `state` int64 `[B, F+P]` (rows dense).
 
-    Raises ValueError when it is not, or has no page.
+    Raises ValueError if `state` has another form or no page.
     """
     _check_state(state)
     count = state.shape[0]
@@ -147,9 +153,9 @@ def step_places_triton(state: torch.Tensor, sizes: PlaceSizes) -> Places:
 
 
 def step_places(state: torch.Tensor, sizes: PlaceSizes) -> Places:
-    """Where the rows of a step lie, from the `state` int64 `[B, F+P]` of its requests.
+    """The places of a step's rows, from the `state` int64 `[B, F+P]` of its requests.
 
-    Raises ValueError when it is not of that form.
+    Raises ValueError if `state` has another form or no page.
     """
     if state.is_cuda:
         return step_places_triton(state, sizes)
@@ -158,9 +164,13 @@ def step_places(state: torch.Tensor, sizes: PlaceSizes) -> Places:
 
 
 class Outcome(NamedTuple):
-    """`report` int64 `[B, R+4]`: the target's choices along the kept branch; what verify accepted; rows in front of the
-    first that is bad, and of the first that is unseen; whether what was not asked would have matched. `emitted` int64
-    `[B]`: tokens that the request got; 0: it stays as it is."""
+    """The outcome of a step.
+
+    `report` int64 `[B, R+4]`: the target's R choices along the accepted branch; the verified accept length;
+    the number of rows before the first row with bad logits; the number of rows before the first unseen row;
+    whether further drafts would have matched. `emitted` int64 `[B]`: tokens given to the request; 0: its
+    state stays unchanged.
+    """
 
     report: torch.Tensor
     emitted: torch.Tensor
@@ -176,7 +186,7 @@ def step_outcome_reference(
     is_unseen: torch.Tensor,
     would_match: torch.Tensor,
 ) -> Outcome:
-    """The definition, and the CPU path. It never waits for the device."""
+    """The definition and the CPU path; arguments as in `step_outcome`. It never waits for the device."""
     by_node = (path.shape[0], is_bad.shape[0] // max(path.shape[0], 1))
     good, seen = (
         (flags.view(by_node).gather(1, path).long().cumsum(dim=1) == 0).sum(dim=1)
@@ -236,7 +246,7 @@ def _outcome_kernel(
     tl.store(p_out + NUM_PATH + 2, seen)
     tl.store(p_out + NUM_PATH + 3, tl.load(p_would_match + i_request))
     tl.store(p_emitted + i_request, emitted)
-    # all padding requests share one slot, which is idle: each of them leaves it as it is
+    # all padding requests share one idle slot and leave it unchanged
     last = tl.sum(tl.where(i_row == emitted - 1, b_tokens, 0), axis=0)
     m_moved = emitted > 0
     tl.store(p_mine + NEWEST, last, mask=m_moved)
@@ -254,7 +264,7 @@ def step_outcome_triton(
     is_unseen: torch.Tensor,
     would_match: torch.Tensor,
 ) -> Outcome:
-    """Launch `step_outcome`. Raises ValueError when shapes or dtypes do not fit."""
+    """Launch with the arguments of `step_outcome`. Raises ValueError if shapes or dtypes do not fit."""
     _check_outcome(table, slots, tokens, path, (accept_len, would_match), (is_bad, is_unseen))
     count, num_path = path.shape
     report = torch.empty((count, num_path + NUM_COUNTS), dtype=torch.int64, device=table.device)
@@ -297,11 +307,13 @@ def step_outcome(
     is_unseen: torch.Tensor,
     would_match: torch.Tensor,
 ) -> Outcome:
-    """The outcome of a step. Also advances the state `table` int64 `[slots, F+P]` of its requests, in `slots` int64 `[B]`.
+    """The outcome of a step.
 
-    `tokens`, `path` int64 `[B, R]`: the target's choices along the kept branch and the nodes they were made behind;
-    `accept_len` int64 `[B]`; `is_bad`, `is_unseen` bool `[B*N]` by node; `would_match` int64 `[B]`.
-    Raises ValueError when shapes or dtypes do not fit.
+    Advances the state `table` int64 `[slots, F+P]` of its requests, at `slots` int64 `[B]`.
+
+    `tokens`, `path` int64 `[B, R]`: the target's choices along the accepted branch, and the nodes at which
+    they were made. `accept_len`: int64 `[B]`. `is_bad`, `is_unseen`: bool `[B*N]` by node. `would_match`:
+    int64 `[B]`. Raises ValueError if shapes or dtypes do not fit.
     """
     if table.is_cuda:
         return step_outcome_triton(table, slots, tokens, path, accept_len, is_bad, is_unseen, would_match)
@@ -312,7 +324,8 @@ def step_outcome(
 def _check_state(state: torch.Tensor) -> None:
     if state.dim() != 2 or state.dtype != torch.int64 or state.shape[1] <= PAGES or state.stride(1) != 1:
         raise ValueError(
-            f"step_places: state {tuple(state.shape)} {state.dtype}, expected int64 [B, {PAGES} + pages] with dense rows"
+            f"step_places: state {tuple(state.shape)} {state.dtype}, expected int64 [B, {PAGES} + pages] "
+            "with dense rows"
         )
 
 

@@ -1,8 +1,10 @@
-"""The accepted nodes of a draft tree, from the target's choice behind each node.
+"""Tree verification: the accepted nodes of a draft tree, from the target's choice at each node.
 
-Greedy and sampled verification are the same walk: from the root, go to the child whose token the target chose behind
-the current node; stop where there is none. Only the origin of the choices differs (argmax, or a sample of the target's
-own distribution), and every emitted token is the target's, so no drafter can change the output.
+Greedy and sampled verification are the same walk. It starts at the root and goes to the child whose token
+equals the target's choice at the current node; it stops where no child matches. Only the origin of the
+choices differs (argmax, or a sample of the target's own distribution). Every emitted token is the target's,
+so no drafter can change the output.
+
 Legend: B requests, N nodes each; node 0, the root, is the newest committed token.
 """
 
@@ -18,10 +20,11 @@ MAX_NODES = 1024
 
 
 class TreeVerdict(NamedTuple):
-    """`accept_len` int64 `[B]`: tokens emitted, 1 + kept drafts; 0 for an idle row (limit 0).
+    """The result of a verification.
 
-    `path` int64 `[B, N]`: the kept nodes from the root on, filled up with the last of them.
-    `tokens` int64 `[B, N]`: the target's choices along `path`; the first accept_len are emitted.
+    `accept_len` int64 `[B]`: emitted tokens, 1 + accepted drafts; 0 for an idle row (limit 0). `path` int64
+    `[B, N]`: the accepted nodes from the root on, padded with the last of them. `tokens` int64 `[B, N]`: the
+    target's choices along `path`; the first accept_len are emitted.
     """
 
     accept_len: torch.Tensor
@@ -46,7 +49,7 @@ def tree_verify_reference(
             & (nodes < limits[:, None])
         )
         child = torch.where(is_child, nodes, num_nodes).amin(dim=1, keepdim=True)
-        node = torch.where(child < num_nodes, child, node)  # without a child it stays, and finds none again
+        node = torch.where(child < num_nodes, child, node)  # without a matching child the walk stays here
         accept_len = accept_len + (child < num_nodes)
         path.append(node)
     walked = torch.cat(path, dim=1)
@@ -91,9 +94,9 @@ def _tree_verify_kernel(
 def tree_verify_triton(
     tokens: torch.Tensor, parents: torch.Tensor, targets: torch.Tensor, limits: torch.Tensor
 ) -> TreeVerdict:
-    """Launch on `tokens`, `parents`, `targets` int64 `[B, N]`, `limits` int `[B]` -> TreeVerdict.
+    """Launch on `tokens`, `parents`, `targets` int64 `[B, N]` and `limits` int `[B]`; returns a TreeVerdict.
 
-    Raises ValueError when shapes or dtypes differ, or N is 0 or above 1024.
+    Raises ValueError if shapes or dtypes differ, or N is 0 or above 1024.
     """
     _check(tokens, parents, targets, limits)
     verdict = TreeVerdict(
@@ -122,8 +125,8 @@ def _check(tokens: torch.Tensor, parents: torch.Tensor, targets: torch.Tensor, l
     is_shaped = tokens.dim() == 2 and len(set(shapes)) == 1 and limits.shape == tokens.shape[:1]
     if not is_shaped or dtypes != {torch.int64} or not 1 <= tokens.shape[1] <= MAX_NODES:
         raise ValueError(
-            f"tree_verify: tokens, parents, targets {shapes} and limits {tuple(limits.shape)} must be int64 [B, N] and "
-            f"[B] with 1 <= N <= {MAX_NODES}"
+            f"tree_verify: tokens, parents, targets {shapes} and limits {tuple(limits.shape)} "
+            f"must be int64 [B, N] and [B] with 1 <= N <= {MAX_NODES}"
         )
 
 
@@ -132,10 +135,11 @@ def tree_verify(
 ) -> TreeVerdict:
     """Walk the tree of each request along the target's choices.
 
-    `tokens` int64 `[B, N]`: each node's token; `parents` int64 `[B, N]`: each node's parent, which precedes it, -1 for
-    the root and for unused nodes; `targets` int64 `[B, N]`: what the target chose behind each node; `limits` int `[B]`:
-    nodes from there on are not kept (no page left, no context left, or an idle row: 0). Among children with the same
-    token the first counts. Raises ValueError when shapes or dtypes differ, or N is 0 or above 1024.
+    `tokens` int64 `[B, N]`: the token of each node. `parents` int64 `[B, N]`: the parent of each node, a
+    lower index; -1 for the root and for unused nodes. `targets` int64 `[B, N]`: the target's choice at each
+    node. `limits` int `[B]`: nodes from this index on are rejected (no page left, no context left, or 0 for
+    an idle row). Among children with the same token, the first counts. Raises ValueError if shapes or dtypes
+    differ, or N is 0 or above 1024.
     """
     if tokens.is_cuda:
         return tree_verify_triton(tokens, parents, targets, limits)

@@ -27,15 +27,17 @@ class Kernel(Protocol):
 
 
 def jit(function: Callable[..., object]) -> Kernel:
-    """Decorator: `function` as a Triton kernel, or as a helper of kernels."""
+    """Decorator: compiles `function` as a Triton kernel or as a helper of kernels."""
     kernel: Kernel = _NoTriton() if triton is None else triton.jit(function)
     return kernel
 
 
 def jit_varying(*names: str) -> Callable[[Callable[..., object]], Kernel]:
-    """Decorator like `jit`; the named integers change with the load, and no variant is compiled for their values.
+    """Decorator like `jit`.
 
-    Triton otherwise compiles again for 1 and for multiples of 16, in the middle of serving.
+    Values of the named integers change with the load, so no variant is compiled for them.
+
+    By default Triton compiles new variants for 1 and for multiples of 16, in the middle of serving.
     """
 
     def decorate(function: Callable[..., object]) -> Kernel:
@@ -58,18 +60,21 @@ class _NoTriton:
 
 
 def cdiv(n: int, size: int) -> int:
-    """How many blocks of `size` hold `n`."""
+    """The number of blocks of `size` that hold `n`: n / size, rounded up."""
     return -(-n // size)
 
 
 def next_power_of_2(n: int) -> int:
-    """The smallest power of two that is at least `n`, and at least 1."""
+    """The smallest power of two not below `n`, at least 1."""
     return 1 << max(n - 1, 0).bit_length()
 
 
 class Rows(NamedTuple):
-    """`x` as `num_rows` rows of its last dimension: row i begins at (i // inner) * outer_stride + (i % inner) *
-    inner_stride elements, so that heads cut out of a wider projection need no copy."""
+    """`x` as `num_rows` rows of its last dimension.
+
+    Row i begins at element (i // inner) * outer_stride + (i % inner) * inner_stride. Heads sliced from a
+    wider projection therefore need no copy.
+    """
 
     x: torch.Tensor
     num_rows: int
@@ -79,7 +84,7 @@ class Rows(NamedTuple):
 
 
 def rows_of(x: torch.Tensor) -> Rows:
-    """The rows of `x` `[..., D]`; copied only when two strides cannot describe them."""
+    """The rows of `x` `[..., D]`, copied only if two strides cannot describe them."""
     if x.dim() not in (2, 3) or x.stride(-1) != 1:
         x = x.reshape(-1, x.shape[-1]).contiguous()
     if x.dim() == 2:

@@ -1,10 +1,11 @@
 """Attention of equally many new rows per request over its pages, causal or along a tree: decode and verify.
 
-The context is cut into splits that run side by side (a decode step at batch 1 would otherwise keep K of 132
-multiprocessors busy); a second pass merges them. Lengths stay on the device and shapes are fixed: a graph can hold it.
+The context is cut into splits that run in parallel, and a second pass merges them. Without splits, a decode
+step at batch 1 would keep only K of 132 multiprocessors busy. Lengths stay on the device and shapes are
+fixed, so a graph can hold it. Source: Dao et al., "Flash-Decoding for long-context inference", 2023.
 
-Legend: B requests, Q new rows of a request, W columns that a tree mask covers, P pages per request, N query heads, K
-key/value heads, G = N/K, D head dimension, S splits. Pool and page numbers are those of `kv_store`.
+Legend: B requests, Q new rows of a request, W columns that a tree mask covers, P pages per request, N query
+heads, K key/value heads, G = N/K, D head dimension, S splits. Pool and page numbers are those of `kv_store`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from .paged_tile import LOG2_E, MIN_DOT, TileShape, attend_columns, check_paged,
 from .triton_jit import cdiv, jit, jit_varying, next_power_of_2, tl
 
 MAX_TILE_ROWS = 64
-# Programs to aim for: two per multiprocessor of an H200.
+# Target number of programs: two per multiprocessor of an H200.
 TARGET_PROGRAMS = 264
 MIN_SPLIT = 64
 MAX_SPLITS = 64
@@ -28,10 +29,10 @@ MAX_SPLITS = 64
 def visible_columns(
     kv_lens: torch.Tensor, num_rows: int, length: int, tree_mask: torch.Tensor | None
 ) -> torch.Tensor:
-    """Which of `length` context rows each new row sees: bool `[B, Q, length]`.
+    """The context rows, of `length`, that each new row sees: bool `[B, Q, length]`.
 
-    All rows before the new ones and of these the ones up to itself; or all but the last W rows, and of those the ones
-    that `tree_mask` bool `[B, Q, W]` names.
+    A row sees all rows before the new ones, and the new ones up to itself. With `tree_mask` bool `[B, Q, W]`,
+    it sees all but the last W rows, and of those W the ones that the mask allows.
     """
     columns = torch.arange(length, device=kv_lens.device)
     window = num_rows if tree_mask is None else tree_mask.shape[2]
@@ -111,8 +112,10 @@ def _split_bounds(
     MIN_SPLIT: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ) -> tl.tensor:
-    """(start, end of what every row sees, end) of a split; a short context is not cut finer than MIN_SPLIT, so that
-    its later splits are empty."""
+    """(start, end of the columns that every row sees, end) of a split.
+
+    A short context is not cut finer than MIN_SPLIT, so its later splits are empty.
+    """
     split_len = tl.cdiv(tl.maximum(tl.cdiv(kv_len, num_splits), MIN_SPLIT), BLOCK_COLUMNS) * BLOCK_COLUMNS
     start = tl.minimum(i_split * split_len, kv_len)
     end = tl.minimum(start + split_len, kv_len)
@@ -171,9 +174,9 @@ def _verify_kernel(
     )
     p_row_mask = p_tree_mask + i_request * num_rows * window
     b_max, b_sum, b_out = attend_columns(
-        b_q, i_query, p_kv + o_layer + i_kv_head * HEAD_DIM, p_pages + i_request * table_stride, p_row_mask, split_start,
-        full_end, split_end, context, num_rows, window, page_stride, kv_heads * HEAD_DIM, o_value, scale, HAS_TREE,
-        PAGE_SIZE, HEAD_DIM, BLOCK_ROWS, BLOCK_COLUMNS, BLOCK_DIM,
+        b_q, i_query, p_kv + o_layer + i_kv_head * HEAD_DIM, p_pages + i_request * table_stride, p_row_mask,
+        split_start, full_end, split_end, context, num_rows, window, page_stride, kv_heads * HEAD_DIM,
+        o_value, scale, HAS_TREE, PAGE_SIZE, HEAD_DIM, BLOCK_ROWS, BLOCK_COLUMNS, BLOCK_DIM,
     )  # fmt: skip
     o_flat = (i_request * num_rows + i_query) * (kv_heads * GROUP) + i_head
     b_total = tl.where(b_sum == 0.0, 1.0, b_sum)
@@ -181,7 +184,7 @@ def _verify_kernel(
     if IS_SPLIT:
         o_flat += i_split * num_requests * num_rows * (kv_heads * GROUP)
         tl.store(p_lse + o_flat, tl.where(b_sum == 0.0, float("-inf"), b_max + tl.log2(b_total)), mask=m_row)
-        m_rows = m_rows & (b_sum > 0.0)[:, None]  # what an empty split leaves unwritten is never read
+        m_rows = m_rows & (b_sum > 0.0)[:, None]  # rows left unwritten by an empty split are never read
     tl.store(p_partial + o_flat[:, None] * HEAD_DIM + i_dim[None, :], b_out, mask=m_rows)
 
 
@@ -214,14 +217,20 @@ def _merge_kernel(
 
 
 def _tile(dtype: torch.dtype, head_dim: int, num_rows: int) -> TileShape:
-    """Few rows need few warps, and two stages leave room for more programs side by side: on an H200 a decode of 1, 8 and 32
-    requests x 1024 takes 8, 17 and 39 us so, and took 15, 21 and 55 with three stages of four warps and wider splits."""
+    """The tile for `num_rows` (row, head) pairs.
+
+    Few rows need few warps, and two stages leave room for more parallel programs: on an H200, a decode of 1,
+    8 and 32 requests x 1024 takes 8, 17 and 39 us, against 15, 21 and 55 us with three stages, four warps and
+    wider splits.
+    """
     tile = tile_shape(dtype, head_dim, num_rows, MAX_TILE_ROWS)
     return tile._replace(num_stages=2, num_warps=2 if tile.rows == MIN_DOT else tile.num_warps)
 
 
 def choose_splits(num_programs: int, capacity: int) -> int:
-    """Splits of a context of up to `capacity` rows when `num_programs` would run without splitting."""
+    """The number of splits of a context of up to `capacity` rows, for `num_programs` programs without
+    splits.
+    """
     return max(1, min(cdiv(TARGET_PROGRAMS, max(num_programs, 1)), cdiv(capacity, MIN_SPLIT), MAX_SPLITS))
 
 
@@ -237,11 +246,11 @@ def paged_verify_triton(
     num_splits: int = 0,
     min_split: int = MIN_SPLIT,
 ) -> torch.Tensor:
-    """Launch on `q` `[B, Q, N, D]`, `kv` `[num_pages, L, 2, page_size, K, D]`, `page_table` int `[B, P]`, `kv_lens` int
-    `[B]`, `tree_mask` None or bool `[B, Q, W]`, W >= Q -> `[B, Q, N, D]`.
+    """Launch on `q` `[B, Q, N, D]`; returns `[B, Q, N, D]`.
 
-    `num_splits` 0: chosen from the shapes alone. Lengths and pages are not checked.
-    Raises ValueError when shapes or dtypes do not fit.
+    `kv`: `[num_pages, L, 2, page_size, K, D]`. `page_table`: int `[B, P]`. `kv_lens`: int `[B]`. `tree_mask`:
+    None or bool `[B, Q, W]` with W >= Q. `num_splits` 0: chosen from the shapes. Values of lengths and pages
+    are not checked. Raises ValueError if shapes or dtypes do not fit.
     """
     _check(q, kv, page_table, kv_lens, tree_mask)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -288,7 +297,7 @@ def _launch_splits(
     lse: torch.Tensor,
     min_split: int,
 ) -> None:
-    """The first pass; with one split `partial` is the output itself and `lse` is not touched."""
+    """The first pass. With one split, `partial` is the output itself and `lse` is not written."""
     q = q if q.stride(-1) == 1 else q.contiguous()
     page_table = page_table if page_table.stride(1) == 1 else page_table.contiguous()
     page_size, kv_heads, head_dim = kv.shape[3:]
@@ -339,7 +348,8 @@ def _check(
     num_requests = page_table.shape[0]
     if q.dim() != 4 or q.shape[0] != num_requests or kv_lens.shape != (num_requests,):
         raise ValueError(
-            f"paged_verify: q {tuple(q.shape)} and kv_lens {tuple(kv_lens.shape)} do not fit {num_requests} requests; "
+            f"paged_verify: q {tuple(q.shape)} and kv_lens {tuple(kv_lens.shape)} do not fit {num_requests} "
+            "requests; "
             "expected [B, Q, N, D] and [B]"
         )
     if tree_mask is None:
@@ -347,7 +357,8 @@ def _check(
     shape = tuple(tree_mask.shape)
     if len(shape) != 3 or shape[:2] != q.shape[:2] or shape[2] < shape[1] or tree_mask.dtype != torch.bool:
         raise ValueError(
-            f"paged_verify: tree mask {shape} {tree_mask.dtype}, expected bool {(*q.shape[:2], 'W')}, W >= {q.shape[1]}"
+            f"paged_verify: tree mask {shape} {tree_mask.dtype}, expected bool {(*q.shape[:2], 'W')}, W >= "
+            f"{q.shape[1]}"
         )
 
 
@@ -360,12 +371,12 @@ def paged_verify(
     scale: float,
     tree_mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Rows `q` `[B, Q, N, D]`, the last Q of each request's `kv_lens` int `[B]` rows, over pages `page_table` int
-    `[B, P]` of `layer` in `kv`: causal, or of the last W rows (the new ones and W - Q of a tree's before them) those that
-    `tree_mask` bool `[B, Q, W]` lets each see.
+    """Attend rows `q` `[B, Q, N, D]`, the last Q of each request's `kv_lens` int `[B]` rows, over its pages.
 
-    Returns `[B, Q, N, D]`; a row that sees nothing (an idle request with kv_len 0) gives zeros.
-    Raises ValueError when shapes or dtypes do not fit.
+    `page_table` int `[B, P]`: pages of `layer` in `kv`. Without `tree_mask` attention is causal. `tree_mask`
+    bool `[B, Q, W]` gives the columns that each row sees among the last W rows: the Q new ones and W - Q rows
+    of a tree before them. Returns `[B, Q, N, D]`; a row that sees nothing (an idle request with kv_len 0)
+    gives zeros. Raises ValueError if shapes or dtypes do not fit.
     """
     if q.is_cuda:
         return paged_verify_triton(q, kv, layer, page_table, kv_lens, scale, tree_mask)

@@ -1,7 +1,7 @@
-"""What a KV transport does, and what it tells its owner.
+"""The interface of a KV transport, and its events for the owner.
 
-The owner is a worker's link thread; it calls `poll()` in a loop and acts on the events. A transport never touches a page
-outside the ones it was given, and never after it has reported the room's terminal event.
+The owner is a worker's link thread. It calls `poll()` in a loop and handles the events. A transport touches
+only the pages that were given to it, and none of them after the terminal event of their room.
 """
 
 from collections.abc import Sequence
@@ -16,11 +16,11 @@ from ..engine.kv.page_order import PageOrder
 
 @dataclass(frozen=True, kw_only=True)
 class Planes:
-    """The memory that blocks are read from or land in.
+    """The memory from which blocks are read or into which they are written.
 
-    `kv`: uint8 `[num_pages, kv_page_bytes]`, page-major over all layers. `features`: uint8 `[num_pages,
-    feature_page_bytes]` or None when the layout has no feature plane. Both are contiguous. `order` says when a copy may
-    touch a page; on a GPU there must be one.
+    `kv`: uint8 `[num_pages, kv_page_bytes]`, page-major over all layers. `features`: uint8
+    `[num_pages, feature_page_bytes]`, None if the layout has no feature plane. Both are contiguous. `order`
+    tells when a copy may touch a page; planes on a GPU must have one.
     """
 
     kv: torch.Tensor
@@ -42,9 +42,9 @@ class Offer:
 class PullRequest:
     """Decode's side of a room. The pull starts at token `have` (a multiple of page_size).
 
-    `pages[i]` receives prompt tokens [have + i*page_size, ...). `features` is the room's own landing place, uint8
-    `[len(pages), feature_page_bytes]`, row i for pages[i]; None without a feature plane. A row may be written when its page
-    may be (`KVPool.landing_rows`).
+    `pages[i]` receives prompt tokens [have + i*page_size, ...). `features` receives the aux features of the
+    room, uint8 `[len(pages), feature_page_bytes]`, row i for pages[i]; None without a feature plane. A row
+    may be written when its page may be written (`KVPool.landing_rows`).
     """
 
     room: str
@@ -59,7 +59,7 @@ class PullRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class Released:
-    """Prefill: decode holds everything; the pages are free to reuse. Terminal."""
+    """Terminal event on prefill: decode holds all blocks; the pages are free to reuse."""
 
     room: str
     epoch: int
@@ -67,7 +67,7 @@ class Released:
 
 @dataclass(frozen=True, kw_only=True)
 class Dropped:
-    """Prefill: the room ended otherwise (abort by the peer, or lease end); the pages are free to reuse. Terminal."""
+    """Terminal event on prefill: the peer's Abort or the lease ended the room; its pages are free."""
 
     room: str
     epoch: int
@@ -76,7 +76,7 @@ class Dropped:
 
 @dataclass(frozen=True, kw_only=True)
 class Landed:
-    """Decode: prompt tokens [have, tokens) are in place and every block up to there was checked."""
+    """Event on decode: prompt tokens [have, tokens) are in place, and their blocks were checked."""
 
     room: str
     epoch: int
@@ -85,20 +85,26 @@ class Landed:
 
 @dataclass(frozen=True, kw_only=True)
 class Complete:
-    """Decode: all prompt tokens are in place, `first_token` is prefill's, prefill was released. Terminal."""
+    """Terminal event on decode: all prompt tokens are in place and prefill was released.
+
+    `first_token` is prefill's. `seconds`: from the first announcement to the last block.
+    """
 
     room: str
     epoch: int
     first_token: int
     num_bytes: int
     num_blocks: int
-    num_shm_blocks: int = 0  # of these, read from shared memory
+    num_shm_blocks: int = 0  # blocks of these that were read from shared memory
     seconds: float  # first announcement to last block
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lost:
-    """Decode: the hand-off failed; nothing writes to the pages any more. Terminal. `kind` is an errors.py class name."""
+    """Terminal event on decode: the hand-off failed and nothing writes to the pages any more.
+
+    `kind` is the name of a class in errors.py.
+    """
 
     room: str
     epoch: int
@@ -110,48 +116,48 @@ TransportEvent = Released | Dropped | Landed | Complete | Lost
 
 
 class KVTransport(Protocol):
-    """The five methods of a transport (plus `advance`, the progress of an offer)."""
+    """A transport between prefill and decode workers. Calls of the other role raise LocalProtocolError."""
 
     def offer(self, offer: Offer) -> None:
-        """Prefill: open a room; nothing is ready yet. The pages stay pinned until Released or Dropped."""
+        """Prefill: open a room without ready tokens. The pages stay pinned until Released or Dropped."""
 
     def advance(self, room: str, epoch: int, tokens_ready: int, first_token: int | None = None) -> None:
-        """Prefill: tokens [0, tokens_ready) are final in their pages; `first_token` closes the offer."""
+        """Prefill: tokens [0, tokens_ready) are final in their pages. `first_token` closes the offer."""
 
     def pull(self, request: PullRequest) -> None:
         """Decode: attach to the peer's room and land its blocks."""
 
     def poll(self, timeout: float) -> Sequence[TransportEvent]:
-        """Do the I/O that is due, wait at most `timeout` seconds for more, and return what happened."""
+        """Does the I/O that is due, waits at most `timeout` seconds for more, and returns the events."""
 
     def release(self, room: str, epoch: int, reason: str) -> None:
-        """Either side: give the room up now (cancel). Idempotent; no event follows for the room."""
+        """Either role: ends the room now (cancel). Idempotent; no event follows for the room."""
 
     def close(self) -> None:
-        """Abort every room, tell the peers, close the sockets. Idempotent."""
+        """Aborts every room, tells the peers and closes the sockets. Idempotent."""
 
 
 class PollableTransport(KVTransport, Protocol):
-    """A transport that its owner waits for together with other things."""
+    """A transport whose owner waits for it together with other sockets and descriptors."""
 
     reach: Reach  # failpoints
 
     def pollables(self) -> list[int]:
         """File descriptors; when one is readable, `poll` may have work.
 
-        They may be edge-triggered, so `next_deadline` is asked directly before each wait: it is due at once for work that
-        was there before.
+        The descriptors may be edge-triggered. The owner therefore calls `next_deadline` directly before each
+        wait; it is due at once for work that arrived before.
         """
 
     def next_deadline(self, now: float) -> float | None:
-        """When `poll` must be called at the latest, on the monotonic clock; None: when a descriptor is readable."""
+        """Latest monotonic time of the next `poll`; None: only a readable descriptor makes it due."""
 
     @property
     def counters(self) -> dict[str, float]:
-        """What the transport did and dropped so far, by name."""
+        """Totals of completed and dropped work, by name."""
 
 
 class ListeningTransport(PollableTransport, Protocol):
-    """Prefill's end, which decode workers call."""
+    """Prefill's end, to which decode workers connect."""
 
-    endpoint: str  # where they reach it, with its key if it has one
+    endpoint: str  # the address for decode workers, with the public key if there is one

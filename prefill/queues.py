@@ -8,12 +8,12 @@ from ..worker.room_table import RoomTable
 
 
 class PrefillState(Enum):
-    """The state of a room. A room leaves by exactly one road, `PrefillQueues.remove`."""
+    """The state of a room. Every room leaves through `PrefillQueues.remove`."""
 
     QUEUED = "queued"  # no pages yet; owner: the scheduler
     RUNNING = "running"  # pages held, the prompt is being computed chunk by chunk; owner: the scheduler
     HANDED = "handed"  # computed; the pages are pinned for the reader; owner: the transport and its lease
-    CLOSING = "closing"  # given up; the pages are pinned until the transport says that nothing reads them
+    CLOSING = "closing"  # given up; the pages stay pinned until the transport reports their last read
 
 
 @dataclass(kw_only=True)

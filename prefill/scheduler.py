@@ -1,8 +1,8 @@
-"""Which prompt tokens a prefill forward computes: first come, first served, in chunks, within a token budget.
+"""The choice of prompt tokens for a prefill forward: first come, first served, chunked, within a budget.
 
-The scheduler is pure but for the page accounting: no clock, no socket. A running prompt gets its next chunk before a new
-prompt is admitted, so hand-offs complete in order of arrival. A prompt is admitted only when all its pages are free, so
-two half-computed prompts never wait for each other's pages.
+The scheduler is pure except for the page accounting: no clock, no socket. A running prompt gets its next
+chunk before a new prompt is admitted, so hand-offs complete in order of arrival. A prompt is admitted only
+when all its pages are free, so two half-computed prompts never wait for each other's pages.
 """
 
 from ..engine.kv.page_table import pages_for

@@ -6,7 +6,10 @@ from .queues import PrefillRoom
 
 
 def prefill_spans(room: PrefillRoom, now: float) -> list[Span]:
-    """One span `prefill`: the wait for the first forward, then the computation. Times are monotonic seconds."""
+    """One span `prefill`: the wait for the first forward, then the computation.
+
+    Times are monotonic seconds.
+    """
     return [
         Span(
             name="prefill",

@@ -1,4 +1,4 @@
-"""What the start of a prefill worker adds to `worker.startup`: a sender of KV blocks and the address of its port."""
+"""The start of a prefill worker: `worker.startup` with a sender of KV blocks and its address."""
 
 import zmq
 
@@ -67,7 +67,7 @@ class PrefillStartup(WorkerStartup[PrefillConfig, PrefillRoom]):
 
 
 def advertised_endpoint(endpoint: str, advertised: str) -> str:
-    """The address for decode workers: `advertised`, or the bound one, with the bound endpoint's public key."""
+    """The address for decode workers: `advertised` or the bound one, with the bound endpoint's public key."""
     bound, key = split_key(endpoint)
     address = reached_at(bound, advertised)
     return with_key(address, key) if key else address

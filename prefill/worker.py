@@ -1,12 +1,14 @@
 """A prefill server: prompts in, KV caches and first tokens out.
 
-1. Prefill arrives            the prompt waits; it is refused at once if it can never be held or the queue is full
-2. admission                  cached prefix pages are shared, the rest allocated; the room is offered to its reader
-3. chunks                     each forward computes the next part of some prompts and keeps the aux features beside
-                              their KV; each part is announced as soon as it is final
+1. Prefill arrives            the prompt waits; it is refused at once if it can never be held or the queue is
+                              full
+2. admission                  cached prefix pages are shared, the rest allocated; the room is offered to its
+                              reader
+3. chunks                     each forward computes the next part of some prompts and keeps the aux features
+                              beside their KV; each part is announced as soon as it is final
 4. first token                sampled here, streamed by the router at once; the same token closes the offer
 5. hand-off                   pages are pinned and read by decode until Release, Abort or the end of the lease
-6. end                        one road for every end: `_close` gives the pages back, to the prefix cache first
+6. end                        every end goes through `_close`: pages go to the prefix cache, then are freed
 """
 
 import logging
@@ -77,9 +79,11 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
         self._open(admitted)
         output = self._forward(chunks)
         firsts = self._sample(chunks, output)
-        for message in score_prompts(chunks, output.logits, self.instance):  # to the router before token 1
+        for message in score_prompts(
+            chunks, output.logits, self.instance
+        ):  # the router gets them before token 1
             self._send(message)
-        self.engine.pool.order.finish(self._written(chunks))  # the link thread shall not wait for a forward
+        self.engine.pool.order.finish(self._written(chunks))  # the link thread must not wait for a forward
         self._publish(chunks, firsts)
         return True
 
@@ -106,7 +110,7 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
             transferring=self.queues.count(PrefillState.HANDED),
         )
 
-    # --- the ways in and out ------------------------------------------------------------------------------------------
+    # --- the ways in and out --------------------------------------------------------------------------------
 
     def _accept(self, order: Prefill, now: float) -> None:
         if not self._begins(order):
@@ -122,7 +126,7 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
         self._counters["requests"] += 1
 
     def _refusal_of(self, prompt_ids: list[int], sampling: SamplingParams) -> Refusal | None:
-        """Why this prompt is not taken; None: it is."""
+        """The refusal of this prompt; None if it is accepted."""
         engine, size_fault = self.engine, ""
         need, total = pages_for(len(prompt_ids), engine.page_size), engine.num_pages
         if len(prompt_ids) >= engine.max_context or need > total:
@@ -136,8 +140,9 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
         ) or refuse_for_now(is_draining=self.is_draining, full=full, retry_after_ms=RETRY_AFTER_MS)
 
     def _give_up(self, room: PrefillRoom, reason: str) -> None:
-        """End a room from this side. Its pages are free once the transport lets go of them. A queued room has no pages, but
-        decode may wait for it at the transport already.
+        """End a room from this side. Its pages are free once the transport releases them.
+
+        A queued room has no pages, but decode may already wait for it at the transport.
         """
         if room.is_over:
             return
@@ -148,7 +153,7 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
             self._close(room)
 
     def _on_end(self, room_id: str, epoch: int, counter: str) -> None:
-        """Close a room whose pages the transport has let go of; `counter` counts it, "" does not."""
+        """Close a room after the transport has released its pages. `counter` counts it unless it is ""."""
         room = self.queues.get(room_id, epoch)
         if room is None:
             return
@@ -160,13 +165,13 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
         self._close(room)
 
     def _close(self, room: PrefillRoom) -> None:
-        """The one exit of a room: its computed pages go to the prefix cache, all are given back."""
+        """The one exit of a room: the prefix cache gets its computed pages, and all pages are released."""
         request = room.request
         if request.pages and not room.is_tainted:
             self.engine.cache.insert(request.prompt_ids[: request.num_computed], request.pages, request.salt)
         self._free(room)
 
-    # --- one step -----------------------------------------------------------------------------------------------------
+    # --- one step -------------------------------------------------------------------------------------------
 
     def _open(self, admitted: list[PrefillRoom]) -> None:
         """Offer the admitted rooms. Tokens from the prefix cache are ready at once."""
@@ -234,9 +239,9 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
     def _finish(self, room: PrefillRoom, token: int, logprob: TokenLogprob | None) -> None:
         """Send token 1 and hand the room over.
 
-        A request that ends with this very token is handed over too; the router cancels it when it has the token. If it were
-        dropped here, decode's report of a lost hand-off could overtake the token, and the router would retry a complete
-        request.
+        A request that ends with this token is handed over too; the router cancels it after it gets the token.
+        If it were dropped here, decode's report of a lost hand-off could overtake the token, and the router
+        would retry a complete request.
         """
         request, now = room.request, self._clock()
         room.finished = now

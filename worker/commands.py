@@ -1,6 +1,6 @@
 """Commands from a scheduler to its link thread, and the events that come back.
 
-Messages for a router travel the same way as commands, control messages and transport events the same way as events.
+Messages for a router travel like commands. Control messages and transport events travel like events.
 """
 
 from dataclasses import dataclass
@@ -31,7 +31,10 @@ class Drop:
 
 @dataclass(frozen=True, kw_only=True)
 class DropDone:
-    """Event: the answer to Drop. Nothing writes to the room's pages any more, and the digest voids a read in flight."""
+    """Event: the answer to Drop.
+
+    Nothing writes to the room's pages any more. A read in flight fails its digest.
+    """
 
     room: str
     epoch: int

@@ -20,11 +20,11 @@ def layout_of(
     feature_width: int,
     weights_hash: str = "",
 ) -> Layout:
-    """The wire layout of the pool's pages, with the fingerprint that the router pairs workers by.
+    """The wire layout of the pool's pages, with the fingerprint by which the router pairs workers.
 
-    `feature_ids`: the layers that prefill offers, or that decode's head reads, in the order of its input. `feature_width`:
-    elements of all of them per token, 0 without features. `weights_hash`: of every byte of the weights, "" while it is not
-    known.
+    `feature_ids`: the layers that prefill offers, or that decode's drafter reads, in the order of its input.
+    `feature_width`: elements per token over all of them, 0 without features. `weights_hash`: sha256 (hex) of
+    all weights, "" while unknown.
     """
     dtype = str(pool.dtype).removeprefix("torch.")
     num_kv_heads, head_dim = pool.layout.wire_heads
@@ -52,8 +52,9 @@ def layout_of(
 
 
 def planes_of(pool: KVPool, features: FeaturePlane | None) -> Planes:
-    """The pages of a pool as bytes, and the feature plane's. Decode has no feature plane: the features of a room land in its
-    own staging tensor.
+    """The pages of a pool, and of the feature plane, as bytes.
+
+    Decode has no feature plane: the features of a room land in the room's own staging tensor.
     """
     feature_bytes = None if features is None else features.byte_view()
     return Planes(kv=pool.byte_view(), features=feature_bytes, order=pool.order)

@@ -21,7 +21,8 @@ C = TypeVar("C", bound=WorkerConfig)
 def run_worker(config_type: type[C], argv: Sequence[str] | None, *, start: Callable[[C, str], Serve]) -> int:
     """Run a worker of a role until it has drained; returns the exit code.
 
-    `argv` None: the arguments of this process. `start(config, instance)` does what is slow and returns what serves.
+    `argv` None: the arguments of this process. `start(config, instance)` loads the engine and returns the
+    serving function.
     """
     arguments = sys.argv[1:] if argv is None else argv
 

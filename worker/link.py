@@ -1,9 +1,10 @@
 """The I/O thread of a worker: control plane, KV plane and a wake-up in one loop.
 
-The scheduler thread computes. The link thread alone touches sockets, so a hand-off goes on while a forward runs (torch
-releases the GIL). The two threads exchange frozen values over queues (`commands`). A worker may serve several routers,
-each over its own control link; `room_owners` records which router owns a room. Commands are performed in order. A page
-that was given to the transport belongs to it until the room's terminal event comes back, also after `Drop`.
+The scheduler thread computes. The link thread alone touches sockets, so a hand-off goes on while a forward
+runs (torch releases the GIL). The two threads exchange frozen values over queues (`commands`). A worker may
+serve several routers, each over its own control link; `room_owners` records which router owns a room.
+Commands are performed in order. A page that was given to the transport belongs to it until the room's
+terminal event comes back, also after `Drop`.
 """
 
 import queue
@@ -35,7 +36,8 @@ OpenPlanes = Callable[["zmq.Context[zmq.Socket[bytes]]"], tuple[RouterLinks, Pol
 class LinkWork:
     """The work of the link thread, without the thread: commands in order, then messages and timers.
 
-    `deliver` hands an event to the scheduler. `controls` maps a router's number to its control link; links may come and go.
+    `deliver` passes an event to the scheduler. `controls` maps a router's number to its control link and may
+    change.
     """
 
     def __init__(
@@ -63,8 +65,9 @@ class LinkWork:
                         control.send(message)
 
     def turn(self, now: float, *, is_behind: bool = False) -> None:
-        """Receive without waiting and run timers, at `now` in monotonic seconds. While the scheduler `is_behind`, messages
-        of routers stay in their sockets.
+        """Receive without waiting and run timers, at `now` in monotonic seconds.
+
+        While the scheduler `is_behind`, messages of routers stay in their sockets.
         """
         for router, control in self.controls.items():
             for message in [] if is_behind else control.receive():
@@ -76,7 +79,10 @@ class LinkWork:
             self._deliver(event)
 
     def _open(self, command: Opening, opening: Callable[[Opening], None]) -> None:
-        """Open a room on the transport. A refusal, as for a repeated Reserve of a closed attempt, loses that room alone."""
+        """Open a room on the transport.
+
+        A refusal, for example of a repeated Reserve of a closed attempt, ends only that room.
+        """
         try:
             opening(command)
         except LocalProtocolError as error:
@@ -88,7 +94,10 @@ class LinkWork:
 
 
 class WorkerLink:
-    """The scheduler's handle on the link thread. `open_planes` runs in that thread, which owns the sockets."""
+    """The scheduler's handle on the link thread.
+
+    `open_planes` runs in that thread, which owns the sockets.
+    """
 
     def __init__(self, open_planes: OpenPlanes) -> None:
         self._open_planes = open_planes
@@ -98,7 +107,7 @@ class WorkerLink:
         self._wake_r, self._wake_w = socket.socketpair()
         self._wake_r.setblocking(False)
         self._wake_w.setblocking(False)
-        self._started: queue.SimpleQueue[BatonError | None] = queue.SimpleQueue()  # what failed
+        self._started: queue.SimpleQueue[BatonError | None] = queue.SimpleQueue()  # the failure, or None
         self._stopping = threading.Event()
         self._polled: list[zmq.Socket[bytes] | int] = []
         self._poller = zmq.Poller()
@@ -109,10 +118,14 @@ class WorkerLink:
         self._turned_at = time.monotonic()
 
     def __repr__(self) -> str:
-        return f"<WorkerLink {'connected' if self.connected else 'not connected'}, {self._commands.qsize()} commands>"
+        state = "connected" if self.connected else "not connected"
+        return f"<WorkerLink {state}, {self._commands.qsize()} commands>"
 
     def start(self) -> None:
-        """Start the thread and open the sockets. Raises the BatonError that stopped it; StartupError: an address in use."""
+        """Start the thread and open the sockets.
+
+        Raises the BatonError that stopped the thread; StartupError for an address in use.
+        """
         self._thread.start()
         failed = self._started.get()
         if failed is not None:
@@ -146,8 +159,9 @@ class WorkerLink:
             return events
 
     def retain(self, rooms: Collection[str]) -> None:
-        """Forget the owners of all rooms but `rooms`, the ids that the worker still holds. Call it when every received event
-        has been handled.
+        """Forget the owners of all rooms but `rooms`, the ids that the worker still holds.
+
+        Call it when every received event has been handled.
         """
         self._owners.retain(rooms)
 
@@ -164,7 +178,7 @@ class WorkerLink:
         try:
             self._wake_w.send(b"\0")
         except (BlockingIOError, OSError):
-            return  # a full pipe wakes as well; a closed one has nobody to wake
+            return  # a full pipe also wakes the thread; a closed pipe has no reader
 
     def _run(self) -> None:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -192,9 +206,10 @@ class WorkerLink:
             context.term()
 
     def _turn(self, work: LinkWork, routers: RouterLinks, transport: PollableTransport) -> None:
-        """Wait for the earliest of a message, a block, a command and a deadline; then do the work that is due.
+        """Wait for the earliest of a message, a block, a command and a deadline, then do the due work.
 
-        The transport's descriptors may be edge-triggered: nothing touches it between its `next_deadline` and the wait.
+        The transport's descriptors may be edge-triggered, so no call touches it between its `next_deadline`
+        and the wait.
         """
         controls = routers.links.values()
         self._turned_at = now = time.monotonic()

@@ -1,7 +1,8 @@
 """The main loop of a worker process: receive, expire, step, beat, until the worker has drained.
 
-The thread that computes also sends the heartbeat: between two steps, and through `beat` between the layers of a long
-forward. The router thus sees a forward that hangs as a worker that hangs, and a long forward as a worker that lives.
+The computing thread also sends the heartbeat: between two steps, and through `beat` between the layers of a
+long forward. To the router, a hanging forward thus looks like a hanging worker, and a long forward like a
+live one.
 """
 
 import logging
@@ -20,10 +21,8 @@ from .room_owners import RouterLost
 
 logger = logging.getLogger(__name__)
 
-IDLE_WAIT_S = 0.05  # how long an idle loop may sleep before it looks at the shutdown events
-FAREWELL_S = (
-    0.3  # at least from Goodbye to the end: orders sent before the router heard are refused, not lost
-)
+IDLE_WAIT_S = 0.05  # longest sleep of an idle loop between two checks for shutdown
+FAREWELL_S = 0.3  # least time from Goodbye to the end, so that orders under way are refused and not lost
 
 
 class HeldRooms(Protocol):
@@ -89,8 +88,8 @@ class SchedulerLink(Protocol):
 class WorkerLoop:
     """Runs a worker until its shutdown is complete.
 
-    `feed` resets the watchdog, `tell` receives the worker's condition at every heartbeat, `lost_spans` counts trace spans
-    that were dropped so far. `clock` tells monotonic seconds.
+    `feed` resets the watchdog. `tell` receives the worker's condition at every heartbeat. `lost_spans` counts
+    the dropped trace spans. `clock` returns monotonic seconds.
     """
 
     def __init__(
@@ -120,7 +119,10 @@ class WorkerLoop:
         self._is_busy = False  # the last step had work
 
     def run(self) -> int:
-        """Serve, then drain until all rooms ended, the drain time is over or a second signal came; returns the exit code."""
+        """Serve, then drain; returns the exit code.
+
+        The drain ends when all rooms have ended, its time is over, or a second signal comes.
+        """
         code = EXIT_OK
         while code == EXIT_OK and not self.is_over():
             code = self.turn()
@@ -180,7 +182,7 @@ class WorkerLoop:
         return now + self.drain_timeout_s
 
     def beat(self) -> None:
-        """Reset the watchdog and send what is due: a heartbeat, or Goodbye when a drain begins.
+        """Reset the watchdog and send a due heartbeat, or Goodbye when a drain begins.
 
         A long forward calls it between its layers, so the router does not wait for the forward's end.
         """

@@ -1,4 +1,4 @@
-"""Forwards over parts of prompts: prefill's work, and decode's where no prefill worker computes the prompt."""
+"""Forwards over parts of prompts: prefill's work, and decode's for prompts computed locally."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -44,12 +44,18 @@ class Chunk(Generic[R]):
 
 
 def scored_limit(request: Request, before: Sequence[Chunk[R]], vocab_size: int) -> int | None:
-    """Most tokens of `request` that fit behind the chunks `before`, for the memory of scored logits; None: any number."""
+    """The most tokens of `request` that fit behind the chunks `before` into the memory of scored logits.
+
+    None: any number fits.
+    """
     return most_scored(request, vocab_size, [chunk.span for chunk in before])
 
 
 def batch_of(engine: Engine, chunks: Sequence[Chunk[R]], *, has_features: bool) -> ForwardBatch:
-    """The batch of all chunks, in order. `has_features`: the forward returns the aux features of every row."""
+    """The batch of all chunks, in order.
+
+    `has_features`: the forward returns the aux features of every row.
+    """
     return extend_batch(
         [chunk.span for chunk in chunks],
         page_size=engine.page_size,
@@ -67,9 +73,9 @@ def sample_first_tokens(engine: Engine, chunks: Sequence[Chunk[R]], output: Forw
 def score_prompts(
     chunks: Sequence[Chunk[R]], logits: torch.Tensor, instance: str
 ) -> Iterator[PromptLogprobs]:
-    """Messages with the log probabilities of the prompts that ask for them.
+    """Messages with the log probabilities of prompts that request them.
 
-    `logits` `[R, V]` are those of the whole forward: rows of ended prompts first, then the scored rows.
+    `logits` `[R, V]`: those of the whole forward, rows of ended prompts first, then the scored rows.
     """
     spans = [chunk.span for chunk in chunks]
     scored = scores_of(spans, logits[sum(chunk.is_last for chunk in chunks) :])

@@ -6,10 +6,10 @@ from ..engine.request import Request
 
 
 def take_pages(cache: PrefixCache, request: Request, num_pages: int, *, is_computed: bool) -> int:
-    """Give `request` its `num_pages` pages; returns how many prompt tokens the cached ones hold.
+    """Give `request` its `num_pages` pages. Returns the number of prompt tokens in cached pages.
 
-    The last prompt token is never taken from the cache, since its logits are needed. A prompt that is computed here and asks
-    for log probabilities takes nothing from it. Raises PoolExhausted; the request then holds nothing.
+    The last prompt token is never taken from the cache, since its logits are needed. A prompt computed here
+    with log probabilities takes nothing from the cache. Raises PoolExhausted; the request then holds nothing.
     """
     is_scored = is_computed and request.sampling.prompt_logprobs >= 0  # every row must be computed
     held = cache.match(request.prompt_ids, 0 if is_scored else request.num_prompt - 1, request.salt)

@@ -1,4 +1,4 @@
-"""Why a worker does not take a request: never, or not now."""
+"""The reasons of a worker for refusing a request: for ever, or for now."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +8,10 @@ from ..engine.sampling.params import SamplingParams, validate_params
 
 @dataclass(frozen=True, kw_only=True)
 class Refusal:
-    """`reason` in words; `retry_after_ms` 0: this worker can never take the request."""
+    """A refusal with its reason.
+
+    `retry_after_ms`: milliseconds until a retry makes sense; 0: this worker can never take the request.
+    """
 
     reason: str
     retry_after_ms: int
@@ -17,9 +20,9 @@ class Refusal:
 def refuse_forever(
     prompt_ids: Sequence[int], sampling: SamplingParams, *, vocab_size: int, size_fault: str
 ) -> Refusal | None:
-    """The refusal of a request that no worker of this kind can take; None: it can be taken.
+    """The refusal of a request that no worker of this kind can take; None if it can be taken.
 
-    `size_fault`: the role's reason why the request is too large, "" when it is not.
+    `size_fault`: the role's reason why the request is too large, "" otherwise.
     """
     if not prompt_ids or max(prompt_ids) >= vocab_size:
         reason = f"a prompt needs at least one token, all below the vocabulary size {vocab_size}"
@@ -34,6 +37,9 @@ def refuse_forever(
 
 
 def refuse_for_now(*, is_draining: bool, full: str, retry_after_ms: int) -> Refusal | None:
-    """The refusal of a worker that drains or is full; None: it takes requests. `full`: the reason, "" while it has room."""
+    """The refusal of a worker that drains or is full, else None.
+
+    `full`: the reason, "" while there is room.
+    """
     reason = "draining" if is_draining else full
     return Refusal(reason=reason, retry_after_ms=retry_after_ms) if reason else None

@@ -1,6 +1,6 @@
-"""The base of both workers: orders, cancels, failures, deadlines and the drain of the rooms that a worker holds.
+"""The base of both workers: orders, cancels, failures, deadlines and the drain of a worker's rooms.
 
-A role adds what its rooms do between an order and their end, and `step`, one forward's worth of work.
+A role adds the work of its rooms between an order and their end, and `step`, the work of one forward.
 """
 
 import time
@@ -42,9 +42,10 @@ def sampling_params_of(order: Prefill | Reserve) -> SamplingParams:
 
 
 class RoleWorker(ABC, Generic[R]):
-    """The scheduler thread's side of a worker. `counters` are its totals by name; `clock` tells monotonic seconds.
+    """The scheduler thread's side of a worker.
 
-    Every end of a room takes one road: `_give_up` stops its work, the role's `_close` gives its pages back.
+    `counters`: totals by name. `clock` returns monotonic seconds. Every room ends the same way: `_give_up`
+    stops its work, and the role's `_close` releases its pages.
     """
 
     role: ClassVar[str]
@@ -82,10 +83,13 @@ class RoleWorker(ABC, Generic[R]):
     def step(self) -> bool:
         """One forward's worth of work; False when there was none."""
 
-    # --- what the main loop asks --------------------------------------------------------------------------------------
+    # --- interface of the main loop -------------------------------------------------------------------------
 
     def handle(self, event: LinkEvent, now: float) -> None:
-        """Take in one message or transport event, at `now`. A role handles its own first and passes on the others."""
+        """Take in one message or transport event, at `now`.
+
+        A role handles its own first and passes on the others.
+        """
         match event:
             case Cancel(room=room, epoch=epoch):
                 self._cancel(room, epoch)
@@ -155,7 +159,7 @@ class RoleWorker(ABC, Generic[R]):
             | self.link.transport_counters,
         )
 
-    # --- the way in ---------------------------------------------------------------------------------------------------
+    # --- the way in -----------------------------------------------------------------------------------------
 
     def _begins(self, order: Prefill | Reserve) -> bool:
         """Whether the order begins a new attempt. Older attempts of its room are given up."""
@@ -191,7 +195,10 @@ class RoleWorker(ABC, Generic[R]):
         )
 
     def _is_finished_already(self, request: Request) -> bool:
-        """Whether the prompt ends the request, as after a lost Finished; then the order is answered with Finished."""
+        """Whether the prompt already ends the request, as after a lost Finished.
+
+        If so, answers the order with Finished.
+        """
         if not request.ends_with_prompt(self.engine.model_config.eos_token_ids):
             return False
         room, epoch = request.room, request.epoch
@@ -205,10 +212,13 @@ class RoleWorker(ABC, Generic[R]):
         self.queues.turned_away(answer.room, answer.epoch)
         self._send(answer)
 
-    # --- the ways out -------------------------------------------------------------------------------------------------
+    # --- the ways out ---------------------------------------------------------------------------------------
 
     def _cancel(self, room_id: str, epoch: int) -> None:
-        """Give up every attempt up to `epoch`. Gone answers once their pages are free; at once when there is none."""
+        """Give up every attempt up to `epoch`.
+
+        Gone is sent when their pages are free, or at once if there is no attempt.
+        """
         attempts = self.queues.cancel(room_id, epoch)
         for room in attempts:
             self._counters["cancelled"] += not room.is_over
@@ -256,7 +266,7 @@ class RoleWorker(ABC, Generic[R]):
             )
 
     def _timeline_of(self, room: R) -> DecodeTimeline | None:
-        """What decode spent on the room; None on prefill."""
+        """The times and counts of decode for the room; None on prefill."""
         return None
 
     def _send(self, item: Command | ControlUp) -> None:

@@ -1,4 +1,4 @@
-"""A room as both roles know it."""
+"""The base of a room, shared by both roles."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass

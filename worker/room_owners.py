@@ -1,8 +1,9 @@
-"""The router that owns each room of a worker: the router that opened the room. Only the owner hears of it and can end it.
+"""The owner of each room of a worker: the router that opened it.
 
-A worker serves several routers with one batch and one pool of pages. Its scheduler knows rooms only; `RoomOwners` notes the
-owner of each incoming order and addresses outgoing messages. The loss of a router ends its own rooms and no others. Room
-ids are random, so two routers never use one id for different rooms.
+Only the owner gets the room's messages and can end it. A worker serves several routers with one batch and one
+pool of pages. Its scheduler knows only rooms; `RoomOwners` records the owner of each incoming order and
+addresses outgoing messages. The loss of a router ends only its own rooms. Room ids are random, so two routers
+never use one id for different rooms.
 """
 
 import logging
@@ -48,7 +49,7 @@ class ToRouter:
 
 @dataclass(frozen=True, kw_only=True)
 class RouterLost:
-    """Event: a router is gone or was replaced; nobody reads the tokens of its `rooms`."""
+    """Event: a router is gone or was replaced, so its `rooms` have no reader."""
 
     router: int
     reason: str
@@ -56,7 +57,10 @@ class RouterLost:
 
 
 class RoomOwners:
-    """Room ids and their routers. Only the scheduler thread uses it, in the order of received events and sent messages."""
+    """Room ids and their routers.
+
+    Only the scheduler thread uses it, in the order of received events and sent messages.
+    """
 
     def __init__(self) -> None:
         self.num_foreign = 0  # messages about another router's room, dropped
@@ -66,7 +70,10 @@ class RoomOwners:
         return f"RoomOwners({len(self._owner)} rooms of {len(set(self._owner.values()))} routers)"
 
     def take(self, event: FromRouter | RouterLost) -> ControlDown | RouterLost | None:
-        """The event for the worker; None for a message about another router's room, which is dropped and counted."""
+        """The event for the worker.
+
+        None for a message about another router's room, which is dropped and counted.
+        """
         if isinstance(event, RouterLost):
             rooms = frozenset(room for room, owner in self._owner.items() if owner == event.router)
             for room in rooms:
@@ -82,8 +89,10 @@ class RoomOwners:
         return None
 
     def address(self, message: ControlUp) -> list[ToRouter]:
-        """The message with its receivers: every router for a message about the worker, the owner for a message about a room,
-        none for a room without an owner.
+        """The message with its receivers.
+
+        A message about the worker goes to every router, a message about a room to its owner, or to none
+        without an owner.
         """
         if isinstance(message, (Heartbeat, Goodbye, Hello)):
             return [ToRouter(router=EVERY, message=message)]

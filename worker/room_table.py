@@ -1,4 +1,4 @@
-"""The rooms that a worker holds. Both roles use this table, so attempts are told apart in one place."""
+"""The table of a worker's rooms. Both roles use it, so one place distinguishes the attempts of a room."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -23,8 +23,10 @@ R = TypeVar("R", bound=TableEntry)
 
 
 class RoomTable(Generic[R]):
-    """All attempts in order of arrival. An attempt that was given up stays until its pages are free; the table may hold a
-    newer attempt of the same room beside it.
+    """All attempts in order of arrival.
+
+    An attempt that was given up stays until its pages are free; the table may hold a newer attempt of the
+    same room beside it.
     """
 
     def __init__(self) -> None:
@@ -78,7 +80,10 @@ class RoomTable(Generic[R]):
         self.on_left(room)
 
     def cancel(self, room: str, epoch: int) -> list[R]:
-        """The attempts up to `epoch` in the table, oldest first. A later order for one of these epochs is ignored."""
+        """The attempts up to `epoch` in the table, oldest first.
+
+        A later order for one of these epochs is ignored.
+        """
         self._remember(room, epoch)
         return self.up_to(room, epoch)
 
@@ -96,6 +101,9 @@ class RoomTable(Generic[R]):
             self._closed.popitem(last=False)
 
     def is_known(self, room: str, epoch: int) -> bool:
-        """Whether this attempt or a newer one is in the table, or was in it: the last MAX_CLOSED rooms are remembered."""
+        """Whether this attempt or a newer one is or was in the table.
+
+        The last MAX_CLOSED rooms are remembered.
+        """
         is_here = any(name == room and other >= epoch for name, other in self._rooms)
         return is_here or self._closed.get(room, -1) >= epoch

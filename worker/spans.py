@@ -11,7 +11,10 @@ SpansOf = Callable[[R, float], Sequence[Span]]
 
 
 class RoomSpans(Generic[R]):
-    """Records `spans_of(room, now)` for every traced room that leaves the table. `clock` tells monotonic seconds."""
+    """Records `spans_of(room, now)` for every traced room that leaves the table.
+
+    `clock` tells monotonic seconds.
+    """
 
     def __init__(self, tracing: Tracing, clock: Callable[[], float], spans_of: SpansOf[R]) -> None:
         self._tracing, self._clock, self._spans_of = tracing, clock, spans_of

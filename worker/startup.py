@@ -1,4 +1,4 @@
-"""The start of a worker process, the same for both roles: from the settings to the main loop, phase by phase."""
+"""The start of a worker process, the same for both roles: from the settings to the main loop, in phases."""
 
 import os
 import time
@@ -37,10 +37,10 @@ R = TypeVar("R", bound=WorkerRoom)
 
 
 class WorkerStartup(ABC, Generic[C, R]):
-    """One start of a worker process. A role says what differs: its transport and Hello, its worker, its spans.
+    """One start of a worker process. A role adds its transport and Hello, its worker and its spans.
 
-    A phase stores its products on this object. A phase that runs too early reads a product that is not there yet and raises
-    AttributeError; the engine's own phases have their lifecycle as a guard.
+    A phase stores its products on this object. A phase that runs too early reads a missing product and raises
+    AttributeError; the engine's own phases are guarded by its lifecycle.
     """
 
     has_drafter: ClassVar[bool]
@@ -64,7 +64,10 @@ class WorkerStartup(ABC, Generic[C, R]):
         ]
 
     def run(self) -> Serve:
-        """Run all phases. Returns the function that serves until the worker has drained and gives the exit code."""
+        """Run all phases.
+
+        Returns the function that serves until the worker has drained and returns the exit code.
+        """
         run_phases(self.phases())
         return closing(self.tracing, self.loop.run)
 
@@ -104,7 +107,9 @@ class WorkerStartup(ABC, Generic[C, R]):
         )
 
     def open_sockets(self) -> None:
-        """Start the link thread, which opens the KV plane and dials the routers, and the hash of all weights."""
+        """Start the link thread, which opens the KV plane and dials the routers, and the hash of the
+        weights.
+        """
         self.link = WorkerLink(self._open_planes)
         self.link.start()
         if self.engine.weights is not None:
@@ -128,7 +133,7 @@ class WorkerStartup(ABC, Generic[C, R]):
         )
         self.engine.runner.on_layer = self.loop.beat
 
-    # --- what a role says ---------------------------------------------------------------------------------------------
+    # --- methods of a role ----------------------------------------------------------------------------------
 
     @abstractmethod
     def open_transport(self, context: zmq.Context[Socket]) -> PollableTransport:
@@ -147,7 +152,7 @@ class WorkerStartup(ABC, Generic[C, R]):
     def spans_of(self) -> SpansOf[R]:
         """The trace spans of a room that leaves."""
 
-    # --- parts of a role's answers ------------------------------------------------------------------------------------
+    # --- parts of a role's answers --------------------------------------------------------------------------
 
     def planes(self) -> Planes:
         """The engine's pages as bytes."""

@@ -1,4 +1,4 @@
-"""The seam between models and attention kernels: plan a batch, bind the plan, and attend in every layer."""
+"""The interface between models and attention kernels: plan a batch, bind the plan, attend in every layer."""
 
 from abc import ABC, abstractmethod
 from functools import partial
@@ -17,19 +17,20 @@ class AttentionBackend(Protocol):
     """Attention over the pages of one pool."""
 
     def plan(self, batch: ForwardBatch) -> AttentionMetadata:
-        """Everything that all layers of a forward of `batch` share; planned on the final, padded batch."""
+        """The data shared by all layers of a forward. `batch` must be final and padded."""
 
     def bind(self, metadata: AttentionMetadata) -> Attend:
         """The function that each layer of the forward calls: it stores k and v, then attends.
 
-        Raises LifecycleError when the batch was changed after it was planned, here and at each call.
+        Raises LifecycleError, here and at each call, if the batch was changed after its plan was made.
         """
 
 
 class PagedAttention(ABC):
-    """What the backends share: `pool`, `scale` of the scores (by default the layout's), plans, and batches without rows.
+    """The common base of the backends: the pool, the plans, and batches without rows.
 
-    `gathers`: whether the backend reads the context by slots, which the plan then holds.
+    `scale`: factor of the scores, by default the layout's. `gathers`: whether the backend reads the context
+    by slots; its plans then hold them.
     """
 
     gathers: bool
@@ -39,10 +40,14 @@ class PagedAttention(ABC):
         self.scale = pool.layout.scale if scale is None else scale
 
     def plan(self, batch: ForwardBatch) -> AttentionMetadata:
+        """As `AttentionBackend.plan`."""
         return plan(batch, self.pool.page_size, gathers=self.gathers)
 
     def bind(self, metadata: AttentionMetadata) -> Attend:
-        """Row numbers and masks are the same for every layer and are made here, once."""
+        """As `AttentionBackend.bind`.
+
+        Row numbers and masks are the same for every layer and are computed here, once.
+        """
         metadata.check(metadata.batch.num_tokens)
         if metadata.num_rows == 0:
             return partial(_attend_nothing, metadata)
@@ -56,7 +61,10 @@ class PagedAttention(ABC):
 
     @abstractmethod
     def _bind_rows(self, metadata: AttentionMetadata, store_rows: torch.Tensor) -> Attend:
-        """As `bind`, of a checked plan with rows; `store_rows`: where `store_kv` writes k and v."""
+        """As `bind`, for a checked plan with rows.
+
+        `store_rows`: the rows into which `store_kv` writes k and v.
+        """
 
 
 def _attend_nothing(

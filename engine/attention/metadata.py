@@ -1,4 +1,4 @@
-"""The plan of one forward's attention: made once per batch on its final rows, checked by every layer.
+"""The attention plan of one forward: made once per batch on its final rows, checked by every layer.
 
 Legend: T rows, B requests, Q rows per request, S context rows.
 """
@@ -13,8 +13,8 @@ from ..batch.forward_batch import ForwardBatch
 from ..errors import LifecycleError
 from ..host_copy import to_device
 
-# Requests of equally many rows, up to this many (a tree: any number), are attended as one padded batch; longer ones one
-# by one.
+# Requests of equally many rows, up to this number (trees: any number), are attended as one padded batch.
+# Longer ones are attended one by one.
 MAX_UNIFORM_ROWS = 16
 
 Contents: TypeAlias = tuple[tuple[int, ...], ...]  # rows and lengths of the requests, writes of the tensors
@@ -22,12 +22,13 @@ Contents: TypeAlias = tuple[tuple[int, ...], ...]  # rows and lengths of the req
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionMetadata:
-    """The plan of one version of one batch. `contents`: what the batch held, to see what was changed in place.
+    """The plan of one version of one batch.
 
-    `kv_lens` `[B]` and `q_starts` `[B+1]`, int64 on the device: lengths, and the first row of each request; paged kernels
-    read them. `context_slots` `[B, S]` int64: the slot of each context row, 0 (the sink, which reads as zeros) beyond a
-    request's own length; for a backend that gathers the context, S is 0 otherwise. `uniform_rows`: Q when every request has
-    that many rows and no row is padding, else 0.
+    `contents`: a summary of the batch, to detect changes in place. `kv_lens` `[B]` and `q_starts` `[B+1]`,
+    int64 on the device: context lengths, and the first row of each request, for paged kernels.
+    `context_slots` `[B, S]` int64: the slot of each context row, 0 (the sink, which reads as zeros) beyond a
+    request's length; S is 0 unless the backend gathers the context. `uniform_rows`: Q if every request has Q
+    rows and no row is padding, else 0.
     """
 
     batch: ForwardBatch
@@ -40,7 +41,7 @@ class AttentionMetadata:
     context_slots: torch.Tensor
 
     def check(self, num_rows: int) -> None:
-        """LifecycleError unless the batch is still the one planned and has `num_rows` rows."""
+        """Raises LifecycleError unless the batch is still the planned one and has `num_rows` rows."""
         if self.version != self.batch.version:
             raise LifecycleError(
                 f"attention was planned for version {self.version} of the batch, which is now at version "
@@ -48,23 +49,26 @@ class AttentionMetadata:
             )
         if self.contents != contents_of(self.batch):
             raise LifecycleError(
-                f"version {self.version} of the batch was changed in place behind its plan; plan after the last change"
+                f"version {self.version} of the batch was changed in place behind its plan; plan after the "
+                "last change"
             )
         if self.num_rows != num_rows:
             raise LifecycleError(f"attention was planned for {self.num_rows} rows and got {num_rows}")
 
 
 def contents_of(batch: ForwardBatch) -> Contents:
-    """The host's lengths, and how often each tensor that attention reads was written."""
+    """The host's lengths, and the write count of each tensor that attention reads."""
     tensors = (batch.positions, batch.slots, batch.page_table, batch.tree_mask)
     written = tuple(0 if tensor is None else tensor._version for tensor in tensors)
     return tuple(batch.q_lens), tuple(batch.kv_lens), written
 
 
 def plan(batch: ForwardBatch, page_size: int, *, gathers: bool = True) -> AttentionMetadata:
-    """Plan `batch` as it is now. Rows behind sum(q_lens) are padding: stored in the sink, attending to nothing.
+    """The plan of `batch` as it is now.
 
-    `gathers`: with `context_slots`.
+    Rows from sum(q_lens) on are padding, stored in the sink without attention.
+
+    `gathers`: whether to compute `context_slots`.
     """
     real_rows, longest = sum(batch.q_lens), max(batch.kv_lens, default=0)
     pages, device = batch.page_table, batch.page_table.device

@@ -1,4 +1,4 @@
-"""Attention backends by name."""
+"""The registry of attention backends by name."""
 
 from types import MappingProxyType
 
@@ -11,9 +11,11 @@ BACKENDS = MappingProxyType[str, type[PagedAttention]]({"triton": TritonAttentio
 
 
 def attention_for(pool: KVPool, name: str = "", *, scale: float | None = None) -> PagedAttention:
-    """The backend `name` over `pool`; without a name that of the pool's device. `scale` as in `PagedAttention`.
+    """The backend `name` over `pool`, by default the one for the pool's device.
 
-    Raises ValueError naming the backends for an unknown name.
+    `scale` as in `PagedAttention`.
+
+    Raises ValueError for an unknown name, listing the known ones.
     """
     name = name or ("triton" if pool.device.type == "cuda" else "torch")
     if name not in BACKENDS:

@@ -1,4 +1,4 @@
-"""Attention by plain torch: the context is gathered by slots once per layer. The backend of the CPU.
+"""Attention by plain torch, the backend of the CPU: the context is gathered by slots once per layer.
 
 Legend: T rows, B requests, Q rows per request, S context rows, N/K/D heads as in `models.layers`.
 """
@@ -22,7 +22,10 @@ from .metadata import AttentionMetadata
 
 
 class TorchAttention(PagedAttention):
-    """Requests of equally many rows are attended as one padded batch, others one by one."""
+    """The attention backend of the CPU.
+
+    Requests of equally many rows form one padded batch; others run one by one.
+    """
 
     gathers = True
 
@@ -34,7 +37,7 @@ class TorchAttention(PagedAttention):
         return partial(self._attend_ragged, metadata, store_rows, key_rows, self._band(metadata))
 
     def _uniform_mask(self, metadata: AttentionMetadata) -> torch.Tensor:
-        """`[B, 1, Q, S]`, added to the scores: 0 where a row sees a context row, -inf elsewhere."""
+        """A mask `[B, 1, Q, S]` to add to the scores: 0 where a row sees a context row, -inf elsewhere."""
         rows, length = metadata.uniform_rows, metadata.context_slots.shape[1]
         visible = visible_columns(metadata.kv_lens, rows, length, metadata.batch.tree_mask)
         mask = torch.zeros(visible.shape, dtype=self.pool.dtype, device=visible.device)

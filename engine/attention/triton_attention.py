@@ -1,4 +1,7 @@
-"""Attention by the paged kernels, which read page tables and lengths themselves. On the CPU their torch references run."""
+"""Attention by the paged kernels, which read page tables and lengths on the device.
+
+On the CPU their torch references run.
+"""
 
 from functools import partial
 
@@ -13,7 +16,7 @@ from .metadata import AttentionMetadata
 
 
 class TritonAttention(PagedAttention):
-    """The backend of GPUs."""
+    """The attention backend of GPUs."""
 
     gathers = False
 

@@ -18,9 +18,9 @@ def extend_batch(
     device: torch.device,
     capture: CaptureHidden = CaptureHidden.NULL,
 ) -> ForwardBatch:
-    """Rows of tokens [start, end) of each request, in order.
+    """The rows of tokens [start, end) of each request, in order.
 
-    Logits are of the last row of each range that ends its prompt, then of the rows that are scored (see
+    Logits are those of the last row of each range that ends its prompt, then of the scored rows (see
     `prompt_logprobs`).
     """
     rows = [end - start for _, start, end in ranges]

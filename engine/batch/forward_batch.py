@@ -1,6 +1,7 @@
-"""The inputs and the outputs of a forward. Shape legend:
+"""The inputs and outputs of a forward.
 
-T tokens (rows) of the batch, B requests, V vocabulary, H hidden size, K captured features, R selected rows.
+Legend: T tokens (rows) of the batch, B requests, V vocabulary, H hidden size, K captured features, R selected
+rows.
 """
 
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ class ForwardMode(Enum):
 
 
 class CaptureHidden(IntEnum):
-    """The hidden rows that a forward returns; a runner never returns fewer than requested."""
+    """The hidden rows that a forward returns. A runner never returns fewer than requested."""
 
     NULL = 0
     LAST = 1  # the last row of each request
@@ -33,14 +34,16 @@ class CaptureHidden(IntEnum):
 class ForwardBatch:
     """The flattened rows of B requests, request by request.
 
-    `input_ids` `[T]` int64, `positions` `[T]` int64, `slots` `[T]` int64: where each row's KV is written
-    (page * page_size + offset; 0 is the padding sink). `page_table` `[B, P]` int64 page ids, rows padded with page 0.
-    `q_lens[b]` rows and `kv_lens[b]` context length after this forward (its own rows included) of request b, on the host.
-    `logit_rows` `[R]` int64: rows whose logits are wanted (None: all). `features` `[T, feature width]`: the draft model's
-    input hidden, None for a target. `tree_mask` bool `[B, Q, W]`: of the last W context rows those that each of Q new rows
-    per request sees, instead of all up to itself. `input_embeds` `[T, H]`: replace the embeddings of `input_ids`.
-    Changing any of these increments `version`, so that older metadata is refused, and clears `decision`, the path that the
-    runner has chosen for this batch.
+    `input_ids`, `positions`: int64 `[T]`. `slots`: int64 `[T]`, the place of each row's KV (page * page_size
+    + offset; 0 is the padding sink). `page_table`: int64 `[B, P]` page ids, rows padded with page 0.
+    `q_lens`, `kv_lens`: for each request, on the host, its rows and its context length after this forward
+    (its own rows included). `logit_rows`: int64 `[R]`, the rows whose logits are wanted (None: all).
+    `features`: `[T, feature width]`, the draft model's input hidden rows; None for a target. `tree_mask`:
+    bool `[B, Q, W]`, the columns that each of Q new rows sees among the last W context rows; None: all up to
+    itself. `input_embeds`: `[T, H]`, replaces the embeddings of `input_ids`.
+
+    Any change increments `version`, which invalidates older metadata, and clears `decision`, the path chosen
+    by the runner.
     """
 
     mode: ForwardMode
@@ -60,10 +63,12 @@ class ForwardBatch:
 
     @property
     def num_tokens(self) -> int:
+        """Rows of the batch."""
         return int(self.input_ids.shape[0])
 
     @property
     def num_requests(self) -> int:
+        """Requests of the batch."""
         return len(self.q_lens)
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -75,10 +80,11 @@ class ForwardBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardOutput:
-    """The result of a forward; it owns its tensors.
+    """The result of a forward, with tensors of its own.
 
-    `path`: the path that ran ("eager", "breakable", "graph"). `logits` `[R, V]` float32. `hidden` the aux features
-    `[T, K*H]` of a target, or the fed-back hidden `[R, H]` or `[T, H]` of a draft; None when not captured.
+    `path`: the path that ran ("eager", "breakable", "graph"). `logits`: float32 `[R, V]`. `hidden`: the aux
+    features `[T, K*H]` of a target, or the fed-back hidden rows `[R, H]` or `[T, H]` of a draft; None if not
+    captured.
     """
 
     path: str
@@ -88,9 +94,10 @@ class ForwardOutput:
 
 @dataclass(kw_only=True)
 class StepCounters:
-    """How often each path ran; monotonic."""
+    """The number of forwards per path; monotonic."""
 
     forwards: dict[str, int] = field(default_factory=dict)
 
     def count(self, path: str) -> None:
+        """Count one forward on `path`."""
         self.forwards[path] = self.forwards.get(path, 0) + 1

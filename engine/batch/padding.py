@@ -1,7 +1,7 @@
-"""Idle rows: a kernel's tile, or a peer that steps in lockstep, may need more rows than the batch has.
+"""Adds idle rows to a batch: a kernel's tile, or a peer in lockstep, may need more rows than the batch has.
 
-A batch is padded before its path is decided and its attention planned, because both count rows.
-Legend as in `forward_batch`.
+Padding comes before the choice of the path and the attention plan, because both count rows. Legend as in
+`forward_batch`.
 """
 
 import math
@@ -14,11 +14,11 @@ from .forward_batch import ForwardBatch
 
 
 def pad_rows(batch: ForwardBatch, multiple: int) -> ForwardBatch:
-    """`batch` with idle rows behind its own, up to a multiple of `multiple`; `batch` itself where none are missing.
+    """`batch` with idle rows appended up to a multiple of `multiple`; `batch` itself if none are missing.
 
-    Idle rows lie in the sink and attend to nothing. No rows at all become `multiple` ones, unless that is 1. A decision
-    that the batch carries stays; metadata planned for it before does not fit any more. Where rows see along a tree, idle
-    requests of as many rows take the place of single rows.
+    Idle rows lie in the sink and attend to nothing. An empty batch gets `multiple` rows, unless that is 1.
+    The batch's decision stays; metadata planned before becomes invalid. In a batch of trees, idle requests of
+    equally many rows take the place of single rows.
     """
     rows = batch.num_tokens
     if multiple == 1 or (rows and rows % multiple == 0):
@@ -29,7 +29,7 @@ def pad_rows(batch: ForwardBatch, multiple: int) -> ForwardBatch:
 
 
 def _pad_requests(batch: ForwardBatch, multiple: int, mask: torch.Tensor) -> ForwardBatch:
-    """Idle requests of which each row sees all of the sink, which reads as zeros."""
+    """Adds idle requests. Each of their rows sees the whole sink, which reads as zeros."""
     num_rows, width = mask.shape[1:]
     end = -(-batch.num_tokens // multiple) * multiple
     count = end // num_rows - batch.num_requests
@@ -54,5 +54,5 @@ def _longer(batch: ForwardBatch, end: int) -> ForwardBatch:
 
 
 def _grown(tensor: torch.Tensor, end: int) -> torch.Tensor:
-    """`tensor` with zeros behind its rows, `end` rows in all."""
+    """`tensor` with zero rows appended, `end` rows in all."""
     return F.pad(tensor, (0, 0) * (tensor.dim() - 1) + (0, end - tensor.shape[0]))

@@ -1,8 +1,9 @@
-"""A model's vocabulary as grammars need it: the bytes of every token, and which tokens spell a text that must come.
+"""A model's vocabulary for grammars: the bytes of every token, and the tokens that spell forced text.
 
-Text of a grammar is never a control token, whatever it spells: a constant "<|im_end|>" ends no output, and is written in
-pieces. Tokens that a tokenizer has added as text, such as `<tool_call>` in many vocabularies, are text: they may come
-wherever their characters may, and are what must come where these must. llguidance by itself has both the other way round.
+The text of a grammar never becomes a control token: a constant "<|im_end|>" does not end the output and is
+written in pieces. Tokens that a tokenizer has added as text, such as `<tool_call>` in many vocabularies, are
+ordinary text: they are allowed wherever their characters are, and forced where their characters are forced.
+llguidance alone does the opposite in both cases.
 """
 
 import json
@@ -13,7 +14,10 @@ from llguidance import LLTokenizer, TokenizerWrapper
 
 
 class Spelling:
-    """What llguidance asks of a tokenizer. Raises ValueError for one that it cannot read."""
+    """The tokenizer interface that llguidance expects.
+
+    Raises ValueError for a tokenizer file that it cannot read.
+    """
 
     def __init__(self, path: Path, vocab_size: int, eos_ids: Sequence[int]) -> None:
         eos = eos_ids[0] if eos_ids else None
@@ -31,19 +35,26 @@ class Spelling:
         return f"<Spelling of {len(self.tokens)} tokens, {len(self._control)} of control>"
 
     def __call__(self, data: bytes) -> list[int]:
-        """Tokens whose bytes are `data`: the model's own, but for spelled control tokens and where those change a byte."""
+        """Token ids whose bytes are `data`.
+
+        These are the model's own tokens, unless they contain control tokens or change a byte; then smaller
+        pieces.
+        """
         ids: list[int] = []
         for token in self._plain.tokenize_bytes(data):
             ids += self._pieces(self.tokens[token]) if token in self._control else [token]
         return ids if b"".join([self.tokens[i] for i in ids]) == data else self._pieces(data)
 
     def _pieces(self, data: bytes) -> list[int]:
-        """The longest tokens that are text, or one for each character."""
+        """The longest text tokens for `data`; one per character if these contain a control token."""
         text, greedy = data.decode(), self._plain.greedy_tokenize
         ids = greedy(text)
         return ids if self._control.isdisjoint(ids) else [i for char in text for i in greedy(char)]
 
 
 def load_tokenizer(path: Path, vocab_size: int, eos_ids: Sequence[int]) -> LLTokenizer:
-    """Read for grammars: a vocabulary of llguidance with its index of bytes."""
+    """The llguidance tokenizer of the file at `path`, with its index of bytes.
+
+    Raises ValueError as `Spelling`.
+    """
     return LLTokenizer(TokenizerWrapper(Spelling(path, vocab_size, eos_ids)))

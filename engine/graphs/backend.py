@@ -1,4 +1,4 @@
-"""The interface of a graph backend, which records and replays segments."""
+"""The interface of a graph backend: recording and replay of segments."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -9,25 +9,27 @@ from .errors import GraphError
 
 
 class Segment(Protocol):
-    """A recorded stretch of tensor work; inputs, weights and outputs are bound by address."""
+    """A recorded stretch of tensor work. Inputs, weights and outputs are bound by address."""
 
     @property
     def num_ops(self) -> int | None:
-        """Operations that a replay runs; 0 for an empty segment, None where the backend cannot tell."""
+        """Operations per replay; 0 for an empty segment, None if the backend does not know."""
 
     @property
     def num_bytes(self) -> int:
-        """Memory that only this segment holds; what lies in a shared pool is counted by the backend."""
+        """Bytes that only this segment holds. The backend counts the memory of a shared pool."""
 
     def replay(self) -> None:
         """Run the recorded work on the present contents of its inputs."""
 
 
 class GraphBackend(ABC):
-    """Records segments. One backend, with one memory pool, serves all graphs of a process, one capture at a time.
+    """Records segments.
 
-    When `close_segment` returns, the segment has run exactly once: its tensors hold what its code computed, so that the
-    break behind it sees real values. Subclasses implement the underscored methods.
+    One backend with one memory pool serves all graphs of a process, one capture at a time.
+
+    When `close_segment` returns, the segment has run exactly once. Its tensors then hold computed values for
+    the break behind it. Subclasses implement the underscored methods.
     """
 
     name = "?"
@@ -38,7 +40,9 @@ class GraphBackend(ABC):
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
-        """Around one whole capture, breaks included. However it ends, the backend is ready for the next.
+        """The context of one whole capture, breaks included.
+
+        After it ends, even with an error, the next capture may start.
 
         Raises GraphError for a capture inside a capture.
         """
@@ -56,28 +60,30 @@ class GraphBackend(ABC):
             self.is_capturing = False
 
     def warm_up(self, run: Callable[[], object]) -> None:
-        """Run once, eagerly, where the capture will run: libraries allocate and tune outside of the graph."""
+        """Run once, eagerly, in the place of the later capture: libraries allocate and tune outside of the
+        graph.
+        """
         run()
 
     @abstractmethod
     def open_segment(self) -> None:
-        """Record from here on."""
+        """Start to record."""
 
     @abstractmethod
     def close_segment(self) -> Segment:
         """Stop recording."""
 
     def eager_region(self) -> AbstractContextManager[object]:
-        """Around each break body, at capture and at replay."""
+        """The context of each break body, at capture and at replay."""
         return nullcontext()
 
     @abstractmethod
     def pool_bytes(self) -> int:
-        """Memory of the pool that all segments share."""
+        """Bytes of the pool that all segments share."""
 
     def _session(self) -> AbstractContextManager[object]:
         return nullcontext()
 
     @abstractmethod
     def _abort_segment(self) -> None:
-        """Forget the open segment, if there is one, whatever state the failure left it in."""
+        """Discard the open segment, if any, in whatever state the failure left it."""

@@ -1,19 +1,19 @@
-"""A graph that may be broken: recorded segments with eager breaks between them.
+"""A breakable graph: recorded segments with eager breaks between them.
 
     segment 0, break 0, segment 1, break 1, ..., segment N        replayed in this order
 
-A segment is fixed at capture: addresses, shapes, Python branches and scalars. A break is Python that runs again at every
-replay, on tensors that are the same objects as at capture and on a context that is not. A graph without breaks is a full
-graph. Nothing here is ambient: code that can be broken is given a `Breaks` object, which at capture records and
-elsewhere calls.
+A segment is fixed at capture: addresses, shapes, Python branches and scalars. A break is Python code that
+runs again at every replay, on the tensor objects of the capture and on a new context. A graph without breaks
+is a full graph. There is no global state: breakable code receives a `Breaks` object, which records during a
+capture and calls otherwise.
 
 Rules of a break body:
-1. Its tensor arguments are those of the capture. Whatever differs between forwards (lengths, page tables, metadata) comes
-   from the `context` that is its first argument, never from a closure.
-2. It reads and writes the first `context.num_rows` rows only. The keyword argument `out`, if it takes one, is a tensor
-   made before the break: the body fills its real rows, the runtime zeroes the others.
-3. Writing into `out` is better than returning tensors: what is returned is copied, at each replay, into what was
-   returned at capture.
+1. Its tensor arguments are those of the capture. Values that differ between forwards (lengths, page tables,
+   metadata) come from the `context`, its first argument, and never from a closure.
+2. It reads and writes only the first `context.num_rows` rows. Its optional keyword argument `out` is a
+   tensor made before the break: the body fills the real rows, the runtime zeroes the others.
+3. Writing into `out` is better than returning tensors, because each replay copies returned tensors into the
+   tensors that were returned at capture.
 """
 
 from collections.abc import Callable
@@ -30,9 +30,9 @@ from .pytree import copy_into
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayContext:
-    """The values that differ between replays; runners extend it with those that their breaks read.
+    """The values that differ between replays. Runners extend it with the values that their breaks read.
 
-    `num_rows`: the rows that are real; those behind them are padding.
+    `num_rows`: the real rows; the rows behind them are padding.
     """
 
     num_rows: int
@@ -56,7 +56,10 @@ class Breaks(Generic[ContextT]):
         self.context = context
 
     def graph_break(self, body: Callable[Concatenate[ContextT, ArgsP], ResultT]) -> Callable[ArgsP, ResultT]:
-        """Mark `body` as a break (a decorator or a plain call); the result takes the arguments behind the context."""
+        """Mark `body` as a break (decorator or plain call).
+
+        The result takes the arguments after the context.
+        """
 
         def broken(*args: ArgsP.args, **kwargs: ArgsP.kwargs) -> ResultT:
             return cast(ResultT, self._run(_Break(body, args, kwargs)))
@@ -68,7 +71,7 @@ class Breaks(Generic[ContextT]):
 
 
 class _Break(Generic[ContextT]):
-    """One break of one graph. Its references are strong: an address whose tensor is dead belongs to someone else."""
+    """One break of one graph. It holds its tensors, so that no other tensor can take their addresses."""
 
     def __init__(
         self, body: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
@@ -93,7 +96,7 @@ class _Break(Generic[ContextT]):
 
 
 class GraphCapture(Breaks[ContextT]):
-    """The `Breaks` of a capture: each call of a break closes a segment, runs the body and opens the next segment."""
+    """The `Breaks` of a capture: each break closes a segment, runs the body and opens the next segment."""
 
     is_recorded = True
 
@@ -107,9 +110,10 @@ class GraphCapture(Breaks[ContextT]):
     def _run(self, part: _Break[ContextT]) -> object:
         if self._is_over:
             raise GraphError(
-                f"{_name_of(part.body)} belongs to a capture that is over; give each forward the Breaks of its own"
+                f"{_name_of(part.body)} belongs to a capture that is over; give each forward the Breaks of "
+                "its own"
             )
-        if self._is_inside_break:  # the region is eager already
+        if self._is_inside_break:  # a break inside a break runs eagerly anyway
             return part.run(self.context)
         self.parts.append(self._backend.close_segment())
         self._is_inside_break = True
@@ -138,9 +142,9 @@ class GraphCapture(Breaks[ContextT]):
 class BreakableGraph(Generic[ContextT, OutputT]):
     """One graph: captured once, replayed often.
 
-    It holds its segments, breaks and outputs, everything that crosses a break, and the captured function with all that
-    it closes over (static inputs, the model and its weights). With `as_one_break` nothing is recorded: the function
-    itself is the only break, which tells errors of the capture from errors of the function.
+    It holds its segments, breaks and outputs, all tensors that cross a break, and the captured function with
+    its closure (static inputs, the model and its weights). With `as_one_break` nothing is recorded: the whole
+    function is the only break, which separates errors of the capture from errors of the function.
     """
 
     def __init__(self, backend: GraphBackend, *, name: str = "graph", as_one_break: bool = False) -> None:
@@ -152,35 +156,42 @@ class BreakableGraph(Generic[ContextT, OutputT]):
 
     @property
     def is_captured(self) -> bool:
+        """Whether the graph can be replayed."""
         return self._held is not None
 
     @property
     def segments(self) -> list[Segment]:
+        """The recorded segments, in order."""
         return [part for part in self._parts if not isinstance(part, _Break)]
 
     @property
     def num_breaks(self) -> int:
+        """Breaks between the segments."""
         return len(self._parts) - len(self.segments)
 
     @property
     def num_bytes(self) -> int:
-        """Memory that only this graph holds, without its share of the backend's pool."""
+        """Bytes that only this graph holds, without its share of the backend's pool."""
         return sum(segment.num_bytes for segment in self.segments)
 
     @property
     def output(self) -> OutputT:
-        """What the last replay computed: graph memory, overwritten by the next replay on this backend."""
+        """The result of the last replay, in graph memory that the next replay on this backend overwrites.
+
+        Raises GraphError before the capture.
+        """
         if self._held is None:
             raise GraphError(f"{self.name} is not captured")
         return self._held[1]
 
     @torch.no_grad()
     def capture(self, fn: Callable[[Breaks[ContextT]], OutputT], context: ContextT) -> OutputT:
-        """Record `fn`, which runs once (and before that as often as the backend wants to warm up), on `context`.
+        """Record one run of `fn` on `context`, after the warm-up runs of the backend.
 
-        Returns the output of that run; the same tensors hold the output of each replay. When `fn` raises, the graph
-        stays uncaptured and the backend can capture the next. Raises GraphError inside another capture, or a second
-        time, or in inference mode (whose composite ops would be recorded whole).
+        Returns the output of that run; the same tensors hold the output of each replay. If `fn` raises, the
+        graph stays uncaptured and the backend can capture the next one. Raises GraphError inside another
+        capture, for a second capture, and in inference mode, whose composite operations would be recorded
+        whole.
         """
         if self.is_captured:
             raise GraphError(f"{self.name} is already captured")
@@ -199,7 +210,10 @@ class BreakableGraph(Generic[ContextT, OutputT]):
 
     @torch.no_grad()
     def replay(self, context: ContextT) -> OutputT:
-        """Run all parts with `context` on the present contents of the static inputs; returns `output`."""
+        """Run all parts with `context` on the present contents of the static inputs; returns `output`.
+
+        Raises GraphError before the capture and inside another capture.
+        """
         if self._held is None:
             raise GraphError(f"{self.name} is not captured")
         if self.backend.is_capturing:
@@ -212,7 +226,7 @@ class BreakableGraph(Generic[ContextT, OutputT]):
         return self._held[1]
 
     def release(self) -> None:
-        """Release segments, breaks and outputs; the graph is uncaptured again."""
+        """Release segments, breaks and outputs. The graph is then uncaptured."""
         self._parts, self._held = [], None
 
     def __repr__(self) -> str:

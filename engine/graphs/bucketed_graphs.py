@@ -1,4 +1,4 @@
-"""The graphs of one kind, one per bucket, and the predicate that chooses one for a batch."""
+"""The graphs of one kind, one per bucket, and the choice of a graph for each batch."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -15,8 +15,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class PathDecision:
-    """The path of one batch: the graph of `kind` at `bucket`; or eager (`bucket` 0) for `reason`, None where no graphs are
-    wanted."""
+    """The path of one batch.
+
+    Either the graph of `kind` at `bucket`, or the eager path (`bucket` 0) for `reason`; `reason` is None if
+    graphs are off.
+    """
 
     kind: GraphKind | None = None
     bucket: int = 0
@@ -24,6 +27,7 @@ class PathDecision:
 
     @property
     def is_graph(self) -> bool:
+        """Whether a graph runs the batch."""
         return self.bucket > 0
 
 
@@ -34,9 +38,10 @@ EAGER = PathDecision()
 class BatchShape:
     """The inputs of the decision.
 
-    `size`: tokens, or requests where the graphs are by batch. `rows`: rows of each request, `pages`: columns of the page
-    table, both 0 where any will do. `hidden`: the hidden rows asked for, as CaptureHidden. `has_embeds`: the caller brought
-    embeddings, which graphs, looking them up themselves, would not read.
+    `size`: tokens, or requests for graphs by batch size. `rows`: rows per request. `pages`: columns of the
+    page table. Rows and pages are 0 if any number fits. `hidden`: the requested hidden rows, as
+    CaptureHidden. `has_embeds`: the caller passes embeddings, which graphs cannot use, because they look
+    embeddings up themselves.
     """
 
     size: int
@@ -48,9 +53,12 @@ class BatchShape:
 
 @dataclass(frozen=True, kw_only=True)
 class GraphLimits:
-    """The limits that the graphs of a kind were captured for; fields as in BatchShape, 0 for no limit.
+    """The limits for which the graphs of a kind were captured.
 
-    `is_by_token`: buckets count tokens, and a batch that leaves more than half of its bucket empty runs eagerly.
+    Fields are those of BatchShape; 0 means no limit.
+
+    `is_by_token`: buckets count tokens. A batch that leaves more than half of its bucket empty then runs
+    eagerly.
     """
 
     is_by_token: bool
@@ -60,7 +68,7 @@ class GraphLimits:
 
 
 class GraphFamily(Generic[ContextT, OutputT]):
-    """All graphs of `kind`. `is_enabled` False sends every batch to the eager path."""
+    """All graphs of `kind`. With `is_enabled` False, every batch takes the eager path."""
 
     def __init__(self, pool: GraphPool, kind: GraphKind, buckets: Sequence[int], limits: GraphLimits) -> None:
         self.pool = pool
@@ -72,7 +80,7 @@ class GraphFamily(Generic[ContextT, OutputT]):
 
     @property
     def captured(self) -> tuple[int, ...]:
-        """Buckets that have a graph, ascending."""
+        """The buckets that have a graph, ascending."""
         return tuple(sorted(self._graphs))
 
     def capture(
@@ -83,7 +91,7 @@ class GraphFamily(Generic[ContextT, OutputT]):
     ) -> None:
         """Capture every bucket, the largest first: `forward(bucket, breaks)` under `context(bucket)`.
 
-        A bucket that cannot be captured is logged and runs eagerly.
+        A bucket whose capture fails is logged and runs eagerly.
         """
         logger.info(
             "capturing %d %s graphs, %d down to %d",
@@ -120,20 +128,23 @@ class GraphFamily(Generic[ContextT, OutputT]):
         return PathDecision(kind=self.kind, bucket=bucket_for(self.buckets, shape.size))
 
     def decide(self, shape: BatchShape) -> PathDecision:
-        """The decision for a batch of this shape. Call it once per batch: it counts fallbacks."""
+        """The decision for a batch of this shape. Call it once per batch, because it counts fallbacks."""
         decision = self.peek(shape)
         if decision.reason is not None:
             self.pool.count_fallback(self.kind, decision.reason)
         return decision
 
     def replay(self, decision: PathDecision, context: ContextT) -> OutputT:
-        """Replay the chosen graph. The next replay overwrites its outputs."""
+        """Replay the chosen graph. The next replay overwrites its outputs.
+
+        Raises GraphError for a decision without a graph of this kind.
+        """
         if decision.kind is not self.kind or decision.bucket not in self._graphs:
             raise GraphError(f"{decision} is no decision for the graphs {self.captured} of {self.kind.value}")
         return self._graphs[decision.bucket].replay(context)
 
     def drop(self, bucket: int) -> None:
-        """Release the graph of `bucket`; its batches run eagerly from then on."""
+        """Release the graph of `bucket`. Its batches run eagerly from then on."""
         self._graphs.pop(bucket)
         self.pool.drop(self.kind, bucket, self.limits.rows)
 

@@ -1,11 +1,17 @@
-"""The sizes that get a graph of their own. A size is worth its memory only where padding would cost more."""
+"""The batch sizes and token counts that get graphs.
+
+A size gets a graph only if padding would cost more than its memory.
+"""
 
 from collections.abc import Sequence
 
 
 def token_buckets(max_tokens: int) -> tuple[int, ...]:
-    """Token counts up to `max_tokens`, ascending: powers of two, from 16 on with one between, so that at most a third of
-    a large bucket is padding."""
+    """Token counts up to `max_tokens`, ascending.
+
+    They are powers of two, and from 16 on also the middles between them, so at most a third of a large bucket
+    is padding.
+    """
     assert max_tokens >= 1, max_tokens
     sizes, size = {max_tokens}, 1
     while size < max_tokens:
@@ -15,8 +21,11 @@ def token_buckets(max_tokens: int) -> tuple[int, ...]:
 
 
 def batch_buckets(max_batch: int) -> tuple[int, ...]:
-    """Batch sizes up to `max_batch`, ascending: powers of two up to 8, then steps of 8, of 16 from 32 on, of 32 from 128
-    on. A decode step reads all weights whatever the batch, so padding costs little."""
+    """Batch sizes up to `max_batch`, ascending.
+
+    They are powers of two up to 8, then steps of 8, of 16 from 32 on, and of 32 from 128 on. A decode step
+    reads all weights for every batch size, so padding costs little.
+    """
     assert max_batch >= 1, max_batch
     sizes, size = {max_batch}, 1
     while size < max_batch:
@@ -26,5 +35,5 @@ def batch_buckets(max_batch: int) -> tuple[int, ...]:
 
 
 def bucket_for(buckets: Sequence[int], size: int) -> int:
-    """The smallest of `buckets` (ascending) that holds `size`; 0 when none does."""
+    """The smallest of `buckets` (ascending) that holds `size`; 0 if none does."""
     return next((bucket for bucket in buckets if bucket >= size), 0)

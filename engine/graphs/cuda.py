@@ -1,7 +1,7 @@
 """The CUDA backend: one torch.cuda.CUDAGraph per segment, all in one memory pool, captured on one stream.
 
-Sharing the pool is sound because graphs of one process never replay at the same time: whatever lies in it is either held
-by a tensor (outputs, what crosses a break) or written again before it is read.
+The pool can be shared because graphs of one process never replay at the same time. Memory in the pool is
+either held by a tensor (outputs, values that cross a break) or written again before it is read.
 """
 
 import gc
@@ -34,7 +34,7 @@ class CudaSegment:
 
 
 class CudaBackend(GraphBackend):
-    """Captures on a stream of its own; replays go to the caller's current stream.
+    """Captures on its own stream. Replays go to the caller's current stream.
 
     `generators`: random generators used inside graphs, beside the device's default one.
     """
@@ -56,17 +56,19 @@ class CudaBackend(GraphBackend):
         self._keeper: torch.cuda.CUDAGraph | None = None
 
     def warm_up(self, run: Callable[[], object]) -> None:
+        """As `GraphBackend.warm_up`, on the capture stream."""
         with self._on_capture_stream():
             run()
         torch.cuda.synchronize(self.device)
 
     def open_segment(self) -> None:
+        """As `GraphBackend.open_segment`. Raises GraphError outside a capture or inside an open segment."""
         if self._open is not None or not self.is_capturing:
             raise GraphError("a CUDA segment opens once, inside a capture")
         graph = torch.cuda.CUDAGraph()
         for generator in self._generators:
             graph.register_generator_state(generator)
-        # Other threads (a transfer) may go on allocating and synchronising: only this thread's mistakes abort the capture.
+        # Other threads (transfers) may allocate and synchronise; only this thread's errors abort the capture.
         graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
         modes = ExitStack()
         guard = HostReadGuard(HOST_READS)
@@ -75,7 +77,10 @@ class CudaBackend(GraphBackend):
         self._open = (graph, modes)
 
     def close_segment(self) -> CudaSegment:
-        """End the capture and launch what was captured: capturing alone computes nothing, and the break needs values."""
+        """End the capture and launch the captured graph.
+
+        Capturing computes nothing, and the next break needs values.
+        """
         if self._open is None:
             raise GraphError("no CUDA segment is open")
         graph, modes = self._open
@@ -109,8 +114,10 @@ class CudaBackend(GraphBackend):
         torch.cuda.synchronize(self.device)
 
     def _keep_pool(self) -> None:
-        """Torch forgets a pool with its last graph, and its host allocator refuses to know it again (2.11): a capture that
-        failed first would spoil all later ones. An empty graph of our own keeps it.
+        """Keeps the pool alive with an empty graph.
+
+        torch deletes a pool with its last graph, and its host allocator then refuses the pool's id (2.11).
+        Without this graph, a first capture that fails would spoil all later ones.
         """
         if self._keeper is None:
             self._keeper = torch.cuda.CUDAGraph()
@@ -136,7 +143,7 @@ class CudaBackend(GraphBackend):
         try:
             _end_capture(graph)
         except RuntimeError as error:
-            # The driver has invalidated the capture already; ending it has still taken the stream out of capture mode.
+            # The driver had invalidated the capture. Ending it still took the stream out of capture mode.
             warnings.warn(f"an aborted capture ended with: {error}", stacklevel=2)
 
     def __repr__(self) -> str:
@@ -144,7 +151,7 @@ class CudaBackend(GraphBackend):
 
 
 def _end_capture(graph: torch.cuda.CUDAGraph) -> bool:
-    """End the capture; whether nothing was captured, which torch tells by a warning only."""
+    """End the capture. Returns whether it is empty, which torch reports only by a warning."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         graph.capture_end()

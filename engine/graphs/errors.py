@@ -9,12 +9,15 @@ from ..errors import LifecycleError
 
 
 class GraphError(LifecycleError):
-    """A graph was captured, replayed or broken at a moment when it cannot be."""
+    """A graph was captured, replayed or broken at a moment that does not allow it."""
 
 
 class CaptureRefused(GraphError):
-    """An operation that a graph cannot hold (host read, data-dependent shape, ...); the message names it."""
+    """Code under capture uses an operation that a graph cannot hold (host read, data-dependent shape).
+
+    The message names it.
+    """
 
 
 class StaleGraph(GraphError):
-    """A parameter no longer lies where it lay at capture; the message names the parameters."""
+    """A parameter has moved to another address since the capture. The message names the parameters."""

@@ -1,4 +1,4 @@
-"""All graphs of a process, with their number, memory and replays by kind, and the reasons of eager forwards."""
+"""All graphs of a process: their number, memory and replays by kind, and the reasons of eager forwards."""
 
 import time
 from collections import Counter
@@ -17,7 +17,7 @@ NamedTensors = Callable[[], Iterable[tuple[str, torch.Tensor]]]
 
 
 class GraphKind(Enum):
-    """The forward that a graph holds."""
+    """The kind of forward that a graph holds."""
 
     TARGET_PREFILL = "target_prefill"  # by token bucket, breakable
     DRAFT_PREFILL = "draft_prefill"  # by token bucket, breakable
@@ -27,7 +27,7 @@ class GraphKind(Enum):
 
     @property
     def is_decode(self) -> bool:
-        """Whether only a server that decodes needs it; a prefill server owns none."""
+        """Whether only decode servers own such graphs; a prefill server has none."""
         return self not in (GraphKind.TARGET_PREFILL, GraphKind.DRAFT_PREFILL)
 
 
@@ -95,9 +95,10 @@ class PoolReport:
 
 
 class BoundTensors:
-    """Parameters by name, with the addresses that a graph has frozen.
+    """Parameters by name, with the addresses that a graph has bound.
 
-    The tensors of the capture are kept: were they freed, a new tensor could lie where an old one lay and pass for it.
+    The tensors of the capture are kept alive. Otherwise a new tensor could take the address of a freed one
+    unnoticed.
     """
 
     def __init__(self, named: NamedTensors) -> None:
@@ -105,14 +106,14 @@ class BoundTensors:
         self._bound = dict(named())
 
     def stale(self) -> list[str]:
-        """Names whose tensor now lies elsewhere, has another form, or came or went. Changed contents are no change."""
+        """Names of tensors that were moved, reshaped, added or removed. Changed contents do not count."""
         now = dict(self._named())
         names = [*self._bound, *(name for name in now if name not in self._bound)]
         return [name for name in names if _identity(self._bound.get(name)) != _identity(now.get(name))]
 
 
 class PooledGraph(Generic[ContextT, OutputT]):
-    """A graph of the pool, which counts its replays."""
+    """A graph of the pool, with a count of its replays."""
 
     def __init__(
         self,
@@ -143,7 +144,7 @@ class PooledGraph(Generic[ContextT, OutputT]):
         return output
 
     def require_fresh(self) -> None:
-        """StaleGraph unless every parameter lies where the graph reads it."""
+        """Raises StaleGraph unless every parameter is still at its bound address."""
         stale = self.bound.stale() if self.bound is not None else []
         if stale:
             shown = ", ".join(stale[:4]) + (f" and {len(stale) - 4} more" if len(stale) > 4 else "")
@@ -179,10 +180,11 @@ class GraphPool:
         parameters: NamedTensors | None = None,
         rows: int = 0,
     ) -> PooledGraph[ContextT, OutputT]:
-        """Capture `fn` at `bucket` rows; `parameters` enumerates the tensors whose exchange makes the graph stale.
-        Graphs of a kind may differ in the `rows` that each request has.
+        """Capture `fn` at `bucket` rows. Graphs of a kind may differ in `rows`, the rows per request.
 
-        Runners capture their largest bucket first: smaller ones then fit into the memory that it left behind.
+        `parameters`: the tensors whose exchange makes the graph stale. Runners capture their largest bucket
+        first, so smaller ones fit into the memory that it left. Raises GraphError if the graph exists
+        already.
         """
         name = f"{kind.value} {bucket}" + (f" x {rows}" if rows else "")
         if (kind, bucket, rows) in self._graphs:
@@ -198,7 +200,10 @@ class GraphPool:
         return pooled
 
     def drop(self, kind: GraphKind | None = None, bucket: int | None = None, rows: int | None = None) -> int:
-        """Release all graphs (of one kind, bucket, number of rows); their counters stay. Returns how many there were."""
+        """Release all graphs, or those of one kind, bucket or number of rows.
+
+        Their counters stay. Returns the number of graphs.
+        """
         wanted = (kind, bucket, rows)
         keys = [key for key in self._graphs if all(w in (None, k) for w, k in zip(wanted, key, strict=True))]
         for key in keys:
@@ -206,15 +211,17 @@ class GraphPool:
         return len(keys)
 
     def stale(self) -> dict[str, list[str]]:
-        """Graphs that read exchanged parameters, with the parameters' names."""
+        """Names of exchanged parameters, by the graph that still reads the old ones."""
         found = {g.graph.name: g.bound.stale() for g in self._graphs.values() if g.bound is not None}
         return {name: names for name, names in found.items() if names}
 
     def count_replay(self, kind: GraphKind, bucket: int, pad_rows: int) -> None:
+        """Count one replay of `bucket` with `pad_rows` padding rows."""
         self._replays[kind, bucket] += 1
         self._pad_rows[kind] += pad_rows
 
     def count_fallback(self, kind: GraphKind, reason: FallbackReason) -> None:
+        """Count one eager forward for `reason`."""
         self._fallbacks[kind, reason] += 1
 
     def forget_replays(self) -> None:
@@ -235,7 +242,10 @@ class GraphPool:
         )
 
     def kinds(self) -> tuple[KindReport, ...]:
-        """The report's entries by kind, for every heartbeat: the rest may take a walk through the device's allocator."""
+        """The report's entries by kind, for every heartbeat.
+
+        The full report may walk through the device's allocator.
+        """
         seen = {key[0] for counts in (self._graphs, self._replays, self._fallbacks) for key in counts}
         graphs = list(self._graphs.values())
         return tuple(self._kind_report(kind, graphs) for kind in GraphKind if kind in seen)

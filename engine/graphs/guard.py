@@ -1,7 +1,8 @@
 """Guards that refuse operations which code under capture must not use.
 
-A graph holds no answer that the host must wait for: no value read back, no shape that depends on data, no tensor built
-from host data. On a device such an operation would break the capture; on CPU it would silently freeze one value.
+A graph cannot contain a result that the host waits for: no value read back, no shape that depends on data, no
+tensor built from host data. On a device such an operation would break the capture; on CPU it would silently
+freeze one value.
 """
 
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from .pytree import tensors_of
 
 # Tensor methods that read memory without passing the dispatcher.
 HOST_READS = frozenset({"item", "tolist", "numpy", "__array__", "__dlpack__"})
-# An address handed to foreign code: harmless on a device, where kernels are launched and recorded with it.
+# Addresses passed to foreign code: harmless on a device, which records the launches of its kernels.
 ADDRESS_READS = frozenset({"data_ptr"})
 # On a device these copy from the host before any operation is dispatched.
 HOST_BUILDERS = frozenset({torch.tensor, torch.as_tensor})
@@ -27,7 +28,10 @@ COPIES = frozenset({"aten::_to_copy", "aten::copy_"})
 
 
 class HostReadGuard(TorchFunctionMode):
-    """Refuses tensor methods that reach the memory behind the dispatcher's back, in this thread."""
+    """Refuses tensor methods that read memory without passing the dispatcher, in this thread.
+
+    Raises CaptureRefused from the refused call.
+    """
 
     def __init__(self, forbidden: frozenset[str]) -> None:
         super().__init__()
@@ -36,7 +40,7 @@ class HostReadGuard(TorchFunctionMode):
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """For the inside of an operation: a custom kernel may read the addresses of its arguments."""
+        """Lifts the guard inside an operation: a custom kernel may read the addresses of its arguments."""
         before, self._is_suspended = self._is_suspended, True
         try:
             yield
@@ -60,19 +64,20 @@ class HostReadGuard(TorchFunctionMode):
 
 
 class HostSyncGuard(DispatchMode):
-    """Only refuses; for backends whose driver does the recording."""
+    """Refuses operations only; for backends whose driver does the recording."""
 
     def __init__(self, reads: HostReadGuard) -> None:
         super().__init__()
         self._reads = reads
 
     def dispatch(self, func: Operation, args: Args, kwargs: Kwargs) -> object:
+        """Run the operation. Raises CaptureRefused if a graph cannot hold it."""
         with self._reads.suspended():
             return recordable(func, args, kwargs)(*args, **kwargs)
 
 
 def recordable(func: Operation, args: Args, kwargs: Kwargs) -> OpOverload:
-    """The operation, if a graph can hold this call of it; else CaptureRefused, naming it."""
+    """The operation, if a graph can hold this call of it. Raises CaptureRefused otherwise, naming it."""
     if not isinstance(func, OpOverload):
         raise CaptureRefused(f"{func} inside a capture is not a plain operation and cannot be replayed")
     reason = _objection(func, args, kwargs)
@@ -87,7 +92,10 @@ def _objection(func: OpOverload, args: Args, kwargs: Kwargs) -> str | None:
         return "waits for a value on the host (.item(), bool(), int(), torch.equal); keep it on the device"
     if name in MASKED_INDEXING:
         if any(index.dtype in (torch.bool, torch.uint8) for index in tensors_of(args[1])):
-            return "indexes with a boolean mask, so its shape depends on data; use torch.where or index with integers"
+            return (
+                "indexes with a boolean mask, so its shape depends on data; "
+                "use torch.where or index with integers"
+            )
     elif torch.Tag.dynamic_output_shape in func.tags:
         return "has an output whose shape depends on data; give it a fixed size"
     if torch.Tag.inplace_view in func.tags:
@@ -99,7 +107,10 @@ def _objection(func: OpOverload, args: Args, kwargs: Kwargs) -> str | None:
     if name in COPIES and _devices(args, kwargs) > 1:
         return "copies between devices; copy into a static buffer before the replay"
     if not func._schema.returns and not func._schema.is_mutable:
-        return "declares neither a result nor a mutated argument, so nothing of it would be replayed; declare mutates_args"
+        return (
+            "declares neither a result nor a mutated argument, so nothing of it would be replayed; "
+            "declare mutates_args"
+        )
     return None
 
 

@@ -15,7 +15,7 @@ Kwargs: TypeAlias = dict[str, object]
 
 
 class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees each operation below autograd; inside `dispatch` the mode itself is off."""
+    """A mode that intercepts each operation below autograd. Inside `dispatch` the mode is off."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()  # type: ignore[no-untyped-call]
@@ -30,12 +30,12 @@ class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @abstractmethod
     def dispatch(self, func: Operation, args: Args, kwargs: Kwargs) -> object:
-        """Do the operation, or something in its place; returns its result."""
+        """Run the operation or a replacement; returns the result."""
 
 
-def storages_of(*nests: object) -> set[int]:
-    """The storages of all tensors in the nests."""
-    return {storage_of(tensor) for nest in nests for tensor in tensors_of(nest)}
+def storages_of(*trees: object) -> set[int]:
+    """The storages of all tensors in `trees`."""
+    return {storage_of(tensor) for tree in trees for tensor in tensors_of(tree)}
 
 
 def storage_of(tensor: torch.Tensor) -> int:

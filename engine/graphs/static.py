@@ -1,4 +1,4 @@
-"""Static inputs: the tensors whose addresses graphs have frozen, rewritten before each replay."""
+"""Static inputs: the tensors at the addresses that graphs have bound, rewritten before each replay."""
 
 import torch
 
@@ -6,10 +6,10 @@ from .errors import GraphError
 
 
 def load_rows(static: torch.Tensor, values: torch.Tensor, end: int, *, name: str, padding: int = 0) -> None:
-    """Copy `values` `[n, ...]` into the first rows of `static` and `padding` into those behind, up to row `end`.
+    """Copy `values` `[n, ...]` into the first rows of `static`, and `padding` into rows [n, end).
 
-    GraphError, with both sides, when width or dtype differ or the rows do not fit.
-    The graph would otherwise replay stale rows.
+    Raises GraphError, showing both sides, if width or dtype differ or the rows do not fit. The graph would
+    otherwise replay stale rows.
     """
     n = values.shape[0]
     if (
@@ -18,7 +18,8 @@ def load_rows(static: torch.Tensor, values: torch.Tensor, end: int, *, name: str
         or not n <= end <= static.shape[0]
     ):
         raise GraphError(
-            f"{name} {tuple(values.shape)} {values.dtype} for a bucket of {end} rows does not fit the static buffer "
+            f"{name} {tuple(values.shape)} {values.dtype} for a bucket of {end} rows does not fit the static "
+            "buffer "
             f"{tuple(static.shape)} {static.dtype}"
         )
     static[:n].copy_(values, non_blocking=True)

@@ -1,8 +1,8 @@
-"""How the KV of one model lies in a page: the one home of every size that follows from it.
+"""The layout of a model's KV in a page: the one home of every size derived from it.
 
-A page holds `page_size` tokens of all layers as one contiguous byte range. A layout is made once, from the model's config,
-and asked by the pool, the attention plan, the wire and the sizing of a worker. `MHALayout` is that of attention with K and V
-per KV head (multi-head, grouped-query, multi-query).
+A page holds `page_size` tokens of all layers as one contiguous byte range. A layout is made once, from the
+model's config. The pool, the attention plan, the wire format and the sizing of a worker use it. `MHALayout`
+is the layout of attention with K and V per KV head (multi-head, grouped-query, multi-query).
 """
 
 import math
@@ -13,23 +13,23 @@ import torch
 
 
 class PageLayout(Protocol):
-    """What a page holds. Implementations are frozen; equal layouts have equal bytes."""
+    """The content of a page. Implementations are frozen; equal layouts have equal bytes."""
 
     @property
     def page_size(self) -> int:
-        """Tokens of a page."""
+        """Tokens per page."""
 
     @property
     def num_layers(self) -> int:
-        """Layers of the model, each with all `planes`."""
+        """Layers of the model; each has all `planes`."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of every element."""
+        """The dtype of every element."""
 
     @property
     def planes(self) -> tuple[str, ...]:
-        """What a layer keeps of each token, in the order of the page's second axis."""
+        """The values that a layer keeps of each token, in the order of the page's second axis."""
 
     @property
     def page_shape(self) -> tuple[int, ...]:
@@ -49,26 +49,32 @@ class PageLayout(Protocol):
 
     @property
     def scale(self) -> float:
-        """The factor of attention scores, unless the model says otherwise."""
+        """The default factor of attention scores."""
 
     @property
     def wire_heads(self) -> tuple[int, int]:
-        """(heads, elements per head) as a handshake names them: twice their product is one token of one layer."""
+        """(heads, elements per head) for the handshake.
+
+        Twice their product is the number of elements per token and layer.
+        """
 
     def shard(self, num_ranks: int) -> "PageLayout":
-        """The layout of the part of each page that one of `num_ranks` ranks holds; ValueError where it cannot be split."""
+        """The layout of the part of each page on one of `num_ranks` ranks.
+
+        Raises ValueError if the page cannot be split.
+        """
 
 
 class KVHeads(Protocol):
-    """What an MHA layout takes from a model's config, or from a handshake."""
+    """The sizes of an MHA layout, from a model's config or a handshake."""
 
     @property
     def num_kv_heads(self) -> int:
-        """K and V vectors of one token and layer."""
+        """K (or V) vectors per token and layer."""
 
     @property
     def head_dim(self) -> int:
-        """Elements of each."""
+        """Elements per vector."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +92,7 @@ class MHALayout:
 
     @classmethod
     def of(cls, heads: KVHeads, *, num_layers: int, page_size: int, dtype: torch.dtype) -> "MHALayout":
-        """The layout of `num_layers` layers with `heads`, which a config has."""
+        """The layout of `num_layers` layers with the sizes of `heads`, such as a config."""
         return cls(
             page_size=page_size,
             num_layers=num_layers,
@@ -133,10 +139,14 @@ class MHALayout:
         return self.num_kv_heads, self.head_dim
 
     def shard(self, num_ranks: int) -> "MHALayout":
-        """KV heads are dealt out evenly; with fewer heads than ranks, each rank holds a copy of one head."""
+        """KV heads are split evenly. With fewer heads than ranks, each rank holds a copy of one head.
+
+        Raises ValueError if neither number divides the other.
+        """
         most, least = max(self.num_kv_heads, num_ranks), min(self.num_kv_heads, num_ranks)
         if num_ranks < 1 or most % least:
             raise ValueError(
-                f"{self.num_kv_heads} KV heads cannot be dealt to {num_ranks} ranks; one number must divide the other"
+                f"{self.num_kv_heads} KV heads cannot be dealt to {num_ranks} ranks; one number must divide "
+                "the other"
             )
         return replace(self, num_kv_heads=max(self.num_kv_heads // num_ranks, 1))

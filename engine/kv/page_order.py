@@ -1,11 +1,12 @@
-"""The order between forwards and copies: after which launched work a page may be read or written by another stream.
+"""The order between forwards and copies: the work after which another stream may use a page.
 
-Forwards run on the device's compute stream, block copies on a stream of their own. A page therefore carries the event
-behind the newest work that may use it. The allocator stamps pages that it hands out (work of their owners before may
-still run), the writer of a page stamps it after each write, and copies wait for the stamps of the pages that they touch.
+Forwards run on the device's compute stream, block copies on a separate stream. Each page therefore carries
+the event of the newest work that may use it. The allocator stamps pages that it hands out, because work of
+their earlier owners may still run. The writer of a page stamps it after each write. Copies wait for the
+stamps of the pages that they touch.
 
-Debug runs (`check_uses`, on the CPU) play a device whose work is never done before somebody waits for it, and assert on
-every page that a copy touches too early.
+Debug runs (`check_uses`, on the CPU) simulate a device whose work stays unfinished until a thread waits for
+it. They assert on every page that a copy touches too early.
 """
 
 from collections.abc import Iterable
@@ -18,14 +19,16 @@ class Event(Protocol):
     """A point on the compute stream; `torch.cuda.Event` is one."""
 
     def query(self) -> bool:
-        """Whether all work before it is done."""
+        """Whether all work before the event is done."""
 
     def synchronize(self) -> None:
-        """Return when all work before it is done."""
+        """Return when all work before the event is done."""
 
 
 class LateDevice:
-    """A compute stream for debug runs: launched work stays undone until an event behind it is waited for."""
+    """A compute stream for debug runs: launched work stays unfinished until a thread waits for an event
+    behind it.
+    """
 
     def __init__(self) -> None:
         self.num_launched = 0
@@ -36,7 +39,7 @@ class LateDevice:
 
 
 class LateEvent:
-    """An event of a `LateDevice`, behind all that is launched now."""
+    """An event of a `LateDevice`, behind all work launched so far."""
 
     def __init__(self, device: LateDevice) -> None:
         self._device = device
@@ -50,10 +53,12 @@ class LateEvent:
 
 
 class PageOrder:
-    """The events of `num_pages` pages of a pool on `device`. On the CPU work is done when it returns: no event exists.
+    """The events of `num_pages` pages of a pool on `device`.
 
-    The scheduler thread stamps, the link thread waits. A page has one stamp, the newest: the compute stream runs in order,
-    so that stamp covers the older ones.
+    The CPU needs none: its work is done when the call returns.
+
+    The scheduler thread stamps, the link thread waits. One stamp per page is enough, because the compute
+    stream runs in order: the newest stamp covers the older ones.
     """
 
     def __init__(self, num_pages: int, device: torch.device | str = "cpu") -> None:
@@ -64,25 +69,25 @@ class PageOrder:
         self._last_use: list[int] = []  # a read or a write
 
     def check_uses(self) -> None:
-        """Turn the checks of a debug run on; CPU only, before any page is used."""
+        """Turn on the checks of a debug run; CPU only, before any page is used."""
         assert self.device.type == "cpu", "a device has events of its own"
         self._late = LateDevice()
         self._last_write, self._last_use = [0] * len(self._after), [0] * len(self._after)
 
     @property
     def is_checked(self) -> bool:
-        """Whether `use` must be told of every launch and `touch` of every copy."""
+        """Whether callers must report every launch to `use` and every copy to `touch`."""
         return self._late is not None
 
     def stamp(self, pages: Iterable[int]) -> None:
-        """Copies that touch `pages` from now on wait for all that was launched on the compute stream so far."""
+        """Make later copies of `pages` wait for all work launched on the compute stream so far."""
         event = self._record()
         if event is not None:
             for page in pages:
                 self._after[page] = event
 
     def wait(self, pages: Iterable[int], stream: torch.cuda.Stream | None = None) -> None:
-        """Make `stream` wait for the stamps of `pages`; without a stream the calling thread waits."""
+        """Make `stream` wait for the stamps of `pages`. Without a stream, the calling thread waits."""
         events = [self._after[page] for page in pages]
         for event in {id(event): event for event in events if event is not None}.values():
             if event.query():
@@ -93,15 +98,15 @@ class PageOrder:
                 stream.wait_event(event)  # type: ignore[arg-type]
 
     def finish(self, pages: Iterable[int]) -> None:
-        """Return when the stamped work of `pages` is done, so that no copy of them has to wait for it.
+        """Return when the stamped work of `pages` is done, so that no copy of them has to wait.
 
-        For pace only. A debug run skips it, to see whether the copies wait themselves.
+        This only affects speed. Debug runs skip it, to test that the copies themselves wait.
         """
         if not self.is_checked:
             self.wait(pages)
 
     def use(self, *, reads: Iterable[int], writes: Iterable[int]) -> None:
-        """Debug runs: work that reads and writes these pages was launched."""
+        """Debug runs: records launched work that reads and writes these pages."""
         assert self._late is not None, "only in a debug run"
         self._late.num_launched += 1
         for page in reads:
@@ -110,8 +115,9 @@ class PageOrder:
             self._last_use[page] = self._last_write[page] = self._late.num_launched
 
     def touch(self, page: int, *, is_write: bool) -> None:
-        """Debug runs: a copy reads or writes `page` now. Asserts that the work is done which writes the page or, before it
-        is overwritten, reads it.
+        """Debug runs: records a copy that reads or writes `page` now.
+
+        Asserts that earlier writes of the page are done, and before an overwrite also earlier reads.
         """
         if self._late is not None:
             last = (self._last_use if is_write else self._last_write)[page]
@@ -127,7 +133,7 @@ class PageOrder:
 
 
 def launched(device: torch.device) -> torch.cuda.Event | None:
-    """An event behind all that was launched for `device` so far; None on the CPU, where it is done."""
+    """An event behind all work launched for `device` so far; None on the CPU, where the work is done."""
     if device.type != "cuda":
         return None
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Arithmetic between tokens, pages and slots."""
+"""Arithmetic of tokens, pages and slots."""
 
 from collections.abc import Sequence
 
@@ -8,12 +8,14 @@ from ..host_copy import to_device
 
 
 def pages_for(num_tokens: int, page_size: int) -> int:
-    """How many pages hold `num_tokens` tokens; 0 for none."""
+    """The number of pages that hold `num_tokens` tokens; 0 for none."""
     return -(-num_tokens // page_size)
 
 
 def slots_for(pages: Sequence[int], start: int, end: int, page_size: int) -> torch.Tensor:
-    """Slots `[end - start]` int64 (CPU) of tokens [start, end); token t lies in pages[t // page_size]."""
+    """Slots, int64 `[end - start]` on the CPU, of tokens [start, end); token t lies in pages[t //
+    page_size].
+    """
     assert 0 <= start <= end <= len(pages) * page_size, (start, end, len(pages), page_size)
     if start == end:
         return torch.empty(0, dtype=torch.int64)
@@ -27,7 +29,7 @@ def slots_for(pages: Sequence[int], start: int, end: int, page_size: int) -> tor
 
 
 def build_page_table(pages: Sequence[Sequence[int]], device: torch.device | str = "cpu") -> torch.Tensor:
-    """Page table `[B, P]` int64, P the longest list (at least 1); rows are padded with page 0."""
+    """The page table int64 `[B, P]`; P is the longest list, at least 1. Rows are padded with page 0."""
     width = max((len(row) for row in pages), default=0) or 1
     rows = [[*row, *([0] * (width - len(row)))] for row in pages]
     return to_device(torch.tensor(rows, dtype=torch.int64).reshape(len(pages), width), torch.device(device))

@@ -1,7 +1,8 @@
 """Paged memory of an engine: the KV pool, the feature plane beside it, and the owners of each page.
 
-A pool is page-major: one page is one contiguous byte range over all layers, so that a transport moves it as a unit.
-Slot = page * page_size + offset. Page 0 is never handed out: padding rows are written to its slot 0.
+A pool is page-major: one page is one contiguous byte range over all layers, so a transport moves it as a
+unit. Slot = page * page_size + offset. Page 0 is never handed out, because padding rows are written to its
+slot 0.
 """
 
 import math
@@ -15,14 +16,14 @@ from .page_order import PageOrder
 
 
 class PoolExhausted(RuntimeError):
-    """A pool has fewer pages to give than were asked for; the message has both numbers."""
+    """A pool has fewer free pages than requested; the message has both numbers."""
 
 
 class KVPool:
     """The KV of all layers, `kv` `[num_pages, *layout.page_shape]`, on `device`.
 
-    Zero-initialised, because attention multiplies the content of padded pages by 0, and 0 * NaN is NaN. `order` says
-    when copies may touch a page. Raises ValueError for a size that no pool can have.
+    The memory starts as zeros, because attention multiplies padded pages by 0, and 0 * NaN is NaN. `order`
+    tells when copies may touch a page. Raises ValueError for an impossible size.
     """
 
     def __init__(self, num_pages: int, layout: PageLayout, device: torch.device | str = "cpu") -> None:
@@ -35,25 +36,28 @@ class KVPool:
 
     @property
     def page_size(self) -> int:
+        """Tokens per page."""
         return self.layout.page_size
 
     @property
     def num_layers(self) -> int:
+        """Layers of the model."""
         return self.layout.num_layers
 
     @property
     def dtype(self) -> torch.dtype:
+        """The dtype of every element."""
         return self.layout.dtype
 
     def layer(self, layer: int) -> tuple[torch.Tensor, ...]:
-        """The planes of one layer, strided views `[num_pages, page_size, ...]`; of an MHA layout K and V."""
+        """The planes of one layer, strided views `[num_pages, page_size, ...]`; for an MHA layout K and V."""
         return self.kv[:, layer].unbind(1)
 
     def landing_rows(self, pages: Sequence[int], width: int) -> torch.Tensor:
-        """Uninitialised rows `[len(pages), page_size, width]` of the pool's dtype, which belong to `pages`.
+        """Uninitialised rows `[len(pages), page_size, width]` of the pool's dtype, bound to `pages`.
 
-        A copy may write them as soon as it may write the pages: the memory was another tensor's, whose kernels may still
-        run, so the pages are stamped again.
+        A copy may write a row when it may write its page. The pages are stamped again, because kernels of the
+        memory's previous tensor may still run.
         """
         rows = torch.empty((len(pages), self.page_size, width), dtype=self.dtype, device=self.device)
         self.order.stamp(pages)
@@ -66,6 +70,7 @@ class KVPool:
 
     @property
     def num_slots(self) -> int:
+        """Slots of the pool, page 0 included."""
         return self.num_pages * self.page_size
 
     def byte_view(self) -> torch.Tensor:
@@ -79,7 +84,11 @@ class KVPool:
 
 
 class FeaturePlane:
-    """Aux hidden features beside a KV pool, under its page ids: `[num_pages, page_size, width]`, zero-initialised."""
+    """Aux features beside a KV pool, under its page ids: `[num_pages, page_size, width]`, initialised with
+    zeros.
+
+    Raises ValueError for an impossible size.
+    """
 
     def __init__(
         self,
@@ -102,17 +111,19 @@ class FeaturePlane:
 
     @property
     def page_bytes(self) -> int:
+        """Bytes of one page."""
         return self.page_size * self.width * self.features.element_size()
 
     def store(self, slots: torch.Tensor, features: torch.Tensor) -> None:
-        """Write `features` `[T, width]` into `slots` `[T]` int64; rows of slot 0 are padding and may collide.
+        """Write `features` `[T, width]` into `slots` int64 `[T]`. Rows of slot 0 are padding and may collide.
 
-        Raises ValueError for another width or dtype: the receiver would read it as something else.
+        Raises ValueError for another width or dtype, which the receiver would misread.
         """
         wanted = (slots.shape[0], self.width)
         if tuple(features.shape) != wanted or features.dtype != self.dtype:
             raise ValueError(
-                f"features {list(features.shape)} {features.dtype} for a plane that takes {list(wanted)} {self.dtype}"
+                f"features {list(features.shape)} {features.dtype} for a plane that takes {list(wanted)} "
+                f"{self.dtype}"
             )
         self.rows.index_copy_(0, slots, features)
 
@@ -127,11 +138,10 @@ class FeaturePlane:
 
 
 class PageAllocator:
-    """Counts the owners of every page. A page of one owner may be written by it; a shared page is read only.
+    """Counts the owners of every page. The single owner of a page may write it; a shared page is read-only.
 
-    With an `order`, a page that is handed out is stamped: copies wait for what was launched for its owners before.
-
-    Misuse (a page released once too often, page 0 handed in) is a programmer's error and asserts.
+    With an `order`, each allocated page is stamped, so copies wait for the work launched for its earlier
+    owners. Misuse (one release too many, page 0 passed in) is a programming error and asserts.
     """
 
     def __init__(self, num_pages: int, order: PageOrder | None = None) -> None:
@@ -139,29 +149,34 @@ class PageAllocator:
         self.num_pages = num_pages
         self._order = order
         self._refs = [0] * num_pages
-        # A stack: the page given last is given again first, while it is still warm.
+        # A stack: the page released last is allocated first, while it is still in a CPU cache.
         self._free = list(range(num_pages - 1, 0, -1))
         self._observer: Callable[[int, int, int], None] | None = None
 
     @property
     def num_free(self) -> int:
+        """Free pages."""
         return len(self._free)
 
     @property
     def num_total(self) -> int:
-        """Pages that can be handed out: all but page 0."""
+        """Pages that can be allocated: all but page 0."""
         return self.num_pages - 1
 
     @property
     def num_used(self) -> int:
+        """Pages with an owner."""
         return self.num_total - self.num_free
 
     def refs(self, page: int) -> int:
-        """How many owners `page` has."""
+        """The number of owners of `page`."""
         return self._refs[page]
 
     def watch(self, observer: Callable[[int, int, int], None]) -> None:
-        """Call `observer(page, refs, change)` after every `retain` (+1) and `release` (-1) of a page; one observer."""
+        """Call `observer(page, refs, change)` after every `retain` (+1) and `release` (-1) of a page.
+
+        Only one observer.
+        """
         assert self._observer is None, "an allocator has one prefix cache"
         self._observer = observer
 
@@ -178,14 +193,14 @@ class PageAllocator:
         return pages
 
     def retain(self, pages: Iterable[int]) -> None:
-        """One more owner for each of `pages`, which must have one already."""
+        """Add an owner to each of `pages`, which must have one already."""
         for page in pages:
             assert self._refs[page] > 0, f"page {page} is free and cannot be shared"
             self._refs[page] += 1
             self._notify(page, 1)
 
     def release(self, pages: Iterable[int]) -> None:
-        """One owner less for each of `pages`; a page without owners is free again."""
+        """Remove an owner from each of `pages`. A page without owners is free again."""
         for page in pages:
             assert self._refs[page] > 0, f"page {page} released more often than owned"
             self._refs[page] -= 1
@@ -194,7 +209,7 @@ class PageAllocator:
             self._notify(page, -1)
 
     def check_integrity(self) -> None:
-        """Assert conservation: each page but 0 is either free once with no owner, or owned."""
+        """Assert conservation: each page but 0 is either free once without an owner, or owned."""
         free = set(self._free)
         assert len(free) == len(self._free), "a page is free twice"
         assert self._refs[0] == 0, "page 0 was handed out"
@@ -215,7 +230,9 @@ class PageAllocator:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros that cost no memory on CPU until they are written: the kernel maps fresh pages, torch.zeros would fill them."""
+    """Zeros that take no memory on the CPU until written: the kernel maps new pages, where torch.zeros would
+    fill them.
+    """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     raw = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)

@@ -1,11 +1,11 @@
-"""A trie over full pages, so that a prompt that begins like an earlier one starts behind the common pages.
+"""A trie over full pages: a prompt that shares a prefix with an earlier one skips the common pages.
 
-    page of a node    whole, final, read only: each request that matched it holds a reference of its own
+    page of a node    whole, final, read-only: each request that matched it holds its own reference
     busy              the node's page has an owner besides the cache, or a node below it is busy
-    idle              not busy: may be evicted, and so may everything below it
+    idle              not busy: it and all nodes below it may be evicted
 
-A node turns idle after all its children have, so the order in which nodes turned idle lists children before parents and
-the longest unused first: eviction takes from its front, and what it takes is always a leaf.
+A node turns idle after all its children. In the order of turning idle, children therefore precede parents,
+and the least recently used come first. Eviction takes the front of this order, which is always a leaf.
 """
 
 from collections import OrderedDict
@@ -24,20 +24,20 @@ class _Node:
         self.page = page
         self.parent = parent
         self.children: dict[_Key, _Node] = {}
-        self.num_busy = 0  # busy children, and 1 more if the page has an owner besides the cache
+        self.num_busy = 0  # busy children, plus 1 if the page has an owner besides the cache
 
 
 class PrefixCache:
-    """Shares pages between requests, and gives out new ones, evicting the least recently used ones.
+    """Shares pages between requests and allocates new ones, evicting the least recently used ones.
 
-    The one cache of its allocator, for one thread. Owners take pages by `match` and `alloc` and give them back with
-    `allocator.release`; a page inserted by `insert` stays after its last owner left, until it is evicted.
-    With `enabled=False` it caches nothing and `alloc` is the allocator's.
+    An allocator has one cache, used by one thread. Owners take pages by `match` and `alloc` and return them
+    by `allocator.release`. A page passed to `insert` stays after its last owner has left, until it is
+    evicted. With `enabled=False`, nothing is cached and `alloc` is the allocator's.
 
-    A prefix belongs to a `salt`, such as a tenant's: equal tokens under another one are another prefix.
+    A prefix belongs to a `salt`, such as a tenant's name: equal tokens under another salt are another prefix.
 
-    `lookahead` tokens behind a page are part of its key: draft KV in a page's last row depends on the token that follows
-    (engine.speculative), so a page is shared only by prompts that agree on that token too.
+    `lookahead` tokens behind a page are part of its key. Draft KV in a page's last row depends on the token
+    that follows (engine.speculative), so only prompts that agree on that token share the page.
     """
 
     def __init__(
@@ -56,30 +56,30 @@ class PrefixCache:
 
     @property
     def num_cached(self) -> int:
-        """Pages that the cache holds."""
+        """Pages held by the cache."""
         return len(self._nodes)
 
     @property
     def num_available(self) -> int:
-        """Pages that `alloc` can give: the free and the evictable ones."""
+        """Pages that `alloc` can return: free and evictable ones."""
         return self.allocator.num_free + len(self._idle)
 
     def match(self, token_ids: Sequence[int], limit: int, salt: str = "") -> list[int]:
-        """The cached pages of the longest common prefix within the first `limit` tokens, retained for the caller.
+        """Retains and returns the cached pages of the longest common prefix within `limit` tokens.
 
-        Tokens behind `limit` are looked at only where a page's lookahead reaches there.
+        Tokens from `limit` on matter only where a page's lookahead reaches them.
         """
         pages = [node.page for node in self._walk(token_ids, min(limit, len(token_ids)), salt)]
         self.allocator.retain(pages)
         return pages
 
     def insert(self, token_ids: Sequence[int], pages: Sequence[int], salt: str = "") -> int:
-        """Offer the whole pages of `token_ids`, held in `pages` by the caller; returns how many were new to the cache.
+        """Offer the whole pages of `token_ids`, which the caller holds in `pages`.
 
-        A page whose lookahead is not among `token_ids` is not offered.
+        Returns the number of newly cached pages.
 
-        A prefix that is present keeps the cache's page. The caller keeps its own references, and writes none of these
-        pages any more.
+        A page whose lookahead exceeds `token_ids` is not offered. For a prefix that is cached already, the
+        cache keeps its own page. The caller keeps its references and must not write these pages any more.
         """
         if not self.enabled:
             return 0
@@ -93,7 +93,7 @@ class PrefixCache:
         return num_pages - len(known)
 
     def alloc(self, n: int) -> list[int]:
-        """`n` pages of one owner each, all or none, evicting idle pages if needed. Raises PoolExhausted."""
+        """`n` pages with one owner each, all or none, evicting idle pages if needed. Raises PoolExhausted."""
         if n > self.num_available:
             raise PoolExhausted(
                 f"{n} pages asked for, {self.allocator.num_free} free and {len(self._idle)} evictable "
@@ -104,7 +104,7 @@ class PrefixCache:
         return self.allocator.alloc(n)
 
     def clear(self) -> None:
-        """Forget everything; pages that have other owners stay theirs."""
+        """Forget everything. Pages with other owners stay theirs."""
         pages = list(self._nodes)
         self._nodes.clear()
         self._idle.clear()
@@ -112,7 +112,9 @@ class PrefixCache:
         self.allocator.release(pages)
 
     def check_integrity(self) -> None:
-        """Assert that trie, index, busy counts and eviction order agree with each other and with the allocator."""
+        """Assert that trie, index, busy counts and eviction order agree with each other and with the
+        allocator.
+        """
         self.allocator.check_integrity()
         reached = self._reached()
         assert {node.page: node for node in reached} == self._nodes
@@ -141,7 +143,7 @@ class PrefixCache:
         )
 
     def _key(self, token_ids: Sequence[int], i: int, salt: str) -> _Key:
-        """The first page's begins with the salt."""
+        """The key of page `i`; the key of the first page begins with the salt."""
         tokens = tuple(token_ids[i * self.page_size : (i + 1) * self.page_size + self.lookahead])
         return tokens if i else (salt, *tokens)
 
@@ -188,13 +190,16 @@ class PrefixCache:
                 self._idle.move_to_end(node.page)
 
     def _on_refs(self, page: int, refs: int, change: int) -> None:
-        """The allocator's word: `page` has `refs` owners now. Ours is one of them, and only the second matters."""
+        """Observes the allocator: `page` now has `refs` owners, the cache among them.
+
+        Only the second owner makes it busy.
+        """
         node = self._nodes.get(page)
         if node is not None and refs == (2 if change > 0 else 1):
             self._shift(node, change)
 
     def _shift(self, node: _Node, change: int) -> None:
-        """One busy reason more or less at `node`; goes up as far as a node turns busy or idle by it."""
+        """Adds `change` busy reasons to `node`, and to its ancestors as far as nodes turn busy or idle."""
         while node.parent is not None:
             node.num_busy += change
             if change > 0 and node.num_busy == 1:

@@ -1,4 +1,4 @@
-"""The config.json of a checkpoint: shapes and switches of a dense decoder, each key checked."""
+"""The config.json of a checkpoint: shapes and switches of a dense decoder, with checks of every key."""
 
 import json
 import logging
@@ -16,9 +16,9 @@ FAMILIES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForC
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Shape and switches of a dense Llama-family decoder. `dtype` is the checkpoint's own ("bfloat16", ...).
+    """Shapes and switches of a dense Llama-family decoder. `dtype` is the checkpoint's own ("bfloat16", ...).
 
-    `attention_bias` is that of q, k, v; `attention_output_bias` that of the output projection.
+    `attention_bias`: the bias of q, k and v. `attention_output_bias`: the bias of the output projection.
     """
 
     architecture: str
@@ -42,17 +42,18 @@ class ModelConfig:
 
 
 class ConfigReader:
-    """Typed access to a parsed config.json; every error names the file, the key, the value and the remedy."""
+    """Typed access to a parsed config.json. Every error names the file, the key, the value and the remedy."""
 
     def __init__(self, raw: Mapping[str, object], source: Path) -> None:
         self.raw = raw
         self.source = source
 
     def error(self, key: str, remedy: str) -> CheckpointError:
+        """The error for the value of `key`."""
         return CheckpointError(f"{self.source}: {key} = {self.raw.get(key)!r}: {remedy}")
 
     def count(self, key: str, default: int | None = None) -> int:
-        """A positive integer; `default` where the key is absent or null (None: the key is required)."""
+        """A positive integer. `default` replaces an absent or null key; with None, the key is required."""
         value = self.raw.get(key)
         if value is None:
             value = default
@@ -61,12 +62,14 @@ class ConfigReader:
         return value
 
     def number(self, key: str, default: float) -> float:
+        """A number; `default` replaces an absent or null key."""
         value = self.raw.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.error(key, "a number is required here")
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
+        """A boolean; `default` replaces an absent or null key."""
         value = self.raw.get(key)
         if value is None:
             return default
@@ -76,7 +79,10 @@ class ConfigReader:
 
 
 def read_json(path: Path) -> dict[str, object]:
-    """A JSON object from `path`; CheckpointError names the file when it is missing, broken or no object."""
+    """The JSON object in `path`.
+
+    Raises CheckpointError, naming the file, if it is missing, malformed or no object.
+    """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -93,9 +99,10 @@ def read_json(path: Path) -> dict[str, object]:
 
 
 def read_dense_config(reader: ConfigReader, *, architecture: str) -> ModelConfig:
-    """The config of one of `FAMILIES`, and the EOS ids of generation_config.json beside it.
+    """The config of one of `FAMILIES`, with the EOS ids of generation_config.json beside it.
 
-    Raises CheckpointError naming the file, key, value and remedy for whatever is missing, malformed or not supported.
+    Raises CheckpointError, naming file, key, value and remedy, for a missing, malformed or unsupported
+    setting.
     """
     family = FAMILIES[architecture]
     _refuse_unsupported(reader)
@@ -138,7 +145,7 @@ def _refuse_unsupported(reader: ConfigReader) -> None:
     if not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types):
         raise reader.error("layer_types", "only full_attention is supported")
     has_window = reader.flag("use_sliding_window", False) and bool(reader.raw.get("sliding_window"))
-    # Layers below max_window_layers attend fully, so a window that starts behind the last layer is not in use.
+    # Layers below max_window_layers attend fully; a window from behind the last layer on is unused.
     if (
         has_window
         and not layer_types
@@ -165,7 +172,9 @@ def _head_shape(reader: ConfigReader, family: str, hidden: int, heads: int) -> t
 
 
 def _eos_token_ids(reader: ConfigReader, generation_path: Path) -> tuple[int, ...]:
-    """The ids of both files, those of generation_config.json first, each once; not those that the model cannot say."""
+    """The EOS ids of both files, generation_config.json first, each once, without ids outside the
+    vocabulary.
+    """
     readers = [reader]
     if generation_path.exists():
         readers.insert(0, ConfigReader(read_json(generation_path), generation_path))

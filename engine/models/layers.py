@@ -1,8 +1,8 @@
-"""The building blocks of a decoder layer, and how each names its tensors in a Hugging Face checkpoint.
+"""The building blocks of a decoder layer, with the names of their tensors in a Hugging Face checkpoint.
 
-Projections that read the same input are merged into one matrix; `tensors(prefix)` yields the checkpoint's names with
-views of the merged parameters, so that loading is copying. Legend: T tokens, H hidden size, N query heads,
-K key/value heads, D head dimension, I intermediate size.
+Projections with the same input are merged into one matrix. `tensors(prefix)` yields the checkpoint's names
+with views of the merged parameters, so loading is copying. Legend: T tokens, H hidden size, N query heads, K
+key/value heads, D head dimension, I intermediate size.
 """
 
 from collections.abc import Callable, Iterator
@@ -40,6 +40,7 @@ class Linear:
         return linear(x, self.weight, self.bias)
 
     def tensors(self, prefix: str) -> NamedTensors:
+        """The checkpoint's tensor names under `prefix`, with views of the parameters."""
         start = 0
         for name, size in self.parts.items():
             yield f"{prefix}{name}.weight", self.weight[start : start + size]
@@ -59,15 +60,16 @@ class RMSNorm:
         return rms_norm(x, self.weight, self.eps)
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(the sum normalised, the sum) of two tensors `[..., size]`, in one pass over memory."""
+        """(normalised sum, sum) of two tensors `[..., size]`, in one pass over memory."""
         return add_rms_norm(x, residual, self.weight, self.eps)
 
     def tensors(self, name: str) -> NamedTensors:
+        """The checkpoint's tensor `name`, with the parameter."""
         yield f"{name}.weight", self.weight
 
 
 class GatedMLP:
-    """down(silu(gate(x)) * up(x)), `[T, H]` -> `[T, H]`."""
+    """A SwiGLU MLP: down(silu(gate(x)) * up(x)), `[T, H]` -> `[T, H]`."""
 
     def __init__(
         self,
@@ -88,12 +90,13 @@ class GatedMLP:
         return self.down(gated_linear(x, self.gate_up.weight, self.gate_up.bias))
 
     def tensors(self, prefix: str) -> NamedTensors:
+        """The checkpoint's tensor names under `prefix`, with views of the parameters."""
         yield from self.gate_up.tensors(prefix)
         yield from self.down.tensors(prefix)
 
 
 class SelfAttention:
-    """Projections, rotation and output of one attention layer; the attention itself is the caller's `attend`.
+    """Projections, rotation and output of one attention layer. The caller's `attend` computes the attention.
 
     `input_size` may differ from `hidden_size` (a draft layer reads two streams at once).
     """
@@ -144,6 +147,7 @@ class SelfAttention:
         return self.output(attend(layer, q, k, v).flatten(1))
 
     def tensors(self, prefix: str) -> NamedTensors:
+        """The checkpoint's tensor names under `prefix`, with views of the parameters."""
         yield from self.qkv.tensors(prefix)
         yield from self.output.tensors(prefix)
         for name, norm in (("q_norm", self.q_norm), ("k_norm", self.k_norm)):
@@ -163,8 +167,11 @@ class DecoderLayer:
         self.post_norm = post_norm
 
     def enter(self, hidden: torch.Tensor, delta: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """(normalised stream, residual stream). `delta` `[T, H]` is the layer before's MLP output, which `hidden` `[T, H]`
-        does not include yet (None: nothing is missing)."""
+        """(normalised stream, residual stream), each `[T, H]`.
+
+        `delta` `[T, H]` is the MLP output of the previous layer, not yet added to `hidden` `[T, H]`; None:
+        nothing to add.
+        """
         return (self.input_norm(hidden), hidden) if delta is None else self.input_norm.add(delta, hidden)
 
     def __call__(
@@ -176,11 +183,14 @@ class DecoderLayer:
         layer: int,
         attend: Attend,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The outputs of `enter` -> the residual stream `[T, H]` behind attention, and the MLP's output `[T, H]`."""
+        """The outputs of `enter` -> the residual stream `[T, H]` after attention, and the MLP output
+        `[T, H]`.
+        """
         normed, hidden = self.post_norm.add(self.attention(normed, cos, sin, layer, attend), hidden)
         return hidden, self.mlp(normed)
 
     def tensors(self, prefix: str) -> NamedTensors:
+        """The checkpoint's tensor names under `prefix`, with views of the parameters."""
         yield from self.attention.tensors(f"{prefix}self_attn.")
         yield from self.mlp.tensors(f"{prefix}mlp.")
         yield from self.input_norm.tensors(f"{prefix}input_layernorm")

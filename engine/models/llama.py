@@ -1,6 +1,7 @@
-"""The dense Llama family: Llama, SmolLM2, Qwen2 (biased q, k, v) and Qwen3 (normed q, k), by switches of the config.
+"""The dense Llama family, by switches of the config.
 
-Legend: T tokens, R selected rows, V vocabulary, H hidden size, K captured layers.
+It covers Llama, SmolLM2, Qwen2 (biased q, k, v) and Qwen3 (normed q, k). Legend: T tokens, R selected rows, V
+vocabulary, H hidden size, K captured layers.
 """
 
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from .rope import RotaryEmbedding
 
 
 class LlamaForCausalLM:
-    """A `CausalLM` whose weights are allocated but not filled; `tensors()` names what to fill."""
+    """A `CausalLM` with allocated, uninitialised weights; `tensors()` names the memory to fill."""
 
     takes_input_embeds = True
 
@@ -38,21 +39,21 @@ class LlamaForCausalLM:
         )
 
     def kv_layout(self, page_size: int) -> MHALayout:
-        """How the KV of this model lies in a page of `page_size` tokens."""
+        """The layout of this model's KV in pages of `page_size` tokens."""
         config = self.config
         return MHALayout.of(config, num_layers=config.num_layers, page_size=page_size, dtype=self.dtype)
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """`[T]` int64 -> `[T, H]`."""
+        """Token ids `[T]` int64 -> the residual stream `[T, H]`."""
         return F.embedding(input_ids, self.embed_tokens)
 
     def body(
         self, hidden: torch.Tensor, positions: torch.Tensor, attend: Attend, aux_ids: Sequence[int] = ()
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Run all layers over `hidden` `[T, H]` at `positions` `[T]`.
+        """Run all layers over `hidden` `[T, H]` at `positions` int64 `[T]`.
 
-        Returns the residual stream `[T, H]` before the final norm, and the outputs of layers `aux_ids` side by side in
-        that order, `[T, K*H]` (None without ids).
+        Returns the residual stream `[T, H]` before the final norm, and the outputs of layers `aux_ids` side
+        by side in that order, `[T, K*H]` (None without ids).
         """
         cos, sin = self.rotary.lookup(positions, self.dtype)
         width = self.config.hidden_size
@@ -60,7 +61,7 @@ class LlamaForCausalLM:
         aux = hidden.new_empty(hidden.shape[0], len(columns) * width) if columns else None
         delta: torch.Tensor | None = None
         for index, layer in enumerate(self.layers):
-            # a layer's output is complete when the next one has added the MLP's part, in the pass of its norm
+            # a layer's output is complete after the next layer's norm, which adds the MLP output
             normed, hidden = layer.enter(hidden, delta)
             if aux is not None and index - 1 in columns:
                 aux[:, columns[index - 1]] = hidden
@@ -71,13 +72,13 @@ class LlamaForCausalLM:
         return hidden, aux
 
     def compute_logits(self, hidden_rows: torch.Tensor) -> torch.Tensor:
-        """Un-normed `[R, H]` -> float32 `[R, V]`."""
+        """Residual stream `[R, H]` before the final norm -> logits, float32 `[R, V]`."""
         return F.linear(self.norm(hidden_rows), self.lm_head).to(torch.float32)
 
     def set_aux_layer_ids(self, ids: Sequence[int]) -> None:
-        """Choose, once, the layer outputs that a capturing forward returns, in the order given.
+        """Choose, once, the layer outputs that a capturing forward returns, in the given order.
 
-        Raises CheckpointError for a duplicate or a layer that does not exist, LifecycleError for a second, different
+        Raises CheckpointError for a duplicate or missing layer, LifecycleError for a second, different
         choice.
         """
         chosen = tuple(ids)
@@ -94,7 +95,7 @@ class LlamaForCausalLM:
         self.aux_layer_ids = chosen
 
     def tensors(self) -> NamedTensors:
-        """Every tensor that a checkpoint must hold: its name and the memory to copy it to."""
+        """The name of every tensor that a checkpoint must hold, with the memory to copy it to."""
         yield "model.embed_tokens.weight", self.embed_tokens
         for index, layer in enumerate(self.layers):
             yield from layer.tensors(f"model.layers.{index}.")

@@ -1,6 +1,7 @@
 """The registry of models: architecture name -> reader of its config.json and model class.
 
-A new architecture needs a class that satisfies `interface.CausalLM`, a reader of its config, and an entry in `MODELS`.
+A new architecture needs a class that satisfies `interface.CausalLM`, a reader of its config, and an entry in
+`MODELS`.
 """
 
 from collections.abc import Sequence
@@ -18,22 +19,22 @@ from .llama import LlamaForCausalLM
 
 
 class ReadConfig(Protocol):
-    """Reads the config of one architecture."""
+    """A reader of the config of one architecture."""
 
     def __call__(self, reader: ConfigReader) -> ModelConfig:
-        """Raises CheckpointError naming file, key, value and remedy."""
+        """The config. Raises CheckpointError, naming file, key, value and remedy."""
 
 
 class BuildModel(Protocol):
     """A model class."""
 
     def __call__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device | str) -> CausalLM:
-        """The model of `config`, its weights allocated in `dtype` on `device` and not filled."""
+        """The model of `config`, with uninitialised weights in `dtype` on `device`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelEntry:
-    """One architecture. `model_type` finds it where config.json has no `architectures`."""
+    """One architecture. `model_type` identifies it if config.json has no `architectures`."""
 
     architecture: str
     model_type: str
@@ -64,10 +65,10 @@ MODELS = (
 
 
 def load_model_config(path: Path, models: Sequence[ModelEntry] = MODELS) -> ModelConfig:
-    """Read `path`/config.json and, for the EOS ids, generation_config.json.
+    """The config in `path`/config.json, with the EOS ids of generation_config.json.
 
-    Raises CheckpointError naming the file, key, value and remedy for whatever is missing, malformed or not supported; for
-    an unknown architecture it names those of `models`.
+    Raises CheckpointError, naming file, key, value and remedy, for a missing, malformed or unsupported
+    setting. For an unknown architecture it lists those of `models`.
     """
     source = Path(path) / "config.json"
     reader = ConfigReader(read_json(source), source)
@@ -81,7 +82,10 @@ def build_model(
     device: torch.device | str = "cpu",
     models: Sequence[ModelEntry] = MODELS,
 ) -> CausalLM:
-    """The model of `config.architecture`, allocated and not filled. CheckpointError for one that is not in `models`."""
+    """The model of `config.architecture`, with uninitialised weights.
+
+    Raises CheckpointError if `models` lacks it.
+    """
     for entry in models:
         if entry.architecture == config.architecture:
             return entry.build(config, dtype=dtype, device=device)

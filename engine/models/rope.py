@@ -1,6 +1,9 @@
-"""Rotary position tables of the Llama family: default, linear, llama3 and yarn, in both spellings of config.json.
+"""Rotary position tables of the Llama family: default, linear, llama3 and yarn.
 
-Legend: T tokens, N heads, D head dimension.
+Both spellings of config.json are understood.
+
+Sources: Su et al., "RoFormer", 2021; Chen et al., "Position interpolation", 2023 (linear); Peng et al.,
+"YaRN", 2023. Legend: T tokens, N heads, D head dimension.
 """
 
 import math
@@ -19,7 +22,7 @@ DEFAULT_THETA = 10000.0
 
 @dataclass(frozen=True, kw_only=True)
 class RopeConfig:
-    """Resolved rotary settings. `attention_factor` scales cos and sin (yarn; 1.0 otherwise)."""
+    """Resolved rotary settings. `attention_factor` scales cos and sin (yarn; otherwise 1.0)."""
 
     theta: float = DEFAULT_THETA
     rope_type: str = "default"
@@ -34,12 +37,12 @@ class RopeConfig:
 
 
 class _RopeReader:
-    """Reads the rotary keys of one config.json; every error names the file and the key."""
+    """Reads the rotary keys of one config.json. Every error names the file and the key."""
 
     def __init__(self, raw: Mapping[str, object], source: Path) -> None:
         self.raw = raw
         self.source = source
-        # The old spelling wins where both stand, as in transformers.
+        # The old spelling overrides the new one, as in transformers.
         self.key = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
         settings = raw.get(self.key) or {}
         if not isinstance(settings, Mapping):
@@ -108,10 +111,10 @@ def _mscale(factor: float, mscale: float) -> float:
 
 
 def read_rope_config(raw: Mapping[str, object], source: Path) -> RopeConfig:
-    """The rotary settings in a parsed config.json (`source` is named in errors).
+    """The rotary settings of a parsed config.json (errors name `source`).
 
-    Understands `rope_theta` + `rope_scaling` and `rope_parameters`. Raises CheckpointError for an unknown type, a
-    missing or malformed parameter, partial rotary embedding, or settings per layer type.
+    Understands `rope_theta` + `rope_scaling` and `rope_parameters`. Raises CheckpointError for an unknown
+    type, a missing or malformed parameter, partial rotary embedding, or settings per layer type.
     """
     reader = _RopeReader(raw, source)
     reader.check_partial()
@@ -145,7 +148,7 @@ def read_rope_config(raw: Mapping[str, object], source: Path) -> RopeConfig:
 
 
 def inverse_frequencies(config: RopeConfig, head_dim: int) -> torch.Tensor:
-    """Radians per position `[D/2]`, float32 on CPU."""
+    """Radians per position, float32 `[D/2]` on the CPU."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     periods = config.theta**exponents
     plain = 1.0 / periods
@@ -159,7 +162,9 @@ def inverse_frequencies(config: RopeConfig, head_dim: int) -> torch.Tensor:
 
 
 def _llama3(plain: torch.Tensor, config: RopeConfig) -> torch.Tensor:
-    """Long waves are slowed by `factor`, short ones stay, those between are interpolated."""
+    """Frequencies of llama3: long waves are slowed by `factor`, short ones stay, those between are
+    interpolated.
+    """
     wavelengths = 2 * math.pi / plain
     longest = config.original_max_position / config.low_freq_factor
     shortest = config.original_max_position / config.high_freq_factor
@@ -172,7 +177,7 @@ def _llama3(plain: torch.Tensor, config: RopeConfig) -> torch.Tensor:
 
 
 def _yarn(periods: torch.Tensor, config: RopeConfig, head_dim: int) -> torch.Tensor:
-    """Dimensions that turn often keep their frequency, those that turn rarely are slowed, with a ramp between."""
+    """Frequencies of yarn: fast dimensions keep theirs, slow ones are slowed, with a ramp between."""
 
     def dimension_of(rotations: float) -> float:
         turns = config.original_max_position / (rotations * 2 * math.pi)
@@ -183,22 +188,24 @@ def _yarn(periods: torch.Tensor, config: RopeConfig, head_dim: int) -> torch.Ten
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
     if low == high:
-        high += 0.001  # a ramp needs a length
+        high += 0.001  # the ramp must not be empty
     ramp = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
     kept = 1 - ramp
     return 1.0 / (config.factor * periods) * (1 - kept) + 1.0 / periods * kept
 
 
 def _signed(table: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Half-wide cos and sin `[T, D]` side by side -> each `[T, D]` in `dtype`; sin with its first half negated."""
+    """Half-wide cos and sin `[T, D]` side by side -> each `[T, D]` in `dtype`, sin with a negated first
+    half.
+    """
     cos, sin = table.to(dtype).chunk(2, dim=-1)
     return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 
 class RotaryEmbedding:
-    """Cos and sin of positions [0, max_position), float32, computed on CPU so that every device has the same table.
+    """Cos and sin of positions [0, max_position), float32, computed on the CPU, equal on all devices.
 
-    `dtype`: the dtype of the forwards; its tables are made once.
+    `dtype`: the dtype of the forwards; its tables are made once. Raises ValueError for an odd head dimension.
     """
 
     def __init__(
@@ -222,7 +229,7 @@ class RotaryEmbedding:
         self._ready = None if dtype is None else (dtype, *_signed(self._table, dtype))
 
     def lookup(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """`positions` `[T]` int64 -> cos and sin, each `[T, D]` in `dtype`; sin with its first half negated."""
+        """Cos and sin of `positions` int64 `[T]`, each `[T, D]` in `dtype`, sin with a negated first half."""
         if self._ready is not None and self._ready[0] == dtype:
             _, cos, sin = self._ready
             return cos.index_select(0, positions), sin.index_select(0, positions)
@@ -231,6 +238,6 @@ class RotaryEmbedding:
     def apply(
         self, q_TND: torch.Tensor, k_TKD: torch.Tensor, positions_T: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rotate queries and keys, each `[T, heads, D]`, to `positions_T`."""
+        """Rotate queries and keys, each `[T, heads, D]`, to `positions_T` int64 `[T]`."""
         cos, sin = self.lookup(positions_T, q_TND.dtype)
         return apply_rope(q_TND, cos, sin), apply_rope(k_TKD, cos, sin)

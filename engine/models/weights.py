@@ -1,4 +1,4 @@
-"""Safetensors checkpoints: one file or many shards, checked strictly."""
+"""Safetensors checkpoints, in one file or several shards, with strict checks."""
 
 from pathlib import Path
 
@@ -14,14 +14,14 @@ from .registry import build_model, load_model_config
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 LOADABLE = (torch.float32, torch.float16, torch.bfloat16)
-# Derived at load time from the config; old checkpoints carry them nevertheless.
+# Computed from the config at load time; old checkpoints still contain them.
 IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
 
 
 def find_shards(path: Path) -> list[Path]:
-    """The safetensors files of a checkpoint directory, sorted by name (a file stands for itself).
+    """The safetensors files of a checkpoint directory, sorted by name. A file is its own only shard.
 
-    Raises CheckpointError naming what is missing.
+    Raises CheckpointError, naming the missing or malformed file.
     """
     path = Path(path)
     if path.is_file():
@@ -51,7 +51,12 @@ def find_shards(path: Path) -> list[Path]:
 
 
 def iter_safetensors(path: Path) -> NamedTensors:
-    """Every tensor of a checkpoint directory or file, as (name, CPU tensor); all shards are found before the first."""
+    """Every tensor of a checkpoint directory or file, as (name, CPU tensor).
+
+    All shards are found before the first tensor.
+
+    Raises CheckpointError as `find_shards`, and for an incomplete shard.
+    """
     for shard in find_shards(path):
         try:
             with safe_open(shard, framework="pt") as opened:
@@ -64,10 +69,10 @@ def iter_safetensors(path: Path) -> NamedTensors:
 
 
 def fill_tensors(wanted: dict[str, torch.Tensor], path: Path, ignored: tuple[str, ...] = ()) -> None:
-    """Copy every tensor of the checkpoint at `path` to the memory that `wanted` names for it, converting the dtype.
+    """Copy every tensor of the checkpoint at `path` into its namesake in `wanted`, converting the dtype.
 
-    Raises CheckpointError unless each wanted tensor comes exactly once, in its shape and a float dtype. Other names are
-    allowed only if they end like one of `ignored`.
+    Raises CheckpointError unless each wanted tensor comes exactly once, with its shape and a float dtype.
+    Other names are allowed only with a suffix in `ignored`.
     """
     missing = dict.fromkeys(wanted)
     unexpected: list[str] = []
@@ -79,7 +84,8 @@ def fill_tensors(wanted: dict[str, torch.Tensor], path: Path, ignored: tuple[str
         target = wanted[name]
         if tensor.shape != target.shape:
             raise CheckpointError(
-                f"{path}: tensor {name} has shape {list(tensor.shape)}, config.json asks for {list(target.shape)}; "
+                f"{path}: tensor {name} has shape {list(tensor.shape)}, config.json asks for "
+                f"{list(target.shape)}; "
                 "the weights belong to another config"
             )
         if tensor.dtype not in LOADABLE:
@@ -111,7 +117,10 @@ def _some(names: list[str]) -> str:
 def load_model(
     path: Path, *, dtype: torch.dtype, device: torch.device | str = "cpu"
 ) -> tuple[CausalLM, ModelConfig]:
-    """The model at `path`, its weights converted to `dtype` on `device`. Raises CheckpointError, see `fill_tensors`."""
+    """The model at `path` and its config, with weights converted to `dtype` on `device`.
+
+    Raises CheckpointError as `load_model_config` and `fill_tensors`.
+    """
     path = Path(path)
     config = load_model_config(path)
     find_shards(path)  # a missing file is reported before memory is taken

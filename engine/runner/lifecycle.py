@@ -1,7 +1,8 @@
-"""The order in which an engine starts: one ordered list of phases, guarded.
+"""The start-up order of an engine: one list of phases, guarded.
 
-Capturing before aux capture is configured, or before embedding and lm_head are shared with the draft, freezes the wrong
-thing into a graph and costs acceptance without any error; so a phase can only follow the one before it.
+A capture before aux capture is configured, or before the draft shares embedding and lm_head, binds the wrong
+tensors into a graph and lowers acceptance without any error. A phase may therefore only follow its
+predecessor.
 """
 
 from enum import IntEnum
@@ -10,11 +11,11 @@ from ..errors import LifecycleError
 
 
 class Phase(IntEnum):
-    """How far the engine is; each phase needs the one before it."""
+    """The progress of an engine's start. Each phase needs the one before it."""
 
     CREATED = 0
     LOADED = 1  # target weights are in memory
-    AUX_CONFIGURED = 2  # the target knows which layer outputs to capture (possibly none)
+    AUX_CONFIGURED = 2  # the layer outputs to capture are chosen (possibly none)
     WEIGHTS_SHARED = 3  # the draft uses the target's embedding and lm_head (or there is no draft)
     POOLS_ALLOCATED = 4  # KV, feature and draft pools exist
     CAPTURED = 5  # graphs are captured (or graphs are off)
@@ -31,7 +32,7 @@ class Lifecycle:
         return f"<Lifecycle {self.phase.name}>"
 
     def advance(self, to: Phase) -> None:
-        """Enter `to`; LifecycleError names both phases unless `to` is the very next one."""
+        """Enter `to`. Raises LifecycleError, naming both phases, unless `to` is the next phase."""
         if to != self.phase + 1:
             raise LifecycleError(
                 f"cannot enter {to.name} from {self.phase.name}: {Phase(to - 1).name} must come first"
@@ -39,6 +40,6 @@ class Lifecycle:
         self.phase = to
 
     def require(self, phase: Phase) -> None:
-        """LifecycleError naming both phases unless the engine is exactly in `phase`."""
+        """Raises LifecycleError, naming both phases, unless the engine is in `phase`."""
         if self.phase != phase:
             raise LifecycleError(f"this needs {phase.name}, but the engine is {self.phase.name}")

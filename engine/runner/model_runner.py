@@ -20,9 +20,9 @@ from .target_graphs import Hidden, TargetGraphs
 class ModelRunner:
     """A target model over its KV pool. Every result is a ForwardOutput that owns its tensors.
 
-    `on_layer` is called before each attention that runs as Python, so that a long forward can report progress.
-    `graphs`, once captured, take the batches that fit them. Every batch runs with a multiple of `row_multiple` rows, the
-    missing ones idle; results have the batch's own rows only.
+    `on_layer` is called before each attention that runs as Python, so that a long forward can report
+    progress. Captured `graphs` run the batches that fit them. Every batch is padded with idle rows to a
+    multiple of `row_multiple`; results hold the batch's own rows only.
     """
 
     def __init__(
@@ -42,17 +42,22 @@ class ModelRunner:
         self.graphs: TargetGraphs | None = None
 
     def set_aux_layer_ids(self, ids: Sequence[int]) -> None:
-        """Configure the model's capture of layer outputs; CheckpointError names a model class without that hook."""
+        """Configure the layer outputs that the model captures.
+
+        Raises CheckpointError for a model class without that hook.
+        """
         configure_aux_capture(self.model, ids)
 
     @torch.no_grad()
     def forward(self, batch: ForwardBatch, metadata: AttentionMetadata | None = None) -> ForwardOutput:
         """Store the batch's KV and return the logits of `batch.logit_rows` (None: of every row).
 
-        When `batch.capture_hidden` is not NULL, `hidden` holds the captured layer outputs of every row `[T, K*H]`.
-        `metadata` is planned here unless given. Raises LifecycleError for metadata of another version of the batch, when
-        hidden rows are asked for and no layers were chosen, or when others than the chosen come back; UnsupportedInput for
-        `input_embeds` that the model does not take.
+        Unless `batch.capture_hidden` is NULL, `hidden` `[T, K*H]` holds the captured layer outputs of every
+        row. `metadata` is planned here unless given.
+
+        Raises LifecycleError if `metadata` belongs to another version of the batch, if hidden rows are
+        requested and no layers are configured, or if the model returns other layers. Raises UnsupportedInput
+        for `input_embeds` that the model does not accept.
         """
         aux_ids = self._aux_ids(batch.capture_hidden)
         self._check_embeds(batch)
@@ -109,11 +114,14 @@ class ModelRunner:
         wanted = (batch.num_tokens, self.model.config.hidden_size)
         if tuple(embeds.shape) != wanted or embeds.dtype != self.model.dtype:
             raise UnsupportedInput(
-                f"input_embeds {list(embeds.shape)} {embeds.dtype}: {name} takes {list(wanted)} {self.model.dtype} here"
+                f"input_embeds {list(embeds.shape)} {embeds.dtype}: {name} takes {list(wanted)} "
+                f"{self.model.dtype} here"
             )
 
     def _check_features(self, features: torch.Tensor | None, rows: int) -> None:
-        """LifecycleError unless as many layers came back as are chosen: fewer would be read as if they were all."""
+        """Raises LifecycleError unless the model returned all configured layers; fewer would be misread as
+        all of them.
+        """
         ids = self._aux_ids(CaptureHidden.FULL)
         wanted = (rows, len(ids) * self.model.config.hidden_size)
         if features is None or tuple(features.shape) != wanted:
@@ -138,7 +146,8 @@ class ModelRunner:
             return ()
         if not isinstance(self.model, AuxCapture) or not self.model.aux_layer_ids:
             raise LifecycleError(
-                f"{type(self.model).__name__}: hidden rows are asked for, but no aux layer ids are configured; "
+                f"{type(self.model).__name__}: hidden rows are asked for, but no aux layer ids are "
+                "configured; "
                 "call set_aux_layer_ids first"
             )
         return self.model.aux_layer_ids
@@ -148,10 +157,14 @@ class ModelRunner:
 
 
 def configure_aux_capture(model: CausalLM, ids: Sequence[int]) -> None:
-    """Choose which layer outputs `model` captures for a drafter. CheckpointError names a class that cannot capture any."""
+    """Choose the layer outputs that `model` captures for a drafter.
+
+    Raises CheckpointError for a class that cannot capture.
+    """
     if not isinstance(model, AuxCapture):
         raise CheckpointError(
-            f"{type(model).__name__} cannot capture layer outputs (it has no set_aux_layer_ids), so aux layer ids "
+            f"{type(model).__name__} cannot capture layer outputs (it has no set_aux_layer_ids), so aux "
+            "layer ids "
             f"{list(ids)} cannot be served; start without a draft"
         )
     model.set_aux_layer_ids(ids)

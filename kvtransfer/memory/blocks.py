@@ -1,8 +1,8 @@
 """Reads blocks from prefill's pages and writes them into decode's pages.
 
-Pages on the CPU are copied by numpy, which releases the interpreter lock. Pages on a GPU go through pinned staging memory on
-a stream of their own, see `DeviceCopies`. Every copy first waits for its pages: the `PageOrder` of the planes knows the
-forwards that may still use them.
+numpy copies pages on the CPU and releases the interpreter lock. Pages on a GPU go through pinned staging
+memory on a separate stream, see `DeviceCopies`. Every copy first waits for its pages: the `PageOrder` of the
+planes knows the forwards that may still use them.
 """
 
 import ctypes
@@ -22,13 +22,14 @@ from .copy_pool import CopyPool, copy_pool_of_host
 from .pinning import Bytes, Pin, no_pin, pin
 
 MAX_SPARE_STAGING = 16
-Columns = tuple[int, ...] | None  # of the feature rows, those that travel; None: the rows as they lie
-CACHED_BYTES = 256 << 10  # source and target together stay in a level 2 cache of 1 MiB
+Columns = tuple[int, ...] | None  # positions of the feature layers that travel; None: whole rows
+CACHED_BYTES = 256 << 10  # source and target together fit a level 2 cache of 1 MiB
 
 
 def check_planes(layout: KVLayout, planes: Planes) -> None:
-    """Raises LocalProtocolError unless the planes are contiguous uint8 tensors of the layout's page sizes, and have an
-    order of their pages when they lie on a GPU.
+    """Raises LocalProtocolError unless the planes are contiguous uint8 tensors with the layout's page sizes.
+
+    Planes on a GPU also need a `PageOrder`.
     """
     if planes.kv.is_cuda and planes.order is None:
         raise LocalProtocolError(
@@ -53,7 +54,7 @@ def _check_plane(name: str, plane: torch.Tensor, page_bytes: int) -> None:
 
 
 class StagingPool:
-    """Reusable buffers of one block each; pinned when they feed a GPU."""
+    """Reusable buffers of `block_bytes` bytes, in pinned memory if they feed a GPU."""
 
     def __init__(self, block_bytes: int, *, is_pinned: bool) -> None:
         self._block_bytes = block_bytes
@@ -64,22 +65,23 @@ class StagingPool:
         return f"StagingPool(spare={len(self._spare)})"
 
     def take(self) -> torch.Tensor:
-        """A uint8 buffer `[block_bytes]` with unspecified content."""
+        """A uint8 buffer `[block_bytes]` with undefined content."""
         if self._spare:
             return self._spare.pop()
         return torch.empty(self._block_bytes, dtype=torch.uint8, pin_memory=self._is_pinned)
 
     def give(self, buffer: torch.Tensor) -> None:
+        """Takes a buffer back for reuse."""
         if len(self._spare) < MAX_SPARE_STAGING:
             self._spare.append(buffer)
 
 
 class DeviceCopies:
-    """Copies between a GPU's pages and pinned memory, on a stream of their own.
+    """Copies between a GPU's pages and pinned memory, on a separate stream.
 
-    On the stream that computes, each block would wait for the forwards that were launched before it, and they are always
-    launched ahead; on this one, blocks move while forwards run. It waits for those forwards alone that may use the pages
-    of a block.
+    On the compute stream, each block would wait for all forwards launched before it, and forwards are
+    launched ahead. On this stream, blocks move while forwards run. The stream waits only for forwards that
+    may use the pages of a block.
     """
 
     def __init__(self, device: torch.device, order: PageOrder) -> None:
@@ -90,25 +92,31 @@ class DeviceCopies:
         return f"DeviceCopies({self._stream})"
 
     def run(self, copies: Iterable[tuple[torch.Tensor, torch.Tensor]], pages: Iterable[int]) -> None:
-        """Each (target, source) of copies that touch `pages`, in the pages' order; returns when all are done."""
+        """Copies each (target, source) of `copies` after the work that uses `pages`.
+
+        Returns when all copies are done.
+        """
         self.begin(copies, pages)
         self.finish()
 
     def begin(self, copies: Iterable[tuple[torch.Tensor, torch.Tensor]], pages: Iterable[int]) -> None:
-        """As `run`, but what the tensors hold is settled by `finish`."""
+        """As `run`, but returns at once; the contents are defined after `finish`."""
         self._order.wait(pages, self._stream)
         with torch.cuda.stream(self._stream):
             for target, source in copies:
                 target.copy_(source, non_blocking=True)
 
     def finish(self) -> None:
-        """Returns when all copies that were begun are done."""
+        """Returns when all begun copies are done."""
         self._stream.synchronize()
 
 
 @dataclass(frozen=True)
 class Filling:
-    """A block of `size` bytes on its way into a slot; its digest continues `seed`. `columns`: as in `BlockReader.read`."""
+    """A block of `size` bytes to copy into a slot.
+
+    Its digest continues `seed`; `columns` as in `BlockReader.read`.
+    """
 
     slot: Bytes
     segments: Sequence[Segment]
@@ -120,7 +128,10 @@ class Filling:
 
 @dataclass(frozen=True)
 class Arrival:
-    """A block in foreign memory, whose digest continues `seed` and shall be `digest`."""
+    """A block in memory that the peer may change.
+
+    Its digest continues `seed`; a good copy has digest `digest`.
+    """
 
     data: Bytes
     segments: Sequence[Segment]
@@ -131,7 +142,9 @@ class Arrival:
 
 @dataclass(frozen=True)
 class Payload:
-    """A block's bytes: in the pages themselves, or in a staging buffer that goes back to its pool after the send."""
+    """The bytes of a block, in the pages themselves (`staging` None) or in a staging buffer to recycle after
+    the send.
+    """
 
     data: memoryview
     staging: torch.Tensor | None
@@ -160,9 +173,10 @@ class BlockReader:
     def read(
         self, segments: Sequence[Segment], pages: Sequence[int], size: int, columns: Columns = None
     ) -> Payload:
-        """The `size` bytes of a block; zero-copy when it is one run of CPU memory.
+        """The `size` bytes of a block; zero-copy if they are one run of CPU memory.
 
-        `columns`: the layers of a feature row that the block has, as positions in the plane's row, in the block's order.
+        `columns`: the feature layers in the block, as positions in the plane's row, in the block's order.
+        None: whole rows.
         """
         if not self._is_cuda:
             self._order.wait(_pages_of(segments, pages))
@@ -178,8 +192,10 @@ class BlockReader:
         return Payload(target[:size].data, staging)
 
     def fill(self, fillings: Sequence[Filling], *, is_pinned: bool = False) -> list[int]:
-        """Copies blocks into their slots and returns their digests. What `pin` took, `is_pinned`, a GPU writes itself: all
-        of them in one go, and each is digested by a thread of its own.
+        """Copies blocks into their slots and returns their digests, in order.
+
+        With `is_pinned`, the slots are registered by `pin`: the GPU writes all of them in one batch, and each
+        thread of the copy pool digests whole blocks.
         """
         if not is_pinned:
             return [self._fill(filling) for filling in fillings]
@@ -208,7 +224,12 @@ class BlockReader:
         return seed
 
     def seal(self, payload: Payload, sealer: Sealer, name: BlockName) -> tuple[Payload, int]:
-        """A block's ciphertext and tag in a staging buffer, and the attempt; `payload` goes back."""
+        """The ciphertext and tag of a block in a staging buffer, and the attempt.
+
+        Recycles the buffer of `payload`.
+
+        Raises LocalProtocolError when the nonces of the block are used up.
+        """
         staging = self._pool.take()
         sealed = staging.numpy()[: name.size + TAG_BYTES].data
         attempt = sealer.seal(name, payload.data, sealed)
@@ -217,7 +238,7 @@ class BlockReader:
         return Payload(sealed, staging), attempt
 
     def recycle(self, staging: torch.Tensor) -> None:
-        """Takes back the staging buffer of a payload that was sent."""
+        """Takes back the staging buffer of a sent payload."""
         self._pool.give(staging)
 
     def _run(self, segment: Segment, pages: Sequence[int], columns: Columns) -> Bytes:
@@ -236,7 +257,10 @@ class BlockReader:
     def _gathered(
         self, staging: torch.Tensor, segments: Sequence[Segment], pages: Sequence[int], columns: Columns
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """(target, source) of each segment. On a GPU to be iterated on the stream that copies: sources may be made there."""
+        """(target, source) of each segment.
+
+        On a GPU, iterate on the copy stream: sources may be computed there.
+        """
         for segment in segments:
             if columns is not None and segment.plane == "features":
                 source = self._taken(segment, pages, columns)
@@ -245,8 +269,8 @@ class BlockReader:
             yield staging[segment.at : segment.at + segment.hi - segment.lo], source
 
     def _taken(self, segment: Segment, pages: Sequence[int], columns: tuple[int, ...]) -> torch.Tensor:
-        """Bytes [lo, hi) of a feature page that has only the layers `columns`: a copy, of whole rows at most one too many at
-        either end.
+        """Bytes [lo, hi) of a feature page reduced to the layers `columns`, as a copy of whole rows cut to
+        size.
         """
         page = self._planes["features"][pages[segment.page_index]]
         layers = page.view(self._page_size, self._num_features, -1)
@@ -257,7 +281,7 @@ class BlockReader:
 
 
 class BlockWriter:
-    """Writes checked blocks into decode's pages and a room's own feature rows, which a `PullRequest` names."""
+    """Writes checked blocks into the pages and feature rows of a `PullRequest`."""
 
     def __init__(self, layout: KVLayout, planes: Planes) -> None:
         check_planes(layout, Planes(kv=planes.kv, features=None, order=planes.order))
@@ -273,7 +297,7 @@ class BlockWriter:
         )
 
     def write(self, payload: memoryview, segments: Sequence[Segment], request: PullRequest) -> None:
-        """Copies a block to where it belongs; returns when the bytes are there."""
+        """Copies a block into its segments. Returns when the bytes are in place."""
         data: Bytes = np.frombuffer(payload, dtype=np.uint8)
         if self._copies is not None:
             staging = self._pool.take()
@@ -286,10 +310,13 @@ class BlockWriter:
             np.copyto(self._own(segment, request), _cut(data, segment))
 
     def land(self, arrivals: Sequence[Arrival], *, is_pinned: bool = False) -> list[bool]:
-        """Copies blocks from memory that their writer may still change, and returns whether each copy is what was digested.
+        """Copies blocks from memory that the peer may still change.
 
-        What `pin` took, `is_pinned`, a GPU reads itself, all of them in one go, and each is digested where it stands, after
-        that: whatever was written there since the header was made, before or while the GPU read, is still there then.
+        Returns for each whether the copy matches its digest.
+
+        With `is_pinned`, the memory is registered by `pin`: the GPU reads all blocks in one batch, and the
+        digests are computed afterwards on the source. A change made before or during the GPU's read is still
+        visible then.
         """
         if not is_pinned:
             return [self._land(arrival) for arrival in arrivals]
@@ -319,9 +346,12 @@ class BlockWriter:
     def open(
         self, fill: Callable[[memoryview], None], size: int, segments: Sequence[Segment], request: PullRequest
     ) -> None:
-        """As `write`, of the `size` bytes that `fill` puts into the buffer that it is given, or refuses with an error.
+        """As `write`, for `size` bytes that `fill` writes into the buffer passed to it.
 
-        A block that is one run of CPU memory is filled in place: until `fill` returns, those bytes may be garbage.
+        Passes on errors of `fill`.
+
+        A block that is one run of CPU memory is filled in place, so its bytes may be garbage until `fill`
+        returns.
         """
         if len(segments) == 1 and self._copies is None:
             self._order.wait(_pages_of(segments, request.pages))
@@ -339,7 +369,9 @@ class BlockWriter:
             self._pool.give(staging)
 
     def _own(self, segment: Segment, request: PullRequest) -> Bytes:
-        """As `_target`, in CPU memory: a tensor's view costs several times an array's."""
+        """As `_target`, as a numpy array: on the CPU, a view of a tensor costs several times a view of an
+        array.
+        """
         self._order.touch(request.pages[segment.page_index], is_write=True)
         if segment.plane == "kv" and self._array is not None:
             return self._array[request.pages[segment.page_index], segment.lo : segment.hi]
@@ -352,7 +384,7 @@ class BlockWriter:
         return request.features[segment.page_index, segment.lo : segment.hi]
 
     def _scatter_cuda(self, staging: torch.Tensor, segments: Sequence[Segment], request: PullRequest) -> None:
-        """A block that lies whole in `staging`."""
+        """Copies a block that lies whole in `staging` to its segments."""
         assert self._copies is not None
         self._copies.run(self._scattered(staging, segments, request), _pages_of(segments, request.pages))
 
@@ -364,18 +396,21 @@ class BlockWriter:
 
 
 def _pages_of(segments: Sequence[Segment], pages: Sequence[int]) -> list[int]:
-    """The pages that a block's segments lie in."""
+    """The pages of a block's segments."""
     return [pages[segment.page_index] for segment in segments]
 
 
 def _tensor_of(array: Bytes) -> torch.Tensor:
-    """The same memory as a tensor, read-only memory too, which torch does not know of."""
+    """The same memory as a tensor, which torch does not know to be read-only where the array is."""
     address = array.__array_interface__["data"][0]
     return torch.frombuffer((ctypes.c_uint8 * array.size).from_address(address), dtype=torch.uint8)
 
 
 def _copy(source: Bytes, target: Bytes, seed: int, crc: Crc) -> int:
-    """Copies and digests what was copied, piece by piece, while a piece is in the processor's own cache."""
+    """Copies and digests piece by piece, while each piece is in the CPU cache.
+
+    Returns the digest of the copy.
+    """
     for at in range(0, source.size, CACHED_BYTES):
         piece = target[at : at + CACHED_BYTES]
         np.copyto(piece, source[at : at + CACHED_BYTES])

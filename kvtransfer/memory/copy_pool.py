@@ -1,13 +1,14 @@
 """A small thread pool that copies and digests large buffers, because one core is slower than a GPU's link.
 
-torch divides a copy among all cores and waits for the slowest, which takes milliseconds where two workers and their router
-share a host. Here any idle thread takes the next part, and there are few threads.
+torch divides a copy among all cores and waits for the slowest. That takes milliseconds where two workers and
+their router share a host. This pool has few threads, and any idle thread takes the next part.
 
-For bytes of a given length the checksum is affine in the one that it continues: crc(seed, B) = L(seed) ^ crc(0, B), where L
-is linear over GF(2) and depends on the length of B alone. So the parts of a buffer are digested apart, each from 0, and
-joined in order. L of a part's length is read off zeros, one bit of the seed at a time, and kept as a table for each byte.
+Parallel crc32c: for bytes of a given length, the checksum is affine in the checksum that it continues:
+crc(seed, B) = L(seed) ^ crc(0, B), where L is linear over GF(2) and depends only on the length of B. The
+parts of a buffer are therefore digested separately, each from 0, and joined in order. L of one part length is
+computed from zeros, one bit of the seed at a time, and stored as one table per byte.
 
-Reference: Mark Adler's crc32_combine in zlib, which gets L from powers of x instead.
+Reference: Mark Adler's crc32_combine in zlib, which computes L from powers of x instead.
 """
 
 import os
@@ -23,9 +24,9 @@ from crc32c import crc32c
 from ..protocol.layout import Crc
 from .pinning import Bytes
 
-PART_BYTES = 1 << 20  # of all parts but the first, which takes what is left over
+PART_BYTES = 1 << 20  # size of every part but the first, which takes the remainder
 MAX_THREADS = 4
-CORES_PER_THREAD = 4  # of the host, which computes too
+CORES_PER_THREAD = 4  # the other cores of the host compute
 
 Part = TypeVar("Part")
 Result = TypeVar("Result")
@@ -33,7 +34,7 @@ Task = Callable[[], None]
 
 
 class CopyPool:
-    """`num_threads` threads for work that leaves the interpreter lock alone, the caller's among them."""
+    """`num_threads` threads, the caller's among them, for work that releases the interpreter lock."""
 
     def __init__(self, num_threads: int) -> None:
         self.num_threads = num_threads
@@ -49,7 +50,7 @@ class CopyPool:
         return f"CopyPool({self.num_threads})"
 
     def each(self, work: Callable[[Part], Result], parts: Sequence[Part]) -> list[Result]:
-        """`work` of every part, in order; raises what it raises."""
+        """The results of `work` for every part, in order. Raises the exception of the first failed part."""
         if len(parts) < 2 or self.num_threads < 2:
             return [work(part) for part in parts]
         done: queue.SimpleQueue[tuple[int, Result | None, Exception | None]] = queue.SimpleQueue()
@@ -57,7 +58,7 @@ class CopyPool:
         def do(number: int) -> None:
             try:
                 done.put((number, work(parts[number]), None))
-            except Exception as error:  # the caller's affair
+            except Exception as error:  # raised again in the caller's thread
                 done.put((number, None, error))
 
         for number in range(1, len(parts)):
@@ -70,12 +71,12 @@ class CopyPool:
         return [result for _, result, _ in ended]  # type: ignore[misc]
 
     def copy(self, target: Bytes, source: Bytes) -> None:
-        """Copies `source` to the beginning of `target`."""
+        """Copies `source` to the beginning of `target`; both uint8."""
         cuts = cut(source.size, self.num_threads, PART_BYTES)
         self.each(lambda part: np.copyto(target[part], source[part]), cuts)
 
     def digests(self, items: Sequence[tuple[memoryview, int]], crc: Crc) -> list[int]:
-        """`crc` of each (bytes, seed). Of several the threads take one each, and no part of another's."""
+        """The checksum by `crc` of each (bytes, seed). Each thread takes whole items."""
         if len(items) == 1:
             return [crc(*items[0])]
         alone = crc32c if isinstance(crc, SplitCrc) else crc
@@ -91,12 +92,12 @@ class CopyPool:
 
     @property
     def crc(self) -> Crc:
-        """crc32c by these threads."""
+        """crc32c computed by these threads."""
         return SplitCrc(self) if self.num_threads > 1 else crc32c
 
 
 class SplitCrc:
-    """crc32c(data, seed) of parts at once."""
+    """crc32c(data, seed), computed from parts in parallel."""
 
     def __init__(self, pool: CopyPool, part_bytes: int = PART_BYTES) -> None:
         self._copy_pool, self._part_bytes = pool, part_bytes
@@ -121,13 +122,14 @@ class SplitCrc:
 
 
 def copy_pool_of_host() -> CopyPool:
-    """As many as a host of so many cores can spare."""
+    """A pool sized for this host: one thread per CORES_PER_THREAD cores, within limits."""
     return CopyPool(max(1, min(MAX_THREADS, len(os.sched_getaffinity(0)) // CORES_PER_THREAD)))
 
 
 def cut(size: int, most: int, part_bytes: int) -> list[slice]:
-    """[0, size) in at most so many parts: all but the first have `part_bytes` bytes, and the first has no fewer, unless it
-    is alone.
+    """Cuts [0, size) into at most `most` slices.
+
+    Every slice but the first has `part_bytes` bytes. The first has at least as many, unless it is alone.
     """
     num_others = max(0, min(most, size // part_bytes) - 1)
     first = size - num_others * part_bytes
@@ -138,11 +140,11 @@ def cut(size: int, most: int, part_bytes: int) -> list[slice]:
 def _work_off(tasks: "queue.SimpleQueue[Task | None]") -> None:
     while (task := tasks.get()) is not None:
         task()
-        del task  # nothing is held of a buffer that may be unmapped
+        del task  # drop references to a buffer that may be unmapped
 
 
 def _tables(num_bytes: int) -> Sequence[Sequence[int]]:
-    """L of `num_bytes` bytes: a table for each byte of the seed, the lowest first."""
+    """L of `num_bytes` bytes: one table per byte of the seed, the lowest byte first."""
     zeros = bytes(num_bytes)
     base = crc32c(zeros)
     bits = [crc32c(zeros, 1 << bit) ^ base for bit in range(32)]

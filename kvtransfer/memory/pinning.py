@@ -1,7 +1,7 @@
 """Registers shared memory with a GPU's driver, so that the GPU's copy engines read and write it directly.
 
-Unregistered memory is copied through a buffer of the driver, which keeps a core busy, or through pinned staging memory,
-which costs one more copy by the CPU.
+Unregistered memory is copied through a buffer of the driver, which keeps a CPU core busy, or through pinned
+staging memory, which costs one more copy by the CPU.
 
 Reference: CUDA Runtime API, "cudaHostRegister".
 """
@@ -29,13 +29,15 @@ PORTABLE, READ_ONLY = (
 
 
 def no_pin(memory: Bytes) -> Unpin | None:
-    """The `Pin` of pages on the CPU: registers nothing."""
+    """A `Pin` for pages on the CPU: registers nothing."""
     return None
 
 
 def pin(memory: Bytes, device: torch.device, *, is_read_only: bool) -> Unpin | None:
-    """Registers `memory` (uint8) with the driver of `device`. The returned function unregisters it; call it before the
-    memory is unmapped. None when the driver refuses: the memory is then copied as before, only slower.
+    """Registers `memory` (uint8) with the driver of `device`. The returned function unregisters it.
+
+    Call that function before the memory is unmapped. Returns None if the driver refuses; copies of the memory
+    then still work, but slower.
     """
     address = memory.__array_interface__["data"][0]
     cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]

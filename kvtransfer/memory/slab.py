@@ -1,12 +1,13 @@
-"""Slabs: anonymous shared memory of equal slots, which prefill writes and decode reads.
+"""Slabs: anonymous shared memory cut into equal slots. Prefill writes the slots, decode reads them.
 
-A slab is a memfd. It has no name, so nothing is left of it once both processes are gone, however they died; it is sealed
-against another size, so that reading it never faults, and against new writable mappings, so that only prefill writes.
+A slab is a memfd. It has no name, so it disappears with both processes, even after a crash. Its size is
+sealed, so reading it never faults. New writable mappings are sealed off, so only prefill writes.
 
-Its descriptor goes over a unix socket of sequenced packets at an abstract address of 128 random bits, which decode told
-prefill over their own link. Such an address has no file to be left behind either. It exists in decode's network
-namespace only, hence a connection proves that both can share memory. Each side asks the kernel for the other's user and
-accepts its own user alone. The connection stays open as long as the slab is used: its end is the end of the peer.
+Prefill passes the descriptor over a unix socket of sequenced packets. The socket has an abstract address of
+128 random bits, which decode sent to prefill over their own link. An abstract address leaves no file behind
+and exists in decode's network namespace only, so a connection proves that both processes can share memory.
+Each side asks the kernel for the other's user and accepts only its own user. The connection stays open while
+the slab is used: its end means that the peer has gone.
 
 References: memfd_create(2), fcntl(2) "File Sealing", unix(7) "SCM_RIGHTS" and "SO_PEERCRED".
 """
@@ -27,14 +28,14 @@ import numpy as np
 from ...cluster.errors import BatonError
 from .pinning import Bytes, Pin, Unpin
 
-# linux/fcntl.h; not every Python and platform names them
+# linux/fcntl.h; some Pythons and platforms lack these names
 F_ADD_SEALS, F_GET_SEALS = 1033, 1034
 F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW, F_SEAL_FUTURE_WRITE = (
     0x01,
     0x02,
     0x04,
     0x10,
-)  # the last since Linux 5.1
+)  # the last one exists since Linux 5.1
 SEALS = F_SEAL_SEAL | F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_FUTURE_WRITE
 BACKLOG = 64
 TOKEN_BYTES = 32  # hex
@@ -42,14 +43,14 @@ CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 
 class SlabError(BatonError):
-    """Memory cannot be shared; says why."""
+    """Memory cannot be shared; the message gives the reason."""
 
 
 class Slab:
-    """Prefill's end: `num_slots` slots of `slot_bytes` bytes, writable."""
+    """Prefill's end of a slab: `num_slots` writable slots of `slot_bytes` bytes."""
 
     def __init__(self, num_slots: int, slot_bytes: int) -> None:
-        """Raises SlabError when there is no such memory; all of it is allocated here, so that no later write faults."""
+        """Allocates all memory, so that no later write faults. Raises SlabError if there is not enough."""
         self.id = secrets.token_hex(16)
         self.num_slots, self.slot_bytes = num_slots, slot_bytes
         size = num_slots * slot_bytes
@@ -72,7 +73,7 @@ class Slab:
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Size in bytes."""
         return self.num_slots * self.slot_bytes
 
     @property
@@ -81,7 +82,7 @@ class Slab:
         return self._unpin is not None
 
     def pin(self, pin: Pin) -> None:
-        """Lets a GPU write the slots if it can, until the slab is closed."""
+        """Registers the slots for writes by a GPU, if the driver accepts them, until the slab is closed."""
         self._unpin = pin(self._bytes)
 
     def slot(self, index: int) -> Bytes:
@@ -89,7 +90,10 @@ class Slab:
         return self._bytes[index * self.slot_bytes : (index + 1) * self.slot_bytes]
 
     def hand_over(self, address: str, token: str) -> socket.socket:
-        """Gives decode at `address` the descriptor, once. Returns the connection; raises SlabError when there is none."""
+        """Passes the descriptor to decode at `address`, once.
+
+        Returns the connection. Raises SlabError if decode is out of reach.
+        """
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             connection.setblocking(False)
@@ -111,7 +115,7 @@ class Slab:
         return connection
 
     def close(self) -> None:
-        """Unmaps. Idempotent."""
+        """Unmaps the memory. Idempotent."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -123,13 +127,15 @@ class Slab:
 
 
 class MappedSlab:
-    """Decode's end: the same slots, read-only."""
+    """Decode's end of a slab: the same slots, read-only."""
 
     def __init__(
         self, slab_id: str, num_slots: int, slot_bytes: int, fd: int, connection: socket.socket
     ) -> None:
-        """Maps `fd` and closes it. Raises SlabError, and closes `connection`, unless it is a sealed slab of this user and of
-        this very size.
+        """Maps `fd` and closes it.
+
+        Raises SlabError, after closing `connection`, unless `fd` is a sealed slab of this user and of exactly
+        this size.
         """
         self.id = slab_id
         self.num_slots, self.slot_bytes = num_slots, slot_bytes
@@ -158,19 +164,20 @@ class MappedSlab:
         return self._unpin is not None
 
     def pin(self, pin: Pin) -> None:
-        """Lets a GPU read the slots if it can, until the slab is closed."""
+        """Registers the slots for reads by a GPU, if the driver accepts them, until the slab is closed."""
         self._unpin = pin(self._bytes)
 
     def block(self, slot: int, size: int) -> Bytes | None:
-        """The first `size` bytes of a slot; None when there is no such slot, or it is shorter. Their writer may change
-        them at any time.
+        """The first `size` bytes of a slot, uint8; None if the slot does not exist or is shorter.
+
+        Prefill may change the bytes at any time.
         """
         if not (0 <= slot < self.num_slots and 0 <= size <= self.slot_bytes):
             return None
         return self._bytes[slot * self.slot_bytes : slot * self.slot_bytes + size]
 
     def close(self) -> None:
-        """Unmaps, and lets prefill know. Idempotent."""
+        """Unmaps the memory and closes the connection, which tells prefill. Idempotent."""
         if self._unpin is not None:
             self._unpin()
             self._unpin = None
@@ -180,10 +187,10 @@ class MappedSlab:
 
 
 class SlabDoor:
-    """Where decode takes slabs' descriptors in."""
+    """Decode's listener for the descriptors of slabs."""
 
     def __init__(self) -> None:
-        """Raises SlabError when this process may not listen on a unix socket."""
+        """Raises SlabError if this process may not listen on a unix socket."""
         self.address = secrets.token_hex(16)
         self._arrived: dict[str, tuple[int, socket.socket]] = {}  # token -> descriptor
         try:
@@ -198,8 +205,9 @@ class SlabDoor:
         return f"SlabDoor({self.address[:8]}, arrived={len(self._arrived)})"
 
     def take(self, token: str, is_expected: Callable[[str], bool]) -> tuple[int, socket.socket] | None:
-        """The descriptor that came with `token`, and its connection. Whatever came with a token that is not expected, or
-        from another user, is closed.
+        """The descriptor that arrived with `token`, and its connection; None if it has not arrived.
+
+        Closes descriptors of other users and of tokens that are not expected.
         """
         with suppress(BlockingIOError):
             while True:
@@ -207,7 +215,7 @@ class SlabDoor:
         return self._arrived.pop(token, None)
 
     def close(self) -> None:
-        """Idempotent."""
+        """Closes the listener and all descriptors that were not taken. Idempotent."""
         self._listener.close()
         for fd, connection in self._arrived.values():
             os.close(fd)
@@ -227,7 +235,7 @@ class SlabDoor:
         except (
             OSError,
             SlabError,
-        ):  # a stranger, or a peer that died on the way: its grant will find nothing
+        ):  # an unknown process, or a peer that died meanwhile; the peer's grant will find no descriptor
             pass
         for fd in fds:
             os.close(fd)
@@ -235,7 +243,7 @@ class SlabDoor:
 
 
 def is_alive(connection: socket.socket) -> bool:
-    """Whether the other end of a hand-over's connection still exists. Nothing is ever said there after the hand-over."""
+    """Whether the other end of a hand-over's connection still exists. No data follows the hand-over."""
     try:
         connection.recv(1, socket.MSG_PEEK)
     except BlockingIOError:
@@ -257,7 +265,10 @@ def _check_peer(connection: socket.socket) -> None:
 
 
 def _check_slab(fd: int, size: int) -> None:
-    """The order matters: once it is known to be sealed, what the rest finds stays true."""
+    """Raises SlabError unless `fd` is a sealed slab of this user and of `size` bytes.
+
+    The seals are checked first: behind them, the other properties cannot change.
+    """
     try:
         seals = fcntl.fcntl(fd, F_GET_SEALS)
     except OSError:
@@ -272,5 +283,5 @@ def _check_slab(fd: int, size: int) -> None:
 
 
 def _unmap(mapping: mmap.mmap) -> None:
-    with suppress(BufferError):  # somebody still holds a slot's bytes; the mapping ends with them
+    with suppress(BufferError):  # a view of a slot still exists; the mapping ends with the last one
         mapping.close()

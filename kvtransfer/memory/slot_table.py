@@ -1,4 +1,4 @@
-"""Which block stands in which slot of a slab, as prefill keeps it."""
+"""The slots of a slab, as prefill tracks them: the block in each slot and the end of its lease."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ Holder = tuple[str, int, int]  # room, epoch, block
 
 @dataclass
 class Slot:
-    """A block that stands in a slot."""
+    """A slot with a block."""
 
     index: int
     ends_at: float
@@ -18,7 +18,7 @@ class Slot:
 
 
 class SlotTable:
-    """Which block stands in which slot of a slab."""
+    """The block in each of `num_slots` slots."""
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
@@ -29,14 +29,14 @@ class SlotTable:
         return f"SlotTable({len(self._held)}/{self.num_slots} held)"
 
     def take(self, holder: Holder, ends_at: float) -> Slot | None:
-        """A slot for a block, the one in which it stands already if it does; None when all are in use."""
+        """A slot for a block: the block's own if it has one, else a free one; None when all are in use."""
         slot = self._held.get(holder)
         if slot is None and self._free:
             slot = self._held[holder] = Slot(self._free.pop(), ends_at)
         return slot
 
     def free(self, holder: Holder, index: int) -> bool:
-        """Gives a slot back; False when this block does not stand there."""
+        """Frees a slot; False if the slot does not hold this block."""
         slot = self._held.get(holder)
         if slot is None or slot.index != index:
             return False
@@ -44,12 +44,12 @@ class SlotTable:
         return True
 
     def free_where(self, is_over: Callable[[Holder, float], bool]) -> None:
-        """Gives back the slots whose holder and lease end are over."""
+        """Frees the slots for which `is_over(holder, end of the lease)` is true."""
         for holder in [holder for holder, slot in self._held.items() if is_over(holder, slot.ends_at)]:
             self._give_back(holder)
 
     def check_integrity(self) -> None:
-        """Every slot is free or held, once."""
+        """Asserts that every slot is either free or held, exactly once."""
         indices = self._free + [slot.index for slot in self._held.values()]
         assert sorted(indices) == list(range(self.num_slots)), indices
 

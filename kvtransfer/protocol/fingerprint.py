@@ -1,6 +1,7 @@
-"""One hash over everything that makes the KV of one worker mean something on another.
+"""The pairing fingerprint: one hash over everything that makes KV of one worker valid on another.
 
-Feature layers are not in it: prefill offers features, and decode takes those of its head, or none; see `layout.agree`.
+Feature layers are not part of it. Prefill offers features, and decode takes the layers of its drafter or
+none; see `layout.agree`.
 """
 
 import hashlib
@@ -17,7 +18,10 @@ def pair_fingerprint(
     num_kv_heads: int,
     head_dim: int,
 ) -> str:
-    """sha256 hex. Workers of equal fingerprint may be paired; the KV handshake then compares their layouts."""
+    """sha256 (hex) of the arguments.
+
+    The router pairs only workers with equal fingerprints. The KV handshake then compares their layouts.
+    """
     parts = [
         f"protocol={PROTOCOL_MAJOR}",
         f"model={model_fingerprint}",

@@ -1,8 +1,9 @@
-"""How a room's KV lies in pages and how it is cut into blocks on the wire.
+"""The layout of a room's KV in pages, and its cut into blocks on the wire.
 
-A room's byte stream is, for each page from `have` on: its kv page, then its feature page if the layout has features.
-The last page is sent whole. Block k is bytes [k*block_bytes, (k+1)*block_bytes) of that stream. Both sides derive all
-of it from (layout, num_tokens, have), so a block needs no addresses on the wire.
+The byte stream of a room holds, for each page from `have` on, the KV page and then the feature page if the
+layout has features. The last page is sent whole. Block k is bytes [k*block_bytes, (k+1)*block_bytes) of that
+stream. Both sides derive all of it from (layout, num_tokens, have), so a block needs no addresses on the
+wire.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,7 +21,7 @@ from ...engine.kv.layouts import MHALayout
 
 Plane = Literal["kv", "features"]
 
-Crc = Callable[[memoryview, int], int]  # bytes and what came before them -> checksum
+Crc = Callable[[memoryview, int], int]  # (bytes, checksum of the bytes before) -> checksum
 
 WIRE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DIGEST = "crc32c"
@@ -28,7 +29,7 @@ DIGEST = "crc32c"
 
 @dataclass(frozen=True)
 class Segment:
-    """Bytes [lo, hi) of page `page_index` (counted from `have`) in one plane; they stand at `at` in the block."""
+    """Bytes [lo, hi) of page `page_index` (counted from `have`) in one plane, at offset `at` of the block."""
 
     plane: Plane
     page_index: int
@@ -39,7 +40,10 @@ class Segment:
 
 @dataclass(frozen=True)
 class KVLayout:
-    """A `messages.Layout` with the sizes that follow from it."""
+    """A `messages.Layout` with the sizes derived from it.
+
+    Raises LocalProtocolError for a dtype without a wire format.
+    """
 
     wire: Layout
 
@@ -51,26 +55,35 @@ class KVLayout:
 
     @cached_property
     def kv_page_bytes(self) -> int:
+        """Bytes of one page of KV over all layers."""
         w = self.wire
         dtype = WIRE_DTYPES[w.dtype]
         return MHALayout.of(w, num_layers=w.num_layers, page_size=w.page_size, dtype=dtype).page_bytes
 
     @cached_property
     def feature_page_bytes(self) -> int:
+        """Bytes of one page of features; 0 without features."""
         return self.wire.page_size * self.wire.feature_width * WIRE_DTYPES[self.wire.dtype].itemsize
 
     @cached_property
     def has_features(self) -> bool:
+        """Whether the layout has feature pages."""
         return self.wire.feature_width > 0
 
     def stream(self, num_tokens: int, have: int) -> "RoomStream":
-        """The blocks of a room. Raises LocalProtocolError unless `have` is whole pages of the prompt, or all of it."""
+        """The blocks of a room.
+
+        Raises LocalProtocolError unless `have` is a whole number of pages or the whole prompt.
+        """
         return RoomStream(self, num_tokens, have)
 
 
 @dataclass(frozen=True)
 class RoomStream:
-    """The byte stream of one room: prompt tokens [have, num_tokens) under a layout."""
+    """The byte stream of one room: prompt tokens [have, num_tokens) under a layout.
+
+    Raises LocalProtocolError unless `have` is a whole number of pages or the whole prompt.
+    """
 
     layout: KVLayout
     num_tokens: int
@@ -90,18 +103,22 @@ class RoomStream:
 
     @cached_property
     def block_bytes(self) -> int:
+        """Bytes of every block but the last, which may be shorter."""
         return self.layout.wire.block_bytes
 
     @cached_property
     def num_pages(self) -> int:
+        """Pages of the stream."""
         return -(-(self.num_tokens - self.have) // self.layout.wire.page_size)
 
     @cached_property
     def total_bytes(self) -> int:
+        """Bytes of the stream."""
         return self.num_pages * self.unit_bytes
 
     @cached_property
     def num_blocks(self) -> int:
+        """Blocks of the stream."""
         return -(-self.total_bytes // self.block_bytes)
 
     def block_size(self, block: int) -> int:
@@ -110,21 +127,21 @@ class RoomStream:
         return min((block + 1) * self.block_bytes, self.total_bytes) - block * self.block_bytes
 
     def ready_blocks(self, tokens_ready: int) -> int:
-        """How many leading blocks lie wholly in pages that `tokens_ready` tokens have completed."""
+        """Number of leading blocks that lie wholly in pages completed by the first `tokens_ready` tokens."""
         if tokens_ready >= self.num_tokens:
             return self.num_blocks
         ready_pages = max(0, tokens_ready - self.have) // self.layout.wire.page_size
         return ready_pages * self.unit_bytes // self.block_bytes
 
     def landed_tokens(self, num_leading_blocks: int) -> int:
-        """Prompt tokens [have, ...) that are in place once blocks [0, num_leading_blocks) are."""
+        """The token t: prompt tokens [have, t) are in place once blocks [0, num_leading_blocks) are."""
         if num_leading_blocks >= self.num_blocks:
             return self.num_tokens
         pages = num_leading_blocks * self.block_bytes // self.unit_bytes
         return min(self.num_tokens, self.have + pages * self.layout.wire.page_size)
 
     def segments(self, block: int) -> tuple[Segment, ...]:
-        """Where block `block` lies, in stream order and without gaps."""
+        """The segments of block `block`, in stream order and without gaps."""
         start = block * self.block_bytes
         end = start + self.block_size(block)
         return tuple(self._segments_between(start, end))
@@ -142,15 +159,16 @@ class RoomStream:
 
 
 def agree(offered: Layout, wanted: Layout) -> Layout:
-    """The layout of a pair: prefill's layout is `offered`, decode's is `wanted`.
+    """The common layout of prefill's layout `offered` and decode's layout `wanted`.
 
-    The block size is the smaller one. The features are those that decode wants, in its order: some of the offered
-    layers, or none. Everything else must be equal, the hash of the weights as far as both sides know it. Raises
-    HandshakeRefused, showing both layouts, when there is no common one.
+    The block size is the smaller of both. The features are the layers that decode wants, in its order: some
+    of the offered layers, or none. The weights hash must agree if both sides know it. All other fields must
+    be equal. Raises HandshakeRefused, showing both layouts, when no common layout exists.
     """
     reason = ""
     if offered.weights_hash and wanted.weights_hash and offered.weights_hash != wanted.weights_hash:
-        reason = f"weights differ: {offered.weights_hash[:16]!r} on prefill, {wanted.weights_hash[:16]!r} on decode; "
+        prefill_hash, decode_hash = offered.weights_hash[:16], wanted.weights_hash[:16]
+        reason = f"weights differ: {prefill_hash!r} on prefill, {decode_hash!r} on decode; "
     common = msgspec.structs.replace(
         wanted, block_bytes=min(offered.block_bytes, wanted.block_bytes), weights_hash=""
     )
@@ -169,14 +187,17 @@ def agree(offered: Layout, wanted: Layout) -> Layout:
 
 
 def feature_columns(offered: Layout, common: Layout) -> tuple[int, ...] | None:
-    """Which layers of the offered feature rows travel, as positions in `offered.feature_ids`; None: the rows as they lie."""
+    """The feature layers that travel, as positions in `offered.feature_ids`.
+
+    None: whole rows travel unchanged.
+    """
     if common.feature_ids in ([], offered.feature_ids):
         return None
     return tuple(offered.feature_ids.index(layer) for layer in common.feature_ids)
 
 
 def _has_features(offered: Layout, wanted: Layout) -> bool:
-    """Whether prefill offers every layer that decode wants, each as wide as decode wants it."""
+    """Whether prefill offers every layer that decode wants, with the width that decode wants."""
     if not (wanted.feature_ids and wanted.feature_width):
         return not wanted.feature_ids and not wanted.feature_width
     is_as_wide = offered.feature_width * len(wanted.feature_ids) == wanted.feature_width * len(
@@ -186,12 +207,15 @@ def _has_features(offered: Layout, wanted: Layout) -> bool:
 
 
 def block_digest(room: str, epoch: int, block: int, payload: memoryview, crc: Crc = crc32c) -> int:
-    """crc32c over the block's name and its bytes, so that another block's right bytes do not pass for this one's."""
+    """crc32c over the block's name and bytes.
+
+    With the name, the intact bytes of another block do not pass.
+    """
     return crc(payload, digest_seed(room, epoch, block, payload.nbytes))
 
 
 def digest_seed(room: str, epoch: int, block: int, size: int) -> int:
-    """The digest of the block's name alone, which its bytes continue."""
+    """The digest of the block's name alone; the digest of its bytes continues it."""
     return crc32c(f"{room}/{epoch}/{block}/{size}".encode())
 
 

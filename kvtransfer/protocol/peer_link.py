@@ -1,9 +1,10 @@
 """Decode's link to one prefill endpoint: the handshake, the rooms pulled over it, and the next requests.
 
-At most `window` blocks are in flight per endpoint. Silence about a room makes decode ask again: the handshake (the process
-may be another one), the Attach (an Announce may be lost), and each overdue block at most MAX_REPULLS times. After `PROBE_S`
-without any message decode greets the peer again. A peer that leaves a greeting unanswered for `ANSWER_S` counts as gone: its
-I/O thread answers even while a forward runs.
+At most `window` blocks are in flight per endpoint. When a room stays silent, decode repeats its requests: the
+handshake (another process may have taken the endpoint), the Attach (the Announce may be lost), and each
+overdue block, at most MAX_REPULLS times. After `PROBE_S` seconds without any message, decode greets the peer
+again. A peer that does not answer a greeting within `ANSWER_S` seconds counts as gone, because its I/O thread
+answers even while a forward runs.
 """
 
 from msgspec.structs import replace
@@ -15,9 +16,9 @@ from .layout import KVLayout, agree
 from .seal import Opener
 from .session import MAX_REPULLS, InFlight, Peer, ReceiverRoom, ReceiverState, SendMessage
 
-PROBE_S = 0.3  # of silence of a peer with open rooms
-ANSWER_S = 0.7  # with PROBE_S: a pull waits no longer than a second for a peer that is dead or stopped
-GREETING_S = 2.0  # for the first answer, which the making of a connection may delay
+PROBE_S = 0.3  # silence of a peer with open rooms before decode greets it again
+ANSWER_S = 0.7  # PROBE_S + ANSWER_S: a pull waits at most one second for a dead or stopped peer
+GREETING_S = 2.0  # limit of the first answer; connecting may delay it
 
 
 class PeerLink:
@@ -27,7 +28,7 @@ class PeerLink:
         self.endpoint = endpoint
         self.instance = ""  # "" until the peer agreed
         self.layout: KVLayout | None = None
-        self.cipher = ""  # as the peer's Welcome says
+        self.cipher = ""  # from the peer's Welcome
         self.rooms: dict[str, ReceiverRoom] = {}  # in the order of their turns
         self.idle_since = now
         self._hello = hello
@@ -43,15 +44,16 @@ class PeerLink:
 
     @property
     def num_in_flight(self) -> int:
+        """Pulled blocks without an answer, over all rooms."""
         return sum(len(room.in_flight) for room in self.rooms.values())
 
     @property
     def is_sealing(self) -> bool:
-        """Whether the peer's blocks are sealed."""
+        """Whether the peer seals its blocks."""
         return self.cipher == AES_128_GCM
 
     def is_greeted(self, instance: str) -> bool:
-        """Whether the handshake with this process is done."""
+        """Whether the handshake with process `instance` is done."""
         return self.layout is not None and self.instance == instance
 
     def hello(self, now: float) -> SendMessage:
@@ -62,24 +64,30 @@ class PeerLink:
         return SendMessage(self.endpoint, self._hello)
 
     def heard(self, now: float) -> None:
-        """A message of the peer arrived."""
+        """Records that a message of the peer arrived at `now`."""
         self._heard_at = now
         self._asked_since = None
 
     @property
     def probe_at(self) -> float:
-        """When to greet again unless something is heard before."""
+        """Monotonic time of the next greeting, unless a message arrives before."""
         return max(self._heard_at, self._greeted_at) + PROBE_S
 
     @property
     def gone_at(self) -> float | None:
-        """When the peer counts as gone unless something is heard before; None while no question is open."""
+        """Monotonic time at which the peer counts as gone, unless a message arrives before.
+
+        None while no question is open.
+        """
         if self._asked_since is None:
             return None
         return self._asked_since + (GREETING_S if self.layout is None else ANSWER_S)
 
     def ends_at(self, idle_s: float, lease_s: float) -> float:
-        """When a link without rooms is closed. With an open question it stays for a lease: a Release may be needed again."""
+        """Monotonic time at which a link without rooms closes.
+
+        A link with an open question stays for a whole lease, because a Release may have to be repeated.
+        """
         return self.idle_since + (idle_s if self._asked_since is None else min(idle_s, lease_s))
 
     def welcome(self, ours: KVLayout, welcome: KVWelcome) -> None:
@@ -95,19 +103,27 @@ class PeerLink:
         self.instance, self.layout, self.cipher = welcome.instance, KVLayout(common), welcome.cipher
 
     def fall_back(self) -> KVRefused | None:
-        """The port for sealed blocks does not answer: from now on only CURVE is offered, and the handshake is void.
+        """Gives up sealed blocks because their port does not answer.
 
-        Returns the refusal that ends the link's rooms where the settings do not allow CURVE.
+        The handshake is void; later ones offer CURVE only.
+
+        Returns the refusal that ends the link's rooms if the settings do not allow CURVE, else None.
         """
         if CURVE not in self._hello.ciphers:
-            reason = f"its port for blocks does not answer, and --kv-cipher {self.cipher} takes them from nowhere else"
+            reason = (
+                f"its port for blocks does not answer, "
+                f"and --kv-cipher {self.cipher} takes them from nowhere else"
+            )
             return KVRefused(instance=self.instance, reason=reason)
         self._hello = replace(self._hello, ciphers=(CURVE,))
-        self.instance = ""  # what was agreed is void
+        self.instance = ""  # the agreement is void
         return None
 
     def take_key(self, room: ReceiverRoom, announce: Announce) -> None:
-        """Stores the key of sealed blocks, which comes with the first ready tokens; else raises RemoteProtocolError."""
+        """Stores the transfer key of sealed blocks, which comes with the first ready tokens.
+
+        Raises RemoteProtocolError if the Announce has no key, or the key does not fit.
+        """
         if not self.is_sealing or (not announce.tokens_ready and not announce.key):
             return
         if room.opener is None or room.opener.key != announce.key:
@@ -148,13 +164,13 @@ class PeerLink:
         return self._pull(room, block)
 
     def ask_at(self, room: ReceiverRoom) -> float:
-        """When silence about the room has lasted long enough to ask again."""
+        """Monotonic time at which the room has been silent for long enough to repeat requests."""
         if room.state is ReceiverState.GREETING:
             return self._greeted_at + self._silence_s
         return room.heard_at + self._silence_s
 
     def ask_again(self, room: ReceiverRoom, now: float) -> list[SendMessage]:
-        """Repeats what may have been lost of one room; the handshake is repeated for all of them together."""
+        """Repeats the messages of one room that may be lost. The handshake is repeated once for all rooms."""
         if room.state is ReceiverState.GREETING:
             return []
         questions = [self.attach(room, now)]
@@ -164,10 +180,10 @@ class PeerLink:
         return questions
 
     def ask_anew(self, room: ReceiverRoom, now: float) -> list[SendMessage]:
-        """Asks for everything of a room again, over a new connection.
+        """Repeats all requests of a room over a new connection.
 
-        Blocks that a broken connection lost do not count as repeats. Otherwise a few broken connections would use up the
-        repeats of every block in flight, and their rooms would wait for the end of their lease.
+        Blocks that a broken connection lost do not count as repeats. Otherwise a few broken connections would
+        use up the repeats of every block in flight, and their rooms would wait for the end of their lease.
         """
         for in_flight in room.in_flight.values():
             in_flight.sent_at = now

@@ -1,9 +1,12 @@
 """Decode's side of the hand-off, without I/O: commands and messages in, effects out.
 
-1. `pull` opens a room; the first one to an endpoint greets it and settles the layout. 2. Attach asks for announcements.
-3. Announced blocks are pulled; see `peer_link`. 4. The shell checks each block: `expect` says where it goes, then `landed`
-or `corrupt` tells what came of it. 5. With every block in place and the first token known, Release ends the room. A
-lease ends a room in which nothing moves.
+1. `pull` opens a room. The first pull from an endpoint greets the peer and settles the layout.
+2. Attach asks for announcements.
+3. Announced blocks are pulled; see `peer_link`.
+4. The shell checks each block: `expect` gives its place, then `landed` or `corrupt` reports the result.
+5. When every block is in place and the first token is known, Release ends the room.
+
+A lease ends a room that makes no progress.
 """
 
 from collections.abc import Sequence
@@ -74,8 +77,8 @@ class ReceiverSession:
         self._lease_s = lease_s
         self._silence_s = silence_s
         self._idle_link_s = idle_link_s
-        self._pairs: dict[Peer, PeerLink] = {}
-        self._endpoints: dict[str, Peer] = {}  # open room -> its pair
+        self._links: dict[Peer, PeerLink] = {}
+        self._endpoints: dict[str, Peer] = {}  # open room -> its endpoint
         self._tombstones = Tombstones()
         self._hello = KVHello(
             instance=instance,
@@ -86,22 +89,24 @@ class ReceiverSession:
         )
 
     def __repr__(self) -> str:
-        return f"ReceiverSession(rooms={len(self._endpoints)}, peers={len(self._pairs)})"
+        return f"ReceiverSession(rooms={len(self._endpoints)}, peers={len(self._links)})"
 
     @property
     def num_rooms(self) -> int:
+        """Open rooms."""
         return len(self._endpoints)
 
-    def pair_of(self, peer: Peer) -> PeerLink | None:
-        """The pair with the prefill worker at an endpoint."""
-        return self._pairs.get(peer)
+    def link_of(self, peer: Peer) -> PeerLink | None:
+        """The link to the prefill worker at an endpoint; None when there is none."""
+        return self._links.get(peer)
 
-    # --- commands -----------------------------------------------------------------------------------------------------
+    # --- commands -------------------------------------------------------------------------------------------
 
     def pull(self, request: PullRequest, now: float) -> list[Effect]:
-        """Opens a room; a newer attempt replaces an older one, which is Lost.
+        """Opens a room. A newer attempt replaces an older one, which is Lost.
 
-        Raises LocalProtocolError when pages or features do not fit the tokens, or the attempt was pulled before.
+        Raises LocalProtocolError if pages or features do not fit the tokens, or the attempt was pulled
+        before.
         """
         check_request(self.layout, request)
         effects: list[Effect] = []
@@ -110,75 +115,75 @@ class ReceiverSession:
             if old.request.epoch >= request.epoch:
                 raise LocalProtocolError(f"room {request.room} is open at epoch {old.request.epoch}")
             effects += self._lose(old, "TransferError", "a newer attempt was asked for", now)
-        pair = self._pairs.get(request.endpoint)
-        if pair is None:
-            pair = PeerLink(
+        link = self._links.get(request.endpoint)
+        if link is None:
+            link = PeerLink(
                 request.endpoint, self._hello, window=self._window, silence_s=self._silence_s, now=now
             )
-            self._pairs[request.endpoint] = pair
-            effects.append(pair.hello(now))
-        elif not pair.rooms:
-            pair.heard(now)  # an idle link is not silent
+            self._links[request.endpoint] = link
+            effects.append(link.hello(now))
+        elif not link.rooms:
+            link.heard(now)  # an idle link is not silent
         room = ReceiverRoom(request, Lease(self._lease_s, now), heard_at=now)
-        pair.rooms[request.room] = room
+        link.rooms[request.room] = room
         self._endpoints[request.room] = request.endpoint
-        if pair.layout is not None:
-            if pair.instance == request.peer_instance:
-                effects += self._start(pair, room, now)
+        if link.layout is not None:
+            if link.instance == request.peer_instance:
+                effects += self._start(link, room, now)
             else:
-                effects.append(pair.hello(now))  # the endpoint may have a new owner: ask
+                effects.append(link.hello(now))  # a new process may own the endpoint
         return effects
 
     def release(self, room: str, epoch: int, reason: str, now: float) -> list[Effect]:
-        """Gives an attempt up without an event."""
+        """Ends an attempt without an event."""
         known = self._find(room)
         if known is None or known.request.epoch > epoch:
             return []
         effects = self._abort(known, reason)
         self._close(known, ReceiverState.LOST, reason, now)
-        return [*effects, *self._pairs[known.request.endpoint].fill(now)]
+        return [*effects, *self._links[known.request.endpoint].fill(now)]
 
     def close(self, now: float) -> list[Effect]:
-        """Gives every room and link up; the Aborts are the effects."""
+        """Ends all rooms and links; returns the Aborts as effects."""
         effects: list[Effect] = []
         for room in list(self._endpoints):
             known = self._find(room)
             assert known is not None
             effects += self._abort(known, "decode stops")
             self._close(known, ReceiverState.LOST, "decode stops", now)
-        self._pairs.clear()
+        self._links.clear()
         return effects
 
-    # --- what the network and the clock do ----------------------------------------------------------------------------
+    # --- events of the network and the clock ----------------------------------------------------------------
 
     def receive(self, peer: Peer, message: PairDown, now: float) -> list[Effect]:
         """Handles one message of `peer`. Blocks go through `expect` instead."""
-        pair = self._pairs.get(peer)
-        if pair is None:
+        link = self._links.get(peer)
+        if link is None:
             self.counters.unexpected += 1
             return []
-        pair.heard(now)
+        link.heard(now)
         if isinstance(message, KVWelcome):
-            return self._welcome(pair, message, now)
+            return self._welcome(link, message, now)
         if isinstance(message, KVRefused):
             self.counters.refused_peers += 1
-            pair.instance, pair.layout = "", None
-            return self._lose_all(pair, "HandshakeRefused", message.reason, now)
-        room = pair.rooms.get(message.room)
+            link.instance, link.layout = "", None
+            return self._lose_all(link, "HandshakeRefused", message.reason, now)
+        room = link.rooms.get(message.room)
         if room is None or room.request.epoch != message.epoch:
-            return self._answer_stranger(pair, message, room)
+            return self._answer_stranger(link, message, room)
         if room.request.peer_instance != message.instance:
             self.counters.stale_instance += 1
             return self._lose(room, "PeerLost", "prefill restarted", now)
         if isinstance(message, Abort):
             reason = message.reason[:MAX_REASON] or "aborted by prefill"
             return self._lose(room, "HandoffAborted", reason, now, is_told=True)
-        return self._announced(pair, room, message, now)
+        return self._announced(link, room, message, now)
 
     def expect(self, peer: Peer, block: AnyBlock, size: int) -> tuple[Segment, ...] | None:
-        """Where a block of `size` payload bytes goes, or None when it must be dropped."""
-        pair = self._pairs.get(peer)
-        room = pair.rooms.get(block.room) if pair is not None else None
+        """The segments for a block of `size` payload bytes; None if the block must be dropped."""
+        link = self._links.get(peer)
+        room = link.rooms.get(block.room) if link is not None else None
         if room is None or room.stream is None:
             self.counters.unknown_room += 1
         elif room.request.epoch != block.epoch:
@@ -196,16 +201,16 @@ class ReceiverSession:
         return None
 
     def landed(self, peer: Peer, block: AnyBlock, now: float) -> list[Effect]:
-        """A block that `expect` let in was checked and is in its pages."""
-        pair = self._pairs[peer]
-        room = pair.rooms[block.room]
+        """Records that a block accepted by `expect` was checked and is in its pages."""
+        link = self._links[peer]
+        room = link.rooms[block.room]
         stream = room.stream
         assert stream is not None
-        pair.heard(now)
+        link.heard(now)
         before = stream.landed_tokens(room.num_leading)
         room.land(block.block, is_shm=isinstance(block, SlabBlock))
         room.heard_at = now
-        for other in pair.rooms.values():
+        for other in link.rooms.values():
             if other is room or not other.in_flight:
                 other.lease.renew(now)  # the rooms that wait for their turn are not stuck
         self.counters.blocks += 1
@@ -214,77 +219,83 @@ class ReceiverSession:
         tokens = stream.landed_tokens(room.num_leading)
         if tokens > before:
             effects.append(Notify(Landed(room=block.room, epoch=block.epoch, tokens=tokens)))
-        return [*effects, *self._finish_if_complete(room, now), *pair.fill(now)]
+        return [*effects, *self._finish_if_complete(room, now), *link.fill(now)]
 
     def corrupt(self, peer: Peer, block: AnyBlock, now: float) -> list[Effect]:
-        """A block that `expect` let in has not the digest of its header: it is pulled again, or the room ends."""
+        """Records that a block accepted by `expect` does not match its digest.
+
+        It is pulled again, or the room ends.
+        """
         self.counters.digest_mismatches += 1
-        pair = self._pairs[peer]
-        room = pair.rooms[block.room]
+        link = self._links[peer]
+        room = link.rooms[block.room]
         if room.in_flight[block.block].num_repulls < MAX_REPULLS:
             self.counters.repulls += 1
-            return [pair.repull(room, block.block, now)]
+            return [link.repull(room, block.block, now)]
         times = MAX_REPULLS + 1
         reason = f"block {block.block} was pulled {times} times and its last digest is wrong"
         return self._lose(room, "DigestMismatch", reason, now)
 
     def link_lost(self, peer: Peer, now: float) -> list[Effect]:
-        """The connection broke, and everything in flight on it is lost. The process that answers next must greet again."""
-        pair = self._pairs.get(peer)
-        if pair is None or (not pair.rooms and now >= pair.idle_since + self._lease_s):
-            return []  # else its last Release may have gone down too, and prefill would keep the room for a lease
-        rooms = [room for room in pair.rooms.values() if room.state is not ReceiverState.GREETING]
-        self.counters.repulls += pair.num_in_flight
-        return [pair.hello(now), *(question for room in rooms for question in pair.ask_anew(room, now))]
+        """Handles a broken connection.
+
+        Messages in flight are lost, and the next process to answer must greet again.
+        """
+        link = self._links.get(peer)
+        if link is None or (not link.rooms and now >= link.idle_since + self._lease_s):
+            return []  # an idle link greets again for a lease, because its last Release may be lost
+        rooms = [room for room in link.rooms.values() if room.state is not ReceiverState.GREETING]
+        self.counters.repulls += link.num_in_flight
+        return [link.hello(now), *(question for room in rooms for question in link.ask_anew(room, now))]
 
     def tick(self, now: float) -> list[Effect]:
-        """Ends what is overdue and asks again where nothing was heard."""
+        """Ends overdue rooms and links, and repeats requests that got no answer."""
         effects: list[Effect] = []
-        for pair in list(self._pairs.values()):
-            effects += self._tick_pair(pair, now)
+        for link in list(self._links.values()):
+            effects += self._tick_link(link, now)
         self._tombstones.sweep(now)
         return effects
 
     def next_deadline(self) -> float | None:
-        """When `tick` has something to do, unless something happens before."""
+        """Monotonic time of the next `tick` that has work; None without rooms and links."""
         times: list[float] = []
-        for pair in self._pairs.values():
-            for room in pair.rooms.values():
-                times += (room.lease.ends_at, pair.ask_at(room))
-            if pair.rooms:
-                times += [pair.probe_at] if pair.gone_at is None else [pair.probe_at, pair.gone_at]
+        for link in self._links.values():
+            for room in link.rooms.values():
+                times += (room.lease.ends_at, link.ask_at(room))
+            if link.rooms:
+                times += [link.probe_at] if link.gone_at is None else [link.probe_at, link.gone_at]
             else:
-                times.append(pair.ends_at(self._idle_link_s, self._lease_s))
+                times.append(link.ends_at(self._idle_link_s, self._lease_s))
         return min(times, default=None)
 
-    # --- parts --------------------------------------------------------------------------------------------------------
+    # --- parts ----------------------------------------------------------------------------------------------
 
     def _find(self, room: str) -> ReceiverRoom | None:
         endpoint = self._endpoints.get(room)
-        return None if endpoint is None else self._pairs[endpoint].rooms[room]
+        return None if endpoint is None else self._links[endpoint].rooms[room]
 
-    def _welcome(self, pair: PeerLink, welcome: KVWelcome, now: float) -> list[Effect]:
+    def _welcome(self, link: PeerLink, welcome: KVWelcome, now: float) -> list[Effect]:
         try:
-            pair.welcome(self.layout, welcome)
+            link.welcome(self.layout, welcome)
         except HandshakeRefused as refusal:
             self.counters.refused_peers += 1
-            return self._lose_all(pair, "HandshakeRefused", str(refusal), now)
+            return self._lose_all(link, "HandshakeRefused", str(refusal), now)
         effects: list[Effect] = []
-        for room in list(pair.rooms.values()):
+        for room in list(link.rooms.values()):
             if room.request.peer_instance != welcome.instance:
                 self.counters.stale_instance += 1
                 effects += self._lose(room, "PeerLost", "another prefill process answers", now, is_told=True)
             elif room.state is ReceiverState.GREETING:
-                effects += self._start(pair, room, now)
+                effects += self._start(link, room, now)
         return effects
 
-    def _start(self, pair: PeerLink, room: ReceiverRoom, now: float) -> list[Effect]:
-        assert pair.layout is not None
-        room.stream = pair.layout.stream(room.request.num_tokens, room.request.have)
+    def _start(self, link: PeerLink, room: ReceiverRoom, now: float) -> list[Effect]:
+        assert link.layout is not None
+        room.stream = link.layout.stream(room.request.num_tokens, room.request.have)
         room.move(ReceiverState.ATTACHING)
-        return [pair.attach(room, now)]
+        return [link.attach(room, now)]
 
-    def _announced(self, pair: PeerLink, room: ReceiverRoom, announce: Announce, now: float) -> list[Effect]:
+    def _announced(self, link: PeerLink, room: ReceiverRoom, announce: Announce, now: float) -> list[Effect]:
         total = room.request.num_tokens
         if announce.tokens_ready > total or (announce.final and announce.tokens_ready != total):
             reason = f"prefill announced {announce.tokens_ready} of {total} tokens, final={announce.final}"
@@ -293,7 +304,7 @@ class ReceiverSession:
             self.counters.unexpected += 1
             return []
         try:
-            pair.take_key(room, announce)
+            link.take_key(room, announce)
         except RemoteProtocolError as error:
             return self._lose(room, "RemoteProtocolError", str(error), now)
         if room.state is ReceiverState.ATTACHING:
@@ -305,14 +316,14 @@ class ReceiverSession:
         if announce.final:
             room.first_token = announce.first_token
         if is_news or not room.in_flight:
-            room.lease.renew(now)  # with nothing to pull, a peer that knows the room is progress enough
-            room.heard_at = now  # else a reminder would keep overdue blocks from being asked for
-        return [*self._finish_if_complete(room, now), *pair.fill(now)]
+            room.lease.renew(now)  # with nothing to pull, an answering peer counts as progress
+            room.heard_at = now  # a reminder must not postpone repeats of overdue blocks
+        return [*self._finish_if_complete(room, now), *link.fill(now)]
 
     def _answer_stranger(
-        self, pair: PeerLink, message: Announce | Abort, room: ReceiverRoom | None
+        self, link: PeerLink, message: Announce | Abort, room: ReceiverRoom | None
     ) -> list[Effect]:
-        """A message about an attempt that is not open here: prefill need not keep it."""
+        """Answers a message about an attempt that is not open here: prefill need not keep the attempt."""
         if room is not None:
             self.counters.stale_epoch += 1
         else:
@@ -322,11 +333,11 @@ class ReceiverSession:
         stone = self._tombstones.find(message.room, message.epoch)
         if stone is not None and stone.is_success and stone.epoch == message.epoch:
             release = Release(room=message.room, epoch=message.epoch, instance=self.instance)
-            return [SendMessage(pair.endpoint, release)]  # the first one got lost
+            return [SendMessage(link.endpoint, release)]  # the first Release was lost
         reason = "the room is not open here"
         return [
             SendMessage(
-                pair.endpoint,
+                link.endpoint,
                 Abort(room=message.room, epoch=message.epoch, instance=self.instance, reason=reason),
             )
         ]
@@ -349,33 +360,33 @@ class ReceiverSession:
         release = Release(room=request.room, epoch=request.epoch, instance=self.instance)
         return [SendMessage(request.endpoint, release), Notify(done)]
 
-    def _tick_pair(self, pair: PeerLink, now: float) -> list[Effect]:
+    def _tick_link(self, link: PeerLink, now: float) -> list[Effect]:
         effects: list[Effect] = []
-        is_silent = bool(pair.rooms) and now >= pair.probe_at
-        is_gone = pair.gone_at is not None and now >= pair.gone_at
-        for room in list(pair.rooms.values()):
+        is_silent = bool(link.rooms) and now >= link.probe_at
+        is_gone = link.gone_at is not None and now >= link.gone_at
+        for room in list(link.rooms.values()):
             if is_gone:
                 effects += self._lose(room, "PeerLost", "prefill does not answer", now)
             elif room.lease.is_over(now):
                 reason = f"no progress for {self._lease_s:g} s in state {room.state.value}"
                 effects += self._lose(room, "TransferTimeout", reason, now)
-            elif now >= pair.ask_at(room):
+            elif now >= link.ask_at(room):
                 is_silent = True
-                questions = pair.ask_again(room, now)
+                questions = link.ask_again(room, now)
                 self.counters.repulls += sum(isinstance(q.message, Pull) for q in questions)
                 effects += questions
         if is_silent and not is_gone:
-            effects.insert(0, pair.hello(now))  # also to learn whether the process there is still the same
-        if pair.rooms:
-            effects += pair.fill(now)
-        elif now >= pair.ends_at(self._idle_link_s, self._lease_s):
-            del self._pairs[pair.endpoint]
-            effects.append(CloseLink(pair.endpoint))
+            effects.insert(0, link.hello(now))  # the answer also tells whether the process is still the same
+        if link.rooms:
+            effects += link.fill(now)
+        elif now >= link.ends_at(self._idle_link_s, self._lease_s):
+            del self._links[link.endpoint]
+            effects.append(CloseLink(link.endpoint))
         return effects
 
-    def _lose_all(self, pair: PeerLink, kind: str, reason: str, now: float) -> list[Effect]:
+    def _lose_all(self, link: PeerLink, kind: str, reason: str, now: float) -> list[Effect]:
         effects: list[Effect] = []
-        for room in list(pair.rooms.values()):
+        for room in list(link.rooms.values()):
             effects += self._lose(room, kind, reason[:MAX_REASON], now, is_told=True)
         return effects
 
@@ -400,8 +411,8 @@ class ReceiverSession:
     def _close(self, room: ReceiverRoom, state: ReceiverState, reason: str, now: float) -> None:
         room.move(state)
         request = room.request
-        pair = self._pairs[request.endpoint]
-        del pair.rooms[request.room], self._endpoints[request.room]
-        pair.idle_since = now
+        link = self._links[request.endpoint]
+        del link.rooms[request.room], self._endpoints[request.room]
+        link.idle_since = now
         is_success = state is ReceiverState.COMPLETE
         self._tombstones.bury(request.room, request.epoch, is_success=is_success, reason=reason, now=now)

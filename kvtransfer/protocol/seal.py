@@ -1,14 +1,17 @@
-"""Blocks sealed with AES-128-GCM (NIST SP 800-38D): without the transfer's key no block can be made, changed or read.
+"""Blocks sealed with AES-128-GCM (NIST SP 800-38D) under a key of each transfer.
 
-Key: 16 random bytes per transfer, that is per (room, epoch, both instances, `have`). Prefill makes it when decode attaches
-and tells it with every announcement, over CURVE; it ends with the room. A fresh key, and not one derived from a secret of
-the link, since a room that is offered or attached again under the same names must not meet its old nonces, and since
-nothing that outlives a transfer is then worth stealing.
+Without the key, no block can be made, changed or read.
 
-Nonce: block number (8 bytes) | attempt (4 bytes), big-endian. `Sealer` owns the key and counts the attempts of each block,
-so that no nonce is used twice, whatever the peer asks for and however often a send fails.
+Key: 16 random bytes per transfer, that is per (room, epoch, both instances, `have`). Prefill makes the key
+when decode attaches and sends it in every announcement over CURVE. The key ends with the room. It is random
+and not derived from a secret of the link, for two reasons: a room that is offered or attached again under the
+same names must not reuse nonces, and no secret that outlives a transfer is then worth stealing.
 
-Associated data: room | epoch | block | size | fingerprint of the layout. A block of another place does not open here.
+Nonce: block number (8 bytes) | attempt (4 bytes), big-endian. `Sealer` owns the key and counts the attempts
+of each block. No nonce is used twice, whatever the peer requests and however often a send fails.
+
+Associated data: room | epoch | block | size | fingerprint of the layout. A block of another place fails to
+open.
 """
 
 import struct
@@ -21,14 +24,14 @@ from ...cluster.errors import DigestMismatch, LocalProtocolError, RemoteProtocol
 
 KEY_BYTES = 16
 TAG_BYTES = 16
-MAX_ATTEMPTS = 2**31 - 1  # as Block.attempt
+MAX_ATTEMPTS = 2**31 - 1  # the range of Block.attempt
 _NONCE = struct.Struct(">QI")
 _PLACE = struct.Struct(">16sQQQ")
 
 
 @dataclass(frozen=True)
 class BlockName:
-    """What the bytes of a block are. `room`: 32 hex digits; `size`: bytes of the block when it is open."""
+    """The identity of a block. `room`: 32 hex digits; `size`: bytes of the plain block."""
 
     room: str
     epoch: int
@@ -38,7 +41,9 @@ class BlockName:
 
     @property
     def associated_data(self) -> bytes:
-        """Of fixed widths up to the fingerprint, which comes last: no two names give the same bytes."""
+        """The name as bytes. Fields before the final fingerprint have fixed widths, so no two names give the
+        same bytes.
+        """
         return (
             _PLACE.pack(bytes.fromhex(self.room), self.epoch, self.block, self.size)
             + self.fingerprint.encode()
@@ -46,7 +51,7 @@ class BlockName:
 
 
 class Sealer:
-    """The key of one transfer in prefill's hands."""
+    """The key of one transfer on prefill, with the attempts of each block."""
 
     def __init__(self, key: bytes) -> None:
         assert len(key) == KEY_BYTES, f"a key of {len(key)} bytes"
@@ -58,7 +63,7 @@ class Sealer:
         return f"Sealer(blocks={len(self._attempts)})"
 
     def seal(self, name: BlockName, plain: memoryview, sealed: memoryview) -> int:
-        """Writes ciphertext and tag of `plain` into `sealed`, which is TAG_BYTES longer; returns the attempt.
+        """Writes ciphertext and tag of `plain` into `sealed`, which is TAG_BYTES longer. Returns the attempt.
 
         Raises LocalProtocolError when the nonces of a block are used up.
         """
@@ -71,10 +76,10 @@ class Sealer:
 
 
 class Opener:
-    """The key of one transfer in decode's hands."""
+    """The key of one transfer on decode."""
 
     def __init__(self, key: bytes) -> None:
-        """Raises RemoteProtocolError for what cannot be a key."""
+        """Raises RemoteProtocolError for a key of the wrong length."""
         if len(key) != KEY_BYTES:
             raise RemoteProtocolError(f"a transfer's key has {KEY_BYTES} bytes, not {len(key)}")
         self.key = key
@@ -84,8 +89,11 @@ class Opener:
         return "Opener()"
 
     def open(self, name: BlockName, attempt: int, sealed: memoryview, plain: memoryview) -> None:
-        """Writes the block into `plain`. Raises DigestMismatch when it is not authentic; `plain` is then garbage."""
+        """Writes the block into `plain`.
+
+        Raises DigestMismatch if the block is not authentic; `plain` then holds garbage.
+        """
         try:
             self._cipher.decrypt_into(_NONCE.pack(name.block, attempt), sealed, name.associated_data, plain)
-        except (InvalidTag, ValueError):  # ValueError: too short for a tag, or not as long as it should be
+        except (InvalidTag, ValueError):  # ValueError: a wrong length
             raise DigestMismatch(f"block {name.block} of room {name.room} is not authentic") from None

@@ -1,8 +1,10 @@
 """Prefill's side of the hand-off, without I/O: commands and messages in, effects out.
 
-1. `offer` opens a room over pages whose KV is yet to come. 2. Decode's Attach says which leading tokens it has; it may
-come before the offer and is then kept for a while. 3. `advance` announces finished tokens. 4. Each Pull is answered by
-its block. 5. Release, Abort, `release` or the end of the lease closes the room, and its pages are free.
+1. `offer` opens a room over pages whose KV is not computed yet.
+2. Decode's Attach names the leading tokens that decode has. An Attach before the offer is kept for a while.
+3. `advance` announces finished tokens.
+4. Each Pull is answered by its block.
+5. Release, Abort, `release` or the end of the lease closes the room and frees its pages.
 """
 
 import secrets
@@ -43,9 +45,7 @@ from .session import (
     TransferCounters,
 )
 
-EARLY_S = (
-    330.0  # longer than a router waits for a first token, so that no prompt is failed while it is queued
-)
+EARLY_S = 330.0  # longer than a router waits for a first token, so no queued prompt fails
 MAX_EARLY = 4096
 MAX_PEERS = 1024
 MAX_REASON = 1024
@@ -53,18 +53,18 @@ MAX_REASON = 1024
 
 @dataclass(frozen=True)
 class _Greeted:
-    """A connection whose handshake is done."""
+    """A connection with a finished handshake."""
 
     instance: str
     layout: KVLayout
     transport: str
     cipher: str
-    columns: tuple[int, ...] | None  # of the feature rows, those that travel
+    columns: tuple[int, ...] | None  # as in SendBlock
 
 
 @dataclass(frozen=True)
 class _Early:
-    """An Attach without an offer."""
+    """An Attach that came before its offer."""
 
     peer: Peer
     attach: Attach
@@ -107,6 +107,7 @@ class SenderSession:
 
     @property
     def num_rooms(self) -> int:
+        """Open rooms."""
         return len(self._rooms)
 
     def is_open(self, room: str, epoch: int) -> bool:
@@ -114,12 +115,12 @@ class SenderSession:
         known = self._rooms.get(room)
         return known is not None and known.offer.epoch == epoch
 
-    # --- commands -----------------------------------------------------------------------------------------------------
+    # --- commands -------------------------------------------------------------------------------------------
 
     def offer(self, offer: Offer, now: float) -> list[Effect]:
-        """Opens a room; a newer attempt replaces an older one, which is Dropped.
+        """Opens a room. A newer attempt replaces an older one, which is Dropped.
 
-        Raises LocalProtocolError when the pages do not fit the tokens, or the attempt was offered before.
+        Raises LocalProtocolError if the pages do not fit the tokens, or the attempt was offered before.
         """
         expected = self.layout.stream(offer.num_tokens, 0).num_pages
         if offer.num_tokens < 1 or len(offer.pages) != expected:
@@ -144,7 +145,11 @@ class SenderSession:
     def advance(
         self, room: str, epoch: int, tokens_ready: int, first_token: int | None, now: float
     ) -> list[Effect]:
-        """Announces progress; nothing happens when the room has ended meanwhile."""
+        """Announces progress; no-op for a room that has ended.
+
+        Raises LocalProtocolError if `tokens_ready` shrinks or exceeds the prompt, or the first token comes
+        too early.
+        """
         known = self._rooms.get(room)
         if known is None or known.offer.epoch != epoch:
             return []
@@ -158,7 +163,7 @@ class SenderSession:
         return [self._announce(known, now)] if known.state is SenderState.ATTACHED else []
 
     def release(self, room: str, epoch: int, reason: str, now: float) -> list[Effect]:
-        """Gives an attempt up without an event, also one that was not offered yet."""
+        """Ends an attempt without an event, whether or not it was offered."""
         effects: list[Effect] = []
         known = self._rooms.get(room)
         if known is not None and known.offer.epoch <= epoch:
@@ -173,7 +178,7 @@ class SenderSession:
         return effects
 
     def close(self, now: float) -> list[Effect]:
-        """Gives every room up; their Aborts are the effects."""
+        """Ends all rooms; returns the Aborts as effects."""
         effects: list[Effect] = []
         for room, known in list(self._rooms.items()):
             effects += self.release(room, known.offer.epoch, "prefill stops", now)
@@ -182,7 +187,7 @@ class SenderSession:
         self._peers.clear()
         return effects
 
-    # --- what the network and the clock do ----------------------------------------------------------------------------
+    # --- events of the network and the clock ----------------------------------------------------------------
 
     def receive(self, peer: Peer, message: PairUp, now: float) -> list[Effect]:
         """Handles one message of `peer`."""
@@ -190,7 +195,7 @@ class SenderSession:
             return self._greet(peer, message)
         greeted = self._peers.get(peer)
         if greeted is None or greeted.instance != message.instance:
-            # a peer of our predecessor, or one that reconnected: it greets again when it hears nothing
+            # a peer of an earlier process, or a reconnected one; it greets again when no answer comes
             self.counters.stale_instance += 1
             return []
         self._peers.move_to_end(peer)
@@ -218,11 +223,11 @@ class SenderSession:
         return greeted is not None and (greeted.instance, greeted.transport) == (instance, transport)
 
     def peer_gone(self, peer: Peer) -> None:
-        """The connection is no more. Its rooms wait for the same process to attach again, until their lease ends."""
+        """Forgets a closed connection. Its rooms wait for the same process until their lease ends."""
         self._peers.pop(peer, None)
 
     def tick(self, now: float) -> list[Effect]:
-        """Ends overdue rooms and repeats announcements that got no answer."""
+        """Ends overdue rooms and repeats announcements without an answer."""
         effects: list[Effect] = []
         for known in list(self._rooms.values()):
             if known.waits_for_decode and known.lease.is_over(now):
@@ -238,14 +243,14 @@ class SenderSession:
         return effects
 
     def next_deadline(self) -> float | None:
-        """When `tick` has something to do, unless something happens before."""
+        """Monotonic time of the next `tick` that has work; None without one."""
         times = [room.lease.ends_at for room in self._rooms.values() if room.waits_for_decode]
         times += [room.remind_at for room in self._rooms.values() if room.remind_at is not None]
         if self._early:
             times.append(next(iter(self._early.values())).expires_at)
         return min(times, default=None)
 
-    # --- parts --------------------------------------------------------------------------------------------------------
+    # --- parts ----------------------------------------------------------------------------------------------
 
     def _greet(self, peer: Peer, hello: KVHello) -> list[Effect]:
         try:
@@ -264,7 +269,7 @@ class SenderSession:
             self._peers.popitem(last=False)
         for known in self._rooms.values():
             if known.peer_instance == hello.instance:
-                known.peer = peer  # a room of which nothing more is asked is reminded of there: its Release may be lost
+                known.peer = peer  # reminders of finished rooms go to the new connection
         welcome = KVWelcome(instance=self.instance, layout=common, transport=transport, cipher=cipher)
         return [SendMessage(peer, welcome)]
 
@@ -333,7 +338,7 @@ class SenderSession:
         if not isinstance(message, Pull):
             return []
         if known is not None and known.offer.epoch == message.epoch and known.state is SenderState.OFFERED:
-            return []  # its Attach got lost and will come again
+            return []  # its Attach was lost; the peer repeats it
         return [self._abort(peer, message.room, message.epoch, "the room is not open here")]
 
     def _pull(self, known: SenderRoom, pull: Pull, now: float) -> list[Effect]:
@@ -344,7 +349,7 @@ class SenderSession:
             return []
         for other in self._rooms.values():
             if other.peer_instance == known.peer_instance:
-                other.lease.renew(now)  # decode pulls its oldest room first: the others wait for their turn
+                other.lease.renew(now)  # decode pulls its oldest room first; the other rooms wait
         known.quiet_since = now
         known.num_pulled = max(known.num_pulled, pull.block + 1)
         skipped = stream.have // self.layout.wire.page_size
@@ -399,7 +404,10 @@ class SenderSession:
 
 
 def _may_speak(known: SenderRoom, message: Pull | Release | Abort) -> bool:
-    """Only the attached process may speak for a room. Before the first Attach, an Abort of any greeted process counts."""
+    """Whether the process may send this message.
+
+    Only the attached process may, but any may Abort before the first Attach.
+    """
     return known.peer_instance == message.instance or (
         known.peer_instance == "" and isinstance(message, Abort)
     )

@@ -1,10 +1,11 @@
-"""The states of a room on either side, as data. Nothing here knows a socket, a clock or a page's bytes.
+"""The states of a room on either side, as data, without sockets, clocks or the bytes of pages.
 
-Prefill:   OFFERED -> ATTACHED -> RELEASED | DROPPED          (OFFERED -> DROPPED)
-Decode:    GREETING -> ATTACHING -> PULLING -> COMPLETE | LOST  (every state -> LOST)
+  Prefill:   OFFERED -> ATTACHED -> RELEASED | DROPPED          (OFFERED -> DROPPED)
+  Decode:    GREETING -> ATTACHING -> PULLING -> COMPLETE | LOST  (every state -> LOST)
 
-`now` is a monotonic time in seconds and is always handed in. Every state ends by itself: a lease ends a room that makes
-no progress. Closed rooms leave a tombstone, bounded in number and time, so that late messages get the right answer.
+The caller passes `now`, a monotonic time in seconds. A lease ends a room that makes no progress, so no state
+lasts forever. A closed room leaves a tombstone, limited in number and time, so that late messages get the
+right answer.
 """
 
 from collections import OrderedDict
@@ -28,12 +29,12 @@ MAX_TOMBSTONES = 4096
 Peer = str  # prefill: the connection's routing id in hex; decode: prefill's endpoint
 
 
-# --- what a session tells its shell to do -----------------------------------------------------------------------------
+# --- effects: orders of a session to its shell --------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class SendMessage:
-    """Send a message that has no payload. It may get lost; the session tries again by itself."""
+    """Effect: send a message without a payload. The message may get lost; the session repeats it."""
 
     peer: Peer
     message: KVUp | KVDown
@@ -41,7 +42,7 @@ class SendMessage:
 
 @dataclass(frozen=True)
 class SendBlock:
-    """Send block `block` of a room, if the room is still open when its turn comes."""
+    """Effect: send block `block` of `size` bytes, if the room is still open when its turn comes."""
 
     peer: Peer
     room: str
@@ -50,23 +51,21 @@ class SendBlock:
     size: int
     segments: tuple[Segment, ...]
     pages: tuple[int, ...]  # the room's page ids, shared by all its blocks
-    first_page: int  # where Segment.page_index counts from
+    first_page: int  # the page that Segment.page_index 0 names
     sealer: Sealer | None = None  # None: the block goes with a digest
-    columns: tuple[int, ...] | None = (
-        None  # of the feature rows, those that travel; None: the rows as they lie
-    )
+    columns: tuple[int, ...] | None = None  # positions of the feature layers that travel; None: whole rows
 
 
 @dataclass(frozen=True)
 class Notify:
-    """Deliver an event to the owner of the transport."""
+    """Effect: deliver an event to the owner of the transport."""
 
     event: TransportEvent
 
 
 @dataclass(frozen=True)
 class CloseLink:
-    """Close the connection to a peer to which nothing is left to send."""
+    """Effect: close the connection to a peer that needs no more messages."""
 
     peer: Peer
 
@@ -74,10 +73,12 @@ class CloseLink:
 Effect = SendMessage | SendBlock | Notify | CloseLink
 
 
-# --- rooms ------------------------------------------------------------------------------------------------------------
+# --- rooms --------------------------------------------------------------------------------------------------
 
 
 class SenderState(Enum):
+    """The states of a room on prefill."""
+
     OFFERED = "offered"  # no decode worker has attached yet
     ATTACHED = "attached"
     RELEASED = "released"  # decode holds everything
@@ -85,6 +86,8 @@ class SenderState(Enum):
 
 
 class ReceiverState(Enum):
+    """The states of a room on decode."""
+
     GREETING = "greeting"  # the handshake with the peer is not done
     ATTACHING = "attaching"  # no announcement yet
     PULLING = "pulling"
@@ -118,9 +121,11 @@ class Lease:
         return f"Lease(ends_at={self.ends_at:.3f})"
 
     def renew(self, now: float) -> None:
+        """Restarts the time limit at `now`."""
         self.ends_at = now + self._seconds
 
     def is_over(self, now: float) -> bool:
+        """Whether the time limit has passed at `now`."""
         return now >= self.ends_at
 
 
@@ -133,12 +138,12 @@ class SenderRoom:
     state: SenderState = SenderState.OFFERED
     peer: Peer = ""
     peer_instance: str = ""
-    stream: RoomStream | None = None  # set by the Attach, which says `have`
+    stream: RoomStream | None = None  # set by the Attach, which carries `have`
     columns: tuple[int, ...] | None = None  # as in SendBlock
     tokens_ready: int = 0
     first_token: int | None = None
     num_pulled: int = 0  # 1 + the highest block that was pulled
-    quiet_since: float = 0.0  # when decode was last heard or told about this room
+    quiet_since: float = 0.0  # time of the last message from or to decode about this room
     sealer: Sealer | None = None  # a new one whenever the Attach changes the stream
 
     def __repr__(self) -> str:
@@ -147,11 +152,12 @@ class SenderRoom:
 
     @property
     def is_final(self) -> bool:
+        """Whether the first token is known, so that no more progress follows."""
         return self.first_token is not None
 
     @property
     def waits_for_decode(self) -> bool:
-        """Whether the lease runs, which it does while decode has something to pull or to release."""
+        """Whether the lease runs: decode has blocks to pull, or the room to release."""
         if self.is_final:
             return True
         if self.stream is None:
@@ -160,17 +166,18 @@ class SenderRoom:
 
     @property
     def remind_at(self) -> float | None:
-        """When to announce the end again, since decode's Release may be lost."""
+        """Monotonic time of the next reminder, because decode's Release may be lost; None: no reminder."""
         return self.quiet_since + REMIND_S if self.state is SenderState.ATTACHED and self.is_final else None
 
     def move(self, state: SenderState) -> None:
+        """Enters `state`, which must be a legal successor."""
         assert state in SENDER_TRANSITIONS[self.state], f"{self.state} -> {state}"
         self.state = state
 
 
 @dataclass
 class InFlight:
-    """One pull that was not answered yet."""
+    """A pull without an answer so far."""
 
     sent_at: float
     num_repulls: int = 0
@@ -187,13 +194,13 @@ class ReceiverRoom:
     tokens_ready: int = 0
     first_token: int | None = None
     announced_at: float | None = None
-    heard_at: float = 0.0  # last message of the peer about this room, or our last question
+    heard_at: float = 0.0  # time of the peer's last message about this room, or of our last question
     next_block: int = 0
-    num_shm_blocks: int = 0  # in place, and read from shared memory
+    num_shm_blocks: int = 0  # blocks in place that were read from shared memory
     num_leading: int = 0  # blocks [0, num_leading) are in place
     in_flight: dict[int, InFlight] = field(default_factory=dict)
     landed_ahead: set[int] = field(default_factory=set)  # in place, but behind a gap
-    opener: Opener | None = None  # of the last announcement's key
+    opener: Opener | None = None  # made from the key of the last announcement
 
     def __repr__(self) -> str:
         total = "?" if self.stream is None else str(self.stream.num_blocks)
@@ -202,13 +209,16 @@ class ReceiverRoom:
 
     @property
     def has_all(self) -> bool:
+        """Whether every block is in place."""
         return self.stream is not None and self.num_leading == self.stream.num_blocks
 
     @property
     def has_block_to_pull(self) -> bool:
+        """Whether an announced block was not pulled yet."""
         return self.stream is not None and self.next_block < self.stream.ready_blocks(self.tokens_ready)
 
     def is_landed(self, block: int) -> bool:
+        """Whether block `block` is in place."""
         return block < self.num_leading or block in self.landed_ahead
 
     def land(self, block: int, *, is_shm: bool = False) -> None:
@@ -221,16 +231,18 @@ class ReceiverRoom:
             self.num_leading += 1
 
     def move(self, state: ReceiverState) -> None:
+        """Enters `state`, which must be a legal successor."""
         assert state in RECEIVER_TRANSITIONS[self.state], f"{self.state} -> {state}"
         self.state = state
 
 
 def check_request(layout: KVLayout, request: PullRequest) -> None:
-    """Raises LocalProtocolError when pages or features do not fit the tokens that a pull is for."""
+    """Raises LocalProtocolError if the pages or the features of `request` do not fit its tokens."""
     pages = layout.stream(request.num_tokens, request.have).num_pages
     if len(request.pages) != pages:
         raise LocalProtocolError(
-            f"tokens [{request.have}, {request.num_tokens}) lie in {pages} pages, {len(request.pages)} were given"
+            f"tokens [{request.have}, {request.num_tokens}) lie in {pages} pages, "
+            f"{len(request.pages)} were given"
         )
     if layout.has_features:
         shape = (pages, layout.feature_page_bytes)
@@ -241,12 +253,12 @@ def check_request(layout: KVLayout, request: PullRequest) -> None:
             )
 
 
-# --- what is left of closed rooms -------------------------------------------------------------------------------------
+# --- tombstones of closed rooms and counters ----------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Tombstone:
-    """How a room ended."""
+    """The end of one room."""
 
     epoch: int
     is_success: bool
@@ -255,7 +267,7 @@ class Tombstone:
 
 
 class Tombstones:
-    """The last closed rooms, at most `limit`, each for `seconds`."""
+    """The last closed rooms: at most `limit`, each kept for `seconds`."""
 
     def __init__(self, limit: int = MAX_TOMBSTONES, seconds: float = TOMBSTONE_S) -> None:
         self._limit = limit
@@ -276,11 +288,12 @@ class Tombstones:
             self._stones.popitem(last=False)
 
     def find(self, room: str, epoch: int) -> Tombstone | None:
-        """The end of this attempt, or of a later one of the same room."""
+        """The tombstone of this attempt or of a later one of the room; None when there is none."""
         stone = self._stones.get(room)
         return stone if stone is not None and stone.epoch >= epoch else None
 
     def sweep(self, now: float) -> None:
+        """Forgets the tombstones that have expired at `now`."""
         while self._stones and next(iter(self._stones.values())).expires_at <= now:
             self._stones.popitem(last=False)
 
@@ -292,9 +305,7 @@ class TransferCounters:
     stale_epoch: int = 0  # messages of another attempt than the open one
     stale_instance: int = 0  # messages of another process than the expected one
     unknown_room: int = 0
-    unexpected: int = (
-        0  # legal messages that make no sense now: a pull of what is not ready, a block not asked for
-    )
+    unexpected: int = 0  # valid messages at the wrong moment: pulls of blocks not ready, blocks not pulled
     duplicate_blocks: int = 0
     repulls: int = 0
     digest_mismatches: int = 0
@@ -304,5 +315,5 @@ class TransferCounters:
     bytes: int = 0
 
     def snapshot(self) -> dict[str, float]:
-        """Name to total, for heartbeats."""
+        """Totals by name, for heartbeats."""
         return {f.name: float(getattr(self, f.name)) for f in fields(self)}

@@ -1,13 +1,14 @@
-"""The second connection of a pair with keys: blocks alone, from prefill to decode, over plain ZeroMQ.
+"""The bulk connection of a pair with keys: sealed blocks alone, from prefill to decode, over plain ZeroMQ.
 
-CURVE would encrypt every block once more, at several times the cost of AES-GCM, so with keys the blocks leave the CURVE
-link, which keeps everything that commands: greetings, announcements, keys, pulls, releases. Decode calls prefill here
-too, since a prefill worker needs no way out and a decode worker no open port.
+CURVE would encrypt every block again, at several times the cost of AES-GCM. With keys, the blocks therefore
+leave the CURVE link, which carries all commands: greetings, announcements, keys, pulls, releases. Decode
+connects to prefill here too, because a prefill worker needs no outgoing connections and a decode worker no
+open port.
 
-A client presents a ticket in ZeroMQ's handshake. Prefill issues the ticket over CURVE; it works once and names the peer.
-A client without a ticket is disconnected before any of its messages is read. Decode then sends one empty message, from which
-prefill learns the routing id; every other message from decode is dropped and counted. Decode reads only blocks here, and
-each block is authenticated by its seal.
+A client presents a ticket in ZeroMQ's handshake. Prefill issues the ticket over CURVE; it works once and
+names the peer. A client without a ticket is disconnected before any of its messages is read. Decode then
+sends one empty message, from which prefill learns the routing id. Every other message from decode is dropped
+and counted. Decode reads only blocks here, and the seal of each block authenticates it.
 """
 
 import logging
@@ -40,30 +41,35 @@ from .endpoint import Clock
 
 logger = logging.getLogger(__name__)
 
-MAX_FRAME = 1024  # of what decode says: ZeroMQ's own handshake, and an empty message
+MAX_FRAME = 1024  # bytes of a frame from decode: ZeroMQ's handshake, and an empty message
 MAX_PEERS = 1024
 MESSAGES_PER_TURN = 64
 JOIN = b""
-JOIN_S = 2.0  # from a ticket to a connection that stands; as long as a handshake may take
+JOIN_S = 2.0  # limit from the ticket to the joined connection; as long as a handshake may take
 
 
 def bulk_endpoint(endpoint: str, port: int) -> str:
-    """Where blocks come from when everything else is at `endpoint`: the same host, or beside the same ipc path."""
+    """The address of the block port that belongs to `endpoint`: the same host with `port`, or a neighbouring
+    ipc path.
+    """
     if endpoint.startswith("ipc://"):
         return f"{endpoint}.bulk"
     return f"{endpoint.rpartition(':')[0]}:{port}"
 
 
 def bulk_lane(peer: Peer) -> str:
-    """Where a peer's blocks wait when they have a connection of their own."""
+    """The lane of a peer's blocks when they have a connection of their own."""
     return f"{peer}.bulk"
 
 
 class BulkPort:
-    """Prefill's end. `port` is what decode workers are told, 0 for ipc."""
+    """Prefill's end of the bulk connections. `port`: the port announced to decode workers, 0 for ipc."""
 
     def __init__(self, context: zmq.Context[Socket], endpoint: str, port: int, tickets: Tickets) -> None:
-        """`endpoint`: where the CURVE socket is bound. Raises StartupError when its neighbour cannot be."""
+        """`endpoint`: the bound address of the CURVE socket.
+
+        Raises StartupError if the block port cannot be bound.
+        """
         self.num_malformed = 0
         self._tickets = tickets
         self._ways: OrderedDict[Peer, bytes | None] = (
@@ -91,15 +97,15 @@ class BulkPort:
 
     @property
     def num_failed(self) -> int:
-        """Connections that ended before they began."""
+        """Connections that ended during their handshake."""
         return self._handshakes.num_failed
 
     def sockets(self) -> list[Socket]:
-        """Those that `read` reads."""
+        """The sockets that `read` reads."""
         return [self._socket, self._handshakes.socket]
 
     def ticket_for(self, peer: Peer) -> str:
-        """A new ticket; from here on the peer's blocks go over its bulk connection, or wait for it."""
+        """A new ticket. From now on the peer's blocks go over its bulk connection, or wait for it."""
         self._ways.setdefault(peer, None)
         self._ways.move_to_end(peer)
         while len(self._ways) > MAX_PEERS:
@@ -107,15 +113,15 @@ class BulkPort:
         return self._tickets.issue(peer)
 
     def serves(self, peer: Peer) -> bool:
-        """Whether the peer got a ticket."""
+        """Whether the peer has a ticket."""
         return peer in self._ways
 
     def forget(self, peer: Peer) -> None:
-        """The peer is gone."""
+        """Forgets a peer that has gone."""
         self._ways.pop(peer, None)
 
     def read(self) -> list[Peer]:
-        """Reads the socket; returns the peers that have joined."""
+        """Reads the sockets; returns the peers that have joined."""
         self._handshakes.read()
         joined = []
         for _ in range(MESSAGES_PER_TURN):
@@ -132,27 +138,27 @@ class BulkPort:
         return joined
 
     def send(self, peer: Peer, header: bytes, payload: zmq.Frame) -> bool:
-        """Sends a block; False while the peer has not come, or takes nothing."""
+        """Sends a block. False if the peer has not joined or its queue is full."""
         way = self._ways.get(peer)
         if way is None:
             return False
         try:
             return try_send(self._socket, [way, header, payload])
         except PeerLost:
-            self._ways[peer] = None  # it comes back with another ticket
+            self._ways[peer] = None  # it joins again with another ticket
             return False
 
     def close(self) -> None:
-        """Idempotent."""
+        """Closes the sockets. Idempotent."""
         self._handshakes.close()
         self._socket.close()
 
 
 class BulkLink:
-    """Decode's end of one pair."""
+    """Decode's end of the bulk connection to one prefill worker."""
 
     def __init__(self, context: zmq.Context[Socket], endpoint: str, ticket: str, max_frame: int) -> None:
-        """Raises ConfigError for an address that cannot be connected to."""
+        """`max_frame`: bytes of the largest block. Raises ConfigError for an invalid address."""
         self.is_joined = False
         self.is_connected = False
         self._max_bytes = max_frame + KV_MAX_BYTES
@@ -178,16 +184,16 @@ class BulkLink:
         )
 
     def sockets(self) -> list[Socket]:
-        """Those that `read_events` and `read_block` read."""
+        """The sockets that `read_events` and `read_block` read."""
         return [self.socket, self.watch.socket]
 
     @property
     def must_join(self) -> bool:
-        """Whether the connection stands and prefill does not know yet whose it is."""
+        """Whether the connection stands and its join message is not sent yet."""
         return self.is_connected and not self.is_joined
 
     def read_events(self) -> list[tuple[int, int]]:
-        """(event, value) of what broke; says whose connection this is as soon as it stands."""
+        """The (event, value) pairs of failures. Sends the join message once the connection stands."""
         broken = []
         for event, value in self.watch.read():
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
@@ -199,21 +205,21 @@ class BulkLink:
         return broken
 
     def read_block(self) -> list[memoryview] | None:
-        """The frames of the next message; None when there is none, [] when one was dropped as too long."""
+        """The frames of the next message; None without a message, [] for a message dropped as too long."""
         parts = recv_parts(self.socket, 2, self._max_bytes)
         return None if parts is None else [part.buffer for part in parts]
 
     def close(self) -> None:
-        """Idempotent."""
+        """Closes the sockets. Idempotent."""
         self.watch.close()
         self.socket.close()
 
 
 class BulkLinks:
-    """Decode's ends: one per prefill endpoint that gave a ticket."""
+    """Decode's ends: one per prefill endpoint that issued a ticket."""
 
     def __init__(self, context: zmq.Context[Socket], max_frame: int, clock: Clock) -> None:
-        """`max_frame`: bytes of the largest block as it comes."""
+        """`max_frame`: bytes of the largest block on the wire."""
         self._context = context
         self._max_frame = max_frame
         self._log_throttle = LogThrottle(clock=clock)
@@ -225,29 +231,29 @@ class BulkLinks:
         return f"BulkLinks({self._links})"
 
     def items(self) -> list[tuple[Peer, BulkLink]]:
-        """What there is now, whatever changes meanwhile."""
+        """A copy of the present (endpoint, link) pairs, safe against changes during iteration."""
         return list(self._links.items())
 
     def has(self, peer: Peer, link: BulkLink) -> bool:
-        """Whether this is still the peer's link."""
+        """Whether `link` is still the peer's link."""
         return self._links.get(peer) is link
 
     def sockets(self) -> list[Socket]:
-        """Those of all links."""
+        """The sockets of all links."""
         return [socket for link in self._links.values() for socket in link.sockets()]
 
     @property
     def must_join(self) -> bool:
-        """Whether a link has something to say that was not taken yet."""
+        """Whether the join message of a link still has to be sent."""
         return any(link.must_join for link in self._links.values())
 
     @property
     def join_by(self) -> float | None:
-        """When `overdue` has something to say, unless what it waits for happens before."""
+        """Monotonic time at which `overdue` returns the next peer, unless that peer joins before."""
         return min(self._awaited.values(), default=None)
 
     def overdue(self) -> list[Peer]:
-        """Peers whose port did not answer within `JOIN_S`; each is returned once."""
+        """Peers that did not join within `JOIN_S` seconds; each is returned once."""
         now = self._clock()
         for peer in [peer for peer in self._awaited if peer in self._links and self._links[peer].is_joined]:
             del self._awaited[peer]
@@ -261,7 +267,7 @@ class BulkLinks:
         return late
 
     def open(self, peer: Peer, welcome: KVWelcome) -> None:
-        """Uses the Welcome's ticket, unless there is none or the link stands."""
+        """Opens a link with the Welcome's ticket. No-op without a ticket or with an open link."""
         if not welcome.bulk_ticket or peer in self._links:
             return
         endpoint = bulk_endpoint(split_key(peer)[0], welcome.bulk_port)
@@ -275,7 +281,10 @@ class BulkLinks:
         logger.info("kv link opened", extra=fields(endpoint=endpoint, cipher=welcome.cipher))
 
     def lost(self, peer: Peer, events: list[tuple[int, int]]) -> bool:
-        """Closes a broken link; returns whether to ask for another ticket now. A refused link waits for the silence."""
+        """Closes a broken link.
+
+        Returns whether to ask for a new ticket now; a refused link waits for the peer's silence.
+        """
         self.close(peer)
         event, value = events[0]
         if event != zmq.EVENT_DISCONNECTED and self._log_throttle.is_due(peer):
@@ -286,12 +295,12 @@ class BulkLinks:
         return event == zmq.EVENT_DISCONNECTED
 
     def forget(self, peer: Peer) -> None:
-        """Nothing is awaited of it any more. Idempotent."""
+        """Closes the peer's link and stops waiting for it. Idempotent."""
         self._awaited.pop(peer, None)
         self.close(peer)
 
     def close(self, peer: Peer) -> None:
-        """Idempotent."""
+        """Closes the peer's link. Idempotent."""
         link = self._links.pop(peer, None)
         if link is not None:
             link.close()

@@ -1,4 +1,4 @@
-"""What both ends of a transport share: outgoing messages that wait for their peer, and the events for the owner."""
+"""The base of both ends of a transport: queues of outgoing messages, and the events for the owner."""
 
 from abc import ABC, abstractmethod
 from collections import deque
@@ -12,9 +12,7 @@ from ..memory.blocks import Payload
 from ..protocol.session import Peer, SendBlock, SendMessage
 from ..transport import TransportEvent
 
-MAX_OUTBOX = (
-    4096  # messages per peer that wait for room in its queue; what is beyond gets lost, as on a network
-)
+MAX_OUTBOX = 4096  # waiting messages per peer; further messages get lost, as on a network
 RETRY_S = 0.001
 MAX_RETRY_S = 0.05
 
@@ -23,21 +21,21 @@ Queued = TypeVar("Queued", SendMessage, "SendMessage | SendBlock")
 
 
 class Delivery(Protocol):
-    """What a transport knows about a payload on its way."""
+    """The progress of a sent payload."""
 
     @property
     def done(self) -> bool:
-        """Whether the transport is done reading the payload's memory."""
+        """Whether the transport has finished reading the payload's memory."""
 
 
 class Delivered:
-    """The payload was copied before `_transmit` returned."""
+    """The progress of a payload that `_transmit` copied before it returned."""
 
     done = True
 
 
 class Endpoint(ABC, Generic[Queued]):
-    """Outgoing messages that wait for their peer, and the events for the owner."""
+    """Queues of outgoing messages per lane, and the events for the owner."""
 
     max_batch = 1  # small messages in a frame, at most `codec.MAX_BATCH`
 
@@ -46,31 +44,32 @@ class Endpoint(ABC, Generic[Queued]):
         self._clock = clock
         self._events: list[TransportEvent] = []
         self._outbox: dict[str, deque[Queued]] = {}  # by lane
-        self._blocked: set[str] = set()  # lanes that took nothing at the last attempt
+        self._blocked: set[str] = set()  # lanes that were full at the last attempt
         self._retry_s = RETRY_S
         self._retry_at = 0.0
         self._drop_log = DropLog("KV message dropped", clock)
 
     @abstractmethod
     def _transmit(self, peer: Peer, header: bytes, payload: Payload | None) -> Delivery | None:
-        """Sends a message now; None when the peer cannot take it now. Raises PeerLost when there is no such peer."""
+        """Sends a message now; None if the peer's queue is full. Raises PeerLost if there is no such peer."""
 
     @abstractmethod
     def _send_some(self, waiting: Sequence[Queued]) -> int:
-        """Puts the first of the messages on the wire, or the first few in one frame; returns how many need to wait no
-        more, 0 when the peer can take nothing now.
+        """Sends the first waiting message, or the first few in one frame.
+
+        Returns how many messages leave the queue; 0 if the peer's queue is full.
         """
 
     @abstractmethod
     def _peer_lost(self, peer: Peer) -> None:
-        """The connection is gone, and what waits for it with it."""
+        """Forgets a lost connection and the messages that wait for it."""
 
     def _lane(self, item: Queued) -> str:
-        """Which queue a message waits in; the peer's, unless a peer has several connections."""
+        """The queue of a message: the peer's own, unless a peer has several connections."""
         return item.peer
 
     def _post(self, item: Queued) -> bool:
-        """Queue a message for its peer; False when it is lost to a full queue."""
+        """Queues a message for its peer. False if the queue is full and the message is lost."""
         waiting = self._outbox.setdefault(self._lane(item), deque())
         if len(waiting) >= MAX_OUTBOX:
             return False
@@ -78,7 +77,7 @@ class Endpoint(ABC, Generic[Queued]):
         return True
 
     def _flush(self, now: float) -> None:
-        """Sends what waits, in order per lane; backs off while peers take nothing."""
+        """Sends waiting messages, in order per lane; backs off while the peers' queues are full."""
         is_retry = now >= self._retry_at
         has_sent = False
         for lane in [name for name in self._outbox if is_retry or name not in self._blocked]:
@@ -91,10 +90,10 @@ class Endpoint(ABC, Generic[Queued]):
             self._retry_at = now + self._retry_s
 
     def _flush_lane(self, lane: str) -> bool:
-        """Sends what waits in one queue; returns whether anything went."""
+        """Sends waiting messages of one lane; returns whether any was sent."""
         waiting = self._outbox.get(lane)
         if waiting is None:
-            return False  # the peer of another lane took it with it
+            return False  # lost with the peer of another lane
         size = len(waiting)
         try:
             while waiting and (num_sent := self._send_some(waiting)):
@@ -112,7 +111,7 @@ class Endpoint(ABC, Generic[Queued]):
         return len(waiting) < size
 
     def _forget_events(self, room: str, epoch: int) -> None:
-        """After a cancel no event of the attempt follows, not even one that was on its way to the owner."""
+        """Drops the undelivered events of a cancelled attempt, after which the owner must see none."""
         self._events = [e for e in self._events if e.room != room or e.epoch > epoch]
 
     def _take_events(self) -> list[TransportEvent]:

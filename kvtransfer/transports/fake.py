@@ -1,7 +1,7 @@
 """Both ends of a transport in one process, joined by a list of frames that a test can watch, lose or change.
 
-The endpoints are the real ones: sessions, codec, digests and memory. Only the wire is replaced. Time is handed in by
-the clock, and nothing moves but in `poll` and `FakeNetwork.deliver`.
+Sessions, codec, digests and memory are the real ones. Only the wire is replaced. The caller supplies the
+clock, and messages move only in `poll` and `FakeNetwork.deliver`.
 """
 
 import time
@@ -23,7 +23,7 @@ from .shm import SLAB_BYTES
 
 @dataclass(frozen=True)
 class Packet:
-    """One message under way. `link` names the connection, `is_up` says that it goes from decode to prefill."""
+    """One message under way on connection `link`; `is_up`: from decode to prefill."""
 
     link: str
     is_up: bool
@@ -34,7 +34,7 @@ Fault = Callable[[Packet], Sequence[Packet]]
 
 
 class FakeNetwork:
-    """The messages under way, in order. `fault` turns each delivered packet into what really arrives."""
+    """The messages under way, in order. `fault` maps each delivered packet to the packets that arrive."""
 
     def __init__(self, fault: Fault | None = None) -> None:
         self.packets: list[Packet] = []
@@ -44,25 +44,30 @@ class FakeNetwork:
         self._num_links = 0
 
     def __repr__(self) -> str:
-        return f"FakeNetwork(senders={len(self._senders)}, links={len(self._links)}, packets={len(self.packets)})"
+        num_senders, num_links = len(self._senders), len(self._links)
+        return f"FakeNetwork(senders={num_senders}, links={num_links}, packets={len(self.packets)})"
 
     def listen(self, endpoint: str, sender: "FakeSender") -> None:
+        """Registers prefill's end at `endpoint`."""
         self._senders[endpoint] = sender
 
     def unlisten(self, endpoint: str) -> None:
-        """Prefill is gone; its connections are, too."""
+        """Removes prefill's end and its connections."""
         self._senders.pop(endpoint, None)
         self.cut(endpoint)
 
     def cut(self, endpoint: str) -> None:
-        """Breaks the connections to an endpoint, with all that is under way; decode connects again when it speaks."""
+        """Breaks the connections to an endpoint and drops their packets.
+
+        Decode reconnects with its next message.
+        """
         gone = {link for link, (to, _) in self._links.items() if to == endpoint}
         for link in gone:
             del self._links[link]
         self.packets = [packet for packet in self.packets if packet.link not in gone]
 
     def connect(self, endpoint: str, receiver: "FakeReceiver") -> str | None:
-        """The link between the two; None while no sender listens at the endpoint."""
+        """The link between the two; None if no sender listens at the endpoint."""
         for link, (to, owner) in self._links.items():
             if to == endpoint and owner is receiver:
                 return link
@@ -74,23 +79,24 @@ class FakeNetwork:
         return link
 
     def has_link(self, link: str) -> bool:
+        """Whether the connection exists."""
         return link in self._links
 
     def drop_receiver(self, receiver: "FakeReceiver") -> None:
-        """Decode is gone, and what it was sent is lost."""
+        """Removes decode's end and drops the packets sent to it."""
         gone = {link for link, (_, owner) in self._links.items() if owner is receiver}
         for link in gone:
             del self._links[link]
         self.packets = [p for p in self.packets if p.link not in gone or p.is_up]
 
     def deliver(self, index: int = 0) -> None:
-        """Lets one of the packets under way arrive."""
+        """Delivers the packet at `index`."""
         packet = self.packets.pop(index)
         for arrived in self.fault(packet) if self.fault is not None else (packet,):
             self._arrive(arrived)
 
     def deliver_all(self) -> None:
-        """Lets packets arrive until none is under way."""
+        """Delivers packets until none is under way."""
         while self.packets:
             self.deliver()
 
@@ -137,20 +143,21 @@ class FakeSender(SenderEndpoint):
         network.listen(endpoint, self)
 
     def arrive(self, link: str, frames: Sequence[memoryview]) -> None:
-        """A message of the network."""
+        """Handles a message of the network."""
         self._receive_frames(link, frames)
 
     def poll(self, timeout: float) -> list[TransportEvent]:
-        """Never waits: delivers what is under way, does what is due, and returns what happened."""
+        """Delivers packets under way and does the work that is due, without waiting; returns the events."""
         self._network.deliver_all()
         return self.turn()
 
     def turn(self) -> list[TransportEvent]:
-        """As `poll`, but lets nothing arrive."""
+        """As `poll`, but delivers no packets."""
         self._work()
         return self._take_events()
 
     def close(self) -> None:
+        """As `KVTransport.close`."""
         self._perform(self.session.close(self._clock()))
         self._slabs.close()
 
@@ -191,20 +198,21 @@ class FakeReceiver(ReceiverEndpoint):
         self._network = network
 
     def arrive(self, endpoint: str, frames: Sequence[memoryview]) -> None:
-        """A message of the network."""
+        """Handles a message of the network."""
         self._receive_frames(endpoint, frames)
 
     def poll(self, timeout: float) -> list[TransportEvent]:
-        """Never waits: delivers what is under way, does what is due, and returns what happened."""
+        """Delivers packets under way and does the work that is due, without waiting; returns the events."""
         self._network.deliver_all()
         return self.turn()
 
     def turn(self) -> list[TransportEvent]:
-        """As `poll`, but lets nothing arrive."""
+        """As `poll`, but delivers no packets."""
         self._work()
         return self._take_events()
 
     def close(self) -> None:
+        """As `KVTransport.close`."""
         self._perform(self.session.close(self._clock()))
         self._slabs.close()
 

@@ -1,4 +1,4 @@
-"""Reads that a transport has under way after a send, and the terminal events that wait for them."""
+"""A transport's unfinished reads of sent payloads, and the terminal events that wait for them."""
 
 from collections.abc import Callable
 
@@ -10,14 +10,17 @@ from .endpoint import Delivery
 
 
 class PendingReads:
-    """Reads of a room's own pages, and of staging buffers, that are under way."""
+    """Unfinished reads of rooms' pages and of staging buffers.
+
+    `recycle` takes back a buffer that was read.
+    """
 
     def __init__(self, recycle: Callable[[torch.Tensor], None]) -> None:
         self._recycle = recycle
         self._pages: dict[tuple[str, int], list[Delivery]] = {}  # by room and epoch
         self._held: list[
             tuple[Released | Dropped, float]
-        ] = []  # waits until those are done, or the time has come
+        ] = []  # terminal events with the latest time of their release
         self._staging: list[tuple[Delivery, torch.Tensor]] = []
 
     def __repr__(self) -> str:
@@ -25,26 +28,30 @@ class PendingReads:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether `settle` has something to look at soon."""
+        """Whether `settle` has reads or events to check soon."""
         return bool(self._held or self._staging)
 
     def add(self, room: str, epoch: int, payload: Payload, delivery: Delivery) -> None:
-        """A payload of a room was handed to the transport."""
+        """Records a payload of a room that the transport reads until `delivery` is done."""
         if payload.staging is not None:
             self._staging.append((delivery, payload.staging))
         elif not delivery.done:
             self._pages.setdefault((room, epoch), []).append(delivery)
 
     def hold(self, event: Released | Dropped, until: float) -> None:
-        """Keeps the end of a room back while its pages are read, at the longest until then."""
+        """Holds a terminal event back while the room's pages are read, at most until `until` (monotonic
+        seconds).
+        """
         self._held.append((event, until))
 
     def forget(self, room: str, epoch: int) -> None:
-        """Drops the held events of this room and its earlier attempts: the owner waits for them no more."""
+        """Drops the held events of this room and its earlier attempts, because the owner no longer waits for
+        them.
+        """
         self._held = [(e, until) for e, until in self._held if e.room != room or e.epoch > epoch]
 
     def settle(self, now: float) -> list[Released | Dropped]:
-        """Gives back the buffers whose reads are done; returns the terminal events that are due."""
+        """Recycles the buffers whose reads are done. Returns the terminal events that are due at `now`."""
         busy: list[tuple[Delivery, torch.Tensor]] = []
         for delivery, staging in self._staging:
             if delivery.done:

@@ -1,4 +1,4 @@
-"""Blocks that are ready to go out as messages, and wait because their connection takes nothing now."""
+"""Blocks that are sealed or digested and wait because their connection is full."""
 
 from ...cluster.protocol.messages import Block
 from ..memory.blocks import BlockReader, Payload
@@ -10,12 +10,15 @@ Key = tuple[Peer, str, int, int]  # peer, room, epoch, block
 
 
 def key_of(item: SendBlock) -> Key:
-    """What tells a block from all others that may be under way."""
+    """The identity of a block among all blocks that may be under way."""
     return item.peer, item.room, item.epoch, item.block
 
 
 class PreparedBlocks:
-    """Seals or digests each block only once: at every attempt it would cost the CPU that a busy peer waits for."""
+    """Seals or digests each block once.
+
+    Repeating it at every attempt would take CPU time that a busy peer needs.
+    """
 
     def __init__(self, instance: str, fingerprint: str, reader: BlockReader) -> None:
         self._instance, self._fingerprint, self._reader = instance, fingerprint, reader
@@ -31,7 +34,10 @@ class PreparedBlocks:
         return key_of(item) in self._blocks
 
     def get(self, item: SendBlock) -> tuple[Block, Payload]:
-        """The header and the bytes of a block, sealed or with a digest."""
+        """The header and the bytes of a block, sealed or with a digest.
+
+        Raises LocalProtocolError when the nonces of the block are used up.
+        """
         known = self._blocks.get(key_of(item))
         if known is not None and known[0] is item:
             return known[1:]
@@ -56,16 +62,16 @@ class PreparedBlocks:
         return header, payload
 
     def sent(self, item: SendBlock) -> None:
-        """Its bytes are the transport's now."""
+        """Forgets a block whose bytes the transport has taken over."""
         self._blocks.pop(key_of(item), None)
 
     def drop(self, key: Key) -> None:
-        """It will not be sent."""
+        """Recycles the bytes of a block that will not be sent."""
         known = self._blocks.pop(key, None)
         if known is not None and known[2].staging is not None:
             self._reader.recycle(known[2].staging)
 
     def drop_peer(self, peer: Peer) -> None:
-        """Nothing will be sent to this peer any more."""
+        """Recycles all blocks of a peer that has gone."""
         for key in [key for key in self._blocks if key[0] == peer]:
             self.drop(key)

@@ -1,6 +1,6 @@
-"""Decode's session joined to memory and to the wire format; a transport adds only the moving of frames.
+"""Decode's session joined to memory and the wire format. A transport adds only the movement of frames.
 
-As `sender_endpoint`.
+The rules of `sender_endpoint` apply here too.
 """
 
 import time
@@ -25,7 +25,7 @@ from .shm import ReceiverSlabs
 
 
 class ReceiverEndpoint(Endpoint[SendMessage]):
-    """Decode's end of a transport, without the moving of frames."""
+    """Decode's end of a transport, without the movement of frames."""
 
     def __init__(
         self,
@@ -45,30 +45,34 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
         )
         self._writer = BlockWriter(KVLayout(layout), planes)
         self._decoder = kv_down_frames()
-        self._is_gathering = False  # what is to be sent waits for more of it
+        self._is_gathering = False  # outgoing messages wait, to share a frame
         self._slabs = ReceiverSlabs(instance, window=window, pin=self._writer.pin)
 
     def offer(self, offer: Offer) -> None:
+        """Raises LocalProtocolError: decode does not offer."""
         raise LocalProtocolError(f"decode does not offer (room {offer.room})")
 
     def advance(self, room: str, epoch: int, tokens_ready: int, first_token: int | None = None) -> None:
+        """Raises LocalProtocolError: decode does not advance."""
         raise LocalProtocolError(f"decode does not advance (room {room})")
 
     def pull(self, request: PullRequest) -> None:
+        """As `KVTransport.pull`. Raises LocalProtocolError as `ReceiverSession.pull`."""
         self._perform(self.session.pull(request, self._clock()))
         self._tell(request.endpoint, self._slabs.ask_again(request.endpoint, self._clock()))
 
     def release(self, room: str, epoch: int, reason: str) -> None:
+        """As `KVTransport.release`."""
         self._perform(self.session.release(room, epoch, reason, self._clock()))
         self._forget_events(room, epoch)
 
     @property
     def counters(self) -> dict[str, float]:
-        """Name to total, for heartbeats."""
+        """Totals by name, for heartbeats."""
         return {**self.session.counters.snapshot(), **self._slabs.counters.snapshot()}
 
     def next_deadline(self, now: float) -> float | None:
-        """When `poll` must be called at the latest; None when only a message can bring news."""
+        """Latest monotonic time of the next `poll`; None: only a message makes it due."""
         times = [
             self.session.next_deadline(),
             self._slabs.next_deadline(),
@@ -77,12 +81,15 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
         return min((t for t in times if t is not None), default=None)
 
     def _close_link(self, peer: Peer) -> None:
-        """Forgets a peer that is not needed any more, or a connection that broke; prefill forgets what belonged to it."""
+        """Closes the connection to a peer without rooms, or a broken connection.
+
+        Prefill then drops its records of it.
+        """
         self._outbox.pop(peer, None)
         self._slabs.drop(peer)
 
     def _receive_frames(self, peer: Peer, frames: Sequence[memoryview]) -> None:
-        """One message of `peer`: a frame, and for a block its bytes."""
+        """Handles one message of `peer`: a frame, and for a block its bytes."""
         now = self._clock()
         try:
             if not 1 <= len(frames) <= 2:
@@ -117,18 +124,18 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
         if isinstance(message, KVWelcome) and message.transport == SHM:
             self._tell(peer, self._slabs.greet(peer, message.instance, message.layout.block_bytes, now))
         effects = self.session.receive(peer, message, now)
-        pair = self.session.pair_of(peer)
-        if isinstance(message, KVWelcome) and pair is not None and pair.is_greeted(message.instance):
+        link = self.session.link_of(peer)
+        if isinstance(message, KVWelcome) and link is not None and link.is_greeted(message.instance):
             self._perform(effects)
             self._admitted(peer, message)
             return []
         return effects
 
     def _admitted(self, peer: Peer, welcome: KVWelcome) -> None:
-        """A Welcome that the session agreed to: what it says of the transport is taken up here."""
+        """Hook for a Welcome that the session accepted: a transport reads its own fields here."""
 
     def use_crc(self, crc: Crc) -> None:
-        """Replaces crc32c, for benchmarks; the other end must use the same."""
+        """Replaces crc32c, for benchmarks. The other end must use the same function."""
         self._writer.crc = crc
 
     def _tell(self, peer: Peer, message: SlabUp | None) -> None:
@@ -136,7 +143,10 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
             self._perform([SendMessage(peer, message)])
 
     def _receive_slab_blocks(self, peer: Peer, blocks: Sequence[SlabBlock], now: float) -> list[Effect]:
-        """All blocks of a frame at once. The copies are checked, not the slots, which prefill could change in between."""
+        """Handles all blocks of a frame together.
+
+        Checks the copies, because prefill could still change the slots.
+        """
         effects: list[Effect] = []
         expected: list[tuple[SlabBlock, Arrival]] = []
         for block in blocks:
@@ -145,13 +155,13 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
                 self.session.counters.unexpected += 1
                 effects.append(SendMessage(peer, self._slabs.unusable(peer, block)))
                 continue
-            segments, pair = self.session.expect(peer, block, block.size), self.session.pair_of(peer)
-            if segments is None or pair is None:
+            segments, link = self.session.expect(peer, block, block.size), self.session.link_of(peer)
+            if segments is None or link is None:
                 effects.append(SendMessage(peer, self._slabs.freed(block)))
                 continue
             seed = digest_seed(block.room, block.epoch, block.block, block.size)
             expected.append(
-                (block, Arrival(data, segments, pair.rooms[block.room].request, seed, block.digest))
+                (block, Arrival(data, segments, link.rooms[block.room].request, seed, block.digest))
             )
         are_right = self._writer.land([one for _, one in expected], is_pinned=self._slabs.is_pinned(peer))
         for (block, _), is_right in zip(expected, are_right, strict=True):
@@ -163,7 +173,7 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
 
     def _settle_slab_block(self, peer: Peer, block: SlabBlock, is_right: bool, now: float) -> list[Effect]:
         if self.session.expect(peer, block, block.size) is None:
-            return []  # it came twice in its frame, or the one before it ended its room
+            return []  # a repeated block in one frame, or a block of a room that an earlier one ended
         if not is_right or (self._clock() - now) * 1000 >= block.lease_ms:
             return self.session.corrupt(peer, block, now)
         self._slabs.counters.shm_blocks += 1
@@ -172,12 +182,12 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
         return self.session.landed(peer, block, now)
 
     def _receive_block(self, peer: Peer, block: Block, payload: memoryview, now: float) -> list[Effect]:
-        pair = self.session.pair_of(peer)
-        is_sealed = pair is not None and pair.is_sealing
+        link = self.session.link_of(peer)
+        is_sealed = link is not None and link.is_sealing
         segments = self.session.expect(peer, block, payload.nbytes - (TAG_BYTES if is_sealed else 0))
-        if segments is None or pair is None:
+        if segments is None or link is None:
             return []
-        room = pair.rooms[block.room]
+        room = link.rooms[block.room]
         try:
             if is_sealed:
                 self._open(block, payload, segments, room)
@@ -236,4 +246,4 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
         return len(batch) if self._transmit(first.peer, encode_batch(batch), None) is not None else 0
 
     def _peer_lost(self, peer: Peer) -> None:
-        """A DEALER has one peer and keeps connecting to it."""
+        """No-op: a DEALER has one peer and keeps connecting to it."""

@@ -1,8 +1,8 @@
-"""How KV blocks travel, by name: the factories of both ends, the best transport first.
+"""The registry of KV transports: name -> factories of both ends, the best transport first.
 
-Start-up asks `open_sender` and `open_receiver` alone. A new transport is one more entry here and one more name in
-`cluster.net.transport_names`. Each end serves the names that its entry `serves`, and settles with each peer for the best one
-that both ends have; a transport that fails falls back to the next name.
+Start-up calls only `open_sender` and `open_receiver`. A new transport needs one entry here and one name in
+`cluster.net.transport_names`. Each end serves the names in its entry's `serves` and agrees with each peer on
+the best name that both ends have. A failing transport falls back to the next name.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,7 +24,11 @@ from .zmq_blocks import ZmqBlocksReceiver, ZmqBlocksSender
 
 @dataclass(frozen=True, kw_only=True)
 class EndSetup:
-    """What both ends are made from. `ciphers`: accepted ways to protect blocks; `lease_s`: most seconds without progress."""
+    """The settings of either end.
+
+    `ciphers`: accepted ways to protect blocks, the best first. `lease_s`: seconds without progress until a
+    room ends.
+    """
 
     instance: str
     layout: Layout
@@ -38,7 +42,11 @@ class EndSetup:
 
 @dataclass(frozen=True, kw_only=True)
 class SenderSetup(EndSetup):
-    """Prefill's. `bind`: where decode calls; `slab_bytes`: of all memory that is shared with decode workers of this host."""
+    """The settings of prefill's end.
+
+    `bind`: address for decode workers. `bulk_port`: port of sealed blocks, 0: any. `slab_bytes`: limit of all
+    memory shared with decode workers of this host.
+    """
 
     bind: str
     bulk_port: int = 0
@@ -48,14 +56,14 @@ class SenderSetup(EndSetup):
 
 @dataclass(frozen=True, kw_only=True)
 class ReceiverSetup(EndSetup):
-    """Decode's. `window`: blocks in flight per prefill worker."""
+    """The settings of decode's end. `window`: blocks in flight per prefill worker."""
 
     window: int = WINDOW
 
 
 @dataclass(frozen=True)
 class Transport:
-    """One way for blocks. `serves`: the names that its ends serve, itself first, then those to which it falls back."""
+    """One way to move blocks. `serves`: its own name, then the names to which its ends fall back."""
 
     name: str
     serves: tuple[str, ...]
@@ -66,10 +74,10 @@ class Transport:
 def open_sender(
     names: Sequence[str], setup: SenderSetup, transports: Sequence[Transport] | None = None
 ) -> ListeningTransport:
-    """Prefill's end for the transports `names`, the best of `transports` (default: `registered()`) that they name.
+    """Prefill's end: the best of `transports` (default: `registered()`) whose name is in `names`.
 
-    Raises ConfigError for names of which none is registered and for addresses that may not be bound, StartupError for those
-    that cannot be.
+    Raises ConfigError if no name is registered or the address may not be bound, StartupError if binding
+    fails.
     """
     chosen = _best(names, transports)
     end = chosen.sender(setup, _served(names, chosen))
@@ -80,7 +88,10 @@ def open_sender(
 def open_receiver(
     names: Sequence[str], setup: ReceiverSetup, transports: Sequence[Transport] | None = None
 ) -> PollableTransport:
-    """Decode's end, as `open_sender`."""
+    """Decode's end: the best of `transports` (default: `registered()`) whose name is in `names`.
+
+    Raises ConfigError if no name is registered.
+    """
     chosen = _best(names, transports)
     end = chosen.receiver(setup, _served(names, chosen))
     end.reach = setup.reach
@@ -88,7 +99,7 @@ def open_receiver(
 
 
 def registered() -> tuple[Transport, ...]:
-    """All transports, the best first; the names are those of `cluster.net.transport_names.TRANSPORTS`."""
+    """All transports, the best first, with the names of `cluster.net.transport_names.TRANSPORTS`."""
     return (
         Transport(
             SHM, (SHM, ZMQ_BLOCKS), _zmq_sender, _zmq_receiver

@@ -1,7 +1,7 @@
-"""Prefill's session joined to memory and to the wire format; a transport adds only the moving of frames.
+"""Prefill's session joined to memory and the wire format. A transport adds only the movement of frames.
 
-A transport implements `_transmit`, feeds `_receive_frames`, and calls `_work` whenever something may have happened. One
-thread uses an endpoint.
+A transport implements `_transmit`, passes incoming messages to `_receive_frames`, and calls `_work` after
+every possible event. An endpoint belongs to one thread.
 """
 
 import time
@@ -25,12 +25,15 @@ from .pending_reads import PendingReads
 from .prepared_blocks import Key, PreparedBlocks, key_of
 from .shm import SLAB_BYTES, SenderSlabs
 
-SLOTS_PER_FRAME = 2  # more, or two large ones, would let decode wait for bytes that are there
-GPU_SLOTS_PER_FRAME = 4  # half of a window: threads of both sides change less often, and each digests a block
+SLOTS_PER_FRAME = 2  # with more, decode would wait for blocks that are ready
+GPU_SLOTS_PER_FRAME = 4  # half a window: fewer thread switches, and each thread digests a block
 
 
 class SenderEndpoint(Endpoint["SendMessage | SendBlock"]):
-    """Prefill's end of a transport, without the moving of frames."""
+    """Prefill's end of a transport, without the movement of frames.
+
+    Raises LocalProtocolError if only one of layout and planes has features.
+    """
 
     def __init__(
         self,
@@ -56,7 +59,7 @@ class SenderEndpoint(Endpoint["SendMessage | SendBlock"]):
         self._reads = PendingReads(self._reader.recycle)
         self._prepared = PreparedBlocks(
             instance, layout.fingerprint, self._reader
-        )  # what a full connection did not take
+        )  # blocks that a full connection did not take
         pin = self._reader.pin
         self._slabs = SenderSlabs(
             instance, layout.block_bytes, lease_s=lease_s, max_bytes=slab_bytes, pin=pin
@@ -65,27 +68,31 @@ class SenderEndpoint(Endpoint["SendMessage | SendBlock"]):
         self._slots_per_frame = _slots_per_frame(layout, planes)
 
     def offer(self, offer: Offer) -> None:
+        """As `KVTransport.offer`. Raises LocalProtocolError as `SenderSession.offer`."""
         self._perform(self.session.offer(offer, self._clock()))
 
     def advance(self, room: str, epoch: int, tokens_ready: int, first_token: int | None = None) -> None:
+        """As `KVTransport.advance`. Raises LocalProtocolError as `SenderSession.advance`."""
         self._perform(self.session.advance(room, epoch, tokens_ready, first_token, self._clock()))
 
     def release(self, room: str, epoch: int, reason: str) -> None:
+        """As `KVTransport.release`."""
         self._perform(self.session.release(room, epoch, reason, self._clock()))
         self._slabs.forget(room, epoch)
         self._reads.forget(room, epoch)
         self._forget_events(room, epoch)
 
     def pull(self, request: PullRequest) -> None:
+        """Raises LocalProtocolError: prefill does not pull."""
         raise LocalProtocolError(f"prefill does not pull (room {request.room})")
 
     @property
     def counters(self) -> dict[str, float]:
-        """Name to total, for heartbeats."""
+        """Totals by name, for heartbeats."""
         return {**self.session.counters.snapshot(), **self._slabs.counters.snapshot()}
 
     def next_deadline(self, now: float) -> float | None:
-        """When `poll` must be called at the latest; None when only a message can bring news."""
+        """Latest monotonic time of the next `poll`; None: only a message makes it due."""
         times = [
             self.session.next_deadline(),
             self._slabs.next_deadline(),
@@ -96,7 +103,7 @@ class SenderEndpoint(Endpoint["SendMessage | SendBlock"]):
         return min((t for t in times if t is not None), default=None)
 
     def _receive_frames(self, peer: Peer, frames: Sequence[memoryview]) -> None:
-        """One message of `peer`: a single frame."""
+        """Handles one message of `peer`, which must be a single frame."""
         try:
             if len(frames) != 1:
                 raise RemoteProtocolError(f"{len(frames)} frames where one is expected")
@@ -124,11 +131,14 @@ class SenderEndpoint(Endpoint["SendMessage | SendBlock"]):
         return self.session.receive(peer, message, now)
 
     def use_crc(self, crc: Crc) -> None:
-        """Replaces crc32c, for benchmarks; the other end must use the same."""
+        """Replaces crc32c, for benchmarks. The other end must use the same function."""
         self._reader.crc = crc
 
     def _receive_slab(self, peer: Peer, message: SlabUp) -> list[Effect]:
-        """A message about shared memory, which only peers send that were told to use it."""
+        """Handles a message about shared memory.
+
+        Messages of peers without that agreement are dropped and counted.
+        """
         if not self.session.speaks(peer, message.instance, SHM):
             self.session.counters.unexpected += 1
             return []
@@ -149,7 +159,7 @@ class SenderEndpoint(Endpoint["SendMessage | SendBlock"]):
             elif isinstance(effect, Notify):
                 assert isinstance(effect.event, Released | Dropped)
                 self._slabs.forget(effect.event.room, effect.event.epoch)
-                # reads that a hung peer never ends do not hold pages for ever; its digests would not match
+                # a hung peer must not hold pages forever; if it reads on, its digests will not match
                 self._reads.hold(effect.event, self._clock() + self._lease_s)
         self._flush(self._clock())
         self._settle(self._clock())
@@ -161,7 +171,7 @@ class SenderEndpoint(Endpoint["SendMessage | SendBlock"]):
             if isinstance(message, KVWelcome):
                 message = self._admit(item.peer, message)
             return int(self._transmit(item.peer, encode(message), None) is not None)
-        if not self.session.is_open(item.room, item.epoch):  # its pages may be others' by now
+        if not self.session.is_open(item.room, item.epoch):  # its pages may belong to another room by now
             self._forget(item)
             return 1
         filled = self._fill_slots(waiting)
@@ -180,7 +190,9 @@ class SenderEndpoint(Endpoint["SendMessage | SendBlock"]):
         return max(1, len(filled))
 
     def _fill_slots(self, waiting: "Sequence[SendMessage | SendBlock]") -> list[tuple[SendBlock, SlabBlock]]:
-        """The first few blocks that wait, in slots of the slab; none when the first must go as a message."""
+        """The first waiting blocks, copied into slots of the slab; empty if the first must be sent as a
+        message.
+        """
         items: list[SendBlock] = []
         for item in islice(waiting, min(self.max_batch, self._slots_per_frame)):
             if (
@@ -206,16 +218,16 @@ class SenderEndpoint(Endpoint["SendMessage | SendBlock"]):
         return True
 
     def _forget(self, item: SendBlock) -> None:
-        """The block waits no more."""
+        """Removes the block from the records of waiting blocks."""
         self._waiting.discard(key_of(item))
         self._prepared.drop(key_of(item))
 
     def _admit(self, peer: Peer, welcome: KVWelcome) -> KVWelcome:
-        """A Welcome on its way out, with what the peer needs to know of this transport."""
+        """The outgoing Welcome, to which a transport may add its own fields."""
         return welcome
 
     def _post(self, item: "SendMessage | SendBlock") -> bool:
-        """As `Endpoint._post`, but a block waits once: a repeated pull is answered by the block that waits already."""
+        """As `Endpoint._post`, but a block is queued once: the queued block also answers a repeated pull."""
         if not isinstance(item, SendBlock):
             return super()._post(item)
         if key_of(item) in self._waiting:

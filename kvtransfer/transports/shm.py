@@ -1,7 +1,8 @@
-"""Blocks in shared memory: what prefill and decode keep about their slabs, beside the sessions.
+"""Blocks in shared memory: the slab records of prefill and decode, beside the sessions.
 
-Rooms, pulls and releases are those of every transport and travel over ZeroMQ. Only a block's bytes do not: prefill copies
-them into a slot of the pair's slab and sends a SlabBlock, decode copies them out, checks the copy and frees the slot.
+Rooms, pulls and releases work as in every transport and travel over ZeroMQ. Only the bytes of a block do not:
+prefill copies them into a slot of the pair's slab and sends a SlabBlock; decode copies them out, checks the
+copy and frees the slot.
 
     decode                              prefill
     SlabRequest(address, token)   ->    makes a slab, hands its descriptor over at the address
@@ -10,9 +11,9 @@ them into a slot of the pair's slab and sends a SlabBlock, decode copies them ou
                                   <-    SlabBlock, or Block where no slot is free
     SlotFree                      ->    the slot can be filled again
 
-A slot is used again when decode freed it, when its room ended, or when its lease is over; a reader that is too late finds
-another digest. Whatever fails, at whichever moment, the pair goes on with messages: prefill may answer any pull with a
-Block, and decode says SlabUnusable.
+A slot is reused after decode freed it, its room ended, or its lease ended; a late reader then finds another
+digest. After any failure the pair continues with messages: prefill may answer every pull with a Block, and
+decode sends SlabUnusable.
 """
 
 import logging
@@ -41,8 +42,8 @@ from ..protocol.session import Peer, SendBlock
 
 logger = logging.getLogger(__name__)
 
-SLAB_BYTES = 256 << 20  # of all slabs of a prefill worker
-SPARE_SLOTS = 2  # beside the window: blocks that are pulled again
+SLAB_BYTES = 256 << 20  # limit of all slabs of a prefill worker together
+SPARE_SLOTS = 2  # slots beyond the window, for blocks that are pulled again
 MIN_SLOTS = 2
 SWEEP_S = 0.5
 ASK_AGAIN_S = 30.0
@@ -50,22 +51,22 @@ ASK_AGAIN_S = 30.0
 
 @dataclass
 class SlabCounters:
-    """Monotonic totals of one endpoint, but for the gauge `slabs`."""
+    """Monotonic totals of one endpoint, except for the gauge `slabs`."""
 
-    slabs: int = 0  # in use now
+    slabs: int = 0  # slabs in use now
     shm_blocks: int = 0
     shm_bytes: int = 0
-    shm_full: int = 0  # blocks sent as messages, since every slot was in use
+    shm_full: int = 0  # blocks sent as messages because every slot was in use
     shm_fallbacks: int = 0  # pairs that were denied a slab or lost it
 
     def snapshot(self) -> dict[str, float]:
-        """Name to total, for heartbeats."""
+        """Totals by name, for heartbeats."""
         return {f.name: float(getattr(self, f.name)) for f in fields(self)}
 
 
 @dataclass
 class _Lane:
-    """Prefill's side of one pair."""
+    """Prefill's records of one pair."""
 
     request: SlabRequest
     slab: Slab
@@ -78,7 +79,7 @@ class _Lane:
 
 
 class SenderSlabs:
-    """Prefill's slabs, one per connection that was granted one, all of them at most `max_bytes` together."""
+    """Prefill's slabs, at most one per connection, together at most `max_bytes` bytes."""
 
     def __init__(
         self,
@@ -89,7 +90,10 @@ class SenderSlabs:
         max_bytes: int = SLAB_BYTES,
         pin: Pin = no_pin,
     ) -> None:
-        """`block_bytes` is the largest slot that a peer may ask for; `pin` lets a GPU write slabs."""
+        """`block_bytes`: the largest slot that a peer may request.
+
+        `lease_s`: seconds until an unfreed slot is reused. `pin` lets a GPU write slabs.
+        """
         self.counters = SlabCounters()
         self._instance, self._block_bytes = instance, block_bytes
         self._lease_s, self._max_bytes, self._pin = lease_s, max_bytes, pin
@@ -100,7 +104,7 @@ class SenderSlabs:
         return f"SenderSlabs({', '.join(repr(lane.slots) for lane in self._lanes.values())})"
 
     def handle(self, peer: Peer, message: SlabUp) -> SlabDown | None:
-        """Takes one message of a greeted peer in, and returns the answer that it gets."""
+        """Handles one message of a greeted peer; returns the answer, None if there is none."""
         if isinstance(message, SlabRequest):
             return self._grant(peer, message)
         lane = self._lanes.get(peer)
@@ -112,7 +116,10 @@ class SenderSlabs:
         return None
 
     def fill(self, items: Sequence[SendBlock], reader: BlockReader, now: float) -> list[SlabBlock]:
-        """Puts the first of some blocks for one peer into slots, as many as there are; the others must go as messages."""
+        """Copies the first blocks of `items`, all for one peer, into free slots.
+
+        The others must be sent as messages.
+        """
         lane = self._lanes.get(items[0].peer)
         if lane is None:
             return []
@@ -145,12 +152,12 @@ class SenderSlabs:
         )
 
     def forget(self, room: str, epoch: int) -> None:
-        """The room ended: its slots are free."""
+        """Frees the slots of a room that ended."""
         for lane in self._lanes.values():
             lane.slots.free_where(lambda holder, _: holder[0] == room and holder[1] <= epoch)
 
     def sweep(self, now: float) -> None:
-        """Every now and then: slabs of processes that are gone, and slots whose lease is over."""
+        """Drops slabs of processes that have gone and frees slots whose lease ended. Call it periodically."""
         if now < self._sweep_at:
             return
         self._sweep_at = now + SWEEP_S
@@ -160,25 +167,25 @@ class SenderSlabs:
                 self.drop(peer)
 
     def next_deadline(self) -> float | None:
-        """When `sweep` has something to do."""
+        """Monotonic time of the next `sweep` with work; None without slabs."""
         return self._sweep_at if self._lanes else None
 
     def drop(self, peer: Peer) -> None:
-        """The connection to this peer is gone."""
+        """Drops the slab of a closed connection."""
         lane = self._lanes.pop(peer, None)
         if lane is not None:
             lane.close()
         self.counters.slabs = len(self._lanes)
 
     def close(self) -> None:
-        """Idempotent."""
+        """Closes all slabs. Idempotent."""
         for peer in list(self._lanes):
             self.drop(peer)
 
     def _grant(self, peer: Peer, request: SlabRequest) -> SlabDown:
         lane = self._lanes.get(peer)
         if lane is not None and lane.request.token != request.token:
-            self.drop(peer)  # decode lost the old one
+            self.drop(peer)  # decode lost the old slab
             lane = None
         try:
             lane = lane or self._open(request)
@@ -230,13 +237,13 @@ def _filling(item: SendBlock, slot: Bytes) -> Filling:
 
 @dataclass
 class _Asked:
-    """A request of ours."""
+    """A slab request that this worker sent."""
 
     prefill: str  # instance
     token: str
     slot_bytes: int
-    retry_at: float  # not asked again before
-    slab: MappedSlab | None = None  # once it was granted
+    retry_at: float  # monotonic time of the next request
+    slab: MappedSlab | None = None  # None until it is granted
 
 
 class ReceiverSlabs:
@@ -255,7 +262,10 @@ class ReceiverSlabs:
         return f"ReceiverSlabs({self.counters.slabs} of {len(self._asked)} peers)"
 
     def greet(self, peer: Peer, prefill: str, slot_bytes: int, now: float) -> SlabRequest | None:
-        """The request that follows a handshake in which process `prefill` agreed on shared memory; None if it had one."""
+        """The slab request after a handshake with process `prefill` that agreed on shared memory.
+
+        Returns None if it was already sent.
+        """
         asked = self._asked.get(peer)
         if (
             asked is not None
@@ -279,12 +289,18 @@ class ReceiverSlabs:
         )
 
     def ask_again(self, peer: Peer, now: float) -> SlabRequest | None:
-        """The request to a peer that denied the last one, or never answered, when it is time for another."""
+        """The repeated request to a peer that denied the last one or never answered.
+
+        Returns None until it is due.
+        """
         asked = self._asked.get(peer)
         return None if asked is None else self.greet(peer, asked.prefill, asked.slot_bytes, now)
 
     def handle(self, peer: Peer, message: SlabDown) -> SlabUnusable | None:
-        """Takes the answer to a request in, and returns what prefill must know."""
+        """Handles the answer to a request.
+
+        Returns the message for prefill if the slab cannot be used, else None.
+        """
         asked = self._asked.get(peer)
         if (
             asked is None
@@ -307,19 +323,19 @@ class ReceiverSlabs:
         return None
 
     def is_pinned(self, peer: Peer) -> bool:
-        """Whether a GPU may read what `read` gives."""
+        """Whether a GPU may read the memory returned by `read`."""
         asked = self._asked.get(peer)
         return asked is not None and asked.slab is not None and asked.slab.is_pinned
 
     def read(self, peer: Peer, block: SlabBlock) -> Bytes | None:
-        """The bytes of a block, which prefill may still change; None when that is no slot of a slab of this pair."""
+        """The bytes of a block, which prefill may still change; None if no slot matches."""
         asked = self._asked.get(peer)
         if asked is None or asked.slab is None or asked.slab.id != block.slab:
             return None
         return asked.slab.block(block.slot, block.size)
 
     def freed(self, block: SlabBlock) -> SlotFree:
-        """The message that tells prefill that decode is done with the slot."""
+        """The message that frees the slot after the block was copied."""
         return SlotFree(
             room=block.room,
             epoch=block.epoch,
@@ -330,7 +346,7 @@ class ReceiverSlabs:
         )
 
     def unusable(self, peer: Peer, block: SlabBlock) -> SlabUnusable:
-        """What prefill must know after a descriptor that `read` refused. The slab is not used any more."""
+        """The message after `read` refused a descriptor. The slab is no longer used."""
         asked = self._asked.get(peer)
         if asked is not None and asked.slab is not None and asked.slab.id == block.slab:
             self._note_fallback(peer, f"no slot {block.slot} with {block.size} bytes")
@@ -340,14 +356,14 @@ class ReceiverSlabs:
         return SlabUnusable(instance=self._instance, slab=block.slab, reason="no such slab or slot")
 
     def drop(self, peer: Peer) -> None:
-        """The link to this peer is closed, or another process is behind it."""
+        """Drops the peer's slab after its link closed or another process took the endpoint."""
         asked = self._asked.pop(peer, None)
         if asked is not None and asked.slab is not None:
             asked.slab.close()
         self._count()
 
     def sweep(self, now: float) -> None:
-        """Every now and then: slabs that prefill does not hold any more, mostly since it is gone."""
+        """Drops slabs that prefill no longer holds, mostly because it has gone. Call it periodically."""
         if now < self._sweep_at:
             return
         self._sweep_at = now + SWEEP_S
@@ -358,11 +374,11 @@ class ReceiverSlabs:
         self._count()
 
     def next_deadline(self) -> float | None:
-        """When `sweep` has something to do."""
+        """Monotonic time of the next `sweep` with work; None without slabs."""
         return self._sweep_at if self.counters.slabs else None
 
     def close(self) -> None:
-        """Idempotent."""
+        """Closes all slabs and the listener. Idempotent."""
         for peer in list(self._asked):
             self.drop(peer)
         if self._door is not None:

@@ -1,12 +1,15 @@
-"""KV blocks as ZeroMQ messages, over tcp or ipc: a ROUTER on prefill, a DEALER per prefill endpoint on decode.
+"""KV blocks as ZeroMQ messages over tcp or ipc.
 
-A message is one frame; a Block is its header and its payload. Blocks that are one run of CPU memory go out without a
-copy, and their pages are reported free only when ZeroMQ no longer reads them. A socket belongs to the thread that polls.
-The owner may ask `next_deadline()`, wait for `pollables()` in its own poller, and then call `poll(0)`.
+Prefill has a ROUTER socket, decode one DEALER per prefill endpoint.
 
-With keys every link is CURVE, and blocks come sealed over a plain one beside it; see `bulk`. Prefill's address carries
-its public key (`tcp://10.0.0.2:7200#<hex>`); decode calls it only if that key is listed as a prefill worker's, and prefill
-answers only keys of decode workers.
+A message is one frame; a Block is its header and its payload. Blocks that are one run of CPU memory are sent
+without a copy, and their pages are reported free only after ZeroMQ has read them. The sockets belong to the
+thread that polls. The owner may call `next_deadline()`, wait for `pollables()` in its own poller, and then
+call `poll(0)`.
+
+With keys, every link uses CURVE, and sealed blocks use a plain connection beside it; see `bulk`. Prefill's
+address carries its public key (`tcp://10.0.0.2:7200#<hex>`). Decode connects only if that key is listed for a
+prefill worker, and prefill accepts only keys of decode workers.
 """
 
 import logging
@@ -53,14 +56,12 @@ from .shm import SLAB_BYTES
 
 logger = logging.getLogger(__name__)
 
-RECONNECT_MAX_MS = 200  # a prefill worker that has been restarted is there before a pull counts it as gone
-MESSAGES_PER_FLUSH = (
-    2  # the answers to so many go together, unless no more is there; on a GPU one frame has enough
-)
+RECONNECT_MAX_MS = 200  # finds a restarted prefill worker before pulls count it as gone
+MESSAGES_PER_FLUSH = 2  # messages read before their answers are sent together; on a GPU one frame has enough
 
 
 class ZmqBlocksSender(SenderEndpoint, Polling[SendMessage | SendBlock]):
-    """Prefill's end. `endpoint` is where it answers, with the port that was chosen for port 0."""
+    """Prefill's end. `endpoint`: the bound address, with the chosen port if port 0 was asked for."""
 
     max_batch = MAX_BATCH
 
@@ -81,9 +82,11 @@ class ZmqBlocksSender(SenderEndpoint, Polling[SendMessage | SendBlock]):
         slab_bytes: int = SLAB_BYTES,
         clock: Clock = time.monotonic,
     ) -> None:
-        """`ciphers`: of `ciphers_of`, by default what is best with or without a `keyring`. `bulk_port`: see `bulk`, 0: any.
+        """`ciphers`: names from `ciphers_of`, by default the best with or without a `keyring`.
 
-        Raises ConfigError for an address that may not be bound, StartupError for one that cannot.
+        `bulk_port`: see `bulk`, 0: any.
+
+        Raises ConfigError for an address that may not be bound, StartupError if binding fails.
         """
         ciphers = accepted(ciphers, has_keys=keyring is not None)
         super().__init__(
@@ -125,7 +128,7 @@ class ZmqBlocksSender(SenderEndpoint, Polling[SendMessage | SendBlock]):
         return f"ZmqBlocksSender({self.endpoint if self._is_open else 'closed'}, {self.session})"
 
     def next_deadline(self, now: float) -> float | None:
-        """When `poll` must be called at the latest; None when only a message can bring news."""
+        """Latest monotonic time of the next `poll`; None: only a message makes it due."""
         return now if self.has_unread() else super().next_deadline(now)
 
     def _sockets(self) -> list[Socket]:
@@ -139,7 +142,7 @@ class ZmqBlocksSender(SenderEndpoint, Polling[SendMessage | SendBlock]):
 
     @property
     def counters(self) -> dict[str, float]:
-        """Name to total, for heartbeats."""
+        """Totals by name, for heartbeats."""
         counted = super().counters
         counted["handshakes_failed"] = self._handshakes.num_failed
         if self._bulk is not None:
@@ -148,6 +151,7 @@ class ZmqBlocksSender(SenderEndpoint, Polling[SendMessage | SendBlock]):
         return {**counted, **(self.authenticator.counters if self.authenticator is not None else {})}
 
     def close(self) -> None:
+        """As `KVTransport.close`."""
         if self._is_open:
             self._perform(self.session.close(self._clock()))
             self._slabs.close()
@@ -172,8 +176,9 @@ class ZmqBlocksSender(SenderEndpoint, Polling[SendMessage | SendBlock]):
                 self._drop_log.say("", TOO_LONG)
                 continue
             peer = parts[0].bytes.hex()
-            # Decode speaks when it has taken blocks, so its queue has room again. libzmq reports free places in halves of
-            # a queue: with a window of the queue's length, waiting for the next retry would cost a sleep per window.
+            # A message from decode means that it took blocks, so its queue has room. libzmq reports free
+            # places in halves of a queue: with a window as long as the queue, waiting for the next retry
+            # would cost a sleep per window.
             self._blocked.difference_update((peer, bulk_lane(peer)))
             self._receive_frames(peer, [part.buffer for part in parts[1:]])
         self._work()
@@ -186,7 +191,9 @@ class ZmqBlocksSender(SenderEndpoint, Polling[SendMessage | SendBlock]):
         )
 
     def _lane(self, item: SendMessage | SendBlock) -> str:
-        """Blocks that wait for their own connection hold nothing else up."""
+        """The peer's lane. Blocks with a connection of their own have another lane, so they delay nothing
+        else.
+        """
         has_bulk = self._bulk is not None and self._bulk.serves(item.peer)
         return bulk_lane(item.peer) if has_bulk and isinstance(item, SendBlock) else item.peer
 
@@ -210,7 +217,7 @@ class ZmqBlocksSender(SenderEndpoint, Polling[SendMessage | SendBlock]):
 
 
 class ZmqBlocksReceiver(ReceiverEndpoint, Polling[SendMessage]):
-    """Decode's end: a link per prefill endpoint, opened by its first pull and closed when it was idle for a while."""
+    """Decode's end: one link per prefill endpoint, opened by the first pull, closed after some idle time."""
 
     max_batch = MAX_BATCH
 
@@ -244,7 +251,7 @@ class ZmqBlocksReceiver(ReceiverEndpoint, Polling[SendMessage]):
         self._links: dict[Peer, Socket] = {}
         self._watches: dict[
             Peer, SocketMonitor
-        ] = {}  # each tells when its link's connection breaks or never begins
+        ] = {}  # report broken connections and failed handshakes of the links
         self._keyring = keyring
         self._bulk = BulkLinks(context, self._max_frame + TAG_BYTES, clock)
         self._block_decoder: Decoder[Block] = decoder(Block, KV_MAX_BYTES)
@@ -254,7 +261,7 @@ class ZmqBlocksReceiver(ReceiverEndpoint, Polling[SendMessage]):
         return f"ZmqBlocksReceiver(links={len(self._links)}, {self.session})"
 
     def pull(self, request: PullRequest) -> None:
-        """As `KVTransport.pull`; a room of an address that cannot be connected to is lost at once."""
+        """As `KVTransport.pull`. A room with an unusable address is lost at once."""
         try:
             self._link(request.endpoint)
         except ConfigError as error:
@@ -269,7 +276,7 @@ class ZmqBlocksReceiver(ReceiverEndpoint, Polling[SendMessage]):
         return [*self._links.values(), *watches, *self._bulk.sockets()]
 
     def next_deadline(self, now: float) -> float | None:
-        """When `poll` must be called at the latest; None when only a message can bring news."""
+        """Latest monotonic time of the next `poll`; None: only a message makes it due."""
         if self.has_unread():
             return now
         times = [
@@ -280,6 +287,7 @@ class ZmqBlocksReceiver(ReceiverEndpoint, Polling[SendMessage]):
         return min((at for at in times if at is not None), default=None)
 
     def close(self) -> None:
+        """As `KVTransport.close`."""
         if self._is_open:
             self._perform(self.session.close(self._clock()))
             self._slabs.close()
@@ -315,20 +323,21 @@ class ZmqBlocksReceiver(ReceiverEndpoint, Polling[SendMessage]):
                 self._flush(self._clock())
 
     def _take_in(self, peer: Peer, events: list[tuple[int, int]]) -> None:
-        """What happened to a link. It is closed, since libzmq may have given up on it for good: so it does after a refused
-        handshake, and after bytes that are not ZMTP.
+        """Handles socket events of a link by closing it.
+
+        libzmq may have given up on it for good, as after a refused handshake or bytes that are not ZMTP.
         """
         for event, value in events:
             if event == zmq.EVENT_DISCONNECTED:
                 self._close_link(peer)
                 self._perform(
                     self.session.link_lost(peer, self._clock())
-                )  # opens another while rooms need it
+                )  # opens a new link while rooms need it
                 return
             reason = failure_text(event, value)
             if self._log_throttle.is_due(peer + reason):
                 logger.warning("no link to prefill", extra=fields(endpoint=split_key(peer)[0], reason=reason))
-            self._close_link(peer)  # the session asks again, which opens another
+            self._close_link(peer)  # the session's next request opens a new link
             return
 
     def _turn_bulk(self, peer: Peer, bulk: BulkLink) -> None:
@@ -339,21 +348,24 @@ class ZmqBlocksReceiver(ReceiverEndpoint, Polling[SendMessage]):
                 break
             self._receive_bulk(peer, frames)
         if broken and self._bulk.has(peer, bulk) and self._bulk.lost(peer, broken):
-            pair = self.session.pair_of(peer)  # whose next Welcome brings another ticket
-            self._perform([] if pair is None else [pair.hello(self._clock())])
+            peer_link = self.session.link_of(peer)  # its next Welcome carries a new ticket
+            self._perform([] if peer_link is None else [peer_link.hello(self._clock())])
 
     def _fall_back(self, peer: Peer) -> None:
-        """Over another connection, with which prefill agrees anew, the peer's blocks come as messages or not at all."""
+        """Moves the peer to a new connection and handshake.
+
+        Its blocks then travel as CURVE messages, or its rooms end.
+        """
         self._close_link(peer)
-        pair, now = self.session.pair_of(peer), self._clock()
-        if pair is not None:
-            refusal = pair.fall_back()
+        peer_link, now = self.session.link_of(peer), self._clock()
+        if peer_link is not None:
+            refusal = peer_link.fall_back()
             self._perform(
                 self.session.receive(peer, refusal, now) if refusal else self.session.link_lost(peer, now)
             )
 
     def _receive_bulk(self, peer: Peer, frames: Sequence[memoryview]) -> None:
-        """Handles an unauthenticated message: only a block is accepted, and only one that was pulled."""
+        """Handles an unauthenticated message. Only a block that was pulled is accepted."""
         try:
             if len(frames) != 2:
                 raise RemoteProtocolError(f"{len(frames)} frames where a block has two")
@@ -373,7 +385,7 @@ class ZmqBlocksReceiver(ReceiverEndpoint, Polling[SendMessage]):
             link = self._link(peer)
         except (
             ConfigError
-        ) as error:  # the peer's key was listed when the room was opened, and is not any more
+        ) as error:  # the peer's key has been removed from the list since the room was opened
             raise PeerLost(str(error)) from None
         return Delivered() if try_send(link, [header]) else None
 
@@ -400,7 +412,10 @@ class ZmqBlocksReceiver(ReceiverEndpoint, Polling[SendMessage]):
         return link
 
     def _address(self, peer: Peer) -> tuple[str, Curve | None]:
-        """Where a peer answers and the keys to call it with. Raises ConfigError for a key that is not listed."""
+        """The peer's address, and the keys for it (None without keys).
+
+        Raises ConfigError for a key that is not listed.
+        """
         if self._keyring is None:
             return peer, None
         endpoint, key = split_key(peer)

@@ -1,9 +1,9 @@
-"""Memory that tapes share, handed out again as soon as no tensor refers to it, as in a device's graph pool.
+"""Memory that tapes share and reuse once no tensor refers to it, as in a device's graph pool.
 
-A tape in an arena keeps addresses instead of tensors. Thus the intermediate results of all graphs lie in the same few
-blocks, and a user that needs a result for longer must hold its tensor, as on a device. With `poison`, a block that comes
-free is filled with NaN (-1 for integers), and break bodies, whose results a device takes from its ordinary allocator,
-get them from an arena of their own: a missing reference becomes wrong numbers.
+A tape in an arena keeps addresses instead of tensors. The intermediate results of all graphs therefore share
+a few blocks, and a user that needs a result for longer must hold its tensor, as on a device. With `poison`, a
+freed block is filled with NaN (-1 for integers), so a missing reference produces wrong numbers. The results
+of break bodies come from a device's ordinary allocator; with `poison` they get a separate arena.
 """
 
 import weakref
@@ -35,11 +35,15 @@ class Block:
 
     @property
     def end(self) -> int:
+        """The first byte behind the block."""
         return self.start + self.size
 
 
 class Arena:
-    """Blocks in chunks of `chunk_bytes`; grows by a chunk when nothing free is large enough, never shrinks."""
+    """Blocks in chunks of `chunk_bytes` bytes.
+
+    Adds a chunk when no free block is large enough; never shrinks.
+    """
 
     def __init__(self, chunk_bytes: int = 1 << 22, *, poison: bool = False) -> None:
         self._chunk_bytes = chunk_bytes
@@ -47,7 +51,7 @@ class Arena:
         self._chunks: list[Bytes] = []
         self._free: list[Block] = []
         self._num_used = 0
-        # Filled by finalizers, which may run at any moment; emptied where nobody is half way through the lists.
+        # Finalizers may fill it at any moment. It is emptied only where the lists are consistent.
         self._released: deque[Block] = deque()
 
     @property
@@ -62,11 +66,13 @@ class Arena:
         return self._num_used
 
     def empty_like(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor of this shape, strides and dtype in a block of its own, which is free when its storage is."""
+        """A tensor of this shape, strides and dtype in its own block, which is freed with the tensor's
+        storage.
+        """
         num_bytes = _extent(tensor) * tensor.element_size()
         block = self._take(max(-(-num_bytes // ALIGNMENT), 1) * ALIGNMENT)
         raw = self._chunks[block.chunk][block.start : block.end]
-        # The storage refers to this array and nothing else does: its end is the end of the block.
+        # Only the storage refers to this array, so the array is deleted with the storage and frees the block.
         finalizer = weakref.finalize(raw, self._released.append, block)
         finalizer.atexit = False
         return _shaped(raw, tensor, num_bytes)
@@ -76,10 +82,14 @@ class Arena:
         return self.empty_like(tensor).copy_(tensor)
 
     def owns(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor lies in the arena."""
         return self._chunk_of(tensor) is not None
 
     def unowned(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same memory without a reference that keeps it; a tensor from elsewhere is returned as it is."""
+        """The same memory without a reference that keeps it.
+
+        Tensors outside the arena are returned unchanged.
+        """
         chunk = self._chunk_of(tensor)
         if chunk is None:
             return tensor
@@ -88,7 +98,7 @@ class Arena:
         return _shaped(chunk[start : start + num_bytes], tensor, num_bytes)
 
     def sweep(self) -> None:
-        """Take back all blocks whose tensors are gone."""
+        """Take back the blocks of all deleted tensors."""
         while self._released:
             block = self._released.popleft()
             if self._poison:
@@ -98,7 +108,9 @@ class Arena:
         self._free = _joined(self._free)
 
     def check_integrity(self) -> None:
-        """Assert that free blocks lie apart from each other, inside the chunks, and that used and free make the whole."""
+        """Assert that free blocks lie inside the chunks without overlap, and that used and free bytes add up
+        to the whole.
+        """
         self.sweep()
         for block, following in zip(self._free, self._free[1:], strict=False):
             assert (block.chunk, block.end) < (following.chunk, following.start), (block, following)
@@ -132,7 +144,10 @@ class Arena:
 
 
 class ArenaMemory:
-    """A tape's memory in an arena, shared by all tapes of the backend. `poison` is for tests and bug hunts."""
+    """A tape's memory in an arena, shared by all tapes of the backend.
+
+    `poison` is for tests and debugging.
+    """
 
     def __init__(self, chunk_bytes: int = 1 << 22, *, poison: bool = False) -> None:
         self.pool = Arena(chunk_bytes, poison=poison)
@@ -157,7 +172,7 @@ class ArenaMemory:
 
 
 class _PlaceFresh(DispatchMode):
-    """Moves every fresh result into an arena."""
+    """Moves every new result into an arena."""
 
     def __init__(self, arena: Arena) -> None:
         super().__init__()
@@ -173,7 +188,7 @@ class _PlaceFresh(DispatchMode):
 
 
 def _extent(tensor: torch.Tensor) -> int:
-    """Elements from the first to the last that the strides reach."""
+    """Elements between the first and the last element that the strides reach, both included."""
     if tensor.numel() == 0:
         return 0
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

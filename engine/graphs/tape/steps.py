@@ -1,8 +1,9 @@
-"""From one recorded operation to the cheapest call that does it again.
+"""Finds, for each recorded operation, the cheapest call that repeats it.
 
-A call through the operator object converts each argument by schema; the Python binding of the same operation is about
-twice as fast. Which binding leads to which overload is not documented, so it is found out: the binding is called under a
-mode that runs nothing and must ask for exactly the recorded overload with the recorded arguments.
+A call through the operator object converts each argument by schema; the Python binding of the same operation
+is about twice as fast. The mapping from bindings to overloads is not documented, so it is tested: the binding
+is called under a mode that runs nothing, and must request exactly the recorded overload with the recorded
+arguments.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,25 +19,25 @@ from ..pytree import tensors_of
 Step: TypeAlias = Callable[[], object]
 Call: TypeAlias = tuple[OpOverload, Args, Kwargs]
 
-# One tensor in, its values out in another dtype or layout: a copy into the output is the whole operation.
+# These copy one tensor into another dtype or layout, so a copy into the output repeats them.
 COPYING = frozenset({"aten::clone", "aten::_to_copy"})
-# The contents of their output are nobody's promise.
+# The contents of their output are undefined.
 UNFILLED = frozenset(
     {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided"}
 )
 
 
 class StepMaker:
-    """Makes steps; remembers which overload writes into a given output, and which binding leads to an overload."""
+    """Makes steps. Remembers the `out` overload of each operation and the binding of each overload."""
 
     def __init__(self) -> None:
         self._out_overloads: dict[OpOverload, OpOverload | None] = {}
         self._bindings: dict[object, Callable[..., object]] = {}
 
     def make(self, call: Call, outputs: Sequence[torch.Tensor | None]) -> Step | None:
-        """The step that repeats `call`; None when there is nothing to do.
+        """The step that repeats `call`; None if there is nothing to do.
 
-        `outputs`: where each tensor result of the call is to lie, None for a result that aliases an argument.
+        `outputs`: the place of each tensor result of the call, None for a result that aliases an argument.
         """
         func, args, kwargs = call
         fresh = [output for output in outputs if output is not None]
@@ -69,9 +70,10 @@ class StepMaker:
 
 
 def _find_out_overload(func: OpOverload) -> OpOverload | None:
-    """The overload with the same arguments plus one `out`, if it has a kernel of its own.
+    """The overload with the same arguments plus one `out`, if it has its own kernel; else None.
 
-    Many were generated: they run the functional one and copy, with much ado. Then running and copying is better.
+    Many are generated: they run the functional overload and copy, with more overhead than a plain run and
+    copy.
     """
     packet = func.overloadpacket
     wanted = [(argument.name, str(argument.type)) for argument in func._schema.arguments]
@@ -86,7 +88,9 @@ def _find_out_overload(func: OpOverload) -> OpOverload | None:
 
 
 def _same_arguments(rest: list[tuple[str, str]], wanted: list[tuple[str, str]]) -> bool:
-    """Equal, or `wanted` has dtype, layout, device and the like behind, which an output already answers."""
+    """Whether the arguments are equal, or `wanted` only adds dtype, layout, device and the like, which an
+    output implies.
+    """
     options = {"dtype", "layout", "device", "pin_memory", "memory_format"}
     return rest == wanted or (
         rest == wanted[: len(rest)] and {name for name, _ in wanted[len(rest) :]} <= options
@@ -104,22 +108,24 @@ def _run_and_copy(run: Step, outputs: Sequence[torch.Tensor | None]) -> None:
             output.copy_(result)
 
 
-def _signature(nest: object, seen: list[torch.Tensor]) -> object:
-    """Hashable; equal for calls that differ in the contents, sizes and places of their tensors alone."""
-    if isinstance(nest, torch.Tensor):
-        place = next((i for i, tensor in enumerate(seen) if tensor is nest), len(seen))
+def _signature(tree: object, seen: list[torch.Tensor]) -> object:
+    """A hashable value, equal for calls that differ only in the contents, sizes and addresses of their
+    tensors.
+    """
+    if isinstance(tree, torch.Tensor):
+        place = next((i for i, tensor in enumerate(seen) if tensor is tree), len(seen))
         if place == len(seen):
-            seen.append(nest)
-        return place, nest.dtype, nest.dim()
-    if isinstance(nest, dict):
-        return tuple((name, _signature(value, seen)) for name, value in nest.items())
-    if isinstance(nest, (tuple, list)):
-        return type(nest), *(_signature(item, seen) for item in nest)
-    return type(nest), nest
+            seen.append(tree)
+        return place, tree.dtype, tree.dim()
+    if isinstance(tree, dict):
+        return tuple((name, _signature(value, seen)) for name, value in tree.items())
+    if isinstance(tree, (tuple, list)):
+        return type(tree), *(_signature(item, seen) for item in tree)
+    return type(tree), tree
 
 
 def _find_binding(call: Call) -> Callable[..., object]:
-    """The Python binding that leads to the call's overload; the overload itself when there is none."""
+    """The Python binding that reaches the call's overload; the overload itself if there is none."""
     func, args, kwargs = call
     for binding in _bindings(func):
         if _asks_for(partial(binding, *args, **kwargs), call):
@@ -137,7 +143,7 @@ def _bindings(func: OpOverload) -> Iterator[Callable[..., object]]:
 
 
 def _asks_for(step: Step, call: Call) -> bool:
-    """Whether `step` comes down to exactly what `call` comes down to."""
+    """Whether `step` requests exactly the operation and arguments that `call` requests."""
     func, args, kwargs = call
     direct, through = _Probe(), _Probe()
     with direct:
@@ -161,7 +167,7 @@ def _is_same(one: object, other: object) -> bool:
 
 
 class _Probe(DispatchMode):
-    """Notes what would run, and runs nothing."""
+    """Records the requested operation without running it."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,10 +1,12 @@
-"""The CPU backend: a dispatch mode writes down the operations of a segment, and a flat loop repeats them.
+"""The CPU backend: a dispatch mode records the operations of a segment, and a flat loop repeats them.
 
-It keeps what a device graph keeps, no more: addresses, shapes and scalars. Python branches, weights and buffers are
-frozen, outputs are overwritten by the next replay, and host reads are refused. Hence what breaks on a device breaks here.
+It keeps exactly what a device graph keeps: addresses, shapes and scalars. Python branches, weights and
+buffers are frozen, the next replay overwrites outputs, and host reads are refused. Code that fails on a
+device therefore fails here.
 
-Whether a result is a view or fresh memory is told by comparing storages when the operation runs: schemas declare that
-`reshape` and `to` may alias and leave open whether they did. Views need no replay, since addresses do not change.
+A result is a view or new memory. The recorder finds out by comparing storages when the operation runs,
+because the schemas of `reshape` and `to` leave aliasing open. Views need no replay, since addresses
+do not change.
 """
 
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -21,27 +23,27 @@ from .steps import Call, Step, StepMaker
 
 
 class TapeMemory(Protocol):
-    """The memory of recorded operations' results."""
+    """The memory for results of recorded operations."""
 
     def place(self, fresh: torch.Tensor) -> torch.Tensor:
-        """The tensor that code under capture goes on with: `fresh` or an equal one elsewhere."""
+        """The tensor with which code under capture continues: `fresh` or an equal one elsewhere."""
 
     def bind(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tape's entry for `tensor`: the same memory, not necessarily a reference that keeps it."""
+        """The tape's entry for `tensor`: the same memory, but not necessarily a reference that keeps it."""
 
     def counts(self, bound: torch.Tensor) -> bool:
-        """Whether a tape that holds `bound` is what keeps its memory."""
+        """Whether a tape that holds `bound` keeps its memory alive."""
 
     def eager_region(self) -> AbstractContextManager[object]:
-        """Around break bodies."""
+        """The context of break bodies."""
 
     @property
     def num_bytes(self) -> int:
-        """Memory shared by all tapes."""
+        """Bytes shared by all tapes."""
 
 
 class KeptMemory:
-    """Each result stays where its operation put it, and each tape keeps all of its results."""
+    """Memory in which each result stays where its operation put it. Each tape keeps all of its results."""
 
     num_bytes = 0
 
@@ -75,7 +77,7 @@ class TapeSegment:
 
 
 class TapeBackend(GraphBackend):
-    """Segments as lists of bound calls. `memory` decides where their results lie."""
+    """Segments as lists of bound calls. `memory` chooses the place of their results."""
 
     name = "tape"
 
@@ -86,6 +88,7 @@ class TapeBackend(GraphBackend):
         self._open: tuple[TapeSegment, ExitStack] | None = None
 
     def open_segment(self) -> None:
+        """As `GraphBackend.open_segment`. Raises GraphError outside a capture or inside an open segment."""
         if self._open is not None or not self.is_capturing:
             raise GraphError("a tape segment opens once, inside a capture")
         segment, modes = TapeSegment(), ExitStack()
@@ -95,6 +98,7 @@ class TapeBackend(GraphBackend):
         self._open = (segment, modes)
 
     def close_segment(self) -> TapeSegment:
+        """As `GraphBackend.close_segment`. Raises GraphError without an open segment."""
         if self._open is None:
             raise GraphError("no tape segment is open")
         segment, modes = self._open
@@ -117,7 +121,7 @@ class TapeBackend(GraphBackend):
 
 
 class _Recorder(DispatchMode):
-    """Runs each operation and writes down what a replay must repeat of it."""
+    """Runs each operation and records the part that a replay must repeat."""
 
     def __init__(
         self, segment: TapeSegment, memory: TapeMemory, maker: StepMaker, guard: HostReadGuard
@@ -137,7 +141,7 @@ class _Recorder(DispatchMode):
         return result
 
     def _place(self, result: object, known: set[int]) -> object:
-        """`result`, with its fresh tensors where the memory wants them."""
+        """`result`, with its new tensors in the places chosen by the memory."""
         if isinstance(result, torch.Tensor):
             return result if storage_of(result) in known else self._memory.place(result)
         return map_items(result, lambda item: self._place(item, known))
@@ -156,5 +160,5 @@ class _Recorder(DispatchMode):
         kept = [output for output in outputs if output is not None and self._memory.counts(output)]
         self._segment.num_bytes += sum(output.untyped_storage().nbytes() for output in kept)
 
-    def _bind(self, nest: object) -> object:
-        return self._memory.bind(nest) if isinstance(nest, torch.Tensor) else map_items(nest, self._bind)
+    def _bind(self, tree: object) -> object:
+        return self._memory.bind(tree) if isinstance(tree, torch.Tensor) else map_items(tree, self._bind)

@@ -45,16 +45,13 @@ def test_an_ended_request_takes_no_more_tokens():
         request.append([9], EOS)
 
 
-def test_lengths_follow_from_prompt_output_and_computed():
+def test_lengths_follow_from_prompt_and_output():
     request = make_request(max_new_tokens=9)
-    assert (request.num_prompt, request.num_tokens, request.remaining_prompt) == (3, 3, 3)
+    assert (request.num_prompt, request.num_tokens) == (3, 3)
     with pytest.raises(AssertionError, match="no output"):
         _ = request.bonus_token
-    request.num_computed = 2
-    assert request.remaining_prompt == 1
     request.append([8, 9], EOS)
-    request.num_computed = 4
-    assert (request.num_tokens, request.remaining_prompt, request.bonus_token) == (5, 0, 9)
+    assert (request.num_tokens, request.bonus_token) == (5, 9)
     assert request.all_ids == [5, 6, 7, 8, 9]
 
 
