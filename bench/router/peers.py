@@ -1,4 +1,4 @@
-"""The comparison of `baton bench router`: an HTTP backend that answers at once, and proxies in front of it."""
+"""The baselines of `baton bench router`: an HTTP backend that answers at once, and proxies in front of it."""
 
 import asyncio
 import shutil
@@ -64,13 +64,13 @@ class Backend(asyncio.Protocol):
 
 
 async def serve(port: int) -> None:
-    """Never ends; whoever started it does that."""
+    """Serves on `port` until the process is killed."""
     server = await asyncio.get_running_loop().create_server(Backend, "127.0.0.1", port, backlog=1024)
     await server.serve_forever()
 
 
 def commands(folder: Path, python: str, target: int, ports: dict[str, int]) -> dict[str, list[str]]:
-    """The command of each proxy that is installed; `python` is an interpreter that has aiohttp and sglang-router."""
+    """The command of each installed proxy. `python` is an interpreter with aiohttp and sglang-router."""
     found: dict[str, list[str]] = {}
     if shutil.which("nginx"):
         config = folder / "nginx.conf"
@@ -95,7 +95,7 @@ def commands(folder: Path, python: str, target: int, ports: dict[str, int]) -> d
 
 
 def main(argv: Sequence[str]) -> None:
-    """`PORT`: the backend."""
+    """Runs the backend on the port in `argv`."""
     uvloop.run(serve(int(argv[0])))
 
 

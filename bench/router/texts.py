@@ -1,7 +1,7 @@
 """Request bodies for wrk: one constant body of token ids, or chats that are all different.
 
-A router may cache text that it has seen, so each chat is one of a thousand excerpts of English prose (Python's manual) with
-three new words in it.
+A router may cache text. Each chat is therefore one of a thousand excerpts of English prose (Python's manual)
+with three new words in it.
 """
 
 import json
@@ -43,12 +43,12 @@ end
 
 
 def same(key: str, body: Mapping[str, object]) -> str:
-    """A script that sends one body again and again."""
+    """A wrk script that sends the same body each time."""
     return SAME % (key, _lua(json.dumps(body)))
 
 
 def different(key: str, body: Mapping[str, object]) -> str:
-    """A script that sends `body` with other messages each time."""
+    """A wrk script that sends `body` with different messages each time."""
     mark = secrets.token_hex(8)
     asked = {**body, "messages": [{"role": "user", "content": mark}]}
     before, after = json.dumps(asked).split(mark)
@@ -61,7 +61,7 @@ def different(key: str, body: Mapping[str, object]) -> str:
 
 
 def excerpts() -> list[str]:
-    """Pieces of prose of TEXT_CHARS characters that begin and end with a word."""
+    """Excerpts of about TEXT_CHARS characters that begin and end with a whole word."""
     words = " ".join(topics.topics.values()).split()
     found: list[str] = []
     line: list[str] = []
@@ -81,10 +81,13 @@ def _halves(text: str) -> tuple[str, str]:
 
 
 def _inner(text: str) -> str:
-    """As it stands within a JSON string."""
+    """`text` escaped for the inside of a JSON string."""
     return json.dumps(text)[1:-1]
 
 
 def _lua(text: str) -> str:
-    """A string of Lua: JSON's escapes of quotes and backslashes are Lua's, too, and `text` is ASCII without controls."""
+    """`text` as a Lua string literal.
+
+    Lua and JSON escape quotes and backslashes alike. `text` must be ASCII without control characters.
+    """
     return json.dumps(text)

@@ -24,7 +24,7 @@ UNITS = {
 
 
 def as_table(found: Sequence[Figures]) -> str:
-    """Rows, then what the endpoint said and what went wrong. Times are milliseconds."""
+    """A table row per run, then the endpoint's own figures and the errors. Times are milliseconds."""
     lines = ["Times in milliseconds.", "", f"| {' | '.join(HEAD)} |", "|---" * len(HEAD) + "|"]
     lines += [_row(figures) for figures in found]
     lines += ["", *(line for figures in found for line in _notes(figures))]
@@ -58,7 +58,8 @@ def _notes(figures: Figures) -> list[str]:
         lines.append(f"{figures.load}, says the endpoint: {', '.join(said)}")
     if figures.late_ms > LATE_MS:
         lines.append(
-            f"{figures.load}: requests were sent up to {figures.late_ms:.0f} ms late (p99), which is in their times: this "
+            f"{figures.load}: requests were sent up to {figures.late_ms:.0f} ms late (p99), which is in "
+            "their times: this "
             "process had too little CPU"
         )
     return lines
