@@ -68,8 +68,18 @@ def requests(bench: RouterBench, options: argparse.Namespace) -> list[str]:
                 )
             behind.setdefault("workers", []).append(bench.workers_alone(options.seconds / 2))
     behind["backend"] = alone["backend alone"]
-    lines = header("way", "req/s best", "median", "p50 ms", "p99 ms", "alone p50 ms", "added p50 ms", "CPU us/request",
-                   "2 cores, computed", "errors")  # fmt: skip
+    lines = header(
+        "way",
+        "req/s best",
+        "median",
+        "p50 ms",
+        "p99 ms",
+        "alone p50 ms",
+        "added p50 ms",
+        "CPU us/request",
+        "2 cores, computed",
+        "errors",
+    )
     for name, runs in samples.items():
         base = min(behind["workers" if name.startswith("baton") else "backend"])
         lines.append(row(name, runs, min(alone[name]), base, *computed(runs)))
@@ -83,8 +93,17 @@ def pair(bench: RouterBench, options: argparse.Namespace) -> list[str]:
     os.sched_setaffinity(0, cores[2:] if has_others else cores)
     try:
         base = bench.workers_alone(options.seconds / 2)
-        lines = header("way", "req/s best", "median", "p50 ms", "p99 ms", "alone p50 ms", "added p50 ms", "CPU us/request",
-                       "errors")  # fmt: skip
+        lines = header(
+            "way",
+            "req/s best",
+            "median",
+            "p50 ms",
+            "p99 ms",
+            "alone p50 ms",
+            "added p50 ms",
+            "CPU us/request",
+            "errors",
+        )
         with bench.pair(cores[:2] if has_others else [None, None]) as (routers, port):
             for kind in (IDS, CHAT):
                 num, rounds = 3 * options.connections, range(options.rounds)

@@ -10,7 +10,8 @@ import httptools
 import uvloop
 
 ANSWER = (
-    b'{"id":"chatcmpl-6b9ea02d47124aa5f0619826","object":"chat.completion","created":1795180426,"model":"bench","choices":'
+    b'{"id":"chatcmpl-6b9ea02d47124aa5f0619826","object":"chat.completion","created":1795180426,'
+    b'"model":"bench","choices":'
     b'[{"index":0,"message":{"content":"AAAAAAAAAAAAAAAA","role":"assistant","refusal":null},"logprobs":null,'
     b'"finish_reason":"length"}],"usage":{"prompt_tokens":18,"completion_tokens":16,"total_tokens":34}}'
 )
@@ -38,7 +39,8 @@ NGINX = """
 daemon off; worker_processes 1; pid %(folder)s/nginx.pid; error_log stderr crit;
 events { worker_connections 4096; }
 http {
-  access_log off; client_body_temp_path %(folder)s/b; proxy_temp_path %(folder)s/p; fastcgi_temp_path %(folder)s/f;
+  access_log off; client_body_temp_path %(folder)s/b;
+  proxy_temp_path %(folder)s/p; fastcgi_temp_path %(folder)s/f;
   uwsgi_temp_path %(folder)s/u; scgi_temp_path %(folder)s/s;
   upstream backend { server 127.0.0.1:%(target)d; keepalive 64; }
   server {

@@ -67,10 +67,19 @@ class FakeWorker:
         self._decoder = control_down_decoder()
         is_prefill = role == "prefill"
         self._hello = Hello(
-            role=role, instance=self.instance, protocol=PROTOCOL_MAJOR, fingerprint="bench", model="bench",
-            kv_endpoint="ipc:///nowhere" if is_prefill else "", pages_total=PAGES, page_size=16, max_context=1 << 24,
-            max_running=0, takes=YOUNG_FIELDS, takes_batches=True,
-        )  # fmt: skip
+            role=role,
+            instance=self.instance,
+            protocol=PROTOCOL_MAJOR,
+            fingerprint="bench",
+            model="bench",
+            kv_endpoint="ipc:///nowhere" if is_prefill else "",
+            pages_total=PAGES,
+            page_size=16,
+            max_context=1 << 24,
+            max_running=0,
+            takes=YOUNG_FIELDS,
+            takes_batches=True,
+        )
 
     def send(self, message: ControlUp) -> None:
         self._outbox.append(pack(message))

@@ -34,10 +34,15 @@ def as_table(found: Sequence[Figures]) -> str:
 def _row(figures: Figures) -> str:
     goodput = "" if figures.goodput_per_s is None else f"{figures.goodput_per_s:.2f}"
     cells = [
-        figures.load, str(figures.num_ok), str(sum(figures.errors.values())), f"{figures.requests_per_s:.2f}", goodput,
-        f"{figures.prompt_tokens_per_s:.0f}", f"{figures.output_tokens_per_s:.0f}",
+        figures.load,
+        str(figures.num_ok),
+        str(sum(figures.errors.values())),
+        f"{figures.requests_per_s:.2f}",
+        goodput,
+        f"{figures.prompt_tokens_per_s:.0f}",
+        f"{figures.output_tokens_per_s:.0f}",
         *map(_spread, (figures.ttft, figures.itl, figures.tpot, figures.e2e)),
-    ]  # fmt: skip
+    ]
     return f"| {' | '.join(cells)} |"
 
 

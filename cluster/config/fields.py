@@ -104,7 +104,7 @@ def nowhere(name: str) -> str:
     return ""
 
 
-# --- values -----------------------------------------------------------------------------------------------------------
+# --- values -------------------------------------------------------------------------------------------------
 
 
 def parse_text(text: str, kind: type, source: str) -> Value:
@@ -165,7 +165,7 @@ def check_fields(config: object) -> None:
         check_range(value, describe(field), name)
 
 
-# --- places that values come from -------------------------------------------------------------------------------------
+# --- places that values come from ---------------------------------------------------------------------------
 
 
 class _Parser(argparse.ArgumentParser):

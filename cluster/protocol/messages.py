@@ -32,7 +32,7 @@ from .message_parts import Count, Id, Message, Small, Text, TokenId, TokenIds, T
 
 PROTOCOL_MAJOR = 1
 
-# --- what messages are made of ---------------------------------------------------------------------------------------
+# --- what messages are made of ------------------------------------------------------------------------------
 
 
 class Sampling(Struct, frozen=True, kw_only=True):
@@ -142,7 +142,7 @@ class WorkerStats(Struct, frozen=True, kw_only=True):
     counters: dict[Text, float] = {}  # monotonic; name -> total
 
 
-# --- control plane: worker -> router ----------------------------------------------------------------------------------
+# --- control plane: worker -> router ------------------------------------------------------------------------
 
 
 class Hello(Message, frozen=True, kw_only=True):
@@ -303,7 +303,7 @@ ControlUp = (
 )
 
 
-# --- control plane: router -> worker ----------------------------------------------------------------------------------
+# --- control plane: router -> worker ------------------------------------------------------------------------
 
 
 class Welcome(Message, frozen=True, kw_only=True):

@@ -144,7 +144,7 @@ def load_keyring(directory: str, role: str) -> Keyring | None:
     return keyring
 
 
-# --- addresses --------------------------------------------------------------------------------------------------------
+# --- addresses ----------------------------------------------------------------------------------------------
 
 
 def with_key(endpoint: str, public: str) -> str:
@@ -159,7 +159,7 @@ def split_key(endpoint: str) -> tuple[str, str]:
     return (address, key) if mark and is_key else (endpoint, "")
 
 
-# --- files ------------------------------------------------------------------------------------------------------------
+# --- files --------------------------------------------------------------------------------------------------
 
 
 def make_key(role: str, name: str) -> KeyFile:

@@ -98,7 +98,7 @@ class Answer:
             for entry in self._entries:
                 self._dispatcher.client_left(entry)
 
-    # --- the two forms ------------------------------------------------------------------------------------------------
+    # --- the two forms --------------------------------------------------------------------------------------
 
     async def _collect(self, sink: AnswerSink) -> None:
         pieces: list[list[Piece]] = [[] for _ in self._choices]
@@ -166,7 +166,7 @@ class Answer:
             best += sorted(tries, key=lambda i: -self._choices[i].mean_logprob)[: options.num_choices]
         return best
 
-    # --- events -------------------------------------------------------------------------------------------------------
+    # --- events ---------------------------------------------------------------------------------------------
 
     @property
     def _is_done(self) -> bool:
@@ -210,7 +210,7 @@ class Answer:
             self._dispatcher.stopped(self._entries[index])
         return piece
 
-    # --- accounts -----------------------------------------------------------------------------------------------------
+    # --- accounts -------------------------------------------------------------------------------------------
 
     def _usage(self) -> Usage:
         num_prompt = num_output = drafted = accepted = cached = 0

@@ -176,7 +176,7 @@ class ResponseBuilder:
         made.error = error.body
         return self._event("response.failed", response=made)
 
-    # --- items --------------------------------------------------------------------------------------------------------
+    # --- items ----------------------------------------------------------------------------------------------
 
     def _add_text(self, piece: Piece) -> bytes:
         events = b""
@@ -239,7 +239,7 @@ class ResponseBuilder:
     def _place(self) -> dict[str, object]:
         return {"item_id": self._items[-1].id, "output_index": len(self._items) - 1, "content_index": 0}
 
-    # --- objects ------------------------------------------------------------------------------------------------------
+    # --- objects --------------------------------------------------------------------------------------------
 
     def _event(self, kind: str, **fields: object) -> bytes:
         event = Event(kind, self._num_events, **fields)  # type: ignore[arg-type]

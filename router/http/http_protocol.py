@@ -108,7 +108,7 @@ class HttpProtocol(asyncio.Protocol):
         """Whether no request is being read or answered."""
         return self._exchange is None and self._incoming is None and not self._has_begun
 
-    # --- the transport's side -----------------------------------------------------------------------------------------
+    # --- the transport's side -------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport = cast(
@@ -184,7 +184,7 @@ class HttpProtocol(asyncio.Protocol):
         self._rest = None
         return data
 
-    # --- the parser's side --------------------------------------------------------------------------------------------
+    # --- the parser's side ----------------------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
         if self._is_resuming:
@@ -264,7 +264,7 @@ class HttpProtocol(asyncio.Protocol):
         self._fault = fault
         raise Refused
 
-    # --- the exchange's side ------------------------------------------------------------------------------------------
+    # --- the exchange's side --------------------------------------------------------------------------------
 
     def answered(self, status: int) -> bool:
         """Counts an answer. False when its head must announce that the connection closes after it."""
@@ -322,7 +322,7 @@ class HttpProtocol(asyncio.Protocol):
         self._await(WRITE_STALL_S if self.is_paused else None)
         self._server.begin(exchange)
 
-    # --- ends ---------------------------------------------------------------------------------------------------------
+    # --- ends -----------------------------------------------------------------------------------------------
 
     def on_deadline(self) -> None:
         """A deadline has passed: refuses, closes or aborts."""

@@ -173,7 +173,7 @@ class HttpServer:
         for connection in list(self._connections):
             connection.abort()
 
-    # --- for connections ----------------------------------------------------------------------------------------------
+    # --- for connections ------------------------------------------------------------------------------------
 
     def joined(self, connection: HttpProtocol) -> bool:
         """Registers a connection. False when there are too many."""

@@ -169,7 +169,7 @@ class Room:
         """The workers that may hold something of this room."""
         return self._pending.instances
 
-    # --- commands -----------------------------------------------------------------------------------------------------
+    # --- commands -------------------------------------------------------------------------------------------
 
     def place(self, pair: Pair, now: float) -> list[Effect]:
         """Starts the next attempt on `pair`. The room must be QUEUED."""
@@ -269,7 +269,7 @@ class Room:
                 effects += self._attempt_failed("Timeout", "a worker made no progress", True, now)
         return effects
 
-    # --- events from workers ------------------------------------------------------------------------------------------
+    # --- events from workers --------------------------------------------------------------------------------
 
     def on(self, message: RoomEvent, instance: str, now: float) -> list[Effect]:
         """Handles one message about this room from worker `instance`."""
@@ -373,7 +373,7 @@ class Room:
         deadline_ms = 0 if self.deadline is None else max(1, int((self.deadline - now) * 1000))
         return attempt.orders(self.room, self.prompt_ids, self.output_ids, self.sampling, deadline_ms)
 
-    # --- tokens to the client -----------------------------------------------------------------------------------------
+    # --- tokens to the client -------------------------------------------------------------------------------
 
     def _advance(self, attempt: Attempt, now: float) -> list[Effect]:
         """Delivers all tokens that are contiguous now."""
@@ -413,7 +413,7 @@ class Room:
         done = Outcome(attempt.pair.decode, self.epoch, True)
         return [Ended(finished.reason), done, *freed, *self._close(now)]
 
-    # --- ends ---------------------------------------------------------------------------------------------------------
+    # --- ends -----------------------------------------------------------------------------------------------
 
     def _blame(self, *instances: str) -> list[Effect]:
         self.failed_on.update(instances)

@@ -125,7 +125,7 @@ class Dispatcher:
         """The largest request that live pairs can serve; None without any."""
         return live_limits(self.registry)
 
-    # --- the client's side --------------------------------------------------------------------------------------------
+    # --- the client's side ----------------------------------------------------------------------------------
 
     def submit(self, jobs: Sequence[Job], inbox: Inbox, tag: Tag | None = None) -> list[Entry]:
         """Takes all jobs of one client request; their events arrive in `inbox`. Raises ApiError and then takes none."""
@@ -184,7 +184,7 @@ class Dispatcher:
         self._waiting.join(entry)
         return entry
 
-    # --- the workers' side --------------------------------------------------------------------------------------------
+    # --- the workers' side ----------------------------------------------------------------------------------
 
     def on_message(self, identity: bytes, message: ControlUp) -> None:
         """Handles one message from a worker's connection."""
@@ -279,7 +279,7 @@ class Dispatcher:
             )
             self._perform(entry, lost, now)
 
-    # --- time ---------------------------------------------------------------------------------------------------------
+    # --- time -----------------------------------------------------------------------------------------------
 
     def tick(self, *, is_behind: bool = False) -> None:
         """Runs the timers of workers, rooms, waits and clients that do not read.
@@ -330,7 +330,7 @@ class Dispatcher:
         elif now - since >= self._timeouts.pair_s:
             self._perform(entry, entry.room.give_up("PeerLost", "no pair is left to go on with", now), now)
 
-    # --- effects ------------------------------------------------------------------------------------------------------
+    # --- effects --------------------------------------------------------------------------------------------
 
     def _admit(self, now: float) -> None:
         """Places waiting rooms by rank until one finds all its pairs full, so that no room is overtaken forever."""

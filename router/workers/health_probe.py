@@ -132,7 +132,7 @@ class HealthProbes:
     def _on_worker(self, instance: str) -> list[HealthProbe]:
         return [one for one in self._probes.values() if instance in one.room.instances]
 
-    # --- where the next one goes --------------------------------------------------------------------------------------
+    # --- where the next one goes ----------------------------------------------------------------------------
 
     @property
     def _asked(self) -> set[PairNames]:
@@ -189,7 +189,7 @@ class HealthProbes:
         self.pair_health.asked(*probe.names, now)
         self._perform(probe, effects, now)
 
-    # --- what becomes of it -------------------------------------------------------------------------------------------
+    # --- what becomes of it ---------------------------------------------------------------------------------
 
     def _perform(self, probe: HealthProbe, effects: list[Effect], now: float) -> None:
         room = probe.room
