@@ -136,7 +136,8 @@ def _seconds(run: Callable[[], object], device: torch.device, repeats: int = 20)
     for _ in range(repeats + 3):
         began = time.perf_counter()
         if device.type == "cuda":
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             start.record()
             run()
             end.record()

@@ -1,5 +1,6 @@
-"""Groups of settings, one frozen dataclass each; a role combines several. The first docstring line is the group's title in
-`--help`.
+"""Groups of settings, one frozen dataclass each. A role combines several groups.
+
+The first docstring line of a group is its title in `--help`.
 """
 
 from collections.abc import Mapping
@@ -29,11 +30,11 @@ SLAB_SETTING = Setting(
 )
 
 
-MAX_FEATURE_LAYERS = 64  # as many as a layout may name
+MAX_FEATURE_LAYERS = 64  # the bound of a layout's list
 
 
 def layers_fault(text: str) -> str:
-    """What is wrong with the setting `text`, as the end of a sentence that begins with it; "" when nothing is."""
+    """The fault of the setting `text`, as the end of a sentence that begins with it; "" if valid."""
     ids = text.split(",") if text else []
     if not all(layer.isascii() and layer.isdigit() for layer in ids):
         return "is no list of layers: write their numbers from 0 on, such as 2,14,25"

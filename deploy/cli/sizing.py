@@ -9,10 +9,10 @@ chunks of c tokens, a prefill rate of r tokens/s, a link of B bytes/s and a fixe
     exposed                      l_last - t_last + f
     hidden completely when       B >= b * r
 
-Here n is the number of tokens in chunks 0..i, and s the time that attention adds per token and token before it.
-d_i is the bytes of the blocks that chunk i fills; the last chunk includes the remainder. The hand-off lasts from
-the first announcement to the last block. Its exposed part follows the end of prefill, when token 1 is sent
-already.
+Here n is the number of tokens in chunks 0..i, and s the time that attention adds per token and token before
+it. d_i is the bytes of the blocks that chunk i fills; the last chunk includes the remainder. The hand-off
+lasts from the first announcement to the last block. Its exposed part follows the end of prefill, when token 1
+is sent already.
 
 Workers: prefill by its rate at `PREFILL_BUSY` of its time; decode by Little's law, at most `DECODE_FULL` of
 its places.

@@ -22,7 +22,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import msgspec
 
@@ -175,15 +175,15 @@ def _parser() -> argparse.ArgumentParser:
         made.set_defaults(action=action)
         return made
 
-    several = {"dest": "roles", "action": "append", "choices": ROLES, "metavar": "ROLE"}
-    window = {
+    several: dict[str, Any] = {"dest": "roles", "action": "append", "choices": ROLES, "metavar": "ROLE"}
+    window: dict[str, Any] = {
         "type": float,
         "default": WINDOW_H,
         "metavar": "H",
         "help": f"hours that older keys stay ({WINDOW_H:g})",
     }
     made = command("init", "make key pairs", _init)
-    made.add_argument("--role", help="router, prefill or decode; may be repeated (all three)", **several)  # type: ignore[arg-type]
+    made.add_argument("--role", help="router, prefill or decode; may be repeated (all three)", **several)
     made.add_argument("--name", default=_host(), help="who this is (the host's name)")
     made = command("add", "admit a peer's key", _add)
     made.add_argument("public", metavar="KEY", help="its public key, as init or rotate printed it")
@@ -191,10 +191,10 @@ def _parser() -> argparse.ArgumentParser:
         "--role", required=True, choices=ROLES, metavar="ROLE", help="router, prefill or decode"
     )
     made.add_argument("--name", required=True, help="who it is; its older keys end after the window")
-    made.add_argument("--window-h", **window)  # type: ignore[arg-type]
+    made.add_argument("--window-h", **window)
     made = command("rotate", "replace this host's key pairs", _rotate)
-    made.add_argument("--role", help="whose; may be repeated (all that are here)", **several)  # type: ignore[arg-type]
-    made.add_argument("--window-h", **window)  # type: ignore[arg-type]
+    made.add_argument("--role", help="whose; may be repeated (all that are here)", **several)
+    made.add_argument("--window-h", **window)
     made = command("remove", "admit a key no longer", _remove)
     made.add_argument("public", metavar="KEY", help="the public key")
     command("list", "show who is admitted", _list)

@@ -156,7 +156,10 @@ def child_specs(
 def child_config(
     cls: type[RoleConfig], config: UpConfig, env: Mapping[str, str], wiring: Mapping[str, Value], threads: int
 ) -> RoleConfig:
-    """The config of one child (step 2 in `launcher`). No other source may override the endpoints in `wiring`."""
+    """The config of one child (step 2 in `launcher`).
+
+    No other source may override the endpoints in `wiring`.
+    """
     flags = [f"{flag_of(name)}={as_text(value)}" for name, value in wiring.items()]
     flags += [f"--config={config.config}"] if config.config else []
     defaults: dict[str, Value] = {}
