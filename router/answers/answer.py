@@ -1,8 +1,8 @@
 """The answer to one generation request: a JSON object, or server-sent events.
 
-One task serves a request. It waits on its inbox, turns all waiting events into one write, and ends when every choice has
-ended, when the request failed, or when the client left. When a stop string ends a choice, its text goes out at once; only
-the usage at the end of the answer waits a moment for the decode worker's token counts.
+One task serves a request. It waits on its inbox, turns all waiting events into one write, and ends when every
+choice has ended, when the request failed, or when the client left. When a stop string ends a choice, its text
+goes out at once; only the usage at the end of the answer waits briefly for the decode worker's token counts.
 """
 
 import asyncio
@@ -81,10 +81,13 @@ class Answer:
         self._options = options
         self._named = [
             (b"x-request-id", entries[0].request.tag.reply_id.encode())
-        ]  # as /requests/ID knows it
+        ]  # the state in /requests/ID
 
     async def serve(self, sink: AnswerSink) -> None:
-        """Writes the answer to its end. Every room of the request is closed afterwards, also after an error."""
+        """Writes the answer to its end.
+
+        Every room of the request is closed afterwards, also after an error.
+        """
         self._inbox.own()
         sink.when_left(lambda: self._inbox.put(0, Disconnected()))
         try:
@@ -181,7 +184,10 @@ class Answer:
         return any([entry.room.is_settling for entry in self._entries])
 
     async def _settle(self) -> None:
-        """Waits for the decode worker's counts of choices that a stop string ended. The rooms bound the wait."""
+        """Waits for the decode worker's token counts of choices that ended at a stop string.
+
+        The rooms bound the wait.
+        """
         while self._is_settling:
             self._absorb(await self._inbox.take())
 
@@ -204,7 +210,7 @@ class Answer:
         choice = self._choices[index]
         try:
             piece = choice.add(event)
-        except ValueError:  # a worker that sent no log probabilities
+        except ValueError:  # a worker sent no log probabilities
             raise upstream("A worker failed to serve this request. Try again.", "worker_failed") from None
         if piece.finish:
             self._dispatcher.stopped(self._entries[index])
@@ -240,7 +246,10 @@ class Answer:
 
 
 def error_of(event: Failure) -> ApiError:
-    """The client's error for a failure. Each kind has a fixed message, since a worker's own message may name its host."""
+    """The client's error for a failure.
+
+    Each kind has a fixed message, since a worker's own message may name its host.
+    """
     if event.kind == "NoWorkers" or event.kind == "Shutdown":
         return unavailable(event.message)
     if event.kind in ("QueueTimeout", OVERLOADED):

@@ -1,4 +1,4 @@
-"""Answers of /v1/responses: one object, or the events by which it grows. The order of the events:
+"""Answers of /v1/responses: one object, or a stream of events. The order of the events:
 
 response.created, response.in_progress
 per item     response.output_item.added ... response.output_item.done
@@ -154,7 +154,7 @@ class ResponseBuilder:
         )
 
     def chunk(self, index: int, piece: Piece, usage: Usage | None = None) -> bytes:
-        """What a piece adds to the items."""
+        """The events for a piece."""
         events = self._add_text(piece) if piece.text or piece.logprobs else b""
         for call in piece.calls:
             events += self._add_call(call)

@@ -11,7 +11,7 @@ from .fields import CALL, CALLED, Field
 Json = Raw | UnsetType
 FunctionName = Annotated[
     str, Meta(pattern=r"^[a-zA-Z0-9_-]{1,64}$(?!\n)")
-]  # Python's $ also stands before a line's end
+]  # Python's $ also matches before a line's end
 MAX_TOOLS = 128
 OPEN, CLOSE = "<tool_call>", "</tool_call>"  # around a call in the text of an answer
 ANY_OBJECT = b'{"type":"object"}'
@@ -19,7 +19,10 @@ NO_PARAMETERS = b'{"type":"object","properties":{},"additionalProperties":false}
 
 
 class Function(Struct, forbid_unknown_fields=True):
-    """A function that the model may call; `parameters` is a JSON schema of an object. Calls always follow it."""
+    """A function that the model may call; `parameters` is a JSON schema of an object.
+
+    Calls always follow it.
+    """
 
     name: FunctionName
     description: str | None = None

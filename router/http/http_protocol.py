@@ -1,19 +1,19 @@
 """HTTP/1.1 on one connection, with a bound on everything that a client may send, withhold or leave unread.
 
-    connection   above the server's maximum number it gets 503. It is closed when no head comes within HEAD_TIMEOUT_S, and
-                 after an answer when it is silent for KEEP_ALIVE_S
-    head         at most MAX_HEAD_BYTES and MAX_HEADERS (431), complete within HEAD_TIMEOUT_S of its first byte (408), with
-                 exactly one Host
+    connection   above the server's maximum number it gets 503. It is closed when no head comes within
+                 HEAD_TIMEOUT_S, and after an answer when it is silent for KEEP_ALIVE_S
+    head         at most MAX_HEAD_BYTES and MAX_HEADERS (431), complete within HEAD_TIMEOUT_S of its first
+                 byte (408), with exactly one Host
     key          checked before the body is read (401)
-    body         at most the server's bound (413), complete within BODY_TIMEOUT_S (408). All bodies being read share a bound
-                 (503). Trailers have the bounds of a head (431)
-    pipelining   a request that comes before the last answer ended waits, and the connection is not read meanwhile. Of the
-                 requests that came with it, MAX_PENDING are taken (429)
-    answer       a client that reads nothing for WRITE_STALL_S is cut off. Above WRITE_HIGH unsent bytes the writer and
-                 further requests wait
+    body         at most the server's bound (413), complete within BODY_TIMEOUT_S (408). All bodies being read
+                 share a bound (503). Trailers have the bounds of a head (431)
+    pipelining   a request that arrives before the end of the last answer waits, and the connection is not
+                 read meanwhile. Of requests that arrived together with it, MAX_PENDING are accepted (429)
+    answer       a client that reads nothing for WRITE_STALL_S is cut off. Above WRITE_HIGH unsent bytes the
+                 writer and further requests wait
 
-httptools (llhttp) parses; `request_head` refuses what it wrongly accepts. One sweep over all connections checks the
-deadlines, instead of one timer each.
+httptools (llhttp) parses; `request_head` refuses what it wrongly accepts. One sweep over all connections
+checks the deadlines, instead of one timer each.
 """
 
 import asyncio
@@ -78,27 +78,25 @@ class HttpProtocol(asyncio.Protocol):
         self._server = server
         self._parser = httptools.HttpRequestParser(self)
         self._transport: asyncio.Transport | None = None
-        self.deadline = NEVER  # of the awaited event, in monotonic seconds
-        self._fault: ApiError | None = None  # why nothing more is read
+        self.deadline = NEVER  # monotonic seconds by which the awaited event must come
+        self._fault: ApiError | None = None  # the reason why reading has stopped
         self._is_discarding = False  # an error was sent, and further input is discarded
-        self._is_last = False  # nothing behind the request that is being answered is read
-        self._rest: bytes | None = (
-            None  # of a request that wants another protocol: a head for the body that follows
-        )
-        self._is_resuming = False  # the parser reads that head
+        self._is_last = False  # the current request is the last one that is read
+        self._rest: bytes | None = None  # a head for the body of a request that asks for another protocol
+        self._is_resuming = False  # the parser is reading that head
         self.is_paused = False  # the client does not read
         self._resumed: asyncio.Future[None] | None = None
-        self._exchange: Exchange | None = None  # that is being answered
+        self._exchange: Exchange | None = None  # the exchange being answered
         self._pending: deque[Exchange] = deque()
-        self._incoming: Exchange | None = None  # whose body is being read
+        self._incoming: Exchange | None = None  # the exchange whose body is being read
         self._url = b""
         self._headers: list[tuple[bytes, bytes]] = []
         self._body: list[bytes] = []
         self._num_body = 0
-        self._num_heads = 0  # complete ones
-        self._num_pending = 0  # bytes of a head or of trailers that are not complete, as they came
-        self._num_head = 0  # bytes of a head as far as it is parsed
-        self._has_begun = False  # something of a head is here
+        self._num_heads = 0  # number of complete heads
+        self._num_pending = 0  # received bytes of an incomplete head or of incomplete trailers
+        self._num_head = 0  # parsed bytes of the head
+        self._has_begun = False  # the first byte of a head has arrived
 
     def __repr__(self) -> str:
         return f"HttpProtocol({self._exchange or ('reads' if self._has_begun or self._incoming else 'idle')})"
@@ -126,7 +124,7 @@ class HttpProtocol(asyncio.Protocol):
         exchanges = [self._exchange, *self._pending]
         self._exchange, self._incoming = None, None
         self._pending.clear()
-        del self._parser  # it holds methods of this object, which would wait for the garbage collector
+        del self._parser  # the parser holds bound methods: a reference cycle
         for exchange in exchanges:
             if exchange is not None:
                 exchange.left()
@@ -163,15 +161,17 @@ class HttpProtocol(asyncio.Protocol):
                 return self._refuse(self._fault or malformed())
         if (
             self._incoming is incoming and self._num_heads == num_heads
-        ):  # else the chunk also held a body, or its end
+        ):  # otherwise the chunk also held a body or its end
             self._num_pending = self._num_pending + len(data) if self._num_body == num_body else 0
-        if self._num_pending > MAX_HEAD_BYTES:  # also one endless header, which the parser keeps to itself
+        if self._num_pending > MAX_HEAD_BYTES:  # also for one endless header, which the parser buffers itself
             self._refuse(head_too_large(MAX_HEAD_BYTES, MAX_HEADERS))
 
     def _read_on(self, data: bytes) -> bytes:
-        """What is still to be parsed behind a head that asks for another protocol, for which the parser takes `data`.
+        """The bytes still to be parsed after a head that asks for another protocol, which the parser would
+        not read.
 
-        Nobody gets another one: what follows is that request's body, or the next request. Behind CONNECT it can be anything.
+        No other protocol is offered: that request's body or the next request follows. After CONNECT anything
+        may follow.
         """
         if self._parser.get_method() == b"CONNECT":
             self._is_last = True
@@ -202,7 +202,7 @@ class HttpProtocol(asyncio.Protocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._is_resuming:
             return
-        if self._incoming is None:  # trailers must not change what the headers decided
+        if self._incoming is None:  # trailers must not change the headers' decisions
             self._headers.append((name.lower(), value))
         self._count(len(name) + len(value))
 
@@ -239,7 +239,7 @@ class HttpProtocol(asyncio.Protocol):
         self._body.append(body)
 
     def on_message_complete(self) -> None:
-        if self._rest:  # the parser does not see that there is a body
+        if self._rest:  # the parser does not expect the body
             return
         exchange, self._incoming = self._incoming, None
         self._num_pending = 0
@@ -295,7 +295,7 @@ class HttpProtocol(asyncio.Protocol):
             return self._close()
         if (
             self.is_paused and not self._transport.is_closing()
-        ):  # answers of a client that sends and does not read would pile up
+        ):  # answers to a client that does not read would accumulate
             self._transport.pause_reading()
             self._await(WRITE_STALL_S)
         elif not self.is_paused:
@@ -357,7 +357,10 @@ class HttpProtocol(asyncio.Protocol):
         self._linger()
 
     def _linger(self) -> None:
-        """Half-closes for LINGER_S. Closing with unread bytes would reset the connection and could lose the answer."""
+        """Half-closes for LINGER_S.
+
+        Closing with unread bytes would reset the connection and could lose the answer.
+        """
         transport = self._transport
         assert transport is not None
         if transport.is_closing() or not transport.can_write_eof():

@@ -1,4 +1,5 @@
-"""The log of a room's attempts, written from the messages that the room received and the effects that it returned. Pure."""
+"""The log of a room's attempts, written from the messages that the room received and the effects that it
+returned. Pure."""
 
 from dataclasses import dataclass, field
 
@@ -12,7 +13,7 @@ RUNNING, OK, REFUSED, FAILED, CANCELLED = "running", "ok", "refused", "failed", 
 
 
 class AttemptLog(Struct, frozen=True, kw_only=True):
-    """One attempt as shown to people. Times in milliseconds since the request was read; null: never."""
+    """One attempt in JSON answers. Times are milliseconds since the request was read; null: never."""
 
     epoch: int
     prefill_instance: str
@@ -48,7 +49,7 @@ class AttemptNote:
     num_tokens: int = 0
     outcome: str = RUNNING
     reason: str = ""
-    last_word: str = ""  # kind of a refusal or failure that a worker told
+    last_word: str = ""  # kind of a worker's refusal or failure
 
     def end(self, outcome: str, reason: str, now: float) -> None:
         """Notes the outcome. The reason of a cancelled attempt may follow later."""
