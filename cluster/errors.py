@@ -15,9 +15,9 @@ BatonError
 │   ├── HandoffAborted         prefill gave it up and has sent the reason to the router
 │   ├── TransferTimeout        no progress within the lease
 │   └── DigestMismatch         a block's bytes were wrong more often than allowed
-├── Draining               a worker leaves and hands its rooms back; nobody is at fault
-├── OutOfPages             a pool cannot hold what was asked
-└── DeadlineExceeded       a request took longer than it may
+├── Draining               a worker drains and hands its rooms back; not a fault
+├── OutOfPages             a pool has too few free pages for a request
+└── DeadlineExceeded       a request exceeded its time limit
 """
 
 
@@ -82,8 +82,8 @@ class Draining(BatonError):
 
 
 class OutOfPages(BatonError):
-    """A pool cannot hold what was asked."""
+    """A pool has too few free pages for a request."""
 
 
 class DeadlineExceeded(BatonError):
-    """A request took longer than it may."""
+    """A request exceeded its time limit."""

@@ -23,10 +23,9 @@ YOUNG_OBJECTS = 20_000  # allocations before a garbage collection: more than a s
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a router until it is told to end. Returns the process's exit code."""
-    os.environ.setdefault(
-        "TOKENIZERS_PARALLELISM", "false"
-    )  # texts come one at a time, so its threads would only wait
+    """Runs a router until a signal ends it. Returns the process's exit code."""
+    # texts come one at a time, so its threads would only wait
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     arguments = sys.argv[1:] if argv is None else argv
     return run_role("baton router", lambda: _start(arguments))
 

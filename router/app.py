@@ -48,9 +48,9 @@ logger = logging.getLogger(__name__)
 
 TICK_S = 0.1
 LOOK_S = 0.002  # libzmq reports the end of a connection a moment before it releases the connection
-LAST_WRITES_S = 2  # for error frames, after the drain
+LAST_WRITES_S = 2  # seconds for error frames after the drain
 JOIN_S = 10.0  # after this time clients get the reason why no pair serves
-# for a last request on each kept connection, which then closes, so that the client finds another router
+# seconds for a last request on each kept connection, which then closes, so that clients reach another router
 HAND_OVER_S = 2.0
 
 

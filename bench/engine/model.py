@@ -2,10 +2,10 @@
 
 A target accepts no draft of a random head, so acceptance is built into the weights, and the engine runs
 unchanged. No layer of the target writes column LEVEL of the residual stream, so that column is constant, and
-it makes TOKEN the likeliest token whatever the other columns hold. The head copies LEVEL from its features.
-Its MLP adds STEP to column COUNT in every forward, so the n-th draft of a step sees a count of n. The output
-projection's weights of both columns make that draft TOKEN while n is below the accept length, and WRONG from
-there on. All other weights are random.
+it makes TOKEN the likeliest token for any values of the other columns. The head copies LEVEL from its
+features. Its MLP adds STEP to column COUNT in every forward, so the n-th draft of a step sees a count of n.
+The output projection's weights of both columns make that draft TOKEN while n is below the accept length, and
+WRONG from there on. All other weights are random.
 """
 
 import re
@@ -21,7 +21,7 @@ from ...engine.speculative.spec_config import Eagle3Config
 LEVEL, COUNT = 0, 1  # columns of the residual stream
 TOKEN, WRONG = 1, 3  # the target's output, and the head's draft beyond the accept length
 SPREAD = 0.02  # standard deviation of random weights
-AMPLITUDE = 64.0  # of LEVEL in the target's stream
+AMPLITUDE = 64.0  # value of LEVEL in the target's stream
 GAIN = 256.0  # from the target's LEVEL to the head's, where LEVEL outweighs all other columns together
 STEP = AMPLITUDE * GAIN / 16  # added to COUNT by each forward of the head
 

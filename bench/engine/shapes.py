@@ -57,7 +57,7 @@ SHAPES: dict[str, dict[str, object]] = {
         "max_position_embeddings": 512,
     },
 }
-DRAFT_VOCABULARY = 32000  # of published EAGLE3 heads for models of this size
+DRAFT_VOCABULARY = 32000  # draft vocabulary of published EAGLE3 heads for models of this size
 
 
 def target_config(shape: str, model: str, folder: Path) -> ModelConfig:

@@ -34,7 +34,7 @@ class WrkSample:
     per_second: float
     p50_ms: float
     p99_ms: float
-    cpu_us: float  # of the measured process, per request
+    cpu_us: float  # CPU time of the measured process per request
     num_bad: int
 
 

@@ -58,9 +58,8 @@ async def run(port: int, key: str, num_streams: int, num_tokens: int) -> None:
     """Runs the streams. Prints one line of JSON when all have begun, and one at the end."""
     if not num_streams:
         with socket.socket() as silent:
-            silent.setsockopt(
-                socket.SOL_SOCKET, socket.SO_RCVBUF, 4096
-            )  # a larger buffer would let the kernel read megabytes for a client that does not read
+            # a larger buffer would let the kernel read megabytes for a client that does not read
+            silent.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             silent.connect(("127.0.0.1", port))
             silent.sendall(request_of(key, num_tokens, return_token_ids=True))
             await asyncio.sleep(3600)

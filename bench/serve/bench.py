@@ -40,7 +40,7 @@ class LoadPlan:
     """The settings that all levels share."""
 
     model: str
-    common: dict[str, Any]  # of every body
+    common: dict[str, Any]  # fields of every body
     questions: Iterator[Question]
     bound: Bound
     goals: Goals

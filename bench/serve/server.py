@@ -22,7 +22,7 @@ EVENTS = {
     "verifies": "verify_steps",
     "accepted": "accepted_tokens",
     "drafted": "drafted_tokens",
-}  # of decode workers
+}  # event names of decode workers
 
 
 async def read_metrics(routers: Sequence[LoadClient]) -> Reading:

@@ -52,7 +52,7 @@ from .parts import (
 )
 
 PROG = "baton bench transfer"
-MAX_BLOCK_KIB = 64 << 10  # of a layout
+MAX_BLOCK_KIB = 64 << 10  # upper bound of a layout's block size
 A = TypeVar("A", Where, Done)
 
 

@@ -50,7 +50,7 @@ class Setting:
     minimum: float | None = None
     maximum: float | None = None
     is_endpoint: bool = False  # tcp://host:port or ipc:///path
-    is_list: bool = False  # of endpoints, separated by commas
+    is_list: bool = False  # a comma-separated list of endpoints
     # returns the fault of a text as the end of a sentence; "" for a valid one
     fault_of: Callable[[str], str] | None = None
 

@@ -31,7 +31,7 @@ from .roles import ROLES, PrefillConfig, RouterConfig, UpConfig, WorkerConfig
 logger = logging.getLogger(__name__)
 
 INTERNAL_VARIABLES = ("BATON_PARENT_PID", "BATON_OPERATOR_TOKEN")  # see cluster/process/process
-CLIENT_VARIABLES = ("BATON_API_KEY",)  # of `baton top` and `baton chat`
+CLIENT_VARIABLES = ("BATON_API_KEY",)  # variables of `baton top` and `baton chat`
 TEST_VARIABLES = ("BATON_FAULT", "BATON_ALLOW_FAULTS")  # see cluster/process/failpoints
 COMMAND_LINE, ENVIRONMENT, FILE = "command line", "environment", "file"
 

@@ -33,7 +33,7 @@ class WorkerConfig(
     TraceSettings,
     LogSettings,
 ):
-    """What both kinds of worker share."""
+    """Settings of both kinds of worker."""
 
 
 @dataclass(frozen=True, kw_only=True)

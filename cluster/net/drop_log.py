@@ -19,7 +19,7 @@ class DropLog:
         self._log_throttle = LogThrottle(clock=clock)
 
     def say(self, peer: str, reason: str) -> None:
-        """Logs a message of `peer`: an address, of which a key is cut off; "" if unknown."""
+        """Logs a message of `peer`: an address whose key is cut off, or "" if unknown."""
         kind = "".join(char for char in reason if not char.isdigit())  # a peer controls the numbers
         if self._log_throttle.is_due(f"{peer} {kind}"):
             logger.warning("%s", self._text, extra=fields(peer=split_key(peer)[0], reason=reason))

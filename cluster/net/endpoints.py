@@ -69,7 +69,8 @@ def reached_at(bound: str, advertised: str) -> str:
 
 
 def advertise_fault(bind: str, advertised: str) -> str:
-    """Why peers cannot reach a listener bound to `bind` and advertised as `advertised`; "" if they can."""
+    """The reason why peers cannot reach a listener bound to `bind` and advertised as `advertised`; "" if they
+    can."""
     if not advertised:
         remedy = "name the address that they reach with --kv-advertise tcp://HOST:0"
         fault = f"--kv-bind {bind} listens on all addresses, none of which decode workers can call: {remedy}"

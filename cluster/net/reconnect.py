@@ -102,9 +102,8 @@ class ReconnectingSocket:
             self._failed(str(error), now)
 
     def _failed(self, reason: str, now: float) -> None:
-        with suppress(
-            zmq.ZMQError
-        ):  # libzmq may have forgotten the endpoint itself, or it was never connected
+        # libzmq may have forgotten the endpoint itself, or it was never connected
+        with suppress(zmq.ZMQError):
             self.socket.disconnect(self._endpoint)
         self.num_failures += 1
         self._redial_at = now + self._pause_s

@@ -36,10 +36,8 @@ IPC_PATH_LIMIT = 107
 TOO_LONG = "a message of too many parts or bytes"  # the log's reason for a message that `recv_parts` drops
 DISCARD_PARTS = 4096  # per call, which takes about as many microseconds
 READABLE = int(zmq.POLLIN)
-MORE, LAST = (
-    int(zmq.NOBLOCK | zmq.SNDMORE),
-    int(zmq.NOBLOCK),
-)  # flags of a part, joined once because that is slow
+# flags of a part, joined once because that is slow
+MORE, LAST = (int(zmq.NOBLOCK | zmq.SNDMORE), int(zmq.NOBLOCK))
 MESSAGES_PER_WAKE = 256  # an AsyncReceiver yields to the event loop after so many
 
 Part = bytes | memoryview | zmq.Frame
@@ -75,11 +73,11 @@ def make_socket(
     socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
     socket.setsockopt(zmq.RECONNECT_IVL, 100)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, reconnect_max_ms)
-    # libzmq 4.3 stops reading behind a full queue. When the peer of such a connection is gone, a PING that
-    # falls due, or one that is answered, aborts the process (its issues 3937, 4364 and 4767). Therefore only
-    # the connecting side sends PINGs, and its receive queue is unbounded, since it chose its peer. The
-    # listening side answers PINGs and notices silence by their TTL. Its queue is bounded, and longer than an
-    # honest peer fills.
+    # libzmq 4.3 stops reading from a connection whose queue is full. When the peer of such a connection is
+    # gone, a PING that falls due, or one that is answered, aborts the process (its issues 3937, 4364 and
+    # 4767). Therefore only the connecting side sends PINGs, and its receive queue is unbounded, since it
+    # chose its peer. The listening side answers PINGs and notices silence by their TTL. Its queue is bounded,
+    # and longer than an honest peer fills.
     socket.setsockopt(zmq.RCVHWM, 0 if kind == zmq.DEALER else RECEIVE_HIGH_WATER)
     socket.setsockopt(zmq.HEARTBEAT_IVL, PING_MS if kind == zmq.DEALER else 0)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENCE_MS)
@@ -278,9 +276,8 @@ class AsyncReceiver:
         try:
             return try_send(self._socket, parts)
         finally:
-            if (
-                int(self._socket.getsockopt(zmq.EVENTS)) & READABLE
-            ):  # sending may have taken the descriptor's edge
+            # sending may have taken the descriptor's edge
+            if int(self._socket.getsockopt(zmq.EVENTS)) & READABLE:
                 self._drain_soon()
 
     def close(self) -> None:

@@ -18,7 +18,7 @@ PACKAGE = __name__.partition(".")[0]
 PRIVATE_FIELDS = frozenset(
     {"prompt", "prompt_ids", "prompt_text", "messages", "content", "text", "ids", "output_ids"}
 )
-SHORT_IDS = frozenset({"room", "instance", "peer", "router"})  # 32 hex digits, of which text logs show 8
+SHORT_IDS = frozenset({"room", "instance", "peer", "router"})  # ids of 32 hex digits; text logs show 8
 
 
 def fields(**values: object) -> dict[str, object]:

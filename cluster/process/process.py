@@ -37,10 +37,8 @@ SWITCH_INTERVAL_S = 0.0002
 # audit event: from here on messages of peers are read, and an audit hook may be strict
 SERVING = f"{PACKAGE}.serving"
 PARENT_VARIABLE = "BATON_PARENT_PID"  # set by the launcher for its children
-OPERATOR_VARIABLE = (
-    # also set by the launcher, which reads a router's /status with it and without an API key
-    "BATON_OPERATOR_TOKEN"
-)
+# also set by the launcher, which reads a router's /status with it and without an API key
+OPERATOR_VARIABLE = "BATON_OPERATOR_TOKEN"
 PR_SET_PDEATHSIG = 1
 
 Phase = tuple[str, Callable[[], None]]
@@ -137,7 +135,7 @@ def watch_parent(env: Mapping[str, str] = os.environ) -> None:
     """Makes the kernel send SIGTERM to a child of the launcher when the launcher dies. A no-op elsewhere.
 
     The kernel ties the request to the parent's thread that spawned this process. Linux only; elsewhere a
-    child whose launcher is killed lives on.
+    child survives its killed launcher.
     """
     parent = env.get(PARENT_VARIABLE, "")
     if not parent.isdigit() or not sys.platform.startswith("linux"):

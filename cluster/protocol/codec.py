@@ -238,9 +238,8 @@ def unknown_messages(num: int) -> str:
 
 def is_unknown(error: Exception) -> bool:
     """Whether the only fault found in a message is its type."""
-    return isinstance(error, msgspec.ValidationError) and str(error).startswith(
-        "Invalid value"
-    )  # it quotes the tag
+    # the decoder's message quotes the tag
+    return isinstance(error, msgspec.ValidationError) and str(error).startswith("Invalid value")
 
 
 def _reason(error: Exception) -> str:

@@ -23,7 +23,7 @@ def block_bytes_of(token_bytes: int) -> int:
 
 
 class Layout(Struct, frozen=True, kw_only=True):
-    """How the KV of a token lies in a worker's pool; `kvtransfer.protocol.layout.agree` finds the layout of a
+    """The layout of a token's KV in a worker's pool; `kvtransfer.protocol.layout.agree` finds the layout of a
     pair.
 
     Prefill's `feature_ids` are the layers that it offers. Decode's are the layers that its head reads, in the

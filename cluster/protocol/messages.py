@@ -366,7 +366,7 @@ class Prefill(Message, frozen=True, kw_only=True):
     num_output: Count = 0  # of these, the last ones are output of earlier attempts
     sampling: Sampling
     deadline_ms: Count
-    salt: Text = ""  # as in Reserve, like the next two
+    salt: Text = ""  # this and the next two as in Reserve
     traceparent: TraceParent = ""
     tracestate: TraceState = ""
 

@@ -23,9 +23,8 @@ class Tickets:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._unused: OrderedDict[str, tuple[str, float]] = (
-            OrderedDict()
-        )  # ticket -> user, end; the oldest first
+        # ticket -> user, end; the oldest first
+        self._unused: OrderedDict[str, tuple[str, float]] = OrderedDict()
 
     def __repr__(self) -> str:
         return f"Tickets(unused={len(self._unused)})"

@@ -21,9 +21,8 @@ class Histogram:
     def __init__(self, name: MetricName) -> None:
         self._name = name
         self._bounds = name.buckets
-        self._counts = [0] * (
-            len(name.buckets) + 1
-        )  # of the values above the bound before and at most this one
+        # per bound: the number of values above the previous bound and at most this one
+        self._counts = [0] * (len(name.buckets) + 1)
         self._sum = 0.0
 
     def __repr__(self) -> str:

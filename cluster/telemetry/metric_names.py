@@ -88,7 +88,8 @@ WORKER_GRAPH_FALLBACKS = _counter(
 )
 WORKER_EVENTS = _counter("worker_events", "A worker's own counters.", *WORKER, "event")
 
-OF_EVENT = {"worker_lost": WORKER_DEATHS, "breaker_opened": EJECTIONS, "requeued": RETRIES}  # of the router
+# metrics of the router's events
+OF_EVENT = {"worker_lost": WORKER_DEATHS, "breaker_opened": EJECTIONS, "requeued": RETRIES}
 COUNTED = (PROMPT_TOKENS, CACHED_TOKENS, OUTPUT_TOKENS, DRAFTED_TOKENS, ACCEPTED_TOKENS, HANDOFF_BYTES)
 OBSERVED = (TTFT, GAP, REQUEST_SECONDS, QUEUE_WAIT, PREFILL_QUEUE, PREFILL, HANDOFF_SECONDS, HANDOFF_RATE)
 OF_CANARIES = (READY, CANARIES, FAILING_PAIRS)

@@ -25,11 +25,8 @@ from .metric_names import COUNTER, MetricName
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 OUTCOMES = ("ok", "rejected", "cancelled", "failed", "timeout")
-REPLAYS, PADDING, FALLBACKS = (
-    "graph_replays_",
-    "graph_pad_rows_",
-    "graph_fallback_",
-)  # of counters in heartbeats
+# prefixes of counters in heartbeats
+REPLAYS, PADDING, FALLBACKS = ("graph_replays_", "graph_pad_rows_", "graph_fallback_")
 Families = dict[str, CounterMetricFamily | GaugeMetricFamily]
 
 

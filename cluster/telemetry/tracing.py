@@ -1,5 +1,5 @@
-"""Traces of requests across processes, linked by the W3C trace context. This module defines what a role
-records.
+"""Traces of requests across processes, linked by the W3C trace context. This module defines the interface for
+a role's spans.
 
 A span is recorded after its work, from timestamps that the role keeps anyway; without tracing nothing is
 computed. Only the router's span of a request is opened in advance, since the workers' spans are its children

@@ -2,7 +2,7 @@
 
 1. Get the model into the user's cache (downloaded and converted the first time). 2. Start router, prefill and
 decode; wait until a pair can serve. 3. Stream the answer to one chat request. 4. Show the request's timeline,
-a curl line and the addresses to look at. 5. Stay up until Ctrl-C; `--once` stops here. Everything that was
+a curl line and the cluster's addresses. 5. Stay up until Ctrl-C; `--once` stops here. Everything that was
 started stops; another Ctrl-C makes it stop at once.
 """
 

@@ -1,7 +1,7 @@
 """The checks of `baton doctor`. Each check returns findings, and each finding of a fault has a remedy.
 
-A check receives its inputs as arguments, so that tests can simulate a faulty host. `OK` findings name what
-was checked.
+A check receives its inputs as arguments, so that tests can simulate a faulty host. An `OK` finding names the
+checked property.
 """
 
 import importlib.metadata

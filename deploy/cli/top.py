@@ -180,7 +180,7 @@ def look(client: ChatClient, num_requests: int, clock: Callable[[], float] = tim
         return Look(url=client.url, fault=f"{client.url} is no router of this release: {error}")
 
 
-# --- what is shown ------------------------------------------------------------------------------------------
+# --- display ------------------------------------------------------------------------------------------------
 
 
 def render(looks: Sequence[Look], rates: Rates) -> RenderableType:

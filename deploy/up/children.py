@@ -169,7 +169,7 @@ def child_config(
         if name not in own or name == "config":
             continue
         source = config.explicit.get(name, "" if value == described.default else COMMAND_LINE)
-        if source == COMMAND_LINE:  # also what a program set on UpConfig itself
+        if source == COMMAND_LINE:  # includes values that a program set on UpConfig itself
             flags.append(f"{flag_of(name)}={as_text(value)}")
         else:
             defaults[name] = value

@@ -31,7 +31,8 @@ LONGEST_PAUSE_S = 30.0
 FORGIVEN_AFTER_S = 60.0
 TERM_AGAIN_S = 2.0  # seconds after the first SIGTERM until a second one ends a draining role at once
 KILL_AFTER_S = 4.0
-LAST_LINE_S = 1.0  # for an ended child's output; another process may have inherited the pipe and keep it open
+# seconds to read an ended child's output, since another process may have inherited the pipe
+LAST_LINE_S = 1.0
 WHY_S = 10.0  # the same for the line with the reason of a failed start, when no restart is delayed
 
 

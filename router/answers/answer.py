@@ -79,9 +79,8 @@ class Answer:
         self._choices = choices
         self._builder = builder
         self._options = options
-        self._named = [
-            (b"x-request-id", entries[0].request.tag.reply_id.encode())
-        ]  # the state in /requests/ID
+        # the ID of /requests/ID
+        self._named = [(b"x-request-id", entries[0].request.tag.reply_id.encode())]
 
     async def serve(self, sink: AnswerSink) -> None:
         """Writes the answer to its end.
@@ -118,7 +117,10 @@ class Answer:
         await sink.write(self._builder.whole(whole, self._usage(), timeline), is_last=True)
 
     async def _stream(self, sink: AnswerSink) -> None:
-        """Headers go out with the first tokens, so that an early failure has a status of its own."""
+        """Streams the answer.
+
+        Headers go out with the first tokens, so that an early failure still sets the HTTP status.
+        """
         is_open = [False] * len(self._choices)
         is_started = is_done = is_last = False
         try:

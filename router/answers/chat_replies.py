@@ -153,8 +153,8 @@ class ChatBuilder:
     def chunk(self, index: int, piece: Piece, usage: Usage | None = None) -> bytes:
         """The chunks for a piece; empty when it adds nothing to the message.
 
-        Each call has chunks of its own. Clients read only the first call of a chunk, since the API never
-        sends two.
+        A chunk never has parts of two calls, since the API never sends such chunks and clients read only the
+        first.
         """
         if not (
             piece.text

@@ -66,7 +66,7 @@ class ResponseUsage(Struct):
 
 
 class Incomplete(Struct):
-    """Why an answer ends early."""
+    """The reason of an answer's early end."""
 
     reason: str = "max_output_tokens"
 

@@ -16,7 +16,7 @@ from .tool_bodies import MAX_TOOLS, AnyFormat, AnyToolChoice, Tool, ToolCall
 
 MAX_CHOICES = 128  # rooms of a request: number of choices (or best_of) times number of prompts
 MAX_SEED = 2**63 - 1
-MAX_SWITCHES = 32  # of a template
+MAX_SWITCHES = 32  # variables for a template
 MAX_SWITCH_CHARS = 256
 LOWEST_REPETITION_PENALTY = 0.01  # logits divided by less leave the range of float32
 
@@ -61,8 +61,8 @@ class Message(Struct, forbid_unknown_fields=True):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None  # of an assistant
-    tool_call_id: str | None = None  # of a tool: the call that this answers
+    tool_calls: list[ToolCall] | None = None  # in an assistant's message
+    tool_call_id: str | None = None  # in a tool's message: the answered call
     # further fields of an answer's `message.model_dump()`; accepted only when they are empty
     refusal: Unread = msgspec.UNSET
     annotations: Unread = msgspec.UNSET

@@ -2,7 +2,7 @@
 
 docs/api.md shows these tables, and the types in `bodies` have exactly these fields. Tests compare all three
 with each other and with the published schema. A refused field passes when it is null or has one of its
-`harmless` values, which ask for nothing. For objects inside a body, the table lists only what does not work;
+`harmless` values, which ask for nothing. For objects inside a body, the table lists only unsupported fields;
 INSIDE names those objects.
 """
 

@@ -1,4 +1,4 @@
-"""Validates request bodies of the OpenAI API and turns them into what the router serves.
+"""Validates request bodies of the OpenAI API and translates them for the router.
 
 Every mistake of a client becomes one line that names the field. Fields of the public API that are not
 supported are refused by name; a value that asks for nothing (null, or the API's default) passes.

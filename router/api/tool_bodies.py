@@ -9,9 +9,8 @@ from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 from .fields import CALL, CALLED, Field
 
 Json = Raw | UnsetType
-FunctionName = Annotated[
-    str, Meta(pattern=r"^[a-zA-Z0-9_-]{1,64}$(?!\n)")
-]  # Python's $ also matches before a line's end
+# Python's $ also matches before a line's end
+FunctionName = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_-]{1,64}$(?!\n)")]
 MAX_TOOLS = 128
 OPEN, CLOSE = "<tool_call>", "</tool_call>"  # around a call in the text of an answer
 ANY_OBJECT = b'{"type":"object"}'

@@ -1,7 +1,7 @@
 """The operator's pages: the list of recent requests, the timeline of one request, and an HTML page over both.
 
 The page is one document with inline style and script. Its content security policy names both by their hashes,
-so the browser runs no other script, whatever text a worker or a client put into the data.
+so the browser runs no other script, even if a worker's or a client's text contains one.
 """
 
 import base64

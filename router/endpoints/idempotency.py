@@ -27,7 +27,7 @@ from ..http.exchange import AnswerSink, RawHeaders
 KEEP_S = 600.0
 ABANDONED_S = 10.0
 MAX_KEPT = 1024  # answers
-MAX_BYTES = 64 << 20  # of all kept answers
+MAX_BYTES = 64 << 20  # bytes of all kept answers
 MAX_ANSWER = 4 << 20  # bytes; a longer one is given once and not kept
 STALLED_S = 30.0  # a reader that takes nothing for this long is dropped
 

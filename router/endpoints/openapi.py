@@ -318,7 +318,8 @@ def _table(
 PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>{title}: API</title>
 <style>
-body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222; }}
+body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto;
+        padding: 0 1rem; color: #222; }}
 table {{ border-collapse: collapse; width: 100%; margin: 0.5rem 0 1rem; }}
 td, th {{ border: 1px solid #ccc; padding: 0.2rem 0.5rem; text-align: left; vertical-align: top; }}
 td:first-child {{ font-family: monospace; white-space: nowrap; }}

@@ -1,4 +1,4 @@
-"""From a checked body to an answer: render, tokenise, check against the workers' limits, submit to the
+"""Turns a checked body into an answer: renders, tokenises, checks the workers' limits, submits to the
 dispatcher."""
 
 import asyncio
@@ -41,7 +41,7 @@ from ..workers.eligibility import Limits
 from .idempotency import Idempotency
 from .request_spans import end_request, operation_of
 
-# of a body: about a millisecond of work, less than the hand-over to a thread costs under load
+# bytes of a body: about a millisecond of work, less than the hand-over to a thread costs under load
 INLINE_BYTES = 2000
 T = TypeVar("T")
 
@@ -276,9 +276,8 @@ class Service:
             jobs += self._jobs(body, prompt.ids, live, call, tokenize_s)
             echo = prompt if body.wants_echo else None
             choices += [Choice(self.tokenizer, choice_options, echo) for _ in range(num_tries)]
-        inbox = Inbox(
-            self.clock, is_patient=not body.stream and not choice_options.stops
-        )  # stop strings are searched for at once
+        # stop strings are searched for at once
+        inbox = Inbox(self.clock, is_patient=not body.stream and not choice_options.stops)
         entries = self._submit(jobs, inbox, frame.id, call)
         options = AnswerOptions(
             is_stream=bool(body.stream),

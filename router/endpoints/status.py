@@ -46,7 +46,7 @@ class WorkerStatus(Struct, frozen=True, kw_only=True):
     device: str
     transport: str
     fingerprint: str
-    weights_hash: str  # of every byte of the weights; "": not known yet
+    weights_hash: str  # sha256 of every byte of the weights; "": not known yet
     phase: str  # phase of the engine's lifecycle
     feature_ids: list[int]  # layers whose features prefill offers, or decode's head reads
     feature_width: int  # feature elements per token over all layers

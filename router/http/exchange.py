@@ -142,7 +142,7 @@ class Exchange:
     def left(self) -> None:
         """The protocol reports that the connection is gone."""
         self.has_left = True
-        on_leave, self._on_leave = self._on_leave, None  # it holds all that was made for the answer
+        on_leave, self._on_leave = self._on_leave, None  # it would keep alive all objects of the answer
         if on_leave is not None and not self.is_over:
             on_leave()
 

@@ -12,8 +12,8 @@
     answer       a client that reads nothing for WRITE_STALL_S is cut off. Above WRITE_HIGH unsent bytes the
                  writer and further requests wait
 
-httptools (llhttp) parses; `request_head` refuses what it wrongly accepts. One sweep over all connections
-checks the deadlines, instead of one timer each.
+httptools (llhttp) parses; `request_head` refuses heads that it wrongly accepts. One sweep over all
+connections checks the deadlines, instead of one timer each.
 """
 
 import asyncio
@@ -109,9 +109,8 @@ class HttpProtocol(asyncio.Protocol):
     # --- the transport's side -------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = transport = cast(
-            asyncio.Transport, transport
-        )  # uvloop's are not of asyncio's class
+        # uvloop's are not of asyncio's class
+        self._transport = transport = cast(asyncio.Transport, transport)
         transport.set_write_buffer_limits(WRITE_HIGH, WRITE_LOW)
         self._await(HEAD_TIMEOUT_S)
         if not self._server.joined(self):
@@ -159,9 +158,8 @@ class HttpProtocol(asyncio.Protocol):
                 rest = self._read_on(rest[upgrade.args[0] :])
             except httptools.HttpParserError:
                 return self._refuse(self._fault or malformed())
-        if (
-            self._incoming is incoming and self._num_heads == num_heads
-        ):  # otherwise the chunk also held a body or its end
+        # otherwise the chunk also held a body or its end
+        if self._incoming is incoming and self._num_heads == num_heads:
             self._num_pending = self._num_pending + len(data) if self._num_body == num_body else 0
         if self._num_pending > MAX_HEAD_BYTES:  # also for one endless header, which the parser buffers itself
             self._refuse(head_too_large(MAX_HEAD_BYTES, MAX_HEADERS))
@@ -278,7 +276,7 @@ class HttpProtocol(asyncio.Protocol):
             transport.write(data)
 
     async def drained(self) -> None:
-        """Waits until the client has read enough of what was written."""
+        """Waits until the client has read enough of the written bytes."""
         if not self.is_paused or self._transport is None or self._transport.is_closing():
             return
         if self._resumed is None:
@@ -286,23 +284,22 @@ class HttpProtocol(asyncio.Protocol):
         await asyncio.shield(self._resumed)
 
     def ended(self, *, is_reusable: bool) -> None:
-        """An answer is complete: goes on with the next request, or closes the connection."""
+        """Handles the end of an answer: continues with the next request, or closes the connection."""
         self._exchange = None
         assert self._transport is not None
         if self._fault is not None and not self._pending and is_reusable:
             return self._refuse(self._fault)
         if not is_reusable or self._is_last or self._server.is_draining:
             return self._close()
-        if (
-            self.is_paused and not self._transport.is_closing()
-        ):  # answers to a client that does not read would accumulate
+        # answers to a client that does not read would accumulate
+        if self.is_paused and not self._transport.is_closing():
             self._transport.pause_reading()
             self._await(WRITE_STALL_S)
         elif not self.is_paused:
             self._go_on()
 
     def _go_on(self) -> None:
-        """Answers the request that waits, or reads on."""
+        """Answers the waiting request, or resumes reading."""
         assert self._transport is not None
         if self._pending:
             return self._begin(self._pending.popleft())
@@ -310,7 +307,7 @@ class HttpProtocol(asyncio.Protocol):
         self._await(BODY_TIMEOUT_S if self._incoming else HEAD_TIMEOUT_S if self._has_begun else KEEP_ALIVE_S)
 
     def broken(self) -> None:
-        """An answer is cut off: closes the connection, at once when the client does not read."""
+        """Handles a cut-off answer: closes the connection, at once when the client does not read."""
         self._exchange = None
         if self.is_paused:
             self.abort()
@@ -325,7 +322,7 @@ class HttpProtocol(asyncio.Protocol):
     # --- ends -----------------------------------------------------------------------------------------------
 
     def on_deadline(self) -> None:
-        """A deadline has passed: refuses, closes or aborts."""
+        """Handles a passed deadline: refuses the request, or closes or aborts the connection."""
         assert self._transport is not None
         self._await(None)
         if self.is_paused or self._is_discarding or self._transport.is_closing():

@@ -148,7 +148,7 @@ class HttpServer:
                 await asyncio.get_running_loop().connect_accepted_socket(self._connection, client)
 
     def begin_drain(self) -> None:
-        """From now on, connections close after their running answer."""
+        """Makes connections close after their running answer."""
         self.is_leaving = self.is_draining = True
 
     def drain(self) -> None:
@@ -173,7 +173,7 @@ class HttpServer:
         for connection in list(self._connections):
             connection.abort()
 
-    # --- for connections ------------------------------------------------------------------------------------
+    # --- connections ----------------------------------------------------------------------------------------
 
     def joined(self, connection: HttpProtocol) -> bool:
         """Registers a connection. False when there are too many."""

@@ -28,7 +28,7 @@ Stamp = tuple[tuple[int, int, int] | None, ...]
 class Certificate:
     """A server's chain and key. Raises ConfigError when they cannot be used.
 
-    `monotonic` tells when to look at the files again, `clock` the seconds since the epoch.
+    `monotonic` gives seconds for the reload interval, `clock` seconds since the epoch.
     """
 
     def __init__(

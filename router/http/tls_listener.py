@@ -2,7 +2,8 @@
 
     silent      no byte came yet: the connection costs a socket and nothing else, for at most the patience
     handshake   the first byte begins a handshake: it has the rest of the patience
-    plain       the first byte begins anything else: a plain HTTP request is told that this port speaks TLS
+    plain       the first byte begins anything else: a plain HTTP request gets the error that this port needs
+                TLS
     inside      the handshake is done: an HTTP connection like any other
 
 Connections before the handshake count as connections, so they cannot use descriptors beyond the server's
@@ -34,7 +35,7 @@ READ_BYTES = 1 << 16
 class TlsListener:
     """Accepts connections for one server, on one event loop.
 
-    `has_room(n)` says whether one more connection may come while `n` connections are before the end of their
+    `has_room(n)` is true if one more connection may come while `n` connections are before the end of their
     handshake.
     """
 

@@ -26,9 +26,8 @@ PEER_LOST = "PeerLost"  # kind of a Failed: the other worker of the pair is gone
 BAD_GRAMMAR = "BadGrammar"  # no worker can compile the grammar of this request
 GRAMMARS_OVERDUE = "GrammarsOverdue"  # this worker compiles too many grammars; another may have capacity
 DEADLINE_EXCEEDED = "DeadlineExceeded"  # also the kind of a worker's Failed
-BLAMELESS = frozenset(
-    (BAD_GRAMMAR, GRAMMARS_OVERDUE, DEADLINE_EXCEEDED)
-)  # kinds caused by the request, not by a worker
+# kinds caused by the request, not by a worker
+BLAMELESS = frozenset((BAD_GRAMMAR, GRAMMARS_OVERDUE, DEADLINE_EXCEEDED))
 # kind of decode's Failed: prefill gave the room up and reports the reason itself
 HANDOFF_ABORTED = "HandoffAborted"
 HANDOFF_KINDS = frozenset(
@@ -96,9 +95,9 @@ class Attempt:
     def orders(
         self, room: str, prompt_ids: list[int], output_ids: list[int], sampling: Sampling, deadline_ms: int
     ) -> list[Reserve | Prefill]:
-        """The orders for the workers: continue behind `prompt_ids` and `output_ids`.
+        """The orders for the workers: continue after `prompt_ids` and `output_ids`.
 
-        Decode's Reserve comes first.
+        Decode's Reserve is the first.
         """
         if output_ids:
             prompt_ids = prompt_ids + output_ids
@@ -144,9 +143,8 @@ class Attempt:
             return instance == self.pair.prefill and message.start == len(self._scores) + 1
         if isinstance(message, FirstToken):
             return instance == self.pair.prefill != self.pair.decode
-        if (
-            isinstance(message, Finished) and message.output_tokens == 0
-        ):  # output of earlier attempts was the whole answer
+        # output of earlier attempts was the whole answer
+        if isinstance(message, Finished) and message.output_tokens == 0:
             return self.num_before > 0 and self.num_output == 0
         return instance == self.pair.decode or not isinstance(message, (Reserved, Finished))
 
@@ -172,7 +170,7 @@ class Attempt:
         return True
 
     def overdue_word(self, now: float) -> Failed | None:
-        """Decode's message, once prefill has given no reason of its own in time."""
+        """Decode's message, if prefill has not given its own reason in time; else None."""
         return self.aborted if now >= self._word_by else None
 
     def is_next(self, item: TokenItem) -> bool:

@@ -95,10 +95,10 @@ class Outcome(Struct, frozen=True, gc=False):
 
 
 class Requeued(Struct, frozen=True, gc=False):
-    """The room wants another pair, not before `not_before` (monotonic seconds).
+    """The room waits for another pair, from `not_before` (monotonic seconds) on.
 
-    `failure` says why the attempt failed. The client gets it when the retry budget denies another attempt.
-    None after a refusal, which costs no attempt.
+    `failure` is the reason of the failed attempt, which the client gets when the retry budget denies another
+    one. It is None after a refusal, which costs no attempt.
     """
 
     not_before: float

@@ -14,9 +14,8 @@ class RetryBudget:
     """Allows repeated attempts for a fifth of the rooms within the window, or of the live rooms."""
 
     def __init__(self) -> None:
-        self._steps: deque[list[float]] = (
-            deque()
-        )  # [begin, rooms, repeated attempts] of each step of the window
+        # [begin, rooms, repeated attempts] of each step of the window
+        self._steps: deque[list[float]] = deque()
 
     def __repr__(self) -> str:
         return f"RetryBudget({self._sum(2):g} of {self._sum(1):g} rooms)"

@@ -443,9 +443,8 @@ class Room:
 
     def _attempt_failed(self, kind: str, message: str, retryable: bool, now: float) -> list[Effect]:
         self._num_failed += 1
-        if (
-            self.num_output >= self.sampling.max_new_tokens
-        ):  # all tokens are here; only decode's confirmation is missing
+        # all tokens are here; only decode's confirmation is missing
+        if self.num_output >= self.sampling.max_new_tokens:
             is_stop = self.output_ids[-1] in self.sampling.stop_token_ids
             return [Ended("stop" if is_stop else "length"), *self._close(now)]
         if quarantined := self._quarantine(now):

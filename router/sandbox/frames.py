@@ -2,7 +2,7 @@
 
 A frame is 4 bytes of length, little-endian, and that many bytes. The pool sends a setup frame first (a
 `Setup` as JSON, or GRAMMARS), then one frame per job. The worker sends READY, then one reply per job: one
-byte that says its kind, and a text in UTF-8. A worker ends after a reply of TOO_LARGE.
+byte for its kind, and a text in UTF-8. A worker ends after a reply of TOO_LARGE.
 """
 
 import struct

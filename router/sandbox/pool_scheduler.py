@@ -38,7 +38,7 @@ class Job:
 
 
 class Reason(Enum):
-    """Why a job has no answer."""
+    """The reason of a missing answer."""
 
     COSTLY = "it took too much time"
     LOST = "workers died of it"
@@ -97,7 +97,7 @@ Effect: TypeAlias = Fork | Assign | SetAside | End | Answered | Failed
 class _Worker:
     key: int
     is_long: bool  # the kind of its jobs
-    since: float  # when it was started, became ready or began with its first job
+    since: float  # time of its start, its readiness or the begin of its first job
     is_ready: bool = False
     jobs: deque[Job] = field(default_factory=deque)
 

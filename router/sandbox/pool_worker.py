@@ -68,7 +68,7 @@ class ForkServerProcess:
             selector.register(self._wakes, selectors.EVENT_READ)
             while self._is_asked(selector):
                 self._reap()
-        signal.set_wakeup_fd(-1)  # the loop's socket is closed with it, and children need not be reaped
+        signal.set_wakeup_fd(-1)  # the socket is closed soon, and no child is awaited any more
         for pid in self._children.values():
             os.kill(pid, signal.SIGKILL)
 

@@ -37,7 +37,7 @@ class TooCostly(BatonError):
 
 
 class WorkerLost(BatonError):
-    """The job killed its workers."""
+    """The job killed its workers, or no worker could be started (NoWorker)."""
 
 
 class NoWorker(WorkerLost):

@@ -42,7 +42,8 @@ class TemplateRenderer:
     def __init__(self, setup: Setup) -> None:
         self._special_tokens = setup.special_tokens
         empty = Backend(models.BPE())
-        self._hf = PreTrainedTokenizerFast(tokenizer_object=empty)  # type: ignore[no-untyped-call,unused-ignore]
+        hf = PreTrainedTokenizerFast(tokenizer_object=empty)  # type: ignore[no-untyped-call,unused-ignore]
+        self._hf = hf
         self._hf.chat_template = setup.chat_template
         self._decoder = msgspec.json.Decoder(Chat)
 

@@ -53,7 +53,7 @@ class PlacementRate:
 
 
 class AdmissionQueue:
-    """The bounds on what one router accepts."""
+    """The bounds on the requests that one router accepts."""
 
     def __init__(self, registry: Registry, waiting: WaitingList, max_queue: int) -> None:
         self.gate = Gate()
@@ -95,7 +95,7 @@ class AdmissionQueue:
         """The entry to be turned away now that `request` is in the queue; None while the queue is within its
         bound.
 
-        A new request goes with all its choices, so one of its entries stands for all.
+        A new request is turned away with all its choices, so one of its entries stands for all.
         """
         if len(self._waiting) <= self._max_queue:
             return None

@@ -7,7 +7,7 @@ once.
     cache-aware    prefill with the fewest tokens to compute until this prompt is done: its queue and the
                    uncached part
     session        decode that has the beginning of the prompt cached, unless it is much fuller than others:
-                   the next turn of a chat goes where the last one was, and only new KV is handed over
+                   the next turn of a chat uses the worker of the last one, and only new KV is handed over
     least-loaded   prefill with the fewest tokens queued, decode with the smallest share of places and pages
                    in use
     round-robin    the worker whose turn is longest ago
@@ -59,7 +59,7 @@ class Balancer:
         return self.load(worker)
 
     def placed(self, worker: Worker) -> None:
-        """An attempt goes to this worker."""
+        """Notes an attempt that is placed on this worker."""
 
 
 class CacheAware(Balancer):

@@ -110,7 +110,7 @@ class Dispatcher:
 
     @property
     def num_open(self) -> int:
-        """The number of rooms of which a worker may still hold something."""
+        """The number of rooms that a worker may still hold in part."""
         return len(self._entries)
 
     @property

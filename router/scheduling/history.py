@@ -90,7 +90,7 @@ class Kept(Struct, frozen=True, kw_only=True):
     arrived: float  # Unix seconds
     state: str
     outcome: str | None
-    accounts: list[Account]  # of its choices
+    accounts: list[Account]  # figures of its choices
 
     def is_named(self, name: str) -> bool:
         return _is_named(name, self.reply_id, [account.room for account in self.accounts])
@@ -103,7 +103,7 @@ class Kept(Struct, frozen=True, kw_only=True):
         )
 
     def row(self) -> RequestRow:
-        """Its row in the list."""
+        """The row of the request in the list."""
         return _row(self, [account.timeline() for account in self.accounts])
 
 

@@ -29,7 +29,7 @@ _TOLD = (Reserved, FirstToken, Finished, Failed)
 
 @dataclass(frozen=True, kw_only=True)
 class PairingPolicy:
-    """How pairs are chosen; `balancing` explains the names."""
+    """The settings of the choice of pairs; `balancing` explains the names."""
 
     prefill: str = "cache-aware"
     decode: str = "session"
@@ -116,9 +116,8 @@ class Placer:
         elif isinstance(event, Finished) and worker.instance == pair.decode:
             self._on_finished(entry, worker, event)
             if event.timeline.handoff_blocks or pair.is_local:
-                since_ms = (
-                    event.timeline.queue_ms + event.timeline.decode_ms
-                )  # time since decode received the last block
+                # time since decode received the last block
+                since_ms = event.timeline.queue_ms + event.timeline.decode_ms
                 self._pair_health.passed(pair.prefill, pair.decode, now - since_ms / 1000)
         elif isinstance(event, Failed) and event.kind in HANDOFF_KINDS:
             self._pair_health.doubt(pair.prefill, pair.decode)

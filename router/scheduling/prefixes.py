@@ -56,9 +56,8 @@ class PrefixIndex:
 
     def __init__(self, max_pages: int = MAX_PAGES) -> None:
         self._max_pages = max_pages
-        self._holders: OrderedDict[bytes, tuple[str, ...]] = (
-            OrderedDict()
-        )  # the last worker to get a page stands last
+        # the last worker to get a page stands last
+        self._holders: OrderedDict[bytes, tuple[str, ...]] = OrderedDict()
 
     def __repr__(self) -> str:
         return f"PrefixIndex({len(self)} of {self._max_pages} pages)"

@@ -14,7 +14,7 @@ from ..workers.registry import Registry, Worker
 # fields.
 MAX_PROMPT_TOKENS = (CONTROL_MAX_FRAME - MAX_GRAMMAR - (64 << 10)) // 5
 DEFAULTS = Sampling()
-# Young fields in the words of the API.
+# The API's names of young fields.
 SAID = {
     "min_new_tokens": "min_tokens",
     "prompt_logprobs": "echo with logprobs",

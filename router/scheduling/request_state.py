@@ -1,8 +1,8 @@
 """The dispatcher's state of the requests: a request with its choices, and the room of each choice.
 
-A request is what a client sent; each of its choices has a room of its own. Queue time and the figures of
-/metrics belong to the request. A choice that waits behind its own siblings does not count as waiting, and a
-request with eight choices counts once.
+A request has one or several choices, and each choice has a room of its own. Queue time and the figures of
+/metrics belong to the request. A choice that waits for its own siblings does not count as waiting. A request
+with eight choices counts once.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -33,11 +33,11 @@ OUTCOMES = {
     GRAMMARS_OVERDUE: "rejected",
     "Timeout": "timeout",
     DEADLINE_EXCEEDED: "timeout",
-}  # of the kinds of a Failure; "failed" for any other
+}  # outcomes by kind of a Failure; "failed" for any other
 
 
 class Job(Struct, frozen=True, kw_only=True, dict=True):  # dict: for cached properties
-    """One choice that a client wants."""
+    """One requested choice."""
 
     prompt_ids: list[int]
     sampling: Sampling
@@ -60,9 +60,8 @@ class Tag:
 
     reply_id: str = ""  # id of the answer
     span: OpenSpan = field(default_factory=Passing)
-    on_end: Callable[["Request", float], None] = lambda request, now: (
-        None
-    )  # called when its last choice has ended
+    # called when its last choice has ended
+    on_end: Callable[["Request", float], None] = lambda request, now: None
 
 
 @dataclass(eq=False)
@@ -76,13 +75,13 @@ class Request:
     caller: Caller = ANYONE
     num_placed: int = 0  # number of choices at the workers
     entries: list["Entry"] = field(default_factory=list)
-    outcomes: dict[int, str] = field(default_factory=dict)  # by choice
+    outcomes: dict[int, str] = field(default_factory=dict)  # outcomes by choice
     is_warned: bool = False
     tag: Tag = field(default_factory=Tag)
 
     @property
     def outcome(self) -> str | None:
-        """How it ended: the first outcome other than ok, else ok; None while a choice runs."""
+        """The outcome: the first one other than ok, else ok; None while a choice runs."""
         if len(self.outcomes) < len(self.entries):
             return None
         for outcome in self.outcomes.values():
@@ -157,7 +156,7 @@ class Request:
 
 @dataclass(eq=False)
 class Entry:
-    """One choice: its room, and the router's state beside it."""
+    """One choice: its room, and the router's own state of it."""
 
     room: Room
     job: Job

@@ -1,7 +1,7 @@
 """The rooms that wait for a pair, in the order in which they get one. Pure.
 
-A room's rank is its arrival time plus `PRIORITY_S` per step of lower priority. An urgent room so overtakes
-those that came shortly before it, and no room waits behind urgent ones forever. A room requeued after a
+A room's rank is its arrival time plus `PRIORITY_S` per step of lower priority. An urgent room thus overtakes
+those that arrived shortly before it, and urgent rooms cannot delay another forever. A room requeued after a
 failed attempt keeps its rank.
 """
 

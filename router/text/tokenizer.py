@@ -149,7 +149,7 @@ class Tokenizer:
         ids: list[int] = []
         for i, part in enumerate(rendered.split(chat.mark)):
             text = part
-            if i:  # a number, an x, and the text behind
+            if i:  # a number, an x, and the following text
                 number, _, text = part.partition("x")
                 ids += self._encode(self._plain, chat.spelled[int(number)], add_special_tokens=False)
             if text:

@@ -40,7 +40,7 @@ CUTS = frozenset(
 
 
 class WordIds(dict[str, bytes]):
-    """The ids of words, each with the space before it, of one tokenizer. A word is encoded at its first
+    """The ids of words, each with its leading space, of one tokenizer. A word is encoded at its first
     look-up.
 
     Ids are kept as bytes, since lists of integers would cost ten times the memory.
@@ -107,5 +107,5 @@ def _cuts_at_spaces(pre_tokenizer: Mapping[str, Any] | None) -> bool:
 
 
 def _ignores_spaces(token: AddedToken) -> bool:
-    """Whether an added token neither looks at its neighbours nor holds a space."""
+    """Whether an added token depends on no neighbouring characters and holds no space."""
     return not (token.lstrip or token.rstrip or token.single_word) and " " not in token.content

@@ -7,10 +7,8 @@ from dataclasses import dataclass, field
 BREAKER_FAILURES = 3  # failures within the window until the worker is avoided
 BREAKER_WINDOW_S = 30.0
 BREAKER_OPEN_S = 10.0  # after this time one attempt tests the worker
-FIRST_RETURN, FULL_RETURN = (
-    2,
-    16,
-)  # concurrent attempts of a returning worker: at first, and from which it counts as closed
+# concurrent attempts of a returning worker: at first, and from which it counts as closed
+FIRST_RETURN, FULL_RETURN = (2, 16)
 
 
 @dataclass(eq=False)

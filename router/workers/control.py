@@ -1,7 +1,7 @@
 """The router's end of the control plane: a ROUTER socket on the event loop.
 
-With keys, the sender of a message is the ZAP User-Id (`role/name`), never the routing id. A key may speak for
-the worker instances that it introduced, with the verbs of its role only.
+With keys, the sender of a message is the ZAP User-Id (`role/name`), never the routing id. A key may send
+messages only for worker instances that it introduced, and only of its role's types.
 """
 
 import logging

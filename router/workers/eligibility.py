@@ -143,7 +143,7 @@ def emptiest_pairs(live: Iterable[tuple[Worker, Worker]]) -> list[tuple[Worker, 
 def obeyed(prefill: Worker, decode: Worker, fields: Collection[str]) -> bool:
     """Whether both workers know these fields. A worker of an older version would ignore them."""
     by_prefill, by_decode = prefill.hello.takes, decode.hello.takes
-    for name in fields:  # noqa: SIM110 (asked several times per request, and a generator costs more than all the rest)
+    for name in fields:  # noqa: SIM110 - called several times per request; a generator would cost more
         if name not in by_decode or name not in by_prefill:
             return False
     return True

@@ -3,12 +3,12 @@ serves.
 
 A pair is probed when no client's request has passed it for half of `window_s`. A probe has four prompt tokens
 and two of output. It takes one page on either side and exercises token 1 of prefill, the hand-off, and a
-token of decode. It has a room of its own, beside those of clients, and appears in no queue, history or
-request count. A probe starts only when the queue is empty and the workers keep a free place. Its salt is
-unique, so no prefix cache can answer in place of prefill.
+token of decode. It has a room apart from those of clients, and appears in no queue, history or request count.
+A probe starts only when the queue is empty and the workers keep a free place. Its salt is unique, so no
+prefix cache can answer in place of prefill.
 
-A failed probe speaks against its pair, not against a worker, since hand-offs fail between two. A probe that
-passes on an avoided worker closes its breaker, so no client's request has to try it first.
+A failed probe counts against its pair and not against one worker, since a hand-off involves both. A probe
+that passes on an avoided worker closes its breaker, so no client's request has to try it first.
 """
 
 import logging
@@ -61,7 +61,7 @@ class HealthProbe:
 
     @property
     def waits_for(self) -> str:
-        """The missing message, in words."""
+        """A description of the missing message."""
         if Reserved not in self.heard:
             return "decode reserved nothing"
         if FirstToken not in self.heard and self.names[0] != self.names[1]:
@@ -81,9 +81,8 @@ class HealthProbes:
         self._registry, self._outbox, self._mint = registry, outbox, mint
         self._window_s = window_s
         self._patience_s = window_s / 2
-        self._timeouts = Timeouts(
-            reserve_s=window_s, first_token_s=window_s, token_s=window_s
-        )  # never reached, since the deadline is earlier
+        # never reached, since the deadline is earlier
+        self._timeouts = Timeouts(reserve_s=window_s, first_token_s=window_s, token_s=window_s)
         self._probes: dict[str, HealthProbe] = {}  # by room
         self._next_at = 0.0
         self._ticked_at: float | None = None
@@ -137,7 +136,7 @@ class HealthProbes:
     def _on_worker(self, instance: str) -> list[HealthProbe]:
         return [one for one in self._probes.values() if instance in one.room.instances]
 
-    # --- where the next one goes ----------------------------------------------------------------------------
+    # --- choice of the next pair ----------------------------------------------------------------------------
 
     @property
     def _asked(self) -> set[PairNames]:
@@ -194,7 +193,7 @@ class HealthProbes:
         self.pair_health.asked(*probe.names, now)
         self._perform(probe, effects, now)
 
-    # --- what becomes of it ---------------------------------------------------------------------------------
+    # --- results ---------------------------------------------------------------------------------------------
 
     def _perform(self, probe: HealthProbe, effects: list[Effect], now: float) -> None:
         room = probe.room

@@ -32,10 +32,9 @@ class PairRecord:
     passed_at: float = NEVER
     asked_at: float = NEVER  # start of its last probe, or end of the last request that passed
     failed_at: float = NEVER
-    vouched_at: float = (
-        # when a request last passed its decode worker in the other mode: alone, or with a prefill worker
-        NEVER
-    )
+    # time of the last request that passed its decode worker in the other mode: alone, or with a prefill
+    # worker
+    vouched_at: float = NEVER
     held_s: float = 0.0  # seconds for which the last result did not age
     is_doubted: bool = True
     num_failures: int = 0  # consecutive failures of probes
@@ -168,8 +167,9 @@ class PairHealth:
         return self.window_s / 4 if record.num_failures or record.passed_at == NEVER else self.window_s / 2
 
     def _vouched(self) -> dict[tuple[str, bool], float]:
-        """When a request last passed each decode worker, by (decode, whether it was alone). Failing pairs are
-        left out.
+        """The time of the last request that passed each decode worker, by (decode, whether it was alone).
+
+        Failing pairs are left out.
 
         A new pair inherits this time. So neither the arrival of the first prefill worker nor the departure of
         the last one takes a decode worker out of service.

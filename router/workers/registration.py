@@ -45,9 +45,8 @@ class Registration:
     def hello(self, identity: bytes, message: Hello, now: float) -> Greeted | None:
         """Registers or rejects a worker. None when that changes nothing for any room."""
         known = self._registry.get(message.instance)
-        if (
-            known is not None and message.generation < known.hello.generation
-        ):  # was in transit on an older connection
+        # was in transit on an older connection
+        if known is not None and message.generation < known.hello.generation:
             self._events["stale_hello"] += 1
             return None
         has_dropped_all = known is not None and message.generation > known.hello.generation

@@ -91,9 +91,8 @@ class Worker:
     is_draining: bool = False
     ledger: Ledger = field(default_factory=Ledger)
     unreachable_since: float | None = None
-    outbox: deque[bytes] = field(
-        default_factory=deque
-    )  # packed messages that its connection has not accepted yet
+    # packed messages that its connection has not accepted yet
+    outbox: deque[bytes] = field(default_factory=deque)
     breaker: Breaker = field(default_factory=Breaker)
     has_hole: bool = (
         False  # one of its messages was lost: it must drop its rooms, since any of them may be concerned
@@ -168,7 +167,7 @@ class Worker:
     def hear(self, message: ControlUp) -> None:
         """Handles a message about a room.
 
-        A refusal shows that the worker is fuller than the ledger says, since it serves another router too. It
+        A refusal shows that the worker's load exceeds the ledger, since it serves another router too. It
         then gets nothing more before its next heartbeat.
         """
         if isinstance(message, Refused):
@@ -205,14 +204,14 @@ class Registry:
 
     @property
     def heartbeat_ms(self) -> int:
-        """The heartbeat interval that workers are told, in milliseconds."""
+        """The heartbeat interval for workers, in milliseconds."""
         low, high = HEARTBEAT_RANGE_MS
         return min(high, max(low, round(self._timeout_s * 1000 / HEARTBEATS_PER_TIMEOUT)))
 
     def memo(self, name: str, make: Callable[[], T]) -> T:
         """The cached result of `make` under `name`.
 
-        The cache is cleared when a worker comes, goes or changes its state.
+        The cache is cleared when a worker joins, leaves or changes its state.
         """
         try:
             found: T = self._memo[name]
