@@ -71,12 +71,12 @@ async def run(port: int, key: str, num_streams: int, num_tokens: int) -> None:
             await asyncio.sleep(0.02)
     while client.num_begun < num_streams and not all(task.done() for task in tasks):
         await asyncio.sleep(0.05)
-    _say(begun=client.num_begun, chunks=client.num_chunks)
+    _report(begun=client.num_begun, chunks=client.num_chunks)
     await asyncio.gather(*tasks)
-    _say(whole=client.num_whole, chunks=client.num_chunks)
+    _report(whole=client.num_whole, chunks=client.num_chunks)
 
 
-def _say(**counts: int) -> None:
+def _report(**counts: int) -> None:
     sys.stdout.write(json.dumps(counts) + "\n")
     sys.stdout.flush()
 

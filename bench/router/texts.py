@@ -55,9 +55,9 @@ def different(key: str, body: Mapping[str, object]) -> str:
     halves = [_halves(text) for text in excerpts()]
     heads = [before + _inner(f"{head} ") for head, _ in halves]
     middles = [_inner(f" {middle}") for _, middle in halves]
-    told = (", ".join(map(_lua, heads)), ", ".join(map(_lua, middles)), _lua(after))
+    parts = (", ".join(map(_lua, heads)), ", ".join(map(_lua, middles)), _lua(after))
     nonce = "".join(chr(ord("a") + secrets.randbelow(26)) for _ in range(4))
-    return SAME % (key, _lua("")) + DIFFERENT % (*told, nonce)
+    return SAME % (key, _lua("")) + DIFFERENT % (*parts, nonce)
 
 
 def excerpts() -> list[str]:

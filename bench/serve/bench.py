@@ -78,7 +78,9 @@ class ServeBench:
         """Runs one level and returns its figures."""
         plan = self._plan
         before, run = await read_metrics(self._routers), begin(level)
-        telling = asyncio.ensure_future(tell(run, _say, TERMINAL_S if sys.stderr.isatty() else FILE_S))
+        telling = asyncio.ensure_future(
+            tell(run, _show_progress, TERMINAL_S if sys.stderr.isatty() else FILE_S)
+        )
         try:
             await drive(run, plan.questions, self.ask, plan.bound, plan.rng)
         finally:
@@ -178,10 +180,10 @@ async def model_of(client: LoadClient) -> str:
         status, body = await client.get("/v1/models")
         if status == 200:
             return str(json.loads(body)["data"][0]["id"])
-        said = f"{client.endpoint}/v1/models answers {status}{_words_of(body)}"
+        answer = f"{client.endpoint}/v1/models answers {status}{_words_of(body)}"
         if status == 401:
-            raise BatonError(f"{said}; put an API key into the environment variable {KEY_VARIABLE}")
-        raise BatonError(said if status == 400 else f"{said}; name the model with --model")
+            raise BatonError(f"{answer}; put an API key into the environment variable {KEY_VARIABLE}")
+        raise BatonError(answer if status == 400 else f"{answer}; name the model with --model")
     except (OSError, EOFError, Unexpected) as error:
         raise BatonError(why_not_reached(str(client.endpoint), error)) from None
     except (ValueError, KeyError, IndexError, TypeError):
@@ -229,6 +231,6 @@ def _range(lengths: tuple[int, int]) -> str:
     return str(low) if low == high else f"{low}-{high}"
 
 
-def _say(line: str) -> None:
+def _show_progress(line: str) -> None:
     sys.stderr.write(f"{line}\n")
     sys.stderr.flush()

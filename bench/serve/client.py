@@ -30,20 +30,20 @@ class TimedCall:
     """The record of one request. Times are seconds on the event loop's clock."""
 
     due: float
-    """When it should begin: latencies count from here."""
+    """The scheduled begin, from which latencies count."""
     sent: float = 0.0
     ended: float = 0.0
     arrivals: list[tuple[float, int]] = field(default_factory=list)
-    """(when, tokens) of each event that brought any."""
+    """(time, number of tokens) of each event with tokens."""
     num_prompt: int = 0
     num_output: int = 0
-    """Tokens, as the endpoint's usage has them, else as they came."""
+    """The number of tokens from the endpoint's usage, else counted from the events."""
     is_done: bool = False
-    """The stream said that it is whole."""
+    """Whether the stream ended with its end mark."""
     error: str = ""
-    """What kind of failure; "": none."""
+    """The kind of failure; "": none."""
     timeline: dict[str, Any] = field(default_factory=dict)
-    """Of the endpoint, where it gives one."""
+    """The endpoint's own id of the request, if it gives one."""
 
 
 @dataclass(frozen=True)
@@ -162,8 +162,8 @@ class LoadClient:
         is_whole = False
         try:
             if head.status != 200:
-                said = b"".join([part async for part in _body(head, line.reader)])
-                call.error = f"HTTP {head.status} {_code_of(said)}".rstrip()
+                content = b"".join([part async for part in _body(head, line.reader)])
+                call.error = f"HTTP {head.status} {_code_of(content)}".rstrip()
                 is_whole = True
                 return
             if not head.headers.get("content-type", "").startswith("text/event-stream"):

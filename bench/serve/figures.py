@@ -55,13 +55,13 @@ class Figures:
 
     load: str
     seconds: float
-    """From the begin to the last end, or to the end of an open loop's time."""
+    """Seconds from the begin to the last end, or to the end of an open loop's time."""
     num_ok: int
     errors: dict[str, int]
-    """By kind."""
+    """The number of errors by kind."""
     requests_per_s: float
     goodput_per_s: float | None
-    """Requests that met the goals; None without goals."""
+    """Requests per second that met the goals; None without goals."""
     prompt_tokens_per_s: float
     output_tokens_per_s: float
     mean_prompt_tokens: float
@@ -71,9 +71,9 @@ class Figures:
     tpot: Spread
     e2e: Spread
     late_ms: float
-    """99 % of the requests were sent at most so long after they were due."""
+    """The 99th percentile of the delay between due time and send, in milliseconds."""
     server: dict[str, float] = field(default_factory=dict)
-    """What the endpoint says of the same time, see `serve_server`."""
+    """The endpoint's own figures of the same time, see `server`."""
 
     def as_dict(self) -> dict[str, Any]:
         """The figures for JSON, with None in place of NaN."""

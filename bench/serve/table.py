@@ -58,9 +58,9 @@ def _ms(value: float) -> str:
 
 def _notes(figures: Figures) -> list[str]:
     lines = [f"{figures.load}: {count} x {kind}" for kind, count in figures.errors.items()]
-    said = [UNITS[name].format(value) for name, value in figures.server.items()]
-    if said:
-        lines.append(f"{figures.load}, says the endpoint: {', '.join(said)}")
+    shown = [UNITS[name].format(value) for name, value in figures.server.items()]
+    if shown:
+        lines.append(f"{figures.load}, says the endpoint: {', '.join(shown)}")
     if figures.late_ms > LATE_MS:
         lines.append(
             f"{figures.load}: requests were sent up to {figures.late_ms:.0f} ms late (p99), which is in "

@@ -86,7 +86,7 @@ class TransferBench:
         source, target = self._devices
         keys = str(self._folder / "prefill")
         self._order(SourceSetup(self._num_pages, self._block_bytes, source, target, str(self._folder), keys))
-        self._where = self._hear(Where)
+        self._where = self._receive(Where)
         tcp = self._stack.enter_context(socket.create_connection(("127.0.0.1", self._where.tcp_port)))
         unix = self._stack.enter_context(socket.socket(socket.AF_UNIX))
         unix.connect(f"{self._folder}/raw")
@@ -124,7 +124,7 @@ class TransferBench:
             while at < PAGE_BYTES:
                 at += self._raw[kind].recv_into(view[at:])
         seconds = time.perf_counter() - began
-        self.child_cpu_s += self._hear(Done).cpu_s
+        self.child_cpu_s += self._receive(Done).cpu_s
         return seconds
 
     def pull(self, way: Way) -> float:
@@ -155,7 +155,7 @@ class TransferBench:
             raise TransferError(
                 f"{way.name}: {ended.num_blocks - ended.num_shm_blocks} blocks came as messages"
             )
-        self.child_cpu_s += self._hear(Done).cpu_s
+        self.child_cpu_s += self._receive(Done).cpu_s
         return seconds
 
     def _open(self, way: Way) -> ZmqBlocksReceiver:
@@ -179,7 +179,7 @@ class TransferBench:
         self._child.stdin.write(msgspec.json.encode(order).decode() + "\n")
         self._child.stdin.flush()
 
-    def _hear(self, kind: type[A]) -> A:
+    def _receive(self, kind: type[A]) -> A:
         assert self._child.stdout is not None
         line = self._child.stdout.readline()
         if not line:

@@ -92,7 +92,7 @@ class HttpSettings(RoleConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class ClientSettings(RoleConfig):
-    """Who may ask."""
+    """API keys and TLS."""
 
     api_keys: str = setting(
         "",

@@ -80,17 +80,17 @@ class RouterDiscovery:
             try:
                 found = self._resolve(host, int(port))[:MAX_ADDRESSES]
             except OSError as error:
-                self._tell(name, str(error))
+                self._log_fault(name, str(error))
                 continue
             self._known[name] = tuple(f"tcp://{bracketed(address)}:{port}" for address in found)
-            self._tell(name, "")
+            self._log_fault(name, "")
         every = tuple(
             dict.fromkeys(endpoint for name in self._names for endpoint in self._known.get(name, ()))
         )
         with self._lock:
             self._found = every
 
-    def _tell(self, name: str, fault: str) -> None:
+    def _log_fault(self, name: str, fault: str) -> None:
         if fault and fault != self._failed.get(name):
             logger.warning("no addresses of routers", extra=fields(name=name, reason=fault))
         self._failed[name] = fault

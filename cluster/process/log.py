@@ -54,13 +54,13 @@ class TextFormatter(logging.Formatter):
 
     def __init__(self, role: str, instance: str = "") -> None:
         super().__init__()
-        self._who = f"{role}[{instance[:4]}]" if instance else role
+        self._origin = f"{role}[{instance[:4]}]" if instance else role
 
     def format(self, record: logging.LogRecord) -> str:
         """The record as text."""
         clock = time.strftime("%H:%M:%S", time.localtime(record.created))
         words = [
-            f"{clock}.{int(record.msecs):03d} {record.levelname:<5} {self._who} "
+            f"{clock}.{int(record.msecs):03d} {record.levelname:<5} {self._origin} "
             f"{_one_line(record.getMessage())}"
         ]
         words += [f"{name}={_as_text(name, value)}" for name, value in fields_of(record).items()]

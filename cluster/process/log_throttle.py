@@ -21,7 +21,7 @@ class LogThrottle:
         if now - self._logged_at.get(subject, float("-inf")) < self._quiet_s:
             return False
         if len(self._logged_at) >= MAX_SUBJECTS:
-            self._logged_at = {name: at for name, at in self._said.items() if now - at < self._quiet_s}
+            self._logged_at = {name: at for name, at in self._logged_at.items() if now - at < self._quiet_s}
         if len(self._logged_at) >= MAX_SUBJECTS:  # all further peers with ever new keys count as one subject
             return self.is_due("") if subject else False
         self._logged_at[subject] = now

@@ -17,14 +17,14 @@ class MetricName:
     """One metric. A counter's series end in `_total`, a histogram's in `_bucket`, `_sum` and `_count`."""
 
     name: str
-    """Without the suffix of its series."""
+    """The name without the suffix of its series."""
     kind: str
     """COUNTER, GAUGE or HISTOGRAM."""
     text: str
-    """What it counts or shows."""
+    """The metric's meaning."""
     labels: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()
-    """Upper bounds; of a histogram."""
+    """The upper bounds of a histogram's buckets."""
 
 
 def _counter(name: str, text: str, *labels: str) -> MetricName:

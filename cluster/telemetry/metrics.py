@@ -34,18 +34,18 @@ class Handoff(Struct, frozen=True, kw_only=True):
     """The bytes and times of one choice's hand-off."""
 
     num_bytes: int
-    """KV and features."""
+    """Bytes of KV and features."""
     seconds: float
-    """First announcement to last block."""
+    """Seconds from the first announcement to the last block."""
 
 
 class PromptWork(Struct, frozen=True, kw_only=True):
     """A prefill worker's work for one choice."""
 
     queue_s: float
-    """Until the first forward."""
+    """Seconds in the queue, until the first forward."""
     compute_s: float
-    """From then to token 1."""
+    """Seconds from the first forward to token 1."""
 
 
 class RequestRecord(Struct, frozen=True, kw_only=True):
@@ -54,13 +54,13 @@ class RequestRecord(Struct, frozen=True, kw_only=True):
     outcome: str
     """One of OUTCOMES."""
     e2e_s: float
-    """Seconds from the request read to its end."""
+    """Seconds from the read request to its end."""
     ttft_s: float | None = None
     """Seconds to the first token; None when there was none."""
     queued_s: float = 0.0
     """Seconds with none of its choices at a worker."""
     prompt_tokens: int = 0
-    """Tokens of the prompt, once for every choice."""
+    """Tokens of the prompt, counted once per choice."""
     cached_tokens: int = 0
     """Prompt tokens that prefill found in its prefix cache."""
     output_tokens: int = 0
@@ -70,9 +70,9 @@ class RequestRecord(Struct, frozen=True, kw_only=True):
     accepted_tokens: int = 0
     """Proposed tokens that the target accepted."""
     prompts: tuple[PromptWork, ...] = ()
-    """Of the choices whose prefill said it."""
+    """The prefill work of choices that have a report of it."""
     handoffs: tuple[Handoff, ...] = ()
-    """Of the choices for which something was pulled."""
+    """The hand-offs of choices with pulled blocks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,15 +84,15 @@ class RouterRecord:
     running: int
     """Requests at the workers."""
     events: Mapping[str, int] = field(default_factory=dict)
-    """Totals of rarer things by name."""
+    """Totals of rare events by name."""
     responses: Mapping[int, int] = field(default_factory=dict)
     """Answers over HTTP by status."""
     is_ready: bool = False
-    """What /ready says."""
+    """Whether /ready answers 200."""
     canaries: Mapping[str, int] = field(default_factory=dict)
     """Totals by outcome."""
     failing_pairs: tuple[tuple[str, str, str, int], ...] = ()
-    """Instances of prefill and decode, kind of the last failure, canaries that failed in a row."""
+    """Tuples of prefill's and decode's instance, kind of the last failure, consecutive failed probes."""
 
 
 @dataclass(frozen=True, kw_only=True)

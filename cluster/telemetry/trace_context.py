@@ -24,7 +24,7 @@ class TraceContext:
     parent: str = ""
     """`traceparent` in the form of version 00."""
     state: str = ""
-    """`tracestate`: what the tracing systems on the way keep there, in their own words."""
+    """`tracestate`: entries of the tracing systems on the way, in their own formats."""
 
     def __bool__(self) -> bool:
         return bool(self.parent)

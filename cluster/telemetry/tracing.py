@@ -37,7 +37,7 @@ class OpenSpan(Protocol):
     """A span in progress."""
 
     context: TraceContext
-    """For its children."""
+    """The context for its child spans."""
 
     def end(self, at: float, attributes: Mapping[str, Attribute], error: str = "") -> None:
         """Ends the span. Later calls have no effect."""

@@ -247,20 +247,20 @@ def _ask(client: ChatClient, model: str, rng: random.Random, tokens: int, shape:
         "temperature": 0,
         "ignore_eos": True,
     }
-    told = client.post("/v1/completions", body).get("timeline") or {}
-    if not told.get("handoff_bytes") or not told.get("prefill_ms"):
+    timeline = client.post("/v1/completions", body).get("timeline") or {}
+    if not timeline.get("handoff_bytes") or not timeline.get("prefill_ms"):
         raise BatonError(
             "the cluster handed nothing over: it needs a prefill worker, and --local-prefill-max 0"
         )
     expected = tokens * shape.token_bytes
-    if not 0.5 * expected <= told["handoff_bytes"] <= 2 * expected + 2**20:
-        text = f"{tokens} tokens travelled as {told['handoff_bytes']} bytes, {expected} were expected"
+    if not 0.5 * expected <= timeline["handoff_bytes"] <= 2 * expected + 2**20:
+        text = f"{tokens} tokens travelled as {timeline['handoff_bytes']} bytes, {expected} were expected"
         raise ConfigError(f"{text}; name the cluster's own --model, --draft and --dtype")
     return HandoffSample(
         tokens=tokens,
-        num_bytes=told["handoff_bytes"],
-        handoff_s=told["handoff_ms"] / 1e3,
-        prefill_s=told["prefill_ms"] / 1e3,
+        num_bytes=timeline["handoff_bytes"],
+        handoff_s=timeline["handoff_ms"] / 1e3,
+        prefill_s=timeline["prefill_ms"] / 1e3,
     )
 
 

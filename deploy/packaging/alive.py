@@ -50,19 +50,19 @@ def _get(connection: http.client.HTTPConnection, path: str) -> tuple[int, str]:
 
 def main(argv: Sequence[str]) -> int:
     """Runs the check and returns Docker's exit code: 0 healthy, 1 unhealthy."""
-    said = "no URL given"
+    line = "no URL given"
     for url in argv:
         try:
             status, words = ask(url)
         except ConnectionRefusedError:
-            said = f"nobody listens at {', '.join(argv)}"
+            line = f"nobody listens at {', '.join(argv)}"
             continue
         except (OSError, http.client.HTTPException, ValueError) as error:
             sys.stdout.write(f"{url}: {error or type(error).__name__}\n")
             return 1
         sys.stdout.write(f"{url}: {status} {words}\n")
         return 0 if status == 200 else 1
-    sys.stdout.write(f"{said}\n")
+    sys.stdout.write(f"{line}\n")
     return 1
 
 

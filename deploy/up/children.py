@@ -99,7 +99,7 @@ def _with_ports(children: Sequence[tuple[str, RoleConfig]], setting: str) -> lis
 
     Raises ConfigError beyond the last port.
     """
-    told: list[tuple[str, RoleConfig]] = []
+    result: list[tuple[str, RoleConfig]] = []
     taken: Counter[str] = Counter()
     for name, child in children:
         first = getattr(child, setting, 0)
@@ -110,8 +110,8 @@ def _with_ports(children: Sequence[tuple[str, RoleConfig]], setting: str) -> lis
             changed: dict[str, Any] = {setting: port}
             child = dataclasses.replace(child, **changed)
             taken[child.role] += 1
-        told.append((name, child))
-    return told
+        result.append((name, child))
+    return result
 
 
 def _with_own_ports(children: Sequence[tuple[str, RoleConfig]]) -> list[tuple[str, RoleConfig]]:
@@ -121,15 +121,15 @@ def _with_own_ports(children: Sequence[tuple[str, RoleConfig]]) -> list[tuple[st
     """
     routers = [child for _, child in children if isinstance(child, RouterConfig)]
     taken = {port for router in routers for port in (router.port, router.own_port)}
-    told: list[tuple[str, RoleConfig]] = []
+    result: list[tuple[str, RoleConfig]] = []
     for name, child in children:
         if isinstance(child, RouterConfig):
             if len(routers) > 1 and not child.own_port:
                 child = dataclasses.replace(child, own_port=_free_port_beside(taken, child.host))
                 taken.add(child.own_port)
             check_own_port(child)
-        told.append((name, child))
-    return told
+        result.append((name, child))
+    return result
 
 
 def child_specs(
@@ -176,8 +176,8 @@ def child_config(
     if "threads" in own and not config.threads:
         defaults["threads"] = threads
     known = set(known_variables())
-    told = {k: v for k, v in env.items() if k in known}
-    child = load_config(cls, flags, told, prog=PROG, defaults=defaults, warns=False)
+    settings = {k: v for k, v in env.items() if k in known}
+    child = load_config(cls, flags, settings, prog=PROG, defaults=defaults, warns=False)
     fixed: dict[str, Value] = {name: _absolute(getattr(child, name)) for name in PATHS if name in own}
     if isinstance(child, RouterConfig):
         own_ports = range(child.own_port, child.own_port + config.routers)

@@ -228,8 +228,8 @@ class ResponseBuilder:
         item.status = "incomplete" if self._finish == "length" else "completed"
         if item.content is not UNSET:
             content = item.content[0]
-            said = {"text": content.text, "logprobs": content.logprobs}
-            events = self._event("response.output_text.done", **self._place(), **said)
+            part = {"text": content.text, "logprobs": content.logprobs}
+            events = self._event("response.output_text.done", **self._place(), **part)
             events += self._event("response.content_part.done", **self._place(), part=content)
         else:
             place = {"item_id": item.id, "output_index": len(self._items) - 1, "name": item.name}

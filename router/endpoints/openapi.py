@@ -250,11 +250,11 @@ def _parameters(operation: Operation, served_model: str) -> list[Json]:
 
 def _event(chunk: type) -> Json:
     """The schema of one event, which describes a stream."""
-    told = {
+    event = {
         "contentMediaType": "application/json",
         "contentSchema": {"anyOf": [_ref(chunk), _ref(ErrorEnvelope)]},
     }
-    data = told if chunk is Event else {"anyOf": [{"const": "[DONE]"}, told]}
+    data = event if chunk is Event else {"anyOf": [{"const": "[DONE]"}, event]}
     properties = {"event": {"type": "string"}, "data": {"type": "string", **data}}
     return {"type": "object", "description": "Each event.", "properties": properties, "required": ["data"]}
 

@@ -177,16 +177,16 @@ class Service:
 
     def _reading(self, call: Call, priority: int | None) -> AbstractContextManager[None]:
         """Bounds the preparation of a request that will need workers. Raises ApiError (429)."""
-        now, intake = self.clock(), self.dispatcher.admission
-        intake.check_queue(call.caller.priority_of(priority), now)
-        return intake.parse_limiter.reading(call.caller, call.size, now)
+        now, admission = self.clock(), self.dispatcher.admission
+        admission.check_queue(call.caller.priority_of(priority), now)
+        return admission.parse_limiter.reading(call.caller, call.size, now)
 
     @contextmanager
     def _counted(self, call: Call) -> Iterator[None]:
         """Bounds and counts a request that needs no worker. Raises ApiError (429)."""
-        now, intake = self.clock(), self.dispatcher.admission
-        with intake.parse_limiter.reading(call.caller, call.size, now):
-            intake.gate.charge(call.caller, 0, now)
+        now, admission = self.clock(), self.dispatcher.admission
+        with admission.parse_limiter.reading(call.caller, call.size, now):
+            admission.gate.charge(call.caller, 0, now)
             yield
 
     def _names(self, ids: Sequence[int]) -> list[str]:

@@ -31,9 +31,9 @@ class Counts:
     """Counters that all servers of a process share."""
 
     responses: Counter[int] = field(default_factory=Counter)
-    """Answers that began, by status."""
+    """The number of answers that began, by status."""
     num_buffered: int = 0
-    """Bytes of bodies that are being read."""
+    """Bytes of bodies being read."""
 
 
 def connections_allowed(asked: int = 0, *, has_own_port: bool = False) -> int:

@@ -54,7 +54,7 @@ class Attempt:
     finished: Finished | None = None
     num_output: int = 0  # tokens delivered to the client
     aborted: Failed | None = None  # decode's report that prefill gave the room up
-    _word_by: float = 0.0  # end of the wait for prefill's own reason
+    _reason_by: float = 0.0  # end of the wait for prefill's own reason
     _early: dict[int, TokenItem] = field(default_factory=dict)
     # log-probabilities of the prompt's tokens from the second on
     _scores: list[TokenLogprob] = field(default_factory=list)
@@ -166,12 +166,12 @@ class Attempt:
         if message.kind != HANDOFF_ABORTED or message.instance != self.pair.decode or message is self.aborted:
             return False
         if self.aborted is None:
-            self.aborted, self._word_by = message, until
+            self.aborted, self._reason_by = message, until
         return True
 
     def overdue_word(self, now: float) -> Failed | None:
         """Decode's message, if prefill has not given its own reason in time; else None."""
-        return self.aborted if now >= self._word_by else None
+        return self.aborted if now >= self._reason_by else None
 
     def is_next(self, item: TokenItem) -> bool:
         """Whether the item directly continues the delivered tokens, which is the common case."""

@@ -28,7 +28,7 @@ class RequestRow(Struct, frozen=True, kw_only=True):
     """
 
     id: str
-    """The first digits of its first room, as log lines have them."""
+    """The first digits of its first room, as in log lines."""
     arrived: float
     """Unix seconds."""
     state: str
@@ -48,7 +48,7 @@ class RequestRow(Struct, frozen=True, kw_only=True):
     accept_length: float | None
     e2e_ms: float
     prefill: str | None
-    """First digits of the worker of the last attempt, like the next."""
+    """First digits of the prefill worker of the last attempt; the next field is decode's."""
     decode: str | None
 
 
@@ -74,7 +74,7 @@ class RequestView(Struct, frozen=True, kw_only=True):
     """The body of /requests/{id}."""
 
     id: str
-    """As the answer had it; empty for one that got none."""
+    """The id in the answer; empty for a request without an answer."""
     arrived: float
     """Unix seconds."""
     state: str

@@ -136,11 +136,11 @@ class Placer:
             self._pair_health.passed(note.prefill, note.decode, now)
 
     def _on_finished(self, entry: Entry, worker: Worker, event: Finished) -> None:
-        costs = self._cost_model_of(worker)
+        cost_model = self._cost_model_of(worker)
         if event.prefill is not None:
-            costs.prefilled(event.prefill, is_local=True)
+            cost_model.prefilled(event.prefill, is_local=True)
         elif event.timeline.handoff_bytes:
-            costs.handed_over(entry.prompt.num_tokens - event.timeline.have_tokens, event.timeline)
+            cost_model.handed_over(entry.prompt.num_tokens - event.timeline.have_tokens, event.timeline)
 
     def ended(self, entry: Entry) -> None:
         """The output is complete: decode keeps prompt and output in its prefix cache for the next turn."""

@@ -56,9 +56,9 @@ class Speakers:
         return f"Speakers({len(self._user_of)} instances of {len(self._instances)} users)"
 
     def fault(self, user: str, message: ControlUp) -> str:
-        """Why `user` (`role/name`) may not send this message, or "".
+        """The reason why `user` (`role/name`) may not send this message, or "".
 
-        A Hello makes its user the speaker of the instance.
+        A Hello binds the instance to its user.
         """
         role = user.partition("/")[0]
         verb = type(message).__name__
@@ -200,22 +200,22 @@ class ControlSocket:
             self._drop(parts[0], num_unknown, unknown_messages(num_unknown))
         identity = parts[0].bytes
         user = user_of(parts[1]) if self.authenticator is not None else ""
-        self._hear_all(identity, user, messages)
+        self._handle_all(identity, user, messages)
 
     def _drop(self, identity: zmq.Frame, num: int, reason: str) -> None:
         self.num_malformed += num
         self._drop_log.say(identity.bytes.hex(), reason)
 
-    def _hear_all(self, identity: bytes, user: str, messages: tuple[ControlUp, ...]) -> None:
+    def _handle_all(self, identity: bytes, user: str, messages: tuple[ControlUp, ...]) -> None:
         """Handles each message by itself: an error in one does not affect the others."""
         for number, message in enumerate(messages, 1):
             try:
-                self._hear(identity, user, message)
+                self._handle(identity, user, message)
             except BaseException:
-                self._hear_all(identity, user, messages[number:])
+                self._handle_all(identity, user, messages[number:])
                 raise
 
-    def _hear(self, identity: bytes, user: str, message: ControlUp) -> None:
+    def _handle(self, identity: bytes, user: str, message: ControlUp) -> None:
         assert self._on_message is not None
         fault = self._speakers.fault(user, message) if self.authenticator is not None else ""
         if fault:

@@ -193,7 +193,7 @@ class HealthProbes:
         self.pair_health.asked(*probe.names, now)
         self._perform(probe, effects, now)
 
-    # --- results ---------------------------------------------------------------------------------------------
+    # --- results ------------------------------------------------------------------------------------------
 
     def _perform(self, probe: HealthProbe, effects: list[Effect], now: float) -> None:
         room = probe.room

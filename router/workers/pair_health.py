@@ -48,13 +48,13 @@ class PairStatus(Struct, frozen=True, kw_only=True):
     prefill: str
     decode: str
     state: str
-    """new, proven, stale (nothing passed for a window) or failing."""
+    """new, proven, stale (no request passed within a window) or failing."""
     passed_s: float | None
-    """Since a request passed; null: none did."""
+    """Seconds since a request passed; null: none has."""
     failures: int
-    """Canaries that failed in a row."""
+    """Consecutive failures of health probes."""
     kind: str
-    """Of the last failure; empty without one since a request passed."""
+    """The kind of the last failure; empty without one since the last request that passed."""
     reason: str
 
 
