@@ -43,7 +43,7 @@ class TimedCall:
     error: str = ""
     """The kind of failure; "": none."""
     timeline: dict[str, Any] = field(default_factory=dict)
-    """The endpoint's own id of the request, if it gives one."""
+    """The request's timeline, if the endpoint gives one."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Protocol
 from .sd_notify import Notifier
 
 FEEDS_PER_LIMIT = 20  # arming starts a thread, so not every feed arms
-STACK_DUMP_S = 0.5  # seconds for faulthandler to write the stacks
+LAST_WORDS_S = 0.5  # seconds for faulthandler to write the stacks
 
 
 class Timer(Protocol):
@@ -32,7 +32,7 @@ class ProcessTimer:
 
     def arm(self, seconds: float) -> None:
         faulthandler.dump_traceback_later(seconds, file=sys.__stderr__ or sys.stderr)
-        signal.setitimer(signal.ITIMER_REAL, seconds + STACK_DUMP_S)
+        signal.setitimer(signal.ITIMER_REAL, seconds + LAST_WORDS_S)
 
     def disarm(self) -> None:
         faulthandler.cancel_dump_traceback_later()
