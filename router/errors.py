@@ -74,8 +74,8 @@ def nested_too_deeply() -> ApiError:
 
 def template_too_costly() -> ApiError:
     message = (
-        "The model's chat template needs more time or memory for these messages than this server gives it. "
-        "Send fewer."
+        "The model's chat template needs more time or memory for these messages than this server gives "
+        "it. Send fewer."
     )
     return bad_request(message, param="messages", code="template_too_costly")
 
@@ -87,8 +87,8 @@ def template_failed() -> ApiError:
 
 def grammar_too_costly(param: str) -> ApiError:
     message = (
-        f"{param}: to follow this takes more time or memory than this server gives it. Ask for something "
-        "simpler."
+        f"{param}: to follow this takes more time or memory than this server gives it. "
+        "Ask for something simpler."
     )
     return bad_request(message, param=param, code="grammar_too_costly")
 
@@ -113,8 +113,8 @@ def body_is_encoded(coding: str) -> ApiError:
 
 def unknown_request(name: str) -> ApiError:
     message = (
-        f"No request {printable(name)} is remembered; give the id of an answer, or the first 8 digits of a "
-        "room."
+        f"No request {printable(name)} is remembered; give the id of an answer, "
+        "or the first 8 digits of a room."
     )
     return ApiError(404, ErrorBody(message, "invalid_request_error", "id", "request_not_found"))
 
@@ -169,8 +169,8 @@ def too_many_connections() -> ApiError:
 
 def too_many_pending(limit: int) -> ApiError:
     message = (
-        f"More than {limit} requests wait for their answers on this connection. Send further ones after "
-        "these."
+        f"More than {limit} requests wait for their answers on this connection. "
+        "Send further ones after these."
     )
     return ApiError(429, ErrorBody(message, "rate_limit_error", None, "too_many_pending"), RETRY_AFTER_S)
 

@@ -242,8 +242,8 @@ def settings_of(options: argparse.Namespace) -> RigSettings:
     """
     if options.accept_length > options.spec_steps + 1:
         raise ConfigError(
-            f"--accept-length {options.accept_length}: a chain of --spec-steps {options.spec_steps} yields "
-            "at most "
+            f"--accept-length {options.accept_length}: "
+            f"a chain of --spec-steps {options.spec_steps} yields at most "
             f"{options.spec_steps + 1} tokens; lower it"
         )
     device = resolve_device(options.device)
@@ -303,8 +303,8 @@ def report(bench: EngineBench, cells: Sequence[Cell], options: argparse.Namespac
     rig, ceilings = bench.rig, bench.ceilings
     accepted = f"accept length {options.accept_length} of {options.spec_steps} drafts, simulated"
     lines = [
-        f"{machine(rig.settings.device)}; copy {ceilings.copy_bytes_per_s / 1e9:.0f} GB/s (read + write), "
-        "matmul "
+        f"{machine(rig.settings.device)}; copy {ceilings.copy_bytes_per_s / 1e9:.0f} GB/s (read + "
+        "write), matmul "
         f"{ceilings.matmul_flop_per_s / 1e12:.1f} TFLOP/s",
         f"{options.model or options.shape}, {rig.settings.dtype}, context {options.context}, {accepted}",
         "",

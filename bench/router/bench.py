@@ -162,8 +162,8 @@ def streams(bench: RouterBench, options: argparse.Namespace) -> list[str]:
         num_chunks = count * NUM_CHUNKS / 2
     kb, us = grown / 1024 / count, 1e6 * spent / num_chunks
     return [
-        f"{count} streams ({begun['begun']} begun, {whole['whole']} whole): {kb:.1f} KB each, {us:.0f} us "
-        "CPU per chunk"
+        f"{count} streams ({begun['begun']} begun, {whole['whole']} whole): {kb:.1f} KB each, "
+        f"{us:.0f} us CPU per chunk"
     ]
 
 

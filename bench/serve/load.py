@@ -111,7 +111,7 @@ async def tell(run: Run, say: Callable[[str], None], every_s: float) -> None:
         tokens = sum(call.num_output for call in run.calls)
         elapsed = clock() - run.began
         say(
-            f"{run.level}: {time.monotonic() - wall:.0f} s, {len(run.calls)} ended, {run.num_running} "
-            "running, "
+            f"{run.level}: {time.monotonic() - wall:.0f} s, {len(run.calls)} ended, "
+            f"{run.num_running} running, "
             f"{run.num_errors} errors, {tokens / elapsed:.0f} tokens/s"
         )

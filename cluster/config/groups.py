@@ -194,8 +194,8 @@ class PrefillSettings(RoleConfig):
     feature_layers: str = setting(
         "",
         Setting(
-            help="layer outputs to offer to the heads of decode workers, beside those that --draft names; "
-            "empty: no others",
+            help="layer outputs to offer to the heads of decode workers, "
+            "beside those that --draft names; empty: no others",
             metavar="ID[,ID...]",
             fault_of=layers_fault,
         ),
@@ -227,16 +227,16 @@ class DecodeSettings(RoleConfig):
     overlap: str = setting(
         "auto",
         Setting(
-            help="launch each decode step before the one before it was read, so that the device never waits; "
-            "auto: on a GPU",
+            help="launch each decode step before the one before it was read, "
+            "so that the device never waits; auto: on a GPU",
             choices=("auto", "on", "off"),
         ),
     )
     spec_adaptive: str = setting(
         "auto",
         Setting(
-            help="draft fewer tokens, or none, while load or poor acceptance make drafting too expensive; "
-            "auto: on a GPU",
+            help="draft fewer tokens, or none, while load or poor acceptance make drafting too "
+            "expensive; auto: on a GPU",
             choices=("auto", "on", "off"),
         ),
     )
@@ -258,8 +258,8 @@ class TraceSettings(RoleConfig):
     otlp_endpoint: str = setting(
         "",
         Setting(
-            help="collector of OpenTelemetry traces, as OTLP over HTTP, such as http://127.0.0.1:4318; needs "
-            "baton[otel]; "
+            help="collector of OpenTelemetry traces, as OTLP over HTTP, such as http://127.0.0.1:4318; "
+            "needs baton[otel]; "
             "empty: none",
             metavar="URL",
         ),
@@ -282,8 +282,8 @@ class ScrapeSettings(RoleConfig):
     metrics_port: int = setting(
         0,
         Setting(
-            help="port of this worker's own /metrics, 'up' gives each further worker of a role the next one; "
-            "0: none, the "
+            help="port of this worker's own /metrics, 'up' gives each further worker of a role the next "
+            "one; 0: none, the "
             "router's tells of it",
             minimum=0,
             maximum=65535,

@@ -90,8 +90,8 @@ def check_drafting(config: DecodeSettings) -> None:
     most = 1 + topk + (steps - 1) * topk * topk
     if tokens and not 1 + steps <= tokens <= most:
         raise ConfigError(
-            f"--spec-tokens {tokens}: --spec-steps {steps} with --spec-topk {topk} needs {1 + steps} and "
-            "makes at most "
+            f"--spec-tokens {tokens}: --spec-steps {steps} with --spec-topk {topk} needs {1 + steps} "
+            "and makes at most "
             f"{most} tokens, the newest one included; write such a number, or 0"
         )
 

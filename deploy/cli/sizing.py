@@ -132,8 +132,8 @@ def _advice(
         )
     if handoff.prefill_s <= measured.tpot_s:
         found.append(
-            "a prompt is computed within one token's time: it would not be felt beside decoding; one process "
-            "per GPU does"
+            "a prompt is computed within one token's time: it would not be felt beside decoding; "
+            "one process per GPU does"
         )
     if load.rate * handoff.prefill_s < IDLE_PREFILL:
         found.append(

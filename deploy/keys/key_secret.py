@@ -49,8 +49,8 @@ def account_of(folder: Path, env: Mapping[str, str]) -> ServiceAccount:
     host = env.get("KUBERNETES_SERVICE_HOST", "")
     port = env.get("KUBERNETES_SERVICE_PORT_HTTPS") or env.get("KUBERNETES_SERVICE_PORT") or "443"
     remedy = (
-        "run it in a pod, or make keys with `baton keys init` and a Secret of their folder with `kubectl "
-        "create secret`"
+        "run it in a pod, or make keys with `baton keys init` and a Secret of their folder with "
+        "`kubectl create secret`"
     )
     if not host:
         raise ConfigError(f"KUBERNETES_SERVICE_HOST is not set; {remedy}")

@@ -197,8 +197,8 @@ def _fill(template: str, **values: str) -> str:
 
 def _toml(host: HostUnits) -> str:
     lines = [
-        "# Settings of baton on this host; `baton ROLE --help` explains each. After a change restart the "
-        "role's unit."
+        "# Settings of baton on this host; `baton ROLE --help` explains each. "
+        "After a change restart the role's unit."
     ]
     for role, table in host.tables.items():
         lines += ["", f"[{role}]"]

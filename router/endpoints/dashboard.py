@@ -60,8 +60,8 @@ def page_of(directory: Path) -> tuple[bytes, dict[str, str]]:
     assert style in whole, STYLE_LINK
     assert script in whole, SCRIPT_LINK
     policy = (
-        f"default-src 'none'; style-src {_source(style)}; script-src {_source(script)}; connect-src 'self'; "
-        "img-src data:; "
+        f"default-src 'none'; style-src {_source(style)}; script-src {_source(script)}; "
+        "connect-src 'self'; img-src data:; "
         "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'"
     )
     headers = {

@@ -265,7 +265,7 @@ class Idempotency:
 def _reused(key: str) -> ApiError:
     key = key.partition(" ")[2]  # without the owner's id
     message = (
-        f"The Idempotency-Key {printable(key)} was used with another request within ten minutes; use a new "
-        "one."
+        f"The Idempotency-Key {printable(key)} was used with another request within ten minutes; "
+        "use a new one."
     )
     return ApiError(422, ErrorBody(message, "invalid_request_error", None, "idempotency_key_reused"))

@@ -251,8 +251,8 @@ class Service:
         longest = live.context * self.tokenizer.longest_token if live is not None else None
         if longest is not None and num_chars > longest:
             raise context_too_long(
-                f"The prompt has {num_chars} characters, but no more than {longest} can fit this model's "
-                "context.",
+                f"The prompt has {num_chars} characters, "
+                f"but no more than {longest} can fit this model's context.",
                 param=param,
             )
 

@@ -152,8 +152,8 @@ def why_not_ready(dispatcher: Dispatcher, now: float) -> str:
     if by_layout:
         return f"no prefill and decode worker pair: {by_layout[0]}"
     return (
-        "no prefill and decode worker have equal fingerprints: start them with the same model, dtype and "
-        "page size"
+        "no prefill and decode worker have equal fingerprints: start them with the same model, "
+        "dtype and page size"
     )
 
 

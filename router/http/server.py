@@ -82,8 +82,8 @@ class HttpServer:
     def __repr__(self) -> str:
         num_bytes = self._counts.num_buffered
         return (
-            f"HttpServer({len(self._connections)} connections, {len(self._tasks)} requests, {num_bytes} "
-            "bytes)"
+            f"HttpServer({len(self._connections)} connections, {len(self._tasks)} requests, "
+            f"{num_bytes} bytes)"
         )
 
     async def serve(self, listener: socket.socket) -> None:

@@ -1,9 +1,9 @@
-"""Whether a request is accepted: its size, its caller's limits, and the length of the queue. Pure.
+"""Decides whether a request is accepted by its size, its caller's limits, and the length of the queue. Pure.
 
     never    it fits no pair, however idle                              400
     not now  no pair serves, or none that knows all its fields          503 with Retry-After
     caller   the caller's own limits                                    429 with Retry-After
-    queue    more than `max_queue` rooms wait: the last by rank is refused         429 with Retry-After
+    queue    more than `max_queue` rooms wait; refuses the last in line  429 with Retry-After
 
 Retry-After is the time to empty the queue at the recent rate of placements.
 """

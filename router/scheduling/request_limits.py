@@ -52,8 +52,8 @@ def check_prompt(num_prompt: int, param: str, live: Limits) -> None:
     longest = min(live.context - 1, MAX_PROMPT_TOKENS, live.prefill_tokens)
     if num_prompt > longest:
         raise context_too_long(
-            f"The prompt has {num_prompt} tokens, but at most {longest} fit (the context is {live.context} "
-            "tokens).",
+            f"The prompt has {num_prompt} tokens, but at most {longest} fit (the context is "
+            f"{live.context} tokens).",
             param=param,
         )
 
@@ -73,8 +73,8 @@ def no_pair_for(need: Need, pairs: Collection[tuple[Worker, Worker]]) -> ApiErro
     if not pairs or not unknown or any(obeyed(p, d, need.asks) for p, d in pairs):
         return no_workers()
     text = (
-        f"The workers that serve are of an older version, which does not know {SAID[unknown[0]]}. Try again "
-        "later."
+        f"The workers that serve are of an older version, which does not know {SAID[unknown[0]]}. "
+        "Try again later."
     )
     return unavailable(text)
 
@@ -93,14 +93,14 @@ def check_fits(need: Need, registry: Registry, live: Limits) -> None:
     """Raises ApiError (400) for a request that no idle decode worker could hold."""
     if need.total > live.decode_tokens:
         raise bad_request(
-            f"{need.prompt} prompt tokens and {need.max_new} output tokens need KV pages for {need.total} "
-            "tokens, "
+            f"{need.prompt} prompt tokens and {need.max_new} output tokens need KV pages for "
+            f"{need.total} tokens, "
             f"but the largest decode worker has pages for {live.decode_tokens}: ask for fewer.",
             param="max_tokens",
         )
     if not can_ever(live_pairs(registry), need):
         raise bad_request(
-            f"No pair of workers can hold {need.prompt} prompt tokens and {need.max_new} output tokens: ask "
-            "for fewer.",
+            f"No pair of workers can hold {need.prompt} prompt tokens and {need.max_new} output tokens: "
+            "ask for fewer.",
             param="max_tokens",
         )

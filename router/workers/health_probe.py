@@ -81,7 +81,7 @@ class HealthProbes:
         self._registry, self._outbox, self._mint = registry, outbox, mint
         self._window_s = window_s
         self._patience_s = window_s / 2
-        # never reached, since the deadline is earlier
+        # these never pass, since the probe's deadline is earlier
         self._timeouts = Timeouts(reserve_s=window_s, first_token_s=window_s, token_s=window_s)
         self._probes: dict[str, HealthProbe] = {}  # by room
         self._next_at = 0.0

@@ -271,8 +271,8 @@ class Registry:
         for other in self:
             if other.hello.fingerprint == worker.hello.fingerprint and are_other_weights(worker, other):
                 logger.warning(
-                    "workers of one fingerprint have other weights: they do not pair; serve the same files "
-                    "on both",
+                    "workers of one fingerprint have other weights: they do not pair; "
+                    "serve the same files on both",
                     extra=fields(
                         worker=f"{worker.role} {worker.instance[:8]} on {worker.hello.host}",
                         other=f"{other.role} {other.instance[:8]} on {other.hello.host}",
